@@ -1,0 +1,43 @@
+"""Routing policies: pure functions of router scores. ``POLICIES`` is the table of all of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+
+from moe_ep_bench.policies.capacity import ExpandedDrop, TokenDrop
+from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.topk import TopK
+
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (TopK, TokenDrop, ExpandedDrop)}
+
+__all__ = ["POLICIES", "Policy", "Routing", "RoutingContext", "make_policy"]
+
+
+def make_policy(spec: Mapping[str, object]) -> Policy:
+    """Build a policy from ``{"name": ..., field: value, ...}``.
+
+    Raises:
+        ValueError: unknown name or field, a missing field, or a value that is not allowed; the
+            message names the field and what is allowed.
+    """
+    values = dict(spec)
+    name = values.pop("name", None)
+    if not isinstance(name, str) or name not in POLICIES:
+        raise ValueError(f"name: expected one of {', '.join(POLICIES)}; got {name!r}{_hint(name, POLICIES)}")
+    policy = POLICIES[name]
+    known = {field.name: field for field in fields(policy)}
+    for key in values:
+        if key not in known:
+            allowed = ", ".join(known) or "no fields"
+            raise ValueError(f"{key}: {name} has no such field; expected {allowed}{_hint(key, known)}")
+    for key, field in known.items():
+        if field.default is MISSING and key not in values:
+            raise ValueError(f"{key}: {name} needs it")
+    return policy(**values)
+
+
+def _hint(word: object, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(str(word), known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

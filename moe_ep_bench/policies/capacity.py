@@ -1,0 +1,225 @@
+"""Capacity: no expert computes more than its share of pairs (arXiv 2503.05066, section 3.2).
+
+Under expert parallelism the fullest expert sets the layer's time. Both policies of this paper
+bound it: an expert accepts at most C = floor(gamma * T * K / E) of this rank's pairs, gamma being
+the capacity factor, and drops the rest. The bound is per source rank, so it costs no
+communication; summed over ranks no expert exceeds gamma times the mean load.
+
+- ``token_drop`` (Algorithm 1) applies it to the model's top-k pairs.
+- ``expanded_drop`` (Algorithm 2) first offers each token more experts, by default those on its own
+  rank, so that experts with room take what costs no transfer, and then applies the same bound.
+
+Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R experts per rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.selection import (
+    best_per_row,
+    num_valid_tokens,
+    preference,
+    top_k_map,
+    weighted,
+    without_padding,
+)
+
+Metric = Literal["score", "order", "reverse_order", "random"]
+Granularity = Literal["expert", "device"]
+Modality = Literal["uniform", "image_first", "text_first"]
+Scope = Literal["local", "global"]
+
+IMAGE = 1  # in RoutingContext.modality_T
+
+
+def expert_capacity(capacity_factor: float, num_tokens: int, top_k: int, num_experts: int, num_shared: int = 1) -> int:
+    """Return floor(num_shared * gamma * T * K / E), exactly.
+
+    The capacity factor is taken as the decimal that the user wrote: gamma = 0.7, T = 360, K = 2,
+    E = 8 gives 63, where products of doubles give 62.
+
+    Args:
+        num_shared: experts that share the capacity (L under device granularity).
+    """
+    return math.floor(Fraction(repr(capacity_factor)) * num_shared * num_tokens * top_k / num_experts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityPolicy(Policy):
+    """What ``token_drop`` and ``expanded_drop`` share.
+
+    Attributes:
+        capacity_factor: gamma >= 0, capacity over mean load; 0 drops everything.
+        metric: which pairs an expert prefers: highest ``score``, earliest token (``order``),
+            latest (``reverse_order``), or ``random``.
+        granularity: ``expert``, or ``device``: the L experts of a rank share L capacities.
+        modality: ``image_first`` drops image pairs before any text pair, ``text_first`` the reverse.
+        min_capacity: pairs per expert that are always accepted.
+    """
+
+    capacity_factor: float
+    metric: Metric = "score"
+    granularity: Granularity = "expert"
+    modality: Modality = "uniform"
+    min_capacity: int = 0
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.capacity_factor, int | float) and 0 <= self.capacity_factor < math.inf):
+            raise ValueError(f"capacity_factor: expected a finite number >= 0, got {self.capacity_factor!r}")
+        # One spelling per value: 1 and 1.0 are the same policy and must hash to the same case.
+        object.__setattr__(self, "capacity_factor", float(self.capacity_factor))
+        require_choice("metric", self.metric, Metric)
+        require_choice("granularity", self.granularity, Granularity)
+        require_choice("modality", self.modality, Modality)
+        require_count("min_capacity", self.min_capacity, minimum=0)
+
+    def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
+        super().check(scores_TE, context)
+        if self.metric == "random" and context.generator is None:
+            raise ValueError("generator: metric=random needs a torch.Generator in the context, got None")
+        if self.modality != "uniform" and context.modality_T is None:
+            raise ValueError(f"modality_T: modality={self.modality} needs the tokens' modality, got None")
+
+    def within_capacity(self, candidates_TE: Tensor, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        """Keep of the candidate pairs what the experts (or devices) have room for: bool [T, E]."""
+        num_tokens, num_experts = candidates_TE.shape
+        num_shared = num_experts // context.num_ranks if self.granularity == "device" else 1
+        capacity = max(
+            num_shared * self.min_capacity,
+            expert_capacity(
+                self.capacity_factor, num_valid_tokens(scores_TE, context), context.top_k, num_experts, num_shared
+            ),
+        )
+        # One row per expert or device. Within a row pairs lie by token, then by expert: the tie order.
+        candidates_GN = _by_group(candidates_TE, num_shared)
+        overfull_G = candidates_GN.sum(dim=1) > capacity
+        if not bool(overfull_G.any()):
+            return candidates_TE
+        keys_GN = _by_group(self._keys(scores_TE, context), num_shared)[overfull_G]
+        full_GN = candidates_GN[overfull_G]
+        lowest = -torch.inf if keys_GN.is_floating_point() else torch.iinfo(keys_GN.dtype).min
+        kept_GN = candidates_GN.clone()
+        kept_GN[overfull_G] = best_per_row(keys_GN.masked_fill(~full_GN, lowest), capacity) & full_GN
+        return kept_GN.view(-1, num_tokens, num_shared).transpose(0, 1).reshape(num_tokens, num_experts)
+
+    def _keys(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        """What an expert orders its pairs by, the largest first: [T, E], float32 or int64."""
+        num_tokens = scores_TE.shape[0]
+        token_T1 = torch.arange(num_tokens, device=scores_TE.device).unsqueeze(1)
+        if self.metric == "score":
+            keys_TE = preference(scores_TE, context)
+        elif self.metric == "order":
+            keys_TE = (num_tokens - token_T1).expand_as(scores_TE)
+        elif self.metric == "reverse_order":
+            keys_TE = token_T1.expand_as(scores_TE)
+        else:
+            keys_TE = torch.rand(scores_TE.shape, generator=context.generator, device=scores_TE.device)
+        if self.modality == "uniform" or context.modality_T is None:
+            return keys_TE
+        is_image_T = context.modality_T == IMAGE
+        favoured_T1 = (~is_image_T if self.modality == "image_first" else is_image_T).unsqueeze(1)
+        return _integer_keys(keys_TE) + (favoured_T1.long() << 40)
+
+
+def _integer_keys(keys_TE: Tensor) -> Tensor:
+    """Order-preserving int64 keys below 2**33 in magnitude, so that a class can be put above them."""
+    if not keys_TE.is_floating_point():
+        return keys_TE
+    # The bits of a positive float order like integers; a negative one's (a biased score) in reverse.
+    bits_TE = (keys_TE + 0.0).view(torch.int32).long()
+    return torch.where(bits_TE < 0, -(bits_TE & 0x7FFFFFFF), bits_TE)
+
+
+def _by_group(values_TE: Tensor, num_shared: int) -> Tensor:
+    """[T, E] -> [E / num_shared, T * num_shared]: one row per group of neighbouring experts."""
+    num_tokens, num_experts = values_TE.shape
+    num_groups = num_experts // num_shared
+    return values_TE.view(num_tokens, num_groups, num_shared).transpose(0, 1).reshape(num_groups, -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenDrop(CapacityPolicy):
+    """Capacity-aware Token Drop (arXiv 2503.05066, Algorithm 1)."""
+
+    name: ClassVar[str] = "token_drop"
+
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        top_k_TE = top_k_map(scores_TE, context)
+        return weighted(scores_TE, self.within_capacity(top_k_TE, scores_TE, context), top_k_TE, context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpandedDrop(CapacityPolicy):
+    """Capacity-aware Expanded Drop (arXiv 2503.05066, Algorithm 2).
+
+    Top-k pairs have no privilege over expanded ones: the published algorithm orders all of them
+    by the same metric.
+
+    Attributes:
+        num_candidates: m, how many further experts a token considers: its m best on its own rank
+            (``local``; None = all of them, larger values are clamped to L) or its m next best
+            anywhere (``global``; required).
+        scope: ``local`` or ``global``.
+        max_experts_per_token: afterwards a token keeps only its best that many; freed places are
+            not refilled. None = no limit.
+    """
+
+    name: ClassVar[str] = "expanded_drop"
+
+    num_candidates: int | None = None
+    scope: Scope = "local"
+    max_experts_per_token: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("scope", self.scope, Scope)
+        if self.num_candidates is None and self.scope == "global":
+            raise ValueError("num_candidates: scope=global needs a whole number >= 0, got None")
+        if self.num_candidates is not None:
+            require_count("num_candidates", self.num_candidates, minimum=0)
+        if self.max_experts_per_token is not None:
+            require_count("max_experts_per_token", self.max_experts_per_token, minimum=1)
+
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        top_k_TE = top_k_map(scores_TE, context)
+        candidates_TE = self._expand(top_k_TE, preference(scores_TE, context), context)
+        map_TE = self.within_capacity(candidates_TE, scores_TE, context)
+        if self.max_experts_per_token is not None:
+            keys_TE = preference(scores_TE, context).masked_fill(~map_TE, -torch.inf)
+            map_TE = map_TE & best_per_row(keys_TE, self.max_experts_per_token)
+        return weighted(scores_TE, map_TE, top_k_TE, context)
+
+    def _expand(self, top_k_TE: Tensor, preference_TE: Tensor, context: RoutingContext) -> Tensor:
+        """Add the further experts that each token considers: bool [T, E]."""
+        num_experts = top_k_TE.shape[1]
+        if self.scope == "global":
+            count = min(self.num_candidates or 0, num_experts - context.top_k)
+            others_TE = best_per_row(preference_TE.masked_fill(top_k_TE, -torch.inf), count)
+            return top_k_TE | without_padding(others_TE, context)
+        num_local = num_experts // context.num_ranks
+        local = slice(context.rank * num_local, (context.rank + 1) * num_local)
+        count = num_local if self.num_candidates is None else min(self.num_candidates, num_local)
+        expanded_TE = top_k_TE.clone()
+        expanded_TE[:, local] |= best_per_row(preference_TE[:, local], count)
+        return without_padding(expanded_TE, context)
+
+
+def require_choice(name: str, value: object, choices: object) -> None:
+    """Raise ValueError unless ``value`` is one of a Literal's values."""
+    allowed = get_args(choices)
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(allowed)}; got {value!r}")
+
+
+def require_count(name: str, value: object, minimum: int) -> None:
+    """Raise ValueError unless ``value`` is a whole number of at least ``minimum``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name}: expected a whole number >= {minimum}, got {value!r}")

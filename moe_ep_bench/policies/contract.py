@@ -1,0 +1,166 @@
+"""The contract that every routing policy keeps.
+
+A policy is a frozen value whose fields are the keys a user writes in a config. It turns router
+scores into a routing: which (token, expert) pairs are computed and with what weight. It is pure
+and deterministic, knows nothing of processes or of Megatron-Core, and therefore serves real
+ranks, virtual ranks and tests alike.
+
+Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R experts per rank,
+S = rows of batch statistics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingContext:
+    """What a policy may know besides the scores.
+
+    Attributes:
+        top_k: experts per token of the model's own routing (K).
+        num_ranks: expert-parallel ranks (R); expert e lives on rank ``e // (E // R)``.
+        rank: the source rank, on which these tokens live.
+        normalize: the model divides a token's weights by their sum (``norm_topk_prob``).
+        bias_E: float32 selection bias (DeepSeek-V3, section 2.1.2): added for selecting and
+            ordering, never to weights.
+        num_groups, top_groups: the model's top-k looks only into the ``top_groups`` best of
+            ``num_groups`` equal groups of experts; a group's value is the sum of its best
+            ``K // top_groups`` experts, as in Megatron-Core.
+        scale: factor on the final weights (``routed_scaling_factor``).
+        token_mask_T: bool, False = padding, which selects nothing and counts in nothing.
+        request_id_T: int64, the request a token belongs to.
+        modality_T: 0 = text, 1 = image.
+        layer_fraction: where in the depth of the model the layer stands, 0 to 1.
+        load_E: expert load carried over from earlier batches.
+        generator: the only source of randomness.
+    """
+
+    top_k: int
+    num_ranks: int = 1
+    rank: int = 0
+    normalize: bool = False
+    bias_E: Tensor | None = None
+    num_groups: int | None = None
+    top_groups: int | None = None
+    scale: float = 1.0
+    token_mask_T: Tensor | None = None
+    request_id_T: Tensor | None = None
+    modality_T: Tensor | None = None
+    layer_fraction: float = 0.0
+    load_E: Tensor | None = None
+    generator: torch.Generator | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Which pairs are computed (``map_TE``, bool) and their combine weights (``weights_TE``, float32, 0 elsewhere)."""
+
+    map_TE: Tensor
+    weights_TE: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Base of all policies; a subclass names itself and implements ``select``."""
+
+    name: ClassVar[str]
+
+    def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
+        """Return float64 [S, E] statistics that the caller sums over ranks, or None if ``select`` needs none."""
+        return None
+
+    def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
+        """Raise ValueError when this policy cannot route these scores in this context."""
+        check_inputs(scores_TE, context)
+
+    def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        """Route one batch of tokens.
+
+        Args:
+            scores_TE: float32 [T, E], finite and non-negative: the router's scores after the
+                model's score function (softmax over E, or sigmoid).
+            context: see RoutingContext.
+            stats_SE: ``batch_stats`` summed over all ranks; without it this rank's own are used.
+
+        Raises:
+            ValueError: for scores or a context that break the contract, before any work.
+        """
+        self.check(scores_TE, context)
+        return self.select(scores_TE, context, stats_SE)
+
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        """``route`` for inputs that were checked before: what a timed layer calls."""
+        raise NotImplementedError
+
+    def params(self) -> dict[str, object]:
+        """The fields as a JSON-ready dict, without the name."""
+        return asdict(self)
+
+    @property
+    def label(self) -> str:
+        """Name and the fields that differ from their defaults, for tables and figures."""
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        return " ".join([self.name, *(f"{f.name}={getattr(self, f.name)}" for f in changed)])
+
+
+def check_inputs(scores_TE: Tensor, context: RoutingContext) -> None:
+    """Raise ValueError unless scores and context keep the contract that all policies share."""
+    if scores_TE.dim() != 2:
+        raise ValueError(f"scores_TE: expected 2 dimensions [T, E], got {scores_TE.dim()}")
+    if scores_TE.dtype != torch.float32:
+        raise ValueError(f"scores_TE: expected float32, got {scores_TE.dtype}")
+    num_tokens, num_experts = scores_TE.shape
+    _require(1 <= context.top_k <= num_experts, "top_k", f"1 to {num_experts} (the experts)", context.top_k)
+    _require(
+        context.num_ranks >= 1 and num_experts % context.num_ranks == 0,
+        "num_ranks",
+        f"a divisor of the {num_experts} experts",
+        context.num_ranks,
+    )
+    _require(0 <= context.rank < context.num_ranks, "rank", f"0 to {context.num_ranks - 1}", context.rank)
+    _check_groups(context, num_experts)
+    for name, length in (
+        ("bias_E", num_experts),
+        ("load_E", num_experts),
+        ("token_mask_T", num_tokens),
+        ("request_id_T", num_tokens),
+        ("modality_T", num_tokens),
+    ):
+        value = getattr(context, name)
+        if value is not None:
+            _require(value.shape == (length,), name, f"shape ({length},)", tuple(value.shape))
+    if context.token_mask_T is not None:
+        _require(context.token_mask_T.dtype == torch.bool, "token_mask_T", "bool", context.token_mask_T.dtype)
+    if context.bias_E is not None and not bool(context.bias_E.isfinite().all()):
+        raise ValueError("bias_E: expected finite values")
+    # One pass over the scores: NaN fails both comparisons, so it is caught here too.
+    if not bool(((scores_TE >= 0) & (scores_TE < torch.inf)).all()):
+        raise ValueError("scores_TE: expected finite, non-negative values; got NaN, Inf or a negative score")
+
+
+def _check_groups(context: RoutingContext, num_experts: int) -> None:
+    groups, top = context.num_groups, context.top_groups
+    if groups is None and top is None:
+        return
+    if groups is None or top is None:
+        raise ValueError("num_groups and top_groups: expected both or neither")
+    _require(groups >= 1 and num_experts % groups == 0, "num_groups", f"a divisor of the {num_experts} experts", groups)
+    _require(1 <= top <= groups, "top_groups", f"1 to {groups}", top)
+    group_size = num_experts // groups
+    _require(
+        top * group_size >= context.top_k and 1 <= context.top_k // top <= group_size,
+        "top_groups",
+        f"groups of {group_size} experts that can hold top_k={context.top_k}",
+        top,
+    )
+
+
+def _require(condition: bool, name: str, expected: str, got: object) -> None:
+    if not condition:
+        raise ValueError(f"{name}: expected {expected}, got {got}")

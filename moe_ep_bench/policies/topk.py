@@ -1,0 +1,22 @@
+"""The model's own routing: every token goes to its K best experts, whatever their load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.selection import top_k_map, weighted
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(Policy):
+    """No policy at all: the baseline, on the path that the policies take."""
+
+    name: ClassVar[str] = "topk"
+
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        map_TE = top_k_map(scores_TE, context)
+        return weighted(scores_TE, map_TE, map_TE, context)

@@ -3,7 +3,7 @@
 ``<out>/run.json``                   resolved config, environment, hashes, what each case is
 ``<out>/cases/<case_id>.parquet``    one row per rank x iteration x phase (``CASE_SCHEMA``)
 ``<out>/routing/<case_id>.parquet``  one row per rank x batch (``ROUTING_SCHEMA``)
-``<out>/attempts/<case_id>.json``    how often a case was begun and what ended it
+``<out>/attempts/``                  what was running when a job was lost (``attempts``)
 
 A *case* is one policy on one workload; its id is a hash of everything that defines it. Cases
 with one ``comparison_id`` ran interleaved on the same batches and may be paired. A case whose
@@ -156,8 +156,9 @@ class RunDirectory:
     def routing_path(self, case_id: str) -> Path:
         return self.root / "routing" / f"{case_id}.parquet"
 
-    def attempt_path(self, case_id: str) -> Path:
-        return self.root / "attempts" / f"{case_id}.json"
+    @property
+    def attempts(self) -> Path:
+        return self.root / "attempts"
 
     def is_finished(self, case_id: str) -> bool:
         return self.case_path(case_id).exists()
@@ -176,14 +177,6 @@ class RunDirectory:
             for key in ("cases", "comparisons"):
                 merged[key] = {**earlier.get(key, {}), **description.get(key, {})}
         write_json(self.run_json, merged)
-
-    def attempts(self, case_id: str) -> list[str]:
-        """What ended each earlier attempt at this case, oldest first."""
-        path = self.attempt_path(case_id)
-        return json.loads(path.read_text()) if path.exists() else []
-
-    def add_attempt(self, case_id: str, reason: str) -> None:
-        write_json(self.attempt_path(case_id), [*self.attempts(case_id), reason])
 
 
 def _write_table(path: Path, rows: Mapping[str, Sequence[Any]], schema: pa.Schema) -> None:

@@ -1,0 +1,142 @@
+"""The figures of bars: ``phases``, where a layer's time goes, and ``load``, who has how much to do."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from moe_ep_bench.analysis.load import Run
+from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
+from moe_ep_bench.analysis.style import INK, MUTED, NATIVE_FILL, PHASE_LOOKS, Look, sheet, wrap_label
+from moe_ep_bench.analysis.timing import GROUPS
+from moe_ep_bench.analysis.words import NOT_FUSED, OVERSUBSCRIBED, footer_lines, percent
+
+# More policies in one picture of loads make a tangle; more bars than this, a fence: steps are drawn then.
+_MAX_POLICIES = 4
+_MAX_BARS = 64
+
+Looks = dict[str, Look]
+
+
+def phases_figure(run: Run, comparisons: list[ComparisonResult], looks: Looks) -> Figure | None:
+    """Where the time goes: a stacked bar per case, mean over ranks, so that waiting shows."""
+    panels = [(c, [r for r in c.results if r.breakdown]) for c in comparisons]
+    panels = [(comparison, results) for comparison, results in panels if results]
+    if not panels:
+        return None
+    facts = [comparison.comparison for comparison, _ in panels]
+    warnings = [OVERSUBSCRIBED] if any(fact.oversubscribed for fact in facts) else []
+    warnings += [] if all(fact.permute_fused for fact in facts) else [NOT_FUSED]
+    groups = [g for g in GROUPS if any(r.breakdown.group_ms[g] > 0 for _, results in panels for r in results)]
+    heights = [0.85 + 0.45 * len(results) for _, results in panels]
+    figure = sheet(
+        "Where a layer's time goes",
+        "Mean over ranks, median over breakdown iterations. waiting: for the slowest rank, where ranks meet. gate: router "
+        "and policy. permute: with the exchange of counts. comm: dispatch and combine, without waiting.",
+        footer_lines(run, facts, warnings),
+        [Patch(**PHASE_LOOKS[group], label=group) for group in groups],
+        width=9.5,
+        body=sum(heights),
+    )
+    grid = figure.add_gridspec(len(panels), 1, height_ratios=heights)
+    for row, (comparison, results) in enumerate(panels):
+        axes = figure.add_subplot(grid[row, 0])
+        axes.set_title(wrap_label(comparison.comparison.title, 80))
+        _phase_bars(axes, results, groups)
+    return figure
+
+
+def load_figure(run: Run, comparisons: list[ComparisonResult], looks: Looks) -> Figure | None:
+    """Load of experts and of ranks, before and after; each policy at its smallest capacity factor."""
+    panels = [(c, c.of_role("baseline"), _smallest_factors(c)) for c in comparisons]
+    panels = [(c, native, policies) for c, native, policies in panels if native is not None and policies]
+    if not panels:
+        return None
+    drawn = {result.family for _, _, policies in panels for result in policies}
+    figure = sheet(
+        "Load of experts and ranks, before and after",
+        "(token, expert) pairs of all ranks' tokens, over the mean of the model's own routing; mean over batches, sorted by "
+        f"native load. Of each policy the smallest capacity factor; of more than {_MAX_POLICIES} policies the first.",
+        footer_lines(run, [comparison.comparison for comparison, _, _ in panels]),
+        [
+            Patch(facecolor=NATIVE_FILL, edgecolor=MUTED, label="native (before)"),
+            *(Patch(label=look.label, **_fill(look)) for family, look in looks.items() if family in drawn),
+        ],
+        width=11,
+        body=3.7 * len(panels),
+    )
+    grid = figure.add_gridspec(len(panels), 2, width_ratios=[2.4, 1])
+    for row, (comparison, native, policies) in enumerate(panels):
+        experts, ranks = (figure.add_subplot(grid[row, column]) for column in (0, 1))
+        experts.set_title(wrap_label(comparison.comparison.title, 70))
+        for axes, what in ((experts, "expert"), (ranks, "rank")):
+            loads = [getattr(r.fidelity, f"{what}_load") for r in (native, *policies)]
+            _sorted_loads(axes, loads, [looks[r.family] for r in policies])
+            axes.set_ylabel(f"{what} load (1 = mean)")
+            axes.set_xlabel(f"{what}, by native load")
+    return figure
+
+
+def _phase_bars(axes: Axes, results: list[CaseResult], groups: list[str]) -> None:
+    places, ends = np.arange(len(results)), np.zeros(len(results))
+    for group in groups:
+        widths = np.array([r.breakdown.group_ms[group] for r in results])
+        axes.barh(places, widths, left=ends, height=0.68, linewidth=0.6, **PHASE_LOOKS[group])
+        ends += widths
+    for place, end in zip(places, ends, strict=True):
+        axes.annotate(f"{end:.3g}", (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5)
+    axes.set_xlim(0, 1.08 * ends.max())
+    axes.set_xlabel("time of one layer (ms)")
+    axes.set_yticks(places, [_bar_label(result) for result in results])
+    axes.set_ylim(len(results) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(False, axis="y")
+
+
+def _bar_label(result: CaseResult) -> str:
+    """Name the case and what it costs, so that a short bar is not read as a gift."""
+    name = wrap_label(result.case.label, 36)
+    if result.case.role != "policy" or result.fidelity is None:
+        return name
+    return (
+        f"{name}\n{percent(result.fidelity.dropped_share)} % dropped, {percent(result.fidelity.retained_mass)} % mass"
+    )
+
+
+def _smallest_factors(comparison: ComparisonResult) -> list[CaseResult]:
+    """Of each family its smallest capacity factor. Without topk, whose loads are native's."""
+    smallest: dict[str, CaseResult] = {}
+    for result in comparison.policies:  # in reading order: factors ascend
+        if result.case.policy != "topk":
+            smallest.setdefault(result.family, result)
+    return list(smallest.values())[:_MAX_POLICIES]
+
+
+def _sorted_loads(axes: Axes, loads: list[np.ndarray], looks: list[Look]) -> None:
+    """Draw the first loads (native) as a grey ground and the others on or beside it, in the order of the first."""
+    order = np.argsort(-loads[0], kind="stable")
+    places = np.arange(len(order))
+    native, *others = (load[order] for load in loads)
+    if len(order) * len(loads) <= _MAX_BARS:
+        width = 0.84 / len(loads)
+        offsets = (np.arange(len(loads)) - (len(loads) - 1) / 2) * width
+        axes.bar(places + offsets[0], native, width, facecolor=NATIVE_FILL, edgecolor=MUTED, linewidth=0.6)
+        for offset, load, look in zip(offsets[1:], others, looks, strict=True):
+            axes.bar(places + offset, load, width, linewidth=0.6, **_fill(look))
+    else:
+        edges = np.arange(len(order) + 1) - 0.5
+        axes.stairs(native, edges, fill=True, facecolor=NATIVE_FILL, edgecolor=MUTED, linewidth=0.6)
+        for load, look in zip(others, looks, strict=True):
+            axes.stairs(load, edges, color=look.colour, linestyle=look.line, linewidth=1.8)
+            every = max(1, len(order) // 12)
+            axes.plot(places[::every], load[::every], look.marker, color=look.colour, markeredgecolor="white")
+    axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (2, 2)), zorder=3)
+    axes.set_xlim(-0.6, len(order) - 0.4)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(False, axis="x")
+
+
+def _fill(look: Look) -> dict:
+    return {"facecolor": look.colour, "edgecolor": "white", "hatch": look.hatch}

@@ -1,0 +1,58 @@
+"""The figures of a run. ``FIGURES`` is the table of all of them.
+
+Each is one sheet with a panel, or a row of panels, per comparison. It is drawn only when the rows
+hold what it needs. A speed is never drawn without its fidelity, and every footer says how, on what
+and with which workload the numbers came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from moe_ep_bench.analysis.bars import load_figure, phases_figure
+from moe_ep_bench.analysis.lines import dropped_figure, speedup_figure
+from moe_ep_bench.analysis.load import Run
+from moe_ep_bench.analysis.speedups import ComparisonResult, analyse, family_labels
+from moe_ep_bench.analysis.style import FORMATS, Look, house_style, looks_of, save
+
+# A figure takes the run, its comparisons and the look of each policy family; None when the rows do not hold what it
+# needs.
+Draw = Callable[[Run, list[ComparisonResult], dict[str, Look]], Figure | None]
+
+FIGURES: dict[str, Draw] = {
+    "speedup": speedup_figure,
+    "phases": phases_figure,
+    "load": load_figure,
+    "dropped": dropped_figure,
+}
+
+
+def draw_figures(
+    run: Run, directory: Path, formats: Sequence[str] = tuple(FORMATS), names: Iterable[str] = tuple(FIGURES)
+) -> tuple[list[Path], list[str]]:
+    """Draw figures into a directory, one file per figure and format.
+
+    Args:
+        formats: some of ``FORMATS``.
+        names: some of ``FIGURES``.
+
+    Returns:
+        The files written, and the names of the figures for which the run lacks the rows.
+    """
+    comparisons = analyse(run)
+    looks = looks_of(family_labels(comparisons))
+    written, lacking = [], []
+    with house_style():
+        for name in names:
+            figure = FIGURES[name](run, comparisons, looks)
+            if figure is None:
+                lacking.append(name)
+                continue
+            for file_format in formats:
+                path = directory / f"{name}.{file_format}"
+                save(figure, path, file_format)
+                written.append(path)
+    return written, lacking

@@ -1,0 +1,298 @@
+"""Read a run directory and refuse what cannot be trusted.
+
+Every figure and table rests on these files, so they are checked here, once: a part that is
+missing, damaged or of another run is an error that names it, never a gap in a plot.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from moe_ep_bench.records import (
+    CASE_SCHEMA,
+    PHASES,
+    ROUTING_SCHEMA,
+    SCHEMA_VERSION,
+    STATUSES,
+    TOTAL,
+    UNACCOUNTED,
+    RunDirectory,
+)
+
+Role = Literal["baseline", "noise", "ceiling", "policy"]
+
+_KINDS = ("plain", "breakdown")
+_ITERATION = ["batch", "iteration", "kind"]
+# What a measured routing row must hold: the columns that fidelity is computed from. The two ratios of masses are
+# exempt: a rank without valid tokens has none.
+_ROUTING_NEEDS = ["rank", "batch", "num_tokens", "load_E", "load_R", "num_topk_pairs", "num_dropped_pairs"]
+
+
+class ResultsError(ValueError):
+    """A run directory that cannot be read; the message is one line for the user."""
+
+
+class _Described(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Workload(_Described):
+    kind: Literal["synthetic", "recorded"]
+    description: str
+    tail_model: str | None
+
+
+class Comparison(_Described):
+    """Conditions that all its cases share; cases of one comparison may be paired."""
+
+    title: str
+    model: str
+    scale: float  # 1.0 = the model's true sizes
+    num_experts: int
+    top_k: int
+    num_ranks: int  # expert-parallel size
+    num_replicas: int
+    world_size: int
+    num_tokens: int  # of all ranks
+    num_batches: int
+    dtype: str
+    backend: Literal["nccl", "gloo"]
+    permute_fused: bool
+    oversubscribed: bool  # more ranks than cores
+    random_weights: bool
+    workload: Workload
+
+
+class _CaseDescription(_Described):
+    comparison_id: str
+    policy: str
+    policy_params: dict[str, Any]
+    label: str
+    role: Role
+
+
+class _Environment(_Described):
+    device_name: str
+    num_devices: int
+
+
+class _RunDescription(_Described):
+    run_id: str
+    mode: Literal["run", "emulated", "route"]
+    environment: _Environment
+    comparisons: dict[str, Comparison]
+    cases: dict[str, _CaseDescription]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One policy on one workload.
+
+    Attributes:
+        status: one of ``STATUSES``; ``reason`` says why when it is not ok.
+        timings: rank, batch, iteration, kind, phase, time_us; no rows unless ok.
+        routing: one row per rank x batch, as in ``ROUTING_SCHEMA``; no rows unless ok.
+    """
+
+    case_id: str
+    comparison_id: str
+    policy: str
+    policy_params: dict[str, Any]
+    label: str
+    role: Role
+    status: str
+    reason: str | None
+    timings: pd.DataFrame
+    routing: pd.DataFrame
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == "ok"
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Everything a run directory holds."""
+
+    directory: Path
+    run_id: str
+    mode: str
+    device_name: str
+    num_devices: int
+    comparisons: dict[str, Comparison]
+    cases: tuple[Case, ...]
+
+
+def load_run(directory: Path | str) -> Run:
+    """Read and check a run directory.
+
+    Raises:
+        ResultsError: one line that names the file and what is wrong with it.
+    """
+    files = RunDirectory(Path(directory))
+    description = _read_description(files.run_json)
+    _check_known_parts(files, description)
+    cases = tuple(_read_case(files, case_id, description) for case_id in description.cases)
+    if not any(case.is_ok for case in cases):
+        counts = ", ".join(f"{number} {status}" for status, number in sorted(Counter(c.status for c in cases).items()))
+        first = f"; {cases[0].label}: {_one_line(cases[0].reason)}" if cases else ""
+        raise ResultsError(f"{files.root}: no case was measured ({counts or 'run.json lists none'}){first}")
+    return Run(
+        directory=files.root,
+        run_id=description.run_id,
+        mode=description.mode,
+        device_name=description.environment.device_name,
+        num_devices=description.environment.num_devices,
+        comparisons=description.comparisons,
+        cases=cases,
+    )
+
+
+def _read_description(path: Path) -> _RunDescription:
+    if not path.parent.is_dir():
+        raise ResultsError(f"{path.parent}: no such directory")
+    if not path.is_file():
+        raise ResultsError(f"{path}: missing; a run directory is one that `moe-ep-bench run` has written")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ResultsError(f"{path}: damaged, not JSON: {_one_line(error)}") from error
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if not isinstance(version, int):
+        raise ResultsError(f"{path}: schema_version: expected a whole number, got {version!r}")
+    if version != SCHEMA_VERSION:
+        hint = "; it is newer than this program, which needs updating" if version > SCHEMA_VERSION else ""
+        raise ResultsError(f"{path}: schema_version: expected {SCHEMA_VERSION}, got {version}{hint}")
+    try:
+        description = _RunDescription.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ResultsError(f"{path}: {key}: {first['msg']}") from error
+    _check_roles(path, description)
+    return description
+
+
+def _check_roles(path: Path, description: _RunDescription) -> None:
+    """Speedups need to know *the* baseline, so a role other than policy is held by one case at most."""
+    holders = Counter()
+    for case_id, case in description.cases.items():
+        if case.comparison_id not in description.comparisons:
+            raise ResultsError(f"{path}: cases.{case_id}.comparison_id: no comparison {case.comparison_id!r}")
+        holders[case.comparison_id, case.role] += 1
+    for (comparison_id, role), number in holders.items():
+        if role != "policy" and number > 1:
+            raise ResultsError(f"{path}: comparisons.{comparison_id}: expected one {role} case, got {number}")
+
+
+def _check_known_parts(files: RunDirectory, description: _RunDescription) -> None:
+    for folder in (files.case_path("any").parent, files.routing_path("any").parent):
+        for path in sorted(folder.glob("*.parquet")):
+            if path.stem not in description.cases:
+                raise ResultsError(f"{path}: foreign, run.json lists no case {path.stem!r}")
+
+
+def _read_case(files: RunDirectory, case_id: str, description: _RunDescription) -> Case:
+    case = description.cases[case_id]
+    comparison = description.comparisons[case.comparison_id]
+    path = files.case_path(case_id)
+    rows = _read_part(path, CASE_SCHEMA, case_id, description)
+    status, reason = rows["status"].iloc[0], rows["reason"].iloc[0]
+    if status == "ok":
+        _check_timings(path, rows, comparison)
+        routing_path = files.routing_path(case_id)
+        routing = _read_part(routing_path, ROUTING_SCHEMA, case_id, description)
+        _check_routing(routing_path, routing, comparison)
+    else:
+        rows, routing = rows.iloc[:0], pd.DataFrame(columns=ROUTING_SCHEMA.names)
+    return Case(
+        case_id=case_id,
+        comparison_id=case.comparison_id,
+        policy=case.policy,
+        policy_params={key: value for key, value in case.policy_params.items() if key != "name"},
+        label=case.label,
+        role=case.role,
+        status=status,
+        reason=None if pd.isna(reason) else str(reason),
+        timings=rows[["rank", *_ITERATION, "phase", "time_us"]],
+        routing=routing,
+    )
+
+
+def _read_part(path: Path, schema: pa.Schema, case_id: str, description: _RunDescription) -> pd.DataFrame:
+    case = description.cases[case_id]
+    if not path.is_file():
+        raise ResultsError(f"{path}: missing; the run did not finish ({case.label}): start it again to go on")
+    try:
+        with pq.ParquetFile(path) as file:
+            table = file.read()
+    except (OSError, pa.ArrowException) as error:
+        raise ResultsError(f"{path}: damaged, not Parquet: {_one_line(error)}") from error
+    for field in schema:
+        if field.name not in table.schema.names or table.schema.field(field.name).type != field.type:
+            raise ResultsError(f"{path}: foreign, expected a column {field.name} of type {field.type}")
+    rows = table.to_pandas()
+    if rows.empty:
+        raise ResultsError(f"{path}: damaged, it has no rows")
+    identity = {"case_id": case_id, "comparison_id": case.comparison_id, "mode": description.mode}
+    for column, expected in identity.items():
+        others = rows.loc[rows[column] != expected, column]
+        if not others.empty:
+            raise ResultsError(f"{path}: foreign, {column}: expected {expected!r}, got {others.iloc[0]!r}")
+    statuses = list(rows["status"].unique())
+    if len(statuses) != 1 or statuses[0] not in STATUSES:
+        raise ResultsError(f"{path}: status: expected one of {', '.join(STATUSES)} in all rows, got {statuses}")
+    return rows
+
+
+def _check_timings(path: Path, rows: pd.DataFrame, comparison: Comparison) -> None:
+    phases = (*PHASES, TOTAL, UNACCOUNTED)
+    for column, allowed in (("kind", _KINDS), ("phase", phases)):
+        strange = rows.loc[~rows[column].isin(allowed), column]
+        if not strange.empty:
+            raise ResultsError(f"{path}: {column}: expected one of {', '.join(allowed)}; got {strange.iloc[0]!r}")
+    if rows[["rank", *_ITERATION, "time_us"]].isna().to_numpy().any():
+        raise ResultsError(f"{path}: damaged, a measured row lacks its rank, batch, iteration or time_us")
+    if rows.duplicated(["rank", *_ITERATION, "phase"]).any():
+        raise ResultsError(f"{path}: damaged, one rank, iteration and phase stands there twice")
+    totals = rows[rows["phase"] == TOTAL]
+    if not (totals["time_us"] > 0).all():
+        raise ResultsError(f"{path}: damaged, a total is not above 0")
+    # The slowest rank can be named only when all ranks are there.
+    num_ranks = rows.groupby(_ITERATION)["rank"].nunique()
+    num_totals = totals.groupby(_ITERATION)["rank"].nunique().reindex(num_ranks.index, fill_value=0)
+    if (num_totals != comparison.world_size).any():
+        batch, iteration, kind = num_totals.index[num_totals != comparison.world_size][0]
+        found = num_totals.loc[(batch, iteration, kind)]
+        raise ResultsError(
+            f"{path}: batch {batch}, {kind} iteration {iteration}: "
+            f"expected totals of {comparison.world_size} ranks, got {found}"
+        )
+
+
+def _check_routing(path: Path, rows: pd.DataFrame, comparison: Comparison) -> None:
+    for column in _ROUTING_NEEDS:
+        if rows[column].isna().any():
+            raise ResultsError(f"{path}: damaged, a measured row lacks its {column}")
+    for column, expected in (("load_E", comparison.num_experts), ("load_R", comparison.num_ranks)):
+        lengths = rows[column].map(len)
+        if (lengths != expected).any():
+            raise ResultsError(
+                f"{path}: {column}: expected {expected} entries, got {lengths[lengths != expected].iloc[0]}"
+            )
+    num_ranks = rows.groupby("batch")["rank"].nunique()
+    if (num_ranks != comparison.world_size).any() or rows.duplicated(["rank", "batch"]).any():
+        raise ResultsError(f"{path}: expected one row for each of {comparison.world_size} ranks in every batch")
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())

@@ -1,0 +1,152 @@
+"""Cases set against their baseline: how much faster, how sure, and at what cost in fidelity.
+
+Speedup = native / case, both the slowest rank's time of one layer in the same (batch, iteration);
+the estimate is the median of these pairs (``measure.statistics``). The verdict holds its interval
+against the noise floor of the same comparison, which comes from native run a second time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from moe_ep_bench.analysis.fidelity import Fidelity, fidelity
+from moe_ep_bench.analysis.load import Case, Comparison, Run
+from moe_ep_bench.analysis.timing import Breakdown, break_down, layer_time_us
+from moe_ep_bench.measure.statistics import (
+    Estimate,
+    NoiseFloor,
+    Verdict,
+    estimate_median,
+    judge,
+    noise_floor,
+    paired_ratios,
+)
+
+# Reading order: policies of the capacity-aware paper first, then by name.
+_FIRST_POLICIES = ("topk", "token_drop", "expanded_drop")
+_ROLE_ORDER = ("baseline", "noise", "policy", "ceiling")
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Time of the slowest rank over plain iterations."""
+
+    median_ms: float
+    p90_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True, eq=False)
+class CaseResult:
+    """Numbers of one case; all None when it was not measured, so that no speed stands without its fidelity.
+
+    Attributes:
+        speedup: over the comparison's baseline; None for the baseline itself and where nothing pairs.
+        verdict: what the speedup shows against the noise floor.
+        probe_overhead: median layer time of breakdown iterations over that of plain ones, minus 1.
+    """
+
+    case: Case
+    layer: LayerTime | None
+    speedup: Estimate | None
+    verdict: Verdict
+    breakdown: Breakdown | None
+    probe_overhead: float | None
+    fidelity: Fidelity | None
+
+    @property
+    def family(self) -> str:
+        """The policy with every parameter but its capacity factor: what one line of a figure shows."""
+        return family_key(self.case)
+
+    @property
+    def capacity_factor(self) -> float | None:
+        value = self.case.policy_params.get("capacity_factor")
+        return None if value is None else float(value)
+
+
+@dataclass(frozen=True, eq=False)
+class ComparisonResult:
+    """Cases in reading order: baseline, noise, topk, policies, ceiling.
+
+    Attributes:
+        floor: None without a measured native-against-native pair.
+    """
+
+    comparison: Comparison
+    results: tuple[CaseResult, ...]
+    floor: NoiseFloor | None
+
+    def of_role(self, role: str) -> CaseResult | None:
+        """The measured case of a role that one case holds (baseline, noise, ceiling), if there is one."""
+        return next((r for r in self.results if r.case.role == role and r.case.is_ok), None)
+
+    @property
+    def policies(self) -> list[CaseResult]:
+        """Measured policies, in reading order."""
+        return [result for result in self.results if result.case.role == "policy" and result.case.is_ok]
+
+
+def analyse(run: Run) -> list[ComparisonResult]:
+    """Set every case of a run against its baseline, comparison by comparison, in the order of run.json."""
+    return [_analyse_comparison(run, comparison_id) for comparison_id in run.comparisons]
+
+
+def _analyse_comparison(run: Run, comparison_id: str) -> ComparisonResult:
+    cases = sorted((c for c in run.cases if c.comparison_id == comparison_id), key=_reading_order)
+    times_us = {case.case_id: layer_time_us(case) for case in cases}
+    baseline = next((case for case in cases if case.role == "baseline" and case.is_ok), None)
+    speedups: dict[str, Estimate | None] = dict.fromkeys(times_us)
+    if baseline is not None:
+        for case_id in speedups.keys() - {baseline.case_id}:
+            speedups[case_id] = estimate_median(paired_ratios(times_us[baseline.case_id], times_us[case_id]))
+    again = next((speedups[case.case_id] for case in cases if case.role == "noise"), None)
+    floor = None if again is None else noise_floor(again)
+    results = tuple(_case_result(case, times_us[case.case_id], speedups[case.case_id], floor) for case in cases)
+    return ComparisonResult(run.comparisons[comparison_id], results, floor)
+
+
+def _case_result(case: Case, times_us: pd.Series, speedup: Estimate | None, floor: NoiseFloor | None) -> CaseResult:
+    layer = breakdown = probe_overhead = None
+    if not times_us.empty:
+        median_us, p90_us, p99_us = times_us.quantile([0.5, 0.9, 0.99])
+        layer = LayerTime(median_us / 1e3, p90_us / 1e3, p99_us / 1e3)
+    breakdown = break_down(case)
+    if layer is not None and breakdown is not None:
+        probe_overhead = breakdown.layer_ms / layer.median_ms - 1
+    return CaseResult(case, layer, speedup, judge(speedup, floor), breakdown, probe_overhead, fidelity(case))
+
+
+def _reading_order(case: Case) -> tuple:
+    first = _FIRST_POLICIES.index(case.policy) if case.policy in _FIRST_POLICIES else len(_FIRST_POLICIES)
+    capacity_factor = case.policy_params.get("capacity_factor")
+    return (_ROLE_ORDER.index(case.role), first, family_key(case), capacity_factor or 0.0, case.label)
+
+
+def family_key(case: Case) -> str:
+    """Name a policy and the parameters that are set, all but the capacity factor."""
+    fixed = {key: value for key, value in case.policy_params.items() if key != "capacity_factor" and value is not None}
+    return " ".join([case.policy, *(f"{key}={value}" for key, value in sorted(fixed.items()))])
+
+
+def family_labels(comparisons: list[ComparisonResult]) -> dict[str, str]:
+    """Families in reading order, each with the shortest label that tells it from its policy's others.
+
+    A policy with one variant goes by its name; of several, those parameters are named that differ.
+    """
+    cases: dict[str, Case] = {}
+    for comparison in comparisons:
+        for result in comparison.policies:
+            cases.setdefault(result.family, result.case)
+    labels = {}
+    for key, case in sorted(cases.items(), key=lambda item: _reading_order(item[1])):
+        twins = [other.policy_params for other in cases.values() if other.policy == case.policy]
+        differing = [
+            f"{name}={case.policy_params.get(name)}"
+            for name in sorted({name for params in twins for name in params} - {"capacity_factor"})
+            if len({repr(params.get(name)) for params in twins}) > 1
+        ]
+        labels[key] = f"{case.policy} ({', '.join(differing)})" if differing else case.policy
+    return labels

@@ -1,0 +1,63 @@
+"""Words that the table and the figures share, so that both say the same of one run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from moe_ep_bench.analysis.load import Comparison, Run
+
+MODE_WORDS = {
+    "run": "measured",
+    "emulated": "emulated (one device for all ranks, the all-to-all is modelled)",
+    "route": "routing only (nothing was timed)",
+}
+
+OVERSUBSCRIBED = "more ranks than cores: they share time slices, and no straggler speedup is claimed"
+NOT_FUSED = "permutation is not fused: phase shares are not to be set beside a paper's"
+
+
+def hardware_words(run: Run, comparison: Comparison) -> str:
+    """Name the devices, how many ranks used them, and what carried the collectives."""
+    return f"{run.device_name} x {comparison.world_size} ranks, {comparison.backend}"
+
+
+def scale_words(scale: float) -> str:
+    """Say whether the model has its true sizes."""
+    return "true sizes" if scale == 1 else f"sizes x {scale:g} of the true ones"
+
+
+def workload_words(comparison: Comparison) -> str:
+    """Say where tokens and scores come from; a model of the tail is named, for it shapes what is measured."""
+    workload = comparison.workload
+    tail = f", tail model: {workload.tail_model}" if workload.kind == "recorded" and workload.tail_model else ""
+    return f"{workload.kind} workload ({workload.description}){tail}"
+
+
+def count_words(run: Run) -> str:
+    """Say how many cases were measured and what became of the others."""
+    counts = Counter(case.status for case in run.cases)
+    lost = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()) if status != "ok")
+    num_lost = len(run.cases) - counts["ok"]
+    return f"{len(run.cases)} cases: {counts['ok']} measured, {num_lost} not" + (f" ({lost})" if lost else "")
+
+
+def footer_lines(run: Run, comparisons: Sequence[Comparison], warnings: Sequence[str] = ()) -> list[str]:
+    """What stands under every figure: how, on what, which model, which workload; then what weakens it."""
+    facts = [
+        [MODE_WORDS[run.mode]],
+        [hardware_words(run, comparison) for comparison in comparisons],
+        [f"{c.model}, {scale_words(c.scale)}, {c.dtype}" for c in comparisons],
+        ["random weights" for c in comparisons if c.random_weights],
+        [workload_words(comparison) for comparison in comparisons],
+    ]
+    # Comparisons often share a fact; it is said once.
+    lines = [" | ".join(" / ".join(dict.fromkeys(values)) for values in facts if values)]
+    if any(not case.is_ok for case in run.cases):
+        lines.append(count_words(run))
+    return lines + [f"Note: {warning}" for warning in warnings]
+
+
+def percent(share: float) -> str:
+    """A share as a percentage with one decimal, without the sign."""
+    return f"{100 * share:.1f}"

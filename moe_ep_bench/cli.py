@@ -1,0 +1,96 @@
+"""The commands. Thin: each parses its arguments and calls the module that does the work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_ep_bench.exit_codes import OK, USER_ERROR
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status. User mistakes are one line on stderr and status 2."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except ValueError as error:
+        print(f"moe-ep-bench: {error}", file=sys.stderr)
+        return USER_ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="moe-ep-bench", description=__import__("moe_ep_bench").__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="time a real expert-parallel layer; start it with torchrun")
+    _add_config(run)
+    run.add_argument("--dry-run", action="store_true", help="print cases, memory and time to expect; run nothing")
+    run.set_defaults(command=_run)
+
+    launch = commands.add_parser("launch", help="start `run` under torchrun and restart it after a lost process group")
+    _add_config(launch)
+    launch.add_argument("--dry-run", action="store_true", help="print cases, memory and time to expect; run nothing")
+    launch.add_argument("--nproc", type=int, help="ranks on this node (default: all GPUs, else one per core, 2 to 4)")
+    launch.add_argument("--nnodes", type=int, default=1, help="nodes in all")
+    launch.add_argument("--node-rank", type=int, default=0, help="this node, from 0")
+    launch.add_argument("--master", default="127.0.0.1:0", help="host:port of node 0 (one node: any free port)")
+    launch.set_defaults(command=_launch)
+
+    plot = commands.add_parser("plot", help="draw the figures of results directories")
+    plot.add_argument("rest", nargs=argparse.REMAINDER)
+    plot.set_defaults(command=_plot)
+
+    summary = commands.add_parser("summary", help="print the table of a results directory")
+    summary.add_argument("directory", type=Path, metavar="DIR")
+    summary.set_defaults(command=_summary)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file (configs/)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="results directory (default: results/<config's name>)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="replace a value of the config, e.g. workload.peak_load=4; may be repeated")
+    parser.add_argument("--force", action="store_true", help="measure finished cases again")
+
+
+def default_out(config: Path) -> Path:
+    return Path("results") / config.stem
+
+
+def _run(options: argparse.Namespace) -> int:
+    from moe_ep_bench.scopes import run
+
+    if options.dry_run:
+        return run.dry_run(options.config, options.overrides, int(os.environ.get("WORLD_SIZE", "1")))
+    return run.run(options.config, options.out or default_out(options.config), options.overrides, force=options.force)
+
+
+def _launch(options: argparse.Namespace) -> int:
+    from moe_ep_bench import launcher
+    from moe_ep_bench.scopes import run
+
+    nproc = options.nproc or launcher.default_nproc()
+    if options.dry_run:
+        return run.dry_run(options.config, options.overrides, nproc * options.nnodes)
+    nodes = launcher.Nodes(nproc, options.nnodes, options.node_rank, options.master)
+    return launcher.launch(
+        options.config, options.out or default_out(options.config), options.overrides, nodes, force=options.force
+    )
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.plot import main as plot
+
+    return plot(options.rest)
+
+
+def _summary(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.load import load_run
+    from moe_ep_bench.analysis.summary import summary_table
+
+    print(summary_table(load_run(options.directory)))
+    return OK

@@ -1,0 +1,247 @@
+"""From a YAML file to a frozen, validated experiment.
+
+Unknown keys are errors, and every error is one line: file, key, what was found, what is allowed.
+An experiment is a list of *comparisons* (one per point of ``sweep``); in each, all policies and
+the baselines run interleaved on the same batches.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from moe_ep_bench.models import ModelSpec, load_model, preset_names
+from moe_ep_bench.policies import Policy, make_policy
+
+
+class ConfigError(ValueError):
+    """A mistake in what the user wrote; its text is the one line to show."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(_Strict):
+    preset: str
+    """A file of configs/models/, without its ending."""
+    scale: float = Field(1.0, gt=0, le=1)
+    """Hidden sizes as a share of the true ones."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if self.preset not in preset_names():
+            load_model(self.preset)  # raises, and lists what there is
+        return self
+
+    def spec(self) -> ModelSpec:
+        return load_model(self.preset).scaled(self.scale)
+
+
+class _Workload(_Strict):
+    tokens_per_rank: int | None = Field(None, ge=1)
+    num_tokens: int | None = Field(None, ge=1)
+    """Tokens of a batch on all ranks together; give this or tokens_per_rank."""
+    num_batches: int = Field(10, ge=1)
+    seed: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> _Workload:
+        if (self.tokens_per_rank is None) == (self.num_tokens is None):
+            raise ValueError("give either tokens_per_rank or num_tokens")
+        return self
+
+    def total_tokens(self, world_size: int) -> int:
+        return self.num_tokens if self.num_tokens is not None else (self.tokens_per_rank or 0) * world_size
+
+
+class SyntheticConfig(_Workload):
+    kind: Literal["synthetic"] = "synthetic"
+    peak_load: float | None = Field(None, ge=1)
+    """Fullest expert over the mean; null = unskewed."""
+    sequence_length: int = Field(128, ge=1)
+
+
+class RecordedConfig(_Workload):
+    kind: Literal["recorded"] = "recorded"
+    trace: Path
+    """A moe-trace-v1 file; a relative path is read from the config's own folder."""
+    layer: int = Field(ge=0)
+    tail: Literal["popularity", "uniform"]
+    """What is assumed of the experts that the recording does not name."""
+    topk_share: float | None = Field(None, gt=0, le=1)
+    """Assumed mass of the top-k where the recording's scores are normalised over it."""
+
+
+class LayerConfig(_Strict):
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    ep_size: int | None = Field(None, ge=1)
+    """Expert-parallel ranks; null = all ranks. The rest are data-parallel replicas."""
+    seed: int = Field(0, ge=0)
+
+
+class MeasureConfig(_Strict):
+    iterations: int = Field(5, ge=1)
+    """Plain iterations per batch and case."""
+    breakdown_iterations: int = Field(2, ge=0, le=1000)
+    """Iterations per batch and case with all phases timed."""
+    warmup: int = Field(1, ge=0)
+    """Untimed rounds over all batches and cases after the first, which every shape gets anyhow."""
+    timeout_s: float = Field(300, gt=0)
+    """No iteration and no rendezvous may last longer."""
+
+    @model_validator(mode="after")
+    def _check(self) -> MeasureConfig:
+        if self.breakdown_iterations > self.iterations:
+            raise ValueError(f"breakdown_iterations: expected at most iterations={self.iterations}")
+        return self
+
+
+class Experiment(_Strict):
+    """What a config file says. ``policies`` and ``sweep`` are expanded by the properties below."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    model: ModelConfig
+    workload: Annotated[SyntheticConfig | RecordedConfig, Field(discriminator="kind")]
+    layer: LayerConfig = LayerConfig()
+    policies: tuple[dict[str, Any], ...] = Field(min_length=1)
+    """Policies by name and fields; a list in place of a value means one policy for each."""
+    measure: MeasureConfig = MeasureConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Experiment:
+        self.make_policies()
+        return self
+
+    def make_policies(self) -> list[Policy]:
+        """All policies, lists expanded, in the order of the file; repeated ones once."""
+        return list(dict.fromkeys(policy for entry in self.policies for policy in _expand_policy(entry)))
+
+
+def _expand_policy(entry: Mapping[str, Any]) -> Iterable[Policy]:
+    choices = [value if isinstance(value, list) else [value] for value in entry.values()]
+    for values in itertools.product(*choices):
+        yield make_policy(dict(zip(entry, values, strict=True)))
+
+
+def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool) -> list[Experiment]:
+    """Read a config file and return one experiment per point of its ``sweep``.
+
+    Args:
+        overrides: ``key=value`` with a dotted key and a YAML value; they win over the file.
+        on_cpu: apply the file's ``on_cpu`` section, dotted keys that replace values where ranks
+            run on the CPU.
+
+    Raises:
+        ConfigError: one line naming file, key, value and what is allowed.
+    """
+    raw = _read(path)
+    cpu_values = raw.pop("on_cpu", None) or {}
+    sweep = raw.pop("sweep", None) or {}
+    for section, name in ((cpu_values, "on_cpu"), (sweep, "sweep")):
+        if not isinstance(section, dict):
+            raise ConfigError(f"{path}: {name}: expected dotted keys with values, got {section!r}")
+    _anchor_trace(raw, path.parent)
+    for key, value in cpu_values.items():
+        if on_cpu:
+            _put(raw, key, value, f"{path}: on_cpu")
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {override}: expected key=value")
+        _put(raw, key, _parse_value(override, text), f"--set {override}")
+        sweep.pop(key, None)
+    points = []
+    for key, values in sweep.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"{path}: sweep.{key}: expected a list of values, got {values!r}")
+        points.append([(key, value) for value in values])
+    return [_validated(path, raw, point) for point in itertools.product(*points)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the config: {error.strerror}") from None
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected keys with values, got {type(raw).__name__}")
+    return raw
+
+
+def _parse_value(override: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override}: the value is not valid YAML") from None
+
+
+def _anchor_trace(raw: dict[str, Any], folder: Path) -> None:
+    workload = raw.get("workload")
+    if isinstance(workload, dict) and isinstance(workload.get("trace"), str):
+        workload["trace"] = str(folder / workload["trace"])
+
+
+def _put(raw: dict[str, Any], dotted: str, value: Any, where: str) -> None:
+    *parents, last = str(dotted).split(".")
+    for parent in parents:
+        raw = raw.setdefault(parent, {})
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{where}: {dotted}: {parent} has no keys of its own")
+    raw[last] = value
+
+
+def _validated(path: Path, raw: Mapping[str, Any], point: Iterable[tuple[str, Any]]) -> Experiment:
+    values = _copy(raw)
+    for key, value in point:
+        _put(values, key, value, f"{path}: sweep")
+    try:
+        return Experiment.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_first_error(error)}") from None
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return list(value) if isinstance(value, list) else value
+
+
+def _first_error(error: ValidationError) -> str:
+    """The first problem, as ``key: problem, got value``."""
+    problem = error.errors(include_url=False)[0]
+    keys = [str(part) for part in problem["loc"] if part not in ("synthetic", "recorded")]
+    key = ".".join(keys) or "config"
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys(keys[:-1], problem["loc"])
+        close = difflib.get_close_matches(keys[-1], known, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        return f"{key}: no such key; expected one of {', '.join(known)}{hint}"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return f"{key}: missing"
+    if problem["type"] == "value_error":
+        return f"{key}: {message}" if keys else message
+    return f"{key}: {message[0].lower()}{message[1:]}, got {problem['input']!r}"
+
+
+def _known_keys(parents: list[str], location: tuple[int | str, ...]) -> list[str]:
+    if not parents:
+        return [*Experiment.model_fields, "sweep", "on_cpu"]
+    sections: dict[str, type[BaseModel]] = {
+        "model": ModelConfig,
+        "workload": RecordedConfig if "recorded" in location else SyntheticConfig,
+        "layer": LayerConfig,
+        "measure": MeasureConfig,
+    }
+    return list(sections[parents[0]].model_fields)

@@ -1,0 +1,108 @@
+"""Start ``run`` under torchrun's agent, and start it again when the process group was lost.
+
+A rank that dies takes its process group with it; the ranks record what they can and end. The
+launcher then starts a new job in the same results directory, which goes on with the next
+comparison and leaves out a case that was lost too often. It gives up when a job changed nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe_ep_bench.exit_codes import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.records import RunDirectory
+
+_JOIN_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Where ranks are started: ``nproc`` on each of ``count`` nodes, of which this is number ``rank``."""
+
+    nproc: int
+    count: int = 1
+    rank: int = 0
+    master: str = "127.0.0.1:0"
+
+    def __post_init__(self) -> None:
+        if self.nproc < 1 or self.count < 1 or not 0 <= self.rank < self.count:
+            raise ValueError(f"--nproc, --nnodes, --node-rank: expected at least 1, at least 1 and below --nnodes; "
+                             f"got {self.nproc}, {self.count}, {self.rank}")
+        host, _, port = self.master.rpartition(":")
+        if not host or not port.isdigit() or (self.count > 1 and port == "0"):
+            raise ValueError(f"--master: expected host:port of node 0, with a port above 0 for several nodes; "
+                             f"got {self.master!r}")
+
+
+def default_nproc() -> int:
+    """All GPUs of this node; without any, one CPU rank per core, 2 to 4."""
+    return torch.cuda.device_count() or min(max(len(os.sched_getaffinity(0)), 2), 4)
+
+
+def launch(config: Path, out: Path, overrides: Sequence[str], nodes: Nodes, *, force: bool) -> int:
+    """Run ``config`` on this node's ranks until all its cases have a result; return the exit status."""
+    arguments = [str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
+    directory = RunDirectory(out)
+    while True:
+        before = _progress(directory)
+        status = _one_job([*arguments, *(["--force"] if force else [])], nodes)
+        if status in (OK, CASES_FAILED, USER_ERROR):
+            return status
+        if status < 0:
+            return 128 - status  # asked to stop
+        force = False  # A restarted job goes on; it does not begin anew.
+        if nodes.rank == 0 and _progress(directory) == before:
+            print("moe-ep-bench: the job was lost and left nothing to go on from; giving up", file=sys.stderr)
+            return CASES_FAILED
+        print("moe-ep-bench: the process group was lost; starting again with what is left", file=sys.stderr, flush=True)
+
+
+def _progress(directory: RunDirectory) -> list[tuple[str, bytes]]:
+    """What a job can have changed: finished parts, attempts that were lost, marks."""
+    attempts = directory.attempts.glob("*") if directory.attempts.is_dir() else ()
+    parts = directory.case_path("x").parent.glob("*.parquet")
+    return [*((path.name, path.read_bytes()) for path in sorted(attempts)), *((path.name, b"") for path in sorted(parts))]
+
+
+def _one_job(arguments: Sequence[str], nodes: Nodes) -> int:
+    """One torchrun job: a rank's exit status (the first to fail), or minus the signal that stopped the launcher."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # What torchrun's agent says of a failure, the ranks and this launcher say better.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    host, _, port = nodes.master.rpartition(":")
+    several = nodes.count > 1
+    config = LaunchConfig(
+        min_nodes=nodes.count,
+        max_nodes=nodes.count,
+        nproc_per_node=nodes.nproc,
+        run_id="moe-ep-bench",
+        rdzv_backend="static" if several else "c10d",
+        rdzv_endpoint=f"{host}:{port}",
+        rdzv_configs={"rank": nodes.rank, "timeout": _JOIN_TIMEOUT_S} if several else {"timeout": _JOIN_TIMEOUT_S},
+        max_restarts=0,
+        monitor_interval=0.1,
+        local_addr=None if several else "127.0.0.1",
+    )
+    command = [sys.executable, "-m", "moe_ep_bench", "run", *arguments]
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except ChildFailedError as error:
+        statuses = [failure.exitcode for failure in error.failures.values()]
+        return USER_ERROR if USER_ERROR in statuses else CASES_FAILED if set(statuses) == {CASES_FAILED} else 75
+    except SignalException as stopped:
+        return -int(stopped.sigval)
+    except KeyboardInterrupt:
+        return -int(signal.SIGINT)
+    return OK

@@ -1,0 +1,11 @@
+"""A real Megatron-Core MoE layer with our policies inside, on GPUs or on CPU ranks.
+
+``megatron``  the one door to Megatron-Core: import, versions, its traps
+``host``      stand-ins that let the same code run on CPU ranks
+``build``     configs and layers
+``router``    the seam: replayed scores, and a policy in place of top-k
+``experts``   expert weights seeded by global expert id
+``stages``    which method of the layer is which phase
+``phases``    exclusive timers and waiting probes on those stages
+``reference`` the slow dense oracle that every case is held against
+"""

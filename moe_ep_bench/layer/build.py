@@ -1,0 +1,137 @@
+"""Build the layers that are compared: Megatron-Core's own, and the same one with a policy inside.
+
+``native`` is the baseline of every speedup: Megatron-Core's router and its dropless path, which
+knows its buffer sizes beforehand. ``policy`` takes the dynamic path, which any number of experts
+per token needs and which costs a host sync before the first permutation. Both share one set of
+weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_ep_bench.layer.experts import GATE, ROUTED, SHARED, expert_weights, fill_mlp_, seeded_generator
+from moe_ep_bench.layer.megatron import MoELayer, TransformerConfig, moe_submodules
+from moe_ep_bench.layer.router import PolicyRouter, ReplayRouter
+from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.policies import Policy, RoutingContext, make_policy
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class LayerPair:
+    """The two layers on this rank, sharing their weights, and the group that they talk in."""
+
+    native: MoELayer
+    policy: MoELayer
+    ep_group: dist.ProcessGroup
+
+    @property
+    def native_router(self) -> ReplayRouter:
+        return self.native.router
+
+    @property
+    def policy_router(self) -> PolicyRouter:
+        return self.policy.router
+
+
+def build_layers(
+    model: ModelSpec, dtype: torch.dtype, device: torch.device, ep_group: dist.ProcessGroup, seed: int
+) -> LayerPair:
+    """Build both layers of ``model`` on this rank with seeded weights, ready for inference.
+
+    Enter ``host.device_scope()`` first. The experts must divide over the ranks of ``ep_group``.
+    """
+    context = RoutingContext(
+        top_k=model.top_k,
+        num_ranks=ep_group.size(),
+        rank=ep_group.rank(),
+        normalize=model.normalize,
+        scale=model.routed_scale,
+    )
+    native = _build(model, dtype, device, ep_group, ReplayRouter, capacity_factor=None)
+    router = functools.partial(
+        PolicyRouter, policy=make_policy({"name": "topk"}), context=context, ep_group=ep_group
+    )
+    policy = _build(model, dtype, device, ep_group, router, capacity_factor=1.0)
+    policy.experts, policy.shared_experts = native.experts, native.shared_experts
+    policy.router.weight = native.router.weight
+    _seed_weights(native, model, dtype, device, seed)
+    return LayerPair(native=native, policy=policy, ep_group=ep_group)
+
+
+def _build(
+    model: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    ep_group: dist.ProcessGroup,
+    router: Any,
+    capacity_factor: float | None,
+) -> MoELayer:
+    config = transformer_config(model, dtype, ep_group.size(), capacity_factor, on_cpu=device.type == "cpu")
+    layer = MoELayer(config, moe_submodules(model.num_experts, router), layer_number=1)
+    layer.set_layer_number(1)
+    return layer.to(device).eval()
+
+
+def transformer_config(
+    model: ModelSpec, dtype: torch.dtype, ep_size: int, capacity_factor: float | None, *, on_cpu: bool
+) -> TransformerConfig:
+    """Megatron-Core's config for one MoE layer of ``model``.
+
+    Args:
+        capacity_factor: None for the dropless path; any number for the dynamic one, where the
+            dispatcher counts its buffers (the factor itself is used by nobody: a policy routes).
+    """
+    softmax = model.score_function == "softmax"
+    return TransformerConfig(
+        num_layers=1,
+        num_attention_heads=1,
+        hidden_size=model.hidden_size,
+        moe_ffn_hidden_size=model.ffn_hidden_size,
+        num_moe_experts=model.num_experts,
+        moe_router_topk=model.top_k,
+        moe_router_score_function=model.score_function,
+        # Softmax before the selection leaves weights as they are; after it, they sum to 1.
+        moe_router_pre_softmax=softmax and not model.normalize,
+        moe_router_topk_scaling_factor=model.routed_scale if model.routed_scale != 1.0 else None,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_expert_capacity_factor=capacity_factor,
+        moe_token_dispatcher_type="alltoall",
+        moe_permute_fusion=False,
+        moe_shared_expert_intermediate_size=model.shared_ffn_hidden_size or None,
+        # Overlap moves the shared experts' GEMMs onto a side stream inside other phases.
+        moe_shared_expert_overlap=False,
+        expert_model_parallel_size=ep_size,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_cpu_initialization=on_cpu,
+        perform_initialization=False,
+    )
+
+
+@torch.no_grad()
+def _seed_weights(layer: MoELayer, model: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    gate = seeded_generator(device, seed, GATE)
+    weight_ED = torch.randn(model.num_experts, model.hidden_size, generator=gate, device=device)
+    layer.router.weight.data.copy_(weight_ED * model.hidden_size**-0.5)
+    for expert, mlp in zip(layer.local_expert_indices, layer.experts.local_experts, strict=True):
+        fill_mlp_(
+            mlp, expert_weights(seed, ROUTED, expert, model.hidden_size, model.ffn_hidden_size, device, dtype)
+        )
+    if layer.shared_experts is not None:
+        fill_mlp_(
+            layer.shared_experts,
+            expert_weights(seed, SHARED, 0, model.hidden_size, model.shared_ffn_hidden_size, device, dtype),
+        )

@@ -1,0 +1,92 @@
+"""Stand-ins that let Megatron-Core's expert-parallel layer run on CPU ranks.
+
+Megatron-Core asks ``torch.cuda`` for the current device and for streams even where every tensor
+lies on the CPU. On a machine without CUDA these questions get the only sensible answers: the
+device is the CPU, and there is one stream, on which all work is already in order. It also hands
+gloo its split sizes as tensors, which on CUDA were copied to the host on the way; gloo wants
+whole numbers. Nothing of Megatron-Core is edited; on a machine with CUDA nothing here is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+
+class HostEvent:
+    """An event on the host's only stream: whatever came before it is done."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+
+class HostStream:
+    """The host's only stream. All instances are the same stream and compare equal."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HostStream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> HostEvent:
+        return HostEvent()
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _plain_splits(splits: Any) -> list[int] | None:
+    return splits.tolist() if isinstance(splits, torch.Tensor) else splits
+
+
+@contextlib.contextmanager
+def host_stand_ins() -> Iterator[None]:
+    """Answer Megatron-Core's questions to ``torch.cuda`` for the CPU while the block runs.
+
+    Raises:
+        RuntimeError: CUDA is available; stand-ins would hide the real device.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("host stand-ins are for machines without CUDA")
+    all_to_all_single = dist.all_to_all_single
+
+    def all_to_all_with_plain_splits(
+        output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        return all_to_all_single(
+            output, input, _plain_splits(output_split_sizes), _plain_splits(input_split_sizes), **kwargs
+        )
+
+    with (
+        mock.patch.object(dist, "all_to_all_single", all_to_all_with_plain_splits),
+        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        mock.patch.object(torch.cuda, "Stream", HostStream),
+        mock.patch.object(torch.cuda, "current_stream", lambda *args: HostStream()),
+        mock.patch.object(torch.cuda, "stream", lambda *args: contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "synchronize", lambda *args: None),
+    ):
+        yield
+
+
+def device_scope() -> contextlib.AbstractContextManager[None]:
+    """The scope in which layers are built and run: stand-ins on the CPU, nothing with CUDA."""
+    return contextlib.nullcontext() if torch.cuda.is_available() else host_stand_ins()

@@ -1,0 +1,78 @@
+"""The one door to Megatron-Core: its import, what differs between versions, and what it forgets.
+
+Tried on 0.16.1 (Python 3.11) and 0.19.2 (Python 3.12). Everything else in ``layer/`` imports
+Megatron-Core's names from here, so that a version difference is met in one place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import warnings
+from typing import Any
+
+import torch.distributed as dist
+
+with warnings.catch_warnings():
+    # Said once, with its cost, by our own environment report instead of a dozen times per rank.
+    for message in (
+        "Apex is not installed",
+        "Transformer Engine and Apex are not installed",
+        "absl.logging is not installed",
+        "The following imports from `dynamic_context.py`",
+        "`torch.jit.script_method` is deprecated",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    import megatron.core
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+MEGATRON_VERSION: str = megatron.core.__version__
+HAVE_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+
+__all__ = [
+    "HAVE_TRANSFORMER_ENGINE",
+    "MEGATRON_VERSION",
+    "MoELayer",
+    "MoESubmodules",
+    "TopKRouter",
+    "TransformerConfig",
+    "initialize_expert_parallel",
+    "moe_submodules",
+]
+
+# 0.16.1 reads this name in its router but defines it only where Transformer Engine is installed;
+# its own code takes None for "not there".
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def initialize_expert_parallel(ep_size: int, timeout_s: float) -> dist.ProcessGroup:
+    """Form expert-parallel groups of neighbouring ranks, data-parallel to each other; return this rank's.
+
+    ``torch.distributed`` must be initialised and its world size a multiple of ``ep_size``.
+    """
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=ep_size,
+        distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
+        create_gloo_process_groups=False,
+    )
+    return parallel_state.get_expert_model_parallel_group()
+
+
+def moe_submodules(num_experts: int, router: Any) -> MoESubmodules:
+    """Megatron-Core's own parts of an MoE layer (local, without Transformer Engine) with our router.
+
+    Args:
+        router: called with ``config``, ``pg_collection`` and, from 0.19 on, ``is_mtp_layer``.
+    """
+    spec = get_moe_module_spec(use_te=False, num_experts=num_experts, moe_grouped_gemm=False)
+    # A ModuleSpec in 0.16, a functools.partial in 0.19.
+    submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
+    return dataclasses.replace(submodules, router=router)

@@ -1,0 +1,62 @@
+"""Timers and waiting probes on a layer's stages, put on for breakdown iterations and taken off again.
+
+A collective lasts until the slowest rank has come and moved its data; timed alone it mixes the
+two. In front of every stage in which ranks meet a one-element all-reduce is therefore run and
+timed on its own: it ends when the last rank arrives, so what it took is waiting and what follows
+is transfer. Plain iterations, from which speedups come, run without any of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_ep_bench.layer.megatron import MoELayer
+from moe_ep_bench.layer.stages import Stage, stages_of
+from moe_ep_bench.timer import PhaseRecorder
+
+
+class Rendezvous:
+    """The smallest collective: every rank of the group has come when it returns (on CUDA: on the stream)."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._token = torch.zeros(1, device=device)
+
+    def __call__(self) -> None:
+        dist.all_reduce(self._token, group=self._group)
+
+
+@contextlib.contextmanager
+def instrumented(layer: MoELayer, recorder: PhaseRecorder, meet: Rendezvous) -> Iterator[None]:
+    """Time every stage of ``layer`` with ``recorder``, and probe the waiting, while the block runs."""
+    alone = layer.ep_group.size() == 1
+    wrapped: list[tuple[Any, str]] = []
+    try:
+        for owner, stage in stages_of(layer):
+            setattr(owner, stage.method, _timed(getattr(owner, stage.method), stage, recorder, meet, alone))
+            wrapped.append((owner, stage.method))
+        yield
+    finally:
+        for owner, method in wrapped:
+            # The wrapper hid the class's method behind an instance attribute.
+            delattr(owner, method)
+
+
+def _timed(
+    method: Callable[..., Any], stage: Stage, recorder: PhaseRecorder, meet: Rendezvous, alone: bool
+) -> Callable[..., Any]:
+    run = recorder.wrap(stage.phase, method)
+    if stage.waits is None or alone:
+        return run
+    wait = recorder.wrap(stage.waits, meet)
+
+    def wait_then_run(*args: Any, **kwargs: Any) -> Any:
+        wait()
+        return run(*args, **kwargs)
+
+    return wait_then_run

@@ -1,0 +1,85 @@
+"""The seam: Megatron-Core's router, with replayed scores and with a policy in place of top-k.
+
+Both routers run the real gate GEMM. Where a workload replays scores, these take the place of the
+GEMM's output, so that the gate costs what it costs and the routing is the workload's.
+
+Shapes: T = local tokens, E = experts, D = hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ep_bench.layer.megatron import TopKRouter
+from moe_ep_bench.policies import Policy, Routing, RoutingContext
+
+
+def scores_from_logits(logits_TE: Tensor, score_function: str) -> Tensor:
+    """The model's score function: float32 [T, E], softmax over the experts or sigmoid."""
+    if score_function == "softmax":
+        return torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+    return torch.sigmoid(logits_TE.float())
+
+
+def logits_from_scores(scores_TE: Tensor, score_function: str) -> Tensor:
+    """Logits that the score function turns back into these scores (softmax: rows that sum to 1)."""
+    smallest = torch.finfo(torch.float32).tiny
+    if score_function == "softmax":
+        return scores_TE.clamp_min(smallest).log()
+    return torch.logit(scores_TE.clamp_min(smallest))
+
+
+class ReplayRouter(TopKRouter):
+    """Megatron-Core's own router; after the gate GEMM the workload's logits take over.
+
+    Attributes:
+        replay_TE: float32 [T, E] logits, or None to use the gate's own.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.replay_TE: Tensor | None = None
+
+    def gating(self, input: Tensor) -> Tensor:
+        if input.shape[0] == 0:
+            # TopKRouter cannot reshape an empty batch; a rank may well have no tokens.
+            logits = input.new_zeros((*input.shape[:-1], self.config.num_moe_experts), dtype=torch.float32)
+        else:
+            logits = super().gating(input)
+        return logits if self.replay_TE is None else self.replay_TE.view_as(logits)
+
+
+class PolicyRouter(ReplayRouter):
+    """A router whose choice is a policy's.
+
+    Overriding ``routing`` also puts Megatron-Core's own token dropping out of play, which lives
+    there; the capacity factor in the layer's config then only makes the dispatcher count its
+    buffers instead of assuming K pairs per token.
+
+    Attributes:
+        policy: what routes.
+        context: what the policy may know of these tokens; set together with the batch.
+        ep_group: the ranks over which a batch-wide policy's statistics are summed.
+    """
+
+    def __init__(self, *, policy: Policy, context: RoutingContext, ep_group: dist.ProcessGroup, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.policy = policy
+        self.context = context
+        self.ep_group = ep_group
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        scores_TE = scores_from_logits(logits.view(-1, self.config.num_moe_experts), self.score_function)
+        stats_SE = self.policy.batch_stats(scores_TE, self.context)
+        if stats_SE is not None:
+            stats_SE = self.sum_over_ranks(stats_SE)
+        routing: Routing = self.policy.select(scores_TE, self.context, stats_SE)
+        return routing.weights_TE, routing.map_TE
+
+    def sum_over_ranks(self, stats_SE: Tensor) -> Tensor:
+        dist.all_reduce(stats_SE, group=self.ep_group)
+        return stats_SE

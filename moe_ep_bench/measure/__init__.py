@@ -1,0 +1,1 @@
+"""How time is taken and what may be concluded from it."""

@@ -1,0 +1,190 @@
+"""What a routing does to load, work, traffic and fidelity, in numbers.
+
+A routing policy trades fidelity for time. Time under expert parallelism follows from loads: in
+prefill the expert (or rank) with the most pairs finishes last, in decode the rank that must read
+the most experts' weights, and every pair whose expert lives elsewhere crosses the network.
+Fidelity is estimated from the scores: how much of the router's mass is still computed.
+``routing_metrics`` reports both sides, for one source rank's tokens, so that no speed has to be
+shown without its price. Loads and counts may be summed over source ranks; ratios may not.
+
+Padding counts in nothing, even where a map selects it, and a share of nothing is 0, never NaN.
+
+Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R experts per rank.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ep_bench.policies.contract import Routing, RoutingContext
+from moe_ep_bench.policies.selection import num_valid_tokens, top_k_map, without_padding
+
+
+def routing_metrics(
+    routing: Routing,
+    scores_TE: Tensor,
+    context: RoutingContext,
+    *,
+    capacity_factor: float = 1.0,
+    single_head: float = 0.5,
+    plateau: float = 0.8,
+) -> dict[str, Any]:
+    """Measure one routing of one source rank's tokens.
+
+    A *pair* is a (token, expert) that is computed; *top-k* is the model's own choice, with its
+    selection bias and groups; *mass* is router score, without bias.
+
+    Load (experts are placed contiguously: expert e lives on rank e // L)
+
+    - ``num_tokens``: valid tokens.
+    - ``load_E``, ``load_R``: pairs per expert and per expert rank. ``num_pairs``: their sum.
+    - ``peak_load``: the fullest expert over the mean load num_pairs / E; 1 is balance, E is collapse.
+    - ``max_violation``: peak_load - 1 (MaxVio of arXiv 2408.15664); 0 where nothing is computed.
+    - ``load_cv``: population standard deviation of load_E over its mean.
+    - ``excess_load``: share of the pairs that lies above capacity, sum_E relu(load - gamma * N) /
+      sum_E load with N = T * K / E (arXiv 2503.05066, Eq. 11). N is the model's mean load also
+      where a policy computes fewer or more pairs.
+    - ``activated_experts``: experts with at least one pair; each costs a read of its weights, which
+      sets the time of a memory-bound decode step (arXiv 2511.02237).
+      ``activated_experts_fullest_rank``: on the rank with the most of them, which ends last.
+
+    Traffic
+
+    - ``crossing_pairs``: pairs whose expert is not on the source rank: what an all-to-all of pairs
+      sends, as Megatron-Core's does.
+    - ``crossing_copies``: distinct (token, other rank): what is sent when a token goes to a rank only
+      once, as in DeepEP.
+
+    Fidelity
+
+    - ``num_topk_pairs``: T * K, what the model would compute. ``num_dropped_pairs``: those of them
+      that are not computed. ``dropped_fraction``: their ratio.
+    - ``retained_mass_topk``: selected mass over top-k mass; more than 1 when a policy adds experts.
+      ``retained_mass_all``: selected mass over all mass.
+    - ``tokens_without_expert``: valid tokens that compute nothing.
+    - ``experts_per_token``: mean over valid tokens.
+
+    The scores themselves, which say how much a policy can take without harm (means over valid tokens)
+
+    - ``topk_share``: the top-k's share of the token's row sum; 0 for a row of zeros.
+    - ``entropy``: of the row as a distribution, over log E: 0 is certainty, 1 indifference. 0 for a
+      row of zeros and where E = 1.
+    - ``regime_single_head``, ``regime_smooth``, ``regime_plateau``: shares of tokens. *Single-head*: the
+      best of the top-k holds at least ``single_head`` of the top-k mass, so losing the others costs
+      little. Else *plateau*: the least of the top-k reaches ``plateau`` times the best, so the choice
+      among them, and likely beyond them, is nearly free. Else *smooth*. Two degenerate cases: with
+      K = 1 a token has a single head by construction, and with K = 2 the better score always holds
+      at least half, so that at the default threshold the regimes tell tokens apart from K = 3 on
+      (raise ``single_head`` for K = 2). A top-k without mass has no head: plateau.
+
+    Args:
+        routing: what a policy returned; only its map is read.
+        scores_TE: float32 [T, E], the scores that it routed.
+        context: the context in which it routed; ``top_k``, ``num_ranks``, ``rank``, the bias, the
+            groups and the token mask are read.
+        capacity_factor: gamma in ``excess_load``; taken as the decimal that was written, as capacities are.
+        single_head: least share of the top-k mass that makes a single head.
+        plateau: least ratio of the least to the best top-k score that makes a plateau.
+
+    Returns:
+        The metrics from ``num_tokens`` to ``regime_plateau`` of ``records.ROUTING_SCHEMA``, in its order,
+        as plain ints, floats and lists of ints.
+    """
+    num_experts, num_ranks = scores_TE.shape[1], context.num_ranks
+    num_tokens = num_valid_tokens(scores_TE, context)
+    map_TE = without_padding(routing.map_TE, context)
+    top_k_TE = top_k_map(scores_TE, context)
+    # Per token and rank; experts of a rank are neighbours.
+    pairs_TR = map_TE.unflatten(1, (num_ranks, -1)).sum(dim=2)
+
+    load_E = map_TE.sum(dim=0)
+    activated_R = (load_E > 0).view(num_ranks, -1).sum(dim=1)
+    num_pairs = int(load_E.sum())
+    mean_load = num_pairs / num_experts
+    peak_load = _ratio(int(load_E.max()), mean_load)
+    # Exact, like the capacities: a load that fills its capacity to the brim has no excess.
+    allowed = float(Fraction(repr(float(capacity_factor))) * num_tokens * context.top_k / num_experts)
+    excess = float((load_E.double() - allowed).clamp(min=0).sum())
+
+    num_topk_pairs = int(top_k_TE.sum())
+    num_dropped_pairs = int((top_k_TE & ~map_TE).sum())
+
+    pairs_elsewhere_TR = pairs_TR.clone()
+    pairs_elsewhere_TR[:, context.rank] = 0
+
+    selected_mass_T = _mass(scores_TE, map_TE)
+    top_k_mass_T = _mass(scores_TE, top_k_TE)
+    mass_T = _mass(scores_TE, without_padding(torch.ones_like(map_TE), context))
+    selected_mass = float(selected_mass_T.sum())
+    single_head_T, plateau_T = _regimes(scores_TE, top_k_TE, top_k_mass_T, single_head, plateau)
+    num_single_head = int(single_head_T.sum())
+    num_plateau = int(plateau_T.sum())
+
+    return {
+        "num_tokens": num_tokens,
+        "load_E": load_E.tolist(),
+        "load_R": pairs_TR.sum(dim=0).tolist(),
+        "num_pairs": num_pairs,
+        "num_topk_pairs": num_topk_pairs,
+        "num_dropped_pairs": num_dropped_pairs,
+        "dropped_fraction": _ratio(num_dropped_pairs, num_topk_pairs),
+        "retained_mass_topk": _ratio(selected_mass, float(top_k_mass_T.sum())),
+        "retained_mass_all": _ratio(selected_mass, float(mass_T.sum())),
+        "peak_load": peak_load,
+        "max_violation": peak_load - 1 if num_pairs else 0.0,
+        "load_cv": _ratio(float(load_E.double().std(correction=0)), mean_load),
+        "excess_load": _ratio(excess, num_pairs),
+        "tokens_without_expert": num_tokens - int(map_TE.any(dim=1).sum()),
+        "experts_per_token": _ratio(num_pairs, num_tokens),
+        "activated_experts": int(activated_R.sum()),
+        "activated_experts_fullest_rank": int(activated_R.max()),
+        "crossing_pairs": int(pairs_elsewhere_TR.sum()),
+        "crossing_copies": int((pairs_elsewhere_TR > 0).sum()),
+        "topk_share": _ratio(float(_share(top_k_mass_T, mass_T).sum()), num_tokens),
+        "entropy": _ratio(float(_normalised_entropy(scores_TE, mass_T).sum()), num_tokens),
+        "regime_single_head": _ratio(num_single_head, num_tokens),
+        "regime_smooth": _ratio(num_tokens - num_single_head - num_plateau, num_tokens),
+        "regime_plateau": _ratio(num_plateau, num_tokens),
+    }
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    """numerator / denominator, where a share of nothing is 0."""
+    return numerator / denominator if denominator else 0.0
+
+
+def _share(part_T: Tensor, whole_T: Tensor) -> Tensor:
+    """``_ratio`` for tensors."""
+    return torch.where(whole_T > 0, part_T / whole_T, 0.0)
+
+
+def _mass(scores_TE: Tensor, map_TE: Tensor) -> Tensor:
+    """Each token's marked score mass: float64 [T]."""
+    return (scores_TE * map_TE).sum(dim=1, dtype=torch.float64)
+
+
+def _normalised_entropy(scores_TE: Tensor, mass_T: Tensor) -> Tensor:
+    """Entropy of each row of scores over log E, float64 [T]; 0 for rows without mass (padding too)."""
+    num_experts = scores_TE.shape[1]
+    if num_experts == 1:
+        return torch.zeros_like(mass_T)
+    share_TE = _share(scores_TE.double(), mass_T.unsqueeze(1))
+    # Rounding may carry a uniform row past 1.
+    return (torch.special.entr(share_TE).sum(dim=1) / math.log(num_experts)).clamp(max=1.0)
+
+
+def _regimes(
+    scores_TE: Tensor, top_k_TE: Tensor, top_k_mass_T: Tensor, single_head: float, plateau: float
+) -> tuple[Tensor, Tensor]:
+    """Which tokens are single-head and which plateau, bool [T] each; padding is neither."""
+    is_token_T = top_k_TE.any(dim=1)
+    best_T = scores_TE.masked_fill(~top_k_TE, -torch.inf).amax(dim=1).double()
+    least_T = scores_TE.masked_fill(~top_k_TE, torch.inf).amin(dim=1).double()
+    single_head_T = (top_k_mass_T > 0) & (best_T >= single_head * top_k_mass_T)
+    plateau_T = ~single_head_T & (least_T >= plateau * best_T)
+    return single_head_T & is_token_T, plateau_T & is_token_T

@@ -1,0 +1,105 @@
+"""The processes of one run: who this rank is, and how ranks agree before they do anything costly.
+
+Two groups: the default one carries the measured traffic (NCCL between GPUs, gloo between CPU
+ranks); a gloo side group carries agreement and results, so that it neither disturbs the measured
+one nor dies with it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_TEXT_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others."""
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    side_group: dist.ProcessGroup
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def oversubscribed(self) -> bool:
+        """More CPU ranks on this node than cores they may use: they share time slices."""
+        return self.device.type == "cpu" and self.local_world_size > len(os.sched_getaffinity(0))
+
+    def texts(self, text: str) -> list[str]:
+        """Every rank's text (its first KiB), in order of rank, on every rank."""
+        buffer = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        data = text.encode()[:_TEXT_BYTES]
+        buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else buffer[:0]
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in self.gather(buffer, everywhere=True)]
+
+    def gather(self, tensor: Tensor, *, everywhere: bool = False) -> list[Tensor]:
+        """Every rank's tensor (equal shapes) in order of rank; on rank 0 only unless ``everywhere``."""
+        tensor = tensor.cpu().contiguous()
+        if everywhere:
+            rows = [torch.empty_like(tensor) for _ in range(self.world_size)]
+            dist.all_gather(rows, tensor, group=self.side_group)
+            return rows
+        rows = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.is_first else None
+        dist.gather(tensor, rows, dst=0, group=self.side_group)
+        return rows or []
+
+    def differing(self, value: str) -> list[int]:
+        """Ranks whose ``value`` is not rank 0's."""
+        digests = self.texts(hashlib.sha256(value.encode()).hexdigest())
+        return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(timeout_s: float) -> Ranks:
+    """Meet the other processes that torchrun started; alone without torchrun.
+
+    Raises:
+        ValueError: fewer GPUs on this node than ranks.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"ranks per node: expected at most {torch.cuda.device_count()} (the GPUs here), got {local_world_size}"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        backend, device_id = "nccl", device
+    else:
+        device, backend, device_id = torch.device("cpu"), "gloo", None
+        # One core per rank; with fewer cores than ranks they share.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout,
+                                device_id=device_id)
+    return Ranks(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_world_size=local_world_size,
+        device=device,
+        side_group=dist.new_group(backend="gloo", timeout=timeout),
+    )

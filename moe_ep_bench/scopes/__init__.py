@@ -1,0 +1,1 @@
+"""What can be measured: ``run`` times a real expert-parallel layer on real ranks."""

@@ -1,0 +1,182 @@
+"""What is to be measured, before anything runs: comparisons, their cases, their sizes and ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
+from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.policies import Policy
+from moe_ep_bench.records import stable_hash
+from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
+
+BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class CaseSpec:
+    """One policy, or one of the three references, on a comparison's workload."""
+
+    case_id: str
+    role: str
+    name: str
+    policy: Policy | None
+    """None for the references, which are Megatron-Core's own router."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.policy.params() if self.policy else {}
+
+    @property
+    def label(self) -> str:
+        return self.policy.label if self.policy else {NOISE: "native again", CEILING: "native, balanced scores"}.get(
+            self.role, self.name
+        )
+
+    def describe(self, comparison_id: str) -> dict[str, Any]:
+        return {
+            "comparison_id": comparison_id,
+            "policy": self.name,
+            "policy_params": self.params,
+            "label": self.label,
+            "role": self.role,
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One experiment at one point of its sweep, on a given number of ranks."""
+
+    experiment: Experiment
+    world_size: int
+    workload: Workload
+
+    @staticmethod
+    def of(experiment: Experiment, world_size: int) -> Comparison:
+        """Check that the experiment fits the ranks, and open its workload.
+
+        Raises:
+            ValueError: naming the key whose value does not fit.
+        """
+        model = experiment.model.spec()
+        ep_size = experiment.layer.ep_size or world_size
+        if world_size % ep_size:
+            raise ValueError(f"layer.ep_size: expected a divisor of the {world_size} ranks, got {ep_size}")
+        if model.num_experts % ep_size:
+            raise ValueError(
+                f"layer.ep_size: expected a divisor of the {model.num_experts} experts of {model.name}, got {ep_size}"
+                + ("" if experiment.layer.ep_size else " (all ranks)")
+            )
+        return Comparison(experiment, world_size, make_workload(experiment, model, world_size))
+
+    @cached_property
+    def model(self) -> ModelSpec:
+        return self.experiment.model.spec()
+
+    @property
+    def ep_size(self) -> int:
+        return self.experiment.layer.ep_size or self.world_size
+
+    @property
+    def num_tokens(self) -> int:
+        return self.experiment.workload.total_tokens(self.world_size)
+
+    @cached_property
+    def definition(self) -> dict[str, Any]:
+        """All that decides what is measured, and nothing of where: equal on any machine."""
+        workload = self.experiment.workload.model_dump(mode="json")
+        if isinstance(self.workload, RecordedWorkload):
+            workload["trace"] = self.workload.trace.sha256
+        return {
+            "mode": "run",
+            "model": self.model.model_dump(mode="json"),
+            "workload": {**workload, "num_tokens": self.num_tokens, "tokens_per_rank": None},
+            "layer": {**self.experiment.layer.model_dump(mode="json"), "ep_size": self.ep_size},
+            "measure": self.experiment.measure.model_dump(mode="json", exclude={"timeout_s"}),
+            "world_size": self.world_size,
+        }
+
+    @cached_property
+    def comparison_id(self) -> str:
+        return stable_hash(self.definition)
+
+    @cached_property
+    def cases(self) -> list[CaseSpec]:
+        """The baseline, its repetition for the noise floor, all policies, and the ceiling."""
+
+        def case(role: str, name: str, policy: Policy | None = None) -> CaseSpec:
+            identity = [self.comparison_id, role, name, policy.params() if policy else {}]
+            return CaseSpec(stable_hash(identity), role, name, policy)
+
+        return [
+            case(BASELINE, "native"),
+            case(NOISE, "native"),
+            *(case(POLICY, policy.name, policy) for policy in self.experiment.make_policies()),
+            case(CEILING, "native_balanced"),
+        ]
+
+    @property
+    def title(self) -> str:
+        scaled = f" x {self.model.scale:g}" if self.model.scale != 1 else ""
+        return f"{self.model.name}{scaled}, EP {self.ep_size}, {self.num_tokens:,} tokens"
+
+    def memory_bytes_per_rank(self) -> int:
+        """What a rank needs at the fullest, roughly: weights, inputs of all batches, one layer's buffers.
+
+        The load assumed is the workload's peak on one rank, as if its hot experts lay together.
+        """
+        model, size = self.model, _BYTES[self.experiment.layer.dtype]
+        tokens = -(-self.num_tokens // self.world_size)
+        peak = min(getattr(self.experiment.workload, "peak_load", None) or 2.0, self.ep_size)
+        pairs = int(tokens * model.top_k * peak)
+        weights = (model.num_experts // self.ep_size) * 3 * model.hidden_size * model.ffn_hidden_size
+        weights += 3 * model.hidden_size * model.shared_ffn_hidden_size
+        inputs = self.workload.num_batches * tokens * (model.hidden_size * size + model.num_experts * 4)
+        buffers = pairs * (4 * model.hidden_size + 3 * model.ffn_hidden_size) * size
+        routing = tokens * model.num_experts * 8 * 6  # scores, keys and indices while a policy routes
+        return 2 * weights * size + inputs + buffers + routing
+
+    def flops_per_rank(self) -> float:
+        """Floating-point operations of one iteration on the average rank."""
+        tokens = self.num_tokens / self.world_size
+        expert = 6 * self.model.hidden_size * self.model.ffn_hidden_size * self.model.top_k
+        shared = 6 * self.model.hidden_size * self.model.shared_ffn_hidden_size
+        return tokens * (expert + shared + 2 * self.model.hidden_size * self.model.num_experts)
+
+    def num_iterations(self) -> int:
+        """Layer runs of one rank: checks, warm-up, plain and breakdown, over all cases."""
+        measure = self.experiment.measure
+        rounds = 2 + measure.warmup + measure.iterations + measure.breakdown_iterations
+        return rounds * self.workload.num_batches * len(self.cases)
+
+
+def make_workload(experiment: Experiment, model: ModelSpec, world_size: int) -> Workload:
+    """Open the workload that an experiment names; ValueError where it cannot be had."""
+    config = experiment.workload
+    num_tokens = config.total_tokens(world_size)
+    shape = {"num_experts": model.num_experts, "top_k": model.top_k, "num_tokens": num_tokens}
+    try:
+        if isinstance(config, SyntheticConfig):
+            return SyntheticWorkload(
+                **shape,
+                num_batches=config.num_batches,
+                sequence_length=config.sequence_length,
+                peak_load=config.peak_load,
+                seed=config.seed,
+            )
+        assert isinstance(config, RecordedConfig)
+        return RecordedWorkload(
+            config.trace,
+            **shape,
+            layer=config.layer,
+            num_batches=config.num_batches,
+            tail=config.tail,
+            topk_share=config.topk_share,
+            seed=config.seed,
+        )
+    except ValueError as error:
+        raise ValueError(f"workload: {error}") from None

@@ -1,0 +1,359 @@
+"""``run``: time a real expert-parallel Megatron-Core layer, every case on the same batches.
+
+For each comparison: build the layers, run every case once on every batch (which checks it
+against the dense reference, takes its routing metrics and lets every shape be seen), warm up,
+time, check again, and write all ranks' samples. Before anything runs, ranks agree that they are
+doing the same thing; what cannot run is found there and recorded as skipped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from moe_ep_bench import environment
+from moe_ep_bench.attempts import MAX_ATTEMPTS, Mark, collect_lost, lost_attempts
+from moe_ep_bench.config import Experiment, load_experiments
+from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
+from moe_ep_bench.ranks import Ranks, join
+from moe_ep_bench.records import SCHEMA_VERSION, RunDirectory, stable_hash
+from moe_ep_bench.scopes.comparison import CaseSpec, Comparison
+from moe_ep_bench.watchdog import Watchdog
+
+# How long ranks may take to meet before a config has said otherwise.
+_JOIN_TIMEOUT_S = 120.0
+
+
+class Stopped(BaseException):
+    """The run was asked to end (SIGTERM, SIGINT)."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the parts of a run share."""
+
+    ranks: Ranks
+    directory: RunDirectory
+    run_id: str
+    mark: Mark
+    watchdog: Watchdog
+    progress: tqdm
+
+
+def run(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False) -> int:
+    """Measure all comparisons of ``config`` on the ranks that torchrun started; return the exit status.
+
+    Args:
+        out: results directory; finished comparisons in it are not run again unless ``force``.
+    """
+    _on_signals(_stop)
+    try:
+        ranks = join(_JOIN_TIMEOUT_S)
+    except ValueError as error:
+        print(f"moe-ep-bench: {error}", file=sys.stderr)
+        return USER_ERROR
+    try:
+        comparisons = _agree_on_comparisons(ranks, config, overrides)
+        if comparisons is None:
+            return USER_ERROR
+        directory = RunDirectory(out)
+        todo = _agree_on_cases(ranks, directory, comparisons, force)
+        if todo is None:
+            return USER_ERROR
+        return _measure_all(ranks, directory, comparisons, todo)
+    finally:
+        ranks.close()
+
+
+def _agree_on_comparisons(ranks: Ranks, config: Path, overrides: Sequence[str]) -> list[Comparison] | None:
+    """Every rank reads the config and opens the workloads; None if any cannot or if they differ."""
+    comparisons: list[Comparison] = []
+    error = ""
+    try:
+        for experiment in load_experiments(config, overrides, on_cpu=ranks.device.type == "cpu"):
+            try:
+                comparison = Comparison.of(experiment, ranks.world_size)
+                comparison.workload.batch(0)  # Finds recordings and targets that cannot be had.
+            except ValueError as problem:
+                raise ValueError(f"{config}: {problem}") from None
+            comparisons.append(comparison)
+    except ValueError as problem:
+        error = str(problem)
+    if _complain(ranks, error):
+        return None
+    definitions = json.dumps([comparison.definition for comparison in comparisons], sort_keys=True)
+    policies = json.dumps([case.case_id for comparison in comparisons for case in comparison.cases])
+    for what, value in (
+        ("the config", definitions + policies),
+        ("the code of moe-ep-bench", environment.code_hash()),
+        ("the versions of torch or megatron-core", json.dumps(environment.package_versions())),
+    ):
+        differing = ranks.differing(value)
+        if differing:
+            _complain(ranks, f"{what} is not the same on all ranks: rank {', '.join(map(str, differing))} differ(s) "
+                             "from rank 0; start all ranks alike")
+            return None
+    return comparisons
+
+
+def _agree_on_cases(
+    ranks: Ranks, directory: RunDirectory, comparisons: Sequence[Comparison], force: bool
+) -> list[list[CaseSpec]] | None:
+    """What is left to run, per comparison; rank 0 looks into the results directory for all.
+
+    Cases of a comparison are paired, so an incomplete comparison is measured whole again, except
+    for cases that were lost too often. Returns None where the directory cannot be used.
+    """
+    wanted = torch.zeros(sum(len(comparison.cases) for comparison in comparisons), dtype=torch.uint8)
+    error = ""
+    if ranks.is_first:
+        try:
+            _check_directory(directory, ranks)
+            collect_lost(directory.attempts)
+            flags = []
+            for comparison in comparisons:
+                finished = not force and all(directory.is_finished(case.case_id) for case in comparison.cases)
+                for case in comparison.cases:
+                    tried = len(lost_attempts(directory.attempts, case.case_id))
+                    flags.append(not finished and tried < MAX_ATTEMPTS)
+            wanted = torch.tensor(flags, dtype=torch.uint8)
+        except (OSError, ValueError) as problem:
+            error = str(problem)
+    if _complain(ranks, error):
+        return None
+    flags = iter(ranks.gather(wanted, everywhere=True)[0].tolist())
+    return [[case for case in comparison.cases if next(flags)] for comparison in comparisons]
+
+
+def _check_directory(directory: RunDirectory, ranks: Ranks) -> None:
+    """Raise unless results can be written here and earlier ones were obtained under the same conditions."""
+    try:
+        directory.root.mkdir(parents=True, exist_ok=True)
+        probe = directory.root / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--out {directory.root}: cannot write there: {error.strerror}") from None
+    if not directory.run_json.exists():
+        return
+    earlier = json.loads(directory.run_json.read_text())
+    then, now = environment.comparable(earlier["environment"]), environment.comparable(environment.describe(ranks.device))
+    for key, value in now.items():
+        if then[key] != value:
+            raise ValueError(f"--out {directory.root}: holds results with {key} {then[key]}, here it is {value}; "
+                             "choose another directory")
+
+
+def _complain(ranks: Ranks, error: str) -> bool:
+    """Print the first error of any rank, once; tell whether there was one."""
+    errors = ranks.texts(error)
+    failing = [rank for rank, text in enumerate(errors) if text]
+    if not failing:
+        return False
+    if ranks.is_first:
+        where = "" if len(failing) == ranks.world_size or failing[0] == 0 else f"rank {failing[0]}: "
+        print(f"moe-ep-bench: {where}{errors[failing[0]]}", file=sys.stderr, flush=True)
+    return True
+
+
+def _measure_all(
+    ranks: Ranks, directory: RunDirectory, comparisons: Sequence[Comparison], todo: Sequence[Sequence[CaseSpec]]
+) -> int:
+    # Megatron-Core takes seconds to import: not before it is clear that there is something to run.
+    from moe_ep_bench.scopes.timed import measure_comparison
+
+    run_id = ranks.texts(stable_hash([time.time_ns()]))[0]
+    mark = Mark(directory.attempts, ranks.rank)
+    timeout_s = max(comparison.experiment.measure.timeout_s for comparison in comparisons)
+    watchdog = Watchdog(timeout_s, mark.explain)
+    if ranks.is_first:
+        directory.write_run(_run_description(ranks, run_id, comparisons))
+    total = sum(_iterations(comparison, cases) for comparison, cases in zip(comparisons, todo, strict=True))
+    progress = tqdm(total=total, unit="iteration", disable=not ranks.is_first, mininterval=1.0, dynamic_ncols=True)
+    job = Job(ranks, directory, run_id, mark, watchdog, progress)
+    try:
+        for comparison, cases in zip(comparisons, todo, strict=True):
+            if ranks.is_first:
+                _record_lost(job, comparison, cases)
+            if cases:
+                progress.set_description(comparison.title)
+                measure_comparison(job, comparison, cases)
+    except Stopped:
+        mark.clear()
+        raise SystemExit(128 + signal.SIGTERM) from None
+    except torch.OutOfMemoryError as error:
+        _lose(job, f"oom: {error}")
+    except Exception as error:
+        peers = "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe"
+        lost = any(text in str(error) for text in peers) or isinstance(error, torch.distributed.DistBackendError)
+        _lose(job, f"{'peer lost' if lost else 'failed'}: {type(error).__name__}: {error}")
+    watchdog.stop()
+    mark.clear()
+    progress.close()
+    failed = torch.tensor([_num_failed(directory, comparisons) if ranks.is_first else 0])
+    failed = int(ranks.gather(failed, everywhere=True)[0])
+    if ranks.is_first and not total:
+        print(f"moe-ep-bench: all {sum(len(c.cases) for c in comparisons)} cases were finished before; "
+              "--force runs them again", file=sys.stderr)
+    return CASES_FAILED if failed else OK
+
+
+def _iterations(comparison: Comparison, cases: Sequence[CaseSpec]) -> int:
+    return comparison.num_iterations() * len(cases) // len(comparison.cases)
+
+
+def _lose(job: Job, reason: str) -> NoReturn:
+    """End this rank: the process group is gone, and the mark tells the next job why."""
+    import os
+
+    job.mark.explain(reason)
+    job.progress.close()
+    print(f"moe-ep-bench: rank {job.ranks.rank}: {' '.join(reason.split())[:300]}", file=sys.stderr, flush=True)
+    os._exit(LOST)  # Destructors would wait for peers that may never come.
+
+
+def _record_lost(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
+    """Give every case that was lost too often its row."""
+    for case in comparison.cases:
+        reasons = lost_attempts(job.directory.attempts, case.case_id)
+        if case not in cases and len(reasons) >= MAX_ATTEMPTS and not job.directory.is_finished(case.case_id):
+            status, _, reason = reasons[-1].partition(": ")
+            status = status if status in ("oom", "timeout") else "failed"
+            write_unmeasured(job, comparison, case, status, f"{reason or reasons[-1]} ({len(reasons)} attempts)")
+
+
+def write_unmeasured(job: Job, comparison: Comparison, case: CaseSpec, status: str, reason: str) -> None:
+    """Write the one row of a case that has no measurements."""
+    job.directory.write_case(
+        case.case_id, {**identity(job, comparison, case, 1), "status": [status], "reason": [reason]}
+    )
+
+
+def identity(job: Job, comparison: Comparison, case: CaseSpec, num_rows: int) -> dict[str, list[Any]]:
+    """The columns that say which case rows belong to, repeated for ``num_rows`` rows."""
+    values = {
+        "run_id": job.run_id,
+        "case_id": case.case_id,
+        "comparison_id": comparison.comparison_id,
+        "mode": "run",
+        "model": comparison.model.name,
+        "policy": case.name,
+        "policy_params": json.dumps(case.params, sort_keys=True),
+        "num_ranks": comparison.ep_size,
+    }
+    return {key: [value] * num_rows for key, value in values.items()}
+
+
+def _num_failed(directory: RunDirectory, comparisons: Sequence[Comparison]) -> int:
+    import pyarrow.parquet as pq
+
+    cases = (case for comparison in comparisons for case in comparison.cases)
+    tables = (pq.read_table(directory.case_path(case.case_id), columns=["status"]) for case in cases)
+    return sum(table.column("status")[0].as_py() != "ok" for table in tables)
+
+
+def _run_description(ranks: Ranks, run_id: str, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": run_id,
+        "mode": "run",
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "config": [describe_experiment(comparison.experiment) for comparison in comparisons],
+        "environment": environment.describe(ranks.device),
+        "hashes": {
+            "code": environment.code_hash(),
+            "config": stable_hash([comparison.definition for comparison in comparisons]),
+            "workload": {comparison.comparison_id: comparison.workload.fingerprint() for comparison in comparisons},
+        },
+        "comparisons": {comparison.comparison_id: _describe(comparison, ranks) for comparison in comparisons},
+        "cases": {
+            case.case_id: case.describe(comparison.comparison_id)
+            for comparison in comparisons
+            for case in comparison.cases
+        },
+    }
+
+
+def _describe(comparison: Comparison, ranks: Ranks) -> dict[str, Any]:
+    return {
+        "title": comparison.title,
+        "model": comparison.model.name,
+        "scale": comparison.model.scale,
+        "num_experts": comparison.model.num_experts,
+        "top_k": comparison.model.top_k,
+        "num_ranks": comparison.ep_size,
+        "num_replicas": ranks.world_size // comparison.ep_size,
+        "world_size": ranks.world_size,
+        "num_tokens": comparison.num_tokens,
+        "num_batches": comparison.workload.num_batches,
+        "dtype": comparison.experiment.layer.dtype,
+        "backend": ranks.backend,
+        "dispatcher": "alltoall",
+        "experts": "sequential",
+        "permute_fused": False,
+        "oversubscribed": ranks.oversubscribed,
+        "random_weights": True,
+        "workload": comparison.workload.describe(),
+    }
+
+
+def describe_experiment(experiment: Experiment) -> dict[str, Any]:
+    """The resolved experiment for ``run.json``, without folders of this machine."""
+    described = experiment.model_dump(mode="json")
+    if "trace" in described["workload"]:
+        described["workload"]["trace"] = Path(described["workload"]["trace"]).name
+    return described
+
+
+def dry_run(config: Path, overrides: Sequence[str], world_size: int) -> int:
+    """Print the cases, the memory that each rank needs and the time to expect; run nothing."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    experiments = load_experiments(config, overrides, on_cpu=device.type == "cpu")
+    comparisons = [Comparison.of(experiment, world_size) for experiment in experiments]
+    available = environment.available_memory_bytes(device, world_size)
+    for comparison in comparisons:
+        print(f"{comparison.title} on {world_size} rank(s), {comparison.workload.describe()['description']}")
+        for case in comparison.cases:
+            print(f"  {case.case_id}  {case.role:8}  {case.label}")
+        seconds = comparison.flops_per_rank() * comparison.num_iterations() / _matmul_flops(comparison, device)
+        print(
+            f"  memory per rank about {comparison.memory_bytes_per_rank() / 2**30:.1f} GiB "
+            f"of {available / 2**30:.1f} GiB; at least {seconds:.0f} s for "
+            f"{comparison.num_iterations():,} iterations (arithmetic at this device's matmul speed, no transfers)"
+        )
+    return OK
+
+
+def _matmul_flops(comparison: Comparison, device: torch.device) -> float:
+    """Floating-point operations per second of a square matmul, measured now."""
+    from moe_ep_bench.layer.build import DTYPES
+
+    size = 4096 if device.type == "cuda" else 512
+    a = torch.randn(size, size, device=device).to(DTYPES[comparison.experiment.layer.dtype])
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        (a @ a).sum().item()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def _on_signals(handler: Callable[[int, FrameType | None], Any]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise Stopped

@@ -1,0 +1,366 @@
+"""Measure one comparison on this rank: layers, checks, timing, samples.
+
+Shapes: T = this rank's tokens, E = experts, D = hidden size, N = tokens checked against the
+dense reference, V = cases, S = steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_ep_bench import environment
+from moe_ep_bench.layer.build import DTYPES, LayerPair, build_layers
+from moe_ep_bench.layer.experts import seeded_generator
+from moe_ep_bench.layer.host import device_scope
+from moe_ep_bench.layer.megatron import MoELayer, initialize_expert_parallel
+from moe_ep_bench.layer.phases import Rendezvous
+from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
+from moe_ep_bench.layer.router import ReplayRouter, logits_from_scores, scores_from_logits
+from moe_ep_bench.measure.protocol import COLUMNS, HOST, THREAD_CPU, Step, measure, plan
+from moe_ep_bench.metrics import routing_metrics
+from moe_ep_bench.policies import Routing, RoutingContext
+from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
+from moe_ep_bench.scopes.comparison import BASELINE, CEILING, CaseSpec, Comparison
+from moe_ep_bench.timer import clock_for
+from moe_ep_bench.workload import TokenBatch, deal
+from moe_ep_bench.workload.balanced import balanced_scores
+
+if TYPE_CHECKING:
+    from moe_ep_bench.scopes.run import Job
+
+NUM_CHECKED_TOKENS = 16
+
+# Streams of random numbers (see layer.experts): hidden states, and what random policies draw.
+_HIDDEN, _DRAWS = 10, 11
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """This rank's share of a batch, on its device."""
+
+    hidden_T1D: Tensor
+    logits_TE: Tensor
+    balanced_logits_TE: Tensor
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """A case on its layer, able to run any batch."""
+
+    spec: CaseSpec
+    layer: MoELayer
+    batches: Sequence[RankBatch]
+    context: RoutingContext
+    seed: int
+    global_rank: int
+
+    @property
+    def case_id(self) -> str:
+        return self.spec.case_id
+
+    @property
+    def router(self) -> ReplayRouter:
+        return self.layer.router
+
+    def prepare(self, batch: int) -> Tensor:
+        share = self.batches[batch]
+        self.router.replay_TE = share.balanced_logits_TE if self.spec.role == CEILING else share.logits_TE
+        if self.spec.policy is not None:
+            self.layer.router.policy = self.spec.policy
+            self.layer.router.context = self.context_for(batch)
+        return share.hidden_T1D
+
+    def context_for(self, batch: int) -> RoutingContext:
+        """The context of this rank's tokens of ``batch``; randomness starts anew with every call."""
+        device = self.batches[batch].logits_TE.device
+        draws = seeded_generator(device, self.seed, _DRAWS, batch, self.global_rank)
+        return replace(self.context, generator=draws)
+
+    def scores(self, batch: int) -> Tensor:
+        """The scores that the router sees: float32 [T, E]."""
+        self.prepare(batch)
+        assert self.router.replay_TE is not None
+        return scores_from_logits(self.router.replay_TE, self.router.score_function)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One untimed run of a case on a batch."""
+
+    output_TD: Tensor
+    routing: Routing
+
+
+def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
+    """Measure ``cases`` and write their parts; every rank calls this alike."""
+    from moe_ep_bench.scopes.run import write_unmeasured
+
+    shortage = _memory_shortage(job, comparison)
+    if shortage:
+        if job.ranks.is_first:
+            for case in cases:
+                write_unmeasured(job, comparison, case, "skipped", shortage)
+        return
+    with device_scope(), torch.inference_mode():
+        session = _Session(job, comparison, cases)
+        session.observe_all()
+        session.drop_failing("before timing")
+        session.warm_up()
+        samples_VSC = session.time()
+        session.check_again()
+        session.drop_failing("after timing")
+        session.write(samples_VSC)
+    del session
+    gc.collect()
+    if job.ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _memory_shortage(job: Job, comparison: Comparison) -> str:
+    """Why this comparison does not fit some rank's memory; empty if it fits all. Agreed by all ranks."""
+    need = comparison.memory_bytes_per_rank()
+    available = environment.available_memory_bytes(job.ranks.device, job.ranks.local_world_size)
+    gib = 2**30
+    short = f"needs about {need / gib:.1f} GiB per rank, {available / gib:.1f} GiB are free" if need > available else ""
+    found = [(rank, text) for rank, text in enumerate(job.ranks.texts(short)) if text]
+    return f"rank {found[0][0]}: {found[0][1]}" if found else ""
+
+
+class _Session:
+    """The state of one comparison's measurement on this rank."""
+
+    def __init__(self, job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
+        self.job = job
+        self.comparison = comparison
+        experiment, model = comparison.experiment, comparison.model
+        self.device, self.seed = job.ranks.device, experiment.layer.seed
+        ep_group = initialize_expert_parallel(comparison.ep_size, experiment.measure.timeout_s)
+        dtype = DTYPES[experiment.layer.dtype]
+        self.layers = build_layers(model, dtype, self.device, ep_group, self.seed)
+        self.batches = [self._share(comparison.workload.batch(b), b, dtype) for b in range(self.num_batches)]
+        self.cases = [self._layer_case(case) for case in cases]
+        hidden_TD = self.batches[0].hidden_T1D[:, 0]
+        self.checked_N = torch.linspace(0, max(len(hidden_TD) - 1, 0), min(NUM_CHECKED_TOKENS, len(hidden_TD))).long()
+        self.reference = DenseReference(model, hidden_TD[self.checked_N], self.seed)
+        self.meet = Rendezvous(ep_group, self.device)
+        self.routing_rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self.errors: dict[str, float] = {}
+
+    @property
+    def num_batches(self) -> int:
+        return self.comparison.workload.num_batches
+
+    def _share(self, batch: TokenBatch, index: int, dtype: torch.dtype) -> RankBatch:
+        """This rank's tokens of a batch. A token's hidden state does not depend on the number of ranks."""
+        model, ranks = self.comparison.model, self.job.ranks
+        tokens_T = deal(batch, ranks.world_size)[ranks.rank]
+        scores_TE = batch.scores_TE[tokens_T].to(self.device)
+        hidden = []
+        for sequence, length in zip(
+            *torch.unique_consecutive(batch.sequence_id_T[tokens_T], return_counts=True), strict=True
+        ):
+            generator = seeded_generator(self.device, self.seed, _HIDDEN, index, int(sequence))
+            hidden.append(torch.randn(int(length), model.hidden_size, generator=generator, device=self.device))
+        hidden_TD = torch.cat(hidden) if hidden else torch.empty(0, model.hidden_size, device=self.device)
+        balanced_TE = balanced_scores(scores_TE, model.top_k)
+        return RankBatch(
+            hidden_T1D=hidden_TD.to(dtype).unsqueeze(1),
+            logits_TE=logits_from_scores(scores_TE, model.score_function),
+            balanced_logits_TE=logits_from_scores(balanced_TE, model.score_function),
+        )
+
+    def _layer_case(self, case: CaseSpec) -> LayerCase:
+        layers: LayerPair = self.layers
+        layer = layers.native if case.policy is None else layers.policy
+        return LayerCase(
+            case, layer, self.batches, layers.policy_router.context, self.seed, self.job.ranks.rank
+        )
+
+    def _before(self, case: LayerCase, step: Step | None = None) -> None:
+        self.job.watchdog.feed()
+        self.job.mark.set(case.case_id)
+        self.job.progress.update()
+
+    def observe(self, case: LayerCase, batch: int) -> Observation:
+        """Run a case once, untimed, and look at what its router chose."""
+        seen: list[tuple[Tensor, Tensor]] = []
+        hidden_T1D = case.prepare(batch)
+        hook = case.router.register_forward_hook(lambda module, inputs, output: seen.append(output))
+        try:
+            output_T1D, _ = case.layer(hidden_T1D)
+        finally:
+            hook.remove()
+        weights_TE, map_TE = seen[0]
+        return Observation(output_T1D[:, 0], Routing(map_TE=map_TE, weights_TE=weights_TE))
+
+    def observe_all(self) -> None:
+        """Run every case on every batch once: shapes are seen, routing metrics taken, outputs checked."""
+        for batch in range(self.num_batches):
+            native_TD: Tensor | None = None
+            for case in self.cases:
+                self._before(case)
+                observation = self.observe(case, batch)
+                if case.spec.role == BASELINE:
+                    native_TD = observation.output_TD
+                row = routing_metrics(
+                    observation.routing,
+                    case.scores(batch),
+                    case.context_for(batch),
+                    **_capacity_factor(case),
+                )
+                row["reference_error"] = self.reference_error(case, observation) if batch == 0 else None
+                row["output_error"] = (
+                    None if case.spec.role == CEILING or native_TD is None
+                    else _relative(observation.output_TD, native_TD)
+                )
+                self.routing_rows[case.case_id].append(row)
+
+    def reference_error(self, case: LayerCase, observation: Observation) -> float:
+        """Compare a run on batch 0 with the dense reference; a policy's map also with the policy itself."""
+        error = self.reference.worst_error(
+            observation.output_TD[self.checked_N], observation.routing.weights_TE[self.checked_N]
+        )
+        if case.spec.policy is not None and case.spec.policy.batch_stats(case.scores(0), case.context) is None:
+            expected = case.spec.policy.route(case.scores(0), case.context_for(0))
+            if not torch.equal(expected.map_TE, observation.routing.map_TE):
+                error = float("inf")
+        self.errors[case.case_id] = max(error, self.errors.get(case.case_id, 0.0))
+        return error
+
+    def check_again(self) -> None:
+        """Hold every case against the reference once more, after its layer was timed."""
+        for case in self.cases:
+            self._before(case)
+            error = self.reference_error(case, self.observe(case, 0))
+            self.routing_rows[case.case_id][0]["reference_error"] = max(
+                error, self.routing_rows[case.case_id][0]["reference_error"]
+            )
+
+    def drop_failing(self, when: str) -> None:
+        """Record cases whose output is wrong on any rank as failed, and go on without them."""
+        from moe_ep_bench.scopes.run import write_unmeasured
+
+        tolerance = TOLERANCE[DTYPES[self.comparison.experiment.layer.dtype]]
+        mine = torch.tensor([self.errors[case.case_id] for case in self.cases], dtype=torch.float64)
+        worst_V = torch.stack(self.job.ranks.gather(mine, everywhere=True)).max(dim=0).values
+        for case, worst in zip(list(self.cases), worst_V.tolist(), strict=True):
+            if worst <= tolerance:
+                continue
+            self.cases.remove(case)
+            if self.job.ranks.is_first:
+                reason = f"{when}: output differs from the dense reference by {worst:.2g}, allowed is {tolerance:g}"
+                write_unmeasured(self.job, self.comparison, case.spec, "failed", reason)
+
+    def warm_up(self) -> None:
+        for _ in range(self.comparison.experiment.measure.warmup):
+            for batch in range(self.num_batches):
+                for case in self.cases:
+                    self._before(case)
+                    case.layer(case.prepare(batch))
+
+    def time(self) -> np.ndarray:
+        return measure(self.cases, self.steps, clock_for(self.device), self.meet, self._before)
+
+    @property
+    def steps(self) -> list[Step]:
+        settings = self.comparison.experiment.measure
+        return plan(self.num_batches, settings.iterations, settings.breakdown_iterations)
+
+    def write(self, samples_VSC: np.ndarray) -> None:
+        """Gather all ranks' samples and metrics on rank 0, which writes them case by case."""
+        from moe_ep_bench.scopes.run import identity
+
+        times = self.job.ranks.gather(torch.from_numpy(samples_VSC))
+        keys, metrics_VBM = _packed_metrics([self.routing_rows[case.case_id] for case in self.cases])
+        metrics = self.job.ranks.gather(metrics_VBM)
+        if not self.job.ranks.is_first:
+            return
+        for index, case in enumerate(self.cases):
+            routing = _routing_columns(keys, [ranked[index] for ranked in metrics], self.comparison)
+            num_rows = len(routing["rank"])
+            base = {**identity(self.job, self.comparison, case.spec, num_rows), "status": ["ok"] * num_rows}
+            self.job.directory.write_routing(case.case_id, {**base, **routing})
+            # The part with the times is what makes a case finished: last.
+            rows = _case_columns(self.steps, [ranked.numpy()[index] for ranked in times])
+            num_rows = len(rows["rank"])
+            base = {**identity(self.job, self.comparison, case.spec, num_rows), "status": ["ok"] * num_rows}
+            self.job.directory.write_case(case.case_id, {**base, **rows})
+
+
+def _capacity_factor(case: LayerCase) -> dict[str, float]:
+    factor = case.spec.params.get("capacity_factor")
+    return {"capacity_factor": factor} if isinstance(factor, float) else {}
+
+
+def _relative(output_TD: Tensor, native_TD: Tensor) -> float:
+    size = float(native_TD.float().norm())
+    return float((output_TD.float() - native_TD.float()).norm()) / size if size else 0.0
+
+
+def _case_columns(steps: Sequence[Step], times_RSC: Sequence[np.ndarray]) -> dict[str, list[Any]]:
+    """Long rows of one case: every phase that occurred, of every rank and step."""
+    rows: dict[str, list[Any]] = defaultdict(list)
+    host, cpu = COLUMNS.index(HOST), COLUMNS.index(THREAD_CPU)
+    for rank, times_SC in enumerate(times_RSC):
+        for step, times_C in zip(steps, times_SC, strict=True):
+            for phase in (*PHASES, UNACCOUNTED, TOTAL):
+                time_us = float(times_C[COLUMNS.index(phase)])
+                if np.isnan(time_us):
+                    continue
+                is_total = phase == TOTAL
+                for name, value in (
+                    ("rank", rank), ("batch", step.batch), ("iteration", step.iteration), ("kind", step.kind),
+                    ("phase", phase), ("time_us", time_us),
+                    ("host_us", float(times_C[host]) if is_total else None),
+                    ("thread_cpu_us", float(times_C[cpu]) if is_total else None),
+                ):
+                    rows[name].append(value)
+    return rows
+
+
+# How a metric travels as one or more float64 numbers: integers below 2**53 stay exact.
+def _packed_metrics(rows_VB: Sequence[Sequence[dict[str, Any]]]) -> tuple[dict[str, int], Tensor]:
+    """Metrics of this rank as float64 [V, B, numbers], and how many numbers each key takes (0 = a scalar)."""
+    if not rows_VB:
+        return {}, torch.empty(0, 0, 0, dtype=torch.float64)
+    keys = {key: len(value) if isinstance(value, list) else 0 for key, value in rows_VB[0][0].items()}
+
+    def numbers(row: dict[str, Any]) -> list[float]:
+        flat: list[float] = []
+        for key, length in keys.items():
+            value = row[key]
+            flat.extend(value if length else [float("nan") if value is None else float(value)])
+        return flat
+
+    return keys, torch.tensor([[numbers(row) for row in rows] for rows in rows_VB], dtype=torch.float64)
+
+
+def _routing_columns(
+    keys: dict[str, int], metrics_RBM: Sequence[Tensor], comparison: Comparison
+) -> dict[str, list[Any]]:
+    """Rows of one case, one per rank and batch, from what the ranks sent."""
+    from moe_ep_bench.records import ROUTING_SCHEMA
+
+    rows: dict[str, list[Any]] = defaultdict(list)
+    for rank, metrics_BM in enumerate(metrics_RBM):
+        for batch, numbers in enumerate(metrics_BM.tolist()):
+            rows["rank"].append(rank)
+            rows["batch"].append(batch)
+            position = 0
+            for key, length in keys.items():
+                whole = str(ROUTING_SCHEMA.field(key).type) in ("int64", "list<item: int64>", "list<element: int64>")
+                values = numbers[position : position + max(length, 1)]
+                position += max(length, 1)
+                values = [None if np.isnan(value) else int(value) if whole else value for value in values]
+                rows[key].append(values if length else values[0])
+    return rows

@@ -1,0 +1,111 @@
+"""Clocks, and a recorder that splits an iteration into exclusive phases.
+
+A recorder keeps one mark per change of phase: a clock reading and the phase that begins there.
+The time between two marks belongs to exactly one phase, so nested stages are exclusive by
+construction and the phases plus ``unaccounted`` add up to the total.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from moe_ep_bench.records import TOTAL, UNACCOUNTED
+
+
+class Clock(Protocol):
+    """Stamps taken now and read later, so that reading never disturbs what is timed."""
+
+    def stamp(self) -> Any: ...
+
+    def wait(self) -> None:
+        """Return once every stamp so far can be read."""
+        ...
+
+    def between_us(self, start: Any, end: Any) -> float: ...
+
+
+class HostClock:
+    """perf_counter, for work that runs on the calling thread."""
+
+    def stamp(self) -> int:
+        return time.perf_counter_ns()
+
+    def wait(self) -> None:
+        pass
+
+    def between_us(self, start: int, end: int) -> float:
+        return (end - start) / 1e3
+
+
+class CudaClock:
+    """CUDA events on the current stream."""
+
+    def stamp(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+    def between_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return start.elapsed_time(end) * 1e3
+
+
+def clock_for(device: torch.device) -> Clock:
+    return CudaClock() if device.type == "cuda" else HostClock()
+
+
+class PhaseRecorder:
+    """Marks of one iteration. ``begin``, then nested ``enter``/``leave``, then ``end``."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._marks: list[tuple[Any, str]] = []
+        self._stack: list[str] = []
+
+    def begin(self) -> None:
+        self._marks.clear()
+        self._stack = [UNACCOUNTED]
+        self._mark()
+
+    def enter(self, phase: str) -> None:
+        self._stack.append(phase)
+        self._mark()
+
+    def leave(self) -> None:
+        self._stack.pop()
+        self._mark()
+
+    def end(self) -> None:
+        self._mark()
+
+    def _mark(self) -> None:
+        self._marks.append((self.clock.stamp(), self._stack[-1]))
+
+    def wrap(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` with its time credited to ``phase``, less what it calls that is wrapped too."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.enter(phase)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.leave()
+
+        return timed
+
+    def times_us(self) -> dict[str, float]:
+        """Microseconds per phase, with ``unaccounted`` and ``total``; waits for the clock."""
+        self.clock.wait()
+        times: dict[str, float] = defaultdict(float)
+        for (start, phase), (end, _) in zip(self._marks, self._marks[1:], strict=False):
+            times[phase] += self.clock.between_us(start, end)
+        times[UNACCOUNTED] += 0.0
+        times[TOTAL] = self.clock.between_us(self._marks[0][0], self._marks[-1][0])
+        return dict(times)

@@ -1,0 +1,51 @@
+"""An end to every hang: a thread that ends the process when nothing has moved for too long."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from moe_ep_bench.exit_codes import LOST
+
+
+class Watchdog:
+    """Ends the process with ``LOST`` when ``feed`` was not called for ``timeout_s`` seconds.
+
+    Args:
+        on_timeout: told the reason first. It begins with "peer lost" where this rank was waiting
+            for others, with "timeout" where it was itself what took so long.
+    """
+
+    def __init__(self, timeout_s: float, on_timeout: Callable[[str], None]) -> None:
+        self._timeout_s = timeout_s
+        self._on_timeout = on_timeout
+        self._fed = time.monotonic()
+        self._stopped = threading.Event()
+        self._watched = threading.get_ident()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def feed(self) -> None:
+        self._fed = time.monotonic()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(min(1.0, self._timeout_s / 10)):
+            if time.monotonic() - self._fed > self._timeout_s:
+                reason = self._reason()
+                self._on_timeout(reason)
+                print(f"moe-ep-bench: {reason}", file=sys.stderr, flush=True)
+                os._exit(LOST)
+
+    def _reason(self) -> str:
+        frame = sys._current_frames().get(self._watched)
+        stack = traceback.extract_stack(frame) if frame else []
+        if any("distributed_c10d" in entry.filename for entry in stack):
+            return f"peer lost: other ranks did not come within {self._timeout_s:g} s"
+        where = f" in {stack[-1].name}" if stack else ""
+        return f"timeout: no progress for {self._timeout_s:g} s{where}"

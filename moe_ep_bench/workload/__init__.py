@@ -1,0 +1,45 @@
+"""What the layer is fed: tokens and their router scores.
+
+How long an MoE layer takes under expert parallelism depends less on the tokens than on where the
+router sends them. If every expert got its mean load, no routing policy could win anything; in
+real traffic the busiest expert gets several times as much, its rank is late, and all others wait.
+A policy's speedup is therefore a statement about a *distribution of router scores*, and this
+package is where that distribution comes from:
+
+* ``SyntheticWorkload`` dials the skew: scores whose busiest expert gets a chosen multiple of the
+  mean load. It answers "what if", and sweeps from balanced to fully collapsed.
+* ``RecordedWorkload`` replays what a real model's router did on real text, from a ``moe-trace-v1``
+  file. Skew, correlation between neighbouring tokens and score shapes are the model's own; only
+  the scores below the top-k, which recordings leave out, are modelled.
+
+A workload makes *global* batches (``TokenBatch``: the tokens of all ranks) and does not know how
+many ranks there are, so that one workload gives the same bytes to 1, 4 or 64 of them. ``deal``
+then hands whole sequences to ranks. Dealing single tokens would average the ranks' traffic and
+erase the very differences between ranks that dispatch and combine have to bear.
+
+Every workload describes itself (``describe``) in words and numbers for ``run.json``, and
+``fingerprint`` hashes the bytes it makes: two runs with one fingerprint saw the same scores.
+"""
+
+from __future__ import annotations
+
+from moe_ep_bench.workload.batch import TokenBatch, Workload, deal
+from moe_ep_bench.workload.recorded import RecordedWorkload
+from moe_ep_bench.workload.skew import peak_load, top_k_load, top_k_share
+from moe_ep_bench.workload.synthetic import SyntheticWorkload
+from moe_ep_bench.workload.tail import TAILS
+from moe_ep_bench.workload.trace import Trace, open_trace
+
+__all__ = [
+    "TAILS",
+    "RecordedWorkload",
+    "SyntheticWorkload",
+    "TokenBatch",
+    "Trace",
+    "Workload",
+    "deal",
+    "open_trace",
+    "peak_load",
+    "top_k_load",
+    "top_k_share",
+]

@@ -1,0 +1,142 @@
+"""The scores that a recording left out: those of the experts below the top-k.
+
+A recording names a token's K best experts and their scores; policies that look further (expanded
+drop, LASER, XShare) ask for the other E - K too. What is known of them: they are below the K-th
+score, and in a softmax they share the mass that the top-k leave. A *tail model* says in what
+proportions:
+
+* ``uniform``     all alike: the least that one can assume;
+* ``popularity``  as often as each expert is in the top-k of that layer, plus one: a hot expert is then
+  also a likely runner-up, which gives a policy that re-routes tokens less room.
+
+Both are jittered by a random factor from 0.5 to 1.5 per token and expert, so that the order of
+the tail is not that of the indices, and both are capped below the K-th score; what a capped
+expert cannot take the others share in proportion (water-filling). The row's mass is conserved.
+
+Not every recorded row can be completed that way. ``fit_top_k`` mends such rows by as little as
+it takes and counts them: the result says of how many rows the recorded scores were changed.
+
+Shapes: T = tokens, E = experts, K = top_k.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_ep_bench.workload.randomness import separate_ties
+
+TAILS = ("popularity", "uniform")
+
+# Every tail score is at most (1 - MARGIN) and its cap at least (1 - 2 * MARGIN) of the K-th score.
+# The caps differ at random, so that capped experts do not tie.
+MARGIN = 0.005
+# The least mass of a tail: where rounding left the top-k with all of it or more, they are scaled down to make room.
+MIN_TAIL_MASS = 2.0**-20
+ROWS_AT_ONCE = 4096
+
+
+class FittedTopK(NamedTuple):
+    """Recorded scores that a tail can be put under, and how many rows were changed for it."""
+
+    scores_TK: NDArray[np.float32]
+    rows_scaled: int
+    rows_raised: int
+
+
+def fit_top_k(scores_TK: NDArray[np.float64], num_experts: int) -> FittedTopK:
+    """Make recorded top-k scores ones that a tail fits under, changing only rows where it does not.
+
+    * *scaled*: the top-k hold all the mass or, by rounding, more. They are scaled to leave ``MIN_TAIL_MASS``.
+    * *raised*: even E - K experts just below the K-th score could not hold the mass that the top-k leave
+      (the K-th score was rounded down, to 0 perhaps). The lowest of the top-k are raised to one common level,
+      the lowest that holds all mass.
+
+    Equal scores are then moved apart by units in the last place of float32, best first as recorded: in the
+    result every row descends strictly, and all scores are positive.
+
+    Args:
+        scores_TK: float64, descending, non-negative.
+        num_experts: E, more than K.
+    """
+    scores_TK = scores_TK.copy()
+    top_k = scores_TK.shape[1]
+    sum_T = scores_TK.sum(axis=1)
+    scaled_T = sum_T > 1 - MIN_TAIL_MASS
+    scores_TK[scaled_T] *= ((1 - MIN_TAIL_MASS) / sum_T[scaled_T])[:, None]
+
+    room = (num_experts - top_k) * (1 - 2 * MARGIN)  # mass that the tail holds, in K-th scores
+    raised_T = 1 - scores_TK.sum(axis=1) > room * scores_TK[:, -1]
+    rows_TK = scores_TK[raised_T]
+    before_TK = np.concatenate([np.zeros((len(rows_TK), 1)), rows_TK.cumsum(axis=1)], axis=1)  # mass of the best k
+    waiting_T = np.ones(len(rows_TK), dtype=bool)
+    for keep in reversed(range(top_k)):  # keep the best `keep` as they are, raise the rest
+        level_T = (1 - before_TK[:, keep]) / (top_k - keep + room)
+        fits_T = waiting_T if keep == 0 else waiting_T & (level_T <= rows_TK[:, keep - 1])
+        rows_TK[fits_T, keep:] = level_T[fits_T, None]
+        waiting_T = waiting_T & ~fits_T
+    scores_TK[raised_T] = rows_TK
+
+    fitted_TK = scores_TK.astype(np.float32)
+    separate_ties(fitted_TK, np.broadcast_to(-np.arange(top_k, dtype=np.float64), fitted_TK.shape))
+    return FittedTopK(fitted_TK, int(scaled_T.sum()), int(raised_T.sum()))
+
+
+def tail_weights(tail: str, ids_TK: NDArray[np.uint8], num_experts: int) -> NDArray[np.float64]:
+    """In what proportions the experts share the tail's mass: float64 [E], positive."""
+    if tail == "uniform":
+        return np.ones(num_experts)
+    return np.bincount(ids_TK.ravel(), minlength=num_experts).astype(np.float64) + 1
+
+
+def fill_tail(
+    ids_TK: NDArray[np.int64],
+    scores_TK: NDArray[np.float32],
+    weights_E: NDArray[np.float64],
+    random: np.random.Generator,
+) -> NDArray[np.float32]:
+    """Complete top-k scores (from ``fit_top_k``) to full rows that sum to 1: float32 [T, E], without ties.
+
+    The top-k of every row are exactly ``ids_TK`` in their order, with exactly ``scores_TK``.
+    """
+    scores_TE = np.empty((len(ids_TK), len(weights_E)), dtype=np.float32)
+    for start in range(0, len(ids_TK), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        best_TK = scores_TK[rows].astype(np.float64)
+        jitter_TE = random.random((len(best_TK), len(weights_E)))
+        shares_TE = weights_E * (0.5 + jitter_TE)
+        np.put_along_axis(shares_TE, ids_TK[rows], 0.0, axis=1)
+        caps_TE = best_TK[:, -1:] * (1 - MARGIN * (2 - jitter_TE))
+        filled_TE = water_fill(shares_TE, caps_TE, 1 - best_TK.sum(axis=1))
+        np.put_along_axis(filled_TE, ids_TK[rows], best_TK, axis=1)
+        scores_TE[rows] = filled_TE
+        separate_ties(scores_TE[rows], filled_TE)
+    return scores_TE
+
+
+def water_fill(
+    shares_TE: NDArray[np.float64], caps_TE: NDArray[np.float64], mass_T: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Split each row's mass in proportion to its shares, but give nobody more than its cap.
+
+    The answer is min(level * share, cap) at the one level that uses up the mass. Whoever is over
+    the cap stays over it, because capping anyone raises the level for the rest; so rounds of
+    capping end at that level exactly, mostly within ten.
+
+    Args:
+        shares_TE: non-negative; 0 takes nothing.
+        caps_TE: positive; a row's caps where shares are positive sum to its mass or more.
+        mass_T: positive.
+    """
+    capped_TE = np.zeros(shares_TE.shape, dtype=bool)
+    while True:
+        free_T = np.where(capped_TE, 0.0, shares_TE).sum(axis=1)
+        left_T = mass_T - np.where(capped_TE, caps_TE, 0.0).sum(axis=1)
+        level_T = np.divide(left_T, free_T, out=np.zeros_like(left_T), where=free_T > 0)
+        filled_TE = level_T[:, None] * shares_TE
+        over_TE = ~capped_TE & (filled_TE > caps_TE)
+        if not over_TE.any():
+            return np.where(capped_TE, caps_TE, filled_TE)
+        capped_TE |= over_TE

@@ -1,0 +1,188 @@
+"""Reader of ``moe-trace-v1``: what a real model's router chose, token by token, layer by layer.
+
+A safetensors file (never unpickled) with
+
+=============  ========================  =====================================================
+expert_ids     uint8   [layers, T, K]    the top-k of each token, best first
+scores         float16 [layers, T, K]    their scores, in the same order
+sequence_id    int32   [T]               which text a token is from; its tokens are adjacent
+position       int32   [T]               place of the token in that text
+=============  ========================  =====================================================
+
+and string metadata ``format``, ``model``, ``num_experts``, ``top_k``, ``score``, ``phase``,
+``domain``, ``source`` and ``licence``. The header is checked when a trace is opened, a layer when
+it is read; layers that nobody asks for are never read.
+
+Shapes: T = recorded tokens, S = sequences, K = top_k.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+FORMAT = "moe-trace-v1"
+METADATA = ("format", "model", "num_experts", "top_k", "score", "phase", "domain", "source", "licence")
+TENSORS = {"expert_ids": ("U8", 3), "scores": ("F16", 3), "sequence_id": ("I32", 1), "position": ("I32", 1)}
+# How far a row may sum beyond what its score function allows: K roundings to float16 or bfloat16
+# stay below half of this (the worst row of our recordings is off by 0.0034).
+SUM_TOLERANCE = 0.02
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """An opened recording: its header, and ``read_layer`` for the rest.
+
+    Attributes:
+        metadata: the file's own, all strings.
+        start_S: int64 [S + 1]; sequence s holds the tokens ``start_S[s]`` to ``start_S[s + 1] - 1``.
+    """
+
+    path: Path
+    metadata: Mapping[str, str]
+    num_layers: int
+    num_tokens: int
+    num_experts: int
+    top_k: int
+    start_S: NDArray[np.int64]
+
+    @property
+    def scores_are_normalised(self) -> bool:
+        """Whether every row sums to 1 over the top-k, so that their share of all score mass is unknown."""
+        return "softmax over the top-k" in self.metadata["score"]
+
+    def read_layer(self, layer: int) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
+        """Read and check one layer: expert ids and scores, both [T, K], best first.
+
+        Raises:
+            ValueError: no such layer, or routing that no router makes; the message names the file and what is wrong.
+        """
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"{self.path}: layer: expected 0 to {self.num_layers - 1}, got {layer}")
+        with _opened(self.path) as file:
+            ids_TK = np.asarray(file.get_slice("expert_ids")[layer])
+            scores_TK = np.asarray(file.get_slice("scores")[layer])
+        problem = self._problem(ids_TK, scores_TK)
+        if problem:
+            raise ValueError(f"{self.path}: layer {layer}: {problem}")
+        return ids_TK, scores_TK
+
+    def sha256(self) -> str:
+        """Hash of the whole file, read piece by piece."""
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def _problem(self, ids_TK: NDArray[np.uint8], scores_TK: NDArray[np.float16]) -> str | None:
+        sorted_TK = np.sort(ids_TK, axis=1)
+        with np.errstate(invalid="ignore"):  # inf - inf; infinities have a check of their own
+            sum_T = scores_TK.sum(axis=1, dtype=np.float32)
+        least = 1 - SUM_TOLERANCE if self.scores_are_normalised else 0.0
+        kind = "a softmax over the top-k (1)" if self.scores_are_normalised else "part of a softmax (at most 1)"
+        checks = (  # (which tokens are wrong, what to say of the first), in the order in which they make sense
+            (
+                (ids_TK >= self.num_experts).any(axis=1),
+                lambda t: f"expert_ids: expected 0 to {self.num_experts - 1}, got {ids_TK[t].max()}",
+            ),
+            (
+                (sorted_TK[:, 1:] == sorted_TK[:, :-1]).any(axis=1),
+                lambda t: f"expert_ids: expected distinct experts, got {ids_TK[t].tolist()}",
+            ),
+            (
+                ~(np.isfinite(scores_TK) & (scores_TK >= 0)).all(axis=1),
+                lambda t: f"scores: expected finite, non-negative values, got {scores_TK[t].tolist()}",
+            ),
+            (
+                (scores_TK[:, 1:] > scores_TK[:, :-1]).any(axis=1),
+                lambda t: f"scores: expected descending values, got {scores_TK[t].tolist()}",
+            ),
+            (
+                (sum_T < least) | (sum_T > 1 + SUM_TOLERANCE),
+                lambda t: f"scores: expected the sum of {kind}, got {sum_T[t]:.4g}",
+            ),
+        )
+        for wrong_T, say in checks:
+            if wrong_T.any():
+                token = int(wrong_T.argmax())
+                return f"token {token}: {say(token)}"
+        return None
+
+
+def open_trace(path: str | Path) -> Trace:
+    """Open a recording and check its header.
+
+    Raises:
+        ValueError: no such file, not a whole safetensors file, or not ``moe-trace-v1``; the message names the
+            file and what is wrong.
+    """
+    path = Path(path)
+    with _opened(path) as file:
+        metadata = file.metadata() or {}
+        missing = [name for name in METADATA if name not in metadata]
+        if missing:
+            raise ValueError(f"{path}: missing metadata: {', '.join(missing)}")
+        if metadata["format"] != FORMAT:
+            raise ValueError(f"{path}: format: expected {FORMAT}, got {metadata['format']}")
+        missing = [name for name in TENSORS if name not in set(file.keys())]
+        if missing:
+            raise ValueError(f"{path}: missing tensors: {', '.join(missing)}")
+        shapes = {name: _shape(path, file, name, *expected) for name, expected in TENSORS.items()}
+        num_layers, num_tokens, top_k = shapes["expert_ids"]
+        _agree(path, "scores", shapes["expert_ids"], shapes["scores"])
+        for name in ("sequence_id", "position"):
+            _agree(path, name, (num_tokens,), shapes[name])
+        if 0 in shapes["expert_ids"]:
+            raise ValueError(
+                f"{path}: expert_ids: expected at least one layer, token and expert, got shape {shapes['expert_ids']}"
+            )
+        counts = {name: _count(path, metadata, name) for name in ("num_experts", "top_k")}
+        if counts["top_k"] != top_k:
+            raise ValueError(f"{path}: top_k: the metadata says {counts['top_k']}, expert_ids has {top_k}")
+        if counts["num_experts"] <= top_k:
+            raise ValueError(f"{path}: num_experts: expected more than top_k ({top_k}), got {counts['num_experts']}")
+        sequence_id_T = file.get_tensor("sequence_id")
+    new_T = np.flatnonzero(np.diff(sequence_id_T)) + 1
+    start_S = np.concatenate([[0], new_T, [num_tokens]]).astype(np.int64)
+    if np.unique(sequence_id_T[start_S[:-1]]).size != start_S.size - 1:
+        raise ValueError(
+            f"{path}: sequence_id: expected the tokens of a sequence side by side, got one in several runs"
+        )
+    return Trace(path, metadata, num_layers, num_tokens, counts["num_experts"], top_k, start_S)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        with safe_open(path, "np") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: not a whole, readable safetensors file ({error})") from None
+
+
+def _shape(path: Path, file: Any, name: str, dtype: str, num_dims: int) -> tuple[int, ...]:
+    stored = file.get_slice(name)
+    if stored.get_dtype() != dtype:
+        raise ValueError(f"{path}: {name}: expected dtype {dtype}, got {stored.get_dtype()}")
+    if len(stored.get_shape()) != num_dims:
+        raise ValueError(f"{path}: {name}: expected {num_dims} dimensions, got shape {tuple(stored.get_shape())}")
+    return tuple(stored.get_shape())
+
+
+def _agree(path: Path, name: str, expected: tuple[int, ...], got: tuple[int, ...]) -> None:
+    if got != expected:
+        raise ValueError(f"{path}: {name}: expected shape {expected} to agree with expert_ids, got {got}")
+
+
+def _count(path: Path, metadata: Mapping[str, str], name: str) -> int:
+    if not metadata[name].isdecimal():
+        raise ValueError(f"{path}: {name}: expected a number in the metadata, got {metadata[name]!r}")
+    return int(metadata[name])

@@ -1,0 +1,45 @@
+"""Draw the figures of a run directory: ``python plot_results.py DIR``. The figures land in ``DIR/figures``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_ep_bench.analysis.figures import FIGURES, draw_figures
+from moe_ep_bench.analysis.load import ResultsError, load_run
+from moe_ep_bench.analysis.style import FORMATS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", metavar="DIR", type=Path, help="what `moe-ep-bench run` wrote")
+    parser.add_argument("--format", default=",".join(FORMATS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--figures", default=",".join(FIGURES), help="comma-separated (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        formats = _names("--format", options.format, FORMATS)
+        figures = _names("--figures", options.figures, FIGURES)
+        written, lacking = draw_figures(load_run(options.directory), options.directory / "figures", formats, figures)
+    except (ResultsError, OSError) as error:
+        print(f"plot_results.py: {error}", file=sys.stderr)
+        return 2
+    for name in lacking:
+        print(f"plot_results.py: {name}: not drawn, the run has no rows for it", file=sys.stderr)
+    for path in written:
+        print(os.path.relpath(path))
+    return 0
+
+
+def _names(option: str, text: str, known: Sequence[str]) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise ResultsError(f"{option}: expected some of {', '.join(known)}; got {name!r}")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""Write a run directory whose speedups, waits and drops are known in advance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_ep_bench.records import TOTAL, UNACCOUNTED, RunDirectory
+
+# Shares of a layer's work; the rank that is not the slowest waits at combine for the rest.
+_WORK = {
+    "gate": 0.04,
+    "policy": 0.06,
+    "metadata": 0.05,
+    "permute": 0.15,
+    "dispatch": 0.15,
+    "experts": 0.44,
+    "combine": 0.1,
+}
+_UNACCOUNTED = 1 - sum(_WORK.values())
+FAST_RANK = 0.8  # of the slowest rank's work
+
+
+@dataclass
+class FakeCase:
+    """A case whose layer time is ``native_us / speedup``.
+
+    ``dropped`` and ``mass`` are the shares that the routing rows must come to; ``expert_load`` the pairs per expert of
+    the whole batch over the mean (the default is native's skew).
+    """
+
+    policy: str
+    role: str = "policy"
+    params: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
+    speedup: float = 1.0
+    dropped: float = 0.0
+    mass: float = 1.0
+    expert_load: np.ndarray | None = None
+    status: str = "ok"
+    reason: str | None = None
+
+    def __post_init__(self) -> None:
+        gamma = self.params.get("capacity_factor")
+        self.label = self.label or (self.policy if gamma is None else f"{self.policy} gamma {gamma:g}")
+
+
+@dataclass
+class FakeComparison:
+    comparison_id: str = "c0"
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    cases: Sequence[FakeCase] = ()
+    num_batches: int = 10
+    num_iterations: int = 6
+    noise: float = 0.01  # standard deviation of the log of a layer time, independent between cases
+    probe_overhead: float = 0.005
+    native_us: float = 2000.0
+    num_ranks: int = 2
+    num_experts: int = 8
+    tokens: int = 4096
+
+    def case_id(self, case: FakeCase) -> str:
+        return f"{self.comparison_id}-{list(map(id, self.cases)).index(id(case))}"
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "title": f"Tiny-MoE, EP {self.num_ranks}, {self.tokens:,} tokens",
+            "model": "Tiny-MoE",
+            "scale": 1.0,
+            "num_experts": self.num_experts,
+            "top_k": 2,
+            "num_ranks": self.num_ranks,
+            "num_replicas": 1,
+            "world_size": self.num_ranks,
+            "num_tokens": self.tokens,
+            "num_batches": self.num_batches,
+            "dtype": "bf16",
+            "backend": "nccl",
+            "permute_fused": True,
+            "oversubscribed": False,
+            "random_weights": True,
+            "workload": {"kind": "synthetic", "description": "Zipf 0.8", "tail_model": None, "achieved": {}},
+            **self.facts,
+        }
+
+
+def standard_cases() -> list[FakeCase]:
+    return [
+        FakeCase("token_drop", params={"capacity_factor": 1.0}, speedup=1.5, dropped=0.25, mass=0.8),
+        FakeCase("native_balanced", role="ceiling", label="native, balanced", speedup=1.6),
+        FakeCase("topk", speedup=1.0),
+        FakeCase("native", role="noise", label="native again"),
+        FakeCase("native", role="baseline"),
+    ]
+
+
+def write_run(root: Path, comparisons: Sequence[FakeComparison], mode: str = "run", seed: int = 0) -> Path:
+    files = RunDirectory(root)
+    generator = np.random.default_rng(seed)
+    cases: dict[str, Any] = {}
+    for comparison in comparisons:
+        for case in comparison.cases:
+            case_id = comparison.case_id(case)
+            cases[case_id] = {
+                "comparison_id": comparison.comparison_id,
+                "policy": case.policy,
+                "policy_params": dict(case.params),
+                "label": case.label,
+                "role": case.role,
+            }
+            identity = _identity(comparison, case, case_id, mode)
+            if case.status == "ok":
+                files.write_case(case_id, _columns(_timing_rows(comparison, case, generator), identity))
+                files.write_routing(case_id, _columns(_routing_rows(comparison, case), identity))
+            else:
+                files.write_case(case_id, {name: [value] for name, value in identity.items()})
+    files.write_run(
+        {
+            "schema_version": 1,
+            "run_id": "r0",
+            "mode": mode,
+            "created": "2026-01-01T00:00:00",
+            "config": {},
+            "hashes": {},
+            "environment": {"device_name": "NVIDIA Fake 80GB", "num_devices": 2, "hostname": "node", "torch": "2.13"},
+            "comparisons": {c.comparison_id: c.described() for c in comparisons},
+            "cases": cases,
+        }
+    )
+    return root
+
+
+def _identity(comparison: FakeComparison, case: FakeCase, case_id: str, mode: str) -> dict[str, Any]:
+    return {
+        "run_id": "r0",
+        "case_id": case_id,
+        "comparison_id": comparison.comparison_id,
+        "mode": mode,
+        "model": "Tiny-MoE",
+        "policy": case.policy,
+        "policy_params": json.dumps(dict(case.params)),
+        "num_ranks": comparison.num_ranks,
+        "status": case.status,
+        "reason": case.reason,
+    }
+
+
+def _columns(rows: list[dict[str, Any]], identity: Mapping[str, Any]) -> dict[str, list[Any]]:
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return {**columns, **{name: [value] * len(rows) for name, value in identity.items()}}
+
+
+def _timing_rows(comparison: FakeComparison, case: FakeCase, generator: np.random.Generator) -> list[dict[str, Any]]:
+    rows = []
+    for batch in range(comparison.num_batches):
+        for iteration in range(comparison.num_iterations):
+            for kind, factor in (("plain", 1.0), ("breakdown", 1 + comparison.probe_overhead)):
+                noise = float(np.exp(comparison.noise * generator.standard_normal()))
+                layer_us = comparison.native_us / case.speedup * factor * noise
+                for rank in range(comparison.num_ranks):
+                    where = {"rank": rank, "batch": batch, "iteration": iteration, "kind": kind}
+                    # Plain: the fast rank ends early, so that only a maximum over ranks gives the layer's time.
+                    if kind == "plain":
+                        time_us = layer_us * (1.0 if rank == 0 else FAST_RANK)
+                        rows.append({**where, "phase": TOTAL, "time_us": time_us})
+                    else:
+                        rows += [{**where, "phase": p, "time_us": t} for p, t in _phases(layer_us, rank).items()]
+    return rows
+
+
+def _phases(layer_us: float, rank: int) -> dict[str, float]:
+    """Rank 0 is the slowest by a hair; the others do less expert work and wait for it before combine."""
+    phases = {phase: share * layer_us for phase, share in _WORK.items()}
+    phases |= {"wait_combine": 0.0, UNACCOUNTED: _UNACCOUNTED * layer_us, TOTAL: layer_us}
+    if rank:
+        saved_us = (1 - FAST_RANK) * phases["experts"]
+        phases["experts"] -= saved_us
+        phases["wait_combine"] = 0.99 * saved_us
+        phases[TOTAL] -= 0.01 * saved_us
+    return phases
+
+
+def native_load(num_experts: int) -> np.ndarray:
+    """Zipf-like load over the mean, shuffled so that a figure has something to sort."""
+    load_E = 1 / np.arange(1, num_experts + 1) ** 0.6
+    return np.random.default_rng(1).permutation(load_E / load_E.mean())
+
+
+def _routing_rows(comparison: FakeComparison, case: FakeCase) -> list[dict[str, Any]]:
+    """Split a batch 3 to 1 between rank 0 and the rest: plain means over ranks give the wrong answer."""
+    num_ranks, rows = comparison.num_ranks, []
+    load_E = native_load(comparison.num_experts) if case.expert_load is None else case.expert_load
+    top_k = comparison.described()["top_k"]
+    for batch in range(comparison.num_batches):
+        for rank in range(num_ranks):
+            share = 1.0 if num_ranks == 1 else 0.75 if rank == 0 else 0.25 / (num_ranks - 1)
+            tokens = round(comparison.tokens * share)
+            pairs = tokens * top_k
+            # Shares that differ between ranks and come to the case's own only when weighted by tokens.
+            tilt = 0.0 if num_ranks == 1 or case.mass == 1 else 0.02 * (1 if rank == 0 else -3)
+            load_of_rank_E = np.round(load_E * pairs / comparison.num_experts).astype(int)
+            rows.append(
+                {
+                    "rank": rank,
+                    "batch": batch,
+                    "num_tokens": tokens,
+                    "load_E": load_of_rank_E.tolist(),
+                    "load_R": load_of_rank_E.reshape(num_ranks, -1).sum(axis=1).tolist(),
+                    "num_pairs": int(load_of_rank_E.sum()),
+                    "num_topk_pairs": pairs,
+                    "num_dropped_pairs": round((case.dropped + tilt) * pairs),
+                    "retained_mass_topk": case.mass + tilt,
+                    "output_error": 1 - case.mass,
+                }
+            )
+    return rows

@@ -1,0 +1,362 @@
+"""Routing metrics: cases small enough to work out on paper, and a slow oracle for the rest."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import expected_metrics
+from torch import Tensor
+
+from moe_ep_bench.metrics import routing_metrics
+from moe_ep_bench.policies import Routing, RoutingContext, make_policy
+from moe_ep_bench.records import ROUTING_SCHEMA
+
+_NAMES = ROUTING_SCHEMA.names
+METRICS = _NAMES[_NAMES.index("num_tokens") : _NAMES.index("regime_plateau") + 1]
+
+
+def measure(experts_T: list[list[int]], scores: list[list[float]], top_k: int, **options: Any) -> dict[str, Any]:
+    """Metrics of the routing that gives token t the experts ``experts_T[t]``."""
+    thresholds = {key: options.pop(key) for key in ("capacity_factor", "single_head", "plateau") if key in options}
+    scores_TE = torch.tensor(scores)
+    map_TE = torch.zeros(scores_TE.shape, dtype=torch.bool)
+    for token, experts in enumerate(experts_T):
+        map_TE[token, experts] = True
+    routing = Routing(map_TE=map_TE, weights_TE=scores_TE * map_TE)
+    return routing_metrics(routing, scores_TE, RoutingContext(top_k=top_k, **options), **thresholds)
+
+
+def assert_metrics(metrics: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Counts exactly, floats up to rounding."""
+    assert list(metrics) == list(expected)
+    for name, value in expected.items():
+        assert metrics[name] == (pytest.approx(value, rel=1e-9, abs=1e-12) if type(value) is float else value), name
+
+
+# --- By hand ---------------------------------------------------------------------------------------
+
+
+def test_every_metric_of_a_small_case_worked_out_by_hand() -> None:
+    """Four tokens (the last is padding), four experts, K = 2, two ranks; the tokens live on rank 0."""
+    metrics = measure(
+        [[0], [0, 3], [], [0, 1]],
+        [
+            [0.5, 0.25, 0.125, 0.125],  # top-2: 0, 1 (mass 0.75); entropy 1.75 bits
+            [0.5, 0.25, 0.125, 0.125],
+            [0.25, 0.0, 0.5, 0.25],  # top-2: 2, 0 (0 and 3 tie; mass 0.75); entropy 1.5 bits
+            [1.0, 0.0, 0.0, 0.0],
+        ],
+        top_k=2,
+        num_ranks=2,
+        rank=0,
+        token_mask_T=torch.tensor([True, True, True, False]),
+    )
+    by_hand = {
+        "num_tokens": 3,
+        "load_E": [2, 0, 0, 1],
+        "load_R": [2, 1],
+        "num_pairs": 3,
+        "num_topk_pairs": 6,
+        "num_dropped_pairs": 4,  # (0, 1), (1, 1), (2, 0), (2, 2); (1, 3) was never a top-k pair
+        "dropped_fraction": 4 / 6,
+        "retained_mass_topk": (0.5 + 0.5 + 0.125) / 2.25,
+        "retained_mass_all": (0.5 + 0.5 + 0.125) / 3,
+        "peak_load": 2 / 0.75,  # the mean load is 3 / 4
+        "max_violation": 2 / 0.75 - 1,
+        "load_cv": math.sqrt((1.25**2 + 0.75**2 + 0.75**2 + 0.25**2) / 4) / 0.75,
+        "excess_load": 0.5 / 3,  # N = 3 * 2 / 4 = 1.5, so expert 0 holds half a pair too many
+        "tokens_without_expert": 1,
+        "experts_per_token": 1.0,
+        "activated_experts": 2,
+        "activated_experts_fullest_rank": 1,
+        "crossing_pairs": 1,
+        "crossing_copies": 1,
+        "topk_share": 0.75,
+        "entropy": (1.75 + 1.75 + 1.5) / 2 / 3,  # log2(4) = 2 bits at most
+        "regime_single_head": 1.0,  # K = 2: always
+        "regime_smooth": 0.0,
+        "regime_plateau": 0.0,
+    }
+    assert_metrics(metrics, by_hand)
+
+
+def test_a_token_that_sends_two_pairs_to_a_rank_sends_one_copy() -> None:
+    # Rank 1 of three; pairs to rank 0: two, of one token; to rank 2: three, of two tokens; own: one.
+    experts_T = [[0, 1, 4], [2, 4, 5]]
+    metrics = measure(experts_T, [[1 / 6] * 6] * 2, top_k=3, num_ranks=3, rank=1)
+    assert metrics["load_R"] == [2, 1, 3]
+    assert metrics["crossing_pairs"] == 5
+    assert metrics["crossing_copies"] == 3
+
+
+def test_nothing_crosses_on_a_single_rank() -> None:
+    metrics = measure([[0, 1], [2, 3]], [[0.25] * 4] * 2, top_k=2)
+    assert metrics["crossing_pairs"] == metrics["crossing_copies"] == 0
+
+
+def test_the_fullest_rank_is_the_one_with_the_most_activated_experts_not_the_most_pairs() -> None:
+    # Rank 0: one expert with three pairs; rank 1: two experts with one pair each.
+    metrics = measure([[0, 2], [0, 3], [0]], [[0.25] * 4] * 3, top_k=2, num_ranks=2)
+    assert metrics["load_R"] == [3, 2]
+    assert metrics["activated_experts"] == 3
+    assert metrics["activated_experts_fullest_rank"] == 2
+
+
+def test_balance_and_collapse() -> None:
+    balanced = measure([[0], [1], [2], [3]], [[0.25] * 4] * 4, top_k=1)
+    collapsed = measure([[1], [1], [1], [1]], [[0.25] * 4] * 4, top_k=1)
+    assert (balanced["peak_load"], balanced["max_violation"], balanced["load_cv"]) == (1.0, 0.0, 0.0)
+    assert (collapsed["peak_load"], collapsed["max_violation"]) == (4.0, 3.0)
+    assert collapsed["load_cv"] == pytest.approx(math.sqrt(3))  # loads 0, 4, 0, 0: variance 3, mean 1
+    assert balanced["excess_load"] == 0.0
+    assert collapsed["excess_load"] == 3 / 4
+
+
+# Loads 7, 3, 0, 0 of ten tokens with K = 1: N = 10 * 1 / 4 = 2.5.
+@pytest.mark.parametrize(
+    ("gamma", "excess"),
+    [
+        (0, 1.0),
+        (0.5, (5.75 + 1.75) / 10),
+        (1, (4.5 + 0.5) / 10),
+        (1.5, 3.25 / 10),
+        (3, 0.0),
+    ],
+)
+def test_excess_load_is_eq_11_of_the_capacity_aware_paper(gamma: float, excess: float) -> None:
+    metrics = measure([[0]] * 7 + [[1]] * 3, [[0.25] * 4] * 10, top_k=1, capacity_factor=gamma)
+    assert metrics["load_E"] == [7, 3, 0, 0]
+    assert metrics["excess_load"] == pytest.approx(excess, abs=1e-15)
+
+
+def test_excess_load_is_set_against_the_models_mean_load_whatever_is_computed() -> None:
+    # K = 2 makes N = 4 * 2 / 4 = 2 although only one pair per token is computed: 3 - 2 of 4 pairs.
+    metrics = measure([[0], [0], [0], [1]], [[0.25] * 4] * 4, top_k=2)
+    assert metrics["excess_load"] == 1 / 4
+
+
+def test_a_load_that_fills_its_capacity_has_no_excess() -> None:
+    # 0.7 * 360 * 2 / 8 is 63 and in doubles a little less; Token Drop leaves 63.
+    scores_TE = torch.full([360, 8], 0.125)
+    context = RoutingContext(top_k=2)
+    routing = make_policy({"name": "token_drop", "capacity_factor": 0.7}).route(scores_TE, context)
+    metrics = routing_metrics(routing, scores_TE, context, capacity_factor=0.7)
+    assert metrics["load_E"][:2] == [63, 63]
+    assert metrics["excess_load"] == 0.0
+
+
+def test_expansion_retains_more_than_the_top_k_mass() -> None:
+    metrics = measure([[0, 1, 2]], [[0.5, 0.25, 0.125, 0.125]], top_k=1)
+    assert metrics["retained_mass_topk"] == 0.875 / 0.5
+    assert metrics["retained_mass_all"] == 0.875
+    assert metrics["num_dropped_pairs"] == 0
+    assert metrics["experts_per_token"] == 3.0
+
+
+def test_the_models_own_top_k_is_biased_but_mass_is_not() -> None:
+    # The bias moves the top-2 to experts 1 and 2; the routing computes 0 and 1.
+    metrics = measure([[0, 1]], [[0.75, 0.125, 0.125, 0.0]], top_k=2, bias_E=torch.tensor([-1.0, 0.0, 0.0, -1.0]))
+    assert metrics["num_dropped_pairs"] == 1
+    assert metrics["topk_share"] == 0.25
+    assert metrics["retained_mass_topk"] == 0.875 / 0.25
+    assert metrics["retained_mass_all"] == 0.875
+
+
+def test_the_models_own_top_k_is_restricted_to_its_groups() -> None:
+    # Without groups the top-2 is 0 and 2; the better group holds 2 and 3.
+    metrics = measure([[2, 3]], [[0.5, 0.0, 0.375, 0.25]], top_k=2, num_groups=2, top_groups=1)
+    assert metrics["num_dropped_pairs"] == 0
+    assert metrics["retained_mass_topk"] == 1.0
+
+
+def test_shares_are_of_the_row_sum_so_that_sigmoid_scores_work() -> None:
+    metrics = measure([[0]], [[0.75, 0.75, 0.75, 0.75]], top_k=1)
+    assert metrics["topk_share"] == 0.25
+    assert metrics["retained_mass_all"] == 0.25
+    assert metrics["entropy"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("row", "entropy"),
+    [
+        ([1.0, 0.0, 0.0, 0.0], 0.0),
+        ([0.5, 0.5, 0.0, 0.0], 0.5),
+        ([0.25, 0.25, 0.25, 0.25], 1.0),
+        ([0.0, 0.0, 0.0, 0.0], 0.0),
+        ([0.7], 0.0),  # a single expert leaves no choice
+    ],
+)
+def test_entropy_runs_from_certainty_to_indifference(row: list[float], entropy: float) -> None:
+    assert measure([[0]], [row], top_k=1)["entropy"] == pytest.approx(entropy)
+
+
+@pytest.mark.parametrize("num_experts", [3, 7, 60, 256])
+def test_entropy_never_exceeds_1(num_experts: int) -> None:
+    scores = torch.full([5, num_experts], 1 / num_experts).tolist()
+    entropy = measure([[0]] * 5, scores, top_k=1)["entropy"]
+    assert 1 - 1e-12 < entropy <= 1
+
+
+@pytest.mark.parametrize(
+    ("row", "top_k", "regime"),
+    [
+        ([0.5, 0.25, 0.25, 0.0], 3, "single_head"),  # exactly half of the top-k mass
+        ([0.375, 0.3125, 0.3125, 0.0], 3, "plateau"),  # 0.3125 / 0.375 = 0.83
+        ([0.4, 0.35, 0.2, 0.05], 3, "smooth"),  # 0.4 / 0.95 = 0.42; 0.2 / 0.4 = 0.5
+        ([0.3, 0.3, 0.3, 0.1], 3, "plateau"),
+        ([0.3, 0.3, 0.3, 0.1], 4, "smooth"),
+        ([0.4, 0.3, 0.2, 0.1], 1, "single_head"),  # K = 1: by construction
+        ([0.25, 0.25, 0.25, 0.25], 1, "single_head"),
+        ([0.3, 0.3, 0.2, 0.2], 2, "single_head"),  # K = 2: the better one always holds half
+        ([0.0, 0.0, 0.0, 0.0], 1, "plateau"),  # no mass, no head
+        ([0.0, 0.0, 0.0, 0.0], 3, "plateau"),
+    ],
+)
+def test_regimes(row: list[float], top_k: int, regime: str) -> None:
+    metrics = measure([[]], [row], top_k=top_k)
+    regimes = {name: metrics[f"regime_{name}"] for name in ("single_head", "smooth", "plateau")}
+    assert regimes == {**dict.fromkeys(regimes, 0.0), regime: 1.0}
+
+
+def test_regime_thresholds_can_be_moved() -> None:
+    row = [[0.5, 0.375, 0.0625, 0.0625]]
+    assert measure([[]], row, top_k=2)["regime_single_head"] == 1.0
+    assert measure([[]], row, top_k=2, single_head=0.6)["regime_smooth"] == 1.0  # 0.5 / 0.875 = 0.57
+    assert measure([[]], row, top_k=2, single_head=0.6, plateau=0.75)["regime_plateau"] == 1.0  # exactly 0.75
+
+
+def test_regimes_are_shares_of_the_valid_tokens() -> None:
+    rows = [[0.6, 0.2, 0.2, 0.0], [0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25], [0.4, 0.35, 0.2, 0.05]]
+    valid_T = torch.tensor([True, True, False, True])
+    metrics = measure([[]] * 4, rows, top_k=3, token_mask_T=valid_T)
+    assert [metrics[f"regime_{name}"] for name in ("single_head", "smooth", "plateau")] == [1 / 3, 1 / 3, 1 / 3]
+
+
+# --- Nothing there ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_tokens", "is_padding"), [(0, False), (0, True), (5, True)])
+@pytest.mark.parametrize(("num_experts", "num_ranks"), [(1, 1), (8, 4)])
+def test_no_tokens_give_zeros_never_nan(num_tokens: int, is_padding: bool, num_experts: int, num_ranks: int) -> None:
+    scores_TE = torch.full([num_tokens, num_experts], 0.125)
+    context = RoutingContext(
+        top_k=1,
+        num_ranks=num_ranks,
+        token_mask_T=torch.zeros(num_tokens, dtype=torch.bool) if is_padding else None,
+    )
+    routing = make_policy({"name": "topk"}).route(scores_TE, context)
+    metrics = routing_metrics(routing, scores_TE, context)
+    assert metrics.pop("load_E") == [0] * num_experts
+    assert metrics.pop("load_R") == [0] * num_ranks
+    assert set(metrics.values()) == {0}
+
+
+def test_tokens_that_compute_nothing_have_no_load_but_are_counted() -> None:
+    metrics = measure([[], []], [[0.5, 0.5, 0.0, 0.0]] * 2, top_k=2)
+    assert (metrics["num_tokens"], metrics["tokens_without_expert"]) == (2, 2)
+    assert (metrics["num_pairs"], metrics["num_dropped_pairs"], metrics["dropped_fraction"]) == (0, 4, 1.0)
+    for name in ("peak_load", "max_violation", "load_cv", "excess_load", "retained_mass_topk", "experts_per_token"):
+        assert metrics[name] == 0.0, name
+
+
+def test_scores_without_mass_give_zeros_never_nan() -> None:
+    metrics = measure([[0, 1]], [[0.0] * 4], top_k=2)
+    for name in ("retained_mass_topk", "retained_mass_all", "topk_share", "entropy"):
+        assert metrics[name] == 0.0, name
+
+
+def test_padding_counts_in_nothing_even_where_the_map_selects_it() -> None:
+    rows = [[0.5, 0.25, 0.125, 0.125], [0.0, 0.0, 0.0, 1.0]]
+    options = {"top_k": 2, "num_ranks": 2}
+    with_padding = measure([[0, 1], [2, 3]], rows, token_mask_T=torch.tensor([True, False]), **options)
+    assert with_padding == measure([[0, 1]], rows[:1], **options)
+
+
+# --- Shape of the answer ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [0, 9])
+def test_metrics_are_those_of_the_record_schema_as_plain_python_values(num_tokens: int) -> None:
+    scores_TE = torch.rand([num_tokens, 8], generator=torch.Generator().manual_seed(0))
+    context = RoutingContext(top_k=2, num_ranks=4, rank=1)
+    metrics = routing_metrics(make_policy({"name": "topk"}).route(scores_TE, context), scores_TE, context)
+    assert list(metrics) == METRICS
+    for name, value in metrics.items():
+        kind = ROUTING_SCHEMA.field(name).type
+        if pa.types.is_list(kind):
+            assert type(value) is list, name
+            assert all(type(item) is int for item in value), name
+        else:
+            assert type(value) is (int if pa.types.is_integer(kind) else float), name
+
+
+# --- Against the oracle ----------------------------------------------------------------------------
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[Tensor, Tensor, RoutingContext]:
+    """Any map (not only one that a policy would choose), any scores, any model."""
+    num_experts = draw(st.sampled_from([1, 4, 8, 12, 64]))
+    num_ranks = draw(st.sampled_from([ranks for ranks in (1, 2, 4) if num_experts % ranks == 0]))
+    num_tokens = draw(st.integers(0, 30))
+    top_k = draw(st.integers(1, min(8, num_experts)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    shape = [num_tokens, num_experts]
+    kind = draw(st.sampled_from(["softmax", "sigmoid", "levels", "zeros"]))
+    if kind == "levels":
+        scores_TE = torch.randint(0, 4, shape, generator=generator) / 4
+    else:
+        logits_TE = 2 * torch.randn(shape, generator=generator)
+        scores_TE = logits_TE.softmax(dim=1) if kind == "softmax" else logits_TE.sigmoid()
+        if kind == "zeros":
+            scores_TE *= torch.rand([num_tokens, 1], generator=generator) < 0.5
+    grouped = num_experts >= 8 and top_k <= num_experts // 4 and draw(st.booleans())
+    context = RoutingContext(
+        top_k=top_k,
+        num_ranks=num_ranks,
+        rank=draw(st.integers(0, num_ranks - 1)),
+        bias_E=torch.randint(-2, 3, [num_experts], generator=generator) / 4 if draw(st.booleans()) else None,
+        num_groups=4 if grouped else None,
+        top_groups=1 if grouped else None,
+        token_mask_T=torch.rand([num_tokens], generator=generator) < 0.7 if draw(st.booleans()) else None,
+    )
+    if grouped:  # a group's value is a sum: keep it exact (see oracles)
+        scores_TE = (scores_TE * 2**20).round() / 2**20
+    density = draw(st.sampled_from([0.0, 0.05, 0.3, 1.0]))
+    return torch.rand(shape, generator=generator) < density, scores_TE, context
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    case=routings(),
+    capacity_factor=st.sampled_from([0, 0.7, 1.0, 1.5]),
+    single_head=st.sampled_from([0.5, 0.7]),
+    plateau=st.sampled_from([0.3, 0.8]),
+)
+def test_metrics_equal_the_oracle(
+    case: tuple[Tensor, Tensor, RoutingContext], capacity_factor: float, single_head: float, plateau: float
+) -> None:
+    map_TE, scores_TE, context = case
+    options = {"capacity_factor": capacity_factor, "single_head": single_head, "plateau": plateau}
+    metrics = routing_metrics(Routing(map_TE=map_TE, weights_TE=scores_TE * map_TE), scores_TE, context, **options)
+    assert_metrics(metrics, expected_metrics(map_TE, scores_TE, context, **options))
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(case=routings())
+def test_what_is_lost_and_what_is_kept_add_up(case: tuple[Tensor, Tensor, RoutingContext]) -> None:
+    _, scores_TE, context = case
+    for gamma in (0.0, 0.5, 1.0, 1e6):
+        routing = make_policy({"name": "token_drop", "capacity_factor": gamma}).route(scores_TE, context)
+        metrics = routing_metrics(routing, scores_TE, context, capacity_factor=gamma)
+        assert metrics["num_pairs"] + metrics["num_dropped_pairs"] == metrics["num_topk_pairs"]
+        assert sum(metrics["load_E"]) == sum(metrics["load_R"]) == metrics["num_pairs"]
+        assert metrics["excess_load"] == 0.0
+        assert 0 <= metrics["retained_mass_topk"] <= 1
+        assert metrics["crossing_copies"] <= metrics["crossing_pairs"] <= metrics["num_pairs"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from moe_ep_bench.analysis.figures import FIGURES, draw_figures
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _names(option: str, text: str, known: Sequence[str]) -> list[str]:
+def _names(option: str, text: str, known: Collection[str]) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:

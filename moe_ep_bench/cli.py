@@ -39,10 +39,6 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("--master", default="127.0.0.1:0", help="host:port of node 0 (one node: any free port)")
     launch.set_defaults(command=_launch)
 
-    plot = commands.add_parser("plot", help="draw the figures of results directories")
-    plot.add_argument("rest", nargs=argparse.REMAINDER)
-    plot.set_defaults(command=_plot)
-
     summary = commands.add_parser("summary", help="print the table of a results directory")
     summary.add_argument("directory", type=Path, metavar="DIR")
     summary.set_defaults(command=_summary)
@@ -52,13 +48,20 @@ def _parser() -> argparse.ArgumentParser:
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file (configs/)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="results directory (default: results/<config's name>)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                        help="replace a value of the config, e.g. workload.peak_load=4; may be repeated")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="replace a value of the config, e.g. workload.peak_load=4; may be repeated",
+    )
     parser.add_argument("--force", action="store_true", help="measure finished cases again")
 
 
 def default_out(config: Path) -> Path:
-    return Path("results") / config.stem
+    """``results/<config's name>`` of this repository, wherever the command was started."""
+    return Path(__file__).resolve().parents[1] / "results" / config.stem
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -80,12 +83,6 @@ def _launch(options: argparse.Namespace) -> int:
     return launcher.launch(
         options.config, options.out or default_out(options.config), options.overrides, nodes, force=options.force
     )
-
-
-def _plot(options: argparse.Namespace) -> int:
-    from moe_ep_bench.analysis.plot import main as plot
-
-    return plot(options.rest)
 
 
 def _summary(options: argparse.Namespace) -> int:

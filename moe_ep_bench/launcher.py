@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 
-from moe_ep_bench.exit_codes import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 from moe_ep_bench.records import RunDirectory
+from moe_ep_bench.scopes.comparison import plan_comparisons
 
 _JOIN_TIMEOUT_S = 120
 
@@ -34,12 +35,15 @@ class Nodes:
 
     def __post_init__(self) -> None:
         if self.nproc < 1 or self.count < 1 or not 0 <= self.rank < self.count:
-            raise ValueError(f"--nproc, --nnodes, --node-rank: expected at least 1, at least 1 and below --nnodes; "
-                             f"got {self.nproc}, {self.count}, {self.rank}")
+            raise ValueError(
+                f"--nproc, --nnodes, --node-rank: expected at least 1, at least 1 and below --nnodes; "
+                f"got {self.nproc}, {self.count}, {self.rank}"
+            )
         host, _, port = self.master.rpartition(":")
         if not host or not port.isdigit() or (self.count > 1 and port == "0"):
-            raise ValueError(f"--master: expected host:port of node 0, with a port above 0 for several nodes; "
-                             f"got {self.master!r}")
+            raise ValueError(
+                f"--master: expected host:port of node 0, with a port above 0 for several nodes; got {self.master!r}"
+            )
 
 
 def default_nproc() -> int:
@@ -48,7 +52,12 @@ def default_nproc() -> int:
 
 
 def launch(config: Path, out: Path, overrides: Sequence[str], nodes: Nodes, *, force: bool) -> int:
-    """Run ``config`` on this node's ranks until all its cases have a result; return the exit status."""
+    """Run ``config`` on this node's ranks until all its cases have a result; return the exit status.
+
+    Raises:
+        ValueError: the config cannot be run on these ranks; found before any is started.
+    """
+    plan_comparisons(config, overrides, nodes.nproc * nodes.count, on_cpu=not torch.cuda.is_available())
     arguments = [str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
     directory = RunDirectory(out)
     while True:
@@ -69,7 +78,10 @@ def _progress(directory: RunDirectory) -> list[tuple[str, bytes]]:
     """What a job can have changed: finished parts, attempts that were lost, marks."""
     attempts = directory.attempts.glob("*") if directory.attempts.is_dir() else ()
     parts = directory.case_path("x").parent.glob("*.parquet")
-    return [*((path.name, path.read_bytes()) for path in sorted(attempts)), *((path.name, b"") for path in sorted(parts))]
+    return [
+        *((path.name, path.read_bytes()) for path in sorted(attempts)),
+        *((path.name, b"") for path in sorted(parts)),
+    ]
 
 
 def _one_job(arguments: Sequence[str], nodes: Nodes) -> int:
@@ -100,7 +112,7 @@ def _one_job(arguments: Sequence[str], nodes: Nodes) -> int:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
         statuses = [failure.exitcode for failure in error.failures.values()]
-        return USER_ERROR if USER_ERROR in statuses else CASES_FAILED if set(statuses) == {CASES_FAILED} else 75
+        return USER_ERROR if USER_ERROR in statuses else CASES_FAILED if set(statuses) == {CASES_FAILED} else LOST
     except SignalException as stopped:
         return -int(stopped.sigval)
     except KeyboardInterrupt:

@@ -173,7 +173,7 @@ def _normalised_entropy(scores_TE: Tensor, mass_T: Tensor) -> Tensor:
     num_experts = scores_TE.shape[1]
     if num_experts == 1:
         return torch.zeros_like(mass_T)
-    share_TE = _share(scores_TE.double(), mass_T.unsqueeze(1))
+    share_TE = _share(scores_TE, mass_T.unsqueeze(1))  # float64, as the mass is
     # Rounding may carry a uniform row past 1.
     return (torch.special.entr(share_TE).sum(dim=1) / math.log(num_experts)).clamp(max=1.0)
 

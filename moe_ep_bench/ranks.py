@@ -47,7 +47,8 @@ class Ranks:
         buffer = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         data = text.encode()[:_TEXT_BYTES]
         buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else buffer[:0]
-        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in self.gather(buffer, everywhere=True)]
+        rows = self.gather(buffer, everywhere=True)
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
 
     def gather(self, tensor: Tensor, *, everywhere: bool = False) -> list[Tensor]:
         """Every rank's tensor (equal shapes) in order of rank; on rank 0 only unless ``everywhere``."""
@@ -94,8 +95,9 @@ def join(timeout_s: float) -> Ranks:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout,
-                                device_id=device_id)
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+        )
     return Ranks(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),

@@ -183,7 +183,9 @@ def _write_table(path: Path, rows: Mapping[str, Sequence[Any]], schema: pa.Schem
     unknown = set(rows) - set(schema.names)
     assert not unknown, f"columns that the schema does not have: {sorted(unknown)}"
     num_rows = len(next(iter(rows.values())))
-    columns = [pa.array(rows[name] if name in rows else [None] * num_rows, field.type)
-               for name, field in zip(schema.names, schema, strict=True)]
+    columns = [
+        pa.array(rows[name] if name in rows else [None] * num_rows, field.type)
+        for name, field in zip(schema.names, schema, strict=True)
+    ]
     with atomic_path(path) as temporary:
         pq.write_table(pa.table(columns, schema=schema), temporary, compression="zstd")

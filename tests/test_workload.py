@@ -24,6 +24,7 @@ from moe_ep_bench.workload import (
     top_k_share,
 )
 from moe_ep_bench.workload.randomness import separate_ties
+from moe_ep_bench.workload.synthetic import softmax
 from moe_ep_bench.workload.tail import fill_tail, fit_top_k, water_fill
 
 few_examples = settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -184,6 +185,13 @@ def test_a_peak_load_below_noise_is_refused_with_the_range_that_can_be_met():
 def test_synthetic_fields_out_of_range_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         synthetic(**change)
+
+
+def test_logits_far_apart_still_give_positive_scores_in_their_order():
+    logits_TE = np.array([[0.0, 300.0, 1.0, 299.0], [1e5, -1e5, 0.0, 1.0]])
+    scores_TE = softmax(logits_TE)
+    assert_rows_are_distributions_without_ties(torch.from_numpy(scores_TE))
+    np.testing.assert_array_equal(scores_TE.argsort(axis=1), logits_TE.argsort(axis=1))
 
 
 def test_there_are_no_batches_beyond_the_last():
@@ -382,6 +390,18 @@ def test_recorded_batches_are_the_same_bytes_whenever_they_are_made(trace):
     assert torch.equal(again.batch(1).scores_TE, fresh.scores_TE)
     assert torch.equal(again.batch(1).sequence_id_T, fresh.sequence_id_T)
     assert recorded(trace).fingerprint() == again.fingerprint() != recorded(trace, seed=1).fingerprint()
+
+
+def test_a_token_that_comes_again_keeps_its_top_k_but_not_its_tail(tmp_path):
+    tensors, metadata = trace_parts()
+    tensors["sequence_id"][:] = 0  # one sequence only: both batches are the recording in its order
+    path = tmp_path / "toy.safetensors"
+    save_file(*_saved(tensors, metadata, path))
+    workload = recorded(path, num_tokens=TOKENS)
+    first, second = (workload.batch(index).scores_TE.topk(K + 1, dim=1) for index in range(2))
+    assert torch.equal(first.values[:, :K], second.values[:, :K])
+    assert torch.equal(first.indices[:, :K], second.indices[:, :K])
+    assert not torch.equal(first.indices[:, K], second.indices[:, K])
 
 
 def test_the_uniform_tail_is_flat_and_the_popularity_tail_follows_the_recording(trace):

@@ -1,5 +1,6 @@
 """From a run's files to speedups, a table and figures. Reads ``run.json`` and Parquet, and nothing else.
 
-The data flow: ``load`` (files, validated) -> ``timing`` and ``fidelity`` (numbers of one case) -> ``speedups``
-(cases set against their baseline) -> ``summary`` (text) and ``figures`` (which take their looks from ``style``).
+The data flow: ``load`` (files, checked) -> ``timing`` and ``fidelity`` (numbers of one case) -> ``speedups`` (cases
+set against their baseline) -> ``summary`` (text) and ``figures`` (``lines`` and ``bars``, which take their looks from
+``style``). ``words`` holds what text and figures must say alike.
 """

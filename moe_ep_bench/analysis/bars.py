@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
-from moe_ep_bench.analysis.style import INK, MUTED, NATIVE_FILL, PHASE_LOOKS, Look, sheet, wrap_label
+from moe_ep_bench.analysis.style import INK, MUTED, NATIVE_FILL, PHASE_LOOKS, Look, panel_title, sheet, wrap
 from moe_ep_bench.analysis.timing import GROUPS
-from moe_ep_bench.analysis.words import NOT_FUSED, OVERSUBSCRIBED, footer_lines, percent
+from moe_ep_bench.analysis.words import NOT_FUSED, OVERSUBSCRIBED, footer_lines, milliseconds, percent
 
 # More policies in one picture of loads make a tangle; more bars than this, a fence: steps are drawn then.
 _MAX_POLICIES = 4
@@ -30,20 +31,24 @@ def phases_figure(run: Run, comparisons: list[ComparisonResult], looks: Looks) -
     warnings = [OVERSUBSCRIBED] if any(fact.oversubscribed for fact in facts) else []
     warnings += [] if all(fact.permute_fused for fact in facts) else [NOT_FUSED]
     groups = [g for g in GROUPS if any(r.breakdown.group_ms[g] > 0 for _, results in panels for r in results)]
-    heights = [0.85 + 0.45 * len(results) for _, results in panels]
+    most_lines = max(_bar_label(r).count("\n") + 1 for _, results in panels for r in results)
+    columns = 1 if len(panels) == 1 else 2
+    rows = -(-len(panels) // columns)
+    most_bars = [max(len(results) for _, results in panels[columns * row :][:columns]) for row in range(rows)]
+    heights = [0.85 + max(0.45, 0.17 * most_lines + 0.08) * bars for bars in most_bars]
     figure = sheet(
         "Where a layer's time goes",
-        "Mean over ranks, median over breakdown iterations. waiting: for the slowest rank, where ranks meet. gate: router "
-        "and policy. permute: with the exchange of counts. comm: dispatch and combine, without waiting.",
+        "Mean over ranks, median over breakdown iterations. waiting: for the slowest rank, where ranks meet. "
+        "gate: router and policy. permute: with the exchange of counts. comm: dispatch and combine, without waiting.",
         footer_lines(run, facts, warnings),
-        [Patch(**PHASE_LOOKS[group], label=group) for group in groups],
-        width=9.5,
+        [(group, Patch(**PHASE_LOOKS[group])) for group in groups],
+        width=9.5 if columns == 1 else 14,
         body=sum(heights),
     )
-    grid = figure.add_gridspec(len(panels), 1, height_ratios=heights)
-    for row, (comparison, results) in enumerate(panels):
-        axes = figure.add_subplot(grid[row, 0])
-        axes.set_title(wrap_label(comparison.comparison.title, 80))
+    grid = figure.add_gridspec(rows, columns, height_ratios=heights)
+    for index, (comparison, results) in enumerate(panels):
+        axes = figure.add_subplot(grid[divmod(index, columns)])
+        panel_title(axes, comparison.comparison.title, 6.5 if columns == 1 else 4.2)
         _phase_bars(axes, results, groups)
     return figure
 
@@ -54,28 +59,32 @@ def load_figure(run: Run, comparisons: list[ComparisonResult], looks: Looks) -> 
     panels = [(c, native, policies) for c, native, policies in panels if native is not None and policies]
     if not panels:
         return None
-    drawn = {result.family for _, _, policies in panels for result in policies}
+    drawn = [result for _, _, policies in panels for result in policies]
+    legend: list[tuple[str, Patch | tuple[Patch, Line2D]]] = [
+        ("native (before)", Patch(facecolor=NATIVE_FILL, edgecolor=MUTED))
+    ]
+    for family, look in looks.items():
+        labels = dict.fromkeys(result.case.label for result in drawn if result.family == family)
+        if labels:
+            legend.append((" / ".join(labels), (Patch(**_fill(look)), Line2D([], [], **_marks(look)))))
     figure = sheet(
         "Load of experts and ranks, before and after",
-        "(token, expert) pairs of all ranks' tokens, over the mean of the model's own routing; mean over batches, sorted by "
-        f"native load. Of each policy the smallest capacity factor; of more than {_MAX_POLICIES} policies the first.",
+        "(token, expert) pairs of all ranks' tokens, over the mean of the model's own routing; mean over batches. "
+        f"Of each policy the smallest capacity factor; at most {_MAX_POLICIES} policies.",
         footer_lines(run, [comparison.comparison for comparison, _, _ in panels]),
-        [
-            Patch(facecolor=NATIVE_FILL, edgecolor=MUTED, label="native (before)"),
-            *(Patch(label=look.label, **_fill(look)) for family, look in looks.items() if family in drawn),
-        ],
+        legend,
         width=11,
         body=3.7 * len(panels),
     )
     grid = figure.add_gridspec(len(panels), 2, width_ratios=[2.4, 1])
     for row, (comparison, native, policies) in enumerate(panels):
         experts, ranks = (figure.add_subplot(grid[row, column]) for column in (0, 1))
-        experts.set_title(wrap_label(comparison.comparison.title, 70))
+        panel_title(experts, comparison.comparison.title, 6.5)
         for axes, what in ((experts, "expert"), (ranks, "rank")):
             loads = [getattr(r.fidelity, f"{what}_load") for r in (native, *policies)]
             _sorted_loads(axes, loads, [looks[r.family] for r in policies])
             axes.set_ylabel(f"{what} load (1 = mean)")
-            axes.set_xlabel(f"{what}, by native load")
+            axes.set_xlabel(f"{what}s, sorted by native load")
     return figure
 
 
@@ -86,7 +95,9 @@ def _phase_bars(axes: Axes, results: list[CaseResult], groups: list[str]) -> Non
         axes.barh(places, widths, left=ends, height=0.68, linewidth=0.6, **PHASE_LOOKS[group])
         ends += widths
     for place, end in zip(places, ends, strict=True):
-        axes.annotate(f"{end:.3g}", (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5)
+        axes.annotate(
+            milliseconds(end, 3), (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5
+        )
     axes.set_xlim(0, 1.08 * ends.max())
     axes.set_xlabel("time of one layer (ms)")
     axes.set_yticks(places, [_bar_label(result) for result in results])
@@ -97,12 +108,11 @@ def _phase_bars(axes: Axes, results: list[CaseResult], groups: list[str]) -> Non
 
 def _bar_label(result: CaseResult) -> str:
     """Name the case and what it costs, so that a short bar is not read as a gift."""
-    name = wrap_label(result.case.label, 36)
+    name = wrap(result.case.label, 2.4, 9)
     if result.case.role != "policy" or result.fidelity is None:
         return name
-    return (
-        f"{name}\n{percent(result.fidelity.dropped_share)} % dropped, {percent(result.fidelity.retained_mass)} % mass"
-    )
+    dropped, kept = percent(result.fidelity.dropped_share), percent(result.fidelity.retained_mass)
+    return f"{name}\n{dropped} % dropped, {kept} % mass kept"
 
 
 def _smallest_factors(comparison: ComparisonResult) -> list[CaseResult]:
@@ -125,17 +135,23 @@ def _sorted_loads(axes: Axes, loads: list[np.ndarray], looks: list[Look]) -> Non
         axes.bar(places + offsets[0], native, width, facecolor=NATIVE_FILL, edgecolor=MUTED, linewidth=0.6)
         for offset, load, look in zip(offsets[1:], others, looks, strict=True):
             axes.bar(places + offset, load, width, linewidth=0.6, **_fill(look))
+        axes.set_xticks(places, order)
     else:
         edges = np.arange(len(order) + 1) - 0.5
         axes.stairs(native, edges, fill=True, facecolor=NATIVE_FILL, edgecolor=MUTED, linewidth=0.6)
-        for load, look in zip(others, looks, strict=True):
-            axes.stairs(load, edges, color=look.colour, linestyle=look.line, linewidth=1.8)
-            every = max(1, len(order) // 12)
-            axes.plot(places[::every], load[::every], look.marker, color=look.colour, markeredgecolor="white")
+        # Markers of different policies stand at different experts: equal loads must not hide each other.
+        every = max(len(looks), len(order) // 12)
+        for index, (load, look) in enumerate(zip(others, looks, strict=True)):
+            axes.stairs(load, edges, baseline=None, color=look.colour, linestyle=look.line, linewidth=1.8)
+            marked = slice(index * every // len(looks), None, every)
+            axes.plot(places[marked], load[marked], **_marks(look))
     axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (2, 2)), zorder=3)
     axes.set_xlim(-0.6, len(order) - 0.4)
-    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(False, axis="x")
+
+
+def _marks(look: Look) -> dict:
+    return {"linestyle": "none", "marker": look.marker, "color": look.colour, "markeredgecolor": "white"}
 
 
 def _fill(look: Look) -> dict:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -16,7 +17,7 @@ from matplotlib.patches import Patch
 
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
-from moe_ep_bench.analysis.style import CEILING_LINE, GAMMA, INK, MUTED, NOISE_FILL, Look, sheet, wrap_label
+from moe_ep_bench.analysis.style import CEILING_LINE, GAMMA, INK, MUTED, NOISE_FILL, Look, panel_title, sheet
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED, footer_lines
 from moe_ep_bench.measure.statistics import MIN_BATCHES
 
@@ -37,8 +38,10 @@ def speedup_figure(run: Run, comparisons: list[ComparisonResult], looks: Looks) 
     rows = -(-len(panels) // columns)
     figure = sheet(
         "Layer speedup over native Megatron-Core",
-        "Time of one MoE layer on its slowest rank, native over policy: median of paired iterations. "
-        + _spread_words([r.speedup.is_interval for _, policies in panels for r in policies if r.speedup]),
+        "Slowest rank's time of one MoE layer, native over policy: median of paired iterations. "
+        + _spread_words([r.speedup.is_interval for _, policies in panels for r in policies if r.speedup])
+        + " Noise floor: native run twice. Perfect balance: native on balanced scores."
+        " Dropped: top-k pairs not computed.",
         footer_lines(run, facts, [OVERSUBSCRIBED] if any(fact.oversubscribed for fact in facts) else []),
         [*_family_legend(panels, looks), *_reference_legend([comparison for comparison, _ in panels])],
         width=8.5 if columns == 1 else 12.5,
@@ -49,13 +52,14 @@ def speedup_figure(run: Run, comparisons: list[ComparisonResult], looks: Looks) 
         row, column = divmod(index, columns)
         above = figure.add_subplot(grid[2 * row, column])
         below = figure.add_subplot(grid[2 * row + 1, column], sharex=above)
-        above.set_title(wrap_label(comparison.comparison.title, 64))
+        panel_title(above, comparison.comparison.title, 6.3 if columns == 1 else 4.6)
         _by_gamma(above, policies, looks, lambda r: r.speedup.median, lambda r: (r.speedup.low, r.speedup.high))
         _reference_lines(above, comparison, policies)
         above.set_ylabel("speedup (native = 1)")
+        above.set_xlabel("")
         above.tick_params(labelbottom=False)
         _dropped_share(below, policies, looks)
-        below.set_ylabel("dropped\n(% of top-k pairs)")
+        below.set_ylabel("dropped (%)")
     return figure
 
 
@@ -65,7 +69,7 @@ def dropped_figure(run: Run, comparisons: list[ComparisonResult], looks: Looks) 
     if not panels:
         return None
     figure = sheet(
-        "What the policies cost: dropped pairs and lost score mass",
+        "What the policies cost: dropped pairs and retained score mass",
         "All ranks' tokens together, mean over batches. Dropped: top-k pairs that are not computed. "
         "Retained: score mass of what is computed over that of the model's own top-k.",
         footer_lines(run, [comparison.comparison for comparison, _ in panels]),
@@ -76,7 +80,7 @@ def dropped_figure(run: Run, comparisons: list[ComparisonResult], looks: Looks) 
     grid = figure.add_gridspec(len(panels), 2)
     for row, (comparison, policies) in enumerate(panels):
         dropped, retained = (figure.add_subplot(grid[row, column]) for column in (0, 1))
-        dropped.set_title(wrap_label(comparison.comparison.title, 56))
+        panel_title(dropped, comparison.comparison.title, 4.2)
         _dropped_share(dropped, policies, looks)
         dropped.set_ylabel("dropped (% of top-k pairs)")
         _by_gamma(retained, policies, looks, lambda r: 100 * r.fidelity.retained_mass)
@@ -93,20 +97,24 @@ def _by_gamma(
     value: Callable[[CaseResult], float],
     spread: Callable[[CaseResult], tuple[float, float]] | None = None,
 ) -> None:
-    """Draw one line per family; families stand side by side, so that no marker or bar hides another."""
+    """Draw one line per family; at each factor families stand side by side, so that none hides another."""
     factors = sorted({r.capacity_factor for r in policies if r.capacity_factor is not None})
     ticks = ([None] if any(r.capacity_factor is None for r in policies) else []) + factors
-    families = [family for family in looks if any(r.family == family for r in policies)]
-    step = min(0.09, 0.6 / len(families))
-    for index, family in enumerate(families):
+    place: dict[tuple[str, float | None], float] = {}
+    for at, tick in enumerate(ticks):
+        beside = [family for family in looks if any((r.family, r.capacity_factor) == (family, tick) for r in policies)]
+        step = min(0.09, 0.7 / len(beside))
+        place |= {(family, tick): at + (i - (len(beside) - 1) / 2) * step for i, family in enumerate(beside)}
+    for family, look in looks.items():
         members = [result for result in policies if result.family == family]
-        x = [ticks.index(r.capacity_factor) + (index - (len(families) - 1) / 2) * step for r in members]
-        look = looks[family]
+        if not members:
+            continue
+        x = [place[family, r.capacity_factor] for r in members]
         axes.plot(x, [value(r) for r in members], zorder=3, **_marks(look))
         if spread is not None:
             low, high = np.array([spread(r) for r in members]).T
-            axes.vlines(x, low, high, color=look.colour, linewidth=1.6, zorder=2.5)
-            axes.plot(x, low, "_", x, high, "_", color=look.colour, markersize=6, markeredgewidth=1.6, zorder=2.5)
+            axes.vlines(x, low, high, color=look.colour, linewidth=1.4, zorder=3.5)
+            axes.plot(x, low, "_", x, high, "_", color=look.colour, markersize=9, markeredgewidth=1.4, zorder=3.5)
     axes.set_xticks(range(len(ticks)), [_WITHOUT_GAMMA if tick is None else f"{tick:g}" for tick in ticks])
     axes.set_xlim(-0.5, len(ticks) - 0.5)
     axes.set_xlabel(_GAMMA_LABEL + (f"   ({_WITHOUT_GAMMA} has none)" if None in ticks else ""))
@@ -130,14 +138,15 @@ def _reference_lines(axes: Axes, comparison: ComparisonResult, policies: list[Ca
     if ceiling is not None:
         axes.axhline(ceiling, zorder=1, **CEILING_LINE)
         heights.append(ceiling)
-        marks.append((ceiling, f"perfect\nbalance\n{ceiling:.2f}"))
+        marks.append((ceiling, f"balance\n{ceiling:.2f}"))
     low, high = _limits(heights, least=0.1)
     axes.set_ylim(low, high)
-    taken = -1.0
-    for height, text in sorted(marks):
-        half = 0.03 * (1 + text.count("\n"))
-        place = max((height - low) / (high - low), taken + half)  # pushed up until it clears the one below
-        taken = place + half
+    places = [(height - low) / (high - low) for height, _ in marks]
+    if len(marks) == 2:  # labels that would touch move apart
+        push = max(0.0, 0.1 - abs(places[1] - places[0])) / 2
+        up = 1 if places[1] > places[0] else -1
+        places = [places[0] - up * push, places[1] + up * push]
+    for place, (_, text) in zip(places, marks, strict=True):
         axes.annotate(
             text,
             (1.012, place),
@@ -154,17 +163,17 @@ def _ceiling(comparison: ComparisonResult) -> float | None:
     return result.speedup.median if result and result.speedup else None
 
 
-def _family_legend(panels: list[tuple[ComparisonResult, list[CaseResult]]], looks: Looks) -> list[Line2D | Patch]:
+def _family_legend(panels: list[tuple[ComparisonResult, list[CaseResult]]], looks: Looks) -> list[tuple[str, Artist]]:
     drawn = {result.family for _, policies in panels for result in policies}
-    return [Line2D([], [], label=look.label, **_marks(look)) for family, look in looks.items() if family in drawn]
+    return [(look.label, Line2D([], [], **_marks(look))) for family, look in looks.items() if family in drawn]
 
 
-def _reference_legend(comparisons: list[ComparisonResult]) -> list[Line2D | Patch]:
-    legend: list[Line2D | Patch] = [Line2D([], [], color=INK, linewidth=1.2, label="native")]
+def _reference_legend(comparisons: list[ComparisonResult]) -> list[tuple[str, Artist]]:
+    legend: list[tuple[str, Artist]] = [("native", Line2D([], [], color=INK, linewidth=1.2))]
     if any(comparison.floor for comparison in comparisons):
-        legend.append(Patch(facecolor=NOISE_FILL, label="noise floor (native run twice)"))
+        legend.append(("noise floor", Patch(facecolor=NOISE_FILL)))
     if any(_ceiling(comparison) for comparison in comparisons):
-        legend.append(Line2D([], [], label="native, perfectly balanced scores", **CEILING_LINE))
+        legend.append(("perfect balance", Line2D([], [], **CEILING_LINE)))
     return legend
 
 
@@ -174,17 +183,17 @@ def _marks(look: Look) -> dict:
         "linestyle": look.line,
         "marker": look.marker,
         "markeredgecolor": "white",
-        "markeredgewidth": 0.7,
+        "markeredgewidth": 0.6,
     }
 
 
 def _spread_words(is_interval: list[bool]) -> str:
     if all(is_interval):
-        return "Bars: 95 % interval, bootstrapped over batches, then iterations."
+        return "Whiskers: 95 % interval."
     few = f"fewer than {MIN_BATCHES} batches"
     if not any(is_interval):
-        return f"Bars: smallest and largest pair ({few} give no interval)."
-    return f"Bars: 95 % interval, or smallest and largest pair where there are {few}."
+        return f"Whiskers: smallest and largest pair ({few} give no interval)."
+    return f"Whiskers: 95 % interval, or smallest and largest pair where there are {few}."
 
 
 def _limits(values: Iterable[float], least: float) -> tuple[float, float]:

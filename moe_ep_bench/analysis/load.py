@@ -99,6 +99,7 @@ class Case:
 
     Attributes:
         status: one of ``STATUSES``; ``reason`` says why when it is not ok.
+        run_id: the launch that wrote it.
         timings: rank, batch, iteration, kind, phase, time_us; no rows unless ok.
         routing: one row per rank x batch, as in ``ROUTING_SCHEMA``; no rows unless ok.
     """
@@ -111,6 +112,7 @@ class Case:
     role: Role
     status: str
     reason: str | None
+    run_id: str
     timings: pd.DataFrame
     routing: pd.DataFrame
 
@@ -142,6 +144,7 @@ def load_run(directory: Path | str) -> Run:
     description = _read_description(files.run_json)
     _check_known_parts(files, description)
     cases = tuple(_read_case(files, case_id, description) for case_id in description.cases)
+    _check_launches(files, cases)
     if not any(case.is_ok for case in cases):
         counts = ", ".join(f"{number} {status}" for status, number in sorted(Counter(c.status for c in cases).items()))
         first = f"; {cases[0].label}: {_one_line(cases[0].reason)}" if cases else ""
@@ -206,7 +209,7 @@ def _read_case(files: RunDirectory, case_id: str, description: _RunDescription) 
     comparison = description.comparisons[case.comparison_id]
     path = files.case_path(case_id)
     rows = _read_part(path, CASE_SCHEMA, case_id, description)
-    status, reason = rows["status"].iloc[0], rows["reason"].iloc[0]
+    status, reason, run_id = rows.loc[0, ["status", "reason", "run_id"]]
     if status == "ok":
         _check_timings(path, rows, comparison)
         routing_path = files.routing_path(case_id)
@@ -223,9 +226,24 @@ def _read_case(files: RunDirectory, case_id: str, description: _RunDescription) 
         role=case.role,
         status=status,
         reason=None if pd.isna(reason) else str(reason),
+        run_id=run_id,
         timings=rows[["rank", *_ITERATION, "phase", "time_us"]],
         routing=routing,
     )
+
+
+def _check_launches(files: RunDirectory, cases: tuple[Case, ...]) -> None:
+    """Pairs ran back to back: measured cases of a comparison are of one launch. A repetition cut short mixes two."""
+    first: dict[str, Case] = {}
+    for case in cases:
+        if not case.is_ok:
+            continue
+        other = first.setdefault(case.comparison_id, case)
+        if case.run_id != other.run_id:
+            raise ResultsError(
+                f"{files.case_path(case.case_id)}: of another launch than {files.case_path(other.case_id).name}, "
+                f"so their iterations are no pairs ({case.run_id}, {other.run_id}): run the comparison again"
+            )
 
 
 def _read_part(path: Path, schema: pa.Schema, case_id: str, description: _RunDescription) -> pd.DataFrame:

@@ -146,7 +146,7 @@ def family_labels(comparisons: list[ComparisonResult]) -> dict[str, str]:
         differing = [
             f"{name}={case.policy_params.get(name)}"
             for name in sorted({name for params in twins for name in params} - {"capacity_factor"})
-            if len({repr(params.get(name)) for params in twins}) > 1
+            if case.policy_params.get(name) is not None and len({repr(params.get(name)) for params in twins}) > 1
         ]
         labels[key] = f"{case.policy} ({', '.join(differing)})" if differing else case.policy
     return labels

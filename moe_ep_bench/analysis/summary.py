@@ -14,10 +14,12 @@ from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.words import (
     MODE_WORDS,
+    NONE,
     NOT_FUSED,
     OVERSUBSCRIBED,
     count_words,
     hardware_words,
+    milliseconds,
     percent,
     scale_words,
     workload_words,
@@ -43,13 +45,12 @@ _HEADER = (
 _LEFT = ("policy", "speedup", "verdict", "slowest phase")
 _GAP = "  "
 _REASON_WIDTH = 90
-_NONE = "-"
 
 
 def summary_table(run: Run) -> str:
     """Render every comparison of a run as a table with its notes and warnings."""
     blocks = [_block(run, comparison) for comparison in analyse(run)]
-    return "\n\n".join([*blocks, count_words(run)]) + "\n"
+    return "\n\n".join([*blocks, count_words(run)])
 
 
 def _block(run: Run, comparison: ComparisonResult) -> str:
@@ -87,22 +88,22 @@ def _cells(result: CaseResult) -> tuple[str, ...]:
         reason = textwrap.shorten(case.reason or "no reason was recorded", _REASON_WIDTH, placeholder=" ...")
         return (case.label, f"{case.status}: {reason}")
     layer, fidelity, breakdown = result.layer, result.fidelity, result.breakdown
-    times = (_NONE,) * 3 if layer is None else tuple(map(_ms, (layer.median_ms, layer.p90_ms, layer.p99_ms)))
+    times = (NONE,) * 3 if layer is None else tuple(map(milliseconds, (layer.median_ms, layer.p90_ms, layer.p99_ms)))
     # The ceiling's scores are not the model's, so keeping them whole says nothing about the model.
     if fidelity is None or case.role == "ceiling":
-        kept = (_NONE,) * 3
+        kept = (NONE,) * 3
     else:
-        kept = (_share(fidelity.dropped_share), _share(fidelity.retained_mass), _error(fidelity.output_error))
+        kept = (percent(fidelity.dropped_share), percent(fidelity.retained_mass), _error(fidelity.output_error))
     speedup = "1" if case.role == "baseline" else estimate_words(result.speedup)
     role_verdicts = {"baseline": "baseline", "noise": "noise floor"}
     verdict = role_verdicts.get(case.role, result.verdict)
-    return (case.label, *times, speedup, verdict, *kept, _NONE if breakdown is None else breakdown.slowest_phase)
+    return (case.label, *times, speedup, verdict, *kept, NONE if breakdown is None else breakdown.slowest_phase)
 
 
 def estimate_words(estimate: Estimate | None) -> str:
     """``1.23 [1.20, 1.26]``, or ``1.23 (1.10..1.31)`` where there is no interval."""
     if estimate is None:
-        return _NONE
+        return NONE
     low, median, high = (f"{value:.3f}" for value in (estimate.low, estimate.median, estimate.high))
     return f"{median} [{low}, {high}]" if estimate.is_interval else f"{median} ({low}..{high})"
 
@@ -180,15 +181,5 @@ def warnings_of(comparison: ComparisonResult) -> list[str]:
     return warnings
 
 
-def _ms(value: float) -> str:
-    """Four digits that count, whatever the size."""
-    decimals = max(0, 3 - math.floor(math.log10(value))) if value > 0 else 0
-    return f"{value:.{min(decimals, 4)}f}"
-
-
-def _share(value: float) -> str:
-    return _NONE if math.isnan(value) else percent(value)
-
-
 def _error(value: float) -> str:
-    return _NONE if math.isnan(value) else f"{value:.2g}"
+    return NONE if math.isnan(value) else f"{value:.2g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ MODE_WORDS = {
     "route": "routing only (nothing was timed)",
 }
 
+NONE = "-"
 OVERSUBSCRIBED = "more ranks than cores: they share time slices, and no straggler speedup is claimed"
 NOT_FUSED = "permutation is not fused: phase shares are not to be set beside a paper's"
 
@@ -31,7 +33,7 @@ def workload_words(comparison: Comparison) -> str:
     """Say where tokens and scores come from; a model of the tail is named, for it shapes what is measured."""
     workload = comparison.workload
     tail = f", tail model: {workload.tail_model}" if workload.kind == "recorded" and workload.tail_model else ""
-    return f"{workload.kind} workload ({workload.description}){tail}"
+    return f"{workload.kind} workload: {workload.description.removeprefix(f'{workload.kind} ')}{tail}"
 
 
 def count_words(run: Run) -> str:
@@ -59,5 +61,11 @@ def footer_lines(run: Run, comparisons: Sequence[Comparison], warnings: Sequence
 
 
 def percent(share: float) -> str:
-    """A share as a percentage with one decimal, without the sign."""
-    return f"{100 * share:.1f}"
+    """A share as a percentage with one decimal, without the sign; a dash where there is none."""
+    return NONE if math.isnan(share) else f"{100 * share:.1f}"
+
+
+def milliseconds(value: float, digits: int = 4) -> str:
+    """A time with as many digits as count, whatever its size."""
+    decimals = digits - 1 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:.{min(max(decimals, 0), 4)}f}"

@@ -19,7 +19,7 @@ from moe_ep_bench.layer.experts import GATE, ROUTED, SHARED, expert_weights, fil
 from moe_ep_bench.layer.megatron import MoELayer, TransformerConfig, moe_submodules
 from moe_ep_bench.layer.router import PolicyRouter, ReplayRouter
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.policies import Policy, RoutingContext, make_policy
+from moe_ep_bench.policies import RoutingContext, make_policy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -56,9 +56,7 @@ def build_layers(
         scale=model.routed_scale,
     )
     native = _build(model, dtype, device, ep_group, ReplayRouter, capacity_factor=None)
-    router = functools.partial(
-        PolicyRouter, policy=make_policy({"name": "topk"}), context=context, ep_group=ep_group
-    )
+    router = functools.partial(PolicyRouter, policy=make_policy({"name": "topk"}), context=context, ep_group=ep_group)
     policy = _build(model, dtype, device, ep_group, router, capacity_factor=1.0)
     policy.experts, policy.shared_experts = native.experts, native.shared_experts
     policy.router.weight = native.router.weight
@@ -127,9 +125,7 @@ def _seed_weights(layer: MoELayer, model: ModelSpec, dtype: torch.dtype, device:
     weight_ED = torch.randn(model.num_experts, model.hidden_size, generator=gate, device=device)
     layer.router.weight.data.copy_(weight_ED * model.hidden_size**-0.5)
     for expert, mlp in zip(layer.local_expert_indices, layer.experts.local_experts, strict=True):
-        fill_mlp_(
-            mlp, expert_weights(seed, ROUTED, expert, model.hidden_size, model.ffn_hidden_size, device, dtype)
-        )
+        fill_mlp_(mlp, expert_weights(seed, ROUTED, expert, model.hidden_size, model.ffn_hidden_size, device, dtype))
     if layer.shared_experts is not None:
         fill_mlp_(
             layer.shared_experts,

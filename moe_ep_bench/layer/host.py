@@ -21,7 +21,7 @@ import torch.distributed as dist
 class HostEvent:
     """An event on the host's only stream: whatever came before it is done."""
 
-    def synchronize(self) -> None:
+    def synchronize(self, device: Any = None) -> None:
         pass
 
     def wait(self, stream: Any = None) -> None:
@@ -69,7 +69,10 @@ def host_stand_ins() -> Iterator[None]:
     all_to_all_single = dist.all_to_all_single
 
     def all_to_all_with_plain_splits(
-        output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
         **kwargs: Any,
     ) -> Any:
         return all_to_all_single(
@@ -78,11 +81,11 @@ def host_stand_ins() -> Iterator[None]:
 
     with (
         mock.patch.object(dist, "all_to_all_single", all_to_all_with_plain_splits),
-        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),
         mock.patch.object(torch.cuda, "Stream", HostStream),
-        mock.patch.object(torch.cuda, "current_stream", lambda *args: HostStream()),
-        mock.patch.object(torch.cuda, "stream", lambda *args: contextlib.nullcontext()),
-        mock.patch.object(torch.cuda, "synchronize", lambda *args: None),
+        mock.patch.object(torch.cuda, "current_stream", HostStream),
+        mock.patch.object(torch.cuda, "stream", contextlib.nullcontext),
+        mock.patch.object(torch.cuda, "synchronize", HostEvent().synchronize),
     ):
         yield
 

@@ -45,6 +45,13 @@ __all__ = [
     "moe_submodules",
 ]
 
+# Two notices about Megatron-Core's own choices that come up once per rank while layers are built and run.
+for message in (
+    "full scope is deprecated",
+    "`torch.distributed.all_gather_into_tensor` is deprecated",
+):
+    warnings.filterwarnings("ignore", message=message)
+
 # 0.16.1 reads this name in its router but defines it only where Transformer Engine is installed;
 # its own code takes None for "not there".
 if not hasattr(moe_utils, "te_general_gemm"):

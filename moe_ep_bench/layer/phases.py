@@ -35,16 +35,24 @@ class Rendezvous:
 def instrumented(layer: MoELayer, recorder: PhaseRecorder, meet: Rendezvous) -> Iterator[None]:
     """Time every stage of ``layer`` with ``recorder``, and probe the waiting, while the block runs."""
     alone = layer.ep_group.size() == 1
-    wrapped: list[tuple[Any, str]] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for owner, stage in stages_of(layer):
-            setattr(owner, stage.method, _timed(getattr(owner, stage.method), stage, recorder, meet, alone))
-            wrapped.append((owner, stage.method))
+            method = _timed(getattr(owner, stage.method), stage, recorder, meet, alone)
+            stack.enter_context(_replaced(owner, stage.method, method))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Hide ``owner.name`` behind an attribute of the instance while the block runs."""
+    hidden = vars(owner).get(name)
+    setattr(owner, name, method)
+    try:
         yield
     finally:
-        for owner, method in wrapped:
-            # The wrapper hid the class's method behind an instance attribute.
-            delattr(owner, method)
+        delattr(owner, name)
+        if hidden is not None:
+            setattr(owner, name, hidden)
 
 
 def _timed(

@@ -33,8 +33,11 @@ COLUMNS = (*PHASES, UNACCOUNTED, TOTAL, HOST, THREAD_CPU)
 class Runnable(Protocol):
     """A case that can be run on any batch of the comparison."""
 
-    case_id: str
-    layer: MoELayer
+    @property
+    def case_id(self) -> str: ...
+
+    @property
+    def layer(self) -> MoELayer: ...
 
     def prepare(self, batch: int) -> Tensor:
         """Put the batch's routing into the layer and return its hidden states, [T, 1, D]. Not timed."""
@@ -73,13 +76,13 @@ def measure(
     steps: Sequence[Step],
     clock: Clock,
     meet: Rendezvous,
-    before: Callable[[Runnable, Step], None],
+    before: Callable[[str], None],
 ) -> np.ndarray:
     """Time every case at every step.
 
     Args:
         meet: aligns the ranks that talk to each other, on the stream.
-        before: called ahead of each iteration, untimed (progress, marks, the watchdog).
+        before: called with the case's id ahead of each iteration, untimed (progress, marks, the watchdog).
 
     Returns:
         float64 [cases, steps, COLUMNS], microseconds.
@@ -91,7 +94,7 @@ def measure(
     try:
         for turn, step in enumerate(steps):
             for index, case in rotated(cases, turn):
-                before(case, step)
+                before(case.case_id)
                 hidden_T1D = case.prepare(step.batch)
                 if step.kind == PLAIN:
                     times = _timed(case.layer, hidden_T1D, recorder, meet)

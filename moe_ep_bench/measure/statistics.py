@@ -129,8 +129,8 @@ def noise_floor(same_again: Estimate) -> NoiseFloor:
 
     Symmetric as a ratio: what slows one of two equal runs by a tenth might as well have slowed the other.
     """
-    reach = max(same_again.low, 1 / same_again.low, same_again.high, 1 / same_again.high)
-    return NoiseFloor(1 / reach, reach)
+    ends = (same_again.low, 1 / same_again.low, same_again.high, 1 / same_again.high)
+    return NoiseFloor(min(ends), max(ends))
 
 
 def judge(speedup: Estimate | None, floor: NoiseFloor | None) -> Verdict:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
+from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig, load_experiments
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.records import stable_hash
@@ -33,8 +35,10 @@ class CaseSpec:
 
     @property
     def label(self) -> str:
-        return self.policy.label if self.policy else {NOISE: "native again", CEILING: "native, balanced scores"}.get(
-            self.role, self.name
+        return (
+            self.policy.label
+            if self.policy
+            else {NOISE: "native again", CEILING: "native, balanced scores"}.get(self.role, self.name)
         )
 
     def describe(self, comparison_id: str) -> dict[str, Any]:
@@ -90,7 +94,7 @@ class Comparison:
         """All that decides what is measured, and nothing of where: equal on any machine."""
         workload = self.experiment.workload.model_dump(mode="json")
         if isinstance(self.workload, RecordedWorkload):
-            workload["trace"] = self.workload.trace.sha256
+            workload["trace"] = self.workload.trace.sha256()
         return {
             "mode": "run",
             "model": self.model.model_dump(mode="json"),
@@ -152,6 +156,23 @@ class Comparison:
         measure = self.experiment.measure
         rounds = 2 + measure.warmup + measure.iterations + measure.breakdown_iterations
         return rounds * self.workload.num_batches * len(self.cases)
+
+
+def plan_comparisons(config: Path, overrides: Iterable[str], world_size: int, *, on_cpu: bool) -> list[Comparison]:
+    """All comparisons of a config file on this many ranks, each found to fit and its workload found to be there.
+
+    Raises:
+        ValueError: one line naming the file, the key and what is allowed.
+    """
+    comparisons = []
+    for experiment in load_experiments(config, overrides, on_cpu=on_cpu):
+        try:
+            comparison = Comparison.of(experiment, world_size)
+            comparison.workload.batch(0)  # Finds skews that cannot be had.
+        except ValueError as problem:
+            raise ValueError(f"{config}: {problem}") from None
+        comparisons.append(comparison)
+    return comparisons
 
 
 def make_workload(experiment: Experiment, model: ModelSpec, world_size: int) -> Workload:

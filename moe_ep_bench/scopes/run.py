@@ -8,28 +8,28 @@ doing the same thing; what cannot run is found there and recorded as skipped.
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-import numpy as np
+import pyarrow.parquet as pq
 import torch
 from tqdm import tqdm
 
 from moe_ep_bench import environment
 from moe_ep_bench.attempts import MAX_ATTEMPTS, Mark, collect_lost, lost_attempts
-from moe_ep_bench.config import Experiment, load_experiments
+from moe_ep_bench.config import Experiment
 from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 from moe_ep_bench.ranks import Ranks, join
 from moe_ep_bench.records import SCHEMA_VERSION, RunDirectory, stable_hash
-from moe_ep_bench.scopes.comparison import CaseSpec, Comparison
+from moe_ep_bench.scopes.comparison import CaseSpec, Comparison, plan_comparisons
+from moe_ep_bench.scopes.job import Job
 from moe_ep_bench.watchdog import Watchdog
 
 # How long ranks may take to meet before a config has said otherwise.
@@ -38,18 +38,6 @@ _JOIN_TIMEOUT_S = 120.0
 
 class Stopped(BaseException):
     """The run was asked to end (SIGTERM, SIGINT)."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the parts of a run share."""
-
-    ranks: Ranks
-    directory: RunDirectory
-    run_id: str
-    mark: Mark
-    watchdog: Watchdog
-    progress: tqdm
 
 
 def run(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False) -> int:
@@ -82,13 +70,7 @@ def _agree_on_comparisons(ranks: Ranks, config: Path, overrides: Sequence[str]) 
     comparisons: list[Comparison] = []
     error = ""
     try:
-        for experiment in load_experiments(config, overrides, on_cpu=ranks.device.type == "cpu"):
-            try:
-                comparison = Comparison.of(experiment, ranks.world_size)
-                comparison.workload.batch(0)  # Finds recordings and targets that cannot be had.
-            except ValueError as problem:
-                raise ValueError(f"{config}: {problem}") from None
-            comparisons.append(comparison)
+        comparisons = plan_comparisons(config, overrides, ranks.world_size, on_cpu=ranks.device.type == "cpu")
     except ValueError as problem:
         error = str(problem)
     if _complain(ranks, error):
@@ -102,8 +84,11 @@ def _agree_on_comparisons(ranks: Ranks, config: Path, overrides: Sequence[str]) 
     ):
         differing = ranks.differing(value)
         if differing:
-            _complain(ranks, f"{what} is not the same on all ranks: rank {', '.join(map(str, differing))} differ(s) "
-                             "from rank 0; start all ranks alike")
+            _complain(
+                ranks,
+                f"{what} is not the same on all ranks: rank {', '.join(map(str, differing))} differ(s) "
+                "from rank 0; start all ranks alike",
+            )
             return None
     return comparisons
 
@@ -149,11 +134,14 @@ def _check_directory(directory: RunDirectory, ranks: Ranks) -> None:
     if not directory.run_json.exists():
         return
     earlier = json.loads(directory.run_json.read_text())
-    then, now = environment.comparable(earlier["environment"]), environment.comparable(environment.describe(ranks.device))
+    then = environment.comparable(earlier["environment"])
+    now = environment.comparable(environment.describe(ranks.device))
     for key, value in now.items():
         if then[key] != value:
-            raise ValueError(f"--out {directory.root}: holds results with {key} {then[key]}, here it is {value}; "
-                             "choose another directory")
+            raise ValueError(
+                f"--out {directory.root}: holds results with {key} {then[key]}, here it is {value}; "
+                "choose another directory"
+            )
 
 
 def _complain(ranks: Ranks, error: str) -> bool:
@@ -205,8 +193,11 @@ def _measure_all(
     failed = torch.tensor([_num_failed(directory, comparisons) if ranks.is_first else 0])
     failed = int(ranks.gather(failed, everywhere=True)[0])
     if ranks.is_first and not total:
-        print(f"moe-ep-bench: all {sum(len(c.cases) for c in comparisons)} cases were finished before; "
-              "--force runs them again", file=sys.stderr)
+        print(
+            f"moe-ep-bench: all {sum(len(c.cases) for c in comparisons)} cases were finished before; "
+            "--force runs them again",
+            file=sys.stderr,
+        )
     return CASES_FAILED if failed else OK
 
 
@@ -216,8 +207,6 @@ def _iterations(comparison: Comparison, cases: Sequence[CaseSpec]) -> int:
 
 def _lose(job: Job, reason: str) -> NoReturn:
     """End this rank: the process group is gone, and the mark tells the next job why."""
-    import os
-
     job.mark.explain(reason)
     job.progress.close()
     print(f"moe-ep-bench: rank {job.ranks.rank}: {' '.join(reason.split())[:300]}", file=sys.stderr, flush=True)
@@ -231,34 +220,10 @@ def _record_lost(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) ->
         if case not in cases and len(reasons) >= MAX_ATTEMPTS and not job.directory.is_finished(case.case_id):
             status, _, reason = reasons[-1].partition(": ")
             status = status if status in ("oom", "timeout") else "failed"
-            write_unmeasured(job, comparison, case, status, f"{reason or reasons[-1]} ({len(reasons)} attempts)")
-
-
-def write_unmeasured(job: Job, comparison: Comparison, case: CaseSpec, status: str, reason: str) -> None:
-    """Write the one row of a case that has no measurements."""
-    job.directory.write_case(
-        case.case_id, {**identity(job, comparison, case, 1), "status": [status], "reason": [reason]}
-    )
-
-
-def identity(job: Job, comparison: Comparison, case: CaseSpec, num_rows: int) -> dict[str, list[Any]]:
-    """The columns that say which case rows belong to, repeated for ``num_rows`` rows."""
-    values = {
-        "run_id": job.run_id,
-        "case_id": case.case_id,
-        "comparison_id": comparison.comparison_id,
-        "mode": "run",
-        "model": comparison.model.name,
-        "policy": case.name,
-        "policy_params": json.dumps(case.params, sort_keys=True),
-        "num_ranks": comparison.ep_size,
-    }
-    return {key: [value] * num_rows for key, value in values.items()}
+            job.write_unmeasured(comparison, case, status, f"{reason or reasons[-1]} ({len(reasons)} attempts)")
 
 
 def _num_failed(directory: RunDirectory, comparisons: Sequence[Comparison]) -> int:
-    import pyarrow.parquet as pq
-
     cases = (case for comparison in comparisons for case in comparison.cases)
     tables = (pq.read_table(directory.case_path(case.case_id), columns=["status"]) for case in cases)
     return sum(table.column("status")[0].as_py() != "ok" for table in tables)
@@ -320,8 +285,7 @@ def describe_experiment(experiment: Experiment) -> dict[str, Any]:
 def dry_run(config: Path, overrides: Sequence[str], world_size: int) -> int:
     """Print the cases, the memory that each rank needs and the time to expect; run nothing."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    experiments = load_experiments(config, overrides, on_cpu=device.type == "cpu")
-    comparisons = [Comparison.of(experiment, world_size) for experiment in experiments]
+    comparisons = plan_comparisons(config, overrides, world_size, on_cpu=device.type == "cpu")
     available = environment.available_memory_bytes(device, world_size)
     for comparison in comparisons:
         print(f"{comparison.title} on {world_size} rank(s), {comparison.workload.describe()['description']}")

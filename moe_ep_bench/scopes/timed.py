@@ -6,13 +6,11 @@ dense reference, V = cases, S = steps.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,17 +24,15 @@ from moe_ep_bench.layer.megatron import MoELayer, initialize_expert_parallel
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
 from moe_ep_bench.layer.router import ReplayRouter, logits_from_scores, scores_from_logits
-from moe_ep_bench.measure.protocol import COLUMNS, HOST, THREAD_CPU, Step, measure, plan
+from moe_ep_bench.measure.protocol import Step, measure, plan
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import Routing, RoutingContext
-from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
 from moe_ep_bench.scopes.comparison import BASELINE, CEILING, CaseSpec, Comparison
+from moe_ep_bench.scopes.job import Job
+from moe_ep_bench.scopes.rows import case_columns, packed_metrics, routing_columns
 from moe_ep_bench.timer import clock_for
 from moe_ep_bench.workload import TokenBatch, deal
 from moe_ep_bench.workload.balanced import balanced_scores
-
-if TYPE_CHECKING:
-    from moe_ep_bench.scopes.run import Job
 
 NUM_CHECKED_TOKENS = 16
 
@@ -103,13 +99,11 @@ class Observation:
 
 def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
     """Measure ``cases`` and write their parts; every rank calls this alike."""
-    from moe_ep_bench.scopes.run import write_unmeasured
-
     shortage = _memory_shortage(job, comparison)
     if shortage:
         if job.ranks.is_first:
             for case in cases:
-                write_unmeasured(job, comparison, case, "skipped", shortage)
+                job.write_unmeasured(comparison, case, "skipped", shortage)
         return
     with device_scope(), torch.inference_mode():
         session = _Session(job, comparison, cases)
@@ -182,14 +176,7 @@ class _Session:
     def _layer_case(self, case: CaseSpec) -> LayerCase:
         layers: LayerPair = self.layers
         layer = layers.native if case.policy is None else layers.policy
-        return LayerCase(
-            case, layer, self.batches, layers.policy_router.context, self.seed, self.job.ranks.rank
-        )
-
-    def _before(self, case: LayerCase, step: Step | None = None) -> None:
-        self.job.watchdog.feed()
-        self.job.mark.set(case.case_id)
-        self.job.progress.update()
+        return LayerCase(case, layer, self.batches, layers.policy_router.context, self.seed, self.job.ranks.rank)
 
     def observe(self, case: LayerCase, batch: int) -> Observation:
         """Run a case once, untimed, and look at what its router chose."""
@@ -208,7 +195,7 @@ class _Session:
         for batch in range(self.num_batches):
             native_TD: Tensor | None = None
             for case in self.cases:
-                self._before(case)
+                self.job.begin(case.case_id)
                 observation = self.observe(case, batch)
                 if case.spec.role == BASELINE:
                     native_TD = observation.output_TD
@@ -220,7 +207,8 @@ class _Session:
                 )
                 row["reference_error"] = self.reference_error(case, observation) if batch == 0 else None
                 row["output_error"] = (
-                    None if case.spec.role == CEILING or native_TD is None
+                    None
+                    if case.spec.role == CEILING or native_TD is None
                     else _relative(observation.output_TD, native_TD)
                 )
                 self.routing_rows[case.case_id].append(row)
@@ -240,7 +228,7 @@ class _Session:
     def check_again(self) -> None:
         """Hold every case against the reference once more, after its layer was timed."""
         for case in self.cases:
-            self._before(case)
+            self.job.begin(case.case_id)
             error = self.reference_error(case, self.observe(case, 0))
             self.routing_rows[case.case_id][0]["reference_error"] = max(
                 error, self.routing_rows[case.case_id][0]["reference_error"]
@@ -248,8 +236,6 @@ class _Session:
 
     def drop_failing(self, when: str) -> None:
         """Record cases whose output is wrong on any rank as failed, and go on without them."""
-        from moe_ep_bench.scopes.run import write_unmeasured
-
         tolerance = TOLERANCE[DTYPES[self.comparison.experiment.layer.dtype]]
         mine = torch.tensor([self.errors[case.case_id] for case in self.cases], dtype=torch.float64)
         worst_V = torch.stack(self.job.ranks.gather(mine, everywhere=True)).max(dim=0).values
@@ -259,17 +245,17 @@ class _Session:
             self.cases.remove(case)
             if self.job.ranks.is_first:
                 reason = f"{when}: output differs from the dense reference by {worst:.2g}, allowed is {tolerance:g}"
-                write_unmeasured(self.job, self.comparison, case.spec, "failed", reason)
+                self.job.write_unmeasured(self.comparison, case.spec, "failed", reason)
 
     def warm_up(self) -> None:
         for _ in range(self.comparison.experiment.measure.warmup):
             for batch in range(self.num_batches):
                 for case in self.cases:
-                    self._before(case)
+                    self.job.begin(case.case_id)
                     case.layer(case.prepare(batch))
 
     def time(self) -> np.ndarray:
-        return measure(self.cases, self.steps, clock_for(self.device), self.meet, self._before)
+        return measure(self.cases, self.steps, clock_for(self.device), self.meet, self.job.begin)
 
     @property
     def steps(self) -> list[Step]:
@@ -278,23 +264,20 @@ class _Session:
 
     def write(self, samples_VSC: np.ndarray) -> None:
         """Gather all ranks' samples and metrics on rank 0, which writes them case by case."""
-        from moe_ep_bench.scopes.run import identity
-
         times = self.job.ranks.gather(torch.from_numpy(samples_VSC))
-        keys, metrics_VBM = _packed_metrics([self.routing_rows[case.case_id] for case in self.cases])
+        keys, metrics_VBM = packed_metrics([self.routing_rows[case.case_id] for case in self.cases])
         metrics = self.job.ranks.gather(metrics_VBM)
         if not self.job.ranks.is_first:
             return
         for index, case in enumerate(self.cases):
-            routing = _routing_columns(keys, [ranked[index] for ranked in metrics], self.comparison)
-            num_rows = len(routing["rank"])
-            base = {**identity(self.job, self.comparison, case.spec, num_rows), "status": ["ok"] * num_rows}
-            self.job.directory.write_routing(case.case_id, {**base, **routing})
-            # The part with the times is what makes a case finished: last.
-            rows = _case_columns(self.steps, [ranked.numpy()[index] for ranked in times])
-            num_rows = len(rows["rank"])
-            base = {**identity(self.job, self.comparison, case.spec, num_rows), "status": ["ok"] * num_rows}
-            self.job.directory.write_case(case.case_id, {**base, **rows})
+            routing = routing_columns(keys, [ranked[index] for ranked in metrics])
+            samples = case_columns(self.steps, [ranked.numpy()[index] for ranked in times])
+            for rows, write in (
+                (routing, self.job.directory.write_routing),
+                # The part with the times is what makes a case finished: last.
+                (samples, self.job.directory.write_case),
+            ):
+                write(case.case_id, {**self.job.identity(self.comparison, case.spec, len(rows["rank"])), **rows})
 
 
 def _capacity_factor(case: LayerCase) -> dict[str, float]:
@@ -305,62 +288,3 @@ def _capacity_factor(case: LayerCase) -> dict[str, float]:
 def _relative(output_TD: Tensor, native_TD: Tensor) -> float:
     size = float(native_TD.float().norm())
     return float((output_TD.float() - native_TD.float()).norm()) / size if size else 0.0
-
-
-def _case_columns(steps: Sequence[Step], times_RSC: Sequence[np.ndarray]) -> dict[str, list[Any]]:
-    """Long rows of one case: every phase that occurred, of every rank and step."""
-    rows: dict[str, list[Any]] = defaultdict(list)
-    host, cpu = COLUMNS.index(HOST), COLUMNS.index(THREAD_CPU)
-    for rank, times_SC in enumerate(times_RSC):
-        for step, times_C in zip(steps, times_SC, strict=True):
-            for phase in (*PHASES, UNACCOUNTED, TOTAL):
-                time_us = float(times_C[COLUMNS.index(phase)])
-                if np.isnan(time_us):
-                    continue
-                is_total = phase == TOTAL
-                for name, value in (
-                    ("rank", rank), ("batch", step.batch), ("iteration", step.iteration), ("kind", step.kind),
-                    ("phase", phase), ("time_us", time_us),
-                    ("host_us", float(times_C[host]) if is_total else None),
-                    ("thread_cpu_us", float(times_C[cpu]) if is_total else None),
-                ):
-                    rows[name].append(value)
-    return rows
-
-
-# How a metric travels as one or more float64 numbers: integers below 2**53 stay exact.
-def _packed_metrics(rows_VB: Sequence[Sequence[dict[str, Any]]]) -> tuple[dict[str, int], Tensor]:
-    """Metrics of this rank as float64 [V, B, numbers], and how many numbers each key takes (0 = a scalar)."""
-    if not rows_VB:
-        return {}, torch.empty(0, 0, 0, dtype=torch.float64)
-    keys = {key: len(value) if isinstance(value, list) else 0 for key, value in rows_VB[0][0].items()}
-
-    def numbers(row: dict[str, Any]) -> list[float]:
-        flat: list[float] = []
-        for key, length in keys.items():
-            value = row[key]
-            flat.extend(value if length else [float("nan") if value is None else float(value)])
-        return flat
-
-    return keys, torch.tensor([[numbers(row) for row in rows] for rows in rows_VB], dtype=torch.float64)
-
-
-def _routing_columns(
-    keys: dict[str, int], metrics_RBM: Sequence[Tensor], comparison: Comparison
-) -> dict[str, list[Any]]:
-    """Rows of one case, one per rank and batch, from what the ranks sent."""
-    from moe_ep_bench.records import ROUTING_SCHEMA
-
-    rows: dict[str, list[Any]] = defaultdict(list)
-    for rank, metrics_BM in enumerate(metrics_RBM):
-        for batch, numbers in enumerate(metrics_BM.tolist()):
-            rows["rank"].append(rank)
-            rows["batch"].append(batch)
-            position = 0
-            for key, length in keys.items():
-                whole = str(ROUTING_SCHEMA.field(key).type) in ("int64", "list<item: int64>", "list<element: int64>")
-                values = numbers[position : position + max(length, 1)]
-                position += max(length, 1)
-                values = [None if np.isnan(value) else int(value) if whole else value for value in values]
-                rows[key].append(values if length else values[0])
-    return rows

@@ -1,0 +1,495 @@
+"""What must hold of a real expert-parallel layer, as functions that every rank runs together.
+
+Started under torchrun by ``test_layer.py`` once for each number of ranks, because importing
+Megatron-Core costs seconds. A law takes a ``Lab`` and raises AssertionError; laws that need a
+number of ranks say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ep_bench.layer import megatron
+from moe_ep_bench.layer.build import LayerPair, build_layers, transformer_config
+from moe_ep_bench.layer.experts import ROUTED, apply_expert, expert_weights, seeded_generator
+from moe_ep_bench.layer.host import device_scope
+from moe_ep_bench.layer.phases import Rendezvous, instrumented
+from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
+from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
+from moe_ep_bench.metrics import routing_metrics
+from moe_ep_bench.models import ModelSpec, load_model
+from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
+from moe_ep_bench.policies.selection import top_k_map, weighted
+from moe_ep_bench.ranks import Ranks, join
+from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
+from moe_ep_bench.timer import PhaseRecorder, clock_for
+
+LAWS: dict[str, Callable[[Lab], None]] = {}
+NEEDS_RANKS: dict[str, tuple[int, ...]] = {}
+
+SEED = 3
+POLICIES = [
+    {"name": "topk"},
+    {"name": "token_drop", "capacity_factor": 0.5},
+    {"name": "token_drop", "capacity_factor": 1.0, "metric": "order"},
+    {"name": "token_drop", "capacity_factor": 1.0, "metric": "random", "granularity": "device"},
+    {"name": "token_drop", "capacity_factor": 0},
+    {"name": "expanded_drop", "capacity_factor": 1.5},
+    {"name": "expanded_drop", "capacity_factor": 8, "scope": "global", "num_candidates": 64},
+    {"name": "expanded_drop", "capacity_factor": 1.0, "granularity": "device", "max_experts_per_token": 3},
+]
+# DeepSeek-V3's way of weighting at a size that CPU ranks can run.
+SIGMOID_MODEL = ModelSpec(
+    name="sigmoid", source="test", num_layers=1, hidden_size=64, num_experts=16, top_k=4, ffn_hidden_size=48,
+    score_function="sigmoid", normalize=True, routed_scale=2.5,
+)  # fmt: skip
+
+
+def law(function: Callable[[Lab], None]) -> Callable[[Lab], None]:
+    LAWS[function.__name__] = function
+    return function
+
+
+def needs_ranks(*counts: int) -> Callable[[Callable[[Lab], None]], Callable[[Lab], None]]:
+    def remember(function: Callable[[Lab], None]) -> Callable[[Lab], None]:
+        NEEDS_RANKS[function.__name__] = counts
+        return function
+
+    return remember
+
+
+class Lab:
+    """Layers by model, and tokens with tie-free, skewed scores that do not depend on the number of ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.ep_group = megatron.initialize_expert_parallel(ranks.world_size, 60)
+        self._layers: dict[tuple[str, torch.dtype], LayerPair] = {}
+
+    def model(self, name: str) -> ModelSpec:
+        return SIGMOID_MODEL if name == "sigmoid" else load_model(name).scaled(1 / 32)
+
+    def layers(self, name: str, dtype: torch.dtype = torch.float32) -> LayerPair:
+        key = (name, dtype)
+        if key not in self._layers:
+            self._layers[key] = build_layers(self.model(name), dtype, self.ranks.device, self.ep_group, SEED)
+        return self._layers[key]
+
+    def all_scores(self, model: ModelSpec, num_tokens: int) -> Tensor:
+        generator = torch.Generator().manual_seed(7)
+        logits_TE = torch.randn(num_tokens, model.num_experts, generator=generator)
+        logits_TE += 1.5 * torch.randn(model.num_experts, generator=generator)
+        return scores_from_logits(logits_TE, model.score_function)
+
+    def all_hidden(self, model: ModelSpec, num_tokens: int) -> Tensor:
+        return torch.randn(num_tokens, model.hidden_size, generator=torch.Generator().manual_seed(8))
+
+    def mine(self, num_tokens: int) -> slice:
+        """This rank's share of tokens, uneven on purpose."""
+        bounds = [num_tokens * r * (r + 1) // (self.ranks.world_size * (self.ranks.world_size + 1))
+                  for r in range(self.ranks.world_size + 1)]  # fmt: skip
+        return slice(bounds[self.ranks.rank], bounds[self.ranks.rank + 1])
+
+    def route(
+        self, layers: LayerPair, policy: Policy | None, hidden_TD: Tensor, scores_TE: Tensor | None = None
+    ) -> tuple[Tensor, Routing]:
+        """One run of the native layer (policy None) or of the other with a policy; output [T, D] and routing."""
+        layer = layers.native if policy is None else layers.policy
+        score_function = layer.router.score_function
+        layer.router.replay_TE = None if scores_TE is None else logits_from_scores(scores_TE, score_function)
+        if policy is not None:
+            layer.router.policy = policy
+            layer.router.context = self.context(layers)
+        seen: list[tuple[Tensor, Tensor]] = []
+        hook = layer.router.register_forward_hook(lambda module, inputs, output: seen.append(output))
+        output_T1D, _ = layer(hidden_TD.unsqueeze(1))
+        hook.remove()
+        weights_TE, map_TE = seen[0]
+        return output_T1D[:, 0], Routing(map_TE=map_TE, weights_TE=weights_TE)
+
+    def context(self, layers: LayerPair) -> RoutingContext:
+        draws = seeded_generator(self.ranks.device, 5, self.ranks.rank)
+        return replace(layers.policy_router.context, generator=draws)
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total, group=self.ranks.side_group)
+        return total
+
+
+def assert_close(actual: float, allowed: float, what: str) -> None:
+    assert actual <= allowed, f"{what}: {actual:.3g} exceeds {allowed:.3g}"
+
+
+@law
+def topk_equals_the_native_layer_bit_for_bit(lab: Lab) -> None:
+    for name in ("olmoe-1b-7b", "deepseek-v2-lite", "sigmoid"):
+        layers, model = lab.layers(name), lab.model(name)
+        hidden_TD = lab.all_hidden(model, 97)[lab.mine(97)]
+        for scores_TE in (None, lab.all_scores(model, 97)[lab.mine(97)]):
+            native_TD, native = lab.route(layers, None, hidden_TD, scores_TE)
+            ours_TD, ours = lab.route(layers, make_policy({"name": "topk"}), hidden_TD, scores_TE)
+            assert torch.equal(native.map_TE, ours.map_TE), f"{name}: maps differ"
+            assert torch.equal(native.weights_TE, ours.weights_TE), f"{name}: weights differ"
+            assert torch.equal(native_TD, ours_TD), f"{name}: outputs differ"
+
+
+@law
+def topk_equals_the_native_layer_where_megatron_takes_the_softmax_of_the_selected(lab: Lab) -> None:
+    # Mixtral: the same weights by another formula, so equal up to rounding.
+    layers, model = lab.layers("mixtral-8x7b"), lab.model("mixtral-8x7b")
+    hidden_TD, scores_TE = lab.all_hidden(model, 97)[lab.mine(97)], lab.all_scores(model, 97)[lab.mine(97)]
+    native_TD, native = lab.route(layers, None, hidden_TD, scores_TE)
+    ours_TD, ours = lab.route(layers, make_policy({"name": "topk"}), hidden_TD, scores_TE)
+    assert torch.equal(native.map_TE, ours.map_TE)
+    torch.testing.assert_close(ours.weights_TE, native.weights_TE, rtol=2e-6, atol=0)
+    torch.testing.assert_close(ours_TD, native_TD, rtol=1e-4, atol=1e-5)
+
+
+@law
+def every_policy_equals_the_dense_reference(lab: Lab) -> None:
+    for name in ("deepseek-v2-lite", "mixtral-8x7b", "sigmoid"):
+        layers, model = lab.layers(name), lab.model(name)
+        hidden_TD, scores_TE = lab.all_hidden(model, 61)[lab.mine(61)], lab.all_scores(model, 61)[lab.mine(61)]
+        reference = DenseReference(model, hidden_TD, SEED)
+        for spec in POLICIES:
+            output_TD, routing = lab.route(layers, make_policy(spec), hidden_TD, scores_TE)
+            error = reference.worst_error(output_TD, routing.weights_TE)
+            assert_close(error, TOLERANCE[torch.float32], f"{name} {spec}")
+
+
+@law
+def bfloat16_stays_within_its_tolerance_and_weights_stay_float32(lab: Lab) -> None:
+    layers, model = lab.layers("olmoe-1b-7b", torch.bfloat16), lab.model("olmoe-1b-7b")
+    hidden_TD = lab.all_hidden(model, 61)[lab.mine(61)].bfloat16()
+    reference = DenseReference(model, hidden_TD, SEED)
+    for policy in (None, make_policy({"name": "token_drop", "capacity_factor": 1.0})):
+        output_TD, routing = lab.route(layers, policy, hidden_TD)
+        assert routing.weights_TE.dtype == torch.float32
+        assert_close(reference.worst_error(output_TD, routing.weights_TE), TOLERANCE[torch.bfloat16], str(policy))
+
+
+@law
+def the_reference_notices_experts_on_the_wrong_rank(lab: Lab) -> None:
+    layers, model = lab.layers("olmoe-1b-7b"), lab.model("olmoe-1b-7b")
+    hidden_TD = lab.all_hidden(model, 33)[lab.mine(33)]
+    wrong = DenseReference(model, hidden_TD, SEED + 1)
+    output_TD, routing = lab.route(layers, make_policy({"name": "topk"}), hidden_TD)
+    if len(hidden_TD):
+        assert wrong.worst_error(output_TD, routing.weights_TE) > 0.1
+
+
+@law
+def weights_follow_from_the_global_expert_id(lab: Lab) -> None:
+    layers, model = lab.layers("olmoe-1b-7b"), lab.model("olmoe-1b-7b")
+    x_TD = lab.all_hidden(model, 4)
+    for expert, mlp in zip(layers.native.local_expert_indices, layers.native.experts.local_experts, strict=True):
+        sizes = model.hidden_size, model.ffn_hidden_size
+        weights = expert_weights(SEED, ROUTED, expert, *sizes, lab.ranks.device, torch.float32)
+        torch.testing.assert_close(mlp(x_TD)[0], apply_expert(x_TD, weights), rtol=1e-4, atol=1e-5)
+    other = expert_weights(SEED, ROUTED, 1, *sizes, lab.ranks.device, torch.float32)
+    first = expert_weights(SEED, ROUTED, 0, *sizes, lab.ranks.device, torch.float32)
+    assert not torch.equal(other.down_DF, first.down_DF)
+
+
+@law
+def token_drop_with_a_huge_capacity_factor_equals_topk(lab: Lab) -> None:
+    layers, model = lab.layers("deepseek-v2-lite"), lab.model("deepseek-v2-lite")
+    hidden_TD, scores_TE = lab.all_hidden(model, 61)[lab.mine(61)], lab.all_scores(model, 61)[lab.mine(61)]
+    topk_TD, _ = lab.route(layers, make_policy({"name": "topk"}), hidden_TD, scores_TE)
+    huge = make_policy({"name": "token_drop", "capacity_factor": 1e6})
+    assert torch.equal(lab.route(layers, huge, hidden_TD, scores_TE)[0], topk_TD)
+
+
+@law
+def capacity_bounds_what_experts_receive_from_all_ranks(lab: Lab) -> None:
+    # arXiv 2503.05066, Eq. 5 and 6: the fullest expert gets at most gamma times the mean load.
+    layers, model = lab.layers("deepseek-v2-lite"), lab.model("deepseek-v2-lite")
+    hidden_TD, scores_TE = lab.all_hidden(model, 509)[lab.mine(509)], lab.all_scores(model, 509)[lab.mine(509)]
+    _, unbounded = lab.route(layers, make_policy({"name": "topk"}), hidden_TD, scores_TE)
+    mean = 509 * model.top_k / model.num_experts
+    assert lab.summed(unbounded.map_TE.sum(dim=0)).max() > 2 * mean, "the workload is not skewed"
+    for gamma in (0.5, 1.0, 1.5, 2.0):
+        for granularity, shared in (("expert", 1), ("device", model.num_experts // lab.ranks.world_size)):
+            for name in ("token_drop", "expanded_drop"):
+                policy = make_policy({"name": name, "capacity_factor": gamma, "granularity": granularity})
+                _, routing = lab.route(layers, policy, hidden_TD, scores_TE)
+                mine_G = routing.map_TE.sum(dim=0).view(-1, shared).sum(dim=1)
+                mine_mean = len(hidden_TD) * model.top_k / model.num_experts
+                assert mine_G.numel() == 0 or mine_G.max() <= gamma * shared * mine_mean
+                assert lab.summed(mine_G).max() <= gamma * shared * mean
+
+
+@law
+def megatrons_own_token_dropping_is_out_of_play(lab: Lab) -> None:
+    layers, model = lab.layers("deepseek-v2-lite"), lab.model("deepseek-v2-lite")
+    assert layers.policy.config.moe_expert_capacity_factor == 1.0
+    assert layers.native.config.moe_expert_capacity_factor is None
+    hidden_TD, scores_TE = lab.all_hidden(model, 509)[lab.mine(509)], lab.all_scores(model, 509)[lab.mine(509)]
+    _, routing = lab.route(layers, make_policy({"name": "topk"}), hidden_TD, scores_TE)
+    assert int(routing.map_TE.sum()) == len(hidden_TD) * model.top_k
+
+
+@law
+def a_rank_without_tokens_and_a_batch_smaller_than_the_experts_work(lab: Lab) -> None:
+    layers, model = lab.layers("deepseek-v2-lite"), lab.model("deepseek-v2-lite")
+    for num_tokens in (0, 3):
+        mine = num_tokens if lab.ranks.rank == lab.ranks.world_size - 1 else 0
+        hidden_TD, scores_TE = lab.all_hidden(model, 3)[:mine], lab.all_scores(model, 3)[:mine]
+        reference = DenseReference(model, hidden_TD, SEED)
+        for policy in (None, *(make_policy(spec) for spec in POLICIES)):
+            output_TD, routing = lab.route(layers, policy, hidden_TD, scores_TE)
+            assert output_TD.shape == (mine, model.hidden_size)
+            assert_close(reference.worst_error(output_TD, routing.weights_TE), TOLERANCE[torch.float32], str(policy))
+
+
+class Choice(Policy):
+    """A policy for tests that routes token t to t modulo (E + 1) experts: 0 to E of them."""
+
+    name = "choice"
+
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        num_tokens, num_experts = scores_TE.shape
+        count_T1 = (torch.arange(num_tokens) % (num_experts + 1)).unsqueeze(1)
+        map_TE = torch.arange(num_experts) < count_T1
+        return weighted(scores_TE, map_TE, top_k_map(scores_TE, context), context)
+
+
+@law
+def any_number_of_experts_per_token_from_none_to_all_works(lab: Lab) -> None:
+    layers, model = lab.layers("sigmoid"), lab.model("sigmoid")
+    for num_tokens in (9, 70):  # With 9 tokens the last experts get none.
+        hidden_TD, scores_TE = lab.all_hidden(model, num_tokens), lab.all_scores(model, num_tokens)
+        output_TD, routing = lab.route(layers, Choice(), hidden_TD, scores_TE)
+        reference = DenseReference(model, hidden_TD, SEED)
+        assert_close(reference.worst_error(output_TD, routing.weights_TE), TOLERANCE[torch.float32], f"T={num_tokens}")
+
+
+@law
+def n_ranks_give_what_one_rank_gives_with_all_tokens(lab: Lab) -> None:
+    layers, model = lab.layers("deepseek-v2-lite"), lab.model("deepseek-v2-lite")
+    hidden_TD, scores_TE = lab.all_hidden(model, 97), lab.all_scores(model, 97)
+    context = RoutingContext(top_k=model.top_k, normalize=model.normalize)
+    whole = make_policy({"name": "topk"}).route(scores_TE, context)
+    reference = DenseReference(model, hidden_TD, SEED)
+    mine = lab.mine(97)
+    output_TD, routing = lab.route(layers, make_policy({"name": "topk"}), hidden_TD[mine], scores_TE[mine])
+    assert torch.equal(routing.map_TE, whole.map_TE[mine])
+    torch.testing.assert_close(output_TD, reference.output(whole.weights_TE)[mine], rtol=1e-4, atol=1e-5)
+    loads = lab.summed(routing.map_TE.sum(dim=0))
+    assert torch.equal(loads, whole.map_TE.sum(dim=0))
+
+
+class CountedSum(Choice):
+    """A batch-wide policy for tests: every token goes to the expert with the largest summed score."""
+
+    name = "counted_sum"
+
+    def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        return scores_TE.double().sum(dim=0, keepdim=True)
+
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        stats_SE = self.batch_stats(scores_TE, context) if stats_SE is None else stats_SE
+        map_TE = torch.zeros_like(scores_TE, dtype=torch.bool)
+        map_TE[:, stats_SE[0].argmax()] = True
+        return weighted(scores_TE, map_TE, map_TE, context)
+
+
+@law
+def statistics_of_batch_wide_policies_are_summed_over_ranks(lab: Lab) -> None:
+    layers, model = lab.layers("sigmoid"), lab.model("sigmoid")
+    hidden_TD, scores_TE = lab.all_hidden(model, 97), lab.all_scores(model, 97)
+    mine = lab.mine(97)
+    _, routing = lab.route(layers, CountedSum(), hidden_TD[mine], scores_TE[mine])
+    whole = CountedSum().route(scores_TE, RoutingContext(top_k=model.top_k))
+    assert torch.equal(routing.map_TE, whole.map_TE[mine])
+
+
+@law
+def replayed_scores_take_the_place_of_the_gates_output(lab: Lab) -> None:
+    layers, model = lab.layers("deepseek-v2-lite"), lab.model("deepseek-v2-lite")
+    hidden_TD, scores_TE = lab.all_hidden(model, 97)[lab.mine(97)], lab.all_scores(model, 97)[lab.mine(97)]
+    gated = []
+    original = megatron.TopKRouter.gating
+    megatron.TopKRouter.gating = lambda self, input: gated.append(len(input)) or original(self, input)
+    try:
+        _, routing = lab.route(layers, make_policy({"name": "topk"}), hidden_TD, scores_TE)
+    finally:
+        megatron.TopKRouter.gating = original
+    expected = make_policy({"name": "topk"}).route(scores_TE, lab.context(layers))
+    assert torch.equal(routing.map_TE, expected.map_TE)
+    assert gated == ([len(hidden_TD)] if len(hidden_TD) else []), "the gate GEMM was not executed"
+
+
+def breakdown(lab: Lab, layers: LayerPair, hidden_TD: Tensor, policy: Policy | None = None) -> dict[str, float]:
+    """Microseconds per phase of one instrumented iteration."""
+    layer = layers.native if policy is None else layers.policy
+    layer.router.replay_TE = None
+    if policy is not None:
+        layer.router.policy = policy
+    recorder = PhaseRecorder(clock_for(lab.ranks.device))
+    meet = Rendezvous(lab.ep_group, lab.ranks.device)
+    with instrumented(layer, recorder, meet):
+        meet()
+        recorder.begin()
+        layer(hidden_TD.unsqueeze(1))
+        recorder.end()
+    return recorder.times_us()
+
+
+@law
+def phases_are_exclusive_and_close_against_the_total(lab: Lab) -> None:
+    layers, model = lab.layers("deepseek-v2-lite"), lab.model("deepseek-v2-lite")
+    times = breakdown(lab, layers, lab.all_hidden(model, 64))
+    expected = {"shared", "gate", "policy", "permute", "metadata", "dispatch", "experts", "combine"}
+    if lab.ranks.world_size > 1:
+        expected |= {"wait_metadata", "wait_dispatch", "wait_combine"}
+    assert set(times) == {*expected, UNACCOUNTED, TOTAL}
+    assert set(times) <= {*PHASES, UNACCOUNTED, TOTAL}
+    covered = sum(value for phase, value in times.items() if phase != TOTAL)
+    assert abs(covered - times[TOTAL]) < 1.0, f"phases {covered} us, total {times[TOTAL]} us"
+
+
+@law
+def instrumentation_leaves_nothing_behind(lab: Lab) -> None:
+    layers, model = lab.layers("deepseek-v2-lite"), lab.model("deepseek-v2-lite")
+    owners = (layers.native, layers.native.router, layers.native.token_dispatcher, layers.native.experts)
+    before = [set(vars(owner)) for owner in owners]
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        instrumented(
+            layers.native, PhaseRecorder(clock_for(lab.ranks.device)), Rendezvous(lab.ep_group, lab.ranks.device)
+        ),
+    ):
+        assert "forward" in vars(layers.native.experts)
+        raise ZeroDivisionError
+    # What a forward pass itself stores is there already.
+    assert [set(vars(owner)) for owner in owners] == before
+    assert model.num_experts == 64
+
+
+@contextlib.contextmanager
+def delayed(owner: object, method: str, seconds: float) -> Iterator[None]:
+    """Sleep inside ``owner.method`` while the block runs."""
+    original = getattr(owner, method)
+
+    def slow(*args: object, **kwargs: object) -> object:
+        result = original(*args, **kwargs)
+        time.sleep(seconds)
+        return result
+
+    setattr(owner, method, slow)
+    try:
+        yield
+    finally:
+        delattr(owner, method)
+
+
+WAITS = ("wait_policy", "wait_metadata", "wait_dispatch", "wait_combine")
+
+
+@law
+@needs_ranks(2, 4)
+def a_slow_rank_shows_as_waiting_on_the_others_in_the_right_place(lab: Lab) -> None:
+    layers, model = lab.layers("deepseek-v2-lite"), lab.model("deepseek-v2-lite")
+    hidden_TD = lab.all_hidden(model, 16)
+    batch_wide = CountedSum()
+    sleep_us = 400_000.0
+    violations = []  # Raised at the end: a rank that leaves early would hang the others.
+    for owner, method, phase, wait, policy in (
+        ("router", "gating", "gate", "wait_metadata", None),
+        ("router", "gating", "gate", "wait_policy", batch_wide),
+        ("token_dispatcher", "dispatch_preprocess", "permute", "wait_dispatch", None),
+        ("token_dispatcher", "dispatch_postprocess", "permute", "wait_combine", None),
+        ("experts", "forward", "experts", "wait_combine", None),
+    ):
+        layer = layers.native if policy is None else layers.policy
+        breakdown(lab, layers, hidden_TD, policy)
+        slow_rank = lab.ranks.world_size - 1
+        is_slow = lab.ranks.rank == slow_rank
+        with delayed(getattr(layer, owner), method, sleep_us / 1e6) if is_slow else contextlib.nullcontext():
+            times = breakdown(lab, layers, hidden_TD, policy)
+        if is_slow:
+            right = times[phase] > 0.9 * sleep_us and all(times.get(name, 0) < 0.5 * sleep_us for name in WAITS)
+        else:
+            elsewhere = [value for name, value in times.items() if name not in (wait, TOTAL)]
+            right = times[wait] > 0.5 * sleep_us and max(elsewhere) < 0.5 * sleep_us
+        if not right:
+            violations.append(f"sleep in rank {slow_rank}'s {method}: {times}")
+    assert not violations, violations
+
+
+@law
+@needs_ranks(4)
+def expert_parallel_groups_are_data_parallel_replicas(lab: Lab) -> None:
+    model = lab.model("deepseek-v2-lite")
+    pair_group = megatron.initialize_expert_parallel(2, 60)
+    try:
+        assert pair_group.size() == 2
+        assert pair_group.rank() == lab.ranks.rank % 2
+        layers = build_layers(model, torch.float32, lab.ranks.device, pair_group, SEED)
+        hidden_TD, scores_TE = lab.all_hidden(model, 61)[lab.mine(61)], lab.all_scores(model, 61)[lab.mine(61)]
+        reference = DenseReference(model, hidden_TD, SEED)
+        for policy in (None, make_policy({"name": "expanded_drop", "capacity_factor": 1.0})):
+            output_TD, routing = lab.route(layers, policy, hidden_TD, scores_TE)
+            assert_close(reference.worst_error(output_TD, routing.weights_TE), TOLERANCE[torch.float32], str(policy))
+    finally:
+        lab.ep_group = megatron.initialize_expert_parallel(lab.ranks.world_size, 60)
+        lab._layers.clear()
+
+
+@law
+def metrics_of_the_layers_routing_add_up_over_ranks(lab: Lab) -> None:
+    layers, model = lab.layers("deepseek-v2-lite"), lab.model("deepseek-v2-lite")
+    hidden_TD, scores_TE = lab.all_hidden(model, 97)[lab.mine(97)], lab.all_scores(model, 97)[lab.mine(97)]
+    _, routing = lab.route(layers, make_policy({"name": "token_drop", "capacity_factor": 1.0}), hidden_TD, scores_TE)
+    metrics = routing_metrics(routing, scores_TE, lab.context(layers))
+    computed = torch.tensor(metrics["num_pairs"])
+    dropped = torch.tensor(metrics["num_dropped_pairs"])
+    assert int(lab.summed(computed + dropped)) == 97 * model.top_k
+
+
+@law
+def shared_experts_are_never_overlapped_and_routing_is_float32(lab: Lab) -> None:
+    for capacity_factor in (None, 1.0):
+        model = lab.model("deepseek-v2-lite")
+        config = transformer_config(model, torch.bfloat16, 1, capacity_factor, on_cpu=True)
+        assert config.moe_shared_expert_overlap is False
+        assert config.moe_router_dtype == "fp32"
+        assert config.moe_router_load_balancing_type == "none"
+
+
+def main(report: Path) -> None:
+    """Run every law that fits this number of ranks; rank 0 writes {law: error or null}."""
+    ranks = join(60)
+    results: dict[str, str | None] = {}
+    with device_scope(), torch.inference_mode():
+        lab = Lab(ranks)
+        for name, function in LAWS.items():
+            if ranks.world_size not in NEEDS_RANKS.get(name, (1, 2, 4)):
+                continue
+            try:
+                function(lab)
+                error = ""
+            except Exception:
+                error = traceback.format_exc()[-900:]
+            errors = [f"rank {rank}: {text}" for rank, text in enumerate(ranks.texts(error)) if text]
+            results[name] = "\n".join(errors) or None
+            if ranks.is_first:
+                report.write_text(json.dumps(results))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,553 @@
+"""From files to speedups, table and figures: a run is written whose every number is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from results_builder import FAST_RANK, FakeCase, FakeComparison, native_load, standard_cases, write_run
+
+import plot_results
+from moe_ep_bench.analysis.figures import FIGURES, draw_figures
+from moe_ep_bench.analysis.load import ResultsError, load_run
+from moe_ep_bench.analysis.speedups import analyse, family_labels
+from moe_ep_bench.analysis.style import house_style, looks_of
+from moe_ep_bench.analysis.summary import summary_table
+
+ROOT = Path(plot_results.__file__).parent
+
+
+def run_of(root: Path, mode: str = "run", **changes) -> Path:
+    return write_run(root, [FakeComparison(**{"cases": standard_cases(), **changes})], mode)
+
+
+def results_of(directory: Path) -> dict[str, object]:
+    (comparison,) = analyse(load_run(directory))
+    return {result.case.label: result for result in comparison.results}
+
+
+def edit_json(directory: Path, change) -> None:
+    path = directory / "run.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def edit_part(path: Path, **columns) -> None:
+    """Overwrite columns of a part, first row by first row."""
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    for name, values in columns.items():
+        for row, value in zip(rows, values, strict=False):
+            row[name] = value
+    pq.write_table(type(table).from_pylist(rows, schema=table.schema), path)
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------
+
+
+def test_speedup_is_native_over_case_on_the_slowest_rank(tmp_path):
+    """Without noise every ratio is exact, so a mean over ranks or an inverted ratio would show."""
+    results = results_of(run_of(tmp_path, noise=0.0))
+    assert results["native"].layer.median_ms == pytest.approx(2.0)
+    assert results["token_drop gamma 1"].layer.median_ms == pytest.approx(2.0 / 1.5)
+    speedup = results["token_drop gamma 1"].speedup
+    assert (speedup.median, speedup.low, speedup.high) == pytest.approx((1.5, 1.5, 1.5))
+    assert results["native"].speedup is None
+
+
+def test_speedup_and_its_interval_survive_noise(tmp_path):
+    results = results_of(run_of(tmp_path, noise=0.02))
+    speedup = results["token_drop gamma 1"].speedup
+    assert speedup.is_interval
+    assert speedup.low < 1.5 < speedup.high
+    assert speedup.high - speedup.low < 0.1
+
+
+def test_verdicts_hold_speedups_against_the_noise_floor(tmp_path):
+    cases = [*standard_cases(), FakeCase("oea", speedup=0.7)]
+    results = results_of(run_of(tmp_path, noise=0.01, cases=cases))
+    verdicts = {label: result.verdict for label, result in results.items()}
+    assert verdicts["token_drop gamma 1"] == "faster"
+    assert verdicts["native, balanced"] == "faster"
+    assert verdicts["topk"] == "no difference"
+    assert verdicts["oea"] == "slower"
+
+
+def test_fewer_than_ten_batches_give_a_range_and_no_verdict(tmp_path):
+    result = results_of(run_of(tmp_path, num_batches=9, noise=0.02))["token_drop gamma 1"]
+    assert not result.speedup.is_interval
+    assert result.speedup.low < 1.5 < result.speedup.high
+    assert result.verdict == "cannot say"
+
+
+def test_tail_quantiles_are_over_iterations_of_the_slowest_rank(tmp_path):
+    directory = run_of(tmp_path, noise=0.05)
+    result = results_of(directory)["native"]
+    rows = result.case.timings.query("kind == 'plain' and phase == 'total' and rank == 0")["time_us"] / 1e3
+    layer = result.layer
+    assert (layer.median_ms, layer.p90_ms, layer.p99_ms) == pytest.approx(tuple(np.percentile(rows, [50, 90, 99])))
+    assert layer.median_ms < layer.p90_ms < layer.p99_ms
+
+
+def test_phases_show_waiting_and_the_slowest_rank_names_the_phase(tmp_path):
+    breakdown = results_of(run_of(tmp_path, noise=0.0))["native"].breakdown
+    layer_ms = 2.0 * 1.005
+    assert breakdown.slowest_phase == "experts"
+    assert breakdown.layer_ms == pytest.approx(layer_ms)
+    # Half the ranks save a fifth of 0.44 of the layer and wait for all of it but a hundredth.
+    assert breakdown.group_ms["experts"] == pytest.approx(layer_ms * 0.44 * (1 + FAST_RANK) / 2)
+    assert breakdown.group_ms["waiting"] == pytest.approx(layer_ms * 0.44 * (1 - FAST_RANK) * 0.99 / 2)
+    assert breakdown.group_ms["gate"] == pytest.approx(layer_ms * 0.10)
+    assert breakdown.group_ms["permute"] == pytest.approx(layer_ms * 0.20)
+    assert breakdown.group_ms["comm"] == pytest.approx(layer_ms * 0.25)
+    assert breakdown.group_ms["shared"] == 0
+    assert breakdown.unaccounted_share == pytest.approx(0.01)
+
+
+def test_a_wait_is_named_as_waiting(tmp_path):
+    directory = run_of(tmp_path, noise=0.0)
+    for path in (directory / "cases").glob("*.parquet"):
+        phases = pq.read_table(path).column("phase").to_pylist()
+        swapped = {"experts": "wait_dispatch", "wait_dispatch": "experts"}
+        edit_part(path, phase=[swapped.get(phase, phase) for phase in phases])
+    assert results_of(directory)["native"].breakdown.slowest_phase == "waiting (dispatch)"
+
+
+def test_probe_overhead_is_breakdown_over_plain(tmp_path):
+    assert results_of(run_of(tmp_path, noise=0.0, probe_overhead=0.07))["topk"].probe_overhead == pytest.approx(0.07)
+
+
+def test_fidelity_weighs_ranks_by_their_tokens(tmp_path):
+    """Ranks hold 3/4 and 1/4 of the tokens and differ: their plain mean would be 0.02 off."""
+    result = results_of(run_of(tmp_path))["token_drop gamma 1"]
+    assert result.fidelity.dropped_share == pytest.approx(0.25, abs=1e-3)
+    assert result.fidelity.retained_mass == pytest.approx(0.80, abs=1e-3)
+    assert result.fidelity.output_error == pytest.approx(0.2)
+
+
+def test_load_is_summed_over_ranks_and_relative_to_the_models_own_mean(tmp_path):
+    load = np.full(8, 0.5)
+    load[3] = 1.5
+    cases = [*standard_cases(), FakeCase("token_drop", params={"capacity_factor": 1.5}, expert_load=load)]
+    results = results_of(run_of(tmp_path, cases=cases))
+    assert results["native"].fidelity.expert_load == pytest.approx(native_load(8), rel=0.01)
+    after = results["token_drop gamma 1.5"].fidelity
+    assert after.expert_load == pytest.approx(load)
+    assert after.fullest_expert == pytest.approx(1.5)
+    assert after.rank_load == pytest.approx([0.75, 0.5])
+    assert after.fullest_rank == pytest.approx(0.75)
+
+
+def test_fullest_expert_is_taken_per_batch(tmp_path):
+    """Two experts that are hot in turn are hot in every batch, though not on average."""
+    directory = run_of(tmp_path, cases=[FakeCase("native", role="baseline")])
+    path = next((directory / "routing").glob("*.parquet"))
+    rows = pq.read_table(path).to_pylist()
+    loads = []
+    for row in rows:
+        load = np.zeros(8, int)
+        load[row["batch"] % 2] = row["num_topk_pairs"]
+        loads.append(load.tolist())
+    edit_part(path, load_E=loads)
+    fidelity = results_of(directory)["native"].fidelity
+    assert fidelity.fullest_expert == pytest.approx(8)
+    assert fidelity.expert_load[:2] == pytest.approx([4, 4])
+
+
+def test_cases_are_read_in_order_whatever_the_order_of_the_files(tmp_path):
+    cases = [*standard_cases(), FakeCase("expanded_drop", params={"capacity_factor": 2.0})]
+    cases += [FakeCase("token_drop", params={"capacity_factor": gamma}) for gamma in (10.0, 2.0)]
+    cases += [FakeCase("lynx", params={"num_dropped": 1})]
+    assert list(results_of(run_of(tmp_path, cases=cases))) == [
+        "native",
+        "native again",
+        "topk",
+        "token_drop gamma 1",
+        "token_drop gamma 2",
+        "token_drop gamma 10",
+        "expanded_drop gamma 2",
+        "lynx",
+        "native, balanced",
+    ]
+
+
+def test_variants_of_one_policy_are_told_apart_by_what_differs(tmp_path):
+    shared = {"modality": "uniform", "min_capacity": 0}
+    cases = [
+        *standard_cases()[1:],
+        FakeCase("token_drop", params={"capacity_factor": 1.0, "metric": "score", **shared}),
+        FakeCase("token_drop", params={"capacity_factor": 2.0, "metric": "score", **shared}),
+        FakeCase("token_drop", params={"capacity_factor": 1.0, "metric": "order", **shared}),
+        FakeCase("oea", params={"k0": 3, "p": None}),
+    ]
+    labels = list(family_labels(analyse(load_run(run_of(tmp_path, cases=cases)))).values())
+    assert labels == ["topk", "token_drop (metric=order)", "token_drop (metric=score)", "oea"]
+
+
+# ---- table -------------------------------------------------------------------------------------------------------
+
+
+def table_of(directory: Path) -> tuple[str, dict[str, str]]:
+    """The table's text, and its rows by label."""
+    text = summary_table(load_run(directory))
+    rows = [line for line in text.splitlines() if line and not line.startswith(" ")]
+    return text, {line.split("  ")[0]: line for line in rows}
+
+
+def test_table_shows_no_speed_without_its_fidelity(tmp_path):
+    text, rows = table_of(run_of(tmp_path, noise=0.0))
+    title = text.splitlines()[0]
+    for part in ("measured", "NVIDIA Fake 80GB x 2 ranks", "nccl", "EP 2", "bf16", "true sizes"):
+        assert part in title
+    row = rows["token_drop gamma 1"].split()
+    assert row[3:6] == ["1.333", "1.333", "1.333"]
+    assert " ".join(row[6:]) == "1.500 [1.500, 1.500] faster 25.0 80.0 0.2 experts"
+    assert rows["native"].split()[1:] == ["2.000"] * 3 + ["1", "baseline", "0.0", "100.0", "0", "experts"]
+    assert "noise floor" in rows["native again"]
+    assert rows["native, balanced"].split()[-4:] == ["-", "-", "-", "experts"]
+    assert list(rows)[3:8] == ["native", "native again", "topk", "token_drop gamma 1", "native, balanced"]
+    assert text.splitlines()[-1] == "5 cases: 5 measured, 0 not"
+    assert "warning" not in text
+
+
+def test_table_columns_are_aligned(tmp_path):
+    text, rows = table_of(run_of(tmp_path))
+    rule = next(line for line in text.splitlines() if line.startswith("---"))
+    gaps = [i for i, character in enumerate(rule) if character == " "]
+    for label in ("policy", "native", "topk", "token_drop gamma 1"):
+        assert all(rows[label].ljust(len(rule))[i] == " " for i in gaps)
+
+
+def test_failed_cases_are_rows_with_their_reason_and_without_numbers(tmp_path):
+    cases = [
+        *standard_cases(),
+        FakeCase("expanded_drop", status="oom", reason="CUDA out of memory\n" + 60 * "tried "),
+        FakeCase("lynx", status="failed", reason="differs from the reference"),
+    ]
+    text, rows = table_of(run_of(tmp_path, cases=cases))
+    assert rows["lynx"].split(maxsplit=1)[1] == "failed: differs from the reference"
+    assert rows["expanded_drop"].split(maxsplit=1)[1].startswith("oom: CUDA out of memory tried")
+    assert len(rows["expanded_drop"]) < 130
+    assert text.splitlines()[-1] == "7 cases: 5 measured, 2 not (1 failed, 1 oom)"
+
+
+def test_without_a_measured_baseline_there_are_times_but_no_speedups(tmp_path):
+    cases = standard_cases()
+    cases[-1] = FakeCase("native", role="baseline", status="timeout", reason="no answer for 60 s")
+    text, rows = table_of(run_of(tmp_path, cases=cases))
+    assert "timeout: no answer for 60 s" in rows["native"]
+    assert "the baseline was not measured, so there are no speedups" in text
+    assert "1.5" not in rows["token_drop gamma 1"]
+    assert "cannot say" in rows["token_drop gamma 1"]
+
+
+def test_without_a_noise_case_there_is_no_verdict(tmp_path):
+    text, rows = table_of(run_of(tmp_path, cases=[c for c in standard_cases() if c.role != "noise"]))
+    assert "cannot say" in rows["token_drop gamma 1"]
+    assert "no noise floor" in text
+
+
+def test_range_replaces_the_interval_for_few_batches(tmp_path):
+    text, rows = table_of(run_of(tmp_path, num_batches=3, noise=0.0))
+    assert "1.500 (1.500..1.500)" in rows["token_drop gamma 1"]
+    assert "fewer than 10 batches" in text
+
+
+TAIL = {"kind": "recorded", "description": "ShareGPT", "tail_model": "geometric"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"probe_overhead": 0.05}, "probes cost more than 1.0 %"),
+        ({"probe_overhead": 0.05, "facts": {"backend": "gloo"}}, "probes are not free on CPU ranks (gloo)"),
+        ({"facts": {"oversubscribed": True}}, "no straggler speedup is claimed"),
+        ({"facts": {"permute_fused": False}}, "not to be set beside a paper's"),
+        ({"facts": {"workload": TAIL}}, "modelled (geometric)"),
+    ],
+)
+def test_what_weakens_a_result_is_said(tmp_path, changes, warning):
+    text = summary_table(load_run(run_of(tmp_path, noise=0.0, **changes)))
+    warnings = [line for line in text.splitlines() if "warning:" in line]
+    assert len(warnings) == 1
+    assert warning in warnings[0]
+
+
+def test_time_that_no_phase_covers_is_warned_of(tmp_path):
+    directory = run_of(tmp_path, noise=0.0)
+    for path in (directory / "cases").glob("*.parquet"):
+        rows = pq.read_table(path).to_pylist()
+        edit_part(path, time_us=[row["time_us"] * (3 if row["phase"] == "unaccounted" else 1) for row in rows])
+    text = summary_table(load_run(directory))
+    assert "unaccounted time: at worst 3.0 %" in text
+    assert "warning: phases leave more than 1.0 % of the time unaccounted for" in text
+
+
+def test_native_that_differs_from_itself_is_warned_of(tmp_path):
+    cases = [*standard_cases()[:-2], FakeCase("native", role="noise", speedup=1.1), standard_cases()[-1]]
+    cases[3].label = "native again"
+    text, rows = table_of(run_of(tmp_path, noise=0.0, cases=cases))
+    assert "noise floor: 0.909 to 1.100" in text
+    assert "native differs from itself" in text
+    assert "no difference" in rows["topk"]
+
+
+def test_scale_mode_and_weights_are_named(tmp_path):
+    directory = run_of(tmp_path, mode="emulated", facts={"scale": 0.25, "num_replicas": 2})
+    text = summary_table(load_run(directory))
+    assert "sizes x 0.25 of the true ones" in text
+    assert "emulated (one device for all ranks, the all-to-all is modelled)" in text
+    assert "EP 2 x 2 replicas" in text
+    assert "output error: relative to native, with random weights" in text
+    trained = summary_table(load_run(run_of(tmp_path / "trained", facts={"random_weights": False})))
+    assert "random weights" not in trained
+
+
+def test_several_comparisons_have_a_table_each_and_floors_of_their_own(tmp_path):
+    calm = FakeComparison("calm", {"title": "Calm"}, standard_cases(), noise=0.0)
+    wild = FakeComparison("wild", {"title": "Wild"}, standard_cases(), noise=0.2)
+    directory = write_run(tmp_path, [calm, wild])
+    first, second = analyse(load_run(directory))
+    assert first.floor.high == pytest.approx(1)
+    assert second.floor.high > 1.01
+    text = summary_table(load_run(directory))
+    assert text.index("Calm") < text.index("Wild")
+    assert text.count("token_drop gamma 1 ") >= 2
+
+
+# ---- figures -----------------------------------------------------------------------------------------------------
+
+
+def small_run(root: Path, **changes) -> Path:
+    cases = [*standard_cases(), FakeCase("token_drop", params={"capacity_factor": 2.0}, speedup=1.2, dropped=0.1)]
+    return run_of(root, cases=cases, num_batches=3, num_iterations=2, **changes)
+
+
+def test_all_figures_are_drawn_and_equal_to_the_byte_on_a_second_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        small_run(tmp_path / name)
+    assert plot_results.main(["one"]) == 0
+    printed = capsys.readouterr()
+    expected = [f"one/figures/{name}.{suffix}" for name in FIGURES for suffix in ("png", "svg")]
+    assert printed.out.splitlines() == expected
+    assert printed.err == ""
+    # Another process, another hash seed, another user's matplotlib settings.
+    (tmp_path / "matplotlibrc").write_text("font.size: 20\naxes.facecolor: red\n")
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "plot_results.py"), "two"]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    for path in expected:
+        content = (tmp_path / path).read_bytes()
+        assert len(content) > 10_000
+        assert content == (tmp_path / path.replace("one", "two", 1)).read_bytes()
+    assert sorted(path.name for path in (tmp_path / "one" / "figures").iterdir()) == sorted(
+        Path(path).name for path in expected
+    )
+
+
+def test_drawing_leaves_pyplot_and_settings_alone(tmp_path):
+    code = (
+        "import sys, matplotlib, pathlib\n"
+        "settings = lambda: {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != 'backend'}\n"
+        "before = settings()\n"
+        "from moe_ep_bench.analysis.figures import draw_figures\n"
+        "from moe_ep_bench.analysis.load import load_run\n"
+        "root = pathlib.Path(sys.argv[1])\n"
+        "assert len(draw_figures(load_run(root), root, ['svg'], ['dropped'])[0]) == 1\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+        "assert not {m.split('.')[0] for m in sys.modules} & {'torch', 'megatron'}\n"
+        "assert settings() == before\n"
+    )
+    command = [sys.executable, "-c", code, str(small_run(tmp_path))]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_figures_say_how_on_what_and_with_which_workload(tmp_path):
+    run = load_run(small_run(tmp_path, facts={"workload": TAIL, "scale": 0.5, "oversubscribed": True}))
+    comparisons = analyse(run)
+    with house_style():
+        for name, draw in FIGURES.items():
+            figure = draw(run, comparisons, looks_of(family_labels(comparisons)))
+            texts = " ".join(text.get_text() for text in figure.texts).replace("\n", " ")
+            for part in (
+                "measured",
+                "NVIDIA Fake 80GB x 2 ranks, nccl",
+                "Tiny-MoE, sizes x 0.5",
+                "tail model: geometric",
+            ):
+                assert part in texts, name
+            assert ("no straggler speedup is claimed" in texts) == (name in ("speedup", "phases"))
+            for axes in figure.axes:
+                assert axes.get_ylabel() or axes.get_xlabel()
+
+
+@pytest.mark.parametrize("num_comparisons", [1, 3])
+def test_nothing_is_clipped_and_no_text_hides_another(tmp_path, num_comparisons):
+    long = (
+        "a title that goes on and on, with $\\frac$ and aLongWordThatHasNoPlaceToBreakAnywhereAtAllAndYetMustFit " * 2
+    )
+    cases = [*standard_cases(), FakeCase("oea", params={"k0": 1}, label=long)]
+    cases += [FakeCase("token_drop", params={"capacity_factor": g, "metric": long}, label=long) for g in (1.0, 2.0)]
+    facts = {"title": long, "workload": {**TAIL, "description": long}}
+    comparisons = [
+        FakeComparison(f"c{i}", facts, [dataclasses.replace(case) for case in cases], num_batches=2, num_iterations=2)
+        for i in range(num_comparisons)
+    ]
+    run = load_run(write_run(tmp_path, comparisons))
+    analysed = analyse(run)
+    with house_style():
+        for name, draw in FIGURES.items():
+            figure = draw(run, analysed, looks_of(family_labels(analysed)))
+            figure.draw_without_rendering()
+            # Header, legend and footer, and every panel with its title, labels and ticks.
+            boxes = [artist.get_window_extent() for artist in (*figure.texts, *figure.legends)]
+            boxes += [axes.get_tightbbox() for axes in figure.axes]
+            for box in boxes:
+                assert min(box.x0, box.y0) >= 0, name
+                assert box.x1 <= figure.bbox.x1, name
+                assert box.y1 <= figure.bbox.y1, name
+            bars = [label.get_window_extent() for axes in figure.axes for label in axes.get_yticklabels()]
+            for group in (boxes, bars) if name == "phases" else (boxes,):
+                assert not any(one.overlaps(other) for one, other in itertools.combinations(group, 2)), name
+
+
+def test_a_figure_is_not_drawn_when_the_rows_for_it_are_missing(tmp_path, capsys):
+    directory = run_of(tmp_path, cases=[c for c in standard_cases() if c.role != "policy"])
+    written, lacking = draw_figures(load_run(directory), tmp_path / "figures", ["svg"], ["speedup", "load", "dropped"])
+    assert (written, lacking) == ([], ["speedup", "load", "dropped"])
+    assert plot_results.main([str(directory), "--figures", "load"]) == 0
+    assert "load: not drawn" in capsys.readouterr().err
+
+
+def test_phases_need_breakdown_iterations(tmp_path):
+    directory = small_run(tmp_path)
+    for path in (directory / "cases").glob("*.parquet"):
+        table = pq.read_table(path)
+        pq.write_table(table.filter([kind == "plain" for kind in table.column("kind").to_pylist()]), path)
+    assert draw_figures(load_run(directory), tmp_path, ["svg"], ["phases"]) == ([], ["phases"])
+    assert "probe overhead" not in summary_table(load_run(directory))
+
+
+def test_chosen_formats_and_figures_only(tmp_path, capsys):
+    directory = small_run(tmp_path)
+    assert plot_results.main([str(directory), "--format", "svg", "--figures", "dropped"]) == 0
+    assert [path.name for path in (directory / "figures").iterdir()] == ["dropped.svg"]
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------
+
+
+def first_part(directory: Path, folder: str = "cases") -> Path:
+    return sorted((directory / folder).glob("*.parquet"))[0]
+
+
+def foreign_run_id(directory: Path) -> None:
+    path = first_part(directory)
+    edit_part(path, run_id=["r1"] * pq.read_metadata(path).num_rows)
+
+
+BREAKAGES = {
+    "no run.json": (lambda d: (d / "run.json").unlink(), "run.json: missing"),
+    "no JSON": (lambda d: (d / "run.json").write_text('{"schema_version": 1,'), "run.json: damaged, not JSON"),
+    "a list": (lambda d: (d / "run.json").write_text("[]"), "schema_version: expected a whole number, got None"),
+    "newer": (lambda d: edit_json(d, lambda c: c.update(schema_version=2)), "expected 1, got 2; it is newer"),
+    "no cases": (lambda d: edit_json(d, lambda c: c.pop("cases")), "run.json: cases: Field required"),
+    "key gone": (
+        lambda d: edit_json(d, lambda c: c["comparisons"]["c0"].pop("dtype")),
+        "run.json: comparisons.c0.dtype: Field required",
+    ),
+    "odd role": (lambda d: edit_json(d, lambda c: c["cases"]["c0-0"].update(role="king")), "cases.c0-0.role"),
+    "two baselines": (
+        lambda d: edit_json(d, lambda c: c["cases"]["c0-0"].update(role="baseline")),
+        "comparisons.c0: expected one baseline case, got 2",
+    ),
+    "no such comparison": (
+        lambda d: edit_json(d, lambda c: c["cases"]["c0-0"].update(comparison_id="c9")),
+        "cases.c0-0.comparison_id: no comparison 'c9'",
+    ),
+    "missing part": (lambda d: first_part(d).unlink(), "c0-0.parquet: missing; the run did not finish"),
+    "missing routing": (lambda d: first_part(d, "routing").unlink(), "routing/c0-0.parquet: missing"),
+    "damaged part": (lambda d: first_part(d).write_bytes(b"PAR1 and nothing"), "c0-0.parquet: damaged, not Parquet"),
+    "cut part": (lambda d: first_part(d).write_bytes(first_part(d).read_bytes()[:-9]), "damaged, not Parquet"),
+    "other schema": (
+        lambda d: first_part(d).write_bytes(first_part(d, "routing").read_bytes()),
+        "c0-0.parquet: foreign, expected a column iteration",
+    ),
+    "another case's part": (
+        lambda d: first_part(d).write_bytes((d / "cases" / "c0-1.parquet").read_bytes()),
+        "c0-0.parquet: foreign, case_id: expected 'c0-0', got 'c0-1'",
+    ),
+    "unlisted part": (
+        lambda d: (d / "cases" / "x.parquet").write_bytes(first_part(d).read_bytes()),
+        "x.parquet: foreign, run.json lists no case 'x'",
+    ),
+    "another mode": (lambda d: edit_json(d, lambda c: c.update(mode="route")), "mode: expected 'route', got 'run'"),
+    "another launch": (foreign_run_id, "of another launch than c0-0.parquet"),
+    "unknown phase": (lambda d: edit_part(first_part(d), phase=["nap"]), "phase: expected one of shared, gate"),
+    "unknown status": (lambda d: edit_part(first_part(d), status=["meh"]), "status: expected one of ok, failed"),
+    "no time": (lambda d: edit_part(first_part(d), time_us=[None]), "lacks its rank, batch, iteration or time_us"),
+    "time stands still": (lambda d: edit_part(first_part(d), time_us=[0.0]), "a total is not above 0"),
+    "a rank twice": (lambda d: edit_part(first_part(d), rank=[1]), "stands there twice"),
+    "a rank gone": (
+        lambda d: edit_part(first_part(d), iteration=[77]),
+        "expected totals of 2 ranks, got 1",
+    ),
+    "short load": (lambda d: edit_part(first_part(d, "routing"), load_E=[[1, 2]]), "load_E: expected 8 entries, got 2"),
+    "no pairs counted": (
+        lambda d: edit_part(first_part(d, "routing"), num_topk_pairs=[None]),
+        "lacks its num_topk_pairs",
+    ),
+    "a rank's routing gone": (lambda d: edit_part(first_part(d, "routing"), batch=[77]), "one row for each of 2 ranks"),
+}
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_results_that_cannot_be_trusted_are_one_clear_line(tmp_path, breakage, capsys):
+    damage, message = BREAKAGES[breakage]
+    directory = run_of(tmp_path, num_batches=2, num_iterations=1)
+    load_run(directory)
+    damage(directory)
+    with pytest.raises(ResultsError) as error:
+        load_run(directory)
+    assert message in str(error.value)
+    assert str(directory) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert plot_results.main([str(directory)]) == 2
+    assert capsys.readouterr().err == f"plot_results.py: {error.value}\n"
+
+
+def test_a_run_in_which_nothing_was_measured_says_why(tmp_path):
+    cases = [dataclasses.replace(case, status="oom", reason="too\nbig") for case in standard_cases()]
+    with pytest.raises(ResultsError, match=r"no case was measured \(5 oom\); token_drop gamma 1: too big"):
+        load_run(run_of(tmp_path, cases=cases))
+
+
+def test_plot_results_ends_with_2_and_one_line_for_the_user(tmp_path):
+    command = [sys.executable, str(ROOT / "plot_results.py"), str(tmp_path / "nowhere")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == f"plot_results.py: {tmp_path / 'nowhere'}: no such directory\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--format", "gif", "--format: expected some of png, svg; got 'gif'"),
+        ("--figures", "speedup,load2", "--figures: expected some of speedup, phases, load, dropped; got 'load2'"),
+    ],
+)
+def test_unknown_formats_and_figures_list_what_there_is(tmp_path, option, value, message, capsys):
+    assert plot_results.main([str(tmp_path), option, value]) == 2
+    assert capsys.readouterr().err == f"plot_results.py: {message}\n"

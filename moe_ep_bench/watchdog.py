@@ -11,6 +11,10 @@ from collections.abc import Callable
 
 from moe_ep_bench.exit_codes import LOST
 
+# A rank that waits for others ends later than the one that keeps it waiting: once a rank has ended,
+# the agent stops the others, and the culprit could no longer say what it was doing.
+_GRACE_S = 3.0
+
 
 class Watchdog:
     """Ends the process with ``LOST`` when ``feed`` was not called for ``timeout_s`` seconds.
@@ -39,6 +43,8 @@ class Watchdog:
             if time.monotonic() - self._fed > self._timeout_s:
                 reason = self._reason()
                 self._on_timeout(reason)
+                if reason.startswith("peer lost"):
+                    time.sleep(_GRACE_S)
                 print(f"moe-ep-bench: {reason}", file=sys.stderr, flush=True)
                 os._exit(LOST)
 

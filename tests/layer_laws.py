@@ -134,7 +134,9 @@ def assert_close(actual: float, allowed: float, what: str) -> None:
 
 @law
 def topk_equals_the_native_layer_bit_for_bit(lab: Lab) -> None:
-    for name in ("olmoe-1b-7b", "deepseek-v2-lite", "sigmoid"):
+    # 0.19 sums a token's sigmoid scores in no stated order at inference: see the next law.
+    sorted_sums = megatron.MEGATRON_VERSION.startswith("0.16")
+    for name in ("olmoe-1b-7b", "deepseek-v2-lite", *(["sigmoid"] if sorted_sums else [])):
         layers, model = lab.layers(name), lab.model(name)
         hidden_TD = lab.all_hidden(model, 97)[lab.mine(97)]
         for scores_TE in (None, lab.all_scores(model, 97)[lab.mine(97)]):
@@ -146,15 +148,16 @@ def topk_equals_the_native_layer_bit_for_bit(lab: Lab) -> None:
 
 
 @law
-def topk_equals_the_native_layer_where_megatron_takes_the_softmax_of_the_selected(lab: Lab) -> None:
-    # Mixtral: the same weights by another formula, so equal up to rounding.
-    layers, model = lab.layers("mixtral-8x7b"), lab.model("mixtral-8x7b")
-    hidden_TD, scores_TE = lab.all_hidden(model, 97)[lab.mine(97)], lab.all_scores(model, 97)[lab.mine(97)]
-    native_TD, native = lab.route(layers, None, hidden_TD, scores_TE)
-    ours_TD, ours = lab.route(layers, make_policy({"name": "topk"}), hidden_TD, scores_TE)
-    assert torch.equal(native.map_TE, ours.map_TE)
-    torch.testing.assert_close(ours.weights_TE, native.weights_TE, rtol=2e-6, atol=0)
-    torch.testing.assert_close(ours_TD, native_TD, rtol=1e-4, atol=1e-5)
+def topk_equals_the_native_layer_up_to_rounding_where_weights_are_normalised(lab: Lab) -> None:
+    # Mixtral's native weights are a softmax of the selected logits: the same numbers by another formula.
+    for name in ("mixtral-8x7b", "sigmoid"):
+        layers, model = lab.layers(name), lab.model(name)
+        hidden_TD, scores_TE = lab.all_hidden(model, 97)[lab.mine(97)], lab.all_scores(model, 97)[lab.mine(97)]
+        native_TD, native = lab.route(layers, None, hidden_TD, scores_TE)
+        ours_TD, ours = lab.route(layers, make_policy({"name": "topk"}), hidden_TD, scores_TE)
+        assert torch.equal(native.map_TE, ours.map_TE), name
+        torch.testing.assert_close(ours.weights_TE, native.weights_TE, rtol=2e-6, atol=0)
+        torch.testing.assert_close(ours_TD, native_TD, rtol=1e-4, atol=1e-5)
 
 
 @law

@@ -72,7 +72,8 @@ class CapacityPolicy(Policy):
     min_capacity: int = 0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.capacity_factor, int | float) and 0 <= self.capacity_factor < math.inf):
+        is_number = isinstance(self.capacity_factor, int | float) and not isinstance(self.capacity_factor, bool)
+        if not (is_number and 0 <= self.capacity_factor < math.inf):
             raise ValueError(f"capacity_factor: expected a finite number >= 0, got {self.capacity_factor!r}")
         # One spelling per value: 1 and 1.0 are the same policy and must hash to the same case.
         object.__setattr__(self, "capacity_factor", float(self.capacity_factor))
@@ -98,12 +99,14 @@ class CapacityPolicy(Policy):
                 self.capacity_factor, num_valid_tokens(scores_TE, context), context.top_k, num_experts, num_shared
             ),
         )
+        # Before the early return: what a random metric draws must not depend on the data.
+        keys_TE = self._keys(scores_TE, context)
         # One row per expert or device. Within a row pairs lie by token, then by expert: the tie order.
         candidates_GN = _by_group(candidates_TE, num_shared)
         overfull_G = candidates_GN.sum(dim=1) > capacity
         if not bool(overfull_G.any()):
             return candidates_TE
-        keys_GN = _by_group(self._keys(scores_TE, context), num_shared)[overfull_G]
+        keys_GN = _by_group(keys_TE, num_shared)[overfull_G]
         full_GN = candidates_GN[overfull_G]
         lowest = -torch.inf if keys_GN.is_floating_point() else torch.iinfo(keys_GN.dtype).min
         kept_GN = candidates_GN.clone()
@@ -134,7 +137,7 @@ def _integer_keys(keys_TE: Tensor) -> Tensor:
     if not keys_TE.is_floating_point():
         return keys_TE
     # The bits of a positive float order like integers; a negative one's (a biased score) in reverse.
-    bits_TE = (keys_TE + 0.0).view(torch.int32).long()
+    bits_TE = keys_TE.contiguous().view(torch.int32).long()
     return torch.where(bits_TE < 0, -(bits_TE & 0x7FFFFFFF), bits_TE)
 
 
@@ -201,7 +204,7 @@ class ExpandedDrop(CapacityPolicy):
         """Add the further experts that each token considers: bool [T, E]."""
         num_experts = top_k_TE.shape[1]
         if self.scope == "global":
-            count = min(self.num_candidates or 0, num_experts - context.top_k)
+            count = min(self.num_candidates or 0, num_experts)
             others_TE = best_per_row(preference_TE.masked_fill(top_k_TE, -torch.inf), count)
             return top_k_TE | without_padding(others_TE, context)
         num_local = num_experts // context.num_ranks

@@ -137,8 +137,9 @@ def check_inputs(scores_TE: Tensor, context: RoutingContext) -> None:
             _require(value.shape == (length,), name, f"shape ({length},)", tuple(value.shape))
     if context.token_mask_T is not None:
         _require(context.token_mask_T.dtype == torch.bool, "token_mask_T", "bool", context.token_mask_T.dtype)
-    if context.bias_E is not None and not bool(context.bias_E.isfinite().all()):
-        raise ValueError("bias_E: expected finite values")
+    if context.bias_E is not None:
+        _require(context.bias_E.dtype == torch.float32, "bias_E", "float32", context.bias_E.dtype)
+        _require(bool(context.bias_E.isfinite().all()), "bias_E", "finite values", "NaN or Inf")
     # One pass over the scores: NaN fails both comparisons, so it is caught here too.
     if not bool(((scores_TE >= 0) & (scores_TE < torch.inf)).all()):
         raise ValueError("scores_TE: expected finite, non-negative values; got NaN, Inf or a negative score")

@@ -138,7 +138,8 @@ class _Session:
         self.comparison = comparison
         experiment, model = comparison.experiment, comparison.model
         self.device, self.seed = job.ranks.device, experiment.layer.seed
-        ep_group = initialize_expert_parallel(comparison.ep_size, experiment.measure.timeout_s)
+        # The watchdog is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.
+        ep_group = initialize_expert_parallel(comparison.ep_size, experiment.measure.timeout_s + 60)
         dtype = DTYPES[experiment.layer.dtype]
         self.layers = build_layers(model, dtype, self.device, ep_group, self.seed)
         self.batches = [self._share(comparison.workload.batch(b), b, dtype) for b in range(self.num_batches)]

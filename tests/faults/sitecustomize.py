@@ -1,0 +1,46 @@
+"""Faults for tests: with this folder on PYTHONPATH, ranks fail where MOE_EP_BENCH_FAULTS says.
+
+``policy=fault`` pairs, comma-separated; the fault strikes on rank 1 (``wrong``: on all ranks)
+whenever that policy routes inside a layer. Python imports this module at start-up.
+"""
+
+import os
+import signal
+import sys
+import time
+
+FAULTS = dict(pair.split("=") for pair in os.environ.get("MOE_EP_BENCH_FAULTS", "").split(",") if pair)
+
+
+def _strike(fault: str) -> None:
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "hang":
+        time.sleep(3600)
+    elif fault == "oom":
+        import torch
+
+        raise torch.OutOfMemoryError("out of memory: tried to allocate 20.00 GiB (a fault for tests)")
+    elif fault == "error":
+        raise RuntimeError("a fault for tests")
+
+
+def _inject() -> None:
+    from moe_ep_bench.layer.router import PolicyRouter
+
+    routing = PolicyRouter.routing
+
+    def faulty(self, logits, padding_mask=None):
+        fault = FAULTS.get(self.policy.name)
+        if fault == "wrong":
+            weights_TE, map_TE = routing(self, logits, padding_mask)
+            return weights_TE.roll(1, dims=1), map_TE.roll(1, dims=1)
+        if fault and os.environ.get("RANK") == "1":
+            _strike(fault)
+        return routing(self, logits, padding_mask)
+
+    PolicyRouter.routing = faulty
+
+
+if FAULTS and "run" in sys.orig_argv:
+    _inject()

@@ -1,0 +1,336 @@
+"""A run from the command line to the files it leaves: real ranks, real launcher, injected faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+
+from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.cli import main
+from moe_ep_bench.exit_codes import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.records import CASE_SCHEMA, PHASES, ROUTING_SCHEMA, TOTAL, UNACCOUNTED
+
+TESTS = Path(__file__).parent
+TRACES = TESTS.parents[1] / "shared" / "traces"
+
+CONFIG = {
+    "name": "tiny",
+    "model": {"preset": "deepseek-v2-lite", "scale": 0.03125},
+    "workload": {"kind": "synthetic", "num_tokens": 200, "num_batches": 3, "peak_load": 4.0, "sequence_length": 24},
+    "layer": {"dtype": "float32"},
+    "policies": [
+        {"name": "topk"},
+        {"name": "token_drop", "capacity_factor": [1.0, 2.0]},
+        {"name": "expanded_drop", "capacity_factor": 1.0, "metric": "random"},
+    ],
+    "measure": {"iterations": 2, "breakdown_iterations": 1, "timeout_s": 60},
+}
+NUM_CASES = 7  # native, native again, four policies, native with balanced scores
+
+
+def write_config(folder: Path, **changes: object) -> Path:
+    """CONFIG with dotted keys replaced (None = removed)."""
+    config = json.loads(json.dumps(CONFIG))
+    for dotted, value in changes.items():
+        *parents, last = dotted.split("__")
+        section = config
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        if value is None:
+            del section[last]
+        else:
+            section[last] = value
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def launch(*arguments: object, nproc: int = 2, faults: str = "", timeout: float = 200) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "moe_ep_bench", "launch", "--nproc", str(nproc), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(faults))
+
+
+def environment(faults: str = "") -> dict[str, str]:
+    paths = [str(TESTS.parent), *([str(TESTS / "faults")] if faults else [])]
+    return {**os.environ, "MOE_EP_BENCH_FAULTS": faults, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def cases_of(out: Path) -> pd.DataFrame:
+    return pd.concat(pd.read_parquet(path) for path in sorted((out / "cases").glob("*.parquet")))
+
+
+def statuses(out: Path) -> dict[str, tuple[str, str | None]]:
+    """{policy label: (status, reason)}"""
+    cases = json.loads((out / "run.json").read_text())["cases"]
+    rows = cases_of(out).drop_duplicates("case_id")
+    return {cases[row.case_id]["label"]: (row.status, row.reason) for row in rows.itertuples()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results directory of one run on two ranks."""
+    folder = tmp_path_factory.mktemp("run")
+    done = launch(write_config(folder), "--out", folder / "out")
+    assert done.returncode == OK, done.stderr
+    return folder / "out"
+
+
+def test_every_case_has_rows_for_every_rank_batch_iteration_and_phase(finished: Path) -> None:
+    rows = cases_of(finished)
+    assert list(rows.columns) == CASE_SCHEMA.names
+    assert rows.case_id.nunique() == NUM_CASES
+    plain, breakdown = rows[rows.kind == "plain"], rows[rows.kind == "breakdown"]
+    assert set(plain.phase) == {TOTAL}
+    assert len(plain) == NUM_CASES * 2 * 3 * 2  # ranks, batches, iterations
+    assert len(breakdown[breakdown.phase == TOTAL]) == NUM_CASES * 2 * 3 * 1
+    assert set(breakdown.phase) == {*PHASES, TOTAL, UNACCOUNTED} - {"wait_policy"}
+    assert (rows.time_us >= 0).all()
+    assert (rows[rows.phase == TOTAL].thread_cpu_us > 0).all()
+    assert rows[rows.phase != TOTAL].thread_cpu_us.isna().all()
+
+
+def test_routing_rows_count_every_pair_of_the_workload(finished: Path) -> None:
+    rows = pd.concat(pd.read_parquet(path) for path in (finished / "routing").glob("*.parquet"))
+    assert list(rows.columns) == ROUTING_SCHEMA.names
+    assert (rows.groupby(["case_id", "batch"]).num_tokens.sum() == 200).all()
+    native = rows[rows.policy == "native"]
+    assert (native.num_pairs == native.num_tokens * 6).all()
+    assert (native.num_dropped_pairs == 0).all()
+    assert native.load_E.map(sum).equals(native.num_pairs)
+    dropped = rows[rows.policy_params.str.contains('"capacity_factor": 1.0')]
+    assert (dropped.groupby("case_id").num_dropped_pairs.sum() > 0).all()
+    assert rows[rows.batch == 0].reference_error.max() < 1e-4
+    assert rows[(rows.policy == "topk")].output_error.max() == 0
+    assert rows[rows.policy == "native_balanced"].load_cv.max() < 0.1
+
+
+def test_run_json_says_what_was_run_and_on_what(finished: Path) -> None:
+    run = json.loads((finished / "run.json").read_text())
+    assert run["mode"] == "run"
+    assert {"device_name", "torch", "megatron_core", "git_commit", "hostname"} <= set(run["environment"])
+    (comparison,) = run["comparisons"].values()
+    assert comparison["scale"] == 0.03125
+    assert comparison["backend"] == "gloo"
+    assert abs(comparison["workload"]["achieved"]["peak_load"] - 4.0) < 0.1
+    assert sorted(case["role"] for case in run["cases"].values()) == [
+        "baseline", "ceiling", "noise", "policy", "policy", "policy", "policy",
+    ]  # fmt: skip
+    assert str(finished.parent) not in (finished / "run.json").read_text(), "a path of this machine"
+    assert len(load_run(finished).comparisons) == 1
+
+
+def test_a_finished_run_is_not_run_again(finished: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*.parquet")}
+    done = launch(finished.parent / "config.yaml", "--out", finished)
+    assert done.returncode == OK, done.stderr
+    assert "finished before" in done.stderr
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*.parquet")} == before
+    assert not [path for path in finished.rglob("*") if path.name.startswith((".", "now-"))]
+
+
+def test_lost_cases_become_rows_with_their_reason_and_the_others_are_measured(tmp_path: Path) -> None:
+    policies = [
+        {"name": "topk"},
+        {"name": "token_drop", "capacity_factor": 1.0},
+        {"name": "expanded_drop", "capacity_factor": 1.0},
+    ]
+    config = write_config(tmp_path, policies=policies, measure__timeout_s=8, workload__num_batches=1)
+    done = launch(config, "--out", tmp_path / "out", faults="topk=wrong,token_drop=kill,expanded_drop=oom")
+    assert done.returncode == CASES_FAILED, done.stderr
+    found = statuses(tmp_path / "out")
+    assert found["topk"][0] == "failed"
+    assert "dense reference" in found["topk"][1]
+    status, reason = found["token_drop capacity_factor=1.0"]
+    assert status == "failed"
+    assert "rank 1 ended without a word" in reason
+    assert "2 attempts" in reason
+    status, reason = found["expanded_drop capacity_factor=1.0"]
+    assert status == "oom"
+    assert "20.00 GiB" in reason
+    assert found["native"][0] == found["native again"][0] == found["native, balanced scores"][0] == "ok"
+    assert "Traceback" not in done.stderr
+
+
+def test_a_rank_that_hangs_is_ended_and_recorded(tmp_path: Path) -> None:
+    policies = [{"name": "token_drop", "capacity_factor": 1.0}]
+    config = write_config(tmp_path, policies=policies, measure__timeout_s=5, workload__num_batches=1)
+    started = time.monotonic()
+    done = launch(config, "--out", tmp_path / "out", faults="token_drop=hang")
+    assert done.returncode == CASES_FAILED, done.stderr
+    assert time.monotonic() - started < 120
+    status, reason = statuses(tmp_path / "out")["token_drop capacity_factor=1.0"]
+    assert status == "timeout"
+    assert "no progress for 5 s in _strike" in reason
+
+
+def test_a_stopped_run_loses_nothing_and_blames_nobody(tmp_path: Path) -> None:
+    config = write_config(tmp_path, measure__iterations=2000)
+    command = [sys.executable, "-m", "moe_ep_bench", "launch", "--nproc", "2", str(config), "--out", tmp_path / "out"]
+    job = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    marks = tmp_path / "out" / "attempts"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (marks / "now-0").exists():
+        time.sleep(0.2)
+    time.sleep(3)
+    job.send_signal(signal.SIGTERM)
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 128 + signal.SIGTERM, errors
+    assert "Traceback" not in errors
+    assert list(marks.iterdir()) == []
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_ranks_started_with_different_configs_refuse_together(tmp_path: Path) -> None:
+    config, port = write_config(tmp_path), free_port()
+    jobs = []
+    for rank in range(2):
+        torchrun = {
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        }  # fmt: skip
+        env = {**environment(), **{key: str(value) for key, value in torchrun.items()}}
+        command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(tmp_path / "out")]
+        command.append(f"--set=workload.seed={rank}")
+        jobs.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    errors = [job.communicate(timeout=100)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [USER_ERROR, USER_ERROR], errors
+    assert "the config is not the same on all ranks" in errors[0]
+    assert errors[1] == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_nodes_give_the_routing_of_one(finished: Path, tmp_path: Path) -> None:
+    config, port = write_config(tmp_path), free_port()
+    jobs = []
+    for node in range(2):
+        command = [sys.executable, "-m", "moe_ep_bench", "launch", str(config), "--out", str(tmp_path / "out")]
+        command += ["--nproc", "1", "--nnodes", "2", "--node-rank", str(node), "--master", f"127.0.0.1:{port}"]
+        jobs.append(subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True))
+    errors = [job.communicate(timeout=150)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [OK, OK], errors
+    for path in (finished / "routing").iterdir():
+        one, two = (pd.read_parquet(folder / "routing" / path.name) for folder in (finished, tmp_path / "out"))
+        pd.testing.assert_frame_equal(one.drop(columns="run_id"), two.drop(columns="run_id"))
+
+
+def test_a_recording_is_replayed_by_whole_sequences(tmp_path: Path) -> None:
+    trace = TRACES / "deepseek-v2-lite-intent.safetensors"
+    if not trace.exists():
+        assert "MOE_EP_BENCH_REQUIRE_TRACES" not in os.environ, f"{trace} is missing"
+        pytest.skip(f"no recordings at {TRACES}")
+    workload = {"kind": "recorded", "trace": str(trace), "layer": 10, "tail": "popularity", "num_tokens": 512}
+    config = write_config(tmp_path, workload={**workload, "num_batches": 2})
+    done = launch(config, "--out", tmp_path / "out")
+    assert done.returncode == OK, done.stderr
+    (comparison,) = json.loads((tmp_path / "out" / "run.json").read_text())["comparisons"].values()
+    assert comparison["workload"]["kind"] == "recorded"
+    assert comparison["workload"]["tail_model"] == "popularity"
+    assert comparison["workload"]["achieved"]["peak_load"] > 2
+    rows = pd.concat(pd.read_parquet(path) for path in (tmp_path / "out" / "routing").glob("*.parquet"))
+    assert (rows.groupby(["case_id", "batch"]).num_tokens.sum() == 512).all()
+
+
+BAD = {
+    "unknown key": ({"workload__peak_lod": 3.0}, [], "workload.peak_lod: no such key", "did you mean peak_load?"),
+    "unknown section": ({"measures": {}}, [], "measures: no such key", "did you mean measure?"),
+    "unknown model": ({"model__preset": "deepseek-v2"}, [], "model: expected one of", "did you mean deepseek-v2-lite?"),
+    "unknown policy": ({"policies": [{"name": "token_drp"}]}, [], "name: expected one of", "did you mean token_drop?"),
+    "policy field": ({"policies": [{"name": "topk", "gamma": 1}]}, [], "gamma: topk has no such field", "no fields"),
+    "negative gamma": (
+        {"policies": [{"name": "token_drop", "capacity_factor": -1}]}, [], "capacity_factor", "got -1",
+    ),
+    "experts over ranks": ({"model__preset": "mixtral-8x7b"}, ["--nproc", "3"], "8 experts of Mixtral-8x7B", "got 3"),
+    "ranks over groups": ({"layer__ep_size": 4}, [], "layer.ep_size: expected a divisor of the 2 ranks", "got 4"),
+    "skew out of reach": ({"workload__peak_load": 60.0}, [], "workload: peak_load", "got 60"),
+    "tokens twice": ({"workload__tokens_per_rank": 3}, [], "workload", "either tokens_per_rank or num_tokens"),
+    "wrong type": ({"workload__num_batches": "many"}, [], "workload.num_batches", "got 'many'"),
+    "zero": ({"workload__num_batches": 0}, [], "workload.num_batches", "greater than or equal to 1, got 0"),
+    "missing trace": (
+        {"workload": {"kind": "recorded", "trace": "no.safetensors", "layer": 0, "tail": "uniform", "num_tokens": 8}},
+        [], "no.safetensors", "config.yaml",
+    ),
+    "missing kind of tail": (
+        {"workload": {"kind": "recorded", "trace": "no.safetensors", "layer": 0, "num_tokens": 8}},
+        [], "workload.tail: missing", "config.yaml",
+    ),
+    "override without value": ({}, ["--set", "workload.seed"], "--set workload.seed: expected key=value", ""),
+    "override of unknown key": ({}, ["--set", "layer.dtpye=float32"], "layer.dtpye: no such key", "dtype"),
+    "port": ({}, ["--nnodes", "2", "--master", "host"], "--master: expected host:port", "got 'host'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_clear_line_and_leaves_nothing(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, arguments, *expected = BAD[name]
+    config = write_config(tmp_path, **changes)
+    nproc = [] if "--nproc" in arguments else ["--nproc", "2"]
+    assert main(["launch", str(config), "--out", str(tmp_path / "out"), *nproc, *arguments]) == USER_ERROR
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1, printed.err
+    for text in expected:
+        assert text in printed.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", ["", "- a list", "name: [", "name: x"], ids=["empty", "list", "no yaml", "bare"])
+def test_a_file_that_is_no_config_is_named(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(content)
+    assert main(["launch", str(path), "--nproc", "2"]) == USER_ERROR
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"moe-ep-bench: {path}: ")
+    assert printed.err.count("\n") == 1
+
+
+def test_a_damaged_recording_is_named_before_any_rank_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not a header")
+    workload = {"kind": "recorded", "trace": "bad.safetensors", "layer": 0, "tail": "uniform", "num_tokens": 8}
+    assert main(["launch", str(write_config(tmp_path, workload=workload)), "--nproc", "2"]) == USER_ERROR
+    assert "bad.safetensors" in capsys.readouterr().err
+
+
+def test_results_of_another_environment_are_not_mixed(finished: Path, tmp_path: Path) -> None:
+    run = json.loads((finished / "run.json").read_text())
+    run["environment"]["torch"] = "1.0"
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text(json.dumps(run))
+    done = launch(write_config(tmp_path), "--out", tmp_path / "out")
+    assert done.returncode == USER_ERROR
+    assert "holds results with torch 1.0" in done.stderr
+    assert not (tmp_path / "out" / "cases").exists()
+
+
+def test_a_dry_run_tells_cases_memory_and_time_and_runs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    assert main(["launch", str(config), "--nproc", "2", "--dry-run", "--out", str(tmp_path / "out")]) == OK
+    printed = capsys.readouterr().out
+    assert "token_drop capacity_factor=2.0" in printed
+    assert "memory per rank about" in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_is_one_comparison_per_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path, sweep={"workload.peak_load": [3.0, 5.0], "workload.seed": [1, 2]})
+    assert main(["launch", str(config), "--nproc", "2", "--dry-run"]) == OK
+    assert capsys.readouterr().out.count("memory per rank about") == 4

@@ -81,7 +81,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "load_average": list(os.getloadavg()),
         "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain")),
+        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "threads_per_rank": torch.get_num_threads(),
     }
 

@@ -1,0 +1,104 @@
+"""Parts appear whole or not at all, and what was lost is remembered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from moe_ep_bench.attempts import Mark, collect_lost, lost_attempts
+from moe_ep_bench.records import CASE_SCHEMA, RunDirectory, atomic_path, stable_hash, write_json
+
+
+def test_a_write_that_fails_leaves_neither_the_file_nor_its_temporary(tmp_path: Path) -> None:
+    path = tmp_path / "part.json"
+
+    def fail_midway() -> None:
+        with atomic_path(path) as temporary:
+            temporary.write_text("half")
+            raise RuntimeError("midway")
+
+    with pytest.raises(RuntimeError, match="midway"):
+        fail_midway()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_fails_keeps_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "part.json"
+    write_json(path, {"first": 1})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, {"second": float("nan")})
+    assert json.loads(path.read_text()) == {"first": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_missing_columns_are_nulls_of_the_schemas_type(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert not directory.is_finished("a")
+    directory.write_case("a", {"case_id": ["a"], "status": ["failed"], "reason": ["why"]})
+    assert directory.is_finished("a")
+    table = pq.read_table(directory.case_path("a"))
+    assert table.schema.equals(CASE_SCHEMA)
+    assert table.column("time_us").to_pylist() == [None]
+
+
+def test_a_second_run_keeps_what_run_json_knew_of_other_cases(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.write_run({"run_id": "1", "cases": {"a": 1}, "comparisons": {"x": 1}})
+    directory.write_run({"run_id": "2", "cases": {"b": 2}, "comparisons": {"y": 2}})
+    run = json.loads(directory.run_json.read_text())
+    assert run == {"run_id": "2", "cases": {"a": 1, "b": 2}, "comparisons": {"x": 1, "y": 2}}
+
+
+def test_a_hash_follows_content_and_not_order() -> None:
+    assert stable_hash({"a": 1, "b": [2]}) == stable_hash({"b": [2], "a": 1})
+    assert stable_hash({"a": 1}) != stable_hash({"a": 2})
+
+
+def lose(folder: Path, case_id: str, reasons: list[str]) -> None:
+    """Leave the marks of ranks that did not end in order."""
+    for rank, reason in enumerate(reasons):
+        mark = Mark(folder, rank)
+        mark.set(case_id)
+        if reason:
+            mark.explain(reason)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "expected"),
+    [
+        (["peer lost: closed", "oom: 20 GiB"], "oom: 20 GiB (rank 1)"),
+        (["peer lost: closed", ""], "failed: rank 1 ended without a word (killed, or out of memory)"),
+        (["", ""], "failed: all ranks ended without a word (killed, or out of memory)"),
+        (["peer lost: closed", "peer lost: reset"], "peer lost: closed"),
+    ],
+)
+def test_the_reason_is_the_one_who_failed_not_those_who_noticed(
+    reasons: list[str], expected: str, tmp_path: Path
+) -> None:
+    lose(tmp_path, "case", reasons)
+    collect_lost(tmp_path)
+    assert lost_attempts(tmp_path, "case") == [expected]
+    assert [path.name for path in tmp_path.iterdir()] == ["case.json"]
+
+
+def test_attempts_add_up_and_the_first_explanation_stays(tmp_path: Path) -> None:
+    for reason in ("timeout: one", "timeout: two"):
+        mark = Mark(tmp_path, 0)
+        mark.set("case")
+        mark.explain(reason)
+        mark.explain("peer lost: later")
+        collect_lost(tmp_path)
+    assert lost_attempts(tmp_path, "case") == ["timeout: one (rank 0)", "timeout: two (rank 0)"]
+
+
+def test_a_rank_that_ends_in_order_or_ran_nothing_is_no_attempt(tmp_path: Path) -> None:
+    Mark(tmp_path, 0)  # Never ran a case.
+    ended = Mark(tmp_path, 1)
+    ended.set("case")
+    ended.clear()
+    collect_lost(tmp_path)
+    assert lost_attempts(tmp_path, "case") == []
+    assert list(tmp_path.iterdir()) == []

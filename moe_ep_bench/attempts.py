@@ -8,12 +8,15 @@ mark. A mark that is still there when the next job starts is an attempt that was
 
 ``<out>/attempts/now-<rank>``     the mark
 ``<out>/attempts/<case_id>.json`` reasons of the attempts that were lost, oldest first
+
+While a comparison is built or written no single case is running; its own id stands for it then.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
+from collections.abc import Iterable
 from pathlib import Path
 
 from moe_ep_bench.records import write_json
@@ -70,6 +73,21 @@ def lost_attempts(folder: Path, case_id: str) -> list[str]:
     """Reasons of the earlier attempts at this case that were lost, oldest first."""
     path = _reasons_path(folder, case_id)
     return json.loads(path.read_text()) if path.exists() else []
+
+
+def forget_lost(folder: Path, case_ids: Iterable[str]) -> None:
+    """Let these be tried anew."""
+    for case_id in case_ids:
+        _reasons_path(folder, case_id).unlink(missing_ok=True)
+
+
+def num_lost(folder: Path) -> list[tuple[str, int]]:
+    """What was lost so far, and how often; marks that were not collected yet count once."""
+    if not folder.is_dir():
+        return []
+    collected = [(path.name, len(json.loads(path.read_text()))) for path in sorted(folder.glob("*.json"))]
+    marks = {path.read_bytes()[:_MARK_BYTES].rstrip(b"\0").decode(errors="replace") for path in folder.glob("now-*")}
+    return [*collected, *((f"now {case_id}", 1) for case_id in sorted(marks - {""}))]
 
 
 def _reason(marks: list[tuple[int, str]]) -> str:

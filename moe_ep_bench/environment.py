@@ -70,7 +70,8 @@ def available_memory_bytes(device: torch.device, ranks_per_node: int) -> int:
     """Memory that one rank may still take on its device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // ranks_per_node
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(meminfo["MemAvailable"].split()[0]) * 1024 // ranks_per_node
 
 
 def describe(device: torch.device) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from moe_ep_bench.attempts import num_lost
 from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 from moe_ep_bench.records import RunDirectory
 from moe_ep_bench.scopes.comparison import plan_comparisons
@@ -57,12 +59,22 @@ def launch(config: Path, out: Path, overrides: Sequence[str], nodes: Nodes, *, f
     Raises:
         ValueError: the config cannot be run on these ranks; found before any is started.
     """
-    plan_comparisons(config, overrides, nodes.nproc * nodes.count, on_cpu=not torch.cuda.is_available())
+    comparisons = plan_comparisons(config, overrides, nodes.nproc * nodes.count, on_cpu=not torch.cuda.is_available())
+    # Another node may notice only by its own time limit that a job was lost.
+    patience_s = int(max(comparison.experiment.measure.timeout_s for comparison in comparisons)) + _JOIN_TIMEOUT_S
     arguments = [str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
     directory = RunDirectory(out)
     while True:
         before = _progress(directory)
-        status = _one_job([*arguments, *(["--force"] if force else [])], nodes)
+        try:
+            status = _one_job([*arguments, *(["--force"] if force else [])], nodes, patience_s)
+        except (torch.distributed.DistError, RendezvousError) as error:
+            print(
+                f"moe-ep-bench: the nodes did not meet at {nodes.master} within {patience_s} s: "
+                f"{' '.join(str(error).split())[:200]}",
+                file=sys.stderr,
+            )
+            return LOST
         if status in (OK, CASES_FAILED, USER_ERROR):
             return status
         if status < 0:
@@ -74,17 +86,13 @@ def launch(config: Path, out: Path, overrides: Sequence[str], nodes: Nodes, *, f
         print("moe-ep-bench: the process group was lost; starting again with what is left", file=sys.stderr, flush=True)
 
 
-def _progress(directory: RunDirectory) -> list[tuple[str, bytes]]:
-    """What a job can have changed: finished parts, attempts that were lost, marks."""
-    attempts = directory.attempts.glob("*") if directory.attempts.is_dir() else ()
+def _progress(directory: RunDirectory) -> tuple[list[tuple[str, int]], list[str]]:
+    """What a job can have moved: attempts that were lost, and finished parts."""
     parts = directory.case_path("x").parent.glob("*.parquet")
-    return [
-        *((path.name, path.read_bytes()) for path in sorted(attempts)),
-        *((path.name, b"") for path in sorted(parts)),
-    ]
+    return num_lost(directory.attempts), sorted(path.name for path in parts)
 
 
-def _one_job(arguments: Sequence[str], nodes: Nodes) -> int:
+def _one_job(arguments: Sequence[str], nodes: Nodes, patience_s: int) -> int:
     """One torchrun job: a rank's exit status (the first to fail), or minus the signal that stopped the launcher."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -102,7 +110,7 @@ def _one_job(arguments: Sequence[str], nodes: Nodes) -> int:
         run_id="moe-ep-bench",
         rdzv_backend="static" if several else "c10d",
         rdzv_endpoint=f"{host}:{port}",
-        rdzv_configs={"rank": nodes.rank, "timeout": _JOIN_TIMEOUT_S} if several else {"timeout": _JOIN_TIMEOUT_S},
+        rdzv_configs={"timeout": patience_s, **({"rank": nodes.rank} if several else {})},
         max_restarts=0,
         monitor_interval=0.1,
         local_addr=None if several else "127.0.0.1",

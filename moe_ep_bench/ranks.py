@@ -18,6 +18,9 @@ from torch import Tensor
 
 _TEXT_BYTES = 1024
 
+# Ranks may wait for one that reads a recording or writes results; a hang is the watchdog's to end.
+_SIDE_TIMEOUT_S = 3600
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -87,21 +90,20 @@ def join(timeout_s: float) -> Ranks:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        backend, device_id = "nccl", device
+        backend = "nccl"
     else:
-        device, backend, device_id = torch.device("cpu"), "gloo", None
+        device, backend = torch.device("cpu"), "gloo"
         # One core per rank; with fewer cores than ranks they share.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+    # Without a device_id NCCL builds a communicator when a group is first used: most groups never are.
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
-        )
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return Ranks(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         local_world_size=local_world_size,
         device=device,
-        side_group=dist.new_group(backend="gloo", timeout=timeout),
+        side_group=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_SIDE_TIMEOUT_S)),
     )

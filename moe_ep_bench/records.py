@@ -160,8 +160,20 @@ class RunDirectory:
     def attempts(self) -> Path:
         return self.root / "attempts"
 
+    def status(self, case_id: str) -> str | None:
+        """The status of a case's part; None where there is no part that can be read."""
+        try:
+            return pq.read_table(self.case_path(case_id), columns=["status"]).column("status")[0].as_py()
+        except (OSError, pa.ArrowException, IndexError):
+            return None
+
     def is_finished(self, case_id: str) -> bool:
-        return self.case_path(case_id).exists()
+        """Whether the case has a result that stands. One that was skipped may fit another time."""
+        return self.status(case_id) not in (None, "skipped")
+
+    def remove_case(self, case_id: str) -> None:
+        for path in (self.case_path(case_id), self.routing_path(case_id)):
+            path.unlink(missing_ok=True)
 
     def write_case(self, case_id: str, rows: Mapping[str, Sequence[Any]]) -> None:
         _write_table(self.case_path(case_id), rows, CASE_SCHEMA)
@@ -170,12 +182,25 @@ class RunDirectory:
         _write_table(self.routing_path(case_id), rows, ROUTING_SCHEMA)
 
     def write_run(self, description: Mapping[str, Any]) -> None:
-        """Write ``run.json``; cases and comparisons of an earlier description are kept beside the new ones."""
-        merged = dict(description)
-        if self.run_json.exists():
-            earlier = json.loads(self.run_json.read_text())
-            for key in ("cases", "comparisons"):
-                merged[key] = {**earlier.get(key, {}), **description.get(key, {})}
+        """Write ``run.json``, and keep in it what an earlier one knew of finished comparisons.
+
+        ``runs`` holds the provenance of every run whose rows are here, by run_id. A comparison that
+        was begun under another config and never finished is dropped with its parts.
+        """
+        provenance = {key: description.get(key) for key in ("created", "config", "environment", "hashes")}
+        merged = {**description, "runs": {description["run_id"]: provenance}}
+        earlier = json.loads(self.run_json.read_text()) if self.run_json.exists() else {}
+        merged["runs"] = {**earlier.get("runs", {}), **merged["runs"]}
+        for comparison_id, comparison in earlier.get("comparisons", {}).items():
+            if comparison_id in description["comparisons"]:
+                continue
+            cases = {k: case for k, case in earlier["cases"].items() if case["comparison_id"] == comparison_id}
+            if all(self.status(case_id) for case_id in cases):
+                merged["comparisons"] = {comparison_id: comparison, **merged["comparisons"]}
+                merged["cases"] = {**cases, **merged["cases"]}
+            else:
+                for case_id in cases:
+                    self.remove_case(case_id)
         write_json(self.run_json, merged)
 
 

@@ -51,7 +51,8 @@ class Watchdog:
     def _reason(self) -> str:
         frame = sys._current_frames().get(self._watched)
         stack = traceback.extract_stack(frame) if frame else []
-        if any("distributed_c10d" in entry.filename for entry in stack):
+        # On CUDA a rank that waits for others waits for its device.
+        if any("distributed_c10d" in entry.filename or "/torch/cuda/" in entry.filename for entry in stack):
             return f"peer lost: other ranks did not come within {self._timeout_s:g} s"
         where = f" in {stack[-1].name}" if stack else ""
         return f"timeout: no progress for {self._timeout_s:g} s{where}"

@@ -748,7 +748,7 @@ def test_wrong_scores_are_refused(spec: Spec, scores_TE: Tensor, message: str) -
         ({"num_ranks": 4, "rank": 4}, "rank: expected 0 to 3, got 4"),
         ({"num_ranks": 4, "rank": -1}, "rank: expected 0 to 3, got -1"),
         ({"bias_E": torch.zeros(7)}, "bias_E: expected shape (8,), got (7,)"),
-        ({"bias_E": torch.full([8], float("nan"))}, "bias_E: expected finite values"),
+        ({"bias_E": torch.full([8], float("nan"))}, "bias_E: expected finite values, got NaN or Inf"),
         ({"bias_E": torch.zeros(8, dtype=torch.float64)}, "bias_E: expected float32, got torch.float64"),
         ({"load_E": torch.zeros(9)}, "load_E: expected shape (8,), got (9,)"),
         ({"token_mask_T": torch.ones(5, dtype=torch.bool)}, "token_mask_T: expected shape (6,), got (5,)"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ep_bench.measure.protocol import BREAKDOWN, PLAIN, plan, rotated
+from moe_ep_bench.measure.protocol import BREAKDOWN, PLAIN, order, plan
 from moe_ep_bench.models import load_model, preset_names
 from moe_ep_bench.records import TOTAL, UNACCOUNTED
 from moe_ep_bench.timer import PhaseRecorder
@@ -90,13 +93,16 @@ def test_every_batch_is_timed_equally_often(num_batches: int, iterations: int, b
         assert kinds.count(BREAKDOWN) == min(breakdowns, iterations)
 
 
-@given(st.integers(1, 9))
-@settings(derandomize=True, deadline=None)
-def test_every_case_takes_every_place_in_the_order(num_cases: int) -> None:
-    orders = [rotated(list(range(num_cases)), turn) for turn in range(num_cases)]
+@pytest.mark.parametrize("num_cases", range(1, 13))
+def test_every_case_takes_every_place_and_follows_every_other_equally_often(num_cases: int) -> None:
+    rounds = 1 + num_cases % 2
+    orders = [order(num_cases, turn) for turn in range(num_cases * rounds)]
+    for row in orders:
+        assert sorted(row) == list(range(num_cases))
     for place in range(num_cases):
-        assert {order[place][0] for order in orders} == set(range(num_cases))
-    assert all(index == case for order in orders for index, case in order)
+        assert Counter(row[place] for row in orders) == dict.fromkeys(range(num_cases), rounds)
+    follows = Counter(pair for row in orders for pair in itertools.pairwise(row))
+    assert follows == dict.fromkeys(itertools.permutations(range(num_cases), 2), rounds)
 
 
 @given(st.integers(1, 60), st.sampled_from([8, 16, 64]), st.integers(1, 8))

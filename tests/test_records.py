@@ -46,10 +46,29 @@ def test_missing_columns_are_nulls_of_the_schemas_type(tmp_path: Path) -> None:
 
 def test_a_second_run_keeps_what_run_json_knew_of_other_cases(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    directory.write_run({"run_id": "1", "cases": {"a": 1}, "comparisons": {"x": 1}})
-    directory.write_run({"run_id": "2", "cases": {"b": 2}, "comparisons": {"y": 2}})
+    for run_id, case, comparison in (("1", "a", "x"), ("2", "b", "y"), ("3", "c", "z")):
+        description = {"run_id": run_id, "hashes": run_id, "comparisons": {comparison: {}}}
+        directory.write_run({**description, "cases": {case: {"comparison_id": comparison}}})
+        if case != "b":  # Never finished.
+            directory.write_case(case, {"case_id": [case], "status": ["ok"]})
     run = json.loads(directory.run_json.read_text())
-    assert run == {"run_id": "2", "cases": {"a": 1, "b": 2}, "comparisons": {"x": 1, "y": 2}}
+    assert run["run_id"] == "3"
+    assert list(run["cases"]) == ["a", "c"]
+    assert list(run["comparisons"]) == ["x", "z"]
+    assert {run_id: provenance["hashes"] for run_id, provenance in run["runs"].items()} == {
+        "1": "1",
+        "2": "2",
+        "3": "3",
+    }
+
+
+def test_a_case_that_was_skipped_is_not_finished(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    for status, finished in (("ok", True), ("failed", True), ("skipped", False)):
+        directory.write_case(status, {"case_id": [status], "status": [status]})
+        assert directory.is_finished(status) is finished
+    directory.case_path("torn").write_bytes(b"PAR1")
+    assert not directory.is_finished("torn")
 
 
 def test_a_hash_follows_content_and_not_order() -> None:

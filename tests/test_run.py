@@ -162,15 +162,21 @@ def test_lost_cases_become_rows_with_their_reason_and_the_others_are_measured(tm
 
 
 def test_a_rank_that_hangs_is_ended_and_recorded(tmp_path: Path) -> None:
-    policies = [{"name": "token_drop", "capacity_factor": 1.0}]
+    policies = [{"name": "topk"}, {"name": "token_drop", "capacity_factor": 1.0}]
     config = write_config(tmp_path, policies=policies, measure__timeout_s=5, workload__num_batches=1)
     started = time.monotonic()
-    done = launch(config, "--out", tmp_path / "out", faults="token_drop=hang")
+    done = launch(config, "--out", tmp_path / "out", faults="token_drop=hang,topk=late")
     assert done.returncode == CASES_FAILED, done.stderr
     assert time.monotonic() - started < 120
     status, reason = statuses(tmp_path / "out")["token_drop capacity_factor=1.0"]
     assert status == "timeout"
     assert "no progress for 5 s in _strike" in reason
+    # A case found wrong after timing takes its times with it, and nobody else's.
+    status, reason = statuses(tmp_path / "out")["topk"]
+    assert status == "failed"
+    assert reason.startswith("after timing")
+    measured = load_run(tmp_path / "out")
+    assert sorted(case.policy for case in measured.cases if case.is_ok) == ["native", "native", "native_balanced"]
 
 
 def test_a_stopped_run_loses_nothing_and_blames_nobody(tmp_path: Path) -> None:

@@ -108,6 +108,13 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def release_freed_memory() -> None:
+    """Hand freed buffers back to the system, between comparisons."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
 def device_scope() -> contextlib.AbstractContextManager[None]:
     """The scope in which layers are built and run: stand-ins on the CPU, nothing with CUDA."""
     return contextlib.nullcontext() if torch.cuda.is_available() else host_stand_ins()

@@ -64,6 +64,9 @@ def initialize_expert_parallel(ep_size: int, timeout_s: float) -> dist.ProcessGr
     ``torch.distributed`` must be initialised and its world size a multiple of ``ep_size``.
     """
     if parallel_state.is_initialized():
+        if parallel_state.get_expert_model_parallel_world_size() == ep_size:
+            # Groups are never given back, so comparisons of one size share them.
+            return parallel_state.get_expert_model_parallel_group()
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=ep_size,

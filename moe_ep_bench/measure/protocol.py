@@ -1,18 +1,19 @@
 """The order in which things are timed, so that differences between cases are the cases' own.
 
-All cases of a comparison run interleaved on the same batches. The order rotates from step to
-step, so that no case always follows the same one. Before each timed iteration ranks are aligned
-by a collective on the stream. Plain iterations (two clock readings) give speedups; breakdown
-iterations (every phase, waiting probed) explain them; the two alternate.
+All cases of a comparison run interleaved on the same batches, in an order that changes from step
+to step so that each takes every place and follows every other equally often. Before each timed
+iteration ranks are aligned by a collective on the stream. Plain iterations (two clock readings)
+give speedups; breakdown iterations (every phase, waiting probed) explain them; the two alternate.
 """
 
 from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -64,10 +65,15 @@ def plan(num_batches: int, iterations: int, breakdown_iterations: int) -> list[S
     return steps
 
 
-def rotated(cases: Sequence[Any], turn: int) -> list[tuple[int, Any]]:
-    """(index, case) beginning with another case every turn."""
-    size = len(cases)
-    return [((turn + k) % size, cases[(turn + k) % size]) for k in range(size)]
+def order(num_cases: int, turn: int) -> list[int]:
+    """The order of cases in a turn: a row of a Williams design (Aust. J. Sci. Res. A 2, 149, 1949).
+
+    Over ``num_cases`` turns (twice as many if odd) every case takes every place equally often and
+    follows every other case equally often, so that neither place nor predecessor favours any.
+    """
+    zigzag = [(k + 1) // 2 if k % 2 else -(k // 2) for k in range(num_cases)]
+    row = [(case + turn) % num_cases for case in zigzag]
+    return row[::-1] if num_cases % 2 and (turn // num_cases) % 2 else row
 
 
 @torch.inference_mode()
@@ -92,8 +98,10 @@ def measure(
     collecting = gc.isenabled()
     gc.disable()  # A collection in the middle of an iteration would be charged to a phase.
     try:
-        for turn, step in enumerate(steps):
-            for index, case in rotated(cases, turn):
+        turns = Counter[str]()
+        for number, step in enumerate(steps):
+            for index in order(len(cases), turns[step.kind]):
+                case = cases[index]
                 before(case.case_id)
                 hidden_T1D = case.prepare(step.batch)
                 if step.kind == PLAIN:
@@ -103,7 +111,8 @@ def measure(
                     with instrumented(case.layer, recorder, meet):
                         times = _timed(case.layer, hidden_T1D, recorder, meet)
                 for name, value in times.items():
-                    samples[index, turn, COLUMNS.index(name)] = value
+                    samples[index, number, COLUMNS.index(name)] = value
+            turns[step.kind] += 1
             gc.collect(0)
     finally:
         if collecting:

@@ -26,6 +26,11 @@ class Job:
     watchdog: Watchdog
     progress: tqdm
 
+    def enter(self, comparison: Comparison) -> None:
+        """Note that work on a comparison as a whole begins: building its layers, writing its parts."""
+        self.watchdog.feed()
+        self.mark.set(comparison.comparison_id)
+
     def begin(self, case_id: str) -> None:
         """Note that an iteration of a case begins: for the watchdog, for a job after a crash, for the display."""
         self.watchdog.feed()

@@ -13,17 +13,17 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-import pyarrow.parquet as pq
 import torch
 from tqdm import tqdm
 
 from moe_ep_bench import environment
-from moe_ep_bench.attempts import MAX_ATTEMPTS, Mark, collect_lost, lost_attempts
+from moe_ep_bench.attempts import MAX_ATTEMPTS, Mark, collect_lost, forget_lost, lost_attempts
 from moe_ep_bench.config import Experiment
 from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 from moe_ep_bench.ranks import Ranks, join
@@ -47,6 +47,17 @@ def run(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fals
         out: results directory; finished comparisons in it are not run again unless ``force``.
     """
     _on_signals(_stop)
+    try:
+        return _run(config, out, overrides, force)
+    except Stopped:
+        return 128 + signal.SIGTERM
+    except Exception:
+        # Not a user's mistake and not a case's failure: show all of it.
+        traceback.print_exc()
+        return LOST
+
+
+def _run(config: Path, out: Path, overrides: Sequence[str], force: bool) -> int:
     try:
         ranks = join(_JOIN_TIMEOUT_S)
     except ValueError as error:
@@ -105,14 +116,14 @@ def _agree_on_cases(
     error = ""
     if ranks.is_first:
         try:
-            _check_directory(directory, ranks)
+            _check_directory(directory, ranks, force)
             collect_lost(directory.attempts)
             flags = []
             for comparison in comparisons:
-                finished = not force and all(directory.is_finished(case.case_id) for case in comparison.cases)
-                for case in comparison.cases:
-                    tried = len(lost_attempts(directory.attempts, case.case_id))
-                    flags.append(not finished and tried < MAX_ATTEMPTS)
+                if force:
+                    _forget(directory, comparison)
+                finished = all(directory.is_finished(case.case_id) for case in comparison.cases)
+                flags += [not finished and not _given_up(directory, comparison, case) for case in comparison.cases]
             wanted = torch.tensor(flags, dtype=torch.uint8)
         except (OSError, ValueError) as problem:
             error = str(problem)
@@ -122,7 +133,23 @@ def _agree_on_cases(
     return [[case for case in comparison.cases if next(flags)] for comparison in comparisons]
 
 
-def _check_directory(directory: RunDirectory, ranks: Ranks) -> None:
+def _forget(directory: RunDirectory, comparison: Comparison) -> None:
+    """Remove what is there of a comparison, so that it is measured anew."""
+    for case in comparison.cases:
+        directory.remove_case(case.case_id)
+    forget_lost(directory.attempts, [comparison.comparison_id, *(case.case_id for case in comparison.cases)])
+
+
+def _given_up(directory: RunDirectory, comparison: Comparison, case: CaseSpec) -> list[str]:
+    """The reasons for which this case is not tried again; empty while it may be."""
+    for lost_id in (case.case_id, comparison.comparison_id):
+        reasons = lost_attempts(directory.attempts, lost_id)
+        if len(reasons) >= MAX_ATTEMPTS:
+            return reasons
+    return []
+
+
+def _check_directory(directory: RunDirectory, ranks: Ranks, force: bool) -> None:
     """Raise unless results can be written here and earlier ones were obtained under the same conditions."""
     try:
         directory.root.mkdir(parents=True, exist_ok=True)
@@ -133,14 +160,19 @@ def _check_directory(directory: RunDirectory, ranks: Ranks) -> None:
         raise ValueError(f"--out {directory.root}: cannot write there: {error.strerror}") from None
     if not directory.run_json.exists():
         return
-    earlier = json.loads(directory.run_json.read_text())
-    then = environment.comparable(earlier["environment"])
-    now = environment.comparable(environment.describe(ranks.device))
+    try:
+        earlier = json.loads(directory.run_json.read_text())
+        then = {**environment.comparable(earlier["environment"]), "code": earlier["hashes"]["code"]}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{directory.run_json}: damaged, or not written by this program") from None
+    now = {**environment.comparable(environment.describe(ranks.device)), "code": environment.code_hash()}
+    if force:
+        del then["code"], now["code"]
     for key, value in now.items():
         if then[key] != value:
             raise ValueError(
                 f"--out {directory.root}: holds results with {key} {then[key]}, here it is {value}; "
-                "choose another directory"
+                "choose another directory" + (" or --force" if key == "code" else "")
             )
 
 
@@ -163,11 +195,14 @@ def _measure_all(
     from moe_ep_bench.scopes.timed import measure_comparison
 
     run_id = ranks.texts(stable_hash([time.time_ns()]))[0]
+    if any(todo):
+        # Made on every rank, which keeps them together: it goes through all batches.
+        description = _run_description(ranks, run_id, comparisons)
+        if ranks.is_first:
+            directory.write_run(description)
     mark = Mark(directory.attempts, ranks.rank)
     timeout_s = max(comparison.experiment.measure.timeout_s for comparison in comparisons)
     watchdog = Watchdog(timeout_s, mark.explain)
-    if ranks.is_first:
-        directory.write_run(_run_description(ranks, run_id, comparisons))
     total = sum(_iterations(comparison, cases) for comparison, cases in zip(comparisons, todo, strict=True))
     progress = tqdm(total=total, unit="iteration", disable=not ranks.is_first, mininterval=1.0, dynamic_ncols=True)
     job = Job(ranks, directory, run_id, mark, watchdog, progress)
@@ -180,7 +215,7 @@ def _measure_all(
                 measure_comparison(job, comparison, cases)
     except Stopped:
         mark.clear()
-        raise SystemExit(128 + signal.SIGTERM) from None
+        raise
     except torch.OutOfMemoryError as error:
         _lose(job, f"oom: {error}")
     except Exception as error:
@@ -216,17 +251,15 @@ def _lose(job: Job, reason: str) -> NoReturn:
 def _record_lost(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
     """Give every case that was lost too often its row."""
     for case in comparison.cases:
-        reasons = lost_attempts(job.directory.attempts, case.case_id)
-        if case not in cases and len(reasons) >= MAX_ATTEMPTS and not job.directory.is_finished(case.case_id):
+        reasons = _given_up(job.directory, comparison, case)
+        if case not in cases and reasons and not job.directory.is_finished(case.case_id):
             status, _, reason = reasons[-1].partition(": ")
             status = status if status in ("oom", "timeout") else "failed"
             job.write_unmeasured(comparison, case, status, f"{reason or reasons[-1]} ({len(reasons)} attempts)")
 
 
 def _num_failed(directory: RunDirectory, comparisons: Sequence[Comparison]) -> int:
-    cases = (case for comparison in comparisons for case in comparison.cases)
-    tables = (pq.read_table(directory.case_path(case.case_id), columns=["status"]) for case in cases)
-    return sum(table.column("status")[0].as_py() != "ok" for table in tables)
+    return sum(directory.status(case.case_id) != "ok" for comparison in comparisons for case in comparison.cases)
 
 
 def _run_description(ranks: Ranks, run_id: str, comparisons: Sequence[Comparison]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_ep_bench import environment
 from moe_ep_bench.layer.build import DTYPES, LayerPair, build_layers
 from moe_ep_bench.layer.experts import seeded_generator
-from moe_ep_bench.layer.host import device_scope
+from moe_ep_bench.layer.host import device_scope, release_freed_memory
 from moe_ep_bench.layer.megatron import MoELayer, initialize_expert_parallel
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
@@ -49,7 +49,7 @@ class RankBatch:
     balanced_logits_TE: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerCase:
     """A case on its layer, able to run any batch."""
 
@@ -99,6 +99,7 @@ class Observation:
 
 def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
     """Measure ``cases`` and write their parts; every rank calls this alike."""
+    job.enter(comparison)
     shortage = _memory_shortage(job, comparison)
     if shortage:
         if job.ranks.is_first:
@@ -113,9 +114,11 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
         samples_VSC = session.time()
         session.check_again()
         session.drop_failing("after timing")
+        job.enter(comparison)
         session.write(samples_VSC)
     del session
     gc.collect()
+    release_freed_memory()
     if job.ranks.device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -144,6 +147,7 @@ class _Session:
         self.layers = build_layers(model, dtype, self.device, ep_group, self.seed)
         self.batches = [self._share(comparison.workload.batch(b), b, dtype) for b in range(self.num_batches)]
         self.cases = [self._layer_case(case) for case in cases]
+        self.timed: list[LayerCase] = []
         hidden_TD = self.batches[0].hidden_T1D[:, 0]
         self.checked_N = torch.linspace(0, max(len(hidden_TD) - 1, 0), min(NUM_CHECKED_TOKENS, len(hidden_TD))).long()
         self.reference = DenseReference(model, hidden_TD[self.checked_N], self.seed)
@@ -157,6 +161,7 @@ class _Session:
 
     def _share(self, batch: TokenBatch, index: int, dtype: torch.dtype) -> RankBatch:
         """This rank's tokens of a batch. A token's hidden state does not depend on the number of ranks."""
+        self.job.watchdog.feed()
         model, ranks = self.comparison.model, self.job.ranks
         tokens_T = deal(batch, ranks.world_size)[ranks.rank]
         scores_TE = batch.scores_TE[tokens_T].to(self.device)
@@ -256,7 +261,8 @@ class _Session:
                     case.layer(case.prepare(batch))
 
     def time(self) -> np.ndarray:
-        return measure(self.cases, self.steps, clock_for(self.device), self.meet, self.job.begin)
+        self.timed = list(self.cases)  # Later checks may take cases away; samples stay in this order.
+        return measure(self.timed, self.steps, clock_for(self.device), self.meet, self.job.begin)
 
     @property
     def steps(self) -> list[Step]:
@@ -266,11 +272,14 @@ class _Session:
     def write(self, samples_VSC: np.ndarray) -> None:
         """Gather all ranks' samples and metrics on rank 0, which writes them case by case."""
         times = self.job.ranks.gather(torch.from_numpy(samples_VSC))
-        keys, metrics_VBM = packed_metrics([self.routing_rows[case.case_id] for case in self.cases])
+        keys, metrics_VBM = packed_metrics([self.routing_rows[case.case_id] for case in self.timed])
         metrics = self.job.ranks.gather(metrics_VBM)
         if not self.job.ranks.is_first:
             return
-        for index, case in enumerate(self.cases):
+        for index, case in enumerate(self.timed):
+            if case not in self.cases:
+                continue
+            self.job.watchdog.feed()
             routing = routing_columns(keys, [ranked[index] for ranked in metrics])
             samples = case_columns(self.steps, [ranked.numpy()[index] for ranked in times])
             for rows, write in (

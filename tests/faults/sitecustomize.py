@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 
 FAULTS = dict(pair.split("=") for pair in os.environ.get("MOE_EP_BENCH_FAULTS", "").split(",") if pair)
 
@@ -29,10 +30,13 @@ def _inject() -> None:
     from moe_ep_bench.layer.router import PolicyRouter
 
     routing = PolicyRouter.routing
+    calls = Counter()
 
     def faulty(self, logits, padding_mask=None):
         fault = FAULTS.get(self.policy.name)
-        if fault == "wrong":
+        calls[self.policy.name] += 1
+        # "late": right in the check, the warm-up and while timed, wrong in the check that follows.
+        if fault == "wrong" or (fault == "late" and calls[self.policy.name] > 5):
             weights_TE, map_TE = routing(self, logits, padding_mask)
             return weights_TE.roll(1, dims=1), map_TE.roll(1, dims=1)
         if fault and os.environ.get("RANK") == "1":

@@ -82,7 +82,8 @@ def describe(device: torch.device) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "load_average": list(os.getloadavg()),
         "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        # Of this package: results and notes beside it do not change what is measured.
+        "git_dirty": bool(_git("status", "--porcelain", "--", ".")),
         "threads_per_rank": torch.get_num_threads(),
     }
 

@@ -366,7 +366,7 @@ def phases_are_exclusive_and_close_against_the_total(lab: Lab) -> None:
 
 @law
 def instrumentation_leaves_nothing_behind(lab: Lab) -> None:
-    layers, model = lab.layers("deepseek-v2-lite"), lab.model("deepseek-v2-lite")
+    layers = lab.layers("deepseek-v2-lite")
     owners = (layers.native, layers.native.router, layers.native.token_dispatcher, layers.native.experts)
     before = [set(vars(owner)) for owner in owners]
     with (
@@ -379,7 +379,6 @@ def instrumentation_leaves_nothing_behind(lab: Lab) -> None:
         raise ZeroDivisionError
     # What a forward pass itself stores is there already.
     assert [set(vars(owner)) for owner in owners] == before
-    assert model.num_experts == 64
 
 
 @contextlib.contextmanager

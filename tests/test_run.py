@@ -251,6 +251,15 @@ def test_a_recording_is_replayed_by_whole_sequences(tmp_path: Path) -> None:
     assert (rows.groupby(["case_id", "batch"]).num_tokens.sum() == 512).all()
 
 
+def test_a_rank_without_tokens_takes_part_in_a_run(tmp_path: Path) -> None:
+    workload = {"kind": "synthetic", "num_tokens": 20, "num_batches": 2, "sequence_length": 24}  # one sequence
+    done = launch(write_config(tmp_path, workload=workload), "--out", tmp_path / "out")
+    assert done.returncode == OK, done.stderr
+    rows = pd.concat(pd.read_parquet(path) for path in (tmp_path / "out" / "routing").glob("*.parquet"))
+    assert (rows[rows["rank"] == 0].num_tokens == 20).all()
+    assert (rows[rows["rank"] == 1].num_tokens == 0).all()
+
+
 BAD = {
     "unknown key": ({"workload__peak_lod": 3.0}, [], "workload.peak_lod: no such key", "did you mean peak_load?"),
     "unknown section": ({"measures": {}}, [], "measures: no such key", "did you mean measure?"),

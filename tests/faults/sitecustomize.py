@@ -22,8 +22,6 @@ def _strike(fault: str) -> None:
         import torch
 
         raise torch.OutOfMemoryError("out of memory: tried to allocate 20.00 GiB (a fault for tests)")
-    elif fault == "error":
-        raise RuntimeError("a fault for tests")
 
 
 def _inject() -> None:

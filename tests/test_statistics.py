@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import math
 
@@ -16,50 +18,84 @@ from moe_ep_bench.measure.statistics import (
     MIN_BATCHES,
     Estimate,
     NoiseFloor,
+    Outliers,
     bootstrap_median_interval,
+    drift,
     estimate_median,
     judge,
+    minimum_detectable_effect,
     noise_floor,
+    outliers,
     paired_ratios,
 )
 
 
-def samples(values_BI) -> pd.Series:
-    """Values indexed by (batch, iteration), from a list of batches."""
+def samples(*launches_BI) -> pd.Series:
+    """Values indexed by (launch, batch, iteration), from a list of batches for each launch."""
     return pd.Series(
-        {(batch, i): float(value) for batch, values in enumerate(values_BI) for i, value in enumerate(values)}
-    ).rename_axis(["batch", "iteration"])
+        {
+            (launch, batch, i): float(value)
+            for launch, values_BI in enumerate(launches_BI)
+            for batch, values in enumerate(values_BI)
+            for i, value in enumerate(values)
+        }
+    ).rename_axis(["launch", "batch", "iteration"])
 
 
-def lognormal(generator, median, *, batches, iterations, batch_sigma, sigma) -> pd.Series:
+def from_array(values_LBI) -> pd.Series:
+    """The same from an array, faster."""
+    index = pd.MultiIndex.from_product(map(range, values_LBI.shape), names=["launch", "batch", "iteration"])
+    return pd.Series(values_LBI.ravel(), index)
+
+
+def lognormal(generator, median, *, batches, iterations, batch_sigma, sigma, launches=1, launch_sigma=0.0) -> pd.Series:
+    launch_L11 = generator.normal(0, launch_sigma, (launches, 1, 1))
     batch_B1 = generator.normal(0, batch_sigma, (batches, 1))
-    return samples(median * np.exp(batch_B1 + generator.normal(0, sigma, (batches, iterations))))
+    noise_LBI = generator.normal(0, sigma, (launches, batches, iterations))
+    return from_array(median * np.exp(launch_L11 + batch_B1 + noise_LBI))
 
 
 def slow_interval(values: pd.Series, num_resamples: int) -> tuple[float, float]:
-    """The same bootstrap, spelled out: draw batches, draw iterations of each, take the median of all."""
+    """The same bootstrap, spelled out: draw batches, draw iterations in each of their cells, take the median of all."""
     generator = np.random.default_rng(99)
-    groups = [list(group) for _, group in values.groupby(level="batch")]
+    batches = [[list(cell) for _, cell in batch.groupby(level="launch")] for _, batch in values.groupby(level="batch")]
     medians = []
     for _ in range(num_resamples):
         drawn = []
-        for _ in groups:
-            group = groups[generator.integers(len(groups))]
-            drawn += [group[generator.integers(len(group))] for _ in group]
+        for _ in batches:
+            for cell in batches[generator.integers(len(batches))]:
+                drawn += [cell[generator.integers(len(cell))] for _ in cell]
         medians.append(np.median(drawn))
-    return tuple(np.quantile(medians, [0.025, 0.975]))
+    # Eleven batches: Phi(-sqrt(11 / 10) * 2.228), with t = 2.228 for 10 degrees of freedom from a table.
+    return tuple(np.quantile(medians, [0.00972, 1 - 0.00972]))
 
 
-def test_ratios_pair_by_batch_and_iteration_not_by_position():
-    baseline = samples([[10, 20], [30, 40]])
-    case = samples([[5, 5], [5, 8]]).iloc[[3, 0, 2, 1]]
-    assert paired_ratios(baseline, case).to_dict() == {(0, 0): 2.0, (0, 1): 4.0, (1, 0): 6.0, (1, 1): 5.0}
+@pytest.fixture
+def fewer_resamples(monkeypatch):
+    """Simulations need many intervals, each of which may be a little rougher."""
+    rough = functools.partial(bootstrap_median_interval, num_resamples=400)
+    monkeypatch.setattr(statistics, "bootstrap_median_interval", rough)
 
 
-def test_iterations_without_a_partner_are_left_out():
-    ratios = paired_ratios(samples([[10, 20], [30, 40]]), samples([[5]]))
-    assert ratios.to_dict() == {(0, 0): 2.0}
-    assert estimate_median(paired_ratios(samples([[10]]), samples([[5]]).rename({0: 7}, level="batch"))) is None
+def test_ratios_pair_by_launch_batch_and_iteration_not_by_position():
+    baseline = samples([[10, 20], [30]], [[40, 50], [60]])
+    case = samples([[5, 5], [5]], [[8, 5], [6]]).iloc[[3, 0, 5, 2, 1, 4]]
+    assert paired_ratios(baseline, case).to_dict() == {
+        (0, 0, 0): 2.0,
+        (0, 0, 1): 4.0,
+        (0, 1, 0): 6.0,
+        (1, 0, 0): 5.0,
+        (1, 0, 1): 10.0,
+        (1, 1, 0): 10.0,
+    }
+
+
+def test_samples_without_a_partner_are_left_out():
+    ratios = paired_ratios(samples([[10, 20], [30, 40]], [[50]]), samples([[5]]))
+    assert ratios.to_dict() == {(0, 0, 0): 2.0}
+    for level in ("launch", "batch", "iteration"):
+        elsewhere = samples([[5]]).rename({0: 7}, level=level)
+        assert estimate_median(paired_ratios(samples([[10]]), elsewhere)) is None
 
 
 def test_median_of_a_lognormal_is_found():
@@ -70,15 +106,86 @@ def test_median_of_a_lognormal_is_found():
     assert 0.01 < estimate.high - estimate.low < 0.1
 
 
-def test_interval_covers_the_true_median_as_often_as_it_says():
+# The upper end is a claim too: an interval that always covers says too little. It may cover always only where
+# noise of iterations, which reappears in the scatter of batches and of launches, is counted at every level.
+@pytest.mark.usefixtures("fewer_resamples")
+@pytest.mark.parametrize(
+    ("design", "most"),
+    [
+        pytest.param({"batches": 10, "iterations": 4, "batch_sigma": 0.1, "sigma": 0.05}, 0.995, id="10 batches"),
+        pytest.param({"batches": 20, "iterations": 4, "batch_sigma": 0.1, "sigma": 0.05}, 0.995, id="20 batches"),
+        pytest.param(
+            {"launches": 3, "batches": 10, "iterations": 3, "batch_sigma": 0.1, "sigma": 0.02},
+            0.995,
+            id="3 launches, batches dominate",
+        ),
+        pytest.param(
+            {"launches": 3, "batches": 10, "iterations": 3, "launch_sigma": 0.05, "batch_sigma": 0.01, "sigma": 0.02},
+            0.995,
+            id="3 launches, launches dominate",
+        ),
+        pytest.param(
+            {"launches": 2, "batches": 10, "iterations": 3, "launch_sigma": 0.05, "batch_sigma": 0.01, "sigma": 0.02},
+            0.995,
+            id="2 launches, launches dominate",
+        ),
+        pytest.param(
+            {"launches": 3, "batches": 10, "iterations": 3, "batch_sigma": 0, "sigma": 0.05},
+            1.0,
+            id="3 launches, only iterations vary",
+        ),
+    ],
+)
+def test_interval_covers_the_true_median_as_often_as_it_says(design, most):
     generator = np.random.default_rng(7)
-    repetitions, covered = 200, 0
-    for _ in range(repetitions):
-        drawn = lognormal(generator, 1.2, batches=20, iterations=4, batch_sigma=0.1, sigma=0.05)
-        low, high = bootstrap_median_interval(drawn, num_resamples=200)
-        covered += low <= 1.2 <= high
-    # 95 % in the limit of many batches; 200 repetitions scatter by 1.5 %, and both ends are claims.
-    assert 0.88 <= covered / repetitions <= 0.99
+    estimates = [estimate_median(lognormal(generator, 1.2, **design)) for _ in range(500)]
+    coverage = np.mean([estimate.low <= 1.2 <= estimate.high for estimate in estimates])
+    assert 0.92 <= coverage <= most  # 500 repetitions scatter by 0.008
+
+
+@pytest.mark.usefixtures("fewer_resamples")
+def test_noise_of_iterations_counted_at_every_level_costs_less_than_threefold_width():
+    generator = np.random.default_rng(41)
+    design = {"launches": 3, "batches": 10, "iterations": 3, "batch_sigma": 0, "sigma": 0.05}
+    estimates = [estimate_median(lognormal(generator, 1.2, **design)) for _ in range(100)]
+    width = np.median([math.log(estimate.high / estimate.low) for estimate in estimates])
+    exact = 2 * 1.96 * 0.05 * math.sqrt(math.pi / 2 / 90)  # of the median of 90 independent normals
+    assert exact < width < 3 * exact
+
+
+def test_three_launches_resampled_cover_far_less_than_students_t_on_their_medians():
+    generator = np.random.default_rng(13)
+    plain = 0
+    for _ in range(400):
+        values_LBI = np.exp(generator.normal(0, 0.05, (3, 1, 1)) + generator.normal(0, 0.02, (3, 10, 3)))
+        launch_SL1, batch_S1B = generator.integers(3, size=(500, 3, 1)), generator.integers(10, size=(500, 1, 10))
+        medians_S = np.median(values_LBI[launch_SL1, batch_S1B].reshape(500, -1), axis=1)
+        low, high = np.quantile(medians_S, [0.025, 0.975])
+        plain += low <= 1 <= high
+    # At best the interval is the launches' range, which misses where all three lie on one side: 2 / 2**3.
+    assert 0.65 <= plain / 400 <= 0.85
+
+
+@pytest.mark.usefixtures("fewer_resamples")
+def test_one_launch_speaks_of_that_launch_only():
+    generator = np.random.default_rng(17)
+    design = {"batches": 10, "iterations": 4, "batch_sigma": 0.02, "sigma": 0.02}
+    launches = np.exp(generator.normal(0, 0.05, 300))
+    estimates = [estimate_median(lognormal(generator, launch, **design)) for launch in launches]
+    own = np.mean([e.low <= launch <= e.high for e, launch in zip(estimates, launches, strict=True)])
+    true = np.mean([e.low <= 1 <= e.high for e in estimates])
+    assert own > 0.92
+    assert true < 0.6
+
+
+def test_several_launches_widen_the_interval_by_as_much_as_they_differ():
+    alike = [[[1.0, 1.1, 1.2]] * MIN_BATCHES] * 3
+    together = estimate_median(samples(*alike))
+    assert (together.low, together.high) == pytest.approx(bootstrap_median_interval(samples(*alike)))
+    apart = estimate_median(samples(*([[math.exp(shift)]] * MIN_BATCHES for shift in (-0.1, 0.0, 0.1))))
+    # All batches are equal, and the bootstrap keeps every launch: only t = 4.303 for 2 degrees of freedom is left.
+    half = 4.3027 * 0.1 / math.sqrt(3)
+    assert (math.log(apart.low), math.log(apart.high)) == pytest.approx((-half, half), rel=1e-4)
 
 
 def test_interval_is_as_wide_as_batches_differ_not_as_iterations_do():
@@ -90,26 +197,47 @@ def test_interval_is_as_wide_as_batches_differ_not_as_iterations_do():
     assert high - low > 2 * (flat_high - flat_low)
 
 
+def test_launches_are_no_more_batches():
+    generator = np.random.default_rng(5)
+    one = lognormal(generator, 1.0, batches=12, iterations=3, batch_sigma=0.2, sigma=0.001)
+    same_again = pd.concat([one, one.rename({0: 1}, level="launch"), one.rename({0: 2}, level="launch")])
+    assert bootstrap_median_interval(same_again) == pytest.approx(bootstrap_median_interval(one), rel=0.01)
+
+
 def test_identical_samples_give_an_interval_of_no_width():
-    assert estimate_median(samples([[1.25] * 3] * MIN_BATCHES)) == Estimate(1.25, 1.25, 1.25, True, MIN_BATCHES)
+    same = [[1.25] * 3] * MIN_BATCHES
+    assert estimate_median(samples(same)) == Estimate(1.25, 1.25, 1.25, True, MIN_BATCHES, 1)
+    assert estimate_median(samples(same, same)) == Estimate(1.25, 1.25, 1.25, True, MIN_BATCHES, 2)
 
 
-def test_too_few_batches_give_the_range_and_no_interval():
+def test_too_few_batches_give_the_range_and_no_interval_however_many_launches():
     few = [[1.0, 2.0, 4.0]] * (MIN_BATCHES - 1)
-    assert estimate_median(samples(few)) == Estimate(2.0, 1.0, 4.0, False, MIN_BATCHES - 1)
-    assert estimate_median(samples([*few, [2.0]])).is_interval
+    assert estimate_median(samples(few)) == Estimate(2.0, 1.0, 4.0, False, MIN_BATCHES - 1, 1)
+    assert estimate_median(samples(few, few)) == Estimate(2.0, 1.0, 4.0, False, MIN_BATCHES - 1, 2)
+    assert estimate_median(samples([*few, [2.0]], few)).is_interval
 
 
-def test_vectorised_bootstrap_equals_the_slow_one_where_batches_are_uneven():
+def test_vectorised_bootstrap_equals_the_slow_one_where_cells_are_uneven_or_missing():
     generator = np.random.default_rng(11)
-    uneven = samples([generator.lognormal(batch / 20, 0.1, 1 + batch % 4) for batch in range(11)])
-    assert bootstrap_median_interval(uneven, num_resamples=4000) == pytest.approx(slow_interval(uneven, 2000), abs=0.02)
+    first, second = (
+        [generator.lognormal(batch / 20, 0.1, 1 + (batch + launch) % 4) for batch in range(11)] for launch in range(2)
+    )
+    uneven = samples(first, [[], *second[1:]])
+    vectorised = bootstrap_median_interval(uneven, num_resamples=20000)
+    assert vectorised == pytest.approx(slow_interval(uneven, 4000), abs=0.015)
 
 
 def test_equal_seeds_give_equal_intervals():
     drawn = lognormal(np.random.default_rng(1), 1.0, batches=10, iterations=5, batch_sigma=0.1, sigma=0.1)
     assert bootstrap_median_interval(drawn) == bootstrap_median_interval(drawn.copy())
     assert bootstrap_median_interval(drawn) != bootstrap_median_interval(drawn, seed=1)
+
+
+def test_order_of_samples_and_names_of_launches_do_not_count():
+    drawn = lognormal(np.random.default_rng(1), 1.0, batches=10, iterations=5, launches=2, batch_sigma=0.1, sigma=0.1)
+    shuffled = drawn.sample(frac=1, random_state=0).rename({0: 3, 1: 8}, level="launch")
+    shuffled = shuffled.reorder_levels(["iteration", "batch", "launch"])
+    assert estimate_median(shuffled) == estimate_median(drawn)
 
 
 def test_all_resamples_are_drawn_when_memory_holds_few_at_a_time(monkeypatch):
@@ -127,7 +255,7 @@ def test_all_resamples_are_drawn_when_memory_holds_few_at_a_time(monkeypatch):
 @settings(max_examples=50, deadline=None)
 def test_noise_floor_is_symmetric_and_holds_the_interval_and_one(one, other):
     low, high = sorted((one, other))
-    floor = noise_floor(Estimate(low, low, high, True, 10))
+    floor = noise_floor(Estimate(low, low, high, True, 10, 1))
     assert floor.low <= low <= high <= floor.high
     assert floor.low <= 1 <= floor.high
     assert floor.low * floor.high == pytest.approx(1)
@@ -147,13 +275,167 @@ def test_noise_floor_is_symmetric_and_holds_the_interval_and_one(one, other):
     ],
 )
 def test_verdict_holds_the_interval_against_the_floor(low, high, verdict):
-    assert judge(Estimate((low + high) / 2, low, high, True, 10), NoiseFloor(1 / 1.05, 1.05)) == verdict
+    assert judge(Estimate((low + high) / 2, low, high, True, 10, 1), NoiseFloor(1 / 1.05, 1.05)) == verdict
 
 
 def test_without_interval_floor_or_pairs_there_is_no_verdict():
-    clear = Estimate(2.0, 1.9, 2.1, True, 10)
+    clear = Estimate(2.0, 1.9, 2.1, True, 10, 1)
     floor = NoiseFloor(1 / 1.01, 1.01)
     assert judge(clear, floor) == "faster"
-    for speedup, noise in itertools.product((clear, None, Estimate(2.0, 1.9, 2.1, False, 9)), (floor, None)):
+    for speedup, noise in itertools.product((clear, None, Estimate(2.0, 1.9, 2.1, False, 9, 1)), (floor, None)):
         if (speedup, noise) != (clear, floor):
             assert judge(speedup, noise) == "cannot say"
+
+
+def times(
+    generator, *, launches=1, batches=10, iterations=3, batch_effect=0.0, launch_effect=0.0, sigma, disturbed=0.0
+):
+    """Times of one case: batches of very unequal length, that are the same for all cases; some samples disturbed."""
+    length_B1 = np.geomspace(1, 3, batches)[:, None]
+    batch_B1 = generator.normal(0, batch_effect, (batches, 1))
+    launch_L11 = generator.normal(0, launch_effect, (launches, 1, 1))
+    noise_LBI = generator.normal(0, sigma, (launches, batches, iterations))
+    longer_LBI = np.where(
+        generator.random(noise_LBI.shape) < disturbed, generator.uniform(1.5, 4, noise_LBI.shape), 1.0
+    )
+    return from_array(length_B1 * np.exp(batch_B1 + launch_L11 + noise_LBI) * longer_LBI)
+
+
+@pytest.mark.usefixtures("fewer_resamples")
+def test_quickstart_never_takes_a_loss_for_a_gain_and_finds_what_is_large():
+    generator = np.random.default_rng(23)
+    sides = {0.7: "slower", 0.9: "slower", 1.0: "neither", 1.1: "faster", 1.3: "faster"}
+    verdicts = {effect: [] for effect in sides}
+    for _ in range(150):
+        native, again = (times(generator, sigma=0.05, disturbed=0.02) for _ in range(2))
+        floor = noise_floor(estimate_median(paired_ratios(native, again)))
+        for effect in sides:
+            case = times(generator, sigma=0.05, disturbed=0.02, batch_effect=0.02) / effect
+            verdicts[effect].append(judge(estimate_median(paired_ratios(native, case)), floor))
+    wrong = sum(v in {"faster", "slower"} - {side} for effect, side in sides.items() for v in verdicts[effect])
+    assert wrong <= 0.01 * 5 * 150
+    for effect in (0.7, 1.3):
+        assert verdicts[effect].count(sides[effect]) > 0.9 * 150
+    assert "slower" not in verdicts[1.3]
+    assert "faster" not in verdicts[0.7]
+    assert verdicts[1.0].count("no difference") > 0  # and not only for want of data
+
+
+def scaled(estimate: Estimate, factor: float) -> Estimate:
+    ends = {name: getattr(estimate, name) * factor for name in ("median", "low", "high")}
+    return dataclasses.replace(estimate, **ends)
+
+
+def test_a_case_twice_as_fast_has_twice_the_interval():
+    drawn = lognormal(np.random.default_rng(1), 1.0, batches=10, iterations=5, launches=2, batch_sigma=0.1, sigma=0.1)
+    twice, once = (estimate_median(factor * drawn) for factor in (2, 1))
+    assert dataclasses.astuple(twice) == pytest.approx(dataclasses.astuple(scaled(once, 2)))
+
+
+@pytest.mark.usefixtures("fewer_resamples")
+@pytest.mark.parametrize(
+    "design",
+    [
+        pytest.param({"sigma": 0.05, "batch_effect": 0.02}, id="quickstart"),
+        pytest.param({"sigma": 0.02, "batch_effect": 0.05, "batches": 20}, id="20 batches"),
+        pytest.param({"sigma": 0.02, "batch_effect": 0.1, "launches": 3}, id="3 launches, batches dominate"),
+        pytest.param({"sigma": 0.02, "launch_effect": 0.05, "launches": 3}, id="3 launches, launches dominate"),
+    ],
+)
+def test_minimum_detectable_effect_is_detected_as_often_as_its_power_says(design):
+    generator = np.random.default_rng(29)
+    unchanged = {key: value for key, value in design.items() if not key.endswith("_effect")}
+
+    pairs = []
+    for _ in range(300):
+        native, again, case = (times(generator, **d) for d in (unchanged, unchanged, design))
+        floor = noise_floor(estimate_median(paired_ratios(native, again)))
+        pairs.append((estimate_median(paired_ratios(native, case)), floor))
+    effect = np.median([minimum_detectable_effect(speedup, floor) for speedup, floor in pairs])
+    faster = np.mean([judge(scaled(speedup, effect), floor) == "faster" for speedup, floor in pairs])
+    assert effect > 1
+    assert 0.65 <= faster <= 0.95
+
+
+def test_minimum_detectable_effect_grows_with_noise_and_power_and_ignores_the_speedup_found():
+    floor = NoiseFloor(1 / 1.05, 1.05)
+    effect = minimum_detectable_effect(Estimate(1.0, 1 / 1.1, 1.1, True, 10, 1), floor)
+    # Half a width beyond the floor, and z = 0.8416 standard errors more, of which t = 2.262 make the half width.
+    assert effect == pytest.approx(1.05 * 1.1 ** (1 + 0.8416 / 2.2622), rel=1e-4)
+    assert minimum_detectable_effect(Estimate(2.0, 2 / 1.1, 2.2, True, 10, 1), floor) == pytest.approx(effect)
+    assert minimum_detectable_effect(Estimate(1.0, 1 / 1.2, 1.2, True, 10, 1), floor) > effect
+    assert minimum_detectable_effect(Estimate(1.0, 1 / 1.1, 1.1, True, 10, 1), NoiseFloor(1 / 1.1, 1.1)) > effect
+    assert minimum_detectable_effect(Estimate(1.0, 1 / 1.1, 1.1, True, 10, 1), floor, power=0.9) > effect
+
+
+def test_without_interval_no_effect_is_called_detectable():
+    assert minimum_detectable_effect(Estimate(1.0, 0.9, 1.1, False, 9, 3), NoiseFloor(0.9, 1 / 0.9)) is None
+
+
+def trend(*per_iteration, batches=(1.0, 10.0, 5.0)) -> list[list[float]]:
+    """A launch whose batches differ in length and follow the same course."""
+    return [[length * value for value in per_iteration] for length in batches]
+
+
+def test_drift_is_the_last_third_over_the_first():
+    assert drift(samples(trend(1, 1, 1, 1.1, 1.1, 1.1))) == pytest.approx(0.1)
+    assert drift(samples(trend(1, 1, 1, 0.9, 0.9, 0.9))) == pytest.approx(-0.1)
+    assert drift(samples(trend(1.0, 1.0, 9.0, 9.0, 9.0, 1.2, 1.2))) == pytest.approx(0.2)  # the middle does not count
+    assert drift(samples(trend(1.0, 1.0, 1.0, 5.0, 1.0, 1.2, 1.2, 1.2))) == pytest.approx(0.2)  # nor does one outlier
+
+
+def test_drift_goes_by_iteration_not_by_position():
+    rising = samples(trend(1.0, 1.1, 1.2)).sample(frac=1, random_state=3)
+    assert drift(rising) == pytest.approx(0.2)
+
+
+def test_batches_of_unequal_length_are_no_drift():
+    uneven = samples([[1.0] * 4, [10.0] * 12])  # late iterations are of long batches only
+    assert drift(uneven) == 0.0
+
+
+def test_launch_that_drifted_furthest_counts_and_launches_that_differ_do_not():
+    assert drift(samples(trend(1, 1, 1.05), trend(3, 3, 2.4), trend(2, 2, 2.1))) == pytest.approx(-0.2)
+    assert drift(samples(trend(1, 1, 1), trend(2, 2, 2))) == 0.0
+
+
+def test_noise_is_hardly_any_drift():
+    steady = lognormal(np.random.default_rng(2), 1.0, batches=20, iterations=30, batch_sigma=0.5, sigma=0.05)
+    assert 0 < abs(drift(steady)) < 0.02
+
+
+def test_fewer_than_three_iterations_show_no_drift():
+    assert drift(samples(trend(1, 2))) == 0.0
+    assert drift(samples(trend(1, 2), trend(1, 1, 1.5))) == pytest.approx(0.5)
+
+
+def test_planted_outliers_are_counted_and_the_worst_is_named():
+    generator = np.random.default_rng(19)
+    values_LBI = np.geomspace(1, 30, 10)[:, None] * generator.lognormal(0, 0.02, (2, 10, 50))
+    values_LBI[:, :, 7] *= 2
+    values_LBI[1, 4, 7] *= 2
+    found = outliers(from_array(values_LBI))
+    assert found.share == 1 / 50
+    assert found.worst == pytest.approx(4, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("draw", "share"),
+    [
+        # Quartiles ln(4/3) and ln 4 put the fence at ln 108; 4/3 and 4 put it at 12.
+        pytest.param(lambda generator, size: generator.exponential(size=size), 1 / 108, id="exponential"),
+        pytest.param(lambda generator, size: 1 + generator.pareto(1, size=size), 1 / 12, id="Pareto"),
+    ],
+)
+def test_a_heavy_tail_lies_out_as_much_as_theory_says(draw, share):
+    values_BI = np.array([[1.0], [20.0]]) * draw(np.random.default_rng(31), (2, 50_000))
+    assert outliers(from_array(values_BI[None])).share == pytest.approx(share, rel=0.1)
+
+
+def test_normal_noise_and_unequal_batches_and_launches_hold_no_outliers():
+    generator = np.random.default_rng(37)
+    level_LB1 = np.geomspace(1, 30, 20).reshape(2, 10, 1)
+    found = outliers(from_array(level_LB1 * (1 + generator.normal(0, 0.02, (2, 10, 100)))))
+    assert found.share == 0
+    assert 1.04 < found.worst < 1.12
+    assert outliers(samples([[2.0] * 3, [5.0] * 3])) == Outliers(0.0, 1.0)

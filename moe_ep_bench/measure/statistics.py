@@ -1,27 +1,33 @@
 """What may be concluded from paired timings.
 
 Baseline and case run back to back on the same batch, so the sample of a speedup is the *paired
-ratio* baseline / case of one (batch, iteration): what the machine does to both cancels. The point
-estimate is the median of these ratios. Iterations of one batch resemble each other more than
-iterations of different batches do, so the interval is bootstrapped in the same two steps in which
-the samples arose: batches are drawn first, then iterations inside each drawn batch. With fewer
-than ``MIN_BATCHES`` batches such an interval would promise more than the data hold: then only the
-smallest and the largest ratio are given.
+ratio* baseline / case of one (launch, batch, iteration): what the machine does to both cancels.
+The point estimate is the median of these ratios. A *launch* is one repetition of the whole job;
+all launches use the same batches, and iterations lie inside a (launch, batch) cell.
+
+The interval has two parts, because samples repeat at several levels and only repetition at a level
+shows how much that level matters (Kalibera & Jones, "Rigorous benchmarking in reasonable time",
+ISMM 2013). Batches are many enough to be resampled; launches are two or three, whose resampling
+hardly leaves their range, so they get Student's t instead. With fewer than ``MIN_BATCHES`` batches
+an interval would promise more than the data hold: then only the smallest and the largest ratio are given.
 
 What two runs of the *same* case differ by is the noise floor. A speedup counts only beyond it.
 
-Shapes: B = batches, I = iterations of a batch (the most, where batches differ), S = resamples.
+Shapes: B = batches, L = launches, I = iterations of a cell (the most, where cells differ), S = resamples.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import pandas as pd
+from scipy.special import ndtr, ndtri, stdtrit  # Phi, its inverse, Student's quantile; scipy.stats imports slowly
 
 MIN_BATCHES = 10
+LEVEL = 0.95
 NUM_RESAMPLES = 2000
 # Bounds memory: this many drawn samples are held at a time.
 _DRAWS_AT_ONCE = 2**21
@@ -39,6 +45,7 @@ class Estimate:
             ``is_interval`` is False.
         is_interval: False when there were fewer than ``MIN_BATCHES`` batches.
         num_batches: batches behind the estimate.
+        num_launches: launches behind it; the interval of a single one speaks of that launch only.
     """
 
     median: float
@@ -46,6 +53,7 @@ class Estimate:
     high: float
     is_interval: bool
     num_batches: int
+    num_launches: int
 
 
 @dataclass(frozen=True)
@@ -56,78 +64,138 @@ class NoiseFloor:
     high: float
 
 
+@dataclass(frozen=True)
+class Outliers:
+    """Times that lie far above the others of their (launch, batch) cell.
+
+    Attributes:
+        share: of all times, those above the far-out fence.
+        worst: the longest time, relative to the median of its cell.
+    """
+
+    share: float
+    worst: float
+
+
 def paired_ratios(baseline: pd.Series, case: pd.Series) -> pd.Series:
-    """Return baseline / case for every (batch, iteration) that both have.
+    """Return baseline / case for every (launch, batch, iteration) that both have.
 
     Args:
-        baseline, case: times, indexed by (batch, iteration).
+        baseline, case: times, indexed by (launch, batch, iteration).
 
     Returns:
-        Ratios above 1 where the case was faster, indexed by (batch, iteration); empty when
-        nothing pairs.
+        Ratios above 1 where the case was faster, indexed likewise; empty when nothing pairs.
     """
     first, second = baseline.align(case, join="inner")
     return (first / second).sort_index()
 
 
+def estimate_median(samples: pd.Series) -> Estimate | None:
+    """Return the median of positive samples indexed by (launch, batch, iteration), with its interval.
+
+    In logs, each side of the interval is the quadrature sum of the bootstrap over batches
+    (``bootstrap_median_interval``) and of Student's t on the launches' own medians. Each part covers
+    alone where its level dominates, and widths add in quadrature as standard errors do (Howe, "Approximate
+    confidence limits on the mean of X + Y", JASA 69, 1974). Where iterations or several levels
+    matter, noise is counted in both parts and the interval is wider than need be, never narrower.
+    Launches that lack some batches differ by these too, which widens as well. A single launch has no
+    second part: its interval says nothing of what another launch would show.
+
+    Returns:
+        None when there are no samples.
+    """
+    if samples.empty:
+        return None
+    median = float(samples.median())
+    num_batches, num_launches = (samples.index.get_level_values(name).nunique() for name in ("batch", "launch"))
+    if num_batches < MIN_BATCHES:
+        return Estimate(median, float(samples.min()), float(samples.max()), False, num_batches, num_launches)
+    low, high = bootstrap_median_interval(samples)
+    launch_half = _launch_half_width(samples)
+    down, up = (math.hypot(math.log(end / median), launch_half) for end in (low, high))
+    return Estimate(median, median * math.exp(-down), median * math.exp(up), True, num_batches, num_launches)
+
+
 def bootstrap_median_interval(
-    samples: pd.Series, *, level: float = 0.95, num_resamples: int = NUM_RESAMPLES, seed: int = 0
+    samples: pd.Series, *, num_resamples: int = NUM_RESAMPLES, seed: int = 0
 ) -> tuple[float, float]:
-    """Return the percentile interval of the median under a hierarchical bootstrap.
+    """Return the 95 % interval of the median over batches and iterations, for the launches at hand.
+
+    Hierarchical bootstrap: batches are drawn first, then iterations inside each cell of a drawn batch,
+    which brings its cells of all launches. Few batches resample too narrowly, so the quantiles taken
+    are the expanded ones of Hesterberg ("What Teachers Should Know About the Bootstrap", Am. Stat. 69,
+    2015), under which the interval of a mean would be Student's t with B - 1 degrees of freedom.
 
     Args:
-        samples: values indexed by (batch, iteration); batches may hold unequal numbers.
-        level: share of resampled medians that the interval covers.
+        samples: values indexed by (launch, batch, iteration); cells may be uneven or missing.
         seed: equal seeds give equal intervals.
     """
-    groups = [group.to_numpy() for _, group in samples.groupby(level="batch")]
-    counts_B = np.array([len(group) for group in groups])
-    values_BI = np.full((len(groups), counts_B.max()), np.inf)
-    for row, group in zip(values_BI, groups, strict=True):
-        row[: len(group)] = group
-
+    values_BLI, counts_BL = _cells(samples)
     generator = np.random.default_rng(seed)
-    step = max(1, _DRAWS_AT_ONCE // values_BI.size)
+    step = max(1, _DRAWS_AT_ONCE // values_BLI.size)
     medians_S = np.concatenate(
         [
-            _resampled_medians(values_BI, counts_B, min(step, num_resamples - start), generator)
+            _resampled_medians(values_BLI, counts_BL, min(step, num_resamples - start), generator)
             for start in range(0, num_resamples, step)
         ]
     )
-    low, high = np.quantile(medians_S, [(1 - level) / 2, (1 + level) / 2])
+    num_batches = len(counts_BL)
+    tail = ndtr(-math.sqrt(num_batches / (num_batches - 1)) * _student_t(num_batches))
+    low, high = np.quantile(medians_S, [tail, 1 - tail])
     return float(low), float(high)
 
 
+def _cells(samples: pd.Series) -> tuple[np.ndarray, np.ndarray]:
+    """Return values [B, L, I], those of a cell first and then NaN, and how many each cell holds, [B, L]."""
+    places = [
+        np.unique(samples.index.get_level_values(name), return_inverse=True)[1]
+        for name in ("batch", "launch", "iteration")
+    ]
+    values_BLI = np.full([place.max() + 1 for place in places], np.nan)
+    values_BLI[tuple(places)] = samples
+    values_BLI.sort(axis=-1)
+    return values_BLI, np.count_nonzero(~np.isnan(values_BLI), axis=-1)
+
+
 def _resampled_medians(
-    values_BI: np.ndarray, counts_B: np.ndarray, num_resamples: int, generator: np.random.Generator
+    values_BLI: np.ndarray, counts_BL: np.ndarray, num_resamples: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Draw B batches, then as many iterations as each holds, and take the median: shape [S]."""
-    num_batches, most = values_BI.shape
-    batch_SB1 = generator.integers(num_batches, size=(num_resamples, num_batches, 1))
-    counts_SB1 = counts_B[batch_SB1]
-    iteration_SBI = generator.integers(counts_SB1, size=(num_resamples, num_batches, most))
-    drawn_SBI = values_BI[batch_SB1, iteration_SBI]
-    drawn_SBI[np.arange(most) >= counts_SB1] = np.inf  # sorts behind all that count
-    sorted_SN = np.sort(drawn_SBI.reshape(num_resamples, -1), axis=1)
-    length_S = counts_SB1.sum(axis=(1, 2))
+    """Draw B batches, then as many iterations as each of their cells holds, and take the median: shape [S]."""
+    num_batches, num_launches, most = values_BLI.shape
+    batch_SB11 = generator.integers(num_batches, size=(num_resamples, num_batches, 1, 1))
+    launch_L1 = np.arange(num_launches)[:, None]
+    counts_SBL1 = counts_BL[batch_SB11, launch_L1]
+    shape = (num_resamples, num_batches, num_launches, most)
+    # Scaled uniforms, as integers() with a bound per cell takes several times as long.
+    iteration_SBLI = (generator.random(shape, dtype=np.float32) * counts_SBL1).astype(np.intp)
+    drawn_SBLI = values_BLI[batch_SB11, launch_L1, iteration_SBLI]
+    drawn_SBLI[np.arange(most) >= counts_SBL1] = np.nan  # sorts behind all that count
+    sorted_SN = np.sort(drawn_SBLI.reshape(num_resamples, -1), axis=1)
+    length_S = counts_SBL1.sum(axis=(1, 2, 3))
     row_S = np.arange(num_resamples)
     return (sorted_SN[row_S, (length_S - 1) // 2] + sorted_SN[row_S, length_S // 2]) / 2
 
 
-def estimate_median(samples: pd.Series) -> Estimate | None:
-    """Return the median of samples indexed by (batch, iteration), with its interval; None when empty."""
-    if samples.empty:
-        return None
-    num_batches = samples.index.get_level_values("batch").nunique()
-    is_interval = num_batches >= MIN_BATCHES
-    low, high = bootstrap_median_interval(samples) if is_interval else (float(samples.min()), float(samples.max()))
-    return Estimate(float(samples.median()), low, high, is_interval, num_batches)
+def _launch_half_width(samples: pd.Series) -> float:
+    """Return half the width, in logs, of Student's interval of the launches' medians; 0 for one launch."""
+    log_medians_L = np.log(samples.groupby(level="launch").median())
+    num_launches = len(log_medians_L)
+    if num_launches == 1:
+        return 0.0
+    return _student_t(num_launches) * log_medians_L.std(ddof=1) / math.sqrt(num_launches)
+
+
+def _student_t(count: int) -> float:
+    """Return the quantile of a two-sided interval from ``count`` values."""
+    return float(stdtrit(count - 1, (1 + LEVEL) / 2))
 
 
 def noise_floor(same_again: Estimate) -> NoiseFloor:
     """Widen the interval of a native-against-native speedup until it is symmetric about 1.
 
-    Symmetric as a ratio: what slows one of two equal runs by a tenth might as well have slowed the other.
+    Symmetric as a ratio: what slows one of two equal runs by a tenth might as well have slowed the
+    other. The floor shares its baseline samples with the speedups on purpose: were the baseline's own
+    run off, every speedup would be off by as much, and only a floor against that same baseline shows it.
     """
     ends = (same_again.low, 1 / same_again.low, same_again.high, 1 / same_again.high)
     return NoiseFloor(min(ends), max(ends))
@@ -149,3 +217,68 @@ def judge(speedup: Estimate | None, floor: NoiseFloor | None) -> Verdict:
     if floor.low <= speedup.low and speedup.high <= floor.high:
         return "no difference"
     return "cannot say"
+
+
+def minimum_detectable_effect(speedup: Estimate, floor: NoiseFloor, power: float = 0.8) -> float | None:
+    """Return the smallest true speedup that ``judge`` would call ``faster`` with that power.
+
+    With the estimate normal in logs, the low end of its interval passes the floor with probability
+    ``power`` when the truth lies half a width plus z_power standard errors beyond it. The standard
+    error is the half width over Student's quantile for B - 1 degrees of freedom, which the expanded
+    bootstrap amounts to. The launch part has a greater quantile, so with several launches the standard
+    error is an upper bound; that it makes up for how little so few launches say of their own scatter
+    is held against simulation in the tests.
+
+    Args:
+        speedup: any estimate of the design in question; only the width of its interval counts.
+
+    Returns:
+        A ratio above 1; None without an interval.
+    """
+    if not speedup.is_interval:
+        return None
+    half_width = math.log(speedup.high / speedup.low) / 2
+    standard_error = half_width / _student_t(speedup.num_batches)
+    return floor.high * math.exp(half_width + float(ndtri(power)) * standard_error)
+
+
+def drift(times: pd.Series) -> float:
+    """Return how much slower (+) or faster (-) a launch ended than it began, as a ratio minus 1.
+
+    The last third of its iterations is held against the first third, by medians of times relative to
+    their cell, so that batches do not count. Of several launches, the one that drifted furthest counts.
+
+    Args:
+        times: of one case, indexed by (launch, batch, iteration), iterations numbered in order of time.
+
+    Returns:
+        0 with fewer than three iterations.
+    """
+    changes = []
+    for _, relative in _relative_to_cell(times).groupby(level="launch"):
+        iterations = relative.index.get_level_values("iteration")
+        ordered = np.unique(iterations)
+        third = len(ordered) // 3
+        if third:
+            first, last = (relative[iterations.isin(part)].median() for part in (ordered[:third], ordered[-third:]))
+            changes.append(float(last / first - 1))
+    return max(changes, key=abs, default=0.0)
+
+
+def outliers(times: pd.Series) -> Outliers:
+    """Count times that lie far out, relative to their cell.
+
+    The fence is Tukey's outer one, Q3 + 3 IQR of all relative times (Exploratory Data Analysis, 1977);
+    about one normal sample in a million lies beyond.
+
+    Args:
+        times: of one case, indexed by (launch, batch, iteration); at least one.
+    """
+    relative = _relative_to_cell(times)
+    first_quartile, third_quartile = relative.quantile([0.25, 0.75])
+    fence = third_quartile + 3 * (third_quartile - first_quartile)
+    return Outliers(float((relative > fence).mean()), float(relative.max()))
+
+
+def _relative_to_cell(times: pd.Series) -> pd.Series:
+    return times / times.groupby(level=["launch", "batch"]).transform("median")

@@ -74,6 +74,33 @@ def available_memory_bytes(device: torch.device, ranks_per_node: int) -> int:
     return int(meminfo["MemAvailable"].split()[0]) * 1024 // ranks_per_node
 
 
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most memory that this process held: on the device since ``forget_peak_memory``, on a CPU ever."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(status["VmHWM"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Size of the device's last-level cache; an assumed 64 MiB where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+        return int(text.removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return 64 * 2**20
+
+
 def describe(device: torch.device) -> dict[str, Any]:
     """Everything for ``run.json``; commit and load are those of this moment."""
     return {

@@ -1,0 +1,372 @@
+"""Was the machine quiet while a comparison was timed?
+
+A comparison takes its cases in turns, so a slow drift hits all of them alike. What it cannot divide
+out is a machine that changes from one moment to the next: another process on the cores, a hypervisor
+that lends them elsewhere, a GPU that lowers its clock because it is hot. None of these shows in the
+samples of time, where each looks like noise or, worse, like an effect. So the machine is watched beside
+the run. Most of it costs nothing, because the kernel counts anyway: read at begin and end, the CPU time
+of all processes less that of our ranks is what others used. A GPU's clock, power and reasons of
+throttling are sampled on a thread, a few calls into NVML per period. What cannot be read is said in
+words; it never ends a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pynvml
+
+if TYPE_CHECKING:
+    import torch
+
+# Share of the cores a rank may use. Daemons of an idle host stay below 1 %.
+MAX_FOREIGN_SHARE = 0.05
+# Likewise. On a host of one's own it is 0; a stolen slice stops one rank, and all others wait for it.
+MAX_STOLEN_SHARE = 0.02
+# Share of samples. A GPU with enough cooling and supply is never slowed; one sample may be a fluke.
+MAX_SLOWDOWN_SHARE = 0.01
+# (p95 - p5) / median. Under a steady load the clock stays within a few steps of 15 MHz.
+MAX_CLOCK_VARIATION = 0.05
+# Share of samples. A cap that is touched less often changes no median.
+MIN_POWER_CAP_SHARE = 0.01
+
+# Idling and a clock that somebody set are reasons for a low clock too, but no throttling.
+THROTTLE_REASONS = {
+    "power_cap": pynvml.nvmlClocksEventReasonSwPowerCap,
+    "hw_slowdown": pynvml.nvmlClocksEventReasonHwSlowdown,
+    "hw_thermal": pynvml.nvmlClocksEventReasonHwThermalSlowdown,
+    "sw_thermal": pynvml.nvmlClocksEventReasonSwThermalSlowdown,
+    "hw_power_brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
+    "sync_boost": pynvml.nvmlClocksEventReasonSyncBoost,
+    "display_clocks": pynvml.nvmlClocksEventReasonDisplayClockSetting,
+}
+# NVML sets hw_slowdown together with the other two hw reasons, so it comes last: of equal shares the first one counts.
+_SLOWDOWNS = {
+    "hw_thermal": "heat",
+    "sw_thermal": "heat",
+    "hw_power_brake": "the brake of its power supply",
+    "hw_slowdown": "its hardware (heat or power)",
+}
+
+# Methods of NvmlGpu, in words: what every sample has, and what only the first and the last one have.
+_SAMPLED = {
+    "sm_clock_mhz": "the SM clock",
+    "memory_clock_mhz": "the memory clock",
+    "power_w": "the power draw",
+    "temperature_c": "the temperature",
+    "throttle_reasons": "the reasons of throttling",
+}
+_AT_ENDS = {
+    "power_violation_s": "the time throttled for power",
+    "thermal_violation_s": "the time throttled for heat",
+    "sm_clock_limit_mhz": "the highest SM clock",
+}
+
+# A call into the driver of a lost GPU may never come back; the run does not wait for it.
+_PATIENCE_S = 5.0
+
+GpuSample = Mapping[str, float]  # by method of NvmlGpu; without what could not be read
+
+
+@dataclass(frozen=True)
+class MachineState:
+    """The machine of one rank between begin and end. None: could not be read, or there is no GPU."""
+
+    wall_s: float
+    num_cores: int  # that this rank may use
+    own_cpu_s: float  # of this process and of children that it waited for
+    machine_cpu_s: float | None = None  # of all processes of the machine
+    interrupt_s: float | None = None  # apart: nobody can be charged with it, and our own traffic causes some
+    stolen_s: float | None = None  # by the hypervisor
+    load_average_begin: float | None = None  # over one minute
+    load_average_end: float | None = None
+    num_samples: int = 0
+    sm_clock_mhz: tuple[float, float, float] | None = (
+        None  # 5 %, 50 % and 95 % of samples in which the GPU was not idle
+    )
+    sm_clock_limit_mhz: float | None = None
+    memory_clock_median_mhz: float | None = None
+    power_median_w: float | None = None
+    power_max_w: float | None = None
+    temperature_max_c: float | None = None
+    throttle_shares: Mapping[str, float] | None = None  # of samples, by name in THROTTLE_REASONS
+    power_violation_s: float | None = None
+    thermal_violation_s: float | None = None
+    notes: tuple[str, ...] = ()  # what could not be read
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MachineState:
+        clocks = values["sm_clock_mhz"]
+        return cls(**{**values, "sm_clock_mhz": tuple(clocks) if clocks else None, "notes": tuple(values["notes"])})
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the kernel has counted up to a moment."""
+
+    time_s: float
+    own_cpu_s: float
+    machine: Mapping[str, float]  # of parse_proc_stat; empty where it could not be read
+    load_average: float | None
+
+
+def parse_proc_stat(text: str, ticks_per_s: int) -> dict[str, float]:
+    """CPU seconds of all cores since boot, by field of ``MachineState``, from /proc/stat (proc_stat(5)).
+
+    Raises:
+        ValueError: not such a text, or one of zeros, as sandboxes show that hide the machine.
+    """
+    label, *fields = text.split()[:9] or [""]
+    if label != "cpu" or len(fields) < 8:
+        raise ValueError(f"expected 'cpu' and 8 counters, got {text[:40]!r}")
+    user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) / ticks_per_s for field in fields)
+    if user + system == 0:
+        raise ValueError("all counters are zero")
+    return {"machine_cpu_s": user + nice + system, "interrupt_s": irq + softirq, "stolen_s": steal}
+
+
+def read_counters(problems: dict[str, str], proc_stat: Path = Path("/proc/stat")) -> Counters:
+    """The counters of now; ``problems`` is told what could not be read, and why."""
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    machine = _attempt(
+        "the CPU time of other processes", lambda: parse_proc_stat(proc_stat.read_text(), ticks_per_s), problems
+    )
+    load_average = _attempt("the load average", lambda: os.getloadavg()[0], problems)
+    return Counters(time.perf_counter(), sum(os.times()[:4]), machine or {}, load_average)
+
+
+class NvmlGpu:
+    """One GPU as NVML, the driver's monitor, sees it. Every method may raise ``pynvml.NVMLError``."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch  # Analysis judges states without it.
+
+        # NVML knows nothing of CUDA_VISIBLE_DEVICES: its numbers are not torch's.
+        uuid = torch.cuda.get_device_properties(device).uuid
+        pynvml.nvmlInit()
+        try:
+            self._gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        except pynvml.NVMLError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        pynvml.nvmlShutdown()
+
+    def sm_clock_mhz(self) -> float:
+        return pynvml.nvmlDeviceGetClockInfo(self._gpu, pynvml.NVML_CLOCK_SM)
+
+    def memory_clock_mhz(self) -> float:
+        return pynvml.nvmlDeviceGetClockInfo(self._gpu, pynvml.NVML_CLOCK_MEM)
+
+    def power_w(self) -> float:
+        return pynvml.nvmlDeviceGetPowerUsage(self._gpu) / 1e3
+
+    def temperature_c(self) -> float:
+        return pynvml.nvmlDeviceGetTemperature(self._gpu, pynvml.NVML_TEMPERATURE_GPU)
+
+    def throttle_reasons(self) -> int:
+        try:
+            return pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._gpu)
+        except pynvml.nvmlExceptionClass(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
+            # Older drivers have it under its first name only.
+            return pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._gpu)
+
+    def power_violation_s(self) -> float:
+        return self._violation_s(pynvml.NVML_PERF_POLICY_POWER)
+
+    def thermal_violation_s(self) -> float:
+        return self._violation_s(pynvml.NVML_PERF_POLICY_THERMAL)
+
+    def _violation_s(self, policy: int) -> float:
+        status: Any = pynvml.nvmlDeviceGetViolationStatus(self._gpu, policy)
+        return status.violationTime / 1e9
+
+    def sm_clock_limit_mhz(self) -> float:
+        return pynvml.nvmlDeviceGetMaxClockInfo(self._gpu, pynvml.NVML_CLOCK_SM)
+
+
+class MachineSampler:
+    """Watches the machine from ``__enter__`` to ``stop`` or ``__exit__``; from then on ``state`` says how it was.
+
+    Args:
+        open_gpu: what is sampled on a CUDA device. On the CPU the counters say all, and there is no thread.
+    """
+
+    state: MachineState
+
+    def __init__(
+        self, device: torch.device, period_s: float = 0.5, *, open_gpu: Callable[[torch.device], Any] = NvmlGpu
+    ) -> None:
+        self._device = device
+        self._period_s = period_s
+        self._open_gpu = open_gpu
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._samples: list[GpuSample] = []
+        self._problems: dict[str, str] = {}
+
+    def __enter__(self) -> MachineSampler:
+        if self._device.type == "cuda":
+            gpu = _attempt("the GPU", lambda: self._open_gpu(self._device), self._problems)
+            if gpu is not None:
+                self._thread = threading.Thread(target=self._watch, args=(gpu,), name="machine", daemon=True)
+                self._thread.start()
+        self._begin = read_counters(self._problems)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> MachineState:
+        """End the watch; a second call changes nothing."""
+        if not self._stopped.is_set():
+            end = read_counters(self._problems)
+            self._stopped.set()
+            if self._thread:
+                self._thread.join(_PATIENCE_S)
+                if self._thread.is_alive():
+                    self._problems["the GPU to its end"] = f"NVML did not answer within {_PATIENCE_S:g} s"
+            self.state = state_between(self._begin, end, list(self._samples), dict(self._problems))
+        return self.state
+
+    def _watch(self, gpu: Any) -> None:
+        self._sample(gpu, _SAMPLED | _AT_ENDS)
+        while not self._stopped.wait(self._period_s):
+            self._sample(gpu, _SAMPLED)
+        self._sample(gpu, _SAMPLED | _AT_ENDS)
+        with contextlib.suppress(Exception):
+            gpu.close()
+
+    def _sample(self, gpu: Any, names: Iterable[str]) -> None:
+        values = {name: _attempt(name, getattr(gpu, name), self._problems) for name in names}
+        self._samples.append({name: value for name, value in values.items() if value is not None})
+
+
+def _attempt(what: str, read: Callable[[], Any], problems: dict[str, str]) -> Any:
+    """What ``read`` gives; None where it fails, and the first reason is kept."""
+    try:
+        return read()
+    except Exception as error:  # of whatever kind: watching must not end what it watches
+        problems.setdefault(what, str(error) or type(error).__name__)
+        return None
+
+
+def state_between(
+    begin: Counters, end: Counters, samples: Sequence[GpuSample], problems: Mapping[str, str]
+) -> MachineState:
+    """Two readings of the counters, and the samples between them, as one state."""
+
+    def values(name: str, among: Sequence[GpuSample] = samples) -> list[float]:
+        return [sample[name] for sample in among if name in sample]
+
+    def quantile(of: list[float], q: float) -> float | None:
+        return float(np.quantile(of, q)) if of else None
+
+    def increase(name: str) -> float | None:
+        counts = values(name)
+        return counts[-1] - counts[0] if len(counts) > 1 else None
+
+    def note(what: str, why: str) -> str:
+        words = (_SAMPLED | _AT_ENDS).get(what, what)
+        return f"{words} could not {'always ' if values(what) else ''}be read: {why}"
+
+    idle = pynvml.nvmlClocksEventReasonGpuIdle
+    busy = [sample for sample in samples if not int(sample.get("throttle_reasons", 0)) & idle]
+    sm_clocks = values("sm_clock_mhz", busy)
+    masks = [int(mask) for mask in values("throttle_reasons")]
+    reasons = THROTTLE_REASONS if masks else {}
+    shares = {name: sum(mask & bit > 0 for mask in masks) / len(masks) for name, bit in reasons.items()}
+    return MachineState(
+        wall_s=end.time_s - begin.time_s,
+        num_cores=len(os.sched_getaffinity(0)),
+        own_cpu_s=end.own_cpu_s - begin.own_cpu_s,
+        # A core that is taken offline sets a counter back.
+        **{name: max(0.0, end.machine[name] - begin.machine[name]) for name in begin.machine if name in end.machine},
+        load_average_begin=begin.load_average,
+        load_average_end=end.load_average,
+        num_samples=len(samples),
+        sm_clock_mhz=tuple(np.quantile(sm_clocks, (0.05, 0.5, 0.95)).tolist()) if sm_clocks else None,
+        sm_clock_limit_mhz=quantile(values("sm_clock_limit_mhz"), 1),
+        memory_clock_median_mhz=quantile(values("memory_clock_mhz", busy), 0.5),
+        power_median_w=quantile(values("power_w"), 0.5),
+        power_max_w=quantile(values("power_w"), 1),
+        temperature_max_c=quantile(values("temperature_c"), 1),
+        throttle_shares=shares or None,
+        power_violation_s=increase("power_violation_s"),
+        thermal_violation_s=increase("thermal_violation_s"),
+        notes=tuple(note(what, why) for what, why in problems.items()),
+    )
+
+
+def disturbances(states: Sequence[tuple[str, MachineState]]) -> list[str]:
+    """What makes the times doubtful: a line per kind, the worst host or rank named.
+
+    Args:
+        states: host name and state of every rank, in order of rank.
+    """
+    foreign, stolen, slowed, varied = [], [], [], []
+    for host in dict.fromkeys(host for host, _ in states):
+        its_states = [state for its_host, state in states if its_host == host]
+        state = its_states[0]  # all ranks of a host see the same machine
+        foreign_s = max(0.0, (state.machine_cpu_s or 0.0) - sum(of_rank.own_cpu_s for of_rank in its_states))
+        foreign.append(_cores_taken("other processes used", foreign_s, host, state))
+        stolen.append(_cores_taken("the hypervisor took", state.stolen_s or 0.0, host, state))
+    for rank, (_, state) in enumerate(states):
+        shares = state.throttle_shares or {}
+        reason = max(_SLOWDOWNS, key=lambda reason: shares.get(reason, 0.0))
+        share = shares.get(reason, 0.0)
+        line = f"rank {rank}'s GPU was slowed down by {_SLOWDOWNS[reason]} in {_percent(share)} of the samples"
+        slowed.append((share, line))
+        if state.sm_clock_mhz:
+            low, median, high = state.sm_clock_mhz
+            line = f"rank {rank}'s SM clock varied between {low:,.0f} and {high:,.0f} MHz"
+            varied.append(((high - low) / max(median, 1.0), line))
+    return [
+        *_worst(foreign, MAX_FOREIGN_SHARE, "hosts"),
+        *_worst(stolen, MAX_STOLEN_SHARE, "hosts"),
+        *_worst(slowed, MAX_SLOWDOWN_SHARE, "ranks"),
+        *_worst(varied, MAX_CLOCK_VARIATION, "ranks"),
+    ]
+
+
+def remarks(states: Sequence[tuple[str, MachineState]]) -> list[str]:
+    """What is worth knowing and no disturbance; ``states`` as for ``disturbances``."""
+    capped = []
+    for rank, (_, state) in enumerate(states):
+        share = (state.throttle_shares or {}).get("power_cap", 0.0)
+        capped.append((share, f"the power cap was active in {_percent(share)} of the samples of rank {rank}'s GPU"))
+    notes = Counter(note for _, state in states for note in state.notes)
+    some = {note: f" ({count} of {len(states)} ranks)" for note, count in notes.items() if count < len(states)}
+    return [*_worst(capped, MIN_POWER_CAP_SHARE, "ranks"), *(note + some.get(note, "") for note in notes)]
+
+
+def _cores_taken(who: str, cpu_s: float, host: str, state: MachineState) -> tuple[float, str]:
+    # No share of the host in the line: a rank may be bound to some of its cores, and others work on any.
+    cores = cpu_s / state.wall_s if state.wall_s > 0 else 0.0
+    line = f"{who} {cores:.2f} cores of {host} while it was timed (a rank may use {state.num_cores})"
+    return cores / state.num_cores, line
+
+
+def _worst(found: Sequence[tuple[float, str]], limit: float, kind: str) -> list[str]:
+    """The line with the highest share if that is above ``limit``, and how many others are."""
+    above = [share for share, _ in found if share > limit]
+    if not above:
+        return []
+    return [max(found)[1] + (f" ({len(above)} {kind} in all)" if len(above) > 1 else "")]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.{0 if share >= 0.1 else 1}f} %"

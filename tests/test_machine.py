@@ -1,0 +1,441 @@
+"""Claims about watching the machine, driven by made-up counters and a made-up GPU."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+import torch
+
+from moe_ep_bench import machine
+from moe_ep_bench.machine import (
+    THROTTLE_REASONS,
+    Counters,
+    MachineSampler,
+    MachineState,
+    NvmlGpu,
+    disturbances,
+    parse_proc_stat,
+    read_counters,
+    remarks,
+    state_between,
+)
+
+CUDA = torch.device("cuda", 0)
+IDLE = pynvml.nvmlClocksEventReasonGpuIdle
+READINGS = {
+    "sm_clock_mhz": 1980,
+    "memory_clock_mhz": 2619,
+    "power_w": 650.0,
+    "temperature_c": 61,
+    "throttle_reasons": 0,
+    "power_violation_s": 7.0,
+    "thermal_violation_s": 0.0,
+    "sm_clock_limit_mhz": 1980,
+}
+
+
+class FakeGpu:
+    """Stands for ``NvmlGpu``: a reading is a value, an error to raise, or a function."""
+
+    def __init__(self, **readings):
+        self.closed = False
+        self.sampled_again = threading.Event()
+        self.calls = 0
+        for name, reading in {**READINGS, **readings}.items():
+            setattr(self, name, lambda reading=reading: self._read(reading))
+
+    def _read(self, reading):
+        self.calls += 1
+        if self.calls > 3 * len(READINGS):
+            self.sampled_again.set()
+        if isinstance(reading, Exception):
+            raise reading
+        return reading() if callable(reading) else reading
+
+    def close(self):
+        self.closed = True
+
+
+def watched(gpu: FakeGpu) -> MachineState:
+    """The state after the fake was sampled several times."""
+    with MachineSampler(CUDA, period_s=0.001, open_gpu=lambda device: gpu) as sampler:
+        assert gpu.sampled_again.wait(20)
+    return sampler.state
+
+
+def of_samples(*samples) -> MachineState:
+    """The state of a GPU with these samples, and of a machine that did nothing."""
+    moment = Counters(time_s=0.0, own_cpu_s=0.0, machine={}, load_average=None)
+    return state_between(moment, moment, samples, {})
+
+
+def state(**fields) -> MachineState:
+    """Ten seconds on two cores, by default all of it this rank's own work."""
+    return MachineState(
+        **{"wall_s": 10.0, "num_cores": 2, "own_cpu_s": 10.0, "machine_cpu_s": 10.0, "stolen_s": 0.0, **fields}
+    )
+
+
+def gpu_state(**shares) -> MachineState:
+    return state(sm_clock_mhz=(1950.0, 1980.0, 1980.0), throttle_shares=dict.fromkeys(THROTTLE_REASONS, 0.0) | shares)
+
+
+# ---- the CPU's counters
+
+
+def test_proc_stat_is_read_in_seconds_without_idle_time():
+    text = "cpu  100 20 300 4000 500 6 70 80 90 0\ncpu0 1 2 3 4 5 6 7 8 9 0\n"
+    expected = {"machine_cpu_s": 4.2, "interrupt_s": 0.76, "stolen_s": 0.8}  # guest time (90) is part of user time
+    assert parse_proc_stat(text, 100) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("text", ["", "intr 1 2 3", "cpu 1 2 3", "cpu a b c d e f g h", "cpu  0 0 0 0 0 0 0 0 0 0"])
+def test_a_proc_stat_that_says_nothing_is_an_error(text):
+    with pytest.raises(ValueError, match=r".+"):
+        parse_proc_stat(text, 100)
+
+
+def test_without_proc_the_counters_say_so_and_go_on(tmp_path):
+    problems = {}
+    begin, end = (read_counters(problems, proc_stat=tmp_path / "stat") for _ in range(2))
+    result = state_between(begin, end, [], problems)
+    assert result.machine_cpu_s is None
+    assert result.stolen_s is None
+    assert "the CPU time of other processes could not be read: " in result.notes[0]
+    assert disturbances([("a", result)]) == []
+
+
+def test_a_state_is_the_difference_of_two_readings():
+    begin = Counters(100.0, 5.0, {"machine_cpu_s": 50.0, "interrupt_s": 3.0, "stolen_s": 1.0}, 0.5)
+    end = Counters(110.0, 12.0, {"machine_cpu_s": 65.0, "interrupt_s": 3.5, "stolen_s": 0.0}, 1.5)
+    result = state_between(begin, end, [], {})
+    assert (result.wall_s, result.own_cpu_s, result.machine_cpu_s, result.interrupt_s) == (10.0, 7.0, 15.0, 0.5)
+    assert result.stolen_s == 0  # a counter that went back
+    assert (result.load_average_begin, result.load_average_end, result.notes) == (0.5, 1.5, ())
+
+
+def test_this_very_machine_is_read_plausibly():
+    with MachineSampler(torch.device("cpu")) as sampler:
+        used_until = time.process_time() + 0.2
+        while time.process_time() < used_until:
+            pass
+    result = sampler.state
+    assert result.own_cpu_s > 0.15
+    assert result.wall_s > 0
+    assert result.num_cores >= 1
+    assert result.num_samples == 0
+    assert result.sm_clock_mhz is None
+    if not result.notes:  # a container may hide its machine
+        assert result.machine_cpu_s > 0
+        assert result.stolen_s >= 0
+        assert result.load_average_end >= 0
+
+
+# ---- the GPU's samples
+
+
+def test_a_steady_gpu_is_summarised_and_released():
+    gpu = FakeGpu()
+    result = watched(gpu)
+    assert result.sm_clock_mhz == (1980, 1980, 1980)
+    assert (result.sm_clock_limit_mhz, result.memory_clock_median_mhz) == (1980, 2619)
+    assert (result.power_median_w, result.power_max_w, result.temperature_max_c) == (650, 650, 61)
+    assert result.throttle_shares == dict.fromkeys(THROTTLE_REASONS, 0)
+    assert (result.power_violation_s, result.thermal_violation_s) == (0, 0)
+    assert result.num_samples >= 3
+    assert result.notes == ()
+    assert gpu.closed
+
+
+def test_quantiles_are_of_all_samples():
+    result = of_samples(*({"sm_clock_mhz": 1000 + i, "power_w": i, "temperature_c": i} for i in range(101)))
+    assert result.sm_clock_mhz == (1005, 1050, 1095)
+    assert (result.power_median_w, result.power_max_w, result.temperature_max_c) == (50, 100, 100)
+    assert result.throttle_shares is None
+
+
+def test_the_clock_of_an_idle_gpu_is_not_the_clock_of_the_work():
+    working, idling = {"sm_clock_mhz": 1980, "throttle_reasons": 0}, {"sm_clock_mhz": 345, "throttle_reasons": IDLE}
+    result = of_samples(working, idling, idling, working)
+    assert result.sm_clock_mhz == (1980, 1980, 1980)
+    assert of_samples(idling).sm_clock_mhz is None
+
+
+def test_throttle_reasons_are_told_apart_in_the_bitmask():
+    power, heat = pynvml.nvmlClocksEventReasonSwPowerCap, pynvml.nvmlClocksEventReasonHwThermalSlowdown
+    hardware = pynvml.nvmlClocksEventReasonHwSlowdown
+    masks = [0, power, power | heat | hardware, power]
+    shares = of_samples(*({"throttle_reasons": mask} for mask in masks)).throttle_shares
+    assert {name: share for name, share in shares.items() if share} == {
+        "power_cap": 0.75,
+        "hw_thermal": 0.25,
+        "hw_slowdown": 0.25,
+    }
+
+
+def test_idling_and_set_clocks_are_no_throttling():
+    mask = IDLE | pynvml.nvmlClocksEventReasonApplicationsClocksSetting
+    assert not any(of_samples({"throttle_reasons": mask}).throttle_shares.values())
+
+
+def test_every_reason_has_a_bit_of_its_own():
+    known = sum(THROTTLE_REASONS.values()) | IDLE | pynvml.nvmlClocksEventReasonApplicationsClocksSetting
+    assert known == pynvml.nvmlClocksEventReasonAll
+
+
+def test_violations_are_counted_from_the_first_sample_to_the_last():
+    counts = {"power_violation_s": 5.0, "thermal_violation_s": 1.0}
+    result = of_samples(counts, {}, {"power_violation_s": 7.5, "thermal_violation_s": 1.0})
+    assert (result.power_violation_s, result.thermal_violation_s) == (2.5, 0)
+    assert of_samples(counts).power_violation_s is None
+
+
+# ---- an NVML that fails
+
+
+def test_a_missing_nvml_is_said_in_words():
+    def missing(device):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    with MachineSampler(CUDA, open_gpu=missing) as sampler:
+        pass
+    assert sampler.state.notes == ("the GPU could not be read: NVML Shared Library Not Found",)
+    assert sampler.state.num_samples == 0
+    assert sampler.state.wall_s >= 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to be read")
+def test_a_device_that_is_not_there_breaks_nothing():
+    with MachineSampler(CUDA) as sampler:
+        pass
+    (note,) = sampler.state.notes
+    assert note.startswith("the GPU could not be read: ")
+
+
+def test_a_field_that_a_gpu_does_not_have_costs_only_itself():
+    unsupported = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    result = watched(FakeGpu(power_w=unsupported, thermal_violation_s=unsupported))
+    assert (result.power_median_w, result.power_max_w, result.thermal_violation_s) == (None, None, None)
+    assert (result.temperature_max_c, result.power_violation_s) == (61, 0)
+    assert result.notes == (
+        "the power draw could not be read: Not Supported",
+        "the time throttled for heat could not be read: Not Supported",
+    )
+
+
+def test_a_gpu_that_is_lost_midway_keeps_what_was_read():
+    readings = iter([60, 62])
+
+    def temperature():
+        for reading in readings:
+            return reading
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+
+    result = watched(FakeGpu(temperature_c=temperature))
+    assert result.temperature_max_c == 62
+    assert result.notes == ("the temperature could not always be read: GPU is lost",)
+
+
+def test_a_driver_that_never_answers_does_not_hold_up_the_run(monkeypatch):
+    monkeypatch.setattr(machine, "_PATIENCE_S", 0.01)
+    asked, answered = threading.Event(), threading.Event()
+
+    def hang():
+        asked.set()
+        answered.wait(60)
+        return 1980
+
+    with MachineSampler(CUDA, open_gpu=lambda device: FakeGpu(sm_clock_mhz=hang)) as sampler:
+        assert asked.wait(20)
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "machine"]
+    assert sampler.state.notes == ("the GPU to its end could not be read: NVML did not answer within 0.01 s",)
+    answered.set()
+    thread.join(20)
+
+
+def test_an_error_of_the_run_passes_through_and_ends_the_thread():
+    gpu = FakeGpu()
+    sampler = MachineSampler(CUDA, open_gpu=lambda device: gpu)
+    with pytest.raises(RuntimeError, match="out of memory"), sampler:
+        raise RuntimeError("out of memory")
+    assert gpu.closed
+    assert sampler.state.num_samples == 2  # the first and the last one, however short the run
+
+
+def test_stop_ends_the_thread_without_waiting_for_the_period_and_may_come_twice():
+    with MachineSampler(CUDA, period_s=3600, open_gpu=lambda device: FakeGpu()) as sampler:
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "machine"]
+        assert thread.daemon
+        first = sampler.stop()
+        assert not thread.is_alive()
+    assert sampler.stop() is first
+
+
+def test_on_the_cpu_there_is_no_thread():
+    with MachineSampler(torch.device("cpu"), open_gpu=lambda device: pytest.fail("no GPU to open")):
+        assert "machine" not in [thread.name for thread in threading.enumerate()]
+
+
+# ---- NvmlGpu, on a made-up library
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """NVML's functions replaced, and the calls that came in."""
+    calls = []
+
+    def by_uuid(uuid):
+        calls.append(uuid)
+        return "handle"
+
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"uuid-{device.index}")
+    )
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: calls.append("init"))
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: calls.append("shutdown"))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", by_uuid)
+    return calls
+
+
+def test_the_gpu_is_found_by_the_uuid_that_torch_knows(library):
+    NvmlGpu(torch.device("cuda", 3)).close()
+    assert library == ["init", "GPU-uuid-3", "shutdown"]
+
+
+def test_nvml_is_released_where_the_gpu_is_not_found(library, monkeypatch):
+    def unknown(uuid):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", unknown)
+    with pytest.raises(pynvml.NVMLError):
+        NvmlGpu(CUDA)
+    assert library == ["init", "shutdown"]
+
+
+def test_units_are_those_of_the_names(library, monkeypatch):
+    violation = {pynvml.NVML_PERF_POLICY_POWER: 2_500_000_000, pynvml.NVML_PERF_POLICY_THERMAL: 0}
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda handle: 654_321)
+    monkeypatch.setattr(
+        pynvml, "nvmlDeviceGetViolationStatus", lambda handle, policy: SimpleNamespace(violationTime=violation[policy])
+    )
+    gpu = NvmlGpu(CUDA)
+    assert (gpu.power_w(), gpu.power_violation_s(), gpu.thermal_violation_s()) == (654.321, 2.5, 0)
+
+
+def test_an_older_driver_is_asked_by_the_older_name(library, monkeypatch):
+    def absent(handle):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", absent)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda handle: 4)
+    assert NvmlGpu(CUDA).throttle_reasons() == 4
+
+
+def test_a_fake_gpu_has_what_the_real_one_has():
+    assert set(READINGS) | {"close"} == {name for name in vars(NvmlGpu) if not name.startswith("_")}
+
+
+# ---- judging
+
+
+def test_own_work_is_no_disturbance():
+    assert disturbances([("a", state(own_cpu_s=20.0, machine_cpu_s=20.0))]) == []
+
+
+def test_a_busy_foreign_process_is_named_on_the_right_host():
+    lines = disturbances([("a", state()), ("b", state(machine_cpu_s=12.4)), ("c", state())])
+    assert lines == ["other processes used 0.24 cores of b while it was timed (a rank may use 2)"]
+
+
+def test_ranks_of_one_host_are_added():
+    both = state(own_cpu_s=9.0, machine_cpu_s=18.0)
+    assert disturbances([("a", both), ("a", both)]) == []
+    assert len(disturbances([("a", both), ("b", both)])) == 1
+
+
+def test_a_little_foreign_work_is_quiet_and_more_is_not():
+    assert disturbances([("a", state(machine_cpu_s=10.9))]) == []
+    assert len(disturbances([("a", state(machine_cpu_s=11.1))])) == 1
+
+
+def test_of_several_hosts_the_worst_is_named_and_the_others_are_counted():
+    (line,) = disturbances([("a", state(machine_cpu_s=12.0)), ("b", state(machine_cpu_s=15.0)), ("c", state())])
+    assert "0.50 cores of b " in line
+    assert line.endswith(" (2 hosts in all)")
+
+
+@pytest.mark.parametrize("fields", [{"machine_cpu_s": 8.0}, {"wall_s": 0.0, "own_cpu_s": 0.0, "stolen_s": 1.0}])
+def test_less_than_nothing_and_no_time_at_all_are_no_disturbance(fields):
+    assert disturbances([("a", state(**fields))]) == []
+
+
+def test_interrupts_are_not_other_processes():
+    assert disturbances([("a", state(interrupt_s=9.0))]) == []
+
+
+def test_stolen_time_is_the_hypervisors():
+    assert disturbances([("a", state(stolen_s=0.3))]) == []
+    assert disturbances([("a", state(stolen_s=1.6)), ("a", state(stolen_s=1.6, machine_cpu_s=20.0))]) == [
+        "the hypervisor took 0.16 cores of a while it was timed (a rank may use 2)"
+    ]
+
+
+def test_the_load_average_is_not_judged():
+    assert disturbances([("a", state(load_average_begin=99.0, load_average_end=99.0))]) == []
+
+
+@pytest.mark.parametrize(
+    ("shares", "cause"),
+    [
+        ({"hw_thermal": 0.14, "hw_slowdown": 0.14}, "heat"),
+        ({"sw_thermal": 0.14}, "heat"),
+        ({"hw_power_brake": 0.14, "hw_slowdown": 0.14}, "the brake of its power supply"),
+        ({"hw_slowdown": 0.14}, "its hardware (heat or power)"),
+    ],
+)
+def test_a_gpu_that_is_slowed_down_is_named_with_the_cause(shares, cause):
+    ranks = [("a", gpu_state()), ("a", gpu_state(**shares))]
+    assert disturbances(ranks) == [f"rank 1's GPU was slowed down by {cause} in 14 % of the samples"]
+
+
+def test_power_cap_and_other_limits_are_no_disturbance():
+    assert disturbances([("a", gpu_state(power_cap=1.0, sync_boost=1.0, display_clocks=1.0, hw_thermal=0.01))]) == []
+
+
+def test_a_clock_that_varies_is_named():
+    ranks = [("a", state(sm_clock_mhz=(1200.0, 1900.0, 1980.0))), ("a", state(sm_clock_mhz=(1700.0, 1900.0, 1980.0)))]
+    assert disturbances(ranks) == ["rank 0's SM clock varied between 1,200 and 1,980 MHz (2 ranks in all)"]
+    assert disturbances([("a", state(sm_clock_mhz=(1900.0, 1980.0, 1980.0)))]) == []
+
+
+def test_a_quiet_machine_leaves_nothing_to_say():
+    ranks = [("a", gpu_state()), ("b", gpu_state())]
+    assert disturbances(ranks) == remarks(ranks) == []
+
+
+def test_the_power_cap_is_remarked_for_the_worst_rank():
+    ranks = [("a", gpu_state(power_cap=0.5)), ("a", gpu_state(power_cap=0.875)), ("a", gpu_state(power_cap=0.005))]
+    assert remarks(ranks) == ["the power cap was active in 88 % of the samples of rank 1's GPU (2 ranks in all)"]
+
+
+def test_what_could_not_be_read_is_remarked_once():
+    everywhere, somewhere = "the power draw could not be read: x", "the temperature could not be read: y"
+    ranks = [("a", state(notes=(everywhere,))), ("b", state(notes=(everywhere, somewhere)))]
+    assert remarks(ranks) == [everywhere, f"{somewhere} (1 of 2 ranks)"]
+
+
+@pytest.mark.parametrize(
+    "original", [of_samples(READINGS, READINGS), state(notes=("no GPU", "no /proc"))], ids=["gpu", "cpu"]
+)
+def test_a_state_survives_json(original):
+    assert MachineState.from_dict(json.loads(json.dumps(original.as_dict()))) == original
+
+
+def test_an_unknown_key_is_an_error():
+    with pytest.raises(TypeError, match="colour"):
+        MachineState.from_dict({**state().as_dict(), "colour": "red"})

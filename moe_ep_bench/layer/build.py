@@ -15,12 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_ep_bench.layer.backends import experts_submodule, fill_experts_
 from moe_ep_bench.layer.experts import GATE, ROUTED, SHARED, expert_weights, fill_mlp_, seeded_generator
-from moe_ep_bench.layer.megatron import MoELayer, TransformerConfig, moe_submodules
+from moe_ep_bench.layer.megatron import MoELayer, TransformerConfig, default_groups, moe_submodules
+from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.layer.permutation import IndexedAlltoAllDispatcher
 from moe_ep_bench.layer.router import PolicyRouter, ReplayRouter
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import RoutingContext, make_policy
 
+DEFAULT_PARTS = Parts()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -42,7 +46,12 @@ class LayerPair:
 
 
 def build_layers(
-    model: ModelSpec, dtype: torch.dtype, device: torch.device, ep_group: dist.ProcessGroup, seed: int
+    model: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    ep_group: dist.ProcessGroup,
+    seed: int,
+    parts: Parts = DEFAULT_PARTS,
 ) -> LayerPair:
     """Build both layers of ``model`` on this rank with seeded weights, ready for inference.
 
@@ -55,9 +64,9 @@ def build_layers(
         normalize=model.normalize,
         scale=model.routed_scale,
     )
-    native = _build(model, dtype, device, ep_group, ReplayRouter, capacity_factor=None)
+    native = _build(model, dtype, device, ep_group, ReplayRouter, parts, capacity_factor=None)
     router = functools.partial(PolicyRouter, policy=make_policy({"name": "topk"}), context=context, ep_group=ep_group)
-    policy = _build(model, dtype, device, ep_group, router, capacity_factor=1.0)
+    policy = _build(model, dtype, device, ep_group, router, parts, capacity_factor=1.0)
     policy.experts, policy.shared_experts = native.experts, native.shared_experts
     policy.router.weight = native.router.weight
     _seed_weights(native, model, dtype, device, seed)
@@ -70,16 +79,28 @@ def _build(
     device: torch.device,
     ep_group: dist.ProcessGroup,
     router: Any,
+    parts: Parts,
     capacity_factor: float | None,
 ) -> MoELayer:
-    config = transformer_config(model, dtype, ep_group.size(), capacity_factor, on_cpu=device.type == "cpu")
-    layer = MoELayer(config, moe_submodules(model.num_experts, router), layer_number=1)
+    config = transformer_config(model, dtype, ep_group.size(), capacity_factor, parts, on_cpu=device.type == "cpu")
+    submodules = moe_submodules(model.num_experts, router, experts_submodule(parts.experts, model.num_experts))
+    layer = MoELayer(config, submodules, layer_number=1)
     layer.set_layer_number(1)
+    if parts.permute == "indexed":
+        layer.token_dispatcher = IndexedAlltoAllDispatcher(
+            layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=default_groups()
+        )
     return layer.to(device).eval()
 
 
 def transformer_config(
-    model: ModelSpec, dtype: torch.dtype, ep_size: int, capacity_factor: float | None, *, on_cpu: bool
+    model: ModelSpec,
+    dtype: torch.dtype,
+    ep_size: int,
+    capacity_factor: float | None,
+    parts: Parts = DEFAULT_PARTS,
+    *,
+    on_cpu: bool,
 ) -> TransformerConfig:
     """Megatron-Core's config for one MoE layer of ``model``.
 
@@ -104,7 +125,8 @@ def transformer_config(
         moe_aux_loss_coeff=0.0,
         moe_expert_capacity_factor=capacity_factor,
         moe_token_dispatcher_type="alltoall",
-        moe_permute_fusion=False,
+        moe_permute_fusion=parts.permute == "fused",
+        moe_grouped_gemm=parts.experts == "te",
         moe_shared_expert_intermediate_size=model.shared_ffn_hidden_size or None,
         # Overlap moves the shared experts' GEMMs onto a side stream inside other phases.
         moe_shared_expert_overlap=False,
@@ -124,8 +146,9 @@ def _seed_weights(layer: MoELayer, model: ModelSpec, dtype: torch.dtype, device:
     gate = seeded_generator(device, seed, GATE)
     weight_ED = torch.randn(model.num_experts, model.hidden_size, generator=gate, device=device)
     layer.router.weight.data.copy_(weight_ED * model.hidden_size**-0.5)
-    for expert, mlp in zip(layer.local_expert_indices, layer.experts.local_experts, strict=True):
-        fill_mlp_(mlp, expert_weights(seed, ROUTED, expert, model.hidden_size, model.ffn_hidden_size, device, dtype))
+    sizes = model.hidden_size, model.ffn_hidden_size
+    weights = (expert_weights(seed, ROUTED, e, *sizes, device, dtype) for e in layer.local_expert_indices)
+    fill_experts_(layer.experts, weights)
     if layer.shared_experts is not None:
         fill_mlp_(
             layer.shared_experts,

@@ -7,7 +7,6 @@ Megatron-Core's names from here, so that a version difference is met in one plac
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import warnings
 from typing import Any
 
@@ -29,18 +28,20 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 MEGATRON_VERSION: str = megatron.core.__version__
-HAVE_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
 __all__ = [
-    "HAVE_TRANSFORMER_ENGINE",
     "MEGATRON_VERSION",
+    "MoEAlltoAllTokenDispatcher",
     "MoELayer",
     "MoESubmodules",
     "TopKRouter",
     "TransformerConfig",
+    "default_groups",
+    "expert_submodule",
     "initialize_expert_parallel",
     "moe_submodules",
 ]
@@ -76,13 +77,27 @@ def initialize_expert_parallel(ep_size: int, timeout_s: float) -> dist.ProcessGr
     return parallel_state.get_expert_model_parallel_group()
 
 
-def moe_submodules(num_experts: int, router: Any) -> MoESubmodules:
-    """Megatron-Core's own parts of an MoE layer (local, without Transformer Engine) with our router.
+def default_groups() -> Any:
+    """The process groups that an MoE layer gets where it is given none."""
+    return moe_utils.get_default_pg_collection()
+
+
+def moe_submodules(num_experts: int, router: Any, experts: Any) -> MoESubmodules:
+    """Megatron-Core's own parts of an MoE layer (shared experts without Transformer Engine) with these two in place.
 
     Args:
         router: called with ``config``, ``pg_collection`` and, from 0.19 on, ``is_mtp_layer``.
+        experts: called with the number of local experts, ``config``, ``pg_collection`` and, from 0.19 on, ``name``.
     """
-    spec = get_moe_module_spec(use_te=False, num_experts=num_experts, moe_grouped_gemm=False)
+    return dataclasses.replace(_submodules(num_experts, use_te=False), router=router, experts=experts)
+
+
+def expert_submodule(num_experts: int, *, use_te: bool) -> Any:
+    """Megatron-Core's own experts: ``TEGroupedMLP`` with Transformer Engine, else ``SequentialMLP``."""
+    return _submodules(num_experts, use_te=use_te).experts
+
+
+def _submodules(num_experts: int, *, use_te: bool) -> MoESubmodules:
+    spec = get_moe_module_spec(use_te=use_te, num_experts=num_experts, moe_grouped_gemm=use_te)
     # A ModuleSpec in 0.16, a functools.partial in 0.19.
-    submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
-    return dataclasses.replace(submodules, router=router)
+    return spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]

@@ -1,0 +1,63 @@
+"""Who computes the experts and who permutes: what a config may ask for, and what runs on this machine.
+
+Experts (``backends``)
+
+``sequential``  Megatron-Core's ``SequentialMLP``: one expert after the other
+``grouped``     ours: all experts in two calls of ``torch.nn.functional.grouped_mm``
+``te``          Megatron-Core's ``TEGroupedMLP``; needs Transformer Engine and a GPU
+
+Permutation
+
+``megatron``    Megatron-Core's own, without Transformer Engine
+``indexed``     ours, by index (``permutation``)
+``fused``       Transformer Engine's kernels through Megatron-Core; needs Transformer Engine and a GPU
+
+``auto`` takes Transformer Engine where it is, else ours. Both are recorded: what was asked for and what ran.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_ep_bench.environment import package_versions
+
+EXPERTS = ("auto", "sequential", "grouped", "te")
+PERMUTE = ("auto", "megatron", "indexed", "fused")
+
+# Megatron-Core takes Transformer Engine's permutation kernels from this version on.
+_FUSED_PERMUTE_SINCE = (2, 1)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What runs, after ``auto`` was decided."""
+
+    experts: str = "grouped"
+    permute: str = "indexed"
+
+    @staticmethod
+    def choose(experts: str, permute: str, *, on_cpu: bool) -> Parts:
+        """Decide what was left to this machine.
+
+        Raises:
+            ValueError: something was asked for by name that cannot run here.
+        """
+        version = package_versions()["transformer_engine"]
+        lacking = "a GPU" if on_cpu else "" if version else "Transformer Engine, which is not installed"
+        if experts == "te" and lacking:
+            raise ValueError(f"layer.experts: te needs {lacking}; expected auto, grouped or sequential")
+        if permute == "fused" and not lacking and not _fuses(version):
+            raise ValueError(
+                f"layer.permute: fused needs Transformer Engine >= 2.1, found {version}; "
+                "expected auto, indexed or megatron"
+            )
+        if permute == "fused" and lacking:
+            raise ValueError(f"layer.permute: fused needs {lacking}; expected auto, indexed or megatron")
+        return Parts(
+            experts=("grouped" if lacking else "te") if experts == "auto" else experts,
+            permute=("indexed" if lacking or not _fuses(version) else "fused") if permute == "auto" else permute,
+        )
+
+
+def _fuses(version: str | None) -> bool:
+    return version is not None and tuple(int(part) for part in version.split(".")[:2]) >= _FUSED_PERMUTE_SINCE

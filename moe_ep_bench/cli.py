@@ -28,6 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="time a real expert-parallel layer; start it with torchrun")
     _add_config(run)
     run.add_argument("--dry-run", action="store_true", help="print cases, memory and time to expect; run nothing")
+    run.add_argument("--launch", type=int, default=0, help="which of measure.launches repetitions, from 0")
     run.set_defaults(command=_run)
 
     launch = commands.add_parser("launch", help="start `run` under torchrun and restart it after a lost process group")
@@ -69,7 +70,8 @@ def _run(options: argparse.Namespace) -> int:
 
     if options.dry_run:
         return run.dry_run(options.config, options.overrides, int(os.environ.get("WORLD_SIZE", "1")))
-    return run.run(options.config, options.out or default_out(options.config), options.overrides, force=options.force)
+    out = options.out or default_out(options.config)
+    return run.run(options.config, out, options.overrides, launch=options.launch, force=options.force)
 
 
 def _launch(options: argparse.Namespace) -> int:

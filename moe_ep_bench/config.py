@@ -84,6 +84,10 @@ class LayerConfig(_Strict):
     ep_size: int | None = Field(None, ge=1)
     """Expert-parallel ranks; null = all ranks. The rest are data-parallel replicas."""
     seed: int = Field(0, ge=0)
+    experts: Literal["auto", "sequential", "grouped", "te"] = "auto"
+    """What computes the experts (layer.parts)."""
+    permute: Literal["auto", "megatron", "indexed", "fused"] = "auto"
+    """What permutes tokens around the all-to-all (layer.parts)."""
 
 
 class MeasureConfig(_Strict):
@@ -92,7 +96,13 @@ class MeasureConfig(_Strict):
     breakdown_iterations: int = Field(2, ge=0, le=1000)
     """Iterations per batch and case with all phases timed."""
     warmup: int = Field(1, ge=0)
-    """Untimed rounds over all batches and cases after the first, which every shape gets anyhow."""
+    """Fewest untimed rounds over all batches and cases, after the first, which every shape gets anyhow."""
+    max_warmup: int = Field(5, ge=0)
+    """Warm-up goes on until a round takes as long as the one before it, up to this many rounds."""
+    launches: int = Field(1, ge=1)
+    """Repetitions of the whole process, on the same batches; the report uses all."""
+    flush_l2: bool = False
+    """Overwrite the last-level cache before every timed iteration."""
     timeout_s: float = Field(300, gt=0)
     """No iteration and no rendezvous may last longer."""
 
@@ -100,6 +110,8 @@ class MeasureConfig(_Strict):
     def _check(self) -> MeasureConfig:
         if self.breakdown_iterations > self.iterations:
             raise ValueError(f"breakdown_iterations: expected at most iterations={self.iterations}")
+        if self.max_warmup < self.warmup:
+            raise ValueError(f"max_warmup: expected at least warmup={self.warmup}, got {self.max_warmup}")
         return self
 
 

@@ -54,7 +54,7 @@ def default_nproc() -> int:
 
 
 def launch(config: Path, out: Path, overrides: Sequence[str], nodes: Nodes, *, force: bool) -> int:
-    """Run ``config`` on this node's ranks until all its cases have a result; return the exit status.
+    """Run ``config`` on this node's ranks until all its cases have all their launches; return the exit status.
 
     Raises:
         ValueError: the config cannot be run on these ranks; found before any is started.
@@ -63,7 +63,19 @@ def launch(config: Path, out: Path, overrides: Sequence[str], nodes: Nodes, *, f
     # Another node may notice only by its own time limit that a job was lost.
     patience_s = int(max(comparison.experiment.measure.timeout_s for comparison in comparisons)) + _JOIN_TIMEOUT_S
     arguments = [str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
-    directory = RunDirectory(out)
+    worst = OK
+    for number in range(max(comparison.num_launches for comparison in comparisons)):
+        status = _one_launch([*arguments, "--launch", str(number)], RunDirectory(out), nodes, patience_s, force=force)
+        if status not in (OK, CASES_FAILED):
+            return status
+        worst = max(worst, status)
+    return worst
+
+
+def _one_launch(
+    arguments: Sequence[str], directory: RunDirectory, nodes: Nodes, patience_s: int, *, force: bool
+) -> int:
+    """One repetition of the process, started again while it is lost and leaves something to go on from."""
     while True:
         before = _progress(directory)
         try:
@@ -82,14 +94,14 @@ def launch(config: Path, out: Path, overrides: Sequence[str], nodes: Nodes, *, f
         force = False  # A restarted job goes on; it does not begin anew.
         if nodes.rank == 0 and _progress(directory) == before:
             print("moe-ep-bench: the job was lost and left nothing to go on from; giving up", file=sys.stderr)
-            return CASES_FAILED
+            return LOST
         print("moe-ep-bench: the process group was lost; starting again with what is left", file=sys.stderr, flush=True)
 
 
-def _progress(directory: RunDirectory) -> tuple[list[tuple[str, int]], list[str]]:
-    """What a job can have moved: attempts that were lost, and finished parts."""
+def _progress(directory: RunDirectory) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """What a job can have moved: attempts that were lost, and parts that were written."""
     parts = directory.case_path("x").parent.glob("*.parquet")
-    return num_lost(directory.attempts), sorted(path.name for path in parts)
+    return num_lost(directory.attempts), sorted((path.name, path.stat().st_mtime_ns) for path in parts)
 
 
 def _one_job(arguments: Sequence[str], nodes: Nodes, patience_s: int) -> int:

@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_TEXT_BYTES = 1024
-
 # Ranks may wait for one that reads a recording or writes results; a hang is the watchdog's to end.
 _SIDE_TIMEOUT_S = 3600
 
@@ -46,12 +44,12 @@ class Ranks:
         return self.device.type == "cpu" and self.local_world_size > len(os.sched_getaffinity(0))
 
     def texts(self, text: str) -> list[str]:
-        """Every rank's text (its first KiB), in order of rank, on every rank."""
-        buffer = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-        data = text.encode()[:_TEXT_BYTES]
-        buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else buffer[:0]
+        """Every rank's text, in order of rank, on every rank."""
+        data = text.encode()
+        lengths = [int(length) for length in self.gather(torch.tensor([len(data)]), everywhere=True)]
+        buffer = torch.frombuffer(bytearray(data.ljust(max(*lengths, 1), b"\0")), dtype=torch.uint8)
         rows = self.gather(buffer, everywhere=True)
-        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
 
     def gather(self, tensor: Tensor, *, everywhere: bool = False) -> list[Tensor]:
         """Every rank's tensor (equal shapes) in order of rank; on rank 0 only unless ``everywhere``."""

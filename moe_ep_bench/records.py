@@ -1,16 +1,18 @@
 """What a run leaves on disk: Parquet parts that appear whole or not at all, and ``run.json``.
 
 ``<out>/run.json``                   resolved config, environment, hashes, what each case is
-``<out>/cases/<case_id>.parquet``    one row per rank x iteration x phase (``CASE_SCHEMA``)
+``<out>/cases/<case_id>.parquet``    one row per launch x rank x iteration x phase (``CASE_SCHEMA``)
 ``<out>/routing/<case_id>.parquet``  one row per rank x batch (``ROUTING_SCHEMA``)
+``<out>/conditions/<comparison_id>-<launch>.json``  the machine while a comparison was timed
 ``<out>/attempts/``                  what was running when a job was lost (``attempts``)
 
 A *case* is one policy on one workload; its id is a hash of everything that defines it. Cases
-with one ``comparison_id`` ran interleaved on the same batches and may be paired. A case whose
-part is there is finished and is not run again. Samples are never thinned or averaged here:
+with one ``comparison_id`` ran interleaved on the same batches and may be paired within a *launch*,
+one repetition of the whole process. A launch whose rows are in the part is finished and is not
+run again. Samples are never thinned or averaged here:
 analysis is a separate program that reads these files.
 
-A case that could not be measured has a part with a single row: ``status`` other than ``ok``,
+A launch in which a case could not be measured has a single row there: ``status`` other than ``ok``,
 ``reason``, and nulls where measurements would stand.
 """
 
@@ -26,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 MODES = ("run", "emulated", "route")
 STATUSES = ("ok", "failed", "oom", "timeout", "skipped")
@@ -70,6 +73,7 @@ _IDENTITY = [
 CASE_SCHEMA = pa.schema(
     [
         *_IDENTITY,
+        ("launch", pa.int32()),
         ("iteration", pa.int32()),
         ("kind", pa.string()),  # plain (two clock readings) or breakdown (every phase)
         ("phase", pa.string()),  # PHASES, total, unaccounted
@@ -160,26 +164,40 @@ class RunDirectory:
     def attempts(self) -> Path:
         return self.root / "attempts"
 
-    def status(self, case_id: str) -> str | None:
-        """The status of a case's part; None where there is no part that can be read."""
-        try:
-            return pq.read_table(self.case_path(case_id), columns=["status"]).column("status")[0].as_py()
-        except (OSError, pa.ArrowException, IndexError):
-            return None
+    def conditions_path(self, comparison_id: str, launch: int) -> Path:
+        return self.root / "conditions" / f"{comparison_id}-{launch}.json"
 
-    def is_finished(self, case_id: str) -> bool:
-        """Whether the case has a result that stands. One that was skipped may fit another time."""
-        return self.status(case_id) not in (None, "skipped")
+    def statuses(self, case_id: str) -> dict[int, str]:
+        """The status of every launch that a case's part holds; empty where there is no part that can be read."""
+        try:
+            rows = pq.read_table(self.case_path(case_id), columns=["launch", "status"])
+        except (OSError, pa.ArrowException):
+            return {}
+        return dict(zip(rows["launch"].to_pylist(), rows["status"].to_pylist(), strict=True))
+
+    def is_finished(self, case_id: str, launch: int) -> bool:
+        """Whether a launch of the case has a result that stands. One that was skipped may fit another time."""
+        return self.statuses(case_id).get(launch, "skipped") != "skipped"
 
     def remove_case(self, case_id: str) -> None:
         for path in (self.case_path(case_id), self.routing_path(case_id)):
             path.unlink(missing_ok=True)
 
-    def write_case(self, case_id: str, rows: Mapping[str, Sequence[Any]]) -> None:
-        _write_table(self.case_path(case_id), rows, CASE_SCHEMA)
+    def remove_conditions(self, comparison_id: str) -> None:
+        for path in self.conditions_path(comparison_id, 0).parent.glob(f"{comparison_id}-*.json"):
+            path.unlink()
+
+    def write_case(self, case_id: str, launch: int, rows: Mapping[str, Sequence[Any]]) -> None:
+        """Write the rows of one launch into the case's part, beside those of the other launches."""
+        table = _table({**rows, "launch": [launch] * len(rows["status"])}, CASE_SCHEMA)
+        if self.statuses(case_id):
+            earlier = pq.read_table(self.case_path(case_id))
+            others = earlier.filter(pc.field("launch") != launch)
+            table = pa.concat_tables([others, table])
+        _write_table(self.case_path(case_id), table)
 
     def write_routing(self, case_id: str, rows: Mapping[str, Sequence[Any]]) -> None:
-        _write_table(self.routing_path(case_id), rows, ROUTING_SCHEMA)
+        _write_table(self.routing_path(case_id), _table(rows, ROUTING_SCHEMA))
 
     def write_run(self, description: Mapping[str, Any]) -> None:
         """Write ``run.json``, and keep in it what an earlier one knew of finished comparisons.
@@ -195,7 +213,7 @@ class RunDirectory:
             if comparison_id in description["comparisons"]:
                 continue
             cases = {k: case for k, case in earlier["cases"].items() if case["comparison_id"] == comparison_id}
-            if all(self.status(case_id) for case_id in cases):
+            if all(self.statuses(case_id) for case_id in cases):
                 merged["comparisons"] = {comparison_id: comparison, **merged["comparisons"]}
                 merged["cases"] = {**cases, **merged["cases"]}
             else:
@@ -204,7 +222,8 @@ class RunDirectory:
         write_json(self.run_json, merged)
 
 
-def _write_table(path: Path, rows: Mapping[str, Sequence[Any]], schema: pa.Schema) -> None:
+def _table(rows: Mapping[str, Sequence[Any]], schema: pa.Schema) -> pa.Table:
+    """A table of the whole schema; columns that ``rows`` lack are null."""
     unknown = set(rows) - set(schema.names)
     assert not unknown, f"columns that the schema does not have: {sorted(unknown)}"
     num_rows = len(next(iter(rows.values())))
@@ -212,5 +231,9 @@ def _write_table(path: Path, rows: Mapping[str, Sequence[Any]], schema: pa.Schem
         pa.array(rows[name] if name in rows else [None] * num_rows, field.type)
         for name, field in zip(schema.names, schema, strict=True)
     ]
+    return pa.table(columns, schema=schema)
+
+
+def _write_table(path: Path, table: pa.Table) -> None:
     with atomic_path(path) as temporary:
-        pq.write_table(pa.table(columns, schema=schema), temporary, compression="zstd")
+        pq.write_table(table, temporary, compression="zstd")

@@ -28,6 +28,12 @@ class Clock(Protocol):
 
     def between_us(self, start: Any, end: Any) -> float: ...
 
+    def open_range(self, name: str) -> None:
+        """Begin a named range for a profiler that may be looking on; ranges nest."""
+        ...
+
+    def close_range(self) -> None: ...
+
 
 class HostClock:
     """perf_counter, for work that runs on the calling thread."""
@@ -41,9 +47,15 @@ class HostClock:
     def between_us(self, start: int, end: int) -> float:
         return (end - start) / 1e3
 
+    def open_range(self, name: str) -> None:
+        pass
+
+    def close_range(self) -> None:
+        pass
+
 
 class CudaClock:
-    """CUDA events on the current stream."""
+    """CUDA events on the current stream, and NVTX ranges."""
 
     def stamp(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -55,6 +67,12 @@ class CudaClock:
 
     def between_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return start.elapsed_time(end) * 1e3
+
+    def open_range(self, name: str) -> None:
+        torch.cuda.nvtx.range_push(name)
+
+    def close_range(self) -> None:
+        torch.cuda.nvtx.range_pop()
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -77,8 +95,10 @@ class PhaseRecorder:
     def enter(self, phase: str) -> None:
         self._stack.append(phase)
         self._mark()
+        self.clock.open_range(phase)
 
     def leave(self) -> None:
+        self.clock.close_range()
         self._stack.pop()
         self._mark()
 

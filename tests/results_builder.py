@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_ep_bench.records import TOTAL, UNACCOUNTED, RunDirectory
+from moe_ep_bench.records import SCHEMA_VERSION, TOTAL, UNACCOUNTED, RunDirectory, write_json
 
 # Shares of a layer's work; the rank that is not the slowest waits at combine for the rest.
 _WORK = {
@@ -24,6 +24,29 @@ _WORK = {
 }
 _UNACCOUNTED = 1 - sum(_WORK.values())
 FAST_RANK = 0.8  # of the slowest rank's work
+HIDDEN_SIZE, FFN_SIZE = 256, 128
+QUIET_MACHINE = {
+    "wall_s": 10.0,
+    "num_cores": 8,
+    "own_cpu_s": 10.0,
+    "machine_cpu_s": 10.0,
+    "stolen_s": 0.0,
+    "interrupt_s": 0.0,
+    "load_average_begin": 1.0,
+    "load_average_end": 1.0,
+    "sm_clock_mhz": [1900.0, 1980.0, 1980.0],
+    "sm_clock_limit_mhz": 1980.0,
+    "memory_clock_median_mhz": 2619.0,
+    "power_median_w": 500.0,
+    "power_max_w": 600.0,
+    "temperature_max_c": 60.0,
+    "throttle_shares": {},
+    "power_violation_s": 0.0,
+    "thermal_violation_s": 0.0,
+    "num_samples": 20,
+    "notes": [],
+}
+CEILINGS = {"matmul_size": 8192, "matmul_tflops": 0.5, "copy_gbps": 20.0}
 
 
 @dataclass
@@ -63,6 +86,10 @@ class FakeComparison:
     num_ranks: int = 2
     num_experts: int = 8
     tokens: int = 4096
+    num_launches: int = 1
+    launch_noise: float = 0.0  # standard deviation of the log of a case's layer time between launches
+    host_share: float = 0.3  # host time of an iteration over its time
+    conditions: Mapping[str, Any] = field(default_factory=dict)
 
     def case_id(self, case: FakeCase) -> str:
         return f"{self.comparison_id}-{list(map(id, self.cases)).index(id(case))}"
@@ -74,14 +101,18 @@ class FakeComparison:
             "scale": 1.0,
             "num_experts": self.num_experts,
             "top_k": 2,
+            "hidden_size": HIDDEN_SIZE,
+            "ffn_hidden_size": FFN_SIZE,
             "num_ranks": self.num_ranks,
             "num_replicas": 1,
             "world_size": self.num_ranks,
             "num_tokens": self.tokens,
             "num_batches": self.num_batches,
-            "dtype": "bf16",
+            "dtype": "bfloat16",
             "backend": "nccl",
-            "permute_fused": True,
+            "experts": {"requested": "auto", "ran": "te"},
+            "permute": {"requested": "auto", "ran": "fused"},
+            "flush_l2": False,
             "oversubscribed": False,
             "random_weights": True,
             "workload": {"kind": "synthetic", "description": "Zipf 0.8", "tail_model": None, "achieved": {}},
@@ -115,13 +146,18 @@ def write_run(root: Path, comparisons: Sequence[FakeComparison], mode: str = "ru
             }
             identity = _identity(comparison, case, case_id, mode)
             if case.status == "ok":
-                files.write_case(case_id, _columns(_timing_rows(comparison, case, generator), identity))
+                for launch in range(comparison.num_launches):
+                    identity["run_id"] = f"r{launch}"
+                    rows = _timing_rows(comparison, case, generator)
+                    files.write_case(case_id, launch, _columns(rows, identity))
                 files.write_routing(case_id, _columns(_routing_rows(comparison, case), identity))
             else:
-                files.write_case(case_id, {name: [value] for name, value in identity.items()})
+                files.write_case(case_id, 0, {name: [value] for name, value in identity.items()})
+        for launch in range(comparison.num_launches):
+            write_json(files.conditions_path(comparison.comparison_id, launch), _conditions(comparison, launch))
     files.write_run(
         {
-            "schema_version": 1,
+            "schema_version": SCHEMA_VERSION,
             "run_id": "r0",
             "mode": mode,
             "created": "2026-01-01T00:00:00",
@@ -133,6 +169,21 @@ def write_run(root: Path, comparisons: Sequence[FakeComparison], mode: str = "ru
         }
     )
     return root
+
+
+def _conditions(comparison: FakeComparison, launch: int) -> dict[str, Any]:
+    rank = {
+        "hostname": "node",
+        "machine": QUIET_MACHINE,
+        "ceilings": CEILINGS,
+        "peak_memory_bytes": 3 * 2**30,
+        **comparison.conditions.get("rank", {}),
+    }
+    return {
+        "run_id": f"r{launch}",
+        "warm_up": {"rounds": 3, "change": 0.01, "settled": True, **comparison.conditions.get("warm_up", {})},
+        "ranks": [rank] * comparison.num_ranks,
+    }
 
 
 def _identity(comparison: FakeComparison, case: FakeCase, case_id: str, mode: str) -> dict[str, Any]:
@@ -157,19 +208,22 @@ def _columns(rows: list[dict[str, Any]], identity: Mapping[str, Any]) -> dict[st
 
 def _timing_rows(comparison: FakeComparison, case: FakeCase, generator: np.random.Generator) -> list[dict[str, Any]]:
     rows = []
+    of_launch = float(np.exp(comparison.launch_noise * generator.standard_normal()))
     for batch in range(comparison.num_batches):
         for iteration in range(comparison.num_iterations):
             for kind, factor in (("plain", 1.0), ("breakdown", 1 + comparison.probe_overhead)):
                 noise = float(np.exp(comparison.noise * generator.standard_normal()))
-                layer_us = comparison.native_us / case.speedup * factor * noise
+                layer_us = comparison.native_us / case.speedup * factor * noise * of_launch
                 for rank in range(comparison.num_ranks):
                     where = {"rank": rank, "batch": batch, "iteration": iteration, "kind": kind}
                     # Plain: the fast rank ends early, so that only a maximum over ranks gives the layer's time.
                     if kind == "plain":
                         time_us = layer_us * (1.0 if rank == 0 else FAST_RANK)
-                        rows.append({**where, "phase": TOTAL, "time_us": time_us})
+                        host_us = comparison.host_share * time_us
+                        rows.append({**where, "phase": TOTAL, "time_us": time_us, "host_us": host_us})
                     else:
-                        rows += [{**where, "phase": p, "time_us": t} for p, t in _phases(layer_us, rank).items()]
+                        phases = _phases(layer_us, rank).items()
+                        rows += [{**where, "phase": p, "time_us": t, "host_us": None} for p, t in phases]
     return rows
 
 
@@ -216,6 +270,8 @@ def _routing_rows(comparison: FakeComparison, case: FakeCase) -> list[dict[str, 
                     "num_dropped_pairs": round((case.dropped + tilt) * pairs),
                     "retained_mass_topk": case.mass + tilt,
                     "output_error": 1 - case.mass,
+                    "crossing_pairs": int(load_of_rank_E.sum()) // 2,
+                    "crossing_copies": int(load_of_rank_E.sum()) // 4,
                 }
             )
     return rows

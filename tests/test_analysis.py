@@ -11,9 +11,21 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from results_builder import FAST_RANK, FakeCase, FakeComparison, native_load, standard_cases, write_run
+from results_builder import (
+    CEILINGS,
+    FAST_RANK,
+    FFN_SIZE,
+    HIDDEN_SIZE,
+    QUIET_MACHINE,
+    FakeCase,
+    FakeComparison,
+    native_load,
+    standard_cases,
+    write_run,
+)
 
 import plot_results
 from moe_ep_bench.analysis.figures import FIGURES, draw_figures
@@ -21,6 +33,7 @@ from moe_ep_bench.analysis.load import ResultsError, load_run
 from moe_ep_bench.analysis.speedups import analyse, family_labels
 from moe_ep_bench.analysis.style import house_style, looks_of
 from moe_ep_bench.analysis.summary import summary_table
+from moe_ep_bench.records import CASE_SCHEMA
 
 ROOT = Path(plot_results.__file__).parent
 
@@ -200,13 +213,16 @@ def table_of(directory: Path) -> tuple[str, dict[str, str]]:
     """The table's text, and its rows by label."""
     text = summary_table(load_run(directory))
     rows = [line for line in text.splitlines() if line and not line.startswith(" ")]
-    return text, {line.split("  ")[0]: line for line in rows}
+    found: dict[str, str] = {}
+    for line in rows:  # The first table is that of speedups.
+        found.setdefault(line.split("  ")[0], line)
+    return text, found
 
 
 def test_table_shows_no_speed_without_its_fidelity(tmp_path):
     text, rows = table_of(run_of(tmp_path, noise=0.0))
     title = text.splitlines()[0]
-    for part in ("measured", "NVIDIA Fake 80GB x 2 ranks", "nccl", "EP 2", "bf16", "true sizes"):
+    for part in ("measured", "NVIDIA Fake 80GB x 2 ranks", "nccl", "EP 2", "bfloat16", "true sizes"):
         assert part in title
     row = rows["token_drop gamma 1"].split()
     assert row[3:6] == ["1.333", "1.333", "1.333"]
@@ -271,8 +287,18 @@ TAIL = {"kind": "recorded", "description": "ShareGPT", "tail_model": "geometric"
         ({"probe_overhead": 0.05}, "probes cost more than 1.0 %"),
         ({"probe_overhead": 0.05, "facts": {"backend": "gloo"}}, "probes are not free on CPU ranks (gloo)"),
         ({"facts": {"oversubscribed": True}}, "no straggler speedup is claimed"),
-        ({"facts": {"permute_fused": False}}, "not to be set beside a paper's"),
+        ({"facts": {"permute": {"requested": "auto", "ran": "indexed"}}}, "not to be set beside a paper's"),
         ({"facts": {"workload": TAIL}}, "modelled (geometric)"),
+        ({"host_share": 0.97}, "launch-bound: in 100.0 % of the iterations of"),
+        (
+            {"conditions": {"warm_up": {"settled": False, "change": -0.08}}},
+            "warm-up did not settle: its last round took -8.0",
+        ),
+        (
+            {"conditions": {"rank": {"machine": {**QUIET_MACHINE, "machine_cpu_s": 80.0}}}},
+            "other processes used 6.00 cores",
+        ),
+        ({"conditions": {"rank": {"machine": {**QUIET_MACHINE, "stolen_s": 9.0}}}}, "the hypervisor took 0.90 cores"),
     ],
 )
 def test_what_weakens_a_result_is_said(tmp_path, changes, warning):
@@ -310,6 +336,76 @@ def test_scale_mode_and_weights_are_named(tmp_path):
     assert "output error: relative to native, with random weights" in text
     trained = summary_table(load_run(run_of(tmp_path / "trained", facts={"random_weights": False})))
     assert "random weights" not in trained
+
+
+def test_the_host_is_no_limit_on_the_cpu_where_it_is_the_device(tmp_path):
+    text = summary_table(load_run(run_of(tmp_path, noise=0.0, host_share=1.0, facts={"backend": "gloo"})))
+    assert "launch-bound" not in text
+
+
+def test_launches_are_all_used_and_their_scatter_widens_the_interval(tmp_path):
+    one = results_of(run_of(tmp_path / "one", noise=0.01))["topk"]
+    # Each case of each launch is off by its own factor: what Student's t over launches is for.
+    three = results_of(run_of(tmp_path / "three", noise=0.01, num_launches=3, launch_noise=0.05))["topk"]
+    assert (one.speedup.num_launches, three.speedup.num_launches) == (1, 3)
+    assert len(three.case.timings) == 3 * len(one.case.timings)
+    assert three.speedup.high - three.speedup.low > 3 * (one.speedup.high - one.speedup.low)
+    assert three.detectable > one.detectable > 1
+    text = summary_table(load_run(tmp_path / "three"))
+    assert "and Student's t over 3 launches" in text
+    assert "of this launch only" in summary_table(load_run(tmp_path / "one"))
+
+
+def test_a_case_that_failed_in_one_launch_failed(tmp_path):
+    directory = run_of(tmp_path, num_launches=2)
+    path = first_part(directory)
+    rows = [row for row in pq.read_table(path).to_pylist() if row["launch"] == 0]
+    failed = {**rows[0], "launch": 1, "status": "oom", "reason": "too big", "time_us": None}
+    pq.write_table(pa.Table.from_pylist([*rows, failed], schema=CASE_SCHEMA), path)
+    (case,) = (case for case in load_run(directory).cases if case.case_id == path.stem)
+    assert (case.status, case.reason) == ("oom", "launch 2: too big")
+    assert case.timings.empty
+
+
+def test_drift_outliers_warm_up_and_memory_stand_under_the_table(tmp_path):
+    text = summary_table(load_run(run_of(tmp_path, noise=0.0)))
+    assert "native over the run: drift +0.0 % (pairs cancel it), 0.0 % of its iterations far out" in text
+    assert "warm-up: 3 rounds" in text
+    assert "peak memory: 3.00 GiB on the fullest rank (on the device)" in text
+    assert "smallest speedup that would be called (power 80 %): 1.000 (topk)" in text
+
+
+def test_rates_are_bytes_and_operations_over_time(tmp_path):
+    cases = [dataclasses.replace(case, expert_load=native_load(8)[::-1]) for case in standard_cases()]
+    directory = run_of(tmp_path, noise=0.0, probe_overhead=0.0, cases=cases)
+    case = results_of(directory)["native"]
+    routing = pq.read_table(directory / "routing" / f"{case.case.case_id}.parquet").to_pandas()
+    batch = routing[routing.batch == 0].sort_values("rank")
+    matrix_RR = np.stack(batch.load_R.to_list())  # source rank, expert rank
+    fullest = max(matrix_RR.sum(axis=0).max(), matrix_RR.sum(axis=1).max())
+    dispatch_us, combine_us, experts_us = 0.15 * 2000, 0.1 * 2000, 0.44 * 2000  # of rank 0, the slowest
+    rates = case.rates
+    assert rates.crossing_pair_bytes == batch.crossing_pairs.sum() * HIDDEN_SIZE * 2
+    assert rates.crossing_copy_bytes == batch.crossing_copies.sum() * HIDDEN_SIZE * 2
+    assert rates.dispatch_gbps == pytest.approx(fullest * (HIDDEN_SIZE * 2 + 4) / dispatch_us / 1e3)
+    assert rates.dispatch_bus_gbps == pytest.approx(rates.dispatch_gbps / 2)
+    assert rates.combine_gbps == pytest.approx(fullest * HIDDEN_SIZE * 2 / combine_us / 1e3)
+    load_E = np.sum(batch.load_E.to_list(), axis=0)
+    pairs_R = load_E.reshape(2, -1).sum(axis=1)
+    rank = pairs_R.argmax()
+    assert rank == 1, "the rank with the most pairs is not the first, so that a mixed-up rank would show"
+    experts_us -= (1 - FAST_RANK) * experts_us
+    tflops = 6 * HIDDEN_SIZE * FFN_SIZE * pairs_R[rank] / experts_us / 1e6
+    moved = 2 * (3 * HIDDEN_SIZE * FFN_SIZE * 4 + pairs_R[rank] * (2 * HIDDEN_SIZE + 6 * FFN_SIZE))
+    assert rates.experts_tflops == pytest.approx(tflops)
+    assert rates.experts_of_matmul == pytest.approx(tflops / CEILINGS["matmul_tflops"])
+    assert rates.experts_of_copy == pytest.approx(moved / experts_us / 1e3 / CEILINGS["copy_gbps"])
+
+
+def test_one_rank_has_no_link(tmp_path):
+    rates = results_of(run_of(tmp_path, noise=0.0, num_ranks=1))["native"].rates
+    assert rates.dispatch_gbps is rates.combine_bus_gbps is None
+    assert rates.experts_tflops > 0
 
 
 def test_several_comparisons_have_a_table_each_and_floors_of_their_own(tmp_path):
@@ -453,6 +549,10 @@ def first_part(directory: Path, folder: str = "cases") -> Path:
     return sorted((directory / folder).glob("*.parquet"))[0]
 
 
+def conditions_of(directory: Path) -> Path:
+    return directory / "conditions" / "c0-0.json"
+
+
 def foreign_run_id(directory: Path) -> None:
     path = first_part(directory)
     edit_part(path, run_id=["r1"] * pq.read_metadata(path).num_rows)
@@ -462,7 +562,7 @@ BREAKAGES = {
     "no run.json": (lambda d: (d / "run.json").unlink(), "run.json: missing"),
     "no JSON": (lambda d: (d / "run.json").write_text('{"schema_version": 1,'), "run.json: damaged, not JSON"),
     "a list": (lambda d: (d / "run.json").write_text("[]"), "schema_version: expected a whole number, got None"),
-    "newer": (lambda d: edit_json(d, lambda c: c.update(schema_version=2)), "expected 1, got 2; it is newer"),
+    "newer": (lambda d: edit_json(d, lambda c: c.update(schema_version=3)), "expected 2, got 3; it is newer"),
     "no cases": (lambda d: edit_json(d, lambda c: c.pop("cases")), "run.json: cases: Field required"),
     "key gone": (
         lambda d: edit_json(d, lambda c: c["comparisons"]["c0"].pop("dtype")),
@@ -483,7 +583,7 @@ BREAKAGES = {
     "cut part": (lambda d: first_part(d).write_bytes(first_part(d).read_bytes()[:-9]), "damaged, not Parquet"),
     "other schema": (
         lambda d: first_part(d).write_bytes(first_part(d, "routing").read_bytes()),
-        "c0-0.parquet: foreign, expected a column iteration",
+        "c0-0.parquet: foreign, expected a column launch",
     ),
     "another case's part": (
         lambda d: first_part(d).write_bytes((d / "cases" / "c0-1.parquet").read_bytes()),
@@ -494,7 +594,13 @@ BREAKAGES = {
         "x.parquet: foreign, run.json lists no case 'x'",
     ),
     "another mode": (lambda d: edit_json(d, lambda c: c.update(mode="route")), "mode: expected 'route', got 'run'"),
-    "another launch": (foreign_run_id, "of another launch than c0-0.parquet"),
+    "another job": (foreign_run_id, "of another job than c0-0.parquet"),
+    "no conditions": (lambda d: conditions_of(d).unlink(), "c0-0.json: missing; it says under which conditions"),
+    "damaged conditions": (lambda d: conditions_of(d).write_text("{}"), "c0-0.json: damaged"),
+    "another job's conditions": (
+        lambda d: conditions_of(d).write_text(conditions_of(d).read_text().replace('"r0"', '"r7"')),
+        "c0-0.json: of another job than the cases (r7, r0)",
+    ),
     "unknown phase": (lambda d: edit_part(first_part(d), phase=["nap"]), "phase: expected one of shared, gate"),
     "unknown status": (lambda d: edit_part(first_part(d), status=["meh"]), "status: expected one of ok, failed"),
     "no time": (lambda d: edit_part(first_part(d), time_us=[None]), "lacks its rank, batch, iteration or time_us"),

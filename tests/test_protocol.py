@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ep_bench.measure.protocol import BREAKDOWN, PLAIN, order, plan
+from moe_ep_bench.measure import cache, ceilings
+from moe_ep_bench.measure.protocol import (
+    BREAKDOWN,
+    COLUMNS,
+    PLAIN,
+    Step,
+    WarmUp,
+    measure,
+    order,
+    plan,
+    turn_of,
+    warm_up,
+)
 from moe_ep_bench.models import load_model, preset_names
 from moe_ep_bench.records import TOTAL, UNACCOUNTED
 from moe_ep_bench.timer import PhaseRecorder
@@ -32,6 +46,12 @@ class HandClock:
 
     def between_us(self, start: float, end: float) -> float:
         return end - start
+
+    def open_range(self, name: str) -> None:
+        pass
+
+    def close_range(self) -> None:
+        pass
 
 
 def test_nested_phases_are_taken_out_of_what_surrounds_them() -> None:
@@ -103,6 +123,110 @@ def test_every_case_takes_every_place_and_follows_every_other_equally_often(num_
         assert Counter(row[place] for row in orders) == dict.fromkeys(range(num_cases), rounds)
     follows = Counter(pair for row in orders for pair in itertools.pairwise(row))
     assert follows == dict.fromkeys(itertools.permutations(range(num_cases), 2), rounds)
+
+
+@given(st.integers(1, 25), st.integers(1, 12))
+@settings(derandomize=True, deadline=None)
+def test_a_batch_meets_another_order_in_every_round_and_all_of_them_in_time(num_batches: int, num_cases: int) -> None:
+    rounds = num_cases * (1 + num_cases % 2)
+    for batch in range(num_batches):
+        turns = [turn_of(Step(batch, iteration, PLAIN), num_batches, num_cases) for iteration in range(rounds)]
+        assert sorted(turn % rounds for turn in turns) == list(range(rounds))
+    within = [turn_of(Step(batch, 0, PLAIN), num_batches, num_cases) for batch in range(num_batches)]
+    assert within == list(range(num_batches))
+
+
+class FakeCase:
+    """A case whose runs take what ``times`` says, by the clock of the test."""
+
+    case_id = "case"
+
+    def __init__(self, spend: Callable[[int], None]) -> None:
+        self._spend = spend
+
+    def prepare(self, batch: int) -> int:
+        return batch
+
+    def layer(self, batch: int) -> None:
+        self._spend(batch)
+
+
+@pytest.mark.parametrize(
+    ("times", "fewest", "most", "expected"),
+    [
+        ([9.0, 5.0, 2.0, 1.01, 1.0, 1.0], 1, 6, WarmUp(5, pytest.approx(1 / 1.01 - 1), True)),
+        ([1.0] * 6, 1, 6, WarmUp(2, 0.0, True)),
+        ([1.0] * 6, 4, 6, WarmUp(4, 0.0, True)),
+        ([1.0, 2.0, 4.0], 1, 3, WarmUp(3, 1.0, False)),
+        ([1.0], 1, 1, WarmUp(1, None, False)),
+        ([], 0, 0, WarmUp(0, None, False)),
+    ],
+)
+def test_warm_up_ends_when_a_round_takes_as_long_as_the_one_before(
+    times: list[float], fewest: int, most: int, expected: WarmUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, runs = 0.0, Counter[int]()
+
+    def spend(batch: int) -> None:
+        nonlocal now
+        now += times[runs[batch]] * (1 + batch)  # Batches differ; only rounds are compared.
+        runs[batch] += 1
+
+    monkeypatch.setattr("moe_ep_bench.measure.protocol.time.perf_counter", lambda: now)
+    seen: list[str] = []
+    result = warm_up([FakeCase(spend)], 3, (fewest, most), HandClock(), lambda times_B: times_B, seen.append)
+    assert result == expected
+    assert len(seen) == 3 * result.rounds
+
+
+def test_ranks_end_their_warm_up_together_by_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_ep_bench.measure.protocol.time.perf_counter", itertools.count().__next__)
+    others = iter([np.array([50.0]), np.array([10.0]), np.array([10.0])])
+    case = FakeCase(lambda batch: None)
+    result = warm_up([case], 1, (1, 9), HandClock(), lambda times_B: np.maximum(times_B, next(others)), lambda _: None)
+    assert result == WarmUp(3, 0.0, True)
+
+
+def test_small_inputs_are_handed_out_in_turn_and_large_ones_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "cache_bytes", lambda device: 1000)
+    small = cache.RotatingInput(torch.arange(100, dtype=torch.float32), most=9)
+    assert len(small.copies) == 5  # 5 x 400 bytes reach twice the cache
+    handed = [small.next() for _ in range(10)]
+    assert len({copy.data_ptr() for copy in handed[:5]}) == 5
+    assert [copy.data_ptr() for copy in handed[:5]] == [copy.data_ptr() for copy in handed[5:]]
+    assert all(torch.equal(copy, small.copies[0]) for copy in handed)
+    assert len(cache.RotatingInput(torch.zeros(100), most=3).copies) == 3
+    assert len(cache.RotatingInput(torch.zeros(500), most=9).copies) == 1
+    assert len(cache.RotatingInput(torch.zeros(0), most=4).copies) == 4
+    assert cache.CacheFlush(torch.device("cpu"))._buffer.nbytes == 2000
+
+
+def test_the_cache_is_flushed_before_every_timed_iteration_and_outside_of_it() -> None:
+    clock, events = HandClock(), []
+
+    class Layer:
+        def __call__(self, batch: int) -> None:
+            events.append("layer")
+            clock.now += 5
+
+    def flush() -> None:
+        events.append("flush")
+        clock.now += 1000
+
+    case = FakeCase(lambda batch: None)
+    case.layer = Layer()
+    samples = measure([case, case], plan(2, 3, 0), clock, lambda: None, lambda case_id: None, flush)
+    assert events == ["flush", "layer"] * 12
+    assert (samples[:, :, COLUMNS.index(TOTAL)] == 5).all()
+
+
+def test_ceilings_are_rates_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "_median_us", lambda function, device: (function(), 100.0)[1])
+    monkeypatch.setitem(ceilings._MATMUL_SIZE, "cpu", 10)
+    monkeypatch.setitem(ceilings._COPY_BYTES, "cpu", 500)
+    found = ceilings.measure_ceilings(torch.device("cpu"), torch.float32)
+    assert found.matmul_tflops == pytest.approx(2 * 1000 / 100e-6 / 1e12)
+    assert found.copy_gbps == pytest.approx(2 * 500 / 100e-6 / 1e9)
 
 
 @given(st.integers(1, 60), st.sampled_from([8, 16, 64]), st.integers(1, 8))

@@ -36,9 +36,9 @@ def test_a_write_that_fails_keeps_what_was_there(tmp_path: Path) -> None:
 
 def test_missing_columns_are_nulls_of_the_schemas_type(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    assert not directory.is_finished("a")
-    directory.write_case("a", {"case_id": ["a"], "status": ["failed"], "reason": ["why"]})
-    assert directory.is_finished("a")
+    assert not directory.is_finished("a", 0)
+    directory.write_case("a", 0, {"case_id": ["a"], "status": ["failed"], "reason": ["why"]})
+    assert directory.is_finished("a", 0)
     table = pq.read_table(directory.case_path("a"))
     assert table.schema.equals(CASE_SCHEMA)
     assert table.column("time_us").to_pylist() == [None]
@@ -50,7 +50,7 @@ def test_a_second_run_keeps_what_run_json_knew_of_other_cases(tmp_path: Path) ->
         description = {"run_id": run_id, "hashes": run_id, "comparisons": {comparison: {}}}
         directory.write_run({**description, "cases": {case: {"comparison_id": comparison}}})
         if case != "b":  # Never finished.
-            directory.write_case(case, {"case_id": [case], "status": ["ok"]})
+            directory.write_case(case, 0, {"case_id": [case], "status": ["ok"]})
     run = json.loads(directory.run_json.read_text())
     assert run["run_id"] == "3"
     assert list(run["cases"]) == ["a", "c"]
@@ -65,10 +65,22 @@ def test_a_second_run_keeps_what_run_json_knew_of_other_cases(tmp_path: Path) ->
 def test_a_case_that_was_skipped_is_not_finished(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     for status, finished in (("ok", True), ("failed", True), ("skipped", False)):
-        directory.write_case(status, {"case_id": [status], "status": [status]})
-        assert directory.is_finished(status) is finished
+        directory.write_case(status, 0, {"case_id": [status], "status": [status]})
+        assert directory.is_finished(status, 0) is finished
     directory.case_path("torn").write_bytes(b"PAR1")
-    assert not directory.is_finished("torn")
+    assert not directory.is_finished("torn", 0)
+
+
+def test_launches_lie_side_by_side_and_a_repeated_one_replaces_itself(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    for launch, run_id in ((0, "first"), (2, "third"), (0, "again")):
+        assert not directory.is_finished("a", 1)
+        directory.write_case("a", launch, {"run_id": [run_id] * 2, "status": ["ok"] * 2})
+    rows = pq.read_table(directory.case_path("a"))
+    assert sorted(zip(rows["launch"].to_pylist(), rows["run_id"].to_pylist(), strict=True)) == [
+        (0, "again"), (0, "again"), (2, "third"), (2, "third"),
+    ]  # fmt: skip
+    assert directory.statuses("a") == {0: "ok", 2: "ok"}
 
 
 def test_a_hash_follows_content_and_not_order() -> None:

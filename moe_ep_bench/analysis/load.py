@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from moe_ep_bench.machine import MachineState
 from moe_ep_bench.records import (
     CASE_SCHEMA,
     PHASES,
@@ -31,7 +32,7 @@ from moe_ep_bench.records import (
 Role = Literal["baseline", "noise", "ceiling", "policy"]
 
 _KINDS = ("plain", "breakdown")
-_ITERATION = ["batch", "iteration", "kind"]
+_ITERATION = ["launch", "batch", "iteration", "kind"]
 # What a measured routing row must hold: the columns that fidelity is computed from. The two ratios of masses are
 # exempt: a rank without valid tokens has none.
 _ROUTING_NEEDS = ["rank", "batch", "num_tokens", "load_E", "load_R", "num_topk_pairs", "num_dropped_pairs"]
@@ -51,6 +52,13 @@ class Workload(_Described):
     tail_model: str | None
 
 
+class Part(_Described):
+    """A part of the layer: what the config asked for, and what ran."""
+
+    requested: str
+    ran: str
+
+
 class Comparison(_Described):
     """Conditions that all its cases share; cases of one comparison may be paired."""
 
@@ -59,6 +67,8 @@ class Comparison(_Described):
     scale: float  # 1.0 = the model's true sizes
     num_experts: int
     top_k: int
+    hidden_size: int
+    ffn_hidden_size: int
     num_ranks: int  # expert-parallel size
     num_replicas: int
     world_size: int
@@ -66,10 +76,47 @@ class Comparison(_Described):
     num_batches: int
     dtype: str
     backend: Literal["nccl", "gloo"]
-    permute_fused: bool
+    experts: Part
+    permute: Part
+    flush_l2: bool
     oversubscribed: bool  # more ranks than cores
     random_weights: bool
     workload: Workload
+
+
+class WarmUp(_Described):
+    """See ``measure.protocol.WarmUp``."""
+
+    rounds: int
+    change: float | None
+    settled: bool
+
+
+class Ceilings(_Described):
+    """See ``measure.ceilings.Ceilings``."""
+
+    matmul_size: int
+    matmul_tflops: float
+    copy_gbps: float
+
+
+class RankConditions(_Described):
+    hostname: str
+    machine: dict[str, Any]  # see machine.MachineState
+    ceilings: Ceilings
+    peak_memory_bytes: int | None
+
+
+class Conditions(_Described):
+    """Under which conditions one launch of a comparison was timed; ranks in order."""
+
+    run_id: str
+    warm_up: WarmUp
+    ranks: list[RankConditions]
+
+    @property
+    def machines(self) -> list[tuple[str, MachineState]]:
+        return [(rank.hostname, MachineState.from_dict(rank.machine)) for rank in self.ranks]
 
 
 class _CaseDescription(_Described):
@@ -98,9 +145,9 @@ class Case:
     """One policy on one workload.
 
     Attributes:
-        status: one of ``STATUSES``; ``reason`` says why when it is not ok.
-        run_id: the launch that wrote it.
-        timings: rank, batch, iteration, kind, phase, time_us; no rows unless ok.
+        status: one of ``STATUSES``; ``reason`` says why when it is not ok. A case that failed in one launch failed.
+        run_ids: the job that wrote each launch.
+        timings: launch, rank, batch, iteration, kind, phase, time_us, host_us; no rows unless ok.
         routing: one row per rank x batch, as in ``ROUTING_SCHEMA``; no rows unless ok.
     """
 
@@ -112,7 +159,7 @@ class Case:
     role: Role
     status: str
     reason: str | None
-    run_id: str
+    run_ids: dict[int, str]
     timings: pd.DataFrame
     routing: pd.DataFrame
 
@@ -132,6 +179,7 @@ class Run:
     num_devices: int
     comparisons: dict[str, Comparison]
     cases: tuple[Case, ...]
+    conditions: dict[str, dict[int, Conditions]]  # by comparison and launch
 
 
 def load_run(directory: Path | str) -> Run:
@@ -145,6 +193,7 @@ def load_run(directory: Path | str) -> Run:
     _check_known_parts(files, description)
     cases = tuple(_read_case(files, case_id, description) for case_id in description.cases)
     _check_launches(files, cases)
+    conditions = _read_conditions(files, cases)
     if not any(case.is_ok for case in cases):
         counts = ", ".join(f"{number} {status}" for status, number in sorted(Counter(c.status for c in cases).items()))
         first = f"; {cases[0].label}: {_one_line(cases[0].reason)}" if cases else ""
@@ -157,6 +206,7 @@ def load_run(directory: Path | str) -> Run:
         num_devices=description.environment.num_devices,
         comparisons=description.comparisons,
         cases=cases,
+        conditions=conditions,
     )
 
 
@@ -209,7 +259,8 @@ def _read_case(files: RunDirectory, case_id: str, description: _RunDescription) 
     comparison = description.comparisons[case.comparison_id]
     path = files.case_path(case_id)
     rows = _read_part(path, CASE_SCHEMA, case_id, description)
-    status, reason, run_id = rows.loc[0, ["status", "reason", "run_id"]]
+    launches = rows.drop_duplicates("launch").set_index("launch")
+    status, reason = _outcome(launches)
     if status == "ok":
         _check_timings(path, rows, comparison)
         routing_path = files.routing_path(case_id)
@@ -225,25 +276,54 @@ def _read_case(files: RunDirectory, case_id: str, description: _RunDescription) 
         label=case.label,
         role=case.role,
         status=status,
-        reason=None if pd.isna(reason) else str(reason),
-        run_id=run_id,
-        timings=rows[["rank", *_ITERATION, "phase", "time_us"]],
+        reason=reason,
+        run_ids=launches["run_id"].to_dict(),
+        timings=rows[["rank", *_ITERATION, "phase", "time_us", "host_us"]],
         routing=routing,
     )
 
 
+def _outcome(launches: pd.DataFrame) -> tuple[str, str | None]:
+    """Status and reason of a case from those of its launches: the first that is not ok decides."""
+    for launch, row in launches.sort_index().iterrows():
+        if row["status"] != "ok":
+            reason = "no reason was recorded" if pd.isna(row["reason"]) else str(row["reason"])
+            return row["status"], f"launch {launch + 1}: {reason}" if len(launches) > 1 else reason
+    return "ok", None
+
+
 def _check_launches(files: RunDirectory, cases: tuple[Case, ...]) -> None:
-    """Pairs ran back to back: measured cases of a comparison are of one launch. A repetition cut short mixes two."""
-    first: dict[str, Case] = {}
+    """Pairs ran back to back: in each launch, measured cases of a comparison are of one job, not of two repetitions."""
+    first: dict[tuple[str, int], tuple[Case, str]] = {}
     for case in cases:
-        if not case.is_ok:
-            continue
-        other = first.setdefault(case.comparison_id, case)
-        if case.run_id != other.run_id:
-            raise ResultsError(
-                f"{files.case_path(case.case_id)}: of another launch than {files.case_path(other.case_id).name}, "
-                f"so their iterations are no pairs ({case.run_id}, {other.run_id}): run the comparison again"
-            )
+        for launch, run_id in case.run_ids.items() if case.is_ok else ():
+            other, other_id = first.setdefault((case.comparison_id, launch), (case, run_id))
+            if run_id != other_id:
+                raise ResultsError(
+                    f"{files.case_path(case.case_id)}: of another job than {files.case_path(other.case_id).name}, "
+                    f"so their iterations are no pairs ({run_id}, {other_id}): run the comparison again"
+                )
+
+
+def _read_conditions(files: RunDirectory, cases: tuple[Case, ...]) -> dict[str, dict[int, Conditions]]:
+    """The conditions of every launch that was timed. Routing without timing has none."""
+    found: dict[str, dict[int, Conditions]] = {}
+    for case in cases:
+        for launch, run_id in case.run_ids.items() if case.is_ok else ():
+            if launch in found.setdefault(case.comparison_id, {}):
+                continue
+            path = files.conditions_path(case.comparison_id, launch)
+            try:
+                conditions = Conditions.model_validate_json(path.read_text(encoding="utf-8"))
+                _ = conditions.machines
+            except OSError:
+                raise ResultsError(f"{path}: missing; it says under which conditions the cases were timed") from None
+            except (ValidationError, TypeError, KeyError) as error:
+                raise ResultsError(f"{path}: damaged: {_one_line(error)[:200]}") from None
+            if conditions.run_id != run_id:
+                raise ResultsError(f"{path}: of another job than the cases ({conditions.run_id}, {run_id})")
+            found[case.comparison_id][launch] = conditions
+    return found
 
 
 def _read_part(path: Path, schema: pa.Schema, case_id: str, description: _RunDescription) -> pd.DataFrame:
@@ -266,9 +346,11 @@ def _read_part(path: Path, schema: pa.Schema, case_id: str, description: _RunDes
         others = rows.loc[rows[column] != expected, column]
         if not others.empty:
             raise ResultsError(f"{path}: foreign, {column}: expected {expected!r}, got {others.iloc[0]!r}")
-    statuses = list(rows["status"].unique())
-    if len(statuses) != 1 or statuses[0] not in STATUSES:
-        raise ResultsError(f"{path}: status: expected one of {', '.join(STATUSES)} in all rows, got {statuses}")
+    groups = rows.groupby("launch") if "launch" in rows else [(0, rows)]
+    for _, launch in groups:
+        statuses = list(launch["status"].unique())
+        if len(statuses) != 1 or statuses[0] not in STATUSES:
+            raise ResultsError(f"{path}: status: expected one of {', '.join(STATUSES)} in all rows, got {statuses}")
     return rows
 
 
@@ -289,10 +371,10 @@ def _check_timings(path: Path, rows: pd.DataFrame, comparison: Comparison) -> No
     num_ranks = rows.groupby(_ITERATION)["rank"].nunique()
     num_totals = totals.groupby(_ITERATION)["rank"].nunique().reindex(num_ranks.index, fill_value=0)
     if (num_totals != comparison.world_size).any():
-        batch, iteration, kind = num_totals.index[num_totals != comparison.world_size][0]
-        found = num_totals.loc[(batch, iteration, kind)]
+        launch, batch, iteration, kind = num_totals.index[num_totals != comparison.world_size][0]
+        found = num_totals.loc[(launch, batch, iteration, kind)]
         raise ResultsError(
-            f"{path}: batch {batch}, {kind} iteration {iteration}: "
+            f"{path}: launch {launch}, batch {batch}, {kind} iteration {iteration}: "
             f"expected totals of {comparison.world_size} ranks, got {found}"
         )
 

@@ -1,6 +1,6 @@
 """Cases set against their baseline: how much faster, how sure, and at what cost in fidelity.
 
-Speedup = native / case, both the slowest rank's time of one layer in the same (batch, iteration);
+Speedup = native / case, both the slowest rank's time of one layer in the same (launch, batch, iteration);
 the estimate is the median of these pairs (``measure.statistics``). The verdict holds its interval
 against the noise floor of the same comparison, which comes from native run a second time.
 """
@@ -12,15 +12,20 @@ from dataclasses import dataclass
 import pandas as pd
 
 from moe_ep_bench.analysis.fidelity import Fidelity, fidelity
-from moe_ep_bench.analysis.load import Case, Comparison, Run
-from moe_ep_bench.analysis.timing import Breakdown, break_down, layer_time_us
+from moe_ep_bench.analysis.load import Case, Comparison, Conditions, Run
+from moe_ep_bench.analysis.rates import Rates, rates
+from moe_ep_bench.analysis.timing import Breakdown, break_down, host_bound_share, layer_time_us
 from moe_ep_bench.measure.statistics import (
     Estimate,
     NoiseFloor,
+    Outliers,
     Verdict,
+    drift,
     estimate_median,
     judge,
+    minimum_detectable_effect,
     noise_floor,
+    outliers,
     paired_ratios,
 )
 
@@ -45,16 +50,24 @@ class CaseResult:
     Attributes:
         speedup: over the comparison's baseline; None for the baseline itself and where nothing pairs.
         verdict: what the speedup shows against the noise floor.
+        detectable: the smallest true speedup that the verdict would have called, with a power of 80 %.
         probe_overhead: median layer time of breakdown iterations over that of plain ones, minus 1.
+        host_bound_share: of plain iterations; see ``timing.host_bound_share``.
+        drift, outliers: of the layer time, over all launches.
     """
 
     case: Case
     layer: LayerTime | None
     speedup: Estimate | None
     verdict: Verdict
+    detectable: float | None
     breakdown: Breakdown | None
     probe_overhead: float | None
     fidelity: Fidelity | None
+    rates: Rates | None
+    host_bound_share: float | None
+    drift: float | None
+    outliers: Outliers | None
 
     @property
     def family(self) -> str:
@@ -73,11 +86,13 @@ class ComparisonResult:
 
     Attributes:
         floor: None without a measured native-against-native pair.
+        conditions: of each launch, in order.
     """
 
     comparison: Comparison
     results: tuple[CaseResult, ...]
     floor: NoiseFloor | None
+    conditions: tuple[Conditions, ...]
 
     def of_role(self, role: str) -> CaseResult | None:
         """The measured case of a role that one case holds (baseline, noise, ceiling), if there is one."""
@@ -104,19 +119,41 @@ def _analyse_comparison(run: Run, comparison_id: str) -> ComparisonResult:
             speedups[case_id] = estimate_median(paired_ratios(times_us[baseline.case_id], times_us[case_id]))
     again = next((speedups[case.case_id] for case in cases if case.role == "noise"), None)
     floor = None if again is None else noise_floor(again)
-    results = tuple(_case_result(case, times_us[case.case_id], speedups[case.case_id], floor) for case in cases)
-    return ComparisonResult(run.comparisons[comparison_id], results, floor)
+    facts = run.comparisons[comparison_id]
+    launches = run.conditions.get(comparison_id, {})
+    conditions = tuple(launches[launch] for launch in sorted(launches))
+    results = tuple(
+        _case_result(case, times_us[case.case_id], speedups[case.case_id], floor, rates(case, facts, conditions))
+        for case in cases
+    )
+    return ComparisonResult(facts, results, floor, conditions)
 
 
-def _case_result(case: Case, times_us: pd.Series, speedup: Estimate | None, floor: NoiseFloor | None) -> CaseResult:
+def _case_result(
+    case: Case, times_us: pd.Series, speedup: Estimate | None, floor: NoiseFloor | None, case_rates: Rates | None
+) -> CaseResult:
     layer = breakdown = probe_overhead = None
-    if not times_us.empty:
+    measured = not times_us.empty
+    if measured:
         median_us, p90_us, p99_us = times_us.quantile([0.5, 0.9, 0.99])
         layer = LayerTime(median_us / 1e3, p90_us / 1e3, p99_us / 1e3)
     breakdown = break_down(case)
     if layer is not None and breakdown is not None:
         probe_overhead = breakdown.layer_ms / layer.median_ms - 1
-    return CaseResult(case, layer, speedup, judge(speedup, floor), breakdown, probe_overhead, fidelity(case))
+    return CaseResult(
+        case=case,
+        layer=layer,
+        speedup=speedup,
+        verdict=judge(speedup, floor),
+        detectable=minimum_detectable_effect(speedup, floor) if speedup and floor else None,
+        breakdown=breakdown,
+        probe_overhead=probe_overhead,
+        fidelity=fidelity(case),
+        rates=case_rates,
+        host_bound_share=host_bound_share(case) if measured else None,
+        drift=drift(times_us) if measured else None,
+        outliers=outliers(times_us) if measured else None,
+    )
 
 
 def _reading_order(case: Case) -> tuple:

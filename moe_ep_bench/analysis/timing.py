@@ -31,7 +31,10 @@ GROUPS = {
     "unaccounted": (UNACCOUNTED,),
 }
 
-_ITERATION = ["batch", "iteration"]
+_ITERATION = ["launch", "batch", "iteration"]
+
+# A host that is still issuing work when this much of the time is over has kept the device waiting.
+_HOST_BOUND = 0.95
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,19 @@ class Breakdown:
 
 
 def layer_time_us(case: Case) -> pd.Series:
-    """Time of the slowest rank in each plain iteration, indexed by (batch, iteration)."""
+    """Time of the slowest rank in each plain iteration, indexed by (launch, batch, iteration)."""
     rows = case.timings[(case.timings["kind"] == "plain") & (case.timings["phase"] == TOTAL)]
     return rows.groupby(_ITERATION)["time_us"].max()
+
+
+def host_bound_share(case: Case) -> float:
+    """Share of plain iterations in which the slowest rank's host issued work until the end: no queue, no device limit.
+
+    Meaningful on a GPU only, where the host runs ahead of the device.
+    """
+    rows = case.timings[(case.timings["kind"] == "plain") & (case.timings["phase"] == TOTAL)]
+    slowest = rows.loc[rows.groupby(_ITERATION)["time_us"].idxmax()]
+    return float((slowest["host_us"] >= _HOST_BOUND * slowest["time_us"]).mean())
 
 
 def break_down(case: Case) -> Breakdown | None:
@@ -64,7 +77,7 @@ def break_down(case: Case) -> Breakdown | None:
     rows = case.timings[case.timings["kind"] == "breakdown"]
     if rows.empty:
         return None
-    # One row per (batch, iteration, rank), a column per phase; a phase that did not occur took no time.
+    # One row per (launch, batch, iteration, rank), a column per phase; a phase that did not occur took no time.
     times_us = rows.pivot(index=[*_ITERATION, "rank"], columns="phase", values="time_us").fillna(0.0)
     times_us = times_us.reindex(columns=[*PHASES, UNACCOUNTED, TOTAL], fill_value=0.0)
     slowest_us = times_us.loc[times_us.groupby(level=_ITERATION)[TOTAL].idxmax()]

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from moe_ep_bench.analysis.load import Comparison, Run
+from moe_ep_bench.analysis.load import Comparison, Part, Run
 
 MODE_WORDS = {
     "run": "measured",
@@ -27,6 +27,11 @@ def hardware_words(run: Run, comparison: Comparison) -> str:
 def scale_words(scale: float) -> str:
     """Say whether the model has its true sizes."""
     return "true sizes" if scale == 1 else f"sizes x {scale:g} of the true ones"
+
+
+def part_words(part: Part) -> str:
+    """Say what ran, and what was asked for where that was left open."""
+    return part.ran if part.ran == part.requested else f"{part.ran} (asked for {part.requested})"
 
 
 def workload_words(comparison: Comparison) -> str:

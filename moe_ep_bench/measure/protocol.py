@@ -2,15 +2,16 @@
 
 All cases of a comparison run interleaved on the same batches, in an order that changes from step
 to step so that each takes every place and follows every other equally often. Before each timed
-iteration ranks are aligned by a collective on the stream. Plain iterations (two clock readings)
+iteration ranks are aligned by a collective on the stream. Before anything is timed, rounds over
+all cases go on until one takes as long as the one before it. Plain iterations (two clock readings)
 give speedups; breakdown iterations (every phase, waiting probed) explain them; the two alternate.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,6 +26,9 @@ from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
 from moe_ep_bench.timer import Clock, PhaseRecorder
 
 PLAIN, BREAKDOWN = "plain", "breakdown"
+
+# Two rounds that differ by less are the same.
+SETTLED_CHANGE = 0.02
 
 # Columns of a sample: every phase (NaN where it did not occur), then what concerns the whole iteration.
 HOST, THREAD_CPU = "host", "thread_cpu"
@@ -76,6 +80,65 @@ def order(num_cases: int, turn: int) -> list[int]:
     return row[::-1] if num_cases % 2 and (turn // num_cases) % 2 else row
 
 
+def turn_of(step: Step, num_batches: int, num_cases: int) -> int:
+    """Which turn's order a step takes: consecutive ones within a round, and from round to round another for a batch."""
+    period = num_cases * (1 + num_cases % 2)
+    stride = next(stride for stride in range(num_batches, num_batches + period) if math.gcd(stride, period) == 1)
+    return step.iteration * stride + step.batch
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """How warming up went.
+
+    Attributes:
+        rounds: untimed rounds over all batches and cases.
+        change: how much longer (+) or shorter (-) the last round took than the one before it, median
+            over batches, slowest rank; None with fewer than two rounds.
+        settled: whether that was within ``SETTLED_CHANGE``.
+    """
+
+    rounds: int
+    change: float | None
+    settled: bool
+
+
+@torch.inference_mode()
+def warm_up(
+    cases: Sequence[Runnable],
+    num_batches: int,
+    rounds: tuple[int, int],
+    clock: Clock,
+    slowest: Callable[[np.ndarray], np.ndarray],
+    before: Callable[[str], None],
+) -> WarmUp:
+    """Run all cases on all batches until a round takes as long as the one before it.
+
+    Args:
+        rounds: the fewest and the most.
+        slowest: the element-wise maximum over ranks, so that all ranks stop together.
+    """
+    fewest, most = rounds
+    earlier_B: np.ndarray | None = None
+    change = None
+    for number in range(1, most + 1):
+        times_B = np.empty(num_batches)
+        for batch in range(num_batches):
+            start = time.perf_counter()
+            for case in cases:
+                before(case.case_id)
+                case.layer(case.prepare(batch))
+            clock.wait()
+            times_B[batch] = time.perf_counter() - start
+        times_B = slowest(times_B)
+        if earlier_B is not None:
+            change = float(np.median(times_B / earlier_B)) - 1
+            if number >= fewest and abs(change) <= SETTLED_CHANGE:
+                return WarmUp(number, change, settled=True)
+        earlier_B = times_B
+    return WarmUp(most, change, settled=False)
+
+
 @torch.inference_mode()
 def measure(
     cases: Sequence[Runnable],
@@ -83,12 +146,14 @@ def measure(
     clock: Clock,
     meet: Rendezvous,
     before: Callable[[str], None],
+    flush: Callable[[], None] | None = None,
 ) -> np.ndarray:
     """Time every case at every step.
 
     Args:
         meet: aligns the ranks that talk to each other, on the stream.
         before: called with the case's id ahead of each iteration, untimed (progress, marks, the watchdog).
+        flush: empties the cache ahead of each iteration, untimed.
 
     Returns:
         float64 [cases, steps, COLUMNS], microseconds.
@@ -98,21 +163,24 @@ def measure(
     collecting = gc.isenabled()
     gc.disable()  # A collection in the middle of an iteration would be charged to a phase.
     try:
-        turns = Counter[str]()
+        num_batches = 1 + max(step.batch for step in steps)
         for number, step in enumerate(steps):
-            for index in order(len(cases), turns[step.kind]):
+            for index in order(len(cases), turn_of(step, num_batches, len(cases))):
                 case = cases[index]
                 before(case.case_id)
                 hidden_T1D = case.prepare(step.batch)
+                if flush is not None:
+                    flush()
+                clock.open_range(f"{case.case_id} batch {step.batch} {step.kind} {step.iteration}")
                 if step.kind == PLAIN:
                     times = _timed(case.layer, hidden_T1D, recorder, meet)
                     del times[UNACCOUNTED]  # Nothing was to be accounted for.
                 else:
                     with instrumented(case.layer, recorder, meet):
                         times = _timed(case.layer, hidden_T1D, recorder, meet)
+                clock.close_range()
                 for name, value in times.items():
                     samples[index, number, COLUMNS.index(name)] = value
-            turns[step.kind] += 1
             gc.collect(0)
     finally:
         if collecting:

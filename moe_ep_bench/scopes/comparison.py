@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig, load_experiments
+from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.records import stable_hash
@@ -16,6 +17,7 @@ from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
 
 BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
 
+_COPIES_BYTES = 2**27
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -58,9 +60,11 @@ class Comparison:
     experiment: Experiment
     world_size: int
     workload: Workload
+    parts: Parts
+    """What computes the experts and what permutes on this machine."""
 
     @staticmethod
-    def of(experiment: Experiment, world_size: int) -> Comparison:
+    def of(experiment: Experiment, world_size: int, *, on_cpu: bool) -> Comparison:
         """Check that the experiment fits the ranks, and open its workload.
 
         Raises:
@@ -75,7 +79,8 @@ class Comparison:
                 f"layer.ep_size: expected a divisor of the {model.num_experts} experts of {model.name}, got {ep_size}"
                 + ("" if experiment.layer.ep_size else " (all ranks)")
             )
-        return Comparison(experiment, world_size, make_workload(experiment, model, world_size))
+        parts = Parts.choose(experiment.layer.experts, experiment.layer.permute, on_cpu=on_cpu)
+        return Comparison(experiment, world_size, make_workload(experiment, model, world_size), parts)
 
     @cached_property
     def model(self) -> ModelSpec:
@@ -100,13 +105,17 @@ class Comparison:
             "model": self.model.model_dump(mode="json"),
             "workload": {**workload, "num_tokens": self.num_tokens, "tokens_per_rank": None},
             "layer": {**self.experiment.layer.model_dump(mode="json"), "ep_size": self.ep_size},
-            "measure": self.experiment.measure.model_dump(mode="json", exclude={"timeout_s"}),
+            "measure": self.experiment.measure.model_dump(mode="json", exclude={"timeout_s", "launches"}),
             "world_size": self.world_size,
         }
 
     @cached_property
     def comparison_id(self) -> str:
         return stable_hash(self.definition)
+
+    @property
+    def num_launches(self) -> int:
+        return self.experiment.measure.launches
 
     @cached_property
     def cases(self) -> list[CaseSpec]:
@@ -139,7 +148,10 @@ class Comparison:
         pairs = int(tokens * model.top_k * peak)
         weights = (model.num_experts // self.ep_size) * 3 * model.hidden_size * model.ffn_hidden_size
         weights += 3 * model.hidden_size * model.shared_ffn_hidden_size
-        inputs = self.workload.num_batches * tokens * (model.hidden_size * size + model.num_experts * 4)
+        # Small inputs are held in copies, up to some caches' size (measure.cache).
+        hidden = tokens * model.hidden_size * size
+        hidden += min((len(self.cases) - 1) * hidden, _COPIES_BYTES)
+        inputs = self.workload.num_batches * (hidden + 2 * tokens * model.num_experts * 4)
         buffers = pairs * (4 * model.hidden_size + 3 * model.ffn_hidden_size) * size
         routing = tokens * model.num_experts * 8 * 6  # scores, keys and indices while a policy routes
         return 2 * weights * size + inputs + buffers + routing
@@ -152,7 +164,7 @@ class Comparison:
         return tokens * (expert + shared + 2 * self.model.hidden_size * self.model.num_experts)
 
     def num_iterations(self) -> int:
-        """Layer runs of one rank: checks, warm-up, plain and breakdown, over all cases."""
+        """Layer runs of one rank in one launch: checks, least warm-up, plain and breakdown, over all cases."""
         measure = self.experiment.measure
         rounds = 2 + measure.warmup + measure.iterations + measure.breakdown_iterations
         return rounds * self.workload.num_batches * len(self.cases)
@@ -167,7 +179,7 @@ def plan_comparisons(config: Path, overrides: Iterable[str], world_size: int, *,
     comparisons = []
     for experiment in load_experiments(config, overrides, on_cpu=on_cpu):
         try:
-            comparison = Comparison.of(experiment, world_size)
+            comparison = Comparison.of(experiment, world_size, on_cpu=on_cpu)
             comparison.workload.batch(0)  # Finds skews that cannot be had.
         except ValueError as problem:
             raise ValueError(f"{config}: {problem}") from None

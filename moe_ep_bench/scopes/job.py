@@ -17,11 +17,12 @@ from moe_ep_bench.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class Job:
-    """One job on this rank."""
+    """One job on this rank, which makes one launch."""
 
     ranks: Ranks
     directory: RunDirectory
     run_id: str
+    launch: int
     mark: Mark
     watchdog: Watchdog
     progress: tqdm
@@ -55,4 +56,4 @@ class Job:
     def write_unmeasured(self, comparison: Comparison, case: CaseSpec, status: str, reason: str) -> None:
         """Write the one row of a case that has no measurements; rank 0 calls this."""
         row = {**self.identity(comparison, case, 1), "status": [status], "reason": [reason]}
-        self.directory.write_case(case.case_id, row)
+        self.directory.write_case(case.case_id, self.launch, row)

@@ -40,15 +40,16 @@ class Stopped(BaseException):
     """The run was asked to end (SIGTERM, SIGINT)."""
 
 
-def run(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False) -> int:
-    """Measure all comparisons of ``config`` on the ranks that torchrun started; return the exit status.
+def run(config: Path, out: Path, overrides: Sequence[str], *, launch: int = 0, force: bool = False) -> int:
+    """Measure one launch of all comparisons of ``config`` on the ranks that torchrun started; return the exit status.
 
     Args:
-        out: results directory; finished comparisons in it are not run again unless ``force``.
+        out: results directory; what is finished in it is not run again unless ``force``.
+        launch: which of the config's ``measure.launches`` repetitions, from 0.
     """
     _on_signals(_stop)
     try:
-        return _run(config, out, overrides, force)
+        return _run(config, out, overrides, launch, force)
     except Stopped:
         return 128 + signal.SIGTERM
     except Exception:
@@ -57,31 +58,34 @@ def run(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fals
         return LOST
 
 
-def _run(config: Path, out: Path, overrides: Sequence[str], force: bool) -> int:
+def _run(config: Path, out: Path, overrides: Sequence[str], launch: int, force: bool) -> int:
     try:
         ranks = join(_JOIN_TIMEOUT_S)
     except ValueError as error:
         print(f"moe-ep-bench: {error}", file=sys.stderr)
         return USER_ERROR
     try:
-        comparisons = _agree_on_comparisons(ranks, config, overrides)
+        comparisons = _agree_on_comparisons(ranks, config, overrides, launch)
         if comparisons is None:
             return USER_ERROR
         directory = RunDirectory(out)
-        todo = _agree_on_cases(ranks, directory, comparisons, force)
+        todo = _agree_on_cases(ranks, directory, comparisons, launch, force)
         if todo is None:
             return USER_ERROR
-        return _measure_all(ranks, directory, comparisons, todo)
+        return _measure_all(ranks, directory, comparisons, todo, launch)
     finally:
         ranks.close()
 
 
-def _agree_on_comparisons(ranks: Ranks, config: Path, overrides: Sequence[str]) -> list[Comparison] | None:
+def _agree_on_comparisons(ranks: Ranks, config: Path, overrides: Sequence[str], launch: int) -> list[Comparison] | None:
     """Every rank reads the config and opens the workloads; None if any cannot or if they differ."""
     comparisons: list[Comparison] = []
     error = ""
     try:
         comparisons = plan_comparisons(config, overrides, ranks.world_size, on_cpu=ranks.device.type == "cpu")
+        most = max(comparison.num_launches for comparison in comparisons)
+        if not 0 <= launch < most:
+            raise ValueError(f"--launch: expected 0 to {most - 1} (measure.launches={most}), got {launch}")
     except ValueError as problem:
         error = str(problem)
     if _complain(ranks, error):
@@ -89,7 +93,8 @@ def _agree_on_comparisons(ranks: Ranks, config: Path, overrides: Sequence[str]) 
     definitions = json.dumps([comparison.definition for comparison in comparisons], sort_keys=True)
     policies = json.dumps([case.case_id for comparison in comparisons for case in comparison.cases])
     for what, value in (
-        ("the config", definitions + policies),
+        ("the config", definitions + policies + str(launch)),
+        ("what computes experts and permutes", str([comparison.parts for comparison in comparisons])),
         ("the code of moe-ep-bench", environment.code_hash()),
         ("the versions of torch or megatron-core", json.dumps(environment.package_versions())),
     ):
@@ -105,11 +110,11 @@ def _agree_on_comparisons(ranks: Ranks, config: Path, overrides: Sequence[str]) 
 
 
 def _agree_on_cases(
-    ranks: Ranks, directory: RunDirectory, comparisons: Sequence[Comparison], force: bool
+    ranks: Ranks, directory: RunDirectory, comparisons: Sequence[Comparison], launch: int, force: bool
 ) -> list[list[CaseSpec]] | None:
     """What is left to run, per comparison; rank 0 looks into the results directory for all.
 
-    Cases of a comparison are paired, so an incomplete comparison is measured whole again, except
+    Cases of a comparison are paired, so a launch that is incomplete is measured whole again, except
     for cases that were lost too often. Returns None where the directory cannot be used.
     """
     wanted = torch.zeros(sum(len(comparison.cases) for comparison in comparisons), dtype=torch.uint8)
@@ -120,9 +125,12 @@ def _agree_on_cases(
             collect_lost(directory.attempts)
             flags = []
             for comparison in comparisons:
-                if force:
+                # The first launch begins anew; later ones were forgotten with it.
+                if force and launch == 0:
                     _forget(directory, comparison)
-                finished = all(directory.is_finished(case.case_id) for case in comparison.cases)
+                finished = launch >= comparison.num_launches or all(
+                    directory.is_finished(case.case_id, launch) for case in comparison.cases
+                )
                 flags += [not finished and not _given_up(directory, comparison, case) for case in comparison.cases]
             wanted = torch.tensor(flags, dtype=torch.uint8)
         except (OSError, ValueError) as problem:
@@ -137,6 +145,7 @@ def _forget(directory: RunDirectory, comparison: Comparison) -> None:
     """Remove what is there of a comparison, so that it is measured anew."""
     for case in comparison.cases:
         directory.remove_case(case.case_id)
+    directory.remove_conditions(comparison.comparison_id)
     forget_lost(directory.attempts, [comparison.comparison_id, *(case.case_id for case in comparison.cases)])
 
 
@@ -189,7 +198,11 @@ def _complain(ranks: Ranks, error: str) -> bool:
 
 
 def _measure_all(
-    ranks: Ranks, directory: RunDirectory, comparisons: Sequence[Comparison], todo: Sequence[Sequence[CaseSpec]]
+    ranks: Ranks,
+    directory: RunDirectory,
+    comparisons: Sequence[Comparison],
+    todo: Sequence[Sequence[CaseSpec]],
+    launch: int,
 ) -> int:
     # Megatron-Core takes seconds to import: not before it is clear that there is something to run.
     from moe_ep_bench.scopes.timed import measure_comparison
@@ -205,13 +218,16 @@ def _measure_all(
     watchdog = Watchdog(timeout_s, mark.explain)
     total = sum(_iterations(comparison, cases) for comparison, cases in zip(comparisons, todo, strict=True))
     progress = tqdm(total=total, unit="iteration", disable=not ranks.is_first, mininterval=1.0, dynamic_ncols=True)
-    job = Job(ranks, directory, run_id, mark, watchdog, progress)
+    job = Job(ranks, directory, run_id, launch, mark, watchdog, progress)
     try:
         for comparison, cases in zip(comparisons, todo, strict=True):
             if ranks.is_first:
                 _record_lost(job, comparison, cases)
             if cases:
-                progress.set_description(comparison.title)
+                repetition = (
+                    f", launch {launch + 1} of {comparison.num_launches}" if comparison.num_launches > 1 else ""
+                )
+                progress.set_description(comparison.title + repetition)
                 measure_comparison(job, comparison, cases)
     except Stopped:
         mark.clear()
@@ -225,12 +241,12 @@ def _measure_all(
     watchdog.stop()
     mark.clear()
     progress.close()
-    failed = torch.tensor([_num_failed(directory, comparisons) if ranks.is_first else 0])
+    failed = torch.tensor([_num_failed(directory, comparisons, launch) if ranks.is_first else 0])
     failed = int(ranks.gather(failed, everywhere=True)[0])
     if ranks.is_first and not total:
         print(
-            f"moe-ep-bench: all {sum(len(c.cases) for c in comparisons)} cases were finished before; "
-            "--force runs them again",
+            f"moe-ep-bench: all {sum(len(c.cases) for c in comparisons)} cases were finished before"
+            f"{f' in launch {launch + 1}' if launch else ''}; --force runs them again",
             file=sys.stderr,
         )
     return CASES_FAILED if failed else OK
@@ -252,14 +268,16 @@ def _record_lost(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) ->
     """Give every case that was lost too often its row."""
     for case in comparison.cases:
         reasons = _given_up(job.directory, comparison, case)
-        if case not in cases and reasons and not job.directory.is_finished(case.case_id):
+        if case not in cases and reasons and not job.directory.is_finished(case.case_id, job.launch):
             status, _, reason = reasons[-1].partition(": ")
             status = status if status in ("oom", "timeout") else "failed"
             job.write_unmeasured(comparison, case, status, f"{reason or reasons[-1]} ({len(reasons)} attempts)")
 
 
-def _num_failed(directory: RunDirectory, comparisons: Sequence[Comparison]) -> int:
-    return sum(directory.status(case.case_id) != "ok" for comparison in comparisons for case in comparison.cases)
+def _num_failed(directory: RunDirectory, comparisons: Sequence[Comparison], launch: int) -> int:
+    """Cases that this launch should have measured and did not."""
+    meant = [comparison for comparison in comparisons if launch < comparison.num_launches]
+    return sum(directory.statuses(case.case_id).get(launch) != "ok" for c in meant for case in c.cases)
 
 
 def _run_description(ranks: Ranks, run_id: str, comparisons: Sequence[Comparison]) -> dict[str, Any]:
@@ -294,13 +312,16 @@ def _describe(comparison: Comparison, ranks: Ranks) -> dict[str, Any]:
         "num_ranks": comparison.ep_size,
         "num_replicas": ranks.world_size // comparison.ep_size,
         "world_size": ranks.world_size,
+        "hidden_size": comparison.model.hidden_size,
+        "ffn_hidden_size": comparison.model.ffn_hidden_size,
         "num_tokens": comparison.num_tokens,
         "num_batches": comparison.workload.num_batches,
         "dtype": comparison.experiment.layer.dtype,
         "backend": ranks.backend,
         "dispatcher": "alltoall",
-        "experts": "sequential",
-        "permute_fused": False,
+        "experts": {"requested": comparison.experiment.layer.experts, "ran": comparison.parts.experts},
+        "permute": {"requested": comparison.experiment.layer.permute, "ran": comparison.parts.permute},
+        "flush_l2": comparison.experiment.measure.flush_l2,
         "oversubscribed": ranks.oversubscribed,
         "random_weights": True,
         "workload": comparison.workload.describe(),
@@ -317,6 +338,9 @@ def describe_experiment(experiment: Experiment) -> dict[str, Any]:
 
 def dry_run(config: Path, overrides: Sequence[str], world_size: int) -> int:
     """Print the cases, the memory that each rank needs and the time to expect; run nothing."""
+    from moe_ep_bench.layer.build import DTYPES
+    from moe_ep_bench.measure.ceilings import measure_ceilings
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     comparisons = plan_comparisons(config, overrides, world_size, on_cpu=device.type == "cpu")
     available = environment.available_memory_bytes(device, world_size)
@@ -324,27 +348,15 @@ def dry_run(config: Path, overrides: Sequence[str], world_size: int) -> int:
         print(f"{comparison.title} on {world_size} rank(s), {comparison.workload.describe()['description']}")
         for case in comparison.cases:
             print(f"  {case.case_id}  {case.role:8}  {case.label}")
-        seconds = comparison.flops_per_rank() * comparison.num_iterations() / _matmul_flops(comparison, device)
+        ceilings = measure_ceilings(device, DTYPES[comparison.experiment.layer.dtype])
+        iterations = comparison.num_iterations() * comparison.num_launches
+        seconds = comparison.flops_per_rank() * iterations / (ceilings.matmul_tflops * 1e12)
         print(
             f"  memory per rank about {comparison.memory_bytes_per_rank() / 2**30:.1f} GiB "
             f"of {available / 2**30:.1f} GiB; at least {seconds:.0f} s for "
-            f"{comparison.num_iterations():,} iterations (arithmetic at this device's matmul speed, no transfers)"
+            f"{iterations:,} iterations (arithmetic at this device's matmul speed, no transfers)"
         )
     return OK
-
-
-def _matmul_flops(comparison: Comparison, device: torch.device) -> float:
-    """Floating-point operations per second of a square matmul, measured now."""
-    from moe_ep_bench.layer.build import DTYPES
-
-    size = 4096 if device.type == "cuda" else 512
-    a = torch.randn(size, size, device=device).to(DTYPES[comparison.experiment.layer.dtype])
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        (a @ a).sum().item()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
 
 
 def _on_signals(handler: Callable[[int, FrameType | None], Any]) -> None:

@@ -7,9 +7,12 @@ dense reference, V = cases, S = steps.
 from __future__ import annotations
 
 import gc
+import json
+import socket
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +27,13 @@ from moe_ep_bench.layer.megatron import MoELayer, initialize_expert_parallel
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
 from moe_ep_bench.layer.router import ReplayRouter, logits_from_scores, scores_from_logits
-from moe_ep_bench.measure.protocol import Step, measure, plan
+from moe_ep_bench.machine import MachineSampler
+from moe_ep_bench.measure.cache import CacheFlush, RotatingInput
+from moe_ep_bench.measure.ceilings import measure_ceilings
+from moe_ep_bench.measure.protocol import Step, measure, plan, warm_up
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import Routing, RoutingContext
+from moe_ep_bench.records import write_json
 from moe_ep_bench.scopes.comparison import BASELINE, CEILING, CaseSpec, Comparison
 from moe_ep_bench.scopes.job import Job
 from moe_ep_bench.scopes.rows import case_columns, packed_metrics, routing_columns
@@ -44,7 +51,8 @@ _HIDDEN, _DRAWS = 10, 11
 class RankBatch:
     """This rank's share of a batch, on its device."""
 
-    hidden_T1D: Tensor
+    hidden: RotatingInput
+    """Hidden states, [T, 1, D]."""
     logits_TE: Tensor
     balanced_logits_TE: Tensor
 
@@ -74,7 +82,7 @@ class LayerCase:
         if self.spec.policy is not None:
             self.layer.router.policy = self.spec.policy
             self.layer.router.context = self.context_for(batch)
-        return share.hidden_T1D
+        return share.hidden.next()
 
     def context_for(self, batch: int) -> RoutingContext:
         """The context of this rank's tokens of ``batch``; randomness starts anew with every call."""
@@ -115,6 +123,7 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
         session.check_again()
         session.drop_failing("after timing")
         job.enter(comparison)
+        session.write_conditions()
         session.write(samples_VSC)
     del session
     gc.collect()
@@ -144,14 +153,17 @@ class _Session:
         # The watchdog is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.
         ep_group = initialize_expert_parallel(comparison.ep_size, experiment.measure.timeout_s + 60)
         dtype = DTYPES[experiment.layer.dtype]
-        self.layers = build_layers(model, dtype, self.device, ep_group, self.seed)
+        environment.forget_peak_memory(self.device)
+        self.layers = build_layers(model, dtype, self.device, ep_group, self.seed, comparison.parts)
         self.batches = [self._share(comparison.workload.batch(b), b, dtype) for b in range(self.num_batches)]
         self.cases = [self._layer_case(case) for case in cases]
         self.timed: list[LayerCase] = []
-        hidden_TD = self.batches[0].hidden_T1D[:, 0]
+        hidden_TD = self.batches[0].hidden.copies[0][:, 0]
         self.checked_N = torch.linspace(0, max(len(hidden_TD) - 1, 0), min(NUM_CHECKED_TOKENS, len(hidden_TD))).long()
         self.reference = DenseReference(model, hidden_TD[self.checked_N], self.seed)
         self.meet = Rendezvous(ep_group, self.device)
+        self.flush = CacheFlush(self.device) if experiment.measure.flush_l2 else None
+        self.conditions: dict[str, Any] = {}
         self.routing_rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.errors: dict[str, float] = {}
 
@@ -174,7 +186,8 @@ class _Session:
         hidden_TD = torch.cat(hidden) if hidden else torch.empty(0, model.hidden_size, device=self.device)
         balanced_TE = balanced_scores(scores_TE, model.top_k)
         return RankBatch(
-            hidden_T1D=hidden_TD.to(dtype).unsqueeze(1),
+            # Cases follow each other on one batch; none is to find its input in the cache.
+            hidden=RotatingInput(hidden_TD.to(dtype).unsqueeze(1), len(self.comparison.cases)),
             logits_TE=logits_from_scores(scores_TE, model.score_function),
             balanced_logits_TE=logits_from_scores(balanced_TE, model.score_function),
         )
@@ -254,15 +267,33 @@ class _Session:
                 self.job.write_unmeasured(self.comparison, case.spec, "failed", reason)
 
     def warm_up(self) -> None:
-        for _ in range(self.comparison.experiment.measure.warmup):
-            for batch in range(self.num_batches):
-                for case in self.cases:
-                    self.job.begin(case.case_id)
-                    case.layer(case.prepare(batch))
+        settings = self.comparison.experiment.measure
+        rounds = settings.warmup, settings.max_warmup
+        result = warm_up(self.cases, self.num_batches, rounds, clock_for(self.device), self._slowest, self.job.begin)
+        self.conditions["warm_up"] = asdict(result)
+
+    def _slowest(self, times_B: np.ndarray) -> np.ndarray:
+        return torch.stack(self.job.ranks.gather(torch.from_numpy(times_B), everywhere=True)).amax(dim=0).numpy()
 
     def time(self) -> np.ndarray:
         self.timed = list(self.cases)  # Later checks may take cases away; samples stay in this order.
-        return measure(self.timed, self.steps, clock_for(self.device), self.meet, self.job.begin)
+        ceilings = measure_ceilings(self.device, DTYPES[self.comparison.experiment.layer.dtype])
+        with MachineSampler(self.device) as sampler:
+            samples_VSC = measure(self.timed, self.steps, clock_for(self.device), self.meet, self.job.begin, self.flush)
+        mine = {
+            "hostname": socket.gethostname(),
+            "machine": sampler.stop().as_dict(),
+            "ceilings": asdict(ceilings),
+            "peak_memory_bytes": environment.peak_memory_bytes(self.device),
+        }
+        self.conditions["ranks"] = [json.loads(text) for text in self.job.ranks.texts(json.dumps(mine))]
+        return samples_VSC
+
+    def write_conditions(self) -> None:
+        """Say under which conditions this launch was timed."""
+        if self.job.ranks.is_first:
+            path = self.job.directory.conditions_path(self.comparison.comparison_id, self.job.launch)
+            write_json(path, {"run_id": self.job.run_id, **self.conditions})
 
     @property
     def steps(self) -> list[Step]:
@@ -282,12 +313,11 @@ class _Session:
             self.job.watchdog.feed()
             routing = routing_columns(keys, [ranked[index] for ranked in metrics])
             samples = case_columns(self.steps, [ranked.numpy()[index] for ranked in times])
-            for rows, write in (
-                (routing, self.job.directory.write_routing),
-                # The part with the times is what makes a case finished: last.
-                (samples, self.job.directory.write_case),
-            ):
-                write(case.case_id, {**self.job.identity(self.comparison, case.spec, len(rows["rank"])), **rows})
+            directory, identify = self.job.directory, partial(self.job.identity, self.comparison, case.spec)
+            # Routing is the same in every launch. The part with the times is what makes a case finished: last.
+            if not directory.routing_path(case.case_id).exists():
+                directory.write_routing(case.case_id, {**identify(len(routing["rank"])), **routing})
+            directory.write_case(case.case_id, self.job.launch, {**identify(len(samples["rank"])), **samples})
 
 
 def _capacity_factor(case: LayerCase) -> dict[str, float]:

@@ -1,0 +1,117 @@
+"""What the links and the experts achieved, in bytes and operations per second.
+
+*Bytes* are counted twice: as (token, expert) pairs, which Megatron-Core's all-to-all sends, and as
+copies deduplicated per rank, which a dispatcher such as DeepEP would send. *Bandwidth* follows
+nccl-tests (doc/PERFORMANCE.md): algorithm bandwidth is a rank's buffer over the time, bus bandwidth
+takes out the 1/n of it that stays, for n ranks. With uneven splits the fullest rank's buffer counts, the larger of
+what it sends and what it receives, its own share included, and the slowest rank's time, waiting excluded.
+
+*Experts* are judged on the rank with the most pairs: operations against this device's own square
+matmul, bytes against its own copy. The bytes are those of two GEMMs with an activation between
+them, each operand once: activated weights, inputs, both intermediates written and read, outputs.
+
+Shapes: R = EP ranks, E = experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from moe_ep_bench.analysis.load import Case, Comparison, Conditions
+
+_VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+# Beside each pair's hidden state its routing weight travels, in float32.
+_WEIGHT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Medians over breakdown iterations.
+
+    Attributes:
+        crossing_pair_bytes, crossing_copy_bytes: hidden states that leave their rank in a dispatch, all ranks
+            together, mean over batches: as pairs, and deduplicated.
+        dispatch_gbps, combine_gbps: algorithm bandwidth, 1e9 bytes per second; None with one rank.
+        dispatch_bus_gbps, combine_bus_gbps: bus bandwidth.
+        experts_tflops: of the rank with the most pairs.
+        experts_of_matmul: over that rank's square matmul.
+        experts_of_copy: bytes that the experts must move, per second, over that rank's copy bandwidth.
+    """
+
+    crossing_pair_bytes: float
+    crossing_copy_bytes: float
+    dispatch_gbps: float | None
+    dispatch_bus_gbps: float | None
+    combine_gbps: float | None
+    combine_bus_gbps: float | None
+    experts_tflops: float
+    experts_of_matmul: float
+    experts_of_copy: float
+
+
+def rates(case: Case, comparison: Comparison, conditions: Sequence[Conditions]) -> Rates | None:
+    """Rates of one case; None where its experts were not timed."""
+    times = case.timings[case.timings["kind"] == "breakdown"]
+    if not conditions or not (times["phase"] == "experts").any():
+        return None
+    hidden_bytes = comparison.hidden_size * _VALUE_BYTES[comparison.dtype]
+    crossing = case.routing.groupby("batch")[["crossing_pairs", "crossing_copies"]].sum().mean()
+    buffers = _fullest_buffer_pairs(case.routing, comparison.num_ranks)
+    dispatch = _bandwidth(times, "dispatch", buffers * (hidden_bytes + _WEIGHT_BYTES), comparison.num_ranks)
+    combine = _bandwidth(times, "combine", buffers * hidden_bytes, comparison.num_ranks)
+    return Rates(
+        float(crossing["crossing_pairs"]) * hidden_bytes,
+        float(crossing["crossing_copies"]) * hidden_bytes,
+        *dispatch,
+        *combine,
+        *_expert_rates(case, times, comparison, conditions),
+    )
+
+
+def _fullest_buffer_pairs(routing: pd.DataFrame, num_ranks: int) -> pd.Series:
+    """Pairs of the fullest rank's buffer, by batch: the larger of what it sends and receives, local pairs included."""
+    fullest = {}
+    for batch, rows in routing.groupby("batch"):
+        replicas = np.stack(rows.sort_values("rank")["load_R"].to_list()).reshape(-1, num_ranks, num_ranks)
+        fullest[batch] = max(replicas.sum(axis=2).max(), replicas.sum(axis=1).max())
+    return pd.Series(fullest, dtype=float)
+
+
+def _bandwidth(
+    times: pd.DataFrame, phase: str, buffer_bytes: pd.Series, num_ranks: int
+) -> tuple[float, float] | tuple[None, None]:
+    """Algorithm and bus bandwidth of an all-to-all."""
+    if num_ranks == 1:
+        return None, None
+    slowest_us = times[times["phase"] == phase].groupby(["launch", "batch", "iteration"])["time_us"].max()
+    algorithm_gbps = float((buffer_bytes.reindex(slowest_us.index, level="batch") / slowest_us).median()) / 1e3
+    return algorithm_gbps, algorithm_gbps * (num_ranks - 1) / num_ranks
+
+
+def _expert_rates(
+    case: Case, times: pd.DataFrame, comparison: Comparison, conditions: Sequence[Conditions]
+) -> tuple[float, float, float]:
+    """TFLOP/s, its share of the matmul's, and the share of the copy's bandwidth."""
+    hidden, ffn, size = comparison.hidden_size, comparison.ffn_hidden_size, _VALUE_BYTES[comparison.dtype]
+    experts_us = times[times["phase"] == "experts"].set_index(["rank", "batch"])["time_us"].sort_index()
+    matmul_tflops, copy_gbps = (
+        np.median([[getattr(rank.ceilings, name) for rank in launch.ranks] for launch in conditions], axis=0)
+        for name in ("matmul_tflops", "copy_gbps")
+    )
+    found = []
+    for batch, rows in case.routing.groupby("batch"):
+        loads = np.stack(rows.sort_values("rank")["load_E"].to_list())
+        per_replica = loads.reshape(-1, comparison.num_ranks, comparison.num_experts).sum(axis=1)
+        per_rank = per_replica.reshape(comparison.world_size, -1)  # [ranks, local experts]
+        rank = int(per_rank.sum(axis=1).argmax())
+        pairs, activated = int(per_rank[rank].sum()), int((per_rank[rank] > 0).sum())
+        moved_bytes = size * (3 * hidden * ffn * activated + pairs * (2 * hidden + 6 * ffn))
+        for time_us in experts_us[experts_us.index == (rank, batch)]:
+            tflops, gbps = 6 * hidden * ffn * pairs / time_us / 1e6, moved_bytes / time_us / 1e3
+            found.append((tflops, tflops / matmul_tflops[rank], gbps / copy_gbps[rank]))
+    tflops, of_matmul, of_copy = np.median(found, axis=0)
+    return float(tflops), float(of_matmul), float(of_copy)

@@ -58,6 +58,11 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         help="replace a value of the config, e.g. workload.peak_load=4; may be repeated",
     )
     parser.add_argument("--force", action="store_true", help="measure finished cases again")
+    parser.add_argument(
+        "--profile",
+        metavar="CASE",
+        help="instead of timing, write one iteration of a case (its id, label or policy) per rank as a trace",
+    )
 
 
 def default_out(config: Path) -> Path:
@@ -71,7 +76,14 @@ def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return run.dry_run(options.config, options.overrides, int(os.environ.get("WORLD_SIZE", "1")))
     out = options.out or default_out(options.config)
-    return run.run(options.config, out, options.overrides, launch=options.launch, force=options.force)
+    return run.run(
+        options.config,
+        out,
+        options.overrides,
+        launch=options.launch,
+        force=options.force,
+        profile=options.profile,
+    )
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -83,7 +95,12 @@ def _launch(options: argparse.Namespace) -> int:
         return run.dry_run(options.config, options.overrides, nproc * options.nnodes)
     nodes = launcher.Nodes(nproc, options.nnodes, options.node_rank, options.master)
     return launcher.launch(
-        options.config, options.out or default_out(options.config), options.overrides, nodes, force=options.force
+        options.config,
+        options.out or default_out(options.config),
+        options.overrides,
+        nodes,
+        force=options.force,
+        profile=options.profile,
     )
 
 

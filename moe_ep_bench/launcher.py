@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from moe_ep_bench.attempts import num_lost
 from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 from moe_ep_bench.records import RunDirectory
-from moe_ep_bench.scopes.comparison import plan_comparisons
+from moe_ep_bench.scopes.comparison import find_case, plan_comparisons
 
 _JOIN_TIMEOUT_S = 120
 
@@ -53,8 +53,12 @@ def default_nproc() -> int:
     return torch.cuda.device_count() or min(max(len(os.sched_getaffinity(0)), 2), 4)
 
 
-def launch(config: Path, out: Path, overrides: Sequence[str], nodes: Nodes, *, force: bool) -> int:
+def launch(
+    config: Path, out: Path, overrides: Sequence[str], nodes: Nodes, *, force: bool, profile: str | None = None
+) -> int:
     """Run ``config`` on this node's ranks until all its cases have all their launches; return the exit status.
+
+    With ``profile`` one job profiles that case; nothing is timed and nothing tried again.
 
     Raises:
         ValueError: the config cannot be run on these ranks; found before any is started.
@@ -63,6 +67,9 @@ def launch(config: Path, out: Path, overrides: Sequence[str], nodes: Nodes, *, f
     # Another node may notice only by its own time limit that a job was lost.
     patience_s = int(max(comparison.experiment.measure.timeout_s for comparison in comparisons)) + _JOIN_TIMEOUT_S
     arguments = [str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
+    if profile is not None:
+        find_case(comparisons, profile)  # Raises, and lists what there is.
+        return _one_launch([*arguments, "--profile", profile], RunDirectory(out), nodes, patience_s, force=False)
     worst = OK
     for number in range(max(comparison.num_launches for comparison in comparisons)):
         status = _one_launch([*arguments, "--launch", str(number)], RunDirectory(out), nodes, patience_s, force=force)

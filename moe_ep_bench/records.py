@@ -164,6 +164,10 @@ class RunDirectory:
     def attempts(self) -> Path:
         return self.root / "attempts"
 
+    @property
+    def profiles(self) -> Path:
+        return self.root / "profiles"
+
     def conditions_path(self, comparison_id: str, launch: int) -> Path:
         return self.root / "conditions" / f"{comparison_id}-{launch}.json"
 

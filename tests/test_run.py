@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ import time
 from pathlib import Path
 
 import pandas as pd
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -136,6 +139,62 @@ def test_a_finished_run_is_not_run_again(finished: Path) -> None:
     assert "finished before" in done.stderr
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*.parquet")} == before
     assert not [path for path in finished.rglob("*") if path.name.startswith((".", "now-"))]
+
+
+def test_launches_repeat_the_process_and_share_parts_and_routing(tmp_path: Path) -> None:
+    policies = [{"name": "topk"}]
+    config = write_config(tmp_path, policies=policies, measure__launches=2, measure__flush_l2=True)
+    done = launch(config, "--out", tmp_path / "out")
+    assert done.returncode == OK, done.stderr
+    rows = cases_of(tmp_path / "out")
+    assert rows.groupby(["case_id", "launch"]).size().unstack().nunique(axis=1).eq(1).all()
+    assert set(rows.launch) == {0, 1}
+    assert set(rows.groupby("launch").run_id.nunique()) == {1}
+    assert rows.run_id.nunique() == 2
+    times = rows[rows.phase == TOTAL].groupby("launch").time_us.apply(list)
+    assert times[0] != times[1]
+    routing = pd.concat(pd.read_parquet(path) for path in (tmp_path / "out" / "routing").glob("*.parquet"))
+    assert not routing.duplicated(["case_id", "rank", "batch"]).any()
+    assert {tuple(case.run_ids) for case in load_run(tmp_path / "out").cases} == {(0, 1)}
+    # A launch that lost a part is measured again, whole, and the other stays.
+    first = rows[rows.launch == 0].set_index(["case_id", "rank", "batch", "iteration", "kind", "phase"]).time_us
+    part = next((tmp_path / "out" / "cases").iterdir())
+    pq.write_table(pq.read_table(part).filter(pc.field("launch") == 0), part)
+    done = launch(config, "--out", tmp_path / "out")
+    assert done.returncode == OK, done.stderr
+    again = cases_of(tmp_path / "out")
+    assert set(again.launch) == {0, 1}
+    kept = again[again.launch == 0].set_index(first.index.names).time_us
+    pd.testing.assert_series_equal(kept.sort_index(), first.sort_index())
+    assert set(again[again.launch == 1].run_id).isdisjoint(rows.run_id)
+
+
+def test_conditions_of_each_launch_say_how_the_machine_was(finished: Path) -> None:
+    (path,) = (finished / "conditions").iterdir()
+    conditions = json.loads(path.read_text())
+    assert 1 <= conditions["warm_up"]["rounds"] <= 5
+    assert len(conditions["ranks"]) == 2
+    for rank in conditions["ranks"]:
+        assert rank["ceilings"]["matmul_tflops"] > 0
+        assert rank["ceilings"]["copy_gbps"] > 0
+        assert rank["machine"]["wall_s"] > 0
+        assert rank["peak_memory_bytes"] > 2**20
+
+
+def test_a_profile_is_one_trace_per_rank_with_the_phases_and_no_timing(tmp_path: Path) -> None:
+    config, out = write_config(tmp_path), tmp_path / "out"
+    done = launch(config, "--out", out, "--profile", "token_drop capacity_factor=1.0")
+    assert done.returncode == OK, done.stderr
+    assert str(out / "profiles") in done.stdout
+    traces = sorted((out / "profiles").iterdir())
+    assert [path.name.split("-")[1] for path in traces] == ["rank0.json.gz", "rank1.json.gz"]
+    for path in traces:
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        assert trace["case"]["policy_params"]["capacity_factor"] == 1.0
+        assert trace["environment"]["megatron_core"]
+        names = {event.get("name") for event in trace["traceEvents"]}
+        assert {"gate", "policy", "metadata", "permute", "wait_dispatch", "dispatch", "experts", "combine"} <= names
+    assert [path.name for path in out.iterdir()] == ["profiles"]
 
 
 def test_lost_cases_become_rows_with_their_reason_and_the_others_are_measured(tmp_path: Path) -> None:
@@ -285,6 +344,13 @@ BAD = {
     ),
     "override without value": ({}, ["--set", "workload.seed"], "--set workload.seed: expected key=value", ""),
     "override of unknown key": ({}, ["--set", "layer.dtpye=float32"], "layer.dtpye: no such key", "dtype"),
+    "experts that cannot run": ({"layer__experts": "te"}, [], "layer.experts: te needs", "grouped"),
+    "permutation that cannot run": ({"layer__permute": "fused"}, [], "layer.permute: fused needs", "indexed"),
+    "unknown backend": ({"layer__experts": "fast"}, [], "layer.experts", "got 'fast'"),
+    "warm-up upside down": ({"measure__warmup": 3, "measure__max_warmup": 2}, [], "at least warmup=3", "got 2"),
+    "no launch": ({"measure__launches": 0}, [], "measure.launches", "got 0"),
+    "profile of nothing": ({}, ["--profile", "token"], "--profile token: expected a case", "native, balanced scores"),
+    "profile of two": ({}, ["--profile", "token_drop"], "--profile token_drop: expected one of", "capacity_factor=2.0"),
     "port": ({}, ["--nnodes", "2", "--master", "host"], "--master: expected host:port", "got 'host'"),
 }  # fmt: skip
 

@@ -187,6 +187,29 @@ def plan_comparisons(config: Path, overrides: Iterable[str], world_size: int, *,
     return comparisons
 
 
+def find_case(comparisons: Iterable[Comparison], wanted: str) -> tuple[Comparison, CaseSpec]:
+    """The one case whose id, label or policy name is ``wanted``.
+
+    Raises:
+        ValueError: none or several are; the message lists them.
+    """
+    cases = [(comparison, case) for comparison in comparisons for case in comparison.cases]
+    for key in ("case_id", "label", "name"):
+        found = [(comparison, case) for comparison, case in cases if getattr(case, key) == wanted]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            cases = found
+            break
+    titles = len({comparison.title for comparison, _ in cases}) > 1
+    listed = "; ".join(
+        f"{case.case_id} ({case.label}{f', {comparison.title}' if titles else ''})" for comparison, case in cases
+    )
+    raise ValueError(
+        f"--profile {wanted}: expected {'one' if found else 'a case: its id, label or policy'} of {listed}"
+    )
+
+
 def make_workload(experiment: Experiment, model: ModelSpec, world_size: int) -> Workload:
     """Open the workload that an experiment names; ValueError where it cannot be had."""
     config = experiment.workload

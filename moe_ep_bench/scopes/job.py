@@ -1,18 +1,29 @@
-"""What the parts of a job share: its ranks, where it writes, and the columns that name a case."""
+"""What the parts of a job share: its ranks, where it writes, the columns that name a case, how it ends."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
+import torch
 from tqdm import tqdm
 
 from moe_ep_bench.attempts import Mark
+from moe_ep_bench.exit_codes import LOST
 from moe_ep_bench.ranks import Ranks
 from moe_ep_bench.records import RunDirectory
 from moe_ep_bench.scopes.comparison import CaseSpec, Comparison
 from moe_ep_bench.watchdog import Watchdog
+
+
+class Stopped(BaseException):
+    """The run was asked to end (SIGTERM, SIGINT)."""
 
 
 @dataclass(frozen=True)
@@ -57,3 +68,52 @@ class Job:
         """Write the one row of a case that has no measurements; rank 0 calls this."""
         row = {**self.identity(comparison, case, 1), "status": [status], "reason": [reason]}
         self.directory.write_case(case.case_id, self.launch, row)
+
+
+@contextlib.contextmanager
+def open_job(
+    ranks: Ranks,
+    directory: RunDirectory,
+    *,
+    run_id: str,
+    launch: int,
+    timeout_s: float,
+    num_iterations: int,
+    marks: Path,
+) -> Iterator[Job]:
+    """A job under a watchdog, with a mark in the folder ``marks``.
+
+    Where the block fails, the process group is lost: the mark keeps the reason and this process ends
+    with ``LOST`` at once, because destructors would wait for peers that may never come.
+    """
+    mark = Mark(marks, ranks.rank)
+    watchdog = Watchdog(timeout_s, mark.explain)
+    progress = tqdm(
+        total=num_iterations,
+        unit="iteration",
+        disable=not (ranks.is_first and num_iterations),
+        mininterval=1.0,
+        dynamic_ncols=True,
+    )
+    job = Job(ranks, directory, run_id, launch, mark, watchdog, progress)
+    try:
+        yield job
+    except Stopped:
+        mark.clear()
+        raise
+    except torch.OutOfMemoryError as error:
+        _lose(job, f"oom: {error}")
+    except Exception as error:
+        peers = "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe"
+        lost = any(text in str(error) for text in peers) or isinstance(error, torch.distributed.DistBackendError)
+        _lose(job, f"{'peer lost' if lost else 'failed'}: {type(error).__name__}: {error}")
+    watchdog.stop()
+    mark.clear()
+    progress.close()
+
+
+def _lose(job: Job, reason: str) -> NoReturn:
+    job.mark.explain(reason)
+    job.progress.close()
+    print(f"moe-ep-bench: rank {job.ranks.rank}: {' '.join(reason.split())[:300]}", file=sys.stderr, flush=True)
+    os._exit(LOST)

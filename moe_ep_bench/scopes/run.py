@@ -9,7 +9,6 @@ doing the same thing; what cannot run is found there and recorded as skipped.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
@@ -20,36 +19,39 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from tqdm import tqdm
 
 from moe_ep_bench import environment
-from moe_ep_bench.attempts import MAX_ATTEMPTS, Mark, collect_lost, forget_lost, lost_attempts
+from moe_ep_bench.attempts import MAX_ATTEMPTS, collect_lost, forget_lost, lost_attempts
 from moe_ep_bench.config import Experiment
 from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 from moe_ep_bench.ranks import Ranks, join
 from moe_ep_bench.records import SCHEMA_VERSION, RunDirectory, stable_hash
-from moe_ep_bench.scopes.comparison import CaseSpec, Comparison, plan_comparisons
-from moe_ep_bench.scopes.job import Job
-from moe_ep_bench.watchdog import Watchdog
+from moe_ep_bench.scopes.comparison import CaseSpec, Comparison, find_case, plan_comparisons
+from moe_ep_bench.scopes.job import Job, Stopped, open_job
 
 # How long ranks may take to meet before a config has said otherwise.
 _JOIN_TIMEOUT_S = 120.0
 
 
-class Stopped(BaseException):
-    """The run was asked to end (SIGTERM, SIGINT)."""
-
-
-def run(config: Path, out: Path, overrides: Sequence[str], *, launch: int = 0, force: bool = False) -> int:
+def run(
+    config: Path,
+    out: Path,
+    overrides: Sequence[str],
+    *,
+    launch: int = 0,
+    force: bool = False,
+    profile: str | None = None,
+) -> int:
     """Measure one launch of all comparisons of ``config`` on the ranks that torchrun started; return the exit status.
 
     Args:
         out: results directory; what is finished in it is not run again unless ``force``.
         launch: which of the config's ``measure.launches`` repetitions, from 0.
+        profile: a case (its id, label or policy name); one iteration of it is profiled and nothing timed.
     """
     _on_signals(_stop)
     try:
-        return _run(config, out, overrides, launch, force)
+        return _run(config, out, overrides, launch, force, profile)
     except Stopped:
         return 128 + signal.SIGTERM
     except Exception:
@@ -58,7 +60,7 @@ def run(config: Path, out: Path, overrides: Sequence[str], *, launch: int = 0, f
         return LOST
 
 
-def _run(config: Path, out: Path, overrides: Sequence[str], launch: int, force: bool) -> int:
+def _run(config: Path, out: Path, overrides: Sequence[str], launch: int, force: bool, profile: str | None) -> int:
     try:
         ranks = join(_JOIN_TIMEOUT_S)
     except ValueError as error:
@@ -69,6 +71,8 @@ def _run(config: Path, out: Path, overrides: Sequence[str], launch: int, force: 
         if comparisons is None:
             return USER_ERROR
         directory = RunDirectory(out)
+        if profile is not None:
+            return _profile(ranks, directory, comparisons, profile)
         todo = _agree_on_cases(ranks, directory, comparisons, launch, force)
         if todo is None:
             return USER_ERROR
@@ -213,13 +217,16 @@ def _measure_all(
         description = _run_description(ranks, run_id, comparisons)
         if ranks.is_first:
             directory.write_run(description)
-    mark = Mark(directory.attempts, ranks.rank)
-    timeout_s = max(comparison.experiment.measure.timeout_s for comparison in comparisons)
-    watchdog = Watchdog(timeout_s, mark.explain)
     total = sum(_iterations(comparison, cases) for comparison, cases in zip(comparisons, todo, strict=True))
-    progress = tqdm(total=total, unit="iteration", disable=not ranks.is_first, mininterval=1.0, dynamic_ncols=True)
-    job = Job(ranks, directory, run_id, launch, mark, watchdog, progress)
-    try:
+    with open_job(
+        ranks,
+        directory,
+        run_id=run_id,
+        launch=launch,
+        timeout_s=max(comparison.experiment.measure.timeout_s for comparison in comparisons),
+        num_iterations=total,
+        marks=directory.attempts,
+    ) as job:
         for comparison, cases in zip(comparisons, todo, strict=True):
             if ranks.is_first:
                 _record_lost(job, comparison, cases)
@@ -227,20 +234,8 @@ def _measure_all(
                 repetition = (
                     f", launch {launch + 1} of {comparison.num_launches}" if comparison.num_launches > 1 else ""
                 )
-                progress.set_description(comparison.title + repetition)
+                job.progress.set_description(comparison.title + repetition)
                 measure_comparison(job, comparison, cases)
-    except Stopped:
-        mark.clear()
-        raise
-    except torch.OutOfMemoryError as error:
-        _lose(job, f"oom: {error}")
-    except Exception as error:
-        peers = "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe"
-        lost = any(text in str(error) for text in peers) or isinstance(error, torch.distributed.DistBackendError)
-        _lose(job, f"{'peer lost' if lost else 'failed'}: {type(error).__name__}: {error}")
-    watchdog.stop()
-    mark.clear()
-    progress.close()
     failed = torch.tensor([_num_failed(directory, comparisons, launch) if ranks.is_first else 0])
     failed = int(ranks.gather(failed, everywhere=True)[0])
     if ranks.is_first and not total:
@@ -252,16 +247,33 @@ def _measure_all(
     return CASES_FAILED if failed else OK
 
 
+def _profile(ranks: Ranks, directory: RunDirectory, comparisons: Sequence[Comparison], wanted: str) -> int:
+    from moe_ep_bench.scopes.profile import profile_case
+
+    error = ""
+    try:
+        comparison, case = find_case(comparisons, wanted)
+        if ranks.is_first:
+            _check_directory(directory, ranks, force=True)
+    except ValueError as problem:
+        error = str(problem)
+    if _complain(ranks, error):
+        return USER_ERROR
+    with open_job(
+        ranks,
+        directory,
+        run_id="",
+        launch=0,
+        timeout_s=comparison.experiment.measure.timeout_s,
+        num_iterations=0,
+        marks=directory.profiles,
+    ) as job:
+        profile_case(job, comparison, case)
+    return OK
+
+
 def _iterations(comparison: Comparison, cases: Sequence[CaseSpec]) -> int:
     return comparison.num_iterations() * len(cases) // len(comparison.cases)
-
-
-def _lose(job: Job, reason: str) -> NoReturn:
-    """End this rank: the process group is gone, and the mark tells the next job why."""
-    job.mark.explain(reason)
-    job.progress.close()
-    print(f"moe-ep-bench: rank {job.ranks.rank}: {' '.join(reason.split())[:300]}", file=sys.stderr, flush=True)
-    os._exit(LOST)  # Destructors would wait for peers that may never come.
 
 
 def _record_lost(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:

@@ -115,7 +115,7 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
                 job.write_unmeasured(comparison, case, "skipped", shortage)
         return
     with device_scope(), torch.inference_mode():
-        session = _Session(job, comparison, cases)
+        session = Session(job, comparison, cases)
         session.observe_all()
         session.drop_failing("before timing")
         session.warm_up()
@@ -142,7 +142,7 @@ def _memory_shortage(job: Job, comparison: Comparison) -> str:
     return f"rank {found[0][0]}: {found[0][1]}" if found else ""
 
 
-class _Session:
+class Session:
     """The state of one comparison's measurement on this rank."""
 
     def __init__(self, job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
@@ -270,6 +270,7 @@ class _Session:
         settings = self.comparison.experiment.measure
         rounds = settings.warmup, settings.max_warmup
         result = warm_up(self.cases, self.num_batches, rounds, clock_for(self.device), self._slowest, self.job.begin)
+        self.job.progress.total += (result.rounds - settings.warmup) * self.num_batches * len(self.cases)
         self.conditions["warm_up"] = asdict(result)
 
     def _slowest(self, times_B: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Faults for tests: with this folder on PYTHONPATH, ranks fail where MOE_EP_BENCH_FAULTS says.
 
-``policy=fault`` pairs, comma-separated; the fault strikes on rank 1 (``wrong``: on all ranks)
+``policy=fault`` pairs, comma-separated; the fault strikes on the last rank (``wrong``: on all ranks)
 whenever that policy routes inside a layer. Python imports this module at start-up.
 """
 
@@ -22,6 +22,10 @@ def _strike(fault: str) -> None:
         import torch
 
         raise torch.OutOfMemoryError("out of memory: tried to allocate 20.00 GiB (a fault for tests)")
+    elif fault == "hoard":
+        import torch
+
+        torch.empty(2**46, dtype=torch.uint8, device="cuda")
 
 
 def _inject() -> None:
@@ -37,7 +41,7 @@ def _inject() -> None:
         if fault == "wrong" or (fault == "late" and calls[self.policy.name] > 5):
             weights_TE, map_TE = routing(self, logits, padding_mask)
             return weights_TE.roll(1, dims=1), map_TE.roll(1, dims=1)
-        if fault and os.environ.get("RANK") == "1":
+        if fault and os.environ.get("RANK") == str(int(os.environ["WORLD_SIZE"]) - 1):
             _strike(fault)
         return routing(self, logits, padding_mask)
 

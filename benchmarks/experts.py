@@ -1,0 +1,169 @@
+#!/usr/bin/env python
+"""How near do the expert backends come to a square matmul? Ratios of one run, on the device that is here.
+
+    python benchmarks/experts.py [--model olmoe-1b-7b] [--tokens 65536] [--rounds 20] [--out DIR]
+
+Every backend computes the same experts on the same rows, interleaved with the square matmul that
+is the yardstick. For ``grouped`` its steps are timed too: they say where the rest of the time goes.
+Prints a table; with --out writes it as experts.csv and the environment beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from moe_ep_bench import environment
+from moe_ep_bench.kernels.swiglu import weighted_swiglu
+from moe_ep_bench.layer.build import DTYPES, build_layers
+from moe_ep_bench.layer.host import device_scope
+from moe_ep_bench.layer.megatron import initialize_expert_parallel
+from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.models import ModelSpec, load_model
+from moe_ep_bench.ranks import join
+from moe_ep_bench.records import atomic_path, write_json
+from moe_ep_bench.timer import clock_for
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    run: Callable[[], object]
+    flops: float
+    """Floating-point operations of one call; 0 where it is memory that counts."""
+    bytes: float = 0.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="olmoe-1b-7b")
+    parser.add_argument("--scale", type=float, default=1.0, help="hidden sizes as a share of the true ones")
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
+    parser.add_argument("--skew", type=float, default=1.0, help="fullest expert over the mean, at least 1")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--square", type=int, default=8192, help="size of the square matmul")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    try:
+        model = load_model(options.model).scaled(options.scale)
+    except ValueError as error:
+        print(f"{parser.prog}: --model: {error}", file=sys.stderr)
+        return 2
+    ranks = join(120)
+    with device_scope(), torch.inference_mode():
+        contenders = _contenders(model, DTYPES[options.dtype], ranks.device, options)
+        times = _interleaved(contenders, ranks.device, options.rounds)
+    table = _table(contenders, times)
+    title = f"{model.name} x {model.scale:g}, {options.tokens:,} tokens, {options.dtype}, skew {options.skew:g}"
+    print(f"{title}\n{environment.describe(ranks.device)['device_name']}, medians of {options.rounds} rounds\n")
+    print(table.to_string(index=False, float_format="{:.3g}".format))
+    if options.out:
+        with atomic_path(options.out / "experts.csv") as path:
+            table.to_csv(path, index=False)
+        write_json(options.out / "experts.json", {"title": title, "environment": environment.describe(ranks.device)})
+    ranks.close()
+    return 0
+
+
+def _contenders(
+    model: ModelSpec, dtype: torch.dtype, device: torch.device, options: argparse.Namespace
+) -> list[Contender]:
+    group = initialize_expert_parallel(1, 120)
+    counts_E = _counts(model, options.tokens, options.skew)
+    num_pairs = int(counts_E.sum())
+    generator = torch.Generator(device).manual_seed(0)
+    hidden_ND = torch.randn(num_pairs, model.hidden_size, generator=generator, device=device).to(dtype)
+    weights_N = torch.rand(num_pairs, generator=generator, device=device)
+    flops = 6.0 * num_pairs * model.hidden_size * model.ffn_hidden_size
+
+    square = torch.randn(options.square, options.square, generator=generator, device=device).to(dtype)
+    product = torch.empty_like(square)
+    contenders = [Contender("square matmul", lambda: torch.mm(square, square, out=product), 2.0 * options.square**3)]
+    backends = ["sequential", "grouped"]
+    if device.type == "cuda" and environment.package_versions()["transformer_engine"]:
+        backends.append("te")
+    for backend in backends:
+        experts = build_layers(model, dtype, device, group, 0, Parts(backend, "indexed")).native.experts
+        run = lambda experts=experts: experts(hidden_ND, counts_E, weights_N)  # noqa: E731
+        contenders.append(Contender(backend, run, flops))
+        if backend == "grouped":
+            grouped = experts
+    ends_E = counts_E.cumsum(0).to(device=device, dtype=torch.int32)
+    gate_up_N2F = torch.randn(num_pairs, 2 * model.ffn_hidden_size, generator=generator, device=device).to(dtype)
+    activated_NF = weighted_swiglu(gate_up_N2F, weights_N)
+    multiply = torch.nn.functional.grouped_mm
+    return [
+        *contenders,
+        Contender(
+            "grouped: gate and up GEMM",
+            lambda: multiply(hidden_ND, grouped.gate_up_L2FD.transpose(1, 2), offs=ends_E),
+            flops * 2 / 3,
+        ),
+        Contender(
+            "grouped: activation",
+            lambda: weighted_swiglu(gate_up_N2F, weights_N),
+            0.0,
+            bytes=gate_up_N2F.nbytes + activated_NF.nbytes + weights_N.nbytes,
+        ),
+        Contender(
+            "grouped: down GEMM",
+            lambda: multiply(activated_NF, grouped.down_LDF.transpose(1, 2), offs=ends_E),
+            flops / 3,
+        ),
+    ]
+
+
+def _counts(model: ModelSpec, num_tokens: int, skew: float) -> torch.Tensor:
+    """Rows per expert, int64 [E]: one expert ``skew`` times the mean, the others alike."""
+    total = num_tokens * model.top_k
+    counts_E = torch.full((model.num_experts,), total // model.num_experts, dtype=torch.int64)
+    hot = int(total / model.num_experts * skew)
+    counts_E[1:] = (total - hot) // (model.num_experts - 1)
+    counts_E[0] = total - int(counts_E[1:].sum())
+    return counts_E
+
+
+def _interleaved(contenders: Sequence[Contender], device: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of every call; each round runs all contenders once, after three that are not counted."""
+    clock = clock_for(device)
+    times: dict[str, list[float]] = defaultdict(list)
+    for number in range(rounds + 3):
+        for contender in contenders:
+            start = clock.stamp()
+            contender.run()
+            end = clock.stamp()
+            clock.wait()
+            if number >= 3:
+                times[contender.name].append(clock.between_us(start, end))
+    return times
+
+
+def _table(contenders: Sequence[Contender], times: dict[str, list[float]]) -> pd.DataFrame:
+    yardstick = contenders[0].flops / statistics.median(times[contenders[0].name])
+    rows = []
+    for contender in contenders:
+        median = statistics.median(times[contender.name])
+        rate = contender.flops / median
+        rows.append(
+            {
+                "what": contender.name,
+                "ms": median / 1e3,
+                "TFLOP/s": rate / 1e6 if contender.flops else float("nan"),
+                "of square matmul": rate / yardstick if contender.flops else float("nan"),
+                "GB/s": contender.bytes / median / 1e3 if contender.bytes else float("nan"),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

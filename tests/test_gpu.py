@@ -1,0 +1,178 @@
+"""What only a CUDA device can show. ``launch/gpu_check.sh`` runs these; elsewhere they are skipped."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from layer_laws import LAWS, NEEDS_RANKS, POLICIES
+from test_run import cases_of, launch, statuses, write_config
+
+from moe_ep_bench.exit_codes import CASES_FAILED, OK
+from moe_ep_bench.kernels.swiglu import weighted_swiglu, weighted_swiglu_formula
+from moe_ep_bench.layer.permutation import expert_major_pairs, rank_major_index, sum_per_token
+from moe_ep_bench.measure.ceilings import measure_ceilings
+from moe_ep_bench.policies import RoutingContext, make_policy
+from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
+from moe_ep_bench.timer import CudaClock, PhaseRecorder
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def device() -> torch.device:
+    assert torch.cuda.is_available(), "-m gpu needs a CUDA device"
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="session")
+def laws(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    """All laws of the layer that one rank can show, on one NCCL rank."""
+    report = tmp_path_factory.mktemp("laws") / "report.json"
+    script = Path(__file__).with_name("layer_laws.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", script, report]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    found = json.loads(report.read_text()) if report.exists() else {}
+    found["output"] = job.stdout[-2000:] + job.stderr[-4000:]
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in LAWS if 1 in NEEDS_RANKS.get(name, (1,))])
+def test_law(name: str, laws: dict[str, str | None]) -> None:
+    assert name in laws, f"the law did not finish:\n{laws['output']}"
+    assert laws[name] is None, laws[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(0, 16), (1, 1), (5, 48), (1000, 1024), (3, 1408)])
+def test_the_compiled_activation_equals_its_formula(
+    dtype: torch.dtype, shape: tuple[int, int], device: torch.device
+) -> None:
+    rows, ffn_size = shape
+    generator = torch.Generator(device).manual_seed(1)
+    gate_up_N2F = (3 * torch.randn(rows, 2 * ffn_size, generator=generator, device=device)).to(dtype)
+    weights_N = torch.rand(rows, generator=generator, device=device)
+    rounding = {"rtol": 1e-2, "atol": 1e-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    ours_NF = weighted_swiglu(gate_up_N2F, weights_N)
+    assert ours_NF.dtype == dtype
+    torch.testing.assert_close(ours_NF, weighted_swiglu_formula(gate_up_N2F, weights_N), **rounding)
+
+
+def test_permutation_by_index_is_the_same_on_both_devices(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(2)
+    map_TE = torch.rand(777, 64, generator=generator) < 0.1
+    num_pairs = int(map_TE.sum())
+    hidden_ND = torch.randint(-8, 8, (num_pairs, 33), generator=generator).float()
+    counts_RL = torch.randint(0, 9, (8, 8), generator=generator)
+    results = []
+    for where in (torch.device("cpu"), device):
+        expert_N, token_N = expert_major_pairs(map_TE.to(where), num_pairs)
+        summed_TD = sum_per_token(hidden_ND.to(where), map_TE.to(where), token_N * 64 + expert_N)
+        results.append([expert_N, token_N, summed_TD, rank_major_index(counts_RL.to(where), int(counts_RL.sum()))])
+    for on_host, on_device in zip(*results, strict=True):
+        assert torch.equal(on_host, on_device.cpu())
+
+
+@pytest.mark.parametrize("spec", [spec for spec in POLICIES if spec.get("metric") != "random"], ids=str)
+def test_policies_route_alike_on_both_devices(spec: dict, device: torch.device) -> None:
+    scores_TE = torch.softmax(2 * torch.randn(2048, 64, generator=torch.Generator().manual_seed(3)), dim=1)
+    context, policy = RoutingContext(top_k=6, num_ranks=4), make_policy(spec)
+    on_host, on_device = policy.route(scores_TE, context), policy.route(scores_TE.to(device), context)
+    assert torch.equal(on_host.map_TE, on_device.map_TE.cpu())
+    torch.testing.assert_close(on_host.weights_TE, on_device.weights_TE.cpu())
+
+
+def test_events_measure_what_the_device_does(device: torch.device) -> None:
+    recorder = PhaseRecorder(CudaClock())
+    left = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    heavy = recorder.wrap("experts", lambda: [left @ left for _ in range(20)])
+    light = recorder.wrap("gate", lambda: left[:1].add(1))
+    heavy(), light()  # Kernels are loaded.
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    recorder.begin()
+    light()
+    heavy()
+    recorder.end()
+    times = recorder.times_us()
+    elapsed_us = (time.perf_counter() - started) * 1e6
+    assert times["experts"] > 10 * times["gate"] > 0
+    assert times[TOTAL] == pytest.approx(times["experts"] + times["gate"] + times[UNACCOUNTED], abs=2)
+    assert times[TOTAL] < elapsed_us
+
+
+def test_ceilings_are_those_of_a_gpu(device: torch.device) -> None:
+    ceilings = measure_ceilings(device, torch.bfloat16)
+    assert ceilings.matmul_tflops > 10
+    assert ceilings.copy_gbps > 100
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    config = write_config(folder, layer__dtype="bfloat16", measure__flush_l2=True)
+    done = launch(config, "--out", folder / "out", nproc=1)
+    assert done.returncode == OK, done.stderr
+    return folder / "out"
+
+
+def test_a_run_on_one_gpu_measures_every_case_and_phase(finished: Path) -> None:
+    assert {status for status, _ in statuses(finished).values()} == {"ok"}
+    rows = cases_of(finished)
+    alone = {phase for phase in PHASES if phase.startswith("wait_")}
+    assert set(rows.phase) == {*PHASES, TOTAL, UNACCOUNTED} - alone
+    assert (rows.time_us >= 0).all()
+    assert json.loads((finished / "run.json").read_text())["comparisons"].popitem()[1]["backend"] == "nccl"
+    routing = pd.concat(pd.read_parquet(path) for path in (finished / "routing").glob("*.parquet"))
+    assert routing[routing.batch == 0].reference_error.max() < 0.02
+
+
+def test_the_machine_is_sampled_beside_a_run(finished: Path) -> None:
+    (path,) = (finished / "conditions").iterdir()
+    (rank,) = json.loads(path.read_text())["ranks"]
+    assert rank["peak_memory_bytes"] > 0
+    if importlib.util.find_spec("pynvml") is None:
+        pytest.skip("nvidia-ml-py is not installed")
+    machine = rank["machine"]
+    assert machine["num_samples"] > 0 or machine["notes"], machine
+
+
+def test_a_profile_shows_kernels_and_phases(tmp_path: Path) -> None:
+    import gzip
+
+    done = launch(write_config(tmp_path), "--out", tmp_path / "out", "--profile", "topk", nproc=1)
+    assert done.returncode == OK, done.stderr
+    (path,) = (tmp_path / "out" / "profiles").iterdir()
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert {"gate", "experts"} <= {event.get("name") for event in events}
+    assert "kernel" in {event.get("cat") for event in events}
+
+
+def test_a_case_that_runs_out_of_device_memory_is_recorded_and_the_others_are_measured(tmp_path: Path) -> None:
+    policies = [{"name": "topk"}, {"name": "token_drop", "capacity_factor": 1.0}]
+    config = write_config(tmp_path, policies=policies, workload__num_batches=1)
+    done = launch(config, "--out", tmp_path / "out", nproc=1, faults="token_drop=hoard")
+    assert done.returncode == CASES_FAILED, done.stderr
+    found = statuses(tmp_path / "out")
+    status, reason = found["token_drop capacity_factor=1.0"]
+    assert status == "oom"
+    assert "CUDA out of memory" in reason
+    assert found["topk"][0] == found["native"][0] == "ok"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL between them")
+def test_a_killed_nccl_rank_is_recorded_and_the_others_are_measured(tmp_path: Path) -> None:
+    policies = [{"name": "topk"}, {"name": "token_drop", "capacity_factor": 1.0}]
+    config = write_config(tmp_path, policies=policies, workload__num_batches=1, measure__timeout_s=20)
+    done = launch(config, "--out", tmp_path / "out", nproc=2, faults="token_drop=kill")
+    assert done.returncode == CASES_FAILED, done.stderr
+    found = statuses(tmp_path / "out")
+    assert found["token_drop capacity_factor=1.0"][0] == "failed"
+    assert found["topk"][0] == "ok"

@@ -1,48 +1,172 @@
 #!/usr/bin/env bash
 # Make a virtual environment with the pinned packages, or do nothing if it is there already.
-#   launch/setup.sh [--venv DIR] [--python PYTHON]
-# Default: .venv at the root of the repository, with the first of python3.11, python3.12, python3 that fits.
+#   launch/setup.sh [--venv DIR] [--python PYTHON] [--wheelhouse DIR] [--system-torch]
+# --venv          default: .venv at the root of the repository
+# --python        default: the first of python3.11, python3.12, python3 that fits; python3 first with --system-torch
+# --wheelhouse    install from this folder alone, without network; launch/wheelhouse.sh fills it
+# --system-torch  use the PyTorch that PYTHON has, and its Transformer Engine and Apex: for GPU containers
+# Called without the last two, it takes an environment that was made with them as it is.
+# Exit status: 0 the environment is there, 1 pip failed, 2 something to correct in the command.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 python=
+wheelhouse=
+system_torch=
+
+fail() { echo "setup.sh: $1" >&2; exit 2; }
+usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 while [ $# -gt 0 ]; do
   case $1 in
-    --venv) venv=$2; shift 2 ;;
-    --python) python=$2; shift 2 ;;
-    *) echo "setup.sh: unknown argument $1; expected --venv DIR or --python PYTHON" >&2; exit 2 ;;
+    -h | --help) usage; exit ;;
+    --system-torch) system_torch=$1; shift; continue ;;
+    --venv | --wheelhouse) wanted=folder ;;
+    --python) wanted="Python 3.11 or 3.12" ;;
+    *) fail "unknown argument '$1'; expected --venv DIR, --python PYTHON, --wheelhouse DIR or --system-torch" ;;
   esac
+  case ${2:-} in '' | -*) fail "$1 takes a $wanted, not '${2:-}'" ;; esac
+  case $1 in
+    --venv) venv=$2 ;;
+    --python) python=$2 ;;
+    --wheelhouse) wheelhouse=$2 ;;
+  esac
+  shift 2
 done
 
-fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; }
+if [ -e "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv")" ]; then
+  fail "--venv takes a virtual environment, or a folder that is new or empty; $venv is neither"
+fi
+if [ -n "$wheelhouse" ]; then
+  [ -d "$wheelhouse" ] || fail "--wheelhouse takes a folder of wheels, and $wheelhouse is none; launch/wheelhouse.sh makes one"
+  [ -n "$(compgen -G "$wheelhouse/*.whl")" ] || fail "$wheelhouse holds no wheels; launch/wheelhouse.sh collects them"
+  [ -n "$system_torch$(compgen -G "$wheelhouse/torch-[0-9]*.whl")" ] ||
+    fail "$wheelhouse holds no torch: add --system-torch, or put torch and all that it requires there"
+fi
 
+fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; }
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
+has() { "$1" -c "import $2" 2>/dev/null; }
+torch_of() { "$1" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || true; }
+
+# NVIDIA's containers hold builds like 2.11.0a0+nv26.2, which pip counts as older than 2.11; sort does not.
+torch_wanted=$(sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' "$root/pyproject.toml")
+torch_will_do() { [ -n "$1" ] && printf '%s\n' "$torch_wanted" "$1" | sort -V -C; }
+
+# Stamps: .flags says how an environment was made. The others are written last, so that an interrupted set-up
+# is done again: .pins for the packages, .clone for the clone whose code the environment runs.
 pins=$(cat "$root/pyproject.toml" "$root/launch/constraints.txt" | sha256sum | cut -d' ' -f1)
-# Stamps are written last, so that an interrupted set-up is done again: one for the packages, one
-# for the clone whose code the environment runs.
-if [ "$(cat "$venv/.pins" 2>/dev/null)" = "$pins" ] && fits "$venv/bin/python"; then
-  if [ "$(cat "$venv/.clone" 2>/dev/null)" != "$root" ]; then
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --editable "$root"
-    echo "$root" >"$venv/.clone"
-  fi
+made_with=$(cat "$venv/.flags" 2>/dev/null || true)
+case $made_with in *--system-torch*) made_on_system_torch=--system-torch ;; *) made_on_system_torch= ;; esac
+
+# Whether the environment is of the kind that is asked for. A wheelhouse is where packages come from, not which.
+suits() {
+  fits "$venv/bin/python" || return
+  [ -z "$made_on_system_torch" ] || torch_will_do "$(torch_of "$venv/bin/python")" || return
+  [ -z "$system_torch$wheelhouse" ] || [ "$system_torch" = "$made_on_system_torch" ] || return
+  [ -z "$python" ] || [ "$(version_of "$python")" = "$(version_of "$venv/bin/python")" ] || return
+  [ -z "$python" ] || [ -z "$system_torch" ] || [ "$(torch_of "$python")" = "$(torch_of "$venv/bin/python")" ]
+}
+
+# Without build isolation, so that it needs no network: setuptools is in the environment.
+install_clone() {
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps \
+    --no-build-isolation --editable "$root"
+  echo "$root" >"$venv/.clone"
+}
+
+unsuited=
+suits || unsuited=yes
+if [ -z "$unsuited" ] && [ "$(cat "$venv/.pins" 2>/dev/null)" = "$pins" ]; then
+  [ "$(cat "$venv/.clone" 2>/dev/null)" = "$root" ] || install_clone
   exit 0
 fi
-
-if [ -z "$python" ]; then
-  for candidate in python3.11 python3.12 python3; do
-    if command -v "$candidate" >/dev/null && fits "$candidate"; then python=$candidate; break; fi
-  done
-fi
-if [ -z "$python" ] || ! fits "$python"; then
-  echo "setup.sh: needs Python 3.11 or 3.12${python:+, $python is not one}; name one with --python" >&2
-  exit 2
+if [ -n "$made_with" ] && [ -z "$system_torch$wheelhouse" ]; then
+  # An ordinary set-up would fetch a torch of gigabytes in place of the container's, or wait for a network.
+  fail "$venv was made with $made_with, and is unfinished or out of date: give these flags again, or remove it"
 fi
 
-echo "Setting up $venv with $("$python" --version) (a few minutes, once) ..."
+# Why a Python cannot be the base; nothing if it can.
+objection() {
+  fits "$1" || { echo "$1 does not run as Python 3.11 or 3.12"; return; }
+  local prefix version torch
+  prefix=$("$1" -c 'import sys; print(sys.prefix)')
+  version=$(version_of "$1")
+  torch=$(torch_of "$1")
+  if [ -n "$system_torch" ] && [ "$prefix" -ef "$venv" ]; then
+    echo "$1 belongs to $venv itself"
+  elif [ -n "$system_torch" ] && [ -z "$torch" ]; then
+    echo "$1 has no torch, and $torch_wanted or newer is needed"
+  elif [ -n "$system_torch" ] && ! torch_will_do "$torch"; then
+    echo "$1 has torch $torch, and $torch_wanted or newer is needed"
+  elif ! has "$1" ensurepip && { [ -z "$system_torch" ] || ! has "$1" pip; }; then
+    echo "$1 can give an environment no pip: it lacks ensurepip (Debian, Ubuntu: the package python3-venv)"
+  elif [ -n "$wheelhouse" ] && [ -z "$(compgen -G "$wheelhouse/megatron_core-*-cp${version/./}-*.whl")" ]; then
+    echo "$1 is Python $version, and $wheelhouse has no megatron-core for that"
+  fi
+}
+
+candidates=(python3.11 python3.12 python3)
+[ -z "$system_torch" ] || candidates=(python3 python3.12 python3.11)
+[ -z "$python" ] || candidates=("$python")
+base=
+objections=
+for candidate in "${candidates[@]}"; do
+  command -v "$candidate" >/dev/null || [ -n "$python" ] || continue
+  why=$(objection "$candidate")
+  [ -n "$why" ] || { base=$candidate; break; }
+  objections+=${objections:+; }$why
+done
+[ -n "$base" ] || fail "${objections:-there is no Python 3.11 or 3.12}; name another with --python"
+
+echo "Setting up $venv with $("$base" --version) (a few minutes, once) ..."
+venv_options=()
+# What was made for another Python or another torch is not built upon.
+[ -z "$unsuited" ] || [ ! -e "$venv/pyvenv.cfg" ] || venv_options+=(--clear)
 rm -f "$venv/.pins" "$venv/.clone"
-"$python" -m venv "$venv"
+base_is_venv=$("$base" -c 'import sys; print("yes" * (sys.prefix != sys.base_prefix))')
+if [ -n "$system_torch" ]; then
+  [ -n "$base_is_venv" ] || venv_options+=(--system-site-packages)
+  # Debian's Python may lack ensurepip; then pip is the system's, like torch.
+  has "$base" ensurepip || venv_options+=(--without-pip)
+fi
+"$base" -m venv "${venv_options[@]}" "$venv"
+flags=$system_torch${wheelhouse:+${system_torch:+ }--wheelhouse}
+echo "$flags" >"$venv/.flags"
+if [ -n "$system_torch" ]; then
+  # --system-site-packages shows the packages below a virtual environment, not its own: a .pth file does.
+  [ -z "$base_is_venv" ] || "$base" -c '
+import site
+for folder in site.getsitepackages():
+    print(f"import site; site.addsitedir({folder!r})")
+' >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/system-torch.pth"
+  # Else pip would fetch one.
+  [ "$(torch_of "$venv/bin/python")" = "$(torch_of "$base")" ] || fail "$venv does not see the torch of $base"
+fi
+
+# A container's own pins are not ours; with a wheelhouse, neither are the places that pip is set up to look in.
+unset PIP_CONSTRAINT
+if [ -n "$wheelhouse" ]; then
+  unset "${!PIP_@}"
+  export PIP_CONFIG_FILE=/dev/null
+fi
+needs=$("$venv/bin/python" -c '
+import pathlib, sys, tomllib
+table = tomllib.loads(pathlib.Path(sys.argv[1]).read_text())
+project = table["project"]
+needs = table["build-system"]["requires"] + project["dependencies"] + project["optional-dependencies"]["test"]
+print("\n".join(need for need in needs if not (sys.argv[2] and need.startswith("torch>="))))
+' "$root/pyproject.toml" "$system_torch")
+constraints=$(cat "$root/launch/constraints.txt")
+if [ -n "$system_torch" ]; then
+  constraints=$(grep -v '^torch==' <<<"$constraints"; echo "torch==$(torch_of "$base")")
+fi
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-  --constraint "$root/launch/constraints.txt" --editable "$root[test]"
-echo "$root" >"$venv/.clone"
+  ${wheelhouse:+--no-index --find-links "$wheelhouse"} \
+  --constraint <(echo "$constraints") --requirement <(echo "$needs") || {
+  [ -z "$wheelhouse" ] || echo "setup.sh: $wheelhouse lacks what pip names above; collect it anew, with these pins" >&2
+  exit 1
+}
+install_clone
 echo "$pins" >"$venv/.pins"

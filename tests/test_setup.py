@@ -1,0 +1,361 @@
+"""Claims about setting up: launch/setup.sh and launch/wheelhouse.sh, with made-up packages and no network.
+
+A *container* stands for a GPU container's Python: a virtual environment with a made-up torch and Apex, and pip. An
+*index* holds empty wheels under the pinned names and versions, and others that must not be taken.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import files
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+OTHER = {"3.11": "3.12", "3.12": "3.11"}[PYTHON]
+# What NVIDIA calls a build between two releases; for pip it is older than 2.11.
+CONTAINER_TORCH = "2.11.0a0+nv26.2"
+NO_ENSUREPIP = "import sys; sys.modules['ensurepip'] = None\n"
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="wheels are collected for x86-64")
+
+
+def write_wheel(folder, name, version, *, requires=(), contents=None, tag="py3-none-any"):
+    """Also the source of a stand-in for setuptools, so it stands on its own."""
+    import zipfile
+
+    stem = f"{name.replace('-', '_')}-{version}"
+    metadata = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {r}" for r in requires)]
+    wheel_info = f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n"
+    with zipfile.ZipFile(f"{folder}/{stem}-{tag}.whl", "w") as wheel:
+        for path, text in (contents or {}).items():
+            wheel.writestr(path, text)
+        wheel.writestr(f"{stem}.dist-info/METADATA", "\n".join(metadata) + "\n")
+        wheel.writestr(f"{stem}.dist-info/WHEEL", wheel_info)
+        wheel.writestr(f"{stem}.dist-info/RECORD", "")
+    return f"{stem}-{tag}.whl"
+
+
+BUILD_BACKEND = f"""
+import os
+{inspect.getsource(write_wheel)}
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    return write_wheel(wheel_directory, "moe-ep-bench", "0.1.0", contents={{"clone.pth": os.getcwd()}})
+"""
+
+
+def pins(python_version):
+    """Pinned version of each package, by its normalised name."""
+    lines = (line.partition("#")[0].strip() for line in (ROOT / "launch/constraints.txt").read_text().splitlines())
+    asked = map(Requirement, filter(None, lines))
+    kept = [r for r in asked if r.marker is None or r.marker.evaluate({"python_version": python_version})]
+    return {canonicalize_name(r.name): str(r.specifier).removeprefix("==") for r in kept}
+
+
+def run(script, *arguments, cwd, **environment):
+    """Run a script with nothing of this machine's pip set-up, and with no way out to a network."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHON")) and "proxy" not in k.lower()}
+    nowhere = "http://127.0.0.1:9"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    kept |= {"HOME": str(cwd), "PATH": path, "https_proxy": nowhere, "http_proxy": nowhere, **environment}
+    command = ["bash", script, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=60)
+
+
+def snapshot(folder):
+    """Every path with its size and time of change; caches of byte code are nobody's claim."""
+    paths = (p for p in folder.rglob("*") if "__pycache__" not in p.parts)
+    return {p: None if p.is_dir() else (p.lstat().st_size, p.lstat().st_mtime_ns) for p in paths}
+
+
+def make_clone(folder):
+    shutil.copytree(ROOT / "launch", folder / "launch")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    (folder / "moe_ep_bench").mkdir()
+    (folder / "moe_ep_bench/__init__.py").touch()
+    return folder
+
+
+def make_python(folder, *, torch=None, pip=False, ensurepip=True):
+    """A virtual environment that stands for some machine's Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    furnish(folder / f"lib/python{PYTHON}/site-packages", torch=torch, pip=pip, ensurepip=ensurepip)
+    return folder / "bin/python"
+
+
+def furnish(packages, *, torch=None, pip=False, ensurepip=True):
+    packages.mkdir(exist_ok=True)
+    if torch:
+        for name, version in [("torch", torch), ("numpy", "1.26.4")]:
+            (packages / f"{name}-{version}.dist-info").mkdir()
+            metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            (packages / f"{name}-{version}.dist-info/METADATA").write_text(metadata)
+        (packages / "apex.py").touch()
+    if pip:
+        (packages / "pip").symlink_to(Path(find_spec("pip").origin).parent)
+    if not ensurepip:
+        (packages / "sitecustomize.py").write_text(NO_ENSUREPIP)
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    return make_clone(tmp_path_factory.mktemp("clone"))
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("index")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = [Requirement(r) for r in [*project["dependencies"], *project["optional-dependencies"]["test"]]]
+    for version in [PYTHON, OTHER]:
+        pinned = pins(version)
+        for name in {canonicalize_name(r.name) for r in needs} - pinned.keys():
+            write_wheel(folder, name, "1.0")
+        for name, pin in pinned.items():
+            options = {
+                "torch": {"requires": ["triton"]},
+                "megatron-core": {
+                    "requires": ["torch>=2.6", "numpy", "packaging"],
+                    "tag": "cp{0}-cp{0}-manylinux_2_17_x86_64".format(version.replace(".", "")),
+                },
+                "matplotlib": {"requires": ["contourpy", "pillow", "pyparsing"]},
+                "pydantic": {"requires": ["pydantic-core"]},
+                "pytest": {"requires": ["until-3.11; python_version < '3.12'", "since-3.12; python_version >= '3.12'"]},
+            }
+            # A build of torch has a local version, which == does not exclude.
+            write_wheel(folder, name, pin + "+cu130" * (name == "torch"), **options.get(name, {}))
+    for name, version in [("triton", "3.0"), ("numpy", "99.0"), ("pillow", "99.0")]:
+        write_wheel(folder, name, version)
+    for name in ["pyparsing", "until-3.11", "since-3.12"]:
+        write_wheel(folder, name, "1.0")
+    for version in ["81.0.0", "82.0.0"]:
+        backend = {"setuptools/__init__.py": "", "setuptools/build_meta.py": BUILD_BACKEND}
+        write_wheel(folder, "setuptools", version, contents=backend)
+    # wheelhouse.sh reads markers with it, so it is the true one.
+    with zipfile.ZipFile(folder / "packaging-99.0-py3-none-any.whl", "w") as wheel:
+        for path in files("packaging"):
+            if path.suffix == ".py":
+                wheel.write(path.locate(), path)
+        wheel.writestr("packaging-99.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: packaging\nVersion: 99.0\n")
+        wheel.writestr("packaging-99.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("packaging-99.0.dist-info/RECORD", "")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def container(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("container")
+    return make_python(folder, torch=CONTAINER_TORCH, pip=True, ensurepip=False)
+
+
+@pytest.fixture(scope="module")
+def set_up(clone, container, index, tmp_path_factory):
+    """An environment from a wheelhouse, and how its making ended."""
+    folder = tmp_path_factory.mktemp("set up")
+    environment, wheelhouse = folder / "environment", folder / "wheel house"
+    shutil.copytree(index, wheelhouse)
+    container_before = snapshot(container.parent.parent)
+    arguments = ["--wheelhouse", wheelhouse, "--system-torch", "--python", container, "--venv", environment]
+    # A wheelhouse is enough on its own, whatever pip is set up to do.
+    done = run(clone / "launch/setup.sh", *arguments, cwd=folder, PIP_NO_BINARY=":all:")
+    untouched = snapshot(container.parent.parent) == container_before
+    return {"environment": environment, "done": done, "container is untouched": untouched}
+
+
+def inside(environment, code):
+    # Not in this folder: a Python that is given code finds modules where it runs.
+    done = subprocess.run([environment / "bin/python", "-c", code], cwd="/", capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    """A folder with a clone and what wrong arguments may name; it is the same after each."""
+    folder = tmp_path_factory.mktemp("desk")
+    make_clone(folder / "clone")
+    (folder / "file").touch()
+    (folder / "empty").mkdir()
+    (folder / "full").mkdir()
+    (folder / "full/notes.txt").touch()
+    (folder / "wheels").mkdir()
+    (folder / "wheels/megatron_core-1-{0}-{0}-any.whl".format(f"cp{OTHER.replace('.', '')}")).touch()
+    make_python(folder / "bare", ensurepip=False)
+    make_python(folder / "old", torch="2.9.1", pip=True)
+    make_python(folder / "container", torch=CONTAINER_TORCH, pip=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--frobnicate", ["'--frobnicate'", "--venv DIR", "--python PYTHON", "--wheelhouse DIR", "--system-torch"]),
+        ("new", ["'new'", "--venv DIR"]),
+        ("--venv", ["--venv takes a folder", "''"]),
+        ("--wheelhouse", ["--wheelhouse takes a folder", "''"]),
+        ("--python", ["--python takes", "3.11 or 3.12", "''"]),
+        ("--venv --system-torch", ["--venv takes a folder", "'--system-torch'"]),
+        ("--venv file", ["new or empty", "file is neither"]),
+        ("--venv full", ["new or empty", "full is neither"]),
+        ("--venv new --wheelhouse absent --system-torch", ["takes a folder", "absent is none", "wheelhouse.sh"]),
+        ("--venv new --wheelhouse file --system-torch", ["takes a folder", "file is none", "wheelhouse.sh"]),
+        ("--venv new --wheelhouse empty --system-torch", ["empty holds no wheels", "wheelhouse.sh"]),
+        ("--venv new --wheelhouse wheels", ["wheels holds no torch", "--system-torch"]),
+        (
+            "--venv new --wheelhouse wheels --system-torch --python container/bin/python",
+            [f"container/bin/python is Python {PYTHON}", "wheels has no megatron-core"],
+        ),
+        ("--venv new --python absent", ["absent", "3.11 or 3.12"]),
+        ("--venv new --python false", ["false", "3.11 or 3.12"]),
+        ("--venv new --python bare/bin/python", ["bare/bin/python", "ensurepip"]),
+        ("--venv new --system-torch --python bare/bin/python", ["bare/bin/python has no torch", "2.11"]),
+        ("--venv new --system-torch --python old/bin/python", ["old/bin/python has torch 2.9.1", "2.11"]),
+        ("--venv container --system-torch --python container/bin/python", ["container/bin/python belongs to"]),
+    ],
+)
+def test_a_wrong_set_up_is_refused_in_one_line_and_leaves_nothing(desk, arguments, says):
+    assert_refused(desk, "setup.sh", arguments, says)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("", ["no folder", "DIR [--python 3.11|3.12]"]),
+        ("--frobnicate", ["'--frobnicate'", "DIR [--python 3.11|3.12]"]),
+        ("new newer", ["new and newer", "DIR [--python 3.11|3.12]"]),
+        ("new --python", ["3.11 or 3.12", "''"]),
+        ("new --python 3.13", ["3.11 or 3.12", "'3.13'"]),
+        ("file", ["file", "DIR [--python 3.11|3.12]"]),
+        ("file/new", ["file", "DIR [--python 3.11|3.12]"]),
+        ("full", ["full is not empty", "new or empty"]),
+    ],
+)
+def test_a_wrong_wheelhouse_is_refused_in_one_line_and_leaves_nothing(desk, arguments, says):
+    assert_refused(desk, "wheelhouse.sh", arguments, says)
+
+
+def assert_refused(desk, script, arguments, says):
+    before = snapshot(desk)
+    done = run(desk / "clone/launch" / script, *arguments.split(), cwd=desk)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"{script}: ")
+    assert done.stderr.count("\n") == 1
+    assert [part for part in says if part not in done.stderr] == []
+    assert snapshot(desk) == before
+
+
+@pytest.mark.parametrize(
+    ("script", "names"),
+    [
+        ("setup.sh", ["--venv", "--python", "--wheelhouse", "--system-torch"]),
+        ("wheelhouse.sh", ["DIR", "--python 3.11|3.12"]),
+    ],
+)
+def test_help_names_every_option_and_does_nothing(desk, script, names):
+    before = snapshot(desk)
+    done = run(desk / "clone/launch" / script, "--help", cwd=desk)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [name for name in names if name not in done.stdout] == []
+    assert "set -" not in done.stdout
+    assert snapshot(desk) == before
+
+
+def test_a_wheelhouse_holds_the_pins_of_another_python_and_what_they_need_but_no_torch(clone, index, tmp_path):
+    (tmp_path / "constraint.txt").write_text("numpy==1.26.4\n")
+    pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PIP_CONSTRAINT": str(tmp_path / "constraint.txt")}
+    wheelhouse = tmp_path / "new" / "wheel house"
+    done = run(clone / "launch/wheelhouse.sh", wheelhouse, "--python", OTHER, cwd=tmp_path, **pip)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"--wheelhouse '{wheelhouse}' --system-torch" in done.stdout
+    held = dict(path.name.split("-")[:2] for path in wheelhouse.iterdir())
+    held = {str(canonicalize_name(name)): number for name, number in held.items()}
+    marked = {"3.11": "until-3-11", "3.12": "since-3-12"}[OTHER]
+    expected = pins(OTHER) | {"setuptools": "81.0.0", "packaging": "99.0", "pyparsing": "1.0", marked: "1.0"}
+    del expected["torch"]
+    assert held == expected
+
+
+def test_a_wheelhouse_installs_without_network(set_up):
+    # What pip would say of a network that it cannot reach goes to stderr.
+    assert (set_up["done"].returncode, set_up["done"].stderr) == (0, "")
+    expected = pins(PYTHON) | {"torch": CONTAINER_TORCH}
+    code = f"from importlib.metadata import version; print({{name: version(name) for name in {list(expected)}}})"
+    assert inside(set_up["environment"], code) == str(expected)
+
+
+def test_system_torch_is_the_containers_with_all_that_lies_beside_it(set_up, container):
+    packages = container.parent.parent / "lib" / f"python{PYTHON}" / "site-packages"
+    assert inside(set_up["environment"], "import apex; print(apex.__file__)") == str(packages / "apex.py")
+    assert not list(set_up["environment"].glob("lib/*/site-packages/torch*"))
+    assert set_up["container is untouched"]
+
+
+def test_a_later_plain_set_up_takes_the_environment_as_it_is(set_up, clone):
+    before = snapshot(set_up["environment"])
+    done = run(clone / "launch/setup.sh", "--venv", set_up["environment"], cwd=clone)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert snapshot(set_up["environment"]) == before
+
+
+def test_an_environment_of_old_pins_asks_for_its_flags(set_up, tmp_path):
+    other = make_clone(tmp_path / "other")
+    with open(other / "launch/constraints.txt", "a") as constraints:
+        constraints.write("# another pin\n")
+    before = snapshot(set_up["environment"])
+    done = run(other / "launch/setup.sh", "--venv", set_up["environment"], cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "--system-torch --wheelhouse" in done.stderr
+    assert snapshot(set_up["environment"]) == before
+
+
+def test_another_clone_takes_the_environment_over_without_network(set_up, tmp_path):
+    other = make_clone(tmp_path / "other")
+    done = run(other / "launch/setup.sh", "--venv", set_up["environment"], cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    found = inside(set_up["environment"], "import moe_ep_bench; print(moe_ep_bench.__file__)")
+    assert found == str(other / "moe_ep_bench/__init__.py")
+
+
+@pytest.fixture(scope="module")
+def unfinished(clone, tmp_path_factory):
+    """An attempt on a Python that is no virtual environment, with pip set up to find nothing."""
+    folder = tmp_path_factory.mktemp("unfinished")
+    furnish(folder / "container", torch=CONTAINER_TORCH, pip=True, ensurepip=False)
+    configured = {
+        "PYTHONPATH": str(folder / "container"),
+        "PIP_NO_INDEX": "1",
+        "PIP_CONSTRAINT": str(folder / "absent.txt"),  # NVIDIA's containers set it, with pins of their own
+    }
+    python = Path(sys.base_prefix) / f"bin/python{PYTHON}"
+    arguments = ["--system-torch", "--python", python, "--venv", folder / "environment"]
+    done = run(clone / "launch/setup.sh", *arguments, cwd=folder, **configured)
+    return {"environment": folder / "environment", "done": done}
+
+
+def test_system_torch_of_a_python_that_is_no_virtual_environment_is_seen(unfinished):
+    assert "include-system-site-packages = true" in (unfinished["environment"] / "pyvenv.cfg").read_text()
+
+
+def test_a_containers_own_pins_do_not_bind(unfinished):
+    assert unfinished["done"].returncode == 1
+    assert "No matching distribution" in unfinished["done"].stderr
+    assert "absent.txt" not in unfinished["done"].stderr
+
+
+def test_an_unfinished_environment_is_not_finished_with_another_torch(unfinished, clone):
+    before = snapshot(unfinished["environment"])
+    done = run(clone / "launch/setup.sh", "--venv", unfinished["environment"], cwd=clone)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "was made with --system-torch" in done.stderr
+    assert snapshot(unfinished["environment"]) == before

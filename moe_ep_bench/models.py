@@ -1,18 +1,24 @@
 """Model shapes: what of a model decides how its MoE layers behave under expert parallelism.
 
-A preset is a YAML file in configs/models/, each figure with its source. ``scale`` shrinks the
-hidden sizes, and with them the work per token, so that CPU ranks can run a layer; experts,
-top-k and routing stay as they are, and every result says that it was scaled.
+A preset is a YAML file in configs/models/, each figure with its source; a Hugging Face config.json
+serves as well (hf_config). ``scale`` shrinks the hidden sizes, and with them the work per token, so
+that CPU ranks can run a layer; experts, top-k and routing stay as they are, and every result says
+that it was scaled.
+
+A spec states the model as it is. Where the benchmark's layer is simpler than the model, its
+``departures`` say so.
 """
 
 from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from moe_ep_bench.hf_config import read_hf_config
 
 PRESET_DIR = Path(__file__).resolve().parents[1] / "configs" / "models"
 
@@ -20,26 +26,95 @@ PRESET_DIR = Path(__file__).resolve().parents[1] / "configs" / "models"
 _SIZE_MULTIPLE = 16
 
 
-class ModelSpec(BaseModel):
-    """One MoE layer's shape, and where in the model such layers stand."""
-
+class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Attention(_Strict):
+    """Multi-head or grouped-query attention."""
+
+    num_heads: int = Field(ge=1)
+    num_kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    bias: Literal["none", "qkv", "all"] = "none"
+    """Which projections have a bias: none, those of queries, keys and values, or the output's too."""
+    qk_norm: Literal["none", "head", "all_heads"] = "none"
+    """Queries and keys are normalised: not, each head alone, or all heads together."""
+    sinks: bool = False
+    """Each head has a learned logit that takes weight from the tokens'."""
+
+    def num_parameters(self, hidden_size: int) -> int:
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        weights = hidden_size * (2 * queries + 2 * keys)
+        biases = {"none": 0, "qkv": queries + 2 * keys, "all": queries + 2 * keys + hidden_size}[self.bias]
+        norms = {"none": 0, "head": 2 * self.head_dim, "all_heads": queries + keys}[self.qk_norm]
+        return weights + biases + norms + self.num_heads * self.sinks
+
+
+class LatentAttention(_Strict):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    num_heads: int = Field(ge=1)
+    kv_lora_rank: int = Field(ge=1)
+    """Width of the latent that keys and values are made from, and that is cached."""
+    q_lora_rank: int | None = Field(None, ge=1)
+    """Width of the latent that queries are made from; null = queries come from the hidden state."""
+    qk_nope_head_dim: int = Field(ge=1)
+    qk_rope_head_dim: int = Field(ge=1)
+    v_head_dim: int = Field(ge=1)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        queries = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        if self.q_lora_rank is None:
+            to_queries = hidden_size * queries
+        else:
+            to_queries = self.q_lora_rank * (hidden_size + 1 + queries)  # 1: the latent's norm
+        to_latent = hidden_size * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
+        from_latent = self.kv_lora_rank * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return to_queries + to_latent + from_latent + self.num_heads * self.v_head_dim * hidden_size
+
+
+class ModelSpec(_Strict):
+    """One MoE layer's shape, and the model in which such layers stand."""
 
     name: str
     source: str
     num_layers: int = Field(ge=1)
     first_dense_layers: int = Field(0, ge=0)
+    """Layers at the bottom with a dense FFN; all others are MoE layers."""
+    dense_ffn_hidden_size: int = Field(0, ge=0)
+    """Width of the dense layers' gated FFN; 0 = not stated, or no such layer."""
     hidden_size: int = Field(ge=1)
+    vocab_size: int | None = Field(None, ge=1)
+    tied_embeddings: bool = False
+    """The output layer shares the embedding's weights."""
+    attention: Attention | LatentAttention | None = None
+
     num_experts: int = Field(ge=1)
     top_k: int = Field(ge=1)
     ffn_hidden_size: int = Field(ge=1)
     """Width of one routed expert's gated FFN."""
+    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    expert_bias: bool = False
+    """The experts' linear layers have biases."""
     shared_ffn_hidden_size: int = Field(0, ge=0)
     """Width of all shared experts together; 0 = none."""
+    shared_expert_gate: bool = False
+    """The shared experts' output is multiplied by the sigmoid of one learned projection."""
+
     score_function: Literal["softmax", "sigmoid"] = "softmax"
+    router_bias: bool = False
+    """The router's linear layer has a bias: part of the logits, and so of the weights."""
+    selection_bias: bool = False
+    """A learned bias per expert is added to the scores for selecting, never to the weights."""
+    num_groups: int | None = Field(None, ge=2)
+    top_groups: int | None = Field(None, ge=1)
+    """The top-k looks only into the ``top_groups`` best of ``num_groups`` equal groups of experts; null = no groups."""
+    group_score_experts: int | None = Field(None, ge=1)
+    """A group's score is the sum of this many of its best experts' scores."""
     normalize: bool
     """Weights of the selected experts are divided by their sum (norm_topk_prob)."""
-    routed_scale: float = 1.0
+    routed_scale: float = Field(1.0, gt=0)
     """Factor on the combine weights (routed_scaling_factor)."""
     scale: float = Field(1.0, gt=0, le=1)
     """Hidden sizes as a share of the true ones."""
@@ -48,19 +123,93 @@ class ModelSpec(BaseModel):
     def _check(self) -> ModelSpec:
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k: expected at most num_experts={self.num_experts}, got {self.top_k}")
+        if self.first_dense_layers >= self.num_layers:
+            raise ValueError(
+                f"first_dense_layers: expected fewer than num_layers={self.num_layers}, got {self.first_dense_layers}"
+            )
+        self._check_groups()
         return self
+
+    def _check_groups(self) -> None:
+        groups, top, scored = self.num_groups, self.top_groups, self.group_score_experts
+        if groups is None or top is None or scored is None:
+            if (groups, top, scored) != (None, None, None):
+                raise ValueError(
+                    "expected all of num_groups, top_groups, group_score_experts or none,"
+                    f" got {groups}, {top}, {scored}"
+                )
+            return
+        size = self.num_experts // groups
+        if self.num_experts % groups:
+            raise ValueError(f"num_groups: expected a divisor of num_experts={self.num_experts}, got {groups}")
+        if top > groups or top * size < self.top_k:
+            raise ValueError(
+                f"top_groups: expected at most num_groups={groups}, with room for top_k={self.top_k}"
+                f" in groups of {size}, got {top}"
+            )
+        if scored > size:
+            raise ValueError(f"group_score_experts: expected at most the {size} experts of a group, got {scored}")
 
     @property
     def num_moe_layers(self) -> int:
         return self.num_layers - self.first_dense_layers
 
+    @property
+    def departures(self) -> tuple[str, ...]:
+        """Where the benchmark's layer is simpler than the model: short sentences, to be shown with results."""
+        found = []
+        if self.expert_bias:
+            found.append("The experts' biases are left out.")
+        if self.activation == "clamped_swiglu":
+            found.append("The clamped SwiGLU is computed as plain SwiGLU.")
+        if self.router_bias:
+            found.append("The router's bias is left out.")
+        if self.shared_expert_gate:
+            found.append("The shared experts' gate is left out.")
+        if self.selection_bias:
+            found.append("The selection bias is zero: its trained values are part of the weights.")
+        if self.top_groups and self.group_score_experts != self.top_k // self.top_groups:
+            found.append(
+                f"A group's score sums its best {self.top_k // self.top_groups} experts, as Megatron-Core has it,"
+                f" where the model's sums {self.group_score_experts}."
+            )
+        return tuple(found)
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Weights of the whole language model; None where attention, vocabulary or dense FFN is not stated."""
+        return self._count(experts=self.num_experts, embeddings=1 if self.tied_embeddings else 2)
+
+    @property
+    def num_active_parameters(self) -> int | None:
+        """Weights that one token is multiplied by: top-k experts, and no embedding table, which is only looked up."""
+        return self._count(experts=self.top_k, embeddings=1)
+
+    def _count(self, experts: int, embeddings: int) -> int | None:
+        dense_known = self.dense_ffn_hidden_size > 0 or self.first_dense_layers == 0
+        if self.attention is None or self.vocab_size is None or not dense_known:
+            return None
+        hidden = self.hidden_size
+        expert = 3 * hidden * self.ffn_hidden_size
+        if self.expert_bias:
+            expert += 2 * self.ffn_hidden_size + hidden
+        router = self.num_experts * (hidden + self.router_bias + self.selection_bias)
+        shared = 3 * hidden * self.shared_ffn_hidden_size + hidden * self.shared_expert_gate
+        moe = experts * expert + router + shared
+        block = self.attention.num_parameters(hidden) + 2 * hidden  # two norms
+        ffn = self.num_moe_layers * moe + self.first_dense_layers * 3 * hidden * self.dense_ffn_hidden_size
+        return embeddings * self.vocab_size * hidden + self.num_layers * block + ffn + hidden
+
     def scaled(self, scale: float) -> ModelSpec:
-        """Return this model with its hidden sizes multiplied by ``scale`` (rounded to multiples of 16)."""
+        """Return this model with its hidden sizes multiplied by ``scale`` (rounded to multiples of 16).
+
+        Attention keeps its heads and latent sizes: only what enters and leaves it shrinks.
+        """
         if scale == 1.0:
             return self
         sizes = {
             key: max(_SIZE_MULTIPLE, round(getattr(self, key) * scale / _SIZE_MULTIPLE) * _SIZE_MULTIPLE)
-            for key in ("hidden_size", "ffn_hidden_size", "shared_ffn_hidden_size")
+            for key in ("hidden_size", "ffn_hidden_size", "shared_ffn_hidden_size", "dense_ffn_hidden_size")
             if getattr(self, key)
         }
         return self.model_copy(update={**sizes, "scale": scale})
@@ -70,15 +219,45 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESET_DIR.glob("*.yaml"))
 
 
-def load_model(name: str) -> ModelSpec:
+def load_model(name_or_path: str) -> ModelSpec:
+    """Load a preset by name, or a Hugging Face config.json by path: a file that ends in .json, or its folder.
+
+    Raises:
+        ValueError: see ``load_preset`` and ``load_hf_model``.
+    """
+    path = Path(name_or_path)
+    if name_or_path not in preset_names() and (path.suffix == ".json" or path.exists()):
+        return load_hf_model(path)
+    return load_preset(name_or_path)
+
+
+def load_preset(name: str) -> ModelSpec:
     """Load a preset of configs/models/ by name.
 
     Raises:
         ValueError: there is no such preset; the message lists those there are.
     """
-    path = PRESET_DIR / f"{name}.yaml"
-    if not path.is_file():
+    if name not in preset_names():
         close = difflib.get_close_matches(name, preset_names(), n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise ValueError(f"expected one of {', '.join(preset_names())}; got {name!r}{hint}")
-    return ModelSpec(**yaml.safe_load(path.read_text()))
+    path = PRESET_DIR / f"{name}.yaml"
+    return _spec(yaml.safe_load(path.read_text()), path)
+
+
+def load_hf_model(path: Path) -> ModelSpec:
+    """Load a model from a Hugging Face config.json, or from a folder that holds one.
+
+    Raises:
+        ValueError: one line that names the file, the key, the value and what is allowed.
+    """
+    return _spec(read_hf_config(path), path)
+
+
+def _spec(fields: dict[str, Any], where: Path) -> ModelSpec:
+    try:
+        return ModelSpec(**fields)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        key = "".join(f"{part}: " for part in problem["loc"])
+        raise ValueError(f"{where}: {key}{problem['msg'].removeprefix('Value error, ')}") from None

@@ -1,0 +1,431 @@
+"""Model shapes: presets against the published config.json and parameter counts; reading one by path; wrong inputs.
+
+The parameter counts are an independent check of every size: they come from the published
+checkpoints and reports, and no wrong size of a preset would give them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ep_bench.models import (
+    PRESET_DIR,
+    Attention,
+    LatentAttention,
+    ModelSpec,
+    load_hf_model,
+    load_model,
+    load_preset,
+    preset_names,
+)
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_act": "silu",
+    "num_hidden_layers": 61, "num_nextn_predict_layers": 1, "first_k_dense_replace": 3, "moe_layer_freq": 1,
+    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "vocab_size": 129280,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False, "attention_bias": False, "ep_size": 1,
+}  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_act": "silu", "attention_bias": True,
+    "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64, "vocab_size": 201088,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "num_experts_per_tok": 4, "experts_per_token": 4,
+    "swiglu_limit": 7.0, "sliding_window": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN3 = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu",
+    "attention_bias": False, "head_dim": 128, "num_key_value_heads": 4, "vocab_size": 151936,
+    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "tie_word_embeddings": False,
+}  # fmt: skip
+# What the models' own config.json files say, as far as it bears on a spec.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "olmoe-1b-7b": {
+        "model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "hidden_act": "silu", "attention_bias": False,
+        "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False,
+        "tie_word_embeddings": False, "vocab_size": 50304,
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    "deepseek-v2-lite": {
+        "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "hidden_act": "silu",
+        "num_hidden_layers": 27, "first_k_dense_replace": 1, "moe_layer_freq": 1, "hidden_size": 2048,
+        "intermediate_size": 10944, "moe_intermediate_size": 1408, "vocab_size": 102400,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64,
+        "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+        "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+    },
+    "deepseek-moe-16b": {
+        "model_type": "deepseek", "architectures": ["DeepseekForCausalLM"], "hidden_act": "silu",
+        "num_hidden_layers": 28, "first_k_dense_replace": 1, "moe_layer_freq": 1, "hidden_size": 2048,
+        "intermediate_size": 10944, "moe_intermediate_size": 1408, "vocab_size": 102400, "attention_bias": False,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64, "n_shared_experts": 2,
+        "num_experts_per_tok": 6, "scoring_func": "softmax", "norm_topk_prob": False, "tie_word_embeddings": False,
+    },
+    "deepseek-v3": DEEPSEEK_V3,
+    "deepseek-r1": DEEPSEEK_V3,
+    "qwen1.5-moe-a2.7b": {
+        "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "hidden_act": "silu",
+        "hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": False,
+        "decoder_sparse_step": 1, "tie_word_embeddings": False, "vocab_size": 151936,
+    },
+    "qwen3-30b-a3b": QWEN3 | {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+    },
+    "qwen3-235b-a22b": QWEN3 | {
+        "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+    },
+    "gpt-oss-120b": GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
+    "gpt-oss-20b": GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    "molmoe-1b": {
+        "model_type": "molmoe", "architectures": ["MOLMoEForCausalLM"], "hidden_size": 2048,
+        "intermediate_size": 1024, "embedding_size": 50304, "vocab_size": 50304, "num_hidden_layers": 16,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "qkv_bias": False, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+# The same model by the keys of the code that it was trained with.
+MOLMO_WITH_EXPERTS = {
+    "model_type": "molmo", "d_model": 2048, "n_heads": 16, "n_kv_heads": None, "n_layers": 16, "mlp_ratio": 1,
+    "mlp_hidden_size": None, "activation_type": "swiglu", "block_type": "moe", "attention_layer_norm": True,
+    "include_bias": False, "qkv_bias": False, "vocab_size": 50280, "embedding_size": 50304,
+    "additional_vocab_size": 128, "weight_tying": False, "moe_num_experts": 64, "moe_top_k": 8,
+    "moe_shared_expert": False, "moe_interleave": False, "head_dim": None,
+}  # fmt: skip
+DEEPSEEK_V2 = PUBLISHED["deepseek-v2-lite"] | {
+    "num_hidden_layers": 60, "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "n_routed_experts": 160,
+    "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0,
+}  # fmt: skip
+
+# Elements of the published checkpoints' weights; DeepSeek-V3's without the multi-token prediction layer.
+CHECKPOINT_PARAMETERS = {
+    "olmoe-1b-7b": 6_919_161_856,
+    "mixtral-8x7b": 46_702_792_704,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-moe-16b": 16_375_728_128,
+    "deepseek-v3": 671_026_419_200,
+    "deepseek-r1": 671_026_419_200,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "gpt-oss-120b": 116_829_156_672,
+    "gpt-oss-20b": 20_914_757_184,
+}
+# Billions that a token activates as the reports and model cards say it, and whether they count the embedding table.
+PUBLISHED_ACTIVE = {
+    "olmoe-1b-7b": (1.3, True),
+    "mixtral-8x7b": (12.9, True),
+    "deepseek-v2-lite": (2.4, False),
+    "deepseek-moe-16b": (2.8, True),
+    "deepseek-v3": (37, False),
+    "deepseek-r1": (37, False),
+    "qwen1.5-moe-a2.7b": (2.7, True),
+    "qwen3-30b-a3b": (3.3, True),
+    "qwen3-235b-a22b": (22, True),
+    "gpt-oss-120b": (5.1, False),
+    "gpt-oss-20b": (3.6, False),
+}
+WITH_TEXT_ONLY = sorted(set(PUBLISHED) - {"molmoe-1b"})
+
+
+def written(folder: Path, values: Any, name: str = "config.json") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(values if isinstance(values, str) else json.dumps(values))
+    return path
+
+
+def facts(spec: ModelSpec) -> dict[str, Any]:
+    return spec.model_dump(exclude={"name", "source"})
+
+
+def changed(name: str, **values: Any) -> dict[str, Any]:
+    return PUBLISHED[name] | values
+
+
+# Presets
+
+
+def test_every_preset_is_checked_here() -> None:
+    assert set(preset_names()) == set(PUBLISHED)
+    assert set(CHECKPOINT_PARAMETERS) == set(PUBLISHED_ACTIVE) == set(WITH_TEXT_ONLY)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_a_published_config_json_gives_the_preset(tmp_path: Path, name: str) -> None:
+    assert facts(load_model(str(written(tmp_path, PUBLISHED[name])))) == facts(load_model(name))
+
+
+@pytest.mark.parametrize("name", WITH_TEXT_ONLY)
+def test_a_preset_has_the_parameters_of_the_checkpoint(name: str) -> None:
+    assert load_model(name).num_parameters == CHECKPOINT_PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", WITH_TEXT_ONLY)
+def test_a_preset_activates_the_published_parameters(name: str) -> None:
+    model = load_model(name)
+    billions, counts_embedding = PUBLISHED_ACTIVE[name]
+    assert model.num_active_parameters is not None
+    assert model.vocab_size is not None
+    embedding = model.vocab_size * model.hidden_size if counts_embedding else 0
+    assert (model.num_active_parameters + embedding) / 1e9 == pytest.approx(billions, rel=0.025)
+
+
+def test_molmoe_is_published_with_its_vision_encoder() -> None:
+    model, vision = load_model("molmoe-1b"), 0.3e9
+    assert model.num_parameters is not None
+    assert model.num_active_parameters is not None
+    assert (model.num_parameters + vision) / 1e9 == pytest.approx(7.2, rel=0.01)
+    embedding = 50304 * 2048
+    assert (model.num_active_parameters + embedding + vision) / 1e9 == pytest.approx(1.5, rel=0.06)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_every_figure_of_a_preset_names_its_source(name: str) -> None:
+    lines = (PRESET_DIR / f"{name}.yaml").read_text().splitlines()
+    figures = [line for line in lines if re.match(r"\s*\w+: +(\d|null|true|false)", line)]
+    assert len(figures) >= 8
+    assert [line for line in figures if "#" not in line] == []
+    assert "config.json" in lines[0]
+
+
+def test_molmoe_reads_the_same_by_either_set_of_keys(tmp_path: Path) -> None:
+    assert facts(load_model(str(written(tmp_path, MOLMO_WITH_EXPERTS)))) == facts(load_model("molmoe-1b"))
+
+
+# What specs say
+
+
+def test_deepseek_v3_routes_in_groups_with_a_selection_bias() -> None:
+    model = load_model("deepseek-v3")
+    assert (model.score_function, model.selection_bias, model.normalize) == ("sigmoid", True, True)
+    assert (model.num_groups, model.top_groups, model.group_score_experts, model.routed_scale) == (8, 4, 2, 2.5)
+    assert model.num_moe_layers == 58
+    assert isinstance(model.attention, LatentAttention)
+
+
+def test_deepseek_v2_scores_a_group_by_its_best_expert(tmp_path: Path) -> None:
+    model = load_model(str(written(tmp_path, DEEPSEEK_V2)))
+    assert (model.num_groups, model.top_groups, model.group_score_experts) == (8, 3, 1)
+    assert (model.score_function, model.normalize, model.routed_scale) == ("softmax", False, 16.0)
+    assert any("group's score sums its best 2 experts" in sentence for sentence in model.departures)
+    assert model.num_parameters is not None
+    assert model.num_parameters / 1e9 == pytest.approx(236, rel=0.005)  # arXiv 2405.04434
+
+
+def test_deepseek_v2_reads_the_same_under_its_first_model_type(tmp_path: Path) -> None:
+    first = load_model(str(written(tmp_path / "first", DEEPSEEK_V2 | {"model_type": "deepseek"})))
+    assert facts(first) == facts(load_model(str(written(tmp_path / "later", DEEPSEEK_V2))))
+
+
+@pytest.mark.parametrize("name", ["olmoe-1b-7b", "mixtral-8x7b", "deepseek-v2-lite", "qwen3-30b-a3b", "molmoe-1b"])
+def test_a_model_that_the_layer_covers_departs_in_nothing(name: str) -> None:
+    assert load_model(name).departures == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gpt-oss-20b", ["experts' biases", "clamped SwiGLU", "router's bias"]),
+        ("qwen1.5-moe-a2.7b", ["shared experts' gate"]),
+        ("deepseek-v3", ["selection bias is zero"]),
+    ],
+)
+def test_what_the_layer_leaves_out_is_said(name: str, words: list[str]) -> None:
+    departures = load_model(name).departures
+    assert len(departures) == len(words)
+    assert all(word in sentence for word, sentence in zip(words, departures, strict=True))
+
+
+def test_a_spec_without_attention_or_vocabulary_counts_no_parameters() -> None:
+    model = load_model("olmoe-1b-7b")
+    for missing in ({"attention": None}, {"vocab_size": None}, {"first_dense_layers": 1}):
+        bare = model.model_copy(update=missing)
+        assert (bare.num_parameters, bare.num_active_parameters) == (None, None)
+
+
+def test_tied_embeddings_are_stored_once_and_multiplied_once() -> None:
+    model = load_model("olmoe-1b-7b")
+    tied = model.model_copy(update={"tied_embeddings": True})
+    assert model.num_parameters - tied.num_parameters == 50304 * 2048
+    assert model.num_active_parameters == tied.num_active_parameters
+
+
+def test_scaling_shrinks_widths_and_keeps_routing() -> None:
+    model = load_model("deepseek-v3")
+    small = model.scaled(1 / 8)
+    shrunk = {"hidden_size": 896, "ffn_hidden_size": 256, "shared_ffn_hidden_size": 256, "dense_ffn_hidden_size": 2304}
+    assert facts(small) == facts(model) | shrunk | {"scale": 1 / 8}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"top_k": 9}, "top_k: expected at most num_experts=8, got 9"),
+        ({"first_dense_layers": 2}, "first_dense_layers: expected fewer than num_layers=2, got 2"),
+        ({"num_groups": 2}, "expected all of num_groups, top_groups, group_score_experts or none"),
+        ({"num_groups": 3, "top_groups": 1, "group_score_experts": 1}, "num_groups: expected a divisor"),
+        ({"num_groups": 4, "top_groups": 5, "group_score_experts": 1}, "top_groups: expected at most num_groups=4"),
+        ({"num_groups": 8, "top_groups": 1, "group_score_experts": 1}, "with room for top_k=2 in groups of 1, got 1"),
+        ({"num_groups": 4, "top_groups": 2, "group_score_experts": 3}, "at most the 2 experts of a group, got 3"),
+    ],
+)
+def test_a_spec_that_cannot_be_is_refused(values: dict[str, int], words: str) -> None:
+    shape = {"num_layers": 2, "hidden_size": 64, "num_experts": 8, "top_k": 2, "ffn_hidden_size": 32}
+    with pytest.raises(ValueError, match=re.escape(words)):
+        ModelSpec(name="made-up", source="test", normalize=True, **(shape | values))
+
+
+# Reading by path
+
+
+def test_a_preset_wins_over_a_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "olmoe-1b-7b", PUBLISHED["mixtral-8x7b"])
+    monkeypatch.chdir(tmp_path)
+    assert load_model("olmoe-1b-7b") == load_preset("olmoe-1b-7b")
+    assert load_model("./olmoe-1b-7b") == load_hf_model(tmp_path / "olmoe-1b-7b")
+
+
+def test_a_folder_with_a_config_json_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "checkpoint", PUBLISHED["olmoe-1b-7b"])
+    assert load_model(str(path.parent)) == load_model(str(path))
+
+
+def test_a_spec_says_nothing_of_where_its_file_lay(tmp_path: Path) -> None:
+    values = changed("olmoe-1b-7b", _name_or_path=f"{tmp_path}/mine/tuned-olmoe/")
+    first = written(tmp_path / "here", values)
+    second = tmp_path / "there.json"
+    shutil.copy(first, second)
+    model = load_model(str(first))
+    assert model == load_model(str(second))
+    assert model.name == "tuned-olmoe"
+    assert re.fullmatch(r"config\.json by path, sha256 [0-9a-f]{64}", model.source)
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"_name_or_path": "Qwen/Qwen3-30B-A3B"}, "Qwen3-30B-A3B"),
+        ({"_name_or_path": "C:\\models\\mine"}, "mine"),
+        ({"_name_or_path": ""}, "Qwen3MoeForCausalLM"),
+        ({"_name_or_path": "./"}, "Qwen3MoeForCausalLM"),
+        ({}, "Qwen3MoeForCausalLM"),
+        ({"architectures": None}, "qwen3_moe"),
+    ],
+)
+def test_a_model_is_named_by_its_file_or_its_architecture(tmp_path: Path, values: dict[str, Any], name: str) -> None:
+    assert load_model(str(written(tmp_path, changed("qwen3-30b-a3b", **values)))).name == name
+
+
+def test_what_a_family_may_leave_out_takes_its_default(tmp_path: Path) -> None:
+    values = {key: value for key, value in PUBLISHED["mixtral-8x7b"].items() if key != "num_key_value_heads"}
+    attention = load_model(str(written(tmp_path, values))).attention
+    assert attention == Attention(num_heads=32, num_kv_heads=32, head_dim=128)
+
+
+def test_one_group_is_no_groups(tmp_path: Path) -> None:
+    model = load_model(str(written(tmp_path, changed("deepseek-v3", n_group=1, topk_group=1))))
+    assert (model.num_groups, model.top_groups, model.group_score_experts) == (None, None, None)
+
+
+def test_qwen3_reads_the_same_by_the_later_name_of_its_experts(tmp_path: Path) -> None:
+    values = changed("qwen3-30b-a3b", num_local_experts=128)
+    del values["num_experts"]
+    assert facts(load_model(str(written(tmp_path, values)))) == facts(load_model("qwen3-30b-a3b"))
+
+
+def test_leading_dense_layers_of_qwen_are_read(tmp_path: Path) -> None:
+    model = load_model(str(written(tmp_path, changed("qwen3-30b-a3b", mlp_only_layers=[0, 1]))))
+    assert (model.first_dense_layers, model.dense_ffn_hidden_size, model.num_moe_layers) == (2, 6144, 46)
+
+
+# Wrong inputs
+
+
+def one_line_error(name_or_path: Path | str) -> str:
+    with pytest.raises(ValueError, match=r".") as raised:
+        load_model(str(name_or_path))
+    text = str(raised.value)
+    assert "\n" not in text
+    return text
+
+
+def without(name: str, key: str) -> dict[str, Any]:
+    return {k: v for k, v in PUBLISHED[name].items() if k != key}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (without("olmoe-1b-7b", "hidden_size"), "hidden_size: missing; expected a whole number from 1"),
+        (without("olmoe-1b-7b", "norm_topk_prob"), "norm_topk_prob: missing; expected true or false"),
+        (without("olmoe-1b-7b", "model_type"), 'model_type: missing; expected one of "deepseek", '),
+        (changed("olmoe-1b-7b", model_type="llama"), "got 'llama'"),
+        (changed("olmoe-1b-7b", hidden_size=-2048), "hidden_size: expected a whole number from 1, got -2048"),
+        (changed("olmoe-1b-7b", hidden_size="2048"), "hidden_size: expected a whole number from 1, got '2048'"),
+        (changed("olmoe-1b-7b", num_experts=True), "num_experts: expected a whole number from 1, got True"),
+        (
+            changed("olmoe-1b-7b", num_experts_per_tok=65),
+            "num_experts_per_tok: expected at most the 64 experts, got 65",
+        ),
+        (changed("olmoe-1b-7b", norm_topk_prob=1), "norm_topk_prob: expected true or false, got 1"),
+        (changed("olmoe-1b-7b", hidden_act="gelu"), "hidden_act: expected \"silu\", got 'gelu'"),
+        (without("gpt-oss-20b", "head_dim"), "head_dim: missing; expected a whole number from 1"),
+        (MOLMO_WITH_EXPERTS | {"moe_top_k": 65}, "moe_top_k: expected at most the 64 experts, got 65"),
+        (MOLMO_WITH_EXPERTS | {"moe_interleave": True}, "moe_interleave: expected false, got True"),
+        (changed("qwen3-30b-a3b", decoder_sparse_step=2), "decoder_sparse_step: expected 1, got 2"),
+        (changed("qwen3-30b-a3b", mlp_only_layers=[3]), "mlp_only_layers: expected [0, 1, ...], the first layers"),
+        (changed("deepseek-v3", moe_layer_freq=2), "moe_layer_freq: expected 1, got 2"),
+        (changed("deepseek-v3", topk_method="greedy"), "topk_method: expected \"noaux_tc\", got 'greedy'"),
+        (changed("deepseek-v3", routed_scaling_factor=0), "routed_scaling_factor: expected a number above 0, got 0"),
+        (changed("deepseek-v3", n_group=7), "num_groups: expected a divisor of num_experts=256, got 7"),
+        (changed("deepseek-v3", first_k_dense_replace=61), "first_dense_layers: expected fewer than num_layers=61"),
+        ("{not json", "not valid JSON"),
+        ("[1, 2]", "expected keys with values, got list"),
+    ],
+)
+def test_a_wrong_config_json_is_one_line_with_file_and_key(tmp_path: Path, values: Any, words: str) -> None:
+    path = written(tmp_path, values)
+    text = one_line_error(path)
+    assert text.startswith(f"{path}: ")
+    assert words in text
+
+
+def test_an_unknown_preset_lists_those_there_are() -> None:
+    text = one_line_error("deepseek-v4")
+    assert "deepseek-v3" in text
+    assert "did you mean deepseek-v" in text
+
+
+def test_a_folder_without_config_json_is_one_line(tmp_path: Path) -> None:
+    assert one_line_error(tmp_path).startswith(f"{tmp_path / 'config.json'}: cannot read a model's config.json: ")
+
+
+def test_a_missing_json_file_is_one_line(tmp_path: Path) -> None:
+    assert "cannot read a model's config.json" in one_line_error(tmp_path / "nowhere.json")
+
+
+def test_text_that_is_not_unicode_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xff\xfe\x00{")
+    assert one_line_error(path).startswith(f"{path}: not valid JSON")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"moe-ep-bench: {error}", file=sys.stderr)
         return USER_ERROR
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; nor can what is still buffered be written at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,7 +48,34 @@ def _parser() -> argparse.ArgumentParser:
     summary = commands.add_parser("summary", help="print the table of a results directory")
     summary.add_argument("directory", type=Path, metavar="DIR")
     summary.set_defaults(command=_summary)
+
+    trace = commands.add_parser("trace", help="look at recorded routing")
+    actions = trace.add_subparsers(required=True, metavar="ACTION")
+    info = actions.add_parser("info", help="print what a recording says of loads, scores and neighbours")
+    info.add_argument("file", type=Path, metavar="FILE", help="a moe-trace-v1 file, or a .json of expert loads")
+    info.add_argument("--out", type=Path, metavar="DIR", help="draw figures into this directory")
+    info.set_defaults(command=_trace_info)
+    _add_import(actions.add_parser("import", help="make a moe-trace-v1 file of a recording that others wrote"))
     return parser
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", metavar="KIND", help="esft, gpt-oss, megatron, sglang or vllm")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="a checkout, directory or file")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the file to write; must not exist")
+    for name, words in (
+        ("preset", "a model of configs/models/"),
+        ("model", "name of the model, without a preset"),
+        ("domain", "part of a published recording; of others, what the texts are about"),
+        ("phase", "prefill, decode, 'prefill and decode' or training"),
+        ("licence", "of a recording of your own"),
+        ("score-function", "softmax or sigmoid, for recorded logits"),
+    ):
+        parser.add_argument(f"--{name}", help=words)
+    parser.add_argument("--num-experts", type=int, help="without a preset")
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="sequences interleaved in a forward pass")
+    parser.add_argument("--assume-equal-scores", action="store_true", help="accept a recording of expert ids only")
+    parser.set_defaults(command=_trace_import)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +134,21 @@ def _launch(options: argparse.Namespace) -> int:
         force=options.force,
         profile=options.profile,
     )
+
+
+def _trace_info(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.trace_report import trace_info
+
+    print(trace_info(options.file, options.out))
+    return OK
+
+
+def _trace_import(options: argparse.Namespace) -> int:
+    from moe_ep_bench.workload.importers import ImportOptions, import_trace
+
+    chosen = {field.name: getattr(options, field.name) for field in dataclasses.fields(ImportOptions)}
+    print(import_trace(options.kind, options.source, options.out, ImportOptions(**chosen)).text())
+    return OK
 
 
 def _summary(options: argparse.Namespace) -> int:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from moe_ep_bench.models import ModelSpec, load_model, preset_names
+from moe_ep_bench.models import ModelSpec, load_hf_model, load_preset
 from moe_ep_bench.policies import Policy, make_policy
+from moe_ep_bench.skews import RankLoad, load_skew
+from moe_ep_bench.workload import TAILS
 
 
 class ConfigError(ValueError):
@@ -29,19 +31,25 @@ class _Strict(BaseModel):
 
 
 class ModelConfig(_Strict):
-    preset: str
+    preset: str | None = None
     """A file of configs/models/, without its ending."""
+    hf_config: Path | None = None
+    """A Hugging Face config.json, or its folder, in place of a preset; relative to the config's own folder."""
     scale: float = Field(1.0, gt=0, le=1)
     """Hidden sizes as a share of the true ones."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
-        if self.preset not in preset_names():
-            load_model(self.preset)  # raises, and lists what there is
+        if (self.preset is None) == (self.hf_config is None):
+            raise ValueError("give either preset or hf_config")
+        self.spec()  # Raises where there is no such model, and lists what there is.
         return self
 
     def spec(self) -> ModelSpec:
-        return load_model(self.preset).scaled(self.scale)
+        if self.hf_config is not None:
+            return load_hf_model(self.hf_config).scaled(self.scale)
+        assert self.preset is not None
+        return load_preset(self.preset).scaled(self.scale)
 
 
 class _Workload(_Strict):
@@ -50,6 +58,8 @@ class _Workload(_Strict):
     """Tokens of a batch on all ranks together; give this or tokens_per_rank."""
     num_batches: int = Field(10, ge=1)
     seed: int = Field(0, ge=0)
+    rank_shares: tuple[Annotated[float, Field(ge=0)], ...] | None = Field(None, min_length=1)
+    """Tokens of the ranks in relation to each other, repeated as often as there are ranks; 0 = none."""
 
     @model_validator(mode="after")
     def _check(self) -> _Workload:
@@ -63,20 +73,89 @@ class _Workload(_Strict):
 
 class SyntheticConfig(_Workload):
     kind: Literal["synthetic"] = "synthetic"
+    skew: Literal["mixed", "single_domain", "worst_layer"] | None = None
+    """Targets calibrated to the model (configs/skews/); what is given beside it wins, null included."""
     peak_load: float | None = Field(None, ge=1)
     """Fullest expert over the mean; null = unskewed."""
     sequence_length: int = Field(128, ge=1)
+    """1 = decode, 1 + L = speculative requests with L draft tokens."""
+    family: Literal["lognormal", "zipf", "dirichlet", "uniform"] = "lognormal"
+    """How popularity falls from expert to expert."""
+    placement: Literal["scattered", "spread", "adjacent"] = "scattered"
+    """Where popular experts lie: as drawn, spread over the ranks, or side by side."""
+    rank_load: RankLoad | None = None
+    """Fullest rank over the mean, for one number of ranks."""
+    topk_share: float | None = Field(None, gt=0, lt=1)
+    """Share of the score mass that the top-k hold."""
+    entropy: float | None = Field(None, gt=0, lt=1)
+    """Of a token's scores, over the logarithm of the experts' number."""
+    neighbour_overlap: float | None = Field(None, gt=0)
+    """How many experts adjacent tokens of a sequence share."""
+    drift: float = Field(0.0, ge=0, le=1)
+    """How much of the popularity is new in each batch."""
+    burst_every: int | None = Field(None, ge=2)
+    burst_peak_load: float | None = Field(None, ge=1)
+    """Every so many batches one has this peak load."""
+
+    def targets(self, preset: str | None) -> dict[str, Any]:
+        """All targets, those of ``skew`` included.
+
+        Raises:
+            ValueError: there is no such skew of the model.
+        """
+        own = self.model_dump(include=set(_TARGETS))
+        if self.skew is None:
+            return own
+        if preset is None:
+            raise ValueError(
+                f"skew: expected none for a model by hf_config; give peak_load and the like, got {self.skew}"
+            )
+        try:
+            calibrated = load_skew(preset, self.skew).targets()
+        except ValueError as error:
+            raise ValueError(f"skew: {error}") from None
+        # A way of placing experts, or a skew that moves, leaves no room for a load of one rank.
+        if self.placement != "scattered" or self.drift or self.burst_every or self.family == "uniform":
+            calibrated.pop("rank_load", None)
+        if self.sequence_length == 1:
+            calibrated.pop("neighbour_overlap", None)
+        if self.entropy is not None:
+            calibrated.pop("topk_share", None)
+        return {**own, **{key: value for key, value in calibrated.items() if key not in self.model_fields_set}}
+
+
+# Keys of a synthetic workload that it is solved for, as SyntheticWorkload calls them.
+_TARGETS = (
+    "peak_load", "family", "placement", "rank_load", "topk_share", "entropy", "neighbour_overlap", "drift",
+    "burst_every", "burst_peak_load",
+)  # fmt: skip
+
+
+class RecordingConfig(_Strict):
+    trace: Path
+    """A moe-trace-v1 file; a relative path is read from the config's own folder."""
+    share: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Of all tokens, in relation to the shares of the other recordings."""
 
 
 class RecordedConfig(_Workload):
     kind: Literal["recorded"] = "recorded"
-    trace: Path
-    """A moe-trace-v1 file; a relative path is read from the config's own folder."""
+    trace: tuple[RecordingConfig, ...] = Field(min_length=1)
+    """A recording's path, or several recordings with their shares."""
     layer: int = Field(ge=0)
-    tail: Literal["popularity", "uniform"]
-    """What is assumed of the experts that the recording does not name."""
+    arrangement: Literal["sequences", "decode"] = "sequences"
+    """Whole sequences (prefill), or in every batch the next step of requests that decode side by side."""
+    tokens_per_request: int = Field(1, ge=1)
+    """In a decoding step; 1 + L = speculative requests with L draft tokens."""
+    tail: Literal["popularity", "uniform", "both"]
+    """What is assumed of the experts that the recording does not name; ``both`` makes a comparison for each."""
     topk_share: float | None = Field(None, gt=0, le=1)
     """Assumed mass of the top-k where the recording's scores are normalised over it."""
+
+    @field_validator("trace", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: object) -> object:
+        return [{"trace": value}] if isinstance(value, str | Path) else value
 
 
 class LayerConfig(_Strict):
@@ -159,7 +238,8 @@ def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool)
     for section, name in ((cpu_values, "on_cpu"), (sweep, "sweep")):
         if not isinstance(section, dict):
             raise ConfigError(f"{path}: {name}: expected dotted keys with values, got {section!r}")
-    _anchor_trace(raw, path.parent)
+    _anchor(raw, "workload", "trace", path.parent)
+    _anchor(raw, "model", "hf_config", path.parent)
     for key, value in cpu_values.items():
         if on_cpu:
             _put(raw, key, value, f"{path}: on_cpu")
@@ -169,6 +249,9 @@ def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool)
             raise ConfigError(f"--set {override}: expected key=value")
         _put(raw, key, _parse_value(override, text), f"--set {override}")
         sweep.pop(key, None)
+    workload = raw.get("workload")
+    if isinstance(workload, dict) and workload.get("tail") == "both":
+        sweep["workload.tail"] = list(TAILS)
     points = []
     for key, values in sweep.items():
         if not isinstance(values, list) or not values:
@@ -198,10 +281,17 @@ def _parse_value(override: str, text: str) -> Any:
         raise ConfigError(f"--set {override}: the value is not valid YAML") from None
 
 
-def _anchor_trace(raw: dict[str, Any], folder: Path) -> None:
-    workload = raw.get("workload")
-    if isinstance(workload, dict) and isinstance(workload.get("trace"), str):
-        workload["trace"] = str(folder / workload["trace"])
+def _anchor(raw: dict[str, Any], section: str, key: str, folder: Path) -> None:
+    """Read a file's path from the config's own folder, where it is relative."""
+    values = raw.get(section)
+    if not isinstance(values, dict):
+        return
+    value = values.get(key)
+    if isinstance(value, str):
+        values[key] = str(folder / value)
+    elif isinstance(value, list):
+        for entry in value:
+            _anchor({section: entry}, section, key, folder)
 
 
 def _put(raw: dict[str, Any], dotted: str, value: Any, where: str) -> None:
@@ -248,6 +338,7 @@ def _first_error(error: ValidationError) -> str:
 
 
 def _known_keys(parents: list[str], location: tuple[int | str, ...]) -> list[str]:
+    parents = [parent for parent in parents if not parent.isdigit()]
     if not parents:
         return [*Experiment.model_fields, "sweep", "on_cpu"]
     sections: dict[str, type[BaseModel]] = {
@@ -255,5 +346,7 @@ def _known_keys(parents: list[str], location: tuple[int | str, ...]) -> list[str
         "workload": RecordedConfig if "recorded" in location else SyntheticConfig,
         "layer": LayerConfig,
         "measure": MeasureConfig,
+        "rank_load": RankLoad,
+        "trace": RecordingConfig,
     }
-    return list(sections[parents[0]].model_fields)
+    return list(sections[parents[-1]].model_fields)

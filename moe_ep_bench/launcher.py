@@ -138,8 +138,14 @@ def _one_job(arguments: Sequence[str], nodes: Nodes, patience_s: int) -> int:
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
-        statuses = [failure.exitcode for failure in error.failures.values()]
-        return USER_ERROR if USER_ERROR in statuses else CASES_FAILED if set(statuses) == {CASES_FAILED} else LOST
+        statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        for agreed in (USER_ERROR, CASES_FAILED):
+            # All ranks had agreed on it, whatever became of the others while they ended.
+            if agreed in statuses.values():
+                return agreed
+        listed = ", ".join(f"rank {rank}: {status}" for rank, status in sorted(statuses.items()))
+        print(f"moe-ep-bench: exit status of {listed}", file=sys.stderr, flush=True)
+        return LOST
     except SignalException as stopped:
         return -int(stopped.sigval)
     except KeyboardInterrupt:

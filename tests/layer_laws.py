@@ -54,7 +54,8 @@ POLICIES = [
 # DeepSeek-V3's way of weighting at a size that CPU ranks can run.
 SIGMOID_MODEL = ModelSpec(
     name="sigmoid", source="test", num_layers=1, hidden_size=64, num_experts=16, top_k=4, ffn_hidden_size=48,
-    score_function="sigmoid", normalize=True, routed_scale=2.5,
+    score_function="sigmoid", normalize=True, routed_scale=2.5, selection_bias=True, num_groups=4, top_groups=2,
+    group_score_experts=2,
 )  # fmt: skip
 # One expert a rank where there are four.
 FOUR_EXPERTS = ModelSpec(

@@ -65,6 +65,7 @@ class FakeCase:
     dropped: float = 0.0
     mass: float = 1.0
     expert_load: np.ndarray | None = None
+    looks_past_top_k: bool = False
     status: str = "ok"
     reason: str | None = None
 
@@ -115,6 +116,7 @@ class FakeComparison:
             "flush_l2": False,
             "oversubscribed": False,
             "random_weights": True,
+            "departures": [],
             "workload": {"kind": "synthetic", "description": "Zipf 0.8", "tail_model": None, "achieved": {}},
             **self.facts,
         }
@@ -143,6 +145,7 @@ def write_run(root: Path, comparisons: Sequence[FakeComparison], mode: str = "ru
                 "policy_params": dict(case.params),
                 "label": case.label,
                 "role": case.role,
+                "looks_past_top_k": case.looks_past_top_k,
             }
             identity = _identity(comparison, case, case_id, mode)
             if case.status == "ok":

@@ -288,7 +288,7 @@ TAIL = {"kind": "recorded", "description": "ShareGPT", "tail_model": "geometric"
         ({"probe_overhead": 0.05, "facts": {"backend": "gloo"}}, "probes are not free on CPU ranks (gloo)"),
         ({"facts": {"oversubscribed": True}}, "no straggler speedup is claimed"),
         ({"facts": {"permute": {"requested": "auto", "ran": "indexed"}}}, "not to be set beside a paper's"),
-        ({"facts": {"workload": TAIL}}, "modelled (geometric)"),
+        ({"facts": {"departures": ["The biases are left out."]}}, "simpler than Tiny-MoE's: The biases are left out."),
         ({"host_share": 0.97}, "launch-bound: in 100.0 % of the iterations of"),
         (
             {"conditions": {"warm_up": {"settled": False, "change": -0.08}}},
@@ -306,6 +306,30 @@ def test_what_weakens_a_result_is_said(tmp_path, changes, warning):
     warnings = [line for line in text.splitlines() if "warning:" in line]
     assert len(warnings) == 1
     assert warning in warnings[0]
+
+
+def test_what_looks_past_a_recorded_top_k_is_said_to_rest_on_the_tail_model(tmp_path):
+    def warnings(root, *tails, looks=True, recordings=("a", "a")):
+        cases = [FakeCase("token_drop"), FakeCase("laser", looks_past_top_k=looks), *standard_cases()[-2:]]
+        comparisons = [
+            FakeComparison(
+                comparison_id=f"c{number}",
+                cases=cases,
+                facts={"workload": {**TAIL, "tail_model": tail, "recording": {"sha256": recording}}},
+            )
+            for number, (tail, recording) in enumerate(zip(tails, recordings, strict=False))
+        ]
+        text = summary_table(load_run(write_run(root, comparisons)))
+        return [line.partition("warning: ")[2] for line in text.splitlines() if "are modelled" in line]
+
+    begin = "scores past the recorded top-k are modelled (popularity tail), and what laser did rests on them: "
+    assert warnings(tmp_path / "one", "popularity") == [
+        f"{begin}measured under this one only; workload.tail: both measures two"
+    ]
+    assert warnings(tmp_path / "two", "popularity", "uniform")[0] == f"{begin}set it beside the same under uniform"
+    alone = warnings(tmp_path / "other", "popularity", "uniform", recordings=("a", "b"))
+    assert ["this one only" in line for line in alone] == [True, True]
+    assert warnings(tmp_path / "none", "popularity", looks=False) == []
 
 
 def test_time_that_no_phase_covers_is_warned_of(tmp_path):

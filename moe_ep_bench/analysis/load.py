@@ -50,6 +50,7 @@ class Workload(_Described):
     kind: Literal["synthetic", "recorded"]
     description: str
     tail_model: str | None
+    recording: dict[str, Any] | None = None
 
 
 class Part(_Described):
@@ -81,6 +82,7 @@ class Comparison(_Described):
     flush_l2: bool
     oversubscribed: bool  # more ranks than cores
     random_weights: bool
+    departures: list[str]  # where the layer is simpler than the model
     workload: Workload
 
 
@@ -125,6 +127,7 @@ class _CaseDescription(_Described):
     policy_params: dict[str, Any]
     label: str
     role: Role
+    looks_past_top_k: bool
 
 
 class _Environment(_Described):
@@ -157,6 +160,7 @@ class Case:
     policy_params: dict[str, Any]
     label: str
     role: Role
+    looks_past_top_k: bool
     status: str
     reason: str | None
     run_ids: dict[int, str]
@@ -275,6 +279,7 @@ def _read_case(files: RunDirectory, case_id: str, description: _RunDescription) 
         policy_params={key: value for key, value in case.policy_params.items() if key != "name"},
         label=case.label,
         role=case.role,
+        looks_past_top_k=case.looks_past_top_k,
         status=status,
         reason=reason,
         run_ids=launches["run_id"].to_dict(),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.words import NOT_FUSED, OVERSUBSCRIBED, part_words, percent, workload_words
 from moe_ep_bench.machine import disturbances, remarks
@@ -97,7 +98,7 @@ def _worst(what: str, values: dict[CaseResult, float]) -> list[str]:
     return [f"{what}: at worst {percent(values[worst])} % ({worst.case.label})"]
 
 
-def warnings_of(comparison: ComparisonResult) -> list[str]:
+def warnings_of(comparison: ComparisonResult, run: Run) -> list[str]:
     facts, results = comparison.comparison, comparison.results
     warnings = []
     if comparison.of_role("baseline") is None:
@@ -122,12 +123,30 @@ def warnings_of(comparison: ComparisonResult) -> list[str]:
         )
     if facts.permute.ran != "fused":
         warnings.append(NOT_FUSED)
-    if facts.workload.kind == "recorded" and facts.workload.tail_model:
-        warnings.append(
-            f"scores beyond the recorded top-k are not recorded but modelled ({facts.workload.tail_model}): "
-            "policies that look beyond the top-k depend on it"
-        )
+    warnings += [f"the layer is simpler than {facts.model}'s: {line}" for line in facts.departures]
+    warnings += _tail_warnings(comparison, run)
     return warnings
+
+
+def _tail_warnings(comparison: ComparisonResult, run: Run) -> list[str]:
+    """What policies that look past a recorded top-k rest on, and whether it was tried another way."""
+    facts, tail = comparison.comparison, comparison.comparison.workload.tail_model
+    looking = [result.case.label for result in comparison.policies if result.case.looks_past_top_k]
+    if tail is None or not looking:
+        return []
+    others = {
+        other.workload.tail_model
+        for other in run.comparisons.values()
+        if (other.workload.recording, other.model, other.num_ranks, other.num_tokens)
+        == (facts.workload.recording, facts.model, facts.num_ranks, facts.num_tokens)
+    } - {tail, None}
+    other_words = (
+        f"set it beside the same under {', '.join(sorted(map(str, others)))}"
+        if others
+        else "measured under this one only; workload.tail: both measures two"
+    )
+    modelled = f"scores past the recorded top-k are modelled ({tail} tail)"
+    return [f"{modelled}, and what {', '.join(looking)} did rests on them: {other_words}"]
 
 
 def _machine_warnings(comparison: ComparisonResult) -> list[str]:

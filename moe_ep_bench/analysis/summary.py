@@ -71,7 +71,7 @@ def _block(run: Run, comparison: ComparisonResult) -> str:
     if rated:
         tables.append([_ceilings_words(comparison), *_table(_RATES_HEADER, [_rate_cells(result) for result in rated])])
     notes = [f"  {line}" for line in notes_of(comparison)]
-    warnings = [f"  warning: {line}" for line in warnings_of(comparison)]
+    warnings = [f"  warning: {line}" for line in warnings_of(comparison, run)]
     return "\n".join([title, *(line for table in tables for line in ("", *table)), "", *notes, *warnings])
 
 

@@ -63,6 +63,8 @@ def build_layers(
         rank=ep_group.rank(),
         normalize=model.normalize,
         scale=model.routed_scale,
+        num_groups=model.num_groups,
+        top_groups=model.top_groups,
     )
     native = _build(model, dtype, device, ep_group, ReplayRouter, parts, capacity_factor=None)
     router = functools.partial(PolicyRouter, policy=make_policy({"name": "topk"}), context=context, ep_group=ep_group)
@@ -120,6 +122,10 @@ def transformer_config(
         # Softmax before the selection leaves weights as they are; after it, they sum to 1.
         moe_router_pre_softmax=softmax and not model.normalize,
         moe_router_topk_scaling_factor=model.routed_scale if model.routed_scale != 1.0 else None,
+        moe_router_num_groups=model.num_groups,
+        moe_router_group_topk=model.top_groups,
+        # Its value is zero: replayed scores stand for what the biased selection sees.
+        moe_router_enable_expert_bias=model.selection_bias,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,

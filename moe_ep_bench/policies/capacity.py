@@ -176,6 +176,7 @@ class ExpandedDrop(CapacityPolicy):
     """
 
     name: ClassVar[str] = "expanded_drop"
+    looks_past_top_k: ClassVar[bool] = True
 
     num_candidates: int | None = None
     scope: Scope = "local"

@@ -67,9 +67,16 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Base of all policies; a subclass names itself and implements ``select``."""
+    """Base of all policies; a subclass names itself and implements ``select``.
+
+    Attributes:
+        name: what users write.
+        looks_past_top_k: scores beyond the model's top-k decide, so that a recording which holds
+            only the top-k needs a model of the others.
+    """
 
     name: ClassVar[str]
+    looks_past_top_k: ClassVar[bool] = False
 
     def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
         """Return float64 [S, E] statistics that the caller sums over ranks, or None if ``select`` needs none."""

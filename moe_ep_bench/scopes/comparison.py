@@ -13,6 +13,7 @@ from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.records import stable_hash
+from moe_ep_bench.skews import load_skew
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
 
 BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
@@ -50,6 +51,7 @@ class CaseSpec:
             "policy_params": self.params,
             "label": self.label,
             "role": self.role,
+            "looks_past_top_k": self.policy is not None and self.policy.looks_past_top_k,
         }
 
 
@@ -79,6 +81,12 @@ class Comparison:
                 f"layer.ep_size: expected a divisor of the {model.num_experts} experts of {model.name}, got {ep_size}"
                 + ("" if experiment.layer.ep_size else " (all ranks)")
             )
+        _check_routing(model)
+        shares = experiment.workload.rank_shares
+        if shares is not None and not any(shares[rank % len(shares)] for rank in range(world_size)):
+            raise ValueError(
+                f"workload.rank_shares: expected one above 0 among the {world_size} ranks, got {list(shares)}"
+            )
         parts = Parts.choose(experiment.layer.experts, experiment.layer.permute, on_cpu=on_cpu)
         return Comparison(experiment, world_size, make_workload(experiment, model, world_size), parts)
 
@@ -94,12 +102,34 @@ class Comparison:
     def num_tokens(self) -> int:
         return self.experiment.workload.total_tokens(self.world_size)
 
+    def describe_workload(self) -> dict[str, Any]:
+        """The workload's own words and numbers, and what a named skew was calibrated to."""
+        described = self.workload.describe()
+        config = self.experiment.workload
+        if not isinstance(config, SyntheticConfig) or config.skew is None:
+            return described
+        assert self.experiment.model.preset is not None
+        skew = load_skew(self.experiment.model.preset, config.skew)
+        return {
+            **described,
+            "description": (
+                f"synthetic, calibrated to {config.skew} ({skew.basis}: {skew.source}); {described['description']}"
+            ),
+            "skew": {"name": config.skew, **skew.model_dump(mode="json", exclude_none=True)},
+        }
+
     @cached_property
     def definition(self) -> dict[str, Any]:
         """All that decides what is measured, and nothing of where: equal on any machine."""
         workload = self.experiment.workload.model_dump(mode="json")
+        if isinstance(self.experiment.workload, SyntheticConfig):
+            # What a skew's name stands for may change; what is measured then does too.
+            workload |= self.experiment.workload.targets(self.experiment.model.preset)
         if isinstance(self.workload, RecordedWorkload):
-            workload["trace"] = self.workload.trace.sha256()
+            workload["trace"] = [
+                {"trace": trace.sha256(), "share": source.share}
+                for source, trace in zip(self.workload.sources, self.workload.traces, strict=True)
+            ]
         return {
             "mode": "run",
             "model": self.model.model_dump(mode="json"),
@@ -135,7 +165,24 @@ class Comparison:
     @property
     def title(self) -> str:
         scaled = f" x {self.model.scale:g}" if self.model.scale != 1 else ""
-        return f"{self.model.name}{scaled}, EP {self.ep_size}, {self.num_tokens:,} tokens"
+        return f"{self.model.name}{scaled}, EP {self.ep_size}, {self.num_tokens:,} tokens, {self._workload_in_short}"
+
+    @property
+    def _workload_in_short(self) -> str:
+        config = self.experiment.workload
+        if isinstance(config, RecordedConfig):
+            step = " decode," if config.arrangement == "decode" else ""
+            return f"recorded,{step} {config.tail} tail"
+        if config.skew is not None:
+            return config.skew.replace("_", " ")
+        return "unskewed" if config.peak_load is None else f"peak load {config.peak_load:g}"
+
+    @property
+    def fullest_share(self) -> float:
+        """Tokens of the rank that holds most, over the mean."""
+        shares = self.experiment.workload.rank_shares or (1.0,)
+        of_ranks = [shares[rank % len(shares)] for rank in range(self.world_size)]
+        return max(of_ranks) * self.world_size / sum(of_ranks)
 
     def memory_bytes_per_rank(self) -> int:
         """What a rank needs at the fullest, roughly: weights, inputs of all batches, one layer's buffers.
@@ -143,7 +190,7 @@ class Comparison:
         The load assumed is the workload's peak on one rank, as if its hot experts lay together.
         """
         model, size = self.model, _BYTES[self.experiment.layer.dtype]
-        tokens = -(-self.num_tokens // self.world_size)
+        tokens = -(-int(self.num_tokens * self.fullest_share) // self.world_size)
         peak = min(getattr(self.experiment.workload, "peak_load", None) or 2.0, self.ep_size)
         pairs = int(tokens * model.top_k * peak)
         weights = (model.num_experts // self.ep_size) * 3 * model.hidden_size * model.ffn_hidden_size
@@ -187,6 +234,19 @@ def plan_comparisons(config: Path, overrides: Iterable[str], world_size: int, *,
     return comparisons
 
 
+def _check_routing(model: ModelSpec) -> None:
+    """Refuse what Megatron-Core's router, the baseline, would do in another way than the model."""
+    if model.selection_bias and model.score_function != "sigmoid":
+        raise ValueError(f"model: {model.name}: a selection bias needs sigmoid scores in Megatron-Core, got softmax")
+    if model.score_function == "sigmoid" and not model.normalize and model.top_k > 1:
+        raise ValueError(f"model: {model.name}: Megatron-Core always normalises sigmoid weights; got normalize false")
+    if model.num_groups is not None and model.score_function == "softmax" and model.normalize:
+        raise ValueError(
+            f"model: {model.name}: Megatron-Core compares groups by logits where softmax weights are normalised; "
+            "expected normalize false or no groups"
+        )
+
+
 def find_case(comparisons: Iterable[Comparison], wanted: str) -> tuple[Comparison, CaseSpec]:
     """The one case whose id, label or policy name is ``wanted``.
 
@@ -217,21 +277,28 @@ def make_workload(experiment: Experiment, model: ModelSpec, world_size: int) -> 
     shape = {"num_experts": model.num_experts, "top_k": model.top_k, "num_tokens": num_tokens}
     try:
         if isinstance(config, SyntheticConfig):
+            targets = config.targets(experiment.model.preset)
+            rank_load = targets.pop("rank_load")
             return SyntheticWorkload(
                 **shape,
+                **targets,
                 num_batches=config.num_batches,
                 sequence_length=config.sequence_length,
-                peak_load=config.peak_load,
                 seed=config.seed,
+                rank_load=(rank_load["ep_size"], rank_load["load"]) if rank_load else None,
+                num_groups=model.num_groups,
+                top_groups=model.top_groups,
             )
         assert isinstance(config, RecordedConfig)
         return RecordedWorkload(
-            config.trace,
+            [(recording.trace, recording.share) for recording in config.trace],
             **shape,
             layer=config.layer,
             num_batches=config.num_batches,
             tail=config.tail,
             topk_share=config.topk_share,
+            arrangement=config.arrangement,
+            tokens_per_request=config.tokens_per_request,
             seed=config.seed,
         )
     except ValueError as error:

@@ -319,6 +319,7 @@ def _describe(comparison: Comparison, ranks: Ranks) -> dict[str, Any]:
         "title": comparison.title,
         "model": comparison.model.name,
         "scale": comparison.model.scale,
+        "departures": list(comparison.model.departures),
         "num_experts": comparison.model.num_experts,
         "top_k": comparison.model.top_k,
         "num_ranks": comparison.ep_size,
@@ -336,15 +337,17 @@ def _describe(comparison: Comparison, ranks: Ranks) -> dict[str, Any]:
         "flush_l2": comparison.experiment.measure.flush_l2,
         "oversubscribed": ranks.oversubscribed,
         "random_weights": True,
-        "workload": comparison.workload.describe(),
+        "workload": comparison.describe_workload(),
     }
 
 
 def describe_experiment(experiment: Experiment) -> dict[str, Any]:
     """The resolved experiment for ``run.json``, without folders of this machine."""
     described = experiment.model_dump(mode="json")
-    if "trace" in described["workload"]:
-        described["workload"]["trace"] = Path(described["workload"]["trace"]).name
+    if experiment.model.hf_config is not None:
+        described["model"]["hf_config"] = experiment.model.spec().source
+    for recording in described["workload"].get("trace", ()):
+        recording["trace"] = Path(recording["trace"]).name
     return described
 
 
@@ -357,7 +360,7 @@ def dry_run(config: Path, overrides: Sequence[str], world_size: int) -> int:
     comparisons = plan_comparisons(config, overrides, world_size, on_cpu=device.type == "cpu")
     available = environment.available_memory_bytes(device, world_size)
     for comparison in comparisons:
-        print(f"{comparison.title} on {world_size} rank(s), {comparison.workload.describe()['description']}")
+        print(f"{comparison.title} on {world_size} rank(s), {comparison.describe_workload()['description']}")
         for case in comparison.cases:
             print(f"  {case.case_id}  {case.role:8}  {case.label}")
         ceilings = measure_ceilings(device, DTYPES[comparison.experiment.layer.dtype])

@@ -55,6 +55,8 @@ class RankBatch:
     """Hidden states, [T, 1, D]."""
     logits_TE: Tensor
     balanced_logits_TE: Tensor
+    request_id_T: Tensor
+    """A sequence's tokens are one request's: a text at prefill, the tokens of one step at decode."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +90,7 @@ class LayerCase:
         """The context of this rank's tokens of ``batch``; randomness starts anew with every call."""
         device = self.batches[batch].logits_TE.device
         draws = seeded_generator(device, self.seed, _DRAWS, batch, self.global_rank)
-        return replace(self.context, generator=draws)
+        return replace(self.context, generator=draws, request_id_T=self.batches[batch].request_id_T)
 
     def scores(self, batch: int) -> Tensor:
         """The scores that the router sees: float32 [T, E]."""
@@ -175,7 +177,7 @@ class Session:
         """This rank's tokens of a batch. A token's hidden state does not depend on the number of ranks."""
         self.job.watchdog.feed()
         model, ranks = self.comparison.model, self.job.ranks
-        tokens_T = deal(batch, ranks.world_size)[ranks.rank]
+        tokens_T = deal(batch, ranks.world_size, self.comparison.experiment.workload.rank_shares)[ranks.rank]
         scores_TE = batch.scores_TE[tokens_T].to(self.device)
         hidden = []
         for sequence, length in zip(
@@ -190,6 +192,7 @@ class Session:
             hidden=RotatingInput(hidden_TD.to(dtype).unsqueeze(1), len(self.comparison.cases)),
             logits_TE=logits_from_scores(scores_TE, model.score_function),
             balanced_logits_TE=logits_from_scores(balanced_TE, model.score_function),
+            request_id_T=batch.sequence_id_T[tokens_T].to(self.device),
         )
 
     def _layer_case(self, case: CaseSpec) -> LayerCase:

@@ -6,11 +6,12 @@ real traffic the busiest expert gets several times as much, its rank is late, an
 A policy's speedup is therefore a statement about a *distribution of router scores*, and this
 package is where that distribution comes from:
 
-* ``SyntheticWorkload`` dials the skew: scores whose busiest expert gets a chosen multiple of the
-  mean load. It answers "what if", and sweeps from balanced to fully collapsed.
-* ``RecordedWorkload`` replays what a real model's router did on real text, from a ``moe-trace-v1``
-  file. Skew, correlation between neighbouring tokens and score shapes are the model's own; only
-  the scores below the top-k, which recordings leave out, are modelled.
+* ``SyntheticWorkload`` solves for targets: the load of the busiest expert and of the fullest rank, how sharp
+  scores are, how alike neighbours. It answers "what if", and sweeps from balanced to fully collapsed.
+* ``RecordedWorkload`` replays what a real model's router did on real text, from ``moe-trace-v1`` files, one
+  or several mixed: whole sequences, or the steps of requests that decode side by side. Skew, correlation
+  between neighbouring tokens and score shapes are the model's own; only the scores below the top-k, which
+  recordings leave out, are modelled.
 
 A workload makes *global* batches (``TokenBatch``: the tokens of all ranks) and does not know how
 many ranks there are, so that one workload gives the same bytes to 1, 4 or 64 of them. ``deal``
@@ -24,7 +25,7 @@ Every workload describes itself (``describe``) in words and numbers for ``run.js
 from __future__ import annotations
 
 from moe_ep_bench.workload.batch import TokenBatch, Workload, deal
-from moe_ep_bench.workload.recorded import RecordedWorkload
+from moe_ep_bench.workload.recorded import RecordedWorkload, Source
 from moe_ep_bench.workload.skew import peak_load, top_k_load, top_k_share
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
 from moe_ep_bench.workload.tail import TAILS
@@ -33,6 +34,7 @@ from moe_ep_bench.workload.trace import Trace, open_trace
 __all__ = [
     "TAILS",
     "RecordedWorkload",
+    "Source",
     "SyntheticWorkload",
     "TokenBatch",
     "Trace",

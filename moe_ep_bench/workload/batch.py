@@ -8,14 +8,17 @@ from __future__ import annotations
 import hashlib
 import heapq
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moe_ep_bench.workload.skew import peak_load, top_k_load, top_k_share
+from moe_ep_bench.workload.selection import TopK
+from moe_ep_bench.workload.skew import entropy, mass_share, neighbour_overlap, peak_load, rank_load
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,22 +43,23 @@ class TokenBatch:
         return self.scores_TE.shape[0]
 
 
-def deal(batch: TokenBatch | Tensor, num_ranks: int) -> list[Tensor]:
+def deal(batch: TokenBatch | Tensor, num_ranks: int, shares: Sequence[float] | None = None) -> list[Tensor]:
     """Share a batch among ranks by whole sequences, as evenly in tokens as these allow.
 
-    Each sequence in turn goes to the rank with the fewest tokens so far, the lowest such rank on
-    ties. So the fullest rank leads the emptiest by at most one longest sequence; ranks may be
-    uneven, and with fewer sequences than ranks some get nothing.
+    Each sequence in turn goes to the rank with the fewest tokens so far (over its share), the lowest such
+    rank on ties. So with equal shares the fullest rank leads the emptiest by at most one longest sequence;
+    ranks may be uneven, and with fewer sequences than ranks some get nothing.
 
     Args:
         batch: a batch, or its ``sequence_id_T``.
         num_ranks: among how many ranks, at least 1.
+        shares: what ranks get in relation to each other, repeated as often as there are ranks; 0 = nothing.
 
     Returns:
         For every rank the int64 indices of its tokens, ascending; together they are all tokens.
 
     Raises:
-        ValueError: no ranks, or a sequence whose tokens are not adjacent.
+        ValueError: no ranks, no rank with a share, or a sequence whose tokens are not adjacent.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks: expected at least 1, got {num_ranks}")
@@ -64,11 +68,14 @@ def deal(batch: TokenBatch | Tensor, num_ranks: int) -> list[Tensor]:
     if id_S.unique().numel() != id_S.numel():
         raise ValueError("sequence_id_T: expected the tokens of a sequence side by side, got one in several runs")
 
-    tokens_and_rank = [(0, rank) for rank in range(num_ranks)]  # already a heap
+    share_R = [1.0 if shares is None else shares[rank % len(shares)] for rank in range(num_ranks)]
+    fill_and_rank = [(0.0, rank) for rank in range(num_ranks) if share_R[rank] > 0]  # already a heap
+    if not fill_and_rank:
+        raise ValueError(f"shares: expected one above 0 among the {num_ranks} ranks, got {share_R}")
     rank_S = []
     for length in length_S.tolist():
-        tokens, rank = tokens_and_rank[0]
-        heapq.heapreplace(tokens_and_rank, (tokens + length, rank))
+        fill, rank = fill_and_rank[0]
+        heapq.heapreplace(fill_and_rank, (fill + length / share_R[rank], rank))
         rank_S.append(rank)
     rank_T = torch.tensor(rank_S, dtype=torch.int64).repeat_interleave(length_S)
     tokens_per_rank = torch.bincount(rank_T, minlength=num_ranks).tolist()
@@ -85,6 +92,13 @@ class Workload(ABC):
     num_batches: int
     num_experts: int
     top_k: int
+    num_groups: int | None = None
+    top_groups: int | None = None
+
+    @property
+    def selection(self) -> TopK:
+        """The model's own top-k."""
+        return TopK(self.top_k, self.num_groups, self.top_groups)
 
     @abstractmethod
     def make_batch(self, index: int) -> TokenBatch:
@@ -112,21 +126,61 @@ class Workload(ABC):
     def achieved(self) -> dict[str, object]:
         """What the batches turned out to be under the model's own top-k.
 
-        ``peak_load`` is the mean over batches of max_E(load) / mean load, ``peak_load_range`` its
-        least and greatest, ``topk_share`` the mean share of the score mass that the top-k hold.
+        Means over batches: ``peak_load`` (max_E(load) / mean load; ``peak_load_range`` its least and
+        greatest), ``rank_load`` (the same of contiguous ranks, by their number: powers of two that divide the
+        experts), ``activated_experts`` (with at least one token), ``topk_share`` of the score mass, ``entropy``
+        of the scores over log E, and ``neighbour_overlap`` (experts that adjacent tokens of a sequence share;
+        None without such tokens).
         """
-        _, peaks, shares = self._survey
-        return {"peak_load": fmean(peaks), "peak_load_range": [min(peaks), max(peaks)], "topk_share": fmean(shares)}
+        surveys = self._survey[1]
+        peaks = [survey.peak_load for survey in surveys]
+        overlaps = [survey.neighbour_overlap for survey in surveys if survey.neighbour_overlap is not None]
+        return {
+            "peak_load": fmean(peaks),
+            "peak_load_range": [min(peaks), max(peaks)],
+            "rank_load": {
+                str(ranks): fmean(survey.rank_load[ranks] for survey in surveys) for ranks in surveys[0].rank_load
+            },
+            "activated_experts": fmean(survey.activated_experts for survey in surveys),
+            "topk_share": fmean(survey.topk_share for survey in surveys),
+            "entropy": fmean(survey.entropy for survey in surveys),
+            "neighbour_overlap": fmean(overlaps) if overlaps else None,
+        }
 
     @cached_property
-    def _survey(self) -> tuple[str, list[float], list[float]]:
+    def _survey(self) -> tuple[str, list[_BatchSurvey]]:
         # One pass for both questions, one batch in memory at a time.
-        digest, peaks, shares = hashlib.sha256(), [], []
+        digest, surveys = hashlib.sha256(), []
         for index in range(self.num_batches):
             batch = self.batch(index)
             digest.update(repr(tuple(batch.scores_TE.shape)).encode())
             digest.update(batch.scores_TE.numpy().data.cast("B"))
             digest.update(batch.sequence_id_T.numpy().data.cast("B"))
-            peaks.append(peak_load(top_k_load(batch.scores_TE, self.top_k)))
-            shares.append(top_k_share(batch.scores_TE, self.top_k))
-        return digest.hexdigest()[:16], peaks, shares
+            surveys.append(_BatchSurvey.of(batch, self.selection))
+        return digest.hexdigest()[:16], surveys
+
+
+@dataclass(frozen=True)
+class _BatchSurvey:
+    """What one batch turned out to be (``Workload.achieved``)."""
+
+    peak_load: float
+    rank_load: dict[int, float]
+    activated_experts: int
+    topk_share: float
+    entropy: float
+    neighbour_overlap: float | None
+
+    @classmethod
+    def of(cls, batch: TokenBatch, selection: TopK) -> _BatchSurvey:
+        map_TE = torch.from_numpy(selection.chosen(np.log(batch.scores_TE.numpy())))
+        load_E = map_TE.sum(0)
+        counts = [2**power for power in range(1, 9) if load_E.numel() % 2**power == 0]
+        return cls(
+            peak_load(load_E),
+            {num_ranks: rank_load(load_E, num_ranks) for num_ranks in counts},
+            int((load_E > 0).sum()),
+            mass_share(batch.scores_TE, map_TE),
+            entropy(batch.scores_TE),
+            neighbour_overlap(map_TE, batch.sequence_id_T),
+        )

@@ -24,6 +24,8 @@ class Stream(IntEnum):
     NOISE = 1
     SEQUENCES = 2
     TAIL = 3
+    PAIRS = 4
+    HOT_RANK = 5
 
 
 def generator(seed: int, stream: Stream, batch: int = 0) -> np.random.Generator:

@@ -1,58 +1,79 @@
 """Batches that replay what a real model's router chose.
 
-Each batch is a random selection of *whole* recorded sequences, so that the skew of a text, and
-the likeness of neighbouring tokens, reach the ranks as they do in service. The recorded choices
+Batches are made of *whole* recorded sequences (prefill), or of requests that decode sequences side by side, so
+that the skew of a text, and the likeness of neighbouring tokens, reach the ranks as they do in service; recordings
+of several domains can be mixed in stated shares. ``draws.py`` has the rules. The recorded choices
 are kept to the letter: the top-k of every row of a batch are the recorded experts, in their
 recorded order. Their scores are kept too, but for what ``tail.fit_top_k`` had to mend and a unit
 in the last place of float32 where recorded scores tie. The scores below the top-k, which no recording holds,
-come from a tail model; ``describe`` names it.
+come from a tail model; ``describe`` names it. The popularity of an expert is that in the mixture, each recording
+counted by its share: it stands for what one router sees, not for what one text is about.
 
 Some recordings (GPT-OSS) hold scores that were normalised over the top-k. What share of the score
 mass the top-k had is then not known and the user has to say: ``topk_share``.
 
-Shapes: T = tokens, E = experts, K = top_k.
+Shapes: T = tokens, E = experts, K = top_k, B = requests of a decoding step, N = batches, S = sequences.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
 
 from moe_ep_bench.workload.batch import TokenBatch, Workload
+from moe_ep_bench.workload.draws import Piece, Pool, apportion, draw_sequences, draw_steps
 from moe_ep_bench.workload.randomness import Stream, generator
 from moe_ep_bench.workload.tail import TAILS, FittedTopK, fill_tail, fit_top_k, tail_weights
 from moe_ep_bench.workload.trace import Trace, open_trace
 
+ARRANGEMENTS = ("sequences", "decode")
+
+
+class Source(NamedTuple):
+    """A recording and how much of the tokens come from it, in relation to the shares of the others."""
+
+    path: str | Path
+    share: float = 1.0
+
 
 @dataclass(frozen=True, eq=False)
 class RecordedWorkload(Workload):
-    """Batches of whole sequences of one layer of a ``moe-trace-v1`` recording.
+    """Batches of one layer of one or several ``moe-trace-v1`` recordings.
 
-    A batch takes sequences in a random order until it has its tokens; the last is cut to fit. A
-    recording that is shorter than a batch is gone through again, in a fresh order, as often as it takes.
+    A recording that is shorter than a batch is gone through again, in a fresh order, as often as it takes.
 
     Attributes:
-        path: the recording.
+        path: the recording, or several with their shares. These must be of one model, with the same layers and kind
+            of scores.
         layer: which recorded layer, from 0.
-        num_experts, top_k: of the model that is measured; the recording must agree.
+        num_experts, top_k: of the model that is measured; the recordings must agree.
         num_tokens: tokens in a batch, all ranks together.
-        num_batches: how many batches there are.
+        num_batches: how many batches there are; with ``decode``, how many steps.
         tail: ``popularity`` or ``uniform``, see ``tail.py``.
         seed: at least 0.
         topk_share: share of a token's score mass that its top-k hold, above K / E and below 1. Needed where
             the recorded scores are normalised over the top-k, and only there. Every row gets exactly this
             share unless no tail would fit under its K-th score: such rows get more, and are counted.
+        arrangement: ``sequences``: a batch is whole sequences, the last cut to fit. ``decode``: a batch is one step of
+            ``num_tokens / tokens_per_request`` requests and the next batch the next step; ``sequence_id_T`` is
+            a request's slot, so a slot stays on its rank.
+        tokens_per_request: consecutive tokens of a request in a decoding step; above 1 with speculative decoding. A
+            sequence that has fewer left is over. So it is at a gap, where tokens were left out of a recording.
 
     Raises:
         ValueError: a file that cannot be used or a field that does not suit it; the message names which.
     """
 
-    path: str | Path
+    path: str | Path | Sequence[Source | tuple[str | Path, float]]
     layer: int
     num_experts: int
     top_k: int
@@ -61,24 +82,53 @@ class RecordedWorkload(Workload):
     tail: str
     seed: int
     topk_share: float | None = None
+    arrangement: str = "sequences"
+    tokens_per_request: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "num_batches"):
+        for name in ("num_tokens", "num_batches", "tokens_per_request"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.seed < 0:
             raise ValueError(f"seed: expected at least 0, got {self.seed}")
-        if self.tail not in TAILS:
-            raise ValueError(f"tail: expected {' or '.join(TAILS)}, got {self.tail!r}")
-        for name in ("num_experts", "top_k"):
-            recorded, expected = getattr(self.trace, name), getattr(self, name)
-            if recorded != expected:
-                raise ValueError(f"{self.path}: {name}: the model has {expected}, the recording {recorded}")
-        if self.trace.scores_are_normalised:
+        for name, allowed in (("tail", TAILS), ("arrangement", ARRANGEMENTS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: expected {' or '.join(allowed)}, got {getattr(self, name)!r}")
+        if self.arrangement == "sequences" and self.tokens_per_request != 1:
+            raise ValueError(
+                f"tokens_per_request: expected 1 where arrangement is sequences, got {self.tokens_per_request}"
+            )
+        if self.num_tokens % self.tokens_per_request:
+            raise ValueError(
+                f"num_tokens: expected a multiple of tokens_per_request ({self.tokens_per_request}), "
+                f"got {self.num_tokens}"
+            )
+        self._check_recordings()
+        # Too few requests, too short sequences or a damaged layer are found now, not in the middle of a run.
+        _ = self._num_requests, self._pools, self._routing
+
+    def _check_recordings(self) -> None:
+        first = self.traces[0]
+        for trace in self.traces:
+            for name in ("num_experts", "top_k"):
+                recorded, expected = getattr(trace, name), getattr(self, name)
+                if recorded != expected:
+                    raise ValueError(f"{trace.path}: {name}: the model has {expected}, the recording {recorded}")
+            for name in ("model", "score"):
+                if trace.metadata[name] != first.metadata[name]:
+                    raise ValueError(
+                        f"{trace.path}: {name}: expected {first.metadata[name]!r} as in {first.path.name}, "
+                        f"got {trace.metadata[name]!r}"
+                    )
+            if trace.num_layers != first.num_layers:
+                raise ValueError(
+                    f"{trace.path}: layers: expected {first.num_layers} as in {first.path.name}, got {trace.num_layers}"
+                )
+        if first.scores_are_normalised:
             least = self.top_k / self.num_experts
             if self.topk_share is None:
                 raise ValueError(
-                    f"{self.path}: topk_share: needed, because the recorded scores are normalised over the top-k; "
+                    f"{first.path}: topk_share: needed, because the recorded scores are normalised over the top-k; "
                     f"expected a number between {least:g} and 1"
                 )
             if not least < self.topk_share < 1:
@@ -87,14 +137,32 @@ class RecordedWorkload(Workload):
                 )
         elif self.topk_share is not None:
             raise ValueError(
-                f"{self.path}: topk_share: expected none, because the recorded scores are not normalised over the "
+                f"{first.path}: topk_share: expected none, because the recorded scores are not normalised over the "
                 f"top-k; got {self.topk_share:g}"
             )
-        _ = self._routing  # a damaged layer is found now, not in the middle of a run
 
     @cached_property
-    def trace(self) -> Trace:
-        return open_trace(self.path)
+    def sources(self) -> tuple[Source, ...]:
+        """The recordings, with shares that sum to 1."""
+        if isinstance(self.path, str | Path):
+            return (Source(self.path),)
+        sources = [Source(*source) for source in self.path]
+        if not sources:
+            raise ValueError("path: expected at least one recording, got none")
+        files = set()
+        for path, share in sources:
+            if not (math.isfinite(share) and share > 0):
+                raise ValueError(f"{path}: share: expected a number above 0, got {share:g}")
+            if Path(path).resolve() in files:
+                raise ValueError(f"{path}: expected every recording once, got it twice")
+            files.add(Path(path).resolve())
+        total = math.fsum(share for _, share in sources)
+        return tuple(Source(path, share / total) for path, share in sources)
+
+    @cached_property
+    def traces(self) -> tuple[Trace, ...]:
+        """The opened recordings, in the order of ``sources``."""
+        return tuple(open_trace(source.path) for source in self.sources)
 
     def make_batch(self, index: int) -> TokenBatch:
         ids_TK, fitted, weights_E = self._routing
@@ -107,55 +175,173 @@ class RecordedWorkload(Workload):
         )
         return TokenBatch(torch.from_numpy(scores_TE), torch.from_numpy(sequence_id_T))
 
+    def draw(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Which recorded tokens make up a batch, and which of its sequences (or slots) each belongs to.
+
+        Returns:
+            Two int64 [T]. Tokens are counted through all recordings, one after the other, in the order of ``sources``.
+        """
+        if self.arrangement == "decode":
+            token_BT = self._steps[index][:, None] + np.arange(self.tokens_per_request)
+            return token_BT.ravel(), np.repeat(np.arange(len(token_BT)), self.tokens_per_request)
+        pieces = self._pieces[index]
+        lengths = [end - first for first, end in pieces]
+        return np.concatenate([np.arange(*piece) for piece in pieces]), np.repeat(np.arange(len(pieces)), lengths)
+
     def describe(self) -> dict[str, object]:
         _, fitted, _ = self._routing
-        facts = {name: self.trace.metadata[name] for name in ("model", "domain", "phase", "score", "source", "licence")}
-        passes = self.num_tokens / self.trace.num_tokens
+        sources = self._describe_sources()
+        metadata = self.traces[0].metadata
+        num_recorded = int(self._offsets[-1])
+        requests = sum(source["requests_per_batch"] for source in sources)
+        if self.arrangement == "decode":
+            each = "1 token" if self.tokens_per_request == 1 else f"{self.tokens_per_request} tokens"
+            of = sum(source["num_sequences"] for source in sources)
+            size = f"{self.num_batches} decoding steps of {requests:g} requests x {each} from {of} sequences"
+        else:
+            passes = " + ".join(f"{source['passes_per_batch']:.2f}" for source in sources)
+            size = (
+                f"{self.num_batches} x {self.num_tokens} tokens in whole sequences, "
+                f"a batch uses the recording{'s' * (len(sources) > 1)} {passes} times"
+            )
+        assumed = "scores assumed, " if self.traces[0].scores_are_assumed else ""
         return {
             "kind": "recorded",
             "description": (
-                f"{facts['model']}, {facts['domain']}, {facts['phase']}, layer {self.layer}, recorded by "
-                f"{facts['source']} ({facts['licence']}), {self.num_batches} x {self.num_tokens} tokens in whole "
-                f"sequences, a batch uses the recording {passes:.2f} times, {self.tail} tail, "
-                f"{fitted.rows_scaled} rows scaled and {fitted.rows_raised} raised of {self.trace.num_tokens} "
+                f"{metadata['model']}, layer {self.layer}, {assumed}{_mixture_words(sources)}, {size}, "
+                f"{self.tail} tail, {fitted.rows_scaled} rows scaled and {fitted.rows_raised} raised of {num_recorded} "
                 f"to make room for it, seed {self.seed}"
             ),
             "tail_model": self.tail,
             "targets": {} if self.topk_share is None else {"topk_share": self.topk_share},
             "achieved": self.achieved(),
             "recording": {
-                "file": Path(self.path).name,
-                "sha256": self.trace.sha256(),
-                **facts,
+                "model": metadata["model"],
+                "score": metadata["score"],
                 "layer": self.layer,
-                "num_tokens": self.trace.num_tokens,
-                "passes_per_batch": passes,
+                "num_tokens": num_recorded,
                 "rows_scaled": fitted.rows_scaled,
                 "rows_raised": fitted.rows_raised,
+                "arrangement": self.arrangement,
+                "requests_per_batch": requests,
+                "tokens_per_request": self.tokens_per_request,
+                "sources": sources,
             },
         }
 
+    def _describe_sources(self) -> list[dict[str, Any]]:
+        """Provenance of each recording, and what of it the batches hold."""
+        tokens_NM = np.empty((self.num_batches, len(self.traces)), dtype=np.int64)
+        requests_NM = np.empty_like(tokens_NM)
+        for index in range(self.num_batches):
+            token_T, sequence_id_T = self.draw(index)
+            source_T = np.searchsorted(self._offsets, token_T, side="right") - 1
+            first_T = np.diff(sequence_id_T, prepend=-1) != 0
+            tokens_NM[index] = np.bincount(source_T, minlength=len(self.traces))
+            requests_NM[index] = np.bincount(source_T[first_T], minlength=len(self.traces))
+        return [
+            {
+                "file": trace.path.name,
+                "sha256": trace.sha256(),
+                **{name: trace.metadata[name] for name in ("domain", "phase", "source", "licence")},
+                "num_tokens": trace.num_tokens,
+                "num_sequences": pool.start_S.size,
+                "share": pool.share,
+                "share_achieved": float(tokens_N.mean() / self.num_tokens),
+                "share_achieved_range": [
+                    float(tokens_N.min() / self.num_tokens),
+                    float(tokens_N.max() / self.num_tokens),
+                ],
+                "requests_per_batch": float(requests_N.mean()),
+                "passes_per_batch": float(tokens_N.mean() / trace.num_tokens),
+            }
+            for trace, pool, tokens_N, requests_N in zip(
+                self.traces, self._pools, tokens_NM.T, requests_NM.T, strict=True
+            )
+        ]
+
+    @cached_property
+    def _offsets(self) -> NDArray[np.int64]:
+        """Where each recording's tokens begin among those of all, and where all end."""
+        return np.cumsum([0, *(trace.num_tokens for trace in self.traces)])
+
     @cached_property
     def _routing(self) -> tuple[NDArray[np.uint8], FittedTopK, NDArray[np.float64]]:
-        """The layer as it will be used: recorded ids, fitted scores, tail weights."""
-        ids_TK, recorded_TK = self.trace.read_layer(self.layer)
+        """The layer as it will be used, of all recordings: recorded ids, fitted scores, tail weights."""
+        layers = [trace.read_layer(self.layer) for trace in self.traces]
+        ids_TK, recorded_TK = (np.concatenate(parts) for parts in zip(*layers, strict=True))
         scores_TK = recorded_TK.astype(np.float64)
         if self.topk_share is not None:
             # The sums are 1 but for rounding; dividing by them gives the share asked for exactly.
             scores_TK *= self.topk_share / scores_TK.sum(axis=1, keepdims=True)
-        return ids_TK, fit_top_k(scores_TK, self.num_experts), tail_weights(self.tail, ids_TK, self.num_experts)
+        # As if there were as many tokens as recorded, but in the shares of the mixture.
+        load_E = np.zeros(self.num_experts)
+        for source, (ids_of_one_TK, _) in zip(self.sources, layers, strict=True):
+            one_E = np.bincount(ids_of_one_TK.ravel(), minlength=self.num_experts)
+            load_E += one_E * (source.share * (len(ids_TK) / len(ids_of_one_TK)))
+        return ids_TK, fit_top_k(scores_TK, self.num_experts), tail_weights(self.tail, load_E)
 
-    def draw(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Which recorded tokens make up a batch, and which of its sequences each belongs to."""
-        random = generator(self.seed, Stream.SEQUENCES, index)
-        start_S = self.trace.start_S.tolist()
-        pieces: list[NDArray[np.int64]] = []
-        missing = self.num_tokens
-        while missing:
-            for sequence in random.permutation(len(start_S) - 1).tolist():
-                first = start_S[sequence]
-                pieces.append(np.arange(first, min(start_S[sequence + 1], first + missing)))
-                missing -= pieces[-1].size
-                if not missing:
-                    break
-        return np.concatenate(pieces), np.repeat(np.arange(len(pieces)), [piece.size for piece in pieces])
+    @cached_property
+    def _pools(self) -> list[Pool]:
+        """What is drawn from: sequences, but for those that are too short for a request's step."""
+        pools = []
+        for source, trace, offset in zip(self.sources, self.traces, self._offsets.tolist(), strict=False):
+            start_S, end_S = trace.start_S[:-1], trace.start_S[1:]
+            if self.tokens_per_request > 1:
+                bound_S = _consecutive(trace)
+                start_S, end_S = bound_S[:-1], bound_S[1:]
+            length_S = end_S - start_S
+            enough_S = length_S >= self.tokens_per_request
+            if not enough_S.any():
+                raise ValueError(
+                    f"{trace.path}: tokens_per_request: expected at most {length_S.max()}, the longest sequence, "
+                    f"got {self.tokens_per_request}"
+                )
+            pools.append(Pool(start_S[enough_S] + offset, end_S[enough_S] + offset, source.share))
+        return pools
+
+    @cached_property
+    def _num_requests(self) -> list[int]:
+        """Slots of each recording in a decoding step."""
+        if self.arrangement != "decode":
+            return []
+        total = self.num_tokens // self.tokens_per_request
+        num_requests = apportion([source.share for source in self.sources], total)
+        for source, requests in zip(self.sources, num_requests, strict=True):
+            if not requests:
+                raise ValueError(
+                    f"{source.path}: share: expected a share that gives a request in every step, got "
+                    f"{source.share:.3g} of {total} requests (num_tokens / tokens_per_request)"
+                )
+        return num_requests
+
+    @cached_property
+    def _pieces(self) -> list[list[Piece]]:
+        """The sequences of every batch."""
+        randoms = (generator(self.seed, Stream.SEQUENCES, index) for index in range(self.num_batches))
+        return draw_sequences(self._pools, self.num_tokens, randoms)
+
+    @cached_property
+    def _steps(self) -> NDArray[np.int64]:
+        """The first token of every request in every decoding step."""
+        random = generator(self.seed, Stream.SEQUENCES)
+        return draw_steps(self._pools, self._num_requests, self.tokens_per_request, self.num_batches, random)
+
+
+def _consecutive(trace: Trace) -> NDArray[np.int64]:
+    """Where runs of tokens without a gap start, and their end, as ``Trace.start_S`` has it of sequences."""
+    with safe_open(trace.path, "np") as file:
+        position_T = file.get_tensor("position").astype(np.int64)
+    return np.union1d(trace.start_S, np.flatnonzero(np.diff(position_T) != 1) + 1)
+
+
+def _mixture_words(sources: Sequence[dict[str, Any]]) -> str:
+    """Domains with their shares, and who recorded them how."""
+    domains = [str(source["domain"]) for source in sources]
+    if len(sources) > 1:
+        domains = [
+            f"{domain} {source['share_achieved']:.1%} (asked for {source['share']:.1%})"
+            for domain, source in zip(domains, sources, strict=True)
+        ]
+    origins = dict.fromkeys(f"{source['phase']} by {source['source']} ({source['licence']})" for source in sources)
+    return f"{' + '.join(domains)}, recorded in {' and '.join(origins)}"

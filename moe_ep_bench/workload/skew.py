@@ -9,6 +9,8 @@ Shapes: T = tokens, E = experts, K = top_k.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -28,3 +30,29 @@ def top_k_share(scores_TE: Tensor, top_k: int) -> float:
     """Share of a token's score mass that its ``top_k`` best experts hold, mean over tokens."""
     best_TK = scores_TE.topk(top_k, dim=1, sorted=False).values
     return (best_TK.sum(1, dtype=torch.float64) / scores_TE.sum(1, dtype=torch.float64)).mean().item()
+
+
+def rank_load(load_E: Tensor, num_ranks: int) -> float:
+    """Fullest rank's load over the mean, with experts on ``num_ranks`` ranks in order; E must divide by it."""
+    load_R = load_E.view(num_ranks, -1).sum(1)
+    return load_R.max().item() * num_ranks / load_R.sum().item()
+
+
+def entropy(scores_TE: Tensor) -> float:
+    """Entropy of a token's scores over log E, mean over tokens: 1 is flat, 0 one expert with all the mass."""
+    shares_TE = scores_TE.double() / scores_TE.sum(1, keepdim=True, dtype=torch.float64)
+    return -torch.xlogy(shares_TE, shares_TE).sum(1).mean().item() / math.log(scores_TE.shape[1])
+
+
+def mass_share(scores_TE: Tensor, map_TE: Tensor) -> float:
+    """Share of a token's score mass that the experts of ``map_TE`` hold, mean over tokens."""
+    held_T = (scores_TE * map_TE).sum(1, dtype=torch.float64)
+    return (held_T / scores_TE.sum(1, dtype=torch.float64)).mean().item()
+
+
+def neighbour_overlap(map_TE: Tensor, sequence_id_T: Tensor) -> float | None:
+    """How many of the experts of ``map_TE`` adjacent tokens of a sequence share, mean; None without such pairs."""
+    adjacent_T = sequence_id_T[1:] == sequence_id_T[:-1]
+    if not adjacent_T.any():
+        return None
+    return (map_TE[1:] & map_TE[:-1]).sum(1)[adjacent_T].double().mean().item()

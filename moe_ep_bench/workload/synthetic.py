@@ -1,17 +1,17 @@
-"""Router scores with a chosen skew.
+"""Router scores solved to the targets that users think in.
 
-A token's logits are Gumbel noise plus ``strength`` times the popularity of each expert. Taking
-the top-k of logits with Gumbel noise draws K experts without replacement, with odds
-exp(strength * popularity) (the Gumbel-top-k trick: Kool et al. 2019, arXiv:1903.06059), so strength 0 is
-an unbiased router and a large strength sends every token to the same K experts. Popularity is
-drawn once per workload, normal and in no order: hot experts are scattered over the ranks and stay
-hot from batch to batch.
+A token's logits are the experts' popularity (``popularity``) plus noise (``noise``). Each target
+has one number of the recipe to itself, so they are met one after the other:
 
-What users think in is not strength but *peak load*, the busiest expert's load over the mean. So
-each batch is solved for the strength that gives the peak load asked for.
+* *peak load*, the busiest expert's load over the mean: how strongly popularity weighs; every batch
+* *rank load*, the fullest rank's load over the mean: which experts share that rank; on batch 0
+* *neighbour overlap*, how many experts adjacent tokens of a sequence share: the correlation of their
+  noise; once per workload, on simulated pairs
+* *top-k share* or *entropy*, how sharp the scores are: a factor on all logits, which leaves every
+  choice as it is; every batch
 
-Tokens are independent of each other given popularity: within a sequence there is no correlation
-and ranks differ by chance only.
+Skew can move: with ``drift`` popularity changes from batch to batch, with ``burst_every`` every so
+many batches have another peak load.
 
 Shapes: T = tokens of all ranks, E = experts, K = top_k.
 """
@@ -19,16 +19,27 @@ Shapes: T = tokens of all ranks, E = experts, K = top_k.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from moe_ep_bench.workload.batch import TokenBatch, Workload
+from moe_ep_bench.workload.noise import correlated_noise, independent_noise, solve_correlation
+from moe_ep_bench.workload.popularity import (
+    FAMILIES,
+    PLACEMENTS,
+    drawn_popularity,
+    log_odds,
+    placed,
+    placed_for_rank_load,
+)
 from moe_ep_bench.workload.randomness import Stream, generator, separate_ties
+from moe_ep_bench.workload.selection import TopK
 
 # A batch's peak load is met to within this share of the target, or to one token.
 TOLERANCE = 0.01
@@ -37,23 +48,39 @@ ROWS_AT_ONCE = 4096
 # A row of logits that spans more is squeezed to this, which keeps its order: exp(-80) / E is a
 # normal float32, where exp(-100) would be one of many zeros.
 MAX_LOGIT_SPAN = 80.0
+# Sharpness is solved on at most so many rows of a batch, to within this.
+_SHARPNESS_ROWS, _SHARPNESS_TOLERANCE = 4096, 1e-4
+_ROUNDS_WITH_GROUPS = 3
+# Between flat and one-hot beyond float32, in any case.
+_LEAST_FACTOR, _GREATEST_FACTOR = 1e-4, 1e4
+_GREATEST_STRENGTH = 1e6
 
 
 @dataclass(frozen=True, eq=False)
 class SyntheticWorkload(Workload):
-    """Batches of independent tokens whose busiest expert gets ``peak_load`` times the mean load.
+    """Batches solved to targets; a target that is None is left to chance.
 
     Attributes:
         num_experts, top_k: of the model (E, K).
         num_tokens: tokens in a batch, all ranks together.
         num_batches: how many batches there are.
-        sequence_length: tokens per sequence; the last one of a batch may be shorter.
+        sequence_length: tokens per sequence; the last one of a batch may be shorter. 1 is decode, 1 + L a
+            speculative request with L draft tokens.
         peak_load: target for every batch, up to E / K; None leaves the router unskewed.
         seed: at least 0.
+        family: how popularity falls, see ``popularity``.
+        placement: where popular experts lie, see ``popularity``.
+        rank_load: (number of contiguous ranks, load of the fullest over the mean), in place of a ``placement``.
+        topk_share: share of a token's score mass that its top-k hold, mean over tokens, above K / E and below 1.
+        entropy: of a token's scores, over log E, mean over tokens; above 0 and below 1. Give one of the two.
+        neighbour_overlap: experts that adjacent tokens of a sequence share, mean.
+        drift: 0 to 1, how much of the popularity is new in each batch.
+        num_groups, top_groups: of the model, where its top-k looks only into the best groups of experts.
+        burst_every: every so-manieth batch is a burst, with ``burst_peak_load`` in place of ``peak_load``.
 
     Raises:
-        ValueError: a field out of range. Noise alone already skews a batch a little; a ``peak_load`` below
-            that is found when a batch is made, and the message gives the range that can be met.
+        ValueError: a field out of range. What a batch's noise does not allow is found when a batch is made,
+            and the message gives what can be met.
     """
 
     num_experts: int
@@ -63,6 +90,17 @@ class SyntheticWorkload(Workload):
     sequence_length: int
     peak_load: float | None
     seed: int
+    family: str = "lognormal"
+    placement: str = "scattered"
+    rank_load: tuple[int, float] | None = None
+    topk_share: float | None = None
+    entropy: float | None = None
+    neighbour_overlap: float | None = None
+    drift: float = 0.0
+    burst_every: int | None = None
+    burst_peak_load: float | None = None
+    num_groups: int | None = None
+    top_groups: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "num_tokens", "num_batches", "sequence_length"):
@@ -72,45 +110,192 @@ class SyntheticWorkload(Workload):
             raise ValueError(f"top_k: expected 1 to {self.num_experts} (the experts), got {self.top_k}")
         if self.seed < 0:
             raise ValueError(f"seed: expected at least 0, got {self.seed}")
-        if self.peak_load is not None and not 1 <= self.peak_load <= self.num_experts / self.top_k:
+        self._check_skew()
+        self._check_sharpness()
+        if self.neighbour_overlap is not None and self.sequence_length == 1:
             raise ValueError(
-                f"peak_load: expected 1 to {self.num_experts / self.top_k:g} (experts / top_k), got {self.peak_load:g}"
+                "neighbour_overlap: expected a sequence_length of at least 2, got 1: no token has neighbours"
+            )
+        if not 0 <= self.drift <= 1:
+            raise ValueError(f"drift: expected 0 to 1, got {self.drift:g}")
+
+    def _check_skew(self) -> None:
+        most = self.num_experts / self.top_k
+        for name in ("peak_load", "burst_peak_load"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= most:
+                raise ValueError(f"{name}: expected 1 to {most:g} (experts / top_k), got {value:g}")
+        if self.family not in FAMILIES:
+            raise ValueError(f"family: expected one of {', '.join(FAMILIES)}; got {self.family!r}")
+        if self.family == "uniform" and (self.peak_load is not None or self.burst_every is not None):
+            raise ValueError("family: uniform has no skew to solve for; expected no peak_load and no burst_every")
+        if self.placement not in PLACEMENTS:
+            raise ValueError(f"placement: expected one of {', '.join(PLACEMENTS)}; got {self.placement!r}")
+        if (self.burst_every is None) != (self.burst_peak_load is None):
+            raise ValueError("burst_every, burst_peak_load: expected both or none")
+        if self.burst_every is not None and self.burst_every < 2:
+            raise ValueError(f"burst_every: expected at least 2 (batches), got {self.burst_every}")
+        if self.rank_load is None:
+            return
+        num_ranks, load = self.rank_load
+        if num_ranks < 2 or self.num_experts % num_ranks:
+            raise ValueError(
+                f"rank_load: expected a number of ranks from 2 on that divides the {self.num_experts} experts, "
+                f"got {num_ranks}"
+            )
+        if not 1 <= load <= num_ranks:
+            raise ValueError(f"rank_load: expected a load of 1 to {num_ranks} (the ranks), got {load:g}")
+        if self.placement != "scattered" or self.drift or self.burst_every:
+            raise ValueError("rank_load: places the experts itself, once; expected no placement, drift or burst_every")
+        if self.num_groups is not None:
+            raise ValueError(
+                f"rank_load: expected none for a model with {self.num_groups} groups of experts, because placing "
+                "experts moves them between groups; placement can be adjacent or spread"
             )
 
-    @cached_property
-    def popularity(self) -> NDArray[np.float64]:
-        return generator(self.seed, Stream.POPULARITY).normal(size=self.num_experts)
+    def _check_sharpness(self) -> None:
+        if self.topk_share is not None and self.entropy is not None:
+            raise ValueError("topk_share, entropy: expected one of the two at most; both say how sharp scores are")
+        least = self.top_k / self.num_experts
+        if self.topk_share is not None and not least < self.topk_share < 1:
+            raise ValueError(
+                f"topk_share: expected a number between {least:g} (top_k / experts) and 1, got {self.topk_share:g}"
+            )
+        if self.entropy is not None and not 0 < self.entropy < 1:
+            raise ValueError(f"entropy: expected a number between 0 and 1, got {self.entropy:g}")
 
     def make_batch(self, index: int) -> TokenBatch:
-        noise_TE = generator(self.seed, Stream.NOISE, index).gumbel(size=(self.num_tokens, self.num_experts))
-        strength = 0.0
-        if self.peak_load is not None:
-            strength = solve_strength(noise_TE, self.popularity, self.top_k, self.peak_load)
+        normal_E = self._popularity(index)
+        noise_TE = self._noise(index)
+        if self.rank_load is not None or self.placement != "scattered":
+            noise_TE = noise_TE[:, self._placement]  # An expert takes its noise along.
+        factor = 1.0
+        # How sharp scores are has no part in choosing experts, except where groups of them are compared by score.
+        for _ in range(1 if self.num_groups is None or not self._has_sharpness else _ROUNDS_WITH_GROUPS):
+            bias_E = log_odds(self.family, normal_E, self._strength(noise_TE, normal_E, index, factor))
+            factor = self._sharpness(noise_TE, bias_E)
         scores_TE = np.empty(noise_TE.shape, dtype=np.float32)
-        for rows, logits_TE in _logits(noise_TE, strength * self.popularity):
-            scores_TE[rows] = softmax(logits_TE)
+        for rows, logits_TE in _logits(noise_TE, bias_E):
+            scores_TE[rows] = softmax(logits_TE if factor == 1 else factor * logits_TE)
         sequence_id_T = torch.arange(self.num_tokens) // self.sequence_length
         return TokenBatch(torch.from_numpy(scores_TE), sequence_id_T)
 
     def describe(self) -> dict[str, object]:
         achieved = self.achieved()
-        skew = "no skew asked for" if self.peak_load is None else f"peak load {self.peak_load:g}"
         return {
             "kind": "synthetic",
             "description": (
-                f"synthetic softmax scores, {skew} (achieved {achieved['peak_load']:.3g}), {self.num_experts} experts, "
+                f"synthetic softmax scores, {self._in_words(achieved)}, {self.num_experts} experts, "
                 f"top-{self.top_k}, {self.num_batches} x {self.num_tokens} tokens in sequences of "
                 f"{self.sequence_length}, seed {self.seed}"
             ),
             "tail_model": None,
-            "targets": {"peak_load": self.peak_load},
+            "targets": self.targets(),
             "achieved": achieved,
             "recording": None,
         }
 
+    def _in_words(self, achieved: Mapping[str, Any]) -> str:
+        """The targets, each with what was achieved."""
+        if self.peak_load is None:
+            words = [f"no skew asked for (peak load achieved {achieved['peak_load']:.3g})"]
+        else:
+            words = [f"peak load {self.peak_load:g} (achieved {achieved['peak_load']:.3g})"]
+        if self.rank_load is not None:
+            num_ranks, load = self.rank_load
+            reached = achieved["rank_load"].get(str(num_ranks))
+            words.append(f"fullest of {num_ranks} ranks {load:g}" + (f" ({reached:.3g})" if reached else ""))
+        for name in ("topk_share", "entropy", "neighbour_overlap"):
+            if (target := getattr(self, name)) is not None:
+                words.append(f"{name.replace('_', ' ')} {target:g} ({achieved[name]:.3g})")
+        if self.drift:
+            words.append(f"drift {self.drift:g} a batch")
+        if self.burst_every is not None:
+            words.append(f"every {self.burst_every}. batch a burst of {self.burst_peak_load:g}")
+        return ", ".join(words)
+
+    def targets(self) -> dict[str, object]:
+        """What was asked for, by field; what was left to chance is None or absent."""
+        asked = {
+            name: value
+            for name in ("topk_share", "entropy", "neighbour_overlap", "burst_every", "burst_peak_load")
+            if (value := getattr(self, name)) is not None
+        }
+        if self.rank_load is not None:
+            asked["rank_load"] = {str(self.rank_load[0]): self.rank_load[1]}
+        if self.drift:
+            asked["drift"] = self.drift
+        return {"peak_load": self.peak_load, "family": self.family, "placement": self.placement, **asked}
+
+    def _peak_load(self, index: int) -> float | None:
+        is_burst = self.burst_every is not None and index % self.burst_every == self.burst_every - 1
+        return self.burst_peak_load if is_burst else self.peak_load
+
+    def _popularity(self, index: int) -> NDArray[np.float64]:
+        """Standard normal popularity of the expert at each index, [E]."""
+        return drawn_popularity(self.seed, self.num_experts, index, self.drift)[self._placement]
+
+    @cached_property
+    def _placement(self) -> NDArray[np.int64]:
+        """Which drawn expert stands at each index. Experts have their places for good; drift changes popularity."""
+        drawn_E = drawn_popularity(self.seed, self.num_experts, 0, self.drift)
+        if self.rank_load is None:
+            return placed(self.placement, drawn_E)
+        num_ranks, load = self.rank_load
+        noise_TE = self._noise(0)
+        bias_E = log_odds(self.family, drawn_E, self._strength(noise_TE, drawn_E, 0))
+        hot_rank = int(generator(self.seed, Stream.HOT_RANK).integers(num_ranks))
+        return placed_for_rank_load(_loads(noise_TE, bias_E, self.selection), num_ranks, load, hot_rank)
+
+    def _noise(self, index: int) -> NDArray[np.float64]:
+        shape = self.num_tokens, self.num_experts
+        if self.neighbour_overlap is None:
+            return independent_noise(self.seed, index, *shape)
+        return correlated_noise(self.seed, index, *shape, self.sequence_length, self._correlation)
+
+    @cached_property
+    def _correlation(self) -> float:
+        """Solved under the popularity of batch 0; a token's own distribution does not depend on it."""
+        assert self.neighbour_overlap is not None
+        drawn_E = drawn_popularity(self.seed, self.num_experts, 0, self.drift)
+        noise_TE = independent_noise(self.seed, 0, max(self.num_tokens, 1024), self.num_experts)
+        bias_E = log_odds(self.family, drawn_E, self._strength(noise_TE, drawn_E, 0))
+        return solve_correlation(self.seed, bias_E, self.selection, self.neighbour_overlap)
+
+    def _strength(
+        self, noise_TE: NDArray[np.float64], normal_E: NDArray[np.float64], index: int, factor: float = 1.0
+    ) -> float:
+        peak_load = self._peak_load(index)
+        if peak_load is None:
+            return 0.0
+
+        def loads(strength: float) -> NDArray[np.int64]:
+            return _loads(noise_TE, log_odds(self.family, normal_E, strength), self.selection, factor)
+
+        return solve_strength(loads, peak_load, self.num_tokens, self.num_experts / self.top_k)
+
+    def _sharpness(self, noise_TE: NDArray[np.float64], bias_E: NDArray[np.float64]) -> float:
+        """The factor on all logits of a batch."""
+        if not self._has_sharpness:
+            return 1.0
+        step = -(-len(noise_TE) // _SHARPNESS_ROWS)
+        logits_TE = noise_TE[::step] + bias_E
+        if self.topk_share is not None:
+
+            def share(factor: float, scores_TE: NDArray[np.float64]) -> float:
+                return float((scores_TE * self.selection.chosen(logits_TE, factor)).sum(axis=1).mean())
+
+            return _solve_factor(logits_TE, share, self.topk_share)
+        assert self.entropy is not None
+        return _solve_factor(logits_TE, lambda factor, scores_TE: 1 - _mean_entropy(scores_TE), 1 - self.entropy)
+
+    @property
+    def _has_sharpness(self) -> bool:
+        return self.topk_share is not None or self.entropy is not None
+
 
 def solve_strength(
-    noise_TE: NDArray[np.float64], popularity_E: NDArray[np.float64], top_k: int, peak_load: float
+    loads: Callable[[float], NDArray[np.int64]], peak_load: float, num_tokens: int, most: float
 ) -> float:
     """Find how strongly popularity must weigh for the busiest expert to get ``peak_load`` times the mean load.
 
@@ -118,22 +303,27 @@ def solve_strength(
     in steps of one token and bisection between a strength that gives too little and one that gives too much
     ends within a token of the target (it stops within ``TOLERANCE``).
 
+    Args:
+        loads: the experts' loads, [E], at a strength; 0 is noise alone.
+        most: the greatest peak load there is, experts / top_k.
+
     Raises:
-        ValueError: noise alone gives more than ``peak_load``; the message gives the range.
+        ValueError: noise alone gives more than ``peak_load``, or no strength gives as much; the message gives
+            the range.
     """
-    num_tokens, num_experts = noise_TE.shape
-    mean_load = num_tokens * top_k / num_experts
+    at_zero_E = loads(0.0)
+    mean_load = at_zero_E.sum() / len(at_zero_E)
     target = peak_load * mean_load
     tolerance = max(TOLERANCE * target, 1.0)
 
     def excess(strength: float) -> float:
-        return _busiest(noise_TE, strength * popularity_E, top_k) - target
+        return int(loads(strength).max()) - target
 
-    at_zero = excess(0.0)
+    at_zero = int(at_zero_E.max()) - target
     if at_zero > tolerance:
         least = math.ceil((at_zero + target) / mean_load * 1000) / 1000
         raise ValueError(
-            f"peak_load: expected {least:g} to {num_experts / top_k:g} (what noise alone gives with {num_tokens} "
+            f"peak_load: expected {least:g} to {most:g} (what noise alone gives with {num_tokens} "
             f"tokens, to experts / top_k), got {peak_load:g}"
         )
     if at_zero >= -tolerance:
@@ -142,11 +332,14 @@ def solve_strength(
     # Ends: with strength enough the most popular expert is every token's.
     while (surplus := excess(high)) < -tolerance:
         low, high = high, 2 * high
+        if high > _GREATEST_STRENGTH:
+            raise ValueError(f"peak_load: expected at most {surplus / mean_load + peak_load:.3g}, got {peak_load:g}")
     strength = high
     while abs(surplus) > tolerance:
         low, high = (strength, high) if surplus < 0 else (low, strength)
         strength = (low + high) / 2
-        assert low < strength < high, "the load jumped by more than the tolerance"
+        if not low < strength < high:
+            break  # The load jumps over the target; what is nearest is reported as achieved.
         surplus = excess(strength)
     return strength
 
@@ -161,16 +354,37 @@ def softmax(logits_TE: NDArray[np.float64]) -> NDArray[np.float32]:
     return scores_TE
 
 
-def _busiest(noise_TE: NDArray[np.float64], bias_E: NDArray[np.float64], top_k: int) -> int:
-    """Load of the busiest expert under top-k of noise + bias. (The K-th best value is cheaper than the K best.)"""
+def _loads(
+    noise_TE: NDArray[np.float64], bias_E: NDArray[np.float64], selection: TopK, factor: float = 1.0
+) -> NDArray[np.int64]:
+    """Experts' loads, int64 [E], under the model's top-k of noise + bias."""
     load_E = np.zeros(noise_TE.shape[1], dtype=np.int64)
     for _, logits_TE in _logits(noise_TE, bias_E):
-        kth = noise_TE.shape[1] - top_k
-        load_E += np.count_nonzero(logits_TE >= np.partition(logits_TE, kth, axis=1)[:, kth, None], axis=0)
-    return int(load_E.max())
+        load_E += np.count_nonzero(selection.chosen(logits_TE, factor), axis=0)
+    return load_E
 
 
 def _logits(noise_TE: NDArray[np.float64], bias_E: NDArray[np.float64]) -> Iterator[tuple[slice, NDArray[np.float64]]]:
     for start in range(0, noise_TE.shape[0], ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
         yield rows, noise_TE[rows] + bias_E
+
+
+def _solve_factor(
+    logits_TE: NDArray[np.float64], sharpness: Callable[[float, NDArray[np.float64]], float], target: float
+) -> float:
+    """Find the factor on logits at which the ``sharpness`` of their softmax, which grows with it, is ``target``."""
+    logits_TE = logits_TE - logits_TE.max(axis=1, keepdims=True)
+    low, high = math.log(_LEAST_FACTOR), math.log(_GREATEST_FACTOR)
+    while True:
+        factor = math.exp((low + high) / 2)
+        odds_TE = np.exp(factor * logits_TE)
+        surplus = sharpness(factor, odds_TE / odds_TE.sum(axis=1, keepdims=True)) - target
+        if abs(surplus) <= _SHARPNESS_TOLERANCE or high - low < 1e-9:
+            return factor
+        low, high = (low, math.log(factor)) if surplus > 0 else (math.log(factor), high)
+
+
+def _mean_entropy(scores_TE: NDArray[np.float64]) -> float:
+    logarithms_TE = np.log(scores_TE, out=np.zeros_like(scores_TE), where=scores_TE > 0)
+    return float(-(scores_TE * logarithms_TE).sum(axis=1).mean() / math.log(scores_TE.shape[1]))

@@ -84,11 +84,13 @@ def fit_top_k(scores_TK: NDArray[np.float64], num_experts: int) -> FittedTopK:
     return FittedTopK(fitted_TK, int(scaled_T.sum()), int(raised_T.sum()))
 
 
-def tail_weights(tail: str, ids_TK: NDArray[np.uint8], num_experts: int) -> NDArray[np.float64]:
-    """In what proportions the experts share the tail's mass: float64 [E], positive."""
-    if tail == "uniform":
-        return np.ones(num_experts)
-    return np.bincount(ids_TK.ravel(), minlength=num_experts).astype(np.float64) + 1
+def tail_weights(tail: str, load_E: NDArray[np.float64]) -> NDArray[np.float64]:
+    """In what proportions the experts share the tail's mass: float64 [E], positive.
+
+    Args:
+        load_E: how many of the recorded tokens have each expert in their top-k.
+    """
+    return np.ones(load_E.shape) if tail == "uniform" else load_E + 1
 
 
 def fill_tail(

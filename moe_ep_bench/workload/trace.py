@@ -5,13 +5,21 @@ A safetensors file (never unpickled) with
 =============  ========================  =====================================================
 expert_ids     uint8   [layers, T, K]    the top-k of each token, best first
 scores         float16 [layers, T, K]    their scores, in the same order
-sequence_id    int32   [T]               which text a token is from; its tokens are adjacent
-position       int32   [T]               place of the token in that text
+sequence_id    int32   [T]               which text a token is from, a name from 0; its tokens are adjacent
+position       int32   [T]               place of the token in that text, from 0, ascending; gaps are tokens left out
 =============  ========================  =====================================================
 
-and string metadata ``format``, ``model``, ``num_experts``, ``top_k``, ``score``, ``phase``,
-``domain``, ``source`` and ``licence``. The header is checked when a trace is opened, a layer when
-it is read; layers that nobody asks for are never read.
+and string metadata ``format``, ``model``, ``num_experts`` (at most 256: ids are uint8), ``top_k``,
+``score``, ``phase``, ``domain``, ``source`` and ``licence``. ``score`` says what the scores are:
+
+* ``softmax, not renormalised``, or anything else: shares of a token's whole score mass, so at most 1 in sum;
+* with ``softmax over the top-k`` in it: 1 in sum;
+* beginning with ``assumed``: nobody recorded scores. The K of a row are equal, and only the ids say anything.
+
+Files come from elsewhere and are trusted with nothing: the length of the header is held against the
+file before anything is allocated, header and sequences are checked when a trace is opened, a layer
+when it is read. The file is mapped, not loaded: what is read of it is a slice at a time, and
+layers that nobody asks for are never read.
 
 Shapes: T = recorded tokens, S = sequences, K = top_k.
 """
@@ -35,6 +43,10 @@ TENSORS = {"expert_ids": ("U8", 3), "scores": ("F16", 3), "sequence_id": ("I32",
 # How far a row may sum beyond what its score function allows: K roundings to float16 or bfloat16
 # stay below half of this (the worst row of our recordings is off by 0.0034).
 SUM_TOLERANCE = 0.02
+MAX_EXPERTS = 256
+# A header describes four tensors and a few strings; ours are below 2 KiB.
+MAX_HEADER_BYTES = 2**20
+ROWS_AT_ONCE = 2**16
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +69,12 @@ class Trace:
     @property
     def scores_are_normalised(self) -> bool:
         """Whether every row sums to 1 over the top-k, so that their share of all score mass is unknown."""
-        return "softmax over the top-k" in self.metadata["score"]
+        return scores_are_normalised(self.metadata["score"])
+
+    @property
+    def scores_are_assumed(self) -> bool:
+        """Whether the source had expert ids only, so that nothing which follows from scores was recorded."""
+        return self.metadata["score"].startswith("assumed")
 
     def read_layer(self, layer: int) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
         """Read and check one layer: expert ids and scores, both [T, K], best first.
@@ -70,9 +87,12 @@ class Trace:
         with _opened(self.path) as file:
             ids_TK = np.asarray(file.get_slice("expert_ids")[layer])
             scores_TK = np.asarray(file.get_slice("scores")[layer])
-        problem = self._problem(ids_TK, scores_TK)
-        if problem:
-            raise ValueError(f"{self.path}: layer {layer}: {problem}")
+        for first in range(0, self.num_tokens, ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            problem = find_problem(ids_TK[rows], scores_TK[rows], self.num_experts, self.scores_are_normalised)
+            if problem:
+                token, words = problem
+                raise ValueError(f"{self.path}: layer {layer}: token {first + token}: {words}")
         return ids_TK, scores_TK
 
     def sha256(self) -> str:
@@ -80,39 +100,55 @@ class Trace:
         with self.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def _problem(self, ids_TK: NDArray[np.uint8], scores_TK: NDArray[np.float16]) -> str | None:
-        sorted_TK = np.sort(ids_TK, axis=1)
-        with np.errstate(invalid="ignore"):  # inf - inf; infinities have a check of their own
-            sum_T = scores_TK.sum(axis=1, dtype=np.float32)
-        least = 1 - SUM_TOLERANCE if self.scores_are_normalised else 0.0
-        kind = "a softmax over the top-k (1)" if self.scores_are_normalised else "part of a softmax (at most 1)"
-        checks = (  # (which tokens are wrong, what to say of the first), in the order in which they make sense
-            (
-                (ids_TK >= self.num_experts).any(axis=1),
-                lambda t: f"expert_ids: expected 0 to {self.num_experts - 1}, got {ids_TK[t].max()}",
-            ),
-            (
-                (sorted_TK[:, 1:] == sorted_TK[:, :-1]).any(axis=1),
-                lambda t: f"expert_ids: expected distinct experts, got {ids_TK[t].tolist()}",
-            ),
-            (
-                ~(np.isfinite(scores_TK) & (scores_TK >= 0)).all(axis=1),
-                lambda t: f"scores: expected finite, non-negative values, got {scores_TK[t].tolist()}",
-            ),
-            (
-                (scores_TK[:, 1:] > scores_TK[:, :-1]).any(axis=1),
-                lambda t: f"scores: expected descending values, got {scores_TK[t].tolist()}",
-            ),
-            (
-                (sum_T < least) | (sum_T > 1 + SUM_TOLERANCE),
-                lambda t: f"scores: expected the sum of {kind}, got {sum_T[t]:.4g}",
-            ),
-        )
-        for wrong_T, say in checks:
-            if wrong_T.any():
-                token = int(wrong_T.argmax())
-                return f"token {token}: {say(token)}"
-        return None
+
+def scores_are_normalised(score: str) -> bool:
+    """Whether scores that are described so sum to 1 over the top-k."""
+    return "softmax over the top-k" in score or score.startswith("assumed")
+
+
+def find_problem(
+    ids_TK: NDArray[np.integer], scores_TK: NDArray[np.floating], num_experts: int, normalised: bool
+) -> tuple[int, str] | None:
+    """The first row that no router makes: its index and what is wrong with it, or None.
+
+    Args:
+        ids_TK, scores_TK: best first.
+        num_experts: E.
+        normalised: whether rows sum to 1, else to at most 1.
+    """
+    sorted_TK = np.sort(ids_TK, axis=1)
+    outside_TK = (ids_TK < 0) | (ids_TK >= num_experts)
+    with np.errstate(invalid="ignore"):  # inf - inf; infinities have a check of their own
+        sum_T = scores_TK.sum(axis=1, dtype=np.float32)
+    least = 1 - SUM_TOLERANCE if normalised else 0.0
+    kind = "a softmax over the top-k (1)" if normalised else "part of a softmax (at most 1)"
+    checks = (  # (which tokens are wrong, what to say of the first), in the order in which they make sense
+        (
+            outside_TK.any(axis=1),
+            lambda t: f"expert_ids: expected 0 to {num_experts - 1}, got {ids_TK[t][outside_TK[t]][0]}",
+        ),
+        (
+            (sorted_TK[:, 1:] == sorted_TK[:, :-1]).any(axis=1),
+            lambda t: f"expert_ids: expected distinct experts, got {ids_TK[t].tolist()}",
+        ),
+        (
+            ~(np.isfinite(scores_TK) & (scores_TK >= 0)).all(axis=1),
+            lambda t: f"scores: expected finite, non-negative values, got {scores_TK[t].tolist()}",
+        ),
+        (
+            (scores_TK[:, 1:] > scores_TK[:, :-1]).any(axis=1),
+            lambda t: f"scores: expected descending values, got {scores_TK[t].tolist()}",
+        ),
+        (
+            (sum_T < least) | (sum_T > 1 + SUM_TOLERANCE),
+            lambda t: f"scores: expected the sum of {kind}, got {sum_T[t]:.4g}",
+        ),
+    )
+    for wrong_T, say in checks:
+        if wrong_T.any():
+            token = int(wrong_T.argmax())
+            return token, say(token)
+    return None
 
 
 def open_trace(path: str | Path) -> Trace:
@@ -128,6 +164,9 @@ def open_trace(path: str | Path) -> Trace:
         missing = [name for name in METADATA if name not in metadata]
         if missing:
             raise ValueError(f"{path}: missing metadata: {', '.join(missing)}")
+        for name in METADATA:
+            if not (metadata[name].strip() and metadata[name].isprintable()):
+                raise ValueError(f"{path}: {name}: expected words on one line in the metadata, got {metadata[name]!r}")
         if metadata["format"] != FORMAT:
             raise ValueError(f"{path}: format: expected {FORMAT}, got {metadata['format']}")
         missing = [name for name in TENSORS if name not in set(file.keys())]
@@ -147,13 +186,9 @@ def open_trace(path: str | Path) -> Trace:
             raise ValueError(f"{path}: top_k: the metadata says {counts['top_k']}, expert_ids has {top_k}")
         if counts["num_experts"] <= top_k:
             raise ValueError(f"{path}: num_experts: expected more than top_k ({top_k}), got {counts['num_experts']}")
-        sequence_id_T = file.get_tensor("sequence_id")
-    new_T = np.flatnonzero(np.diff(sequence_id_T)) + 1
-    start_S = np.concatenate([[0], new_T, [num_tokens]]).astype(np.int64)
-    if np.unique(sequence_id_T[start_S[:-1]]).size != start_S.size - 1:
-        raise ValueError(
-            f"{path}: sequence_id: expected the tokens of a sequence side by side, got one in several runs"
-        )
+        if counts["num_experts"] > MAX_EXPERTS:
+            raise ValueError(f"{path}: num_experts: expected at most {MAX_EXPERTS}, got {counts['num_experts']}")
+        start_S = _sequences(path, file, num_tokens)
     return Trace(path, metadata, num_layers, num_tokens, counts["num_experts"], top_k, start_S)
 
 
@@ -162,10 +197,55 @@ def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     try:
+        problem = _header_problem(path)
+        if problem:
+            raise SafetensorError(problem)
         with safe_open(path, "np") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: not a whole, readable safetensors file ({error})") from None
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: not a whole, readable safetensors file ({reason})") from None
+
+
+def _header_problem(path: Path) -> str | None:
+    """What is wrong with the length of the header, which comes first in the file; nothing is read by it yet."""
+    size = path.stat().st_size
+    if size < 8:
+        return f"expected at least 8 bytes, got {size}"
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    most = min(MAX_HEADER_BYTES, size - 8)
+    return None if length <= most else f"header length: expected at most {most} bytes, got {length}"
+
+
+def _sequences(path: Path, file: Any, num_tokens: int) -> NDArray[np.int64]:
+    """Where sequences start, and their end, as ``Trace.start_S``; checks ids and positions piece by piece."""
+    stored_ids, stored_positions = file.get_slice("sequence_id"), file.get_slice("position")
+    starts, names = [np.zeros(1, np.int64)], []
+    for first in range(0, num_tokens, ROWS_AT_ONCE):
+        before, end = max(first - 1, 0), min(first + ROWS_AT_ONCE, num_tokens)  # one more in front, to compare with
+        sequence_id_T = np.asarray(stored_ids[before:end])
+        position_T = np.asarray(stored_positions[before:end])
+        for name, values_T in (("sequence_id", sequence_id_T), ("position", position_T)):
+            if (values_T < 0).any():
+                token = int((values_T < 0).argmax())
+                raise ValueError(f"{path}: {name}: token {before + token}: expected 0 or more, got {values_T[token]}")
+        new_T = np.diff(sequence_id_T) != 0
+        back_T = ~new_T & (np.diff(position_T) <= 0)
+        if back_T.any():
+            token = int(back_T.argmax())
+            raise ValueError(
+                f"{path}: position: token {before + token + 1}: expected more than {position_T[token]}, "
+                f"the one before it in its sequence, got {position_T[token + 1]}"
+            )
+        starts.append(before + 1 + np.flatnonzero(new_T))
+        names.append(sequence_id_T[1:][new_T] if first else np.append(sequence_id_T[:1], sequence_id_T[1:][new_T]))
+    start_S = np.concatenate([*starts, [num_tokens]]).astype(np.int64)
+    if np.unique(np.concatenate(names)).size != start_S.size - 1:
+        raise ValueError(
+            f"{path}: sequence_id: expected the tokens of a sequence side by side, got one in several runs"
+        )
+    return start_S
 
 
 def _shape(path: Path, file: Any, name: str, dtype: str, num_dims: int) -> tuple[int, ...]:
@@ -183,6 +263,6 @@ def _agree(path: Path, name: str, expected: tuple[int, ...], got: tuple[int, ...
 
 
 def _count(path: Path, metadata: Mapping[str, str], name: str) -> int:
-    if not metadata[name].isdecimal():
+    if not (metadata[name].isascii() and metadata[name].isdecimal() and len(metadata[name]) < 10):
         raise ValueError(f"{path}: {name}: expected a number in the metadata, got {metadata[name]!r}")
     return int(metadata[name])

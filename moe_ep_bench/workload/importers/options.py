@@ -1,0 +1,92 @@
+"""What a user tells an importer, because the source does not say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.workload.trace import MAX_EXPERTS
+
+PHASES = ("prefill", "decode", "prefill and decode", "training")
+ASSUMED = "assumed equal over the top-k: the source holds expert ids only"
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """Facts about a recording.
+
+    Attributes:
+        preset: a model of configs/models/, which gives ``model``, ``num_experts``, ``top_k`` and ``score_function``.
+        model: name of the model, where there is no preset.
+        num_experts: of one layer, 2 to 256.
+        top_k: from the preset; the recording must agree.
+        domain: of which texts; a part of a published recording, words of one's own for others.
+        phase: prefill, decode, both, or training; see the reader.
+        licence: under which the recording may be used.
+        score_function: softmax or sigmoid: turns recorded logits into scores.
+        micro_batch_size: sequences that one forward pass interleaves.
+        assume_equal_scores: accept a recording that has no scores; every one of the top-k then gets the same.
+    """
+
+    preset: str | None = None
+    model: str | None = None
+    num_experts: int | None = None
+    top_k: int | None = None
+    domain: str | None = None
+    phase: str | None = None
+    licence: str | None = None
+    score_function: str | None = None
+    micro_batch_size: int = 1
+    assume_equal_scores: bool = False
+
+    def __post_init__(self) -> None:
+        if self.phase is not None and self.phase not in PHASES:
+            raise ValueError(f"phase: expected one of {', '.join(PHASES)}; got {self.phase!r}")
+        if self.score_function not in (None, "softmax", "sigmoid"):
+            raise ValueError(f"score_function: expected softmax or sigmoid, got {self.score_function!r}")
+        if self.num_experts is not None and not 2 <= self.num_experts <= MAX_EXPERTS:
+            raise ValueError(f"num_experts: expected 2 to {MAX_EXPERTS}, got {self.num_experts}")
+        if self.micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size: expected at least 1, got {self.micro_batch_size}")
+        for name in ("model", "domain", "licence"):
+            words = getattr(self, name)
+            if words is not None and not (words.strip() and words.isprintable()):
+                raise ValueError(f"{name}: expected words on one line, got {words!r}")
+
+    def with_model(self, spec: ModelSpec) -> ImportOptions:
+        return replace(
+            self,
+            model=spec.name,
+            num_experts=spec.num_experts,
+            top_k=spec.top_k,
+            score_function=spec.score_function,
+        )
+
+    def need(self, name: str, why: str) -> object:
+        """The option of that name.
+
+        Raises:
+            ValueError: it was not given.
+        """
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"{name}: needed, because {why}")
+        return value
+
+    def check_top_k(self, top_k: int, where: str) -> None:
+        """Hold a recording's top-k against the preset's."""
+        if self.top_k not in (None, top_k):
+            raise ValueError(f"{where}: top_k: the model has {self.top_k}, the recording {top_k}")
+
+    def accept_no_scores(self, where: str, remedy: str = "") -> str:
+        """The ``score`` of a trace that was made from ids alone.
+
+        Raises:
+            ValueError: the user has not accepted that.
+        """
+        if not self.assume_equal_scores:
+            raise ValueError(
+                f"{where}: no scores, only expert ids: {remedy}set assume_equal_scores to give all of a token's top-k "
+                "the same score (loads stay true; score mass and choices by score then mean nothing)"
+            )
+        return ASSUMED

@@ -1,0 +1,224 @@
+"""Write a ``moe-trace-v1`` file without holding it: the one way out for every importer.
+
+Readers hand over blocks of tokens in whatever order their source has them, layer by layer or
+token by token. Each layer's blocks go to files of their own (spools) beside the output; at the
+end these are strung together behind a header, and the result is read back: every layer must
+name each expert exactly as often as the source did.
+
+Shapes: T = tokens of a block, K = top_k, E = experts.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_ep_bench.workload.trace import FORMAT, MAX_EXPERTS, find_problem, open_trace, scores_are_normalised
+
+# Four-byte tensors first, so that each begins where its type wants it.
+_ORDER = (("position", "I32"), ("sequence_id", "I32"), ("scores", "F16"), ("expert_ids", "U8"))
+
+
+@dataclass(frozen=True)
+class ImportSummary:
+    """What was written, for people and for checks."""
+
+    path: Path
+    kind: str
+    model: str
+    domain: str
+    phase: str
+    score: str
+    num_layers: int
+    num_tokens: int
+    num_sequences: int
+    num_experts: int
+    top_k: int
+    left_out: int
+    """Tokens of the source that are not in the trace; ``note`` says which."""
+    note: str
+    num_source_files: int
+    source_sha256: str
+
+    def text(self) -> str:
+        """A few lines for the terminal."""
+        pairs = self.num_tokens * self.top_k
+        return "\n".join(
+            (
+                f"{self.path}: {self.model}, {self.domain}, {self.phase}",
+                f"  {self.num_layers} layers x {self.num_experts} experts, top-{self.top_k}; "
+                f"{self.num_tokens} tokens in {self.num_sequences} sequences; {pairs} pairs in every layer, all kept",
+                f"  scores: {self.score}",
+                f"  left out: {self.left_out} tokens; {self.note}",
+                f"  made from {self.num_source_files} file(s), sha256 {self.source_sha256}",
+            )
+        )
+
+
+@contextmanager
+def spooled(parent: Path) -> Iterator[Path]:
+    """A directory for spools that vanishes with all in it."""
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".importing.") as name:
+        yield Path(name)
+
+
+class TraceWriter:
+    """Collects a recording and writes it.
+
+    A reader calls ``describe`` once, then ``add_tokens`` for every token and ``add`` for every
+    (token, layer), the tokens in one order throughout; it lists what it read in ``sources``, counts
+    in ``left_out`` the tokens that it passed over, and says in ``notes`` what a user should know.
+    """
+
+    def __init__(self, directory: Path, source: Path) -> None:
+        self.source = source
+        self.sources: list[Path] = []
+        self.left_out = 0
+        self.notes: list[str] = []
+        self.num_tokens = 0
+        self._directory = directory
+        self._load_E: dict[int, NDArray[np.int64]] = {}
+        self._tokens: dict[int, int] = {}
+
+    def describe(self, *, num_experts: int, top_k: int, where: str, **metadata: str) -> None:
+        """Say what is recorded: the format's metadata but for what follows from the rest.
+
+        Raises:
+            ValueError: more experts than the format can name, or none to choose from.
+        """
+        if not top_k < num_experts <= MAX_EXPERTS:
+            raise ValueError(
+                f"{where}: num_experts: expected {top_k + 1} (more than top_k) to {MAX_EXPERTS} (ids are one byte), "
+                f"got {num_experts}"
+            )
+        self.num_experts, self.top_k, self.metadata = num_experts, top_k, metadata
+        self._normalised = scores_are_normalised(metadata["score"])
+
+    def add_tokens(self, sequence_id: NDArray[np.integer] | int, position_T: NDArray[np.integer], where: str) -> None:
+        """Add tokens: the sequence that each (or all) of them are from, and their places in it."""
+        if position_T.size and not (position_T.min() >= 0 and position_T.max() < 2**31):
+            raise ValueError(
+                f"{where}: position: expected 0 to {2**31 - 1}, got {position_T.min()} to {position_T.max()}"
+            )
+        self._spool("position", position_T.astype(np.int32))
+        self._spool("sequence_id", np.broadcast_to(sequence_id, position_T.shape).astype(np.int32))
+        self.num_tokens += position_T.size
+
+    def add(
+        self,
+        layer: int,
+        ids_TK: NDArray[np.integer],
+        scores_TK: NDArray[np.floating] | None,
+        where: str,
+        name_T: NDArray[np.integer],
+    ) -> None:
+        """Add a block of one layer, in any order within rows; equal scores keep the source's order.
+
+        Args:
+            layer: the source's own number of it.
+            scores_TK: None where the source has none: all of a row get the same.
+            where: file and place, for errors.
+            name_T: what the source calls these tokens, for errors.
+
+        Raises:
+            ValueError: routing that no router makes.
+        """
+        if scores_TK is None:
+            scores_TK = np.full(ids_TK.shape, 1 / self.top_k)
+        order_TK = np.argsort(-scores_TK, axis=1, kind="stable")
+        best_TK, scores_TK = np.take_along_axis(ids_TK, order_TK, 1), np.take_along_axis(scores_TK, order_TK, 1)
+        problem = find_problem(best_TK, scores_TK, self.num_experts, self._normalised)
+        if problem:
+            token, words = problem
+            raise ValueError(f"{where}: token {name_T[token]}: {words}")
+        load_E = np.bincount(ids_TK.ravel(), minlength=self.num_experts)
+        self._load_E[layer] = self._load_E.get(layer, 0) + load_E
+        self._tokens[layer] = self._tokens.get(layer, 0) + len(ids_TK)
+        self._spool(f"expert_ids-{layer}", best_TK.astype(np.uint8))
+        self._spool(f"scores-{layer}", scores_TK.astype(np.float16))
+
+    def write(self, path: Path, out: Path, kind: str, digest: str) -> ImportSummary:
+        """String the spools together in the file ``path``, later known as ``out``, and read it back.
+
+        Raises:
+            ValueError: no tokens, or layers with different tokens.
+        """
+        layers = sorted(self._tokens)
+        if not (self.num_tokens and layers):
+            raise ValueError(f"{self.source}: expected at least one token, got none ({self.left_out} left out)")
+        for layer in layers:
+            if self._tokens[layer] != self.num_tokens:
+                raise ValueError(
+                    f"{self.source}: layer {layer}: expected {self.num_tokens} tokens, as many as the sequences have, "
+                    f"got {self._tokens[layer]}"
+                )
+        metadata = {
+            "format": FORMAT,
+            "num_experts": str(self.num_experts),
+            "top_k": str(self.top_k),
+            **self.metadata,
+            "note": "; ".join(self.notes) or "nothing",
+            "source_layers": ",".join(map(str, layers)),
+            "source_files": str(len(self.sources)),
+            "source_sha256": digest,
+        }
+        self._string_together(path, layers, metadata)
+        trace = open_trace(path)
+        for index, layer in enumerate(layers):
+            written_E = np.bincount(trace.read_layer(index)[0].ravel(), minlength=self.num_experts)
+            if not np.array_equal(written_E, self._load_E[layer]):
+                raise RuntimeError(f"layer {layer} was written with other experts than it was read with")
+        return ImportSummary(
+            path=out,
+            kind=kind,
+            model=metadata["model"],
+            domain=metadata["domain"],
+            phase=metadata["phase"],
+            score=metadata["score"],
+            num_layers=trace.num_layers,
+            num_tokens=trace.num_tokens,
+            num_sequences=trace.start_S.size - 1,
+            num_experts=trace.num_experts,
+            top_k=trace.top_k,
+            left_out=self.left_out,
+            note=metadata["note"],
+            num_source_files=len(self.sources),
+            source_sha256=digest,
+        )
+
+    def _string_together(self, path: Path, layers: list[int], metadata: dict[str, str]) -> None:
+        per_layer = [len(layers), self.num_tokens, self.top_k]
+        header, end = {"__metadata__": metadata}, 0
+        pieces: list[str] = []
+        for name, dtype in _ORDER:
+            is_layered = name in ("scores", "expert_ids")
+            names = [f"{name}-{layer}" for layer in layers] if is_layered else [name]
+            size = sum((self._directory / piece).stat().st_size for piece in names)
+            header[name] = {
+                "dtype": dtype,
+                "shape": per_layer if is_layered else [self.num_tokens],
+                "data_offsets": [end, end + size],
+            }
+            end += size
+            pieces += names
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for piece in pieces:
+                with (self._directory / piece).open("rb") as spool:
+                    shutil.copyfileobj(spool, file, 2**20)
+                (self._directory / piece).unlink()
+
+    def _spool(self, name: str, values: NDArray[np.generic]) -> None:
+        # Opened anew for every block: there are more layers than files that a process may hold open.
+        with (self._directory / name).open("ab") as file:
+            file.write(values.tobytes())

@@ -1,0 +1,156 @@
+"""From YAML to experiments: named skews, models by config.json, paths; mistakes are in test_run.py too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moe_ep_bench.config import ConfigError, SyntheticConfig, load_experiments
+from moe_ep_bench.models import preset_names
+from moe_ep_bench.scopes.comparison import Comparison
+from moe_ep_bench.scopes.run import describe_experiment
+from moe_ep_bench.skews import SKEWS, load_skew
+
+
+def experiment(folder: Path, *, model: dict | None = None, workload: dict | None = None):
+    config = {
+        "name": "x",
+        "model": model or {"preset": "deepseek-v2-lite", "scale": 0.03125},
+        "workload": {"kind": "synthetic", "num_tokens": 1024, "num_batches": 1, **(workload or {})},
+        "policies": [{"name": "topk"}],
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return load_experiments(path, on_cpu=True)[0]
+
+
+def comparison(folder: Path, world_size: int = 1, **sections: dict) -> Comparison:
+    return Comparison.of(experiment(folder, **sections), world_size, on_cpu=True)
+
+
+@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize("skew", SKEWS)
+def test_every_model_has_every_skew_and_it_can_be_met(preset: str, skew: str, tmp_path: Path) -> None:
+    sections = {"model": {"preset": preset, "scale": 0.03125}, "workload": {"skew": skew, "num_tokens": 2048}}
+    found = comparison(tmp_path, **sections)
+    described = found.describe_workload()
+    targets, achieved = load_skew(preset, skew).targets(), described["achieved"]
+    assert achieved["peak_load"] == pytest.approx(targets["peak_load"], rel=0.02)
+    if "rank_load" in targets:
+        assert achieved["rank_load"]["8"] == pytest.approx(targets["rank_load"]["load"], rel=0.03)
+    if "topk_share" in targets:
+        assert achieved["topk_share"] == pytest.approx(targets["topk_share"], abs=0.005)
+    if "neighbour_overlap" in targets:
+        assert achieved["neighbour_overlap"] == pytest.approx(targets["neighbour_overlap"], rel=0.08)
+    assert described["description"].startswith(f"synthetic, calibrated to {skew} (")
+    assert described["kind"] == "synthetic"
+    if described["skew"]["basis"] == "assumed":
+        assert "recorded from" not in described["description"]
+
+
+def test_skews_grow_from_mixed_to_the_worst_layer() -> None:
+    for preset in preset_names():
+        peaks = [load_skew(preset, skew).peak_load for skew in SKEWS]
+        assert peaks == sorted(peaks), preset
+
+
+def test_what_is_given_beside_a_skew_wins(tmp_path: Path) -> None:
+    def targets(**workload: object) -> dict:
+        config = experiment(tmp_path, workload={"skew": "single_domain", **workload}).workload
+        assert isinstance(config, SyntheticConfig)
+        return config.targets("deepseek-v2-lite")
+
+    assert targets()["peak_load"] == 4.6
+    assert targets()["rank_load"] == {"ep_size": 8, "load": 1.51}
+    assert targets(peak_load=3.0)["peak_load"] == 3.0
+    assert targets(peak_load=None)["peak_load"] is None
+    assert targets(rank_load=None)["rank_load"] is None
+    assert targets(placement="adjacent")["rank_load"] is None
+    assert targets(drift=0.1)["rank_load"] is None
+    assert targets(sequence_length=1)["neighbour_overlap"] is None
+    assert targets(entropy=0.5)["topk_share"] is None
+    assert targets()["topk_share"] == 0.37
+
+
+def test_a_skews_numbers_are_part_of_what_is_measured(tmp_path: Path) -> None:
+    named = comparison(tmp_path, workload={"skew": "mixed"})
+    other = comparison(tmp_path, workload={"skew": "mixed", "peak_load": 4.0})
+    assert named.definition["workload"]["peak_load"] == 3.3
+    assert named.comparison_id != other.comparison_id
+
+
+HF = {
+    "model_type": "olmoe", "num_hidden_layers": 16, "hidden_size": 256, "num_experts": 64, "num_experts_per_tok": 8,
+    "intermediate_size": 128, "norm_topk_prob": False, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "vocab_size": 50304, "hidden_act": "silu", "tie_word_embeddings": False, "clip_qkv": None,
+}  # fmt: skip
+
+
+def test_a_model_by_its_config_json_is_found_beside_the_config_and_leaves_no_path(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "config.json").write_text(json.dumps(HF))
+    for name in ("models", "models/config.json"):
+        found = experiment(tmp_path, model={"hf_config": name})
+        assert found.model.spec().num_experts == 64
+        assert found.model.spec().hidden_size == 256
+        text = json.dumps(describe_experiment(found))
+        assert str(tmp_path) not in text
+        assert "sha256" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "workload", "message"),
+    [
+        ({"preset": "olmoe-1b-7b", "hf_config": "x"}, {}, "model: give either preset or hf_config"),
+        ({"scale": 0.5}, {}, "model: give either preset or hf_config"),
+        ({"hf_config": "nowhere/config.json"}, {}, "nowhere/config.json"),
+        (None, {"skew": "hot"}, "workload.skew: .*'mixed', 'single_domain' or 'worst_layer'.*'hot'"),
+        (None, {"rank_load": {"ep_size": 8}}, "workload.rank_load.load: missing"),
+        (None, {"rank_load": {"ep_size": 8, "load": 1.5, "ranks": 8}}, "rank_load.ranks: no such key; .* load"),
+        (None, {"rank_shares": [-1]}, "workload.rank_shares.0: .*greater than or equal to 0, got -1"),
+        (None, {"rank_shares": []}, "workload.rank_shares: .*at least 1 item"),
+        (None, {"family": "pareto"}, "workload.family: .*got 'pareto'"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_that_names_the_key(
+    model: dict | None, workload: dict, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"^[^\n]*{message}[^\n]*$"):
+        experiment(tmp_path, model=model, workload=workload)
+
+
+@pytest.mark.parametrize(
+    ("model", "workload", "message"),
+    [
+        ({"hf_config": "config.json"}, {"skew": "mixed"}, "workload: skew: expected none for a model by hf_config"),
+        (None, {"rank_shares": [0, 0]}, "workload.rank_shares: expected one above 0 among the 1 ranks"),
+        (None, {"peak_load": 2.0, "burst_every": 3}, "workload: burst_every, burst_peak_load: expected both or none"),
+    ],
+)
+def test_what_does_not_fit_together_is_said(model: dict | None, workload: dict, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    with pytest.raises(ValueError, match=message):
+        comparison(tmp_path, model=model, workload=workload)
+
+
+def test_a_model_that_megatron_core_would_route_otherwise_is_refused(tmp_path: Path) -> None:
+    grouped = {
+        **HF, "model_type": "deepseek_v3", "n_routed_experts": 64, "n_group": 8, "topk_group": 4, "n_shared_experts": 1,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": False, "routed_scaling_factor": 2.5,
+        "moe_intermediate_size": 128, "first_k_dense_replace": 3, "moe_layer_freq": 1, "kv_lora_rank": 32,
+        "q_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(grouped))
+    with pytest.raises(ValueError, match="always normalises sigmoid weights; got normalize false"):
+        comparison(tmp_path, model={"hf_config": "config.json"})
+
+
+def test_a_rank_without_a_share_gets_no_tokens_and_memory_is_counted_for_the_fullest(tmp_path: Path) -> None:
+    even = comparison(tmp_path, 4)
+    uneven = comparison(tmp_path, 4, workload={"rank_shares": [3, 1, 0, 0]})
+    assert uneven.fullest_share == 3.0
+    assert uneven.memory_bytes_per_rank() > even.memory_bytes_per_rank()
+    assert uneven.workload.fingerprint() == even.workload.fingerprint()

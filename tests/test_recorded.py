@@ -1,0 +1,831 @@
+"""Claims about replayed recordings: which tokens make up a batch, what skew they have, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from moe_ep_bench.workload import TAILS, RecordedWorkload, deal, open_trace, peak_load, top_k_load
+from moe_ep_bench.workload.draws import Pool, apportion, draw_sequences, draw_steps
+from moe_ep_bench.workload.recorded import Source
+
+few_examples = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+
+TRACES = Path(__file__).parents[2] / "shared" / "traces"
+
+
+def real(name):
+    path = TRACES / f"{name}.safetensors"
+    if not path.is_file():
+        assert "MOE_EP_BENCH_REQUIRE_TRACES" not in os.environ, f"{path} is missing"
+        pytest.skip("no recorded traces in ../shared/traces")
+    return path
+
+
+def assert_rows_are_distributions_without_ties(scores_TE):
+    assert scores_TE.dtype == torch.float32
+    assert (scores_TE > 0).all()
+    torch.testing.assert_close(scores_TE.sum(1), torch.ones(len(scores_TE)), rtol=0, atol=1e-6)
+    assert (scores_TE.sort(dim=1).values.diff(dim=1) > 0).all()
+
+
+# Recorded: a small file of our own
+
+LAYERS, TOKENS, EXPERTS, K = 2, 60, 16, 3
+LENGTHS = [7, 20, 1, 12, 20]
+
+
+def trace_parts(score="softmax, not renormalised", lengths=LENGTHS, seed=0):
+    tokens = sum(lengths)
+    random = np.random.default_rng(seed)
+    odds = np.exp(random.normal(size=(LAYERS, tokens, EXPERTS)) + 1.5 * random.normal(size=EXPERTS))
+    scores = odds / odds.sum(axis=2, keepdims=True)
+    ids = np.argsort(-scores, axis=2)[..., :K]
+    scores = np.take_along_axis(scores, ids, axis=2)
+    if "over the top-k" in score:
+        scores /= scores.sum(axis=2, keepdims=True)
+    tensors = {
+        "expert_ids": ids.astype(np.uint8),
+        "scores": np.round(scores, 2).astype(np.float16) if "over" not in score else scores.astype(np.float16),
+        "sequence_id": np.repeat([4, 0, 7, 8, 2, *range(10, 60)][: len(lengths)], lengths).astype(np.int32),
+        "position": np.concatenate([np.arange(length) for length in lengths]).astype(np.int32),
+    }
+    metadata = {
+        "format": "moe-trace-v1",
+        "model": "toy",
+        "num_experts": str(EXPERTS),
+        "top_k": str(K),
+        "score": score,
+        "phase": "prefill",
+        "domain": "tests",
+        "source": "nowhere",
+        "licence": "none",
+    }
+    return tensors, metadata
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "toy.safetensors"
+    save_file(*_saved(*trace_parts(), path))
+    return path
+
+
+@pytest.fixture
+def normalised_trace(tmp_path):
+    path = tmp_path / "toy-normalised.safetensors"
+    save_file(*_saved(*trace_parts("softmax over the top-k"), path))
+    return path
+
+
+def _saved(tensors, metadata, path):
+    return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path, metadata
+
+
+def save(path, **changes):
+    """Write a recording of a domain called like its file; ``changes`` are of ``trace_parts`` and of the metadata."""
+    made_from = {name: changes.pop(name) for name in ("score", "lengths", "seed") if name in changes}
+    tensors, metadata = trace_parts(**made_from)
+    save_file(*_saved(tensors, {**metadata, "domain": path.stem, **changes}, path))
+    return path
+
+
+def recorded(path, **changes):
+    fields = {"layer": 1, "num_experts": EXPERTS, "top_k": K, "num_tokens": 50, "num_batches": 2, "seed": 0}
+    return RecordedWorkload(path, **{**fields, "tail": "popularity", **changes})
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_the_top_k_of_a_batch_are_the_recorded_experts_in_their_order(trace, tail):
+    workload = recorded(trace, tail=tail, num_tokens=150)
+    ids_TK, scores_TK = workload.traces[0].read_layer(1)
+    assert (np.diff(scores_TK.astype(float), axis=1) == 0).any(), "the file should hold ties"
+    for index in range(2):
+        scores_TE = workload.batch(index).scores_TE
+        token_T, _ = workload.draw(index)
+        assert_rows_are_distributions_without_ties(scores_TE)
+        best = scores_TE.topk(K + 1, dim=1)
+        np.testing.assert_array_equal(best.indices[:, :K].numpy(), ids_TK[token_T])
+        np.testing.assert_allclose(best.values[:, :K].numpy(), scores_TK[token_T].astype(np.float32), rtol=3e-7)
+        assert (best.values[:, K] < best.values[:, K - 1]).all()
+
+
+def test_batches_are_whole_recorded_sequences_with_the_last_one_cut(trace):
+    workload = recorded(trace)
+    token_T, sequence_id_T = workload.draw(0)
+    assert len(token_T) == 50
+    starts = np.cumsum([0, *LENGTHS])
+    taken = [token_T[sequence_id_T == sequence] for sequence in range(sequence_id_T[-1] + 1)]
+    for place, tokens in enumerate(taken):
+        which = list(starts).index(tokens[0])
+        length = LENGTHS[which] if place < len(taken) - 1 else len(tokens)
+        assert tokens.tolist() == list(range(starts[which], starts[which] + length))
+    assert not np.array_equal(token_T, workload.draw(1)[0])
+
+
+def test_a_short_recording_is_gone_through_as_often_as_it_takes_and_says_so(trace):
+    workload = recorded(trace, num_tokens=3 * TOKENS)
+    token_T, sequence_id_T = workload.draw(0)
+    assert np.bincount(token_T).tolist() == [3] * TOKENS
+    assert sequence_id_T[-1] == 3 * len(LENGTHS) - 1
+    facts = workload.describe()
+    assert facts["recording"]["sources"][0]["passes_per_batch"] == 3.0
+    assert "uses the recording 3.00 times" in facts["description"]
+
+
+def test_recorded_batches_are_the_same_bytes_whenever_they_are_made(trace):
+    fresh = recorded(trace).batch(1)
+    again = recorded(trace)
+    again.batch(0)
+    assert torch.equal(again.batch(1).scores_TE, fresh.scores_TE)
+    assert torch.equal(again.batch(1).sequence_id_T, fresh.sequence_id_T)
+    assert recorded(trace).fingerprint() == again.fingerprint() != recorded(trace, seed=1).fingerprint()
+
+
+def test_a_token_that_comes_again_keeps_its_top_k_but_not_its_tail(tmp_path):
+    tensors, metadata = trace_parts()
+    tensors["position"][:] = np.arange(TOKENS)
+    tensors["sequence_id"][:] = 0  # one sequence only: both batches are the recording in its order
+    path = tmp_path / "toy.safetensors"
+    save_file(*_saved(tensors, metadata, path))
+    workload = recorded(path, num_tokens=TOKENS)
+    first, second = (workload.batch(index).scores_TE.topk(K + 1, dim=1) for index in range(2))
+    assert torch.equal(first.values[:, :K], second.values[:, :K])
+    assert torch.equal(first.indices[:, :K], second.indices[:, :K])
+    assert not torch.equal(first.indices[:, K], second.indices[:, K])
+
+
+def test_the_uniform_tail_is_flat_and_the_popularity_tail_follows_the_recording(trace):
+    batches = {tail: recorded(trace, tail=tail, num_tokens=TOKENS).batch(0).scores_TE.double() for tail in TAILS}
+    popularity_E = torch.bincount(
+        torch.from_numpy(open_trace(trace).read_layer(1)[0].ravel()).long(), minlength=EXPERTS
+    )
+
+    def mean_tail(scores_TE):
+        below_TE = scores_TE < scores_TE.topk(K, dim=1).values[:, -1:]
+        return (scores_TE * below_TE).sum(0) / below_TE.sum(0)
+
+    hot, cold = popularity_E.argmax(), popularity_E.argmin()
+    means = {tail: mean_tail(scores_TE) for tail, scores_TE in batches.items()}
+    assert means["popularity"][hot] > 2 * means["popularity"][cold]
+    assert means["uniform"].max() < 2 * means["uniform"].min()
+
+
+def test_a_recorded_workload_describes_itself_and_gives_no_path_away(trace):
+    text = json.dumps(recorded(trace).describe())
+    facts = json.loads(text)
+    assert facts["kind"] == "recorded"
+    assert facts["tail_model"] == "popularity"
+    (source,) = facts["recording"]["sources"]
+    assert source["file"] == "toy.safetensors"
+    assert source["sha256"] == open_trace(trace).sha256()
+    assert (source["share"], source["share_achieved"]) == (1.0, 1.0)
+    for word in ("toy", "tests", "prefill", "layer 1", "nowhere", "none", "popularity tail"):
+        assert word in facts["description"]
+    assert str(trace.parent) not in text
+
+
+def test_mended_rows_are_counted_in_the_description(tmp_path):
+    tensors, metadata = trace_parts()
+    tensors["scores"][1, 5] = [1, 0, 0]
+    tensors["scores"][1, 6] = [0.5, 0.01, 0]
+    path = tmp_path / "toy.safetensors"
+    save_file(*_saved(tensors, metadata, path))
+    facts = recorded(path).describe()
+    assert (facts["recording"]["rows_scaled"], facts["recording"]["rows_raised"]) == (1, 2)
+    assert "1 rows scaled and 2 raised of 60" in facts["description"]
+
+
+def test_normalised_scores_get_the_share_that_the_user_names(normalised_trace):
+    workload = recorded(normalised_trace, topk_share=0.85)
+    scores_TE = workload.batch(0).scores_TE
+    assert_rows_are_distributions_without_ties(scores_TE)
+    best_TK = scores_TE.topk(K, dim=1).values
+    torch.testing.assert_close(best_TK.sum(1), torch.full((50,), 0.85), rtol=0, atol=1e-6)
+    token_T, _ = workload.draw(0)
+    ratio_TK = best_TK.numpy() / workload.traces[0].read_layer(1)[1][token_T].astype(np.float32)
+    np.testing.assert_allclose(ratio_TK, 0.85, rtol=2e-3)
+    assert workload.describe()["targets"] == {"topk_share": 0.85}
+
+
+def test_normalised_scores_need_a_share_and_raw_scores_take_none(trace, normalised_trace):
+    with pytest.raises(
+        ValueError, match=r"topk_share: needed, .* normalised over the top-k; expected .* 0\.1875 and 1"
+    ):
+        recorded(normalised_trace)
+    for share in (0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"topk_share: expected a number between 0\.1875 .* and 1, got"):
+            recorded(normalised_trace, topk_share=share)
+    with pytest.raises(ValueError, match=r"topk_share: expected none, .* got 0\.5"):
+        recorded(trace, topk_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 32}, "toy.safetensors: num_experts: the model has 32, the recording 16"),
+        ({"top_k": 2}, "toy.safetensors: top_k: the model has 2, the recording 3"),
+        ({"layer": 2}, "toy.safetensors: layer: expected 0 to 1, got 2"),
+        ({"tail": "flat"}, "tail: expected popularity or uniform, got 'flat'"),
+        ({"num_tokens": 0}, "num_tokens: expected at least 1, got 0"),
+        ({"num_batches": 0}, "num_batches: expected at least 1, got 0"),
+        ({"seed": -1}, "seed: expected at least 0, got -1"),
+    ],
+)
+def test_a_recording_that_does_not_suit_the_fields_is_refused(trace, change, message):
+    with pytest.raises(ValueError, match=message):
+        recorded(trace, **change)
+
+
+@pytest.mark.parametrize(("tail", "fingerprint"), [("popularity", "dbc80870e8e4c9ed"), ("uniform", "d8223a326a3d4f04")])
+def test_the_bytes_of_one_recordings_sequences_are_what_they_always_were(trace, tail, fingerprint):
+    assert recorded(trace, tail=tail, num_tokens=150).fingerprint() == fingerprint
+    assert recorded([(trace, 7)], tail=tail, num_tokens=150).fingerprint() == fingerprint
+
+
+# Mixtures
+
+
+def pools_of(lengths_of, shares):
+    """Pools side by side, in the numbering of all tokens together."""
+    pools, offset = [], 0
+    for length_S, share in zip(lengths_of, shares, strict=True):
+        end_S = offset + np.cumsum(length_S)
+        pools.append(Pool(end_S - length_S, end_S, share))
+        offset = int(end_S[-1])
+    return pools
+
+
+def slow_mixture(pools, num_tokens, num_batches):
+    """The rule in words: tokens one by one, and exact fractions."""
+    taken = [Fraction(0)] * len(pools)
+    for index in range(num_batches):
+        random = np.random.default_rng(index)
+        orders = [[] for _ in pools]
+        pieces, tokens = [], 0
+        while tokens < num_tokens:
+            behind = [taken[i] / Fraction(pool.share) for i, pool in enumerate(pools)]
+            source = behind.index(min(behind))
+            orders[source] = orders[source] or random.permutation(len(pools[source].start_S)).tolist()
+            sequence = orders[source].pop(0)
+            pieces.append([])
+            for token in range(pools[source].start_S[sequence], pools[source].end_S[sequence]):
+                if tokens < num_tokens:
+                    pieces[-1].append(token)
+                    tokens += 1
+                    taken[source] += 1
+        yield [pieces[place] for place in random.permutation(len(pieces))] if len(pools) > 1 else pieces
+
+
+SHARES = st.sampled_from([(1.0,), (0.5, 0.5), (0.25, 0.75), (0.125, 0.625, 0.25), (1 / 3, 1 / 3, 1 / 3)])
+
+
+@st.composite
+def mixtures(draw):
+    shares = draw(SHARES)
+    return pools_of([draw(st.lists(st.integers(1, 30), min_size=1, max_size=6)) for _ in shares], shares)
+
+
+@few_examples
+@given(mixtures(), st.integers(1, 80))
+def test_sequences_come_from_the_recording_that_is_furthest_behind(pools, num_tokens):
+    batches = draw_sequences(pools, num_tokens, map(np.random.default_rng, range(4)))
+    for pieces, expected in zip(batches, slow_mixture(pools, num_tokens, 4), strict=True):
+        assert [list(range(first, end)) for first, end in pieces] == expected
+
+
+@few_examples
+@given(mixtures(), st.integers(1, 80))
+def test_tokens_keep_to_their_shares_as_closely_as_the_longest_sequences_allow(pools, num_tokens):
+    longest = [int((pool.end_S - pool.start_S).max()) for pool in pools]
+    taken = np.zeros(len(pools))
+    for index, pieces in enumerate(draw_sequences(pools, num_tokens, map(np.random.default_rng, range(6)))):
+        for first, end in pieces:
+            taken[next(i for i, pool in enumerate(pools) if first < pool.end_S[-1])] += end - first
+        for pool, tokens, length in zip(pools, taken, longest, strict=True):
+            excess = tokens - pool.share * num_tokens * (index + 1)
+            assert -pool.share * (sum(longest) - length) - 1e-9 <= excess <= (1 - pool.share) * length + 1e-9
+
+
+@pytest.fixture
+def domains(tmp_path):
+    """Two domains, one of long and few sequences."""
+    return save(tmp_path / "long.safetensors", lengths=[40, 30], seed=1), save(
+        tmp_path / "short.safetensors", lengths=[4, 6, 5, 5, 10], seed=2
+    )
+
+
+def test_batches_shorter_than_a_sequence_keep_to_the_shares_in_the_long_run(domains):
+    long, short = domains
+    workload = recorded([Source(long, 1), Source(short, 3)], num_tokens=10, num_batches=40)
+    (of_long, of_short) = workload.describe()["recording"]["sources"]
+    assert of_long["share"] == 0.25
+    assert of_long["share_achieved"] == pytest.approx(0.25, abs=0.75 * 10 / 400)
+    assert of_long["share_achieved_range"] == [0.0, 1.0]
+    assert of_short["share_achieved"] == 1 - of_long["share_achieved"]
+
+
+def test_recordings_do_not_take_turns_in_step_with_the_ranks(tmp_path):
+    paths = [save(tmp_path / f"{name}.safetensors", lengths=[5] * 12) for name in "ab"]
+    workload = recorded([(path, 1) for path in paths], num_tokens=100, num_batches=1)
+    token_T, sequence_id_T = workload.draw(0)
+    for indices in deal(torch.from_numpy(sequence_id_T), 2):
+        assert set((token_T[indices] >= 60).tolist()) == {True, False}
+
+
+@pytest.mark.parametrize("arrangement", ["sequences", "decode"])
+def test_a_mixture_replays_the_routing_of_every_recording_to_the_letter(domains, arrangement):
+    workload = recorded([(path, 1) for path in domains], num_tokens=40, arrangement=arrangement)
+    ids_TK = np.concatenate([open_trace(path).read_layer(1)[0] for path in domains])
+    for index in range(2):
+        token_T, _ = workload.draw(index)
+        assert len(set((token_T >= 70).tolist())) == 2
+        scores_TE = workload.batch(index).scores_TE
+        assert_rows_are_distributions_without_ties(scores_TE)
+        np.testing.assert_array_equal(scores_TE.topk(K, dim=1).indices.numpy(), ids_TK[token_T])
+
+
+def test_popularity_is_that_of_the_mixture(domains):
+    expected_E = np.ones(EXPERTS)
+    for path, share in zip(domains, (0.2, 0.8), strict=True):
+        trace = open_trace(path)
+        for expert in trace.read_layer(1)[0].ravel():
+            expected_E[expert] += share * 100 / trace.num_tokens  # 100 tokens were recorded in all
+    _, _, weights_E = recorded([(domains[0], 1), (domains[1], 4)])._routing
+    np.testing.assert_allclose(weights_E, expected_E)
+
+
+def test_a_mixture_describes_itself_and_gives_no_path_away(domains):
+    text = json.dumps(recorded([(domains[0], 1), (domains[1], 3)], num_tokens=1000).describe())
+    facts = json.loads(text)
+    assert str(domains[0].parent) not in text
+    assert facts["recording"]["arrangement"] == "sequences"
+    for source, path, share in zip(facts["recording"]["sources"], domains, (0.25, 0.75), strict=True):
+        assert source["file"] == path.name
+        assert source["sha256"] == open_trace(path).sha256()
+        assert source["domain"] == path.stem
+        assert source["share"] == share
+        assert source["share_achieved"] == pytest.approx(share, abs=0.03)
+        assert source["passes_per_batch"] == pytest.approx(source["share_achieved"] * 1000 / source["num_tokens"])
+        assert f"{path.stem} {source['share_achieved']:.1%} (asked for {share:.1%})" in facts["description"]
+    assert facts["recording"]["requests_per_batch"] == sum(
+        source["requests_per_batch"] for source in facts["recording"]["sources"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "other"}, r"b\.safetensors: model: expected 'toy' as in a\.safetensors, got 'other'"),
+        (
+            {"score": "softmax over the top-k"},
+            r"b\.safetensors: score: expected 'softmax, not renormalised' as in a\.safetensors, "
+            "got 'softmax over the top-k'",
+        ),
+        ({"num_experts": "17"}, r"b\.safetensors: num_experts: the model has 16, the recording 17"),
+    ],
+)
+def test_recordings_that_do_not_belong_together_are_refused(tmp_path, change, message):
+    paths = [save(tmp_path / "a.safetensors"), save(tmp_path / "b.safetensors", **change)]
+    with pytest.raises(ValueError, match=f"^[^\n]*{message}$"):
+        recorded([(path, 1) for path in paths])
+
+
+def test_recordings_of_other_layers_or_top_k_are_refused(tmp_path, trace):
+    tensors, metadata = trace_parts()
+    one_layer = {name: tensor[:1] if tensor.ndim == 3 else tensor for name, tensor in tensors.items()}
+    save_file(*_saved(one_layer, metadata, tmp_path / "b.safetensors"))
+    with pytest.raises(ValueError, match=r"b\.safetensors: layers: expected 2 as in toy\.safetensors, got 1$"):
+        recorded([(trace, 1), (tmp_path / "b.safetensors", 1)], layer=0)
+    less = {name: tensor[..., :2] if tensor.ndim == 3 else tensor for name, tensor in tensors.items()}
+    save_file(*_saved(less, {**metadata, "top_k": "2"}, tmp_path / "b.safetensors"))
+    with pytest.raises(ValueError, match=r"b\.safetensors: top_k: the model has 3, the recording 2$"):
+        recorded([(trace, 1), (tmp_path / "b.safetensors", 1)])
+
+
+@pytest.mark.parametrize("share", [0, -1, float("nan"), float("inf")])
+def test_a_share_that_is_none_is_refused(trace, share):
+    with pytest.raises(ValueError, match=rf"^[^\n]*toy\.safetensors: share: expected a number above 0, got {share:g}$"):
+        recorded([(trace, share)])
+
+
+def test_no_recording_and_one_named_twice_are_refused(trace):
+    with pytest.raises(ValueError, match=r"^path: expected at least one recording, got none$"):
+        recorded([])
+    with pytest.raises(ValueError, match=r"^[^\n]*toy\.safetensors: expected every recording once, got it twice$"):
+        recorded([(trace, 1), (trace.parent / "." / trace.name, 2)])
+
+
+# Decode
+
+
+def slow_steps(pools, num_requests, per_request, num_steps, random):
+    """Slots that count down, one step after the other."""
+    pool_B = random.permutation([index for index, requests in enumerate(num_requests) for _ in range(requests)])
+    streams = random.spawn(len(pools))
+    starts = [[] for _ in pools]  # where each slot's first request starts
+    for pool, stream, requests, found in zip(pools, streams, num_requests, starts, strict=True):
+        places_S = [end - start - per_request + 1 for start, end in zip(pool.start_S, pool.end_S, strict=True)]
+        while len(found) < requests:
+            clock = [
+                time / places for time, places in zip(stream.exponential(size=len(places_S)), places_S, strict=True)
+            ]
+            for sequence in sorted(range(len(clock)), key=clock.__getitem__)[: requests - len(found)]:
+                found.append((sequence, pool.start_S[sequence] + stream.integers(places_S[sequence])))
+    orders = [[] for _ in pools]
+    at, steps = {}, []
+    for step in range(num_steps):
+        for slot, index in enumerate(pool_B):
+            pool, order = pools[index], orders[index]
+            if step == 0:
+                at[slot] = starts[index].pop(0)
+            else:
+                sequence, token = at[slot]
+                at[slot] = sequence, token + per_request
+            sequence, token = at[slot]
+            if token + per_request > pool.end_S[sequence]:
+                order.extend([] if order else streams[index].permutation(len(pool.start_S)).tolist())
+                sequence = order.pop(0)
+                at[slot] = sequence, pool.start_S[sequence]
+        steps.append([at[slot][1] for slot in range(len(pool_B))])
+    return steps
+
+
+@few_examples
+@given(mixtures(), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_slots_step_through_sequences_side_by_side(pools, per_request, most, seed):
+    pools = [Pool(pool.start_S * 4, pool.end_S * 4, pool.share) for pool in pools]  # long enough for all
+    num_requests = [1 + (index + most) % 4 for index in range(len(pools))]
+    first_NB = draw_steps(pools, num_requests, per_request, 30, np.random.default_rng(seed))
+    assert first_NB.tolist() == slow_steps(pools, num_requests, per_request, 30, np.random.default_rng(seed))
+    fewer_NB = draw_steps(pools, num_requests, per_request, 7, np.random.default_rng(seed))
+    np.testing.assert_array_equal(fewer_NB, first_NB[:7])
+
+
+@pytest.mark.parametrize("per_request", [1, 3])
+def test_slots_start_at_any_token_alike(per_request):
+    """Also in short sequences, but seldom: what counts is how many places there are."""
+    pools = pools_of([[3, 12, 5]], [1.0])
+    places = [token for first, end in [(0, 3), (3, 15), (15, 20)] for token in range(first, end - per_request + 1)]
+    starts = [
+        draw_steps(pools, [1], per_request, 1, np.random.default_rng(seed))[0, 0] for seed in range(200 * len(places))
+    ]
+    counts = np.bincount(starts, minlength=20)
+    assert set(np.flatnonzero(counts)) == set(places)
+    assert (abs(counts[places] - 200) < 5 * 200**0.5).all()
+
+
+@few_examples
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 9))
+def test_requests_are_apportioned_as_closely_as_whole_ones_allow(weights, num_requests):
+    shares = [weight / sum(weights) for weight in weights]
+    seats = apportion(shares, num_requests)
+
+    def distance(seats):
+        return sum(abs(seat - share * num_requests) for seat, share in zip(seats, shares, strict=True))
+
+    assert sum(seats) == num_requests
+    every = product(range(num_requests + 1), repeat=len(shares))
+    assert distance(seats) == pytest.approx(min(distance(other) for other in every if sum(other) == num_requests))
+
+
+def test_a_slot_is_a_sequence_and_stays_on_its_rank(trace):
+    workload = recorded(trace, arrangement="decode", tokens_per_request=2, num_tokens=14, num_batches=5)
+    dealt = [[indices.tolist() for indices in deal(workload.batch(index), 3)] for index in range(5)]
+    assert workload.batch(4).sequence_id_T.tolist() == [slot for slot in range(7) for _ in range(2)]
+    assert all(ranks == dealt[0] for ranks in dealt)
+
+
+def test_requests_bring_consecutive_tokens_and_move_on_where_too_few_are_left(trace):
+    workload = recorded(trace, arrangement="decode", tokens_per_request=4, num_tokens=12, num_batches=40)
+    starts = np.cumsum([0, *LENGTHS])
+    before_B = None
+    for index in range(40):
+        token_BT = workload.draw(index)[0].reshape(3, 4)
+        assert (np.diff(token_BT, axis=1) == 1).all()
+        of_BT = np.searchsorted(starts, token_BT, side="right")
+        assert (of_BT == of_BT[:, :1]).all(), "a request crossed into another sequence"
+        for first, before in zip(token_BT[:, 0], [] if before_B is None else before_B, strict=before_B is not None):
+            end = starts[np.searchsorted(starts, before, side="right")]
+            assert first == before + 4 if before + 8 <= end else first in starts
+        before_B = token_BT[:, 0]
+
+
+def test_a_gap_in_a_recording_ends_a_request_of_several_tokens(tmp_path):
+    tensors, metadata = trace_parts(lengths=[20])
+    tensors["position"][9:] += 5  # tokens 0 to 8, and 9 to 19
+    path = tmp_path / "gap.safetensors"
+    save_file(*_saved(tensors, metadata, path))
+    fields = {"num_tokens": 12, "num_batches": 30, "arrangement": "decode"}
+    first_NB = recorded(path, **fields, tokens_per_request=3)._steps
+    assert not np.isin([7, 8], first_NB).any()
+    assert np.isin([0, 9], first_NB).all()
+    single_NB = recorded(path, **fields)._steps
+    np.testing.assert_array_equal(single_NB[1:], (single_NB[:-1] + 1) % 20)  # single tokens have nothing to cross
+
+
+@pytest.mark.parametrize("change", [{}, {"arrangement": "decode"}, {"arrangement": "decode", "tokens_per_request": 2}])
+def test_mixed_batches_are_the_same_bytes_whenever_and_beside_whichever_others_they_are_made(domains, change):
+    sources = [(path, 1) for path in domains]
+    fresh = recorded(sources, num_tokens=24, **change).batch(1)
+    again = recorded(sources, num_tokens=24, **{**change, "num_batches": 9})
+    again.batch(8)
+    assert torch.equal(again.batch(1).scores_TE, fresh.scores_TE)
+    assert torch.equal(again.batch(1).sequence_id_T, fresh.sequence_id_T)
+    same, other = recorded(sources, num_tokens=24, **change), recorded(sources, num_tokens=24, seed=1, **change)
+    assert same.fingerprint() != other.fingerprint()
+    drawn = [np.concatenate([workload.draw(index)[0] for index in range(2)]) for workload in (same, other)]
+    assert not np.array_equal(*drawn)
+
+
+def test_decoding_describes_itself(domains):
+    workload = recorded(
+        [(domains[0], 1), (domains[1], 3)], num_tokens=36, num_batches=5, arrangement="decode", tokens_per_request=4
+    )
+    facts = json.loads(json.dumps(workload.describe()))
+    recording = facts["recording"]
+    assert (recording["arrangement"], recording["requests_per_batch"], recording["tokens_per_request"]) == (
+        "decode",
+        9,
+        4,
+    )
+    assert [source["requests_per_batch"] for source in recording["sources"]] == [2, 7]
+    assert [source["share"] for source in recording["sources"]] == [0.25, 0.75]
+    assert [source["share_achieved"] for source in recording["sources"]] == pytest.approx([2 / 9, 7 / 9])
+    assert [source["share_achieved_range"][0] for source in recording["sources"]] == pytest.approx([2 / 9, 7 / 9])
+    for words in ("5 decoding steps of 9 requests x 4 tokens from 7 sequences", "long 22.2% (asked for 25.0%)"):
+        assert words in facts["description"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arrangement": "prefill"}, "arrangement: expected sequences or decode, got 'prefill'"),
+        ({"tokens_per_request": 0}, "tokens_per_request: expected at least 1, got 0"),
+        ({"tokens_per_request": 2}, "tokens_per_request: expected 1 where arrangement is sequences, got 2"),
+        (
+            {"arrangement": "decode", "tokens_per_request": 4},
+            r"num_tokens: expected a multiple of tokens_per_request \(4\), got 50",
+        ),
+        (
+            {"arrangement": "decode", "tokens_per_request": 25},
+            r"[^\n]*toy\.safetensors: tokens_per_request: expected at most 20, the longest sequence, got 25",
+        ),
+    ],
+)
+def test_decoding_that_cannot_be_had_is_refused(trace, change, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        recorded(trace, **change)
+
+
+def test_a_recording_too_rare_for_the_requests_is_refused(domains):
+    with pytest.raises(
+        ValueError,
+        match=r"^[^\n]*short\.safetensors: share: expected a share that gives a request in every step, "
+        r"got 0\.1 of 4 requests \(num_tokens / tokens_per_request\)$",
+    ):
+        recorded([(domains[0], 9), (domains[1], 1)], arrangement="decode", num_tokens=4)
+
+
+# Recorded: files that are wrong
+
+
+def _set(part, name, value):
+    def change(tensors, metadata):
+        (tensors if part == "tensors" else metadata)[name] = value
+
+    return change
+
+
+def _drop(part, name):
+    def change(tensors, metadata):
+        del (tensors if part == "tensors" else metadata)[name]
+
+    return change
+
+
+def _poke(name, where, value):
+    def change(tensors, metadata):
+        tensors[name][where] = value
+
+    return change
+
+
+WRONG = {
+    "missing tensor": (_drop("tensors", "scores"), "missing tensors: scores"),
+    "missing metadata": (_drop("metadata", "licence"), "missing metadata: licence"),
+    "wrong format": (_set("metadata", "format", "moe-trace-v9"), "format: expected moe-trace-v1, got moe-trace-v9"),
+    "no number": (_set("metadata", "top_k", "six"), "top_k: expected a number in the metadata, got 'six'"),
+    "other top_k": (_set("metadata", "top_k", "4"), "top_k: the metadata says 4, expert_ids has 3"),
+    "too few experts": (_set("metadata", "num_experts", "3"), r"num_experts: expected more than top_k \(3\), got 3"),
+    "id dtype": (
+        _set("tensors", "expert_ids", np.zeros((LAYERS, TOKENS, K), np.int32)),
+        "expert_ids: expected dtype U8, got I32",
+    ),
+    "score dtype": (
+        _set("tensors", "scores", np.zeros((LAYERS, TOKENS, K), np.float32)),
+        "scores: expected dtype F16, got F32",
+    ),
+    "score shape": (
+        _set("tensors", "scores", np.zeros((LAYERS, TOKENS, K + 1), np.float16)),
+        r"scores: expected shape \(2, 60, 3\) to agree with expert_ids, got \(2, 60, 4\)",
+    ),
+    "score dimensions": (
+        _set("tensors", "scores", np.zeros((TOKENS, K), np.float16)),
+        r"scores: expected 3 dimensions, got shape \(60, 3\)",
+    ),
+    "sequence shape": (
+        _set("tensors", "sequence_id", np.zeros(TOKENS - 1, np.int32)),
+        r"sequence_id: expected shape \(60,\) to agree with expert_ids, got \(59,\)",
+    ),
+    "position shape": (
+        _set("tensors", "position", np.zeros(TOKENS + 1, np.int32)),
+        r"position: expected shape \(60,\) to agree with expert_ids, got \(61,\)",
+    ),
+    "scattered sequence": (
+        _poke("sequence_id", 59, 4),
+        "sequence_id: expected the tokens of a sequence side by side, got one in several runs",
+    ),
+    "id out of range": (_poke("expert_ids", (1, 7, 2), 16), "layer 1: token 7: expert_ids: expected 0 to 15, got 16"),
+    "repeated expert": (
+        _poke("expert_ids", (1, 7), [3, 5, 3]),
+        r"layer 1: token 7: expert_ids: expected distinct experts, got \[3, 5, 3\]",
+    ),
+    "NaN": (_poke("scores", (1, 7, 0), np.nan), "layer 1: token 7: scores: expected finite, non-negative values, got"),
+    "infinite": (
+        _poke("scores", (1, 7), [np.inf, 0, -np.inf]),
+        "layer 1: token 7: scores: expected finite, non-negative",
+    ),
+    "negative": (
+        _poke("scores", (1, 7, 2), -0.1),
+        "layer 1: token 7: scores: expected finite, non-negative values, got",
+    ),
+    "unsorted": (_poke("scores", (1, 7), [0.1, 0.3, 0.2]), "layer 1: token 7: scores: expected descending values, got"),
+    "sum over 1": (
+        _poke("scores", (1, 7), [0.9, 0.8, 0.7]),
+        r"layer 1: token 7: scores: expected the sum of part of a softmax \(at most 1\), got 2.4",
+    ),
+    "not normalised": (
+        _set("metadata", "score", "softmax over the top-k"),
+        r"layer 1: token \d+: scores: expected the sum of a softmax over the top-k \(1\), got",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_file_is_refused_in_one_line_that_names_it(tmp_path, name):
+    change, message = WRONG[name]
+    tensors, metadata = trace_parts()
+    change(tensors, metadata)
+    path = tmp_path / "wrong.safetensors"
+    save_file(*_saved(tensors, metadata, path))
+    with pytest.raises(ValueError, match=f"^[^\n]*wrong.safetensors: {message}[^\n]*$"):
+        recorded(path, topk_share=0.5 if name == "not normalised" else None)
+
+
+def test_an_empty_recording_is_refused(tmp_path):
+    _, metadata = trace_parts()
+    empty = np.zeros((LAYERS, 0, K))
+    ids_T = np.zeros(0, np.int32)
+    tensors = {"expert_ids": empty.astype(np.uint8), "scores": empty.astype(np.float16)}
+    path = tmp_path / "empty.safetensors"
+    save_file({**tensors, "sequence_id": ids_T, "position": ids_T}, path, metadata)
+    with pytest.raises(
+        ValueError, match=r"empty\.safetensors: expert_ids: expected at least one layer, token and expert"
+    ):
+        open_trace(path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"toy.safetensors: no such file$"):
+        open_trace(tmp_path / "toy.safetensors")
+
+
+@pytest.mark.parametrize("damage", ["not safetensors", "truncated", "damaged header", "empty"])
+def test_a_damaged_file_is_refused(trace, damage):
+    whole = trace.read_bytes()
+    damaged = {
+        "not safetensors": b"PK\x03\x04 something else",
+        "truncated": whole[:-10],
+        "damaged header": whole[:20] + b"####" + whole[24:],
+        "empty": b"",
+    }
+    trace.write_bytes(damaged[damage])
+    with pytest.raises(ValueError, match=r"^[^\n]*toy.safetensors: not a whole, readable safetensors file [^\n]*$"):
+        open_trace(trace)
+
+
+def test_only_the_layer_that_is_asked_for_is_read(tmp_path):
+    tensors, metadata = trace_parts()
+    tensors["scores"][1] = np.nan
+    path = tmp_path / "toy.safetensors"
+    save_file(*_saved(tensors, metadata, path))
+    recorded(path, layer=0).batch(0)
+    with pytest.raises(ValueError, match="layer 1: token 0: scores"):
+        recorded(path, layer=1)
+
+
+# Recorded: real models
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("layer", [0, 23])  # in layer 23 some recorded scores are 0
+def test_real_routing_is_replayed_to_the_letter(layer, tail):
+    workload = RecordedWorkload(
+        real("deepseek-v2-lite-intent"), layer, 64, 6, num_tokens=4096, num_batches=1, tail=tail, seed=0
+    )
+    scores_TE = workload.batch(0).scores_TE
+    assert_rows_are_distributions_without_ties(scores_TE)
+    token_T, _ = workload.draw(0)
+    best = scores_TE.topk(7, dim=1)
+    np.testing.assert_array_equal(best.indices[:, :6].numpy(), workload.traces[0].read_layer(layer)[0][token_T])
+    assert (best.values[:, 6] < best.values[:, 5]).all()
+
+
+def test_the_recorded_peak_load_of_deepseek_v2_lite_is_what_was_measured():
+    trace = open_trace(real("deepseek-v2-lite-intent"))
+    peaks = []
+    for layer in range(trace.num_layers):
+        workload = RecordedWorkload(trace.path, layer, 64, 6, trace.num_tokens, num_batches=1, tail="uniform", seed=0)
+        peaks.append(peak_load(top_k_load(workload.batch(0).scores_TE, 6)))
+    assert 3.5 < np.mean(peaks) < 5.6
+
+
+def test_gpt_oss_needs_its_top_k_share():
+    gpt_oss = real("gpt-oss-20b-mixed")
+    fields = {"layer": 5, "num_experts": 32, "top_k": 4, "num_tokens": 2048, "num_batches": 1, "seed": 0}
+    with pytest.raises(ValueError, match=r"gpt-oss-20b-mixed\.safetensors: topk_share: needed"):
+        RecordedWorkload(gpt_oss, **fields, tail="popularity")
+    workload = RecordedWorkload(gpt_oss, **fields, tail="popularity", topk_share=0.6)
+    assert workload.achieved()["topk_share"] == pytest.approx(0.6, abs=1e-6)
+    assert 1.5 < workload.achieved()["peak_load"] < 4
+
+
+DEEPSEEK = ("intent", "summary", "translation")
+
+
+def mean_peak(path):
+    """Over layers and batches."""
+    fields = {"num_experts": 64, "top_k": 6, "num_tokens": 4096, "num_batches": 2, "tail": "uniform", "seed": 0}
+    return np.mean([RecordedWorkload(path, layer, **fields).achieved()["peak_load"] for layer in range(0, 26, 5)])
+
+
+def test_mixing_domains_levels_the_load():
+    paths = [real(f"deepseek-v2-lite-{domain}") for domain in DEEPSEEK]
+    single = [mean_peak(path) for path in paths]
+    mixed = mean_peak([(path, 1 / 3) for path in paths])
+    assert min(single) > 3.4
+    assert mixed < 0.9 * min(single)
+
+
+def activated(path, layer, requests, per_request, num_steps=32):
+    """Mean number of experts that a decoding step of GPT-OSS needs, and the steps' tokens."""
+    fields = {"num_experts": 32, "top_k": 4, "tail": "uniform", "seed": 0, "topk_share": 0.6, "arrangement": "decode"}
+    workload = RecordedWorkload(
+        path,
+        layer,
+        **fields,
+        num_tokens=requests * per_request,
+        num_batches=num_steps,
+        tokens_per_request=per_request,
+    )
+    chosen = [workload.batch(step).scores_TE.topk(4, dim=1).indices.unique().numel() for step in range(num_steps)]
+    return np.mean(chosen)
+
+
+def test_more_requests_side_by_side_activate_more_experts_but_fewer_than_chance_would():
+    gpt_oss = real("gpt-oss-20b-mixed")
+    for layer in (0, 11, 23):
+        few, some, many = (activated(gpt_oss, layer, requests, 1) for requests in (8, 32, 128))
+        assert 4 < few < some < many <= 32
+        assert few < 32 * (1 - (1 - 4 / 32) ** 8)
+
+
+def test_speculated_tokens_share_experts():
+    """Four requests of four tokens need fewer experts than sixteen requests of one, and more than four of one."""
+    gpt_oss = real("gpt-oss-20b-mixed")
+    for layer in (0, 11, 23):
+        single, speculated = activated(gpt_oss, layer, 4, 1), activated(gpt_oss, layer, 4, 4)
+        assert single < speculated < activated(gpt_oss, layer, 16, 1)
+        assert speculated < 4 * single
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "fingerprint"),
+    [
+        ("deepseek-v2-lite-intent", (7, 64, 6, 4096, 3, "popularity", 0), "e4a62e0fc24cf10a"),
+        ("gpt-oss-20b-mixed", (5, 32, 4, 4096, 3, "uniform", 1, 0.6), "d011cdc00b32ca61"),
+    ],
+)
+def test_the_bytes_of_one_real_recordings_sequences_are_what_they_always_were(name, fields, fingerprint):
+    assert RecordedWorkload(real(name), *fields).fingerprint() == fingerprint

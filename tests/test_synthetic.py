@@ -1,0 +1,311 @@
+"""Claims about synthetic workloads: every target is met, none disturbs another, and what cannot be met is said."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import gumbel_r, kstest
+
+from moe_ep_bench.workload import SyntheticWorkload, deal
+from moe_ep_bench.workload.noise import correlated_noise
+from moe_ep_bench.workload.popularity import FAMILIES, drawn_popularity, log_odds, placed, placed_for_rank_load
+from moe_ep_bench.workload.selection import TopK
+
+few_examples = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+
+
+def synthetic(**changes):
+    fields = {"num_experts": 64, "top_k": 6, "num_tokens": 2048, "num_batches": 2, "sequence_length": 128, "seed": 0}
+    return SyntheticWorkload(**{**fields, "peak_load": 3.0, **changes})
+
+
+def chosen(scores_E, top_k, num_groups=1, top_groups=1):
+    """The model's own top-k of one token, spelled out."""
+    size = len(scores_E) // num_groups
+    groups = [list(range(g * size, (g + 1) * size)) for g in range(num_groups)]
+    value = {
+        g: sum(sorted((scores_E[e] for e in groups[g]), reverse=True)[: top_k // top_groups]) for g in range(num_groups)
+    }
+    best = sorted(range(num_groups), key=lambda g: -value[g])[:top_groups]
+    allowed = [e for g in best for e in groups[g]]
+    return set(sorted(allowed, key=lambda e: -scores_E[e])[:top_k])
+
+
+def loads(batch, top_k, **groups):
+    load = [0] * batch.scores_TE.shape[1]
+    for row in batch.scores_TE.tolist():
+        for expert in chosen(row, top_k, **groups):
+            load[expert] += 1
+    return np.array(load)
+
+
+def fullest(load, num_ranks):
+    ranks = [sum(part) for part in np.split(load, num_ranks)]
+    return max(ranks) * num_ranks / sum(ranks)
+
+
+# The model's top-k
+
+
+@few_examples
+@given(st.sampled_from([(8, 2, 4, 1), (16, 4, 4, 2), (12, 6, 3, 2), (16, 3, 1, 1)]), st.integers(0, 2**20))
+def test_top_k_looks_only_into_the_best_groups(shape, seed):
+    num_experts, top_k, num_groups, top_groups = shape
+    logits_TE = np.random.default_rng(seed).normal(size=(9, num_experts))
+    selection = TopK(top_k, num_groups, top_groups) if num_groups > 1 else TopK(top_k)
+    for factor in (0.3, 1.0, 3.0):
+        map_TE = selection.chosen(logits_TE, factor)
+        for row_E, scores_E in zip(map_TE, np.exp(factor * logits_TE), strict=True):
+            assert set(np.flatnonzero(row_E)) == chosen(scores_E.tolist(), top_k, num_groups, top_groups)
+
+
+# Targets
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "uniform"])
+@pytest.mark.parametrize(
+    ("peak_load", "num_experts", "top_k"), [(1.5, 64, 6), (5.0, 64, 8), (9.0, 128, 8), (3.0, 8, 2)]
+)
+def test_every_family_meets_its_peak_load(family, peak_load, num_experts, top_k):
+    workload = synthetic(family=family, peak_load=peak_load, num_experts=num_experts, top_k=top_k, num_tokens=512)
+    for index in range(2):
+        load = loads(workload.batch(index), top_k)
+        one_token = num_experts / (512 * top_k)
+        assert load.max() / load.mean() == pytest.approx(peak_load, abs=max(0.01 * peak_load, one_token) + 1e-9)
+
+
+def test_families_differ_in_what_comes_after_the_busiest():
+    second = {}
+    for family in ("lognormal", "zipf", "dirichlet"):
+        load = np.sort(loads(synthetic(family=family, peak_load=6.0).batch(0), 6))
+        second[family] = load[-8:].sum() / load.sum()
+    assert second["zipf"] < second["lognormal"] < second["dirichlet"], second
+
+
+@pytest.mark.parametrize("num_groups", [None, 4])
+def test_the_peak_load_is_met_under_the_models_groups(num_groups):
+    groups = {} if num_groups is None else {"num_groups": num_groups, "top_groups": 2}
+    workload = synthetic(num_experts=32, top_k=4, num_tokens=512, peak_load=4.0, topk_share=0.5, **groups)
+    load = loads(workload.batch(0), 4, **groups)
+    assert load.max() / load.mean() == pytest.approx(4.0, rel=0.011)
+    assert workload.achieved()["peak_load"] == pytest.approx(4.0, rel=0.011)
+    assert workload.achieved()["topk_share"] == pytest.approx(0.5, abs=0.01)
+    if num_groups:
+        ungrouped = loads(workload.batch(0), 4)
+        assert not np.array_equal(ungrouped, load), "the groups make no difference"
+
+
+@pytest.mark.parametrize(("num_ranks", "load"), [(2, 1.2), (8, 1.3), (8, 2.0), (16, 2.5), (64, 3.0)])
+def test_the_fullest_rank_gets_its_load(num_ranks, load):
+    workload = synthetic(rank_load=(num_ranks, load))
+    assert fullest(loads(workload.batch(0), 6), num_ranks) == pytest.approx(load, rel=0.02)
+    # Later batches have the same experts in the same places, and noise of their own.
+    assert fullest(loads(workload.batch(1), 6), num_ranks) == pytest.approx(load, rel=0.08)
+    assert workload.achieved()["peak_load"] == pytest.approx(3.0, rel=0.01)
+
+
+def test_placing_experts_otherwise_changes_the_rank_load_and_no_expert():
+    rank_loads, experts = {}, {}
+    for placement in ("spread", "scattered", "adjacent"):
+        load = loads(synthetic(placement=placement, num_tokens=4096).batch(0), 6)
+        rank_loads[placement] = fullest(load, 8)
+        experts[placement] = np.sort(load)
+    assert rank_loads["spread"] < rank_loads["scattered"] < rank_loads["adjacent"], rank_loads
+    assert abs(experts["spread"] - experts["adjacent"]).max() < 0.1 * experts["spread"].max()
+
+
+@pytest.mark.parametrize("share", [0.12, 0.36, 0.7, 0.95])
+def test_the_top_k_hold_the_share_asked_for_and_choices_stay(share):
+    plain, sharp = synthetic().batch(0), synthetic(topk_share=share).batch(0)
+    best_TK = torch.tensor([sorted(row)[-6:] for row in sharp.scores_TE.tolist()])
+    assert best_TK.sum(1).mean().item() == pytest.approx(share, abs=2e-3)
+    assert torch.equal(plain.scores_TE.argsort(1), sharp.scores_TE.argsort(1))
+    assert (sharp.scores_TE.sort(1).values.diff(dim=1) > 0).all()
+
+
+@pytest.mark.parametrize("entropy", [0.2, 0.6, 0.97])
+def test_scores_have_the_entropy_asked_for(entropy):
+    workload = synthetic(entropy=entropy)
+    per_token = []
+    for row in workload.batch(0).scores_TE.double().tolist():
+        per_token.append(-sum(score * np.log(score) for score in row) / np.log(64))
+    assert np.mean(per_token) == pytest.approx(entropy, abs=2e-3)
+    assert workload.achieved()["entropy"] == pytest.approx(entropy, abs=2e-3)
+
+
+@pytest.mark.parametrize(("overlap", "sequence_length"), [(1.2, 128), (1.7, 128), (4.0, 512), (3.0, 4), (5.5, 2)])
+def test_neighbours_share_as_many_experts_as_asked_for(overlap, sequence_length):
+    workload = synthetic(neighbour_overlap=overlap, sequence_length=sequence_length, num_tokens=4096)
+    batch = workload.batch(1)
+    sets = [chosen(row, 6) for row in batch.scores_TE.tolist()]
+    sequence = batch.sequence_id_T.tolist()
+    shared = [len(sets[t] & sets[t - 1]) for t in range(1, len(sets)) if sequence[t] == sequence[t - 1]]
+    assert np.mean(shared) == pytest.approx(overlap, rel=0.08)
+    assert workload.achieved()["neighbour_overlap"] == pytest.approx(np.mean([overlap, np.mean(shared)]), rel=0.08)
+    apart = [len(sets[t] & sets[t - 1]) for t in range(1, len(sets)) if sequence[t] != sequence[t - 1]]
+    if len(apart) > 500:  # Speculative requests: tokens of different ones are strangers.
+        assert np.mean(apart) < 0.6 * overlap
+    load = loads(batch, 6)
+    assert load.max() / load.mean() == pytest.approx(3.0, rel=0.011)
+
+
+def test_correlated_noise_is_gumbel_noise_token_by_token():
+    noise_TE = correlated_noise(1, 0, 4000, 4, 2, 0.8)
+    assert kstest(noise_TE[1::2, 0], gumbel_r.cdf).pvalue > 0.01
+    assert kstest(noise_TE[::2, 3], gumbel_r.cdf).pvalue > 0.01
+    assert np.corrcoef(noise_TE[::2, 1], noise_TE[1::2, 1])[0, 1] > 0.7
+    assert abs(np.corrcoef(noise_TE[1:-1:2, 1], noise_TE[2::2, 1])[0, 1]) < 0.05
+    assert abs(np.corrcoef(noise_TE[:, 0], noise_TE[:, 1])[0, 1]) < 0.05
+
+
+def test_decode_tokens_have_no_neighbours():
+    assert synthetic(sequence_length=1).achieved()["neighbour_overlap"] is None
+
+
+# Skew that moves
+
+
+def hottest(workload, index):
+    return set(np.argsort(loads(workload.batch(index), 6))[-8:])
+
+
+def test_with_drift_other_experts_become_hot_and_the_peak_load_stays():
+    still, slow, new = (synthetic(drift=drift, num_batches=4) for drift in (0.0, 0.1, 1.0))
+    assert len(hottest(still, 0) & hottest(still, 3)) >= 7
+    assert len(hottest(slow, 0) & hottest(slow, 1)) > len(hottest(new, 0) & hottest(new, 1))
+    assert torch.equal(slow.batch(0).scores_TE, still.batch(0).scores_TE)
+    load = loads(slow.batch(3), 6)
+    assert load.max() / load.mean() == pytest.approx(3.0, rel=0.011)
+
+
+def test_drift_is_the_correlation_between_batches():
+    batches = np.array([drawn_popularity(0, 4096, index, 0.25) for index in range(4)])
+    assert np.corrcoef(batches[0], batches[1])[0, 1] == pytest.approx(0.75, abs=0.03)
+    assert np.corrcoef(batches[0], batches[3])[0, 1] == pytest.approx(0.75**3, abs=0.04)
+    assert batches.std(axis=1) == pytest.approx(1, abs=0.05)
+
+
+def test_every_so_many_batches_one_is_a_burst():
+    workload = synthetic(num_batches=6, burst_every=3, burst_peak_load=8.0, num_tokens=512)
+    peaks = [load.max() / load.mean() for load in (loads(workload.batch(index), 6) for index in range(6))]
+    assert [round(peak) for peak in peaks] == [3, 3, 8, 3, 3, 8]
+
+
+# Parts
+
+
+@few_examples
+@given(st.sampled_from(FAMILIES), st.integers(0, 100), st.floats(0, 50))
+def test_odds_keep_the_order_of_popularity_and_are_flat_at_no_strength(family, seed, strength):
+    normal_E = np.random.default_rng(seed).normal(size=16)
+    bias_E = log_odds(family, normal_E, strength)
+    assert np.isfinite(bias_E).all()
+    assert (np.diff(bias_E[np.argsort(normal_E)]) >= 0).all()
+    assert np.ptp(log_odds(family, normal_E, 0.0)) == 0
+    if family != "uniform":
+        assert np.ptp(log_odds(family, normal_E, 1e-3)) < 0.2
+
+
+@few_examples
+@given(st.sampled_from([(16, 2), (16, 4), (24, 3)]), st.integers(0, 1000), st.floats(1.0, 4.0))
+def test_placing_for_a_rank_load_meets_it_or_says_what_could(shape, seed, target):
+    num_experts, num_ranks = shape
+    load_E = np.random.default_rng(seed).exponential(size=num_experts).cumsum()[::-1]
+    most = fullest(np.sort(load_E)[::-1], num_ranks)
+    if not 1.4 <= target <= 0.9 * most:
+        # Out of reach, or on the brink of it.
+        with contextlib.suppress(ValueError):
+            placed_for_rank_load(load_E, num_ranks, target, hot_rank=1)
+        return
+    order_E = placed_for_rank_load(load_E, num_ranks, target, hot_rank=1)
+    assert sorted(order_E) == list(range(num_experts))
+    assert fullest(load_E[order_E], num_ranks) == pytest.approx(target, rel=0.0201)
+
+
+@pytest.mark.parametrize("placement", ["scattered", "spread", "adjacent"])
+def test_a_placement_is_a_permutation(placement):
+    for num_experts in (1, 7, 8, 60):
+        normal_E = np.random.default_rng(0).normal(size=num_experts)
+        assert sorted(placed(placement, normal_E)) == list(range(num_experts))
+
+
+# Dealing in shares
+
+
+@few_examples
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=60),
+    st.integers(1, 6),
+    st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=4),
+)
+def test_ranks_get_their_shares_as_nearly_as_whole_sequences_allow(length_S, num_ranks, shares):
+    ids_T = torch.arange(len(length_S)).repeat_interleave(torch.tensor(length_S))
+    share_R = [shares[rank % len(shares)] for rank in range(num_ranks)]
+    if not any(share_R):
+        with pytest.raises(ValueError, match="shares: expected one above 0"):
+            deal(ids_T, num_ranks, shares)
+        return
+    dealt = deal(ids_T, num_ranks, shares)
+    assert torch.equal(torch.cat(dealt).sort().values, torch.arange(len(ids_T)))
+    fills = []
+    for indices, share in zip(dealt, share_R, strict=True):
+        assert share > 0 or len(indices) == 0
+        if share:
+            fills.append((len(indices) / share, share))
+    for fill, share in fills:
+        assert fill - min(other for other, _ in fills) <= max(length_S) / share + 1e-9
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "pareto"}, "family: expected one of lognormal, zipf, dirichlet, uniform; got 'pareto'"),
+        ({"family": "uniform"}, "family: uniform has no skew to solve for; expected no peak_load"),
+        ({"placement": "far"}, "placement: expected one of scattered, spread, adjacent; got 'far'"),
+        ({"topk_share": 0.09}, r"topk_share: expected a number between 0.09375 .* and 1, got 0.09"),
+        ({"topk_share": 0.5, "entropy": 0.5}, "topk_share, entropy: expected one of the two at most"),
+        ({"entropy": 1.0}, "entropy: expected a number between 0 and 1, got 1"),
+        (
+            {"neighbour_overlap": 0.1},
+            r"neighbour_overlap: expected \S+ \(what tokens share by chance .* below 6, got 0.1",
+        ),
+        ({"neighbour_overlap": 6.0}, "neighbour_overlap: expected .* to below 6, got 6"),
+        (
+            {"neighbour_overlap": 2.0, "sequence_length": 1},
+            "neighbour_overlap: expected a sequence_length of at least 2",
+        ),
+        (
+            {"rank_load": (8, 1.0)},
+            r"rank_load: expected about 1\.\d\d to 2\.\d\d on 8 ranks with this peak load, got 1",
+        ),
+        (
+            {"rank_load": (8, 5.0)},
+            r"rank_load: expected about 1\.\d\d to 2\.\d\d on 8 ranks with this peak load, got 5",
+        ),
+        ({"rank_load": (7, 1.5)}, "rank_load: expected a number of ranks from 2 on that divides the 64 experts, got 7"),
+        ({"rank_load": (8, 0.5)}, r"rank_load: expected a load of 1 to 8 \(the ranks\), got 0.5"),
+        (
+            {"rank_load": (8, 1.5), "drift": 0.1},
+            "rank_load: places the experts itself, once; expected no placement, drift",
+        ),
+        (
+            {"rank_load": (8, 1.5), "num_groups": 4, "top_groups": 2},
+            "rank_load: expected none for a model with 4 groups of experts",
+        ),
+        ({"drift": 1.5}, "drift: expected 0 to 1, got 1.5"),
+        ({"burst_every": 3}, "burst_every, burst_peak_load: expected both or none"),
+        ({"burst_every": 1, "burst_peak_load": 2.0}, r"burst_every: expected at least 2 \(batches\), got 1"),
+        ({"burst_every": 2, "burst_peak_load": 20.0}, "burst_peak_load: expected 1 to 10.6667"),
+    ],
+)
+def test_targets_that_cannot_be_met_say_what_can(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}[^\n]*$"):
+        synthetic(**changes).batch(0)

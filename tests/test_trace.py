@@ -1,0 +1,412 @@
+"""Claims about reading ``moe-trace-v1``: what is refused, in which words, and how little of a file is held."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tracemalloc
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from moe_ep_bench.workload import trace as trace_module
+from moe_ep_bench.workload.trace import find_problem, open_trace
+
+few_examples = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+
+TRACES = Path(__file__).parents[2] / "shared" / "traces"
+LAYERS, TOKENS, EXPERTS, K = 3, 40, 16, 4
+LENGTHS = [9, 1, 20, 10]
+
+
+def parts(num_tokens=TOKENS, lengths=LENGTHS, layers=LAYERS):
+    random = np.random.default_rng(1)
+    scores = random.random((layers, num_tokens, EXPERTS)) ** 3
+    scores /= scores.sum(axis=2, keepdims=True)
+    ids = np.argsort(-scores, axis=2)[..., :K]
+    tensors = {
+        "expert_ids": ids.astype(np.uint8),
+        "scores": np.take_along_axis(scores, ids, axis=2).astype(np.float16),
+        "sequence_id": np.repeat(np.arange(len(lengths)) * 2, lengths).astype(np.int32),
+        "position": np.concatenate([3 + np.arange(length) for length in lengths]).astype(np.int32),
+    }
+    metadata = {
+        "format": "moe-trace-v1",
+        "model": "toy",
+        "num_experts": str(EXPERTS),
+        "top_k": str(K),
+        "score": "softmax, not renormalised",
+        "phase": "prefill",
+        "domain": "tests",
+        "source": "nowhere",
+        "licence": "none",
+    }
+    return tensors, metadata
+
+
+def save(path, tensors, metadata):
+    save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path, metadata)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path):
+    return save(tmp_path / "toy.safetensors", *parts())
+
+
+def read_all(path):
+    trace = open_trace(path)
+    for layer in range(trace.num_layers):
+        trace.read_layer(layer)
+    return trace
+
+
+def refusal(path):
+    """The message with which a file is refused: one line that begins with the file."""
+    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
+        read_all(path)
+    text = str(error.value)
+    assert text.startswith(f"{path}: ")
+    return text.removeprefix(f"{path}: ")
+
+
+# What is read
+
+
+def test_a_trace_reads_back_as_it_was_written(path):
+    tensors, metadata = parts()
+    trace = open_trace(path)
+    assert dict(trace.metadata) == metadata
+    assert (trace.num_layers, trace.num_tokens, trace.num_experts, trace.top_k) == (LAYERS, TOKENS, EXPERTS, K)
+    assert trace.start_S.tolist() == [0, *np.cumsum(LENGTHS)]
+    for layer in range(LAYERS):
+        ids_TK, scores_TK = trace.read_layer(layer)
+        np.testing.assert_array_equal(ids_TK, tensors["expert_ids"][layer])
+        np.testing.assert_array_equal(scores_TK, tensors["scores"][layer])
+
+
+@few_examples
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 7))
+def test_sequences_are_found_whatever_the_size_of_a_piece(tmp_path_factory, lengths, rows):
+    path = tmp_path_factory.mktemp("pieces") / "toy.safetensors"
+    save(path, *parts(sum(lengths), lengths, layers=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace_module, "ROWS_AT_ONCE", rows)
+        assert read_all(path).start_S.tolist() == [0, *np.cumsum(lengths)]
+
+
+def test_what_a_score_is_follows_from_its_name(tmp_path):
+    tensors, metadata = parts()
+    raw = open_trace(save(tmp_path / "raw.safetensors", tensors, metadata))
+    assert (raw.scores_are_normalised, raw.scores_are_assumed) == (False, False)
+    normalised = open_trace(
+        save(tmp_path / "n.safetensors", tensors, {**metadata, "score": "softmax over the top-k, in bfloat16"})
+    )
+    assert (normalised.scores_are_normalised, normalised.scores_are_assumed) == (True, False)
+    tensors["scores"][:] = 1 / K
+    assumed = read_all(save(tmp_path / "a.safetensors", tensors, {**metadata, "score": "assumed equal"}))
+    assert (assumed.scores_are_normalised, assumed.scores_are_assumed) == (True, True)
+
+
+def test_a_layer_is_read_without_the_others(tmp_path):
+    tokens, layers = 20_000, 12
+    lengths = [tokens // 4] * 4
+    path = save(tmp_path / "long.safetensors", *parts(tokens, lengths, layers))
+    layer_bytes = tokens * K * 3
+    tracemalloc.start()
+    try:
+        trace = open_trace(path)
+        assert tracemalloc.get_traced_memory()[1] < layer_bytes * 4 < path.stat().st_size // 2
+        tracemalloc.reset_peak()
+        trace.read_layer(5)
+        # The layer, and what its checks take: rows sorted and summed once each.
+        assert tracemalloc.get_traced_memory()[1] < layer_bytes * 5
+    finally:
+        tracemalloc.stop()
+
+
+# What is refused
+
+
+def set_(part, name, value):
+    def change(tensors, metadata):
+        (tensors if part == "tensors" else metadata)[name] = value
+
+    return change
+
+
+def poke(name, where, value):
+    def change(tensors, metadata):
+        tensors[name][where] = value
+
+    return change
+
+
+def drop(name):
+    def change(tensors, metadata):
+        tensors.pop(name, None)
+        metadata.pop(name, None)
+
+    return change
+
+
+WRONG = {
+    "id out of range": (poke("expert_ids", (1, 7, 2), 16), "layer 1: token 7: expert_ids: expected 0 to 15, got 16"),
+    "repeated expert": (
+        poke("expert_ids", (2, 39), [3, 5, 3, 1]),
+        "layer 2: token 39: expert_ids: expected distinct experts, got [3, 5, 3, 1]",
+    ),
+    "NaN": (
+        poke("scores", (0, 7), [0.5, np.nan, 0.1, 0.1]),
+        "layer 0: token 7: scores: expected finite, non-negative values, got [0.5, nan, ",
+    ),
+    "infinite": (
+        poke("scores", (0, 7, 0), np.inf),
+        "layer 0: token 7: scores: expected finite, non-negative values, got [inf, ",
+    ),
+    "negative score": (
+        poke("scores", (0, 7), [0.5, 0.25, 0.125, -0.125]),
+        "layer 0: token 7: scores: expected finite, non-negative values, got [0.5, 0.25, 0.125, -0.125]",
+    ),
+    "not sorted": (
+        poke("scores", (1, 0), [0.125, 0.25, 0.125, 0.125]),
+        "layer 1: token 0: scores: expected descending values, got [0.125, 0.25, 0.125, 0.125]",
+    ),
+    "sum over 1": (
+        poke("scores", (1, 0), [0.5, 0.5, 0.25, 0.25]),
+        "layer 1: token 0: scores: expected the sum of part of a softmax (at most 1), got 1.5",
+    ),
+    "sum not 1": (
+        set_("metadata", "score", "softmax over the top-k"),
+        "layer 0: token 0: scores: expected the sum of a softmax over the top-k (1), got 0.",
+    ),
+    "assumed but not equal to 1": (
+        set_("metadata", "score", "assumed equal"),
+        "layer 0: token 0: scores: expected the sum of a softmax over the top-k (1), got 0.",
+    ),
+    "wrong K": (set_("metadata", "top_k", "5"), "top_k: the metadata says 5, expert_ids has 4"),
+    "K of scores": (
+        set_("tensors", "scores", np.zeros((LAYERS, TOKENS, K + 1), np.float16)),
+        "scores: expected shape (3, 40, 4) to agree with expert_ids, got (3, 40, 5)",
+    ),
+    "fewer layers of scores": (
+        set_("tensors", "scores", np.zeros((LAYERS - 1, TOKENS, K), np.float16)),
+        "scores: expected shape (3, 40, 4) to agree with expert_ids, got (2, 40, 4)",
+    ),
+    "fewer tokens than layers have": (
+        set_("tensors", "position", np.arange(TOKENS - 1, dtype=np.int32)),
+        "position: expected shape (40,) to agree with expert_ids, got (39,)",
+    ),
+    "dtype of ids": (
+        set_("tensors", "expert_ids", np.zeros((LAYERS, TOKENS, K), np.int64)),
+        "expert_ids: expected dtype U8, got I64",
+    ),
+    "dtype of scores": (
+        set_("tensors", "scores", np.zeros((LAYERS, TOKENS, K), np.float64)),
+        "scores: expected dtype F16, got F64",
+    ),
+    "dtype of sequences": (
+        set_("tensors", "sequence_id", np.zeros(TOKENS, np.int64)),
+        "sequence_id: expected dtype I32, got I64",
+    ),
+    "dtype of positions": (
+        set_("tensors", "position", np.zeros(TOKENS, np.float32)),
+        "position: expected dtype I32, got F32",
+    ),
+    "negative sequence": (
+        poke("sequence_id", slice(9, 10), -1),
+        "sequence_id: token 9: expected 0 or more, got -1",
+    ),
+    "scattered sequence": (
+        poke("sequence_id", 39, 0),
+        "sequence_id: expected the tokens of a sequence side by side, got one in several runs",
+    ),
+    "negative position": (poke("position", 0, -3), "position: token 0: expected 0 or more, got -3"),
+    "position comes back": (
+        poke("position", 12, 3),
+        "position: token 12: expected more than 4, the one before it in its sequence, got 3",
+    ),
+    "position stays": (
+        poke("position", 1, 3),
+        "position: token 1: expected more than 3, the one before it in its sequence, got 3",
+    ),
+    "more experts than a byte names": (
+        set_("metadata", "num_experts", "257"),
+        "num_experts: expected at most 256, got 257",
+    ),
+    "a choice of all": (set_("metadata", "num_experts", "4"), "num_experts: expected more than top_k (4), got 4"),
+    "no number": (set_("metadata", "num_experts", "-1"), "num_experts: expected a number in the metadata, got '-1'"),
+    "digits that are none": (set_("metadata", "top_k", "٤"), "top_k: expected a number in the metadata, got '٤'"),
+    "a number without end": (
+        set_("metadata", "top_k", "9" * 5000),
+        "top_k: expected a number in the metadata, got '99",
+    ),
+    "empty words": (set_("metadata", "model", " "), "model: expected words on one line in the metadata, got ' '"),
+    "two lines": (
+        set_("metadata", "domain", "law\nerror: all is well"),
+        "domain: expected words on one line in the metadata, got 'law\\nerror: all is well'",
+    ),
+    "other format": (set_("metadata", "format", "v9"), "format: expected moe-trace-v1, got v9"),
+    **{f"no tensor {name}": (drop(name), f"missing tensors: {name}") for name in trace_module.TENSORS},
+    **{f"no metadata {name}": (drop(name), f"missing metadata: {name}") for name in trace_module.METADATA},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_recording_is_refused_in_one_line(tmp_path, name):
+    change, message = WRONG[name]
+    tensors, metadata = parts()
+    change(tensors, metadata)
+    path = save(tmp_path / "wrong.safetensors", tensors, metadata)
+    assert refusal(path).startswith(message)
+
+
+def test_the_token_is_named_whatever_the_size_of_a_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_module, "ROWS_AT_ONCE", 8)
+    for name in ("repeated expert", "position comes back", "negative sequence", "scattered sequence"):
+        change, message = WRONG[name]
+        tensors, metadata = parts()
+        change(tensors, metadata)
+        assert refusal(save(tmp_path / "wrong.safetensors", tensors, metadata)).startswith(message)
+
+
+@pytest.mark.parametrize("length", [2**60, 2**64 - 1, 2**20 + 1, 2**32, 2**16])
+def test_a_header_longer_than_its_file_is_refused_before_it_is_read(path, length):
+    whole = path.read_bytes()
+    path.write_bytes(struct.pack("<Q", length) + whole[8:])
+    most = min(2**20, len(whole) - 8)
+    tracemalloc.start()
+    try:
+        expected = (
+            f"not a whole, readable safetensors file (header length: expected at most {most} bytes, got {length})"
+        )
+        assert refusal(path) == expected
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_header_beyond_a_mebibyte_is_refused_even_if_it_is_there(path):
+    whole = path.read_bytes()
+    length = struct.unpack("<Q", whole[:8])[0]
+    padded = whole[8 : 8 + length] + b" " * 2**20
+    path.write_bytes(struct.pack("<Q", len(padded)) + padded + whole[8 + length :])
+    assert "header length: expected at most 1048576 bytes" in refusal(path)
+
+
+@pytest.mark.parametrize("left", [0, 3, 8, 100, -1, -1000])
+def test_a_truncated_file_is_refused(path, left):
+    path.write_bytes(path.read_bytes()[:left])
+    reason = f"expected at least 8 bytes, got {left})" if 0 <= left < 8 else ""
+    assert refusal(path).startswith(f"not a whole, readable safetensors file ({reason}")
+
+
+def test_bytes_behind_the_last_tensor_are_refused(path):
+    path.write_bytes(path.read_bytes() + b"\0" * 5)
+    assert refusal(path).startswith("not a whole, readable safetensors file (")
+
+
+def edited(path, change):
+    """Rewrite the header of a file, its data as it is."""
+    whole = path.read_bytes()
+    length = struct.unpack("<Q", whole[:8])[0]
+    header = json.loads(whole[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + whole[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("expert_ids", [LAYERS, TOKENS + 1, K]),  # layers longer than the data
+        ("scores", [LAYERS, TOKENS - 1, K]),
+        ("expert_ids", [2**40, 2**40, 2**40]),
+        ("position", [2**62]),
+    ],
+)
+def test_shapes_that_the_data_do_not_have_are_refused(path, name, shape):
+    edited(path, lambda header: header[name].update(shape=shape))
+    assert refusal(path).startswith("not a whole, readable safetensors file (")
+
+
+def test_data_that_two_tensors_share_are_refused(path):
+    edited(path, lambda header: header["position"].update(data_offsets=header["sequence_id"]["data_offsets"]))
+    assert refusal(path).startswith("not a whole, readable safetensors file (")
+
+
+@few_examples
+@given(st.integers(0, 10**6), st.integers(0, 7))
+def test_a_flipped_bit_of_the_header_is_refused_or_harmless(tmp_path_factory, place, bit):
+    path = save(tmp_path_factory.mktemp("bits") / "toy.safetensors", *parts())
+    whole = bytearray(path.read_bytes())
+    length = struct.unpack("<Q", whole[:8])[0]
+    whole[place % (8 + length)] ^= 1 << bit
+    path.write_bytes(whole)
+    message = f"{path}: {TOKENS} tokens"
+    try:
+        assert read_all(path).num_tokens == TOKENS
+    except ValueError as error:
+        message = str(error)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+
+
+# The check that importers share
+
+
+@few_examples
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_a_row_is_wrong_where_a_slow_loop_finds_it_wrong(seed, normalised):
+    random = np.random.default_rng(seed)
+    ids_TK = np.argsort(random.random((6, 8)), axis=1)[:, :3]
+    scores_TK = random.choice(
+        [[0.5, 0.3, 0.2], [0.4, 0.3, 0.3], [0.3, 0.2, 0.0]] if not normalised else [[0.5, 0.3, 0.2]], 6
+    )
+    # One thing is wrong at a time, or none: each check has to find its own.
+    token, column = random.integers(6), random.integers(3)
+    fault = random.integers(9)
+    if fault < 3:
+        ids_TK[token, column] = [-1, 8, ids_TK[token, column - 1]][fault]
+    elif fault < 8:
+        scores_TK[token] = [[0.5, 0.3, np.nan], [np.inf, 0.3, 0.2], [0.9, 0.2, -0.1], [0.2, 0.5, 0.3], [0.9, 0.8, 0.1]][
+            fault - 3
+        ]
+
+    def is_wrong(ids, scores):
+        low, high = (0.98, 1.02) if normalised else (0.0, 1.02)
+        return (
+            any(not 0 <= expert < 8 for expert in ids)
+            or len(set(ids)) < len(ids)
+            or any(not score >= 0 for score in scores)
+            or any(after > before for before, after in pairwise(scores))
+            or not low <= sum(scores) <= high
+        )
+
+    wrong = [is_wrong(ids.tolist(), scores.tolist()) for ids, scores in zip(ids_TK, scores_TK, strict=True)]
+    problem = find_problem(ids_TK, scores_TK, 8, normalised)
+    assert (problem is not None) == any(wrong)
+    if problem:
+        assert wrong[problem[0]]
+
+
+# Real recordings
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek-v2-lite-intent", "deepseek-v2-lite-summary", "deepseek-v2-lite-translation", "gpt-oss-20b-mixed"],
+)
+def test_every_layer_of_the_real_recordings_is_sound(name):
+    path = TRACES / f"{name}.safetensors"
+    if not path.is_file():
+        assert "MOE_EP_BENCH_REQUIRE_TRACES" not in os.environ, f"{path} is missing"
+        pytest.skip("no recorded traces in ../shared/traces")
+    trace = read_all(path)
+    assert trace.start_S[-1] == trace.num_tokens

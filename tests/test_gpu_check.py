@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[1] / "launch" / "gpu_check.sh"
 
 WRONG = {
     "no folder": ([], "expected DIR"),
-    "option first": (["--rehearse", "{out}"], "expected DIR [--rehearse] [options of launch/setup.sh], got '--rehearse'"),
+    "option first": (["--rehearse", "{out}"], "[options of launch/setup.sh], got '--rehearse'"),
     "folder in use": (["{used}"], "is not a new or empty folder"),
     "a file": (["{used}/file"], "is not a new or empty folder"),
     "unknown option": (["{out}", "--fast"], "unknown argument '--fast'"),

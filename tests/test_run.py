@@ -322,7 +322,9 @@ def test_a_rank_without_tokens_takes_part_in_a_run(tmp_path: Path) -> None:
 BAD = {
     "unknown key": ({"workload__peak_lod": 3.0}, [], "workload.peak_lod: no such key", "did you mean peak_load?"),
     "unknown section": ({"measures": {}}, [], "measures: no such key", "did you mean measure?"),
-    "unknown model": ({"model__preset": "deepseek-v2-lit"}, [], "model: expected one of", "did you mean deepseek-v2-lite?"),
+    "unknown model": (
+        {"model__preset": "deepseek-v2-lit"}, [], "model: expected one of", "did you mean deepseek-v2-lite?",
+    ),
     "unknown policy": ({"policies": [{"name": "token_drp"}]}, [], "name: expected one of", "did you mean token_drop?"),
     "policy field": ({"policies": [{"name": "topk", "gamma": 1}]}, [], "gamma: topk has no such field", "no fields"),
     "negative gamma": (

@@ -50,6 +50,22 @@ POLICIES = [
     {"name": "expanded_drop", "capacity_factor": 1.5},
     {"name": "expanded_drop", "capacity_factor": 8, "scope": "global", "num_candidates": 64},
     {"name": "expanded_drop", "capacity_factor": 1.0, "granularity": "device", "max_experts_per_token": 3},
+    {"name": "megatron_drop", "capacity_factor": 1.0},
+    {"name": "pruned", "k0": 2, "p": 0.7},
+    {"name": "laser", "eps_high": 0.9, "t_fix": 0.2, "c": 8},
+    {"name": "load_only"},
+    {"name": "dynamic_skip", "beta": 0.5},
+]
+# They decide by statistics that are summed over all ranks.
+BATCH_WIDE = [
+    {"name": "expert_drop", "fraction": 0.6},
+    {"name": "lynx", "num_dropped": 3},
+    {"name": "oea", "k0": 1},
+    {"name": "oea", "k0": 1, "rank_fill": True},
+    {"name": "xshare", "k0": 1, "budget": 2},
+    {"name": "xshare", "k0": 0, "mass_threshold": 0.6},
+    {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1, "budget": 1},
+    {"name": "xshare", "k0": 0, "scope": "rank", "rank_budget": 2},
 ]
 # DeepSeek-V3's way of weighting at a size that CPU ranks can run.
 SIGMOID_MODEL = ModelSpec(
@@ -122,7 +138,7 @@ class Lab:
         layer.router.replay_TE = None if scores_TE is None else logits_from_scores(scores_TE, score_function)
         if policy is not None:
             layer.router.policy = policy
-            layer.router.context = self.context(layers)
+            layer.router.context = replace(self.context(layers), request_id_T=self.requests(len(hidden_TD)))
         seen: list[tuple[Tensor, Tensor]] = []
         hook = layer.router.register_forward_hook(lambda module, inputs, output: seen.append(output))
         output_T1D, _ = layer(hidden_TD.unsqueeze(1))
@@ -133,6 +149,10 @@ class Lab:
     def context(self, layers: LayerPair) -> RoutingContext:
         draws = seeded_generator(self.ranks.device, 5, self.ranks.rank)
         return replace(layers.policy_router.context, generator=draws)
+
+    def requests(self, num_tokens: int) -> Tensor:
+        """Requests of five tokens, none on two ranks: int64 [T]."""
+        return (torch.arange(num_tokens) // 5 + 1000 * self.ranks.rank).to(self.ranks.device)
 
     def summed(self, tensor: Tensor) -> Tensor:
         total = tensor.cpu().clone()
@@ -178,7 +198,7 @@ def every_policy_equals_the_dense_reference(lab: Lab) -> None:
         layers, model = lab.layers(name), lab.model(name)
         hidden_TD, scores_TE = lab.all_hidden(model, 61)[lab.mine(61)], lab.all_scores(model, 61)[lab.mine(61)]
         reference = DenseReference(model, hidden_TD, SEED)
-        for spec in POLICIES:
+        for spec in POLICIES + BATCH_WIDE:
             output_TD, routing = lab.route(layers, make_policy(spec), hidden_TD, scores_TE)
             error = reference.worst_error(output_TD, routing.weights_TE)
             assert_close(error, TOLERANCE[torch.float32], f"{name} {spec}")
@@ -314,7 +334,7 @@ def a_rank_without_tokens_and_a_batch_smaller_than_the_experts_work(lab: Lab) ->
         reference = DenseReference(model, hidden_TD, SEED)
         for parts in ALL_PARTS:
             layers = lab.layers("deepseek-v2-lite", parts=parts)
-            for policy in (None, *(make_policy(spec) for spec in POLICIES)):
+            for policy in (None, *(make_policy(spec) for spec in POLICIES + BATCH_WIDE)):
                 output_TD, routing = lab.route(layers, policy, hidden_TD, scores_TE)
                 assert output_TD.shape == (mine, model.hidden_size)
                 error = reference.worst_error(output_TD, routing.weights_TE)
@@ -381,6 +401,28 @@ def statistics_of_batch_wide_policies_are_summed_over_ranks(lab: Lab) -> None:
     _, routing = lab.route(layers, CountedSum(), hidden_TD[mine], scores_TE[mine])
     whole = CountedSum().route(scores_TE, RoutingContext(top_k=model.top_k))
     assert torch.equal(routing.map_TE, whole.map_TE[mine])
+
+
+@law
+def batch_wide_policies_decide_as_if_all_tokens_were_on_one_rank(lab: Lab) -> None:
+    for name in ("deepseek-v2-lite", "sigmoid"):
+        layers, model = lab.layers(name), lab.model(name)
+        hidden_TD, scores_TE = lab.all_hidden(model, 31), lab.all_scores(model, 31)
+        mine = lab.mine(31)
+        requests = [torch.zeros(0, dtype=torch.int64)] * lab.ranks.world_size
+        dist.all_gather_object(requests, lab.requests(mine.stop - mine.start).cpu(), group=lab.ranks.side_group)
+        context = replace(lab.context(layers), request_id_T=torch.cat(requests).to(lab.ranks.device))
+        for spec in BATCH_WIDE:
+            policy = make_policy(spec)
+            whole = policy.route(scores_TE, context)
+            _, routing = lab.route(layers, policy, hidden_TD[mine], scores_TE[mine])
+            assert torch.equal(routing.map_TE, whole.map_TE[mine]), f"{name} {spec}"
+            if name == "deepseek-v2-lite":  # Of 16 experts in groups 31 tokens may want them all.
+                assert not torch.equal(whole.map_TE, top_k_map(scores_TE, context)), f"{spec} changes nothing"
+                own = replace(context, request_id_T=lab.requests(mine.stop - mine.start))
+                alone = policy.route(scores_TE[mine], own)
+                differing = lab.summed((alone.map_TE != routing.map_TE).any().long())
+                assert lab.ranks.world_size == 1 or int(differing), f"{spec}: the sum over ranks makes no difference"
 
 
 @law

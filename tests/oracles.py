@@ -5,16 +5,20 @@ out, and computes capacities as fractions. What it shares with the package is th
 (RoutingContext, Routing, a policy's fields) and nothing else, so that a mistake has to be made
 twice to stay hidden.
 
-Three things are arithmetic rather than logic and are therefore agreed here:
+Some things are arithmetic rather than logic and are therefore agreed here:
 
 - *Preference.* The selection bias is added in float32, as a model adds it: two experts whose
   biased scores round to the same float32 are tied.
-- *Random keys.* ``metric: random`` draws ``torch.rand([T, E], generator=...)`` once per route, one key
-  per (token, expert), and keeps the largest. An oracle draws the same numbers from a copy of the
+- *Random keys.* ``metric: random`` and ``trim: random`` draw ``torch.rand([T, E], generator=...)`` once per
+  route, one key per (token, expert), and keep the largest. An oracle draws the same numbers from a copy of the
   context's generator, which it leaves where it stands: call it before or after the policy, but
   with a generator in the state that the policy sees.
 - *Group values.* A group's value is a sum of float32 numbers. The oracle adds exactly; tests that
   restrict the top-k to groups use scores whose sums are exact in float32 too (multiples of 2**-20).
+- *Shares and sums* are exact here (fractions, or a sum rounded once) and float64 there: they decide alike
+  unless a share comes within rounding of its threshold without meeting it. A share of nothing is 0.
+- *Products with a score* (``beta``, ``t_fix``) are float64 products.
+- *The weights that megatron_drop orders by* are float32, as Megatron-Core's are.
 
 Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R experts per rank.
 """
@@ -212,10 +216,291 @@ def expanded_drop(
     return weigh(kept, model_top_k(scores_TE, context), scores_TE, context)
 
 
+# --- expert_drop, lynx, dynamic_skip ---------------------------------------------------------------
+
+
+def loads(selection: Selection, num_experts: int) -> list[int]:
+    """Pairs per expert."""
+    return [sum(expert in experts for experts in selection) for expert in range(num_experts)]
+
+
+def expert_drop(
+    scores_TE: Tensor, context: RoutingContext, *, fraction: float = 0.1, count: int | None = None
+) -> Routing:
+    num_experts = scores_TE.shape[1]
+    top_k = model_top_k(scores_TE, context)
+    load_E = loads(top_k, num_experts)
+    if count is None:
+        count = max(1, math.floor(Fraction(str(fraction)) * num_experts))
+    skipped = sorted(range(num_experts), key=lambda expert: (load_E[expert], expert))[:count]
+    return weigh([experts - set(skipped) for experts in top_k], top_k, scores_TE, context)
+
+
+def lynx(scores_TE: Tensor, context: RoutingContext, *, num_dropped: int) -> Routing:
+    num_experts = scores_TE.shape[1]
+    top_k = model_top_k(scores_TE, context)
+    load_E = loads(top_k, num_experts)
+    activated = [expert for expert in range(num_experts) if load_E[expert] > 0]
+    closed = sorted(activated, key=lambda expert: (load_E[expert], expert))[:num_dropped]
+    return weigh([experts - set(closed) for experts in top_k], top_k, scores_TE, context)
+
+
+def dynamic_skip(scores_TE: Tensor, context: RoutingContext, *, beta: float) -> Routing:
+    scores = scores_TE.double().tolist()
+    kept: Selection = []
+    for token, experts in enumerate(model_top_k(scores_TE, context)):
+        best_score = max((scores[token][expert] for expert in experts), default=0.0)
+        kept.append({expert for expert in experts if not scores[token][expert] < beta * best_score})
+    return weigh(kept, kept, scores_TE, context)
+
+
+# --- megatron_drop ---------------------------------------------------------------------------------
+
+
+def megatron_drop(
+    scores_TE: Tensor,
+    context: RoutingContext,
+    *,
+    capacity_factor: float,
+    drop_policy: str = "probs",
+    pad_to_capacity: bool = False,
+) -> Routing:
+    num_tokens, num_experts = scores_TE.shape
+    top_k = model_top_k(scores_TE, context)
+    weights_TE = weigh(top_k, top_k, scores_TE, context).weights_TE.float().tolist()
+    tokens = [token for token, valid in enumerate(is_valid(context, num_tokens)) if valid]
+    room = math.ceil((len(tokens) * context.top_k / num_experts) * capacity_factor)
+    selected: Selection = [set() for _ in range(num_tokens)]
+    for expert in range(num_experts):
+        chosen = [token for token in tokens if expert in top_k[token]]
+        if drop_policy == "probs":
+            chosen.sort(key=lambda token: (-weights_TE[token][expert], token))
+        others = [token for token in tokens if expert not in top_k[token]]
+        for token in (chosen + others if pad_to_capacity else chosen)[:room]:
+            selected[token].add(expert)
+    kept = [experts & own for experts, own in zip(selected, top_k, strict=True)]
+    weights = weigh(kept, top_k, scores_TE, context).weights_TE
+    return Routing(map_TE=weigh(selected, top_k, scores_TE, context).map_TE, weights_TE=weights)
+
+
+# --- pruned and oea --------------------------------------------------------------------------------
+
+
+def preference_lists(scores_TE: Tensor, context: RoutingContext) -> list[list[int]]:
+    """All experts in each token's order: the model's top-k, then the others; each part by preference."""
+    everyone = RoutingContext(**{**vars(context), "token_mask_T": None})
+    preference_TE = preferences(scores_TE, context)
+    num_experts = scores_TE.shape[1]
+    lists = []
+    for token, top_k in enumerate(model_top_k(scores_TE, everyone)):
+        others = set(range(num_experts)) - top_k
+        lists.append(
+            [*best(top_k, preference_TE[token], num_experts), *best(others, preference_TE[token], num_experts)]
+        )
+    return lists
+
+
+def share(part: Iterable[float], whole: Iterable[float]) -> Fraction:
+    """sum(part) / sum(whole), exactly; a share of nothing is 0."""
+    total = sum(map(Fraction, whole))
+    return sum(map(Fraction, part), Fraction(0)) / total if total else Fraction(0)
+
+
+def pruned_selection(scores_TE: Tensor, context: RoutingContext, k0: int, p: float) -> Selection:
+    """The first experts of every token's list: k0, or the fewest that hold share p."""
+    scores = scores_TE.tolist()
+    valid_T = is_valid(context, len(scores))
+    selection: Selection = []
+    for token, experts in enumerate(preference_lists(scores_TE, context)):
+        chosen: list[int] = []
+        total, held = sum(map(Fraction, scores[token])), Fraction(0)
+        for expert in experts[:k0]:
+            chosen.append(expert)
+            held += Fraction(scores[token][expert])
+            if p < 1 and total and held / total >= Fraction(str(p)):
+                break
+        selection.append(set(chosen) if valid_T[token] else set())
+    return selection
+
+
+def pruned(scores_TE: Tensor, context: RoutingContext, *, k0: int, p: float = 1.0) -> Routing:
+    selection = pruned_selection(scores_TE, context, k0, p)
+    return weigh(selection, selection, scores_TE, context)
+
+
+def batch_sums(scores_TE: Tensor, tokens: Iterable[int]) -> list[float]:
+    """Every expert's score over these tokens, rounded once."""
+    scores = scores_TE.double().tolist()
+    tokens = list(tokens)
+    return [math.fsum(scores[token][expert] for token in tokens) for expert in range(scores_TE.shape[1])]
+
+
+def valid_tokens(scores_TE: Tensor, context: RoutingContext) -> list[int]:
+    return [token for token, valid in enumerate(is_valid(context, scores_TE.shape[0])) if valid]
+
+
+def hosted(num_experts: int, num_ranks: int) -> list[list[int]]:
+    """The experts of every rank."""
+    return capacity_groups("device", num_experts, num_ranks)
+
+
+def oea(
+    scores_TE: Tensor,
+    context: RoutingContext,
+    *,
+    k0: int,
+    p: float = 1.0,
+    k_max: int | None = None,
+    max_rank: int | None = None,
+    rank_fill: bool = False,
+) -> Routing:
+    num_experts = scores_TE.shape[1]
+    base = pruned_selection(scores_TE, context, k0, p)
+    activated = set().union(*base)
+    if rank_fill:
+        sums_E = batch_sums(scores_TE, valid_tokens(scores_TE, context))
+        ranks = hosted(num_experts, context.num_ranks)
+        busiest = max(len(activated & set(experts)) for experts in ranks)
+        for experts in ranks:
+            missing = busiest - len(activated & set(experts))
+            activated |= set(best(set(experts) - activated, sums_E, missing))
+    selection: Selection = []
+    for experts, own in zip(preference_lists(scores_TE, context), base, strict=True):
+        held = set(own)
+        for expert in experts[: num_experts if max_rank is None else max_rank] if own else []:
+            if len(held) < (context.top_k if k_max is None else k_max) and expert in activated:
+                held.add(expert)
+        selection.append(held)
+    return weigh(selection, selection, scores_TE, context)
+
+
+# --- laser and load_only ---------------------------------------------------------------------------
+
+
+def in_order(
+    scores_TE: Tensor,
+    context: RoutingContext,
+    chunk_size: int,
+    pools: Callable[[int], tuple[bool, set[int]]],
+) -> Routing:
+    """Route token by token; ``pools`` says of each whether its pool is final, or to be chosen from by load."""
+    num_tokens, num_experts = scores_TE.shape
+    load_E = [0.0] * num_experts if context.load_E is None else [float(load) for load in context.load_E]
+    lists = preference_lists(scores_TE, context)
+    selection: Selection = [set() for _ in range(num_tokens)]
+    waiting: list[int] = []  # experts of the pairs that the chunk has not yet reported
+    tokens = valid_tokens(scores_TE, context)
+    for position, token in enumerate(tokens):
+        is_final, pool = pools(token)
+        if not is_final:
+            place = {expert: place for place, expert in enumerate(lists[token])}
+            order = sorted(pool, key=lambda expert: (load_E[expert], place[expert]))
+            pool = set(order[: context.top_k])
+        selection[token] = pool
+        waiting += pool
+        if (position + 1) % chunk_size == 0:
+            for expert in waiting:
+                load_E[expert] += 1
+            waiting = []
+    return weigh(selection, selection, scores_TE, context)
+
+
+def laser(
+    scores_TE: Tensor,
+    context: RoutingContext,
+    *,
+    chunk_size: int = 1,
+    bands: Mapping[str, Mapping[str, Any]] | None = None,
+    **values: Any,
+) -> Routing:
+    third = Fraction(context.layer_fraction).limit_denominator(1000)
+    band = "early" if third < Fraction(1, 3) else "middle" if third < Fraction(2, 3) else "final"
+    rule = {"trim": "top", **values, **(bands or {}).get(band, {})}
+    scores = scores_TE.double().tolist()
+    lists = preference_lists(scores_TE, context)
+    random_TE = random_keys(scores_TE, context) if rule["trim"] == "random" else None
+
+    def pools(token: int) -> tuple[bool, set[int]]:
+        row, top_k = scores[token], lists[token][: context.top_k]
+        if share([row[expert] for expert in top_k], row) >= Fraction(str(rule["eps_high"])):
+            return True, set(top_k)
+        near_best = [expert for expert in range(len(row)) if row[expert] >= rule["t_fix"] * max(row)]
+        pool = set(near_best) | set(top_k)
+        if len(pool) > rule["c"] and random_TE is not None:
+            pool = set(best(pool, random_TE[token], rule["c"]))
+        elif len(pool) > rule["c"]:
+            pool = set([expert for expert in lists[token] if expert in pool][: rule["c"]])
+        return False, pool
+
+    return in_order(scores_TE, context, chunk_size, pools)
+
+
+def load_only(scores_TE: Tensor, context: RoutingContext, *, chunk_size: int = 1) -> Routing:
+    everyone = set(range(scores_TE.shape[1]))
+    return in_order(scores_TE, context, chunk_size, lambda token: (False, everyone))
+
+
+# --- xshare ----------------------------------------------------------------------------------------
+
+
+def xshare(
+    scores_TE: Tensor,
+    context: RoutingContext,
+    *,
+    k0: int,
+    budget: int | None = None,
+    mass_threshold: float | None = None,
+    scope: str = "batch",
+    request_budget: int | None = None,
+    rank_budget: int | None = None,
+) -> Routing:
+    num_experts = scores_TE.shape[1]
+    everyone = set(range(num_experts))
+    tokens = valid_tokens(scores_TE, context)
+    lists = preference_lists(scores_TE, context)
+    sums_E = batch_sums(scores_TE, tokens)
+    shared = {expert for token in tokens for expert in lists[token][:k0]}
+
+    if scope == "request":
+        assert context.request_id_T is not None
+        assert request_budget is not None
+        request_T = context.request_id_T.tolist()
+        for request in {request_T[token] for token in tokens}:
+            members = [token for token in tokens if request_T[token] == request]
+            own = {expert for token in members for expert in lists[token][:k0]}
+            shared |= own | set(best(everyone - own, batch_sums(scores_TE, members), request_budget))
+    if scope == "rank":
+        assert rank_budget is not None
+        while len(shared) < rank_budget * context.num_ranks and shared < everyone:
+            for experts in hosted(num_experts, context.num_ranks):
+                shared |= set(best(set(experts) - shared, sums_E, 1))
+    elif mass_threshold is not None:
+        while shared < everyone and share((sums_E[e] for e in shared), sums_E) < Fraction(str(mass_threshold)):
+            shared |= set(best(everyone - shared, sums_E, 1))
+    else:
+        shared |= set(best(everyone - shared, sums_E, budget or 0))
+
+    valid_T = is_valid(context, len(lists))
+    selection = [
+        set([expert for expert in experts if expert in shared][: context.top_k]) if valid else set()
+        for experts, valid in zip(lists, valid_T, strict=True)
+    ]
+    return weigh(selection, selection, scores_TE, context)
+
+
 ORACLES: dict[str, Callable[..., Routing]] = {
     "topk": topk,
     "token_drop": token_drop,
     "expanded_drop": expanded_drop,
+    "expert_drop": expert_drop,
+    "megatron_drop": megatron_drop,
+    "pruned": pruned,
+    "oea": oea,
+    "laser": laser,
+    "load_only": load_only,
+    "xshare": xshare,
+    "lynx": lynx,
+    "dynamic_skip": dynamic_skip,
 }
 
 

@@ -8,9 +8,28 @@ from dataclasses import MISSING, fields
 
 from moe_ep_bench.policies.capacity import ExpandedDrop, TokenDrop
 from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.laser import Laser, LoadOnly
+from moe_ep_bench.policies.megatron_drop import MegatronDrop
+from moe_ep_bench.policies.oea import OEA, Pruned
+from moe_ep_bench.policies.skipping import DynamicSkip, ExpertDrop, Lynx
 from moe_ep_bench.policies.topk import TopK
+from moe_ep_bench.policies.xshare import XShare
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (TopK, TokenDrop, ExpandedDrop)}
+_ALL: tuple[type[Policy], ...] = (
+    TopK,
+    TokenDrop,
+    ExpandedDrop,
+    ExpertDrop,
+    MegatronDrop,
+    Pruned,
+    OEA,
+    Laser,
+    LoadOnly,
+    XShare,
+    Lynx,
+    DynamicSkip,
+)
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _ALL}
 
 __all__ = ["POLICIES", "Policy", "Routing", "RoutingContext", "make_policy"]
 

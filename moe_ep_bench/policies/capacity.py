@@ -16,21 +16,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.field_checks import decimal, real, require_choice, require_count
 from moe_ep_bench.policies.selection import (
-    best_per_row,
+    integer_keys,
     num_valid_tokens,
     preference,
     top_k_map,
     weighted,
     without_padding,
 )
+from moe_ep_bench.policies.steps import Steps, lowest
 
 Metric = Literal["score", "order", "reverse_order", "random"]
 Granularity = Literal["expert", "device"]
@@ -49,7 +50,7 @@ def expert_capacity(capacity_factor: float, num_tokens: int, top_k: int, num_exp
     Args:
         num_shared: experts that share the capacity (L under device granularity).
     """
-    return math.floor(Fraction(repr(capacity_factor)) * num_shared * num_tokens * top_k / num_experts)
+    return math.floor(decimal(capacity_factor) * num_shared * num_tokens * top_k / num_experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +73,7 @@ class CapacityPolicy(Policy):
     min_capacity: int = 0
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.capacity_factor, int | float) and not isinstance(self.capacity_factor, bool)
-        if not (is_number and 0 <= self.capacity_factor < math.inf):
-            raise ValueError(f"capacity_factor: expected a finite number >= 0, got {self.capacity_factor!r}")
-        # One spelling per value: 1 and 1.0 are the same policy and must hash to the same case.
-        object.__setattr__(self, "capacity_factor", float(self.capacity_factor))
+        object.__setattr__(self, "capacity_factor", real("capacity_factor", self.capacity_factor))
         require_choice("metric", self.metric, Metric)
         require_choice("granularity", self.granularity, Granularity)
         require_choice("modality", self.modality, Modality)
@@ -89,9 +86,11 @@ class CapacityPolicy(Policy):
         if self.modality != "uniform" and context.modality_T is None:
             raise ValueError(f"modality_T: modality={self.modality} needs the tokens' modality, got None")
 
-    def within_capacity(self, candidates_TE: Tensor, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+    def within_capacity(
+        self, steps: Steps, candidates_TE: Tensor, scores_TE: Tensor, context: RoutingContext
+    ) -> Tensor:
         """Keep of the candidate pairs what the experts (or devices) have room for: bool [T, E]."""
-        num_tokens, num_experts = candidates_TE.shape
+        num_experts = candidates_TE.shape[1]
         num_shared = num_experts // context.num_ranks if self.granularity == "device" else 1
         capacity = max(
             num_shared * self.min_capacity,
@@ -99,19 +98,9 @@ class CapacityPolicy(Policy):
                 self.capacity_factor, num_valid_tokens(scores_TE, context), context.top_k, num_experts, num_shared
             ),
         )
-        # Before the early return: what a random metric draws must not depend on the data.
+        # Keys come first and always: what a random metric draws must not depend on the data.
         keys_TE = self._keys(scores_TE, context)
-        # One row per expert or device. Within a row pairs lie by token, then by expert: the tie order.
-        candidates_GN = _by_group(candidates_TE, num_shared)
-        overfull_G = candidates_GN.sum(dim=1) > capacity
-        if not bool(overfull_G.any()):
-            return candidates_TE
-        keys_GN = _by_group(keys_TE, num_shared)[overfull_G]
-        full_GN = candidates_GN[overfull_G]
-        lowest = -torch.inf if keys_GN.is_floating_point() else torch.iinfo(keys_GN.dtype).min
-        kept_GN = candidates_GN.clone()
-        kept_GN[overfull_G] = best_per_row(keys_GN.masked_fill(~full_GN, lowest), capacity) & full_GN
-        return kept_GN.view(-1, num_tokens, num_shared).transpose(0, 1).reshape(num_tokens, num_experts)
+        return steps.within_capacity(candidates_TE, keys_TE, capacity, num_shared)
 
     def _keys(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         """What an expert orders its pairs by, the largest first: [T, E], float32 or int64."""
@@ -129,23 +118,7 @@ class CapacityPolicy(Policy):
             return keys_TE
         is_image_T = context.modality_T == IMAGE
         favoured_T1 = (~is_image_T if self.modality == "image_first" else is_image_T).unsqueeze(1)
-        return _integer_keys(keys_TE) + (favoured_T1.long() << 40)
-
-
-def _integer_keys(keys_TE: Tensor) -> Tensor:
-    """Order-preserving int64 keys below 2**33 in magnitude, so that a class can be put above them."""
-    if not keys_TE.is_floating_point():
-        return keys_TE
-    # The bits of a positive float order like integers; a negative one's (a biased score) in reverse.
-    bits_TE = keys_TE.contiguous().view(torch.int32).long()
-    return torch.where(bits_TE < 0, -(bits_TE & 0x7FFFFFFF), bits_TE)
-
-
-def _by_group(values_TE: Tensor, num_shared: int) -> Tensor:
-    """[T, E] -> [E / num_shared, T * num_shared]: one row per group of neighbouring experts."""
-    num_tokens, num_experts = values_TE.shape
-    num_groups = num_experts // num_shared
-    return values_TE.view(num_tokens, num_groups, num_shared).transpose(0, 1).reshape(num_groups, -1)
+        return integer_keys(keys_TE) + (favoured_T1.long() << 40)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +127,10 @@ class TokenDrop(CapacityPolicy):
 
     name: ClassVar[str] = "token_drop"
 
-    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-        top_k_TE = top_k_map(scores_TE, context)
-        return weighted(scores_TE, self.within_capacity(top_k_TE, scores_TE, context), top_k_TE, context)
+    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+        top_k_TE = top_k_map(scores_TE, context, steps)
+        map_TE = self.within_capacity(steps, top_k_TE, scores_TE, context)
+        return weighted(scores_TE, map_TE, top_k_TE, context, steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,38 +166,26 @@ class ExpandedDrop(CapacityPolicy):
         if self.max_experts_per_token is not None:
             require_count("max_experts_per_token", self.max_experts_per_token, minimum=1)
 
-    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-        top_k_TE = top_k_map(scores_TE, context)
-        candidates_TE = self._expand(top_k_TE, preference(scores_TE, context), context)
-        map_TE = self.within_capacity(candidates_TE, scores_TE, context)
+    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+        top_k_TE = top_k_map(scores_TE, context, steps)
+        preference_TE = preference(scores_TE, context)
+        candidates_TE = self._expand(steps, top_k_TE, preference_TE, context)
+        map_TE = self.within_capacity(steps, candidates_TE, scores_TE, context)
         if self.max_experts_per_token is not None:
-            keys_TE = preference(scores_TE, context).masked_fill(~map_TE, -torch.inf)
-            map_TE = map_TE & best_per_row(keys_TE, self.max_experts_per_token)
-        return weighted(scores_TE, map_TE, top_k_TE, context)
+            keys_TE = preference_TE.masked_fill(~map_TE, lowest(preference_TE))
+            map_TE = map_TE & steps.best_per_row(keys_TE, self.max_experts_per_token)
+        return weighted(scores_TE, map_TE, top_k_TE, context, steps)
 
-    def _expand(self, top_k_TE: Tensor, preference_TE: Tensor, context: RoutingContext) -> Tensor:
+    def _expand(self, steps: Steps, top_k_TE: Tensor, preference_TE: Tensor, context: RoutingContext) -> Tensor:
         """Add the further experts that each token considers: bool [T, E]."""
         num_experts = top_k_TE.shape[1]
         if self.scope == "global":
             count = min(self.num_candidates or 0, num_experts)
-            others_TE = best_per_row(preference_TE.masked_fill(top_k_TE, -torch.inf), count)
+            others_TE = steps.best_per_row(preference_TE.masked_fill(top_k_TE, -torch.inf), count)
             return top_k_TE | without_padding(others_TE, context)
         num_local = num_experts // context.num_ranks
         local = slice(context.rank * num_local, (context.rank + 1) * num_local)
         count = num_local if self.num_candidates is None else min(self.num_candidates, num_local)
         expanded_TE = top_k_TE.clone()
-        expanded_TE[:, local] |= best_per_row(preference_TE[:, local], count)
+        expanded_TE[:, local] |= steps.best_per_row(preference_TE[:, local], count)
         return without_padding(expanded_TE, context)
-
-
-def require_choice(name: str, value: object, choices: object) -> None:
-    """Raise ValueError unless ``value`` is one of a Literal's values."""
-    allowed = get_args(choices)
-    if value not in allowed:
-        raise ValueError(f"{name}: expected one of {', '.join(allowed)}; got {value!r}")
-
-
-def require_count(name: str, value: object, minimum: int) -> None:
-    """Raise ValueError unless ``value`` is a whole number of at least ``minimum``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name}: expected a whole number >= {minimum}, got {value!r}")

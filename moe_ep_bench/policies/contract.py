@@ -17,6 +17,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moe_ep_bench.policies.steps import Steps
+
 
 @dataclass(frozen=True, eq=False)
 class RoutingContext:
@@ -67,7 +69,11 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Base of all policies; a subclass names itself and implements ``select``.
+    """Base of all policies.
+
+    A subclass names itself and implements ``select_by`` and, where it decides for the whole batch,
+    ``stats_by``: both are handed the hot steps by which to work (``policies.steps.TORCH``, or compiled
+    twins that return the same bits). ``select`` and ``batch_stats`` hand it the fastest for the device.
 
     Attributes:
         name: what users write.
@@ -78,9 +84,17 @@ class Policy:
     name: ClassVar[str]
     looks_past_top_k: ClassVar[bool] = False
 
+    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+        """The rule. ``stats_SE`` is None only where ``stats_by`` returns None."""
+        raise NotImplementedError
+
+    def stats_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
+        """What the rule must know of all ranks' tokens: float64 [S, E], to be summed over ranks; None = nothing."""
+        return None
+
     def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
         """Return float64 [S, E] statistics that the caller sums over ranks, or None if ``select`` needs none."""
-        return None
+        return self.stats_by(fastest_steps(scores_TE.device), scores_TE, context)
 
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         """Raise ValueError when this policy cannot route these scores in this context."""
@@ -103,7 +117,10 @@ class Policy:
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         """``route`` for inputs that were checked before: what a timed layer calls."""
-        raise NotImplementedError
+        steps = fastest_steps(scores_TE.device)
+        if stats_SE is None:
+            stats_SE = self.stats_by(steps, scores_TE, context)
+        return self.select_by(steps, scores_TE, context, stats_SE)
 
     def params(self) -> dict[str, object]:
         """The fields as a JSON-ready dict, without the name."""
@@ -114,6 +131,14 @@ class Policy:
         """Name and the fields that differ from their defaults, for tables and figures."""
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
         return " ".join([self.name, *(f"{f.name}={getattr(self, f.name)}" for f in changed)])
+
+
+def fastest_steps(device: torch.device) -> Steps:
+    """The fastest exact form of the hot steps for tensors on ``device``."""
+    # Compiled twins import these steps, and numba takes its time: hence here and not above.
+    from moe_ep_bench.kernels.policy_steps import steps_for
+
+    return steps_for(device.type)
 
 
 def check_inputs(scores_TE: Tensor, context: RoutingContext) -> None:
@@ -147,8 +172,15 @@ def check_inputs(scores_TE: Tensor, context: RoutingContext) -> None:
     if context.bias_E is not None:
         _require(context.bias_E.dtype == torch.float32, "bias_E", "float32", context.bias_E.dtype)
         _require(bool(context.bias_E.isfinite().all()), "bias_E", "finite values", "NaN or Inf")
-    # One pass over the scores: NaN fails both comparisons, so it is caught here too.
-    if not bool(((scores_TE >= 0) & (scores_TE < torch.inf)).all()):
+    if context.load_E is not None:
+        is_load = context.load_E.isfinite() & (context.load_E >= 0)
+        _require(bool(is_load.all()), "load_E", "finite, non-negative values", "NaN, Inf or a negative load")
+    _require(0 <= context.layer_fraction <= 1, "layer_fraction", "0 to 1", context.layer_fraction)
+    if scores_TE.numel() == 0:
+        return
+    # One pass over the scores: NaN is both least and largest where there is one, and fails both comparisons.
+    least, largest = scores_TE.aminmax()
+    if not (bool(least >= 0) and bool(largest < torch.inf)):
         raise ValueError("scores_TE: expected finite, non-negative values; got NaN, Inf or a negative score")
 
 

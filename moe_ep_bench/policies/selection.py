@@ -1,10 +1,6 @@
-"""Choosing the best: the model's own top-k, ties, and combine weights.
+"""What the model itself would choose, in which order, and with what weight.
 
-Every choice in the suite is exact about ties: the lower index wins. ``torch.topk`` promises no
-order among equals, so it serves only to find the threshold; who stands at the threshold is
-decided here.
-
-Shapes: T = tokens, E = experts, K = top_k; a "row" is whatever competes, N its length.
+Shapes: T = tokens, E = experts, K = top_k.
 """
 
 from __future__ import annotations
@@ -13,37 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.policies.contract import Routing, RoutingContext
-
-# Below this many winners torch.topk finds the threshold sooner than a selection by rank (kthvalue).
-_TOPK_LIMIT = 64
-
-
-def best_per_row(keys_RN: Tensor, count: int) -> Tensor:
-    """Mark each row's ``count`` largest keys; among equal keys the lower column wins.
-
-    Args:
-        keys_RN: [rows, N] of any ordered dtype.
-        count: 0 to N.
-
-    Returns:
-        bool [rows, N] with exactly ``count`` marks in each row.
-    """
-    num_columns = keys_RN.shape[1]
-    if count == 0 or keys_RN.numel() == 0:
-        return torch.zeros_like(keys_RN, dtype=torch.bool)
-    if count >= num_columns:
-        return torch.ones_like(keys_RN, dtype=torch.bool)
-    if count <= _TOPK_LIMIT:
-        threshold_R1 = keys_RN.topk(count, dim=1).values[:, -1:]
-    else:
-        threshold_R1 = keys_RN.kthvalue(num_columns - count + 1, dim=1, keepdim=True).values
-    reaching_RN = keys_RN >= threshold_R1
-    if bool((reaching_RN.sum(dim=1) == count).all()):
-        return reaching_RN
-    above_RN = keys_RN > threshold_R1
-    tied_RN = reaching_RN & ~above_RN
-    room_R1 = count - above_RN.sum(dim=1, keepdim=True)
-    return above_RN | (tied_RN & (tied_RN.cumsum(dim=1) <= room_R1))
+from moe_ep_bench.policies.steps import TORCH, Steps
 
 
 def preference(scores_TE: Tensor, context: RoutingContext) -> Tensor:
@@ -51,19 +17,47 @@ def preference(scores_TE: Tensor, context: RoutingContext) -> Tensor:
     return scores_TE if context.bias_E is None else scores_TE + context.bias_E
 
 
-def top_k_map(scores_TE: Tensor, context: RoutingContext) -> Tensor:
+def top_k_map(scores_TE: Tensor, context: RoutingContext, steps: Steps = TORCH) -> Tensor:
     """The model's own choice of K experts per token: bool [T, E], padding rows empty."""
+    return without_padding(_top_k(preference(scores_TE, context), context, steps), context)
+
+
+def list_keys(scores_TE: Tensor, context: RoutingContext, steps: Steps = TORCH) -> Tensor:
+    """Keys that order every token's *preference list*, all E experts, the best first.
+
+    The list is that of ``preference``. Where the model restricts its top-k to groups, the top-k
+    still comes first; behind it stand the other experts of all groups, by preference.
+
+    Returns:
+        [T, E], float32, or int64 where there are groups; among equal keys the lower expert comes first.
+    """
     preference_TE = preference(scores_TE, context)
+    if context.num_groups is None:
+        return preference_TE
+    return integer_keys(preference_TE) + (_top_k(preference_TE, context, steps).long() << 40)
+
+
+def integer_keys(keys_TE: Tensor) -> Tensor:
+    """Order-preserving int64 keys below 2**33 in magnitude, so that a class can be put above them."""
+    if not keys_TE.is_floating_point():
+        return keys_TE
+    # The bits of a positive float order like integers; a negative one's (a biased score) in reverse.
+    bits_TE = keys_TE.contiguous().view(torch.int32).long()
+    return torch.where(bits_TE < 0, -(bits_TE & 0x7FFFFFFF), bits_TE)
+
+
+def _top_k(preference_TE: Tensor, context: RoutingContext, steps: Steps) -> Tensor:
+    """The K best of every row, inside its best groups where the model has groups: bool [T, E]."""
     if context.num_groups is not None and context.top_groups is not None:
         preference_TE = _inside_top_groups(preference_TE, context.top_k, context.num_groups, context.top_groups)
-    return without_padding(best_per_row(preference_TE, context.top_k), context)
+    return steps.best_per_row(preference_TE, context.top_k)
 
 
 def _inside_top_groups(preference_TE: Tensor, top_k: int, num_groups: int, top_groups: int) -> Tensor:
     """Set experts outside a token's best groups to -inf (DeepSeek-V3, node-limited routing)."""
     preference_TGe = preference_TE.unflatten(1, (num_groups, -1))
     value_TG = preference_TGe.topk(top_k // top_groups, dim=-1).values.sum(dim=-1)
-    inside_TG = best_per_row(value_TG, top_groups)
+    inside_TG = TORCH.best_per_row(value_TG, top_groups)
     return preference_TGe.masked_fill(~inside_TG.unsqueeze(-1), -torch.inf).flatten(1)
 
 
@@ -77,30 +71,32 @@ def num_valid_tokens(scores_TE: Tensor, context: RoutingContext) -> int:
     return scores_TE.shape[0] if context.token_mask_T is None else int(context.token_mask_T.sum())
 
 
-def weighted(scores_TE: Tensor, map_TE: Tensor, norm_map_TE: Tensor, context: RoutingContext) -> Routing:
+def summed_scores(scores_TE: Tensor, context: RoutingContext) -> Tensor:
+    """Every expert's score mass over the valid tokens: float64 [E]."""
+    valid_TE = scores_TE if context.token_mask_T is None else scores_TE[context.token_mask_T]
+    return valid_TE.sum(dim=0, dtype=torch.float64)
+
+
+def weighted(
+    scores_TE: Tensor,
+    map_TE: Tensor,
+    norm_map_TE: Tensor,
+    context: RoutingContext,
+    steps: Steps = TORCH,
+    *,
+    width: int | None = None,
+) -> Routing:
     """Give the selected pairs their combine weights.
 
     Args:
         scores_TE: float32 [T, E].
         map_TE: bool [T, E], the final selection.
-        norm_map_TE: bool [T, E], at most K per row: the pairs whose scores sum to 1 where the model
-            normalises. That is the original top-k for policies that drop (what is dropped is
-            lost, as in Megatron-Core), the final selection for policies that choose anew.
-        context: ``normalize`` and ``scale`` are read.
+        norm_map_TE: bool [T, E]: the pairs whose scores sum to 1 where the model normalises. That is
+            the original top-k for policies that drop (what is dropped is lost, as in
+            Megatron-Core), the final selection for policies that choose anew.
+        context: ``normalize``, ``scale`` and ``top_k`` are read.
+        width: most marks in a row of ``norm_map_TE``; None = K.
     """
-    weights_TE = scores_TE * map_TE
-    if context.normalize:
-        total_T1 = descending_sum(scores_TE, norm_map_TE, context.top_k)
-        weights_TE = torch.where(total_T1 > 0, weights_TE / total_T1, 0.0)
-    if context.scale != 1.0:
-        weights_TE = weights_TE * context.scale
-    return Routing(map_TE=map_TE, weights_TE=weights_TE)
-
-
-def descending_sum(scores_TE: Tensor, map_TE: Tensor, width: int) -> Tensor:
-    """Sum each row's marked scores (at most ``width`` of them) from the largest down, [T, 1].
-
-    Megatron-Core sums the K values in the order in which ``torch.topk`` returns them; adding in
-    the same order gives the same bits.
-    """
-    return (scores_TE * map_TE).topk(width, dim=1).values.sum(dim=1, keepdim=True)
+    width = min(context.top_k if width is None else width, scores_TE.shape[1])
+    norm_map = norm_map_TE if context.normalize else None
+    return Routing(map_TE=map_TE, weights_TE=steps.weights(scores_TE, map_TE, norm_map, width, context.scale))

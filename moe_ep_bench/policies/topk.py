@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.selection import top_k_map, weighted
+from moe_ep_bench.policies.steps import Steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,6 @@ class TopK(Policy):
 
     name: ClassVar[str] = "topk"
 
-    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-        map_TE = top_k_map(scores_TE, context)
-        return weighted(scores_TE, map_TE, map_TE, context)
+    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+        map_TE = top_k_map(scores_TE, context, steps)
+        return weighted(scores_TE, map_TE, map_TE, context, steps)

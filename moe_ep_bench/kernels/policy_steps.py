@@ -1,0 +1,192 @@
+"""Which form of the hot routing steps runs where: compiled twins of ``policies.steps.Steps``.
+
+On the CPU numba's loops run, on a GPU torch's operations; both return the same bits. The sequential
+load-aware rule has no parallel form and runs on the host for tensors of any device.
+
+Shapes: T = tokens, E = experts, K = top_k; a "row" is whatever competes, N its length.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_ep_bench.policies.steps import TORCH, LeastLoaded, Steps, lowest
+
+# The host finds winners by comparing candidates with each other: for few winners in rows of experts.
+_MOST_WINNERS = 64
+_LONGEST_ROW = 1024
+# A thread costs some tens of microseconds; a row, a fraction of one.
+_ROWS_PER_THREAD = 2048
+# Below this many tokens a chunk is routed sooner on the host than by a handful of GPU kernels.
+_PARALLEL_CHUNK = 2048
+
+
+@functools.cache
+def steps_for(device_type: str) -> Steps:
+    """The fastest exact form for tensors on a device ("cpu", "cuda")."""
+    try:
+        import numba  # noqa: F401 - is it there?
+    except ImportError as error:
+        warnings.warn(
+            f"numba cannot be imported ({error}): policies run as torch operations, which is exact but slower, "
+            "for laser and load_only by orders of magnitude",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return TORCH
+    return HostSteps() if device_type == "cpu" else DeviceSteps()
+
+
+class DeviceSteps(Steps):
+    """torch on the device; the sequential rule on the host, with a copy there and back."""
+
+    def least_loaded(
+        self,
+        scores_TE: Tensor,
+        keys_TE: Tensor,
+        load_E: Tensor,
+        rule: LeastLoaded,
+        *,
+        valid_T: Tensor | None = None,
+        random_TE: Tensor | None = None,
+    ) -> Tensor:
+        if rule.chunk_size >= _PARALLEL_CHUNK:
+            return super().least_loaded(scores_TE, keys_TE, load_E, rule, valid_T=valid_T, random_TE=random_TE)
+        return _least_loaded_on_host(scores_TE, keys_TE, load_E, rule, valid_T, random_TE).to(scores_TE.device)
+
+
+class HostSteps(Steps):
+    """numba's loops over torch's memory."""
+
+    def best_per_row(self, keys_RN: Tensor, count: int, columns_N: Tensor | None = None) -> Tensor:
+        from moe_ep_bench.kernels import row_selection
+
+        num_rows, num_columns = keys_RN.shape
+        if count > _MOST_WINNERS or num_columns > _LONGEST_ROW:
+            return super().best_per_row(keys_RN, count, columns_N)
+        columns = np.arange(num_columns) if columns_N is None else np.flatnonzero(_array(columns_N))
+        map_RN = torch.zeros(keys_RN.shape, dtype=torch.bool)
+        _in_slices(num_rows, row_selection.best_per_row, _array(keys_RN), columns, count, _array(map_RN))
+        return map_RN
+
+    def fewest_reaching(self, scores_TE: Tensor, keys_TE: Tensor, count: int, share: float) -> Tensor:
+        from moe_ep_bench.kernels import row_selection
+
+        num_tokens, num_experts = scores_TE.shape
+        if num_experts > _LONGEST_ROW:
+            return super().fewest_reaching(scores_TE, keys_TE, count, share)
+        map_TE = torch.zeros(scores_TE.shape, dtype=torch.bool)
+        columns = np.arange(num_experts)
+        arrays = _array(scores_TE), _array(keys_TE), columns, count, share, _array(map_TE)
+        _in_slices(num_tokens, row_selection.fewest_reaching, *arrays)
+        return map_TE
+
+    def load_of(self, map_TE: Tensor) -> Tensor:
+        from moe_ep_bench.kernels import row_selection
+
+        load_E = np.zeros(map_TE.shape[1], np.int64)
+        row_selection.load_of(_array(map_TE), load_E)
+        return torch.from_numpy(load_E).double()
+
+    def weights(
+        self, scores_TE: Tensor, map_TE: Tensor, norm_map_TE: Tensor | None, width: int, scale: float
+    ) -> Tensor:
+        from moe_ep_bench.kernels import row_selection
+
+        num_tokens = scores_TE.shape[0]
+        total_T = np.empty(0, np.float32)
+        if norm_map_TE is not None:
+            values_TW = torch.empty([num_tokens, width])
+            arrays = _array(scores_TE), _array(norm_map_TE), _array(values_TW)
+            _in_slices(num_tokens, row_selection.marked_descending, *arrays)
+            # torch adds them, in whatever order it adds what its own top-k returned.
+            total_T = _array(values_TW.sum(dim=1))
+        weights_TE = torch.empty(scores_TE.shape)
+        arrays = _array(scores_TE), _array(map_TE), total_T, np.float32(scale), _array(weights_TE)
+        _in_slices(num_tokens, row_selection.weights, *arrays)
+        return weights_TE
+
+    def within_capacity(self, candidates_TE: Tensor, keys_TE: Tensor, capacity: int, num_shared: int) -> Tensor:
+        from moe_ep_bench.kernels import row_selection
+
+        load_G = self.load_of(candidates_TE).long().view(-1, num_shared).sum(dim=1)
+        if not bool((load_G > capacity).any()):
+            return candidates_TE
+        map_TE = torch.zeros(candidates_TE.shape, dtype=torch.bool)
+        if capacity > 0:
+            keys = _array(keys_TE)
+            least = keys.dtype.type(lowest(keys_TE))
+            row_selection.within_capacity(
+                _array(candidates_TE), keys, _array(load_G), capacity, num_shared, least, _array(map_TE)
+            )
+        return map_TE
+
+    def least_loaded(
+        self,
+        scores_TE: Tensor,
+        keys_TE: Tensor,
+        load_E: Tensor,
+        rule: LeastLoaded,
+        *,
+        valid_T: Tensor | None = None,
+        random_TE: Tensor | None = None,
+    ) -> Tensor:
+        return _least_loaded_on_host(scores_TE, keys_TE, load_E, rule, valid_T, random_TE)
+
+
+def _least_loaded_on_host(
+    scores_TE: Tensor,
+    keys_TE: Tensor,
+    load_E: Tensor,
+    rule: LeastLoaded,
+    valid_T: Tensor | None,
+    random_TE: Tensor | None,
+) -> Tensor:
+    from moe_ep_bench.kernels import greedy_load
+
+    map_TE = torch.zeros(scores_TE.shape, dtype=torch.bool)
+    greedy_load.least_loaded(
+        _array(scores_TE),
+        _array(keys_TE),
+        np.empty(0, np.bool_) if valid_T is None else _array(valid_T),
+        np.empty((0, 0), np.float32) if random_TE is None else _array(random_TE),
+        _array(load_E).copy(),
+        _array(map_TE),
+        rule.top_k,
+        float(rule.eps_high),
+        float(rule.t_fix),
+        rule.pool_size,
+        rule.chunk_size,
+    )
+    return map_TE
+
+
+def _in_slices(num_rows: int, kernel: Callable[..., None], *arguments: object) -> None:
+    """Run a kernel over all rows, on as many threads as torch would use and the rows are worth."""
+    num_slices = min(torch.get_num_threads(), num_rows // _ROWS_PER_THREAD)
+    if num_slices < 2:
+        kernel(*arguments, 0, num_rows)
+        return
+    bounds = [num_rows * part // num_slices for part in range(num_slices + 1)]
+    parts = [_threads().submit(kernel, *arguments, first, last) for first, last in itertools.pairwise(bounds)]
+    for part in parts:
+        part.result()
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="routing")
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    """The tensor's memory where it is on the host and in order, else a copy that is."""
+    return tensor.detach().cpu().contiguous().numpy()

@@ -1,0 +1,242 @@
+"""Selecting per token and per expert in one pass over the scores, compiled for the host.
+
+torch composes these steps from operations that each read and write [T, E]; here each is one loop.
+The rules are those of ``policies.steps.Steps``, to the bit. The loops release the GIL, and those that
+take ``first`` and ``last`` touch only these rows, so that threads may share a batch.
+
+Shapes: T = tokens, E = experts, N = columns of a row, G = groups of experts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+# Candidates are counted in blocks of a vector register.
+PADDING = 8
+
+
+@njit(cache=True, nogil=True)
+def best_per_row(keys_RN, columns, count, map_RN, first, last):
+    """Mark the ``count`` largest keys among ``columns`` (ascending indices); the lower column wins a tie."""
+    count = min(count, columns.shape[0])
+    if count == 0:
+        return
+    best_keys = np.empty(columns.shape[0] + PADDING, keys_RN.dtype)
+    best_columns = np.empty(best_keys.shape[0], np.int64)
+    near_keys = np.empty_like(best_keys)
+    near_columns = np.empty_like(best_columns)
+    for row in range(first, last):
+        find_best(keys_RN[row], columns, count, best_keys, best_columns, near_keys, near_columns)
+        for place in range(count):
+            map_RN[row, best_columns[place]] = True
+
+
+@njit(cache=True, nogil=True)
+def fewest_reaching(scores_TE, keys_TE, columns, count, share, map_TE, first, last):
+    """Mark the best ``count`` by key, but no more than hold ``share`` of the row's sum."""
+    num_experts = scores_TE.shape[1]
+    count = min(count, num_experts)
+    best_keys = np.empty(num_experts + PADDING, keys_TE.dtype)
+    best_columns = np.empty(best_keys.shape[0], np.int64)
+    near_keys = np.empty_like(best_keys)
+    near_columns = np.empty_like(best_columns)
+    for token in range(first, last):
+        total = 0.0
+        for expert in range(num_experts):
+            total += np.float64(scores_TE[token, expert])
+        find_best(keys_TE[token], columns, count, best_keys, best_columns, near_keys, near_columns)
+        held = 0.0
+        for place in range(count):
+            map_TE[token, best_columns[place]] = True
+            held += np.float64(scores_TE[token, best_columns[place]])
+            if (held / total if total > 0 else 0.0) >= share:
+                break
+
+
+@njit(cache=True, nogil=True)
+def find_best(keys_N, columns, count, best_keys, best_columns, near_keys, near_columns):
+    """Put the ``count`` largest keys among ``columns``, best first, and their columns at the front of two arrays.
+
+    Branches that depend on scores cannot be predicted and would take most of the time, so there are
+    none: a lower bound of the count-th largest key leaves few candidates, and each is put at the place
+    that the number of larger ones tells. Only where two candidates are equal an insertion follows.
+
+    Args:
+        columns: ascending, at least ``count``.
+        best_keys, best_columns, near_keys, near_columns: room for PADDING more than there are columns.
+    """
+    num_columns = columns.shape[0]
+    # The least of ``count`` maxima over disjoint columns: at least ``count`` keys reach it.
+    for place in range(count):
+        best_keys[place] = keys_N[columns[place]]
+    index = count
+    while index + count <= num_columns:
+        for place in range(count):
+            best_keys[place] = max(best_keys[place], keys_N[columns[index + place]])
+        index += count
+    bound = best_keys[0]
+    for place in range(1, count):
+        bound = min(bound, best_keys[place])
+
+    num_near = 0
+    for index in range(num_columns):
+        key = keys_N[columns[index]]
+        near_keys[num_near] = key
+        near_columns[num_near] = columns[index]
+        num_near += key >= bound
+    padded = (num_near + PADDING - 1) // PADDING * PADDING
+    for index in range(num_near, padded):
+        near_keys[index] = bound  # larger than no candidate
+
+    sum_of_places = 0
+    for index in range(num_near):
+        key = near_keys[index]
+        place = _num_larger(near_keys, padded, key)
+        best_keys[place] = key
+        best_columns[place] = near_columns[index]
+        sum_of_places += place
+    if sum_of_places == num_near * (num_near - 1) // 2:
+        return  # all places were different
+    for index in range(num_near):
+        key = near_keys[index]
+        place = min(index, count)
+        while place > 0 and key > best_keys[place - 1]:  # columns ascend, so an equal one never overtakes
+            best_keys[place] = best_keys[place - 1]
+            best_columns[place] = best_columns[place - 1]
+            place -= 1
+        best_keys[place] = key
+        best_columns[place] = near_columns[index]
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc"})
+def _num_larger(keys, count, key):
+    """How many of the first ``count`` keys are larger. Counted in float32, which vectorises; exact up to 2**24."""
+    larger = np.float32(0)
+    for index in range(count):
+        larger += np.float32(keys[index] > key)
+    return int(larger)
+
+
+@njit(cache=True, nogil=True)
+def load_of(map_TE, load_E):
+    """Add the marks of every column to ``load_E``."""
+    for token in range(map_TE.shape[0]):
+        for expert in range(map_TE.shape[1]):
+            load_E[expert] += map_TE[token, expert]
+
+
+@njit(cache=True, nogil=True)
+def marked_descending(scores_TE, map_TE, values_TW, first, last):
+    """Each row's W largest marked scores, largest first, and zeros: float32 [T, W]."""
+    width = values_TW.shape[1]
+    for token in range(first, last):
+        held = 0
+        for expert in range(scores_TE.shape[1]):
+            if map_TE[token, expert]:
+                score = scores_TE[token, expert]
+                place = min(held, width)
+                while place > 0 and score > values_TW[token, place - 1]:
+                    if place < width:
+                        values_TW[token, place] = values_TW[token, place - 1]
+                    place -= 1
+                if place < width:
+                    values_TW[token, place] = score
+                held += 1
+        for place in range(held, width):
+            values_TW[token, place] = 0.0
+
+
+@njit(cache=True, nogil=True)
+def weights(scores_TE, map_TE, total_T, scale, weights_TE, first, last):
+    """score / total * scale on the map, 0 elsewhere; no division where ``total_T`` is empty. All float32."""
+    divide = total_T.shape[0] > 0
+    for token in range(first, last):
+        total = total_T[token] if divide else np.float32(1.0)
+        for expert in range(scores_TE.shape[1]):
+            weight = np.float32(0.0)
+            if map_TE[token, expert] and total > 0:
+                weight = scores_TE[token, expert]
+                if divide:
+                    weight = weight / total
+                weight = weight * scale
+            weights_TE[token, expert] = weight
+
+
+@njit(cache=True, nogil=True)
+def within_capacity(candidates_TE, keys_TE, load_G, capacity, num_shared, lowest, map_TE):
+    """Keep of every group's candidates the ``capacity`` with the largest keys; ties by token, then by expert.
+
+    Args:
+        load_G: int64, candidates per group.
+        capacity: above 0.
+        lowest: a key that none is below.
+        map_TE: bool [T, E], the result, all False before.
+    """
+    num_tokens, num_experts = candidates_TE.shape
+    num_groups = load_G.shape[0]
+    start_G = np.zeros(num_groups + 1, np.int64)  # of an overfull group's keys in one long list
+    for group in range(num_groups):
+        start_G[group + 1] = start_G[group] + (load_G[group] if load_G[group] > capacity else 0)
+    listed = np.empty(start_G[num_groups], keys_TE.dtype)
+    next_G = start_G[:num_groups].copy()
+    for token in range(num_tokens):
+        for expert in range(num_experts):
+            if candidates_TE[token, expert]:
+                group = expert // num_shared
+                if load_G[group] > capacity:
+                    listed[next_G[group]] = keys_TE[token, expert]
+                    next_G[group] += 1
+
+    # A group with room for all takes whatever is above the lowest key, and any number of ties.
+    threshold_G = np.full(num_groups, lowest, keys_TE.dtype)
+    ties_G = load_G.copy()
+    for group in range(num_groups):
+        if load_G[group] > capacity:
+            keys = listed[start_G[group] : start_G[group + 1]]
+            threshold = _nth_smallest(keys, keys.size - capacity)
+            above = 0
+            for index in range(keys.size):
+                above += keys[index] > threshold
+            threshold_G[group] = threshold
+            ties_G[group] = capacity - above
+
+    for token in range(num_tokens):
+        for expert in range(num_experts):
+            if candidates_TE[token, expert]:
+                group = expert // num_shared
+                key = keys_TE[token, expert]
+                threshold = threshold_G[group]
+                map_TE[token, expert] = key > threshold
+                if key == threshold and ties_G[group] > 0:
+                    ties_G[group] -= 1
+                    map_TE[token, expert] = True
+
+
+@njit(cache=True, nogil=True)
+def _nth_smallest(keys, n):
+    """The value that stands at ``n`` in ascending order; ``keys`` is left in another order (quickselect)."""
+    low, high = 0, keys.size  # it stands in keys[low:high]
+    while high - low > 1:
+        first, middle, final = keys[low], keys[(low + high) // 2], keys[high - 1]
+        pivot = max(min(first, middle), min(max(first, middle), final))
+        # Without branches on the keys: swap always, and move on where the key belongs below.
+        split = low
+        for index in range(low, high):
+            key = keys[index]
+            keys[index] = keys[split]
+            keys[split] = key
+            split += key < pivot
+        if n < split:
+            high = split
+            continue
+        low = split
+        for index in range(low, high):  # of what is left, those that equal the pivot
+            key = keys[index]
+            keys[index] = keys[split]
+            keys[split] = key
+            split += key == pivot
+        if n < split:
+            return pivot
+        low = split
+    return keys[n]

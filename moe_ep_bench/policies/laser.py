@@ -1,0 +1,176 @@
+"""LASER: where a token is nearly indifferent, send it to the least loaded experts (arXiv 2510.03293).
+
+A token whose top-k holds most of its mass keeps it. Any other token widens its choice to the
+experts whose score comes near its best one, and takes the least loaded of these. Tokens are
+routed one after another, each by the loads that those before it left (``chunk_size`` 1, the published
+rule); larger chunks let a chunk's tokens see the same loads, which can be computed in parallel.
+``load_only`` ignores scores but for ties: the balance that load-aware routing could reach at most.
+
+Loads are this rank's own, so the policies cost no communication. The sequential rule runs compiled
+on the host (``kernels.greedy_load``), for tensors on a GPU too: they are copied there and back.
+
+Shapes: T = local tokens, E = experts, K = top_k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.field_checks import real, require_choice, require_count
+from moe_ep_bench.policies.selection import list_keys, weighted
+from moe_ep_bench.policies.steps import LeastLoaded, Steps
+
+Trim = Literal["top", "random"]
+
+BANDS = ("early", "middle", "final")
+
+
+class Bands(tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]):
+    """What differs in the thirds of a model's depth: ((band, ((field, value), ...)), ...), hashable."""
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        return {band: dict(values) for band, values in self}
+
+    def __str__(self) -> str:
+        return "/".join(f"{band}({','.join(f'{k}={v}' for k, v in values)})" for band, values in self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadAwarePolicy(Policy):
+    """What ``laser`` and ``load_only`` share: tokens in order, loads carried from one to the next."""
+
+    looks_past_top_k: ClassVar[bool] = True
+
+    def route_by_load(
+        self, steps: Steps, scores_TE: Tensor, context: RoutingContext, rule: LeastLoaded, random_TE: Tensor | None
+    ) -> Routing:
+        """Start from the loads of earlier batches and go through this rank's valid tokens."""
+        if context.load_E is None:
+            load_E = scores_TE.new_zeros(scores_TE.shape[1], dtype=torch.float64)
+        else:
+            load_E = context.load_E.to(scores_TE.device, torch.float64)
+        map_TE = steps.least_loaded(
+            scores_TE,
+            list_keys(scores_TE, context, steps),
+            load_E,
+            rule,
+            valid_T=context.token_mask_T,
+            random_TE=random_TE,
+        )
+        return weighted(scores_TE, map_TE, map_TE, context, steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Laser(LoadAwarePolicy):
+    """Load-aware choice among near-best experts.
+
+    Attributes:
+        eps_high: a token whose top-k holds at least this share of its row sum takes its top-k; 0 to 1.
+        t_fix: otherwise its pool is all experts that score at least t_fix times its best score, and
+            its top-k; 0 to 1.
+        c: the pool is trimmed to this many, K to E. The token takes the K least loaded of them, the
+            more preferred first among equals.
+        trim: keep the first c of the token's preference list (``top``), or any c (``random``), which
+            may lose experts of the top-k.
+        bands: other values of the fields above for the ``early``, ``middle`` or ``final`` third of the
+            model's depth.
+        chunk_size: valid tokens that see the same loads.
+    """
+
+    name: ClassVar[str] = "laser"
+
+    eps_high: float
+    t_fix: float
+    c: int
+    trim: Trim = "top"
+    bands: Bands | Mapping[str, Mapping[str, Any]] | None = None
+    chunk_size: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "eps_high", real("eps_high", self.eps_high, maximum=1))
+        object.__setattr__(self, "t_fix", real("t_fix", self.t_fix, maximum=1))
+        require_count("c", self.c, minimum=1)
+        require_choice("trim", self.trim, Trim)
+        require_count("chunk_size", self.chunk_size, minimum=1)
+        if self.bands is not None:
+            object.__setattr__(self, "bands", self._checked_bands(self.bands))
+
+    def _checked_bands(self, bands: Any) -> Bands:
+        allowed = [field.name for field in fields(self) if field.name not in ("bands", "chunk_size")]
+        given = bands.as_dict() if isinstance(bands, Bands) else bands
+        if not isinstance(given, Mapping) or not given.keys() <= set(BANDS):
+            raise ValueError(f"bands: expected a mapping of {', '.join(BANDS)}; got {given!r}")
+        checked = []
+        for band in filter(given.__contains__, BANDS):
+            values = given[band]
+            if not isinstance(values, Mapping) or not values.keys() <= set(allowed):
+                raise ValueError(f"bands.{band}: expected a mapping of {', '.join(allowed)}; got {values!r}")
+            try:
+                other = replace(self, bands=None, **values)
+            except ValueError as error:
+                raise ValueError(f"bands.{band}.{error}") from None
+            checked.append((band, tuple((name, getattr(other, name)) for name in allowed if name in values)))
+        return Bands(checked)
+
+    def at(self, layer_fraction: float) -> Laser:
+        """The same policy with the values of a layer's band."""
+        if self.bands is None:
+            return self
+        assert isinstance(self.bands, Bands)
+        band = BANDS[min(int(layer_fraction * len(BANDS)), len(BANDS) - 1)]
+        return replace(self, bands=None, **self.bands.as_dict().get(band, {}))
+
+    def params(self) -> dict[str, object]:
+        bands = self.bands.as_dict() if isinstance(self.bands, Bands) else None
+        return {**super().params(), "bands": bands}
+
+    def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
+        super().check(scores_TE, context)
+        here, num_experts = self.at(context.layer_fraction), scores_TE.shape[1]
+        if not context.top_k <= here.c <= num_experts:
+            raise ValueError(f"c: expected {context.top_k} (top_k) to {num_experts} (the experts), got {here.c}")
+        if here.trim == "random" and context.generator is None:
+            raise ValueError("generator: trim=random needs a torch.Generator in the context, got None")
+
+    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+        here = self.at(context.layer_fraction)
+        random_TE = None
+        if here.trim == "random":
+            random_TE = torch.rand(scores_TE.shape, generator=context.generator, device=scores_TE.device)
+        rule = LeastLoaded(
+            top_k=context.top_k, eps_high=here.eps_high, t_fix=here.t_fix, pool_size=here.c, chunk_size=here.chunk_size
+        )
+        return self.route_by_load(steps, scores_TE, context, rule, random_TE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOnly(LoadAwarePolicy):
+    """The K least loaded of all experts, the more preferred first among equals: the balance bound.
+
+    Attributes:
+        chunk_size: valid tokens that see the same loads.
+    """
+
+    name: ClassVar[str] = "load_only"
+
+    chunk_size: int = 1
+
+    def __post_init__(self) -> None:
+        require_count("chunk_size", self.chunk_size, minimum=1)
+
+    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+        everyone = LeastLoaded(
+            top_k=context.top_k,
+            eps_high=math.inf,
+            t_fix=0.0,
+            pool_size=scores_TE.shape[1],
+            chunk_size=self.chunk_size,
+        )
+        return self.route_by_load(steps, scores_TE, context, everyone, None)

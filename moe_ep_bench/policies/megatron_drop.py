@@ -1,0 +1,62 @@
+"""Megatron-Core's own capacity rule, for comparison with the capacity-aware policies.
+
+It differs from ``token_drop`` in three ways: capacity is rounded up, pairs are ordered by their
+final weight (normalised, without selection bias), and an expert may be padded to its capacity with
+pairs that nobody chose. Those carry weight 0: they cost time and change no output, as in training
+with buffers of one size. The rule is that of ``apply_router_token_dropping`` in Megatron-Core; ties,
+which it leaves open, go to the lower token, and a pair of weight 0 outranks one that nobody chose.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.field_checks import real, require_choice, require_flag
+from moe_ep_bench.policies.selection import num_valid_tokens, top_k_map, weighted, without_padding
+from moe_ep_bench.policies.steps import Steps
+
+DropPolicy = Literal["probs", "position"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronDrop(Policy):
+    """Each expert keeps its best C = ceil(T * K / E * gamma) top-k pairs, T counting valid tokens.
+
+    Attributes:
+        capacity_factor: gamma >= 0 (``moe_expert_capacity_factor``).
+        drop_policy: keep the largest weights (``probs``) or the earliest tokens (``position``).
+        pad_to_capacity: fill every expert up to C with further tokens, earliest first, at weight 0.
+    """
+
+    name: ClassVar[str] = "megatron_drop"
+
+    capacity_factor: float
+    drop_policy: DropPolicy = "probs"
+    pad_to_capacity: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "capacity_factor", real("capacity_factor", self.capacity_factor))
+        require_choice("drop_policy", self.drop_policy, DropPolicy)
+        require_flag("pad_to_capacity", self.pad_to_capacity)
+
+    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+        top_k_TE = top_k_map(scores_TE, context, steps)
+        num_tokens, num_experts = num_valid_tokens(scores_TE, context), scores_TE.shape[1]
+        # In doubles, as there: a floor of the exact decimal would be another rule.
+        capacity = math.ceil(min(num_tokens * context.top_k / num_experts * self.capacity_factor, num_tokens))
+        keys_TE = torch.ones_like(scores_TE)
+        if self.drop_policy == "probs":
+            keys_TE = weighted(scores_TE, top_k_TE, top_k_TE, context, steps).weights_TE
+        candidates_TE = top_k_TE
+        if self.pad_to_capacity:
+            keys_TE = keys_TE.masked_fill(~top_k_TE, -1.0)
+            candidates_TE = without_padding(torch.ones_like(top_k_TE), context)
+        map_TE = steps.within_capacity(candidates_TE, keys_TE, capacity, num_shared=1)
+        kept = weighted(scores_TE, map_TE & top_k_TE, top_k_TE, context, steps)
+        return Routing(map_TE=map_TE, weights_TE=kept.weights_TE)

@@ -1,0 +1,116 @@
+"""Opportunistic expert activation: once an expert's weights are read, they serve everyone (arXiv 2511.02237).
+
+A memory-bound decode step takes as long as the weights that it reads, that is, as the experts that
+the batch activates. ``pruned`` lets each token insist on fewer experts than the model's K. ``oea`` then
+lets every token *piggyback* on the experts that others insist on, at no further reads.
+
+The rules walk down a token's *preference list* (``selection.list_keys``); its first K are the top-k.
+
+Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R experts per rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.field_checks import real, require_count, require_flag
+from moe_ep_bench.policies.selection import list_keys, summed_scores, weighted, without_padding
+from moe_ep_bench.policies.steps import Steps, lowest, place_in_row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruned(Policy):
+    """A token takes the first n of its list: k0, or fewer if these hold share p of its row sum.
+
+    Attributes:
+        k0: most experts of a token; more than E is E.
+        p: above 0, to 1; 1 cuts nothing. A row without mass reaches no share.
+    """
+
+    name: ClassVar[str] = "pruned"
+
+    k0: int
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_count("k0", self.k0, minimum=1)
+        object.__setattr__(self, "p", real("p", self.p, maximum=1, zero=False))
+
+    def base(self, steps: Steps, scores_TE: Tensor, keys_TE: Tensor, context: RoutingContext) -> Tensor:
+        """The first n of every list: bool [T, E]."""
+        if self.p == 1:
+            return without_padding(steps.best_per_row(keys_TE, self.k0), context)
+        return without_padding(steps.fewest_reaching(scores_TE, keys_TE, self.k0, self.p), context)
+
+    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+        map_TE = self.base(steps, scores_TE, list_keys(scores_TE, context, steps), context)
+        return weighted(scores_TE, map_TE, map_TE, context, steps, width=self.k0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OEA(Pruned):
+    """Base = ``pruned``; S = union of the batch's bases; then each token adds experts of S in list order.
+
+    Statistics: how many tokens have an expert in their base, and with ``rank_fill`` its summed score.
+
+    Attributes:
+        k_max: a token adds while it holds fewer; None = K. Its base always stays.
+        max_rank: positions of its list that a token looks at; None = all.
+        rank_fill: an expert-parallel form of the paper's section 7: the rank with the most activated
+            experts sets the time, so before piggybacking every other rank adds its most wanted ones
+            (by score summed over the batch, lower index first among equals) until it has as many.
+    """
+
+    name: ClassVar[str] = "oea"
+    looks_past_top_k: ClassVar[bool] = True
+
+    k_max: int | None = None
+    max_rank: int | None = None
+    rank_fill: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.k_max is not None:
+            require_count("k_max", self.k_max, minimum=1)
+        if self.max_rank is not None:
+            require_count("max_rank", self.max_rank, minimum=1)
+        require_flag("rank_fill", self.rank_fill)
+
+    def stats_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        base_TE = self.base(steps, scores_TE, list_keys(scores_TE, context, steps), context)
+        rows = [steps.load_of(base_TE)]
+        if self.rank_fill:
+            rows.append(summed_scores(scores_TE, context))
+        return torch.stack(rows)
+
+    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+        assert stats_SE is not None
+        shared_E = stats_SE[0] > 0
+        if self.rank_fill:
+            shared_E = fill_ranks(shared_E, stats_SE[1], context.num_ranks)
+        keys_TE = list_keys(scores_TE, context, steps)
+        k_max = context.top_k if self.k_max is None else self.k_max
+        if self.max_rank is None or self.max_rank >= scores_TE.shape[1]:
+            map_TE = steps.best_per_row(keys_TE, k_max, shared_E)
+        else:
+            within_TE = steps.best_per_row(keys_TE, self.max_rank) & shared_E
+            map_TE = steps.best_per_row(keys_TE.masked_fill(~within_TE, lowest(keys_TE)), k_max) & within_TE
+        map_TE = without_padding(map_TE, context)
+        if self.k0 > k_max or self.max_rank is not None:
+            # Otherwise the base, which opens the list and lies in S, is among the first k_max of S.
+            map_TE = map_TE | self.base(steps, scores_TE, keys_TE, context)
+        return weighted(scores_TE, map_TE, map_TE, context, steps, width=max(self.k0, k_max))
+
+
+def fill_ranks(active_E: Tensor, sums_E: Tensor, num_ranks: int) -> Tensor:
+    """Let every rank activate as many experts as the busiest: its own with the largest sums, bool [E]."""
+    active_RL = active_E.view(num_ranks, -1)
+    activated_R1 = active_RL.sum(dim=1, keepdim=True)
+    missing_R1 = activated_R1.max() - activated_R1
+    place_RL = place_in_row(sums_E.view(num_ranks, -1).masked_fill(active_RL, -1.0))
+    return (active_RL | (place_RL < missing_R1)).view(-1)

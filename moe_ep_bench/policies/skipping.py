@@ -1,0 +1,117 @@
+"""Skipping: computing less of the model's top-k, without routing anything anew.
+
+- ``expert_drop`` closes the experts that a batch uses least; the baseline of arXiv 2503.05066 that
+  drops experts where the paper's own method drops tokens.
+- ``lynx`` closes the least used of the experts that a batch activates, so that a memory-bound step
+  reads fewer weights (arXiv 2411.08982, batch-aware expert selection).
+- ``dynamic_skip`` lets each token skip experts whose score falls far behind its best one
+  (arXiv 2402.14800, dynamic expert skipping, there for K = 2).
+
+The first two decide for the whole batch: their statistics are the top-k pairs per expert.
+
+Shapes: T = local tokens, E = experts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.field_checks import decimal, real, require_count
+from moe_ep_bench.policies.selection import top_k_map, weighted
+from moe_ep_bench.policies.steps import TORCH, Steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosingPolicy(Policy):
+    """What ``expert_drop`` and ``lynx`` share: experts are closed by their load in the batch."""
+
+    def closed(self, load_E: Tensor) -> Tensor:
+        """Which experts nobody may use: bool [E], from the batch's top-k pairs per expert (float64)."""
+        raise NotImplementedError
+
+    def stats_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        return steps.load_of(top_k_map(scores_TE, context, steps)).unsqueeze(0)
+
+    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+        assert stats_SE is not None
+        top_k_TE = top_k_map(scores_TE, context, steps)
+        return weighted(scores_TE, top_k_TE & ~self.closed(stats_SE[0]), top_k_TE, context, steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertDrop(ClosingPolicy):
+    """Skip the least loaded experts, unused ones included; the lower index first among equals.
+
+    Attributes:
+        fraction: of all experts, 0 to 1; floor(fraction * E) of them, but at least one.
+        count: how many instead; E or more is all of them.
+    """
+
+    name: ClassVar[str] = "expert_drop"
+
+    fraction: float = 0.1
+    count: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fraction", real("fraction", self.fraction, maximum=1))
+        if self.count is not None:
+            require_count("count", self.count, minimum=0)
+
+    def closed(self, load_E: Tensor) -> Tensor:
+        count = self.count
+        if count is None:
+            count = max(1, math.floor(decimal(self.fraction) * load_E.numel()))
+        return least(load_E, count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lynx(ClosingPolicy):
+    """Close the least used of the experts that the batch activates; the lower index first among equals.
+
+    Attributes:
+        num_dropped: how many; as many as are activated, or more, leaves nothing.
+    """
+
+    name: ClassVar[str] = "lynx"
+
+    num_dropped: int
+
+    def __post_init__(self) -> None:
+        require_count("num_dropped", self.num_dropped, minimum=0)
+
+    def closed(self, load_E: Tensor) -> Tensor:
+        is_activated_E = load_E > 0
+        return is_activated_E & least(load_E.masked_fill(~is_activated_E, torch.inf), self.num_dropped)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSkip(Policy):
+    """A token skips those of its top-k whose score is below ``beta`` times the best score among them.
+
+    Attributes:
+        beta: 0 to 1; 0 skips nothing, 1 all that do not equal the best.
+    """
+
+    name: ClassVar[str] = "dynamic_skip"
+
+    beta: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "beta", real("beta", self.beta, maximum=1))
+
+    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+        top_k_TE = top_k_map(scores_TE, context, steps)
+        best_T1 = (scores_TE * top_k_TE).amax(dim=1, keepdim=True).double()
+        map_TE = top_k_TE & (scores_TE >= self.beta * best_T1)
+        return weighted(scores_TE, map_TE, map_TE, context, steps)
+
+
+def least(load_E: Tensor, count: int) -> Tensor:
+    """Mark the ``count`` smallest, the lower index first among equals: bool [E]."""
+    return TORCH.best_per_row(-load_E.unsqueeze(0), count)[0]

@@ -1,0 +1,224 @@
+"""The hot steps of routing, in torch: what a compiled twin may replace.
+
+A policy is a short sequence of these steps and of cheap operations on [E] vectors. It is handed
+the steps by whoever calls it, so that it stays a pure function of torch while the caller takes
+the fastest exact form for the device (``moe_ep_bench.kernels.policy_steps``). A twin overrides a
+method and returns the same bits; the methods here are its definition.
+
+Every choice is exact about ties: the lower index wins. ``torch.topk`` promises no order among
+equals, so it serves only to find a threshold; who stands at the threshold is decided here.
+
+Float64 sums that decide something (shares of a row) run from the first column to the last, one
+after another (``cumsum``), because another order would round differently and could decide otherwise.
+
+Shapes: T = tokens, E = experts, K = top_k; a "row" is whatever competes, N its length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Below this many winners torch.topk finds the threshold sooner than a selection by rank (kthvalue).
+_TOPK_LIMIT = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastLoaded:
+    """The rule by which tokens, one chunk after another, take the least loaded experts of a pool.
+
+    Attributes:
+        top_k: K, experts that each token takes.
+        eps_high: a token whose top-k holds at least this share of its row sum takes its top-k.
+        t_fix: an expert is in the pool if its score is at least this share of the token's best one.
+        pool_size: c, to which the pool is trimmed, K to E.
+        chunk_size: tokens that see the same loads; 1 is the sequential rule.
+    """
+
+    top_k: int
+    eps_high: float
+    t_fix: float
+    pool_size: int
+    chunk_size: int
+
+
+class Steps:
+    """The formulations in torch, on any device."""
+
+    def best_per_row(self, keys_RN: Tensor, count: int, columns_N: Tensor | None = None) -> Tensor:
+        """Mark each row's ``count`` largest keys; among equal keys the lower column wins.
+
+        Args:
+            keys_RN: [rows, N] of any ordered dtype, above the lowest value where ``columns_N`` is given.
+            count: at least 0; more than N is N.
+            columns_N: bool, which columns compete; all of them are marked where they are fewer than ``count``.
+
+        Returns:
+            bool [rows, N].
+        """
+        if columns_N is not None:
+            return self.best_per_row(keys_RN.masked_fill(~columns_N, lowest(keys_RN)), count) & columns_N
+        num_columns = keys_RN.shape[1]
+        if count == 0 or keys_RN.numel() == 0:
+            return torch.zeros_like(keys_RN, dtype=torch.bool)
+        if count >= num_columns:
+            return torch.ones_like(keys_RN, dtype=torch.bool)
+        if count <= _TOPK_LIMIT:
+            threshold_R1 = keys_RN.topk(count, dim=1).values[:, -1:]
+        else:
+            threshold_R1 = keys_RN.kthvalue(num_columns - count + 1, dim=1, keepdim=True).values
+        reaching_RN = keys_RN >= threshold_R1
+        if bool((reaching_RN.sum(dim=1) == count).all()):
+            return reaching_RN
+        above_RN = keys_RN > threshold_R1
+        tied_RN = reaching_RN & ~above_RN
+        room_R1 = count - above_RN.sum(dim=1, keepdim=True)
+        return above_RN | (tied_RN & (tied_RN.cumsum(dim=1) <= room_R1))
+
+    def fewest_reaching(self, scores_TE: Tensor, keys_TE: Tensor, count: int, share: float) -> Tensor:
+        """Mark each row's best ``count`` by key, but no more than hold ``share`` of the row's score sum.
+
+        A row without mass reaches no share: a share of nothing is 0.
+
+        Args:
+            share: above 0 and below 1.
+
+        Returns:
+            bool [T, E], at least one mark and at most ``count`` in each row.
+        """
+        order_TE = best_first(keys_TE)[:, :count]
+        total_T1 = scores_TE.double().cumsum(dim=1)[:, -1:]
+        reached_TC = share_of(scores_TE.double().gather(1, order_TE).cumsum(dim=1), total_T1) >= share
+        # An expert is needed as long as those before it do not suffice.
+        needed_TC = ~reached_TC.roll(1, dims=1)
+        needed_TC[:, 0] = True
+        return torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, order_TE, needed_TC)
+
+    def load_of(self, map_TE: Tensor) -> Tensor:
+        """Pairs per expert: float64 [E]."""
+        return map_TE.sum(dim=0).double()
+
+    def weights(
+        self, scores_TE: Tensor, map_TE: Tensor, norm_map_TE: Tensor | None, width: int, scale: float
+    ) -> Tensor:
+        """``scores * map``, over the sum of the scores in ``norm_map`` where that is given, times ``scale``.
+
+        Megatron-Core sums the K values in the order in which ``torch.topk`` returns them; adding in
+        the same order gives the same bits. 0/0 is 0.
+
+        Args:
+            norm_map_TE: bool [T, E] with at most ``width`` marks per row; None = do not divide.
+
+        Returns:
+            float32 [T, E], 0 where ``map_TE`` is False.
+        """
+        weights_TE = scores_TE * map_TE
+        if norm_map_TE is not None:
+            total_T1 = (scores_TE * norm_map_TE).topk(width, dim=1).values.sum(dim=1, keepdim=True)
+            weights_TE = torch.where(total_T1 > 0, weights_TE / total_T1, 0.0)
+        return weights_TE if scale == 1.0 else weights_TE * scale
+
+    def within_capacity(self, candidates_TE: Tensor, keys_TE: Tensor, capacity: int, num_shared: int) -> Tensor:
+        """Keep of every group's candidate pairs the ``capacity`` with the largest keys: bool [T, E].
+
+        Args:
+            candidates_TE: bool.
+            keys_TE: float32 or int64; among equal keys the lower token wins, then the lower expert.
+            capacity: pairs that a group has room for.
+            num_shared: neighbouring experts that form a group.
+        """
+        num_tokens, num_experts = candidates_TE.shape
+        # One row per group. Within a row pairs lie by token, then by expert: the tie order.
+        candidates_GN = _by_group(candidates_TE, num_shared)
+        overfull_G = candidates_GN.sum(dim=1) > capacity
+        if not bool(overfull_G.any()):
+            return candidates_TE
+        keys_GN = _by_group(keys_TE, num_shared)[overfull_G]
+        full_GN = candidates_GN[overfull_G]
+        kept_GN = candidates_GN.clone()
+        best_GN = self.best_per_row(keys_GN.masked_fill(~full_GN, lowest(keys_GN)), capacity)
+        kept_GN[overfull_G] = best_GN & full_GN
+        return kept_GN.view(-1, num_tokens, num_shared).transpose(0, 1).reshape(num_tokens, num_experts)
+
+    def least_loaded(
+        self,
+        scores_TE: Tensor,
+        keys_TE: Tensor,
+        load_E: Tensor,
+        rule: LeastLoaded,
+        *,
+        valid_T: Tensor | None = None,
+        random_TE: Tensor | None = None,
+    ) -> Tensor:
+        """Route tokens in order, each chunk by the loads that the chunks before it left: bool [T, E].
+
+        This form is vectorised within a chunk and goes through the chunks one by one, so it suits
+        large chunks only; for the sequential rule there is a compiled twin.
+
+        Args:
+            scores_TE: float32, what shares are shares of.
+            keys_TE: float32 or int64, what orders a token's experts; its K largest are the top-k.
+            load_E: float64, the loads before the first token; left as it is.
+            valid_T: bool, False = padding: selects nothing, has no place in a chunk.
+            random_TE: float32; where given, a pool too large keeps its largest of these, else those of ``keys_TE``.
+        """
+        if valid_T is not None and not bool(valid_T.all()):
+            random_NE = None if random_TE is None else random_TE[valid_T]
+            map_TE = torch.zeros_like(scores_TE, dtype=torch.bool)
+            map_TE[valid_T] = self.least_loaded(scores_TE[valid_T], keys_TE[valid_T], load_E, rule, random_TE=random_NE)
+            return map_TE
+        top_k_TE = self.best_per_row(keys_TE, rule.top_k)
+        scores64_TE = scores_TE.double()
+        top_k_sum_T1 = (scores64_TE * top_k_TE).cumsum(dim=1)[:, -1:]
+        confident_T1 = share_of(top_k_sum_T1, scores64_TE.cumsum(dim=1)[:, -1:]) >= rule.eps_high
+        pool_TE = (scores64_TE >= rule.t_fix * scores64_TE.amax(dim=1, keepdim=True)) | top_k_TE
+        trim_by_TE = keys_TE if random_TE is None else random_TE
+        pool_TE &= self.best_per_row(trim_by_TE.masked_fill(~pool_TE, lowest(trim_by_TE)), rule.pool_size)
+
+        # A token's experts, the most preferred first: a stable sort by load then breaks ties by preference.
+        order_TE = best_first(keys_TE)
+        load_E = load_E.clone()
+        map_TE = torch.zeros_like(top_k_TE)
+        for first in range(0, scores_TE.shape[0], rule.chunk_size):
+            chunk = slice(first, first + rule.chunk_size)
+            order_CE = order_TE[chunk]
+            load_CE = load_E[order_CE].masked_fill(~pool_TE[chunk].gather(1, order_CE), torch.inf)
+            chosen_CK = order_CE.gather(1, load_CE.sort(dim=1, stable=True).indices[:, : rule.top_k])
+            spread_CE = torch.zeros_like(map_TE[chunk]).scatter(1, chosen_CK, True)
+            map_TE[chunk] = torch.where(confident_T1[chunk], top_k_TE[chunk], spread_CE)
+            load_E += map_TE[chunk].sum(dim=0)
+        return map_TE
+
+
+TORCH = Steps()
+
+
+def lowest(keys: Tensor) -> Any:
+    """The least value of the dtype, for what may not win."""
+    return -torch.inf if keys.is_floating_point() else torch.iinfo(keys.dtype).min
+
+
+def share_of(part: Tensor, whole: Tensor) -> Tensor:
+    """part / whole, where a share of nothing is 0."""
+    return torch.where(whole > 0, part / whole, 0.0)
+
+
+def best_first(keys_TE: Tensor) -> Tensor:
+    """The columns of each row by descending key, the lower one first among equals: int64 [T, E]."""
+    # Adding 0 turns -0.0 into 0.0, which a radix sort on CUDA would tell apart.
+    return (keys_TE + 0).sort(dim=1, descending=True, stable=True).indices
+
+
+def place_in_row(keys_RN: Tensor) -> Tensor:
+    """Where in its row's ``best_first`` order each column stands, 0 the best: int64 [rows, N]."""
+    return best_first(keys_RN).argsort(dim=1)
+
+
+def _by_group(values_TE: Tensor, num_shared: int) -> Tensor:
+    """[T, E] -> [E / num_shared, T * num_shared]: one row per group of neighbouring experts."""
+    num_tokens, num_experts = values_TE.shape
+    num_groups = num_experts // num_shared
+    return values_TE.view(num_tokens, num_groups, num_shared).transpose(0, 1).reshape(num_groups, -1)

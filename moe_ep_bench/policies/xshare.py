@@ -1,0 +1,149 @@
+"""XShare: a batch agrees on a set of experts, and every token chooses inside it (arXiv 2602.07265).
+
+The set S starts from what each token wants most and grows by the experts with the largest score
+summed over the batch (greedy maximisation of the mass that S holds), until a budget is spent. So
+fewer experts are read than the tokens' own choices would activate, at the least loss of mass.
+
+Statistics: per expert, how many tokens (or requests) put it into the set that S starts from, and
+its score summed over the valid tokens. Both are sums, so ranks may add theirs up.
+
+Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R, Q = requests on this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.field_checks import real, require_choice, require_count
+from moe_ep_bench.policies.selection import list_keys, summed_scores, weighted, without_padding
+from moe_ep_bench.policies.steps import TORCH, Steps, best_first, place_in_row, share_of
+
+Scope = Literal["batch", "request", "rank"]
+
+# Which fields each scope reads besides k0.
+_READS: dict[str, tuple[str, ...]] = {
+    "batch": ("budget", "mass_threshold"),
+    "request": ("request_budget", "budget"),
+    "rank": ("rank_budget",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class XShare(Policy):
+    """S0 = union of the tokens' first k0; S = S0 and a budget of further experts; top-k inside S.
+
+    Among equal sums the lower expert comes first. A token of which S holds fewer than K experts
+    selects fewer.
+
+    Attributes:
+        k0: experts that every token brings into S0; 0 = none.
+        scope: whose budget it is.
+            ``batch``: S = S0 and the ``budget`` best of the rest, or as many as it takes for S to hold the share
+            ``mass_threshold`` of all score mass (where there is no mass no share is reached).
+            ``request``: S_r = the request's S0 and the ``request_budget`` best of the rest by its own sums;
+            S = union of all S_r, and the ``budget`` best of the rest by the batch's sums.
+            ``rank``: while S has fewer than rank_budget * R experts, every rank adds its best remaining
+            one; tested between rounds, so S may end up to R - 1 larger.
+        budget: experts, in addition to S0 (``batch``) or to the union (``request``; none = 0).
+        mass_threshold: 0 to 1.
+        request_budget: experts per request, in addition to its S0.
+        rank_budget: experts per rank, S0 included.
+    """
+
+    name: ClassVar[str] = "xshare"
+    looks_past_top_k: ClassVar[bool] = True
+
+    k0: int
+    budget: int | None = None
+    mass_threshold: float | None = None
+    scope: Scope = "batch"
+    request_budget: int | None = None
+    rank_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        require_count("k0", self.k0, minimum=0)
+        require_choice("scope", self.scope, Scope)
+        for name in ("budget", "request_budget", "rank_budget"):
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name), minimum=0)
+        if self.mass_threshold is not None:
+            object.__setattr__(self, "mass_threshold", real("mass_threshold", self.mass_threshold, maximum=1))
+        for name in ("budget", "mass_threshold", "request_budget", "rank_budget"):
+            if getattr(self, name) is not None and name not in _READS[self.scope]:
+                raise ValueError(f"{name}: scope={self.scope} does not read it, got {getattr(self, name)!r}")
+        if self.scope == "batch" and (self.budget is None) == (self.mass_threshold is None):
+            given = "neither" if self.budget is None else "both"
+            raise ValueError(f"budget and mass_threshold: scope=batch expects one of them, got {given}")
+        needed = {"request": "request_budget", "rank": "rank_budget"}.get(self.scope)
+        if needed is not None and getattr(self, needed) is None:
+            raise ValueError(f"{needed}: scope={self.scope} needs a whole number >= 0, got None")
+
+    def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
+        super().check(scores_TE, context)
+        if self.scope == "request" and context.request_id_T is None:
+            raise ValueError("request_id_T: scope=request needs the tokens' requests, got None")
+
+    def stats_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        wanted_TE = steps.best_per_row(list_keys(scores_TE, context, steps), self.k0)
+        wanted_TE = without_padding(wanted_TE, context)
+        if self.scope == "request":
+            wanted_E = self._requests_sets(scores_TE, wanted_TE, context).sum(dim=0).double()
+        else:
+            wanted_E = steps.load_of(wanted_TE)
+        return torch.stack([wanted_E, summed_scores(scores_TE, context)])
+
+    def _requests_sets(self, scores_TE: Tensor, wanted_TE: Tensor, context: RoutingContext) -> Tensor:
+        """S_r of every request that has a valid token: bool [Q, E]."""
+        assert context.request_id_T is not None
+        assert self.request_budget is not None
+        id_T = context.request_id_T
+        if context.token_mask_T is not None:
+            valid_T = context.token_mask_T
+            scores_TE, wanted_TE, id_T = scores_TE[valid_T], wanted_TE[valid_T], id_T[valid_T]
+        ids_Q, request_T = id_T.unique(return_inverse=True)
+        zeros_QE = scores_TE.new_zeros([ids_Q.numel(), scores_TE.shape[1]], dtype=torch.float64)
+        sums_QE = zeros_QE.index_add(0, request_T, scores_TE.double())
+        wanted_QE = zeros_QE.index_add(0, request_T, wanted_TE.double()) > 0
+        return wanted_QE | TORCH.best_per_row(sums_QE.masked_fill(wanted_QE, -1.0), self.request_budget)
+
+    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+        assert stats_SE is not None
+        shared_E = self._shared(stats_SE[0] > 0, stats_SE[1], context.num_ranks)
+        map_TE = steps.best_per_row(list_keys(scores_TE, context, steps), context.top_k, shared_E)
+        map_TE = without_padding(map_TE, context)
+        return weighted(scores_TE, map_TE, map_TE, context, steps)
+
+    def _shared(self, start_E: Tensor, sums_E: Tensor, num_ranks: int) -> Tensor:
+        """S, from what it starts from and the experts' summed scores: bool [E]."""
+        if self.mass_threshold is not None:
+            return start_E | most_mass(start_E, sums_E, self.mass_threshold)
+        if self.rank_budget is not None:
+            return start_E | in_rounds(start_E, sums_E, self.rank_budget, num_ranks)
+        return start_E | TORCH.best_per_row(sums_E.masked_fill(start_E, -1.0).unsqueeze(0), self.budget or 0)[0]
+
+
+def most_mass(start_E: Tensor, sums_E: Tensor, threshold: float) -> Tensor:
+    """The fewest further experts, largest sums first, with which ``start_E`` holds the share: bool [E]."""
+    order_E = best_first(sums_E.masked_fill(start_E, -1.0).unsqueeze(0))[0]
+    rest_E = sums_E.masked_fill(start_E, 0.0)[order_E]
+    # held[n]: mass of S with n of the rest; the last is all there is, so that its share is exactly 1.
+    held_N = torch.cat([(sums_E * start_E).sum().unsqueeze(0), rest_E]).cumsum(dim=0)
+    needed_E = share_of(held_N[:-1], held_N[-1]) < threshold
+    return torch.zeros_like(start_E).scatter(0, order_E, needed_E)
+
+
+def in_rounds(start_E: Tensor, sums_E: Tensor, rank_budget: int, num_ranks: int) -> Tensor:
+    """What the ranks add, one each and round, until there are rank_budget * R experts: bool [E]."""
+    start_RL = start_E.view(num_ranks, -1)
+    num_local = start_RL.shape[1]
+    left_R1 = num_local - start_RL.sum(dim=1, keepdim=True)
+    rounds_L = torch.arange(num_local, device=start_E.device)
+    size_L = start_RL.sum() + torch.minimum(left_R1, rounds_L).sum(dim=0)  # of S after so many rounds
+    num_rounds = (size_L < rank_budget * num_ranks).sum()
+    place_RL = place_in_row(sums_E.view(num_ranks, -1).masked_fill(start_RL, -1.0))
+    return (place_RL < num_rounds).view(-1)

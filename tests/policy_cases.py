@@ -1,0 +1,242 @@
+"""What the tests of routing policies share: specs of every policy, scores and contexts of every shape."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_ep_bench.policies import Routing, RoutingContext, make_policy
+
+Spec = dict[str, Any]
+Arguments = dict[str, Any]  # of a RoutingContext; ``seed`` stands for a fresh generator
+
+METRICS = ("score", "order", "reverse_order", "random")
+GRANULARITIES = ("expert", "device")
+MODALITIES = ("uniform", "image_first", "text_first")
+EXPANSIONS = (
+    {},
+    {"num_candidates": 2},
+    {"num_candidates": 3, "scope": "global"},
+    {"max_experts_per_token": 2},
+    {"num_candidates": 1, "scope": "global", "max_experts_per_token": 3},
+)
+
+# Every combination of the fields that decide an order, and of each other field at least two values.
+_RULES = [
+    {"capacity_factor": 0.7, "metric": metric, "granularity": granularity, "modality": modality}
+    for metric, granularity, modality in itertools.product(METRICS, GRANULARITIES, MODALITIES)
+]
+SPECS: list[Spec] = [
+    {"name": "topk"},
+    *({"name": "token_drop", **rule} for rule in _RULES),
+    {"name": "token_drop", "capacity_factor": 0},
+    {"name": "token_drop", "capacity_factor": 0, "min_capacity": 2},
+    {"name": "token_drop", "capacity_factor": 0.3, "min_capacity": 1, "granularity": "device"},
+    {"name": "token_drop", "capacity_factor": 1},
+    {"name": "token_drop", "capacity_factor": 1.5, "granularity": "device"},
+    *(
+        {"name": "expanded_drop", **rule, **expansion}
+        for rule, expansion in zip(_RULES, itertools.cycle(EXPANSIONS), strict=False)
+    ),
+    {"name": "expanded_drop", "capacity_factor": 0, "min_capacity": 1},
+    {"name": "expanded_drop", "capacity_factor": 1e6},
+    {"name": "expanded_drop", "capacity_factor": 1e6, "num_candidates": 0},
+    {"name": "expanded_drop", "capacity_factor": 1e6, "num_candidates": 10_000, "scope": "global"},
+    {"name": "expanded_drop", "capacity_factor": 1.0, "num_candidates": 10_000},
+    {"name": "expanded_drop", "capacity_factor": 1.2, "granularity": "device", "max_experts_per_token": 1},
+    {"name": "expanded_drop", "capacity_factor": 1.0, "max_experts_per_token": 10_000},
+    {"name": "expert_drop"},
+    {"name": "expert_drop", "fraction": 0},
+    {"name": "expert_drop", "fraction": 0.7},
+    {"name": "expert_drop", "count": 0},
+    {"name": "expert_drop", "fraction": 0.2, "count": 5},
+    {"name": "expert_drop", "count": 10_000},
+    *(
+        {"name": "megatron_drop", "capacity_factor": gamma, "drop_policy": order, "pad_to_capacity": pad}
+        for gamma, order, pad in [
+            *itertools.product([0.7, 1.3], ["probs", "position"], [False, True]),
+            (0, "probs", True),
+            (1e6, "position", True),
+        ]
+    ),
+    {"name": "pruned", "k0": 1},
+    {"name": "pruned", "k0": 3, "p": 0.5},
+    {"name": "pruned", "k0": 10_000, "p": 0.9},
+    {"name": "pruned", "k0": 10_000},
+    {"name": "oea", "k0": 1},
+    {"name": "oea", "k0": 3, "p": 0.6},
+    {"name": "oea", "k0": 5, "k_max": 2},
+    {"name": "oea", "k0": 2, "k_max": 12},
+    {"name": "oea", "k0": 2, "max_rank": 4},
+    {"name": "oea", "k0": 5, "max_rank": 2, "k_max": 10_000},
+    {"name": "oea", "k0": 1, "rank_fill": True},
+    {"name": "oea", "k0": 2, "p": 0.3, "k_max": 6, "max_rank": 9, "rank_fill": True},
+    {"name": "laser", "eps_high": 0.5, "t_fix": 0.5, "c": 16},
+    {"name": "laser", "eps_high": 0.9, "t_fix": 0.05, "c": 10_000},
+    {"name": "laser", "eps_high": 1, "t_fix": 0, "c": 12, "chunk_size": 3},
+    {"name": "laser", "eps_high": 1, "t_fix": 1, "c": 9},
+    {"name": "laser", "eps_high": 0, "t_fix": 0, "c": 9},
+    {"name": "laser", "eps_high": 0.8, "t_fix": 0.1, "c": 1},
+    {"name": "laser", "eps_high": 0.8, "t_fix": 0.02, "c": 10, "trim": "random"},
+    {"name": "laser", "eps_high": 0.7, "t_fix": 0.1, "c": 11, "trim": "random", "chunk_size": 7},
+    {
+        "name": "laser",
+        "eps_high": 0.7,
+        "t_fix": 0.3,
+        "c": 12,
+        "bands": {"final": {"t_fix": 0, "c": 20}, "early": {"eps_high": 0.2, "trim": "random"}},
+    },
+    {"name": "load_only"},
+    {"name": "load_only", "chunk_size": 4},
+    {"name": "load_only", "chunk_size": 10_000},
+    {"name": "xshare", "k0": 1, "budget": 0},
+    {"name": "xshare", "k0": 0, "budget": 3},
+    {"name": "xshare", "k0": 2, "budget": 4},
+    {"name": "xshare", "k0": 0, "budget": 10_000},
+    {"name": "xshare", "k0": 10_000, "budget": 1},
+    {"name": "xshare", "k0": 0, "mass_threshold": 0.5},
+    {"name": "xshare", "k0": 1, "mass_threshold": 0.9},
+    {"name": "xshare", "k0": 0, "mass_threshold": 1},
+    {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 2},
+    {"name": "xshare", "k0": 0, "scope": "request", "request_budget": 1, "budget": 2},
+    {"name": "xshare", "k0": 0, "scope": "rank", "rank_budget": 1},
+    {"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": 5},
+    {"name": "xshare", "k0": 0, "scope": "rank", "rank_budget": 10_000},
+    {"name": "lynx", "num_dropped": 0},
+    {"name": "lynx", "num_dropped": 3},
+    {"name": "lynx", "num_dropped": 10_000},
+    *({"name": "dynamic_skip", "beta": beta} for beta in (0, 0.3, 0.5, 1)),
+]
+
+every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: make_policy(spec).label.replace(" ", ","))
+every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
+few_examples = settings(derandomize=True, deadline=None, max_examples=12)
+
+
+# --- Making cases ----------------------------------------------------------------------------------
+
+
+def context_of(arguments: Arguments) -> RoutingContext:
+    """A context with a fresh generator, so that every route of a case draws the same numbers."""
+    rest = dict(arguments)
+    return RoutingContext(generator=torch.Generator().manual_seed(rest.pop("seed", 0)), **rest)
+
+
+def route(spec: Spec, scores_TE: Tensor, arguments: Arguments) -> Routing:
+    return make_policy(spec).route(scores_TE, context_of(arguments))
+
+
+def fitted(spec: Spec, scores_TE: Tensor, arguments: Arguments) -> Spec:
+    """The spec with LASER's pool sizes brought into what the case allows, K to E."""
+
+    def fit(values: Spec) -> Spec:
+        is_pool = "c" in values
+        return {**values, "c": min(max(values["c"], arguments["top_k"]), scores_TE.shape[1])} if is_pool else values
+
+    bands = {"bands": {band: fit(values) for band, values in spec["bands"].items()}} if "bands" in spec else {}
+    return {**fit(spec), **bands}
+
+
+def experts_of(spec: Spec, row: list[float], **arguments: Any) -> list[int]:
+    """The experts that a lone token selects."""
+    return route(spec, torch.tensor([row]), arguments).map_TE[0].nonzero().flatten().tolist()
+
+
+def selected(routing: Routing) -> list[list[int]]:
+    """Every token's experts."""
+    return [row.nonzero().flatten().tolist() for row in routing.map_TE]
+
+
+def assert_same(routing: Routing, other: Routing) -> None:
+    """Bit for bit."""
+    assert torch.equal(routing.map_TE, other.map_TE)
+    assert torch.equal(routing.weights_TE, other.weights_TE)
+
+
+def random_scores(kind: str, num_tokens: int, num_experts: int, seed: int) -> Tensor:
+    """Router scores of one kind; some experts are sought after, so that capacities bind."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_TE = torch.randn([num_tokens, num_experts], generator=generator)
+    logits_TE += 1.5 * torch.randn([num_experts], generator=generator)
+    match kind:
+        case "softmax":
+            return logits_TE.softmax(dim=1)
+        case "sigmoid":  # rows do not sum to 1
+            return logits_TE.sigmoid()
+        case "levels":  # heavy ties, zeros among them
+            return torch.randint(0, 4, [num_tokens, num_experts], generator=generator) / 4
+        case "signed zeros":
+            values = torch.tensor([-0.0, 0.0, 0.5])
+            return values[torch.randint(0, 3, [num_tokens, num_experts], generator=generator)]
+        case "equal":
+            return torch.full([num_tokens, num_experts], 1 / 8)
+        case "zero rows":
+            return logits_TE.softmax(dim=1) * (torch.rand([num_tokens, 1], generator=generator) < 0.5)
+    raise AssertionError(kind)
+
+
+SCORE_KINDS = ("softmax", "sigmoid", "levels", "signed zeros", "equal", "zero rows")
+
+
+def distinct_scores(num_tokens: int, num_experts: int, seed: int) -> Tensor:
+    """No two scores are equal, anywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(num_tokens * num_experts, generator=generator)
+    return (order.view(num_tokens, num_experts) + 1.0) / 2**20
+
+
+def possible_groups(num_experts: int, top_k: int) -> list[tuple[int, int]]:
+    """(num_groups, top_groups) that a model with these experts may have."""
+    return [
+        (groups, top)
+        for groups in (2, 4, 8)
+        for top in (1, 2, 4)
+        if num_experts % groups == 0
+        and top <= groups
+        and top * (num_experts // groups) >= top_k
+        and 1 <= top_k // top <= num_experts // groups
+    ]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Tensor, Arguments]:
+    """Scores and context arguments: any shape of interest, any option of a model, with and without padding."""
+    num_experts = draw(st.sampled_from([8, 12, 16, 32, 64, 128, 256]))
+    num_tokens = draw(st.integers(0, 40))
+    top_k = draw(st.integers(1, 8))
+    num_ranks = draw(st.sampled_from([ranks for ranks in range(1, 9) if num_experts % ranks == 0]))
+    num_groups, top_groups = draw(st.sampled_from([(None, None), *possible_groups(num_experts, top_k)]))
+    seed = draw(st.integers(0, 2**16))
+    generator = torch.Generator().manual_seed(seed)
+
+    scores_TE = random_scores(draw(st.sampled_from(SCORE_KINDS)), num_tokens, num_experts, seed)
+    bias_E = None
+    if draw(st.booleans()):  # of few levels and both signs: ties survive, preferences turn negative
+        bias_E = torch.randint(-4, 5, [num_experts], generator=generator) / 4
+    if num_groups is not None:  # a group's value is a sum: keep it exact (see oracles)
+        scores_TE = (scores_TE * 2**20).round() / 2**20
+    token_mask_T = None
+    if draw(st.booleans()):
+        token_mask_T = torch.rand([num_tokens], generator=generator) < draw(st.sampled_from([0.0, 0.7]))
+    return scores_TE, {
+        "top_k": top_k,
+        "num_ranks": num_ranks,
+        "rank": draw(st.integers(0, num_ranks - 1)),
+        "normalize": draw(st.booleans()),
+        "scale": draw(st.sampled_from([1.0, 2.5])),
+        "bias_E": bias_E,
+        "num_groups": num_groups,
+        "top_groups": top_groups,
+        "token_mask_T": token_mask_T,
+        "modality_T": torch.randint(0, 2, [num_tokens], generator=generator),
+        "request_id_T": torch.randint(0, 4, [num_tokens], generator=generator) * 1000 - 7,
+        "layer_fraction": draw(st.sampled_from([0.0, 0.3, 1 / 3, 0.5, 2 / 3, 1.0])),
+        "load_E": draw(st.sampled_from([None, torch.randint(0, 3, [num_experts], generator=generator)])),
+        "seed": seed,
+    }

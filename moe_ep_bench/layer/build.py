@@ -52,11 +52,16 @@ def build_layers(
     ep_group: dist.ProcessGroup,
     seed: int,
     parts: Parts = DEFAULT_PARTS,
+    groups: Any = None,
 ) -> LayerPair:
     """Build both layers of ``model`` on this rank with seeded weights, ready for inference.
 
     Enter ``host.device_scope()`` first. The experts must divide over the ranks of ``ep_group``.
+
+    Args:
+        groups: Megatron-Core's process groups; None = those that ``initialize_expert_parallel`` formed.
     """
+    groups = default_groups() if groups is None else groups
     context = RoutingContext(
         top_k=model.top_k,
         num_ranks=ep_group.size(),
@@ -66,9 +71,9 @@ def build_layers(
         num_groups=model.num_groups,
         top_groups=model.top_groups,
     )
-    native = _build(model, dtype, device, ep_group, ReplayRouter, parts, capacity_factor=None)
+    native = _build(model, dtype, device, ep_group, ReplayRouter, parts, groups, capacity_factor=None)
     router = functools.partial(PolicyRouter, policy=make_policy({"name": "topk"}), context=context, ep_group=ep_group)
-    policy = _build(model, dtype, device, ep_group, router, parts, capacity_factor=1.0)
+    policy = _build(model, dtype, device, ep_group, router, parts, groups, capacity_factor=1.0)
     policy.experts, policy.shared_experts = native.experts, native.shared_experts
     policy.router.weight = native.router.weight
     _seed_weights(native, model, dtype, device, seed)
@@ -82,15 +87,16 @@ def _build(
     ep_group: dist.ProcessGroup,
     router: Any,
     parts: Parts,
+    groups: Any,
     capacity_factor: float | None,
 ) -> MoELayer:
     config = transformer_config(model, dtype, ep_group.size(), capacity_factor, parts, on_cpu=device.type == "cpu")
     submodules = moe_submodules(model.num_experts, router, experts_submodule(parts.experts, model.num_experts))
-    layer = MoELayer(config, submodules, layer_number=1)
+    layer = MoELayer(config, submodules, layer_number=1, pg_collection=groups)
     layer.set_layer_number(1)
     if parts.permute == "indexed":
         layer.token_dispatcher = IndexedAlltoAllDispatcher(
-            layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=default_groups()
+            layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=groups
         )
     return layer.to(device).eval()
 

@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     import megatron.core
     from megatron.core import parallel_state
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -44,6 +44,7 @@ __all__ = [
     "expert_submodule",
     "initialize_expert_parallel",
     "moe_submodules",
+    "token_dispatcher",
 ]
 
 # Two notices about Megatron-Core's own choices that come up once per rank while layers are built and run.

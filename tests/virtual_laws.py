@@ -1,0 +1,158 @@
+"""Laws of virtual ranks, in a process of their own: layers are built for a process group of one.
+
+Prints one line per law.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import traceback
+from dataclasses import replace
+
+import torch
+from layer_laws import ALL_PARTS, BATCH_WIDE, FOUR_EXPERTS, POLICIES, SIGMOID_MODEL
+from torch import Tensor
+
+from moe_ep_bench.layer.experts import seeded_generator
+from moe_ep_bench.layer.host import device_scope
+from moe_ep_bench.layer.megatron import initialize_expert_parallel
+from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
+from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
+from moe_ep_bench.layer.virtual import VirtualRanks
+from moe_ep_bench.models import ModelSpec, load_preset
+from moe_ep_bench.policies import Policy, Routing, make_policy
+from moe_ep_bench.ranks import Ranks, join
+
+SEED = 3
+
+
+class Lab:
+    """Virtual ranks with uneven shares of seeded tokens."""
+
+    def __init__(
+        self, ranks: Ranks, model: ModelSpec, num_ranks: int, num_tokens: int, parts: Parts | None = None
+    ) -> None:
+        self.model, self.device = model, ranks.device
+        self.virtual = VirtualRanks(
+            model, torch.float32, ranks.device, num_ranks, SEED, *([parts] if parts is not None else [])
+        )
+        generator = torch.Generator().manual_seed(7)
+        logits_TE = torch.randn(num_tokens, model.num_experts, generator=generator)
+        logits_TE += 1.5 * torch.randn(model.num_experts, generator=generator)
+        scores_TE = scores_from_logits(logits_TE, model.score_function)
+        # What arrives at a policy has been logits in between.
+        scores_TE = scores_from_logits(logits_from_scores(scores_TE, model.score_function), model.score_function)
+        hidden_TD = torch.randn(num_tokens, model.hidden_size, generator=generator)
+        sizes = [num_tokens * r * (r + 1) // (num_ranks * (num_ranks + 1)) for r in range(num_ranks + 1)]
+        shares = [slice(begin, end) for begin, end in itertools.pairwise(sizes)]
+        self.scores = [scores_TE[share].to(ranks.device) for share in shares]
+        self.hidden = [hidden_TD[share].to(ranks.device) for share in shares]
+
+    def context(self, rank: int):
+        return replace(
+            self.virtual.layers.policy_router.context,
+            rank=rank,
+            generator=seeded_generator(self.device, 5, rank),
+            request_id_T=torch.arange(len(self.hidden[rank]), device=self.device) // 5 + 1000 * rank,
+        )
+
+    def routings(self, policy: Policy | None) -> list[Routing]:
+        """What each rank's router chooses, worked out outside the layer."""
+        policy = policy or make_policy({"name": "topk"})
+        stats = [policy.batch_stats(self.scores[r], self.context(r)) for r in range(self.virtual.num_ranks)]
+        total = None if stats[0] is None else torch.stack(stats).sum(0)
+        self.virtual.exchange.stats_SE = total
+        return [policy.route(self.scores[r], self.context(r), total) for r in range(self.virtual.num_ranks)]
+
+    def prepare(self, policy: Policy | None, rank: int) -> None:
+        layers = self.virtual.layers
+        router = layers.native_router if policy is None else layers.policy_router
+        router.replay_TE = logits_from_scores(self.scores[rank], self.model.score_function)
+        if policy is not None:
+            layers.policy_router.policy, layers.policy_router.context = policy, self.context(rank)
+
+    def check(self, policy: Policy | None, what: str) -> None:
+        routings = self.routings(policy)
+        self.virtual.exchange.counts_RE = torch.stack([routing.map_TE.sum(0) for routing in routings])
+        layer = self.virtual.layers.native if policy is None else self.virtual.layers.policy
+        hidden: list[Tensor] = [hidden_TD.unsqueeze(1) for hidden_TD in self.hidden]
+        outputs = self.virtual.whole_layer(layer, hidden, lambda rank: self.prepare(policy, rank))
+        for rank, (output_T1D, routing) in enumerate(zip(outputs, routings, strict=True)):
+            reference = DenseReference(self.model, self.hidden[rank], SEED)
+            error = reference.worst_error(output_T1D[:, 0], routing.weights_TE)
+            assert error <= TOLERANCE[torch.float32], f"{what}, rank {rank}: {error:.3g}"
+
+
+def every_policy_equals_the_dense_reference(ranks: Ranks) -> None:
+    for model, num_ranks in ((load_preset("deepseek-v2-lite").scaled(1 / 32), 8), (SIGMOID_MODEL, 4)):
+        lab = Lab(ranks, model, num_ranks, 61)
+        for spec in [None, *POLICIES, *BATCH_WIDE]:
+            lab.check(None if spec is None else make_policy(spec), f"{model.name} {spec}")
+
+
+def every_part_equals_the_dense_reference(ranks: Ranks) -> None:
+    for parts in ALL_PARTS:
+        for num_ranks in (1, 2, 4):  # With 4 ranks each has one expert.
+            lab = Lab(ranks, FOUR_EXPERTS, num_ranks, 37, parts)
+            for spec in (None, {"name": "token_drop", "capacity_factor": 1.0}):
+                lab.check(None if spec is None else make_policy(spec), f"{parts} {num_ranks} {spec}")
+
+
+def a_rank_without_tokens_takes_part(ranks: Ranks) -> None:
+    for num_tokens in (0, 3):
+        lab = Lab(ranks, load_preset("deepseek-v2-lite").scaled(1 / 32), 4, num_tokens)
+        assert len(lab.hidden[0]) == 0
+        for spec in (None, {"name": "expanded_drop", "capacity_factor": 1.0}):
+            lab.check(None if spec is None else make_policy(spec), f"{num_tokens} tokens, {spec}")
+
+
+def timed_runs_see_the_rows_that_real_ranks_would(ranks: Ranks) -> None:
+    lab = Lab(ranks, load_preset("deepseek-v2-lite").scaled(1 / 32), 8, 97)
+    policy = make_policy({"name": "token_drop", "capacity_factor": 1.5})
+    routings = lab.routings(policy)
+    counts_RE = torch.stack([routing.map_TE.sum(0) for routing in routings])
+    virtual = lab.virtual
+    virtual.exchange.counts_RE = counts_RE
+    seen = []
+    hook = virtual.layers.policy.experts.register_forward_pre_hook(lambda module, args: seen.append(args))
+    with virtual.connected():
+        for rank in range(8):
+            virtual.become(rank)
+            lab.prepare(policy, rank)
+            output_T1D = virtual.run(virtual.layers.policy, lab.hidden[rank].unsqueeze(1))
+            assert output_T1D.shape == (len(lab.hidden[rank]), 1, lab.model.hidden_size)
+    hook.remove()
+    for rank, (hidden_ND, counts_L, weights_N) in enumerate(seen):
+        expected_L = counts_RE[:, rank * 8 : (rank + 1) * 8].sum(0)
+        assert torch.equal(counts_L.cpu(), expected_L.cpu()), rank
+        assert len(hidden_ND) == len(weights_N) == int(expected_L.sum())
+
+
+LAWS = (
+    every_policy_equals_the_dense_reference,
+    every_part_equals_the_dense_reference,
+    a_rank_without_tokens_takes_part,
+    timed_runs_see_the_rows_that_real_ranks_would,
+)
+
+
+def main() -> int:
+    ranks = join(60)
+    failed = 0
+    with device_scope(), torch.inference_mode():
+        initialize_expert_parallel(1, 60)
+        for law in LAWS:
+            try:
+                law(ranks)
+                print(f"{law.__name__}: ok", flush=True)
+            except Exception:
+                failed += 1
+                print(f"{law.__name__}: {traceback.format_exc()[-1500:]}", flush=True)
+    ranks.close()
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,6 +7,7 @@ construction and the phases plus ``unaccounted`` add up to the total.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -120,12 +121,18 @@ class PhaseRecorder:
 
         return timed
 
+    def segments_us(self) -> list[tuple[str, float]]:
+        """Phase and microseconds of every stretch between two marks, in order; waits for the clock."""
+        self.clock.wait()
+        return [
+            (phase, self.clock.between_us(start, end)) for (start, phase), (end, _) in itertools.pairwise(self._marks)
+        ]
+
     def times_us(self) -> dict[str, float]:
         """Microseconds per phase, with ``unaccounted`` and ``total``; waits for the clock."""
-        self.clock.wait()
         times: dict[str, float] = defaultdict(float)
-        for (start, phase), (end, _) in zip(self._marks, self._marks[1:], strict=False):
-            times[phase] += self.clock.between_us(start, end)
+        for phase, time_us in self.segments_us():
+            times[phase] += time_us
         times[UNACCOUNTED] += 0.0
         times[TOTAL] = self.clock.between_us(self._marks[0][0], self._marks[-1][0])
         return dict(times)

@@ -1,0 +1,87 @@
+"""From what virtual ranks took one after another to when each would have done what side by side.
+
+A rank's run of the layer is cut into *legs* where ranks meet: the sum of a batch-wide policy's
+statistics, the gather of counts, the two all-to-alls. A meeting begins when the last rank has
+come; what a rank stood there before is waiting. What the meeting itself takes comes from a model
+of the links, because nothing was sent.
+
+Shapes: R = ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_ep_bench.records import PHASES, TOTAL
+
+# The phase of what ranks do once they have met.
+PHASE_OF_MEETING = {
+    "wait_policy": "policy",
+    "wait_metadata": "metadata",
+    "wait_dispatch": "dispatch",
+    "wait_combine": "combine",
+}
+assert set(PHASE_OF_MEETING) == {phase for phase in PHASES if phase.startswith("wait_")}
+
+# What stands in for these moves nothing; their time is the model's alone.
+_NOTHING_SENT = ("dispatch", "combine")
+
+Leg = dict[str, float]
+
+
+def legs_of(segments: Sequence[tuple[str, float]]) -> tuple[list[Leg], list[str]]:
+    """Cut one run at its meetings.
+
+    Args:
+        segments: phase and microseconds of every stretch, in order (``PhaseRecorder.segments_us``).
+
+    Returns:
+        Microseconds by phase between meetings, and the meetings between them, by name: one fewer.
+    """
+    legs: list[Leg] = [defaultdict(float)]
+    meetings: list[str] = []
+    for phase, time_us in segments:
+        if phase in PHASE_OF_MEETING:
+            meetings.append(phase)
+            legs.append(defaultdict(float))
+        elif phase not in _NOTHING_SENT:
+            legs[-1][phase] += time_us
+    return legs, meetings
+
+
+def compose(
+    legs_R: Sequence[Sequence[Leg]], meetings: Sequence[str], link_us: Mapping[str, NDArray[np.float64]]
+) -> list[dict[str, float]]:
+    """Let all ranks run side by side.
+
+    Args:
+        legs_R: the legs of each rank, one more than meetings.
+        meetings: as ``legs_of`` gives them, the same for every rank.
+        link_us: what each meeting takes on the links, by name: float64 [R], from when it begins until the
+            rank has all it gets.
+
+    Returns:
+        For each rank microseconds by phase, waiting included, and ``total``: when the rank is done.
+    """
+    num_ranks = len(legs_R)
+    times: list[dict[str, float]] = [defaultdict(float) for _ in range(num_ranks)]
+    now_R = np.zeros(num_ranks)
+    for number in range(len(meetings) + 1):
+        for rank, legs in enumerate(legs_R):
+            for phase, time_us in legs[number].items():
+                times[rank][phase] += time_us
+            now_R[rank] += sum(legs[number].values())
+        if number == len(meetings):
+            break
+        meeting, begin = meetings[number], now_R.max()
+        for rank in range(num_ranks):
+            times[rank][meeting] += begin - now_R[rank]
+            times[rank][PHASE_OF_MEETING[meeting]] += link_us[meeting][rank]
+        now_R = begin + link_us[meeting]
+    for rank in range(num_ranks):
+        times[rank][TOTAL] = float(now_R[rank])
+    return [dict(time) for time in times]

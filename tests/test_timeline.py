@@ -1,0 +1,83 @@
+"""Virtual ranks side by side: hand-made cases, and laws for any legs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ep_bench.measure.timeline import PHASE_OF_MEETING, compose, legs_of
+from moe_ep_bench.records import TOTAL
+
+
+def test_a_run_is_cut_where_ranks_meet_and_what_was_not_sent_is_left_out() -> None:
+    segments = [
+        ("gate", 3.0), ("policy", 2.0), ("permute", 1.0), ("wait_metadata", 0.5), ("metadata", 4.0), ("permute", 5.0),
+        ("wait_dispatch", 0.1), ("dispatch", 9.0), ("experts", 7.0), ("wait_combine", 0.1), ("combine", 9.0),
+        ("permute", 6.0), ("unaccounted", 0.2), ("permute", 1.0),
+    ]  # fmt: skip
+    legs, meetings = legs_of(segments)
+    assert meetings == ["wait_metadata", "wait_dispatch", "wait_combine"]
+    assert legs == [
+        {"gate": 3.0, "policy": 2.0, "permute": 1.0},
+        {"metadata": 4.0, "permute": 5.0},
+        {"experts": 7.0},
+        {"permute": 7.0, "unaccounted": 0.2},
+    ]
+
+
+def test_the_slowest_rank_is_waited_for_at_each_meeting() -> None:
+    legs_R = [
+        [{"gate": 10.0}, {"metadata": 1.0}, {"experts": 100.0}, {"permute": 5.0}],
+        [{"gate": 14.0}, {"metadata": 1.0}, {"experts": 60.0}, {"permute": 5.0}],
+    ]
+    link_us = {
+        "wait_metadata": np.array([2.0, 2.0]),
+        "wait_dispatch": np.array([20.0, 30.0]),
+        "wait_combine": np.array([8.0, 8.0]),
+    }
+    first, second = compose(legs_R, ["wait_metadata", "wait_dispatch", "wait_combine"], link_us)
+    # Met at 14, gathered until 16, ready to send at 17, received at 37 and 47.
+    assert (first["wait_metadata"], second["wait_metadata"]) == (4.0, 0.0)
+    assert (first["metadata"], first["dispatch"], second["dispatch"]) == (3.0, 20.0, 30.0)
+    # Experts done at 137 and 107: the first rank is the straggler.
+    assert (first["wait_combine"], second["wait_combine"]) == (0.0, 30.0)
+    assert first[TOTAL] == second[TOTAL] == 137.0 + 8.0 + 5.0
+
+
+legs = st.fixed_dictionaries({"gate": st.floats(0, 100), "experts": st.floats(0, 100)})
+
+
+@given(st.data(), st.integers(1, 5), st.integers(0, 4))
+@settings(derandomize=True, deadline=None)
+def test_phases_add_up_and_all_ranks_leave_a_meeting_in_step(data: st.DataObject, num_ranks: int, count: int) -> None:
+    meetings = data.draw(st.permutations(list(PHASE_OF_MEETING)))[:count]
+    legs_R = [[data.draw(legs) for _ in range(count + 1)] for _ in range(num_ranks)]
+    link_us = {name: np.array(data.draw(st.lists(st.floats(0, 50), min_size=num_ranks, max_size=num_ranks)))
+               for name in meetings}  # fmt: skip
+    composed = compose(legs_R, meetings, link_us)
+    for times in composed:
+        assert times[TOTAL] == pytest.approx(sum(value for phase, value in times.items() if phase != TOTAL))
+        assert min(times.values()) >= 0
+    for name in meetings:
+        assert min(times[name] for times in composed) == 0, "somebody comes last"
+    # An oracle: simulate each rank's clock from meeting to meeting.
+    clock = [0.0] * num_ranks
+    for number in range(count + 1):
+        clock = [now + sum(legs_R[rank][number].values()) for rank, now in enumerate(clock)]
+        if number < count:
+            begin = max(clock)
+            clock = [begin + link_us[meetings[number]][rank] for rank in range(num_ranks)]
+    assert [times[TOTAL] for times in composed] == pytest.approx(clock)
+
+
+@given(st.lists(st.floats(0, 100), min_size=2, max_size=5))
+@settings(derandomize=True, deadline=None)
+def test_with_one_rank_or_without_links_the_layer_takes_what_its_slowest_legs_take(times: list[float]) -> None:
+    legs_R = [[{"experts": time}, {"permute": 1.0}] for time in times]
+    (alone,) = compose(legs_R[:1], ["wait_dispatch"], {"wait_dispatch": np.zeros(1)})
+    assert alone[TOTAL] == pytest.approx(times[0] + 1.0)
+    assert alone["wait_dispatch"] == 0
+    together = compose(legs_R, ["wait_dispatch"], {"wait_dispatch": np.zeros(len(times))})
+    assert max(rank[TOTAL] for rank in together) == pytest.approx(max(times) + 1.0)

@@ -1,4 +1,4 @@
-"""Draw the figures of a run directory: ``python plot_results.py DIR``. The figures land in ``DIR/figures``."""
+"""Draw the figures of a results directory: ``python plot_results.py DIR``. The figures land in ``DIR/figures``."""
 
 from __future__ import annotations
 
@@ -10,19 +10,29 @@ from pathlib import Path
 
 from moe_ep_bench.analysis.figures import FIGURES, draw_figures
 from moe_ep_bench.analysis.load import ResultsError, load_run
+from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES, draw_route_figures
+from moe_ep_bench.analysis.route_load import is_route, load_route
 from moe_ep_bench.analysis.style import FORMATS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", metavar="DIR", type=Path, help="what `moe-ep-bench run` wrote")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="what `moe-ep-bench run` or `route` wrote")
     parser.add_argument("--format", default=",".join(FORMATS), help="comma-separated (default: %(default)s)")
-    parser.add_argument("--figures", default=",".join(FIGURES), help="comma-separated (default: %(default)s)")
+    parser.add_argument(
+        "--figures",
+        help=f"comma-separated, of a run: {', '.join(FIGURES)}; of routing: {', '.join(ROUTE_FIGURES)} (default: all)",
+    )
     options = parser.parse_args(arguments)
+    known = ROUTE_FIGURES if is_route(options.directory) else FIGURES
+    figures_dir = options.directory / "figures"
     try:
         formats = _names("--format", options.format, FORMATS)
-        figures = _names("--figures", options.figures, FIGURES)
-        written, lacking = draw_figures(load_run(options.directory), options.directory / "figures", formats, figures)
+        figures = list(known) if options.figures is None else _names("--figures", options.figures, known)
+        if known is ROUTE_FIGURES:
+            written, lacking = draw_route_figures(load_route(options.directory), figures_dir, formats, figures)
+        else:
+            written, lacking = draw_figures(load_run(options.directory), figures_dir, formats, figures)
     except (ResultsError, OSError) as error:
         print(f"plot_results.py: {error}", file=sys.stderr)
         return 2

@@ -39,11 +39,28 @@ def _parser() -> argparse.ArgumentParser:
     launch = commands.add_parser("launch", help="start `run` under torchrun and restart it after a lost process group")
     _add_config(launch)
     launch.add_argument("--dry-run", action="store_true", help="print cases, memory and time to expect; run nothing")
-    launch.add_argument("--nproc", type=int, help="ranks on this node (default: all GPUs, else one per core, 2 to 4)")
-    launch.add_argument("--nnodes", type=int, default=1, help="nodes in all")
-    launch.add_argument("--node-rank", type=int, default=0, help="this node, from 0")
-    launch.add_argument("--master", default="127.0.0.1:0", help="host:port of node 0 (one node: any free port)")
+    _add_nodes(launch)
     launch.set_defaults(command=_launch)
+
+    route = commands.add_parser("route", help="route on virtual ranks, without timing: loads, drops, activated experts")
+    _add_config(route, profile=False)
+    route.add_argument("--dry-run", action="store_true", help="print cases; route nothing")
+    route.set_defaults(command=_route)
+
+    emulate = commands.add_parser("emulate", help="let this one device stand in for all expert-parallel ranks")
+    _add_config(emulate)
+    emulate.set_defaults(command=_emulate)
+
+    calibrate = commands.add_parser("calibrate", help="measure this machine's all-to-all and write it as links")
+    calibrate.add_argument(
+        "--out", type=Path, metavar="FILE", help="the .yaml to write (default: results/calibration/links.yaml)"
+    )
+    calibrate.add_argument(
+        "--max-bytes", type=int, metavar="N", help="largest message (default: 2^30 on GPUs, 2^26 on the CPU)"
+    )
+    calibrate.add_argument("--repetitions", type=int, default=20, metavar="N", help="of every message (%(default)s)")
+    _add_nodes(calibrate)
+    calibrate.set_defaults(command=_calibrate)
 
     summary = commands.add_parser("summary", help="print the table of a results directory")
     summary.add_argument("directory", type=Path, metavar="DIR")
@@ -55,6 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("file", type=Path, metavar="FILE", help="a moe-trace-v1 file, or a .json of expert loads")
     info.add_argument("--out", type=Path, metavar="DIR", help="draw figures into this directory")
     info.set_defaults(command=_trace_info)
+    thresholds = actions.add_parser("thresholds", help="derive the fields of the policy laser from a recording")
+    thresholds.add_argument("file", type=Path, metavar="FILE", help="a moe-trace-v1 file")
+    thresholds.add_argument(
+        "--keep", type=float, default=0.25, help="share of tokens that keep their top-k (%(default)s)"
+    )
+    thresholds.set_defaults(command=_trace_thresholds)
     _add_import(actions.add_parser("import", help="make a moe-trace-v1 file of a recording that others wrote"))
     return parser
 
@@ -78,7 +101,14 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_trace_import)
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
+def _add_nodes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nproc", type=int, help="ranks on this node (default: all GPUs, else one per core, 2 to 4)")
+    parser.add_argument("--nnodes", type=int, default=1, help="nodes in all")
+    parser.add_argument("--node-rank", type=int, default=0, help="this node, from 0")
+    parser.add_argument("--master", default="127.0.0.1:0", help="host:port of node 0 (one node: any free port)")
+
+
+def _add_config(parser: argparse.ArgumentParser, *, profile: bool = True) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file (configs/)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="results directory (default: results/<config's name>)")
     parser.add_argument(
@@ -89,12 +119,13 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="replace a value of the config, e.g. workload.peak_load=4; may be repeated",
     )
-    parser.add_argument("--force", action="store_true", help="measure finished cases again")
-    parser.add_argument(
-        "--profile",
-        metavar="CASE",
-        help="instead of timing, write one iteration of a case (its id, label or policy) per rank as a trace",
-    )
+    parser.add_argument("--force", action="store_true", help="do finished cases again")
+    if profile:
+        parser.add_argument(
+            "--profile",
+            metavar="CASE",
+            help="instead of timing, write one iteration of a case (its id, label or policy) per rank as a trace",
+        )
 
 
 def default_out(config: Path) -> Path:
@@ -136,10 +167,37 @@ def _launch(options: argparse.Namespace) -> int:
     )
 
 
+def _route(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.route_figures import draw_route_figures
+    from moe_ep_bench.analysis.route_load import load_route
+    from moe_ep_bench.analysis.route_report import drawn_words, route_table
+    from moe_ep_bench.scopes import route
+
+    if options.dry_run:
+        return route.dry_run(options.config, options.overrides)
+    directory = route.route(
+        options.config, options.out or default_out(options.config), options.overrides, force=options.force
+    )
+    loaded = load_route(directory.root)
+    print(route_table(loaded))
+    print(drawn_words(*draw_route_figures(loaded, directory.root / "figures")))
+    return OK
+
+
 def _trace_info(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.trace_report import trace_info
 
     print(trace_info(options.file, options.out))
+    return OK
+
+
+def _trace_thresholds(options: argparse.Namespace) -> int:
+    import yaml
+
+    from moe_ep_bench.thresholds import laser_thresholds
+
+    derived = laser_thresholds(options.file, options.keep)
+    print(yaml.safe_dump([{"name": "laser", **derived}], sort_keys=False, default_flow_style=None), end="")
     return OK
 
 
@@ -151,9 +209,35 @@ def _trace_import(options: argparse.Namespace) -> int:
     return OK
 
 
+def _calibrate(options: argparse.Namespace) -> int:
+    out = options.out or default_out(Path("calibration")) / "links.yaml"
+    if "RANK" in os.environ:  # torchrun's, or our own launcher's below
+        from moe_ep_bench.scopes.calibrate import calibrate
+
+        return calibrate(out, max_bytes=options.max_bytes, repetitions=options.repetitions)
+    from moe_ep_bench import launcher
+
+    arguments = ["--out", str(out.absolute()), "--repetitions", str(options.repetitions)]
+    arguments += ["--max-bytes", str(options.max_bytes)] if options.max_bytes is not None else []
+    nproc = options.nproc or launcher.default_nproc()
+    nodes = launcher.Nodes(nproc, options.nnodes, options.node_rank, options.master)
+    return launcher.launch_calibrate(arguments, nodes)
+
+
+def _emulate(options: argparse.Namespace) -> int:
+    from moe_ep_bench.scopes.emulate import emulate
+
+    return emulate(options.config, options.out or default_out(options.config), options.overrides, force=options.force)
+
+
 def _summary(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.load import load_run
+    from moe_ep_bench.analysis.route_load import is_route, load_route
+    from moe_ep_bench.analysis.route_report import route_table
     from moe_ep_bench.analysis.summary import summary_table
 
-    print(summary_table(load_run(options.directory)))
+    if is_route(options.directory):
+        print(route_table(load_route(options.directory)))
+    else:
+        print(summary_table(load_run(options.directory)))
     return OK

@@ -17,9 +17,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from moe_ep_bench.models import ModelSpec, load_hf_model, load_preset
+from moe_ep_bench.placement import PLACEMENTS, Placement, make_placement
 from moe_ep_bench.policies import Policy, make_policy
 from moe_ep_bench.skews import RankLoad, load_skew
-from moe_ep_bench.workload import TAILS
+from moe_ep_bench.workload import TAILS, open_trace
 
 
 class ConfigError(ValueError):
@@ -143,6 +144,7 @@ class RecordedConfig(_Workload):
     trace: tuple[RecordingConfig, ...] = Field(min_length=1)
     """A recording's path, or several recordings with their shares."""
     layer: int = Field(ge=0)
+    """One recorded layer; in a config also a list of them or ``all``, which makes a comparison for each."""
     arrangement: Literal["sequences", "decode"] = "sequences"
     """Whole sequences (prefill), or in every batch the next step of requests that decode side by side."""
     tokens_per_request: int = Field(1, ge=1)
@@ -194,6 +196,32 @@ class MeasureConfig(_Strict):
         return self
 
 
+class RouteConfig(_Strict):
+    """What only ``route`` reads; ``run`` times experts that are placed contiguously."""
+
+    placement: Literal["contiguous", "strided"] | Path | tuple[tuple[float, ...], ...] = "contiguous"
+    """Which ranks hold which experts, for the load of ranks: a word, a matrix [ranks][experts] of shares, or a JSON
+    file with one, relative to the config's own folder."""
+    layer_weights: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] | None = Field(None, min_length=1)
+    """What each layer counts in the imbalance factor, in the order of the layers; null = alike."""
+    image_share: float | None = Field(None, ge=0, le=1)
+    """Assumed share of image tokens, the first ones of every sequence; null = no token has a modality."""
+
+    def make_placement(self, num_experts: int, num_ranks: int) -> Placement:
+        """Place the experts; ValueError where the placement does not fit."""
+        try:
+            return make_placement(self.placement, num_experts, num_ranks)
+        except ValueError as error:
+            raise ValueError(f"route.placement: {error}") from None
+
+
+class EmulateConfig(_Strict):
+    """What only ``emulate`` reads."""
+
+    links: str | None = None
+    """How virtual ranks are linked: a file of configs/links/ without its ending, or a path that ``calibrate`` wrote."""
+
+
 class Experiment(_Strict):
     """What a config file says. ``policies`` and ``sweep`` are expanded by the properties below."""
 
@@ -204,6 +232,8 @@ class Experiment(_Strict):
     policies: tuple[dict[str, Any], ...] = Field(min_length=1)
     """Policies by name and fields; a list in place of a value means one policy for each."""
     measure: MeasureConfig = MeasureConfig()
+    route: RouteConfig = RouteConfig()
+    emulate: EmulateConfig = EmulateConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Experiment:
@@ -238,8 +268,10 @@ def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool)
     for section, name in ((cpu_values, "on_cpu"), (sweep, "sweep")):
         if not isinstance(section, dict):
             raise ConfigError(f"{path}: {name}: expected dotted keys with values, got {section!r}")
-    _anchor(raw, "workload", "trace", path.parent)
-    _anchor(raw, "model", "hf_config", path.parent)
+    for section, key in _PATHS:
+        _anchor(raw, section, key, path.parent)
+        if isinstance(sweep.get(f"{section}.{key}"), list):
+            sweep[f"{section}.{key}"] = [_anchored(value, key, path.parent) for value in sweep[f"{section}.{key}"]]
     for key, value in cpu_values.items():
         if on_cpu:
             _put(raw, key, value, f"{path}: on_cpu")
@@ -250,8 +282,12 @@ def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool)
         _put(raw, key, _parse_value(override, text), f"--set {override}")
         sweep.pop(key, None)
     workload = raw.get("workload")
-    if isinstance(workload, dict) and workload.get("tail") == "both":
-        sweep["workload.tail"] = list(TAILS)
+    if isinstance(workload, dict):
+        if workload.get("tail") == "both":
+            sweep["workload.tail"] = list(TAILS)
+        layers = _layers(path, workload, sweep)
+        if layers is not None:
+            sweep["workload.layer"] = layers
     points = []
     for key, values in sweep.items():
         if not isinstance(values, list) or not values:
@@ -281,17 +317,48 @@ def _parse_value(override: str, text: str) -> Any:
         raise ConfigError(f"--set {override}: the value is not valid YAML") from None
 
 
+# Keys whose values name files.
+_PATHS = (("workload", "trace"), ("model", "hf_config"), ("route", "placement"), ("emulate", "links"))
+
+
 def _anchor(raw: dict[str, Any], section: str, key: str, folder: Path) -> None:
     """Read a file's path from the config's own folder, where it is relative."""
     values = raw.get(section)
-    if not isinstance(values, dict):
-        return
-    value = values.get(key)
+    if isinstance(values, dict) and key in values:
+        values[key] = _anchored(values[key], key, folder)
+
+
+def _anchored(value: Any, key: str, folder: Path) -> Any:
+    """A path, or what names paths: several, or mappings that have one under the same key."""
     if isinstance(value, str):
-        values[key] = str(folder / value)
-    elif isinstance(value, list):
-        for entry in value:
-            _anchor({section: entry}, section, key, folder)
+        is_name = (key == "placement" and value in PLACEMENTS) or (key == "links" and not value.endswith(".yaml"))
+        return value if is_name else str(folder / value)
+    if isinstance(value, list):
+        return [_anchored(entry, key, folder) for entry in value]
+    if isinstance(value, dict) and isinstance(value.get(key), str):
+        return {**value, key: str(folder / value[key])}
+    return value
+
+
+def _layers(path: Path, workload: Mapping[str, Any], sweep: Mapping[str, Any]) -> list[Any] | None:
+    """The layers of a recording that a config asks for, where it asks for several."""
+    wanted = workload.get("layer")
+    if isinstance(wanted, list):
+        if not wanted:
+            raise ConfigError(f"{path}: workload.layer: expected a layer, several or all, got []")
+        return list(dict.fromkeys(wanted))
+    if wanted != "all":
+        return None
+    # Recordings that are mixed or compared have the same layers, or their workload says that they do not.
+    first = sweep.get("workload.trace", [workload.get("trace")])
+    while isinstance(first, list | dict) and first:
+        first = first[0] if isinstance(first, list) else first.get("trace")
+    if not isinstance(first, str):
+        raise ConfigError(f"{path}: workload.layer: all needs a recording in workload.trace, got {first!r}")
+    try:
+        return list(range(open_trace(first).num_layers))
+    except ValueError as error:
+        raise ConfigError(f"{path}: workload: {error}") from None
 
 
 def _put(raw: dict[str, Any], dotted: str, value: Any, where: str) -> None:
@@ -346,6 +413,8 @@ def _known_keys(parents: list[str], location: tuple[int | str, ...]) -> list[str
         "workload": RecordedConfig if "recorded" in location else SyntheticConfig,
         "layer": LayerConfig,
         "measure": MeasureConfig,
+        "route": RouteConfig,
+        "emulate": EmulateConfig,
         "rank_load": RankLoad,
         "trace": RecordingConfig,
     }

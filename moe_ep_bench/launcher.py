@@ -88,12 +88,7 @@ def _one_launch(
         try:
             status = _one_job([*arguments, *(["--force"] if force else [])], nodes, patience_s)
         except (torch.distributed.DistError, RendezvousError) as error:
-            print(
-                f"moe-ep-bench: the nodes did not meet at {nodes.master} within {patience_s} s: "
-                f"{' '.join(str(error).split())[:200]}",
-                file=sys.stderr,
-            )
-            return LOST
+            return _not_met(nodes, patience_s, error)
         if status in (OK, CASES_FAILED, USER_ERROR):
             return status
         if status < 0:
@@ -105,13 +100,31 @@ def _one_launch(
         print("moe-ep-bench: the process group was lost; starting again with what is left", file=sys.stderr, flush=True)
 
 
+def launch_calibrate(arguments: Sequence[str], nodes: Nodes) -> int:
+    """Measure the all-to-all on this node's ranks in one job; nothing is tried again. Return the exit status."""
+    try:
+        status = _one_job(arguments, nodes, _JOIN_TIMEOUT_S, command="calibrate")
+    except (torch.distributed.DistError, RendezvousError) as error:
+        return _not_met(nodes, _JOIN_TIMEOUT_S, error)
+    return 128 - status if status < 0 else status
+
+
+def _not_met(nodes: Nodes, patience_s: int, error: Exception) -> int:
+    print(
+        f"moe-ep-bench: the nodes did not meet at {nodes.master} within {patience_s} s: "
+        f"{' '.join(str(error).split())[:200]}",
+        file=sys.stderr,
+    )
+    return LOST
+
+
 def _progress(directory: RunDirectory) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """What a job can have moved: attempts that were lost, and parts that were written."""
     parts = directory.case_path("x").parent.glob("*.parquet")
     return num_lost(directory.attempts), sorted((path.name, path.stat().st_mtime_ns) for path in parts)
 
 
-def _one_job(arguments: Sequence[str], nodes: Nodes, patience_s: int) -> int:
+def _one_job(arguments: Sequence[str], nodes: Nodes, patience_s: int, command: str = "run") -> int:
     """One torchrun job: a rank's exit status (the first to fail), or minus the signal that stopped the launcher."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -134,9 +147,9 @@ def _one_job(arguments: Sequence[str], nodes: Nodes, patience_s: int) -> int:
         monitor_interval=0.1,
         local_addr=None if several else "127.0.0.1",
     )
-    command = [sys.executable, "-m", "moe_ep_bench", "run", *arguments]
+    program = [sys.executable, "-m", "moe_ep_bench", command, *arguments]
     try:
-        elastic_launch(config, command[0])(*command[1:])
+        elastic_launch(config, program[0])(*program[1:])
     except ChildFailedError as error:
         statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
         for agreed in (USER_ERROR, CASES_FAILED):

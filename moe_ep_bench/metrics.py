@@ -5,7 +5,8 @@ prefill the expert (or rank) with the most pairs finishes last, in decode the ra
 the most experts' weights, and every pair whose expert lives elsewhere crosses the network.
 Fidelity is estimated from the scores: how much of the router's mass is still computed.
 ``routing_metrics`` reports both sides, for one source rank's tokens, so that no speed has to be
-shown without its price. Loads and counts may be summed over source ranks; ratios may not.
+shown without its price. Loads and counts may be summed over source ranks; ratios may not. What follows
+from several ranks, batches or layers together (``imbalance``, ``imbalance_factor``, ``token_overlap``) stands below.
 
 Padding counts in nothing, even where a map selects it, and a share of nothing is 0, never NaN.
 
@@ -15,14 +16,59 @@ Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R expert
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from moe_ep_bench.policies.contract import Routing, RoutingContext
 from moe_ep_bench.policies.selection import num_valid_tokens, top_k_map, without_padding
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreMetrics:
+    """What the metrics of any routing of the same scores share: computed once, used for every policy.
+
+    Attributes:
+        top_k_TE: bool, the model's own choice, padding rows empty.
+        top_k_mass, mass: score mass of the top-k and of all experts, summed over valid tokens.
+        of_scores: the metrics from ``topk_share`` to ``regime_plateau``.
+    """
+
+    top_k_TE: Tensor
+    top_k_mass: float
+    mass: float
+    of_scores: dict[str, float]
+
+
+def score_metrics(
+    scores_TE: Tensor, context: RoutingContext, *, single_head: float = 0.5, plateau: float = 0.8
+) -> ScoreMetrics:
+    """The part of ``routing_metrics`` that no policy changes; arguments as there."""
+    num_tokens = num_valid_tokens(scores_TE, context)
+    top_k_TE = top_k_map(scores_TE, context)
+    top_k_mass_T = _mass(scores_TE, top_k_TE)
+    mass_T = _mass(scores_TE, without_padding(torch.ones_like(top_k_TE), context))
+    single_head_T, plateau_T = _regimes(scores_TE, top_k_TE, top_k_mass_T, single_head, plateau)
+    num_single_head = int(single_head_T.sum())
+    num_plateau = int(plateau_T.sum())
+    return ScoreMetrics(
+        top_k_TE,
+        float(top_k_mass_T.sum()),
+        float(mass_T.sum()),
+        {
+            "topk_share": _ratio(float(_share(top_k_mass_T, mass_T).sum()), num_tokens),
+            "entropy": _ratio(float(_normalised_entropy(scores_TE, mass_T).sum()), num_tokens),
+            "regime_single_head": _ratio(num_single_head, num_tokens),
+            "regime_smooth": _ratio(num_tokens - num_single_head - num_plateau, num_tokens),
+            "regime_plateau": _ratio(num_plateau, num_tokens),
+        },
+    )
 
 
 def routing_metrics(
@@ -33,6 +79,7 @@ def routing_metrics(
     capacity_factor: float = 1.0,
     single_head: float = 0.5,
     plateau: float = 0.8,
+    of_scores: ScoreMetrics | None = None,
 ) -> dict[str, Any]:
     """Measure one routing of one source rank's tokens.
 
@@ -90,6 +137,7 @@ def routing_metrics(
         capacity_factor: gamma in ``excess_load``; taken as the decimal that was written, as capacities are.
         single_head: least share of the top-k mass that makes a single head.
         plateau: least ratio of the least to the best top-k score that makes a plateau.
+        of_scores: ``score_metrics`` of the same scores, context and thresholds, where several routings share them.
 
     Returns:
         The metrics from ``num_tokens`` to ``regime_plateau`` of ``records.ROUTING_SCHEMA``, in its order,
@@ -97,8 +145,9 @@ def routing_metrics(
     """
     num_experts, num_ranks = scores_TE.shape[1], context.num_ranks
     num_tokens = num_valid_tokens(scores_TE, context)
-    map_TE = without_padding(routing.map_TE, context)
-    top_k_TE = top_k_map(scores_TE, context)
+    if of_scores is None:
+        of_scores = score_metrics(scores_TE, context, single_head=single_head, plateau=plateau)
+    map_TE, top_k_TE = without_padding(routing.map_TE, context), of_scores.top_k_TE
     # Per token and rank; experts of a rank are neighbours.
     pairs_TR = map_TE.unflatten(1, (num_ranks, -1)).sum(dim=2)
 
@@ -117,13 +166,7 @@ def routing_metrics(
     pairs_elsewhere_TR = pairs_TR.clone()
     pairs_elsewhere_TR[:, context.rank] = 0
 
-    selected_mass_T = _mass(scores_TE, map_TE)
-    top_k_mass_T = _mass(scores_TE, top_k_TE)
-    mass_T = _mass(scores_TE, without_padding(torch.ones_like(map_TE), context))
-    selected_mass = float(selected_mass_T.sum())
-    single_head_T, plateau_T = _regimes(scores_TE, top_k_TE, top_k_mass_T, single_head, plateau)
-    num_single_head = int(single_head_T.sum())
-    num_plateau = int(plateau_T.sum())
+    selected_mass = float(_mass(scores_TE, map_TE).sum())
 
     return {
         "num_tokens": num_tokens,
@@ -133,8 +176,8 @@ def routing_metrics(
         "num_topk_pairs": num_topk_pairs,
         "num_dropped_pairs": num_dropped_pairs,
         "dropped_fraction": _ratio(num_dropped_pairs, num_topk_pairs),
-        "retained_mass_topk": _ratio(selected_mass, float(top_k_mass_T.sum())),
-        "retained_mass_all": _ratio(selected_mass, float(mass_T.sum())),
+        "retained_mass_topk": _ratio(selected_mass, of_scores.top_k_mass),
+        "retained_mass_all": _ratio(selected_mass, of_scores.mass),
         "peak_load": peak_load,
         "max_violation": peak_load - 1 if num_pairs else 0.0,
         "load_cv": _ratio(float(load_E.double().std(correction=0)), mean_load),
@@ -145,11 +188,7 @@ def routing_metrics(
         "activated_experts_fullest_rank": int(activated_R.max()),
         "crossing_pairs": int(pairs_elsewhere_TR.sum()),
         "crossing_copies": int((pairs_elsewhere_TR > 0).sum()),
-        "topk_share": _ratio(float(_share(top_k_mass_T, mass_T).sum()), num_tokens),
-        "entropy": _ratio(float(_normalised_entropy(scores_TE, mass_T).sum()), num_tokens),
-        "regime_single_head": _ratio(num_single_head, num_tokens),
-        "regime_smooth": _ratio(num_tokens - num_single_head - num_plateau, num_tokens),
-        "regime_plateau": _ratio(num_plateau, num_tokens),
+        **of_scores.of_scores,
     }
 
 
@@ -188,3 +227,105 @@ def _regimes(
     single_head_T = (top_k_mass_T > 0) & (best_T >= single_head * top_k_mass_T)
     plateau_T = ~single_head_T & (least_T >= plateau * best_T)
     return single_head_T & is_token_T, plateau_T & is_token_T
+
+
+# --- Of several tokens, layers or batches together -------------------------------------------------
+
+
+def imbalance(load_NE: ArrayLike) -> NDArray[np.float64]:
+    """The fullest of the last axis (experts or ranks) over its mean: [..., E] -> [...]; 1 where nothing is loaded.
+
+    A layer waits for *its* fullest expert or rank, in *this* batch. So loads are reduced here first, one batch of
+    one layer at a time, and only what comes out may be averaged over layers or batches: sums of loads over layers or
+    batches cancel hot spots that lie in different places, and would call balanced what never was.
+    """
+    load_NE = np.asarray(load_NE, dtype=np.float64)
+    mean_N = load_NE.mean(axis=-1)
+    return np.divide(load_NE.max(axis=-1), mean_N, out=np.ones_like(mean_N), where=mean_N > 0)
+
+
+def imbalance_factor(load_LBE: ArrayLike, weight_L: Sequence[float] | None = None) -> NDArray[np.float64]:
+    """Imbalance of every batch over all layers: the weighted mean of the layers' own (arXiv 2510.03293).
+
+    Args:
+        load_LBE: pairs, [layers, batches, experts or ranks].
+        weight_L: what each layer counts, non-negative; None = alike.
+
+    Returns:
+        float64 [batches]; its median and 95th percentile are what figures show.
+
+    Raises:
+        ValueError: weights that are not one per layer, or all zero.
+    """
+    imbalance_LB = imbalance(load_LBE)
+    weight = np.ones(len(imbalance_LB)) if weight_L is None else np.asarray(weight_L, dtype=np.float64)
+    if weight.shape != (len(imbalance_LB),) or not weight.sum() > 0:
+        raise ValueError(
+            f"layer_weights: expected {len(imbalance_LB)} numbers (layers), some above 0, got {weight.tolist()}"
+        )
+    return np.average(imbalance_LB, axis=0, weights=weight)
+
+
+def uniform_activated_experts(num_experts: int, top_k: int, num_tokens: float) -> float:
+    """Experts that tokens activate which choose independently and uniformly: E (1 - (1 - K / E)^T), the mean."""
+    return num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
+
+
+def score_order(scores_TE: Tensor) -> dict[str, NDArray[np.float64]]:
+    """How score falls from a token's best expert to its last: mean, least and greatest score at each place, [E]."""
+    sorted_TE = scores_TE.sort(dim=1, descending=True).values.double()
+    return {
+        "mean_score": sorted_TE.mean(dim=0).numpy(),
+        "min_score": sorted_TE.amin(dim=0).numpy(),
+        "max_score": sorted_TE.amax(dim=0).numpy(),
+    }
+
+
+def token_overlap(
+    map_TE: Tensor, sequence_id_T: Tensor, domain_T: Tensor | None = None
+) -> dict[str, tuple[int, float]]:
+    """How many experts two tokens of a batch share, by what the tokens have to do with each other.
+
+    - ``neighbours``: adjacent tokens of a sequence.
+    - ``same_sequence``: any two of a sequence.
+    - ``same_domain``: any two of a domain that are of different sequences.
+    - ``cross_domain``: any two of different domains.
+
+    Means over *all* such pairs, from counts: the pairs of two groups share sum_E n_E m_E experts, if n and m
+    count the tokens of each group that choose expert E. A text that is in a batch twice counts as two sequences.
+
+    Args:
+        map_TE: bool, the experts of each token.
+        sequence_id_T: int64; the tokens of a sequence are adjacent.
+        domain_T: int64; None = all of one domain.
+
+    Returns:
+        By kind, the number of unordered pairs and the mean number of experts that a pair shares; kinds of which
+        the batch has no pair are left out.
+    """
+    if domain_T is None:
+        domain_T = torch.zeros_like(sequence_id_T)
+    chosen_TE = map_TE.double()
+    adjacent_T = sequence_id_T[1:] == sequence_id_T[:-1]
+    neighbours = (map_TE[1:] & map_TE[:-1]).sum(dim=1)[adjacent_T]
+    itself = float(chosen_TE.sum())  # what a token shares with itself
+    # Ordered pairs, a token with itself included, inside each group: how many, and what they share.
+    everyone = _pairs_within(chosen_TE, torch.zeros_like(sequence_id_T))
+    domain, sequence = _pairs_within(chosen_TE, domain_T), _pairs_within(chosen_TE, sequence_id_T)
+    ordered = {
+        "same_sequence": (sequence[0] - len(map_TE), sequence[1] - itself),
+        "same_domain": (domain[0] - sequence[0], domain[1] - sequence[1]),
+        "cross_domain": (everyone[0] - domain[0], everyone[1] - domain[1]),
+    }
+    found = {"neighbours": (len(neighbours), float(neighbours.sum()))}
+    found |= {kind: (pairs // 2, shared / 2) for kind, (pairs, shared) in ordered.items()}
+    return {kind: (pairs, shared / pairs) for kind, (pairs, shared) in found.items() if pairs}
+
+
+def _pairs_within(chosen_TE: Tensor, group_T: Tensor) -> tuple[int, float]:
+    """Ordered pairs of tokens of one group, over all groups, and the experts that they share."""
+    _, group_T = group_T.unique(return_inverse=True)
+    num_groups = int(group_T.max()) + 1 if len(group_T) else 0
+    count_GE = chosen_TE.new_zeros(num_groups, chosen_TE.shape[1]).index_add(0, group_T, chosen_TE)
+    size_G = torch.bincount(group_T, minlength=num_groups)
+    return int((size_G**2).sum()), float((count_GE**2).sum())

@@ -6,6 +6,9 @@
 ``<out>/conditions/<comparison_id>-<launch>.json``  the machine while a comparison was timed
 ``<out>/attempts/``                  what was running when a job was lost (``attempts``)
 
+``route`` times nothing. It leaves ``run.json``, ``routing/`` with a few columns more (``ROUTE_SCHEMA``), and of each
+comparison ``scores/<comparison_id>.parquet`` and ``overlap/<comparison_id>.parquet``.
+
 A *case* is one policy on one workload; its id is a hash of everything that defines it. Cases
 with one ``comparison_id`` ran interleaved on the same batches and may be paired within a *launch*,
 one repetition of the whole process. A launch whose rows are in the part is finished and is not
@@ -23,7 +26,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +118,39 @@ ROUTING_SCHEMA = pa.schema(
     ]
 )
 
+# What ``route`` adds: which layer, and whose tokens. Virtual ranks are rows like any others.
+ROUTE_SCHEMA = pa.schema(
+    [
+        *ROUTING_SCHEMA,
+        ("layer", pa.int32()),  # of the recording; null for synthetic scores
+        ("num_image_tokens", pa.int64()),  # null where tokens have no modality
+        ("image_load_E", pa.list_(pa.int64())),  # of load_E, the pairs of image tokens; null likewise
+    ]
+)
+
+# What ``route`` leaves of the scores, which no policy changes: one row per batch and rank in the token's own order.
+SCORES_SCHEMA = pa.schema(
+    [
+        ("comparison_id", pa.string()),
+        ("batch", pa.int32()),
+        ("position", pa.int32()),  # 1 = the best expert of a token, up to E
+        ("mean_score", pa.float64()),  # over tokens, of the score at this position
+        ("min_score", pa.float64()),
+        ("max_score", pa.float64()),
+    ]
+)
+
+# How alike tokens are: mean number of top-k experts that two tokens share (``metrics.token_overlap``).
+OVERLAP_SCHEMA = pa.schema(
+    [
+        ("comparison_id", pa.string()),
+        ("batch", pa.int32()),
+        ("kind", pa.string()),  # neighbours, same_sequence, same_domain, cross_domain
+        ("num_pairs", pa.int64()),  # unordered pairs of tokens that the mean is over
+        ("shared_experts", pa.float64()),
+    ]
+)
+
 
 def stable_hash(value: Any) -> str:
     """Hash a JSON-ready value: 16 hex digits, equal for equal content on any machine."""
@@ -160,6 +196,12 @@ class RunDirectory:
     def routing_path(self, case_id: str) -> Path:
         return self.root / "routing" / f"{case_id}.parquet"
 
+    def scores_path(self, comparison_id: str) -> Path:
+        return self.root / "scores" / f"{comparison_id}.parquet"
+
+    def overlap_path(self, comparison_id: str) -> Path:
+        return self.root / "overlap" / f"{comparison_id}.parquet"
+
     @property
     def attempts(self) -> Path:
         return self.root / "attempts"
@@ -203,12 +245,32 @@ class RunDirectory:
     def write_routing(self, case_id: str, rows: Mapping[str, Sequence[Any]]) -> None:
         _write_table(self.routing_path(case_id), _table(rows, ROUTING_SCHEMA))
 
-    def write_run(self, description: Mapping[str, Any]) -> None:
+    def write_route(self, case_id: str, rows: Mapping[str, Sequence[Any]]) -> None:
+        _write_table(self.routing_path(case_id), _table(rows, ROUTE_SCHEMA))
+
+    def write_scores(self, comparison_id: str, rows: Mapping[str, Sequence[Any]]) -> None:
+        _write_table(self.scores_path(comparison_id), _table(rows, SCORES_SCHEMA))
+
+    def write_overlap(self, comparison_id: str, rows: Mapping[str, Sequence[Any]]) -> None:
+        _write_table(self.overlap_path(comparison_id), _table(rows, OVERLAP_SCHEMA))
+
+    def is_routed(self, case_id: str) -> bool:
+        """Whether a case of ``route`` has its part."""
+        try:
+            return pq.read_metadata(self.routing_path(case_id)).num_rows > 0
+        except (OSError, pa.ArrowException):
+            return False
+
+    def write_run(self, description: Mapping[str, Any], is_done: Callable[[str], bool] | None = None) -> None:
         """Write ``run.json``, and keep in it what an earlier one knew of finished comparisons.
 
         ``runs`` holds the provenance of every run whose rows are here, by run_id. A comparison that
         was begun under another config and never finished is dropped with its parts.
+
+        Args:
+            is_done: whether a case has what makes it finished; the default is a part of samples.
         """
+        is_done = is_done or (lambda case_id: bool(self.statuses(case_id)))
         provenance = {key: description.get(key) for key in ("created", "config", "environment", "hashes")}
         merged = {**description, "runs": {description["run_id"]: provenance}}
         earlier = json.loads(self.run_json.read_text()) if self.run_json.exists() else {}
@@ -217,7 +279,7 @@ class RunDirectory:
             if comparison_id in description["comparisons"]:
                 continue
             cases = {k: case for k, case in earlier["cases"].items() if case["comparison_id"] == comparison_id}
-            if all(self.statuses(case_id) for case_id in cases):
+            if all(is_done(case_id) for case_id in cases):
                 merged["comparisons"] = {comparison_id: comparison, **merged["comparisons"]}
                 merged["cases"] = {**cases, **merged["cases"]}
             else:

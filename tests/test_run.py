@@ -327,6 +327,10 @@ BAD = {
     ),
     "unknown policy": ({"policies": [{"name": "token_drp"}]}, [], "name: expected one of", "did you mean token_drop?"),
     "policy field": ({"policies": [{"name": "topk", "gamma": 1}]}, [], "gamma: topk has no such field", "no fields"),
+    "pool below top-k": (
+        {"policies": [{"name": "laser", "eps_high": 0.9, "t_fix": 0.1, "c": 4}]}, [],
+        "policies: laser: c: expected 6 (top_k) to 64", "got 4",
+    ),
     "negative gamma": (
         {"policies": [{"name": "token_drop", "capacity_factor": -1}]}, [], "capacity_factor", "got -1",
     ),

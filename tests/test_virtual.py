@@ -26,6 +26,7 @@ def output() -> str:
         "every_part_equals_the_dense_reference",
         "a_rank_without_tokens_takes_part",
         "timed_runs_see_the_rows_that_real_ranks_would",
+        "counts_other_than_announced_are_noticed",
     ],
 )
 def test_law(law: str, output: str) -> None:

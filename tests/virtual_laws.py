@@ -10,6 +10,7 @@ import sys
 import traceback
 from dataclasses import replace
 
+import pytest
 import torch
 from layer_laws import ALL_PARTS, BATCH_WIDE, FOUR_EXPERTS, POLICIES, SIGMOID_MODEL
 from torch import Tensor
@@ -130,7 +131,21 @@ def timed_runs_see_the_rows_that_real_ranks_would(ranks: Ranks) -> None:
         assert len(hidden_ND) == len(weights_N) == int(expected_L.sum())
 
 
+def counts_other_than_announced_are_noticed(ranks: Ranks) -> None:
+    lab = Lab(ranks, FOUR_EXPERTS, 2, 37)
+    counts_RE = torch.stack([routing.map_TE.sum(0) for routing in lab.routings(None)])
+    lab.virtual.exchange.counts_RE = counts_RE.roll(1, dims=1)
+    lab.prepare(None, 0)
+    with lab.virtual.connected():
+        lab.virtual.exchange.checks_counts = False
+        lab.virtual.run(lab.virtual.layers.native, lab.hidden[0].unsqueeze(1))
+        lab.virtual.exchange.checks_counts = True
+        with pytest.raises(RuntimeError, match="sends other counts"):
+            lab.virtual.run(lab.virtual.layers.native, lab.hidden[0].unsqueeze(1))
+
+
 LAWS = (
+    counts_other_than_announced_are_noticed,
     every_policy_equals_the_dense_reference,
     every_part_equals_the_dense_reference,
     a_rank_without_tokens_takes_part,

@@ -83,6 +83,7 @@ class Comparison(_Described):
     oversubscribed: bool  # more ranks than cores
     random_weights: bool
     departures: list[str]  # where the layer is simpler than the model
+    links: str | None = None  # the model of what moved between ranks, where nothing did
     workload: Workload
 
 

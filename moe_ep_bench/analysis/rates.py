@@ -102,6 +102,8 @@ def _expert_rates(
         np.median([[getattr(rank.ceilings, name) for rank in launch.ranks] for launch in conditions], axis=0)
         for name in ("matmul_tflops", "copy_gbps")
     )
+    if len(matmul_tflops) == 1:  # One device stood in for all ranks.
+        matmul_tflops, copy_gbps = (np.repeat(value, comparison.world_size) for value in (matmul_tflops, copy_gbps))
     found = []
     for batch, rows in case.routing.groupby("batch"):
         loads = np.stack(rows.sort_values("rank")["load_E"].to_list())

@@ -21,6 +21,8 @@ NOT_FUSED = "permutation is not fused: phase shares are not to be set beside a p
 
 def hardware_words(run: Run, comparison: Comparison) -> str:
     """Name the devices, how many ranks used them, and what carried the collectives."""
+    if comparison.links is not None:
+        return f"{run.device_name} in place of {comparison.world_size} ranks, {comparison.links}"
     return f"{run.device_name} x {comparison.world_size} ranks, {comparison.backend}"
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from moe_ep_bench.layer.backends import fill_experts_
 from moe_ep_bench.layer.build import DEFAULT_PARTS, LayerPair, build_layers
-from moe_ep_bench.layer.experts import ROUTED, expert_weights
+from moe_ep_bench.layer.experts import ROUTED, ExpertWeights, expert_weights
 from moe_ep_bench.layer.megatron import MoELayer, default_groups, token_dispatcher
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
@@ -54,6 +55,7 @@ class Exchange:
 
     Attributes:
         counts_RE: int64, pairs that each rank sends to each expert; known before the layer runs.
+        checks_counts: look whether each rank's router sends what ``counts_RE`` says; waits for the device.
         stats_SE: what a batch-wide policy's statistics sum up to over ranks; None where there are none.
     """
 
@@ -61,6 +63,7 @@ class Exchange:
         self._group = group
         self.counts_RE = torch.empty(0)
         self.stats_SE: Tensor | None = None
+        self.checks_counts = True
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
         self._kept: dict[str, list[tuple[Tensor, ...] | None]] | None = None
         self._step = 0
@@ -74,7 +77,14 @@ class Exchange:
         self._kept = {what: [None] * self._group.size() for what in (_ROWS, _WEIGHTS, _RESULTS)}
 
     def gather_counts(self, counts_E: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Stands for the gather of all ranks' counts: int64 [R * E]."""
+        """Stands for the gather of all ranks' counts: int64 [R * E].
+
+        Raises:
+            RuntimeError: this rank's router chose otherwise than was announced, and that is looked for.
+        """
+        announced_E = self.counts_RE[self._group.current].to(counts_E.device)
+        if self.checks_counts and not torch.equal(counts_E.to(announced_E.dtype), announced_E):
+            raise RuntimeError("the layer's router sends other counts than were worked out for it")
         return self.counts_RE.to(counts_E.device, non_blocking=True).flatten()
 
     def sum_over_ranks(self, stats_SE: Tensor) -> Tensor:
@@ -152,10 +162,15 @@ class VirtualRanks:
             if hasattr(layer.token_dispatcher, "ep_rank"):
                 layer.token_dispatcher.ep_rank = rank
         if own_weights:
-            sizes = self.model.hidden_size, self.model.ffn_hidden_size
-            weights = (expert_weights(self.seed, ROUTED, e, *sizes, self.device, self.dtype) for e in indices)
             with torch.no_grad():
-                fill_experts_(self.layers.native.experts, weights)
+                fill_experts_(self.layers.native.experts, [self._weights[expert] for expert in indices])
+
+    @functools.cached_property
+    def _weights(self) -> list[ExpertWeights]:
+        """All experts' weights: for checks at small sizes."""
+        sizes = self.model.hidden_size, self.model.ffn_hidden_size
+        experts = range(self.model.num_experts)
+        return [expert_weights(self.seed, ROUTED, e, *sizes, self.device, self.dtype) for e in experts]
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:

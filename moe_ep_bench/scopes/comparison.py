@@ -8,10 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig, load_experiments
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.policies import Policy
+from moe_ep_bench.policies import Policy, RoutingContext
 from moe_ep_bench.records import stable_hash
 from moe_ep_bench.skews import load_skew
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
@@ -56,12 +59,105 @@ class CaseSpec:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One experiment at one point of its sweep, on a given number of ranks."""
+class Planned:
+    """One experiment at one point of its sweep, on a given number of ranks: what all scopes need of it."""
 
     experiment: Experiment
     world_size: int
     workload: Workload
+
+    @cached_property
+    def model(self) -> ModelSpec:
+        return self.experiment.model.spec()
+
+    @property
+    def ep_size(self) -> int:
+        return self.experiment.layer.ep_size or self.world_size
+
+    @property
+    def num_tokens(self) -> int:
+        return self.experiment.workload.total_tokens(self.world_size)
+
+    @property
+    def layer_fraction(self) -> float:
+        """Where in the depth of the recorded layers the layer stands: 0 to below 1; 0 where scores are synthetic."""
+        if not isinstance(self.workload, RecordedWorkload):
+            return 0.0
+        return self.workload.layer / self.workload.traces[0].num_layers
+
+    def try_policies(self, modality_T: Tensor | None = None) -> None:
+        """Route two tokens by every policy: finds fields that do not suit the model, and compiles what is compiled.
+
+        Args:
+            modality_T: of two tokens, where the batches' tokens have one.
+
+        Raises:
+            ValueError: naming the policy and its field.
+        """
+        scores_TE = torch.rand(2, self.model.num_experts, generator=torch.Generator().manual_seed(0))
+        context = RoutingContext(
+            top_k=self.model.top_k,
+            num_ranks=self.ep_size,
+            num_groups=self.model.num_groups,
+            top_groups=self.model.top_groups,
+            request_id_T=torch.zeros(2, dtype=torch.int64),
+            modality_T=modality_T,
+            layer_fraction=self.layer_fraction,
+            generator=torch.Generator(),
+        )
+        for policy in self.experiment.make_policies():
+            try:
+                policy.route(scores_TE, context)
+            except ValueError as problem:
+                raise ValueError(f"policies: {policy.name}: {problem}") from None
+
+    def describe_workload(self) -> dict[str, Any]:
+        """The workload's own words and numbers, and what a named skew was calibrated to."""
+        described = self.workload.describe()
+        config = self.experiment.workload
+        if not isinstance(config, SyntheticConfig) or config.skew is None:
+            return described
+        assert self.experiment.model.preset is not None
+        skew = load_skew(self.experiment.model.preset, config.skew)
+        return {
+            **described,
+            "description": (
+                f"synthetic, calibrated to {config.skew} ({skew.basis}: {skew.source}); {described['description']}"
+            ),
+            "skew": {"name": config.skew, **skew.model_dump(mode="json", exclude_none=True)},
+        }
+
+    def define_workload(self) -> dict[str, Any]:
+        """All that decides what the batches are, and nothing of where: equal on any machine."""
+        workload = self.experiment.workload.model_dump(mode="json")
+        if isinstance(self.experiment.workload, SyntheticConfig):
+            # What a skew's name stands for may change; what is measured then does too.
+            workload |= self.experiment.workload.targets(self.experiment.model.preset)
+        if isinstance(self.workload, RecordedWorkload):
+            workload["trace"] = [
+                {"trace": trace.sha256(), "share": source.share}
+                for source, trace in zip(self.workload.sources, self.workload.traces, strict=True)
+            ]
+        return {**workload, "num_tokens": self.num_tokens, "tokens_per_rank": None}
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """All that decides what is measured; JSON-ready."""
+        raise NotImplementedError
+
+    @cached_property
+    def comparison_id(self) -> str:
+        return stable_hash(self.definition)
+
+    def case(self, role: str, name: str, policy: Policy | None = None) -> CaseSpec:
+        identity = [self.comparison_id, role, name, policy.params() if policy else {}]
+        return CaseSpec(stable_hash(identity), role, name, policy)
+
+
+@dataclass(frozen=True)
+class Comparison(Planned):
+    """What ``run`` times."""
+
     parts: Parts
     """What computes the experts and what permutes on this machine."""
 
@@ -82,66 +178,21 @@ class Comparison:
                 + ("" if experiment.layer.ep_size else " (all ranks)")
             )
         _check_routing(model)
-        shares = experiment.workload.rank_shares
-        if shares is not None and not any(shares[rank % len(shares)] for rank in range(world_size)):
-            raise ValueError(
-                f"workload.rank_shares: expected one above 0 among the {world_size} ranks, got {list(shares)}"
-            )
+        check_rank_shares(experiment, world_size)
         parts = Parts.choose(experiment.layer.experts, experiment.layer.permute, on_cpu=on_cpu)
         return Comparison(experiment, world_size, make_workload(experiment, model, world_size), parts)
 
     @cached_property
-    def model(self) -> ModelSpec:
-        return self.experiment.model.spec()
-
-    @property
-    def ep_size(self) -> int:
-        return self.experiment.layer.ep_size or self.world_size
-
-    @property
-    def num_tokens(self) -> int:
-        return self.experiment.workload.total_tokens(self.world_size)
-
-    def describe_workload(self) -> dict[str, Any]:
-        """The workload's own words and numbers, and what a named skew was calibrated to."""
-        described = self.workload.describe()
-        config = self.experiment.workload
-        if not isinstance(config, SyntheticConfig) or config.skew is None:
-            return described
-        assert self.experiment.model.preset is not None
-        skew = load_skew(self.experiment.model.preset, config.skew)
-        return {
-            **described,
-            "description": (
-                f"synthetic, calibrated to {config.skew} ({skew.basis}: {skew.source}); {described['description']}"
-            ),
-            "skew": {"name": config.skew, **skew.model_dump(mode="json", exclude_none=True)},
-        }
-
-    @cached_property
     def definition(self) -> dict[str, Any]:
         """All that decides what is measured, and nothing of where: equal on any machine."""
-        workload = self.experiment.workload.model_dump(mode="json")
-        if isinstance(self.experiment.workload, SyntheticConfig):
-            # What a skew's name stands for may change; what is measured then does too.
-            workload |= self.experiment.workload.targets(self.experiment.model.preset)
-        if isinstance(self.workload, RecordedWorkload):
-            workload["trace"] = [
-                {"trace": trace.sha256(), "share": source.share}
-                for source, trace in zip(self.workload.sources, self.workload.traces, strict=True)
-            ]
         return {
             "mode": "run",
             "model": self.model.model_dump(mode="json"),
-            "workload": {**workload, "num_tokens": self.num_tokens, "tokens_per_rank": None},
+            "workload": self.define_workload(),
             "layer": {**self.experiment.layer.model_dump(mode="json"), "ep_size": self.ep_size},
             "measure": self.experiment.measure.model_dump(mode="json", exclude={"timeout_s", "launches"}),
             "world_size": self.world_size,
         }
-
-    @cached_property
-    def comparison_id(self) -> str:
-        return stable_hash(self.definition)
 
     @property
     def num_launches(self) -> int:
@@ -150,16 +201,11 @@ class Comparison:
     @cached_property
     def cases(self) -> list[CaseSpec]:
         """The baseline, its repetition for the noise floor, all policies, and the ceiling."""
-
-        def case(role: str, name: str, policy: Policy | None = None) -> CaseSpec:
-            identity = [self.comparison_id, role, name, policy.params() if policy else {}]
-            return CaseSpec(stable_hash(identity), role, name, policy)
-
         return [
-            case(BASELINE, "native"),
-            case(NOISE, "native"),
-            *(case(POLICY, policy.name, policy) for policy in self.experiment.make_policies()),
-            case(CEILING, "native_balanced"),
+            self.case(BASELINE, "native"),
+            self.case(NOISE, "native"),
+            *(self.case(POLICY, policy.name, policy) for policy in self.experiment.make_policies()),
+            self.case(CEILING, "native_balanced"),
         ]
 
     @property
@@ -172,7 +218,7 @@ class Comparison:
         config = self.experiment.workload
         if isinstance(config, RecordedConfig):
             step = " decode," if config.arrangement == "decode" else ""
-            return f"recorded,{step} {config.tail} tail"
+            return f"recorded, layer {config.layer},{step} {config.tail} tail"
         if config.skew is not None:
             return config.skew.replace("_", " ")
         return "unskewed" if config.peak_load is None else f"peak load {config.peak_load:g}"
@@ -228,10 +274,18 @@ def plan_comparisons(config: Path, overrides: Iterable[str], world_size: int, *,
         try:
             comparison = Comparison.of(experiment, world_size, on_cpu=on_cpu)
             comparison.workload.batch(0)  # Finds skews that cannot be had.
+            comparison.try_policies()
         except ValueError as problem:
             raise ValueError(f"{config}: {problem}") from None
         comparisons.append(comparison)
     return comparisons
+
+
+def check_rank_shares(experiment: Experiment, world_size: int) -> None:
+    """Raise ValueError where the workload leaves all ranks without tokens."""
+    shares = experiment.workload.rank_shares
+    if shares is not None and not any(shares[rank % len(shares)] for rank in range(world_size)):
+        raise ValueError(f"workload.rank_shares: expected one above 0 among the {world_size} ranks, got {list(shares)}")
 
 
 def _check_routing(model: ModelSpec) -> None:

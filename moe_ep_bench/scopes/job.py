@@ -37,6 +37,7 @@ class Job:
     mark: Mark
     watchdog: Watchdog
     progress: tqdm
+    mode: str = "run"
 
     def enter(self, comparison: Comparison) -> None:
         """Note that work on a comparison as a whole begins: building its layers, writing its parts."""
@@ -55,7 +56,7 @@ class Job:
             "run_id": self.run_id,
             "case_id": case.case_id,
             "comparison_id": comparison.comparison_id,
-            "mode": "run",
+            "mode": self.mode,
             "model": comparison.model.name,
             "policy": case.name,
             "policy_params": json.dumps(case.params, sort_keys=True),
@@ -80,6 +81,7 @@ def open_job(
     timeout_s: float,
     num_iterations: int,
     marks: Path,
+    mode: str = "run",
 ) -> Iterator[Job]:
     """A job under a watchdog, with a mark in the folder ``marks``.
 
@@ -95,7 +97,7 @@ def open_job(
         mininterval=1.0,
         dynamic_ncols=True,
     )
-    job = Job(ranks, directory, run_id, launch, mark, watchdog, progress)
+    job = Job(ranks, directory, run_id, launch, mark, watchdog, progress, mode)
     try:
         yield job
     except Stopped:

@@ -125,13 +125,13 @@ def _agree_on_cases(
     error = ""
     if ranks.is_first:
         try:
-            _check_directory(directory, ranks, force)
+            check_directory(directory, ranks, force)
             collect_lost(directory.attempts)
             flags = []
             for comparison in comparisons:
                 # The first launch begins anew; later ones were forgotten with it.
                 if force and launch == 0:
-                    _forget(directory, comparison)
+                    forget(directory, comparison)
                 finished = launch >= comparison.num_launches or all(
                     directory.is_finished(case.case_id, launch) for case in comparison.cases
                 )
@@ -145,7 +145,7 @@ def _agree_on_cases(
     return [[case for case in comparison.cases if next(flags)] for comparison in comparisons]
 
 
-def _forget(directory: RunDirectory, comparison: Comparison) -> None:
+def forget(directory: RunDirectory, comparison: Comparison) -> None:
     """Remove what is there of a comparison, so that it is measured anew."""
     for case in comparison.cases:
         directory.remove_case(case.case_id)
@@ -162,7 +162,7 @@ def _given_up(directory: RunDirectory, comparison: Comparison, case: CaseSpec) -
     return []
 
 
-def _check_directory(directory: RunDirectory, ranks: Ranks, force: bool) -> None:
+def check_directory(directory: RunDirectory, ranks: Ranks, force: bool) -> None:
     """Raise unless results can be written here and earlier ones were obtained under the same conditions."""
     try:
         directory.root.mkdir(parents=True, exist_ok=True)
@@ -214,7 +214,7 @@ def _measure_all(
     run_id = ranks.texts(stable_hash([time.time_ns()]))[0]
     if any(todo):
         # Made on every rank, which keeps them together: it goes through all batches.
-        description = _run_description(ranks, run_id, comparisons)
+        description = run_description(ranks, run_id, comparisons)
         if ranks.is_first:
             directory.write_run(description)
     total = sum(_iterations(comparison, cases) for comparison, cases in zip(comparisons, todo, strict=True))
@@ -236,15 +236,15 @@ def _measure_all(
                 )
                 job.progress.set_description(comparison.title + repetition)
                 measure_comparison(job, comparison, cases)
-    failed = torch.tensor([_num_failed(directory, comparisons, launch) if ranks.is_first else 0])
-    failed = int(ranks.gather(failed, everywhere=True)[0])
+    status = torch.tensor([status_of(directory, comparisons, launch) if ranks.is_first else OK])
+    status = int(ranks.gather(status, everywhere=True)[0])
     if ranks.is_first and not total:
         print(
             f"moe-ep-bench: all {sum(len(c.cases) for c in comparisons)} cases were finished before"
             f"{f' in launch {launch + 1}' if launch else ''}; --force runs them again",
             file=sys.stderr,
         )
-    return CASES_FAILED if failed else OK
+    return status
 
 
 def _profile(ranks: Ranks, directory: RunDirectory, comparisons: Sequence[Comparison], wanted: str) -> int:
@@ -254,7 +254,7 @@ def _profile(ranks: Ranks, directory: RunDirectory, comparisons: Sequence[Compar
     try:
         comparison, case = find_case(comparisons, wanted)
         if ranks.is_first:
-            _check_directory(directory, ranks, force=True)
+            check_directory(directory, ranks, force=True)
     except ValueError as problem:
         error = str(problem)
     if _complain(ranks, error):
@@ -286,13 +286,14 @@ def _record_lost(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) ->
             job.write_unmeasured(comparison, case, status, f"{reason or reasons[-1]} ({len(reasons)} attempts)")
 
 
-def _num_failed(directory: RunDirectory, comparisons: Sequence[Comparison], launch: int) -> int:
-    """Cases that this launch should have measured and did not."""
+def status_of(directory: RunDirectory, comparisons: Sequence[Comparison], launch: int) -> int:
+    """The exit status: whether this launch measured all cases that it should have."""
     meant = [comparison for comparison in comparisons if launch < comparison.num_launches]
-    return sum(directory.statuses(case.case_id).get(launch) != "ok" for c in meant for case in c.cases)
+    failed = any(directory.statuses(case.case_id).get(launch) != "ok" for c in meant for case in c.cases)
+    return CASES_FAILED if failed else OK
 
 
-def _run_description(ranks: Ranks, run_id: str, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+def run_description(ranks: Ranks, run_id: str, comparisons: Sequence[Comparison]) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": run_id,
@@ -323,8 +324,8 @@ def _describe(comparison: Comparison, ranks: Ranks) -> dict[str, Any]:
         "num_experts": comparison.model.num_experts,
         "top_k": comparison.model.top_k,
         "num_ranks": comparison.ep_size,
-        "num_replicas": ranks.world_size // comparison.ep_size,
-        "world_size": ranks.world_size,
+        "num_replicas": comparison.world_size // comparison.ep_size,
+        "world_size": comparison.world_size,
         "hidden_size": comparison.model.hidden_size,
         "ffn_hidden_size": comparison.model.ffn_hidden_size,
         "num_tokens": comparison.num_tokens,
@@ -346,6 +347,8 @@ def describe_experiment(experiment: Experiment) -> dict[str, Any]:
     described = experiment.model_dump(mode="json")
     if experiment.model.hf_config is not None:
         described["model"]["hf_config"] = experiment.model.spec().source
+    if described["emulate"]["links"] is not None:
+        described["emulate"]["links"] = Path(described["emulate"]["links"]).name
     for recording in described["workload"].get("trace", ()):
         recording["trace"] = Path(recording["trace"]).name
     return described

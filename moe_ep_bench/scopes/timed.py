@@ -157,6 +157,8 @@ class Session:
         dtype = DTYPES[experiment.layer.dtype]
         environment.forget_peak_memory(self.device)
         self.layers = build_layers(model, dtype, self.device, ep_group, self.seed, comparison.parts)
+        router = self.layers.policy_router
+        router.context = replace(router.context, layer_fraction=comparison.layer_fraction)
         self.batches = [self._share(comparison.workload.batch(b), b, dtype) for b in range(self.num_batches)]
         self.cases = [self._layer_case(case) for case in cases]
         self.timed: list[LayerCase] = []

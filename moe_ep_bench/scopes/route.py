@@ -1,0 +1,484 @@
+"""``route``: what policies do to loads, work and score mass, on any number of virtual ranks; nothing is timed.
+
+A routing decision needs scores and nothing else, so that a laptop can answer how many experts a batch activates
+or how full the fullest of 256 ranks would be. Batches are made and dealt to virtual ranks exactly as ``run`` deals
+them to real ones, and a policy sees what it would see there: one rank's tokens, and statistics summed over all
+ranks where it decides for the whole batch. One config serves both commands; ``on_cpu`` is not applied, for a
+size that is too much work for a CPU's experts is none for routing.
+
+Without ``layer.ep_size`` there are 8 ranks, one node's worth, or as many as divide the model's experts.
+
+Shapes: T = tokens of a rank, E = experts, K = top_k, R = EP ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from moe_ep_bench import environment
+from moe_ep_bench.config import Experiment, RecordedConfig, load_experiments
+from moe_ep_bench.exit_codes import OK
+from moe_ep_bench.layer.experts import seeded_generator
+from moe_ep_bench.metrics import ScoreMetrics, routing_metrics, score_metrics, score_order, token_overlap
+from moe_ep_bench.placement import Placement
+from moe_ep_bench.policies import Policy, RoutingContext, make_policy
+from moe_ep_bench.policies.capacity import IMAGE
+from moe_ep_bench.policies.selection import top_k_map
+from moe_ep_bench.records import SCHEMA_VERSION, RunDirectory, stable_hash
+from moe_ep_bench.scopes.comparison import (
+    BASELINE,
+    POLICY,
+    CaseSpec,
+    Planned,
+    check_rank_shares,
+    make_workload,
+)
+from moe_ep_bench.scopes.run import describe_experiment
+from moe_ep_bench.workload import RecordedWorkload, TokenBatch, deal
+
+DEFAULT_EP_SIZE = 8
+
+# The stream of what random policies draw, as ``run`` has it (see layer.experts): both drop the same pairs.
+_DRAWS = 11
+_CPU = torch.device("cpu")
+# The baseline's rule: the model's own top-k.
+_NATIVE = make_policy({"name": "topk"})
+
+
+@dataclass(frozen=True)
+class RouteComparison(Planned):
+    """One experiment at one point of its sweep, on virtual ranks."""
+
+    @staticmethod
+    def of(experiment: Experiment) -> RouteComparison:
+        """Check that the experiment fits its ranks and every policy the model, and open its workload.
+
+        Raises:
+            ValueError: naming the key whose value does not fit.
+        """
+        model = experiment.model.spec()
+        ep_size = experiment.layer.ep_size or default_ep_size(model.num_experts)
+        if model.num_experts % ep_size:
+            raise ValueError(
+                f"layer.ep_size: expected a divisor of the {model.num_experts} experts of {model.name}, got {ep_size}"
+            )
+        check_rank_shares(experiment, ep_size)
+        planned = RouteComparison(experiment, ep_size, make_workload(experiment, model, ep_size))
+        assert planned.placement
+        modality_T = None if experiment.route.image_share is None else torch.zeros(2, dtype=torch.int64)
+        try:
+            planned.try_policies(modality_T)
+        except ValueError as error:
+            hint = "; route.image_share assumes images" if "modality_T" in str(error) else ""
+            raise ValueError(f"{error}{hint}") from None
+        planned.workload.batch(0)  # Finds skews that cannot be had.
+        return planned
+
+    @cached_property
+    def placement(self) -> Placement:
+        return self.experiment.route.make_placement(self.model.num_experts, self.ep_size)
+
+    @cached_property
+    def definition(self) -> dict[str, Any]:
+        """All that decides how tokens are routed. A placement does not: it is applied to what was counted."""
+        return {
+            "mode": "route",
+            "model": self.model.model_dump(mode="json"),
+            "workload": self.define_workload(),
+            "layer": {"ep_size": self.ep_size, "seed": self.experiment.layer.seed},
+            "image_share": self.experiment.route.image_share,
+        }
+
+    @cached_property
+    def cases(self) -> list[CaseSpec]:
+        """The model's own top-k, and all policies."""
+        policies = self.experiment.make_policies()
+        return [
+            self.case(BASELINE, "native"),
+            *(self.case(POLICY, policy.name, policy) for policy in policies if policy != _NATIVE),
+        ]
+
+    @property
+    def layer(self) -> int | None:
+        return self.workload.layer if isinstance(self.workload, RecordedWorkload) else None
+
+    @property
+    def traffic(self) -> str:
+        """Where tokens come from, in a few words, without layer and size."""
+        config = self.experiment.workload
+        if isinstance(self.workload, RecordedWorkload):
+            assert isinstance(config, RecordedConfig)
+            domains = " + ".join(trace.metadata["domain"] for trace in self.workload.traces)
+            return f"{domains}, {self.phase}, {config.tail} tail"
+        assert not isinstance(config, RecordedConfig)
+        if config.skew is not None:
+            return f"synthetic, {config.skew.replace('_', ' ')}"
+        if config.peak_load is not None:
+            return f"synthetic, peak load {config.peak_load:g}"
+        return "synthetic, uniform" if config.family == "uniform" else "synthetic, unskewed"
+
+    @property
+    def phase(self) -> str:
+        """``decode`` where a batch is one step of many requests or was recorded in decoding, else ``prefill``."""
+        config = self.experiment.workload
+        if isinstance(self.workload, RecordedWorkload):
+            assert isinstance(config, RecordedConfig)
+            recorded = {trace.metadata["phase"] for trace in self.workload.traces}
+            return "decode" if config.arrangement == "decode" or recorded == {"decode"} else "prefill"
+        assert not isinstance(config, RecordedConfig)
+        return "decode" if config.sequence_length == 1 else "prefill"
+
+    @property
+    def title(self) -> str:
+        layer = "" if self.layer is None else f", layer {self.layer}"
+        return f"{self.model.name}, EP {self.ep_size}, {self.num_tokens:,} tokens, {self.traffic}{layer}"
+
+    @property
+    def group(self) -> str:
+        """Equal for layers that are routed alike."""
+        return self._alike_but_for("layer")
+
+    def _alike_but_for(self, *keys: str) -> str:
+        """Equal for comparisons that differ in these keys of their workload only."""
+        workload = {key: value for key, value in self.definition["workload"].items() if key not in keys}
+        return stable_hash({**self.definition, "workload": workload})
+
+    def describe(self) -> dict[str, Any]:
+        """What analysis needs to know of the comparison: JSON-ready."""
+        return {
+            "title": self.title,
+            "model": self.model.name,
+            "num_experts": self.model.num_experts,
+            "top_k": self.model.top_k,
+            "num_ranks": self.ep_size,
+            "num_tokens": self.num_tokens,
+            "num_batches": self.workload.num_batches,
+            "layer": self.layer,
+            "traffic": self.traffic,
+            "phase": self.phase,
+            "group": self.group,
+            "family": self._alike_but_for("layer", "num_tokens", "num_batches"),
+            "placement": {
+                "name": self.placement.name,
+                "shares": self.placement.share_RE.tolist() if self.placement.name == "matrix" else None,
+            },
+            "layer_weights": self.experiment.route.layer_weights,
+            "image_share": self.experiment.route.image_share,
+            "workload": self.describe_workload(),
+        }
+
+
+def default_ep_size(num_experts: int) -> int:
+    """The largest number of ranks up to 8 that divides the experts."""
+    return max(size for size in range(1, DEFAULT_EP_SIZE + 1) if num_experts % size == 0)
+
+
+def rule(case: CaseSpec) -> Policy:
+    """What routes a case."""
+    return case.policy or _NATIVE
+
+
+@dataclass(frozen=True, eq=False)
+class RankShare:
+    """A virtual rank's tokens of a batch, and what a policy may know of them."""
+
+    scores_TE: Tensor
+    context: RoutingContext
+
+    @cached_property
+    def of_scores(self) -> ScoreMetrics:
+        return score_metrics(self.scores_TE, self.context)
+
+    @staticmethod
+    def of(planned: Planned, batch: TokenBatch, index: int, rank: int, tokens_T: Tensor) -> RankShare:
+        model, experiment = planned.model, planned.experiment
+        sequence_id_T = batch.sequence_id_T[tokens_T]
+        image_share = experiment.route.image_share
+        context = RoutingContext(
+            top_k=model.top_k,
+            num_ranks=planned.ep_size,
+            rank=rank,
+            normalize=model.normalize,
+            scale=model.routed_scale,
+            num_groups=model.num_groups,
+            top_groups=model.top_groups,
+            request_id_T=sequence_id_T,
+            modality_T=None if image_share is None else assumed_modality(sequence_id_T, image_share),
+            layer_fraction=planned.layer_fraction,
+            generator=seeded_generator(_CPU, experiment.layer.seed, _DRAWS, index, rank),
+        )
+        return RankShare(batch.scores_TE[tokens_T], context)
+
+    def fresh(self, seed: int, batch: int) -> RoutingContext:
+        """The context with randomness started anew, so that no case depends on those before it."""
+        generator = self.context.generator
+        assert generator is not None
+        generator.set_state(seeded_generator(_CPU, seed, _DRAWS, batch, self.context.rank).get_state())
+        return self.context
+
+
+def assumed_modality(sequence_id_T: Tensor, image_share: float) -> Tensor:
+    """Call the first tokens of every sequence images, rounded to whole tokens: int64 [T], 0 = text.
+
+    Vision-language models put an image's tokens before the question about it. The recordings at hand are of
+    text, so the scores of these tokens are those of text.
+    """
+    _, sequence_T, length_S = torch.unique_consecutive(sequence_id_T, return_inverse=True, return_counts=True)
+    first_S = length_S.cumsum(0) - length_S
+    place_T = torch.arange(len(sequence_id_T)) - first_S[sequence_T]
+    return torch.where(place_T < (image_share * length_S).round()[sequence_T], IMAGE, 0)
+
+
+def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False) -> RunDirectory:
+    """Route every batch of every comparison of ``config`` by every policy and write the rows.
+
+    Args:
+        out: results directory; cases whose rows are in it are not routed again unless ``force``.
+
+    Raises:
+        ValueError: one line naming the file, the key and what is allowed; or why ``out`` cannot be used.
+    """
+    comparisons = plan_routes(config, overrides)
+    directory = RunDirectory(out)
+    _check_directory(directory, force)
+    todo = [
+        [case for case in comparison.cases if force or not directory.is_routed(case.case_id)]
+        for comparison in comparisons
+    ]
+    # What a comparison leaves beside its cases stands under the same rule.
+    statistics = [
+        force or bool(cases) or not directory.scores_path(comparison.comparison_id).exists()
+        for comparison, cases in zip(comparisons, todo, strict=True)
+    ]
+    run_id = stable_hash([time.time_ns()])
+    description = _run_description(run_id, comparisons)
+    _keep_other_policies(directory, description)
+    directory.write_run(description, directory.is_routed)
+    if not any(statistics):
+        print("moe-ep-bench: all cases were routed before; --force routes them again", file=sys.stderr)
+    wanted_batches = zip(comparisons, statistics, strict=True)
+    total = sum(comparison.workload.num_batches for comparison, wanted in wanted_batches if wanted)
+    progress = tqdm(total=total, unit="batch", disable=not total, mininterval=1.0, dynamic_ncols=True)
+    with progress, _one_thread(), torch.inference_mode():
+        for comparison, cases, wanted in zip(comparisons, todo, statistics, strict=True):
+            if wanted:
+                progress.set_description(comparison.title)
+                _route_comparison(directory, run_id, comparison, cases, progress)
+    return directory
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Work in one thread: a rank's share of a batch is small, and handing it out costs more than it saves."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def plan_routes(config: Path, overrides: Iterable[str]) -> list[RouteComparison]:
+    """All comparisons of a config file, each found to fit and its workload found to be there.
+
+    Raises:
+        ValueError: one line naming the file, the key and what is allowed.
+    """
+    experiments = load_experiments(config, overrides, on_cpu=False)
+    try:
+        planned = [RouteComparison.of(experiment) for experiment in experiments]
+        num_layers = Counter(comparison.group for comparison in planned)
+        for comparison in planned:
+            weights = comparison.experiment.route.layer_weights
+            expected = num_layers[comparison.group]
+            if weights is not None and (len(weights) != expected or not any(weights)):
+                raise ValueError(
+                    f"route.layer_weights: expected {expected} numbers (layers), some above 0, got {list(weights)}"
+                )
+    except ValueError as problem:
+        raise ValueError(f"{config}: {problem}") from None
+    return planned
+
+
+def dry_run(config: Path, overrides: Sequence[str]) -> int:
+    """Print the cases; route nothing."""
+    for comparison in plan_routes(config, overrides):
+        print(f"{comparison.title}: {comparison.workload.num_batches} batches, {comparison.placement.name} placement")
+        for case in comparison.cases:
+            print(f"  {case.case_id}  {case.role:8}  {case.label}")
+    return OK
+
+
+def _route_comparison(
+    directory: RunDirectory, run_id: str, comparison: RouteComparison, cases: Sequence[CaseSpec], progress: tqdm
+) -> None:
+    """Route ``cases`` and write their parts; one batch is in memory at a time."""
+    rows_of: dict[str, dict[str, list[Any]]] = {case.case_id: defaultdict(list) for case in cases}
+    scores: dict[str, list[Any]] = defaultdict(list)
+    overlap: dict[str, list[Any]] = defaultdict(list)
+    for index in range(comparison.workload.num_batches):
+        batch = comparison.workload.batch(index)
+        tokens_R = deal(batch, comparison.ep_size, comparison.experiment.workload.rank_shares)
+        shares = [RankShare.of(comparison, batch, index, rank, tokens_T) for rank, tokens_T in enumerate(tokens_R)]
+        for case in cases:
+            for rank, row in enumerate(route_batch(case, shares, comparison.experiment.layer.seed, index)):
+                _append(rows_of[case.case_id], {**row, "rank": rank, "batch": index, "layer": comparison.layer})
+        for row in _score_rows(batch):
+            _append(scores, {**row, "batch": index, "comparison_id": comparison.comparison_id})
+        for row in _overlap_rows(comparison, batch, index):
+            _append(overlap, {**row, "batch": index, "comparison_id": comparison.comparison_id})
+        progress.update()
+    for case in cases:
+        rows = rows_of[case.case_id]
+        directory.write_route(case.case_id, {**_identity(run_id, comparison, case, len(rows["rank"])), **rows})
+    if overlap:
+        directory.write_overlap(comparison.comparison_id, overlap)
+    directory.write_scores(comparison.comparison_id, scores)
+
+
+def route_batch(case: CaseSpec, shares: Sequence[RankShare], seed: int, batch: int) -> list[dict[str, Any]]:
+    """Route one batch by one case as its ranks would together: the metrics of every source rank."""
+    policy = rule(case)
+    stats = [policy.batch_stats(share.scores_TE, share.fresh(seed, batch)) for share in shares]
+    summed_SE = None if stats[0] is None else torch.stack([part for part in stats if part is not None]).sum(dim=0)
+    gamma = case.params.get("capacity_factor")
+    factor = {"capacity_factor": gamma} if isinstance(gamma, float) else {}
+    rows = []
+    for share in shares:
+        routing = policy.select(share.scores_TE, share.fresh(seed, batch), summed_SE)
+        row = routing_metrics(routing, share.scores_TE, share.context, of_scores=share.of_scores, **factor)
+        if share.context.modality_T is not None:
+            is_image_T = share.context.modality_T == IMAGE
+            row["num_image_tokens"] = int(is_image_T.sum())
+            row["image_load_E"] = routing.map_TE[is_image_T].sum(dim=0).tolist()
+        rows.append(row)
+    return rows
+
+
+def _score_rows(batch: TokenBatch) -> list[dict[str, Any]]:
+    columns = score_order(batch.scores_TE)
+    return [
+        {"position": place + 1, **{name: float(values[place]) for name, values in columns.items()}}
+        for place in range(batch.scores_TE.shape[1])
+    ]
+
+
+def _overlap_rows(comparison: RouteComparison, batch: TokenBatch, index: int) -> list[dict[str, Any]]:
+    whole = RankShare.of(comparison, batch, index, 0, torch.arange(batch.num_tokens))
+    map_TE = top_k_map(whole.scores_TE, whole.context)
+    domain_T = None
+    if isinstance(comparison.workload, RecordedWorkload):
+        token_T, _ = comparison.workload.draw(index)
+        ends = np.cumsum([trace.num_tokens for trace in comparison.workload.traces])
+        domain_T = torch.from_numpy(np.searchsorted(ends, token_T, side="right"))
+    found = token_overlap(map_TE, batch.sequence_id_T, domain_T)
+    return [{"kind": kind, "num_pairs": pairs, "shared_experts": shared} for kind, (pairs, shared) in found.items()]
+
+
+def _append(rows: dict[str, list[Any]], row: Mapping[str, Any]) -> None:
+    for name, value in row.items():
+        rows[name].append(value)
+
+
+def _identity(run_id: str, comparison: RouteComparison, case: CaseSpec, num_rows: int) -> dict[str, list[Any]]:
+    values = {
+        "run_id": run_id,
+        "case_id": case.case_id,
+        "comparison_id": comparison.comparison_id,
+        "mode": "route",
+        "model": comparison.model.name,
+        "policy": case.name,
+        "policy_params": json.dumps(case.params, sort_keys=True),
+        "num_ranks": comparison.ep_size,
+        "status": "ok",
+    }
+    return {key: [value] * num_rows for key, value in values.items()}
+
+
+def _check_directory(directory: RunDirectory, force: bool) -> None:
+    """Raise unless rows can be written here and earlier ones are of the same command, code and packages."""
+    try:
+        directory.root.mkdir(parents=True, exist_ok=True)
+        probe = directory.root / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--out {directory.root}: cannot write there: {error.strerror}") from None
+    if not directory.run_json.exists():
+        return
+    try:
+        earlier = json.loads(directory.run_json.read_text())
+        then = {"mode": earlier["mode"], "torch": earlier["environment"]["torch"], "code": earlier["hashes"]["code"]}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{directory.run_json}: damaged, or not written by this program") from None
+    now = {"mode": "route", "torch": torch.__version__, "code": environment.code_hash()}
+    for key in ("mode",) if force else tuple(now):
+        if then[key] != now[key]:
+            raise ValueError(
+                f"--out {directory.root}: holds results with {key} {then[key]}, here it is {now[key]}; "
+                "choose another directory" + ("" if key == "mode" else " or --force")
+            )
+
+
+def _keep_other_policies(directory: RunDirectory, description: dict[str, Any]) -> None:
+    """Keep what is there of the same comparisons under policies that this config does not name.
+
+    Cases of a comparison saw the same batches whenever they were routed.
+    """
+    earlier = json.loads(directory.run_json.read_text())["cases"] if directory.run_json.exists() else {}
+    others = {
+        case_id: {**case, "order": len(description["cases"]) + case["order"]}
+        for case_id, case in earlier.items()
+        if case["comparison_id"] in description["comparisons"]
+        and case_id not in description["cases"]
+        and directory.is_routed(case_id)
+    }
+    description["cases"] |= others
+
+
+def _run_description(run_id: str, comparisons: Sequence[RouteComparison]) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": run_id,
+        "mode": "route",
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "config": [describe_route(comparison.experiment) for comparison in comparisons],
+        "environment": environment.describe(_CPU),
+        "hashes": {
+            "code": environment.code_hash(),
+            "config": stable_hash([comparison.definition for comparison in comparisons]),
+            "workload": {comparison.comparison_id: comparison.workload.fingerprint() for comparison in comparisons},
+        },
+        # JSON's keys are sorted, and ids say nothing: "order" is the config's.
+        "comparisons": {
+            comparison.comparison_id: {**comparison.describe(), "order": order}
+            for order, comparison in enumerate(comparisons)
+        },
+        "cases": {
+            case.case_id: {**case.describe(comparison.comparison_id), "order": order}
+            for comparison in comparisons
+            for order, case in enumerate(comparison.cases)
+        },
+    }
+
+
+def describe_route(experiment: Experiment) -> dict[str, Any]:
+    """The resolved experiment for ``run.json``, without folders of this machine."""
+    described = describe_experiment(experiment)
+    if isinstance(experiment.route.placement, Path):
+        described["route"]["placement"] = experiment.route.placement.name
+    return described

@@ -1,0 +1,258 @@
+"""Calibration: what is sent, what the fit makes of it, and one on two real gloo ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ep_bench.exit_codes import OK, USER_ERROR
+from moe_ep_bench.links import load_links
+from moe_ep_bench.ranks import Ranks
+from moe_ep_bench.scopes.calibrate import (
+    SAMPLES_SCHEMA,
+    Exchange,
+    byte_matrix,
+    fullest_bytes,
+    links_from,
+    predicted_us,
+    report,
+    slowest_us,
+    what_to_change,
+    without_curves,
+    write_links,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    per_node=st.integers(1, 4),
+    nodes=st.integers(1, 3),
+    num_bytes=st.integers(2**10, 2**30),
+    scope=st.sampled_from(["inside", "between", "both"]),
+    split=st.sampled_from(["even", "hot"]),
+)
+def test_the_fullest_rank_has_the_bytes_that_were_asked_for(
+    per_node: int, nodes: int, num_bytes: int, scope: str, split: str
+) -> None:
+    num_ranks = per_node * nodes
+    if {"inside": per_node, "between": nodes, "both": num_ranks}[scope] == 1:
+        return
+    bytes_RR = byte_matrix(num_bytes, num_ranks, per_node, scope, split)
+    assert num_bytes <= fullest_bytes(bytes_RR) < num_bytes + num_ranks
+    node_R = np.arange(num_ranks) // per_node
+    same_RR = node_R[:, None] == node_R
+    if scope != "both":
+        assert not bytes_RR[same_RR if scope == "between" else ~same_RR].any()
+        assert bytes_RR[(same_RR if scope == "inside" else ~same_RR)].all()
+
+
+def test_a_hot_rank_receives_four_times_what_others_do() -> None:
+    bytes_RR = byte_matrix(12_000, 4, 4, "inside", "hot")
+    assert bytes_RR.tolist() == [[4000, 1000, 1000, 1000]] * 4
+    assert byte_matrix(12_000, 4, 4, "inside", "even").tolist() == [[4000] * 4] * 4
+
+
+def test_the_slowest_rank_counts_and_of_repetitions_the_median() -> None:
+    assert slowest_us(np.array([[1.0, 9.0], [8.0, 2.0], [1.0, 100.0]])) == 9
+
+
+SIZES = [2**power for power in range(10, 27)]
+
+
+def made_up(
+    per_node: int, num_ranks: int, inside: tuple, between: tuple, noise: float = 0.0, duplex: str = "full"
+) -> dict:
+    """Median times of a machine whose links are known, in microseconds and bytes per microsecond."""
+    random = np.random.default_rng(0)
+    scopes = [*(["inside"] if per_node > 1 else []), *(["between"] if num_ranks > per_node else [])]
+    times = {}
+    for size in SIZES:
+        for scope in scopes:
+            for split in ("even", "hot"):
+                latency_us, bytes_per_us = inside if scope == "inside" else between
+                exchange = Exchange("all_to_all", scope, split, size)
+                fullest = fullest_bytes(exchange.matrix(num_ranks, per_node), duplex)
+                times[exchange] = (latency_us + fullest / bytes_per_us) * random.lognormal(0, noise)
+    return times
+
+
+def test_links_that_were_measured_without_noise_are_found_again() -> None:
+    times = made_up(4, 8, (12.0, 3.0e5), (30.0, 4.0e4))
+    links, fits = links_from("mine", "a test", 4, 8, times)
+    plain = without_curves(links)
+    assert (plain.intra.latency_us, plain.intra.bandwidth_gbps) == pytest.approx((12, 300), rel=1e-3)
+    assert (plain.inter.latency_us, plain.inter.bandwidth_gbps) == pytest.approx((30, 40), rel=1e-3)
+    assert set(fits) == {"inside", "between"}
+    for exchange, us in times.items():
+        assert predicted_us(plain, exchange, 8) == pytest.approx(us, rel=1e-3)
+        assert predicted_us(links, exchange, 8) == pytest.approx(us, rel=1e-3)
+    # Links inside and between work at once: what crosses both takes the longer of the two.
+    both = Exchange("all_to_all", "both", "even", 7_000_000)
+    assert predicted_us(plain, both, 8) == pytest.approx(max(12 + 3e6 / 3e5, 30 + 4e6 / 4e4), rel=1e-3)
+
+
+@pytest.mark.parametrize("duplex", ["full", "half"])
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_skewed_splits_tell_full_from_half_duplex(duplex: str, num_ranks: int) -> None:
+    times = made_up(num_ranks, num_ranks, (12.0, 3e5), (0, 1), noise=0.05, duplex=duplex)
+    links, fits = links_from("mine", "a test", num_ranks, num_ranks, times)
+    assert links.intra.duplex == duplex
+    assert links.intra.bandwidth_gbps == pytest.approx(300, rel=0.06)
+    for exchange, us in times.items():
+        assert predicted_us(links, exchange, num_ranks) == pytest.approx(us, rel=0.25)
+    assert f"{duplex} duplex" in report(links, fits, times, num_ranks)
+
+
+def test_a_half_duplex_rank_carries_both_directions() -> None:
+    bytes_RR = byte_matrix(12_000, 4, 4, "inside", "hot")  # the hot rank sends 3 x 1000 and receives 3 x 4000
+    assert fullest_bytes(bytes_RR) == 12_000
+    assert fullest_bytes(bytes_RR, "half") == 15_000
+
+
+def test_one_rank_on_each_node_has_no_link_inside() -> None:
+    links, fits = links_from("mine", "a test", 1, 2, made_up(1, 2, (0, 1), (30.0, 4e4)))
+    assert links.intra is None
+    assert set(fits) == {"between"}
+
+
+def test_noise_never_makes_larger_messages_faster() -> None:
+    times = made_up(2, 2, (12.0, 3e5), (0, 1), noise=0.3)
+    links, _ = links_from("mine", "a test", 2, 2, times)
+    measured = [us for exchange, us in times.items() if exchange.split == "even"]
+    assert (np.diff(measured) < 0).any()  # or there was nothing to mend
+    assert (np.diff([us for _, us in links.intra.curve]) >= 0).all()
+
+
+def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:
+    links, fits = links_from("mine", "measured: here, 'quoted' #1", 4, 8, made_up(4, 8, (12, 3e5), (30, 4e4), 0.1))
+    write_links(tmp_path / "mine.yaml", links, fits)
+    assert load_links(str(tmp_path / "mine.yaml")) == links
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+    assert f"R2 {fits['inside'].r2:.5f}" in (tmp_path / "mine.yaml").read_text()
+
+
+def test_a_report_tells_errors_of_what_was_not_fitted() -> None:
+    times = made_up(4, 8, (12.0, 3e5), (30.0, 4e4))
+    # A hot rank that takes twice as long as any sum of bytes explains.
+    times = {exchange: us * (2 if exchange.split == "hot" else 1) for exchange, us in times.items()}
+    times[Exchange("all_to_all", "both", "even", 2**20)] = 60.0
+    links, fits = links_from("mine", "a test", 4, 8, times)
+    text = report(links, fits, times, 8)
+    assert "curve on all_to_all inside hot: median error 50%" in text
+    assert "curve on all_to_all both even: median error" in text
+    assert "curve on all_to_all inside even" not in text
+    assert "fit on all_to_all inside even: median error" in text
+    assert len([line for line in text.splitlines() if line.startswith("all_to_all")]) == len(times)
+
+
+def test_a_poor_fit_is_told_and_a_good_one_is_not() -> None:
+    times = made_up(2, 2, (12.0, 3e5), (0, 1), noise=0.02)
+    assert "poor fit" not in report(*links_from("mine", "a test", 2, 2, times), times, 2)
+    times[Exchange("all_to_all", "inside", "even", SIZES[8])] *= 100
+    assert "inside: a poor fit" in report(*links_from("mine", "a test", 2, 2, times), times, 2)
+
+
+def start(out: Path, options_R: list[dict], *, per_node: int = 2) -> list[subprocess.CompletedProcess]:
+    """``calibrate`` on a gloo rank for each of ``options_R``, ``per_node`` of them said to share a node."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    jobs = []
+    for rank, options in enumerate(options_R):
+        arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        program = (
+            "import sys; from pathlib import Path; from moe_ep_bench.scopes.calibrate import calibrate;"
+            f"sys.exit(calibrate(Path({str(out)!r}), {arguments}))"
+        )
+        torchrun = {
+            "RANK": rank, "LOCAL_RANK": rank % per_node, "WORLD_SIZE": len(options_R), "LOCAL_WORLD_SIZE": per_node,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": REPOSITORY,
+        }  # fmt: skip
+        env = {**os.environ, **{key: str(value) for key, value in torchrun.items()}}
+        command = [sys.executable, "-c", program]
+        jobs.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        ended = [(job, *job.communicate(timeout=100)) for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()  # nothing where it has ended
+    return [subprocess.CompletedProcess(job.args, job.returncode, *texts) for job, *texts in ended]
+
+
+@pytest.mark.parametrize("per_node", [2, 1], ids=["one node", "two nodes"])
+def test_two_ranks_measure_their_links(per_node: int, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "mine.yaml"
+    first, second = start(out, [{"max_bytes": 2**21, "repetitions": 5}] * 2, per_node=per_node)
+    assert (first.returncode, second.returncode) == (OK, OK), first.stderr + second.stderr
+    links = load_links(str(out))
+    link, other = (links.intra, links.inter) if per_node == 2 else (links.inter, links.intra)
+    assert other is None
+    assert links.ranks_per_node == per_node
+    assert links.source.startswith("measured on 20")
+    assert "2 ranks" in links.source
+    assert "gloo" in links.source
+    assert len(link.curve) == 12  # 1 KB to 2 MB
+    assert link.latency_basis == link.efficiency_basis == "measured"
+    assert f"modelled by links/mine: {'inside' if per_node == 2 else 'between'}" in first.stdout
+    assert "fit on all_gather" in first.stdout
+    assert second.stdout == ""
+
+    samples = pq.read_table(out.with_name("mine.samples.parquet"))
+    assert samples.schema.equals(SAMPLES_SCHEMA)
+    assert samples.num_rows == (12 * 2 + 2) * 5 * 2  # (sizes x splits + small collectives) x repetitions x ranks
+    table = samples.to_pandas()
+    assert (table["time_us"] > 0).all()
+    assert set(table["rank"]) == {0, 1}
+    assert set(table["split"]) == {"even", "hot"}
+    largest = table[(table["num_bytes"] == 2**21) & (table["split"] == "even")]
+    slowest = largest.groupby("repetition")["time_us"].max().median()
+    assert link.curve[-1][1] >= slowest * 0.999  # the last of rising times is never below what was measured
+    assert sorted(path.name for path in out.parent.iterdir()) == ["mine.samples.parquet", "mine.yaml"]
+
+
+def test_ranks_that_were_started_differently_refuse_together_in_one_line(tmp_path: Path) -> None:
+    jobs = start(tmp_path / "mine.yaml", [{"max_bytes": 2**18}, {"max_bytes": 2**19}])
+    assert [job.returncode for job in jobs] == [USER_ERROR] * 2
+    assert "start all ranks alike" in jobs[0].stderr
+    assert "".join(job.stderr for job in jobs).count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def refused(
+    out: Path, most_bytes: int = 2**20, repetitions: int = 5, *, rank: int = 0, world_size: int = 2, alike: bool = True
+) -> str:
+    ranks = Ranks(rank, world_size, world_size, torch.device("cpu"), None)
+    return what_to_change(ranks, out, most_bytes, repetitions, alike=alike)
+
+
+def test_wrong_options_are_told_in_one_line(tmp_path: Path) -> None:
+    out = tmp_path / "mine.yaml"
+    assert refused(out) == ""
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.yaml").mkdir()
+    for words, told in {
+        "--max-bytes: expected at least 2048, got 2047": refused(out, 2047),
+        "--max-bytes 1125899906842624: needs 4194304.0 GiB on each rank": refused(out, 2**50),
+        "--repetitions: expected at least 1, got 0": refused(out, repetitions=0),
+        "expected at least 2 ranks, got 1": refused(out, world_size=1),
+        "start all ranks alike": refused(out, alike=False),
+        "--out: expected a path that ends in .yaml": refused(out.with_suffix(".yml")),
+        "file/mine.yaml: cannot be written": refused(tmp_path / "file" / "mine.yaml"),
+        "folder.yaml: cannot be written": refused(tmp_path / "folder.yaml"),
+    }.items():
+        assert words in told
+        assert "\n" not in told
+    # The first rank looks into the folder for all.
+    assert refused(tmp_path / "folder.yaml", rank=1) == ""

@@ -1,0 +1,298 @@
+"""The link model against slow, obvious forms of it; fits against what they were made from; configs/links/."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ep_bench.links import LINKS_DIR, Link, Links, fit_errors, fit_link, links_names, load_links
+
+INTRA = {
+    "latency_us": 10.0,
+    "latency_basis": "assumed",
+    "bandwidth_gbps": 100.0,
+    "efficiency": 0.5,
+    "efficiency_basis": "published",
+}
+INTER = {**INTRA, "latency_us": 25.0, "bandwidth_gbps": 20.0}
+
+
+def links(ranks_per_node: int = 4, **changes: object) -> Links:
+    fields = {"name": "test", "source": "a test", "ranks_per_node": ranks_per_node, "intra": INTRA, "inter": INTER}
+    return Links.model_validate({**fields, **changes})
+
+
+def oracle_us(bytes_RR: np.ndarray, ranks_per_node: int, intra: dict, inter: dict, duplex: str = "full") -> list[float]:
+    """One rank after another, one message after another."""
+    times = []
+    for rank in range(len(bytes_RR)):
+        sent, received = {"intra": 0.0, "inter": 0.0}, {"intra": 0.0, "inter": 0.0}
+        for other in range(len(bytes_RR)):
+            if other == rank:
+                continue
+            link = "intra" if other // ranks_per_node == rank // ranks_per_node else "inter"
+            sent[link] += bytes_RR[rank, other]
+            received[link] += bytes_RR[other, rank]
+        busy = [0.0]
+        for link, figures in (("intra", intra), ("inter", inter)):
+            most = max(sent[link], received[link]) if duplex == "full" else sent[link] + received[link]
+            if most > 0:
+                bytes_per_us = figures["bandwidth_gbps"] * figures["efficiency"] * 1e9 / 1e6
+                busy.append(figures["latency_us"] + most / bytes_per_us)
+        times.append(max(busy))
+    return times
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(
+    num_ranks=st.integers(1, 9),
+    ranks_per_node=st.integers(1, 5),
+    seed=st.integers(0, 2**16),
+    density=st.sampled_from([0.0, 0.3, 1.0]),
+    duplex=st.sampled_from(["full", "half"]),
+)
+def test_all_to_all_equals_one_message_after_another(
+    num_ranks: int, ranks_per_node: int, seed: int, density: float, duplex: str
+) -> None:
+    random = np.random.default_rng(seed)
+    bytes_RR = random.integers(0, 10**8, (num_ranks, num_ranks)) * (random.random((num_ranks, num_ranks)) < density)
+    model = links(ranks_per_node, intra={**INTRA, "duplex": duplex}, inter={**INTER, "duplex": duplex})
+    times_us = model.all_to_all_us(bytes_RR)
+    assert times_us.dtype == np.float64
+    np.testing.assert_allclose(times_us, oracle_us(bytes_RR, ranks_per_node, INTRA, INTER, duplex), rtol=1e-12)
+    assert model.slowest_all_to_all_us(bytes_RR) == times_us.max()
+
+
+def test_all_to_all_by_hand() -> None:
+    # 50 GB/s reached inside a node, 10 GB/s between: 50,000 and 10,000 bytes per microsecond.
+    bytes_RR = np.array([[7e9, 5e5, 0], [1e5, 0, 2e5], [0, 0, 0]])
+    # Ranks 0 and 1 share a node: the larger of 500,000 and 100,000 bytes. Ranks 1 and 2 do not: 200,000 bytes.
+    np.testing.assert_allclose(links(2).all_to_all_us(bytes_RR), [10 + 10, max(10 + 10, 25 + 20), 25 + 20])
+
+
+def test_what_a_rank_keeps_does_not_cross() -> None:
+    np.testing.assert_array_equal(links().all_to_all_us(np.diag([10**9] * 6)), np.zeros(6))
+
+
+def test_a_matrix_that_is_asked_about_is_left_as_it_was() -> None:
+    bytes_RR = np.full((3, 3), 5.0)
+    links().all_to_all_us(bytes_RR)
+    np.testing.assert_array_equal(bytes_RR, np.full((3, 3), 5.0))
+
+
+@settings(derandomize=True, deadline=None)
+@given(seed=st.integers(0, 2**16), more=st.integers(1, 10**7))
+def test_more_bytes_never_take_less_time(seed: int, more: int) -> None:
+    random = np.random.default_rng(seed)
+    bytes_RR = random.integers(0, 10**6, (6, 6))
+    larger_RR = bytes_RR.copy()
+    larger_RR[random.integers(6), random.integers(6)] += more
+    assert (links().all_to_all_us(larger_RR) >= links().all_to_all_us(bytes_RR)).all()
+
+
+def test_half_the_bandwidth_is_reached_where_latency_equals_transfer() -> None:
+    link = Link.model_validate(INTRA)
+    num_bytes = link.latency_us * link.reached_gbps * 1e3
+    assert num_bytes / float(link.time_us(num_bytes)) / 1e3 == pytest.approx(link.reached_gbps / 2)
+
+
+def gather_oracle(partners: int, num_bytes: float, link: Link) -> float:
+    """Ranks that hand on all they hold, to whom has nothing of it yet, until they hold all."""
+    held, time_us = 1, 0.0
+    while held < partners:
+        given_on = min(held, partners - held)
+        time_us += link.latency_us + given_on * num_bytes / (link.reached_gbps * 1e3)
+        held += given_on
+    return time_us
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8, 12, 13])
+def test_all_gather_doubles_what_ranks_hold(num_ranks: int) -> None:
+    model = links(4)
+    inside, nodes = min(num_ranks, 4), math.ceil(num_ranks / 4)
+    expected = gather_oracle(nodes, 1e4, model.inter) + gather_oracle(inside, nodes * 1e4, model.intra)
+    assert model.all_gather_us(1e4, num_ranks) == pytest.approx(expected)
+
+
+def test_all_reduce_takes_the_faster_way() -> None:
+    model = links(8, inter=None)
+    bytes_per_us = model.intra.reached_gbps * 1e3
+    # Small: three steps of all bytes. Large: twice three steps, but 7/8 of the bytes in each direction.
+    assert model.all_reduce_us(80, 8) == pytest.approx(3 * (10 + 80 / bytes_per_us))
+    assert model.all_reduce_us(8e9, 8) == pytest.approx(2 * (3 * 10 + 7e9 / bytes_per_us))
+    assert model.all_reduce_us(80, 1) == 0
+    # Half duplex: a step carries what is sent and what is received.
+    half = links(8, intra={**INTRA, "duplex": "half"}, inter=None)
+    assert half.all_reduce_us(80, 8) == pytest.approx(3 * (10 + 160 / bytes_per_us))
+    assert half.all_gather_us(80, 2) == pytest.approx(10 + 160 / bytes_per_us)
+    several = links(2)
+    assert several.all_reduce_us(80, 4) == pytest.approx(10 + 80 / 5e4 + 25 + 80 / 1e4)
+
+
+CURVE = {**INTRA, "curve": [[1e3, 10.0], [1e4, 10.0], [1e6, 100.0]]}
+
+
+def test_a_curve_goes_through_its_points() -> None:
+    link = Link.model_validate(CURVE)
+    # Below, on, between (a straight line over logarithms) and beyond the points, there at 50,000 bytes per us.
+    sizes = [0, 1, 1e3, 1e4, 1e5, 1e6, 2e6]
+    np.testing.assert_allclose(link.time_us(sizes), [0, 10, 10, 10, 10**1.5, 100, 120])
+
+
+def test_a_description_names_the_file_and_what_its_figures_rest_on() -> None:
+    words = links().describe()
+    assert words.startswith("modelled by links/test: ")
+    assert "inside a node of 4 10 us (assumed) + bytes at 100 GB/s x 0.5 (published)" in words
+    assert "between nodes 25 us" in words
+    assert "between" not in links(inter=None).describe()
+    assert "half duplex" not in words
+    assert "half duplex" in links(intra={**INTRA, "duplex": "half"}).describe()
+    assert "curve of 3 sizes" in links(intra=CURVE).describe()
+
+
+SIZES = 2.0 ** np.arange(10, 31)
+
+
+@pytest.mark.parametrize(("latency_us", "gbps"), [(10.6, 370.0), (250.0, 1.5), (0.5, 24.0)])
+def test_a_fit_without_noise_gives_back_its_parameters(latency_us: float, gbps: float) -> None:
+    fit = fit_link(SIZES, latency_us + SIZES / (gbps * 1e3))
+    assert (fit.latency_us, fit.bandwidth_gbps) == pytest.approx((latency_us, gbps), rel=1e-9)
+    assert fit.worst_error < 1e-9
+    assert fit.r2 == pytest.approx(1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_fit_to_noisy_times_comes_close(seed: int) -> None:
+    noise = np.random.default_rng(seed).lognormal(0, 0.05, len(SIZES))
+    fit = fit_link(SIZES, (10.6 + SIZES / 370e3) * noise)
+    assert fit.latency_us == pytest.approx(10.6, rel=0.06)
+    assert fit.bandwidth_gbps == pytest.approx(370, rel=0.06)
+    # Medians of a normal distribution's absolute value lie at 0.67 of its width.
+    assert 0.01 < fit.median_error < 0.07
+    assert 0.025 < fit.rms_error < 0.1
+    assert fit.median_error < fit.worst_error < 0.2
+    assert 0.97 < fit.r2 < 1
+
+
+def test_a_fit_minds_small_messages_as_much_as_large_ones() -> None:
+    """Least squares of the times themselves would let one per cent at 1 GB outweigh the whole latency."""
+    times_us = 10.6 + SIZES / 370e3
+    times_us[-1] *= 1.02
+    assert fit_link(SIZES, times_us).latency_us == pytest.approx(10.6, rel=0.02)
+
+
+def test_errors_are_relative_and_r2_is_of_the_times() -> None:
+    median, worst, r2 = fit_errors([12.0, 19.0, 30.0], [10.0, 20.0, 30.0])
+    assert (median, worst) == pytest.approx((0.05, 0.2))
+    assert r2 == pytest.approx(1 - 5 / 200)
+    assert math.isnan(fit_errors([1.0, 2.0], [3.0, 3.0])[2])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "times_us", "words"),
+    [
+        ([1024, 1024], [1.0, 2.0], "at least 2 message sizes, got 1"),
+        ([1024, 2048], [1.0, 0.0], "times above 0"),
+        ([1024, 2048], [1.0, math.nan], "times above 0"),
+        ([1024, 2048, 4096], [30.0, 20.0, 10.0], "times that grow with the bytes"),
+    ],
+)
+def test_what_cannot_be_fitted_is_said_in_one_line(sizes: list, times_us: list, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        fit_link(sizes, times_us)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", links_names())
+def test_every_file_loads_and_its_figures_have_sources(name: str) -> None:
+    found = load_links(name)
+    assert found.name == name
+    assert "modelled by links/" + name in found.describe()
+    for number, line in enumerate((LINKS_DIR / f"{name}.yaml").read_text().splitlines(), 1):
+        if re.match(r"\s*(- )?\w+: *[\d.]+", line):
+            assert re.search(r"#\s+\S+ \S+", line), f"{name}.yaml:{number}: a figure without its source: {line}"
+
+
+def test_the_links_that_are_promised_are_there_with_their_nominal_figures() -> None:
+    nominal = {
+        "h100-nvlink4": 450, "h20-nvlink4": 450, "a100-nvlink3": 300,
+        "pcie4": 16 * 16 * 128 / 130 / 8, "pcie5": 16 * 32 * 128 / 130 / 8,
+    }  # fmt: skip
+    for name, gbps in nominal.items():
+        assert load_links(name).intra.bandwidth_gbps == pytest.approx(gbps, rel=2e-3)
+        assert load_links(name).inter is None
+    for name in ("h100-nvlink4-ndr", "h20-nvlink4-ndr", "pcie5-ndr"):
+        assert load_links(name).inter.bandwidth_gbps == 400 / 8
+    for name in ("a100-nvlink3-hdr", "pcie4-hdr"):
+        assert load_links(name).inter.bandwidth_gbps == 200 / 8
+
+
+def test_links_that_others_wrote_load_by_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(links(name="mine", intra=CURVE).model_dump(mode="json")))
+    assert load_links(str(path)) == links(name="mine", intra=CURVE)
+
+
+@pytest.mark.parametrize(
+    ("bytes_RR", "words"),
+    [
+        (np.zeros((2, 3)), r"square matrix, got shape \(2, 3\)"),
+        (np.zeros(4), "square matrix"),
+        (np.array([[0, -1], [0, 0]]), "at least 0"),
+        (np.array([[0, math.inf], [0, 0]]), "finite"),
+    ],
+)
+def test_a_wrong_matrix_is_refused(bytes_RR: np.ndarray, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        links().all_to_all_us(bytes_RR)
+
+
+def test_more_ranks_than_one_node_has_are_refused() -> None:
+    alone = links(4, inter=None)
+    for ask in (lambda: alone.all_to_all_us(np.ones((5, 5))), lambda: alone.all_gather_us(8, 5)):
+        with pytest.raises(ValueError, match=r"at most 4 ranks .* got 5"):
+            ask()
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        alone.all_reduce_us(8, 0)
+
+
+GOOD = {"name": "test", "source": "a test", "ranks_per_node": 4, "intra": INTRA, "inter": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ({**GOOD, "intra": {**INTRA, "latency_us": -1}}, "intra.latency_us: .*greater than or equal to 0, got -1"),
+        ({**GOOD, "intra": {**INTRA, "efficiency": 1.2}}, "intra.efficiency: .*less than or equal to 1, got 1.2"),
+        ({**GOOD, "intra": {**INTRA, "latency_basis": "guessed"}}, "intra.latency_basis: .*'measured'.*got 'guessed'"),
+        ({**GOOD, "intra": {**INTRA, "bandwidth": 1}}, "intra.bandwidth: no such key"),
+        ({**GOOD, "intra": {**INTRA, "curve": [[1, 2], [1, 3]]}}, r"curve: expected rising bytes.*got \[1.0, 3.0\]"),
+        ({**GOOD, "intra": {**INTRA, "curve": [[1, 2], [2, 1]]}}, "times that do not fall"),
+        ({**GOOD, "intra": None}, "intra: expected a link with ranks_per_node=4"),
+        ({**GOOD, "intra": None, "ranks_per_node": 1}, "inter: expected a link where intra is null"),
+        ({key: value for key, value in GOOD.items() if key != "source"}, "source: missing"),
+        (["a list"], "expected keys with values, got list"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_a_wrong_file_is_told_in_one_line(text: object, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+    with pytest.raises(ValueError, match=words) as error:
+        load_links(str(path))
+    assert str(error.value).startswith(f"{path}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_name_lists_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"h100-nvlink4-ndr.*got 'h100-nvlink' \(did you mean h100-nvlink4\?\)"):
+        load_links("h100-nvlink")
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        load_links(str(tmp_path / "absent.yaml"))

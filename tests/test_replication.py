@@ -1,0 +1,412 @@
+"""Expert replication: DeepSeek's published example, the published rules done slowly, and the laws of a plan."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from moe_ep_bench.metrics import imbalance
+from moe_ep_bench.models import ModelSpec, load_preset, preset_names
+from moe_ep_bench.placement import make_placement
+from moe_ep_bench.replication import Replication, expert_bytes, replicate
+
+some_examples = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+
+# README of github.com/deepseek-ai/EPLB: two layers of 12 experts.
+PUBLISHED_LOAD = [
+    [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+    [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+]
+
+
+# --- The published rules, one item at a time ---------------------------------------------------------
+
+
+def slow_packs(loads: list[float], num_packs: int) -> list[list[int]]:
+    """Heaviest first, into the lightest pack with room; one item per pack stays in order."""
+    if len(loads) == num_packs:
+        return [[item] for item in range(num_packs)]
+    packs: list[list[int]] = [[] for _ in range(num_packs)]
+    for item in sorted(range(len(loads)), key=lambda item: (-loads[item], item)):
+        with_room = [pack for pack in packs if len(pack) < len(loads) // num_packs]
+        min(with_room, key=lambda pack: sum(loads[held] for held in pack)).append(item)
+    return packs
+
+
+def slow_plan(load_E: list[int], num_slots: int, num_ranks: int, num_nodes: int, num_groups: int) -> list[int]:
+    """The expert of every slot under the hierarchical policy; with one node and one group it is the global one."""
+    size = len(load_E) // num_groups
+    groups = [list(range(first, first + size)) for first in range(0, len(load_E), size)]
+    slots = []
+    for node in slow_packs([sum(load_E[expert] for expert in group) for group in groups], num_nodes):
+        experts = [expert for group in node for expert in groups[group]]
+        replicas = list(experts)
+        while len(replicas) < num_slots // num_nodes:
+            replicas.append(max(experts, key=lambda expert: load_E[expert] / replicas.count(expert)))
+        shares = [load_E[expert] / replicas.count(expert) for expert in replicas]
+        slots += [replicas[held] for rank in slow_packs(shares, num_ranks // num_nodes) for held in rank]
+    return slots
+
+
+@dataclass(frozen=True)
+class Case:
+    """A load and sizes that fit together."""
+
+    load_LE: list[list[int]]
+    num_slots: int
+    num_ranks: int
+    num_nodes: int
+    num_groups: int
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.load_LE[0])
+
+    def plan(self, policy: str = "auto") -> Replication:
+        return replicate(
+            self.load_LE,
+            num_slots=self.num_slots,
+            num_ranks=self.num_ranks,
+            num_nodes=self.num_nodes,
+            num_groups=self.num_groups,
+            policy=policy,
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """One to three nodes that divide the groups; small whole loads, so that ties and zeros are common."""
+    num_nodes = draw(st.integers(1, 3))
+    num_groups = num_nodes * draw(st.integers(1, 3))
+    num_experts = num_groups * draw(st.integers(1, 3))
+    num_ranks = num_nodes * draw(st.integers(1, 3))
+    per_rank = math.ceil(num_experts / num_ranks) + draw(st.integers(0, 2))
+    load_E = st.lists(st.integers(0, 20), min_size=num_experts, max_size=num_experts)
+    return Case(draw(st.lists(load_E, min_size=1, max_size=3)), per_rank * num_ranks, num_ranks, num_nodes, num_groups)
+
+
+def loads(num_experts: int) -> st.SearchStrategy[list[float]]:
+    load = st.just(0.0) | st.floats(1e-3, 1e6)  # so small as to lose digits when it is divided, no load is
+    return st.lists(load, min_size=num_experts, max_size=num_experts)
+
+
+def fullest_contiguous(load_E: Any, num_ranks: int) -> float:
+    return float(make_placement("contiguous", len(load_E), num_ranks).rank_load(load_E).max())
+
+
+def not_above(value: float) -> float:
+    """``value`` with room for rounding."""
+    return value * (1 + 1e-12)
+
+
+# --- Published figures -------------------------------------------------------------------------------
+
+
+def test_hierarchical_plan_is_the_one_that_the_eplb_readme_prints() -> None:
+    """16 replicas, 4 groups, 2 nodes, 8 GPUs; the README's policy is chosen, not given."""
+    plan = replicate(PUBLISHED_LOAD, num_slots=16, num_ranks=8, num_nodes=2, num_groups=4)
+    assert plan.policy == "hierarchical"
+    assert plan.slot_expert_LP.tolist() == [
+        [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+        [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+    ]
+    # What follows from it, worked out by hand for the first layer: 1, 4, 5 and 10 have two replicas.
+    assert plan.replicas[0].tolist() == [1, 2, 1, 1, 2, 2, 1, 1, 1, 1, 2, 1]
+    assert plan.rank_load(PUBLISHED_LOAD)[0].tolist() == [121.5, 86.5, 125, 113, 147.5, 131.5, 156, 152]
+    assert plan.expert_slots[0].tolist() == [
+        [12, -1], [13, 15], [11, -1], [6, -1], [5, 7], [0, 2], [1, -1], [3, -1], [4, -1], [9, -1], [8, 10], [14, -1]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_nodes", "num_groups", "policy"), [(2, 1, "auto"), (2, 4, "global"), (5, 7, "auto")])
+def test_global_plan_is_the_one_that_the_published_code_gives(num_nodes: int, num_groups: int, policy: str) -> None:
+    """The README prints none; this is eplb.py's own, at commit 5791971, for the README's load and one group."""
+    plan = replicate(
+        PUBLISHED_LOAD, num_slots=16, num_ranks=8, num_nodes=num_nodes, num_groups=num_groups, policy=policy
+    )
+    assert plan.policy == "global"
+    assert plan.slot_expert_LP.tolist() == [
+        [10, 6, 10, 7, 0, 2, 11, 4, 5, 9, 5, 4, 8, 3, 1, 1],
+        [1, 10, 2, 4, 5, 11, 5, 0, 6, 7, 6, 3, 8, 8, 9, 7],
+    ]
+
+
+@some_examples
+@given(case=cases(), policy=st.sampled_from(["hierarchical", "global"]))
+def test_plan_follows_the_published_rules_done_slowly(case: Case, policy: str) -> None:
+    """Slot by slot, ties included; every layer as if it were alone."""
+    nodes, groups = (1, 1) if policy == "global" else (case.num_nodes, case.num_groups)
+    expected = [slow_plan(load_E, case.num_slots, case.num_ranks, nodes, groups) for load_E in case.load_LE]
+    assert case.plan(policy).slot_expert_LP.tolist() == expected
+
+
+# --- Laws of every plan ------------------------------------------------------------------------------
+
+
+@some_examples
+@given(case=cases(), policy=st.sampled_from(["hierarchical", "global"]))
+def test_every_expert_has_a_replica_and_the_maps_agree(case: Case, policy: str) -> None:
+    plan = case.plan(policy)
+    layers, per_rank = len(case.load_LE), case.num_slots // case.num_ranks
+    assert plan.slot_expert_LP.shape == (layers, case.num_slots)
+    assert (plan.rank_copies.sum(axis=2) == per_rank).all()
+    for layer, slot_expert_P in enumerate(plan.slot_expert_LP.tolist()):
+        assert set(slot_expert_P) == set(range(case.num_experts))
+        for expert in range(case.num_experts):
+            slots = [slot for slot, held in enumerate(slot_expert_P) if held == expert]
+            assert plan.replicas[layer, expert] == len(slots)
+            padding = [-1] * (plan.replicas.max() - len(slots))
+            assert plan.expert_slots[layer, expert].tolist() == slots + padding
+            assert plan.rank_copies[layer, :, expert].tolist() == [
+                sum(slot // per_rank == rank for slot in slots) for rank in range(case.num_ranks)
+            ]
+
+
+@some_examples
+@given(case=cases(), policy=st.sampled_from(["hierarchical", "global"]), data=st.data())
+def test_ranks_bear_all_of_any_load_and_each_replica_its_even_share(
+    case: Case, policy: str, data: st.DataObject
+) -> None:
+    """Two batches of another load than the one that was planned for."""
+    plan = case.plan(policy)
+    layers, per_rank = len(case.load_LE), case.num_slots // case.num_ranks
+    load_BLE = np.array(data.draw(loads(2 * layers * case.num_experts))).reshape(2, layers, case.num_experts)
+    load_BLR = plan.rank_load(load_BLE)
+    assert load_BLR.sum(axis=2) == pytest.approx(load_BLE.sum(axis=2), rel=1e-12)
+    for batch, layer, rank in itertools.product(range(2), range(layers), range(case.num_ranks)):
+        held = plan.slot_expert_LP[layer, rank * per_rank : (rank + 1) * per_rank].tolist()
+        shares = [load_BLE[batch, layer, e] / plan.slot_expert_LP[layer].tolist().count(e) for e in held]
+        assert load_BLR[batch, layer, rank] == pytest.approx(sum(shares), rel=1e-12)
+    for layer in range(layers):
+        placement = plan.placement(layer)
+        assert placement.rank_load(load_BLE[:, layer]) == pytest.approx(load_BLR[:, layer], rel=1e-12)
+
+
+@some_examples
+@given(case=cases())
+def test_hierarchical_keeps_groups_and_all_replicas_inside_a_node(case: Case) -> None:
+    node_slots = case.plan("hierarchical").slot_expert_LP.reshape(len(case.load_LE), case.num_nodes, -1)
+    size = case.num_experts // case.num_groups
+    for nodes in node_slots.tolist():
+        groups = [{expert // size for expert in node} for node in nodes]
+        assert [len(found) for found in groups] == [case.num_groups // case.num_nodes] * case.num_nodes
+        assert set().union(*groups) == set(range(case.num_groups))
+
+
+@some_examples
+@given(load_E=st.integers(1, 4).flatmap(loads), spare=st.integers(0, 4))
+def test_no_other_replica_counts_make_the_greatest_share_smaller(load_E: list[float], spare: int) -> None:
+    num_slots = len(load_E) + spare
+    plan = replicate(load_E, num_slots=num_slots, num_ranks=1)
+    counts = itertools.product(range(1, spare + 2), repeat=len(load_E))
+    best = min(max(np.divide(load_E, count)) for count in counts if sum(count) == num_slots)
+    assert (load_E / plan.replicas[0]).max() == best
+
+
+def least_fullest_rank(load_E: list[float], num_ranks: int, per_rank: int) -> float:
+    """The fullest rank of the best of all plans, tried one by one."""
+    best = math.inf
+    for slots in itertools.product(range(len(load_E)), repeat=num_ranks * per_rank):
+        if len(set(slots)) == len(load_E):
+            share_P = np.array([load_E[expert] / slots.count(expert) for expert in slots])
+            best = min(best, float(share_P.reshape(num_ranks, per_rank).sum(axis=1).max()))
+    return best
+
+
+@settings(some_examples, max_examples=40)
+@given(
+    sizes=st.sampled_from([(2, 2, 1), (2, 2, 2), (3, 2, 2), (4, 2, 2), (3, 3, 1), (3, 3, 2), (4, 2, 3), (2, 2, 3)]),
+    data=st.data(),
+)
+def test_fullest_rank_lies_between_the_best_plan_there_is_and_what_the_rules_promise(
+    sizes: tuple[int, int, int], data: st.DataObject
+) -> None:
+    """Never below the optimum of all plans, which two experts per rank reach; at most S greatest shares."""
+    num_experts, num_ranks, per_rank = sizes
+    load_E = data.draw(st.lists(st.integers(0, 20), min_size=num_experts, max_size=num_experts))
+    plan = replicate(load_E, num_slots=num_ranks * per_rank, num_ranks=num_ranks)
+    fullest = plan.rank_load(load_E).max()
+    best = least_fullest_rank(load_E, num_ranks, per_rank)
+    assert not_above(fullest) >= best
+    assert fullest <= not_above(per_rank * (load_E / plan.replicas[0]).max())
+    if num_experts == num_ranks * per_rank and per_rank == 2:
+        assert fullest == best
+
+
+# --- Against contiguous placement --------------------------------------------------------------------
+
+
+@some_examples
+@given(sizes=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)), data=st.data())
+def test_with_one_expert_per_rank_replication_is_never_worse_than_contiguous(
+    sizes: tuple[int, int, int], data: st.DataObject
+) -> None:
+    num_nodes, per_node, per_rank = sizes
+    num_ranks = num_nodes * per_node
+    load_E = data.draw(loads(num_ranks))
+    case = Case([load_E], num_ranks * per_rank, num_ranks, num_nodes, num_nodes)
+    for policy in ("hierarchical", "global"):
+        assert case.plan(policy).rank_load(load_E).max() <= not_above(fullest_contiguous(load_E, num_ranks))
+
+
+@some_examples
+@given(sizes=st.tuples(st.integers(1, 3), st.integers(1, 4)), data=st.data())
+def test_with_two_experts_per_rank_and_none_to_spare_the_plan_is_never_worse_than_contiguous(
+    sizes: tuple[int, int], data: st.DataObject
+) -> None:
+    num_nodes, per_node = sizes
+    num_ranks = num_nodes * per_node
+    load_E = data.draw(loads(2 * num_ranks))
+    case = Case([load_E], 2 * num_ranks, num_ranks, num_nodes, num_nodes)
+    for policy in ("hierarchical", "global"):
+        assert case.plan(policy).rank_load(load_E).max() <= not_above(fullest_contiguous(load_E, num_ranks))
+
+
+def test_packing_is_a_heuristic_that_a_lucky_contiguous_placement_can_beat() -> None:
+    """Why no law says more than the two above: 3 + 3 and 2 + 2 + 2 are balanced; the greedy rule parts the 3s."""
+    load_E = [3, 3, 0, 2, 2, 2]
+    assert fullest_contiguous(load_E, 2) == 6
+    assert replicate(load_E, num_slots=6, num_ranks=2).rank_load(load_E).max() == 7
+
+
+def test_spare_slots_balance_a_skewed_load_that_contiguous_placement_does_not() -> None:
+    """DeepSeek-V3's prefill: 256 experts, 32 ranks with 8 experts and one spare slot each (arXiv 2412.19437, 3.4.1)."""
+    load_LE = np.random.default_rng(0).lognormal(sigma=1.0, size=(58, 256))
+    contiguous = imbalance(make_placement("contiguous", 256, 32).rank_load(load_LE)).mean()
+    hierarchical, everywhere = (
+        imbalance(
+            replicate(load_LE, num_slots=288, num_ranks=32, num_nodes=4, num_groups=8, policy=policy).rank_load(load_LE)
+        ).mean()
+        for policy in ("hierarchical", "global")
+    )
+    assert 1 <= everywhere < 1.05 < hierarchical < contiguous
+
+
+@pytest.mark.parametrize("policy", ["hierarchical", "global"])
+def test_even_loads_with_the_same_number_of_replicas_each_balance_to_the_pair(policy: str) -> None:
+    plan = replicate([[6] * 12] * 2, num_slots=24, num_ranks=8, num_nodes=2, num_groups=4, policy=policy)
+    assert (plan.replicas == 2).all()
+    assert plan.rank_load([[6] * 12] * 2).tolist() == [[9.0] * 8] * 2
+
+
+# --- Forms -------------------------------------------------------------------------------------------
+
+
+def test_placement_is_a_matrix_that_a_config_can_take() -> None:
+    """Through JSON and back; a second replica on one rank adds to its share."""
+    plan = replicate(PUBLISHED_LOAD, num_slots=16, num_ranks=8, policy="global")
+    placement = plan.placement(0)
+    assert placement.name == "eplb_global"
+    read = make_placement(json.loads(json.dumps(placement.share_RE.tolist())), 12, 8)
+    assert (read.share_RE == placement.share_RE).all()
+    assert placement.share_RE[7].tolist() == [0, 1.0, *[0] * 10]  # both replicas of expert 1
+    assert plan.rank_copies[0, 7, 1] == 2
+    assert placement.num_replicas == 3  # of 4 spare slots
+
+
+def test_one_layer_may_be_a_vector_or_a_tensor() -> None:
+    expected = replicate([PUBLISHED_LOAD[0]], num_slots=16, num_ranks=8)
+    for load in (PUBLISHED_LOAD[0], torch.tensor(PUBLISHED_LOAD[0]), torch.tensor([PUBLISHED_LOAD[0]])):
+        plan = replicate(load, num_slots=16, num_ranks=8)
+        assert (plan.slot_expert_LP == expected.slot_expert_LP).all()
+        assert plan.rank_load(load).tolist() == expected.rank_load([PUBLISHED_LOAD[0]]).tolist()
+        assert plan.rank_load(load).shape == (1, 8)
+
+
+def test_planning_leaves_the_load_alone() -> None:
+    load_LE: NDArray[np.float64] = np.array(PUBLISHED_LOAD, dtype=np.float64)
+    replicate(load_LE, num_slots=16, num_ranks=8, num_nodes=2, num_groups=4).rank_load(load_LE)
+    assert load_LE.tolist() == PUBLISHED_LOAD
+
+
+# --- Memory ------------------------------------------------------------------------------------------
+
+
+def test_a_spare_slot_per_rank_of_deepseek_v3_costs_one_expert_per_layer() -> None:
+    """58 layers x 3 x 7168 x 2048 weights in fp8, with 32 spare slots on 32 ranks (arXiv 2412.19437, 3.4.1)."""
+    plan = replicate([[1] * 256], num_slots=288, num_ranks=32)
+    model = load_preset("deepseek-v3")
+    assert plan.extra_bytes_per_rank(model, 1) == 58 * 3 * 7168 * 2048 == 2_554_331_136
+    assert plan.extra_bytes_per_rank(model, 2) == 2 * plan.extra_bytes_per_rank(model, 1)
+    assert replicate([[1] * 256], num_slots=256, num_ranks=32).extra_bytes_per_rank(model, 2) == 0
+    assert replicate([[1] * 256], num_slots=320, num_ranks=64).extra_bytes_per_rank(model, 1) == 2_554_331_136
+
+
+def test_an_expert_weighs_what_the_models_own_count_of_parameters_says() -> None:
+    """All weights less the active ones are the experts that a token leaves out, and an embedding table looked up."""
+
+    def inactive(model: ModelSpec) -> int | None:
+        if model.num_parameters is None or model.num_active_parameters is None or model.vocab_size is None:
+            return None
+        table = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
+        return model.num_parameters - model.num_active_parameters - table
+
+    models = [model for model in map(load_preset, preset_names()) if inactive(model) is not None]
+    assert {model.expert_bias for model in models} == {False, True}
+    for model in models:
+        left_out = model.num_moe_layers * (model.num_experts - model.top_k)
+        assert expert_bytes(model, 2) * left_out == 2 * inactive(model), model.name
+
+
+# --- Wrong inputs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"load_LE": [1, -1.5]}, r"^load_LE: expected finite, non-negative numbers, got -1\.5$"),
+        ({"load_LE": [1, math.nan]}, "^load_LE: expected finite, non-negative numbers, got nan$"),
+        ({"load_LE": [1, math.inf]}, "^load_LE: expected finite, non-negative numbers, got inf$"),
+        ({"load_LE": [[1, 2], [3]]}, r"^load_LE: expected numbers \[layers, experts\], got other things or uneven"),
+        ({"load_LE": ["many"]}, r"^load_LE: expected numbers \[layers, experts\], got other things or uneven"),
+        ({"load_LE": []}, r"^load_LE: expected \[layers, experts\] or \[experts\], none empty, got shape \[0\]$"),
+        ({"load_LE": 3}, r"^load_LE: .* got shape \[\]$"),
+        ({"load_LE": [[[1]]]}, r"^load_LE: .* got shape \[1, 1, 1\]$"),
+        ({"policy": "local"}, "^policy: expected one of auto, hierarchical, global, got 'local'$"),
+        ({"num_ranks": 0}, "^num_ranks: expected at least 1, got 0$"),
+        ({"num_nodes": 0}, "^num_nodes: expected at least 1, got 0$"),
+        ({"num_groups": -1}, "^num_groups: expected at least 1, got -1$"),
+        ({"num_slots": 8}, "^num_slots: expected a multiple of num_ranks=8, at least the 12 experts, got 8$"),
+        ({"num_slots": 17}, "^num_slots: expected a multiple of num_ranks=8, at least the 12 experts, got 17$"),
+        ({"num_groups": 8}, "^num_groups: expected a divisor of the 12 experts, got 8$"),
+        ({"num_nodes": 3, "num_groups": 3}, "^num_nodes: expected a divisor of num_ranks=8, got 3$"),
+        (
+            {"num_nodes": 2, "num_groups": 3, "policy": "hierarchical"},
+            "^num_groups: expected a multiple of num_nodes=2 for hierarchical, got 3$",
+        ),
+    ],
+)
+def test_wrong_inputs_are_named_in_one_line(wrong: dict[str, Any], message: str) -> None:
+    right: dict[str, Any] = {"load_LE": PUBLISHED_LOAD, "num_slots": 16, "num_ranks": 8}
+    with pytest.raises(ValueError, match=message) as caught:
+        replicate(**{**right, **wrong})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("load", [PUBLISHED_LOAD[0], [[1] * 8] * 2, [[[1] * 12] * 3]])
+def test_a_load_of_other_layers_or_experts_is_refused(load: Any) -> None:
+    plan = replicate(PUBLISHED_LOAD, num_slots=16, num_ranks=8)
+    with pytest.raises(ValueError, match=r"^load_LE: expected 2 layers of 12 experts, got shape \[[0-9, ]+\]$"):
+        plan.rank_load(load)
+
+
+def test_memory_of_another_model_or_of_no_size_is_refused() -> None:
+    plan = replicate(PUBLISHED_LOAD, num_slots=16, num_ranks=8)
+    model = load_preset("deepseek-v3")
+    with pytest.raises(
+        ValueError, match=r"^model: expected one with the 12 experts of the plan, got DeepSeek-V3 with 256$"
+    ):
+        plan.extra_bytes_per_rank(model, 2)
+    for size in (0, -1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"^bytes_per_weight: expected a finite number above 0, got {size}$"):
+            expert_bytes(model, size)

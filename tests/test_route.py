@@ -1,0 +1,537 @@
+"""Routing without timing: from a config to rows, a table and figures; every number beside a slow, obvious one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from test_trace_info import write_trace
+
+import plot_results
+from moe_ep_bench.analysis.load import ResultsError
+from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES, draw_route_figures
+from moe_ep_bench.analysis.route_load import RouteRun, load_route
+from moe_ep_bench.analysis.route_report import WIDTH, route_table
+from moe_ep_bench.cli import main
+from moe_ep_bench.config import load_experiments
+from moe_ep_bench.exit_codes import OK, USER_ERROR
+from moe_ep_bench.metrics import (
+    imbalance,
+    imbalance_factor,
+    score_order,
+    token_overlap,
+    uniform_activated_experts,
+)
+from moe_ep_bench.policies import RoutingContext, make_policy
+from moe_ep_bench.records import ROUTE_SCHEMA
+from moe_ep_bench.scopes.route import assumed_modality, plan_routes, route
+from moe_ep_bench.thresholds import laser_thresholds
+
+TRACES = Path(__file__).parents[2] / "shared" / "traces"
+few_examples = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+
+CONFIG = {
+    "name": "tiny",
+    "model": {"preset": "deepseek-v2-lite"},
+    "workload": {"kind": "synthetic", "num_tokens": 96, "num_batches": 2, "peak_load": 4.0, "sequence_length": 8},
+    "layer": {"ep_size": 4},
+    "policies": [{"name": "token_drop", "capacity_factor": 1.0}, {"name": "oea", "k0": 2}],
+}
+# What draws every figure: three layers of two recordings, requests that decode, and fields with several values.
+FULL = {
+    **CONFIG,
+    "workload": {
+        "kind": "recorded",
+        "trace": [{"trace": "a.safetensors"}, {"trace": "b.safetensors"}],
+        "layer": "all",
+        "tail": "popularity",
+        "arrangement": "decode",
+        "tokens_per_request": 2,
+        "num_tokens": 16,
+        "num_batches": 2,
+    },
+    "policies": [
+        {"name": "laser", "eps_high": 0.9, "t_fix": 0.2, "c": [6, 12, 24]},
+        {"name": "load_only"},
+        {"name": "token_drop", "capacity_factor": [1.0, 2.0]},
+        {"name": "token_drop", "capacity_factor": 1.0, "modality": ["image_first", "text_first"]},
+        {"name": "expanded_drop", "capacity_factor": 1.0, "num_candidates": [0, 4]},
+        {"name": "oea", "k0": [2, 4]},
+        {"name": "xshare", "k0": [0, 1], "budget": [4, 8]},
+        {"name": "xshare", "scope": "request", "k0": 1, "request_budget": [1, 4]},
+        {"name": "xshare", "scope": "rank", "k0": 1, "rank_budget": [4, 6]},
+        {"name": "lynx", "num_dropped": [2, 6]},
+    ],
+    "route": {"image_share": 0.5, "placement": "strided"},
+    "sweep": {"workload.num_tokens": [8, 16, 96]},
+}
+
+
+def write_config(folder: Path, base: dict = CONFIG, **changes: object) -> Path:
+    """A config with dotted keys (``__``) replaced."""
+    config = json.loads(json.dumps(base))
+    for dotted, value in changes.items():
+        *parents, last = dotted.split("__")
+        section = config
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def write_recordings(folder: Path) -> None:
+    for name, seed in (("a", 1), ("b", 2)):
+        lengths = {"length_S": (30, 24, 18, 40, 25), "num_layers": 3, "num_experts": 64, "top_k": 6}
+        write_trace(folder / f"{name}.safetensors", **lengths, seed=seed, domain=f"domain {name}")
+
+
+def rows_of(out: Path) -> pd.DataFrame:
+    return pd.concat(pq.read_table(path).to_pandas() for path in sorted((out / "routing").glob("*.parquet")))
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with rows for every figure."""
+    folder = tmp_path_factory.mktemp("route")
+    write_recordings(folder)
+    route(write_config(folder, FULL), folder / "out", [])
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def loaded(full: Path) -> RouteRun:
+    return load_route(full)
+
+
+# ---- metrics over several tokens, layers and batches --------------------------------------------------------------
+
+
+def test_imbalance_is_reduced_before_it_is_averaged() -> None:
+    """Two batches with opposite hot experts: each waits for a load of 2, though together they are balanced."""
+    load_BE = np.array([[4, 0], [0, 4]])
+    assert imbalance(load_BE).tolist() == [2, 2]
+    assert imbalance(load_BE.sum(axis=0)) == 1
+    # The same of two layers: the factor of the one batch is 2, not 1.
+    assert imbalance_factor(load_BE[:, None, :]).tolist() == [2]
+
+
+def test_layers_count_by_their_weights() -> None:
+    load_LBE = np.array([[[6, 0, 0], [2, 2, 2]], [[3, 3, 0], [4, 1, 1]]])  # factors 3 and 1; 1.5 and 2
+    assert imbalance_factor(load_LBE) == pytest.approx([2.25, 1.5])
+    assert imbalance_factor(load_LBE, [3, 1]) == pytest.approx([2.625, 1.25])
+    assert imbalance_factor(load_LBE, [0, 2]) == pytest.approx([1.5, 2])
+
+
+@pytest.mark.parametrize("weights", [[1], [0, 0], [1, 2, 3]])
+def test_weights_that_do_not_fit_the_layers_are_refused(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="layer_weights: expected 2 numbers"):
+        imbalance_factor(np.ones((2, 1, 4)), weights)
+
+
+def test_nothing_is_balanced() -> None:
+    assert imbalance([[0, 0], [1, 0]]).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "num_tokens", "published"),
+    [(128, 8, 16, 82), (256, 8, 8, 57), (256, 8, 32, 163)],  # arXiv 2511.02237; 2602.07265
+)
+def test_uniform_choices_activate_what_the_papers_say(num_experts: int, top_k: int, num_tokens: int, published: int):
+    expected = uniform_activated_experts(num_experts, top_k, num_tokens)
+    assert int(expected) == published
+    random = np.random.default_rng(0)
+    drawn = [
+        len({expert for _ in range(num_tokens) for expert in random.permutation(num_experts)[:top_k]})
+        for _ in range(200)
+    ]
+    assert np.mean(drawn) == pytest.approx(expected, abs=1)
+
+
+@few_examples
+@given(data=st.data())
+def test_overlap_is_the_mean_over_all_pairs_of_tokens(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    domains = data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
+    num_tokens, num_experts = sum(lengths), data.draw(st.integers(1, 6))
+    bits = data.draw(st.lists(st.booleans(), min_size=num_tokens * num_experts, max_size=num_tokens * num_experts))
+    map_TE = torch.tensor(bits).view(num_tokens, num_experts)
+    sequence_T = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    domain_T = torch.tensor(domains)[sequence_T]
+    slow: dict[str, list[int]] = {}
+    for first, second in itertools.combinations(range(num_tokens), 2):
+        shared = int((map_TE[first] & map_TE[second]).sum())
+        if sequence_T[first] == sequence_T[second]:
+            kinds = ["same_sequence"] + ["neighbours"] * (second == first + 1)
+        else:
+            kinds = ["same_domain" if domain_T[first] == domain_T[second] else "cross_domain"]
+        for kind in kinds:
+            slow.setdefault(kind, []).append(shared)
+    found = token_overlap(map_TE, sequence_T, domain_T)
+    assert found.keys() == slow.keys()
+    for kind, values in slow.items():
+        assert found[kind][0] == len(values)
+        assert found[kind][1] == pytest.approx(np.mean(values))
+
+
+def test_scores_are_reduced_by_their_place_in_each_token() -> None:
+    found = score_order(torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3]]))
+    assert found["mean_score"] == pytest.approx([0.6, 0.25, 0.15])
+    assert found["min_score"] == pytest.approx([0.5, 0.2, 0.1])
+    assert found["max_score"] == pytest.approx([0.7, 0.3, 0.2])
+
+
+# ---- routing -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_what_the_whole_batch_decides_does_not_depend_on_the_ranks(num_ranks: int, tmp_path: Path) -> None:
+    """Native and OEA as one call over all tokens of the batch, without any ranks."""
+    config = write_config(tmp_path, layer__ep_size=num_ranks)
+    run = load_route(route(config, tmp_path / "out", []).root)
+    cases = run.groups[0].layers[0].cases
+    workload = plan_routes(config, [])[0].workload
+    for label, spec in (("native", {"name": "topk"}), ("oea k0=2", {"name": "oea", "k0": 2})):
+        for batch in range(2):
+            scores_TE = workload.batch(batch).scores_TE
+            map_TE = make_policy(spec).route(scores_TE, RoutingContext(top_k=6)).map_TE
+            assert cases[label].load_BE[batch].tolist() == map_TE.sum(dim=0).tolist()
+            top_k_TE = make_policy({"name": "topk"}).route(scores_TE, RoutingContext(top_k=6)).map_TE
+            mass = (scores_TE * map_TE).double().sum() / (scores_TE * top_k_TE).double().sum()
+            assert cases[label].retained_mass[batch] == pytest.approx(float(mass))
+            assert cases[label].activated[batch] == int(map_TE.any(dim=0).sum())
+            dropped = float((top_k_TE & ~map_TE).sum() / top_k_TE.sum())
+            assert cases[label].dropped_share[batch] == pytest.approx(dropped)
+
+
+def test_a_capacity_binds_on_every_virtual_rank(tmp_path: Path) -> None:
+    out = route(write_config(tmp_path), tmp_path / "out", []).root
+    rows = rows_of(out)
+    dropping = rows[rows["policy"] == "token_drop"]
+    assert len(dropping) == 2 * 4
+    for _, row in dropping.iterrows():
+        assert max(row["load_E"]) <= row["num_tokens"] * 6 // 64 == 2
+    native = rows[rows["policy"] == "native"]
+    assert native["load_E"].map(max).max() > 2  # So that the claim above says something.
+
+
+def test_rows_are_the_schema_s_and_name_the_layer_and_the_mode(full: Path) -> None:
+    for path in (full / "routing").glob("*.parquet"):
+        assert pq.read_schema(path).equals(ROUTE_SCHEMA)
+    rows = rows_of(full)
+    assert set(rows["mode"]) == {"route"}
+    assert set(rows["layer"]) == {0, 1, 2}
+    assert (rows["num_image_tokens"] * 2 == rows["num_tokens"]).all()  # Of two tokens the first.
+    assert (rows["image_load_E"].map(sum) <= rows["load_E"].map(sum)).all()
+    assert rows.groupby(["case_id", "batch"])["num_tokens"].sum().isin([8, 16, 96]).all()
+
+
+def test_modality_priorities_drop_the_other_kind_first(loaded: RouteRun) -> None:
+    group = max(loaded.groups, key=lambda group: group.facts.num_tokens)
+    kept = {
+        label: sum(case.image_load_BE.sum() for case in group.cases(f"token_drop capacity_factor=1.0{label}"))
+        for label in ("", " modality=image_first", " modality=text_first")
+    }
+    assert kept[" modality=image_first"] < kept[""] < kept[" modality=text_first"]
+
+
+def test_layers_of_a_recording_are_comparisons_of_one_group(loaded: RouteRun) -> None:
+    groups = loaded.groups
+    assert [group.facts.num_tokens for group in groups] == [8, 16, 96]
+    for group in groups:
+        assert group.layer_names == ["0", "1", "2"]
+        assert group.facts.traffic == "domain a + domain b, decode, popularity tail"
+        assert group.labels[0] == "native"
+        assert group.labels[1].startswith("laser")  # The config's order.
+    assert len({group.facts.family for group in groups}) == 1
+
+
+def test_the_load_of_ranks_goes_through_the_placement(loaded: RouteRun) -> None:
+    """The directory's placement is strided; another one needs no new routing."""
+    case = loaded.groups[0].layers[0].native
+    assert case.rank_load[0].tolist() == [case.load_BE[0][rank::4].sum() for rank in range(4)]
+
+
+def test_overlap_and_scores_are_those_of_the_batches(full: Path, loaded: RouteRun) -> None:
+    comparison = plan_routes(full.parent / "config.yaml", [])[0]
+    layer = loaded.groups[0].layers[0]
+    scores_TE = comparison.workload.batch(1).scores_TE
+    rows = layer.scores[layer.scores["batch"] == 1]
+    assert rows["mean_score"].to_numpy() == pytest.approx(
+        np.sort(scores_TE.numpy(), axis=1)[:, ::-1].mean(axis=0), rel=1e-5
+    )
+    kinds = layer.overlap.groupby("kind")["num_pairs"].sum().to_dict()
+    # Four requests of two tokens in each of two batches, two of either domain.
+    assert kinds == {"neighbours": 8, "same_sequence": 8, "same_domain": 16, "cross_domain": 32}
+
+
+def test_random_drops_do_not_depend_on_the_other_cases(tmp_path: Path) -> None:
+    drawn = {"name": "token_drop", "capacity_factor": 1.0, "metric": "random"}
+    out = route(write_config(tmp_path, policies=[drawn]), tmp_path / "alone", []).root
+    both = route(write_config(tmp_path, policies=[{"name": "oea", "k0": 2}, drawn]), tmp_path / "both", []).root
+    alone, beside = (np.stack(rows_of(at).query("policy == 'token_drop'")["load_E"].to_list()) for at in (out, both))
+    assert (alone == beside).all()
+
+
+def test_finished_cases_are_not_routed_again(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    out = route(config, tmp_path / "out", []).root
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
+    assert len(before) == 5  # native, two policies, scores, overlap
+    victim = next((out / "routing").glob("*.parquet"))
+    victim.unlink()
+    route(config, tmp_path / "out", [])
+    after = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
+    assert after.keys() == before.keys()
+    assert {path for path in after if path.parent.name == "routing" and after[path] != before[path]} == {victim}
+    route(config, tmp_path / "out", [], force=True)
+    assert all(path.stat().st_mtime_ns != after[path] for path in after)
+
+
+def test_a_directory_keeps_what_another_config_left(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    route(write_config(tmp_path), out, [])
+    route(write_config(tmp_path), out, ["workload.seed=5"])
+    assert len(load_route(out).groups) == 2
+
+
+def test_policies_can_be_added_to_what_was_routed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    route(write_config(tmp_path), out, [])
+    route(write_config(tmp_path, policies=[{"name": "lynx", "num_dropped": 3}]), out, [])
+    (group,) = load_route(out).groups
+    assert group.labels == ["native", "lynx num_dropped=3", "token_drop capacity_factor=1.0", "oea k0=2"]
+
+
+def test_run_json_has_the_provenance_and_no_folder(full: Path) -> None:
+    run = json.loads((full / "run.json").read_text())
+    assert run["mode"] == "route"
+    assert run["environment"]["torch"] == torch.__version__
+    assert run["hashes"]["workload"].keys() == run["comparisons"].keys()
+    assert str(full.parent) not in (full / "run.json").read_text()
+
+
+@pytest.mark.parametrize(("preset", "ranks"), [("deepseek-v2-lite", 8), ("qwen1.5-moe-a2.7b", 6)])
+def test_without_ep_size_there_are_up_to_eight_ranks_that_divide_the_experts(
+    preset: str, ranks: int, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, model__preset=preset, layer={}, policies=[{"name": "topk"}])
+    assert plan_routes(config, [])[0].ep_size == ranks
+
+
+def test_a_layer_knows_its_depth(tmp_path: Path) -> None:
+    write_recordings(tmp_path)
+    planned = plan_routes(write_config(tmp_path, FULL, sweep={}), [])
+    assert [comparison.layer_fraction for comparison in planned] == [0, 1 / 3, 2 / 3]
+
+
+def test_a_list_of_layers_is_a_comparison_each(tmp_path: Path) -> None:
+    write_recordings(tmp_path)
+    config = write_config(tmp_path, FULL, workload__layer=[2, 0, 2], sweep={})
+    assert [e.workload.layer for e in load_experiments(config, on_cpu=False)] == [2, 0]
+    assert [e.workload.layer for e in load_experiments(config, ["workload.layer=1"], on_cpu=False)] == [1]
+
+
+def test_recordings_in_a_sweep_are_read_from_the_config_s_own_folder(tmp_path: Path) -> None:
+    write_recordings(tmp_path)
+    sweep = {"workload.trace": ["a.safetensors", "b.safetensors"]}
+    config = write_config(
+        tmp_path, FULL, sweep=sweep, workload__arrangement="sequences", workload__tokens_per_request=1
+    )
+    planned = plan_routes(config, [])
+    assert [(comparison.traffic[:8], comparison.layer) for comparison in planned] == [
+        (f"domain {name}", layer) for name in "ab" for layer in range(3)
+    ]
+
+
+def test_the_first_tokens_of_every_sequence_are_taken_for_an_image() -> None:
+    sequence_T = torch.tensor([0, 0, 0, 0, 3, 3, 7])
+    assert assumed_modality(sequence_T, 0.5).tolist() == [1, 1, 0, 0, 1, 0, 0]
+    assert assumed_modality(sequence_T, 1.0).tolist() == [1] * 7
+    assert assumed_modality(sequence_T[:0], 0.5).tolist() == []
+
+
+BAD = {
+    "ep size": ({"layer__ep_size": 5}, "layer.ep_size: expected a divisor of the 64 experts"),
+    "no images": (
+        {"policies": [{"name": "token_drop", "capacity_factor": 1, "modality": "image_first"}]},
+        "route.image_share assumes images",
+    ),
+    "pool": ({"policies": [{"name": "laser", "eps_high": 0.9, "t_fix": 0.1, "c": 4}]}, "c: expected 6 (top_k) to 64"),
+    "placement word": ({"route": {"placement": "random"}}, "route.placement: "),
+    "placement shape": ({"route": {"placement": [[1.0, 0.0]]}}, "4 rows (ranks) and 64 columns (experts)"),
+    "unknown key": ({"route": {"placment": "strided"}}, "did you mean placement?"),
+    "weights": ({"route": {"layer_weights": [-1]}}, "route.layer_weights.0"),
+    "more weights than layers": ({"route": {"layer_weights": [1, 2]}}, "route.layer_weights: expected 1 numbers"),
+    "images": ({"route": {"image_share": 2}}, "route.image_share: "),
+    "all layers of nothing": ({"workload__layer": "all"}, "workload.layer: all needs a recording"),
+    "no layers": ({"workload__layer": []}, "workload.layer: expected a layer, several or all"),
+    "skew": ({"workload__peak_load": 60.0}, "workload: peak_load"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, expected = BAD[name]
+    assert main(["route", str(write_config(tmp_path, **changes)), "--out", str(tmp_path / "out")]) == USER_ERROR
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1, printed.err
+    assert expected in printed.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_beyond_the_recording_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_recordings(tmp_path)
+    config = write_config(tmp_path, FULL, workload__layer=3)
+    assert main(["route", str(config), "--out", str(tmp_path / "out")]) == USER_ERROR
+    assert "layer" in capsys.readouterr().err
+
+
+def test_timed_results_and_routing_do_not_share_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    route(write_config(tmp_path), out, [])
+    run = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({**run, "mode": "run"}))
+    assert main(["route", str(write_config(tmp_path)), "--out", str(out), "--force"]) == USER_ERROR
+    assert "holds results with mode run" in capsys.readouterr().err
+
+
+def test_a_dry_run_lists_the_cases_and_routes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["route", str(write_config(tmp_path)), "--out", str(tmp_path / "out"), "--dry-run"]) == OK
+    printed = capsys.readouterr().out
+    for text in ("96 tokens", "native", "token_drop capacity_factor=1.0", "oea k0=2"):
+        assert text in printed
+    assert not (tmp_path / "out").exists()
+
+
+# ---- table and figures ---------------------------------------------------------------------------------------------
+
+
+def test_the_table_shows_the_means_of_every_case(loaded: RouteRun) -> None:
+    table = route_table(loaded)
+    assert max(map(len, table.splitlines())) <= WIDTH
+    group = loaded.groups[-1]
+    for label in group.labels:
+        peaks = [load_E.max() * 64 / load_E.sum() for case in group.cases(label) for load_E in case.load_BE]
+        line = next(line for line in table.split("\n\n\n")[-1].splitlines()[::-1] if line.startswith(f"{label} "))
+        assert f" {np.mean(peaks):.2f} " in line
+    said = " ".join(table.split())
+    assert "routing only (nothing was timed)" in said
+    assert "popularity tail model" in said
+    assert "first 50% of every sequence's tokens are an image's" in said
+
+
+def test_every_figure_is_drawn_where_the_rows_hold_it(loaded: RouteRun, tmp_path: Path) -> None:
+    written, lacking = draw_route_figures(loaded, tmp_path, ["svg"])
+    assert lacking == []
+    assert [path.stem for path in written] == list(ROUTE_FIGURES)
+    # Equal rows give equal bytes.
+    again, _ = draw_route_figures(loaded, tmp_path / "again", ["svg"], ["imbalance"])
+    assert again[0].read_bytes() == (tmp_path / "imbalance.svg").read_bytes()
+
+
+def test_figures_without_rows_are_named_and_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["route", str(write_config(tmp_path)), "--out", str(out)]) == OK
+    printed = capsys.readouterr().out
+    drawn = {path.stem for path in (out / "figures").glob("*.png")}
+    assert drawn == {"decay", "overlap"}
+    said = " ".join(printed.split())
+    assert "not drawn, the rows hold nothing for them: heatmap, violation, imbalance, scores, dropped" in said
+    assert main(["summary", str(out)]) == OK
+    assert capsys.readouterr().out in printed
+    for path in (out / "figures").iterdir():
+        path.unlink()
+    assert plot_results.main([str(out), "--format", "png"]) == 0
+    assert {path.stem for path in (out / "figures").iterdir()} == drawn
+    assert plot_results.main([str(out), "--figures", "speedup"]) == 2
+    assert "--figures: expected some of heatmap" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["missing part", "damaged part", "lost rows", "no json"])
+def test_a_directory_that_cannot_be_trusted_is_refused(what: str, tmp_path: Path) -> None:
+    out = route(write_config(tmp_path), tmp_path / "out", []).root
+    part = next((out / "routing").glob("*.parquet"))
+    if what == "missing part":
+        part.unlink()
+    elif what == "damaged part":
+        part.write_bytes(b"PAR1")
+    elif what == "lost rows":
+        table = pq.read_table(part)
+        pq.write_table(table.slice(0, 3), part)
+    else:
+        (out / "run.json").write_text("{")
+    with pytest.raises(ResultsError, match=str(out)):
+        load_route(out)
+
+
+# ---- thresholds of LASER, and recordings ---------------------------------------------------------------------------
+
+
+def test_laser_thresholds_are_quantiles_of_each_third_of_the_depth(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "a.safetensors", length_S=(50, 60), num_layers=5)
+    scores_LTK = load_file(path)["scores"].astype(np.float64)
+    found = laser_thresholds(path, keep=0.2)
+    thirds = {"early": [0, 1], "middle": [2, 3], "final": [4]}  # floor(3 * layer / 5), as LASER counts them
+    for band, layers in {**thirds, None: [0, 1, 2, 3, 4]}.items():
+        of_band = found if band is None else found["bands"][band]
+        shares = sorted(float(sum(row)) for layer in layers for row in scores_LTK[layer])
+        assert np.mean([share >= of_band["eps_high"] for share in shares]) == pytest.approx(0.2, abs=0.02)
+        nearness = sorted(row[-1] / row[0] for layer in layers for row in scores_LTK[layer])
+        assert of_band["t_fix"] == pytest.approx(float(np.median(nearness)), abs=6e-4)
+    # They are fields of the policy, and each band's layers get the band's own.
+    policy = make_policy({"name": "laser", "c": 3, **found})
+    for layer in range(5):
+        band = next(band for band, layers in thirds.items() if layer in layers)
+        here = policy.at(layer / 5)
+        assert {"eps_high": here.eps_high, "t_fix": here.t_fix} == found["bands"][band]
+
+
+def test_thresholds_are_printed_as_a_policy_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_trace(tmp_path / "a.safetensors", length_S=(50, 60), num_layers=5)
+    assert main(["trace", "thresholds", str(path), "--keep", "0.5"]) == OK
+    assert yaml.safe_load(capsys.readouterr().out) == [{"name": "laser", **laser_thresholds(path, 0.5)}]
+
+
+def test_scores_that_do_not_say_their_share_give_no_thresholds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_trace(tmp_path / "a.safetensors", normalised=True)
+    assert main(["trace", "thresholds", str(path)]) == USER_ERROR
+    assert "normalised over the top-k" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="keep: expected 0 to 1"):
+        laser_thresholds(write_trace(tmp_path / "b.safetensors"), 1.5)
+
+
+def test_laser_balances_a_real_recording_at_the_price_of_mass(tmp_path: Path) -> None:
+    trace = TRACES / "deepseek-v2-lite-intent.safetensors"
+    if not trace.exists():
+        assert "MOE_EP_BENCH_REQUIRE_TRACES" not in os.environ, f"{trace} is missing"
+        pytest.skip(f"no recordings at {TRACES}")
+    workload = {"kind": "recorded", "trace": str(trace), "layer": 12, "tail": "uniform", "num_tokens": 2048}
+    policies = [{"name": "laser", "eps_high": 0.6, "t_fix": 0.2, "c": [6, 8, 16]}, {"name": "load_only"}]
+    config = write_config(tmp_path, workload={**workload, "num_batches": 1}, policies=policies)
+    cases = list(load_route(route(config, tmp_path / "out", []).root).groups[0].layers[0].cases.values())
+    native, unwidened, *rest = cases
+    assert native.load_BE.tolist() == unwidened.load_BE.tolist()  # c = K leaves no choice.
+    ordered = [native, *rest]
+    peaks = [float(case.expert_imbalance[0]) for case in ordered]
+    mass = [float(case.retained_mass[0]) for case in ordered]
+    assert peaks == sorted(peaks, reverse=True)
+    assert mass == sorted(mass, reverse=True)
+    assert peaks[0] > 2.5
+    assert peaks[-1] < 1.05

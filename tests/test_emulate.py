@@ -95,6 +95,7 @@ def test_a_finished_directory_is_not_measured_again(finished: Path) -> None:
         ({}, "emulate.links: expected one of a100-nvlink3"),
         ({"emulate": {"links": "h100-nvlnk4"}}, "h100-nvlnk4"),
         ({"emulate": {"link": "x"}}, "emulate.link: no such key; expected one of links (did you mean links?)"),
+        ({**LINKS, "measure__launches": 3}, "measure.launches: emulate makes one launch; expected 1, got 3"),
         ({**LINKS, "layer__ep_size": 7}, "layer.ep_size: expected a divisor of the 64 experts"),
     ],
 )

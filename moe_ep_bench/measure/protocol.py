@@ -9,10 +9,11 @@ give speedups; breakdown iterations (every phase, waiting probed) explain them; 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -139,6 +140,18 @@ def warm_up(
     return WarmUp(most, change, settled=False)
 
 
+@contextlib.contextmanager
+def collections_between() -> Iterator[None]:
+    """Keep the garbage collector from running by itself: in the middle of an iteration a phase would be charged."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 @torch.inference_mode()
 def measure(
     cases: Sequence[Runnable],
@@ -160,9 +173,7 @@ def measure(
     """
     samples = np.full((len(cases), len(steps), len(COLUMNS)), np.nan)
     recorder = PhaseRecorder(clock)
-    collecting = gc.isenabled()
-    gc.disable()  # A collection in the middle of an iteration would be charged to a phase.
-    try:
+    with collections_between():
         num_batches = 1 + max(step.batch for step in steps)
         for number, step in enumerate(steps):
             for index in order(len(cases), turn_of(step, num_batches, len(cases))):
@@ -182,9 +193,6 @@ def measure(
                 for name, value in times.items():
                     samples[index, number, COLUMNS.index(name)] = value
             gc.collect(0)
-    finally:
-        if collecting:
-            gc.enable()
     return samples
 
 

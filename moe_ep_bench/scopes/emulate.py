@@ -14,11 +14,12 @@ Shapes: R = virtual ranks, T = tokens of a rank, E = experts, V = cases, S = ste
 
 from __future__ import annotations
 
+import gc
 import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,20 @@ from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
 from moe_ep_bench.layer.virtual import VirtualRanks
 from moe_ep_bench.links import Links, links_names, load_links
 from moe_ep_bench.machine import MachineSampler
+from moe_ep_bench.measure.cache import CacheFlush, RotatingInput
 from moe_ep_bench.measure.ceilings import measure_ceilings
-from moe_ep_bench.measure.protocol import BREAKDOWN, COLUMNS, HOST, PLAIN, THREAD_CPU, Step, order, plan, turn_of
+from moe_ep_bench.measure.protocol import (
+    BREAKDOWN,
+    COLUMNS,
+    HOST,
+    PLAIN,
+    THREAD_CPU,
+    Step,
+    collections_between,
+    order,
+    plan,
+    turn_of,
+)
 from moe_ep_bench.measure.timeline import Leg, compose, legs_of
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
@@ -81,6 +94,10 @@ class Emulated(Comparison):
             raise ValueError(
                 f"emulate.links: expected one of {', '.join(links_names())}, or a path to such a file; got none"
             )
+        if experiment.measure.launches != 1:
+            raise ValueError(
+                f"measure.launches: emulate makes one launch; expected 1, got {experiment.measure.launches}"
+            )
         base = Comparison.of(experiment, experiment.layer.ep_size or DEFAULT_EP_SIZE, on_cpu=on_cpu)
         links = load_links(experiment.emulate.links)
         return Emulated(base.experiment, base.world_size, base.workload, base.parts, links)
@@ -96,7 +113,9 @@ class _Traffic:
 
     counts_RE: Tensor
     stats_SE: Tensor | None
-    metrics: list[dict[str, Any]] = field(default_factory=list)
+    metrics: list[dict[str, Any]]
+    link_us: dict[str, NDArray[np.float64]]
+    """What each meeting takes on the modelled links, [R] microseconds."""
 
 
 class Emulation:
@@ -116,7 +135,7 @@ class Emulation:
         self.steps = plan(comparison.workload.num_batches, settings.iterations, 0)
         self.samples = np.empty(0)  # [V, R, S, C]
         self.routing_rows: list[list[list[dict[str, Any]]]] = []  # by case, rank and batch
-
+        self.flush = CacheFlush(self.device) if settings.flush_l2 else None
         self.errors: dict[str, float] = {}
 
     def check(self) -> None:
@@ -124,8 +143,7 @@ class Emulation:
 
         Cases that fail are recorded and left out.
         """
-        scale = min(1.0, _CHECKED_WIDTH / self.model.hidden_size)
-        small = self.model.scaled(scale) if self.model.scale == 1 else self.model.scaled(scale / self.model.scale)
+        small = self.model.scaled(min(1.0, _CHECKED_WIDTH / self.model.hidden_size))
         virtual = VirtualRanks(small, torch.float32, self.device, self.num_ranks, self.seed, self.comparison.parts)
         scores_TE = self.comparison.workload.batch(0).scores_TE[: _CHECKED_TOKENS * self.num_ranks].to(self.device)
         generator = torch.Generator(self.device).manual_seed(self.seed)
@@ -147,7 +165,7 @@ class Emulation:
         self.samples = np.full((len(self.cases), self.num_ranks, len(self.steps), len(COLUMNS)), np.nan)
         self.routing_rows = [[[] for _ in range(self.num_ranks)] for _ in self.cases]
         ceilings = measure_ceilings(self.device, self.dtype)
-        with MachineSampler(self.device) as sampler:
+        with MachineSampler(self.device) as sampler, collections_between():
             for batch in range(self.comparison.workload.num_batches):
                 self._measure_batch(batch)
         here = {
@@ -157,7 +175,7 @@ class Emulation:
             "peak_memory_bytes": environment.peak_memory_bytes(self.device),
         }
         rounds = 1 + self.comparison.experiment.measure.warmup
-        return {"warm_up": {"rounds": rounds, "change": None, "settled": True}, "ranks": [here]}
+        return {"warm_up": {"rounds": rounds, "change": None, "settled": False}, "ranks": [here]}
 
     def write(self, conditions: dict[str, Any]) -> None:
         """Write the conditions, then every case's routing and its samples, which make it finished."""
@@ -186,20 +204,23 @@ class Emulation:
                 self.routing_rows[number][rank].append({**row, "reference_error": error, "output_error": None})
         settings = self.comparison.experiment.measure
         rounds = 1 + settings.warmup + settings.iterations
+        inputs = RotatingInput(self._hidden(max(map(len, shares))), len(self.cases))
         for round_number in range(rounds):
             iteration = round_number - rounds + settings.iterations
             legs: list[list[list[Leg]]] = [[] for _ in self.cases]
             hosts: list[list[tuple[float, float]]] = [[] for _ in self.cases]
             meetings: list[list[str]] = [[] for _ in self.cases]
+            gc.collect(0)
             turn = turn_of(Step(index, max(iteration, 0), PLAIN), self.comparison.workload.num_batches, len(self.cases))
             for rank, tokens_T in enumerate(shares):
                 self.virtual.become(rank)
                 scores_TE = batch.scores_TE[tokens_T].to(self.device)
-                hidden_T1D = self._hidden(len(tokens_T))
                 for number in order(len(self.cases), turn):
                     self.job.begin(self.cases[number].case_id)
                     self._prepare(self.cases[number], traffic[number], index, rank, scores_TE, batch, tokens_T)
-                    one, met, spent = self._timed(self.cases[number], hidden_T1D, check=round_number == 0)
+                    one, met, spent = self._timed(
+                        self.cases[number], inputs.next()[: len(tokens_T)], check=round_number == 0
+                    )
                     legs[number].append(one)
                     hosts[number].append(spent)
                     meetings[number] = met
@@ -237,7 +258,8 @@ class Emulation:
             counts.append(routing.map_TE.sum(0))
             extra = {"capacity_factor": factor} if isinstance(factor, float) else {}
             metrics.append(routing_metrics(routing, scores[rank], context, **extra))
-        return _Traffic(torch.stack(counts), stats_SE, metrics)
+        counts_RE = torch.stack(counts)
+        return _Traffic(counts_RE, stats_SE, metrics, self._link_us(counts_RE, stats_SE))
 
     def _hidden(self, num_tokens: int) -> Tensor:
         generator = seeded_generator(self.device, self.seed, 10, num_tokens)
@@ -268,6 +290,8 @@ class Emulation:
         """Legs, meetings and (host, thread CPU) microseconds of one run as the current rank."""
         layer = self.virtual.layers.native if case.policy is None else self.virtual.layers.policy
         self.virtual.exchange.checks_counts = check
+        if self.flush is not None:
+            self.flush()
         with self.virtual.connected(), instrumented(layer, self.recorder, lambda: None):
             self.recorder.clock.wait()
             cpu_start, host_start = time.thread_time_ns(), time.perf_counter_ns()
@@ -286,30 +310,26 @@ class Emulation:
         traffic: _Traffic,
         hosts: list[tuple[float, float]],
     ) -> None:
-        for rank, times in enumerate(compose(legs_R, meetings, self._link_us(traffic, meetings))):
+        for rank, times in enumerate(compose(legs_R, meetings, traffic.link_us)):
             times[HOST], times[THREAD_CPU] = hosts[rank]
             for name, value in times.items():
                 self.samples[number, rank, step, COLUMNS.index(name)] = value
 
-    def _link_us(self, traffic: _Traffic, meetings: Sequence[str]) -> dict[str, NDArray[np.float64]]:
-        """What each meeting takes on the modelled links, [R] microseconds."""
+    def _link_us(self, counts_RE: Tensor, stats_SE: Tensor | None) -> dict[str, NDArray[np.float64]]:
         links, num_ranks = self.comparison.links, self.num_ranks
-        pairs_RR = traffic.counts_RE.view(num_ranks, num_ranks, -1).sum(2).cpu().numpy().astype(np.float64)
+        pairs_RR = counts_RE.view(num_ranks, num_ranks, -1).sum(2).cpu().numpy().astype(np.float64)
         row_bytes = self.model.hidden_size * torch.empty((), dtype=self.dtype).element_size()
         weight_bytes = 4
         count_bytes = self.model.num_experts * 8
         everyone = np.ones(num_ranks)
-        stats_bytes = 0 if traffic.stats_SE is None else traffic.stats_SE.numel() * 8
-        found = {
-            "wait_policy": lambda: everyone * links.all_reduce_us(stats_bytes, num_ranks),
-            "wait_metadata": lambda: everyone * links.all_gather_us(count_bytes, num_ranks),
+        stats_bytes = 0 if stats_SE is None else stats_SE.numel() * 8
+        return {
+            "wait_policy": everyone * links.all_reduce_us(stats_bytes, num_ranks),
+            "wait_metadata": everyone * links.all_gather_us(count_bytes, num_ranks),
             # Rows and their weights travel one after the other.
-            "wait_dispatch": lambda: (
-                links.all_to_all_us(pairs_RR * row_bytes) + links.all_to_all_us(pairs_RR * weight_bytes)
-            ),
-            "wait_combine": lambda: links.all_to_all_us(pairs_RR.T * row_bytes),
+            "wait_dispatch": (links.all_to_all_us(pairs_RR * row_bytes) + links.all_to_all_us(pairs_RR * weight_bytes)),
+            "wait_combine": links.all_to_all_us(pairs_RR.T * row_bytes),
         }
-        return {name: found[name]() for name in meetings}
 
 
 def _reference_error(

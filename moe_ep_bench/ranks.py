@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,15 @@ class Ranks:
         """Ranks whose ``value`` is not rank 0's."""
         digests = self.texts(hashlib.sha256(value.encode()).hexdigest())
         return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+
+    def complain(self, error: str) -> bool:
+        """Print the first error of any rank (empty = none), once; tell all ranks whether there was one."""
+        errors = self.texts(error)
+        failing = [rank for rank, text in enumerate(errors) if text]
+        if failing and self.is_first:
+            where = "" if len(failing) == self.world_size or failing[0] == 0 else f"rank {failing[0]}: "
+            print(f"moe-ep-bench: {where}{errors[failing[0]]}", file=sys.stderr, flush=True)
+        return bool(failing)
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -121,7 +121,7 @@ def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20,
     try:
         most_bytes = DEFAULT_MAX_BYTES[ranks.device.type] if max_bytes is None else max_bytes
         alike = not ranks.differing(json.dumps([str(out), most_bytes, repetitions, ranks.local_world_size]))
-        if _complain(ranks, what_to_change(ranks, out, most_bytes, repetitions, alike=alike)):
+        if ranks.complain(what_to_change(ranks, out, most_bytes, repetitions, alike=alike)):
             return USER_ERROR
         watchdog = Watchdog(timeout_s, lambda reason: None)
         samples = _measure(ranks, _exchanges(ranks, most_bytes), repetitions, watchdog.feed)
@@ -132,7 +132,7 @@ def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20,
                 _write(ranks, out, samples)
             except (OSError, ValueError) as problem:
                 error = str(problem)
-        return USER_ERROR if _complain(ranks, error) else OK
+        return USER_ERROR if ranks.complain(error) else OK
     except Exception:
         traceback.print_exc()
         return LOST
@@ -166,14 +166,6 @@ def what_to_change(ranks: Ranks, out: Path, most_bytes: int, repetitions: int, *
         if out.is_dir() or not os.access(out.parent, os.W_OK):
             return f"--out {out}: cannot be written"
     return ""
-
-
-def _complain(ranks: Ranks, error: str) -> bool:
-    """Print the first error of any rank, once; tell whether there was one."""
-    errors = [text for text in ranks.texts(error) if text]
-    if errors and ranks.is_first:
-        print(f"moe-ep-bench: {errors[0]}", file=sys.stderr, flush=True)
-    return bool(errors)
 
 
 def _exchanges(ranks: Ranks, most_bytes: int) -> list[Exchange]:

@@ -92,7 +92,7 @@ def _agree_on_comparisons(ranks: Ranks, config: Path, overrides: Sequence[str], 
             raise ValueError(f"--launch: expected 0 to {most - 1} (measure.launches={most}), got {launch}")
     except ValueError as problem:
         error = str(problem)
-    if _complain(ranks, error):
+    if ranks.complain(error):
         return None
     definitions = json.dumps([comparison.definition for comparison in comparisons], sort_keys=True)
     policies = json.dumps([case.case_id for comparison in comparisons for case in comparison.cases])
@@ -104,8 +104,7 @@ def _agree_on_comparisons(ranks: Ranks, config: Path, overrides: Sequence[str], 
     ):
         differing = ranks.differing(value)
         if differing:
-            _complain(
-                ranks,
+            ranks.complain(
                 f"{what} is not the same on all ranks: rank {', '.join(map(str, differing))} differ(s) "
                 "from rank 0; start all ranks alike",
             )
@@ -139,7 +138,7 @@ def _agree_on_cases(
             wanted = torch.tensor(flags, dtype=torch.uint8)
         except (OSError, ValueError) as problem:
             error = str(problem)
-    if _complain(ranks, error):
+    if ranks.complain(error):
         return None
     flags = iter(ranks.gather(wanted, everywhere=True)[0].tolist())
     return [[case for case in comparison.cases if next(flags)] for comparison in comparisons]
@@ -187,18 +186,6 @@ def check_directory(directory: RunDirectory, ranks: Ranks, force: bool) -> None:
                 f"--out {directory.root}: holds results with {key} {then[key]}, here it is {value}; "
                 "choose another directory" + (" or --force" if key == "code" else "")
             )
-
-
-def _complain(ranks: Ranks, error: str) -> bool:
-    """Print the first error of any rank, once; tell whether there was one."""
-    errors = ranks.texts(error)
-    failing = [rank for rank, text in enumerate(errors) if text]
-    if not failing:
-        return False
-    if ranks.is_first:
-        where = "" if len(failing) == ranks.world_size or failing[0] == 0 else f"rank {failing[0]}: "
-        print(f"moe-ep-bench: {where}{errors[failing[0]]}", file=sys.stderr, flush=True)
-    return True
 
 
 def _measure_all(
@@ -257,7 +244,7 @@ def _profile(ranks: Ranks, directory: RunDirectory, comparisons: Sequence[Compar
             check_directory(directory, ranks, force=True)
     except ValueError as problem:
         error = str(problem)
-    if _complain(ranks, error):
+    if ranks.complain(error):
         return USER_ERROR
     with open_job(
         ranks,

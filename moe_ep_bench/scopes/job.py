@@ -18,7 +18,7 @@ from moe_ep_bench.attempts import Mark
 from moe_ep_bench.exit_codes import LOST
 from moe_ep_bench.ranks import Ranks
 from moe_ep_bench.records import RunDirectory
-from moe_ep_bench.scopes.comparison import CaseSpec, Comparison
+from moe_ep_bench.scopes.comparison import CaseSpec, Comparison, Planned
 from moe_ep_bench.watchdog import Watchdog
 
 
@@ -51,24 +51,29 @@ class Job:
         self.progress.update()
 
     def identity(self, comparison: Comparison, case: CaseSpec, num_rows: int) -> dict[str, list[Any]]:
-        """The columns that say which case rows belong to, repeated for ``num_rows`` rows."""
-        values = {
-            "run_id": self.run_id,
-            "case_id": case.case_id,
-            "comparison_id": comparison.comparison_id,
-            "mode": self.mode,
-            "model": comparison.model.name,
-            "policy": case.name,
-            "policy_params": json.dumps(case.params, sort_keys=True),
-            "num_ranks": comparison.ep_size,
-            "status": "ok",
-        }
-        return {key: [value] * num_rows for key, value in values.items()}
+        """See ``identity``."""
+        return identity(self.mode, self.run_id, comparison, case, num_rows)
 
     def write_unmeasured(self, comparison: Comparison, case: CaseSpec, status: str, reason: str) -> None:
         """Write the one row of a case that has no measurements; rank 0 calls this."""
         row = {**self.identity(comparison, case, 1), "status": [status], "reason": [reason]}
         self.directory.write_case(case.case_id, self.launch, row)
+
+
+def identity(mode: str, run_id: str, comparison: Planned, case: CaseSpec, num_rows: int) -> dict[str, list[Any]]:
+    """The columns that say which case rows belong to, repeated for ``num_rows`` rows."""
+    values = {
+        "run_id": run_id,
+        "case_id": case.case_id,
+        "comparison_id": comparison.comparison_id,
+        "mode": mode,
+        "model": comparison.model.name,
+        "policy": case.name,
+        "policy_params": json.dumps(case.params, sort_keys=True),
+        "num_ranks": comparison.ep_size,
+        "status": "ok",
+    }
+    return {key: [value] * num_rows for key, value in values.items()}
 
 
 @contextlib.contextmanager

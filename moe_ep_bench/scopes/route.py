@@ -47,6 +47,7 @@ from moe_ep_bench.scopes.comparison import (
     check_rank_shares,
     make_workload,
 )
+from moe_ep_bench.scopes.job import identity
 from moe_ep_bench.scopes.run import describe_experiment
 from moe_ep_bench.workload import RecordedWorkload, TokenBatch, deal
 
@@ -344,7 +345,7 @@ def _route_comparison(
         progress.update()
     for case in cases:
         rows = rows_of[case.case_id]
-        directory.write_route(case.case_id, {**_identity(run_id, comparison, case, len(rows["rank"])), **rows})
+        directory.write_route(case.case_id, {**identity("route", run_id, comparison, case, len(rows["rank"])), **rows})
     if overlap:
         directory.write_overlap(comparison.comparison_id, overlap)
     directory.write_scores(comparison.comparison_id, scores)
@@ -392,21 +393,6 @@ def _overlap_rows(comparison: RouteComparison, batch: TokenBatch, index: int) ->
 def _append(rows: dict[str, list[Any]], row: Mapping[str, Any]) -> None:
     for name, value in row.items():
         rows[name].append(value)
-
-
-def _identity(run_id: str, comparison: RouteComparison, case: CaseSpec, num_rows: int) -> dict[str, list[Any]]:
-    values = {
-        "run_id": run_id,
-        "case_id": case.case_id,
-        "comparison_id": comparison.comparison_id,
-        "mode": "route",
-        "model": comparison.model.name,
-        "policy": case.name,
-        "policy_params": json.dumps(case.params, sort_keys=True),
-        "num_ranks": comparison.ep_size,
-        "status": "ok",
-    }
-    return {key: [value] * num_rows for key, value in values.items()}
 
 
 def _check_directory(directory: RunDirectory, force: bool) -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from scipy.stats import gumbel_r, kstest
 
 from moe_ep_bench.workload import SyntheticWorkload, deal
-from moe_ep_bench.workload.noise import correlated_noise
+from moe_ep_bench.workload.noise import CorrelatedNoise
 from moe_ep_bench.workload.popularity import FAMILIES, drawn_popularity, log_odds, placed, placed_for_rank_load
+from moe_ep_bench.workload.rows import Run
 from moe_ep_bench.workload.selection import TopK
 
 few_examples = settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -155,7 +156,7 @@ def test_neighbours_share_as_many_experts_as_asked_for(overlap, sequence_length)
 
 
 def test_correlated_noise_is_gumbel_noise_token_by_token():
-    noise_TE = correlated_noise(1, 0, 4000, 4, 2, 0.8)
+    noise_TE = np.concatenate(list(CorrelatedNoise(1, 0, 4000, 4, 2, 0.8).chunks([Run(0, 4000)])))
     assert kstest(noise_TE[1::2, 0], gumbel_r.cdf).pvalue > 0.01
     assert kstest(noise_TE[::2, 3], gumbel_r.cdf).pvalue > 0.01
     assert np.corrcoef(noise_TE[::2, 1], noise_TE[1::2, 1])[0, 1] > 0.7

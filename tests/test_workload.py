@@ -250,7 +250,7 @@ def test_any_recorded_row_gets_a_tail_below_its_top_k(seed, steps, sharpness):
     recorded_TK = (np.round(recorded_TK * steps) / steps).astype(np.float16).astype(np.float64)
     ids_TK = np.argsort(random.random((30, num_experts)), axis=1)[:, :top_k]
     fitted = fit_top_k(recorded_TK, num_experts)
-    filled_TE = fill_tail(ids_TK, fitted.scores_TK, random.random(num_experts) + 1e-3, random)
+    filled_TE = fill_tail(ids_TK, fitted.scores_TK, random.random(num_experts) + 1e-3, random.random((30, 12)))
     scores_TE = torch.from_numpy(filled_TE)
     assert_rows_are_distributions_without_ties(scores_TE)
     best = scores_TE.topk(top_k, dim=1)

@@ -16,7 +16,8 @@ package is where that distribution comes from:
 A workload makes *global* batches (``TokenBatch``: the tokens of all ranks) and does not know how
 many ranks there are, so that one workload gives the same bytes to 1, 4 or 64 of them. ``deal``
 then hands whole sequences to ranks. Dealing single tokens would average the ranks' traffic and
-erase the very differences between ranks that dispatch and combine have to bear.
+erase the very differences between ranks that dispatch and combine have to bear. A batch need not fit
+in memory: ``Workload.rank_batches`` makes what ``deal`` gives each rank, one rank after the other.
 
 Every workload describes itself (``describe``) in words and numbers for ``run.json``, and
 ``fingerprint`` hashes the bytes it makes: two runs with one fingerprint saw the same scores.

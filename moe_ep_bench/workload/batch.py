@@ -1,6 +1,6 @@
 """A batch of tokens, how ranks share it, and what every source of batches has in common.
 
-Shapes: T = tokens of all ranks together, E = experts, S = sequences.
+Shapes: T = tokens of all ranks together, E = experts, R = ranks, S = sequences.
 """
 
 from __future__ import annotations
@@ -8,26 +8,27 @@ from __future__ import annotations
 import hashlib
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.workload.selection import TopK
-from moe_ep_bench.workload.skew import entropy, mass_share, neighbour_overlap, peak_load, rank_load
+from moe_ep_bench.workload.skew import entropy, mass_share, peak_load, rank_load, shared_by_neighbours
 
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """One global batch: what all ranks together feed to the layer.
+    """Tokens of a global batch: of all ranks together, of one, or a few rows of it.
 
     Attributes:
         scores_TE: float32 router scores; every row is positive and sums to 1.
-        sequence_id_T: int64, from 0; the tokens of one sequence are adjacent.
+        sequence_id_T: int64, from 0 in the global batch; the tokens of one sequence are adjacent.
     """
 
     scores_TE: Tensor
@@ -61,34 +62,51 @@ def deal(batch: TokenBatch | Tensor, num_ranks: int, shares: Sequence[float] | N
     Raises:
         ValueError: no ranks, no rank with a share, or a sequence whose tokens are not adjacent.
     """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks: expected at least 1, got {num_ranks}")
     sequence_id_T = batch.sequence_id_T if isinstance(batch, TokenBatch) else batch
     id_S, length_S = torch.unique_consecutive(sequence_id_T, return_counts=True)
     if id_S.unique().numel() != id_S.numel():
         raise ValueError("sequence_id_T: expected the tokens of a sequence side by side, got one in several runs")
 
+    rank_S = torch.from_numpy(deal_sequences(length_S.numpy(), num_ranks, shares))
+    rank_T = rank_S.repeat_interleave(length_S)
+    tokens_per_rank = torch.bincount(rank_T, minlength=num_ranks).tolist()
+    return list(torch.argsort(rank_T, stable=True).split(tokens_per_rank))
+
+
+def deal_sequences(
+    length_S: NDArray[np.int64], num_ranks: int, shares: Sequence[float] | None = None
+) -> NDArray[np.int64]:
+    """Which rank gets each sequence, by the rule of ``deal``: int64 [S].
+
+    Args:
+        length_S: tokens of each sequence.
+        num_ranks, shares: see ``deal``.
+
+    Raises:
+        ValueError: no ranks, or no rank with a share.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks: expected at least 1, got {num_ranks}")
     share_R = [1.0 if shares is None else shares[rank % len(shares)] for rank in range(num_ranks)]
     fill_and_rank = [(0.0, rank) for rank in range(num_ranks) if share_R[rank] > 0]  # already a heap
     if not fill_and_rank:
         raise ValueError(f"shares: expected one above 0 among the {num_ranks} ranks, got {share_R}")
-    rank_S = []
-    for length in length_S.tolist():
+    rank_S = np.empty(len(length_S), dtype=np.int64)
+    for sequence, length in enumerate(length_S.tolist()):
         fill, rank = fill_and_rank[0]
         heapq.heapreplace(fill_and_rank, (fill + length / share_R[rank], rank))
-        rank_S.append(rank)
-    rank_T = torch.tensor(rank_S, dtype=torch.int64).repeat_interleave(length_S)
-    tokens_per_rank = torch.bincount(rank_T, minlength=num_ranks).tolist()
-    return list(torch.argsort(rank_T, stable=True).split(tokens_per_rank))
+        rank_S[sequence] = rank
+    return rank_S
 
 
 class Workload(ABC):
     """A source of ``num_batches`` batches that are the same bytes whenever and wherever they are made.
 
-    A subclass makes batches and describes them. It holds no state that batches change, and knows
-    nothing of ranks.
+    A subclass makes batches and describes them. What it keeps between batches changes none, and it knows
+    nothing of ranks: what each of them gets, ``deal`` says.
     """
 
+    num_tokens: int
     num_batches: int
     num_experts: int
     top_k: int
@@ -115,9 +133,42 @@ class Workload(ABC):
 
     def batch(self, index: int) -> TokenBatch:
         """Return batch ``index``, 0 to ``num_batches - 1``."""
+        self._check_index(index)
+        return self.make_batch(index)
+
+    def rank_batches(self, index: int, num_ranks: int, shares: Sequence[float] | None = None) -> Iterator[TokenBatch]:
+        """Yield each rank's tokens of batch ``index``, rank by rank: those that ``deal`` gives it of ``batch(index)``.
+
+        A ``StreamedWorkload`` holds one rank's tokens at a time, others the batch.
+
+        Raises:
+            IndexError: no such batch.
+            ValueError: see ``deal``; raised when the first rank is asked for.
+        """
+        self._check_index(index)
+        return self.make_rank_batches(index, num_ranks, shares)
+
+    def blocks(self, index: int) -> Iterator[TokenBatch]:
+        """Yield batch ``index`` a few rows at a time, in order; a sequence may go on in the next block.
+
+        A ``StreamedWorkload`` holds one block at a time, others the batch.
+        """
+        self._check_index(index)
+        return self.make_blocks(index)
+
+    def make_rank_batches(self, index: int, num_ranks: int, shares: Sequence[float] | None) -> Iterator[TokenBatch]:
+        """Deal batch ``index``; a subclass that need not hold all of it does better."""
+        batch = self.make_batch(index)
+        for tokens_T in deal(batch, num_ranks, shares):
+            yield TokenBatch(batch.scores_TE[tokens_T], batch.sequence_id_T[tokens_T])
+
+    def make_blocks(self, index: int) -> Iterator[TokenBatch]:
+        """Make all of batch ``index`` one block; a subclass that need not hold all of it does better."""
+        yield self.make_batch(index)
+
+    def _check_index(self, index: int) -> None:
         if not 0 <= index < self.num_batches:
             raise IndexError(f"batch: expected 0 to {self.num_batches - 1}, got {index}")
-        return self.make_batch(index)
 
     def fingerprint(self) -> str:
         """16 hex digits of the sha256 over the bytes of all batches; makes every batch once."""
@@ -149,14 +200,18 @@ class Workload(ABC):
 
     @cached_property
     def _survey(self) -> tuple[str, list[_BatchSurvey]]:
-        # One pass for both questions, one batch in memory at a time.
+        # One pass for both questions, one block in memory at a time.
         digest, surveys = hashlib.sha256(), []
         for index in range(self.num_batches):
-            batch = self.batch(index)
-            digest.update(repr(tuple(batch.scores_TE.shape)).encode())
-            digest.update(batch.scores_TE.numpy().data.cast("B"))
-            digest.update(batch.sequence_id_T.numpy().data.cast("B"))
-            surveys.append(_BatchSurvey.of(batch, self.selection))
+            tally, ids = _Tally(self.num_experts, self.selection), []
+            digest.update(repr((self.num_tokens, self.num_experts)).encode())
+            for block in self.blocks(index):
+                digest.update(block.scores_TE.numpy().data.cast("B"))
+                ids.append(block.sequence_id_T)
+                tally.add(block)
+            for sequence_id_T in ids:
+                digest.update(sequence_id_T.numpy().data.cast("B"))
+            surveys.append(tally.survey())
         return digest.hexdigest()[:16], surveys
 
 
@@ -171,16 +226,38 @@ class _BatchSurvey:
     entropy: float
     neighbour_overlap: float | None
 
-    @classmethod
-    def of(cls, batch: TokenBatch, selection: TopK) -> _BatchSurvey:
-        map_TE = torch.from_numpy(selection.chosen(np.log(batch.scores_TE.numpy())))
-        load_E = map_TE.sum(0)
-        counts = [2**power for power in range(1, 9) if load_E.numel() % 2**power == 0]
-        return cls(
-            peak_load(load_E),
-            {num_ranks: rank_load(load_E, num_ranks) for num_ranks in counts},
-            int((load_E > 0).sum()),
-            mass_share(batch.scores_TE, map_TE),
-            entropy(batch.scores_TE),
-            neighbour_overlap(map_TE, batch.sequence_id_T),
+
+class _Tally:
+    """Takes in a batch block by block, in order, and says what it turned out to be."""
+
+    def __init__(self, num_experts: int, selection: TopK) -> None:
+        self.selection = selection
+        self.load_E = torch.zeros(num_experts, dtype=torch.int64)
+        self.num_tokens = self.num_neighbours = self.num_shared = 0
+        self.topk_share = self.entropy = 0.0
+        # The last token's, whose neighbour is in the block to come.
+        self.map_1E = torch.zeros(0, num_experts, dtype=torch.bool)
+        self.sequence_id_1 = torch.zeros(0, dtype=torch.int64)
+
+    def add(self, block: TokenBatch) -> None:
+        map_TE = torch.from_numpy(self.selection.chosen(np.log(block.scores_TE.numpy())))
+        self.load_E += map_TE.sum(0)
+        self.num_tokens += block.num_tokens
+        self.topk_share += block.num_tokens * mass_share(block.scores_TE, map_TE)
+        self.entropy += block.num_tokens * entropy(block.scores_TE)
+        sequence_id_T = torch.cat([self.sequence_id_1, block.sequence_id_T])
+        num_shared, num_neighbours = shared_by_neighbours(torch.cat([self.map_1E, map_TE]), sequence_id_T)
+        self.num_shared += num_shared
+        self.num_neighbours += num_neighbours
+        self.map_1E, self.sequence_id_1 = map_TE[-1:], sequence_id_T[-1:]
+
+    def survey(self) -> _BatchSurvey:
+        counts = [2**power for power in range(1, 9) if len(self.load_E) % 2**power == 0]
+        return _BatchSurvey(
+            peak_load(self.load_E),
+            {num_ranks: rank_load(self.load_E, num_ranks) for num_ranks in counts},
+            int((self.load_E > 0).sum()),
+            self.topk_share / self.num_tokens,
+            self.entropy / self.num_tokens,
+            self.num_shared / self.num_neighbours if self.num_neighbours else None,
         )

@@ -9,41 +9,124 @@ distributed as before and only its likeness to the one before it changes.
 A sequence is whatever ``sequence_id_T`` says: a text at prefill, or the consecutive tokens of one
 speculative request.
 
-Shapes: T = tokens, E = experts, N = pairs of neighbours that are simulated.
+Any rows of a batch can be made alone. An independent row takes as many words of the stream as it has
+experts. Normal values are drawn by rejection and take one word or more, so correlated sequences begin at words that
+are known only once all before them were drawn; that is done once, and their places are kept.
+
+Shapes: T = tokens of a batch, E = experts, S = its sequences, N = pairs of neighbours that are simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.signal import lfilter
 from scipy.special import log_ndtr
 
-from moe_ep_bench.workload.randomness import Stream, generator
+from moe_ep_bench.workload.randomness import Stream, generator, seek, tell
+from moe_ep_bench.workload.rows import Run, draw_rows, in_chunks, joined, rows_at_once
 from moe_ep_bench.workload.selection import TopK
 
 _NUM_PAIRS = 4096
 _BISECTIONS = 12
 
 
-def independent_noise(seed: int, batch: int, num_tokens: int, num_experts: int) -> NDArray[np.float64]:
-    """Gumbel noise, float64 [T, E]."""
-    return generator(seed, Stream.NOISE, batch).gumbel(size=(num_tokens, num_experts))
+@dataclass(frozen=True, eq=False)
+class Noise(ABC):
+    """Gumbel noise of one batch."""
+
+    seed: int
+    batch: int
+    num_tokens: int
+    num_experts: int
+
+    @abstractmethod
+    def chunks(self, runs: Iterable[Run]) -> Iterator[NDArray[np.float64]]:
+        """Noise of some rows, in chunks: float64 [up to ``rows_at_once``, E].
+
+        Args:
+            runs: ascending; each starts where a sequence does.
+        """
+
+    def _generator(self) -> np.random.Generator:
+        return generator(self.seed, Stream.NOISE, self.batch)
 
 
-def correlated_noise(
-    seed: int, batch: int, num_tokens: int, num_experts: int, sequence_length: int, correlation: float
-) -> NDArray[np.float64]:
-    """Gumbel noise, float64 [T, E]; underlying normals of neighbours in a sequence correlate by ``correlation``."""
-    normal_TE = generator(seed, Stream.NOISE, batch).normal(size=(num_tokens, num_experts))
-    for start in range(0, num_tokens, sequence_length):
-        rows = slice(start, start + sequence_length)
-        # The first token is as it is, the others x_t = c x_{t-1} + sqrt(1 - c^2) e_t: all are standard normal.
-        normal_TE[start + 1 : start + sequence_length] *= np.sqrt(1 - correlation**2)
-        normal_TE[rows] = lfilter([1.0], [1.0, -correlation], normal_TE[rows], axis=0)
-    return _gumbel(normal_TE)
+class IndependentNoise(Noise):
+    """Noise that is independent from token to token."""
+
+    def chunks(self, runs: Iterable[Run]) -> Iterator[NDArray[np.float64]]:
+        random = self._generator()
+        for _, noise_TE in draw_rows(random, runs, self.num_experts, random.gumbel):
+            yield noise_TE
+
+
+@dataclass(frozen=True, eq=False)
+class CorrelatedNoise(Noise):
+    """Noise whose underlying normals correlate by ``correlation`` between neighbours in a sequence."""
+
+    sequence_length: int
+    correlation: float
+
+    def chunks(self, runs: Iterable[Run]) -> Iterator[NDArray[np.float64]]:
+        random, row = self._generator(), 0
+        carried_1E = np.empty((1, self.num_experts))
+        for chunk in in_chunks(runs, rows_at_once(self.num_experts)):
+            parts = []
+            for first, end in chunk:
+                if first != row:
+                    seek(random, int(self._words[first // self.sequence_length]))
+                normal_TE = random.standard_normal((end - first, self.num_experts))
+                carried_1E = self._correlate(normal_TE, first, carried_1E)
+                parts.append(_gumbel(normal_TE))
+                row = end
+            yield joined(parts)
+
+    def _correlate(
+        self, normal_TE: NDArray[np.float64], row: int, carried_1E: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Make independent normals correlated, in place.
+
+        Args:
+            normal_TE: of the rows from ``row`` on.
+            carried_1E: correlation times the row before; without effect where a sequence starts.
+
+        Returns:
+            What the rows that follow carry on.
+        """
+        start = 0
+        while start < len(normal_TE):
+            into_sequence = (row + start) % self.sequence_length
+            end = min(start + self.sequence_length - into_sequence, len(normal_TE))
+            if into_sequence == 0:
+                carried_1E = np.zeros_like(carried_1E)
+            # The first token is as it is, the others x_t = c x_{t-1} + sqrt(1 - c^2) e_t: all are standard normal.
+            normal_TE[start + (into_sequence == 0) : end] *= np.sqrt(1 - self.correlation**2)
+            normal_TE[start:end], carried_1E = lfilter(
+                [1.0], [1.0, -self.correlation], normal_TE[start:end], axis=0, zi=carried_1E
+            )
+            start = end
+        return carried_1E
+
+    @cached_property
+    def _words(self) -> NDArray[np.int64]:
+        """From which word of the stream each sequence is drawn: int64 [S]."""
+        random = self._generator()
+        scratch_TE = np.empty((rows_at_once(self.num_experts), self.num_experts))
+        words_S = np.empty(-(-self.num_tokens // self.sequence_length), dtype=np.int64)
+        for sequence, first in enumerate(range(0, self.num_tokens, self.sequence_length)):
+            words_S[sequence] = tell(random)
+            missing = min(self.sequence_length, self.num_tokens - first)
+            while missing:
+                drawn = scratch_TE[:missing]
+                random.standard_normal(out=drawn)
+                missing -= len(drawn)
+        return words_S
 
 
 def solve_correlation(seed: int, bias_E: NDArray[np.float64], top_k: TopK, overlap: float) -> float:
@@ -79,4 +162,7 @@ def _bisect(function: Callable[[float], float], target: float) -> float:
 
 def _gumbel(normal: NDArray[np.float64]) -> NDArray[np.float64]:
     """The Gumbel value at the same quantile."""
-    return -np.log(-log_ndtr(normal))
+    gumbel = log_ndtr(normal)
+    for function in (np.negative, np.log, np.negative):
+        function(gumbel, out=gumbel)
+    return gumbel

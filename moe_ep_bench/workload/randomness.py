@@ -1,10 +1,10 @@
 """Where a workload's random numbers come from, and how its scores are kept free of ties.
 
 Random numbers are numpy's counter-based Philox streams, one for each (seed, purpose, batch). So
-batch 7 can be made without batches 0 to 6, and neither the number of ranks nor torch or its
-devices have a say in it. Scores are worked out in float64 and rounded to float32 last, which
-hides last-place differences between math libraries; where one shows after all, or a numpy release
-changes a distribution, the workload's fingerprint tells.
+batch 7 can be made without batches 0 to 6, a row of it without the rows before it, and neither the
+number of ranks nor torch or its devices have a say in it. Scores are worked out in float64 and
+rounded to float32 last, which hides last-place differences between math libraries; where one shows
+after all, or a numpy release changes a distribution, the workload's fingerprint tells.
 
 Shapes: T = tokens, E = experts.
 """
@@ -31,6 +31,22 @@ class Stream(IntEnum):
 def generator(seed: int, stream: Stream, batch: int = 0) -> np.random.Generator:
     """Return the generator of one stream of one batch; ``seed`` is at least 0."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(stream, batch))))
+
+
+def seek(random: np.random.Generator, word: int) -> None:
+    """Go to a place in a stream: the next number is drawn from its 64-bit word number ``word``, from 0."""
+    state = random.bit_generator.state
+    # Philox turns a counter into four words: what is drawn next is made from the counter after this one.
+    state["state"]["counter"] = np.array([word // 4, 0, 0, 0], dtype=np.uint64)
+    random.bit_generator.state = {**state, "buffer_pos": 4, "has_uint32": 0}
+    if word % 4:
+        random.bit_generator.random_raw(word % 4)
+
+
+def tell(random: np.random.Generator) -> int:
+    """Which 64-bit word of its stream the next number is drawn from."""
+    state = random.bit_generator.state
+    return 4 * int(state["state"]["counter"][0]) - (4 - state["buffer_pos"])
 
 
 def separate_ties(scores_TE: NDArray[np.float32], order_TE: NDArray[np.float64]) -> None:

@@ -18,20 +18,20 @@ Shapes: T = tokens, E = experts, K = top_k, B = requests of a decoding step, N =
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from moe_ep_bench.workload.batch import TokenBatch, Workload
-from moe_ep_bench.workload.draws import Piece, Pool, apportion, draw_sequences, draw_steps
+from moe_ep_bench.workload.draws import Pool, apportion, draw_sequences, draw_steps
 from moe_ep_bench.workload.randomness import Stream, generator
+from moe_ep_bench.workload.rows import Run, draw_rows, row_numbers
+from moe_ep_bench.workload.streamed import StreamedWorkload
 from moe_ep_bench.workload.tail import TAILS, FittedTopK, fill_tail, fit_top_k, tail_weights
 from moe_ep_bench.workload.trace import Trace, open_trace
 
@@ -46,7 +46,7 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class RecordedWorkload(Workload):
+class RecordedWorkload(StreamedWorkload):
     """Batches of one layer of one or several ``moe-trace-v1`` recordings.
 
     A recording that is shorter than a batch is gone through again, in a fresh order, as often as it takes.
@@ -164,16 +164,19 @@ class RecordedWorkload(Workload):
         """The opened recordings, in the order of ``sources``."""
         return tuple(open_trace(source.path) for source in self.sources)
 
-    def make_batch(self, index: int) -> TokenBatch:
+    def sequence_lengths(self, index: int) -> NDArray[np.int64]:
+        return self._spans(index)[1]
+
+    def make_scores(self, index: int, runs: Sequence[Run]) -> Iterator[NDArray[np.float32]]:
         ids_TK, fitted, weights_E = self._routing
-        token_T, sequence_id_T = self.draw(index)
-        scores_TE = fill_tail(
-            ids_TK[token_T].astype(np.int64),
-            fitted.scores_TK[token_T],
-            weights_E,
-            generator(self.seed, Stream.TAIL, index),
-        )
-        return TokenBatch(torch.from_numpy(scores_TE), torch.from_numpy(sequence_id_T))
+        first_S, length_S = self._spans(index)
+        end_S = length_S.cumsum()
+        offset_S = first_S + length_S - end_S
+        random = generator(self.seed, Stream.TAIL, index)
+        for chunk, jitter_TE in draw_rows(random, runs, self.num_experts, random.random):
+            row_T = row_numbers(chunk)
+            token_T = row_T + offset_S[np.searchsorted(end_S, row_T, side="right")]
+            yield fill_tail(ids_TK[token_T].astype(np.int64), fitted.scores_TK[token_T], weights_E, jitter_TE)
 
     def draw(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Which recorded tokens make up a batch, and which of its sequences (or slots) each belongs to.
@@ -181,12 +184,16 @@ class RecordedWorkload(Workload):
         Returns:
             Two int64 [T]. Tokens are counted through all recordings, one after the other, in the order of ``sources``.
         """
+        first_S, length_S = self._spans(index)
+        token_T = np.arange(self.num_tokens) + (first_S + length_S - length_S.cumsum()).repeat(length_S)
+        return token_T, np.arange(len(length_S)).repeat(length_S)
+
+    def _spans(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The first recorded token of each sequence (or slot) of a batch, and how many there are: both int64 [S]."""
         if self.arrangement == "decode":
-            token_BT = self._steps[index][:, None] + np.arange(self.tokens_per_request)
-            return token_BT.ravel(), np.repeat(np.arange(len(token_BT)), self.tokens_per_request)
-        pieces = self._pieces[index]
-        lengths = [end - first for first, end in pieces]
-        return np.concatenate([np.arange(*piece) for piece in pieces]), np.repeat(np.arange(len(pieces)), lengths)
+            first_B = self._steps[index]
+            return first_B, np.full_like(first_B, self.tokens_per_request)
+        return self._pieces[index]
 
     def describe(self) -> dict[str, object]:
         _, fitted, _ = self._routing
@@ -316,10 +323,11 @@ class RecordedWorkload(Workload):
         return num_requests
 
     @cached_property
-    def _pieces(self) -> list[list[Piece]]:
-        """The sequences of every batch."""
+    def _pieces(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """The sequences of every batch: the first token of each, and how many there are."""
         randoms = (generator(self.seed, Stream.SEQUENCES, index) for index in range(self.num_batches))
-        return draw_sequences(self._pools, self.num_tokens, randoms)
+        spans = (np.array(pieces, np.int64).T for pieces in draw_sequences(self._pools, self.num_tokens, randoms))
+        return [(first_S, end_S - first_S) for first_S, end_S in spans]
 
     @cached_property
     def _steps(self) -> NDArray[np.int64]:

@@ -50,9 +50,7 @@ def mass_share(scores_TE: Tensor, map_TE: Tensor) -> float:
     return (held_T / scores_TE.sum(1, dtype=torch.float64)).mean().item()
 
 
-def neighbour_overlap(map_TE: Tensor, sequence_id_T: Tensor) -> float | None:
-    """How many of the experts of ``map_TE`` adjacent tokens of a sequence share, mean; None without such pairs."""
+def shared_by_neighbours(map_TE: Tensor, sequence_id_T: Tensor) -> tuple[int, int]:
+    """How many of the experts of ``map_TE`` adjacent tokens of a sequence share, over all such pairs, and the pairs."""
     adjacent_T = sequence_id_T[1:] == sequence_id_T[:-1]
-    if not adjacent_T.any():
-        return None
-    return (map_TE[1:] & map_TE[:-1]).sum(1)[adjacent_T].double().mean().item()
+    return int((map_TE[1:] & map_TE[:-1])[adjacent_T].sum()), int(adjacent_T.sum())

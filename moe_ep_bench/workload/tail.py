@@ -35,7 +35,6 @@ TAILS = ("popularity", "uniform")
 MARGIN = 0.005
 # The least mass of a tail: where rounding left the top-k with all of it or more, they are scaled down to make room.
 MIN_TAIL_MASS = 2.0**-20
-ROWS_AT_ONCE = 4096
 
 
 class FittedTopK(NamedTuple):
@@ -97,24 +96,24 @@ def fill_tail(
     ids_TK: NDArray[np.int64],
     scores_TK: NDArray[np.float32],
     weights_E: NDArray[np.float64],
-    random: np.random.Generator,
+    jitter_TE: NDArray[np.float64],
 ) -> NDArray[np.float32]:
     """Complete top-k scores (from ``fit_top_k``) to full rows that sum to 1: float32 [T, E], without ties.
 
     The top-k of every row are exactly ``ids_TK`` in their order, with exactly ``scores_TK``.
+
+    Args:
+        weights_E: see ``tail_weights``.
+        jitter_TE: random numbers, uniform from 0 to below 1.
     """
-    scores_TE = np.empty((len(ids_TK), len(weights_E)), dtype=np.float32)
-    for start in range(0, len(ids_TK), ROWS_AT_ONCE):
-        rows = slice(start, start + ROWS_AT_ONCE)
-        best_TK = scores_TK[rows].astype(np.float64)
-        jitter_TE = random.random((len(best_TK), len(weights_E)))
-        shares_TE = weights_E * (0.5 + jitter_TE)
-        np.put_along_axis(shares_TE, ids_TK[rows], 0.0, axis=1)
-        caps_TE = best_TK[:, -1:] * (1 - MARGIN * (2 - jitter_TE))
-        filled_TE = water_fill(shares_TE, caps_TE, 1 - best_TK.sum(axis=1))
-        np.put_along_axis(filled_TE, ids_TK[rows], best_TK, axis=1)
-        scores_TE[rows] = filled_TE
-        separate_ties(scores_TE[rows], filled_TE)
+    best_TK = scores_TK.astype(np.float64)
+    shares_TE = weights_E * (0.5 + jitter_TE)
+    np.put_along_axis(shares_TE, ids_TK, 0.0, axis=1)
+    caps_TE = best_TK[:, -1:] * (1 - MARGIN * (2 - jitter_TE))
+    filled_TE = water_fill(shares_TE, caps_TE, 1 - best_TK.sum(axis=1))
+    np.put_along_axis(filled_TE, ids_TK, best_TK, axis=1)
+    scores_TE = filled_TE.astype(np.float32)
+    separate_ties(scores_TE, filled_TE)
     return scores_TE
 
 

@@ -1,0 +1,391 @@
+"""Claims about batches larger than memory: a rank's tokens made alone are those that dealing the whole batch gives."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import tracemalloc
+from contextlib import contextmanager
+from itertools import pairwise
+from statistics import fmean
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from scipy.special import log_ndtr
+
+from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, TokenBatch, Workload, deal
+from moe_ep_bench.workload import noise as noise_module
+from moe_ep_bench.workload import rows as rows_module
+from moe_ep_bench.workload import synthetic as synthetic_module
+from moe_ep_bench.workload.noise import CorrelatedNoise, IndependentNoise
+from moe_ep_bench.workload.randomness import Stream, generator, seek, tell
+from moe_ep_bench.workload.rows import Run, in_chunks, row_numbers, runs_of
+from moe_ep_bench.workload.skew import entropy, peak_load, rank_load, top_k_load, top_k_share
+
+few_examples = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+
+
+@contextmanager
+def sizes(chunk_scores=2**16, solved_scores=2**26):
+    chunks = patch.object(rows_module, "_CHUNK_SCORES", chunk_scores)
+    with chunks, patch.object(synthetic_module, "SOLVED_SCORES", solved_scores):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_pairs():
+    """What correlation is solved on is small, so that it neither takes the time nor hides other memory."""
+    with patch.object(noise_module, "_NUM_PAIRS", 256):
+        yield
+
+
+chunk_sizes = st.sampled_from([50, 300, 2048, 2**16])
+rank_shares = st.one_of(
+    st.none(), st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=4).filter(lambda shares: shares[0])
+)
+
+
+def assert_ranks_are_dealt(streamed: Workload, whole: Workload, index, num_ranks, shares=None):
+    batch = whole.batch(index)
+    ranks = list(streamed.rank_batches(index, num_ranks, shares))
+    for rank, tokens_T in zip(ranks, deal(batch, num_ranks, shares), strict=True):
+        assert torch.equal(rank.scores_TE, batch.scores_TE[tokens_T])
+        assert torch.equal(rank.sequence_id_T, batch.sequence_id_T[tokens_T])
+
+
+def assert_blocks_are_the_batch(streamed: Workload, whole: Workload, index):
+    batch = whole.batch(index)
+    blocks = list(streamed.blocks(index))
+    assert torch.equal(torch.cat([block.scores_TE for block in blocks]), batch.scores_TE)
+    assert torch.equal(torch.cat([block.sequence_id_T for block in blocks]), batch.sequence_id_T)
+
+
+# Synthetic
+
+
+def synthetic(**changes):
+    fields = {"num_experts": 16, "top_k": 3, "num_tokens": 300, "num_batches": 3, "sequence_length": 7, "seed": 0}
+    return SyntheticWorkload(**{**fields, "peak_load": 2.5, **changes})
+
+
+KINDS = {
+    "plain": {},
+    "no skew": {"peak_load": None},
+    "alike neighbours": {"neighbour_overlap": 1.6},
+    "alike neighbours, placed and sharp": {"neighbour_overlap": 1.6, "placement": "spread", "topk_share": 0.6},
+    "rank load": {"rank_load": (4, 1.4), "peak_load": 3.0},
+    "entropy": {"entropy": 0.5, "placement": "adjacent"},
+    "drift": {"drift": 0.3},
+    "bursts": {"burst_every": 2, "burst_peak_load": 4.0, "family": "zipf"},
+    "groups": {"num_groups": 4, "top_groups": 3, "topk_share": 0.5},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(few_examples, max_examples=12)
+@given(
+    st.integers(150, 350),
+    st.one_of(st.integers(1, 20), st.sampled_from([128, 1000])),
+    st.integers(0, 2),
+    st.integers(1, 64),
+    rank_shares,
+    chunk_sizes,
+)
+def test_a_ranks_synthetic_tokens_are_those_it_is_dealt(
+    kind, num_tokens, sequence_length, index, num_ranks, shares, chunk_scores
+):
+    if "neighbour_overlap" in KINDS[kind]:
+        sequence_length += 1
+    fields = {"num_tokens": num_tokens, "sequence_length": sequence_length, **KINDS[kind]}
+    whole = synthetic(**fields)
+    with sizes(chunk_scores):
+        streamed = synthetic(**fields)
+        assert_ranks_are_dealt(streamed, whole, index, num_ranks, shares)
+        assert_blocks_are_the_batch(streamed, whole, index)
+
+
+@pytest.mark.parametrize("kind", ["plain", "alike neighbours, placed and sharp", "rank load", "groups"])
+@pytest.mark.parametrize("sequence_length", [3, 50, 2000])
+def test_a_batch_that_is_solved_in_part_is_the_same_for_all_ranks(kind, sequence_length):
+    fields = {"num_tokens": 1500, "sequence_length": sequence_length, **KINDS[kind]}
+    with sizes(chunk_scores=160, solved_scores=16 * 400):
+        whole = synthetic(**fields)
+        for num_ranks in (1, 5, 64):
+            assert_ranks_are_dealt(synthetic(**fields), whole, 1, num_ranks)
+        assert_blocks_are_the_batch(synthetic(**fields), whole, 1)
+
+
+def test_the_targets_of_a_large_batch_are_met_on_the_solved_part_and_nearly_on_the_rest():
+    fields = {"num_tokens": 16000, "topk_share": 0.6, "sequence_length": 16}
+    with sizes(chunk_scores=16 * 500, solved_scores=16 * 4000):
+        scores_TE = synthetic(**fields).batch(0).scores_TE
+    assert peak_load(top_k_load(scores_TE[:4000], 3)) == pytest.approx(2.5, rel=0.0101)
+    assert top_k_share(scores_TE[:4000], 3) == pytest.approx(0.6, abs=2e-3)
+    # Of 12,000 tokens 0.47 go to the busiest expert: a standard deviation is 1 %, of 4,000 it is 1.7 %.
+    assert peak_load(top_k_load(scores_TE[4000:], 3)) == pytest.approx(2.5, rel=0.06)
+    assert top_k_share(scores_TE[4000:], 3) == pytest.approx(0.6, abs=0.02)
+    solved_alone = synthetic(**{**fields, "num_tokens": 4000}).batch(0).scores_TE
+    assert torch.equal(solved_alone, scores_TE[:4000])
+
+
+def test_what_is_kept_of_batches_is_bounded_and_changes_none():
+    fields = {"num_batches": 6, "neighbour_overlap": 1.6, "drift": 0.2}
+    fresh = [synthetic(**fields).batch(index) for index in range(6)]
+    with patch.object(synthetic_module, "_RECIPES_KEPT", 2), patch.object(synthetic_module, "_NOISES_KEPT", 2):
+        workload = synthetic(**fields)
+        for index in (0, 1, 2, 3, 0, 5, 4, 3):
+            assert torch.equal(workload.batch(index).scores_TE, fresh[index].scores_TE)
+            assert_ranks_are_dealt(workload, workload, index, 4)
+            assert len(workload._recipes) <= 2
+
+
+def test_a_batch_is_solved_once_however_it_is_asked_for():
+    workload = synthetic()
+    with patch.object(synthetic_module, "solve_strength", wraps=synthetic_module.solve_strength) as solved:
+        workload.batch(0)
+        for num_ranks in (1, 2, 3):
+            list(workload.rank_batches(0, num_ranks))
+        workload.batch(0)
+    assert solved.call_count == 1
+
+
+# Recorded
+
+EXPERTS, K = 16, 3
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory):
+    """Two domains: a few long sequences, and many short ones."""
+    folder = tmp_path_factory.mktemp("traces")
+    return [
+        saved(folder / "long.safetensors", [40, 1, 55], 0),
+        saved(folder / "short.safetensors", [4, 6, 5, 8, 3, 9, 7, 30], 1),
+    ]
+
+
+def saved(path, lengths, seed):
+    odds = np.exp(1.5 * np.random.default_rng(seed).normal(size=(1, sum(lengths), EXPERTS)))
+    scores = odds / odds.sum(axis=2, keepdims=True)
+    ids = np.argsort(-scores, axis=2)[..., :K]
+    tensors = {
+        "expert_ids": np.ascontiguousarray(ids.astype(np.uint8)),
+        "scores": np.take_along_axis(scores, ids, axis=2).astype(np.float16),
+        "sequence_id": np.repeat(np.arange(len(lengths)), lengths).astype(np.int32),
+        "position": np.concatenate([np.arange(length) for length in lengths]).astype(np.int32),
+    }
+    words = ("score", "phase", "domain", "source", "licence")
+    metadata = {"format": "moe-trace-v1", "model": "toy", "num_experts": str(EXPERTS), "top_k": str(K)}
+    save_file(tensors, path, {**metadata, **dict.fromkeys(words, "toy")})
+    return path
+
+
+def recorded(paths, **changes):
+    fields = {"layer": 0, "num_experts": EXPERTS, "top_k": K, "num_tokens": 120, "num_batches": 3, "seed": 0}
+    return RecordedWorkload([(path, 1) for path in paths], **{**fields, "tail": "uniform", **changes})
+
+
+@pytest.mark.parametrize("tail", ["popularity", "uniform"])
+@pytest.mark.parametrize("arrangement", ["sequences", "decode"])
+@pytest.mark.parametrize("num_recordings", [1, 2])
+@few_examples
+@given(st.integers(5, 300), st.integers(1, 4), st.integers(0, 2), st.integers(1, 64), rank_shares, chunk_sizes)
+def test_a_ranks_recorded_tokens_are_those_it_is_dealt(
+    recordings, num_recordings, arrangement, tail, num_tokens, per_request, index, num_ranks, shares, chunk_scores
+):
+    fields = {"num_tokens": num_tokens, "tail": tail, "arrangement": arrangement}
+    if arrangement == "decode":
+        fields |= {"num_tokens": num_tokens * per_request, "tokens_per_request": per_request}
+    whole = recorded(recordings[:num_recordings], **fields)
+    with sizes(chunk_scores):
+        streamed = recorded(recordings[:num_recordings], **fields)
+        assert_ranks_are_dealt(streamed, whole, index, num_ranks, shares)
+        assert_blocks_are_the_batch(streamed, whole, index)
+
+
+# Any workload
+
+
+def workloads(recordings):
+    yield synthetic(neighbour_overlap=1.6)
+    yield synthetic(sequence_length=1)
+    yield recorded(recordings)
+    yield recorded(recordings, arrangement="decode")
+
+
+def test_the_default_of_a_workload_is_to_deal_and_to_be_one_block(recordings):
+    for workload in workloads(recordings):
+        batch = workload.batch(1)
+        ranks = Workload.make_rank_batches(workload, 1, 3, [1, 0, 2])
+        for rank, tokens_T in zip(ranks, deal(batch, 3, [1, 0, 2]), strict=True):
+            assert torch.equal(rank.scores_TE, batch.scores_TE[tokens_T])
+            assert torch.equal(rank.sequence_id_T, batch.sequence_id_T[tokens_T])
+        (block,) = Workload.make_blocks(workload, 1)
+        assert torch.equal(block.scores_TE, batch.scores_TE)
+
+
+def test_wrong_batches_ranks_and_shares_are_refused_as_ever(recordings):
+    for workload in workloads(recordings):
+        for index in (-1, 3):
+            with pytest.raises(IndexError, match=f"^batch: expected 0 to 2, got {index}$"):
+                workload.rank_batches(index, 2)
+            with pytest.raises(IndexError, match=f"^batch: expected 0 to 2, got {index}$"):
+                workload.blocks(index)
+        with pytest.raises(ValueError, match=r"^num_ranks: expected at least 1, got 0$"):
+            list(workload.rank_batches(0, 0))
+        with pytest.raises(ValueError, match=r"^shares: expected one above 0 among the 2 ranks"):
+            list(workload.rank_batches(0, 2, [0, 0, 1]))
+
+
+def test_a_skew_that_cannot_be_had_is_refused_whoever_asks():
+    for ask in (lambda workload: workload.batch(0), lambda workload: list(workload.rank_batches(0, 4))):
+        with pytest.raises(ValueError, match=r"^peak_load: expected 1\.\d+ to 5\.33333 .* 300 tokens"):
+            ask(synthetic(peak_load=1.0))
+
+
+@pytest.mark.parametrize("chunk_scores", [160, 2**16])
+def test_the_fingerprint_is_the_hash_of_whole_batches(recordings, chunk_scores):
+    for workload in workloads(recordings):
+        digest = hashlib.sha256()
+        for index in range(3):
+            batch = workload.batch(index)
+            digest.update(repr(tuple(batch.scores_TE.shape)).encode())
+            digest.update(batch.scores_TE.numpy().tobytes())
+            digest.update(batch.sequence_id_T.numpy().tobytes())
+        with sizes(chunk_scores):
+            assert workload.fingerprint() == digest.hexdigest()[:16]
+
+
+@pytest.mark.parametrize("chunk_scores", [160, 2**16])
+def test_what_is_achieved_is_that_of_whole_batches(recordings, chunk_scores):
+    for workload in workloads(recordings):
+        with sizes(chunk_scores):
+            achieved = workload.achieved()
+        batches = [workload.batch(index) for index in range(3)]
+        loads = [top_k_load(batch.scores_TE, K) for batch in batches]
+        assert achieved["peak_load"] == pytest.approx(fmean(map(peak_load, loads)), rel=1e-12)
+        assert achieved["peak_load_range"] == [min(map(peak_load, loads)), max(map(peak_load, loads))]
+        assert achieved["rank_load"] == {
+            str(num_ranks): pytest.approx(fmean(rank_load(load_E, num_ranks) for load_E in loads), rel=1e-12)
+            for num_ranks in (2, 4, 8, 16)
+        }
+        assert achieved["activated_experts"] == fmean(int((load_E > 0).sum()) for load_E in loads)
+        shares = [top_k_share(batch.scores_TE, K) for batch in batches]
+        assert achieved["topk_share"] == pytest.approx(fmean(shares), rel=1e-12)
+        assert achieved["entropy"] == pytest.approx(fmean(entropy(batch.scores_TE) for batch in batches), rel=1e-12)
+        assert achieved["neighbour_overlap"] == slow_overlap(batches)
+
+
+def slow_overlap(batches):
+    """Token by token."""
+    means = []
+    for batch in batches:
+        sets = [set(row) for row in batch.scores_TE.topk(K, dim=1).indices.tolist()]
+        pairs = list(pairwise(zip(batch.sequence_id_T.tolist(), sets, strict=True)))
+        shared = [len(one & other) for (name, one), (next_name, other) in pairs if name == next_name]
+        means += [fmean(shared)] if shared else []
+    return pytest.approx(fmean(means), rel=1e-12) if means else None
+
+
+# Memory
+
+
+def peak_bytes(action):
+    """Most memory that was held at once beyond what was there before."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        action()
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+
+
+def go_through(batches):
+    for batch in batches:
+        assert isinstance(batch, TokenBatch)
+
+
+@pytest.mark.parametrize("kind", ["synthetic", "alike neighbours", "recorded", "decode"])
+def test_memory_is_bounded_by_a_ranks_tokens(recordings, kind):
+    num_tokens, num_ranks = 2**15, 64
+    make = {
+        "synthetic": lambda: synthetic(num_tokens=num_tokens, sequence_length=64),
+        "alike neighbours": lambda: synthetic(num_tokens=num_tokens, sequence_length=64, neighbour_overlap=1.6),
+        "recorded": lambda: recorded(recordings, num_tokens=num_tokens, num_batches=1),
+        "decode": lambda: recorded(
+            recordings, num_tokens=num_tokens, num_batches=1, arrangement="decode", tokens_per_request=8
+        ),
+    }[kind]
+    with sizes(chunk_scores=2**12, solved_scores=2**14):
+        whole = make()
+        of_batch = peak_bytes(lambda: whole.batch(0))
+        assert of_batch > num_tokens * EXPERTS * 4
+        streamed = make()
+        of_ranks = peak_bytes(lambda: go_through(streamed.rank_batches(0, num_ranks)))
+        assert of_ranks < of_batch / 4, (of_ranks, of_batch)
+        # A survey holds no batch either.
+        assert peak_bytes(lambda: go_through(make().blocks(0))) < of_batch / 4
+
+
+# Parts
+
+
+@few_examples
+@given(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 9))
+def test_a_place_in_a_stream_is_found_again(before, word, count):
+    expected = generator(3, Stream.NOISE, 2).random(word + count)[word:]
+    random = generator(3, Stream.NOISE, 2)
+    random.random(before)
+    assert tell(random) == before
+    seek(random, word)
+    assert tell(random) == word
+    np.testing.assert_array_equal(random.random(count), expected)
+    assert tell(random) == word + count
+
+
+def test_a_place_beyond_what_can_be_drawn_is_found_too():
+    far = 2**40 + 3
+    skipped = generator(0, Stream.NOISE)
+    skipped.bit_generator.advance(2**38)
+    random = generator(0, Stream.NOISE)
+    seek(random, far)
+    np.testing.assert_array_equal(random.random(5), skipped.random(8)[3:])
+
+
+@few_examples
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 20), st.randoms(use_true_random=False))
+def test_chunks_hold_the_rows_of_the_sequences_in_order(length_S, at_once, random):
+    sequences = sorted(random.sample(range(len(length_S)), random.randint(0, len(length_S))))
+    start_S = np.concatenate([[0], np.cumsum(length_S)])
+    expected = [row for sequence in sequences for row in range(start_S[sequence], start_S[sequence + 1])]
+    runs = runs_of(np.array(sequences, dtype=np.int64), start_S)
+    assert [row for first, end in runs for row in range(first, end)] == expected
+    assert all(run.end < following.first for run, following in pairwise(runs)), "adjacent runs are one"
+    chunks = [row_numbers(chunk).tolist() for chunk in in_chunks(runs, at_once)]
+    assert [row for chunk in chunks for row in chunk] == expected
+    assert [len(chunk) for chunk in chunks[:-1]] == [at_once] * (len(chunks) - 1)
+    assert not chunks or len(chunks[-1]) <= at_once
+
+
+@pytest.mark.parametrize("chunk_scores", [1, 40, 2**16])
+def test_noise_is_what_one_stream_gives_in_one_go(chunk_scores):
+    with sizes(chunk_scores):
+        noise_TE = np.concatenate(list(IndependentNoise(5, 2, 60, 4).chunks([Run(0, 60)])))
+    np.testing.assert_array_equal(noise_TE, generator(5, Stream.NOISE, 2).gumbel(size=(60, 4)))
+
+
+@pytest.mark.parametrize("chunk_scores", [1, 40, 2**16])
+def test_correlated_noise_is_an_autoregression_along_each_sequence(chunk_scores):
+    normal_TE = generator(5, Stream.NOISE, 2).normal(size=(60, 4))
+    for row in range(60):
+        if row % 7:
+            normal_TE[row] = 0.8 * normal_TE[row - 1] + math.sqrt(1 - 0.8**2) * normal_TE[row]
+    with sizes(chunk_scores):
+        noise_TE = np.concatenate(list(CorrelatedNoise(5, 2, 60, 4, 7, 0.8).chunks([Run(0, 60)])))
+    np.testing.assert_allclose(noise_TE, -np.log(-log_ndtr(normal_TE)), rtol=1e-9, atol=1e-12)

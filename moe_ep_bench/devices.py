@@ -1,9 +1,11 @@
-"""Devices by name: how long experts take on a device that is not here, for what-if answers.
+"""Devices by name: how long a layer's steps take on a device that is not here, for what-if answers.
 
 A file of configs/devices/ states a roofline (Williams, Waterman, Patterson, Commun. ACM 52(4), 2009): the arithmetic
 and the memory bandwidth of the data sheet, each with the share of it that expert GEMMs reach. Arithmetic is reached
-the better the more rows a GEMM has (tokens of an expert): a table by rows. Every share says whether it was measured or
-is assumed. A device that is here is measured instead; nothing of this stands in for that.
+the better the more rows a GEMM has (tokens of an expert): a table by rows. Routing is stated as time per score, because
+no roofline holds for a top-k or a sort; permutation as a share of the memory bandwidth. Every figure beyond the data
+sheet says whether it was measured or is assumed. A device that is here is measured instead; nothing of this stands in
+for that.
 """
 
 from __future__ import annotations
@@ -45,6 +47,15 @@ class Device(BaseModel):
     overhead_us: float = Field(ge=0, allow_inf_nan=False)
     """Of one pass through the experts, whatever its size: launches and what does not overlap."""
     overhead_basis: Basis
+    routing_native_ps: _Positive
+    """Picoseconds per score (token and expert) of the model's own top-k routing."""
+    routing_native_basis: Basis
+    routing_policy_ps: _Positive
+    """Picoseconds per score of Token Drop in plain torch; Expanded Drop and all other policies are taken as it."""
+    routing_policy_basis: Basis
+    permute_efficiency: _Share
+    """Share of the data sheet's memory bandwidth that permuting rows reaches."""
+    permute_basis: Basis
 
     @model_validator(mode="after")
     def _check(self) -> Device:
@@ -66,8 +77,7 @@ class Device(BaseModel):
     def time_us(self, flops: ArrayLike, num_bytes: ArrayLike, rows: ArrayLike) -> float:
         """Microseconds of one pass through experts that run one after another.
 
-        overhead + sum over experts of max(flops / (arithmetic x efficiency(rows)), bytes / (bandwidth x efficiency)).
-        No work takes no time.
+        overhead + ``work_us``. No work takes no time.
 
         Args:
             flops: operations of each expert (or of one): 6 x rows x hidden x FFN size for a gated FFN.
@@ -76,6 +86,17 @@ class Device(BaseModel):
 
         Raises:
             ValueError: negative or infinite numbers, or shapes that do not fit each other.
+        """
+        work_us = self.work_us(flops, num_bytes, rows)
+        return self.overhead_us + work_us if work_us > 0 else 0.0
+
+    def work_us(self, flops: ArrayLike, num_bytes: ArrayLike, rows: ArrayLike) -> float:
+        """Microseconds of pieces of work that run one after another, with nothing for launching them.
+
+        Sum over pieces of max(flops / (arithmetic x efficiency(rows)), bytes / (bandwidth x efficiency)).
+
+        Raises:
+            ValueError: as ``time_us``.
         """
         parts = [np.asarray(part, dtype=np.float64) for part in (flops, num_bytes, rows)]
         if not all(np.all(np.isfinite(part) & (part >= 0)) for part in parts):
@@ -87,8 +108,27 @@ class Device(BaseModel):
             raise ValueError(f"flops, bytes, rows: expected one of each per expert, got shapes {shapes}") from None
         arithmetic_us = flops / (self.bf16_tflops * self.efficiency(rows) * 1e6)
         memory_us = num_bytes / (self.memory_tbps * self.memory_efficiency * 1e6)
-        work_us = float(np.maximum(arithmetic_us, memory_us).sum())
-        return self.overhead_us + work_us if work_us > 0 else 0.0
+        return float(np.maximum(arithmetic_us, memory_us).sum())
+
+    def routing_us(self, num_scores: int, *, by_policy: bool) -> float:
+        """Microseconds of routing ``num_scores`` = tokens x experts scores, by the model's own top-k or by a policy.
+
+        Raises:
+            ValueError: a negative number.
+        """
+        if num_scores < 0:
+            raise ValueError(f"scores: expected at least 0, got {num_scores}")
+        return num_scores * (self.routing_policy_ps if by_policy else self.routing_native_ps) / 1e6
+
+    def permute_us(self, num_bytes: float) -> float:
+        """Microseconds of permuting rows that are ``num_bytes`` read and written: bytes / (bandwidth x share).
+
+        Raises:
+            ValueError: a negative or infinite number.
+        """
+        if not (np.isfinite(num_bytes) and num_bytes >= 0):
+            raise ValueError(f"bytes: expected a finite number of at least 0, got {num_bytes}")
+        return num_bytes / (self.memory_tbps * self.permute_efficiency * 1e6)
 
     def describe(self) -> str:
         """Which model made a number: to stand beside it."""
@@ -97,7 +137,9 @@ class Device(BaseModel):
             f"modelled by devices/{self.name}: roofline of {self.bf16_tflops:g} bf16 TFLOP/s,"
             f" up to {most:.0%} reached ({self.arithmetic_basis}), and {self.memory_tbps:g} TB/s,"
             f" {self.memory_efficiency:.0%} reached ({self.memory_basis}); {self.overhead_us:g} us a pass"
-            f" ({self.overhead_basis}); {self.memory_gb:g} GB"
+            f" ({self.overhead_basis}); routing {self.routing_native_ps:g} ps a score ({self.routing_native_basis}),"
+            f" by a policy {self.routing_policy_ps:g} ps ({self.routing_policy_basis}); permutation at"
+            f" {self.permute_efficiency:.0%} of the memory's TB/s ({self.permute_basis}); {self.memory_gb:g} GB"
         )
 
 

@@ -1,0 +1,81 @@
+"""Is a layer's time a straight line over its largest load?
+
+Capacity-aware inference rests on that: an MoE layer is done when its fullest expert is, so its latency grows in
+proportion to the largest load (arXiv 2503.05066, Eq. 4). LASER states it as throughput, which falls with the largest
+load (arXiv 2510.03293, section 3.1): with the tokens of a batch given, throughput is tokens over time, and a time of
+intercept + slope x load makes it a falling curve of the load. Ordinary least squares says what the slope is and how
+sure that is, R2 how much of the times' variation the line explains.
+
+Shapes: N = measured points.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.special import stdtrit  # Student's quantile; scipy.stats imports slowly
+
+LEVEL = 0.95
+_MIN_POINTS = 3
+
+
+@dataclass(frozen=True)
+class LinearFit:
+    """time = intercept + slope x load.
+
+    Attributes:
+        intercept_us: time at no load.
+        slope_us: microseconds for one more of whatever the load counts.
+        slope_low_us, slope_high_us: the slope's 95 % interval, by Student's t with N - 2 degrees of freedom. It takes
+            the points as independent and their scatter as the same at every load.
+        r2: share of the times' variation that the line explains; NaN where they do not vary.
+        num_points: N.
+    """
+
+    intercept_us: float
+    slope_us: float
+    slope_low_us: float
+    slope_high_us: float
+    r2: float
+    num_points: int
+
+
+def linear_fit(loads_N: ArrayLike, times_us_N: ArrayLike) -> LinearFit:
+    """Fit times to loads by ordinary least squares.
+
+    Args:
+        loads_N: the largest load of each point, in any unit.
+        times_us_N: what it took.
+
+    Raises:
+        ValueError: fewer than three points, loads that are all the same, numbers that are not finite, or not as many
+            times as loads.
+    """
+    loads_N, times_N = np.asarray(loads_N, dtype=np.float64), np.asarray(times_us_N, dtype=np.float64)
+    if loads_N.ndim != 1 or loads_N.shape != times_N.shape:
+        raise ValueError(f"fit: expected a time for each load, got shapes {loads_N.shape}, {times_N.shape}")
+    num_points = len(loads_N)
+    if num_points < _MIN_POINTS:
+        raise ValueError(f"fit: expected at least {_MIN_POINTS} points, got {num_points}")
+    if not np.all(np.isfinite(loads_N) & np.isfinite(times_N)):
+        raise ValueError("fit: expected finite loads and times, got others")
+    if np.all(loads_N == loads_N[0]):
+        raise ValueError(f"fit: expected loads that differ, got {loads_N[0]:g} at all {num_points} points")
+    from_mean_N, times_from_mean_N = loads_N - loads_N.mean(), times_N - times_N.mean()
+    spread = float(from_mean_N @ from_mean_N)
+    slope_us = float(from_mean_N @ times_from_mean_N) / spread
+    residual_N = times_from_mean_N - slope_us * from_mean_N
+    residual, variation = float(residual_N @ residual_N), float(times_from_mean_N @ times_from_mean_N)
+    freedom = num_points - 2
+    margin_us = float(stdtrit(freedom, (1 + LEVEL) / 2)) * math.sqrt(residual / freedom / spread)
+    return LinearFit(
+        intercept_us=float(times_N.mean() - slope_us * loads_N.mean()),
+        slope_us=slope_us,
+        slope_low_us=slope_us - margin_us,
+        slope_high_us=slope_us + margin_us,
+        r2=1 - residual / variation if np.any(times_N != times_N[0]) else math.nan,
+        num_points=num_points,
+    )

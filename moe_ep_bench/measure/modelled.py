@@ -1,0 +1,203 @@
+"""What one rank's run of the layer takes on a device that is not here, cut into legs as a measured run is.
+
+Each phase has a formula over the figures of a device file (``devices``), in microseconds:
+
+gate      roofline of T x D times D x E: 2 T D E operations; b (T D + D E) + 4 T E bytes
+policy    T E scores x picoseconds per score: of the model's own top-k, or of Token Drop in plain torch, as which
+          every policy is taken
+permute   bytes / (memory bandwidth x share that permutation reaches), of four steps:
+          rows gathered for sending, 2 N D b bytes; sorted by local expert as they arrive, 2 M D b; put back after
+          the experts, 2 M D b; summed per token at the end, (N + T) D b. The middle two only where L > 1 and there
+          are other ranks
+metadata  nothing: host syncs and counting are left out
+experts   overhead of a pass + the sum over local experts of the roofline of a gated FFN on its rows m:
+          6 m D F operations; b (3 D F + m (2 D + 6 F)) bytes, which are the weights of an expert that has rows, and
+          rows in and out of two GEMMs with an activation between them
+shared    roofline of a gated FFN on T rows, with S in place of F; at the end its output is added to the routed
+          experts', 3 T D b bytes through memory
+
+What is modelled is the layer with grouped experts, permutation by index (``layer.permutation``) and a gate that
+multiplies values as they are, as with Transformer Engine; without it Megatron-Core's gate works in float32 and takes
+longer. The time per score is the device file's whatever the number of experts. Launches take no time but for the
+experts' overhead, so that batches of few tokens come out too fast. The all-to-alls and what the other meetings take are
+the link model's (``links``).
+
+A batch-wide policy meets the other ranks in the middle of its routing. Its time is cut there: the model's own top-k, of
+which statistics are taken, lies before, the rest behind.
+
+Shapes: T = tokens of the rank, E = experts of the model (all are scored, however many slots there are), N = pairs that
+it sends, L = its local experts or slots, M = rows that arrive, D = hidden size, F = expert FFN size, S = FFN size of
+the shared experts, b = bytes per value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moe_ep_bench.devices import Device
+from moe_ep_bench.measure.timeline import PHASE_OF_MEETING, Leg, legs_of
+from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.records import UNACCOUNTED
+
+# The gate's output is float32 whatever the layer's values are.
+_LOGIT_BYTES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class RankWork:
+    """What one rank does in one run of the layer.
+
+    Attributes:
+        num_tokens: T, its own tokens.
+        num_sent: N, pairs that it sends to anyone, itself included.
+        received_L: int64 [L], rows that arrive at each of its local experts or slots.
+
+    Raises:
+        ValueError: numbers below zero, pairs without tokens, no local expert, or rows that are not whole numbers.
+    """
+
+    num_tokens: int
+    num_sent: int
+    received_L: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        for name, value in (("num_tokens", self.num_tokens), ("num_sent", self.num_sent)):
+            if value < 0:
+                raise ValueError(f"{name}: expected at least 0, got {value}")
+        if self.num_sent > 0 and self.num_tokens == 0:
+            raise ValueError(f"num_sent: expected 0 where there are no tokens, got {self.num_sent}")
+        rows_L = np.asarray(self.received_L)
+        if rows_L.dtype.kind not in "iu" or rows_L.ndim != 1 or len(rows_L) == 0:
+            raise ValueError(
+                "received_L: expected whole numbers of rows, one of each local expert,"
+                f" got {rows_L.dtype} of shape {rows_L.shape}"
+            )
+        if rows_L.min() < 0:
+            raise ValueError(f"received_L: expected at least 0 rows, got {rows_L.min()}")
+
+    @property
+    def num_received(self) -> int:
+        """M, rows that arrive."""
+        return int(np.sum(self.received_L))
+
+
+def modelled_legs(
+    device: Device,
+    model: ModelSpec,
+    work: RankWork,
+    *,
+    by_policy: bool,
+    batch_wide: bool,
+    alone: bool = False,
+    bytes_per_value: int = 2,
+) -> tuple[list[Leg], list[str]]:
+    """Microseconds by phase between the meetings of one run, and the meetings, as ``legs_of`` gives them.
+
+    A stage without work takes no time; a rank without tokens still runs the experts on the rows that it is sent.
+
+    Args:
+        by_policy: a policy routes; otherwise the model's own top-k.
+        batch_wide: the policy sums statistics over ranks.
+        alone: there is no other rank: nobody is met, and rows lie as the experts want them.
+        bytes_per_value: b, of weights and hidden states; arithmetic is bfloat16's whatever it is.
+
+    Raises:
+        ValueError: batch-wide without a policy, more pairs than tokens x experts, no bytes, or a lone rank that
+            receives other than it sends.
+    """
+    _check(model, work, by_policy, batch_wide, alone, bytes_per_value)
+    timed = _Formulas(device, model, work, bytes_per_value)
+    num_scores = work.num_tokens * model.num_experts
+    routing_us = device.routing_us(num_scores, by_policy=by_policy)
+    before_us = min(device.routing_us(num_scores, by_policy=False), routing_us) if batch_wide else routing_us
+    sorting_us = 0.0 if alone or len(work.received_L) == 1 else timed.permute_us(2 * work.num_received)
+    has_shared = model.shared_ffn_hidden_size > 0
+    # What a recorder would have marked; stages that take nothing stand where a measured run has them.
+    segments = [
+        (UNACCOUNTED, 0.0),
+        *([("shared", timed.shared_us)] if has_shared else []),
+        ("gate", timed.gate_us),
+        ("policy", before_us),
+        *([("wait_policy", 0.0), ("policy", routing_us - before_us)] if batch_wide else []),
+        (UNACCOUNTED, 0.0),
+        ("permute", 0.0),
+        ("wait_metadata", 0.0),
+        ("permute", timed.permute_us(2 * work.num_sent)),
+        ("metadata", 0.0),
+        (UNACCOUNTED, 0.0),
+        ("wait_dispatch", 0.0),
+        (UNACCOUNTED, 0.0),
+        ("metadata", 0.0),
+        ("permute", sorting_us),
+        ("experts", timed.experts_us),
+        ("permute", sorting_us),
+        ("wait_combine", 0.0),
+        (UNACCOUNTED, 0.0),
+        *([("shared", timed.add_shared_us)] if has_shared else []),
+        ("permute", timed.permute_us(work.num_sent + work.num_tokens)),
+    ]
+    return legs_of([one for one in segments if not (alone and one[0] in PHASE_OF_MEETING)])
+
+
+def _check(
+    model: ModelSpec, work: RankWork, by_policy: bool, batch_wide: bool, alone: bool, bytes_per_value: int
+) -> None:
+    if batch_wide and not by_policy:
+        raise ValueError("batch_wide: expected a policy with it, got the model's own routing")
+    if work.num_sent > work.num_tokens * model.num_experts:
+        raise ValueError(
+            f"num_sent: expected at most {work.num_tokens} tokens x {model.num_experts} experts, got {work.num_sent}"
+        )
+    if alone and work.num_received != work.num_sent:
+        raise ValueError(
+            f"received_L: expected the {work.num_sent} pairs that a lone rank sends itself, got {work.num_received}"
+        )
+    if bytes_per_value < 1:
+        raise ValueError(f"bytes_per_value: expected at least 1, got {bytes_per_value}")
+
+
+@dataclass(frozen=True)
+class _Formulas:
+    """The module's table, in microseconds."""
+
+    device: Device
+    model: ModelSpec
+    work: RankWork
+    value_bytes: int
+
+    @property
+    def gate_us(self) -> float:
+        tokens, hidden, experts = self.work.num_tokens, self.model.hidden_size, self.model.num_experts
+        if tokens == 0:
+            return 0.0
+        num_bytes = self.value_bytes * (tokens * hidden + hidden * experts) + _LOGIT_BYTES * tokens * experts
+        return self.device.work_us(2.0 * tokens * hidden * experts, num_bytes, tokens)
+
+    @property
+    def experts_us(self) -> float:
+        return self.device.time_us(*self._ffn(self.work.received_L, self.model.ffn_hidden_size))
+
+    @property
+    def shared_us(self) -> float:
+        return self.device.work_us(*self._ffn(self.work.num_tokens, self.model.shared_ffn_hidden_size))
+
+    @property
+    def add_shared_us(self) -> float:
+        return self.device.work_us(0, 3 * self._row_bytes * self.work.num_tokens, self.work.num_tokens)
+
+    def permute_us(self, num_rows: int) -> float:
+        """Of ``num_rows`` read or written."""
+        return self.device.permute_us(num_rows * self._row_bytes)
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.value_bytes * self.model.hidden_size
+
+    def _ffn(self, rows: ArrayLike, ffn: int) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        """Operations, bytes and rows of gated FFNs of width ``ffn``, one for each number of rows."""
+        rows, hidden = np.asarray(rows, dtype=np.float64), self.model.hidden_size
+        num_bytes = self.value_bytes * (3 * hidden * ffn * (rows > 0) + rows * (2 * hidden + 6 * ffn))
+        return 6 * rows * hidden * ffn, num_bytes, rows

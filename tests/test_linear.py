@@ -1,0 +1,93 @@
+"""Straight lines by hand and beside scipy's."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from moe_ep_bench.measure.linear import linear_fit
+
+
+def test_points_on_a_line_give_it_back() -> None:
+    fit = linear_fit([1, 2, 5], [12.0, 14.0, 20.0])
+    assert (fit.intercept_us, fit.slope_us, fit.r2) == pytest.approx((10, 2, 1))
+    assert (fit.slope_low_us, fit.slope_high_us) == pytest.approx((2, 2))
+    assert fit.num_points == 3
+
+
+def test_the_interval_by_hand() -> None:
+    # Slope 1, residuals 1, -2, 1, loads -1, 0, 1 from their mean: standard error sqrt(6 / 1 / 2).
+    # t with one degree of freedom is 12.7062 at 97.5 %.
+    fit = linear_fit([0, 1, 2], [1.0, -1.0, 3.0])
+    assert (fit.intercept_us, fit.slope_us) == pytest.approx((0, 1))
+    assert fit.slope_high_us - 1 == pytest.approx(12.7062 * math.sqrt(3), rel=1e-5)
+    assert 1 - fit.slope_low_us == pytest.approx(12.7062 * math.sqrt(3), rel=1e-5)
+    assert fit.r2 == pytest.approx(1 - 6 / 8)
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    num_points=st.integers(3, 40),
+    seed=st.integers(0, 1000),
+    slope=st.floats(-5, 5),
+    scale=st.sampled_from([1.0, 1e3, 1e6]),
+    noise=st.sampled_from([0.01, 1.0, 100.0]),
+)
+def test_scipy_finds_the_same(num_points: int, seed: int, slope: float, scale: float, noise: float) -> None:
+    random = np.random.default_rng(seed)
+    loads = scale * (1 + random.random(num_points))
+    times = 50 + slope * loads + noise * random.standard_normal(num_points)
+    fit, oracle = linear_fit(loads, times), stats.linregress(loads, times)
+    margin = stats.t.ppf(0.975, num_points - 2) * oracle.stderr
+    # Lengths that cancel in the sums are as large as slope x scale.
+    error = 1e-9 * (abs(slope) + (noise + 1) / scale)
+    assert fit.slope_us == pytest.approx(oracle.slope, rel=1e-9, abs=error)
+    assert fit.intercept_us == pytest.approx(oracle.intercept, rel=1e-7, abs=1e-9 * (abs(slope) * scale + noise))
+    assert fit.r2 == pytest.approx(oracle.rvalue**2, abs=1e-9)
+    if oracle.rvalue**2 < 1 - 1e-9:
+        assert fit.slope_high_us - fit.slope_us == pytest.approx(margin, rel=1e-4)
+        assert fit.slope_us - fit.slope_low_us == pytest.approx(margin, rel=1e-4)
+
+
+def test_the_interval_holds_the_slope_as_often_as_it_says() -> None:
+    random = np.random.default_rng(1)
+    loads, held = np.arange(1.0, 7.0), 0
+    for _ in range(2000):
+        fit = linear_fit(loads, 3 * loads + random.standard_normal(len(loads)))
+        held += fit.slope_low_us <= 3 <= fit.slope_high_us
+    # A standard deviation is sqrt(0.95 x 0.05 / 2000) = 0.5 %.
+    assert held / 2000 == pytest.approx(0.95, abs=0.02)
+
+
+def test_a_curve_is_no_line() -> None:
+    loads = np.linspace(1, 10, 10)
+    assert linear_fit(loads, 1000 / loads).r2 < 0.75
+    assert linear_fit(loads, 1000 / loads).slope_high_us < 0
+
+
+def test_times_that_do_not_vary_have_no_r2() -> None:
+    fit = linear_fit([1, 2, 3], [7.1, 7.1, 7.1])
+    assert fit.slope_us == pytest.approx(0, abs=1e-12)
+    assert math.isnan(fit.r2)
+
+
+@pytest.mark.parametrize(
+    ("loads", "times", "words"),
+    [
+        ([1, 2], [1, 2], "at least 3 points, got 2"),
+        ([], [], "at least 3 points, got 0"),
+        ([4, 4, 4], [1, 2, 3], "expected loads that differ, got 4 at all 3 points"),
+        ([1, 2, 3], [1, 2], r"a time for each load, got shapes \(3,\), \(2,\)"),
+        ([[1, 2, 3]], [[1, 2, 3]], "a time for each load"),
+        ([1, 2, math.nan], [1, 2, 3], "finite"),
+        ([1, 2, 3], [1, 2, math.inf], "finite"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(loads: list, times: list, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        linear_fit(loads, times)

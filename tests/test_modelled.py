@@ -1,0 +1,320 @@
+"""Phases of a device that is not here: by hand, by properties, and cut as a real run of the layer is.
+
+Run as a script, it prints the form of real runs' legs: layers need a process of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ep_bench.devices import Device, device_names, load_device
+from moe_ep_bench.measure.modelled import RankWork, modelled_legs
+from moe_ep_bench.measure.timeline import Leg, compose
+from moe_ep_bench.models import ModelSpec, load_preset
+
+# Arithmetic 5e7 operations per us, memory 1e6 bytes per us, permutation 5e5 bytes per us.
+DEVICE = Device(
+    name="test", source="test", bf16_tflops=100, memory_tbps=2, memory_gb=80,
+    arithmetic_efficiency=((1, 0.5),), arithmetic_basis="assumed", memory_efficiency=0.5, memory_basis="assumed",
+    overhead_us=3, overhead_basis="assumed", routing_native_ps=100, routing_native_basis="assumed",
+    routing_policy_ps=300, routing_policy_basis="assumed", permute_efficiency=0.25, permute_basis="assumed",
+)  # fmt: skip
+MODEL = ModelSpec(
+    name="test", source="test", num_layers=1, hidden_size=1000, num_experts=8, top_k=2, ffn_hidden_size=500,
+    normalize=True,
+)  # fmt: skip
+WITH_SHARED = MODEL.model_copy(update={"shared_ffn_hidden_size": 200})
+DEVICES = {name: load_device(name) for name in device_names()}
+PRESETS = {name: load_preset(name) for name in ("olmoe-1b-7b", "mixtral-8x7b", "deepseek-v2-lite")}
+WORK = RankWork(num_tokens=1000, num_sent=2000, received_L=np.array([1000, 3000]))
+
+
+def legs_of_work(
+    work: RankWork = WORK, model: ModelSpec = MODEL, device: Device = DEVICE, **options: Any
+) -> tuple[list[Leg], list[str]]:
+    return modelled_legs(device, model, work, **{"by_policy": False, "batch_wide": False, **options})
+
+
+def phases(work: RankWork = WORK, model: ModelSpec = MODEL, device: Device = DEVICE, **options: Any) -> Leg:
+    """Microseconds by phase of the whole run."""
+    legs, _ = legs_of_work(work, model, device, **options)
+    return {phase: sum(leg.get(phase, 0.0) for leg in legs) for phase in sorted(set().union(*legs))}
+
+
+def test_the_gate_by_hand() -> None:
+    # 1.6e7 operations are 0.32 us; 2 (1e6 + 8e3) + 4 x 8e3 bytes are 2.048 us.
+    assert phases()["gate"] == pytest.approx(2.048)
+    # 512 experts: 1.024e9 operations, 5.072e6 bytes.
+    assert phases(model=MODEL.model_copy(update={"num_experts": 512}))["gate"] == pytest.approx(20.48)
+
+
+def test_routing_by_hand() -> None:
+    assert phases()["policy"] == pytest.approx(0.8)
+    assert phases(by_policy=True)["policy"] == pytest.approx(2.4)
+
+
+def test_a_batch_wide_policy_meets_after_the_models_own_top_k() -> None:
+    legs, meetings = legs_of_work(by_policy=True, batch_wide=True)
+    assert meetings[0] == "wait_policy"
+    assert (legs[0]["policy"], legs[1]["policy"]) == pytest.approx((0.8, 1.6))
+    # However fast it is: no time is below zero, and the sum stays.
+    fast = DEVICE.model_copy(update={"routing_policy_ps": 50})
+    legs, _ = legs_of_work(device=fast, by_policy=True, batch_wide=True)
+    assert (legs[0]["policy"], legs[1]["policy"]) == pytest.approx((0.4, 0))
+
+
+def test_the_four_permutations_by_hand() -> None:
+    # Rows of 2000 bytes. Gathered: 2 x 2000 rows. Sorted and put back: 2 x 4000 rows each. Summed: 2000 + 1000 rows.
+    legs, _ = legs_of_work()
+    assert [leg["permute"] for leg in legs] == pytest.approx([0, 16, 64, 12])
+
+
+def test_one_local_expert_needs_no_sorting() -> None:
+    legs, _ = legs_of_work(RankWork(1000, 2000, np.array([4000])))
+    assert [leg["permute"] for leg in legs] == pytest.approx([0, 16, 0, 12])
+
+
+def test_the_experts_by_hand() -> None:
+    # 3e9 and 9e9 operations: 60 and 180 us, more than their bytes take.
+    assert phases()["experts"] == pytest.approx(3 + 60 + 180)
+    # One row: 3e6 operations are 0.06 us; 2 (1.5e6 + 5e3) bytes are 3.01 us. An expert without rows moves nothing.
+    assert phases(RankWork(1000, 2000, np.array([1, 0, 1])))["experts"] == pytest.approx(3 + 2 * 3.01)
+    assert phases(RankWork(1000, 2000, np.array([1])), bytes_per_value=4)["experts"] == pytest.approx(3 + 6.02)
+
+
+def test_the_shared_experts_by_hand() -> None:
+    # 1.2e9 operations are 24 us; at the end three rows of 2000 bytes for each token are 6 us.
+    legs, _ = legs_of_work(model=WITH_SHARED)
+    assert [leg.get("shared", 0.0) for leg in legs] == pytest.approx([24, 0, 0, 6])
+    # One token: 2 (6e5 + 3.2e3) bytes.
+    legs, _ = legs_of_work(RankWork(1, 2, np.array([2])), WITH_SHARED)
+    assert legs[0]["shared"] == pytest.approx(1.2064)
+    assert "shared" not in phases()
+
+
+def test_a_lone_rank_meets_nobody_and_sorts_nothing() -> None:
+    work = RankWork(1000, 2000, np.array([500, 1500]))
+    (leg,), meetings = legs_of_work(work, WITH_SHARED, alone=True, by_policy=True, batch_wide=True)
+    assert meetings == []
+    assert leg["permute"] == pytest.approx(16 + 12)
+    assert (leg["shared"], leg["policy"], leg["experts"]) == pytest.approx((30, 2.4, 3 + 30 + 90))
+
+
+def test_slots_beyond_the_models_experts_are_not_scored() -> None:
+    more_slots = RankWork(1000, 2000, np.full(16, 250))
+    assert phases(more_slots)["policy"] == phases()["policy"]
+    assert phases(more_slots)["gate"] == phases()["gate"]
+
+
+@pytest.mark.parametrize("batch_wide", [False, True])
+def test_nothing_to_do_takes_no_time(batch_wide: bool) -> None:
+    nothing = RankWork(0, 0, np.zeros(4, dtype=np.int64))
+    assert set(phases(nothing, WITH_SHARED, by_policy=True, batch_wide=batch_wide).values()) == {0.0}
+
+
+def test_a_rank_without_tokens_serves_the_others() -> None:
+    times = phases(RankWork(0, 0, np.array([1000, 3000])), WITH_SHARED)
+    busy = {phase: time_us for phase, time_us in times.items() if time_us > 0}
+    assert busy == pytest.approx({"permute": 64, "experts": 243})
+
+
+def test_the_fullest_rank_is_waited_for() -> None:
+    works = [RankWork(1000, 2000, np.array([rows, rows])) for rows in (500, 1500, 1000)]
+    runs = [legs_of_work(work) for work in works]
+    meetings = runs[0][1]
+    times = compose([legs for legs, _ in runs], meetings, dict.fromkeys(meetings, np.zeros(3)))
+    waits = [time["wait_combine"] for time in times]
+    busy = [phases(work)["experts"] + runs[rank][0][2]["permute"] for rank, work in enumerate(works)]
+    assert waits == pytest.approx([busy[1] - one for one in busy])
+    assert len({round(time["total"], 6) for time in times}) == 1
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    tokens=st.integers(1, 10**5),
+    rows=st.lists(st.integers(0, 10**5), min_size=1, max_size=6),
+    more=st.integers(1, 1000),
+    device=st.sampled_from(sorted(DEVICES)),
+    preset=st.sampled_from(sorted(PRESETS)),
+    batch_wide=st.booleans(),
+)
+def test_more_work_never_takes_less_time(
+    tokens: int, rows: list[int], more: int, device: str, preset: str, batch_wide: bool
+) -> None:
+    model, known = PRESETS[preset], DEVICES[device]
+    work = RankWork(tokens, tokens * (model.top_k - 1), np.array(rows))
+    fuller_L = work.received_L.copy()
+    fuller_L[-1] += more
+    times = phases(work, model, known, by_policy=True, batch_wide=batch_wide)
+    assert all(time_us >= 0 for time_us in times.values())
+    changes = {
+        "num_tokens": (tokens + more, {"policy", "permute"}),
+        "num_sent": (work.num_sent + min(more, tokens), {"permute"}),
+        "received_L": (fuller_L, {"permute"} if len(rows) > 1 else set()),
+    }
+    for field, (value, grows) in changes.items():
+        longer = phases(replace(work, **{field: value}), model, known, by_policy=True, batch_wide=batch_wide)
+        for phase, time_us in times.items():
+            assert longer[phase] >= time_us * (1 - 1e-12), (field, phase)
+        # GEMMs of few rows take as long as those of some more.
+        assert all(longer[phase] > times[phase] for phase in grows), field
+
+
+def test_a_policy_costs_routing_and_nothing_else() -> None:
+    own, policy = phases(model=WITH_SHARED), phases(model=WITH_SHARED, by_policy=True)
+    assert {phase for phase in own if own[phase] != policy[phase]} == {"policy"}
+
+
+def test_experts_on_an_h100_run_as_fast_as_measured() -> None:
+    """OLMoE, 65,536 tokens x top 8 on one H100: about 495 TFLOP/s (502 were measured)."""
+    model, num_tokens = PRESETS["olmoe-1b-7b"], 65_536
+    pairs = num_tokens * model.top_k
+    work = RankWork(num_tokens, pairs, np.full(model.num_experts, pairs // model.num_experts))
+    time_us = phases(work, model, DEVICES["h100-sxm"], alone=True)["experts"]
+    assert 6 * pairs * model.hidden_size * model.ffn_hidden_size / time_us / 1e6 == pytest.approx(495, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        ({"num_tokens": -1}, "num_tokens: expected at least 0, got -1"),
+        ({"num_sent": -1}, "num_sent: expected at least 0, got -1"),
+        ({"num_tokens": 0}, "num_sent: expected 0 where there are no tokens, got 2000"),
+        ({"received_L": np.array([1, -2])}, "received_L: expected at least 0 rows, got -2"),
+        ({"received_L": np.array([1.5])}, "received_L: expected whole numbers .* got float64"),
+        ({"received_L": np.zeros((2, 2), dtype=int)}, r"received_L: .* shape \(2, 2\)"),
+        ({"received_L": np.zeros(0, dtype=int)}, r"received_L: .* shape \(0,\)"),
+    ],
+)
+def test_impossible_work_is_refused(work: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(WORK, **work)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_wide": True}, "batch_wide: expected a policy"),
+        ({"work": replace(WORK, num_sent=8001)}, "num_sent: expected at most 1000 tokens x 8 experts, got 8001"),
+        ({"alone": True}, "received_L: expected the 2000 pairs that a lone rank sends itself, got 4000"),
+        ({"bytes_per_value": 0}, "bytes_per_value: expected at least 1, got 0"),
+    ],
+)
+def test_impossible_runs_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        legs_of_work(**options)
+
+
+FORMS = [
+    (model, num_ranks, policy)
+    for model, num_ranks in (("deepseek-v2-lite", 8), ("deepseek-v2-lite", 1), ("mixtral-8x7b", 2), ("mixtral-8x7b", 8))
+    for policy in ("native", "token_drop", "lynx")
+]
+POLICIES = {
+    "native": None,
+    "token_drop": {"name": "token_drop", "capacity_factor": 1.0},
+    "lynx": {"name": "lynx", "num_dropped": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    """Phases of each leg, meetings and work of real runs, by model, ranks and policy."""
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize(("model", "num_ranks", "policy"), FORMS)
+def test_legs_are_cut_as_those_of_a_real_run(model: str, num_ranks: int, policy: str, measured: dict[str, Any]) -> None:
+    real = measured[f"{model} {num_ranks} {policy}"]
+    work = RankWork(real["num_tokens"], real["num_sent"], np.array(real["received_L"]))
+    legs, meetings = modelled_legs(
+        DEVICES["h20"],
+        PRESETS[model],
+        work,
+        by_policy=policy != "native",
+        batch_wide=policy == "lynx",
+        alone=num_ranks == 1,
+    )
+    assert meetings == real["meetings"]
+    assert [list(leg) for leg in legs] == real["legs"]
+
+
+def _print_forms() -> None:
+    """Run small layers on virtual ranks, and print what their legs look like."""
+    import torch
+
+    from moe_ep_bench.layer.host import device_scope
+    from moe_ep_bench.layer.megatron import initialize_expert_parallel
+    from moe_ep_bench.ranks import join
+
+    ranks = join(60)
+    with device_scope(), torch.inference_mode():
+        initialize_expert_parallel(1, 60)
+        forms = {
+            f"{model} {size} {policy}": _form(ranks, model, size, POLICIES[policy]) for model, size, policy in FORMS
+        }
+    ranks.close()
+    print(json.dumps(forms))
+
+
+def _form(ranks: Any, preset: str, num_ranks: int, fields: dict[str, Any] | None) -> dict[str, Any]:
+    import torch
+
+    from moe_ep_bench.layer.phases import instrumented
+    from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
+    from moe_ep_bench.layer.virtual import VirtualRanks
+    from moe_ep_bench.measure.timeline import legs_of
+    from moe_ep_bench.policies import make_policy
+    from moe_ep_bench.timer import PhaseRecorder, clock_for
+
+    model = PRESETS[preset].scaled(1 / 64)
+    virtual = VirtualRanks(model, torch.float32, ranks.device, num_ranks, seed=3)
+    layers, rank, num_tokens = virtual.layers, num_ranks - 1, 12
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(num_ranks, num_tokens, model.num_experts, generator=generator)
+    scores = [scores_from_logits(one.to(ranks.device), model.score_function) for one in logits]
+    logits = [logits_from_scores(one, model.score_function) for one in scores]
+    scores = [scores_from_logits(one, model.score_function) for one in logits]
+    policy = make_policy(fields or {"name": "topk"})
+    contexts = [replace(layers.policy_router.context, rank=one) for one in range(num_ranks)]
+    partial = [policy.batch_stats(*one) for one in zip(scores, contexts, strict=True)]
+    stats_SE = None if partial[0] is None else torch.stack(partial).sum(0)
+    routed = [policy.route(*one, stats_SE) for one in zip(scores, contexts, strict=True)]
+    counts_RE = torch.stack([routing.map_TE.sum(0) for routing in routed])
+    virtual.exchange.counts_RP, virtual.exchange.stats_SE = counts_RE, stats_SE
+    router = layers.native_router if fields is None else layers.policy_router
+    router.replay_TE = logits[rank]
+    if fields is not None:
+        layers.policy_router.policy, layers.policy_router.context = policy, contexts[rank]
+    layer = layers.native if fields is None else layers.policy
+    recorder = PhaseRecorder(clock_for(ranks.device))
+    virtual.become(rank)
+    with virtual.connected(), instrumented(layer, recorder, lambda: None):
+        recorder.begin()
+        virtual.run(layer, torch.zeros(num_tokens, 1, model.hidden_size, device=ranks.device))
+        recorder.end()
+    legs, meetings = legs_of(recorder.segments_us())
+    per_rank = model.num_experts // num_ranks
+    return {
+        "legs": [list(leg) for leg in legs],
+        "meetings": meetings,
+        "num_tokens": num_tokens,
+        "num_sent": int(counts_RE[rank].sum()),
+        "received_L": counts_RE[:, rank * per_rank :].sum(0).tolist(),
+    }
+
+
+if __name__ == "__main__":
+    _print_forms()

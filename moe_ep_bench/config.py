@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
+from moe_ep_bench.claims import Claim
 from moe_ep_bench.models import ModelSpec, load_hf_model, load_preset
 from moe_ep_bench.placement import PLACEMENTS, Placement, make_placement
 from moe_ep_bench.policies import Policy, make_policy
@@ -197,7 +198,7 @@ class MeasureConfig(_Strict):
 
 
 class RouteConfig(_Strict):
-    """What only ``route`` reads; ``run`` times experts that are placed contiguously."""
+    """What ``route`` reads, and of it ``emulate`` the placement; ``run`` times experts that are placed contiguously."""
 
     placement: Literal["contiguous", "strided"] | Path | tuple[tuple[float, ...], ...] = "contiguous"
     """Which ranks hold which experts, for the load of ranks: a word, a matrix [ranks][experts] of shares, or a JSON
@@ -215,11 +216,34 @@ class RouteConfig(_Strict):
             raise ValueError(f"route.placement: {error}") from None
 
 
+class ReplicationConfig(_Strict):
+    """Replicas of busy experts as DeepSeek's EPLB places them (``replication``)."""
+
+    spare_per_rank: int = Field(ge=1)
+    """Experts that every rank holds beyond its share."""
+    num_nodes: int = Field(1, ge=1)
+    """Nodes whose ranks are neighbours; read by the hierarchical policy."""
+    policy: Literal["auto", "hierarchical", "global"] = "auto"
+
+
+# ``emulate.device``: the one that is here.
+MEASURED = "measured"
+
+
 class EmulateConfig(_Strict):
     """What only ``emulate`` reads."""
 
     links: str | None = None
     """How virtual ranks are linked: a file of configs/links/ without its ending, or a path that ``calibrate`` wrote."""
+    bandwidth_scale: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Factor on the bandwidth of all links."""
+    device: str = MEASURED
+    """``measured``: this device runs every virtual rank's layer. Else nothing is run: a file of configs/devices/
+    without its ending, or the path of such a file, says what the layer's phases would take."""
+    replication: tuple[ReplicationConfig, ...] = ()
+    """Expert replication beside the policies: the alternative that needs spare memory, and drops nothing."""
+    chunk_tokens: int | None = Field(None, ge=1)
+    """Most tokens of a rank whose rows are permuted and computed at once; null = as many as memory holds."""
 
 
 class Experiment(_Strict):
@@ -234,15 +258,51 @@ class Experiment(_Strict):
     measure: MeasureConfig = MeasureConfig()
     route: RouteConfig = RouteConfig()
     emulate: EmulateConfig = EmulateConfig()
+    claims: tuple[Claim, ...] = ()
+    """What only ``reproduce`` reads: published numbers of these policies. They decide nothing that is measured."""
+    claims_device: str | None = None
+    """Device on which ``reproduce`` looks for the skew that a claim needs: a modelled one; null = ``emulate.device``."""
+    # Not a key: ``load_experiments`` sets it.
+    _point: tuple[tuple[str, Any], ...] = PrivateAttr(())
 
     @model_validator(mode="after")
     def _check(self) -> Experiment:
         self.make_policies()
+        for number in range(len(self.claims)):
+            self.claimed_policies(number)
         return self
+
+    @property
+    def point(self) -> tuple[tuple[str, Any], ...]:
+        """Where in its file's ``sweep`` this experiment stands: dotted keys with their values, in the file's order."""
+        return self._point
 
     def make_policies(self) -> list[Policy]:
         """All policies, lists expanded, in the order of the file; repeated ones once."""
         return list(dict.fromkeys(policy for entry in self.policies for policy in _expand_policy(entry)))
+
+    def claimed_policies(self, number: int) -> list[tuple[Policy, Policy | None]]:
+        """The policies that a claim is about, lists expanded, each with the one in native's place.
+
+        Raises:
+            ValueError: one of them is none of the config's.
+        """
+        claim, known = self.claims[number], self.make_policies()
+        found: dict[str, list[Policy]] = {}
+        for key, entry in (("policy", claim.policy), ("versus", claim.versus)):
+            where = f"claims.{number}.{key}"
+            try:
+                found[key] = [] if entry is None else list(_expand_policy(entry))
+            except ValueError as problem:
+                raise ValueError(f"{where}: {problem}") from None
+            for policy in found[key]:
+                if policy not in known:
+                    labels = ", ".join(one.label for one in known)
+                    raise ValueError(f"{where}: expected one of the config's policies ({labels}); got {policy.label}")
+        if len(found["versus"]) > 1:
+            raise ValueError(f"claims.{number}.versus: expected one policy, got {len(found['versus'])}")
+        versus = found["versus"][0] if found["versus"] else None
+        return [(policy, versus) for policy in found["policy"]]
 
 
 def _expand_policy(entry: Mapping[str, Any]) -> Iterable[Policy]:
@@ -272,6 +332,8 @@ def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool)
         _anchor(raw, section, key, path.parent)
         if isinstance(sweep.get(f"{section}.{key}"), list):
             sweep[f"{section}.{key}"] = [_anchored(value, key, path.parent) for value in sweep[f"{section}.{key}"]]
+    if isinstance(raw.get("claims_device"), str):
+        raw["claims_device"] = _anchored(raw["claims_device"], "device", path.parent)
     for key, value in cpu_values.items():
         if on_cpu:
             _put(raw, key, value, f"{path}: on_cpu")
@@ -318,7 +380,10 @@ def _parse_value(override: str, text: str) -> Any:
 
 
 # Keys whose values name files.
-_PATHS = (("workload", "trace"), ("model", "hf_config"), ("route", "placement"), ("emulate", "links"))
+_PATHS = (("workload", "trace"), ("model", "hf_config"), ("route", "placement"), ("emulate", "links"), ("emulate", "device"))
+
+# Of these, what names a file of this repository where it has no ending.
+_NAMED = ("links", "device")
 
 
 def _anchor(raw: dict[str, Any], section: str, key: str, folder: Path) -> None:
@@ -331,7 +396,7 @@ def _anchor(raw: dict[str, Any], section: str, key: str, folder: Path) -> None:
 def _anchored(value: Any, key: str, folder: Path) -> Any:
     """A path, or what names paths: several, or mappings that have one under the same key."""
     if isinstance(value, str):
-        is_name = (key == "placement" and value in PLACEMENTS) or (key == "links" and not value.endswith(".yaml"))
+        is_name = value in PLACEMENTS if key == "placement" else key in _NAMED and not value.endswith(".yaml")
         return value if is_name else str(folder / value)
     if isinstance(value, list):
         return [_anchored(entry, key, folder) for entry in value]
@@ -371,13 +436,15 @@ def _put(raw: dict[str, Any], dotted: str, value: Any, where: str) -> None:
 
 
 def _validated(path: Path, raw: Mapping[str, Any], point: Iterable[tuple[str, Any]]) -> Experiment:
-    values = _copy(raw)
+    values, point = _copy(raw), tuple(point)
     for key, value in point:
         _put(values, key, value, f"{path}: sweep")
     try:
-        return Experiment.model_validate(values)
+        experiment = Experiment.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{path}: {_first_error(error)}") from None
+    experiment._point = point
+    return experiment
 
 
 def _copy(value: Any) -> Any:
@@ -417,5 +484,6 @@ def _known_keys(parents: list[str], location: tuple[int | str, ...]) -> list[str
         "emulate": EmulateConfig,
         "rank_load": RankLoad,
         "trace": RecordingConfig,
+        "claims": Claim,
     }
     return list(sections[parents[-1]].model_fields)

@@ -92,6 +92,11 @@ class Link(_Strict):
             times = inside + np.maximum(sizes - curve_bytes[-1], 0) / (self.reached_gbps * 1e3)
         return np.where(sizes > 0, times, 0.0)
 
+    def scaled(self, factor: float) -> Link:
+        """The same link with ``factor`` times the bandwidth, and the same latency."""
+        curve = self.curve and tuple((num_bytes * factor, us) for num_bytes, us in self.curve)
+        return self.model_copy(update={"bandwidth_gbps": self.bandwidth_gbps * factor, "curve": curve})
+
     def describe(self) -> str:
         half = ", half duplex" if self.duplex == "half" else ""
         curve = "" if self.curve is None else f", as a curve of {len(self.curve)} sizes"
@@ -119,6 +124,13 @@ class Links(_Strict):
         if self.intra is None and self.inter is None:
             raise ValueError("inter: expected a link where intra is null, got null")
         return self
+
+    def scaled(self, factor: float) -> Links:
+        """The same links with ``factor`` times the bandwidth; the name says so."""
+        if factor == 1:
+            return self
+        links = {side: link and link.scaled(factor) for side, link in (("intra", self.intra), ("inter", self.inter))}
+        return self.model_copy(update={**links, "name": f"{self.name}, bandwidth x {factor:g}"})
 
     def describe(self) -> str:
         """Which model made a number: to stand beside it."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from test_run import cases_of, environment, launch, write_config
@@ -15,9 +16,11 @@ from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.summary import summary_table
 from moe_ep_bench.cli import main
 from moe_ep_bench.exit_codes import OK, USER_ERROR
+from moe_ep_bench.models import load_preset
 from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
 
 LINKS = {"emulate": {"links": "h100-nvlink4"}}
+NODES = {"num_nodes": 3}
 
 
 def emulate(*arguments: object) -> subprocess.CompletedProcess:
@@ -33,12 +36,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def test_every_rank_batch_and_iteration_has_all_phases_that_add_up(finished: Path) -> None:
+def test_every_rank_and_batch_has_all_phases_that_add_up(finished: Path) -> None:
     rows = cases_of(finished)
     assert set(rows["mode"]) == {"emulated"}
     assert rows.case_id.nunique() == 7
     plain, breakdown = rows[rows.kind == "plain"], rows[rows.kind == "breakdown"]
-    assert len(plain) == 7 * 4 * 3 * 2  # cases, ranks, batches, iterations
+    assert len(plain) == 7 * 4 * 3  # cases, ranks, batches; iterations were put together
     assert set(breakdown.phase) == {*PHASES, TOTAL, UNACCOUNTED} - {"wait_policy"}
     keys = ["case_id", "rank", "batch", "iteration"]
     parts = breakdown[breakdown.phase != TOTAL].groupby(keys).time_us.sum()
@@ -67,20 +70,7 @@ def test_routing_is_that_of_real_ranks(tmp_path: Path) -> None:
     done = launch(config, "--out", tmp_path / "real", "--set", "measure.max_warmup=1")
     assert done.returncode == OK, done.stderr
 
-    def routing(out: Path) -> pd.DataFrame:
-        rows = pd.concat(pd.read_parquet(path) for path in (out / "routing").glob("*.parquet"))
-        labels = {
-            case_id: case["label"] for case_id, case in json.loads((out / "run.json").read_text())["cases"].items()
-        }
-        own = ["run_id", "case_id", "comparison_id", "mode", "reference_error", "output_error"]
-        return (
-            rows.assign(label=rows.case_id.map(labels))
-            .drop(columns=own)
-            .sort_values(["label", "rank", "batch"])
-            .reset_index(drop=True)
-        )
-
-    pd.testing.assert_frame_equal(routing(tmp_path / "emulated"), routing(tmp_path / "real"))
+    pd.testing.assert_frame_equal(routing_of(tmp_path / "emulated"), routing_of(tmp_path / "real"))
 
 
 def test_a_finished_directory_is_not_measured_again(finished: Path) -> None:
@@ -94,9 +84,28 @@ def test_a_finished_directory_is_not_measured_again(finished: Path) -> None:
     [
         ({}, "emulate.links: expected one of a100-nvlink3"),
         ({"emulate": {"links": "h100-nvlnk4"}}, "h100-nvlnk4"),
-        ({"emulate": {"link": "x"}}, "emulate.link: no such key; expected one of links (did you mean links?)"),
+        ({"emulate": {"link": "x"}}, "(did you mean links?)"),
         ({**LINKS, "measure__launches": 3}, "measure.launches: emulate makes one launch; expected 1, got 3"),
         ({**LINKS, "layer__ep_size": 7}, "layer.ep_size: expected a divisor of the 64 experts"),
+        ({"emulate": {"links": "h100-nvlink4", "device": "h21"}}, "emulate.device: expected measured, or as follows:"),
+        ({**LINKS, "layer__ep_size": 16}, "expected at most 8 ranks (inter is null: one node), got 16"),
+        (
+            {**LINKS, "layer__ep_size": 2, "route": {"placement": [[1] * 64, [1] * 63 + [0]]}},
+            "route.placement: expected as many experts on every rank",
+        ),
+        (
+            {"emulate": {"links": "h100-nvlink4", "replication": [{"spare_per_rank": 0}]}},
+            "emulate.replication.0.spare_per_rank",
+        ),
+        (
+            {
+                "emulate": {
+                    **LINKS["emulate"],
+                    "replication": [{"spare_per_rank": 1, "policy": "hierarchical", **NODES}],
+                }
+            },
+            "emulate.replication: num_groups: expected a multiple of num_nodes=3",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
@@ -107,3 +116,76 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert printed.err.count("\n") == 1, printed.err
     assert message in printed.err
     assert not (tmp_path / "out").exists()
+
+
+def routing_of(out: Path) -> pd.DataFrame:
+    """All routing rows by label, rank and batch, without what names the run."""
+    rows = pd.concat(pd.read_parquet(path) for path in (out / "routing").glob("*.parquet"))
+    labels = {case_id: case["label"] for case_id, case in json.loads((out / "run.json").read_text())["cases"].items()}
+    own = ["run_id", "case_id", "comparison_id", "mode", "reference_error", "output_error"]
+    rows = rows.assign(label=rows.case_id.map(labels)).drop(columns=own)
+    return rows.sort_values(["label", "rank", "batch"]).reset_index(drop=True)
+
+
+def test_chunks_change_no_routing_and_are_told(finished: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, layer__ep_size=4, emulate={**LINKS["emulate"], "chunk_tokens": 40})
+    done = emulate(config, "--out", tmp_path / "out")
+    assert done.returncode == OK, done.stderr
+    pd.testing.assert_frame_equal(routing_of(tmp_path / "out"), routing_of(finished))
+    (conditions,) = (tmp_path / "out" / "conditions").glob("*.json")
+    assert json.loads(conditions.read_text())["emulated_runs"]["num_chunks"] > 1
+    assert set(cases_of(tmp_path / "out").phase) == set(cases_of(finished).phase)
+
+
+MODELLED = {"emulate": {"links": "h20-nvlink4", "device": "h20", "replication": [{"spare_per_rank": 1}]}}
+
+
+@pytest.fixture(scope="module")
+def modelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("modelled")
+    done = emulate(write_config(folder, layer__ep_size=4, **MODELLED), "--out", folder / "out")
+    assert done.returncode == OK, done.stderr
+    return folder / "out"
+
+
+def test_a_modelled_device_runs_nothing_and_says_so(modelled: Path, finished: Path) -> None:
+    text = summary_table(load_run(modelled))
+    assert "modelled (nothing was run)" in text
+    assert "devices/h20" in text
+    assert not (modelled / "conditions").exists()
+    ours, measured = routing_of(modelled), routing_of(finished)
+    pd.testing.assert_frame_equal(ours[ours.label.isin(measured.label)].reset_index(drop=True), measured)
+    assert ours.reference_error.isna().all() if "reference_error" in ours else True
+
+
+def test_replicas_relieve_the_fullest_rank_drop_nothing_and_cost_memory(modelled: Path) -> None:
+    rows = routing_of(modelled)
+    loads = rows.groupby(["label", "batch"]).load_R.apply(lambda lists: np.sum(lists.tolist(), axis=0).max())
+    label = "EPLB, 1 spare per rank"
+    assert (loads[label] < loads["native"]).all()
+    of_eplb, of_native = rows[rows.label == label], rows[rows.label == "native"]
+    assert of_eplb.num_dropped_pairs.sum() == 0
+    assert of_eplb.num_pairs.sum() == of_native.num_pairs.sum()
+    assert [list(load) for load in of_eplb.load_E] == [list(load) for load in of_native.load_E]
+    cases = json.loads((modelled / "run.json").read_text())["cases"].values()
+    extra = {case["label"]: case["extra_bytes_per_rank"] for case in cases}
+    model = load_preset("deepseek-v2-lite").scaled(1 / 32)
+    one_expert = 3 * model.hidden_size * model.ffn_hidden_size * 4
+    assert extra.pop(label) == one_expert * model.num_moe_layers
+    assert set(extra.values()) == {None}
+
+
+def test_ranks_with_the_same_to_do_are_timed_once(tmp_path: Path) -> None:
+    # Balanced scores give every rank the same number of rows.
+    changes = {"model": {"preset": "mixtral-8x7b", "scale": 0.0078125}, "policies": [{"name": "topk"}]}
+    size = {"layer__ep_size": 8, "workload__num_tokens": 256, "workload__sequence_length": 32}
+    config = write_config(tmp_path, **changes, **size, workload__peak_load=None, **LINKS)
+    done = emulate(config, "--out", tmp_path / "out")
+    assert done.returncode == OK, done.stderr
+    (conditions,) = (tmp_path / "out" / "conditions").glob("*.json")
+    runs = json.loads(conditions.read_text())["emulated_runs"]
+    rounds_and_batches = (1 + 1 + 2) * 3
+    assert runs["timed"] + runs["shared"] == rounds_and_batches * 4 * 8
+    assert runs["shared"] >= rounds_and_batches * 7
+    rows = cases_of(tmp_path / "out")
+    assert len(rows[rows.kind == "plain"]) == 4 * 8 * 3

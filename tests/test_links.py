@@ -296,3 +296,21 @@ def test_an_unknown_name_lists_what_there_is(tmp_path: Path) -> None:
         load_links("h100-nvlink")
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         load_links(str(tmp_path / "absent.yaml"))
+
+
+def test_scaled_links_carry_more_in_the_same_time_and_keep_their_latency() -> None:
+    plain = load_links("h100-nvlink4-ndr")
+    faster = plain.scaled(4)
+    assert plain.scaled(1) is plain
+    for before, after in ((plain.intra, faster.intra), (plain.inter, faster.inter)):
+        np.testing.assert_allclose(after.time_us([4e3, 4e8]), before.time_us([1e3, 1e8]))
+        assert after.latency_us == before.latency_us
+    assert "bandwidth x 4" in faster.describe()
+
+
+def test_a_scaled_curve_is_the_same_curve_over_more_bytes() -> None:
+    curve = ((1e3, 10.0), (1e6, 50.0), (1e8, 4000.0))
+    basis = {"latency_basis": "measured", "efficiency_basis": "measured"}
+    link = Link(latency_us=10, bandwidth_gbps=25, efficiency=1, curve=curve, **basis)
+    sizes = np.array([1e2, 5e3, 7e5, 3e9])
+    np.testing.assert_allclose(link.scaled(0.5).time_us(sizes / 2), link.time_us(sizes))

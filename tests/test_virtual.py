@@ -24,6 +24,8 @@ def output() -> str:
     [
         "every_policy_equals_the_dense_reference",
         "every_part_equals_the_dense_reference",
+        "experts_in_slots_equal_the_dense_reference",
+        "chunks_and_slots_compute_what_was_worked_out",
         "a_rank_without_tokens_takes_part",
         "timed_runs_see_the_rows_that_real_ranks_would",
         "counts_other_than_announced_are_noticed",

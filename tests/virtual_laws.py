@@ -5,26 +5,36 @@ Prints one line per law.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
+import tempfile
 import traceback
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from layer_laws import ALL_PARTS, BATCH_WIDE, FOUR_EXPERTS, POLICIES, SIGMOID_MODEL
 from torch import Tensor
 
+from moe_ep_bench.layer.build import DEFAULT_PARTS
 from moe_ep_bench.layer.experts import seeded_generator
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import initialize_expert_parallel
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
 from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
+from moe_ep_bench.layer.slots import Slots
 from moe_ep_bench.layer.virtual import VirtualRanks
 from moe_ep_bench.models import ModelSpec, load_preset
+from moe_ep_bench.placement import make_placement
 from moe_ep_bench.policies import Policy, Routing, make_policy
 from moe_ep_bench.ranks import Ranks, join
+from moe_ep_bench.replication import replicate
+from moe_ep_bench.scopes.emulated import plan_emulation
+from moe_ep_bench.scopes.traffic import CaseRouter, RankBatches, Shares, traffic_of
+from moe_ep_bench.scopes.virtual_timing import MeasuredRanks
 
 SEED = 3
 
@@ -33,12 +43,16 @@ class Lab:
     """Virtual ranks with uneven shares of seeded tokens."""
 
     def __init__(
-        self, ranks: Ranks, model: ModelSpec, num_ranks: int, num_tokens: int, parts: Parts | None = None
+        self,
+        ranks: Ranks,
+        model: ModelSpec,
+        num_ranks: int,
+        num_tokens: int,
+        parts: Parts = DEFAULT_PARTS,
+        num_slots: int | None = None,
     ) -> None:
         self.model, self.device = model, ranks.device
-        self.virtual = VirtualRanks(
-            model, torch.float32, ranks.device, num_ranks, SEED, *([parts] if parts is not None else [])
-        )
+        self.virtual = VirtualRanks(model, torch.float32, ranks.device, num_ranks, SEED, parts, num_slots)
         generator = torch.Generator().manual_seed(7)
         logits_TE = torch.randn(num_tokens, model.num_experts, generator=generator)
         logits_TE += 1.5 * torch.randn(model.num_experts, generator=generator)
@@ -67,19 +81,31 @@ class Lab:
         self.virtual.exchange.stats_SE = total
         return [policy.route(self.scores[r], self.context(r), total) for r in range(self.virtual.num_ranks)]
 
-    def prepare(self, policy: Policy | None, rank: int) -> None:
+    def prepare(self, policy: Policy | None, rank: int) -> contextlib.AbstractContextManager[None]:
         layers = self.virtual.layers
         router = layers.native_router if policy is None else layers.policy_router
         router.replay_TE = logits_from_scores(self.scores[rank], self.model.score_function)
         if policy is not None:
             layers.policy_router.policy, layers.policy_router.context = policy, self.context(rank)
+        return contextlib.nullcontext()
 
-    def check(self, policy: Policy | None, what: str) -> None:
+    def check(self, policy: Policy | None, what: str, slots: Slots | None = None) -> None:
+        """Hold all ranks' outputs against the reference; layers with ``slots`` are given their routing."""
         routings = self.routings(policy)
-        self.virtual.exchange.counts_RE = torch.stack([routing.map_TE.sum(0) for routing in routings])
         layer = self.virtual.layers.native if policy is None else self.virtual.layers.policy
+        if slots is None:
+            on_slots = routings
+        else:
+            maps = [slots.spread(routing.map_TE, rank) for rank, routing in enumerate(routings)]
+            weights = [slots.spread_weights(routing.weights_TE, m) for routing, m in zip(routings, maps, strict=True)]
+            on_slots = [Routing(map_TP, weights_TP) for map_TP, weights_TP in zip(maps, weights, strict=True)]
+        self.virtual.exchange.counts_RP = torch.stack([routing.map_TE.sum(0) for routing in on_slots])
+
+        def prepare(rank: int) -> contextlib.AbstractContextManager[None]:
+            return self.prepare(policy, rank) if slots is None else self.virtual.routed(layer, on_slots[rank])
+
         hidden: list[Tensor] = [hidden_TD.unsqueeze(1) for hidden_TD in self.hidden]
-        outputs = self.virtual.whole_layer(layer, hidden, lambda rank: self.prepare(policy, rank))
+        outputs = self.virtual.whole_layer(layer, hidden, prepare)
         for rank, (output_T1D, routing) in enumerate(zip(outputs, routings, strict=True)):
             reference = DenseReference(self.model, self.hidden[rank], SEED)
             error = reference.worst_error(output_T1D[:, 0], routing.weights_TE)
@@ -101,6 +127,24 @@ def every_part_equals_the_dense_reference(ranks: Ranks) -> None:
                 lab.check(None if spec is None else make_policy(spec), f"{parts} {num_ranks} {spec}")
 
 
+def experts_in_slots_equal_the_dense_reference(ranks: Ranks) -> None:
+    model = load_preset("deepseek-v2-lite").scaled(1 / 32)
+    load_E = torch.arange(model.num_experts).numpy() ** 2.0
+    plan = replicate(load_E, num_slots=model.num_experts + 8, num_ranks=4)
+    for slots in (
+        Slots.of_placement(make_placement("strided", model.num_experts, 4)),
+        Slots.of_replication(plan),
+    ):
+        lab = Lab(ranks, model, 4, 61, num_slots=slots.num_slots)
+        lab.virtual.slots = slots
+        for spec in (
+            None,
+            {"name": "token_drop", "capacity_factor": 1.0},
+            {"name": "expanded_drop", "capacity_factor": 1.0},
+        ):
+            lab.check(None if spec is None else make_policy(spec), f"{slots.num_slots} slots {spec}", slots)
+
+
 def a_rank_without_tokens_takes_part(ranks: Ranks) -> None:
     for num_tokens in (0, 3):
         lab = Lab(ranks, load_preset("deepseek-v2-lite").scaled(1 / 32), 4, num_tokens)
@@ -115,7 +159,7 @@ def timed_runs_see_the_rows_that_real_ranks_would(ranks: Ranks) -> None:
     routings = lab.routings(policy)
     counts_RE = torch.stack([routing.map_TE.sum(0) for routing in routings])
     virtual = lab.virtual
-    virtual.exchange.counts_RE = counts_RE
+    virtual.exchange.counts_RP = counts_RE
     seen = []
     hook = virtual.layers.policy.experts.register_forward_pre_hook(lambda module, args: seen.append(args))
     with virtual.connected():
@@ -131,10 +175,50 @@ def timed_runs_see_the_rows_that_real_ranks_would(ranks: Ranks) -> None:
         assert len(hidden_ND) == len(weights_N) == int(expected_L.sum())
 
 
+CONFIG = """
+name: chunks
+model: {preset: deepseek-v2-lite, scale: 0.03125}
+workload: {kind: synthetic, peak_load: 4, tokens_per_rank: 53, num_batches: 1, sequence_length: 7}
+layer: {ep_size: 4, dtype: float32}
+policies: [{name: token_drop, capacity_factor: 1.0}, {name: lynx, num_dropped: 8}]
+emulate: {links: h100-nvlink4, replication: [{spare_per_rank: 1}]}
+"""
+
+
+def chunks_and_slots_compute_what_was_worked_out(ranks: Ranks) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.yaml"
+        config.write_text(CONFIG)
+        (comparison,) = plan_emulation(config, [], on_cpu=True)
+    plain = Slots.contiguous(64, 4)
+    spare = Slots.of_replication(replicate(torch.arange(64).numpy(), num_slots=68, num_ranks=4))
+    batches = RankBatches(comparison, 0)
+    for case, slots, num_chunks in itertools.product(comparison.cases[:4], (plain, spare), (1, 3)):
+        router = CaseRouter(case, slots, seed=0)
+        (traffic,) = traffic_of(comparison, [router], batches, 0, ranks.device, num_chunks)
+        timer = MeasuredRanks(comparison, ranks.device, num_chunks, 60)
+        in_one = num_chunks == 1 and slots is plain
+        for rank, tokens in enumerate(batches):
+            timer.time(router, traffic, Shares(comparison, tokens, rank, ranks.device).of(case), 0)  # builds the layers
+            layer = timer._virtual(slots.num_slots).layers.native
+            seen: list[Tensor] = []
+            hook = layer.experts.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[1].cpu()))
+            share = Shares(comparison, tokens, rank, ranks.device).of(case)
+            took = timer.time(router, traffic, share, 0, first=True)
+            hook.remove()
+            assert torch.equal(torch.stack(seen), torch.from_numpy(traffic.received(rank))), (case.label, rank)
+            meetings = ["wait_metadata", "wait_dispatch", "wait_combine"]
+            assert took.meetings == (["wait_policy"] if case.name == "lynx" else []) + meetings
+            assert len(took.legs) == len(took.meetings) + 1
+            phases = [set(leg) - {"unaccounted"} for leg in took.legs]
+            assert phases[-4] >= {"gate", "policy"} or case.name == "lynx"
+            assert phases[-2] >= {"experts"}, (case.label, in_one, phases)
+
+
 def counts_other_than_announced_are_noticed(ranks: Ranks) -> None:
     lab = Lab(ranks, FOUR_EXPERTS, 2, 37)
     counts_RE = torch.stack([routing.map_TE.sum(0) for routing in lab.routings(None)])
-    lab.virtual.exchange.counts_RE = counts_RE.roll(1, dims=1)
+    lab.virtual.exchange.counts_RP = counts_RE.roll(1, dims=1)
     lab.prepare(None, 0)
     with lab.virtual.connected():
         lab.virtual.exchange.checks_counts = False
@@ -148,6 +232,8 @@ LAWS = (
     counts_other_than_announced_are_noticed,
     every_policy_equals_the_dense_reference,
     every_part_equals_the_dense_reference,
+    experts_in_slots_equal_the_dense_reference,
+    chunks_and_slots_compute_what_was_worked_out,
     a_rank_without_tokens_takes_part,
     timed_runs_see_the_rows_that_real_ranks_would,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +30,9 @@ from moe_ep_bench.records import (
     RunDirectory,
 )
 
-Role = Literal["baseline", "noise", "ceiling", "policy"]
+Role = Literal["baseline", "noise", "ceiling", "policy", "replication"]
+# Roles that several cases of a comparison may hold.
+_SHARED_ROLES = ("policy", "replication")
 
 _KINDS = ("plain", "breakdown")
 _ITERATION = ["launch", "batch", "iteration", "kind"]
@@ -84,6 +87,8 @@ class Comparison(_Described):
     random_weights: bool
     departures: list[str]  # where the layer is simpler than the model
     links: str | None = None  # the model of what moved between ranks, where nothing did
+    device: str | None = None  # the model of the device, where nothing was run
+    point: dict[str, Any] = {}  # of the config's sweep: dotted keys with their values
     workload: Workload
 
 
@@ -129,6 +134,7 @@ class _CaseDescription(_Described):
     label: str
     role: Role
     looks_past_top_k: bool
+    extra_bytes_per_rank: float | None = None
 
 
 class _Environment(_Described):
@@ -153,6 +159,7 @@ class Case:
         run_ids: the job that wrote each launch.
         timings: launch, rank, batch, iteration, kind, phase, time_us, host_us; no rows unless ok.
         routing: one row per rank x batch, as in ``ROUTING_SCHEMA``; no rows unless ok.
+        extra_bytes_per_rank: memory that a rank needs beyond native's, for replicas of experts; None without any.
     """
 
     case_id: str
@@ -167,6 +174,7 @@ class Case:
     run_ids: dict[int, str]
     timings: pd.DataFrame
     routing: pd.DataFrame
+    extra_bytes_per_rank: float | None = None
 
     @property
     def is_ok(self) -> bool:
@@ -198,7 +206,7 @@ def load_run(directory: Path | str) -> Run:
     _check_known_parts(files, description)
     cases = tuple(_read_case(files, case_id, description) for case_id in description.cases)
     _check_launches(files, cases)
-    conditions = _read_conditions(files, cases)
+    conditions = _read_conditions(files, cases, description.comparisons)
     if not any(case.is_ok for case in cases):
         counts = ", ".join(f"{number} {status}" for status, number in sorted(Counter(c.status for c in cases).items()))
         first = f"; {cases[0].label}: {_one_line(cases[0].reason)}" if cases else ""
@@ -209,10 +217,16 @@ def load_run(directory: Path | str) -> Run:
         mode=description.mode,
         device_name=description.environment.device_name,
         num_devices=description.environment.num_devices,
-        comparisons=description.comparisons,
+        comparisons=dict(sorted(description.comparisons.items(), key=lambda item: _place_in_sweep(item[1]))),
         cases=cases,
         conditions=conditions,
     )
+
+
+def _place_in_sweep(comparison: Comparison) -> list[tuple[bool, Any]]:
+    """Sorts comparisons by the values of their swept keys, numbers before words; without a sweep all are alike."""
+    values = [comparison.point[key] for key in sorted(comparison.point)]
+    return [(False, value) if isinstance(value, int | float) else (True, json.dumps(value)) for value in values]
 
 
 def _read_description(path: Path) -> _RunDescription:
@@ -241,14 +255,14 @@ def _read_description(path: Path) -> _RunDescription:
 
 
 def _check_roles(path: Path, description: _RunDescription) -> None:
-    """Speedups need to know *the* baseline, so a role other than policy is held by one case at most."""
+    """Speedups need to know *the* baseline, so a role is held by one case at most, but for ``_SHARED_ROLES``."""
     holders = Counter()
     for case_id, case in description.cases.items():
         if case.comparison_id not in description.comparisons:
             raise ResultsError(f"{path}: cases.{case_id}.comparison_id: no comparison {case.comparison_id!r}")
         holders[case.comparison_id, case.role] += 1
     for (comparison_id, role), number in holders.items():
-        if role != "policy" and number > 1:
+        if role not in _SHARED_ROLES and number > 1:
             raise ResultsError(f"{path}: comparisons.{comparison_id}: expected one {role} case, got {number}")
 
 
@@ -286,6 +300,7 @@ def _read_case(files: RunDirectory, case_id: str, description: _RunDescription) 
         run_ids=launches["run_id"].to_dict(),
         timings=rows[["rank", *_ITERATION, "phase", "time_us", "host_us"]],
         routing=routing,
+        extra_bytes_per_rank=case.extra_bytes_per_rank,
     )
 
 
@@ -311,11 +326,14 @@ def _check_launches(files: RunDirectory, cases: tuple[Case, ...]) -> None:
                 )
 
 
-def _read_conditions(files: RunDirectory, cases: tuple[Case, ...]) -> dict[str, dict[int, Conditions]]:
-    """The conditions of every launch that was timed. Routing without timing has none."""
+def _read_conditions(
+    files: RunDirectory, cases: tuple[Case, ...], comparisons: Mapping[str, Comparison]
+) -> dict[str, dict[int, Conditions]]:
+    """The conditions of every launch that was timed. What a model of a device says has none."""
     found: dict[str, dict[int, Conditions]] = {}
     for case in cases:
-        for launch, run_id in case.run_ids.items() if case.is_ok else ():
+        timed = case.is_ok and comparisons[case.comparison_id].device is None
+        for launch, run_id in case.run_ids.items() if timed else ():
             if launch in found.setdefault(case.comparison_id, {}):
                 continue
             path = files.conditions_path(case.comparison_id, launch)

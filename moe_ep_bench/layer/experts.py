@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Streams of random numbers that must not overlap: routed experts, shared experts, the gate.
+# Streams of random numbers that must not overlap: routed experts, shared experts, the gate; hidden states, and what
+# policies draw.
 ROUTED, SHARED, GATE = 0, 1, 2
+HIDDEN, DRAWS = 10, 11
 
 
 class ExpertWeights(NamedTuple):

@@ -9,8 +9,11 @@ points is Megatron-Core's own code and ours, as on real ranks; nothing is sent.
 To check it, the exchange can hand out the very rows that the other ranks would send
 (``whole_layer``); to time it, rows of a buffer are enough, because times do not depend on values.
 
-Shapes: R = virtual ranks, T = tokens of one rank, E = experts, L = E / R, D = hidden size,
-N = rows that a rank sends or receives.
+Experts that are placed otherwise than Megatron-Core has it, or replicated, stand in *slots* (``layer.slots``): such
+layers have slots for experts, and a routing that is worked out outside of them.
+
+Shapes: R = virtual ranks, T = tokens of one rank, E = experts, P = slots of all ranks (P = E where every expert has
+its own), D = hidden size, N = rows that a rank sends or receives.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from moe_ep_bench.layer.build import DEFAULT_PARTS, LayerPair, build_layers
 from moe_ep_bench.layer.experts import ROUTED, ExpertWeights, expert_weights
 from moe_ep_bench.layer.megatron import MoELayer, default_groups, token_dispatcher
 from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.layer.slots import Slots
 from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.policies import Routing
 
 # What goes through the all-to-alls of one layer run, in order.
 _ROWS, _WEIGHTS, _RESULTS = "rows", "weights", "results"
@@ -54,14 +59,14 @@ class Exchange:
     """What a rank hears from the others.
 
     Attributes:
-        counts_RE: int64, pairs that each rank sends to each expert; known before the layer runs.
-        checks_counts: look whether each rank's router sends what ``counts_RE`` says; waits for the device.
+        counts_RP: int64, pairs that each rank sends to each slot; known before the layer runs.
+        checks_counts: look whether each rank's router sends what ``counts_RP`` says; waits for the device.
         stats_SE: what a batch-wide policy's statistics sum up to over ranks; None where there are none.
     """
 
     def __init__(self, group: VirtualGroup) -> None:
         self._group = group
-        self.counts_RE = torch.empty(0)
+        self.counts_RP = torch.empty(0)
         self.stats_SE: Tensor | None = None
         self.checks_counts = True
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -76,16 +81,16 @@ class Exchange:
         """From now on keep what ranks send, and hand it on once all have sent."""
         self._kept = {what: [None] * self._group.size() for what in (_ROWS, _WEIGHTS, _RESULTS)}
 
-    def gather_counts(self, counts_E: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Stands for the gather of all ranks' counts: int64 [R * E].
+    def gather_counts(self, counts_P: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Stands for the gather of all ranks' counts: int64 [R * P].
 
         Raises:
             RuntimeError: this rank's router chose otherwise than was announced, and that is looked for.
         """
-        announced_E = self.counts_RE[self._group.current].to(counts_E.device)
-        if self.checks_counts and not torch.equal(counts_E.to(announced_E.dtype), announced_E):
+        announced_P = self.counts_RP[self._group.current].to(counts_P.device)
+        if self.checks_counts and not torch.equal(counts_P.to(announced_P.dtype), announced_P):
             raise RuntimeError("the layer's router sends other counts than were worked out for it")
-        return self.counts_RE.to(counts_E.device, non_blocking=True).flatten()
+        return self.counts_RP.to(counts_P.device, non_blocking=True).flatten()
 
     def sum_over_ranks(self, stats_SE: Tensor) -> Tensor:
         """Stands for the all-reduce of a policy's statistics."""
@@ -127,7 +132,8 @@ def _whole(splits: Any, sent: Tensor) -> list[int]:
 class VirtualRanks:
     """The two layers of ``build_layers`` seen from each of ``num_ranks`` expert-parallel ranks.
 
-    One rank's weights are held; all ranks share them unless ``become`` is asked to load a rank's own.
+    One rank's weights are held; all ranks share them unless ``become`` is asked to load a rank's own. With
+    ``num_slots`` the layers have so many slots in place of the model's experts, and every run is to be ``routed``.
     Needs an initialised ``torch.distributed`` of one process, ``initialize_expert_parallel(1)`` and ``device_scope()``.
     """
 
@@ -139,13 +145,17 @@ class VirtualRanks:
         num_ranks: int,
         seed: int,
         parts: Parts = DEFAULT_PARTS,
+        num_slots: int | None = None,
     ) -> None:
         self.model, self.dtype, self.device, self.seed = model, dtype, device, seed
+        self.num_slots = model.num_experts if num_slots is None else num_slots
+        self.slots = Slots.contiguous(self.num_slots, num_ranks)
         self.group = VirtualGroup(num_ranks)
         self.exchange = Exchange(self.group)
         groups = copy.copy(default_groups())
         groups.ep = groups.tp_ep = self.group
-        self.layers: LayerPair = build_layers(model, dtype, device, self.group, seed, parts, groups=groups)
+        layer_model = model if num_slots is None else _with_slots(model, num_slots)
+        self.layers: LayerPair = build_layers(layer_model, dtype, device, self.group, seed, parts, groups=groups)
         self.layers.policy_router.sum_over_ranks = self.exchange.sum_over_ranks
 
     @property
@@ -153,9 +163,9 @@ class VirtualRanks:
         return self.group.size()
 
     def become(self, rank: int, *, own_weights: bool = False) -> None:
-        """See the layers from ``rank``; with ``own_weights`` its experts get the weights they have in the model."""
+        """See the layers from ``rank``; with ``own_weights`` its slots get the weights that ``slots`` say."""
         self.group.current = rank
-        per_rank = self.model.num_experts // self.num_ranks
+        per_rank = self.num_slots // self.num_ranks
         indices = list(range(rank * per_rank, (rank + 1) * per_rank))
         for layer in (self.layers.native, self.layers.policy):
             layer.local_expert_indices = layer.token_dispatcher.local_expert_indices = indices
@@ -163,7 +173,8 @@ class VirtualRanks:
                 layer.token_dispatcher.ep_rank = rank
         if own_weights:
             with torch.no_grad():
-                fill_experts_(self.layers.native.experts, [self._weights[expert] for expert in indices])
+                held = self.slots.expert_P[indices].tolist()
+                fill_experts_(self.layers.native.experts, [self._weights[expert] for expert in held])
 
     @functools.cached_property
     def _weights(self) -> list[ExpertWeights]:
@@ -181,13 +192,28 @@ class VirtualRanks:
         ):
             yield
 
+    @contextlib.contextmanager
+    def routed(self, layer: MoELayer, routing: Routing) -> Iterator[None]:
+        """Let ``layer`` route as was worked out before, over its slots, while the block runs."""
+
+        def given(*_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            return routing.weights_TE, routing.map_TE
+
+        with mock.patch.object(layer.router, "routing", given):
+            yield
+
     def run(self, layer: MoELayer, hidden_T1D: Tensor) -> Tensor:
         """One run of ``layer`` as the current rank: [T, 1, D]. Inside ``connected``."""
         self.exchange.begin()
         output_T1D, _ = layer(hidden_T1D)
         return output_T1D
 
-    def whole_layer(self, layer: MoELayer, hidden: Sequence[Tensor], prepare: Callable[[int], None]) -> list[Tensor]:
+    def whole_layer(
+        self,
+        layer: MoELayer,
+        hidden: Sequence[Tensor],
+        prepare: Callable[[int], contextlib.AbstractContextManager[None]],
+    ) -> list[Tensor]:
         """All ranks' outputs, [T, 1, D] each, with the values that real ranks would compute.
 
         Ranks run three times: first each tells what it sends, then it computes what was sent to it,
@@ -195,7 +221,7 @@ class VirtualRanks:
 
         Args:
             hidden: every rank's hidden states.
-            prepare: puts a rank's routing into the layer.
+            prepare: puts a rank's routing into the layer, for as long as the context lasts.
         """
         self.exchange.keep()
         outputs: list[Tensor] = []
@@ -204,6 +230,12 @@ class VirtualRanks:
                 outputs = []
                 for rank in range(self.num_ranks):
                     self.become(rank, own_weights=True)
-                    prepare(rank)
-                    outputs.append(self.run(layer, hidden[rank]))
+                    with prepare(rank):
+                        outputs.append(self.run(layer, hidden[rank]))
         return outputs
+
+
+def _with_slots(model: ModelSpec, num_slots: int) -> ModelSpec:
+    """A layer of so many experts, with room for any number of them per token; nothing but given routings suits it."""
+    fields = {"num_experts": num_slots, "num_groups": None, "top_groups": None, "group_score_experts": None}
+    return model.model_copy(update=fields)

@@ -53,6 +53,18 @@ def legs_of(segments: Sequence[tuple[str, float]]) -> tuple[list[Leg], list[str]
     return legs, meetings
 
 
+def median_legs(runs: Sequence[Sequence[Leg]]) -> list[Leg]:
+    """What a rank's legs take typically: the median over runs of every phase of every leg.
+
+    The slowest of many ranks is the slowest of many noisy times: taken run by run it would be too slow, the more so
+    the more alike ranks are. Runs of one rank are therefore put together before ranks are.
+    """
+    return [
+        {phase: float(np.median([run[number].get(phase, 0.0) for run in runs])) for phase in leg}
+        for number, leg in enumerate(runs[0])
+    ]
+
+
 def compose(
     legs_R: Sequence[Sequence[Leg]], meetings: Sequence[str], link_us: Mapping[str, NDArray[np.float64]]
 ) -> list[dict[str, float]]:

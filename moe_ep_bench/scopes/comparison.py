@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig, load_experiments
+from moe_ep_bench.config import Experiment, RecordedConfig, ReplicationConfig, SyntheticConfig, load_experiments
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Policy, RoutingContext
@@ -20,6 +20,8 @@ from moe_ep_bench.skews import load_skew
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
 
 BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
+# Native routing on replicated experts: what spare memory buys in place of a policy.
+REPLICATION = "replication"
 
 _COPIES_BYTES = 2**27
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -33,14 +35,19 @@ class CaseSpec:
     role: str
     name: str
     policy: Policy | None
-    """None for the references, which are Megatron-Core's own router."""
+    """None for the references and replication, which take Megatron-Core's own router."""
+    replication: ReplicationConfig | None = None
 
     @property
     def params(self) -> dict[str, Any]:
+        if self.replication is not None:
+            return self.replication.model_dump(mode="json")
         return self.policy.params() if self.policy else {}
 
     @property
     def label(self) -> str:
+        if self.replication is not None:
+            return f"EPLB, {self.replication.spare_per_rank} spare per rank"
         return (
             self.policy.label
             if self.policy
@@ -85,6 +92,20 @@ class Planned:
             return 0.0
         return self.workload.layer / self.workload.traces[0].num_layers
 
+    def context(self, rank: int, request_id_T: Tensor) -> RoutingContext:
+        """What a policy may know of a rank's tokens, but for modality and randomness."""
+        return RoutingContext(
+            top_k=self.model.top_k,
+            num_ranks=self.ep_size,
+            rank=rank,
+            normalize=self.model.normalize,
+            scale=self.model.routed_scale,
+            num_groups=self.model.num_groups,
+            top_groups=self.model.top_groups,
+            request_id_T=request_id_T,
+            layer_fraction=self.layer_fraction,
+        )
+
     def try_policies(self, modality_T: Tensor | None = None) -> None:
         """Route two tokens by every policy: finds fields that do not suit the model, and compiles what is compiled.
 
@@ -95,16 +116,8 @@ class Planned:
             ValueError: naming the policy and its field.
         """
         scores_TE = torch.rand(2, self.model.num_experts, generator=torch.Generator().manual_seed(0))
-        context = RoutingContext(
-            top_k=self.model.top_k,
-            num_ranks=self.ep_size,
-            num_groups=self.model.num_groups,
-            top_groups=self.model.top_groups,
-            request_id_T=torch.zeros(2, dtype=torch.int64),
-            modality_T=modality_T,
-            layer_fraction=self.layer_fraction,
-            generator=torch.Generator(),
-        )
+        requests_T = torch.zeros(2, dtype=torch.int64)
+        context = replace(self.context(0, requests_T), modality_T=modality_T, generator=torch.Generator())
         for policy in self.experiment.make_policies():
             try:
                 policy.route(scores_TE, context)
@@ -149,9 +162,11 @@ class Planned:
     def comparison_id(self) -> str:
         return stable_hash(self.definition)
 
-    def case(self, role: str, name: str, policy: Policy | None = None) -> CaseSpec:
-        identity = [self.comparison_id, role, name, policy.params() if policy else {}]
-        return CaseSpec(stable_hash(identity), role, name, policy)
+    def case(
+        self, role: str, name: str, policy: Policy | None = None, replication: ReplicationConfig | None = None
+    ) -> CaseSpec:
+        spec = CaseSpec("", role, name, policy, replication)
+        return replace(spec, case_id=stable_hash([self.comparison_id, role, name, spec.params]))
 
 
 @dataclass(frozen=True)
@@ -205,8 +220,13 @@ class Comparison(Planned):
             self.case(BASELINE, "native"),
             self.case(NOISE, "native"),
             *(self.case(POLICY, policy.name, policy) for policy in self.experiment.make_policies()),
+            *self.alternatives(),
             self.case(CEILING, "native_balanced"),
         ]
+
+    def alternatives(self) -> Iterable[CaseSpec]:
+        """What else is measured beside the policies."""
+        return ()
 
     @property
     def title(self) -> str:
@@ -279,6 +299,11 @@ def plan_comparisons(config: Path, overrides: Iterable[str], world_size: int, *,
             raise ValueError(f"{config}: {problem}") from None
         comparisons.append(comparison)
     return comparisons
+
+
+def default_ep_size(num_experts: int) -> int:
+    """Virtual ranks where a config leaves them open: the largest number up to 8, a node's, that divides the experts."""
+    return max(size for size in range(1, 9) if num_experts % size == 0)
 
 
 def check_rank_shares(experiment: Experiment, world_size: int) -> None:

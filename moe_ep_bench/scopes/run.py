@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import reduce
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -27,6 +28,7 @@ from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 from moe_ep_bench.ranks import Ranks, join
 from moe_ep_bench.records import SCHEMA_VERSION, RunDirectory, stable_hash
 from moe_ep_bench.scopes.comparison import CaseSpec, Comparison, find_case, plan_comparisons
+from moe_ep_bench.scopes.directory import check_agreement
 from moe_ep_bench.scopes.job import Job, Stopped, open_job
 
 # How long ranks may take to meet before a config has said otherwise.
@@ -161,31 +163,10 @@ def _given_up(directory: RunDirectory, comparison: Comparison, case: CaseSpec) -
     return []
 
 
-def check_directory(directory: RunDirectory, ranks: Ranks, force: bool) -> None:
-    """Raise unless results can be written here and earlier ones were obtained under the same conditions."""
-    try:
-        directory.root.mkdir(parents=True, exist_ok=True)
-        probe = directory.root / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"--out {directory.root}: cannot write there: {error.strerror}") from None
-    if not directory.run_json.exists():
-        return
-    try:
-        earlier = json.loads(directory.run_json.read_text())
-        then = {**environment.comparable(earlier["environment"]), "code": earlier["hashes"]["code"]}
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{directory.run_json}: damaged, or not written by this program") from None
-    now = {**environment.comparable(environment.describe(ranks.device)), "code": environment.code_hash()}
-    if force:
-        del then["code"], now["code"]
-    for key, value in now.items():
-        if then[key] != value:
-            raise ValueError(
-                f"--out {directory.root}: holds results with {key} {then[key]}, here it is {value}; "
-                "choose another directory" + (" or --force" if key == "code" else "")
-            )
+def check_directory(directory: RunDirectory, ranks: Ranks, force: bool, mode: str = "run") -> None:
+    """Raise unless times of this mode can be written here, and earlier ones are of this machine, code and packages."""
+    conditions = environment.comparable(environment.describe(ranks.device))
+    check_agreement(directory, mode, conditions, force=force)
 
 
 def _measure_all(
@@ -325,6 +306,7 @@ def _describe(comparison: Comparison, ranks: Ranks) -> dict[str, Any]:
         "flush_l2": comparison.experiment.measure.flush_l2,
         "oversubscribed": ranks.oversubscribed,
         "random_weights": True,
+        "point": describe_point(comparison.experiment),
         "workload": comparison.describe_workload(),
     }
 
@@ -339,6 +321,12 @@ def describe_experiment(experiment: Experiment) -> dict[str, Any]:
     for recording in described["workload"].get("trace", ()):
         recording["trace"] = Path(recording["trace"]).name
     return described
+
+
+def describe_point(experiment: Experiment) -> dict[str, Any]:
+    """Swept keys with their values at this point of the sweep, as ``describe_experiment`` says them."""
+    described = describe_experiment(experiment)
+    return {key: reduce(lambda section, name: section[name], key.split("."), described) for key, _ in experiment.point}
 
 
 def dry_run(config: Path, overrides: Sequence[str], world_size: int) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_ep_bench import environment
 from moe_ep_bench.layer.build import DTYPES, LayerPair, build_layers
-from moe_ep_bench.layer.experts import seeded_generator
+from moe_ep_bench.layer.experts import DRAWS, HIDDEN, seeded_generator
 from moe_ep_bench.layer.host import device_scope, release_freed_memory
 from moe_ep_bench.layer.megatron import MoELayer, initialize_expert_parallel
 from moe_ep_bench.layer.phases import Rendezvous
@@ -42,9 +42,6 @@ from moe_ep_bench.workload import TokenBatch, deal
 from moe_ep_bench.workload.balanced import balanced_scores
 
 NUM_CHECKED_TOKENS = 16
-
-# Streams of random numbers (see layer.experts): hidden states, and what random policies draw.
-_HIDDEN, _DRAWS = 10, 11
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ class LayerCase:
     def context_for(self, batch: int) -> RoutingContext:
         """The context of this rank's tokens of ``batch``; randomness starts anew with every call."""
         device = self.batches[batch].logits_TE.device
-        draws = seeded_generator(device, self.seed, _DRAWS, batch, self.global_rank)
+        draws = seeded_generator(device, self.seed, DRAWS, batch, self.global_rank)
         return replace(self.context, generator=draws, request_id_T=self.batches[batch].request_id_T)
 
     def scores(self, batch: int) -> Tensor:
@@ -185,7 +182,7 @@ class Session:
         for sequence, length in zip(
             *torch.unique_consecutive(batch.sequence_id_T[tokens_T], return_counts=True), strict=True
         ):
-            generator = seeded_generator(self.device, self.seed, _HIDDEN, index, int(sequence))
+            generator = seeded_generator(self.device, self.seed, HIDDEN, index, int(sequence))
             hidden.append(torch.randn(int(length), model.hidden_size, generator=generator, device=self.device))
         hidden_TD = torch.cat(hidden) if hidden else torch.empty(0, model.hidden_size, device=self.device)
         balanced_TE = balanced_scores(scores_TE, model.top_k)

@@ -1,0 +1,149 @@
+"""What ``emulate`` is to measure: a comparison on virtual ranks behind modelled links, on this device or another.
+
+Shapes: R = virtual ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_ep_bench.config import MEASURED, Experiment, ReplicationConfig, load_experiments
+from moe_ep_bench.devices import Device, load_device
+from moe_ep_bench.layer.build import DTYPES
+from moe_ep_bench.layer.slots import Slots
+from moe_ep_bench.links import Links, links_names, load_links
+from moe_ep_bench.replication import replicate
+from moe_ep_bench.scopes.comparison import REPLICATION, CaseSpec, Comparison, default_ep_size
+
+
+@dataclass(frozen=True)
+class Emulated(Comparison):
+    """A comparison on virtual ranks.
+
+    Attributes:
+        links: what stands between ranks.
+        device: what stands for each rank; None = the device that is here, which is measured.
+        slots: where experts stand, but for cases that replicate them.
+    """
+
+    links: Links
+    device: Device | None
+    slots: Slots
+
+    @staticmethod
+    def on(experiment: Experiment, *, on_cpu: bool) -> Emulated:
+        """The experiment on ``layer.ep_size`` virtual ranks (``default_ep_size`` where the config leaves it open).
+
+        Raises:
+            ValueError: naming the key whose value does not fit.
+        """
+        if experiment.emulate.links is None:
+            raise ValueError(
+                f"emulate.links: expected one of {', '.join(links_names())}, or a path to such a file; got none"
+            )
+        if experiment.measure.launches != 1:
+            raise ValueError(
+                f"measure.launches: emulate makes one launch; expected 1, got {experiment.measure.launches}"
+            )
+        ep_size = experiment.layer.ep_size or default_ep_size(experiment.model.spec().num_experts)
+        base = Comparison.of(experiment, ep_size, on_cpu=on_cpu)
+        try:
+            links = load_links(experiment.emulate.links).scaled(experiment.emulate.bandwidth_scale)
+        except ValueError as problem:
+            raise ValueError(f"emulate.links: {problem}") from None
+        try:
+            device = None if experiment.emulate.device == MEASURED else load_device(experiment.emulate.device)
+        except ValueError as problem:
+            raise ValueError(f"emulate.device: expected {MEASURED}, or as follows: {problem}") from None
+        placement = experiment.route.make_placement(base.model.num_experts, base.ep_size)
+        try:
+            slots = Slots.of_placement(placement)
+        except ValueError as problem:
+            raise ValueError(f"route.placement: {problem}") from None
+        found = Emulated(base.experiment, base.world_size, base.workload, base.parts, links, device, slots)
+        found._check_replication()
+        found.links.all_gather_us(0, found.ep_size)  # Finds links that do not reach so many ranks.
+        return found
+
+    @cached_property
+    def definition(self) -> dict[str, Any]:
+        return {
+            **Comparison.definition.func(self),
+            "mode": "emulated",
+            "links": self.links.model_dump(mode="json"),
+            "device": self.device and self.device.model_dump(mode="json"),
+            "slots": self.slots.expert_P.tolist(),
+            "chunk_tokens": self.experiment.emulate.chunk_tokens,
+        }
+
+    def alternatives(self) -> Iterable[CaseSpec]:
+        return [self.case(REPLICATION, "eplb", None, wanted) for wanted in self.experiment.emulate.replication]
+
+    def num_slots(self, wanted: ReplicationConfig) -> int:
+        """Slots of all ranks."""
+        return self.model.num_experts + wanted.spare_per_rank * self.ep_size
+
+    def extra_bytes_per_rank(self, case: CaseSpec) -> float | None:
+        """Memory that a case's spare slots take on every rank, in all layers of the model; None for other cases."""
+        if case.replication is None:
+            return None
+        plan = replicate(
+            np.ones(self.model.num_experts), num_slots=self.num_slots(case.replication), num_ranks=self.ep_size
+        )
+        return plan.extra_bytes_per_rank(self.model, DTYPES[self.experiment.layer.dtype].itemsize)
+
+    @property
+    def mean_rows(self) -> float:
+        """Rows that a rank computes where loads are even."""
+        return self.num_tokens * self.model.top_k / self.ep_size
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Memory that a (token, expert) pair takes while a rank computes it: permuted twice, and inside the FFN."""
+        values = 4 * self.model.hidden_size + 3 * self.model.ffn_hidden_size
+        return values * DTYPES[self.experiment.layer.dtype].itemsize
+
+    def _check_replication(self) -> None:
+        for wanted in self.experiment.emulate.replication:
+            try:
+                replicate(
+                    np.ones(self.model.num_experts),
+                    num_slots=self.num_slots(wanted),
+                    num_ranks=self.ep_size,
+                    num_nodes=wanted.num_nodes,
+                    num_groups=self.model.num_groups or 1,
+                    policy=wanted.policy,
+                )
+            except ValueError as problem:
+                raise ValueError(f"emulate.replication: {problem}") from None
+
+
+def plan_emulation(config: Path, overrides: Iterable[str], *, on_cpu: bool) -> list[Emulated]:
+    """All comparisons of a config file on virtual ranks.
+
+    The config's ``on_cpu`` section makes layers small enough for a CPU; where all run on a modelled device, it is not
+    applied.
+
+    Raises:
+        ValueError: one line naming the file, the key and what is allowed.
+    """
+    overrides = list(overrides)
+    experiments = load_experiments(config, overrides, on_cpu=False)
+    if on_cpu and any(experiment.emulate.device == MEASURED for experiment in experiments):
+        experiments = load_experiments(config, overrides, on_cpu=True)
+    comparisons = []
+    for experiment in experiments:
+        try:
+            comparison = Emulated.on(experiment, on_cpu=on_cpu)
+            next(comparison.workload.rank_batches(0, comparison.ep_size))  # Finds skews that cannot be had.
+            comparison.try_policies()
+        except ValueError as problem:
+            raise ValueError(f"{config}: {problem}") from None
+        comparisons.append(comparison)
+    return comparisons

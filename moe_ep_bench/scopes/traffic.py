@@ -1,0 +1,244 @@
+"""What all ranks' routing amounts to: how many pairs each rank sends to each slot of the experts.
+
+A layer's work on any rank follows from this and from the rank's own tokens. Ranks route one after another, so that
+memory holds one rank's tokens and the counts of all.
+
+Shapes: R = ranks, T = tokens of one rank, E = experts, P = slots (``layer.slots``), C = chunks of a rank's tokens,
+S = rows of a batch-wide policy's statistics.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_ep_bench.layer.experts import DRAWS, seeded_generator
+from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
+from moe_ep_bench.layer.slots import Slots
+from moe_ep_bench.metrics import ScoreMetrics, routing_metrics, score_metrics
+from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
+from moe_ep_bench.scopes.comparison import CEILING, CaseSpec, Planned
+from moe_ep_bench.workload import TokenBatch
+from moe_ep_bench.workload.balanced import balanced_scores
+
+_NATIVE = make_policy({"name": "topk"})
+# Scores of a batch that are kept rather than made again.
+_HELD_BYTES = 2**30
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """One rank's tokens of a batch on the device that routes them.
+
+    Attributes:
+        logits_TE: what the layer's router sees in place of its gate's output.
+        scores_TE: what a policy sees: the logits through the model's score function.
+        context: what a policy may know, but for randomness (``CaseRouter.context``).
+    """
+
+    logits_TE: Tensor
+    scores_TE: Tensor
+    context: RoutingContext
+
+    @cached_property
+    def of_scores(self) -> ScoreMetrics:
+        return score_metrics(self.scores_TE, self.context)
+
+    @staticmethod
+    def of(planned: Planned, tokens: TokenBatch, rank: int, device: torch.device, *, balanced: bool = False) -> Share:
+        """What ``rank`` knows of its tokens; ``balanced`` as the ceiling of balancing has them."""
+        model = planned.model
+        scores_TE = tokens.scores_TE.to(device)
+        if balanced:
+            scores_TE = balanced_scores(scores_TE, model.top_k)
+        logits_TE = logits_from_scores(scores_TE, model.score_function)
+        context = planned.context(rank, tokens.sequence_id_T.to(device))
+        return Share(logits_TE, scores_from_logits(logits_TE, model.score_function), context)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.logits_TE)
+
+
+class Shares:
+    """One rank's tokens as the cases of a comparison see them: made once, for all cases."""
+
+    def __init__(self, planned: Planned, tokens: TokenBatch, rank: int, device: torch.device) -> None:
+        self._of_case = functools.lru_cache(2)(
+            lambda balanced: Share.of(planned, tokens, rank, device, balanced=balanced)
+        )
+
+    def of(self, case: CaseSpec) -> Share:
+        return self._of_case(case.role == CEILING)
+
+
+@dataclass(frozen=True, eq=False)
+class CaseRouter:
+    """How a case routes on virtual ranks, as on real ones; its experts stand in ``slots``."""
+
+    case: CaseSpec
+    slots: Slots
+    seed: int
+
+    @property
+    def rule(self) -> Policy:
+        """What routes: the policy, or the model's own top-k."""
+        return self.case.policy or _NATIVE
+
+    def context(self, share: Share, index: int) -> RoutingContext:
+        """The context of a rank's tokens of batch ``index``, its randomness at its start."""
+        device = share.scores_TE.device
+        return replace(share.context, generator=seeded_generator(device, self.seed, DRAWS, index, share.context.rank))
+
+    def route(self, share: Share, index: int, stats_SE: Tensor | None) -> Routing:
+        """Over experts; ``slots.spread`` sends pairs on to slots."""
+        return self.rule.route(share.scores_TE, self.context(share, index), stats_SE)
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """All ranks' routing of one case on one batch.
+
+    Attributes:
+        num_tokens_R: tokens of each rank.
+        counts_CRP: int64, pairs that the tokens of each rank's chunk send to each slot.
+        stats_SE: what a batch-wide policy's statistics sum up to over ranks; None where it has none.
+        metrics: of each rank's tokens, see ``metrics.routing_metrics``.
+    """
+
+    num_tokens_R: list[int]
+    counts_CRP: Tensor
+    stats_SE: Tensor | None
+    metrics: list[dict[str, Any]]
+
+    @property
+    def num_ranks(self) -> int:
+        return self.counts_CRP.shape[1]
+
+    @cached_property
+    def rank_pairs(self) -> NDArray[np.int64]:
+        """Pairs that each rank (row) sends to each (column): int64 [R, R]."""
+        return self.counts_CRP.sum(0).view(self.num_ranks, self.num_ranks, -1).sum(2).cpu().numpy()
+
+    def received(self, rank: int) -> NDArray[np.int64]:
+        """Rows that arrive at each of a rank's slots, chunk by chunk: int64 [C, P / R]."""
+        per_rank = self.counts_CRP.shape[2] // self.num_ranks
+        mine = slice(rank * per_rank, (rank + 1) * per_rank)
+        return self.counts_CRP[:, :, mine].sum(1).cpu().numpy()
+
+    def work(self, rank: int) -> tuple[Any, ...]:
+        """Equal for ranks that have the same to do: their tokens, the pairs they send, the rows of every slot."""
+        sent_C = tuple(self.counts_CRP[:, rank].sum(1).tolist())
+        return self.num_tokens_R[rank], sent_C, *map(tuple, self.received(rank).tolist())
+
+
+def traffic_of(
+    planned: Planned,
+    routers: Sequence[CaseRouter],
+    ranks: Iterable[TokenBatch],
+    index: int,
+    device: torch.device,
+    num_chunks: int = 1,
+) -> list[Traffic]:
+    """Route batch ``index`` on all ranks, by every case.
+
+    Args:
+        ranks: every rank's tokens, in order; gone through twice where a policy decides for the whole batch.
+        num_chunks: C; chunks are of tokens that follow each other, as even as can be (``chunks_of``).
+    """
+    stats = _statistics(planned, routers, ranks, index, device)
+    num_tokens: list[int] = []
+    counts: list[list[Tensor]] = [[] for _ in routers]
+    metrics: list[list[dict[str, Any]]] = [[] for _ in routers]
+    for rank, tokens in enumerate(ranks):
+        shares = Shares(planned, tokens, rank, device)
+        num_tokens.append(tokens.num_tokens)
+        for number, router in enumerate(routers):
+            share, slots = shares.of(router.case), router.slots
+            routing = router.route(share, index, stats[number])
+            map_TP = slots.spread(routing.map_TE, rank)
+            counts[number].append(
+                torch.stack([map_TP[chunk].sum(0) for chunk in chunks_of(share.num_tokens, num_chunks)])
+            )
+            row = case_metrics(router.case, routing, share)
+            metrics[number].append(row if slots.is_contiguous else {**row, **placed_metrics(map_TP, slots, rank)})
+    return [
+        Traffic(num_tokens, torch.stack(counts[number], dim=1), stats[number], metrics[number])
+        for number in range(len(routers))
+    ]
+
+
+def _statistics(
+    planned: Planned, routers: Sequence[CaseRouter], ranks: Iterable[TokenBatch], index: int, device: torch.device
+) -> list[Tensor | None]:
+    """What each batch-wide policy's statistics sum up to over all ranks, float64 [S, E]; None where there are none."""
+    total: list[Tensor | None] = [None] * len(routers)
+    asked = list(range(len(routers)))
+    for rank, tokens in enumerate(ranks):
+        shares = Shares(planned, tokens, rank, device)
+        for number in list(asked):
+            share = shares.of(routers[number].case)
+            stats_SE = routers[number].rule.batch_stats(share.scores_TE, routers[number].context(share, index))
+            if stats_SE is None:
+                asked.remove(number)
+                continue
+            so_far_SE = total[number]
+            total[number] = stats_SE if so_far_SE is None else so_far_SE + stats_SE
+        if not asked:
+            break
+    return total
+
+
+def case_metrics(case: CaseSpec, routing: Routing, share: Share) -> dict[str, Any]:
+    """``routing_metrics`` of a case's routing; excess load by the case's own capacity factor, if it has one."""
+    factor = case.params.get("capacity_factor")
+    extra = {"capacity_factor": factor} if isinstance(factor, float) else {}
+    return routing_metrics(routing, share.scores_TE, share.context, of_scores=share.of_scores, **extra)
+
+
+def chunks_of(num_tokens: int, num_chunks: int) -> list[slice]:
+    """Cut a rank's tokens into pieces that differ by one token at most; some are empty where there are few tokens."""
+    bounds = [num_tokens * number // num_chunks for number in range(num_chunks + 1)]
+    return [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
+
+
+def placed_metrics(map_TP: Tensor, slots: Slots, rank: int) -> dict[str, Any]:
+    """Those metrics of ``routing_metrics`` that depend on where experts stand, for experts that stand in slots."""
+    counts_RS = map_TP.sum(0).view(slots.num_ranks, -1)
+    to_rank_TR = map_TP.unflatten(1, (slots.num_ranks, -1)).any(2)
+    load_R = counts_RS.sum(1)
+    return {
+        "load_R": load_R.tolist(),
+        "activated_experts_fullest_rank": int((counts_RS > 0).sum(1).max()),
+        "crossing_pairs": int(load_R.sum() - load_R[rank]),
+        "crossing_copies": int(to_rank_TR.sum() - to_rank_TR[:, rank].sum()),
+    }
+
+
+class RankBatches:
+    """The ranks' tokens of one batch, rank by rank; may be gone through any number of times.
+
+    Small batches are held; larger ones are made anew each time, one rank's tokens after the other's, where the workload
+    can (``Workload.rank_batches``).
+    """
+
+    def __init__(self, planned: Planned, index: int) -> None:
+        self._workload, self._index = planned.workload, index
+        self._shares = planned.ep_size, planned.experiment.workload.rank_shares
+        num_bytes = planned.workload.num_tokens * planned.workload.num_experts * torch.float32.itemsize
+        self._held = list(self._made()) if num_bytes <= _HELD_BYTES else None
+
+    def __iter__(self) -> Iterator[TokenBatch]:
+        return self._made() if self._held is None else iter(self._held)
+
+    def _made(self) -> Iterator[TokenBatch]:
+        return self._workload.rank_batches(self._index, *self._shares)

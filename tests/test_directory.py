@@ -1,0 +1,102 @@
+"""What may lie in one results directory: results of one mode, one code and one set of conditions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_run import environment as child_environment
+from test_run import write_config
+
+from moe_ep_bench import environment
+from moe_ep_bench.exit_codes import USER_ERROR
+from moe_ep_bench.records import RunDirectory, write_json
+from moe_ep_bench.scopes.directory import check_agreement
+
+MODES = {"run": "run", "route": "route", "emulate": "emulated"}  # By command.
+CONDITIONS = {"torch": "2.0", "device_name": "a processor"}
+
+
+def leave_results(root: Path, mode: str = "run", **conditions: str) -> RunDirectory:
+    """A directory as an earlier command of this code left it."""
+    hashes = {"code": environment.code_hash()}
+    write_json(root / "run.json", {"mode": mode, "environment": {**CONDITIONS, **conditions}, "hashes": hashes})
+    return RunDirectory(root)
+
+
+def files_in(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+@pytest.mark.parametrize("command", MODES)
+@pytest.mark.parametrize("there", MODES.values())
+@pytest.mark.parametrize("force", [False, True])
+def test_a_directory_holds_one_mode(command: str, there: str, force: bool, tmp_path: Path) -> None:
+    directory, mode = leave_results(tmp_path, there), MODES[command]
+    if there == mode:
+        check_agreement(directory, mode, CONDITIONS, force=force)
+    else:
+        with pytest.raises(ValueError, match=f"mode {there}, here it is {mode}; choose another directory$"):
+            check_agreement(directory, mode, CONDITIONS, force=force)
+    assert files_in(tmp_path) == {"run.json"}
+
+
+@pytest.mark.parametrize(("command", "there"), [(c, m) for c, own in MODES.items() for m in MODES.values() if m != own])
+def test_every_command_refuses_another_mode_in_one_line(command: str, there: str, tmp_path: Path) -> None:
+    out = leave_results(tmp_path / "out", there).root
+    config = write_config(tmp_path, emulate={"links": "h100-nvlink4"})
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_ep_bench", command, str(config), "--out", str(out), "--force"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=child_environment(),
+        check=False,
+    )
+    assert done.returncode == USER_ERROR, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line == (
+        f"moe-ep-bench: --out {out}: holds results with mode {there}, here it is {MODES[command]}; "
+        "choose another directory"
+    )
+    assert files_in(out) == {"run.json"}
+
+
+def test_conditions_must_agree_and_force_does_not_change_that(tmp_path: Path) -> None:
+    directory = leave_results(tmp_path, torch="1.0", hostname="elsewhere")
+    check_agreement(directory, "run", {"device_name": "a processor"}, force=False)  # Nobody asked of torch.
+    for force in (False, True):
+        with pytest.raises(
+            ValueError, match=r"holds results with torch 1.0, here it is 2.0; choose another directory$"
+        ):
+            check_agreement(directory, "run", CONDITIONS, force=force)
+
+
+def test_results_of_other_code_may_be_replaced_by_force_only(tmp_path: Path) -> None:
+    directory = leave_results(tmp_path)
+    earlier = json.loads(directory.run_json.read_text())
+    write_json(directory.run_json, {**earlier, "hashes": {"code": "older"}})
+    with pytest.raises(ValueError, match=r"code older, here it is .*; choose another directory or --force$"):
+        check_agreement(directory, "run", CONDITIONS, force=False)
+    check_agreement(directory, "run", CONDITIONS, force=True)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"mode": "run", "environment": {}}'])
+def test_a_description_that_is_none_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ValueError, match=r"run.json: damaged, or not written by this program"):
+        check_agreement(RunDirectory(tmp_path), "run", CONDITIONS, force=False)
+
+
+def test_a_new_directory_is_made_and_left_empty(tmp_path: Path) -> None:
+    check_agreement(RunDirectory(tmp_path / "a" / "b"), "route", CONDITIONS, force=False)
+    assert files_in(tmp_path / "a" / "b") == set()
+
+
+def test_what_is_no_directory_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=f"--out {tmp_path}/file: cannot write there: "):
+        check_agreement(RunDirectory(tmp_path / "file"), "route", CONDITIONS, force=False)

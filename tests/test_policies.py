@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -250,19 +250,53 @@ def test_hundreds_of_tokens(spec: Spec, kind: str) -> None:
     assert_as_expected(route(spec, scores_TE, arguments), spec, scores_TE, arguments)
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-def test_the_number_of_threads_does_not_matter(normalize: bool) -> None:
-    scores_TE, arguments = random_scores("levels", 9001, 16, seed=4), {"top_k": 3, "normalize": normalize}
+@pytest.fixture
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
-    try:
-        for spec in ({"name": "topk"}, {"name": "pruned", "k0": 3, "p": 0.4}):
-            routings = []
-            for num_threads in (1, 4):
-                torch.set_num_threads(num_threads)
-                routings.append(route(spec, scores_TE, arguments))
-            assert_same(*routings)
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_threads", [1, 4], indirect=True)
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"name": "topk"},
+        {"name": "pruned", "k0": 3, "p": 0.4},
+        {"name": "token_drop", "capacity_factor": 0.9},
+        {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 2},
+    ],
+    ids=lambda spec: spec["name"],
+)
+def test_the_number_of_threads_does_not_matter(spec: Spec, normalize: bool, num_threads: int) -> None:
+    scores_TE = random_scores("levels", 9001, 16, seed=4)
+    arguments = {"top_k": 3, "normalize": normalize, "request_id_T": torch.arange(9001) // 450}
+    policy, context = make_policy(spec), context_of(arguments)
+    in_torch = policy.select_by(TORCH, scores_TE, context, policy.stats_by(TORCH, scores_TE, context))
+    assert_same(route(spec, scores_TE, arguments), in_torch)
+
+
+@pytest.mark.parametrize("num_threads", [1, 4], indirect=True)
+@pytest.mark.parametrize("num_requests", [1, 3, 40])
+@pytest.mark.parametrize("together", [False, True])
+def test_requests_are_joined_to_the_last_bit(num_threads: int, num_requests: int, together: bool) -> None:
+    """Float64 sums depend on the order of their terms: it is that of the tokens, whichever thread adds them."""
+    scores_TE = random_scores("softmax", 9001, 8, seed=5)
+    wanted_TE = scores_TE > 0.5
+    request_T = torch.randint(num_requests, (9001,), generator=torch.Generator().manual_seed(6))
+    request_T = request_T.sort().values if together else request_T
+    wanted_QE, sums_QE = steps_for("cpu").by_request(scores_TE, wanted_TE, request_T, num_requests)
+    expected_QE, expected_sums_QE = TORCH.by_request(scores_TE, wanted_TE, request_T, num_requests)
+    assert torch.equal(wanted_QE, expected_QE)
+    assert torch.equal(sums_QE, expected_sums_QE)
+    for request in range(num_requests):
+        rows_T = request_T == request
+        assert wanted_QE[request].tolist() == wanted_TE[rows_T].any(dim=0).tolist()
+        slow_E = [sum(column) for column in scores_TE[rows_T].T.tolist()]
+        assert sums_QE[request].tolist() == slow_E
+    assert torch.equal(steps_for("cpu").load_of(wanted_TE), TORCH.load_of(wanted_TE))
 
 
 @every_spec

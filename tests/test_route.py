@@ -15,6 +15,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.text import Text
 from safetensors.numpy import load_file
 from test_trace_info import write_trace
 
@@ -23,6 +24,7 @@ from moe_ep_bench.analysis.load import ResultsError
 from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES, draw_route_figures
 from moe_ep_bench.analysis.route_load import RouteRun, load_route
 from moe_ep_bench.analysis.route_report import WIDTH, route_table
+from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import load_experiments
 from moe_ep_bench.exit_codes import OK, USER_ERROR
@@ -92,10 +94,10 @@ def write_config(folder: Path, base: dict = CONFIG, **changes: object) -> Path:
     return path
 
 
-def write_recordings(folder: Path) -> None:
+def write_recordings(folder: Path, domain: str = "domain") -> None:
     for name, seed in (("a", 1), ("b", 2)):
         lengths = {"length_S": (30, 24, 18, 40, 25), "num_layers": 3, "num_experts": 64, "top_k": 6}
-        write_trace(folder / f"{name}.safetensors", **lengths, seed=seed, domain=f"domain {name}")
+        write_trace(folder / f"{name}.safetensors", **lengths, seed=seed, domain=f"{domain} {name}")
 
 
 def rows_of(out: Path) -> pd.DataFrame:
@@ -442,6 +444,72 @@ def test_every_figure_is_drawn_where_the_rows_hold_it(loaded: RouteRun, tmp_path
     # Equal rows give equal bytes.
     again, _ = draw_route_figures(loaded, tmp_path / "again", ["svg"], ["imbalance"])
     assert again[0].read_bytes() == (tmp_path / "imbalance.svg").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> RouteRun:
+    """Prefill beside decode, one domain beside two with long names: several workloads in every figure."""
+    folder = tmp_path_factory.mktemp("compared")
+    write_recordings(folder, "translation of law and medicine,")
+    changes = {
+        "workload__tokens_per_request": 1,
+        "route": {"image_share": 0.5},
+        "policies": [policy for policy in FULL["policies"] if policy.get("scope") != "request"]
+        + [{"name": "xshare", "scope": "request", "k0": [0, 1], "request_budget": [1, 4], "budget": [0, 4]}],
+        "sweep": {
+            "workload.arrangement": ["sequences", "decode"],
+            "workload.trace": ["a.safetensors", [{"trace": "a.safetensors"}, {"trace": "b.safetensors"}]],
+        },
+    }
+    return load_route(route(write_config(folder, FULL, **changes), folder / "out", []).root)
+
+
+@pytest.mark.parametrize("name", [name for name in ROUTE_FIGURES if name != "activated"])
+def test_titles_of_panels_stay_on_the_sheet_and_off_each_other(name: str, compared: RouteRun) -> None:
+    with house_style():
+        figure = ROUTE_FIGURES[name](compared)
+        assert figure is not None
+        figure.draw_without_rendering()
+        titles = [text for text in figure.findobj(Text) if text.get_weight() == "bold" and text.get_text()]
+        boxes = {text.get_text() + f" {place}": text.get_window_extent() for place, text in enumerate(titles)}
+    assert boxes
+    for text, box in boxes.items():
+        assert box.x0 >= 0, text
+        assert box.x1 <= figure.bbox.x1, text
+    overlapping = [(a, b) for a, b in itertools.combinations(boxes, 2) if boxes[a].overlaps(boxes[b])]
+    assert not overlapping
+
+
+def test_rows_for_which_a_figure_has_no_room_are_counted(compared: RouteRun) -> None:
+    """Of each policy's many cases max violation shows six."""
+    with house_style():
+        figure = ROUTE_FIGURES["violation"](compared)
+    assert figure is not None
+    left_out = len(compared.groups[0].labels) - 1 - 6
+    assert left_out > 0
+    assert f"Policies in the rows that are not drawn: {left_out}." in figure.texts[-1].get_text()
+
+
+def test_a_request_s_grid_has_a_row_for_every_k0_and_budget(compared: RouteRun) -> None:
+    with house_style():
+        figure = ROUTE_FIGURES["budgets"](compared)
+    assert figure is not None
+    rows = [[label.get_text() for label in axes.get_yticklabels()] for axes in figure.axes[:2]]
+    assert rows == [["0", "1"], ["0, 0", "0, 4", "1, 0", "1, 4"]]
+    cases = {case.label: case for case in compared.groups[0].layers[0].cases.values()}
+    label = "xshare k0=1 budget=4 scope=request request_budget=4"
+    shown = {text.get_text() for text in figure.axes[1].texts}
+    mean = np.mean([case.activated.mean() for case in compared.groups[0].cases(label)])
+    assert cases[label].params["budget"] == 4
+    assert f"{mean:.1f}" in shown
+
+
+def test_prefill_and_decode_stand_beside_each_other(compared: RouteRun) -> None:
+    with house_style():
+        figure = ROUTE_FIGURES["scores"](compared)
+    assert figure is not None
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert [("prefill" if "prefill" in title else "decode") for title in titles] == ["prefill"] * 4 + ["decode"] * 4
 
 
 def test_figures_without_rows_are_named_and_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

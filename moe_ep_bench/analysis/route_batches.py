@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
@@ -21,6 +23,7 @@ from moe_ep_bench.analysis.route_parts import (
     heading,
     mean_over,
     nearest_to_papers,
+    not_drawn,
     ordered_line,
     size_ticks,
 )
@@ -30,11 +33,14 @@ from moe_ep_bench.metrics import uniform_activated_experts
 # Policies that read fewer experts, and the field by which they do.
 _SAVERS = {"pruned": "k0", "oea": "k0", "xshare": "budget", "lynx": "num_dropped"}
 _MAX_SIZES = 6
+# k0 and a budget -> the value of a field -> the case on every layer.
+_Grid = dict[tuple[int, int], dict[float, list[RoutedCase]]]
 
 
 def activated_figure(run: RouteRun) -> Figure | None:
     """Activated experts against the size of the batch, beside independent, uniform choices."""
-    found = [groups for groups in families(run).values() if len(groups) > 2][:MAX_PANELS]
+    every = [groups for groups in families(run).values() if len(groups) > 2]
+    found = every[:MAX_PANELS]
     if not found:
         return None
     labels = few([label for label in found[0][0].labels if label != "native"], _MAX_SIZES)
@@ -46,7 +52,7 @@ def activated_figure(run: RouteRun) -> Figure | None:
         "Activated experts against the size of the batch",
         "Experts with at least one token, mean over batches and layers. Uniform: N (1 - (1 - K / N)^B), what "
         "independent, uniform choices of K among N experts would activate.",
-        footer(all_groups),
+        footer(all_groups, *not_drawn("Workloads", len(every) - len(found))),
         [
             ("native", Line2D([], [], **MEAN)),
             ("uniform", Line2D([], [], **UNIFORM)),
@@ -82,17 +88,20 @@ def budgets_figure(run: RouteRun) -> Figure | None:
         request = _grid(group, "request_budget", scope="request")
         if len(batch) > 1 and any(len(values) > 1 for values in batch.values()):
             found.append((group, batch, request))
+    left_out = len(found) - MAX_PANELS
     found = found[:MAX_PANELS]
     if not found:
         return None
     with_requests = any(request for _, _, request in found)
+    with_both = any(budget for _, _, request in found for _, budget in request)
     columns = 3 if with_requests else 2
     figure = sheet(
         "XShare's budgets: activated experts and mass kept",
         heading([group for group, _, _ in found], "A row for each workload")
         + "In the cells: activated experts, mean over batches and layers; native activates "
-        + f"{_native_words([group for group, _, _ in found])}.",
-        footer([group for group, _, _ in found]),
+        + f"{_native_words([group for group, _, _ in found])}."
+        + (" A budget behind k0 is the batch's, on top of the requests'." if with_both else ""),
+        footer([group for group, _, _ in found], *not_drawn("Workloads", left_out)),
         [
             ("batch rule: budget", Line2D([], [], color="#0072B2", marker="o", linewidth=1.2)),
             *(
@@ -118,9 +127,11 @@ def budgets_figure(run: RouteRun) -> Figure | None:
         axes = row[-1]
         panel_title(axes, "mass kept against activated experts", 3.5)
         for grid, colour, marker in ((batch, "#0072B2", "o"), (request, "#D55E00", "s")):
-            for k0, values in grid.items():
+            for (k0, _), values in ((key, values) for key, values in grid.items() if not key[1]):
                 points = [(mean_over(c, "activated"), 100 * mean_over(c, "retained_mass")) for c in values.values()]
                 points = [point for point in points if point[0] > 0]
+                if not points:
+                    continue
                 axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4.5, linewidth=1.0)
                 below = (3, -9) if grid is batch else (-4, 7)
                 side = "left" if grid is batch else "right"
@@ -128,24 +139,24 @@ def budgets_figure(run: RouteRun) -> Figure | None:
                     f"k0={k0}", points[0], below, textcoords="offset points", fontsize=7.5, color=colour, ha=side
                 )
         axes.plot(most, 100, color=INK, marker="*", markersize=11, linestyle="none", zorder=3)
-        axes.margins(y=0.12)
+        axes.margins(x=0.12, y=0.12)
         axes.set_xlabel("activated experts")
         axes.set_ylabel("mass kept (% of the top-k's)")
     return figure
 
 
-def _grid(group: RouteGroup, field: str, **wanted: str) -> dict[int, dict[float, list[RoutedCase]]]:
-    """k0 -> the field's value -> the case on every layer."""
-    grid: dict[int, dict[float, list[RoutedCase]]] = {}
+def _grid(group: RouteGroup, field: str, **wanted: str) -> _Grid:
+    """k0 and the budget of the batch besides the field -> the field's value -> the case on every layer."""
+    grid: _Grid = {}
     for values in by_field(group, field, ["xshare"], **wanted).values():
         for value, cases in values.items():
-            # The request rule may have a budget for the batch besides: its own grid is without.
-            if field == "budget" or not cases[0].params.get("budget"):
-                grid.setdefault(cases[0].params["k0"], {})[value] = cases
+            params = cases[0].params
+            besides = 0 if field == "budget" else params.get("budget") or 0
+            grid.setdefault((params["k0"], besides), {})[value] = cases
     return dict(sorted(grid.items()))
 
 
-def _draw_grid(axes, grid: dict[int, dict[float, list[RoutedCase]]], field: str, title: str, most: float) -> None:
+def _draw_grid(axes, grid: _Grid, field: str, title: str, most: float) -> None:
     panel_title(axes, title, 3.2)
     columns = sorted({value for values in grid.values() for value in values})
     cells = np.full((len(grid), len(columns)), np.nan)
@@ -158,9 +169,10 @@ def _draw_grid(axes, grid: dict[int, dict[float, list[RoutedCase]]], field: str,
             colour = "white" if value > 0.85 * most else INK
             axes.text(column, place, f"{value:.1f}", ha="center", va="center", fontsize=8.5, color=colour)
     axes.set_xticks(range(len(columns)), [f"{value:g}" for value in columns])
-    axes.set_yticks(range(len(grid)), [str(k0) for k0 in grid])
+    has_budgets = any(budget for _, budget in grid)
+    axes.set_yticks(range(len(grid)), [f"{k0}, {budget}" if has_budgets else str(k0) for k0, budget in grid])
     axes.set_xlabel(field)
-    axes.set_ylabel("k0")
+    axes.set_ylabel("k0, budget" if has_budgets else "k0")
     axes.grid(False)
 
 
@@ -180,6 +192,7 @@ def mass_figure(run: RouteRun) -> Figure | None:
                     series[label if label != policy else f"{policy} by {field}"] = values
         if len(series) > 1:
             found.append((group, series))
+    left_out = len(found) - MAX_PANELS
     found = found[:MAX_PANELS]
     if not found:
         return None
@@ -191,7 +204,7 @@ def mass_figure(run: RouteRun) -> Figure | None:
         heading([group for group, _ in found], "A panel for each workload")
         + "Mass: of the selected experts over the top-k's. Points: values of the field that is named; means over "
         "batches and layers.",
-        footer([group for group, _ in found]),
+        footer([group for group, _ in found], *not_drawn("Workloads", left_out)),
         [
             ("native", Line2D([], [], color=INK, marker="*", markersize=11, linestyle="none")),
             *((look.label, Line2D([], [], **_marks(look))) for look in looks.values()),
@@ -202,7 +215,7 @@ def mass_figure(run: RouteRun) -> Figure | None:
     panels = figure.subplots(rows, columns, squeeze=False)
     for axes, (group, series) in zip(panels.flat, found, strict=False):
         if len(found) > 1:
-            panel_title(axes, group.title, 4.8)
+            panel_title(axes, group.title, 4.5)
         for label, values in series.items():
             points = sorted((mean_over(c, "activated"), 100 * mean_over(c, "retained_mass")) for c in values.values())
             axes.plot(*zip(*points, strict=True), **_marks(looks[label]))
@@ -219,10 +232,11 @@ def mass_figure(run: RouteRun) -> Figure | None:
 def ranks_figure(run: RouteRun) -> Figure | None:
     """Activated experts on the fullest GPU under XShare's rank scope, and what it keeps."""
     found = []
-    for groups in families(run).values():
-        group = min(groups, key=lambda group: abs(group.facts.num_tokens - 32))
+    for group in itertools.chain.from_iterable(families(run).values()):
         for label, values in by_field(group, "rank_budget", ["xshare"], scope="rank").items():
-            found.append((group, label, values))
+            if len(values) > 1:
+                found.append((group, label, values))
+    left_out = len(found) - MAX_PANELS
     found = found[:MAX_PANELS]
     if not found:
         return None
@@ -230,7 +244,7 @@ def ranks_figure(run: RouteRun) -> Figure | None:
         "Activated experts on the fullest GPU under XShare's rank scope",
         "Of every batch and layer the GPU with most activated experts; means over batches and layers. The budget is "
         "tested between rounds and what tokens bring along (k0) counts, so that a GPU may stand above it.",
-        footer([group for group, _, _ in found]),
+        footer([group for group, _, _ in found], *not_drawn("Workloads and rules", left_out)),
         [
             ("fullest GPU", Line2D([], [], **ordered_line(0, 2, color="#0072B2"))),
             ("mean GPU", Line2D([], [], **ordered_line(1, 2, color="#009E73"))),
@@ -242,11 +256,11 @@ def ranks_figure(run: RouteRun) -> Figure | None:
     )
     panels = figure.subplots(-(-len(found) // 2), min(2, len(found)), squeeze=False)
     for axes, (group, label, values) in zip(panels.flat, found, strict=False):
-        panel_title(axes, f"{group.title}; {label}", 4.8)
+        panel_title(axes, f"{group.title}; {label}", 4.5)
         native = group.cases("native")
         num_ranks = group.facts.num_ranks
-        axes.axhline(mean_over(native, "fullest_activated"), **NATIVE)
-        axes.axhline(mean_over(native, "activated") / num_ranks, **UNIFORM)
+        axes.axhline(mean_over(native, "fullest_activated"), zorder=1, **NATIVE)
+        axes.axhline(mean_over(native, "activated") / num_ranks, zorder=1, **UNIFORM)
         fullest = [mean_over(cases, "fullest_activated") for cases in values.values()]
         axes.plot(list(values), fullest, **ordered_line(0, 2, color="#0072B2"))
         mean = [mean_over(cases, "activated") / num_ranks for cases in values.values()]
@@ -259,6 +273,8 @@ def ranks_figure(run: RouteRun) -> Figure | None:
                 textcoords="offset points",
                 ha="center",
                 fontsize=8,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+                zorder=1.5,
             )
         axes.set_xticks(list(values))
         axes.set_xlabel("rank_budget (experts per GPU); at the points: mass kept")

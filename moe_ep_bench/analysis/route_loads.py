@@ -7,6 +7,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import MultipleLocator
 
 from moe_ep_bench.analysis.route_load import RoutedCase, RouteGroup, RouteRun, short
 from moe_ep_bench.analysis.route_parts import (
@@ -23,6 +24,7 @@ from moe_ep_bench.analysis.route_parts import (
     layer_legend,
     layer_ticks,
     mean_over,
+    not_drawn,
     ordered_line,
     placement_words,
     thin_line,
@@ -34,6 +36,10 @@ from moe_ep_bench.metrics import imbalance_factor
 
 _P50, _P95 = 50, 95
 _TEXT_FILL, _IMAGE_FILL = "#0072B2", "#E69F00"
+_PAIRS_AND_MASS = {
+    "computed pairs": ordered_line(0, 2, color="#0072B2"),
+    "score mass": ordered_line(1, 2, color="#CC79A7"),
+}
 
 
 def heatmap_figure(run: RouteRun) -> Figure | None:
@@ -53,7 +59,7 @@ def heatmap_figure(run: RouteRun) -> Figure | None:
         "Load of every expert in every layer",
         f"{group.title}. (Token, expert) pairs over the mean T K / E, mean over batches; one colour scale. Above a "
         "panel: the fullest expert of each batch and layer, mean over batches and layers.",
-        footer([group]),
+        footer([group], looks_past=len(shown) > 1),
         [],
         width=10.5 if columns == 2 else 6.5,
         body=rows * max(2.2, 0.1 * len(group.layers) + 0.9),
@@ -81,19 +87,24 @@ def heatmap_figure(run: RouteRun) -> Figure | None:
 
 def violation_figure(run: RouteRun) -> Figure | None:
     """Max violation by layer, of native and some policies."""
-    groups = [group for group in largest(run) if len(group.layers) > 1][:MAX_PANELS]
+    every = [group for group in largest(run) if len(group.layers) > 1]
+    groups = every[:MAX_PANELS]
     if not groups:
         return None
     labels = few([label for label in groups[0].labels if label != "native"])
     looks = looks_of({label: short(label) for label in labels})
     legend = [("native", Line2D([], [], **NATIVE))]
     legend += [(look.label, Line2D([], [], **_marks(look))) for look in looks.values()]
-    left_out = len(groups[0].labels) - 1 - len(labels)
     figure = sheet(
         "Max violation by layer",
         heading(groups, "A panel for each workload") + "Max violation: pairs of the fullest "
         "expert over the mean expert's, less 1, of each batch, all ranks together; mean over batches.",
-        footer(groups, *([f"Policies in the rows that are not drawn: {left_out}."] if left_out else [])),
+        footer(
+            groups,
+            *not_drawn("Policies", len(groups[0].labels) - 1 - len(labels)),
+            *not_drawn("Workloads", len(every) - len(groups)),
+            looks_past=any(groups[0].layers[0].cases[label].looks_past_top_k for label in labels),
+        ),
         legend,
         width=10.5,
         body=3.0 * len(groups),
@@ -115,6 +126,7 @@ def violation_figure(run: RouteRun) -> Figure | None:
 def imbalance_figure(run: RouteRun) -> Figure | None:
     """LASER's imbalance factor against c: median and 95th percentile over batches, per expert and per GPU."""
     found = [(group, families) for group in largest(run) if (families := _several(by_field(group, "c", ["laser"])))]
+    left_out = len(found) - MAX_PANELS
     found = found[:MAX_PANELS]
     if not found:
         return None
@@ -124,7 +136,10 @@ def imbalance_figure(run: RouteRun) -> Figure | None:
     if any("load_only" in group.labels for group, _ in found):
         legend.append(("load_only (balance bound)", Line2D([], [], **BALANCE)))
     legend += [(look.label, Line2D([], [], **_marks(look))) for look in looks.values()]
-    legend.append(("thick: median, thin: 95th percentile", Line2D([], [], color=MUTED, linewidth=0)))
+    legend += [
+        ("median", Line2D([], [], color=MUTED, linewidth=2.0, marker="o", markersize=4.5)),
+        ("95th percentile", Line2D([], [], color=MUTED, linewidth=0.9, marker="_", markersize=11, markeredgewidth=1.4)),
+    ]
     group = found[0][0]
     weights = "alike" if group.facts.layer_weights is None else "by route.layer_weights"
     figure = sheet(
@@ -132,7 +147,7 @@ def imbalance_figure(run: RouteRun) -> Figure | None:
         heading([group for group, _ in found], "A row for each workload")
         + f"The fullest over the mean, of each layer and batch; layers weighted {weights}; median and 95th percentile "
         + f"over {group.facts.num_batches} batches.",
-        footer([group for group, _ in found]),
+        footer([group for group, _ in found], *not_drawn("Workloads", left_out)),
         legend,
         width=10.5,
         body=3.3 * len(found),
@@ -141,7 +156,7 @@ def imbalance_figure(run: RouteRun) -> Figure | None:
     for row, (group, families) in zip(panels, found, strict=True):
         titles = "fullest expert", f"fullest GPU ({placement_words(group)})"
         for axes, number, title in zip(row, ("load_BE", "rank_load"), titles, strict=True):
-            panel_title(axes, title if len(found) == 1 else f"{title}; {group.facts.traffic}", 4.8)
+            panel_title(axes, title if len(found) == 1 else f"{title}; {group.facts.traffic}", 4.2)
             for percentile, width in ((_P50, 2.0), (_P95, 0.9)):
                 axes.axhline(
                     _factor(group, group.cases("native"), number, percentile), **{**NATIVE, "linewidth": width}
@@ -151,8 +166,10 @@ def imbalance_figure(run: RouteRun) -> Figure | None:
                     axes.axhline(bound, **{**BALANCE, "linewidth": width})
                 for label, values in families.items():
                     factors = [_factor(group, cases, number, percentile) for cases in values.values()]
-                    marks = {} if percentile == _P50 else {"marker": "none"}
-                    axes.plot(list(values), factors, **{**_marks(looks[label]), "linewidth": width, **marks})
+                    look = _marks(looks[label])
+                    ticks = {} if percentile == _P50 else {"marker": "_", "markersize": 11, "markeredgewidth": 1.4}
+                    edge = {} if percentile == _P50 else {"markeredgecolor": look["color"]}
+                    axes.plot(list(values), factors, **{**look, "linewidth": width, **ticks, **edge})
             axes.set_xticks(list(next(iter(families.values()))))
             axes.set_xlabel("c (experts a token may choose from)")
             axes.set_ylabel("imbalance factor")
@@ -174,6 +191,7 @@ def dropped_figure(run: RouteRun) -> Figure | None:
     ]
     if not found:
         return None
+    left_out = len(found) - 3 * MAX_PANELS
     found = found[: 3 * MAX_PANELS]
     columns = min(3, len(found))
     rows = -(-len(found) // columns)
@@ -186,7 +204,11 @@ def dropped_figure(run: RouteRun) -> Figure | None:
         f"Dropped share against the capacity factor {GAMMA}",
         heading(groups, "A panel for each workload and policy")
         + "Top-k pairs that are not computed, all ranks together; mean over batches.",
-        footer(groups, looks_past=any(label.startswith("expanded") for _, label, _ in found)),
+        footer(
+            groups,
+            *not_drawn("Workloads and policies", left_out),
+            looks_past=any(label.startswith("expanded") for _, label, _ in found),
+        ),
         legend,
         width=max(3.6 * columns + 0.4, 6.5),
         body=2.9 * rows,
@@ -213,7 +235,9 @@ def expanded_figure(run: RouteRun) -> Figure | None:
         (group, label, values)
         for group in largest(run)
         for label, values in _several(by_field(group, "num_candidates", ["expanded_drop"])).items()
-    ][:MAX_PANELS]
+    ]
+    left_out = len(found) - MAX_PANELS
+    found = found[:MAX_PANELS]
     if not found:
         return None
     group, _, first = found[0]
@@ -221,12 +245,13 @@ def expanded_figure(run: RouteRun) -> Figure | None:
     legend += [
         (f"m = {m}", Line2D([], [], **ordered_line(place, len(first), marker="none"))) for place, m in enumerate(first)
     ]
+    legend += [(f"right: {name}", Line2D([], [], **line)) for name, line in _PAIRS_AND_MASS.items()]
     figure = sheet(
         "Load under Expanded Drop against the number of candidates m",
         heading([group for group, _, _ in found], "A row for each workload and policy")
         + "Pairs over the model's mean T K / E. Left: experts of each batch and layer by falling load, then means. "
         "Right: means over batches and layers.",
-        footer([group for group, _, _ in found]),
+        footer([group for group, _, _ in found], *not_drawn("Workloads and policies", left_out)),
         legend,
         width=10.5,
         body=3.4 * len(found),
@@ -234,9 +259,10 @@ def expanded_figure(run: RouteRun) -> Figure | None:
     panels = figure.subplots(len(found), 2, squeeze=False, width_ratios=[1.5, 1])
     for (by_expert, by_m), (group, label, values) in zip(panels, found, strict=True):
         panel_title(by_expert, label, 5.5)
+        experts = range(1, group.facts.num_experts + 1)
         for place, cases in enumerate(values.values()):
-            by_expert.plot(_falling(cases), **ordered_line(place, len(values), marker="none"))
-        by_expert.plot(_falling(group.cases("native")), **NATIVE)
+            by_expert.plot(experts, _falling(cases), **ordered_line(place, len(values), marker="none"))
+        by_expert.plot(experts, _falling(group.cases("native")), **NATIVE)
         by_expert.axhline(1, **BALANCE)
         by_expert.set_xlabel("experts, the fullest first")
         by_expert.set_ylabel("load (1 = mean)")
@@ -244,12 +270,11 @@ def expanded_figure(run: RouteRun) -> Figure | None:
         panel_title(by_m, "computed pairs, and mass kept", 3.5)
         pairs = [100 * mean_over(cases, "experts_per_token") / group.facts.top_k for cases in values.values()]
         mass = [100 * mean_over(cases, "retained_mass") for cases in values.values()]
-        by_m.plot(list(values), pairs, label="pairs", **ordered_line(0, 2, color="#0072B2"))
-        by_m.plot(list(values), mass, label="score mass", **ordered_line(1, 2, color="#D55E00"))
+        for share, line in zip((pairs, mass), _PAIRS_AND_MASS.values(), strict=True):
+            by_m.plot(list(values), share, **line)
         by_m.set_xticks(list(values))
-        by_m.set_xlabel("candidates m on the token's own rank")
+        by_m.set_xlabel("candidates m, " + ("anywhere" if "scope=global" in label else "on the token's own rank"))
         by_m.set_ylabel("% of the top-k's")
-        by_m.legend(loc="center right")
     return figure
 
 
@@ -274,6 +299,8 @@ def modality_figure(run: RouteRun) -> Figure | None:
     shown = ["native", *([alike] if alike in group.labels else []), *favouring][:MAX_PANELS]
     layer = max(group.layers, key=lambda layer: layer.native.expert_imbalance.mean())
     order_E = np.argsort(-layer.native.load_BE.sum(axis=0), kind="stable")
+    # A load of 1 is as high in every panel.
+    tops = [max(1.25, 1.1 * layer.cases[label].normalised_load.mean(axis=0).max()) for label in shown]
     figure = sheet(
         "Text and image tokens per expert under modality priorities",
         f"{group.title}; layer {layer.facts.layer}, the one with the fullest expert. Pairs over the model's mean "
@@ -290,11 +317,11 @@ def modality_figure(run: RouteRun) -> Figure | None:
             ("image (assumed)", Patch(facecolor=_IMAGE_FILL, hatch="////", edgecolor="white")),
         ],
         width=10.5,
-        body=2.2 * len(shown),
+        body=0.6 * len(shown) + 0.8 * sum(tops),
     )
-    panels = figure.subplots(len(shown), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
-    edges = np.arange(len(order_E) + 1) - 0.5
-    for axes, label in zip(panels, shown, strict=True):
+    panels = figure.subplots(len(shown), 1, squeeze=False, sharex=True, height_ratios=tops)[:, 0]
+    edges = np.arange(len(order_E) + 1) + 0.5
+    for axes, label, top in zip(panels, shown, tops, strict=True):
         case = layer.cases[label]
         assert case.image_load_BE is not None
         mean_B1 = case.counts_B["num_topk_pairs"].to_numpy()[:, None] / case.load_BE.shape[1]
@@ -316,6 +343,8 @@ def modality_figure(run: RouteRun) -> Figure | None:
         axes.axhline(1, **{**BALANCE, "color": INK})
         axes.set_ylabel("load (1 = mean)")
         axes.set_xlim(edges[0], edges[-1])
+        axes.set_ylim(0, top)
+        axes.yaxis.set_major_locator(MultipleLocator(0.5 if top < 2 else 1))
         axes.grid(False, axis="x")
     panels[-1].set_xlabel("experts, the fullest under native first")
     return figure

@@ -25,7 +25,9 @@ BALANCE = {"color": MUTED, "linewidth": 1, "linestyle": (0, (2, 2))}
 UNIFORM = {"color": MUTED, "linestyle": (0, (5, 2)), "linewidth": 1.5}
 
 MAX_PANELS = 4
-_MAX_LINES = 7
+# Of the seven colours the last is black, and native's.
+_MAX_LINES = 6
+_MAX_DESCRIPTIONS = 2
 # The decoding batch of the papers.
 _PAPERS_BATCH = 16
 
@@ -148,13 +150,19 @@ def size_ticks(axes: Axes, sizes: Sequence[int]) -> None:
 def footer(groups: Sequence[RouteGroup], *notes: str, looks_past: bool = True) -> list[str]:
     """What stands under a figure: how the numbers came about, which workload, and what weakens them."""
     facts = [group.facts for group in groups]
-    described = dict.fromkeys(_description(group) for group in groups)
-    words = [next(iter(described))] + ([f"and others ({len(described) - 1})"] if len(described) > 1 else [])
-    lines = [" | ".join([MODE_WORDS["route"], *words])]
+    described = list(dict.fromkeys(_description(group) for group in groups))
+    shown = described[: _MAX_DESCRIPTIONS if len(described) <= _MAX_DESCRIPTIONS else 1]
+    others = [f"and others ({len(described) - len(shown)})"] if len(described) > len(shown) else []
+    lines = [" | ".join([MODE_WORDS["route"], *shown, *others])]
     tails = dict.fromkeys(fact.workload.tail_model for fact in facts if fact.workload.tail_model)
     if looks_past and tails:
         lines.append(f"Scores below the recorded top-k are assumed: {' / '.join(tails)} tail model.")
     return [*lines, *notes]
+
+
+def not_drawn(what: str, number: int) -> list[str]:
+    """The footer's word on what the rows hold and the figure has no room for."""
+    return [f"{what} in the rows that are not drawn: {number}."] if number > 0 else []
 
 
 def _description(group: RouteGroup) -> str:
@@ -173,6 +181,12 @@ def _description(group: RouteGroup) -> str:
 def heading(groups: Sequence[RouteGroup], otherwise: str) -> str:
     """What a figure shows, as its subtitle begins: the one group, or how several are told apart."""
     return f"{groups[0].title if len(groups) == 1 else otherwise}. "
+
+
+def workload_name(group: RouteGroup, groups: Sequence[RouteGroup]) -> str:
+    """What tells a group from the others of a figure: its traffic, and its model where they have several."""
+    models = {one.facts.model for one in groups}
+    return group.facts.traffic if len(models) == 1 else f"{group.facts.model}, {group.facts.traffic}"
 
 
 def placement_words(group: RouteGroup) -> str:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from moe_ep_bench.analysis.route_load import RoutedLayer, RouteGroup, RouteRun
-from moe_ep_bench.analysis.route_parts import MAX_PANELS, UNIFORM, footer, heading, largest, layer_ticks
+from moe_ep_bench.analysis.route_parts import (
+    MAX_PANELS,
+    UNIFORM,
+    footer,
+    heading,
+    largest,
+    layer_ticks,
+    not_drawn,
+    workload_name,
+)
 from moe_ep_bench.analysis.style import INK, MUTED, NOISE_FILL, looks_of, panel_title, sheet
 
 _BANDS = ("early", "middle", "final")
@@ -25,50 +36,55 @@ _LEAST_SCORE = 1e-7
 
 def decay_figure(run: RouteRun) -> Figure | None:
     """Gate score by its place in a token's order, by third of the depth: mean, least and greatest."""
-    groups = largest(run)[:MAX_PANELS]
-    banded = max(len(group.layers) for group in groups) >= len(_BANDS)
-    columns = len(_BANDS) if banded else 1
+    every = largest(run)
+    parts = [(group, *part) for group in every for part in _bands(group)][: MAX_PANELS * len(_BANDS)]
+    groups = list(dict.fromkeys(group for group, _, _ in parts))
+    columns = min(len(_BANDS), len(parts))
     modelled = any(group.facts.workload.tail_model for group in groups)
     figure = sheet(
         "Gate score by place in a token's order",
-        heading(groups, "A row for each workload")
+        heading(groups, "A panel for each workload, or for each third of its layers")
         + "Scores sum to 1 over all experts; least and greatest over all tokens and batches."
         + (
             " Behind the top-k the recording holds no scores: what is drawn there is the tail model."
             if modelled
             else ""
         ),
-        footer(groups, looks_past=modelled),
+        footer(groups, *not_drawn("Workloads", len(every) - len(groups)), looks_past=modelled),
         [
             ("mean over tokens", Line2D([], [], color=INK, linewidth=2)),
             ("least to greatest", Patch(facecolor="#B9D8EC")),
             ("the model's top-k ends", Line2D([], [], **UNIFORM)),
             *([("assumed (tail model)", Patch(facecolor=NOISE_FILL))] if modelled else []),
         ],
-        width=10.5 if banded else 6.5,
-        body=2.9 * len(groups),
+        width=10.5 if columns > 1 else 6.5,
+        body=2.9 * -(-len(parts) // columns),
     )
-    panels = figure.subplots(len(groups), columns, squeeze=False, sharey=True)
-    for row, group in zip(panels, groups, strict=True):
-        bands = np.array_split(np.arange(len(group.layers)), columns) if len(group.layers) >= columns else None
-        for column, axes in enumerate(row):
-            if bands is None and column:
-                axes.set_visible(False)
-                continue
-            layers = group.layers if bands is None else [group.layers[place] for place in bands[column]]
-            name = _band_words(group, layers, _BANDS[column] if banded and bands is not None else "")
-            panel_title(axes, name if len(groups) == 1 else f"{name}; {group.facts.traffic}", 3 if banded else 5)
-            _draw_decay(axes, layers)
-        row[0].set_ylabel("score (share of mass)")
+    panels = figure.subplots(-(-len(parts) // columns), columns, squeeze=False, sharey=True)
+    for axes, (group, band, layers) in zip(panels.flat, parts, strict=False):
+        panel_title(axes, _decay_title(group, band, layers, groups), 3 if columns > 1 else 5)
+        _draw_decay(axes, layers)
+    for axes in list(panels.flat)[len(parts) :]:
+        axes.set_visible(False)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("score (share of mass)")
     return figure
 
 
-def _band_words(group: RouteGroup, layers: list[RoutedLayer] | tuple[RoutedLayer, ...], band: str) -> str:
-    names = [layer.facts.layer for layer in layers]
-    if names[0] is None:
-        return group.facts.traffic
-    which = f"layer {names[0]}" if len(names) == 1 else f"layers {names[0]} to {names[-1]}"
-    return f"{band}: {which}" if band else which
+def _bands(group: RouteGroup) -> list[tuple[str, Sequence[RoutedLayer]]]:
+    """The thirds of a group's depth; all of it where it has fewer layers than thirds."""
+    if len(group.layers) < len(_BANDS):
+        return [("", group.layers)]
+    parts = np.array_split(np.arange(len(group.layers)), len(_BANDS))
+    return [(band, [group.layers[place] for place in part]) for band, part in zip(_BANDS, parts, strict=True)]
+
+
+def _decay_title(group: RouteGroup, band: str, layers: Sequence[RoutedLayer], groups: Sequence[RouteGroup]) -> str:
+    first, last = layers[0].facts.layer, layers[-1].facts.layer
+    if first is None:
+        return workload_name(group, groups)
+    where = (f"{band}: " if band else "") + (f"layer {first}" if first == last else f"layers {first} to {last}")
+    return where if len(groups) == 1 else f"{where}; {workload_name(group, groups)}"
 
 
 def _draw_decay(axes, layers) -> None:
@@ -86,7 +102,7 @@ def _draw_decay(axes, layers) -> None:
     axes.plot(places, np.maximum(mean_E, _LEAST_SCORE), color=INK, linewidth=2)
     axes.axvline(facts.top_k + 0.5, **UNIFORM)
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda score, _: f"{score:g}")
+    axes.yaxis.set_major_formatter(lambda score, _: f"{score:g}".replace("e-0", "e-"))
     axes.set_xlim(0.5, facts.num_experts + 0.5)
     axes.set_xlabel("place (1 = best expert)")
 
@@ -94,7 +110,8 @@ def _draw_decay(axes, layers) -> None:
 def scores_figure(run: RouteRun) -> Figure | None:
     """Top-k share, entropy and regimes of the tokens by layer, a row for each workload, prefill beside decode."""
     groups = sorted(largest(run), key=lambda group: (group.facts.model, group.facts.phase != "prefill"))
-    groups = [group for group in groups if len(group.layers) > 1][:MAX_PANELS]
+    every = [group for group in groups if len(group.layers) > 1]
+    groups = every[:MAX_PANELS]
     if not groups:
         return None
     modelled = any(group.facts.workload.tail_model for group in groups)
@@ -103,7 +120,12 @@ def scores_figure(run: RouteRun) -> Figure | None:
         heading(groups, "A row for each workload") + "Top-k share: of a token's score mass. "
         "Entropy: of its scores, over log E. Single-head: the best holds half of the top-k mass or more; plateau: the "
         "last of the top-k reaches 0.8 of the best; smooth: the rest.",
-        footer(groups, *(["The entropy rests on the tail model."] if modelled else []), looks_past=modelled),
+        footer(
+            groups,
+            *(["The entropy rests on the tail model."] if modelled else []),
+            *not_drawn("Workloads", len(every) - len(groups)),
+            looks_past=modelled,
+        ),
         [
             ("top-k share", Line2D([], [], color="#0072B2", marker="o", markersize=4.5)),
             ("entropy", Line2D([], [], color="#D55E00", marker="s", markersize=4.5, linestyle="--")),
@@ -116,16 +138,16 @@ def scores_figure(run: RouteRun) -> Figure | None:
     for (lines, bars), group in zip(panels, groups, strict=True):
         counts = [layer.native.counts_B.mean() for layer in group.layers]
         places = np.arange(len(counts))
-        words = f"{group.facts.phase}: {group.facts.model}, {group.facts.traffic}" if len(groups) > 1 else ""
-        panel_title(lines, words or "share and entropy", 4.8)
+        of = f": {workload_name(group, groups)}" if len(groups) > 1 else ""
+        panel_title(lines, f"share and entropy{of}", 4.2)
         lines.plot(places, [count["topk_share"] for count in counts], color="#0072B2", marker="o", markersize=4.5)
         lines.plot(
             places, [count["entropy"] for count in counts], color="#D55E00", marker="s", markersize=4.5, linestyle="--"
         )
         lines.set_ylim(0, 1.02)
         layer_ticks(lines, group)
-        lines.set_ylabel("0 to 1")
-        panel_title(bars, "regimes of its tokens" if words else "regimes", 4.8)
+        lines.set_ylabel("top-k share, entropy (0 to 1)")
+        panel_title(bars, f"regimes{of}", 4.2)
         bottom = np.zeros(len(counts))
         for name, colour in _REGIMES.items():
             share = 100 * np.array([count[f"regime_{name}"] for count in counts])
@@ -148,7 +170,8 @@ def overlap_figure(run: RouteRun) -> Figure | None:
     figure = sheet(
         "Experts that two tokens share",
         heading([group for group, _ in found], "A colour for each workload")
-        + "Experts in both tokens' top-k, mean over all such pairs of a batch; bars: mean over layers; dots: layers.",
+        + "Experts in both tokens' top-k, mean over all such pairs of a batch; bars: mean over layers; dots: "
+        "layers, from the first to the last.",
         footer([group for group, _ in found], looks_past=False),
         [
             *((look.label, Patch(facecolor=look.colour)) for look in looks.values() if len(found) > 1),

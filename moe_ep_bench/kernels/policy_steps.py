@@ -14,12 +14,15 @@ import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moe_ep_bench.policies.steps import TORCH, LeastLoaded, Steps, lowest
+
+Result = TypeVar("Result")
 
 # The host finds winners by comparing candidates with each other: for few winners in rows of experts.
 _MOST_WINNERS = 64
@@ -93,9 +96,20 @@ class HostSteps(Steps):
     def load_of(self, map_TE: Tensor) -> Tensor:
         from moe_ep_bench.kernels import row_selection
 
-        load_E = np.zeros(map_TE.shape[1], np.int64)
-        row_selection.load_of(_array(map_TE), load_E)
-        return torch.from_numpy(load_E).double()
+        parts = _in_slices(map_TE.shape[0], row_selection.load_of, _array(map_TE))
+        return torch.from_numpy(np.sum(parts, axis=0)).double()
+
+    def by_request(
+        self, scores_TE: Tensor, wanted_TE: Tensor, request_T: Tensor, num_requests: int
+    ) -> tuple[Tensor, Tensor]:
+        from moe_ep_bench.kernels import row_selection
+
+        wanted_QE = torch.zeros([num_requests, scores_TE.shape[1]], dtype=torch.bool)
+        sums_QE = torch.zeros(wanted_QE.shape, dtype=torch.float64)
+        arrays = map(_array, (scores_TE, wanted_TE, request_T, wanted_QE, sums_QE))
+        # By requests and not by tokens: a sum in another order would have other bits.
+        _in_threads(num_requests, scores_TE.shape[0] // _ROWS_PER_THREAD, row_selection.by_request, *arrays)
+        return wanted_QE, sums_QE
 
     def weights(
         self, scores_TE: Tensor, map_TE: Tensor, norm_map_TE: Tensor | None, width: int, scale: float
@@ -170,16 +184,19 @@ def _least_loaded_on_host(
     return map_TE
 
 
-def _in_slices(num_rows: int, kernel: Callable[..., None], *arguments: object) -> None:
+def _in_slices(num_rows: int, kernel: Callable[..., Result], *arguments: object) -> list[Result]:
     """Run a kernel over all rows, on as many threads as torch would use and the rows are worth."""
-    num_slices = min(torch.get_num_threads(), num_rows // _ROWS_PER_THREAD)
+    return _in_threads(num_rows, num_rows // _ROWS_PER_THREAD, kernel, *arguments)
+
+
+def _in_threads(length: int, most: int, kernel: Callable[..., Result], *arguments: object) -> list[Result]:
+    """Run a kernel from 0 to ``length`` in as many parts as torch would use threads, but at most ``most``."""
+    num_slices = min(torch.get_num_threads(), most)
     if num_slices < 2:
-        kernel(*arguments, 0, num_rows)
-        return
-    bounds = [num_rows * part // num_slices for part in range(num_slices + 1)]
+        return [kernel(*arguments, 0, length)]
+    bounds = [length * part // num_slices for part in range(num_slices + 1)]
     parts = [_threads().submit(kernel, *arguments, first, last) for first, last in itertools.pairwise(bounds)]
-    for part in parts:
-        part.result()
+    return [part.result() for part in parts]
 
 
 @functools.cache

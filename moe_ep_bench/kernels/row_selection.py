@@ -2,7 +2,7 @@
 
 torch composes these steps from operations that each read and write [T, E]; here each is one loop.
 The rules are those of ``policies.steps.Steps``, to the bit. The loops release the GIL, and those that
-take ``first`` and ``last`` touch only these rows, so that threads may share a batch.
+take ``first`` and ``last`` touch only these rows (or requests), so that threads may share a batch.
 
 Shapes: T = tokens, E = experts, N = columns of a row, G = groups of experts.
 """
@@ -119,11 +119,24 @@ def _num_larger(keys, count, key):
 
 
 @njit(cache=True, nogil=True)
-def load_of(map_TE, load_E):
-    """Add the marks of every column to ``load_E``."""
-    for token in range(map_TE.shape[0]):
+def load_of(map_TE, first, last):
+    """Marks of every column: int64 [E]."""
+    load_E = np.zeros(map_TE.shape[1], np.int64)
+    for token in range(first, last):
         for expert in range(map_TE.shape[1]):
             load_E[expert] += map_TE[token, expert]
+    return load_E
+
+
+@njit(cache=True, nogil=True)
+def by_request(scores_TE, wanted_TE, request_T, wanted_QE, sums_QE, first, last):
+    """Join the tokens, in their order, of each request from ``first`` to ``last``."""
+    for token in range(scores_TE.shape[0]):
+        request = request_T[token]
+        if first <= request < last:
+            for expert in range(scores_TE.shape[1]):
+                wanted_QE[request, expert] |= wanted_TE[token, expert]
+                sums_QE[request, expert] += np.float64(scores_TE[token, expert])
 
 
 @njit(cache=True, nogil=True)

@@ -101,6 +101,23 @@ class Steps:
         """Pairs per expert: float64 [E]."""
         return map_TE.sum(dim=0).double()
 
+    def by_request(
+        self, scores_TE: Tensor, wanted_TE: Tensor, request_T: Tensor, num_requests: int
+    ) -> tuple[Tensor, Tensor]:
+        """What any token of a request wants, and the request's summed scores, added in the order of its tokens.
+
+        Args:
+            scores_TE: float32.
+            wanted_TE: bool.
+            request_T: int64, 0 to ``num_requests`` - 1 (Q).
+
+        Returns:
+            bool [Q, E] and float64 [Q, E].
+        """
+        zeros_QE = scores_TE.new_zeros([num_requests, scores_TE.shape[1]], dtype=torch.float64)
+        wanted_QE = zeros_QE.index_add(0, request_T, wanted_TE.double()) > 0
+        return wanted_QE, zeros_QE.index_add(0, request_T, scores_TE.double())
+
     def weights(
         self, scores_TE: Tensor, map_TE: Tensor, norm_map_TE: Tensor | None, width: int, scale: float
     ) -> Tensor:

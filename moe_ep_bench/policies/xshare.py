@@ -92,12 +92,12 @@ class XShare(Policy):
         wanted_TE = steps.best_per_row(list_keys(scores_TE, context, steps), self.k0)
         wanted_TE = without_padding(wanted_TE, context)
         if self.scope == "request":
-            wanted_E = self._requests_sets(scores_TE, wanted_TE, context).sum(dim=0).double()
+            wanted_E = self._requests_sets(steps, scores_TE, wanted_TE, context).sum(dim=0).double()
         else:
             wanted_E = steps.load_of(wanted_TE)
         return torch.stack([wanted_E, summed_scores(scores_TE, context)])
 
-    def _requests_sets(self, scores_TE: Tensor, wanted_TE: Tensor, context: RoutingContext) -> Tensor:
+    def _requests_sets(self, steps: Steps, scores_TE: Tensor, wanted_TE: Tensor, context: RoutingContext) -> Tensor:
         """S_r of every request that has a valid token: bool [Q, E]."""
         assert context.request_id_T is not None
         assert self.request_budget is not None
@@ -105,10 +105,10 @@ class XShare(Policy):
         if context.token_mask_T is not None:
             valid_T = context.token_mask_T
             scores_TE, wanted_TE, id_T = scores_TE[valid_T], wanted_TE[valid_T], id_T[valid_T]
-        ids_Q, request_T = id_T.unique(return_inverse=True)
-        zeros_QE = scores_TE.new_zeros([ids_Q.numel(), scores_TE.shape[1]], dtype=torch.float64)
-        sums_QE = zeros_QE.index_add(0, request_T, scores_TE.double())
-        wanted_QE = zeros_QE.index_add(0, request_T, wanted_TE.double()) > 0
+        # A request's tokens lie together, mostly: there are fewer runs of equal ids to sort than tokens.
+        ids_N, run_T = id_T.unique_consecutive(return_inverse=True)
+        ids_Q, request_N = ids_N.unique(return_inverse=True)
+        wanted_QE, sums_QE = steps.by_request(scores_TE, wanted_TE, request_N[run_T], ids_Q.numel())
         return wanted_QE | TORCH.best_per_row(sums_QE.masked_fill(wanted_QE, -1.0), self.request_budget)
 
     def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:

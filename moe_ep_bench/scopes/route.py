@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from tqdm import tqdm
 from moe_ep_bench import environment
 from moe_ep_bench.config import Experiment, RecordedConfig, load_experiments
 from moe_ep_bench.exit_codes import OK
-from moe_ep_bench.layer.experts import seeded_generator
+from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.metrics import ScoreMetrics, routing_metrics, score_metrics, score_order, token_overlap
 from moe_ep_bench.placement import Placement
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
@@ -45,16 +45,14 @@ from moe_ep_bench.scopes.comparison import (
     CaseSpec,
     Planned,
     check_rank_shares,
+    default_ep_size,
     make_workload,
 )
+from moe_ep_bench.scopes.directory import check_agreement
 from moe_ep_bench.scopes.job import identity
 from moe_ep_bench.scopes.run import describe_experiment
 from moe_ep_bench.workload import RecordedWorkload, TokenBatch, deal
 
-DEFAULT_EP_SIZE = 8
-
-# The stream of what random policies draw, as ``run`` has it (see layer.experts): both drop the same pairs.
-_DRAWS = 11
 _CPU = torch.device("cpu")
 # The baseline's rule: the model's own top-k.
 _NATIVE = make_policy({"name": "topk"})
@@ -183,11 +181,6 @@ class RouteComparison(Planned):
         }
 
 
-def default_ep_size(num_experts: int) -> int:
-    """The largest number of ranks up to 8 that divides the experts."""
-    return max(size for size in range(1, DEFAULT_EP_SIZE + 1) if num_experts % size == 0)
-
-
 def rule(case: CaseSpec) -> Policy:
     """What routes a case."""
     return case.policy or _NATIVE
@@ -206,21 +199,13 @@ class RankShare:
 
     @staticmethod
     def of(planned: Planned, batch: TokenBatch, index: int, rank: int, tokens_T: Tensor) -> RankShare:
-        model, experiment = planned.model, planned.experiment
+        experiment = planned.experiment
         sequence_id_T = batch.sequence_id_T[tokens_T]
         image_share = experiment.route.image_share
-        context = RoutingContext(
-            top_k=model.top_k,
-            num_ranks=planned.ep_size,
-            rank=rank,
-            normalize=model.normalize,
-            scale=model.routed_scale,
-            num_groups=model.num_groups,
-            top_groups=model.top_groups,
-            request_id_T=sequence_id_T,
+        context = replace(
+            planned.context(rank, sequence_id_T),
             modality_T=None if image_share is None else assumed_modality(sequence_id_T, image_share),
-            layer_fraction=planned.layer_fraction,
-            generator=seeded_generator(_CPU, experiment.layer.seed, _DRAWS, index, rank),
+            generator=seeded_generator(_CPU, experiment.layer.seed, DRAWS, index, rank),
         )
         return RankShare(batch.scores_TE[tokens_T], context)
 
@@ -228,7 +213,7 @@ class RankShare:
         """The context with randomness started anew, so that no case depends on those before it."""
         generator = self.context.generator
         assert generator is not None
-        generator.set_state(seeded_generator(_CPU, seed, _DRAWS, batch, self.context.rank).get_state())
+        generator.set_state(seeded_generator(_CPU, seed, DRAWS, batch, self.context.rank).get_state())
         return self.context
 
 
@@ -255,7 +240,7 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
     """
     comparisons = plan_routes(config, overrides)
     directory = RunDirectory(out)
-    _check_directory(directory, force)
+    check_agreement(directory, "route", {"torch": torch.__version__}, force=force)
     todo = [
         [case for case in comparison.cases if force or not directory.is_routed(case.case_id)]
         for comparison in comparisons
@@ -393,31 +378,6 @@ def _overlap_rows(comparison: RouteComparison, batch: TokenBatch, index: int) ->
 def _append(rows: dict[str, list[Any]], row: Mapping[str, Any]) -> None:
     for name, value in row.items():
         rows[name].append(value)
-
-
-def _check_directory(directory: RunDirectory, force: bool) -> None:
-    """Raise unless rows can be written here and earlier ones are of the same command, code and packages."""
-    try:
-        directory.root.mkdir(parents=True, exist_ok=True)
-        probe = directory.root / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"--out {directory.root}: cannot write there: {error.strerror}") from None
-    if not directory.run_json.exists():
-        return
-    try:
-        earlier = json.loads(directory.run_json.read_text())
-        then = {"mode": earlier["mode"], "torch": earlier["environment"]["torch"], "code": earlier["hashes"]["code"]}
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{directory.run_json}: damaged, or not written by this program") from None
-    now = {"mode": "route", "torch": torch.__version__, "code": environment.code_hash()}
-    for key in ("mode",) if force else tuple(now):
-        if then[key] != now[key]:
-            raise ValueError(
-                f"--out {directory.root}: holds results with {key} {then[key]}, here it is {now[key]}; "
-                "choose another directory" + ("" if key == "mode" else " or --force")
-            )
 
 
 def _keep_other_policies(directory: RunDirectory, description: dict[str, Any]) -> None:

@@ -1,0 +1,501 @@
+"""Emulated ranks held against real ones: the rule, the tables on built results, and both runs at a small size."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from results_builder import FakeCase, FakeComparison, write_run
+from test_run import environment, write_config
+
+from moe_ep_bench import launcher
+from moe_ep_bench.analysis.load import Case, ResultsError, load_run
+from moe_ep_bench.analysis.validation import (
+    MAX_BAND,
+    agreement_of,
+    band_of,
+    load_laws,
+    load_validation,
+    phase_errors,
+    phase_times_ms,
+    received_rows,
+)
+from moe_ep_bench.analysis.validation_report import validation_text, verdict_line, write_report
+from moe_ep_bench.cli import main
+from moe_ep_bench.exit_codes import LOST, OK, USER_ERROR
+from moe_ep_bench.measure.statistics import Estimate, NoiseFloor
+from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED, RunDirectory
+from moe_ep_bench.scopes import validate as validate_module
+from moe_ep_bench.scopes.comparison import plan_comparisons
+from moe_ep_bench.scopes.experts_alone import ALONE_SCHEMA, REPETITIONS, chosen_cases, counts_of
+from moe_ep_bench.scopes.validation_directory import ValidationDirectory
+
+FLOOR = NoiseFloor(1 / 1.05, 1.05)
+
+
+def estimate(median: float, low: float, high: float, is_interval: bool = True) -> Estimate:
+    return Estimate(median, low, high, is_interval, num_batches=10 if is_interval else 9, num_launches=1)
+
+
+# The rule.
+
+
+@pytest.mark.parametrize(
+    ("emulated", "expected"),
+    [
+        (1.30, "agrees"),
+        (1.31 * 1.0499, "agrees"),
+        (1.31 * 1.0501, "differs"),
+        (1.29 / 1.0499, "agrees"),
+        (1.29 / 1.0501, "differs"),
+    ],
+)
+def test_a_speedup_agrees_within_the_interval_widened_by_the_noise_floor(emulated: float, expected: str) -> None:
+    band = band_of(estimate(1.3, 1.29, 1.31), FLOOR)
+    assert agreement_of(estimate(emulated, 1, 10), band) == expected
+
+
+def test_a_wide_band_refutes_but_never_confirms() -> None:
+    wide = band_of(estimate(1.3, 1.1, 1.1 * MAX_BAND), FLOOR)
+    assert agreement_of(estimate(1.3, 1.3, 1.3), wide) == "cannot say"
+    assert agreement_of(estimate(1.0, 1.0, 1.0), wide) == "differs"
+
+
+def test_without_an_interval_a_floor_or_a_speedup_nothing_can_be_said() -> None:
+    narrow = estimate(1.3, 1.29, 1.31)
+    assert band_of(dataclasses.replace(narrow, is_interval=False), FLOOR) is None
+    assert band_of(narrow, None) is None
+    assert band_of(None, FLOOR) is None
+    assert agreement_of(narrow, None) == "cannot say"
+    assert agreement_of(None, band_of(narrow, FLOOR)) == "cannot say"
+
+
+@given(
+    median=st.floats(0.5, 4),
+    down=st.floats(1, 1.3),
+    up=st.floats(1, 1.3),
+    floor=st.floats(1, 1.2),
+    emulated=st.floats(0.3, 6),
+)
+def test_agreement_does_not_depend_on_which_of_the_two_is_called_the_faster(
+    median: float, down: float, up: float, floor: float, emulated: float
+) -> None:
+    real = estimate(median, median / down, median * up)
+    turned = estimate(1 / median, 1 / real.high, 1 / real.low)
+    bands = band_of(real, NoiseFloor(1 / floor, floor)), band_of(turned, NoiseFloor(1 / floor, floor))
+    assert bands[0] is not None
+    assert bands[1] is not None
+    low, high = bands[0]
+    # Ends are only equal up to rounding.
+    if min(abs(math.log(emulated / low)), abs(math.log(emulated / high)), abs(high / low - MAX_BAND)) < 1e-9:
+        return
+    one = estimate(emulated, emulated, emulated)
+    other = estimate(1 / emulated, 1 / emulated, 1 / emulated)
+    assert agreement_of(one, bands[0]) == agreement_of(other, bands[1])
+
+
+# Built results.
+
+
+def cases(drop: float = 1.5, balance: float = 1.6, **of_drop: object) -> list[FakeCase]:
+    return [
+        FakeCase("native", role="baseline"),
+        FakeCase("native", role="noise", label="native again"),
+        FakeCase(
+            "token_drop", params={"capacity_factor": 1.0}, **{"speedup": drop, "dropped": 0.25, "mass": 0.8, **of_drop}
+        ),
+        FakeCase("native_balanced", role="ceiling", label="native, balanced", speedup=balance),
+    ]
+
+
+def built(
+    root: Path, real: dict | None = None, emulated: dict | None = None, threads: tuple[int, int] = (1, 1)
+) -> Path:
+    """A directory of ``validate``; keyword arguments of ``FakeComparison`` for its two runs."""
+    files = ValidationDirectory(root)
+    ids = {"real": "r", "emulated": "e"}
+    for (what, comparison_id), changes, mode, count in zip(
+        ids.items(), (real, emulated), ("run", "emulated"), threads, strict=True
+    ):
+        fields = {"cases": cases(), "noise": 0.001, "comparison_id": comparison_id, **(changes or {})}
+        seed = len(what)  # runs of their own
+        directory = write_run(root / what, [FakeComparison(**fields)], mode, seed)
+        path = directory / "run.json"
+        described = json.loads(path.read_text())
+        described["environment"]["threads_per_rank"] = count
+        path.write_text(json.dumps(described))
+    files.write_pairs([(ids["real"], ids["emulated"])], "calibrated on these ranks")
+    return root
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of ``validate`` whose runs are alike; not to be written to."""
+    return built(tmp_path_factory.mktemp("built"))
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_an_error_that_all_cases_share_shows_in_times_but_not_in_speedups(tmp_path: Path) -> None:
+    validation = load_validation(built(tmp_path, emulated={"native_us": 1600.0}))
+    (check,) = validation.comparisons
+    for case in check.cases:
+        ratio = case.emulated.layer.median_ms / case.real.layer.median_ms
+        assert ratio == pytest.approx(0.8, rel=0.01)
+        assert case.emulated_ms["experts"] / case.real_ms["experts"] == pytest.approx(0.8, rel=0.01)
+    assert [case.agreement for case in check.cases] == [None, None, "agrees", "agrees"]
+    assert verdict_line(validation).startswith(
+        "2 of 2 speedups agree within the real run's noise; largest difference 0."
+    )
+
+
+def test_the_last_line_counts_and_tells_the_largest_difference(tmp_path: Path) -> None:
+    validation = load_validation(built(tmp_path, emulated={"cases": cases(drop=1.5 * 0.9, balance=1.6)}))
+    (check,) = validation.comparisons
+    assert [case.agreement for case in check.claims] == ["differs", "agrees"]
+    text = validation_text(validation)
+    assert text.splitlines()[-1] == "1 of 2 speedups agree within the real run's noise; largest difference 10.0 %"
+    row = next(line for line in text.splitlines() if line.startswith("token_drop gamma 1"))
+    assert "-10.0 %" in row
+    assert "differs" in row
+    assert row.rstrip().endswith("25.0         80.0"), "no speed without its fidelity"
+
+
+def test_fewer_than_ten_batches_say_nothing(tmp_path: Path) -> None:
+    validation = load_validation(built(tmp_path, real={"num_batches": 9}, emulated={"num_batches": 9}))
+    assert {case.agreement for case in validation.comparisons[0].claims} == {"cannot say"}
+    assert verdict_line(validation).startswith("0 of 2 speedups agree within the real run's noise (2 cannot be judged)")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"real": {"facts": {"oversubscribed": True}}}, "more ranks than cores"),
+        ({"threads": (1, 2)}, "each real rank computed with 1 thread(s), the emulated one with 2"),
+        (
+            {"emulated": {"cases": cases(expert_load=np.ones(8))}},
+            "routing is not the same in both runs: token_drop gamma 1",
+        ),
+    ],
+)
+def test_runs_that_are_not_comparable_are_not_judged(changes: dict, reason: str, tmp_path: Path) -> None:
+    validation = load_validation(built(tmp_path, **changes))
+    (check,) = validation.comparisons
+    assert {case.agreement for case in check.claims} == {"cannot say"}
+    assert f"warning: not comparable: {reason}" in validation_text(validation)
+
+
+def test_a_case_that_failed_is_named_and_not_judged(tmp_path: Path) -> None:
+    failed = cases(status="oom", reason="too large")
+    validation = load_validation(built(tmp_path, real={"cases": failed}))
+    text = validation_text(validation)
+    assert any(line.startswith("token_drop gamma 1") and "real: oom: too large" in line for line in text.splitlines())
+    assert text.splitlines()[-1].startswith("1 of 2 speedups agree within the real run's noise (1 cannot be judged)")
+    write_report(validation)
+    rows = read_csv(validation.files.cases_table)
+    assert [row["unmeasured"] for row in rows] == ["", "", "real: oom: too large", ""]
+
+
+def test_phase_times_are_means_over_ranks_and_medians_over_iterations(tmp_path: Path) -> None:
+    """A slow reading of the rows, phase by phase."""
+    case = load_run(built(tmp_path, real={"noise": 0.1}) / "real").cases[2]
+    rows = case.timings[case.timings["kind"] == "breakdown"]
+
+    def slow_ms(*phases: str) -> float:
+        sums = []
+        for batch in rows["batch"].unique():
+            for iteration in rows["iteration"].unique():
+                here = rows[(rows["batch"] == batch) & (rows["iteration"] == iteration)]
+                sums.append(here[here["phase"].isin(phases)]["time_us"].sum() / 2)
+        return float(np.median(sums)) / 1e3
+
+    times_ms = phase_times_ms(case)
+    for phase in (*PHASES, UNACCOUNTED):
+        assert times_ms[phase] == pytest.approx(slow_ms(phase))
+    assert times_ms["waiting and comm"] == pytest.approx(slow_ms("wait_combine", "dispatch", "combine"))
+    assert times_ms["waiting"] == times_ms["wait_combine"] > 0
+    assert TOTAL not in times_ms
+
+
+def test_quiet_iterations_tell_a_disturbance_from_an_error(plain: Path) -> None:
+    real, emulated = (load_run(plain / name).cases[2] for name in ("real", "emulated"))
+    disturbed = real.timings.copy()
+    disturbed.loc[disturbed["iteration"] >= 2, "time_us"] *= 3  # four of six
+    slow = emulated.timings.assign(time_us=1.2 * emulated.timings["time_us"])
+    pairs = [(dataclasses.replace(real, timings=disturbed), dataclasses.replace(emulated, timings=slow))]
+    errors = {error.phase: error for error in phase_errors(pairs)}
+    assert set(errors) == {"gate", "policy", "metadata", "permute", "dispatch", "experts", "combine"}
+    for error in errors.values():
+        assert error.quiet == pytest.approx(0.2, abs=0.01)
+        assert error.typical == pytest.approx(1.2 / 3 - 1, abs=0.01)
+
+
+def test_summary_prints_what_validate_printed(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = validation_text(load_validation(plain))
+    assert main(["summary", str(plain)]) == OK
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_both_csv_files_and_both_figures_are_written(tmp_path: Path) -> None:
+    validation = load_validation(built(tmp_path))
+    written = write_report(validation)
+    assert {path.name for path in written} == {
+        "validation.txt",
+        "validation.csv",
+        "validation-phases.csv",
+        "validation.png",
+        "validation.svg",
+    }
+    assert all(path.stat().st_size for path in written)
+    rows = {row["policy"]: row for row in read_csv(validation.files.cases_table)}
+    drop = rows["token_drop gamma 1"]
+    assert float(drop["emulated_speedup"]) == pytest.approx(1.5, rel=0.01)
+    assert float(drop["allowed_low"]) < float(drop["real_low"]) < float(drop["real_high"]) < float(drop["allowed_high"])
+    assert float(drop["dropped_share"]) == pytest.approx(0.25, abs=1e-3)
+    phases = [row for row in read_csv(validation.files.phases_table) if row["role"] == "baseline"]
+    assert [row["time"] for row in phases][: len(PHASES)] == list(PHASES)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda root: (root / "validation.json").unlink(), "missing; `moe-ep-bench validate` writes it"),
+        (lambda root: (root / "validation.json").write_text("[]"), "damaged, or not written by this program"),
+        (
+            lambda root: ValidationDirectory(root).write_pairs([("r", "other")], "links"),
+            "emulated: holds no comparison other, which",
+        ),
+    ],
+)
+def test_a_directory_that_lacks_something_is_one_line(harm, message: str, tmp_path: Path) -> None:
+    built(tmp_path)
+    harm(tmp_path)
+    with pytest.raises(ResultsError, match=message) as caught:
+        load_validation(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_case_that_only_the_real_run_has_is_refused(tmp_path: Path) -> None:
+    built(tmp_path, emulated={"cases": cases()[:3]})
+    with pytest.raises(ResultsError, match="the emulated run has no case native, balanced"):
+        load_validation(tmp_path)
+
+
+# Loads and times.
+
+
+def with_times(case: Case, per_row_us: float, fixed_us: float) -> Case:
+    """The case with experts and layer as long as the rows of a rank, or of the fullest, say."""
+    rows = received_rows(case)
+    timings = case.timings.copy()
+    for batch in timings["batch"].unique():
+        for rank in timings["rank"].unique():
+            here = (timings["batch"] == batch) & (timings["rank"] == rank)
+            timings.loc[here & (timings["phase"] == "experts"), "time_us"] = per_row_us * rows[batch, rank]
+            timings.loc[here & (timings["phase"] == TOTAL), "time_us"] = fixed_us + per_row_us * rows[batch].max()
+    return dataclasses.replace(case, timings=timings)
+
+
+def test_rows_that_a_rank_receives_are_those_of_all_ranks_tokens(plain: Path) -> None:
+    case = load_run(plain / "real").cases[0]
+    received = received_rows(case)
+    for batch in range(10):
+        for rank in range(2):
+            expected = 0
+            for row in case.routing[case.routing["batch"] == batch].itertuples():
+                expected += sum(list(row.load_E)[rank * 4 : (rank + 1) * 4])
+            assert received[batch, rank] == expected
+
+
+def test_the_load_laws_find_a_line_where_there_is_one(tmp_path: Path) -> None:
+    loads = [np.ones(8), np.r_[np.full(4, 1.5), np.zeros(4)], np.r_[np.full(4, 0.5), np.full(4, 0.75)]]
+    found = [dataclasses.replace(case, expert_load=load) for case, load in zip(cases(), loads, strict=False)]
+    run = load_run(built(tmp_path, real={"cases": found}, emulated={"cases": found}) / "real")
+    laws = load_laws([with_times(case, 0.25, 100.0) for case in run.cases], 4096)
+    assert laws.experts.slope_us == pytest.approx(0.25)
+    assert laws.experts.intercept_us == pytest.approx(0.0, abs=1e-6)
+    assert laws.layer.slope_us == pytest.approx(0.25)
+    assert laws.layer.intercept_us == pytest.approx(100.0)
+    assert laws.layer.r2 == pytest.approx(1.0)
+    assert laws.throughput_r2 < 1, "a fixed time is no law of 1 / load"
+    assert load_laws([with_times(case, 0.25, 0.0) for case in run.cases], 4096).throughput_r2 == pytest.approx(1.0)
+
+
+def test_equal_loads_give_no_line(plain: Path) -> None:
+    run = load_run(plain / "real")
+    laws = load_laws([run.cases[0]], 4096)
+    assert laws.layer is None
+    assert laws.throughput_r2 is None
+
+
+def test_the_expert_phase_stands_beside_the_experts_alone(tmp_path: Path) -> None:
+    built(tmp_path)
+    case = load_run(tmp_path / "emulated").cases[2]
+    experts_us = case.timings[(case.timings.phase == "experts") & (case.timings.kind == "breakdown")]
+    rows = [
+        {"comparison_id": "e", "case_id": case.case_id, "rank": rank, "batch": batch, "repetition": 0, "num_rows": 64}
+        | {"time_us": float(one["time_us"].median()) / (1.25 if rank else 0.5)}
+        for (batch, rank), one in experts_us.groupby(["batch", "rank"])
+    ]
+    pq.write_table(pa.Table.from_pylist(rows, schema=ALONE_SCHEMA), ValidationDirectory(tmp_path).experts_alone)
+    validation = load_validation(tmp_path)
+    alone = validation.comparisons[0].alone
+    assert alone["label"].unique() == ["token_drop gamma 1"]
+    assert alone["ratio"].tolist() == pytest.approx([0.5, 1.25])
+    assert (alone["layer_ms"] / alone["alone_ms"]).tolist() == pytest.approx([0.5, 1.25])
+    assert "the experts alone on the same rows" in validation_text(validation)
+
+
+def test_what_is_timed_alone_is_the_baseline_and_a_policy_on_the_counts_of_the_run(plain: Path, tmp_path: Path) -> None:
+    (comparison,) = plan_comparisons(write_config(tmp_path), [], 2, on_cpu=True)
+    chosen = chosen_cases(comparison)
+    assert [(case.role, case.name) for case in chosen] == [("baseline", "native"), ("policy", "token_drop")]
+    case = load_run(plain / "emulated").cases[2]
+    policy = dataclasses.replace(chosen[1], case_id=case.case_id)
+    counts_BE = counts_of(RunDirectory(plain / "emulated"), policy)
+    assert counts_BE.shape == (10, 8)
+    for batch, counts_E in enumerate(counts_BE):
+        np.testing.assert_array_equal(counts_E.reshape(2, 4).sum(1), received_rows(case)[batch].to_numpy())
+    assert counts_of(RunDirectory(tmp_path / "nowhere"), chosen[0]) is None
+
+
+# The command.
+
+LINKS = {"emulate": {"links": "h100-nvlink4"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "nproc", "message"),
+    [
+        ({}, 1, "--nproc: expected at least 2 ranks to hold emulated ones against, got 1"),
+        ({"layer__ep_size": 1}, 2, "layer.ep_size: expected 2, which are all ranks, or null; got 1"),
+        ({"layer__ep_size": 4}, 2, "layer.ep_size: expected a divisor of the 2 ranks, got 4"),
+        ({"emulate": {"links": "h100-nvlnk4"}}, 2, "h100-nvlnk4"),
+        (
+            {"emulate": {"bandwidth_scale": 2.0}},
+            2,
+            "emulate.bandwidth_scale: expected 1.0, which is",
+        ),
+        ({"emulate": {"replication": [{"spare_per_rank": 1}]}}, 2, "emulate.replication: expected ()"),
+        ({"route": {"placement": "strided"}}, 2, "route.placement: expected 'contiguous', which is what real ranks do"),
+        ({"sweep": {"emulate.links": ["pcie4", "pcie5"]}}, 2, "sweep: expected points that differ on real ranks"),
+        ({"policies": [{"name": "token_dorp"}]}, 2, "token_dorp"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_run(
+    changes: dict, nproc: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, **changes)
+    arguments = ["validate", str(config), "--nproc", str(nproc), "--out", str(tmp_path / "out")]
+    assert main(arguments) == USER_ERROR
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1, printed.err
+    assert message in printed.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, out = write_config(tmp_path), tmp_path / "out"
+    out.mkdir()
+    (out / "run.json").write_text("{}")
+    assert main(["validate", str(config), "--nproc", "2", "--out", str(out)]) == USER_ERROR
+    assert "holds the results of another command" in capsys.readouterr().err
+    (out / "run.json").unlink()
+    links = Path(__file__).parents[1] / "configs" / "links" / "h100-nvlink4.yaml"
+    ValidationDirectory(out).links.write_text(links.read_text())
+    assert main(["validate", str(config), "--nproc", "2", "--out", str(out)]) == USER_ERROR
+    assert "holds links measured on 8 ranks, here are 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("failing", ["calibrating the collectives", "the real run on 2 ranks"])
+def test_a_step_that_fails_is_named_and_nothing_is_compared(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def status_of(step: str) -> int:
+        return LOST if failing.startswith(step) else OK
+
+    monkeypatch.setattr(launcher, "launch_calibrate", lambda *_, **__: status_of("calibrating"))
+    monkeypatch.setattr(launcher, "launch", lambda *_, **__: status_of("the real run"))
+    monkeypatch.setattr(validate_module, "_in_place_of_a_rank", lambda *_, **__: pytest.fail("went on"))
+    out = tmp_path / "out"
+    assert main(["validate", str(write_config(tmp_path)), "--nproc", "2", "--out", str(out)]) == LOST
+    printed = capsys.readouterr()
+    assert f"moe-ep-bench: validate: {failing}" in printed.err
+    assert f"failed with exit status {LOST}; nothing was compared" in printed.err
+    assert not list(out.iterdir())
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-m", "moe_ep_bench", "validate", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=500, env=environment(), check=False)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
+    folder = tmp_path_factory.mktemp("validate")
+    config = write_config(folder, workload__num_batches=2, measure__max_warmup=1)
+    done = command(config, "--nproc", 2, "--out", folder / "out")
+    assert done.returncode == OK, done.stderr
+    return folder, done
+
+
+def test_real_and_emulated_ranks_are_measured_and_compared(finished: tuple[Path, subprocess.CompletedProcess]) -> None:
+    folder, done = finished
+    files = ValidationDirectory(folder / "out")
+    last = done.stdout.splitlines()[-1]
+    # Two batches make no interval, whatever they were.
+    assert last.startswith("0 of 5 speedups agree within the real run's noise (5 cannot be judged); largest difference")
+    assert files.text.read_text().splitlines()[-1] == last
+    assert "not comparable" not in done.stdout, "the same routing and as many threads, whatever the machine"
+    for name in ("real", "emulated"):
+        described = json.loads((files.root / name / "run.json").read_text())
+        assert described["environment"]["threads_per_rank"] >= 1
+    assert "calibrated on these ranks" in files.text.read_text()
+    assert files.links.is_file()
+    assert (files.figures / "validation.png").is_file()
+    alone = pd.read_parquet(files.experts_alone)
+    assert len(alone) == 2 * 2 * 2 * REPETITIONS  # cases, ranks, batches
+    validation = load_validation(files.root)
+    (check,) = validation.comparisons
+    assert check.threads[0] == check.threads[1]
+    assert len(check.alone) == 4
+    assert check.emulated_laws.experts.num_points == 7 * 2 * 2
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_second_call_calibrates_and_times_the_experts_anew_only_if_forced(
+    force: bool, finished: tuple[Path, subprocess.CompletedProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to run finished cases again is for ``launch`` and ``emulate`` to see to, which are told of ``force``."""
+    folder, _ = finished
+    called: list[tuple[str, bool]] = []
+
+    def note(name: str, **options: bool) -> int:
+        called.append((name, options.get("force", False)))
+        return OK
+
+    monkeypatch.setattr(launcher, "launch_calibrate", lambda *_: note("calibrate"))
+    monkeypatch.setattr(launcher, "launch", lambda *_, **options: note("launch", **options))
+    monkeypatch.setattr(
+        validate_module,
+        "_in_place_of_a_rank",
+        lambda _ranks, function, *_, **options: note(function.__name__, **options),
+    )
+    assert validate_module.validate(folder / "config.yaml", folder / "out", [], 2, force=force) == OK
+    runs = [("launch", force), ("emulate", force)]
+    assert called == ([("calibrate", False), *runs, ("time_experts_alone", False)] if force else runs)

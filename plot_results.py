@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from moe_ep_bench.analysis.figures import FIGURES, draw_figures
+from moe_ep_bench.analysis.figures import FIGURES, SWEEP_FIGURES, draw_figures
 from moe_ep_bench.analysis.load import ResultsError, load_run
 from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES, draw_route_figures
 from moe_ep_bench.analysis.route_load import is_route, load_route
@@ -21,16 +21,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", default=",".join(FORMATS), help="comma-separated (default: %(default)s)")
     parser.add_argument(
         "--figures",
-        help=f"comma-separated, of a run: {', '.join(FIGURES)}; of routing: {', '.join(ROUTE_FIGURES)} (default: all)",
+        help=f"comma-separated, of a run: {', '.join(FIGURES)}; of a sweep too: {', '.join(SWEEP_FIGURES)}; "
+        f"of routing: {', '.join(ROUTE_FIGURES)} (default: all)",
     )
     options = parser.parse_args(arguments)
-    known = ROUTE_FIGURES if is_route(options.directory) else FIGURES
+    known = ROUTE_FIGURES if is_route(options.directory) else {**FIGURES, **SWEEP_FIGURES}
     figures_dir = options.directory / "figures"
     try:
         formats = _names("--format", options.format, FORMATS)
-        figures = list(known) if options.figures is None else _names("--figures", options.figures, known)
+        figures = None if options.figures is None else _names("--figures", options.figures, known)
         if known is ROUTE_FIGURES:
-            written, lacking = draw_route_figures(load_route(options.directory), figures_dir, formats, figures)
+            written, lacking = draw_route_figures(
+                load_route(options.directory), figures_dir, formats, figures or tuple(ROUTE_FIGURES)
+            )
         else:
             written, lacking = draw_figures(load_run(options.directory), figures_dir, formats, figures)
     except (ResultsError, OSError) as error:

@@ -1,4 +1,4 @@
-"""The figures of a run. ``FIGURES`` is the table of all of them.
+"""The figures of a run. ``FIGURES`` is the table of those of every run, ``SWEEP_FIGURES`` of those that need a sweep.
 
 Each is one sheet with a panel, or a row of panels, per comparison. It is drawn only when the rows
 hold what it needs. A speed is never drawn without its fidelity, and every footer says how, on what
@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from moe_ep_bench.analysis.bars import load_figure, phases_figure
 from moe_ep_bench.analysis.lines import dropped_figure, speedup_figure
 from moe_ep_bench.analysis.load import Run
+from moe_ep_bench.analysis.maps import map_figure, sweep_figure
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse, family_labels
 from moe_ep_bench.analysis.style import FORMATS, Look, house_style, looks_of, save
 
@@ -28,16 +29,25 @@ FIGURES: dict[str, Draw] = {
     "load": load_figure,
     "dropped": dropped_figure,
 }
+SWEEP_FIGURES: dict[str, Draw] = {
+    "map": map_figure,
+    "sweep": sweep_figure,
+}
+
+
+def figure_names(run: Run) -> list[str]:
+    """The figures to expect of a run: those of a sweep only where it has one."""
+    return [*FIGURES, *(SWEEP_FIGURES if any(facts.point for facts in run.comparisons.values()) else ())]
 
 
 def draw_figures(
-    run: Run, directory: Path, formats: Sequence[str] = tuple(FORMATS), names: Iterable[str] = tuple(FIGURES)
+    run: Run, directory: Path, formats: Sequence[str] = tuple(FORMATS), names: Iterable[str] | None = None
 ) -> tuple[list[Path], list[str]]:
     """Draw figures into a directory, one file per figure and format.
 
     Args:
         formats: some of ``FORMATS``.
-        names: some of ``FIGURES``.
+        names: some of ``FIGURES`` and ``SWEEP_FIGURES``; None = those to expect (``figure_names``).
 
     Returns:
         The files written, and the names of the figures for which the run lacks the rows.
@@ -46,8 +56,8 @@ def draw_figures(
     looks = looks_of(family_labels(comparisons))
     written, lacking = [], []
     with house_style():
-        for name in names:
-            figure = FIGURES[name](run, comparisons, looks)
+        for name in figure_names(run) if names is None else names:
+            figure = {**FIGURES, **SWEEP_FIGURES}[name](run, comparisons, looks)
             if figure is None:
                 lacking.append(name)
                 continue

@@ -45,6 +45,7 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
     if facts.random_weights and any(r.fidelity and not math.isnan(r.fidelity.output_error) for r in results):
         notes.append("output error: relative to native, with random weights; it is no measure of a model's accuracy")
     notes += _memory(comparison)
+    notes += [f"{r.case.label}: {extra_memory_words(r)}" for r in comparison.replications]
     notes += dict.fromkeys(line for launch in comparison.conditions for line in remarks(launch.machines))
     return notes
 
@@ -89,6 +90,13 @@ def _memory(comparison: ComparisonResult) -> list[str]:
         return []
     of_what = "on the device" if comparison.comparison.backend == "nccl" else "of the process, imports and all"
     return [f"peak memory: {max(known) / 2**30:.2f} GiB on the fullest rank ({of_what})"]
+
+
+def extra_memory_words(result: CaseResult) -> str:
+    """What replicas of experts cost, in all layers of the model together."""
+    if result.case.extra_bytes_per_rank is None:
+        return "more memory per rank, by how much was not recorded"
+    return f"{result.case.extra_bytes_per_rank / 2**30:.3g} GiB more memory per rank, in all layers together"
 
 
 def _worst(what: str, values: dict[CaseResult, float]) -> list[str]:

@@ -31,7 +31,7 @@ from moe_ep_bench.measure.statistics import (
 
 # Reading order: policies of the capacity-aware paper first, then by name.
 _FIRST_POLICIES = ("topk", "token_drop", "expanded_drop")
-_ROLE_ORDER = ("baseline", "noise", "policy", "ceiling")
+_ROLE_ORDER = ("baseline", "noise", "policy", "replication", "ceiling")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class CaseResult:
 
 @dataclass(frozen=True, eq=False)
 class ComparisonResult:
-    """Cases in reading order: baseline, noise, topk, policies, ceiling.
+    """Cases in reading order: baseline, noise, topk, policies, replication, ceiling.
 
     Attributes:
         floor: None without a measured native-against-native pair.
@@ -101,7 +101,15 @@ class ComparisonResult:
     @property
     def policies(self) -> list[CaseResult]:
         """Measured policies, in reading order."""
-        return [result for result in self.results if result.case.role == "policy" and result.case.is_ok]
+        return self._all_of_role("policy")
+
+    @property
+    def replications(self) -> list[CaseResult]:
+        """Measured ways of holding busy experts several times: alternatives that drop nothing, and cost memory."""
+        return self._all_of_role("replication")
+
+    def _all_of_role(self, role: str) -> list[CaseResult]:
+        return [result for result in self.results if result.case.role == role and result.case.is_ok]
 
 
 def analyse(run: Run) -> list[ComparisonResult]:

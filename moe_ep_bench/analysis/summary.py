@@ -14,11 +14,11 @@ from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.notes import notes_of, warnings_of
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.words import (
-    MODE_WORDS,
     NONE,
     count_words,
     hardware_words,
     milliseconds,
+    mode_words,
     percent,
     scale_words,
 )
@@ -63,7 +63,7 @@ def _block(run: Run, comparison: ComparisonResult) -> str:
     facts = comparison.comparison
     replicas = f" x {facts.num_replicas} replicas" if facts.num_replicas > 1 else ""
     title = (
-        f"{facts.title}: {MODE_WORDS[run.mode]}, {hardware_words(run, facts)}, EP {facts.num_ranks}{replicas}, "
+        f"{facts.title}: {mode_words(run, facts)}, {hardware_words(run, facts)}, EP {facts.num_ranks}{replicas}, "
         f"{facts.dtype}, {scale_words(facts.scale)}"
     )
     tables = [_table(_HEADER, [_cells(result) for result in comparison.results])]

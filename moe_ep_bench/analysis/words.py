@@ -19,8 +19,18 @@ OVERSUBSCRIBED = "more ranks than cores: they share time slices, and no straggle
 NOT_FUSED = "permutation is not fused: phase shares are not to be set beside a paper's"
 
 
+MODELLED = "modelled (nothing was run)"
+
+
+def mode_words(run: Run, comparison: Comparison) -> str:
+    """Say how the numbers came about."""
+    return MODELLED if comparison.device is not None else MODE_WORDS[run.mode]
+
+
 def hardware_words(run: Run, comparison: Comparison) -> str:
     """Name the devices, how many ranks used them, and what carried the collectives."""
+    if comparison.device is not None:
+        return f"{comparison.world_size} ranks {comparison.device}, {comparison.links}"
     if comparison.links is not None:
         return f"{run.device_name} in place of {comparison.world_size} ranks, {comparison.links}"
     return f"{run.device_name} x {comparison.world_size} ranks, {comparison.backend}"
@@ -54,7 +64,7 @@ def count_words(run: Run) -> str:
 def footer_lines(run: Run, comparisons: Sequence[Comparison], warnings: Sequence[str] = ()) -> list[str]:
     """What stands under every figure: how, on what, which model, which workload; then what weakens it."""
     facts = [
-        [MODE_WORDS[run.mode]],
+        [mode_words(run, comparison) for comparison in comparisons],
         [hardware_words(run, comparison) for comparison in comparisons],
         [f"{c.model}, {scale_words(c.scale)}, {c.dtype}" for c in comparisons],
         ["random weights" for c in comparisons if c.random_weights],

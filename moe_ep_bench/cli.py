@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_ep_bench.exit_codes import OK, USER_ERROR
+from moe_ep_bench.exit_codes import CASES_FAILED, OK, USER_ERROR
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,8 +48,28 @@ def _parser() -> argparse.ArgumentParser:
     route.set_defaults(command=_route)
 
     emulate = commands.add_parser("emulate", help="let this one device stand in for all expert-parallel ranks")
-    _add_config(emulate)
+    _add_config(emulate, profile=False)
+    emulate.add_argument("--dry-run", action="store_true", help="print cases and runs of a layer; run nothing")
     emulate.set_defaults(command=_emulate)
+
+    reproduce = commands.add_parser("reproduce", help="emulate a config and set its papers' numbers beside ours")
+    _add_config(reproduce, profile=False)
+    reproduce.set_defaults(command=_reproduce)
+
+    validate = commands.add_parser("validate", help="hold emulated ranks against real ones of this machine")
+    _add_config(validate, profile=False, suffix="-validated")
+    _add_nproc(validate)
+    validate.set_defaults(command=_validate)
+
+    advise = commands.add_parser("advise", help="say in words which policy pays, within bounds on what it drops")
+    _add_config(advise, profile=False, config="a YAML file, emulated where its cases are not there yet; or a directory")
+    advise.add_argument(
+        "--max-dropped", type=float, default=0.10, metavar="SHARE", help="of top-k pairs, 0 to 1 (%(default)s)"
+    )
+    advise.add_argument(
+        "--min-retained", type=float, default=0.95, metavar="SHARE", help="of the top-k's score mass (%(default)s)"
+    )
+    advise.set_defaults(command=_advise)
 
     calibrate = commands.add_parser("calibrate", help="measure this machine's all-to-all and write it as links")
     calibrate.add_argument(
@@ -102,15 +122,22 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_nodes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nproc", type=int, help="ranks on this node (default: all GPUs, else one per core, 2 to 4)")
+    _add_nproc(parser)
     parser.add_argument("--nnodes", type=int, default=1, help="nodes in all")
     parser.add_argument("--node-rank", type=int, default=0, help="this node, from 0")
     parser.add_argument("--master", default="127.0.0.1:0", help="host:port of node 0 (one node: any free port)")
 
 
-def _add_config(parser: argparse.ArgumentParser, *, profile: bool = True) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file (configs/)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="results directory (default: results/<config's name>)")
+def _add_nproc(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nproc", type=int, help="ranks on this node (default: all GPUs, else one per core, 2 to 4)")
+
+
+def _add_config(
+    parser: argparse.ArgumentParser, *, profile: bool = True, config: str = "a YAML file (configs/)", suffix: str = ""
+) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", help=config)
+    folder = f"results directory (default: results/<config's name>{suffix})"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=folder)
     parser.add_argument(
         "--set",
         action="append",
@@ -225,9 +252,72 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _emulate(options: argparse.Namespace) -> int:
-    from moe_ep_bench.scopes.emulate import emulate
+    from moe_ep_bench.scopes.emulate import dry_run, emulate
 
+    if options.dry_run:
+        return dry_run(options.config, options.overrides)
     return emulate(options.config, options.out or default_out(options.config), options.overrides, force=options.force)
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.claims import claims_text, load_claims, write_claims
+    from moe_ep_bench.analysis.load import ResultsError
+    from moe_ep_bench.scopes.reproduce import reproduce
+
+    out = options.out or default_out(options.config)
+    status = reproduce(options.config, out, options.overrides, force=options.force)
+    if status not in (OK, CASES_FAILED):
+        return status
+    try:
+        claims = load_claims(out)
+    except ResultsError as error:  # The run ended well: that cases lack is not the user's mistake.
+        print(f"moe-ep-bench: nothing was compared: {error}", file=sys.stderr)
+        return CASES_FAILED
+    write_claims(claims)
+    print(claims_text(claims))
+    return status
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from moe_ep_bench import launcher
+    from moe_ep_bench.analysis.load import ResultsError
+    from moe_ep_bench.analysis.validation import load_validation
+    from moe_ep_bench.analysis.validation_report import validation_text, write_report
+    from moe_ep_bench.scopes.validate import validate
+
+    out = options.out or default_out(Path(f"{options.config.stem}-validated"))
+    nproc = options.nproc if options.nproc is not None else launcher.default_nproc()
+    status = validate(options.config, out, options.overrides, nproc, force=options.force)
+    if status not in (OK, CASES_FAILED):
+        return status
+    try:
+        validation = load_validation(out)
+    except ResultsError as error:  # Both runs ended well: that cases lack is not the user's mistake.
+        print(f"moe-ep-bench: nothing was compared: {error}", file=sys.stderr)
+        return CASES_FAILED
+    write_report(validation)
+    print(validation_text(validation))
+    return status
+
+
+def _advise(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.advice import Bounds, advice
+    from moe_ep_bench.analysis.load import load_run
+    from moe_ep_bench.analysis.route_load import is_route
+
+    bounds = Bounds(options.max_dropped, options.min_retained)
+    status, directory = OK, options.config
+    if not directory.is_dir():
+        from moe_ep_bench.scopes.emulate import emulate
+
+        directory = options.out or default_out(options.config)
+        status = emulate(options.config, directory, options.overrides, force=options.force)
+    elif options.out or options.overrides or options.force:
+        raise ValueError(f"{directory}: a directory is only read; --out, --set and --force go with a config")
+    if is_route(directory):
+        raise ValueError(f"{directory}: holds routing without times; expected what `run` or `emulate` wrote")
+    print(advice(load_run(directory), bounds))
+    return status
 
 
 def _summary(options: argparse.Namespace) -> int:
@@ -235,8 +325,12 @@ def _summary(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.route_load import is_route, load_route
     from moe_ep_bench.analysis.route_report import route_table
     from moe_ep_bench.analysis.summary import summary_table
+    from moe_ep_bench.analysis.validation import is_validation, load_validation
+    from moe_ep_bench.analysis.validation_report import validation_text
 
-    if is_route(options.directory):
+    if is_validation(options.directory):
+        print(validation_text(load_validation(options.directory)))
+    elif is_route(options.directory):
         print(route_table(load_route(options.directory)))
     else:
         print(summary_table(load_run(options.directory)))

@@ -261,7 +261,7 @@ class Experiment(_Strict):
     claims: tuple[Claim, ...] = ()
     """What only ``reproduce`` reads: published numbers of these policies. They decide nothing that is measured."""
     claims_device: str | None = None
-    """Device on which ``reproduce`` looks for the skew that a claim needs: a modelled one; null = ``emulate.device``."""
+    """On which ``reproduce`` looks for the skew that a claim needs: a modelled one; null = ``emulate.device``."""
     # Not a key: ``load_experiments`` sets it.
     _point: tuple[tuple[str, Any], ...] = PrivateAttr(())
 
@@ -380,7 +380,13 @@ def _parse_value(override: str, text: str) -> Any:
 
 
 # Keys whose values name files.
-_PATHS = (("workload", "trace"), ("model", "hf_config"), ("route", "placement"), ("emulate", "links"), ("emulate", "device"))
+_PATHS = (
+    ("workload", "trace"),
+    ("model", "hf_config"),
+    ("route", "placement"),
+    ("emulate", "links"),
+    ("emulate", "device"),
+)
 
 # Of these, what names a file of this repository where it has no ending.
 _NAMED = ("links", "device")

@@ -31,6 +31,7 @@ from moe_ep_bench.analysis.sweep import (
     value_words,
 )
 from moe_ep_bench.analysis.words import (
+    MODEL_CAVEAT,
     OVERSUBSCRIBED,
     count_words,
     hardware_words,
@@ -44,7 +45,6 @@ _WIDTH = 110
 # Shares are sums of float32.
 _ROUNDING = 1e-6
 _KEEP_NATIVE = "keep native"
-_MODEL_CAVEAT = "Intervals are over batches only: what the model leaves out, or has wrong, is in none of them."
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _basis_words(run: Run, comparison: ComparisonResult) -> str:
     facts = comparison.comparison
     return (
         f"How: {mode_words(run, facts)}, {hardware_words(run, facts)}, {scale_words(facts.scale)}, {facts.dtype}."
-        + (f" {_MODEL_CAVEAT}" if facts.device is not None else "")
+        + (f" {MODEL_CAVEAT}" if facts.device is not None else "")
     )
 
 

@@ -9,7 +9,7 @@ import math
 
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
-from moe_ep_bench.analysis.words import NOT_FUSED, OVERSUBSCRIBED, part_words, percent, workload_words
+from moe_ep_bench.analysis.words import MODEL_CAVEAT, NOT_FUSED, OVERSUBSCRIBED, part_words, percent, workload_words
 from moe_ep_bench.machine import disturbances, remarks
 from moe_ep_bench.measure.statistics import MIN_BATCHES
 
@@ -24,7 +24,12 @@ MAX_DRIFT = 0.1
 
 def notes_of(comparison: ComparisonResult) -> list[str]:
     facts, results = comparison.comparison, comparison.results
-    notes = [workload_words(facts), f"experts: {part_words(facts.experts)}; permutation: {part_words(facts.permute)}"]
+    modelled = facts.device is not None
+    notes = [workload_words(facts)]
+    if modelled:
+        notes.append(MODEL_CAVEAT)
+    else:
+        notes.append(f"experts: {part_words(facts.experts)}; permutation: {part_words(facts.permute)}")
     baseline = comparison.of_role("baseline")
     if baseline is not None and baseline.fidelity is not None:
         load = baseline.fidelity
@@ -33,14 +38,15 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
             f"fullest rank {load.fullest_rank:.2f} x mean"
         )
     notes.append("speedup: slowest rank's layer time, native over case, median of pairs " + _spread_words(comparison))
-    if comparison.floor is not None:
+    if comparison.floor is not None and not modelled:
         low, high = comparison.floor.low, comparison.floor.high
         notes.append(f"noise floor: {low:.3f} to {high:.3f}, by which native run twice differs from itself")
     notes += _detectable(comparison)
     if comparison.of_role("ceiling") is not None:
         notes.append("ceiling: native on perfectly balanced scores; what balance alone could buy, no policy")
-    notes += _steadiness(comparison, baseline)
-    notes += _worst("unaccounted time", {r: r.breakdown.unaccounted_share for r in results if r.breakdown})
+    if not modelled:
+        notes += _steadiness(comparison, baseline)
+        notes += _worst("unaccounted time", {r: r.breakdown.unaccounted_share for r in results if r.breakdown})
     notes += _worst("probe overhead", {r: r.probe_overhead for r in results if r.probe_overhead is not None})
     if facts.random_weights and any(r.fidelity and not math.isnan(r.fidelity.output_error) for r in results):
         notes.append("output error: relative to native, with random weights; it is no measure of a model's accuracy")
@@ -129,7 +135,7 @@ def warnings_of(comparison: ComparisonResult, run: Run) -> list[str]:
             f"launch-bound: in {percent(bound[worst])} % of the iterations of {worst.case.label} the host issued work "
             "until the end; its time is the host's, not the device's"
         )
-    if facts.permute.ran != "fused":
+    if facts.permute.ran != "fused" and facts.device is None:
         warnings.append(NOT_FUSED)
     warnings += [f"the layer is simpler than {facts.model}'s: {line}" for line in facts.departures]
     warnings += _tail_warnings(comparison, run)

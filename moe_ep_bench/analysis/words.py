@@ -20,6 +20,7 @@ NOT_FUSED = "permutation is not fused: phase shares are not to be set beside a p
 
 
 MODELLED = "modelled (nothing was run)"
+MODEL_CAVEAT = "Intervals are over batches only: what the model leaves out, or has wrong, is in none of them."
 
 
 def mode_words(run: Run, comparison: Comparison) -> str:

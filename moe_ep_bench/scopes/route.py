@@ -13,12 +13,11 @@ Shapes: T = tokens of a rank, E = experts, K = top_k, R = EP ranks.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +50,7 @@ from moe_ep_bench.scopes.comparison import (
 from moe_ep_bench.scopes.directory import check_agreement
 from moe_ep_bench.scopes.job import identity
 from moe_ep_bench.scopes.run import describe_experiment
+from moe_ep_bench.scopes.traffic import one_thread
 from moe_ep_bench.workload import RecordedWorkload, TokenBatch, deal
 
 _CPU = torch.device("cpu")
@@ -259,23 +259,12 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
     wanted_batches = zip(comparisons, statistics, strict=True)
     total = sum(comparison.workload.num_batches for comparison, wanted in wanted_batches if wanted)
     progress = tqdm(total=total, unit="batch", disable=not total, mininterval=1.0, dynamic_ncols=True)
-    with progress, _one_thread(), torch.inference_mode():
+    with progress, one_thread(), torch.inference_mode():
         for comparison, cases, wanted in zip(comparisons, todo, statistics, strict=True):
             if wanted:
                 progress.set_description(comparison.title)
                 _route_comparison(directory, run_id, comparison, cases, progress)
     return directory
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Work in one thread: a rank's share of a batch is small, and handing it out costs more than it saves."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def plan_routes(config: Path, overrides: Iterable[str]) -> list[RouteComparison]:

@@ -9,6 +9,7 @@ S = rows of a batch-wide policy's statistics.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +34,17 @@ from moe_ep_bench.workload.balanced import balanced_scores
 _NATIVE = make_policy({"name": "topk"})
 # Scores of a batch that are kept rather than made again.
 _HELD_BYTES = 2**30
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Work in one thread: a rank's share of a batch is small, and handing it out costs more than it saves."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +153,7 @@ class Traffic:
         return self.num_tokens_R[rank], sent_C, *map(tuple, self.received(rank).tolist())
 
 
+@one_thread()
 def traffic_of(
     planned: Planned,
     routers: Sequence[CaseRouter],

@@ -1,0 +1,492 @@
+"""Claims in a config, the bounds that follow from them, the skews they need, and the tables made of all that."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from test_trace import TRACES
+
+from moe_ep_bench.analysis import claims as tables
+from moe_ep_bench.analysis.claims import Claims, claims_figure, claims_text, load_claims, paper_words, write_claims
+from moe_ep_bench.analysis.load import ResultsError
+from moe_ep_bench.analysis.style import house_style
+from moe_ep_bench.claims import Claim, claims_path, most_gain, most_peak
+from moe_ep_bench.cli import main
+from moe_ep_bench.config import ConfigError, load_experiments
+from moe_ep_bench.exit_codes import OK, USER_ERROR
+from moe_ep_bench.records import PHASES
+from moe_ep_bench.scopes.emulated import Emulated
+from moe_ep_bench.scopes.reproduce import TOLERANCE, Reached, modelled_once, solve
+
+PAPERS = Path(__file__).parents[1] / "configs" / "papers"
+TOKEN_DROP = {"name": "token_drop", "capacity_factor": 1.5}
+CLAIM = {"source": "Table 1", "policy": TOKEN_DROP, "paper": 1.1, "note": "nothing is inferred"}
+CONFIG: dict[str, Any] = {
+    "name": "claims",
+    "model": {"preset": "mixtral-8x7b"},
+    "workload": {"kind": "synthetic", "tokens_per_rank": 128, "num_batches": 2, "skew": "mixed", "seed": 3},
+    "layer": {"ep_size": 8},
+    "policies": [
+        {"name": "token_drop", "capacity_factor": [1.0, 1.5]},
+        {"name": "expanded_drop", "capacity_factor": 1.5, "scope": "global", "num_candidates": 2},
+    ],
+    "emulate": {"links": "h20-nvlink4", "device": "h20"},
+    "sweep": {"workload.skew": ["mixed", "worst_layer"]},
+}
+
+
+def write(folder: Path, claims: object, **changes: Any) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({**CONFIG, "claims": claims, **changes}))
+    return path
+
+
+def claim(**changes: Any) -> Claim:
+    return Claim.model_validate({**CLAIM, **changes})
+
+
+# ---- claims --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("paper", "ours", "difference", "words"),
+    [
+        (1.3, 1.1, -0.2, "1.30"),
+        ([1.1, 1.3], 1.2, 0.0, "1.10 to 1.30"),
+        ([1.1, 1.3], 1.4, 0.1, "1.10 to 1.30"),
+        ([1.1, None], 1.05, -0.05, "above 1.10"),
+        ([None, 1.05], 1.04, 0.0, "below 1.05"),
+        ([None, 1.05], 1.15, 0.1, "below 1.05"),
+        (None, 1.0, None, "not at hand"),
+    ],
+)
+def test_a_number_stands_alone_or_between_ends(paper: Any, ours: float, difference: float | None, words: str) -> None:
+    made = claim(paper=paper)
+    found = made.difference(ours)
+    assert found is None if difference is None else found == pytest.approx(difference)
+    assert paper_words(made) == words
+    assert Claim.model_validate(made.model_dump(mode="json")) == made
+
+
+@pytest.mark.parametrize("paper", ["much", [1.0], [None, None], [2.0, 1.0], True, math.inf, [1, "2"], {}])
+def test_what_is_no_number_is_refused(paper: Any) -> None:
+    with pytest.raises(ValidationError, match="expected a number"):
+        claim(paper=paper)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"policy": {"name": "token_drop", "capacity_factor": 3.0}},
+            r"claims\.0\.policy: expected one of the config's",
+        ),
+        ({"policy": {"name": "tokendrop"}}, r"claims\.0\.policy: .*tokendrop"),
+        ({"versus": {"name": "oea", "k0": 1}}, r"claims\.0\.versus: expected one of the config's"),
+        (
+            {"versus": {"name": "token_drop", "capacity_factor": [1.0, 1.5]}},
+            r"claims\.0\.versus: expected one policy, got 2",
+        ),
+        ({"metric": "speed"}, r"claims\.0\.metric: "),
+        ({"metric": "dropped_fraction", "versus": TOKEN_DROP}, r"claims\.0: versus: expected none with dropped"),
+        ({"papre": 1}, r"claims\.0\.papre: no such key.*did you mean paper"),
+        ({"note": ""}, r"claims\.0\.note: "),
+        ({"paper": "much"}, r"claims\.0\.paper: expected a number, \[low, high\]"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_claim(changes: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^[^\n]*{message}[^\n]*$"):
+        load_experiments(write(tmp_path, [{**CLAIM, **changes}]), on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("claims", "changes", "message"),
+    [
+        ([], {}, "claims: expected at least one"),
+        ([{**CLAIM, "where": {"layer.ep_size": 4}}], {}, "claims: expected a comparison .*layer.ep_size 4"),
+        ([{**CLAIM, "where": {"layer.epsize": 8}}], {}, "claims.0.where: expected dotted keys of the config"),
+        ([CLAIM], {"claims_device": "h21"}, "claims_device: .*h21"),
+    ],
+)
+def test_what_reproduce_cannot_do_is_one_line_and_runs_nothing(
+    claims: object, changes: dict, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = write(tmp_path, claims, **changes)
+    assert main(["reproduce", str(config), "--out", str(tmp_path / "out")]) == USER_ERROR
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"moe-ep-bench: {config}: ")
+    assert re.search(message, last)
+    assert not (tmp_path / "out").exists()
+
+
+def test_claims_decide_nothing_that_is_measured(tmp_path: Path) -> None:
+    ids = [
+        Emulated.on(load_experiments(write(tmp_path, claims), on_cpu=False)[0], on_cpu=True).comparison_id
+        for claims in ([], [CLAIM])
+    ]
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize("config", sorted(PAPERS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_configs_of_papers_are_sound(config: Path) -> None:
+    experiments = load_experiments(config, on_cpu=False)
+    assert experiments[0].name == config.stem
+    assert experiments[0].claims
+    for experiment in experiments:
+        Emulated.on(experiment, on_cpu=True)
+        assert experiment.claims_device == experiment.emulate.device == "h20"
+    dumped = [experiment.model_dump(mode="json") for experiment in experiments]
+    for one in experiments[0].claims:
+        assert any(all(_at(values, key) == value for key, value in one.where.items()) for values in dumped)
+
+
+def _at(values: Any, dotted: str) -> Any:
+    for key in dotted.split("."):
+        values = values[key]
+    return values
+
+
+# ---- bounds --------------------------------------------------------------------------------------------------------
+
+
+def test_twelve_per_cent_of_eight_experts_bound_the_peak_and_the_gain() -> None:
+    assert most_peak(0.12, 1.5, 8) == pytest.approx(2.46)
+    assert most_gain(0.12, 1.5, 8) == pytest.approx(1.64)
+    assert most_gain(0.12, 1.5, 8) < 1.85
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 400), min_size=4, max_size=4), min_size=2, max_size=6),
+    st.floats(0.2, 3.0),
+)
+def test_no_loads_exceed_the_bounds(counts: list[list[int]], factor: float) -> None:
+    """Every source rank applies the capacity to its own tokens; the bound on the gain is of ranks that are alike."""
+    load_RE = np.array(counts, dtype=float)
+    if np.any(load_RE.sum(1) == 0):
+        return
+    load_RE *= load_RE.sum(1).mean() / load_RE.sum(1, keepdims=True)  # As many tokens on every rank.
+    num_experts = load_RE.shape[1]
+    mean_R1 = load_RE.mean(1, keepdims=True)
+    dropped = np.maximum(load_RE - factor * mean_R1, 0).sum() / load_RE.sum()
+    load_E = load_RE.sum(0) / load_RE.sum() * num_experts
+    assert load_E.max() <= most_peak(dropped, factor, num_experts) + 1e-9
+    alike_E = load_E
+    dropped = np.maximum(alike_E - factor, 0).sum() / num_experts
+    gain = alike_E.max() / np.minimum(alike_E, factor).max()
+    assert gain <= most_gain(dropped, factor, num_experts) + 1e-9
+
+
+def test_the_bounds_are_reached_by_one_hot_expert() -> None:
+    load_E = np.array([2.46, *[(8 - 2.46) / 7] * 7])
+    assert np.maximum(load_E - 1.5, 0).sum() / 8 == pytest.approx(0.12)
+    assert load_E.max() / np.minimum(load_E, 1.5).max() == pytest.approx(1.64)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "factor"), [(-0.1, 1.0), (1.1, 1.0), (math.nan, 1.0), (0.1, -1.0), (0.1, math.inf)]
+)
+def test_shares_and_factors_that_cannot_be_are_refused(dropped: float, factor: float) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        most_peak(dropped, factor, 8)
+
+
+def test_recorded_loads_of_mixtral_peak_between_1_1_and_2() -> None:
+    path = TRACES / "expert_loads.json"
+    if not path.exists():
+        pytest.skip(f"no recordings at {TRACES}")
+    peaks = []
+    for entry in json.loads(path.read_text()):
+        if "mixtral" in entry["model"].lower():
+            peaks += [max(load_E) / np.mean(load_E) for load_E in entry["load_E_by_layer"].values()]
+    assert len(peaks) > 100
+    assert round(min(peaks), 1) == 1.1
+    assert round(max(peaks), 1) == 2.0
+    # Less than the bound that 12 % dropped at 1.5 sets, let alone what a gain of 1.85 needs.
+    assert max(peaks) < most_peak(0.12, 1.5, 8) < 1.85 * 1.5
+
+
+# ---- the skew that is needed ---------------------------------------------------------------------------------------
+
+
+def reached(peak_load: float | None, speedup: float) -> Reached:
+    load = peak_load or 1.1
+    return Reached(peak_load, load, load, {"p": {"speedup": speedup}})
+
+
+def speedup_of(one: Reached) -> float:
+    return one.values["p"]["speedup"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(1.0, 3.0), st.floats(0.3, 3.0))
+def test_a_number_that_a_skew_gives_is_found_at_the_mildest(target: float, bend: float) -> None:
+    def law(peak_load: float) -> float:
+        return 0.9 + 2.2 * ((peak_load - 1) / 7) ** bend
+
+    tried = []
+
+    def reach(peak_load: float | None) -> Reached | None:
+        tried.append(peak_load)
+        return reached(peak_load, law(peak_load or 1.1))
+
+    found = solve(reach, speedup_of, target, most=8.0)
+    if law(1.1) > target:
+        assert found.peak_load is None
+    else:
+        assert abs(speedup_of(found) - target) <= TOLERANCE or law(found.peak_load or 1.1) == pytest.approx(
+            target, abs=0.03
+        )
+    assert len(tried) < 30
+
+
+def test_the_first_crossing_counts_where_the_speedup_turns_back() -> None:
+    found = solve(lambda p: reached(p, 1 + math.sin((p or 1.1) - 1.1)), speedup_of, 1.5, most=8.0)
+    assert found.fullest_expert == pytest.approx(1.1 + math.pi / 6, abs=0.02)
+
+
+def test_a_number_out_of_reach_gives_the_nearest() -> None:
+    found = solve(lambda p: reached(p, min(1.2, 1 + 0.1 * (p or 1.1))), speedup_of, 2.0, most=8.0)
+    assert speedup_of(found) == pytest.approx(1.2)
+
+
+def test_skews_that_cannot_be_had_are_passed_over() -> None:
+    def reach(peak_load: float | None) -> Reached | None:
+        return None if peak_load is None or peak_load < 2 else reached(peak_load, peak_load / 2)
+
+    found = solve(reach, speedup_of, 1.5, most=8.0)
+    assert speedup_of(found) == pytest.approx(1.5, abs=TOLERANCE)
+    with pytest.raises(ValueError, match="no skew"):
+        solve(lambda p: None, speedup_of, 1.5, most=8.0)
+
+
+def test_nothing_is_solved_on_a_measured_device(tmp_path: Path) -> None:
+    config = write(tmp_path, [CLAIM], emulate={"links": "h20-nvlink4"})
+    with pytest.raises(ValueError, match="expected a modelled one, got measured"):
+        modelled_once(Emulated.on(load_experiments(config, on_cpu=False)[0], on_cpu=True), None, [])
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+CLAIMS = [
+    {**CLAIM, "policy": {"name": "token_drop", "capacity_factor": [1.0, 1.5]}, "paper": 1.2, "of": "end_to_end"},
+    {**CLAIM, "source": "Table 2", "metric": "dropped_fraction", "paper": 0.12},
+    {**CLAIM, "source": "Table 3", "paper": 1.85},
+    {**CLAIM, "source": "Table 4", "paper": None, "where": {"workload.skew": "worst_layer"}},
+    {
+        **CLAIM,
+        "source": "Figure 5",
+        "policy": {"name": "expanded_drop", "capacity_factor": 1.5, "scope": "global", "num_candidates": 2},
+        "versus": TOKEN_DROP,
+        "metric": "comm_time",
+        "paper": [1, None],
+    },
+    {**CLAIM, "source": "Table 6", "paper": 9.9, "where": {"workload.skew": "mixed"}},
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reproduce")
+    assert main(["reproduce", str(write(folder, CLAIMS)), "--out", str(folder / "out")]) == OK
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def compared(finished: Path) -> Claims:
+    return load_claims(finished)
+
+
+def test_every_claim_stands_beside_ours_under_each_traffic(compared: Claims) -> None:
+    found = [(r.claim.source, r.label, [one.traffic for one in r.ours]) for r in compared.results]
+    both = ["mixed", "worst_layer"]
+    assert found == [
+        ("Table 1", "token_drop capacity_factor=1.0", both),
+        ("Table 1", "token_drop capacity_factor=1.5", both),
+        ("Table 2", "token_drop capacity_factor=1.5", both),
+        ("Table 3", "token_drop capacity_factor=1.5", both),
+        ("Table 4", "token_drop capacity_factor=1.5", ["worst_layer"]),
+        ("Figure 5", "expanded_drop capacity_factor=1.5 num_candidates=2 scope=global", both),
+        ("Table 6", "token_drop capacity_factor=1.5", ["mixed"]),
+    ]
+
+
+def test_ours_is_what_the_results_say(compared: Claims) -> None:
+    for result in compared.results:
+        for ours in result.ours:
+            cases = {r.case.label: r for r in ours.comparison.results if r.case.role == "policy"}
+            case = cases[result.label]
+            assert case.speedup is not None
+            assert case.fidelity is not None
+            if result.claim.metric == "speedup":
+                assert (ours.value, ours.low, ours.high) == (case.speedup.median, case.speedup.low, case.speedup.high)
+            elif result.claim.metric == "dropped_fraction":
+                assert ours.value == ours.dropped == case.fidelity.dropped_share
+            else:
+                against = cases["token_drop capacity_factor=1.5"]
+                expected = sum(mean_ms(case, name) for name in ("dispatch", "combine"))
+                assert ours.value == pytest.approx(
+                    expected / sum(mean_ms(against, name) for name in ("dispatch", "combine"))
+                )
+            assert ours.difference == result.claim.difference(ours.value)
+
+
+def mean_ms(result: Any, phase: str) -> float:
+    """Oracle: mean over ranks and batches, of a run in which every batch is like the others."""
+    assert phase in PHASES
+    rows = result.case.timings
+    rows = rows[(rows.kind == "breakdown") & (rows.phase == phase)]
+    return float(rows.groupby("batch").time_us.mean().median()) / 1e3
+
+
+def test_needed_skews_give_the_papers_number_when_they_are_asked_for(compared: Claims, finished: Path) -> None:
+    result = compared.results[3]
+    (needed,) = result.needed  # One expert on each rank lies nowhere else.
+    assert needed.placement == "scattered"
+    assert needed.fullest_expert == pytest.approx(needed.fullest_rank)
+    # A gain of 1.85 over what 1.5 leaves: loads beyond all that are recorded of the model.
+    assert needed.fullest_expert > 2.46
+    config = write(
+        finished.parent,
+        [CLAIM],
+        workload={**CONFIG["workload"], "num_batches": 1, "skew": None, "peak_load": round(needed.fullest_expert, 3)},
+        sweep={},
+    )
+    comparison = Emulated.on(load_experiments(config, on_cpu=False)[0], on_cpu=True)
+    policies = [case.policy for case in comparison.cases if case.policy is not None]
+    again = modelled_once(comparison, None, policies).values["token_drop capacity_factor=1.5"]
+    assert again["speedup"] == pytest.approx(needed.value, abs=0.03)
+
+
+def test_what_no_skew_gives_is_said(compared: Claims) -> None:
+    (needed,) = compared.results[6].needed
+    assert not needed.found
+    assert needed.value < 9
+    assert f"not reachable: at most {needed.value:.2f}" in claims_text(compared)
+
+
+def test_the_text_says_what_it_must(compared: Claims, finished: Path) -> None:
+    text = claims_text(compared)
+    assert text.count("modelled by devices/h20") == 1
+    assert "links/h20-nvlink4" in text
+    assert "not at hand" in text
+    assert "Table 1, end to end" in text
+    words = " ".join(text.split())
+    assert "1.5 + 0.12 x 8 = 2.46" in words
+    assert "2.46 / 1.5 = 1.64, less than the 1.85" in words
+    assert "modelled on devices/h20 with 128 tokens a rank" in words
+    assert "milliseconds, mean over ranks" in text
+    figure_5 = next(line for line in text.splitlines() if "Figure 5" in line)
+    assert "above 1.00" in figure_5
+    assert " holds" in figure_5
+    assert (finished / "claims.txt").read_text() == text + "\n"
+
+
+def test_the_table_has_a_row_for_each_claim_and_traffic(compared: Claims, finished: Path) -> None:
+    with open(finished / "claims.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == sum(len(result.ours) for result in compared.results)
+    first, ours = rows[0], compared.results[0].ours[0]
+    assert float(first["ours"]) == ours.value
+    assert float(first["difference"]) == pytest.approx(ours.value - 1.2)
+    assert float(first["paper_low"]) == float(first["paper_high"]) == 1.2
+    assert first["needed_scattered_found"] == "True"
+    assert first["needed_adjacent_found"] == ""
+    assert first["device"].startswith("modelled by devices/h20")
+    assert all(float(row["fullest_expert"]) >= 1 for row in rows)
+
+
+def test_figures_are_there_and_the_same_each_time(compared: Claims, finished: Path) -> None:
+    paths = [finished / "figures" / f"claims.{ending}" for ending in ("png", "svg")]
+    before = [path.read_bytes() for path in paths]
+    write_claims(compared)
+    assert [path.read_bytes() for path in paths] == before
+
+
+def test_nothing_is_clipped_and_no_text_hides_another(compared: Claims) -> None:
+    long = "a name that goes on and on withALongWordThatHasNoPlaceToBreakAnywhereAtAll"
+    results = tuple(
+        replace(result, label=f"{long} {result.label}", claim=result.claim.model_copy(update={"source": long}))
+        for result in compared.results
+    )
+    with house_style():
+        figure = claims_figure(replace(compared, results=results))
+        assert figure is not None
+        figure.draw_without_rendering()
+        boxes = [artist.get_window_extent() for artist in (*figure.texts, *figure.legends)]
+        boxes += [axes.get_tightbbox() for axes in figure.axes]
+        for box in boxes:
+            assert min(box.x0, box.y0) >= 0
+            assert box.x1 <= figure.bbox.x1
+            assert box.y1 <= figure.bbox.y1
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+        for axes in figure.axes:
+            names = [label.get_window_extent() for label in axes.get_yticklabels()]
+            assert not any(one.overlaps(other) for one, other in itertools.combinations(names, 2))
+
+
+def test_the_figure_marks_the_papers_numbers_and_ours(compared: Claims) -> None:
+    with house_style():
+        figure = claims_figure(compared)
+        assert figure is not None
+        speedups, dropped, times = figure.axes
+        drawn = {
+            axes: [tuple(line.get_xydata()[0]) for line in axes.lines if len(line.get_xydata()) == 1]
+            for axes in figure.axes
+        }
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "speedup",
+        "dropped share",
+        "relative time of communication",
+    ]
+    assert [point for point in drawn[speedups] if point[1] == 2 and point[0] == 1.85]
+    assert (12.0, 0.0) in drawn[dropped]
+    shares = {round(100 * ours.value, 6) for ours in compared.results[2].ours}
+    assert shares <= {round(x, 6) for x, _ in drawn[dropped]}
+    assert {ours.value for ours in compared.results[5].ours} == {x for x, _ in drawn[times]}
+
+
+def test_a_second_call_emulates_and_solves_nothing(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    before = json.loads(claims_path(finished).read_text())
+    config = write(finished.parent, CLAIMS)
+    monkeypatch.setattr("moe_ep_bench.scopes.reproduce.modelled_once", lambda *_: pytest.fail("solved again"))
+    assert main(["reproduce", str(config), "--out", str(finished)]) == OK
+    assert "all cases were finished before" in capsys.readouterr().err
+    assert json.loads(claims_path(finished).read_text()) == before
+
+
+def test_a_narrowed_sweep_leaves_out_the_claims_that_it_has_nothing_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_ep_bench.scopes.reproduce._target", lambda row: None)
+    config, out = write(tmp_path, CLAIMS), tmp_path / "out"
+    assert main(["reproduce", str(config), "--out", str(out), "--set", "workload.skew=mixed"]) == OK
+    assert "left out: Table 4: no comparison has workload.skew worst_layer" in capsys.readouterr().err
+    assert "Table 4" not in [result.claim.source for result in load_claims(out).results]
+
+
+def test_a_directory_without_claims_or_with_damaged_ones_is_named(tmp_path: Path, finished: Path) -> None:
+    with pytest.raises(ResultsError, match=r"claims\.json: missing"):
+        load_claims(tmp_path)
+    claims_path(tmp_path).write_text("[]")
+    with pytest.raises(ResultsError, match=r"claims\.json: damaged"):
+        load_claims(tmp_path)
+
+
+def test_numbers_of_claims_are_gathered() -> None:
+    assert tables._ranges([1, 2, 3, 5, 7, 8]) == "1-3, 5, 7-8"

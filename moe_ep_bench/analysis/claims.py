@@ -27,8 +27,7 @@ from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.style import FORMATS, INK, MUTED, NOISE_FILL, house_style, panel_title, save, sheet, wrap
 from moe_ep_bench.analysis.sweep import key_words
 from moe_ep_bench.analysis.timing import layer_time_us
-from moe_ep_bench.analysis.validation_report import aligned
-from moe_ep_bench.analysis.words import NONE, milliseconds, mode_words, percent, scale_words
+from moe_ep_bench.analysis.words import NONE, aligned, milliseconds, mode_words, percent, scale_words
 from moe_ep_bench.claims import PHASE_METRICS, PLACEMENTS, Claim, claims_path, most_gain, most_peak
 from moe_ep_bench.measure.statistics import estimate_median, paired_ratios
 from moe_ep_bench.records import atomic_path

@@ -28,7 +28,7 @@ from moe_ep_bench.analysis.style import (
 from moe_ep_bench.analysis.summary import estimate_words
 from moe_ep_bench.analysis.timing import GROUPS
 from moe_ep_bench.analysis.validation import MAX_BAND, QUIET, TIMES, CaseCheck, ComparisonCheck, Validation
-from moe_ep_bench.analysis.words import NONE, footer_lines, hardware_words, milliseconds, percent, scale_words
+from moe_ep_bench.analysis.words import NONE, aligned, footer_lines, hardware_words, milliseconds, percent, scale_words
 from moe_ep_bench.records import atomic_path
 
 # The times that are printed, in the order of a layer; all of ``TIMES`` stand in the CSV.
@@ -213,24 +213,6 @@ def _note_lines(validation: Validation, check: ComparisonCheck) -> list[str]:
         low, high = check.emulated.floor.low, check.emulated.floor.high
         notes.append(f"noise floor of the emulated run: {low:.3f} to {high:.3f}; the verdict does not use it")
     return [f"  {line}" for line in notes] + [f"  warning: not comparable: {line}" for line in check.unsound]
-
-
-def aligned(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
-    """Lines of a table with a rule under its header; columns in ``left`` begin where the others end.
-
-    A row that is shorter than the header is a label and a text in place of its numbers.
-    """
-    full = [row for row in rows if len(row) == len(rows[0])]
-    widths = [max(len(row[column]) for row in full) for column in range(len(rows[0]))]
-    widths[0] = max(len(row[0]) for row in rows)
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column in left or len(row) < len(widths) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ).rstrip()
-        for row in rows
-    ]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
 def write_report(validation: Validation) -> list[Path]:

@@ -125,25 +125,35 @@ class Emulated(Comparison):
 
 
 def plan_emulation(config: Path, overrides: Iterable[str], *, on_cpu: bool) -> list[Emulated]:
-    """All comparisons of a config file on virtual ranks.
+    """All comparisons of a config file on virtual ranks, each found to fit and its workload found to be there.
+
+    Raises:
+        ValueError: one line naming the file, the key and what is allowed.
+    """
+    comparisons = emulated_comparisons(config, overrides, on_cpu=on_cpu)
+    for comparison in comparisons:
+        try:
+            next(comparison.workload.rank_batches(0, comparison.ep_size))  # Finds skews that cannot be had.
+            comparison.try_policies()
+        except ValueError as problem:
+            raise ValueError(f"{config}: {problem}") from None
+    return comparisons
+
+
+def emulated_comparisons(config: Path, overrides: Iterable[str], *, on_cpu: bool) -> list[Emulated]:
+    """All comparisons of a config file on virtual ranks; no batch is made.
 
     The config's ``on_cpu`` section makes layers small enough for a CPU; where all run on a modelled device, it is not
     applied.
 
     Raises:
-        ValueError: one line naming the file, the key and what is allowed.
+        ValueError: see ``plan_emulation``.
     """
     overrides = list(overrides)
     experiments = load_experiments(config, overrides, on_cpu=False)
     if on_cpu and any(experiment.emulate.device == MEASURED for experiment in experiments):
         experiments = load_experiments(config, overrides, on_cpu=True)
-    comparisons = []
-    for experiment in experiments:
-        try:
-            comparison = Emulated.on(experiment, on_cpu=on_cpu)
-            next(comparison.workload.rank_batches(0, comparison.ep_size))  # Finds skews that cannot be had.
-            comparison.try_policies()
-        except ValueError as problem:
-            raise ValueError(f"{config}: {problem}") from None
-        comparisons.append(comparison)
-    return comparisons
+    try:
+        return [Emulated.on(experiment, on_cpu=on_cpu) for experiment in experiments]
+    except ValueError as problem:
+        raise ValueError(f"{config}: {problem}") from None

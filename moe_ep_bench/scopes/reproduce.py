@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from moe_ep_bench.claims import PLACEMENTS, Claim, claims_path
-from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig, load_experiments
+from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig
 from moe_ep_bench.devices import load_device
 from moe_ep_bench.environment import code_hash
 from moe_ep_bench.exit_codes import CASES_FAILED, OK
@@ -30,7 +30,7 @@ from moe_ep_bench.policies import Policy
 from moe_ep_bench.records import stable_hash, write_json
 from moe_ep_bench.scopes.comparison import BASELINE, POLICY
 from moe_ep_bench.scopes.emulate import emulate
-from moe_ep_bench.scopes.emulated import Emulated
+from moe_ep_bench.scopes.emulated import Emulated, emulated_comparisons
 from moe_ep_bench.scopes.emulation import Emulation
 
 SKEW = "workload.skew"
@@ -93,7 +93,7 @@ def reproduce(config: Path, out: Path, overrides: Sequence[str], *, force: bool 
     Raises:
         ValueError: the config or the results directory cannot be used; one line.
     """
-    comparisons = _plan(config, overrides)
+    comparisons = emulated_comparisons(config, overrides, on_cpu=not torch.cuda.is_available())
     try:
         rows = _rows(comparisons)
         solved_on = _device_name(comparisons[0].experiment)
@@ -110,18 +110,6 @@ def reproduce(config: Path, out: Path, overrides: Sequence[str], *, force: bool 
         described.append(_described(row, solvers, earlier))
         write_json(claims_path(out), {"code": code_hash(), "solved_on": solved_on, "claims": described})
     return status
-
-
-def _plan(config: Path, overrides: Sequence[str]) -> list[Emulated]:
-    """As ``emulated.plan_emulation``, but that no batch is made."""
-    on_cpu = not torch.cuda.is_available()
-    experiments = load_experiments(config, overrides, on_cpu=False)
-    if on_cpu and any(experiment.emulate.device == MEASURED for experiment in experiments):
-        experiments = load_experiments(config, overrides, on_cpu=True)
-    try:
-        return [Emulated.on(experiment, on_cpu=on_cpu) for experiment in experiments]
-    except ValueError as problem:
-        raise ValueError(f"{config}: {problem}") from None
 
 
 def _device_name(experiment: Experiment) -> str | None:

@@ -18,6 +18,7 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.exit_codes import OK, USER_ERROR
 from moe_ep_bench.models import load_preset
 from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
+from moe_ep_bench.scopes.rows import PackedMetrics
 
 LINKS = {"emulate": {"links": "h100-nvlink4"}}
 NODES = {"num_nodes": 3}
@@ -189,3 +190,21 @@ def test_ranks_with_the_same_to_do_are_timed_once(tmp_path: Path) -> None:
     assert runs["shared"] >= rounds_and_batches * 7
     rows = cases_of(tmp_path / "out")
     assert len(rows[rows.kind == "plain"]) == 4 * 8 * 3
+
+
+def test_packed_metrics_give_back_what_was_put_in() -> None:
+    packed = PackedMetrics(2, 3)
+    rows = {(r, b): {"load": [r, b, 7], "share": 0.5 * b, "error": None} for r in range(2) for b in range(3)}
+    for index, row in rows.items():
+        packed.put(index, row)
+    assert packed.keys == {"load": 3, "share": 0, "error": 0}
+    assert packed.column("load")[1, 2].tolist() == [1, 2, 7]
+    assert packed.column("share").tolist() == [[0, 0.5, 1.0]] * 2
+    assert np.isnan(packed.column("error")).all()
+    packed.column("error")[:, 0] = 3
+    whole = PackedMetrics(2, 4)
+    whole.put_all((slice(None), slice(1, 4)), packed)
+    assert whole.column("error")[:, 1].tolist() == [3, 3]
+    assert np.isnan(whole.column("load")[:, 0]).all()
+    with pytest.raises(KeyError):
+        packed.column("nothing")

@@ -48,7 +48,7 @@ from moe_ep_bench.replication import replicate
 from moe_ep_bench.scopes.comparison import BASELINE, NOISE, CaseSpec
 from moe_ep_bench.scopes.emulated import Emulated
 from moe_ep_bench.scopes.job import Job
-from moe_ep_bench.scopes.rows import case_columns, packed_metrics, routing_columns
+from moe_ep_bench.scopes.rows import PackedMetrics, case_columns, routing_columns
 from moe_ep_bench.scopes.traffic import CaseRouter, RankBatches, Shares, Traffic, traffic_of
 from moe_ep_bench.scopes.virtual_timing import MeasuredRanks, ModelledRanks, RankTime, RankTimer
 from moe_ep_bench.workload import TokenBatch
@@ -77,7 +77,7 @@ class Emulation:
         self.num_ranks, self.num_batches = comparison.ep_size, comparison.workload.num_batches
         self.num_chunks = 1
         self.samples = np.empty(0)  # [V, R, B, C]
-        self.routing_rows: list[list[list[dict[str, Any]]]] = []  # by case, rank and batch
+        self.metrics: list[PackedMetrics] = []  # of each case, [R, B] rows
         self.errors: dict[str, float | None] = {case.case_id: None for case in cases}
         self.timed_runs = self.shared_runs = 0
 
@@ -112,7 +112,7 @@ class Emulation:
     def measure(self) -> dict[str, Any] | None:
         """Time all batches; return the conditions under which that was done, None where nothing ran."""
         self.samples = np.full((len(self.cases), self.num_ranks, self.num_batches, len(COLUMNS)), np.nan)
-        self.routing_rows = [[[] for _ in range(self.num_ranks)] for _ in self.cases]
+        self.metrics = [PackedMetrics(self.num_ranks, self.num_batches) for _ in self.cases]
         if self.comparison.device is not None:
             timer = ModelledRanks(self.comparison, self.comparison.device)
             for batch in range(self.num_batches):
@@ -144,8 +144,8 @@ class Emulation:
             write_json(path, {"run_id": job.run_id, **conditions})
         steps = [Step(batch, 0, kind) for kind in (PLAIN, BREAKDOWN) for batch in range(self.num_batches)]
         for number, case in enumerate(self.cases):
-            keys, metrics_RBM = packed_metrics(self.routing_rows[number])
-            routing = routing_columns(keys, list(metrics_RBM))
+            metrics = self.metrics[number]
+            routing = routing_columns(metrics.keys, list(torch.from_numpy(metrics.numbers)))
             plain_RBC = np.full_like(self.samples[number], np.nan)
             for name in (TOTAL, HOST, THREAD_CPU):
                 plain_RBC[..., COLUMNS.index(name)] = self.samples[number][..., COLUMNS.index(name)]
@@ -159,10 +159,11 @@ class Emulation:
         ranks = RankBatches(self.comparison, index)
         routers = self._routers(index)
         traffic = self._traffic(routers, ranks, index, self.num_chunks)
-        for number, router in enumerate(routers):
-            error = self.errors[router.case.case_id] if index == 0 else None
-            for rank, row in enumerate(traffic[number].metrics):
-                self.routing_rows[number][rank].append({**row, "reference_error": error, "output_error": None})
+        for number in range(len(routers)):
+            self.metrics[number].put_all((slice(None), index), traffic[number].metrics)
+            error = self.errors[self.cases[number].case_id]
+            if index == 0 and error is not None:
+                self.metrics[number].column("reference_error")[:, 0] = error
         times: list[list[list[RankTime]]] = [[[] for _ in range(self.num_ranks)] for _ in routers]
         for round_number in range(rounds):
             gc.collect(0)

@@ -361,9 +361,12 @@ def modelled_once(comparison: Emulated, peak_load: float | None, policies: Colle
     with torch.inference_mode():
         emulation.measure()
     layer_us_V = emulation.layer_us[:, 0]
-    rows_VR = [[batches[0] for batches in ranks] for ranks in emulation.routing_rows]
-    load_E = np.sum([row["load_E"] for row in rows_VR[0]], axis=0)
-    load_R = np.sum([row["load_R"] for row in rows_VR[0]], axis=0)
+    load_E, load_R = (emulation.metrics[0].column(key)[:, 0].sum(axis=0) for key in ("load_E", "load_R"))
+
+    def dropped_fraction(number: int) -> float:
+        dropped, of = (emulation.metrics[number].column(key)[:, 0] for key in ("num_dropped_pairs", "num_topk_pairs"))
+        return float(dropped.sum() / of.sum())
+
     return Reached(
         peak_load,
         float(load_E.max() / load_E.mean()),
@@ -371,8 +374,7 @@ def modelled_once(comparison: Emulated, peak_load: float | None, policies: Colle
         {
             case.label: {
                 "speedup": float(layer_us_V[0] / layer_us_V[number]),
-                "dropped_fraction": sum(row["num_dropped_pairs"] for row in rows_VR[number])
-                / sum(row["num_topk_pairs"] for row in rows_VR[number]),
+                "dropped_fraction": dropped_fraction(number),
             }
             for number, case in enumerate(cases)
             if case.policy is not None

@@ -6,7 +6,7 @@ Shapes: R = ranks, V = cases, S = steps, B = batches, C = columns of a sample, M
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,23 +44,62 @@ def case_columns(steps: Sequence[Step], times_RSC: Sequence[np.ndarray]) -> dict
     return rows
 
 
-def packed_metrics(rows_VB: Sequence[Sequence[dict[str, Any]]]) -> tuple[dict[str, int], Tensor]:
-    """Metrics of this rank as float64 [V, B, numbers], and how many numbers each key takes (0 = a scalar).
+class PackedMetrics:
+    """Metrics of many rows as one float64 array: lists of objects take many times the memory.
 
-    Tensors travel between ranks where pickled objects should not; integers below 2**53 stay exact.
+    Integers below 2**53 stay exact; None is NaN.
+
+    Attributes:
+        keys: how many numbers each metric takes (0 = a scalar), in order; empty before the first row.
+        numbers: float64 [*shape, M].
+    """
+
+    def __init__(self, *shape: int) -> None:
+        self._shape = shape
+        self.keys: dict[str, int] = {}
+        self.numbers = np.empty((*shape, 0))
+
+    def put(self, index: tuple[int, ...], row: Mapping[str, Any]) -> None:
+        """Take in a row; all rows have the same metrics as the first one."""
+        self._allocate({key: len(value) if isinstance(value, list) else 0 for key, value in row.items()})
+        flat: list[float] = []
+        for key, length in self.keys.items():
+            value = row[key]
+            flat.extend(value if length else [float("nan") if value is None else float(value)])
+        self.numbers[index] = flat
+
+    def put_all(self, index: tuple[int | slice, ...], rows: PackedMetrics) -> None:
+        """Take in many rows at once."""
+        self._allocate(rows.keys)
+        self.numbers[index] = rows.numbers
+
+    def _allocate(self, keys: dict[str, int]) -> None:
+        if not self.keys:
+            self.keys = keys
+            self.numbers = np.full((*self._shape, sum(max(length, 1) for length in keys.values())), np.nan)
+
+    def column(self, key: str) -> np.ndarray:
+        """One metric of all rows: a view, float64 [*shape], with a length of its own [*shape, length]."""
+        begin = 0
+        for other, length in self.keys.items():
+            if other == key:
+                return self.numbers[..., begin : begin + length] if length else self.numbers[..., begin]
+            begin += max(length, 1)
+        raise KeyError(key)
+
+
+def packed_metrics(rows_VB: Sequence[Sequence[dict[str, Any]]]) -> tuple[dict[str, int], Tensor]:
+    """Metrics of this rank as float64 [V, B, numbers], and how many numbers each key takes (``PackedMetrics``).
+
+    Tensors travel between ranks where pickled objects should not.
     """
     if not rows_VB:
         return {}, torch.empty(0, 0, 0, dtype=torch.float64)
-    keys = {key: len(value) if isinstance(value, list) else 0 for key, value in rows_VB[0][0].items()}
-
-    def numbers(row: dict[str, Any]) -> list[float]:
-        flat: list[float] = []
-        for key, length in keys.items():
-            value = row[key]
-            flat.extend(value if length else [float("nan") if value is None else float(value)])
-        return flat
-
-    return keys, torch.tensor([[numbers(row) for row in rows] for rows in rows_VB], dtype=torch.float64)
+    packed = PackedMetrics(len(rows_VB), len(rows_VB[0]))
+    for number, rows in enumerate(rows_VB):
+        for batch, row in enumerate(rows):
+            packed.put((number, batch), row)
+    return packed.keys, torch.from_numpy(packed.numbers)
 
 
 def routing_columns(keys: dict[str, int], metrics_RBM: Sequence[Tensor]) -> dict[str, list[Any]]:

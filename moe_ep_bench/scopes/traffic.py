@@ -28,12 +28,13 @@ from moe_ep_bench.layer.slots import Slots
 from moe_ep_bench.metrics import ScoreMetrics, routing_metrics, score_metrics
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.scopes.comparison import CEILING, CaseSpec, Planned
+from moe_ep_bench.scopes.rows import PackedMetrics
 from moe_ep_bench.workload import TokenBatch
 from moe_ep_bench.workload.balanced import balanced_scores
 
 _NATIVE = make_policy({"name": "topk"})
 # Scores of a batch that are kept rather than made again.
-_HELD_BYTES = 2**30
+_HELD_BYTES = 2**28
 
 
 @contextlib.contextmanager
@@ -122,15 +123,16 @@ class Traffic:
 
     Attributes:
         num_tokens_R: tokens of each rank.
-        counts_CRP: int64, pairs that the tokens of each rank's chunk send to each slot.
+        counts_CRP: int64 on the host, pairs that the tokens of each rank's chunk send to each slot.
         stats_SE: what a batch-wide policy's statistics sum up to over ranks; None where it has none.
-        metrics: of each rank's tokens, see ``metrics.routing_metrics``.
+        metrics: of each rank's tokens, [R] rows: ``metrics.routing_metrics``, and empty columns for what a layer's
+            output is compared with.
     """
 
     num_tokens_R: list[int]
     counts_CRP: Tensor
     stats_SE: Tensor | None
-    metrics: list[dict[str, Any]]
+    metrics: PackedMetrics
 
     @property
     def num_ranks(self) -> int:
@@ -139,13 +141,13 @@ class Traffic:
     @cached_property
     def rank_pairs(self) -> NDArray[np.int64]:
         """Pairs that each rank (row) sends to each (column): int64 [R, R]."""
-        return self.counts_CRP.sum(0).view(self.num_ranks, self.num_ranks, -1).sum(2).cpu().numpy()
+        return self.counts_CRP.sum(0).view(self.num_ranks, self.num_ranks, -1).sum(2).numpy()
 
     def received(self, rank: int) -> NDArray[np.int64]:
         """Rows that arrive at each of a rank's slots, chunk by chunk: int64 [C, P / R]."""
         per_rank = self.counts_CRP.shape[2] // self.num_ranks
         mine = slice(rank * per_rank, (rank + 1) * per_rank)
-        return self.counts_CRP[:, :, mine].sum(1).cpu().numpy()
+        return self.counts_CRP[:, :, mine].sum(1).numpy()
 
     def work(self, rank: int) -> tuple[Any, ...]:
         """Equal for ranks that have the same to do: their tokens, the pairs they send, the rows of every slot."""
@@ -170,8 +172,9 @@ def traffic_of(
     """
     stats = _statistics(planned, routers, ranks, index, device)
     num_tokens: list[int] = []
-    counts: list[list[Tensor]] = [[] for _ in routers]
-    metrics: list[list[dict[str, Any]]] = [[] for _ in routers]
+    # One array each for all ranks: many small ones between the large ones that come and go would scatter memory.
+    counts = [torch.zeros(num_chunks, planned.ep_size, router.slots.num_slots, dtype=torch.int64) for router in routers]
+    metrics = [PackedMetrics(planned.ep_size) for _ in routers]
     for rank, tokens in enumerate(ranks):
         shares = Shares(planned, tokens, rank, device)
         num_tokens.append(tokens.num_tokens)
@@ -179,15 +182,13 @@ def traffic_of(
             share, slots = shares.of(router.case), router.slots
             routing = router.route(share, index, stats[number])
             map_TP = slots.spread(routing.map_TE, rank)
-            counts[number].append(
-                torch.stack([map_TP[chunk].sum(0) for chunk in chunks_of(share.num_tokens, num_chunks)])
-            )
+            for chunk_number, chunk in enumerate(chunks_of(share.num_tokens, num_chunks)):
+                counts[number][chunk_number, rank] = map_TP[chunk].sum(0)
             row = case_metrics(router.case, routing, share)
-            metrics[number].append(row if slots.is_contiguous else {**row, **placed_metrics(map_TP, slots, rank)})
-    return [
-        Traffic(num_tokens, torch.stack(counts[number], dim=1), stats[number], metrics[number])
-        for number in range(len(routers))
-    ]
+            if not slots.is_contiguous:
+                row |= placed_metrics(map_TP, slots, rank)
+            metrics[number].put((rank,), {**row, "reference_error": None, "output_error": None})
+    return [Traffic(num_tokens, counts[number], stats[number], metrics[number]) for number in range(len(routers))]
 
 
 def _statistics(

@@ -35,15 +35,16 @@ out=$(cd "$out" && pwd)
 cd "$root"
 
 report=()
-# emulate NAME SECONDS --set key=value...: one results directory, its table and its claims.
-emulate() {
-  local name=$1 limit=$2 begin=$SECONDS status=0
-  shift 2
+# step COMMAND NAME SECONDS --set key=value...: one results directory, what the command prints, and its table.
+step() {
+  local command=$1 name=$2 limit=$3 begin=$SECONDS status=0
+  shift 3
   [ -z "$rehearse" ] || set -- "$@" --set model.scale=0.03125 --set layer.dtype=float32 --set workload.tokens_per_rank=64 \
     --set workload.sequence_length=32 --set emulate.chunk_tokens=40 --set measure.iterations=1
   echo "gpu_emulate.sh: $name ..."
-  timeout --kill-after=10 "$limit" "$python" -m moe_ep_bench reproduce configs/papers/capacity-figure4.yaml \
-    --out "$out/$name" --set emulate.device=measured --set emulate.links=h100-nvlink4 --set measure.warmup=1 "$@" \
+  timeout --kill-after=10 "$limit" "$python" -m moe_ep_bench "$command" configs/papers/capacity-figure4.yaml \
+    --out "$out/$name" --set emulate.device=measured --set emulate.links=h100-nvlink4 \
+    --set measure.warmup=1 --set measure.breakdown_iterations=0 "$@" \
     >"$out/$name.txt" 2>"$out/$name.err" || status=$?
   case $status in
     0) report+=("$name: done in $((SECONDS - begin)) s") ;;
@@ -54,10 +55,10 @@ emulate() {
 }
 
 size=(--set workload.tokens_per_rank=65536 --set workload.num_batches=2 --set measure.iterations=3)
-emulate olmoe 120 "${size[@]}" --set model.preset=olmoe-1b-7b
-emulate deepseek-v2-lite 120 "${size[@]}" --set model.preset=deepseek-v2-lite
-emulate mixtral 150 "${size[@]}" --set model.preset=mixtral-8x7b --set workload.skew=single_domain
-emulate mixtral-paper-size 120 --set workload.tokens_per_rank=524288 --set workload.num_batches=1 \
+step reproduce olmoe 120 "${size[@]}" --set model.preset=olmoe-1b-7b
+step reproduce deepseek-v2-lite 120 "${size[@]}" --set model.preset=deepseek-v2-lite
+step reproduce mixtral 150 "${size[@]}" --set model.preset=mixtral-8x7b --set workload.skew=single_domain
+step emulate mixtral-paper-size 120 --set workload.tokens_per_rank=524288 --set workload.num_batches=1 \
   --set measure.iterations=1 --set model.preset=mixtral-8x7b --set workload.skew=single_domain \
   --set 'policies=[{name: token_drop, capacity_factor: 1.5}]' --set 'claims=[]'
 {

@@ -199,12 +199,12 @@ def chunks_and_slots_compute_what_was_worked_out(ranks: Ranks) -> None:
         timer = MeasuredRanks(comparison, ranks.device, num_chunks, 60)
         in_one = num_chunks == 1 and slots is plain
         for rank, tokens in enumerate(batches):
-            timer.time(router, traffic, Shares(comparison, tokens, rank, ranks.device).of(case), 0)  # builds the layers
+            share = Shares(comparison, tokens, rank, ranks.device).of(case)
+            timer.time(router, traffic, rank, share, 0)  # builds the layers
             layer = timer._virtual(slots.num_slots).layers.native
             seen: list[Tensor] = []
             hook = layer.experts.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[1].cpu()))
-            share = Shares(comparison, tokens, rank, ranks.device).of(case)
-            took = timer.time(router, traffic, share, 0, first=True)
+            took = timer.time(router, traffic, rank, share, 0, first=True)
             hook.remove()
             assert torch.equal(torch.stack(seen), torch.from_numpy(traffic.received(rank))), (case.label, rank)
             meetings = ["wait_metadata", "wait_dispatch", "wait_combine"]

@@ -169,15 +169,15 @@ class Emulation:
             gc.collect(0)
             turn = turn_of(Step(index, round_number, PLAIN), self.num_batches, len(routers))
             done: dict[tuple[Any, ...], RankTime] = {}
-            for rank, tokens in enumerate(ranks):
-                shares = Shares(self.comparison, tokens, rank, self.device)
+            for rank, tokens in enumerate(ranks if timer.needs_tokens else [None] * self.num_ranks):
+                shares = tokens and Shares(self.comparison, tokens, rank, self.device)
                 for number in order(len(routers), turn):
                     router = routers[number]
                     self.begin(router.case.case_id)
                     work = (number, *traffic[number].work(rank))
                     if work not in done:
-                        share = shares.of(router.case)
-                        done[work] = timer.time(router, traffic[number], share, index, first=round_number == 0)
+                        share = shares and shares.of(router.case)
+                        done[work] = timer.time(router, traffic[number], rank, share, index, first=round_number == 0)
                         self.timed_runs += 1
                     else:
                         self.shared_runs += 1

@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -52,10 +52,16 @@ class RankTime:
 
 
 class RankTimer(Protocol):
-    """Says what a rank's run of a case takes."""
+    """Says what a rank's run of a case takes.
+
+    Attributes:
+        needs_tokens: whether it wants the rank's share; else it is given None.
+    """
+
+    needs_tokens: bool
 
     def time(
-        self, router: CaseRouter, traffic: Traffic, share: Share, index: int, *, first: bool = False
+        self, router: CaseRouter, traffic: Traffic, rank: int, share: Share | None, index: int, *, first: bool = False
     ) -> RankTime: ...
 
 
@@ -65,12 +71,14 @@ class ModelledRanks:
 
     comparison: Comparison
     device: Device
+    needs_tokens: ClassVar[bool] = False
 
-    def time(self, router: CaseRouter, traffic: Traffic, share: Share, index: int, *, first: bool = False) -> RankTime:
+    def time(
+        self, router: CaseRouter, traffic: Traffic, rank: int, share: Share | None, index: int, *, first: bool = False
+    ) -> RankTime:
         """See ``measure.modelled``; the same whenever it is asked."""
-        rank = share.context.rank
         received_L = traffic.received(rank).sum(0)
-        work = RankWork(share.num_tokens, int(traffic.counts_CRP[:, rank].sum()), received_L)
+        work = RankWork(traffic.num_tokens_R[rank], int(traffic.counts_CRP[:, rank].sum()), received_L)
         legs, meetings = modelled_legs(
             self.device,
             self.comparison.model,
@@ -86,6 +94,8 @@ class ModelledRanks:
 class MeasuredRanks:
     """Ranks that this device stands in for, one after another."""
 
+    needs_tokens = True
+
     def __init__(self, comparison: Comparison, device: torch.device, num_chunks: int, most_tokens: int) -> None:
         """``num_chunks``: of a rank's tokens; ``most_tokens``: of any rank on any batch."""
         self._comparison, self._device, self._num_chunks = comparison, device, num_chunks
@@ -94,12 +104,16 @@ class MeasuredRanks:
         self._layers: dict[int | None, VirtualRanks] = {}
         self._inputs = RotatingInput(self._hidden(most_tokens), len(comparison.cases))
 
-    def time(self, router: CaseRouter, traffic: Traffic, share: Share, index: int, *, first: bool = False) -> RankTime:
+    def time(
+        self, router: CaseRouter, traffic: Traffic, rank: int, share: Share | None, index: int, *, first: bool = False
+    ) -> RankTime:
         """Run the layer as the rank whose share it is.
 
         Args:
             first: look whether the layer's router sends what ``traffic`` says; waits for the device.
         """
+        assert share is not None
+        assert share.context.rank == rank
         hidden_T1D = self._inputs.next()[: share.num_tokens]
         if router.slots.is_contiguous and self._num_chunks == 1:
             return self._in_one(router, traffic, share, index, hidden_T1D, check=first)

@@ -51,7 +51,9 @@ step() {
     124 | 137) report+=("$name: FAILED, not done within $limit s ($name.txt, $name.err)") ;;
     *) report+=("$name: FAILED with status $status ($name.txt, $name.err)") ;;
   esac
-  "$python" -m moe_ep_bench summary "$out/$name" >>"$out/$name.txt" 2>>"$out/$name.err" || true
+  # `emulate` has printed it.
+  [ "$command" = emulate ] ||
+    "$python" -m moe_ep_bench summary "$out/$name" >>"$out/$name.txt" 2>>"$out/$name.err" || true
 }
 
 size=(--set workload.tokens_per_rank=65536 --set workload.num_batches=2 --set measure.iterations=3)

@@ -256,7 +256,20 @@ def _emulate(options: argparse.Namespace) -> int:
 
     if options.dry_run:
         return dry_run(options.config, options.overrides)
-    return emulate(options.config, options.out or default_out(options.config), options.overrides, force=options.force)
+    from moe_ep_bench.analysis.load import ResultsError, load_run
+    from moe_ep_bench.analysis.summary import summary_table
+
+    out = options.out or default_out(options.config)
+    status = emulate(options.config, out, options.overrides, force=options.force)
+    if status not in (OK, CASES_FAILED):
+        return status
+    try:
+        print(summary_table(load_run(out)))
+    except ResultsError as error:  # No case could be measured, which is not the user's mistake.
+        print(f"moe-ep-bench: {error}", file=sys.stderr)
+        return CASES_FAILED
+    print(f"\nin {out}; python plot_results.py {out} draws it")
+    return status
 
 
 def _reproduce(options: argparse.Namespace) -> int:

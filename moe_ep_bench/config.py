@@ -315,7 +315,8 @@ def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool)
     """Read a config file and return one experiment per point of its ``sweep``.
 
     Args:
-        overrides: ``key=value`` with a dotted key and a YAML value; they win over the file.
+        overrides: ``key=value`` with a dotted key and a YAML value; they win over the file. A key that is swept has
+            that one value then; ``sweep.key=[values]`` sweeps it.
         on_cpu: apply the file's ``on_cpu`` section, dotted keys that replace values where ranks
             run on the CPU.
 
@@ -341,7 +342,13 @@ def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool)
         key, separator, text = override.partition("=")
         if not separator:
             raise ConfigError(f"--set {override}: expected key=value")
-        _put(raw, key, _parse_value(override, text), f"--set {override}")
+        value = _parse_value(override, text)
+        if key.partition(".")[0] == "sweep":
+            if key == "sweep":
+                raise ConfigError(f"--set {override}: expected sweep.KEY=[values], or KEY=value for one value alone")
+            sweep[key.removeprefix("sweep.")] = value
+            continue
+        _put(raw, key, value, f"--set {override}")
         sweep.pop(key, None)
     workload = raw.get("workload")
     if isinstance(workload, dict):

@@ -154,3 +154,14 @@ def test_a_rank_without_a_share_gets_no_tokens_and_memory_is_counted_for_the_ful
     assert uneven.fullest_share == 3.0
     assert uneven.memory_bytes_per_rank() > even.memory_bytes_per_rank()
     assert uneven.workload.fingerprint() == even.workload.fingerprint()
+
+
+def test_a_sweep_is_set_key_by_key_and_one_value_ends_it(tmp_path: Path) -> None:
+    experiment(tmp_path)
+    path = tmp_path / "config.yaml"
+    path.write_text(path.read_text() + "sweep: {workload.seed: [1, 2, 3]}\n")
+    assert len(load_experiments(path, ["sweep.workload.seed=[4, 5]"], on_cpu=False)) == 2
+    assert len(load_experiments(path, ["workload.seed=7"], on_cpu=False)) == 1
+    assert len(load_experiments(path, ["sweep.layer.seed=[1, 2]"], on_cpu=False)) == 6
+    with pytest.raises(ConfigError, match=r"expected sweep.KEY=\[values\]"):
+        load_experiments(path, ["sweep={}"], on_cpu=False)

@@ -98,5 +98,5 @@ def test_a_new_directory_is_made_and_left_empty(tmp_path: Path) -> None:
 
 def test_what_is_no_directory_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=f"--out {tmp_path}/file: cannot write there: "):
+    with pytest.raises(ValueError, match=f"--out {tmp_path}/file: expected a directory, new or not; got a file"):
         check_agreement(RunDirectory(tmp_path / "file"), "route", CONDITIONS, force=False)

@@ -54,6 +54,12 @@ def test_every_rank_and_batch_has_all_phases_that_add_up(finished: Path) -> None
     assert (waits.max() > 0).all()
 
 
+def test_a_finished_command_prints_its_table_and_where_it_is(finished: Path) -> None:
+    done = emulate(finished.parent / "config.yaml", "--out", finished)
+    assert summary_table(load_run(finished)) in done.stdout
+    assert f"plot_results.py {finished}" in done.stdout
+
+
 def test_the_table_says_that_it_is_emulated_and_by_which_links(finished: Path) -> None:
     text = summary_table(load_run(finished))
     assert "emulated (one device for all ranks, the all-to-all is modelled)" in text
@@ -88,8 +94,12 @@ def test_a_finished_directory_is_not_measured_again(finished: Path) -> None:
         ({"emulate": {"link": "x"}}, "(did you mean links?)"),
         ({**LINKS, "measure__launches": 3}, "measure.launches: emulate makes one launch; expected 1, got 3"),
         ({**LINKS, "layer__ep_size": 7}, "layer.ep_size: expected a divisor of the 64 experts"),
-        ({"emulate": {"links": "h100-nvlink4", "device": "h21"}}, "emulate.device: expected measured, or as follows:"),
-        ({**LINKS, "layer__ep_size": 16}, "expected at most 8 ranks (inter is null: one node), got 16"),
+        ({"emulate": {"links": "h100-nvlink4", "device": "h21"}}, "measured is the device that is here"),
+        ({**LINKS, "layer__ep_size": 16}, "emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks"),
+        (
+            {"emulate": {**LINKS["emulate"], "replication": [{"spare_per_rank": 57}]}},
+            "spare_per_rank: expected at most 56, with which every rank holds all 64 experts; got 57",
+        ),
         (
             {**LINKS, "layer__ep_size": 2, "route": {"placement": [[1] * 64, [1] * 63 + [0]]}},
             "route.placement: expected as many experts on every rank",

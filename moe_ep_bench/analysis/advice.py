@@ -189,7 +189,10 @@ def _lines(run: Run, one: Answer, sweeps: Sequence[Sweep], bounds: Bounds) -> li
     replications = [result for result in one.others if result.case.role == "replication"]
     if replications and not any(result in replications for result in (*named, *runners[:1])):
         lines.append(f"Without dropping: {_named(one.comparison, replications[0])}.")
-    changes = _changes(one, sweeps)
+    if best is None and one.comparison.comparison.num_batches < MIN_BATCHES:
+        changes = [f"{MIN_BATCHES} batches or more (workload.num_batches): they give intervals"]
+    else:
+        changes = _changes(one, sweeps)
     return lines + ([f"What would change this: {'; '.join(changes)}."] if changes else [])
 
 

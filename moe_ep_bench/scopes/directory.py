@@ -43,6 +43,8 @@ def check_agreement(directory: RunDirectory, mode: str, conditions: Mapping[str,
 
 
 def _check_writable(directory: RunDirectory) -> None:
+    if directory.root.exists() and not directory.root.is_dir():
+        raise ValueError(f"--out {directory.root}: expected a directory, new or not; got a file")
     probe = directory.root / ".writable"
     try:
         directory.root.mkdir(parents=True, exist_ok=True)

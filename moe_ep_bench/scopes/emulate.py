@@ -80,8 +80,10 @@ def dry_run(config: Path, overrides: Sequence[str]) -> int:
 def _num_runs(comparison: Emulated, cases: Sequence[CaseSpec]) -> int:
     """Runs of a rank's layer, the check included."""
     settings = comparison.experiment.measure
-    rounds = 1 if comparison.device is not None else 1 + settings.warmup + settings.iterations
-    return (rounds * comparison.workload.num_batches * comparison.ep_size + 1) * len(cases)
+    per_round = comparison.workload.num_batches * comparison.ep_size * len(cases)
+    if comparison.device is not None:
+        return per_round
+    return (1 + settings.warmup + settings.iterations) * per_round + len(cases)
 
 
 def _emulate_all(

@@ -60,7 +60,7 @@ class Emulated(Comparison):
         try:
             device = None if experiment.emulate.device == MEASURED else load_device(experiment.emulate.device)
         except ValueError as problem:
-            raise ValueError(f"emulate.device: expected {MEASURED}, or as follows: {problem}") from None
+            raise ValueError(f"emulate.device: {problem}; {MEASURED} is the device that is here") from None
         placement = experiment.route.make_placement(base.model.num_experts, base.ep_size)
         try:
             slots = Slots.of_placement(placement)
@@ -68,7 +68,10 @@ class Emulated(Comparison):
             raise ValueError(f"route.placement: {problem}") from None
         found = Emulated(base.experiment, base.world_size, base.workload, base.parts, links, device, slots)
         found._check_replication()
-        found.links.all_gather_us(0, found.ep_size)  # Finds links that do not reach so many ranks.
+        try:
+            found.links.all_gather_us(0, found.ep_size)
+        except ValueError as problem:
+            raise ValueError(f"emulate.links, layer.ep_size: {problem}") from None
         return found
 
     @cached_property
@@ -110,7 +113,13 @@ class Emulated(Comparison):
         return values * DTYPES[self.experiment.layer.dtype].itemsize
 
     def _check_replication(self) -> None:
+        most = self.model.num_experts - self.model.num_experts // self.ep_size
         for wanted in self.experiment.emulate.replication:
+            if wanted.spare_per_rank > most:
+                raise ValueError(
+                    f"emulate.replication: spare_per_rank: expected at most {most}, with which every rank holds all"
+                    f" {self.model.num_experts} experts; got {wanted.spare_per_rank}"
+                )
             try:
                 replicate(
                     np.ones(self.model.num_experts),

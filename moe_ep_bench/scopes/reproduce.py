@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from moe_ep_bench.claims import PLACEMENTS, Claim, claims_path
-from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig
+from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig, load_experiments
 from moe_ep_bench.devices import load_device
 from moe_ep_bench.environment import code_hash
 from moe_ep_bench.exit_codes import CASES_FAILED, OK
@@ -42,6 +42,7 @@ TOLERANCE = 0.01
 _SOLVABLE = ("speedup", "dropped_fraction")
 # Peak loads tried before any is solved for, and the width at which bisection ends.
 _GRID, _NARROWEST = 7, 0.004
+_NO_CLAIMS = "claims: expected at least one, got none; without any, use emulate"
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ def reproduce(config: Path, out: Path, overrides: Sequence[str], *, force: bool 
     Raises:
         ValueError: the config or the results directory cannot be used; one line.
     """
+    if not load_experiments(config, overrides, on_cpu=False)[0].claims:
+        raise ValueError(f"{config}: {_NO_CLAIMS}")
     comparisons = emulated_comparisons(config, overrides, on_cpu=not torch.cuda.is_available())
     try:
         rows = _rows(comparisons)
@@ -127,7 +130,7 @@ def _device_name(experiment: Experiment) -> str | None:
 def _rows(comparisons: Sequence[Emulated]) -> list[_Row]:
     experiment = comparisons[0].experiment
     if not experiment.claims:
-        raise ValueError("claims: expected at least one, got none; without any, use emulate")
+        raise ValueError(_NO_CLAIMS)
     rows = []
     for number, claim in enumerate(experiment.claims):
         chosen = [one for one in comparisons if _is_at(one.experiment, claim, number)]

@@ -30,10 +30,16 @@ def mode_words(run: Run, comparison: Comparison) -> str:
 
 def hardware_words(run: Run, comparison: Comparison) -> str:
     """Name the devices, how many ranks used them, and what carried the collectives."""
+    words = device_words(run, comparison)
+    return words if comparison.links is None else f"{words}, {comparison.links}"
+
+
+def device_words(run: Run, comparison: Comparison) -> str:
+    """The same without modelled links."""
     if comparison.device is not None:
-        return f"{comparison.world_size} ranks {comparison.device}, {comparison.links}"
+        return f"{comparison.world_size} ranks {comparison.device}"
     if comparison.links is not None:
-        return f"{run.device_name} in place of {comparison.world_size} ranks, {comparison.links}"
+        return f"{run.device_name} in place of {comparison.world_size} ranks"
     return f"{run.device_name} x {comparison.world_size} ranks, {comparison.backend}"
 
 
@@ -66,16 +72,24 @@ def footer_lines(run: Run, comparisons: Sequence[Comparison], warnings: Sequence
     """What stands under every figure: how, on what, which model, which workload; then what weakens it."""
     facts = [
         [mode_words(run, comparison) for comparison in comparisons],
-        [hardware_words(run, comparison) for comparison in comparisons],
+        [device_words(run, comparison) for comparison in comparisons],
+        [c.links for c in comparisons if c.links is not None],
         [f"{c.model}, {scale_words(c.scale)}, {c.dtype}" for c in comparisons],
         ["random weights" for c in comparisons if c.random_weights],
         [workload_words(comparison) for comparison in comparisons],
     ]
-    # Comparisons often share a fact; it is said once.
-    lines = [" | ".join(" / ".join(dict.fromkeys(values)) for values in facts if values)]
+    lines = [" | ".join(_said_once(values) for values in facts if values)]
     if any(not case.is_ok for case in run.cases):
         lines.append(count_words(run))
     return lines + [f"Note: {warning}" for warning in warnings]
+
+
+def _said_once(values: Sequence[str]) -> str:
+    """What comparisons share is said once; of more than two different values the first and the last."""
+    different = list(dict.fromkeys(values))
+    if len(different) > 2:
+        different[1:-1] = [f"{len(different) - 2} more"]
+    return " / ".join(different)
 
 
 def percent(share: float) -> str:

@@ -123,7 +123,7 @@ class MeasuredRanks:
         self, router: CaseRouter, traffic: Traffic, share: Share, index: int, hidden_T1D: Tensor, *, check: bool
     ) -> RankTime:
         virtual, layer = self._as_rank(router, traffic, share, index)
-        virtual.exchange.counts_RP, virtual.exchange.checks_counts = traffic.counts_CRP[0], check
+        self._announce(virtual, traffic, 0, check=check)
         with virtual.connected():
             return self._timed(layer, lambda: virtual.run(layer, hidden_T1D))
 
@@ -140,10 +140,15 @@ class MeasuredRanks:
         bodies = []
         for number, chunk in enumerate(chunks_of(share.num_tokens, self._num_chunks)):
             layer.router.replay_TE = None
-            virtual.exchange.counts_RP, virtual.exchange.checks_counts = traffic.counts_CRP[number], check
+            self._announce(virtual, traffic, number, check=check)
             with virtual.connected(), virtual.routed(layer, Routing(map_TP[chunk], weights_TP[chunk])):
                 bodies.append(self._timed(layer, lambda chunk=chunk: virtual.run(layer, hidden_T1D[chunk])))
         return _joined(routed, bodies)
+
+    def _announce(self, virtual: VirtualRanks, traffic: Traffic, chunk: int, *, check: bool) -> None:
+        """Put what all ranks send onto the device, where a gather would leave it, before the clock runs."""
+        virtual.exchange.counts_RP = traffic.counts_CRP[chunk].to(self._device)
+        virtual.exchange.checks_counts = check
 
     def _as_rank(
         self, router: CaseRouter, traffic: Traffic, share: Share, index: int, num_slots: int | None = None

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_ep_bench.config import MEASURED, Experiment, ReplicationConfig, load_experiments
 from moe_ep_bench.devices import Device, load_device
 from moe_ep_bench.layer.build import DTYPES
 from moe_ep_bench.layer.slots import Slots
 from moe_ep_bench.links import Links, links_names, load_links
-from moe_ep_bench.replication import replicate
+from moe_ep_bench.replication import Replication, replicate
 from moe_ep_bench.scopes.comparison import REPLICATION, CaseSpec, Comparison, default_ep_size
 
 
@@ -88,17 +89,22 @@ class Emulated(Comparison):
     def alternatives(self) -> Iterable[CaseSpec]:
         return [self.case(REPLICATION, "eplb", None, wanted) for wanted in self.experiment.emulate.replication]
 
-    def num_slots(self, wanted: ReplicationConfig) -> int:
-        """Slots of all ranks."""
-        return self.model.num_experts + wanted.spare_per_rank * self.ep_size
+    def replicate(self, wanted: ReplicationConfig, load_E: NDArray[np.float64]) -> Replication:
+        """Place replicas for a load; see ``replication.replicate``."""
+        return replicate(
+            load_E,
+            num_slots=self.model.num_experts + wanted.spare_per_rank * self.ep_size,
+            num_ranks=self.ep_size,
+            num_nodes=wanted.num_nodes,
+            num_groups=self.model.num_groups or 1,
+            policy=wanted.policy,
+        )
 
     def extra_bytes_per_rank(self, case: CaseSpec) -> float | None:
         """Memory that a case's spare slots take on every rank, in all layers of the model; None for other cases."""
         if case.replication is None:
             return None
-        plan = replicate(
-            np.ones(self.model.num_experts), num_slots=self.num_slots(case.replication), num_ranks=self.ep_size
-        )
+        plan = self.replicate(case.replication, np.ones(self.model.num_experts))
         return plan.extra_bytes_per_rank(self.model, DTYPES[self.experiment.layer.dtype].itemsize)
 
     @property
@@ -121,14 +127,7 @@ class Emulated(Comparison):
                     f" {self.model.num_experts} experts; got {wanted.spare_per_rank}"
                 )
             try:
-                replicate(
-                    np.ones(self.model.num_experts),
-                    num_slots=self.num_slots(wanted),
-                    num_ranks=self.ep_size,
-                    num_nodes=wanted.num_nodes,
-                    num_groups=self.model.num_groups or 1,
-                    policy=wanted.policy,
-                )
+                self.replicate(wanted, np.ones(self.model.num_experts))
             except ValueError as problem:
                 raise ValueError(f"emulate.replication: {problem}") from None
 

@@ -15,7 +15,7 @@ import gc
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,6 @@ from moe_ep_bench.measure.protocol import (
 from moe_ep_bench.measure.timeline import compose, median_legs
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.records import TOTAL, write_json
-from moe_ep_bench.replication import replicate
 from moe_ep_bench.scopes.comparison import BASELINE, NOISE, CaseSpec
 from moe_ep_bench.scopes.emulated import Emulated
 from moe_ep_bench.scopes.job import Job
@@ -204,29 +203,24 @@ class Emulation:
         wanted = case.replication
         if wanted is None:
             return self.comparison.slots
-        plan = replicate(
-            self._forecast(index),
-            num_slots=self.comparison.num_slots(wanted),
-            num_ranks=self.num_ranks,
-            num_nodes=wanted.num_nodes,
-            num_groups=self.comparison.model.num_groups or 1,
-            policy=wanted.policy,
-        )
-        return Slots.of_replication(plan)
+        return Slots.of_replication(self.comparison.replicate(wanted, self._forecast(index)))
 
     def _forecast(self, index: int) -> NDArray[np.float64]:
         """The load that replicas are placed for, [E]: that of all other batches; of the batch itself if it is alone."""
-        if not hasattr(self, "_loads_BE"):
-            case = self.comparison.case(BASELINE, "native")
-            router = CaseRouter(case, Slots.contiguous(self.comparison.model.num_experts, self.num_ranks), self.seed)
-            loads = []
-            for batch in range(self.num_batches):
-                ranks = RankBatches(self.comparison, batch)
-                (traffic,) = traffic_of(self.comparison, [router], ranks, batch, self.device)
-                loads.append(traffic.counts_CRP.sum((0, 1)).cpu().numpy().astype(np.float64))
-            self._loads_BE = np.stack(loads)
-        others_BE = np.delete(self._loads_BE, index, axis=0) if self.num_batches > 1 else self._loads_BE
-        return others_BE.mean(axis=0)
+        loads_BE = self._native_loads
+        return (np.delete(loads_BE, index, axis=0) if self.num_batches > 1 else loads_BE).mean(axis=0)
+
+    @cached_property
+    def _native_loads(self) -> NDArray[np.float64]:
+        """Pairs of every expert under the model's own top-k, [B, E]."""
+        case = self.comparison.case(BASELINE, "native")
+        router = CaseRouter(case, Slots.contiguous(self.comparison.model.num_experts, self.num_ranks), self.seed)
+        loads = []
+        for batch in range(self.num_batches):
+            ranks = RankBatches(self.comparison, batch)
+            (traffic,) = traffic_of(self.comparison, [router], ranks, batch, self.device)
+            loads.append(traffic.counts_CRP.sum((0, 1)).numpy().astype(np.float64))
+        return np.stack(loads)
 
     def _traffic(self, routers: Sequence[CaseRouter], ranks: RankBatches, index: int, num_chunks: int) -> list[Traffic]:
         """Of every case. Native runs a second time for the noise floor, but routes the same."""

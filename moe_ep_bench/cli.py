@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moe_ep_bench.exit_codes import CASES_FAILED, OK, USER_ERROR
@@ -256,44 +256,45 @@ def _emulate(options: argparse.Namespace) -> int:
 
     if options.dry_run:
         return dry_run(options.config, options.overrides)
-    from moe_ep_bench.analysis.load import ResultsError, load_run
+    from moe_ep_bench.analysis.load import load_run
     from moe_ep_bench.analysis.summary import summary_table
 
     out = options.out or default_out(options.config)
     status = emulate(options.config, out, options.overrides, force=options.force)
+    return _shown(status, lambda: f"{summary_table(load_run(out))}\n\nin {out}; python plot_results.py {out} draws it")
+
+
+def _shown(status: int, report: Callable[[], str]) -> int:
+    """Print what a command that ended with ``status`` found, where there is anything; the status to end with."""
+    from moe_ep_bench.analysis.load import ResultsError
+
     if status not in (OK, CASES_FAILED):
         return status
     try:
-        print(summary_table(load_run(out)))
-    except ResultsError as error:  # No case could be measured, which is not the user's mistake.
-        print(f"moe-ep-bench: {error}", file=sys.stderr)
+        print(report())
+    except ResultsError as error:  # All was run: that cases lack is not the user's mistake.
+        print(f"moe-ep-bench: nothing to show: {error}", file=sys.stderr)
         return CASES_FAILED
-    print(f"\nin {out}; python plot_results.py {out} draws it")
     return status
 
 
 def _reproduce(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.claims import claims_text, load_claims, write_claims
-    from moe_ep_bench.analysis.load import ResultsError
     from moe_ep_bench.scopes.reproduce import reproduce
 
     out = options.out or default_out(options.config)
     status = reproduce(options.config, out, options.overrides, force=options.force)
-    if status not in (OK, CASES_FAILED):
-        return status
-    try:
+
+    def report() -> str:
         claims = load_claims(out)
-    except ResultsError as error:  # The run ended well: that cases lack is not the user's mistake.
-        print(f"moe-ep-bench: nothing was compared: {error}", file=sys.stderr)
-        return CASES_FAILED
-    write_claims(claims)
-    print(claims_text(claims))
-    return status
+        write_claims(claims)
+        return claims_text(claims)
+
+    return _shown(status, report)
 
 
 def _validate(options: argparse.Namespace) -> int:
     from moe_ep_bench import launcher
-    from moe_ep_bench.analysis.load import ResultsError
     from moe_ep_bench.analysis.validation import load_validation
     from moe_ep_bench.analysis.validation_report import validation_text, write_report
     from moe_ep_bench.scopes.validate import validate
@@ -301,16 +302,13 @@ def _validate(options: argparse.Namespace) -> int:
     out = options.out or default_out(Path(f"{options.config.stem}-validated"))
     nproc = options.nproc if options.nproc is not None else launcher.default_nproc()
     status = validate(options.config, out, options.overrides, nproc, force=options.force)
-    if status not in (OK, CASES_FAILED):
-        return status
-    try:
+
+    def report() -> str:
         validation = load_validation(out)
-    except ResultsError as error:  # Both runs ended well: that cases lack is not the user's mistake.
-        print(f"moe-ep-bench: nothing was compared: {error}", file=sys.stderr)
-        return CASES_FAILED
-    write_report(validation)
-    print(validation_text(validation))
-    return status
+        write_report(validation)
+        return validation_text(validation)
+
+    return _shown(status, report)
 
 
 def _advise(options: argparse.Namespace) -> int:

@@ -91,8 +91,8 @@ def _contenders(num_tokens: int, num_experts: int) -> dict[str, Callable[[], obj
     )
     contenders: dict[str, Callable[[], object]] = {
         PLAIN: lambda: scores_TE.topk(TOP_K, dim=1),
-        ALGORITHMS["token_drop"]: lambda: _published(scores_TE, num_local=0),
-        ALGORITHMS["expanded_drop"]: lambda: _published(scores_TE, num_local=num_experts // NUM_RANKS),
+        ALGORITHMS["token_drop"]: lambda: published(scores_TE, num_local=0),
+        ALGORITHMS["expanded_drop"]: lambda: published(scores_TE, num_local=num_experts // NUM_RANKS),
     }
     for policy in map(make_policy, SPECS):
         policy.check(scores_TE, context)
@@ -100,7 +100,7 @@ def _contenders(num_tokens: int, num_experts: int) -> dict[str, Callable[[], obj
     return contenders
 
 
-def _published(scores_TE: Tensor, num_local: int) -> Tensor:
+def published(scores_TE: Tensor, num_local: int) -> Tensor:
     """Algorithm 1 (no local experts) or 2 of arXiv 2503.05066 with capacity factor 1 for rank 0: weights [T, E]."""
     num_tokens, num_experts = scores_TE.shape
     top = scores_TE.topk(TOP_K, dim=1)

@@ -4,7 +4,7 @@
 # --venv          default: .venv at the root of the repository
 # --python        default: the first of python3.11, python3.12, python3 that fits; python3 first with --system-torch
 # --wheelhouse    install from this folder alone, without network; launch/wheelhouse.sh fills it
-# --system-torch  use the PyTorch that PYTHON has, and its Transformer Engine and Apex: for GPU containers
+# --system-torch  use the PyTorch that PYTHON has, and its Triton, Transformer Engine and Apex: for GPU containers
 # Called without the last two, it takes an environment that was made with them as it is.
 # Exit status: 0 the environment is there, 1 pip failed, 2 something to correct in the command.
 set -euo pipefail
@@ -42,13 +42,14 @@ if [ -n "$wheelhouse" ]; then
   [ -d "$wheelhouse" ] || fail "--wheelhouse takes a folder of wheels, and $wheelhouse is none; launch/wheelhouse.sh makes one"
   [ -n "$(compgen -G "$wheelhouse/*.whl")" ] || fail "$wheelhouse holds no wheels; launch/wheelhouse.sh collects them"
   [ -n "$system_torch$(compgen -G "$wheelhouse/torch-[0-9]*.whl")" ] ||
-    fail "$wheelhouse holds no torch: add --system-torch, or put torch and all that it requires there"
+    fail "$wheelhouse holds no torch: add --system-torch, or put torch and triton there, with all that they require"
 fi
 
 fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; }
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
 has() { "$1" -c "import $2" 2>/dev/null; }
-torch_of() { "$1" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || true; }
+package_of() { "$1" -c "from importlib.metadata import version; print(version('$2'))" 2>/dev/null || true; }
+torch_of() { package_of "$1" torch; }
 
 # NVIDIA's containers hold builds like 2.11.0a0+nv26.2, which pip counts as older than 2.11; sort does not.
 torch_wanted=$(sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' "$root/pyproject.toml")
@@ -156,11 +157,16 @@ import pathlib, sys, tomllib
 table = tomllib.loads(pathlib.Path(sys.argv[1]).read_text())
 project = table["project"]
 needs = table["build-system"]["requires"] + project["dependencies"] + project["optional-dependencies"]["test"]
-print("\n".join(need for need in needs if not (sys.argv[2] and need.startswith("torch>="))))
+print("\n".join(need for need in needs if not (sys.argv[2] and need.startswith(("torch>=", "triton")))))
 ' "$root/pyproject.toml" "$system_torch")
 constraints=$(cat "$root/launch/constraints.txt")
 if [ -n "$system_torch" ]; then
-  constraints=$(grep -v '^torch==' <<<"$constraints"; echo "torch==$(torch_of "$base")")
+  # Whatever another package asks for, these two stay as they are; there may be a torch without a triton.
+  constraints=$(grep -v -e '^torch==' -e '^triton==' <<<"$constraints")
+  for package in torch triton; do
+    version=$(package_of "$base" "$package")
+    constraints+=${version:+$'\n'$package==$version}
+  done
 fi
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
   ${wheelhouse:+--no-index --find-links "$wheelhouse"} \

@@ -2,8 +2,8 @@
 # Collect the wheels that setup.sh needs, for a machine without network:
 #   launch/wheelhouse.sh DIR [--python 3.11|3.12]
 # --python  the Python of that machine (default 3.12); the one here may be another
-# For Linux on x86-64 with glibc 2.28 or newer. DIR is new or empty. torch and its CUDA packages stay out: they are
-# gigabytes, and a GPU container has its own. There: launch/setup.sh --wheelhouse DIR --system-torch
+# For Linux on x86-64 with glibc 2.28 or newer. DIR is new or empty. torch, its CUDA packages and triton stay out: they
+# are gigabytes, and a GPU container has its own. There: launch/setup.sh --wheelhouse DIR --system-torch
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -38,7 +38,7 @@ done
 [ -n "$python" ] || fail "needs a Python here, 3.11 or newer, with pip"
 
 exec "$python" - "$root" "$folder" "$version" <<'END_OF_PYTHON'
-"""Let pip resolve for the other Python, with an empty torch in place of the true one; then check what it left.
+"""Let pip resolve for the other Python, with torch and triton as empty wheels; then check what it left.
 
 pip chooses wheels by ``--python-version`` and ``--platform``, but reads markers ("; python_version < '3.12'") as
 those of the Python it runs on. So markers are read here as well: what the other Python needs and pip did not see
@@ -72,6 +72,7 @@ TARGET = {
 # pip takes these tags literally: it does not know that glibc 2.28 runs what was built for 2.17.
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(28, 4, -1)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
+CONTAINERS_OWN = ("torch", "triton")
 # torch 2.11 takes no setuptools from 82 on, and setuptools must suit the torch it meets there.
 SUITS_TORCH = "setuptools<82"
 
@@ -82,10 +83,10 @@ def download(into, *arguments):
         sys.exit("wheelhouse.sh: pip found no such set of wheels; what it said is above")
 
 
-def write_empty_torch(into, version):
-    with zipfile.ZipFile(into / f"torch-{version}-py3-none-any.whl", "w") as wheel:
-        info = f"torch-{version}.dist-info"
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+def write_empty_wheel(into, name, version):
+    with zipfile.ZipFile(into / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        info = f"{name}-{version}.dist-info"
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
 
@@ -146,8 +147,9 @@ with tempfile.TemporaryDirectory() as scratch:
 
     lines = (line.partition("#")[0].strip() for line in (root / "launch/constraints.txt").read_text().splitlines())
     pins = {r.name: bare(r) for r in map(Requirement, filter(None, lines)) if applies(r)}
-    pins["torch"] += "+empty"
-    write_empty_torch(stub, pins["torch"].removeprefix("torch=="))
+    for name in CONTAINERS_OWN:
+        pins[name] += "+empty"
+        write_empty_wheel(stub, name, pins[name].removeprefix(f"{name}=="))
     constraints = Path(scratch, "constraints.txt")
     constraints.write_text("\n".join(pins.values()))
 
@@ -168,13 +170,13 @@ with tempfile.TemporaryDirectory() as scratch:
 
     folder.mkdir(parents=True, exist_ok=True)
     for path, (name, _, _) in paths.items():
-        if name in reached - {"torch"}:
+        if name in reached.difference(CONTAINERS_OWN):
             shutil.move(path, folder)
 
 sizes_mib = {path.name: path.stat().st_size / MIB for path in folder.glob("*.whl")}
 for name, size_mib in sorted(sizes_mib.items(), key=lambda item: -item[1]):
     if size_mib >= BIG_MIB:
         print(f"{size_mib:6.1f} MiB  {name}")
-print(f"{sum(sizes_mib.values()):6.1f} MiB  in all, {len(sizes_mib)} wheels, without torch")
+print(f"{sum(sizes_mib.values()):6.1f} MiB  in all, {len(sizes_mib)} wheels, without {' and '.join(CONTAINERS_OWN)}")
 print(f"On the other machine: launch/setup.sh --wheelhouse {shlex.quote(str(folder))} --system-torch")
 END_OF_PYTHON

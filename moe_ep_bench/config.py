@@ -170,6 +170,8 @@ class LayerConfig(_Strict):
     """What computes the experts (layer.parts)."""
     permute: Literal["auto", "megatron", "indexed", "fused"] = "auto"
     """What permutes tokens around the all-to-all (layer.parts)."""
+    kernel: Literal["auto", "torch", "triton", "numba"] = "auto"
+    """What routes by a policy (kernels.twins)."""
 
 
 class MeasureConfig(_Strict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -15,6 +16,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not _wants_gpu(config):
         # Before anything asks torch; processes that tests start inherit it.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # Before anything imports triton: its kernels then run in its interpreter.
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -23,3 +26,49 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="runs with -m gpu, on a CUDA device"))
+
+
+class _Kept:
+    """A patch of ``triton.language`` that stays."""
+
+    def restore(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def patched_once() -> Iterator[None]:
+    """Let Triton's interpreter replace the operations of ``triton.language`` once.
+
+    It does so anew for every call of a device function, ``tl.sum`` and its like included: most of its time.
+    """
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_once(function: Callable[..., object]) -> _Kept:
+        seen = frozenset(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
+        if seen not in patched:
+            patched.add(seen)
+            patch(function)
+        return _Kept()
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+        yield
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the Triton kernels launched from here on, in order."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    names: list[str] = []
+    run = InterpretedFunction.run
+
+    def noted(self: InterpretedFunction, *args: object, **kwargs: object) -> object:
+        names.append(self.fn.__name__)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", noted)
+    return names

@@ -124,6 +124,7 @@ def test_phases_show_waiting_and_the_slowest_rank_names_the_phase(tmp_path):
     assert breakdown.group_ms["comm"] == pytest.approx(layer_ms * 0.25)
     assert breakdown.group_ms["shared"] == 0
     assert breakdown.unaccounted_share == pytest.approx(0.01)
+    assert breakdown.policy_share == pytest.approx(0.06)
 
 
 def test_a_wait_is_named_as_waiting(tmp_path):

@@ -12,14 +12,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from layer_laws import LAWS, NEEDS_RANKS, POLICIES
+from layer_laws import LAWS, NEEDS_RANKS
 from test_run import cases_of, launch, statuses, write_config
 
 from moe_ep_bench.exit_codes import CASES_FAILED, OK
 from moe_ep_bench.kernels.swiglu import weighted_swiglu, weighted_swiglu_formula
 from moe_ep_bench.layer.permutation import expert_major_pairs, rank_major_index, sum_per_token
 from moe_ep_bench.measure.ceilings import measure_ceilings
-from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
 from moe_ep_bench.timer import CudaClock, PhaseRecorder
 
@@ -78,15 +77,6 @@ def test_permutation_by_index_is_the_same_on_both_devices(device: torch.device) 
         results.append([expert_N, token_N, summed_TD, rank_major_index(counts_RL.to(where), int(counts_RL.sum()))])
     for on_host, on_device in zip(*results, strict=True):
         assert torch.equal(on_host, on_device.cpu())
-
-
-@pytest.mark.parametrize("spec", [spec for spec in POLICIES if "random" not in spec.values()], ids=str)
-def test_policies_route_alike_on_both_devices(spec: dict, device: torch.device) -> None:
-    scores_TE = torch.softmax(2 * torch.randn(2048, 64, generator=torch.Generator().manual_seed(3)), dim=1)
-    context, policy = RoutingContext(top_k=6, num_ranks=4), make_policy(spec)
-    on_host, on_device = policy.route(scores_TE, context), policy.route(scores_TE.to(device), context)
-    assert torch.equal(on_host.map_TE, on_device.map_TE.cpu())
-    torch.testing.assert_close(on_host.weights_TE, on_device.weights_TE.cpu())
 
 
 def test_events_measure_what_the_device_does(device: torch.device) -> None:

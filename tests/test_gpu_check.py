@@ -1,4 +1,4 @@
-"""``launch/gpu_check.sh`` turns wrong commands away before it does anything; CI rehearses the rest."""
+"""The scripts for a machine with a GPU turn wrong commands away before they do anything; CI rehearses the rest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "launch" / "gpu_check.sh"
+LAUNCH = Path(__file__).parents[1] / "launch"
+SCRIPTS = ["gpu_check.sh", "gpu_kernels.sh", "gpu_emulate.sh"]
 
 WRONG = {
     "no folder": ([], "expected DIR"),
@@ -18,15 +19,18 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_command_is_one_line_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+def test_a_wrong_command_is_one_line_and_leaves_nothing(name: str, script: str, tmp_path: Path) -> None:
     arguments, expected = WRONG[name]
     used, out = tmp_path / "used", tmp_path / "out"
     used.mkdir()
     (used / "file").touch()
-    command = ["bash", SCRIPT, *(argument.format(used=used, out=out) for argument in arguments)]
+    command = ["bash", LAUNCH / script, *(argument.format(used=used, out=out) for argument in arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert expected in done.stderr
+    # What setup.sh turns away it says itself.
+    assert done.stderr.startswith((f"{script}: ", "setup.sh: "))
     assert not out.exists()

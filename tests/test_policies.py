@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -27,7 +26,7 @@ from policy_cases import (
 )
 from torch import Tensor
 
-from moe_ep_bench.kernels.policy_steps import steps_for
+from moe_ep_bench.kernels.policy_steps import DeviceSteps, HostSteps
 from moe_ep_bench.policies import POLICIES, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.steps import TORCH
 
@@ -102,7 +101,7 @@ def law_split(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Argume
 def law_twins(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
     """The formulation in torch, the compiled twin, and what a GPU would run return the same bits."""
     policy = make_policy(spec)
-    for steps in (TORCH, steps_for("cpu"), steps_for("cuda")):
+    for steps in (TORCH, HostSteps(), DeviceSteps()):
         stats_SE = policy.stats_by(steps, scores_TE, context_of(arguments))
         assert_same(policy.select_by(steps, scores_TE, context_of(arguments), stats_SE), routing)
 
@@ -287,7 +286,7 @@ def test_requests_are_joined_to_the_last_bit(num_threads: int, num_requests: int
     wanted_TE = scores_TE > 0.5
     request_T = torch.randint(num_requests, (9001,), generator=torch.Generator().manual_seed(6))
     request_T = request_T.sort().values if together else request_T
-    wanted_QE, sums_QE = steps_for("cpu").by_request(scores_TE, wanted_TE, request_T, num_requests)
+    wanted_QE, sums_QE = HostSteps().by_request(scores_TE, wanted_TE, request_T, num_requests)
     expected_QE, expected_sums_QE = TORCH.by_request(scores_TE, wanted_TE, request_T, num_requests)
     assert torch.equal(wanted_QE, expected_QE)
     assert torch.equal(sums_QE, expected_sums_QE)
@@ -296,7 +295,7 @@ def test_requests_are_joined_to_the_last_bit(num_threads: int, num_requests: int
         assert wanted_QE[request].tolist() == wanted_TE[rows_T].any(dim=0).tolist()
         slow_E = [sum(column) for column in scores_TE[rows_T].T.tolist()]
         assert sums_QE[request].tolist() == slow_E
-    assert torch.equal(steps_for("cpu").load_of(wanted_TE), TORCH.load_of(wanted_TE))
+    assert torch.equal(HostSteps().load_of(wanted_TE), TORCH.load_of(wanted_TE))
 
 
 @every_spec
@@ -600,9 +599,3 @@ def test_who_does_not_look_past_the_top_k_routes_alike_whatever_lies_there(spec:
     top_k_TE = route({"name": "topk"}, scores_TE, arguments).map_TE
     other_TE = torch.where(top_k_TE, scores_TE, scores_TE.flip(1).minimum(scores_TE) / 2)
     assert_same(route(spec, other_TE, arguments), route(spec, scores_TE, arguments))
-
-
-def test_without_numba_policies_run_in_torch_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "numba", None)
-    with pytest.warns(RuntimeWarning, match="numba cannot be imported"):
-        assert steps_for.__wrapped__("cpu") is TORCH

@@ -1,11 +1,12 @@
 """Claims about setting up: launch/setup.sh and launch/wheelhouse.sh, with made-up packages and no network.
 
-A *container* stands for a GPU container's Python: a virtual environment with a made-up torch and Apex, and pip. An
-*index* holds empty wheels under the pinned names and versions, and others that must not be taken.
+A *container* stands for a GPU container's Python: a virtual environment with a made-up torch, Triton and Apex, and
+pip. An *index* holds empty wheels under the pinned names and versions, and others that must not be taken.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import platform
@@ -27,6 +28,7 @@ PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 OTHER = {"3.11": "3.12", "3.12": "3.11"}[PYTHON]
 # What NVIDIA calls a build between two releases; for pip it is older than 2.11.
 CONTAINER_TORCH = "2.11.0a0+nv26.2"
+CONTAINER_TRITON = "3.5.1+nv26.2"
 NO_ENSUREPIP = "import sys; sys.modules['ensurepip'] = None\n"
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="wheels are collected for x86-64")
@@ -71,7 +73,7 @@ def run(script, *arguments, cwd, **environment):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     kept |= {"HOME": str(cwd), "PATH": path, "https_proxy": nowhere, "http_proxy": nowhere, **environment}
     command = ["bash", script, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=180)
 
 
 def snapshot(folder):
@@ -88,25 +90,33 @@ def make_clone(folder):
     return folder
 
 
-def make_python(folder, *, torch=None, pip=False, ensurepip=True):
+def make_python(folder, *, torch=None, torch_requires=(), triton=None, pip=False, ensurepip=True):
     """A virtual environment that stands for some machine's Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    furnish(folder / f"lib/python{PYTHON}/site-packages", torch=torch, pip=pip, ensurepip=ensurepip)
+    packages = folder / f"lib/python{PYTHON}/site-packages"
+    furnish(packages, torch=torch, torch_requires=torch_requires, triton=triton, pip=pip, ensurepip=ensurepip)
     return folder / "bin/python"
 
 
-def furnish(packages, *, torch=None, pip=False, ensurepip=True):
+def furnish(packages, *, torch=None, torch_requires=(), triton=None, pip=False, ensurepip=True):
     packages.mkdir(exist_ok=True)
     if torch:
-        for name, version in [("torch", torch), ("numpy", "1.26.4")]:
-            (packages / f"{name}-{version}.dist-info").mkdir()
-            metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-            (packages / f"{name}-{version}.dist-info/METADATA").write_text(metadata)
+        lie_there(packages, "torch", torch, requires=torch_requires)
+        lie_there(packages, "numpy", "1.26.4")
         (packages / "apex.py").touch()
+    if triton:
+        lie_there(packages, "triton", triton)
     if pip:
         (packages / "pip").symlink_to(Path(find_spec("pip").origin).parent)
     if not ensurepip:
         (packages / "sitecustomize.py").write_text(NO_ENSUREPIP)
+
+
+def lie_there(packages, name, version, *, requires=()):
+    folder = packages / f"{name}-{version}.dist-info"
+    folder.mkdir()
+    lines = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {r}" for r in requires)]
+    (folder / "METADATA").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +135,7 @@ def index(tmp_path_factory):
             write_wheel(folder, name, "1.0")
         for name, pin in pinned.items():
             options = {
-                "torch": {"requires": ["triton"]},
+                "torch": {"requires": ["nvidia-cublas"]},
                 "megatron-core": {
                     "requires": ["torch>=2.6", "numpy", "packaging"],
                     "tag": "cp{0}-cp{0}-manylinux_2_17_x86_64".format(version.replace(".", "")),
@@ -138,7 +148,7 @@ def index(tmp_path_factory):
             write_wheel(folder, name, pin + "+cu130" * (name == "torch"), **options.get(name, {}))
     for name, version in [("triton", "3.0"), ("numpy", "99.0"), ("pillow", "99.0")]:
         write_wheel(folder, name, version)
-    for name in ["pyparsing", "until-3.11", "since-3.12"]:
+    for name in ["nvidia-cublas", "pyparsing", "until-3.11", "since-3.12"]:
         write_wheel(folder, name, "1.0")
     for version in ["81.0.0", "82.0.0"]:
         backend = {"setuptools/__init__.py": "", "setuptools/build_meta.py": BUILD_BACKEND}
@@ -157,7 +167,8 @@ def index(tmp_path_factory):
 @pytest.fixture(scope="module")
 def container(tmp_path_factory):
     folder = tmp_path_factory.mktemp("container")
-    return make_python(folder, torch=CONTAINER_TORCH, pip=True, ensurepip=False)
+    made_with = {"torch": CONTAINER_TORCH, "torch_requires": ["triton==3.5.1"], "triton": CONTAINER_TRITON}
+    return make_python(folder, **made_with, pip=True, ensurepip=False)
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +189,11 @@ def inside(environment, code):
     # Not in this folder: a Python that is given code finds modules where it runs.
     done = subprocess.run([environment / "bin/python", "-c", code], cwd="/", capture_output=True, text=True, check=True)
     return done.stdout.strip()
+
+
+def versions_in(environment, names):
+    code = f"from importlib.metadata import version; print({{name: version(name) for name in {list(names)}}})"
+    return ast.literal_eval(inside(environment, code))
 
 
 @pytest.fixture(scope="module")
@@ -271,34 +287,65 @@ def test_help_names_every_option_and_does_nothing(desk, script, names):
     assert snapshot(desk) == before
 
 
-def test_a_wheelhouse_holds_the_pins_of_another_python_and_what_they_need_but_no_torch(clone, index, tmp_path):
+def test_a_wheelhouse_holds_what_another_python_needs_at_our_pins_but_no_torch_and_no_triton(clone, index, tmp_path):
     (tmp_path / "constraint.txt").write_text("numpy==1.26.4\n")
     pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PIP_CONSTRAINT": str(tmp_path / "constraint.txt")}
     wheelhouse = tmp_path / "new" / "wheel house"
     done = run(clone / "launch/wheelhouse.sh", wheelhouse, "--python", OTHER, cwd=tmp_path, **pip)
     assert (done.returncode, done.stderr) == (0, "")
+    assert "without torch and triton" in done.stdout
     assert f"--wheelhouse '{wheelhouse}' --system-torch" in done.stdout
     held = dict(path.name.split("-")[:2] for path in wheelhouse.iterdir())
     held = {str(canonicalize_name(name)): number for name, number in held.items()}
     marked = {"3.11": "until-3-11", "3.12": "since-3-12"}[OTHER]
     expected = pins(OTHER) | {"setuptools": "81.0.0", "packaging": "99.0", "pyparsing": "1.0", marked: "1.0"}
-    del expected["torch"]
+    del expected["torch"], expected["triton"]
     assert held == expected
 
 
 def test_a_wheelhouse_installs_without_network(set_up):
     # What pip would say of a network that it cannot reach goes to stderr.
     assert (set_up["done"].returncode, set_up["done"].stderr) == (0, "")
-    expected = pins(PYTHON) | {"torch": CONTAINER_TORCH}
-    code = f"from importlib.metadata import version; print({{name: version(name) for name in {list(expected)}}})"
-    assert inside(set_up["environment"], code) == str(expected)
+    expected = pins(PYTHON) | {"torch": CONTAINER_TORCH, "triton": CONTAINER_TRITON}
+    assert versions_in(set_up["environment"], expected) == expected
 
 
 def test_system_torch_is_the_containers_with_all_that_lies_beside_it(set_up, container):
     packages = container.parent.parent / "lib" / f"python{PYTHON}" / "site-packages"
     assert inside(set_up["environment"], "import apex; print(apex.__file__)") == str(packages / "apex.py")
-    assert not list(set_up["environment"].glob("lib/*/site-packages/torch*"))
+    for name in ["torch", "triton"]:
+        assert not list(set_up["environment"].glob(f"lib/*/site-packages/{name}*"))
     assert set_up["container is untouched"]
+
+
+def test_an_ordinary_set_up_installs_the_pins_and_triton_whether_torch_asks_for_it_or_not(clone, index, tmp_path):
+    arguments = ["--wheelhouse", index, "--python", sys.executable, "--venv", tmp_path / "environment"]
+    done = run(clone / "launch/setup.sh", *arguments, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = pins(PYTHON) | {"torch": f"{pins(PYTHON)['torch']}+cu130"}
+    assert versions_in(tmp_path / "environment", expected) == expected
+
+
+def test_a_container_without_triton_gets_none(clone, index, tmp_path):
+    python = make_python(tmp_path / "container", torch=CONTAINER_TORCH, pip=True, ensurepip=False)
+    done = set_up_on(python, clone, index, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(tmp_path.glob("environment/lib/*/site-packages/triton*"))
+
+
+def test_a_containers_triton_stays_even_where_its_torch_asks_for_another(clone, index, tmp_path):
+    wanted = f"triton=={pins(PYTHON)['triton']}"
+    made_with = {"torch": CONTAINER_TORCH, "torch_requires": [wanted], "triton": CONTAINER_TRITON}
+    python = make_python(tmp_path / "container", **made_with, pip=True, ensurepip=False)
+    done = set_up_on(python, clone, index, tmp_path)
+    assert done.returncode == 1
+    assert f"Cannot install torch=={CONTAINER_TORCH}" in done.stderr
+    assert not list(tmp_path.glob("environment/lib/*/site-packages/triton*"))
+
+
+def set_up_on(container, clone, index, folder):
+    arguments = ["--wheelhouse", index, "--system-torch", "--python", container, "--venv", folder / "environment"]
+    return run(clone / "launch/setup.sh", *arguments, cwd=folder)
 
 
 def test_a_later_plain_set_up_takes_the_environment_as_it_is(set_up, clone):

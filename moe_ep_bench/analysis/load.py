@@ -82,6 +82,7 @@ class Comparison(_Described):
     backend: Literal["nccl", "gloo"]
     experts: Part
     permute: Part
+    kernel: Part | None = None  # of routing; results of older versions do not say
     flush_l2: bool
     oversubscribed: bool  # more ranks than cores
     random_weights: bool

@@ -29,7 +29,8 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
     if modelled:
         notes.append(MODEL_CAVEAT)
     else:
-        notes.append(f"experts: {part_words(facts.experts)}; permutation: {part_words(facts.permute)}")
+        routing = f"; routing: {part_words(facts.kernel)}" if facts.kernel else ""
+        notes.append(f"experts: {part_words(facts.experts)}; permutation: {part_words(facts.permute)}{routing}")
     baseline = comparison.of_role("baseline")
     if baseline is not None and baseline.fidelity is not None:
         load = baseline.fidelity
@@ -46,6 +47,8 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
         notes.append("ceiling: native on perfectly balanced scores; what balance alone could buy, no policy")
     if not modelled:
         notes += _steadiness(comparison, baseline)
+        routed = {r: r.breakdown.policy_share for r in results if r.breakdown and r.case.role == "policy"}
+        notes += _worst("choosing experts takes of the slowest rank's time", routed)
         notes += _worst("unaccounted time", {r: r.breakdown.unaccounted_share for r in results if r.breakdown})
     notes += _worst("probe overhead", {r: r.probe_overhead for r in results if r.probe_overhead is not None})
     if facts.random_weights and any(r.fidelity and not math.isnan(r.fidelity.output_error) for r in results):

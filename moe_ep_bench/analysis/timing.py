@@ -47,12 +47,14 @@ class Breakdown:
             slowest in each iteration; ``waiting (dispatch)`` and the like when it is a wait.
         unaccounted_share: time that no phase covers, over total, on the slowest rank: sum over sum
             within a batch, then the median over batches.
+        policy_share: likewise of the phase ``policy``: what choosing experts costs.
         layer_ms: median layer time of these iterations, probes included.
     """
 
     group_ms: dict[str, float]
     slowest_phase: str
     unaccounted_share: float
+    policy_share: float
     layer_ms: float
 
 
@@ -87,6 +89,7 @@ def break_down(case: Case) -> Breakdown | None:
         group_ms={name: float(mean_us[list(phases)].sum(axis=1).median()) / 1e3 for name, phases in GROUPS.items()},
         slowest_phase=phase_words(str(slowest_us[list(PHASES)].median().idxmax())),
         unaccounted_share=float((per_batch_us[UNACCOUNTED] / per_batch_us[TOTAL]).median()),
+        policy_share=float((per_batch_us["policy"] / per_batch_us[TOTAL]).median()),
         layer_ms=float(slowest_us[TOTAL].median()) / 1e3,
     )
 

@@ -1,7 +1,7 @@
-"""Which form of the hot routing steps runs where: compiled twins of ``policies.steps.Steps``.
+"""The hot routing steps by numba's loops: compiled twins of ``policies.steps.Steps``, which return the same bits.
 
-On the CPU numba's loops run, on a GPU torch's operations; both return the same bits. The sequential
-load-aware rule has no parallel form and runs on the host for tensors of any device.
+``HostSteps`` are for scores on the host, ``DeviceSteps`` for those on a GPU, where torch's operations are parallel but
+the sequential load-aware rule is not.
 
 Shapes: T = tokens, E = experts, K = top_k; a "row" is whatever competes, N its length.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -20,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_ep_bench.policies.steps import TORCH, LeastLoaded, Steps, lowest
+from moe_ep_bench.kernels import greedy_load, row_selection
+from moe_ep_bench.policies.steps import LeastLoaded, Steps, lowest
 
 Result = TypeVar("Result")
 
@@ -31,22 +31,6 @@ _LONGEST_ROW = 1024
 _ROWS_PER_THREAD = 2048
 # Below this many tokens a chunk is routed sooner on the host than by a handful of GPU kernels.
 _PARALLEL_CHUNK = 2048
-
-
-@functools.cache
-def steps_for(device_type: str) -> Steps:
-    """The fastest exact form for tensors on a device ("cpu", "cuda")."""
-    try:
-        import numba  # noqa: F401 - is it there?
-    except ImportError as error:
-        warnings.warn(
-            f"numba cannot be imported ({error}): policies run as torch operations, which is exact but slower, "
-            "for laser and load_only by orders of magnitude",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return TORCH
-    return HostSteps() if device_type == "cpu" else DeviceSteps()
 
 
 class DeviceSteps(Steps):
@@ -71,8 +55,6 @@ class HostSteps(Steps):
     """numba's loops over torch's memory."""
 
     def best_per_row(self, keys_RN: Tensor, count: int, columns_N: Tensor | None = None) -> Tensor:
-        from moe_ep_bench.kernels import row_selection
-
         num_rows, num_columns = keys_RN.shape
         if count > _MOST_WINNERS or num_columns > _LONGEST_ROW:
             return super().best_per_row(keys_RN, count, columns_N)
@@ -82,8 +64,6 @@ class HostSteps(Steps):
         return map_RN
 
     def fewest_reaching(self, scores_TE: Tensor, keys_TE: Tensor, count: int, share: float) -> Tensor:
-        from moe_ep_bench.kernels import row_selection
-
         num_tokens, num_experts = scores_TE.shape
         if num_experts > _LONGEST_ROW:
             return super().fewest_reaching(scores_TE, keys_TE, count, share)
@@ -94,16 +74,12 @@ class HostSteps(Steps):
         return map_TE
 
     def load_of(self, map_TE: Tensor) -> Tensor:
-        from moe_ep_bench.kernels import row_selection
-
         parts = _in_slices(map_TE.shape[0], row_selection.load_of, _array(map_TE))
         return torch.from_numpy(np.sum(parts, axis=0)).double()
 
     def by_request(
         self, scores_TE: Tensor, wanted_TE: Tensor, request_T: Tensor, num_requests: int
     ) -> tuple[Tensor, Tensor]:
-        from moe_ep_bench.kernels import row_selection
-
         wanted_QE = torch.zeros([num_requests, scores_TE.shape[1]], dtype=torch.bool)
         sums_QE = torch.zeros(wanted_QE.shape, dtype=torch.float64)
         arrays = map(_array, (scores_TE, wanted_TE, request_T, wanted_QE, sums_QE))
@@ -114,8 +90,6 @@ class HostSteps(Steps):
     def weights(
         self, scores_TE: Tensor, map_TE: Tensor, norm_map_TE: Tensor | None, width: int, scale: float
     ) -> Tensor:
-        from moe_ep_bench.kernels import row_selection
-
         num_tokens = scores_TE.shape[0]
         total_T = np.empty(0, np.float32)
         if norm_map_TE is not None:
@@ -130,8 +104,6 @@ class HostSteps(Steps):
         return weights_TE
 
     def within_capacity(self, candidates_TE: Tensor, keys_TE: Tensor, capacity: int, num_shared: int) -> Tensor:
-        from moe_ep_bench.kernels import row_selection
-
         load_G = self.load_of(candidates_TE).long().view(-1, num_shared).sum(dim=1)
         if not bool((load_G > capacity).any()):
             return candidates_TE
@@ -165,8 +137,6 @@ def _least_loaded_on_host(
     valid_T: Tensor | None,
     random_TE: Tensor | None,
 ) -> Tensor:
-    from moe_ep_bench.kernels import greedy_load
-
     map_TE = torch.zeros(scores_TE.shape, dtype=torch.bool)
     greedy_load.least_loaded(
         _array(scores_TE),
@@ -206,4 +176,6 @@ def _threads() -> ThreadPoolExecutor:
 
 def _array(tensor: Tensor) -> np.ndarray:
     """The tensor's memory where it is on the host and in order, else a copy that is."""
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad:
+        return tensor.numpy()
     return tensor.detach().cpu().contiguous().numpy()

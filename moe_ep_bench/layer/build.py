@@ -72,7 +72,8 @@ def build_layers(
         top_groups=model.top_groups,
     )
     native = _build(model, dtype, device, ep_group, ReplayRouter, parts, groups, capacity_factor=None)
-    router = functools.partial(PolicyRouter, policy=make_policy({"name": "topk"}), context=context, ep_group=ep_group)
+    top_k = make_policy({"name": "topk"})
+    router = functools.partial(PolicyRouter, policy=top_k, context=context, ep_group=ep_group, kernel=parts.kernel)
     policy = _build(model, dtype, device, ep_group, router, parts, groups, capacity_factor=1.0)
     policy.experts, policy.shared_experts = native.experts, native.shared_experts
     policy.router.weight = native.router.weight

@@ -1,4 +1,4 @@
-"""Who computes the experts and who permutes: what a config may ask for, and what runs on this machine.
+"""Who computes the experts, who permutes and who routes: what a config may ask for, and what runs on this machine.
 
 Experts (``backends``)
 
@@ -11,6 +11,8 @@ Permutation
 ``megatron``    Megatron-Core's own, without Transformer Engine
 ``indexed``     ours, by index (``permutation``)
 ``fused``       Transformer Engine's kernels through Megatron-Core; needs Transformer Engine and a GPU
+
+Routing by a policy: see ``kernels.twins``, for what can run depends on the policy.
 
 ``auto`` takes Transformer Engine where it is, else ours. Both are recorded: what was asked for and what ran.
 """
@@ -34,9 +36,11 @@ class Parts:
 
     experts: str = "grouped"
     permute: str = "indexed"
+    kernel: str = "auto"
+    """Of routing, as it was asked for."""
 
     @staticmethod
-    def choose(experts: str, permute: str, *, on_cpu: bool) -> Parts:
+    def choose(experts: str, permute: str, kernel: str = "auto", *, on_cpu: bool) -> Parts:
         """Decide what was left to this machine.
 
         Raises:
@@ -56,6 +60,7 @@ class Parts:
         return Parts(
             experts=("grouped" if lacking else "te") if experts == "auto" else experts,
             permute=("indexed" if lacking or not _fuses(version) else "fused") if permute == "auto" else permute,
+            kernel=kernel,
         )
 
 

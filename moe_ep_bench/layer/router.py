@@ -64,20 +64,24 @@ class PolicyRouter(ReplayRouter):
         policy: what routes.
         context: what the policy may know of these tokens; set together with the batch.
         ep_group: the ranks over which a batch-wide policy's statistics are summed.
+        kernel: which form of the policy runs (``kernels.twins``).
     """
 
-    def __init__(self, *, policy: Policy, context: RoutingContext, ep_group: dist.ProcessGroup, **kwargs: Any) -> None:
+    def __init__(
+        self, *, policy: Policy, context: RoutingContext, ep_group: dist.ProcessGroup, kernel: str, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self.policy = policy
         self.context = context
         self.ep_group = ep_group
+        self.kernel = kernel
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scores_TE = scores_from_logits(logits.view(-1, self.config.num_moe_experts), self.score_function)
-        stats_SE = self.policy.batch_stats(scores_TE, self.context)
+        stats_SE = self.policy.batch_stats(scores_TE, self.context, self.kernel)
         if stats_SE is not None:
             stats_SE = self.sum_over_ranks(stats_SE)
-        routing: Routing = self.policy.select(scores_TE, self.context, stats_SE)
+        routing: Routing = self.policy.select(scores_TE, self.context, stats_SE, self.kernel)
         return routing.weights_TE, routing.map_TE
 
     def sum_over_ranks(self, stats_SE: Tensor) -> Tensor:

@@ -12,12 +12,15 @@ S = rows of batch statistics.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from moe_ep_bench.policies.steps import Steps
+
+if TYPE_CHECKING:
+    from moe_ep_bench.kernels.twins import Twin
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +76,8 @@ class Policy:
 
     A subclass names itself and implements ``select_by`` and, where it decides for the whole batch,
     ``stats_by``: both are handed the hot steps by which to work (``policies.steps.TORCH``, or compiled
-    twins that return the same bits). ``select`` and ``batch_stats`` hand it the fastest for the device.
+    ones that return the same bits). ``select`` and ``batch_stats`` run the fastest form for the device, be it
+    these or a compiled twin of the whole policy, or the one that is named (``kernels.twins``).
 
     Attributes:
         name: what users write.
@@ -92,15 +96,17 @@ class Policy:
         """What the rule must know of all ranks' tokens: float64 [S, E], to be summed over ranks; None = nothing."""
         return None
 
-    def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
+    def batch_stats(self, scores_TE: Tensor, context: RoutingContext, kernel: str = "auto") -> Tensor | None:
         """Return float64 [S, E] statistics that the caller sums over ranks, or None if ``select`` needs none."""
-        return self.stats_by(fastest_steps(scores_TE.device), scores_TE, context)
+        return self._twin(kernel, scores_TE).stats(self, scores_TE, context)
 
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         """Raise ValueError when this policy cannot route these scores in this context."""
         check_inputs(scores_TE, context)
 
-    def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+    def route(
+        self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None, kernel: str = "auto"
+    ) -> Routing:
         """Route one batch of tokens.
 
         Args:
@@ -108,19 +114,26 @@ class Policy:
                 model's score function (softmax over E, or sigmoid).
             context: see RoutingContext.
             stats_SE: ``batch_stats`` summed over all ranks; without it this rank's own are used.
+            kernel: torch, numba, triton, or auto, the fastest of them that there is (``kernels.twins``).
 
         Raises:
-            ValueError: for scores or a context that break the contract, before any work.
+            ValueError: for scores or a context that break the contract, before any work; for a kernel that
+                cannot run this policy here.
         """
         self.check(scores_TE, context)
-        return self.select(scores_TE, context, stats_SE)
+        return self.select(scores_TE, context, stats_SE, kernel)
 
-    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+    def select(
+        self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None, kernel: str = "auto"
+    ) -> Routing:
         """``route`` for inputs that were checked before: what a timed layer calls."""
-        steps = fastest_steps(scores_TE.device)
-        if stats_SE is None:
-            stats_SE = self.stats_by(steps, scores_TE, context)
-        return self.select_by(steps, scores_TE, context, stats_SE)
+        return self._twin(kernel, scores_TE).select(self, scores_TE, context, stats_SE)
+
+    def _twin(self, kernel: str, scores_TE: Tensor) -> Twin:
+        # The table of twins imports all policies: hence here and not above.
+        from moe_ep_bench.kernels.twins import twin_for
+
+        return twin_for(self, kernel, scores_TE)
 
     def params(self) -> dict[str, object]:
         """The fields as a JSON-ready dict, without the name."""
@@ -131,14 +144,6 @@ class Policy:
         """Name and the fields that differ from their defaults, for tables and figures."""
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
         return " ".join([self.name, *(f"{f.name}={getattr(self, f.name)}" for f in changed)])
-
-
-def fastest_steps(device: torch.device) -> Steps:
-    """The fastest exact form of the hot steps for tensors on ``device``."""
-    # Compiled twins import these steps, and numba takes its time: hence here and not above.
-    from moe_ep_bench.kernels.policy_steps import steps_for
-
-    return steps_for(device.type)
 
 
 def check_inputs(scores_TE: Tensor, context: RoutingContext) -> None:

@@ -6,8 +6,8 @@ routed one after another, each by the loads that those before it left (``chunk_s
 rule); larger chunks let a chunk's tokens see the same loads, which can be computed in parallel.
 ``load_only`` ignores scores but for ties: the balance that load-aware routing could reach at most.
 
-Loads are this rank's own, so the policies cost no communication. The sequential rule runs compiled
-on the host (``kernels.greedy_load``), for tensors on a GPU too: they are copied there and back.
+Loads are this rank's own, so the policies cost no communication. The sequential rule is not for torch: it runs
+compiled, on the host (``kernels.greedy_load``) or in one program of a GPU (``kernels.laser_triton``).
 
 Shapes: T = local tokens, E = experts, K = top_k.
 """

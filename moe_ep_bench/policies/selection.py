@@ -49,15 +49,15 @@ def integer_keys(keys_TE: Tensor) -> Tensor:
 def _top_k(preference_TE: Tensor, context: RoutingContext, steps: Steps) -> Tensor:
     """The K best of every row, inside its best groups where the model has groups: bool [T, E]."""
     if context.num_groups is not None and context.top_groups is not None:
-        preference_TE = _inside_top_groups(preference_TE, context.top_k, context.num_groups, context.top_groups)
+        preference_TE = _inside_top_groups(preference_TE, context.top_k, context.num_groups, context.top_groups, steps)
     return steps.best_per_row(preference_TE, context.top_k)
 
 
-def _inside_top_groups(preference_TE: Tensor, top_k: int, num_groups: int, top_groups: int) -> Tensor:
+def _inside_top_groups(preference_TE: Tensor, top_k: int, num_groups: int, top_groups: int, steps: Steps) -> Tensor:
     """Set experts outside a token's best groups to -inf (DeepSeek-V3, node-limited routing)."""
     preference_TGe = preference_TE.unflatten(1, (num_groups, -1))
     value_TG = preference_TGe.topk(top_k // top_groups, dim=-1).values.sum(dim=-1)
-    inside_TG = TORCH.best_per_row(value_TG, top_groups)
+    inside_TG = steps.best_per_row(value_TG, top_groups)
     return preference_TGe.masked_fill(~inside_TG.unsqueeze(-1), -torch.inf).flatten(1)
 
 

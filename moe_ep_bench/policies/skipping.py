@@ -24,14 +24,14 @@ from torch import Tensor
 from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.field_checks import decimal, real, require_count
 from moe_ep_bench.policies.selection import top_k_map, weighted
-from moe_ep_bench.policies.steps import TORCH, Steps
+from moe_ep_bench.policies.steps import Steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClosingPolicy(Policy):
     """What ``expert_drop`` and ``lynx`` share: experts are closed by their load in the batch."""
 
-    def closed(self, load_E: Tensor) -> Tensor:
+    def closed(self, steps: Steps, load_E: Tensor) -> Tensor:
         """Which experts nobody may use: bool [E], from the batch's top-k pairs per expert (float64)."""
         raise NotImplementedError
 
@@ -41,7 +41,7 @@ class ClosingPolicy(Policy):
     def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
         assert stats_SE is not None
         top_k_TE = top_k_map(scores_TE, context, steps)
-        return weighted(scores_TE, top_k_TE & ~self.closed(stats_SE[0]), top_k_TE, context, steps)
+        return weighted(scores_TE, top_k_TE & ~self.closed(steps, stats_SE[0]), top_k_TE, context, steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +63,14 @@ class ExpertDrop(ClosingPolicy):
         if self.count is not None:
             require_count("count", self.count, minimum=0)
 
-    def closed(self, load_E: Tensor) -> Tensor:
-        count = self.count
-        if count is None:
-            count = max(1, math.floor(decimal(self.fraction) * load_E.numel()))
-        return least(load_E, count)
+    def closed(self, steps: Steps, load_E: Tensor) -> Tensor:
+        return least(steps, load_E, self.num_closed(load_E.numel()))
+
+    def num_closed(self, num_experts: int) -> int:
+        """How many experts are skipped."""
+        if self.count is not None:
+            return min(self.count, num_experts)
+        return max(1, math.floor(decimal(self.fraction) * num_experts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +88,9 @@ class Lynx(ClosingPolicy):
     def __post_init__(self) -> None:
         require_count("num_dropped", self.num_dropped, minimum=0)
 
-    def closed(self, load_E: Tensor) -> Tensor:
+    def closed(self, steps: Steps, load_E: Tensor) -> Tensor:
         is_activated_E = load_E > 0
-        return is_activated_E & least(load_E.masked_fill(~is_activated_E, torch.inf), self.num_dropped)
+        return is_activated_E & least(steps, load_E.masked_fill(~is_activated_E, torch.inf), self.num_dropped)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +115,6 @@ class DynamicSkip(Policy):
         return weighted(scores_TE, map_TE, map_TE, context, steps)
 
 
-def least(load_E: Tensor, count: int) -> Tensor:
+def least(steps: Steps, load_E: Tensor, count: int) -> Tensor:
     """Mark the ``count`` smallest, the lower index first among equals: bool [E]."""
-    return TORCH.best_per_row(-load_E.unsqueeze(0), count)[0]
+    return steps.best_per_row(-load_E.unsqueeze(0), count)[0]

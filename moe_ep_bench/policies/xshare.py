@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.field_checks import real, require_choice, require_count
 from moe_ep_bench.policies.selection import list_keys, summed_scores, weighted, without_padding
-from moe_ep_bench.policies.steps import TORCH, Steps, best_first, place_in_row, share_of
+from moe_ep_bench.policies.steps import Steps, best_first, place_in_row, share_of
 
 Scope = Literal["batch", "request", "rank"]
 
@@ -109,22 +109,22 @@ class XShare(Policy):
         ids_N, run_T = id_T.unique_consecutive(return_inverse=True)
         ids_Q, request_N = ids_N.unique(return_inverse=True)
         wanted_QE, sums_QE = steps.by_request(scores_TE, wanted_TE, request_N[run_T], ids_Q.numel())
-        return wanted_QE | TORCH.best_per_row(sums_QE.masked_fill(wanted_QE, -1.0), self.request_budget)
+        return wanted_QE | steps.best_per_row(sums_QE.masked_fill(wanted_QE, -1.0), self.request_budget)
 
     def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
         assert stats_SE is not None
-        shared_E = self._shared(stats_SE[0] > 0, stats_SE[1], context.num_ranks)
+        shared_E = self._shared(steps, stats_SE[0] > 0, stats_SE[1], context.num_ranks)
         map_TE = steps.best_per_row(list_keys(scores_TE, context, steps), context.top_k, shared_E)
         map_TE = without_padding(map_TE, context)
         return weighted(scores_TE, map_TE, map_TE, context, steps)
 
-    def _shared(self, start_E: Tensor, sums_E: Tensor, num_ranks: int) -> Tensor:
+    def _shared(self, steps: Steps, start_E: Tensor, sums_E: Tensor, num_ranks: int) -> Tensor:
         """S, from what it starts from and the experts' summed scores: bool [E]."""
         if self.mass_threshold is not None:
             return start_E | most_mass(start_E, sums_E, self.mass_threshold)
         if self.rank_budget is not None:
             return start_E | in_rounds(start_E, sums_E, self.rank_budget, num_ranks)
-        return start_E | TORCH.best_per_row(sums_E.masked_fill(start_E, -1.0).unsqueeze(0), self.budget or 0)[0]
+        return start_E | steps.best_per_row(sums_E.masked_fill(start_E, -1.0).unsqueeze(0), self.budget or 0)[0]
 
 
 def most_mass(start_E: Tensor, sums_E: Tensor, threshold: float) -> Tensor:

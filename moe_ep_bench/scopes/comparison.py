@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.config import Experiment, RecordedConfig, ReplicationConfig, SyntheticConfig, load_experiments
+from moe_ep_bench.kernels.twins import KERNELS, kernel_for
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Policy, RoutingContext
@@ -124,6 +125,32 @@ class Planned:
             except ValueError as problem:
                 raise ValueError(f"policies: {policy.name}: {problem}") from None
 
+    def kernel_of(self, case: CaseSpec, device_type: str) -> str | None:
+        """What routes by a case's policy for scores on a "cpu" or "cuda" device; None where Megatron-Core routes.
+
+        Raises:
+            ValueError: ``layer.kernel`` asks for what cannot run this policy here.
+        """
+        if case.policy is None:
+            return None
+        tokens = -(-int(self.num_tokens * self.fullest_share) // self.world_size)
+        try:
+            return kernel_for(case.policy, self.experiment.layer.kernel, device_type, tokens, self.model.num_experts)
+        except ValueError as problem:
+            raise ValueError(f"layer.kernel: {problem}") from None
+
+    def describe_kernels(self, cases: Iterable[CaseSpec], device_type: str) -> dict[str, str]:
+        """What was asked for, and all that ran."""
+        ran = [self.kernel_of(case, device_type) for case in cases]
+        return {"requested": self.experiment.layer.kernel, "ran": ", ".join(one for one in KERNELS if one in ran)}
+
+    @property
+    def fullest_share(self) -> float:
+        """Tokens of the rank that holds most, over the mean."""
+        shares = self.experiment.workload.rank_shares or (1.0,)
+        of_ranks = [shares[rank % len(shares)] for rank in range(self.world_size)]
+        return max(of_ranks) * self.world_size / sum(of_ranks)
+
     def describe_workload(self) -> dict[str, Any]:
         """The workload's own words and numbers, and what a named skew was calibrated to."""
         described = self.workload.describe()
@@ -194,8 +221,11 @@ class Comparison(Planned):
             )
         _check_routing(model)
         check_rank_shares(experiment, world_size)
-        parts = Parts.choose(experiment.layer.experts, experiment.layer.permute, on_cpu=on_cpu)
-        return Comparison(experiment, world_size, make_workload(experiment, model, world_size), parts)
+        asked = experiment.layer
+        parts = Parts.choose(asked.experts, asked.permute, asked.kernel, on_cpu=on_cpu)
+        comparison = Comparison(experiment, world_size, make_workload(experiment, model, world_size), parts)
+        comparison.describe_kernels(comparison.cases, "cpu" if on_cpu else "cuda")  # Finds those that cannot run.
+        return comparison
 
     @cached_property
     def definition(self) -> dict[str, Any]:
@@ -242,13 +272,6 @@ class Comparison(Planned):
         if config.skew is not None:
             return config.skew.replace("_", " ")
         return "unskewed" if config.peak_load is None else f"peak load {config.peak_load:g}"
-
-    @property
-    def fullest_share(self) -> float:
-        """Tokens of the rank that holds most, over the mean."""
-        shares = self.experiment.workload.rank_shares or (1.0,)
-        of_ranks = [shares[rank % len(shares)] for rank in range(self.world_size)]
-        return max(of_ranks) * self.world_size / sum(of_ranks)
 
     def memory_bytes_per_rank(self) -> int:
         """What a rank needs at the fullest, roughly: weights, inputs of all batches, one layer's buffers.

@@ -78,6 +78,7 @@ class RouteComparison(Planned):
         check_rank_shares(experiment, ep_size)
         planned = RouteComparison(experiment, ep_size, make_workload(experiment, model, ep_size))
         assert planned.placement
+        planned.describe_kernels(planned.cases, "cpu")  # Finds those that cannot run.
         modality_T = None if experiment.route.image_share is None else torch.zeros(2, dtype=torch.int64)
         try:
             planned.try_policies(modality_T)
@@ -302,6 +303,7 @@ def _route_comparison(
     directory: RunDirectory, run_id: str, comparison: RouteComparison, cases: Sequence[CaseSpec], progress: tqdm
 ) -> None:
     """Route ``cases`` and write their parts; one batch is in memory at a time."""
+    layer = comparison.experiment.layer
     rows_of: dict[str, dict[str, list[Any]]] = {case.case_id: defaultdict(list) for case in cases}
     scores: dict[str, list[Any]] = defaultdict(list)
     overlap: dict[str, list[Any]] = defaultdict(list)
@@ -310,7 +312,7 @@ def _route_comparison(
         tokens_R = deal(batch, comparison.ep_size, comparison.experiment.workload.rank_shares)
         shares = [RankShare.of(comparison, batch, index, rank, tokens_T) for rank, tokens_T in enumerate(tokens_R)]
         for case in cases:
-            for rank, row in enumerate(route_batch(case, shares, comparison.experiment.layer.seed, index)):
+            for rank, row in enumerate(route_batch(case, shares, layer.seed, index, layer.kernel)):
                 _append(rows_of[case.case_id], {**row, "rank": rank, "batch": index, "layer": comparison.layer})
         for row in _score_rows(batch):
             _append(scores, {**row, "batch": index, "comparison_id": comparison.comparison_id})
@@ -325,16 +327,18 @@ def _route_comparison(
     directory.write_scores(comparison.comparison_id, scores)
 
 
-def route_batch(case: CaseSpec, shares: Sequence[RankShare], seed: int, batch: int) -> list[dict[str, Any]]:
+def route_batch(
+    case: CaseSpec, shares: Sequence[RankShare], seed: int, batch: int, kernel: str = "auto"
+) -> list[dict[str, Any]]:
     """Route one batch by one case as its ranks would together: the metrics of every source rank."""
     policy = rule(case)
-    stats = [policy.batch_stats(share.scores_TE, share.fresh(seed, batch)) for share in shares]
+    stats = [policy.batch_stats(share.scores_TE, share.fresh(seed, batch), kernel) for share in shares]
     summed_SE = None if stats[0] is None else torch.stack([part for part in stats if part is not None]).sum(dim=0)
     gamma = case.params.get("capacity_factor")
     factor = {"capacity_factor": gamma} if isinstance(gamma, float) else {}
     rows = []
     for share in shares:
-        routing = policy.select(share.scores_TE, share.fresh(seed, batch), summed_SE)
+        routing = policy.select(share.scores_TE, share.fresh(seed, batch), summed_SE, kernel)
         row = routing_metrics(routing, share.scores_TE, share.context, of_scores=share.of_scores, **factor)
         if share.context.modality_T is not None:
             is_image_T = share.context.modality_T == IMAGE
@@ -400,7 +404,11 @@ def _run_description(run_id: str, comparisons: Sequence[RouteComparison]) -> dic
         },
         # JSON's keys are sorted, and ids say nothing: "order" is the config's.
         "comparisons": {
-            comparison.comparison_id: {**comparison.describe(), "order": order}
+            comparison.comparison_id: {
+                **comparison.describe(),
+                "kernel": comparison.describe_kernels(comparison.cases, "cpu"),
+                "order": order,
+            }
             for order, comparison in enumerate(comparisons)
         },
         "cases": {

@@ -276,7 +276,10 @@ def run_description(ranks: Ranks, run_id: str, comparisons: Sequence[Comparison]
         },
         "comparisons": {comparison.comparison_id: _describe(comparison, ranks) for comparison in comparisons},
         "cases": {
-            case.case_id: case.describe(comparison.comparison_id)
+            case.case_id: {
+                **case.describe(comparison.comparison_id),
+                "kernel": comparison.kernel_of(case, ranks.device.type),
+            }
             for comparison in comparisons
             for case in comparison.cases
         },
@@ -303,6 +306,7 @@ def _describe(comparison: Comparison, ranks: Ranks) -> dict[str, Any]:
         "dispatcher": "alltoall",
         "experts": {"requested": comparison.experiment.layer.experts, "ran": comparison.parts.experts},
         "permute": {"requested": comparison.experiment.layer.permute, "ran": comparison.parts.permute},
+        "kernel": comparison.describe_kernels(comparison.cases, ranks.device.type),
         "flush_l2": comparison.experiment.measure.flush_l2,
         "oversubscribed": ranks.oversubscribed,
         "random_weights": True,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench import environment
+from moe_ep_bench.kernels.twins import oracle_for
 from moe_ep_bench.layer.build import DTYPES, LayerPair, build_layers
 from moe_ep_bench.layer.experts import DRAWS, HIDDEN, seeded_generator
 from moe_ep_bench.layer.host import device_scope, release_freed_memory
@@ -240,7 +241,8 @@ class Session:
             observation.output_TD[self.checked_N], observation.routing.weights_TE[self.checked_N]
         )
         if case.spec.policy is not None and case.spec.policy.batch_stats(case.scores(0), case.context) is None:
-            expected = case.spec.policy.route(case.scores(0), case.context_for(0))
+            oracle = oracle_for(case.spec.policy, self.job.ranks.device.type)
+            expected = case.spec.policy.route(case.scores(0), case.context_for(0), kernel=oracle)
             if not torch.equal(expected.map_TE, observation.routing.map_TE):
                 error = float("inf")
         self.errors[case.case_id] = max(error, self.errors.get(case.case_id, 0.0))

@@ -1,0 +1,234 @@
+#!/usr/bin/env python
+"""What does routing by each policy cost on a GPU: as torch operations, as Triton kernels, and inside a CUDA graph?
+
+    python benchmarks/policies_gpu.py [--quick] [--rounds 9] [--out DIR] [--rehearse]
+
+First every Triton form must choose the same pairs as the formulation in torch (or numba, where torch would go token by
+token), on the very scores that are timed; one that does not is not timed. Then all forms of all policies run
+interleaved with two yardsticks, ``torch.topk`` alone and the published Algorithms 1 and 2 (arXiv 2503.05066). Ratios
+are medians over rounds of one run. Rates count the least that must move: scores read, map and weights written, once.
+Last, the kernels of the capacity policies one by one, beside what their traffic would take at the speed of a copy.
+
+--rehearse runs Triton's interpreter on the CPU at toy sizes: it tries this script, and measures nothing.
+Exit status: 0 all forms agree, 1 one does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+if "--rehearse" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
+import pandas as pd
+import torch
+from policies import ALGORITHMS, NUM_RANKS, PLAIN, SPECS, TOP_K, published
+
+from moe_ep_bench import environment
+from moe_ep_bench.kernels import twins
+from moe_ep_bench.measure.ceilings import measure_ceilings
+from moe_ep_bench.policies import Policy, RoutingContext, make_policy
+from moe_ep_bench.policies.laser import LoadAwarePolicy
+from moe_ep_bench.records import atomic_path, write_json
+from moe_ep_bench.timer import Clock, clock_for
+
+PREFILL = [(65_536, 64), (524_288, 64), (524_288, 128)]
+DECODE = [(1, 128), (16, 128), (64, 128), (512, 128)]
+QUICK = [(65_536, 64), (16, 128)]
+REHEARSAL = [(70, 16), (4, 16)]
+# A decode step's tokens: below this, what is timed is a replayed graph too.
+MOST_DECODE_TOKENS = 1024
+# Token by token, for scores of a whole prefill, they would take this script's time.
+MOST_SEQUENTIAL_TOKENS = 65_536
+REPLAYS = 20
+PROFILED = ("token_drop", "expanded_drop")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one prefill and one decode shape")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU: tries this script")
+    options = parser.parse_args(arguments)
+    device = torch.device("cpu" if options.rehearse else "cuda")
+    if not options.rehearse and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here; --rehearse tries this script without one")
+    copy_gbps = measure_ceilings(device, torch.float32).copy_gbps
+    print(f"{environment.describe(device)['device_name']}; a copy moves {copy_gbps:,.0f} GB/s")
+    shapes = REHEARSAL if options.rehearse else QUICK if options.quick else [*PREFILL, *DECODE]
+    tables, disagreeing = [], []
+    with torch.inference_mode():
+        for num_tokens, num_experts in shapes:
+            bench = Bench(device, num_tokens, num_experts)
+            wrong = bench.check()
+            disagreeing += [f"{label} at T = {num_tokens:,}, E = {num_experts}" for label in wrong]
+            table = bench.table(options.rounds, copy_gbps)
+            print(f"\n{num_tokens:,} tokens, {num_experts} experts, top-{TOP_K}")
+            print(table.to_string(index=False, float_format="{:.3g}".format, na_rep=""), flush=True)
+            tables.append(table.assign(num_tokens=num_tokens, num_experts=num_experts))
+            if num_tokens > MOST_DECODE_TOKENS and not options.rehearse:
+                kernels = bench.kernels(copy_gbps)
+                print(kernels.to_string(index=False, float_format="{:.3g}".format), flush=True)
+                tables.append(kernels.assign(num_tokens=num_tokens, num_experts=num_experts))
+    if options.out:
+        with atomic_path(options.out / "policies_gpu.csv") as path:
+            pd.concat(tables).to_csv(path, index=False)
+        write_json(options.out / "policies_gpu.json", {"environment": environment.describe(device)})
+    print("\n" + ("all Triton forms agree" if not disagreeing else f"DISAGREE, not timed: {'; '.join(disagreeing)}"))
+    return int(bool(disagreeing))
+
+
+class Bench:
+    """All forms of all policies on the same scores."""
+
+    def __init__(self, device: torch.device, num_tokens: int, num_experts: int) -> None:
+        self.device, self.num_tokens, self.num_experts = device, num_tokens, num_experts
+        generator = torch.Generator(device).manual_seed(0)
+        logits_TE = torch.randn(num_tokens, num_experts, generator=generator, device=device)
+        logits_TE += torch.randn(num_experts, generator=generator, device=device)  # some experts are sought after
+        self.scores_TE = logits_TE.softmax(dim=1)
+        request_T = torch.arange(num_tokens, device=device) // (1 if num_tokens <= MOST_DECODE_TOKENS else 256)
+        self.context = RoutingContext(top_k=TOP_K, num_ranks=NUM_RANKS, request_id_T=request_T)
+        policies = [make_policy(self._fitted(spec)) for spec in SPECS]
+        self.policies = [policy for policy in policies if not self._takes_too_long(policy)]
+        self.wrong: list[str] = []
+
+    def _fitted(self, spec: dict[str, Any]) -> dict[str, Any]:
+        return {**spec, "c": min(spec["c"], self.num_experts)} if "c" in spec else spec
+
+    def _takes_too_long(self, policy: Policy) -> bool:
+        is_sequential = isinstance(policy, LoadAwarePolicy) and getattr(policy, "chunk_size", 1) == 1
+        return is_sequential and self.num_tokens > MOST_SEQUENTIAL_TOKENS
+
+    def _triton(self, policy: Policy) -> Callable[[], Any] | None:
+        twin = twins.twins_of("triton", "cuda").get(type(policy))
+        return None if twin is None else lambda: twin.select(policy, self.scores_TE, self.context, None)
+
+    def _plain(self, policy: Policy) -> Callable[[], Any]:
+        kernel = twins.oracle_for(policy, self.device.type)
+        return lambda: policy.select(self.scores_TE, self.context, None, kernel)
+
+    def check(self) -> list[str]:
+        """Labels of the policies whose Triton form chooses other pairs; they are not timed."""
+        for policy in self.policies:
+            compiled = self._triton(policy)
+            if compiled is None:
+                continue
+            ours, expected = compiled(), self._plain(policy)()
+            near = torch.allclose(ours.weights_TE, expected.weights_TE, rtol=1e-5, atol=1e-30)
+            same_again = torch.equal(compiled().map_TE, ours.map_TE)
+            if not (near and same_again and torch.equal(ours.map_TE, expected.map_TE)):
+                self.wrong.append(policy.label)
+        return self.wrong
+
+    def table(self, rounds: int, copy_gbps: float) -> pd.DataFrame:
+        """Medians in microseconds, a row per policy, a column per form."""
+        is_decode = self.num_tokens <= MOST_DECODE_TOKENS
+        contenders: dict[tuple[str, str], Callable[[], Any]] = {
+            (PLAIN, "torch"): lambda: self.scores_TE.topk(TOP_K, dim=1),
+            (ALGORITHMS["token_drop"], "torch"): lambda: published(self.scores_TE, 0),
+            (ALGORITHMS["expanded_drop"], "torch"): lambda: published(self.scores_TE, self.num_experts // NUM_RANKS),
+        }
+        for policy in self.policies:
+            contenders[policy.label, "torch"] = self._plain(policy)
+            compiled = self._triton(policy)
+            if compiled is not None and policy.label not in self.wrong:
+                contenders[policy.label, "triton"] = compiled
+                if is_decode and self.device.type == "cuda":
+                    contenders[policy.label, "graph"] = _graph_of(compiled)
+        times = _interleaved(contenders, rounds, clock_for(self.device))
+        least_bytes = (4 + 1 + 4) * self.scores_TE.numel()
+        rows = []
+        for label in dict.fromkeys(label for label, _ in contenders):
+            row: dict[str, Any] = {"what": label}
+            for form in ("torch", "triton", "graph"):
+                if (label, form) in times:
+                    row[f"{form} us"] = statistics.median(times[label, form])
+            best = times.get((label, "graph"), times.get((label, "triton")))
+            if best is not None:
+                row["over torch"] = _ratio(best, times[label, "torch"])
+                row["over top-k"] = _ratio(best, times[PLAIN, "torch"])
+                algorithm = ALGORITHMS.get(label.split()[0])
+                if algorithm is not None:
+                    row["over published"] = _ratio(best, times[algorithm, "torch"])
+                if not is_decode:
+                    row["GB/s"] = least_bytes / statistics.median(best) / 1e3
+                    row["of copy"] = row["GB/s"] / copy_gbps
+            rows.append(row)
+        return pd.DataFrame(rows)
+
+    def kernels(self, copy_gbps: float, repetitions: int = 5) -> pd.DataFrame:
+        """The launches of the capacity policies: measured, and what their traffic takes at the speed of a copy."""
+        rows = []
+        for policy in self.policies:
+            compiled = self._triton(policy)
+            if policy.name not in PROFILED or policy.label in self.wrong or compiled is None:
+                continue
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                for _ in range(repetitions):
+                    compiled()
+                torch.cuda.synchronize()
+            num_slots = TOP_K + (self.num_experts // NUM_RANKS if policy.name == "expanded_drop" else 0)
+            pairs, slots = self.scores_TE.numel(), 8 * num_slots * self.num_tokens
+            traffic = {"_offer": 4 * pairs + slots, "_gather": slots, "_write": slots + 5 * pairs}
+            for event in profile.key_averages():
+                rows.append(
+                    {
+                        "what": policy.name,
+                        "kernel": event.key[:48],
+                        "us": event.device_time_total / repetitions,
+                        "at copy speed us": traffic.get(event.key, 0) / copy_gbps / 1e3,
+                    }
+                )
+        return pd.DataFrame(rows)
+
+
+def _graph_of(run: Callable[[], Any]) -> Callable[[], Any]:
+    """Replay what ``run`` launches, ``REPLAYS`` times in a row: one alone is too short to time."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+
+    def replay() -> None:
+        for _ in range(REPLAYS):
+            graph.replay()
+
+    return replay
+
+
+def _interleaved(
+    contenders: dict[tuple[str, str], Callable[[], Any]], rounds: int, clock: Clock
+) -> dict[tuple[str, str], list[float]]:
+    """Microseconds of every call; each round runs all contenders once, after one that is not counted."""
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for number in range(rounds + 1):
+        for name, run in contenders.items():
+            clock.wait()
+            start = clock.stamp()
+            run()
+            end = clock.stamp()
+            clock.wait()
+            if number:
+                times[name].append(clock.between_us(start, end) / (REPLAYS if name[1] == "graph" else 1))
+    return times
+
+
+def _ratio(times: Sequence[float], yardstick: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(times, yardstick, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,342 @@
+"""Capacities in five passes over a batch of any size: see ``capacity_triton`` for why.
+
+    _offer    reads the scores, the only pass that does: a token's candidates, each with its standing, into slots
+              [N, T], and a histogram of every group's standings by their leading bits
+    _cut      of each group: the bin in which the capacity ends
+    _gather   lists that bin's pairs, a few thousand of millions
+    _settle   finds among them, digit by digit, the last one that stays
+    _write    map and weights, once; pairs that every expert keeps; top-k pairs that were dropped
+
+No result depends on the order in which programs run: atomics add integers, and where in a list a pair stands does not
+matter.
+
+Shapes: T = tokens, E = experts, K = top_k, N = slots: a token's candidates, G = groups of experts with one capacity.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ep_bench.kernels.standings_triton import NO_PAIR, Job, capacity_of, expert_at, favour, metric_of, place
+from moe_ep_bench.kernels.tiles_triton import (
+    EXPERT_BITS,
+    LAST_EXPERT,
+    NO_KEY,
+    NOTHING,
+    NUM_WARPS,
+    as_bytes,
+    best_key,
+    best_per_row,
+    experts_of_columns,
+    inside_top_groups,
+    load_rows,
+    order_key,
+    preference,
+    preference_order,
+    share,
+    store_rows,
+    tokens_of_block,
+)
+from moe_ep_bench.policies.contract import Routing
+
+_ABOVE_ALL = tl.constexpr(2**63 - 1)
+_MOST_BIN_BITS = 12
+_LEAST_BIN_BITS = 6
+_LISTED = 1024  # pairs that a program lists, or looks at, at a time
+_DIGIT_BITS = tl.constexpr(8)
+_DIGITS = tl.constexpr(256)
+
+
+def drop_in_passes(job: Job, routing: Routing, counts: Tensor, block: int) -> None:
+    """Fill ``routing`` and ``counts`` (pairs kept per expert, and top-k pairs dropped), ``block`` tokens a program."""
+    num_tokens, num_experts = job.scores_TE.shape
+    device, ranking, room = job.scores_TE.device, job.ranking, job.room
+    top_k, constants = job.constants["TOP_K"], job.constants
+    num_groups = num_experts // job.num_shared
+    num_slots = top_k + (job.expansion["NUM_LOCAL"] or job.expansion["NUM_MORE"])
+    bin_bits = min(_MOST_BIN_BITS, ranking.bits, max(_LEAST_BIN_BITS, num_tokens.bit_length() - 4))
+    bin_shift, num_bins = ranking.bits - bin_bits, 2**bin_bits
+
+    # All that must be zero is one tensor, so that one fill does.
+    zeroed = torch.zeros(num_groups * num_bins + num_groups + 2, dtype=torch.int32, device=device)
+    histogram, next_G, num_valid, num_listed = zeroed.split([num_groups * num_bins, num_groups, 1, 1])
+    standing_NT = torch.empty([num_slots, num_tokens], dtype=torch.int64, device=device)
+    score_NT = None if ranking.tells_score else torch.empty([num_slots, num_tokens], device=device)
+    listed = torch.empty(num_slots * num_tokens, dtype=torch.int64, device=device)
+    bin_G, room_G, start_G, count_G, threshold_G = torch.empty([5, num_groups], dtype=torch.int64, device=device)
+
+    blocks = (triton.cdiv(num_tokens, block),)
+    shape = {name: constants[name] for name in ("NUM_EXPERTS", "TOP_K", "GROUPS", "TOP_GROUPS", "GROUPS_P", "SIZE_P")}
+    common = {**shape, "BLOCK": block, "num_warps": NUM_WARPS}
+    _offer[blocks](
+        job.scores_TE, job.bias_E, job.valid_T, ranking.modality_T, ranking.random_TE, standing_NT, score_NT, histogram,
+        num_valid, num_tokens, job.first_local, ranking.index_bits, ranking.range_bits, bin_shift,
+        METRIC=constants["METRIC"], FAVOURED=ranking.favoured, NUM_SHARED=job.num_shared, NUM_BINS=num_bins,
+        **job.expansion, **common,
+    )  # fmt: skip
+    _cut[(num_groups,)](
+        histogram, num_valid if room.of_valid else None, num_listed, bin_G, room_G, start_G, count_G, threshold_G,
+        room.least, room.whole, room.part, room.per, bin_shift, NUM_BINS=num_bins, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    _gather[(triton.cdiv(num_slots * num_tokens, _LISTED),)](
+        standing_NT, bin_G, start_G, next_G, listed, num_slots * num_tokens, ranking.index_bits, bin_shift,
+        NUM_EXPERTS=num_experts, NUM_SHARED=job.num_shared, BLOCK=_LISTED, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    _settle[(num_groups,)](
+        listed, bin_G, room_G, start_G, count_G, threshold_G, bin_shift, BLOCK=_LISTED, num_warps=NUM_WARPS
+    )
+    most = constants["MOST"]
+    _write[blocks](
+        standing_NT, score_NT, job.bias_E, threshold_G, as_bytes(routing.map_TE), routing.weights_TE, counts,
+        num_tokens, ranking.index_bits, job.scale,
+        NUM_SLOTS=num_slots, NUM_SHARED=job.num_shared, NORMALIZE=constants["NORMALIZE"],
+        MOST=most if most is not None and most < num_slots else None, **common,
+    )  # fmt: skip
+
+
+@triton.jit
+def _slot_at(slot, token, num_tokens):
+    """Where slots [N, T] hold it; in 64 bits, as tokens are."""
+    return (slot + token * 0) * num_tokens + token
+
+
+@triton.jit(do_not_specialize=["first_local", "index_bits", "range_bits", "bin_shift"])
+def _offer(
+    scores_ptr, bias_ptr, valid_ptr, modality_ptr, random_ptr, standing_ptr, score_ptr, histogram_ptr, num_valid_ptr,
+    num_tokens, first_local, index_bits, range_bits, bin_shift,
+    METRIC: tl.constexpr, FAVOURED: tl.constexpr, NUM_MORE: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    LOCAL_P: tl.constexpr, NUM_SHARED: tl.constexpr, NUM_BINS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, is_valid = tokens_of_block(tl.program_id(0) * BLOCK, num_tokens, valid_ptr, BLOCK)
+    is_token = token < num_tokens
+    expert_W, is_expert_W = experts_of_columns(NUM_EXPERTS, GROUPS, GROUPS_P, SIZE_P)
+    SIGNED: tl.constexpr = bias_ptr is not None
+    if valid_ptr is not None:
+        tl.atomic_add(num_valid_ptr, tl.sum(is_valid.to(tl.int32), 0), sem="relaxed")
+    above = favour(modality_ptr, token, is_token, range_bits, FAVOURED)
+
+    values = preference(load_rows(scores_ptr, token, is_token, expert_W, is_expert_W, NUM_EXPERTS), bias_ptr,
+                        expert_W, is_expert_W)  # fmt: skip
+    keys = tl.where(is_expert_W[None, :], order_key(values), NO_KEY)
+    left = keys
+    if GROUPS > 1:
+        order = preference_order(values, expert_W, is_expert_W)
+        inside = inside_top_groups(order, values, TOP_K, GROUPS, TOP_GROUPS, GROUPS_P, SIZE_P)
+        left = tl.where(inside != NOTHING, keys, NO_KEY)
+    local_L = tl.arange(0, LOCAL_P)
+    is_local_L = local_L < NUM_LOCAL
+    was_offered = tl.zeros([BLOCK, LOCAL_P], tl.int1)  # of the local experts: they are in the top-k
+    for slot in range(TOP_K):
+        key, expert = best_key(left, expert_W)
+        _offer_one(
+            slot, key, expert, token, is_token, is_valid, above, scores_ptr, random_ptr, standing_ptr, score_ptr,
+            histogram_ptr, num_tokens, index_bits, bin_shift, METRIC, SIGNED, NUM_SHARED, NUM_BINS, NUM_EXPERTS,
+        )  # fmt: skip
+        is_best = expert_W[None, :] == expert[:, None]
+        left = tl.where(is_best, NO_KEY, left)
+        if NUM_LOCAL > 0:
+            was_offered = was_offered | ((first_local + local_L)[None, :] == expert[:, None])
+        elif NUM_MORE > 0:
+            keys = tl.where(is_best, NO_KEY, keys)
+
+    if NUM_LOCAL > 0:
+        # Every local expert has a slot, empty where the token does not offer it a pair, or did so before: in the top-k.
+        local = first_local + local_L
+        values = preference(load_rows(scores_ptr, token, is_token, local, is_local_L, NUM_EXPERTS), bias_ptr,
+                            local, is_local_L)  # fmt: skip
+        is_pair = is_local_L[None, :] & is_valid[:, None] & (was_offered == 0)
+        if NUM_MORE < NUM_LOCAL:
+            is_pair = is_pair & best_per_row(preference_order(values, local, is_local_L), NUM_MORE)
+        at = token[:, None] * NUM_EXPERTS + local[None, :]
+        metric = metric_of(order_key(values), at, token[:, None], num_tokens, random_ptr, is_pair, METRIC, SIGNED)
+        standing = place(above[:, None] + metric, token[:, None], local[None, :], index_bits, NUM_EXPERTS)
+        to = _slot_at((TOP_K + local_L)[None, :], token[:, None], num_tokens)
+        is_slot = is_local_L[None, :] & is_token[:, None]
+        tl.store(standing_ptr + to, tl.where(is_pair, standing, NO_PAIR), mask=is_slot)
+        if score_ptr is not None:
+            tl.store(score_ptr + to, tl.load(scores_ptr + at, mask=is_pair, other=0.0), mask=is_slot)
+        bin = (local // NUM_SHARED)[None, :] * NUM_BINS + (standing >> bin_shift).to(tl.int32)
+        tl.atomic_add(histogram_ptr + bin, 1, mask=is_pair, sem="relaxed")
+    elif NUM_MORE > 0:
+        for slot in range(TOP_K, TOP_K + NUM_MORE):
+            key, expert = best_key(keys, expert_W)
+            _offer_one(
+                slot, key, expert, token, is_token, is_valid, above, scores_ptr, random_ptr, standing_ptr,
+                score_ptr, histogram_ptr, num_tokens, index_bits, bin_shift, METRIC, SIGNED, NUM_SHARED, NUM_BINS,
+                NUM_EXPERTS,
+            )  # fmt: skip
+            keys = tl.where(expert_W[None, :] == expert[:, None], NO_KEY, keys)
+
+
+@triton.jit
+def _offer_one(
+    slot, key, expert, token, is_token, is_valid, above, scores_ptr, random_ptr, standing_ptr, score_ptr,
+    histogram_ptr, num_tokens, index_bits, bin_shift, METRIC: tl.constexpr, SIGNED: tl.constexpr,
+    NUM_SHARED: tl.constexpr, NUM_BINS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Put one candidate of every token into its slot, and count its standing."""
+    at = token * NUM_EXPERTS + expert
+    metric = metric_of(key, at, token, num_tokens, random_ptr, is_valid, METRIC, SIGNED)
+    standing = place(above + metric, token, expert, index_bits, NUM_EXPERTS)
+    to = _slot_at(slot, token, num_tokens)
+    tl.store(standing_ptr + to, tl.where(is_valid, standing, NO_PAIR), mask=is_token)
+    if score_ptr is not None:
+        tl.store(score_ptr + to, tl.load(scores_ptr + at, mask=is_valid, other=0.0), mask=is_token)
+    bin = expert // NUM_SHARED * NUM_BINS + (standing >> bin_shift).to(tl.int32)
+    tl.atomic_add(histogram_ptr + bin, 1, mask=is_valid, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["least", "whole", "part", "per", "bin_shift"])
+def _cut(
+    histogram_ptr, num_valid_ptr, num_listed_ptr, bin_ptr, room_ptr, start_ptr, count_ptr, threshold_ptr,
+    least, whole, part, per, bin_shift, NUM_BINS: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0)
+    bins = tl.arange(0, NUM_BINS)
+    count = tl.load(histogram_ptr + group * NUM_BINS + bins)
+    capacity = least.to(tl.int64)
+    if num_valid_ptr is not None:
+        capacity = capacity_of(tl.load(num_valid_ptr), least, whole, part, per)
+    reaching = tl.cumsum(count, 0, reverse=True)  # pairs in a bin and in those above it
+    is_cut = (reaching >= capacity) & (reaching - count < capacity)
+    above = tl.sum(tl.where(is_cut, reaching - count, 0), 0)
+    inside = tl.sum(tl.where(is_cut, count, 0), 0)
+    cut = tl.sum(tl.where(is_cut, bins, 0), 0).to(tl.int64)
+    room = capacity - above
+    overfull = tl.sum(count, 0) > capacity
+    # A bin that stays whole needs no second look.
+    num_listed = tl.where(overfull & (capacity > 0) & (room < inside), inside, 0)
+    threshold = tl.where(overfull, tl.where(capacity > 0, cut << bin_shift, _ABOVE_ALL), 0)
+    tl.store(bin_ptr + group, tl.where(num_listed > 0, cut, -1))
+    tl.store(room_ptr + group, room)
+    tl.store(start_ptr + group, tl.atomic_add(num_listed_ptr, num_listed).to(tl.int64))
+    tl.store(count_ptr + group, num_listed.to(tl.int64))
+    tl.store(threshold_ptr + group, threshold)
+
+
+@triton.jit(do_not_specialize=["index_bits", "bin_shift"])
+def _gather(
+    standing_ptr, bin_ptr, start_ptr, next_ptr, listed_ptr, num_standing, index_bits, bin_shift,
+    NUM_EXPERTS: tl.constexpr, NUM_SHARED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    standing = tl.load(standing_ptr + at, mask=at < num_standing, other=NO_PAIR)
+    is_pair = standing != NO_PAIR
+    group = expert_at(standing, index_bits, NUM_EXPERTS) // NUM_SHARED
+    is_listed = is_pair & ((standing >> bin_shift) == tl.load(bin_ptr + group, mask=is_pair, other=-1))
+    place = tl.atomic_add(next_ptr + group, 1, mask=is_listed, sem="relaxed")
+    start = tl.load(start_ptr + group, mask=is_listed, other=0)
+    tl.store(listed_ptr + start + place, standing, mask=is_listed)
+
+
+@triton.jit(do_not_specialize=["bin_shift"])
+def _settle(
+    listed_ptr, bin_ptr, room_ptr, start_ptr, count_ptr, threshold_ptr, bin_shift, BLOCK: tl.constexpr
+):  # fmt: skip
+    group = tl.program_id(0)
+    num_listed = tl.load(count_ptr + group).to(tl.int32)
+    if num_listed > 0:
+        listed_ptr += tl.load(start_ptr + group)
+        digits = tl.arange(0, _DIGITS)
+        leading = tl.load(bin_ptr + group)  # the threshold's bits above ``low``
+        low = bin_shift.to(tl.int32)
+        room = tl.load(room_ptr + group).to(tl.int32)
+        inside = num_listed
+        while (low > 0) & (room < inside):
+            width = tl.minimum(low, _DIGIT_BITS)
+            count = tl.zeros([_DIGITS], tl.int32)
+            first = num_listed * 0
+            while first < num_listed:
+                at = first + tl.arange(0, BLOCK)
+                standing = tl.load(listed_ptr + at, mask=at < num_listed, other=NO_PAIR)
+                is_inside = (standing >> low) == leading
+                digit = (standing >> (low - width)).to(tl.int32) & ((1 << width) - 1)
+                count += tl.histogram(digit, _DIGITS, mask=is_inside)
+                first += BLOCK
+            reaching = tl.cumsum(count, 0, reverse=True)
+            is_cut = (reaching >= room) & (reaching - count < room)
+            leading = (leading << width) | tl.sum(tl.where(is_cut, digits, 0), 0)
+            room -= tl.sum(tl.where(is_cut, reaching - count, 0), 0)
+            inside = tl.sum(tl.where(is_cut, count, 0), 0)
+            low -= width
+        tl.store(threshold_ptr + group, leading << low)
+
+
+@triton.jit
+def _kept(standing, threshold_ptr, index_bits, NUM_EXPERTS: tl.constexpr, NUM_SHARED: tl.constexpr):
+    """Whose pair it is, and whether the expert has room for it."""
+    is_pair = standing != NO_PAIR
+    expert = expert_at(standing, index_bits, NUM_EXPERTS)
+    threshold = tl.load(threshold_ptr + expert // NUM_SHARED, mask=is_pair, other=_ABOVE_ALL)
+    return expert, is_pair & (standing >= threshold) & (threshold != _ABOVE_ALL)
+
+
+@triton.jit
+def _score_at(standing, score_ptr, to, is_token, index_bits):
+    """A pair's score, from where it was put aside or out of its standing."""
+    if score_ptr is not None:
+        score = tl.load(score_ptr + to, mask=is_token, other=0.0)
+    else:
+        score = ((standing >> index_bits) & 0x7FFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    return score
+
+
+@triton.jit
+def _order_at(score, bias_ptr, expert, is_pair):
+    """``preference_order`` of a pair."""
+    if bias_ptr is not None:
+        score = score + tl.load(bias_ptr + expert, mask=is_pair, other=0.0)
+    return (order_key(score).to(tl.int64) << EXPERT_BITS) + (expert ^ LAST_EXPERT)
+
+
+@triton.jit(do_not_specialize=["index_bits", "scale"])
+def _write(
+    standing_ptr, score_ptr, bias_ptr, threshold_ptr, map_ptr, weights_ptr, counts_ptr,
+    num_tokens, index_bits, scale,
+    NUM_SLOTS: tl.constexpr, NUM_SHARED: tl.constexpr, NORMALIZE: tl.constexpr, MOST: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_token = token < num_tokens
+    expert_W, is_expert_W = experts_of_columns(NUM_EXPERTS, GROUPS, GROUPS_P, SIZE_P)
+    # The scores of what is kept; less than none says that it is not.
+    score_BW = tl.full([BLOCK, GROUPS_P * SIZE_P], -1.0, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    num_dropped = tl.zeros([BLOCK], tl.int32)
+    for slot in range(NUM_SLOTS):
+        to = _slot_at(slot, token, num_tokens)
+        standing = tl.load(standing_ptr + to, mask=is_token, other=NO_PAIR)
+        is_pair = standing != NO_PAIR
+        expert, kept = _kept(standing, threshold_ptr, index_bits, NUM_EXPERTS, NUM_SHARED)
+        score = _score_at(standing, score_ptr, to, is_token, index_bits)
+        if MOST is not None:
+            # Only a token's best MOST of what its experts keep.
+            order = _order_at(score, bias_ptr, expert, is_pair)
+            num_better = tl.zeros([BLOCK], tl.int32)
+            for other in range(NUM_SLOTS):
+                to_other = _slot_at(other, token, num_tokens)
+                standing_other = tl.load(standing_ptr + to_other, mask=is_token, other=NO_PAIR)
+                expert_other, kept_other = _kept(standing_other, threshold_ptr, index_bits, NUM_EXPERTS, NUM_SHARED)
+                score_other = _score_at(standing_other, score_ptr, to_other, is_token, index_bits)
+                order_other = _order_at(score_other, bias_ptr, expert_other, standing_other != NO_PAIR)
+                num_better += (kept_other & (order_other > order)).to(tl.int32)
+            kept = kept & (num_better < MOST)
+        is_top = is_pair & (slot < TOP_K)
+        total += tl.where(is_top, score, 0.0)
+        num_dropped += (is_top & (kept == 0)).to(tl.int32)
+        column = tl.where(kept, expert, -1)
+        score_BW = tl.where(expert_W[None, :] == column[:, None], score[:, None], score_BW)
+    map_BW = score_BW >= 0
+    weights_BW = tl.where(map_BW, score_BW, 0.0)
+    if NORMALIZE:
+        weights_BW = share(weights_BW, total[:, None])
+    store_rows(weights_ptr, weights_BW * scale, token, is_token, expert_W, is_expert_W, NUM_EXPERTS)
+    store_rows(map_ptr, map_BW.to(tl.int8), token, is_token, expert_W, is_expert_W, NUM_EXPERTS)
+    tl.atomic_add(counts_ptr + expert_W, tl.sum(map_BW.to(tl.int32), 0), mask=is_expert_W, sem="relaxed")
+    tl.atomic_add(counts_ptr + NUM_EXPERTS, tl.sum(num_dropped, 0), sem="relaxed")

@@ -1,0 +1,199 @@
+"""What the routing kernels share: tokens' scores as a tile, the order of a token's experts, and choosing by it.
+
+A program works on a tile [BLOCK, WIDTH] of tokens by experts. Experts lie in its columns by groups (DeepSeek-V3,
+section 2.1.2; a model without groups has one), each group padded to a power of two: tiles have no other sizes.
+
+Experts are ordered by integers, not by floats: ``preference_order`` packs the bits of a preference and the expert's
+number into one int64, so that no two experts of a token are equal, the lower one comes first where preferences
+are, and the best of a row is one maximum.
+
+Shapes: T = tokens, E = experts, K = top_k.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ep_bench.policies.contract import RoutingContext
+
+MOST_EXPERTS = 1024
+NUM_WARPS = 4
+
+# Of a tile, for NUM_WARPS warps: 32 scores a thread, 64 registers of order.
+_TILE = 4096
+_MOST_ROWS = 128
+
+NOTHING = tl.constexpr(-(2**63))
+"""In an order: what is never chosen."""
+NO_KEY = tl.constexpr(-(2**31))
+"""Among keys: less than any float's."""
+EXPERT_BITS = tl.constexpr(10)
+LAST_EXPERT = tl.constexpr(MOST_EXPERTS - 1)
+"""``expert ^ LAST_EXPERT`` counts from the last expert down."""
+_FIRST_CLASS = tl.constexpr(2**44)  # above any preference
+
+
+def layout(num_experts: int, context: RoutingContext) -> dict[str, int]:
+    """The compile-time arguments by which a kernel lays experts into columns and finds the model's top-k."""
+    num_groups = context.num_groups or 1
+    return {
+        "NUM_EXPERTS": num_experts,
+        "TOP_K": context.top_k,
+        "GROUPS": num_groups,
+        "TOP_GROUPS": context.top_groups or 1,
+        "GROUPS_P": triton.next_power_of_2(num_groups),
+        "SIZE_P": triton.next_power_of_2(num_experts // num_groups),
+    }
+
+
+def rows_of_tile(num_tokens: int, shape: dict[str, int]) -> int:
+    """Tokens that a program takes: as many as a tile holds, and no more than there are."""
+    most = min(_MOST_ROWS, _TILE // (shape["GROUPS_P"] * shape["SIZE_P"]))
+    return max(1, min(most, triton.next_power_of_2(num_tokens)))
+
+
+def as_bytes(flags: Tensor | None) -> Tensor | None:
+    """Booleans as the bytes that they are in memory, in order."""
+    return None if flags is None else flags.contiguous().view(torch.uint8)
+
+
+def on_device(values: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """A tensor of a context as a kernel reads it, or None."""
+    return None if values is None else values.to(device, dtype).contiguous()
+
+
+@triton.jit
+def tokens_of_block(first, num_tokens, valid_ptr, BLOCK: tl.constexpr):
+    """Token numbers from ``first`` on: int64 [BLOCK], and which of them are there and no padding."""
+    token = first.to(tl.int64) + tl.arange(0, BLOCK)
+    is_there = token < num_tokens
+    if valid_ptr is not None:
+        is_there = is_there & (tl.load(valid_ptr + token, mask=is_there, other=0) != 0)
+    return token, is_there
+
+
+@triton.jit
+def experts_of_columns(NUM_EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr):
+    """The expert of every column, int32 [WIDTH], and which columns have one."""
+    column = tl.arange(0, GROUPS_P * SIZE_P)
+    inner = column % SIZE_P
+    group = column // SIZE_P
+    size = NUM_EXPERTS // GROUPS
+    return group * size + inner, (inner < size) & (group < GROUPS)
+
+
+@triton.jit
+def load_rows(values_ptr, token, is_there, expert, is_expert, NUM_EXPERTS: tl.constexpr):
+    """The rows of a [T, E] tensor as a tile; 0 where there is nothing."""
+    at = token[:, None] * NUM_EXPERTS + expert[None, :]
+    return tl.load(values_ptr + at, mask=is_there[:, None] & is_expert[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(values_ptr, values, token, is_token, expert, is_expert, NUM_EXPERTS: tl.constexpr):
+    """Write a tile into the rows of a [T, E] tensor."""
+    at = token[:, None] * NUM_EXPERTS + expert[None, :]
+    tl.store(values_ptr + at, values, mask=is_token[:, None] & is_expert[None, :])
+
+
+@triton.jit
+def order_key(value):
+    """Integers that order like these floats; 0.0 and -0.0 are one, denormals are not zero: int32."""
+    bits = value.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+
+@triton.jit
+def preference(scores, bias_ptr, expert, is_expert):
+    """Scores as the model orders them: with its selection bias, where it has one."""
+    if bias_ptr is not None:
+        scores = scores + tl.load(bias_ptr + expert, mask=is_expert, other=0.0)[None, :]
+    return scores
+
+
+@triton.jit
+def preference_order(values, expert, is_expert):
+    """One int64 for every expert of a token, the more preferred the larger; NOTHING where a column has no expert."""
+    order = (order_key(values).to(tl.int64) << EXPERT_BITS) + (expert ^ LAST_EXPERT)[None, :]
+    return tl.where(is_expert[None, :], order, NOTHING)
+
+
+@triton.jit
+def expert_in(order):
+    """Whose order this is."""
+    return (order & LAST_EXPERT).to(tl.int32) ^ LAST_EXPERT
+
+
+@triton.jit
+def key_in(order):
+    """The ``order_key`` of its preference."""
+    return (order >> EXPERT_BITS).to(tl.int32)
+
+
+@triton.jit
+def best_key(keys, expert):
+    """The largest ``order_key`` of each row and its lowest expert: int32 [BLOCK], int32 [BLOCK].
+
+    Two 32-bit maxima cost less than one of a 64-bit order. A row without any key but NO_KEY has no meaning.
+    """
+    best = tl.max(keys, 1)
+    lowest = tl.where(keys == best[:, None], expert[None, :], LAST_EXPERT)
+    return best, tl.min(lowest, 1)
+
+
+@triton.jit
+def best_per_row(order, count):
+    """Mark each row's ``count`` largest; fewer where there are fewer: bool [BLOCK, WIDTH]."""
+    marks = order != order
+    for _ in range(count):
+        best = tl.max(order, 1)[:, None]
+        is_best = (order == best) & (order != NOTHING)
+        marks = marks | is_best
+        order = tl.where(is_best, NOTHING, order)
+    return marks
+
+
+@triton.jit
+def inside_top_groups(
+    order, values, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS_P: tl.constexpr,
+    SIZE_P: tl.constexpr,
+):  # fmt: skip
+    """The order of the experts in a token's best groups, NOTHING for others (``selection.top_k_map``).
+
+    A group is worth the sum of its best ``TOP_K // TOP_GROUPS`` preferences, the largest added first.
+    """
+    if GROUPS == 1:
+        return order
+    block: tl.constexpr = order.shape[0]
+    left = tl.reshape(order, [block, GROUPS_P, SIZE_P])
+    grouped = tl.reshape(values, [block, GROUPS_P, SIZE_P])
+    worth = tl.zeros([block, GROUPS_P], tl.float32)
+    for _ in range(TOP_K // TOP_GROUPS):
+        is_best = (left == tl.max(left, 2)[:, :, None]) & (left != NOTHING)
+        worth += tl.sum(tl.where(is_best, grouped, 0.0), 2)
+        left = tl.where(is_best, NOTHING, left)
+    group = tl.arange(0, GROUPS_P)
+    top = best_per_row(preference_order(worth, group, group < GROUPS), TOP_GROUPS)
+    inside = tl.broadcast_to(top[:, :, None], [block, GROUPS_P, SIZE_P])
+    return tl.where(tl.reshape(inside, [block, GROUPS_P * SIZE_P]), order, NOTHING)
+
+
+@triton.jit
+def list_order(order, values, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+               GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr):  # fmt: skip
+    """The order of a token's preference list (``selection.list_keys``): where there are groups, top-k first."""
+    if GROUPS == 1:
+        return order
+    inside = inside_top_groups(order, values, TOP_K, GROUPS, TOP_GROUPS, GROUPS_P, SIZE_P)
+    return tl.where(best_per_row(inside, TOP_K), order + _FIRST_CLASS, order)
+
+
+@triton.jit
+def share(score, total):
+    """score / total in float32, rounded as torch rounds it; of nothing it is 0."""
+    return tl.where(total > 0, tl.div_rn(score, tl.where(total > 0, total, 1.0)), 0.0)

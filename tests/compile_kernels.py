@@ -1,0 +1,241 @@
+"""Compile our Triton kernels for an H100 as their own launch code would, on a machine without a GPU.
+
+Triton's interpreter runs a kernel as Python and numpy, so what it accepts may still not compile: a variable that
+changes its type in a loop, a list of tensors. Here launch code runs on CPU tensors under a stand-in for Triton's
+driver, and a launch only compiles: with the argument types, alignments and compile-time constants that a GPU would
+see. Nothing is launched: what a kernel would have written is garbage, and launch code must not look at it.
+
+    python tests/compile_kernels.py REPORT.json [CASES.py]
+
+CASES.py has a function ``cases`` like the one below, which is the default. A crash of the compiler ends this process;
+the last line printed is what it was compiling. Needs Triton with its ptxas, and TRITON_INTERPRET unset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import runpy
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+CAPABILITY = 90
+
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+
+
+def cases() -> dict[str, Callable[[], object]]:
+    """What is compiled: calls of launch code, each under a name of its own."""
+    from moe_ep_bench.kernels import swiglu_triton
+
+    def swiglu(num_rows: int, ffn_size: int, dtype: torch.dtype) -> object:
+        return swiglu_triton.weighted_swiglu(torch.empty(num_rows, 2 * ffn_size, dtype=dtype), torch.empty(num_rows))
+
+    return {
+        # A size that 16 divides is known to the compiler as such.
+        "weighted_swiglu, float32": partial(swiglu, 64, 1408, torch.float32),
+        "weighted_swiglu, bfloat16": partial(swiglu, 64, 1408, torch.bfloat16),
+        "weighted_swiglu, odd size": partial(swiglu, 3, 27, torch.bfloat16),
+        **{f"{name}, {shape}": partial(_route, spec, shape) for name, shape, spec in ROUTED},
+    }
+
+
+# Policies at shapes that differ in what is compiled: OLMoE's prefill, Qwen3's decode, DeepSeek-V3 with all that a model
+# and a batch may have, 60 experts (no power of two), a lone token.
+_TOKEN_DROP = {"name": "token_drop", "capacity_factor": 1.0}
+_EXPANDED_DROP = {"name": "expanded_drop", "capacity_factor": 1.0}
+_LASER = {"name": "laser", "eps_high": 0.9, "t_fix": 0.01, "c": 16}
+_BY_REQUEST = {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 2}
+ROUTED: list[tuple[str, str, dict[str, Any]]] = [
+    ("topk", "prefill", {"name": "topk"}),
+    ("topk", "deepseek", {"name": "topk"}),
+    ("token_drop", "prefill", _TOKEN_DROP),
+    ("token_drop", "decode", _TOKEN_DROP),
+    ("token_drop by device and modality", "deepseek",
+     {**_TOKEN_DROP, "granularity": "device", "modality": "image_first"}),
+    ("token_drop by order", "lone", {**_TOKEN_DROP, "metric": "order", "granularity": "device"}),
+    ("expanded_drop", "prefill", _EXPANDED_DROP),
+    ("expanded_drop, few", "odd", {**_EXPANDED_DROP, "num_candidates": 3, "max_experts_per_token": 4}),
+    ("expanded_drop, global and random", "deepseek",
+     {**_EXPANDED_DROP, "num_candidates": 3, "scope": "global", "metric": "random"}),
+    ("expanded_drop", "decode", {**_EXPANDED_DROP, "max_experts_per_token": 8}),
+    ("expert_drop", "prefill", {"name": "expert_drop"}),
+    ("pruned", "odd", {"name": "pruned", "k0": 3, "p": 0.5}),
+    ("dynamic_skip", "prefill", {"name": "dynamic_skip", "beta": 0.3}),
+    ("lynx", "decode", {"name": "lynx", "num_dropped": 8}),
+    ("oea", "decode", {"name": "oea", "k0": 4}),
+    ("oea with all", "deepseek", {"name": "oea", "k0": 4, "p": 0.7, "k_max": 6, "max_rank": 20, "rank_fill": True}),
+    ("oea with rank_fill", "prefill", {"name": "oea", "k0": 4, "rank_fill": True}),
+    ("xshare", "decode", {"name": "xshare", "k0": 1, "budget": 16}),
+    ("xshare by mass", "odd", {"name": "xshare", "k0": 1, "mass_threshold": 0.9}),
+    ("xshare by rank", "deepseek", {"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": 4}),
+    ("xshare by request", "decode", _BY_REQUEST),
+    ("xshare by request", "prefill", _BY_REQUEST),
+    ("laser", "decode", _LASER),
+    ("laser, random trim", "deepseek", {**_LASER, "trim": "random", "chunk_size": 64}),
+    ("laser, large chunks", "prefill", {**_LASER, "chunk_size": 4096}),
+    ("load_only", "odd", {"name": "load_only"}),
+]  # fmt: skip
+
+
+def _route(spec: dict[str, Any], shape: str) -> object:
+    """Route scores of a shape, none of which is looked at."""
+    from moe_ep_bench.kernels.twins import twins_of
+    from moe_ep_bench.policies import RoutingContext, make_policy
+
+    num_tokens, num_experts = {
+        "prefill": (8192, 64), "decode": (16, 128), "deepseek": (333, 256), "odd": (33, 60), "lone": (1, 64),
+    }[shape]  # fmt: skip
+    context = RoutingContext(
+        top_k=8 if shape != "odd" else 4,
+        num_ranks=4,
+        generator=torch.Generator(),
+        request_id_T=torch.zeros(num_tokens, dtype=torch.int64),
+    )
+    if shape == "deepseek":
+        context = replace(
+            context,
+            normalize=True,
+            scale=2.5,
+            bias_E=torch.zeros(num_experts),
+            num_groups=8,
+            top_groups=4,
+            token_mask_T=torch.ones(num_tokens, dtype=torch.bool),
+            modality_T=torch.zeros(num_tokens, dtype=torch.int64),
+            load_E=torch.zeros(num_experts),
+        )
+    policy = make_policy(spec)
+    return twins_of("triton", "cuda")[type(policy)].select(policy, torch.zeros(num_tokens, num_experts), context, None)
+
+
+class StandInDriver:
+    """All that a launch asks of a driver before it has a compiled kernel."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", CAPABILITY, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiler:
+    """Takes the place of ``JITFunction.run``: compiles, notes what came of it, and launches nothing."""
+
+    def __init__(self) -> None:
+        self.case = ""
+        self.kernels: list[dict[str, Any]] = []
+        self.failures: list[dict[str, str]] = []
+        self._run = triton.JITFunction.run
+        self._seen: dict[str, dict[str, Any]] = {}
+
+    def install(self) -> None:
+        # What ptxas says of spills is not kept with a compiled kernel in the cache.
+        triton.knobs.compilation.always_compile = True
+        triton.knobs.nvidia.dump_ptxas_log = True
+        triton.runtime.driver.set_active(StandInDriver())
+        compiler = self
+
+        def run(self: triton.JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+            compiler.compile(self, args, kwargs)
+
+        triton.JITFunction.run = run
+
+    def call(self, name: str, launch: Callable[[], object]) -> None:
+        """Run one case. Launch code that fails is noted under its case, with no kernel."""
+        self.case = name
+        try:
+            launch()
+        except Exception as error:
+            self._fail("", error)
+
+    def compile(self, function: triton.JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = f"{function.fn.__module__}.{function.fn.__qualname__}"
+        print(f"{self.case}: {name}", flush=True)
+        began_s = time.perf_counter()
+        try:
+            with redirect_stdout(io.StringIO()) as log:
+                kernel = self._run(function, *args, grid=None, warmup=True, **kwargs)
+        except Exception as error:
+            # The launches that follow are compiled all the same.
+            self._fail(name, error)
+            return
+        if kernel.hash not in self._seen:
+            took_s = time.perf_counter() - began_s
+            self._seen[kernel.hash] = {**described(kernel), **used(log.getvalue()), "compile_s": round(took_s, 2)}
+        entry = {"case": self.case, "kernel": name, **self._seen[kernel.hash]}
+        if entry not in self.kernels:
+            self.kernels.append(entry)
+
+    def _fail(self, kernel: str, error: BaseException) -> None:
+        # Of a function that a kernel calls, the compiler names the call, and gives its own mistake as the cause.
+        causes = [error]
+        while causes[-1].__cause__ is not None:
+            causes.append(causes[-1].__cause__)
+        text = "\n\n".join(f"{type(cause).__name__}: {cause}" for cause in causes)
+        self.failures.append({"case": self.case, "kernel": kernel, "error": text})
+
+
+def described(kernel: Any) -> dict[str, Any]:
+    """What a kernel was compiled for, by the names of its arguments, and the shared memory of one program."""
+    names = kernel.src.fn.arg_names
+    constants = {names[path[0]]: value for path, value in kernel.src.constants.items()}
+    return {
+        "arguments": {name: kind for name, kind in kernel.src.signature.items() if name not in constants},
+        "constants": constants,
+        "num_warps": kernel.metadata.num_warps,
+        "shared_bytes": kernel.metadata.shared,
+    }
+
+
+def used(ptxas_log: str) -> dict[str, int]:
+    """Registers of a thread, and the bytes that its code stores and loads because they are too few."""
+    registers = [int(number) for number in _REGISTERS.findall(ptxas_log)]
+    spilled_bytes = [int(stored) + int(loaded) for stored, loaded in _SPILLS.findall(ptxas_log)]
+    # The most of any function, should a kernel have one that is not inlined.
+    return {"registers": max(registers), "spilled_bytes": max(spilled_bytes)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="compile Triton kernels for an H100 by running their launch code")
+    parser.add_argument("report", type=Path)
+    parser.add_argument("cases", type=Path, nargs="?")
+    arguments = parser.parse_args()
+    if triton.knobs.runtime.interpret:
+        parser.error("TRITON_INTERPRET is set, and the interpreter compiles nothing; expected it unset")
+
+    began_s = time.perf_counter()
+    compiler = Compiler()
+    compiler.install()
+    chosen = (
+        runpy.run_path(str(arguments.cases), run_name=arguments.cases.stem)["cases"]() if arguments.cases else cases()
+    )
+    for name, launch in chosen.items():
+        compiler.call(name, launch)
+    report = {
+        "triton": triton.__version__,
+        "capability": CAPABILITY,
+        "cases": list(chosen),
+        "kernels": compiler.kernels,
+        "failures": compiler.failures,
+    }
+    arguments.report.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    print(f"{len(compiler.kernels)} kernels of {len(chosen)} cases in {time.perf_counter() - began_s:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

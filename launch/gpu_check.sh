@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What one GPU can show of this program, in under eight minutes and without network:
+# What one GPU can show of this program, in under nine minutes and without network:
 #   launch/gpu_check.sh DIR [--rehearse] [options of launch/setup.sh]
-# GPU tests but for routing (gpu_kernels.sh); configs/gpu-check.yaml at EP 1 (unaccounted time, probe overhead, noise floor); the expert
-# backends against a square matmul. All results land in DIR, a one-page summary last (DIR/summary.txt).
+# GPU tests; configs/gpu-check.yaml at EP 1 (unaccounted time, probe overhead, noise floor); the expert backends against a
+# square matmul; routing by Triton against torch at one prefill and one decode shape (gpu_kernels.sh: all, and its tests). All results land in DIR, a one-page summary last (DIR/summary.txt).
 # --rehearse  on the CPU at toy sizes and without the GPU tests: tries this script, measures nothing
 # Exit status: 0 everything ran, 1 something did not (the summary names it), 2 something to correct in the command.
 set -euo pipefail
@@ -13,8 +13,9 @@ experts=(--out "$out")
 step run 170 "$python" -m moe_ep_bench launch configs/gpu-check.yaml --out "$out/run" --nproc 1
 step table 30 "$python" -m moe_ep_bench summary "$out/run"
 step experts 60 "$python" benchmarks/experts.py "${experts[@]}"
-[ -n "$rehearse" ] || step tests 170 "$python" -m pytest -m gpu tests/test_gpu.py -q -p no:cacheprovider
+[ -n "$rehearse" ] || step tests 150 "$python" -m pytest -m gpu tests/test_gpu.py -q -p no:cacheprovider
+step policies 100 "$python" benchmarks/policies_gpu.py --quick --out "$out" $rehearse ${rehearse:+--rounds 1}
 step figures 30 "$python" plot_results.py "$out/run"
 
 [ -n "$rehearse" ] || report+=("$(tail -n 1 "$out/tests.txt")")
-finish experts.txt table.txt
+finish experts.txt policies.txt table.txt

@@ -212,7 +212,7 @@ def test_tokens_of_a_request_may_stand_anywhere(spec):
 
 
 @pytest.mark.parametrize("spec", REQUESTS, ids=str)
-def test_sorted_requests_route_like_torch(spec, launches):
+def test_sorted_requests_route_like_torch(spec, monkeypatch):
     monkeypatch.setattr(requests_triton, "_MOST_UNSORTED", 10)
     generator = torch.Generator().manual_seed(3)
     id_T = torch.randint(-1, 2, [48], generator=generator) * 2**61

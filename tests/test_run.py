@@ -124,6 +124,9 @@ def test_run_json_says_what_was_run_and_on_what(finished: Path) -> None:
     (comparison,) = run["comparisons"].values()
     assert comparison["scale"] == 0.03125
     assert comparison["backend"] == "gloo"
+    assert comparison["kernel"] == {"requested": "auto", "ran": "numba"}
+    assert {case["kernel"] for case in run["cases"].values() if case["role"] == "policy"} == {"numba"}
+    assert {case["kernel"] for case in run["cases"].values() if case["role"] != "policy"} == {None}
     assert abs(comparison["workload"]["achieved"]["peak_load"] - 4.0) < 0.1
     assert sorted(case["role"] for case in run["cases"].values()) == [
         "baseline", "ceiling", "noise", "policy", "policy", "policy", "policy",
@@ -352,6 +355,11 @@ BAD = {
     "override of unknown key": ({}, ["--set", "layer.dtpye=float32"], "layer.dtpye: no such key", "dtype"),
     "experts that cannot run": ({"layer__experts": "te"}, [], "layer.experts: te needs", "grouped"),
     "permutation that cannot run": ({"layer__permute": "fused"}, [], "layer.permute: fused needs", "indexed"),
+    "kernel that cannot run": (
+        {"layer__kernel": "triton"}, [],
+        "layer.kernel: triton cannot run topk: Triton compiles for CUDA GPUs", "expected auto, numba, torch",
+    ),
+    "unknown kernel": ({"layer__kernel": "cuda"}, [], "layer.kernel", "got 'cuda'"),
     "unknown backend": ({"layer__experts": "fast"}, [], "layer.experts", "got 'fast'"),
     "warm-up upside down": ({"measure__warmup": 3, "measure__max_warmup": 2}, [], "at least warmup=3", "got 2"),
     "no launch": ({"measure__launches": 0}, [], "measure.launches", "got 0"),
@@ -412,7 +420,7 @@ def test_a_dry_run_tells_cases_memory_and_time_and_runs_nothing(
     config = write_config(tmp_path)
     assert main(["launch", str(config), "--nproc", "2", "--dry-run", "--out", str(tmp_path / "out")]) == OK
     printed = capsys.readouterr().out
-    assert "token_drop capacity_factor=2.0" in printed
+    assert "token_drop capacity_factor=2.0, routed by numba" in printed
     assert "memory per rank about" in printed
     assert not (tmp_path / "out").exists()
 

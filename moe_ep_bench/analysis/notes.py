@@ -48,7 +48,7 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
     if not modelled:
         notes += _steadiness(comparison, baseline)
         routed = {r: r.breakdown.policy_share for r in results if r.breakdown and r.case.role == "policy"}
-        notes += _worst("choosing experts takes of the slowest rank's time", routed)
+        notes += _worst("choosing experts, share of the slowest rank's time", routed)
         notes += _worst("unaccounted time", {r: r.breakdown.unaccounted_share for r in results if r.breakdown})
     notes += _worst("probe overhead", {r: r.probe_overhead for r in results if r.probe_overhead is not None})
     if facts.random_weights and any(r.fidelity and not math.isnan(r.fidelity.output_error) for r in results):

@@ -344,7 +344,8 @@ def dry_run(config: Path, overrides: Sequence[str], world_size: int) -> int:
     for comparison in comparisons:
         print(f"{comparison.title} on {world_size} rank(s), {comparison.describe_workload()['description']}")
         for case in comparison.cases:
-            print(f"  {case.case_id}  {case.role:8}  {case.label}")
+            kernel = comparison.kernel_of(case, device.type)
+            print(f"  {case.case_id}  {case.role:8}  {case.label}" + (f", routed by {kernel}" if kernel else ""))
         ceilings = measure_ceilings(device, DTYPES[comparison.experiment.layer.dtype])
         iterations = comparison.num_iterations() * comparison.num_launches
         seconds = comparison.flops_per_rank() * iterations / (ceilings.matmul_tflops * 1e12)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from moe_ep_bench.measure.linear import linear_fit
+from moe_ep_bench.measure.linear import cost_fit, linear_fit
 
 
 def test_points_on_a_line_give_it_back() -> None:
@@ -91,3 +91,37 @@ def test_times_that_do_not_vary_have_no_r2() -> None:
 def test_what_cannot_be_fitted_is_refused(loads: list, times: list, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         linear_fit(loads, times)
+
+
+def test_points_on_a_plane_give_it_back() -> None:
+    activated, pairs = np.array([10, 20, 30, 20]), np.array([64, 64, 128, 512])
+    fit = cost_fit(activated, pairs, 37 + 3.5 * activated + 0.25 * pairs)
+    assert (fit.intercept_us, fit.per_expert_us, fit.per_pair_us, fit.r2) == pytest.approx((37, 3.5, 0.25, 1))
+    assert fit.num_points == 4
+
+
+def test_the_plane_is_numpy_s_least_squares() -> None:
+    random = np.random.default_rng(2)
+    activated, pairs = random.integers(1, 128, 60), random.integers(8, 4096, 60)
+    times = 20 + 3 * activated + 0.1 * pairs + random.standard_normal(60)
+    fit = cost_fit(activated, pairs, times)
+    oracle, *_ = np.linalg.lstsq(np.stack([np.ones(60), activated, pairs], axis=1), times, rcond=None)
+    assert (fit.intercept_us, fit.per_expert_us, fit.per_pair_us) == pytest.approx(tuple(oracle), rel=1e-6)
+    assert 0.99 < fit.r2 < 1
+
+
+@pytest.mark.parametrize(
+    ("activated", "pairs", "times", "message"),
+    [
+        ([1, 2, 3], [1, 5, 2], [1, 2, 3], "at least 4 points"),
+        ([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 5], "one that follows"),
+        ([5, 5, 5, 5], [2, 4, 6, 9], [1, 2, 3, 5], "one that follows"),
+        ([1, 2, 3, 4], [2, 4, 6], [1, 2, 3, 5], "shapes"),
+        ([1, 2, 3, math.nan], [2, 4, 6, 7], [1, 2, 3, 5], "finite"),
+    ],
+)
+def test_a_plane_that_cannot_be_fitted_is_refused(
+    activated: list[float], pairs: list[float], times: list[float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        cost_fit(activated, pairs, times)

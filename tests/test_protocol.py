@@ -227,6 +227,7 @@ def test_ceilings_are_rates_of_what_was_done(monkeypatch: pytest.MonkeyPatch) ->
     found = ceilings.measure_ceilings(torch.device("cpu"), torch.float32)
     assert found.matmul_tflops == pytest.approx(2 * 1000 / 100e-6 / 1e12)
     assert found.copy_gbps == pytest.approx(2 * 500 / 100e-6 / 1e9)
+    assert found.read_gbps == pytest.approx(500 / 100e-6 / 1e9)
 
 
 @given(st.integers(1, 60), st.sampled_from([8, 16, 64]), st.integers(1, 8))

@@ -1,4 +1,4 @@
-"""The figures of a run. ``FIGURES`` is the table of those of every run, ``SWEEP_FIGURES`` of those that need a sweep.
+"""The figures of a run: ``FIGURES`` of every run, ``SWEEP_FIGURES`` of a sweep, ``DECODE_FIGURES`` of decode steps.
 
 Each is one sheet with a panel, or a row of panels, per comparison. It is drawn only when the rows
 hold what it needs. A speed is never drawn without its fidelity, and every footer says how, on what
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from moe_ep_bench.analysis.activated import activated_figure, decode_steps
 from moe_ep_bench.analysis.bars import load_figure, phases_figure
 from moe_ep_bench.analysis.lines import dropped_figure, speedup_figure
 from moe_ep_bench.analysis.load import Run
@@ -33,11 +34,16 @@ SWEEP_FIGURES: dict[str, Draw] = {
     "map": map_figure,
     "sweep": sweep_figure,
 }
+DECODE_FIGURES: dict[str, Draw] = {
+    "activated": activated_figure,
+}
+ALL_FIGURES = {**FIGURES, **SWEEP_FIGURES, **DECODE_FIGURES}
 
 
 def figure_names(run: Run) -> list[str]:
-    """The figures to expect of a run: those of a sweep only where it has one."""
-    return [*FIGURES, *(SWEEP_FIGURES if any(facts.point for facts in run.comparisons.values()) else ())]
+    """The figures to expect of a run: of a sweep where it has one, of decode where steps leave experts idle."""
+    has_sweep = any(facts.point for facts in run.comparisons.values())
+    return [*FIGURES, *(SWEEP_FIGURES if has_sweep else ()), *(DECODE_FIGURES if decode_steps(run) else ())]
 
 
 def draw_figures(
@@ -47,7 +53,7 @@ def draw_figures(
 
     Args:
         formats: some of ``FORMATS``.
-        names: some of ``FIGURES`` and ``SWEEP_FIGURES``; None = those to expect (``figure_names``).
+        names: some of ``ALL_FIGURES``; None = those to expect (``figure_names``).
 
     Returns:
         The files written, and the names of the figures for which the run lacks the rows.
@@ -57,7 +63,7 @@ def draw_figures(
     written, lacking = [], []
     with house_style():
         for name in figure_names(run) if names is None else names:
-            figure = {**FIGURES, **SWEEP_FIGURES}[name](run, comparisons, looks)
+            figure = ALL_FIGURES[name](run, comparisons, looks)
             if figure is None:
                 lacking.append(name)
                 continue

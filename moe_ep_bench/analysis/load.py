@@ -89,6 +89,7 @@ class Comparison(_Described):
     departures: list[str]  # where the layer is simpler than the model
     links: str | None = None  # the model of what moved between ranks, where nothing did
     device: str | None = None  # the model of the device, where nothing was run
+    placement: str = "contiguous"  # of experts on ranks, where they are emulated
     point: dict[str, Any] = {}  # of the config's sweep: dotted keys with their values
     workload: Workload
 
@@ -107,6 +108,7 @@ class Ceilings(_Described):
     matmul_size: int
     matmul_tflops: float
     copy_gbps: float
+    read_gbps: float | None = None  # results of older versions do not say
 
 
 class RankConditions(_Described):

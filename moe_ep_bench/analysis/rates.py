@@ -23,7 +23,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.load import Case, Comparison, Conditions
 
-_VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 # Beside each pair's hidden state its routing weight travels, in float32.
 _WEIGHT_BYTES = 4
 
@@ -58,7 +58,7 @@ def rates(case: Case, comparison: Comparison, conditions: Sequence[Conditions]) 
     times = case.timings[case.timings["kind"] == "breakdown"]
     if not conditions or not (times["phase"] == "experts").any():
         return None
-    hidden_bytes = comparison.hidden_size * _VALUE_BYTES[comparison.dtype]
+    hidden_bytes = comparison.hidden_size * VALUE_BYTES[comparison.dtype]
     crossing = case.routing.groupby("batch")[["crossing_pairs", "crossing_copies"]].sum().mean()
     buffers = _fullest_buffer_pairs(case.routing, comparison.num_ranks)
     dispatch = _bandwidth(times, "dispatch", buffers * (hidden_bytes + _WEIGHT_BYTES), comparison.num_ranks)
@@ -96,7 +96,7 @@ def _expert_rates(
     case: Case, times: pd.DataFrame, comparison: Comparison, conditions: Sequence[Conditions]
 ) -> tuple[float, float, float]:
     """TFLOP/s, its share of the matmul's, and the share of the copy's bandwidth."""
-    hidden, ffn, size = comparison.hidden_size, comparison.ffn_hidden_size, _VALUE_BYTES[comparison.dtype]
+    hidden, ffn, size = comparison.hidden_size, comparison.ffn_hidden_size, VALUE_BYTES[comparison.dtype]
     experts_us = times[times["phase"] == "experts"].set_index(["rank", "batch"])["time_us"].sort_index()
     matmul_tflops, copy_gbps = (
         np.median([[getattr(rank.ceilings, name) for rank in launch.ranks] for launch in conditions], axis=0)
@@ -106,9 +106,7 @@ def _expert_rates(
         matmul_tflops, copy_gbps = (np.repeat(value, comparison.world_size) for value in (matmul_tflops, copy_gbps))
     found = []
     for batch, rows in case.routing.groupby("batch"):
-        loads = np.stack(rows.sort_values("rank")["load_E"].to_list())
-        per_replica = loads.reshape(-1, comparison.num_ranks, comparison.num_experts).sum(axis=1)
-        per_rank = per_replica.reshape(comparison.world_size, -1)  # [ranks, local experts]
+        per_rank = pairs_by_rank(rows, comparison)
         rank = int(per_rank.sum(axis=1).argmax())
         pairs, activated = int(per_rank[rank].sum()), int((per_rank[rank] > 0).sum())
         moved_bytes = size * (3 * hidden * ffn * activated + pairs * (2 * hidden + 6 * ffn))
@@ -117,3 +115,14 @@ def _expert_rates(
             found.append((tflops, tflops / matmul_tflops[rank], gbps / copy_gbps[rank]))
     tflops, of_matmul, of_copy = np.median(found, axis=0)
     return float(tflops), float(of_matmul), float(of_copy)
+
+
+def pairs_by_rank(rows: pd.DataFrame, comparison: Comparison) -> np.ndarray:
+    """Pairs of each rank's own experts, all source ranks of its replica together: [ranks, local experts].
+
+    Args:
+        rows: a batch's routing rows. Experts are placed contiguously.
+    """
+    loads = np.stack(rows.sort_values("rank")["load_E"].to_list())
+    per_replica = loads.reshape(-1, comparison.num_ranks, comparison.num_experts).sum(axis=1)
+    return per_replica.reshape(comparison.world_size, -1)

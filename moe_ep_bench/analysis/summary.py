@@ -10,6 +10,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 
+from moe_ep_bench.analysis.activated import Steps, decode_steps, decode_words
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.notes import notes_of, warnings_of
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
@@ -55,8 +56,15 @@ _REASON_WIDTH = 90
 
 def summary_table(run: Run) -> str:
     """Render every comparison of a run as a table with its notes and warnings."""
-    blocks = [_block(run, comparison) for comparison in analyse(run)]
+    comparisons = analyse(run)
+    blocks = [_block(run, comparison) for comparison in comparisons]
+    blocks += [_decode_block(steps) for steps in decode_steps(run, comparisons)]
     return "\n\n".join([*blocks, count_words(run)])
+
+
+def _decode_block(steps: Steps) -> str:
+    """What a step takes by the experts that it activates."""
+    return "\n".join([f"{steps.title}: time and activated experts", *(f"  {line}" for line in decode_words(steps))])
 
 
 def _block(run: Run, comparison: ComparisonResult) -> str:

@@ -26,11 +26,13 @@ class Ceilings:
     Attributes:
         matmul_tflops: square matmul of ``matmul_size``.
         copy_gbps: bytes read and written per second by a copy, in 1e9.
+        read_gbps: bytes read per second by a sum, in 1e9: what weights that are read once can hope for.
     """
 
     matmul_size: int
     matmul_tflops: float
     copy_gbps: float
+    read_gbps: float
 
 
 @torch.inference_mode()
@@ -42,7 +44,9 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     source = torch.zeros(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_us = _median_us(lambda: target.copy_(source), device)
-    return Ceilings(size, 2 * size**3 / matmul_us / 1e6, 2 * len(source) / copy_us / 1e3)
+    numbers = source.view(torch.float32)
+    read_us = _median_us(numbers.sum, device)
+    return Ceilings(size, 2 * size**3 / matmul_us / 1e6, 2 * len(source) / copy_us / 1e3, len(source) / read_us / 1e3)
 
 
 def _median_us(function: Callable[[], object], device: torch.device) -> float:

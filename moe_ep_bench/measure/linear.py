@@ -23,6 +23,54 @@ _MIN_POINTS = 3
 
 
 @dataclass(frozen=True)
+class CostFit:
+    """time = intercept + per_expert x activated experts + per_pair x pairs (OEA, arXiv 2511.02237, section 2: b and a).
+
+    Attributes:
+        r2: share of the times' variation that it explains; NaN where they do not vary.
+        num_points: N.
+    """
+
+    intercept_us: float
+    per_expert_us: float
+    per_pair_us: float
+    r2: float
+    num_points: int
+
+
+def cost_fit(activated_N: ArrayLike, pairs_N: ArrayLike, times_us_N: ArrayLike) -> CostFit:
+    """Fit times to activated experts and pairs by ordinary least squares.
+
+    Raises:
+        ValueError: fewer than four points, numbers that are not finite, columns of different lengths, or activated
+            experts and pairs of which one follows from the other.
+    """
+    activated_N, pairs_N, times_N = (np.asarray(one, dtype=np.float64) for one in (activated_N, pairs_N, times_us_N))
+    if times_N.ndim != 1 or not activated_N.shape == pairs_N.shape == times_N.shape:
+        shapes = f"{activated_N.shape}, {pairs_N.shape}, {times_N.shape}"
+        raise ValueError(f"fit: expected activated experts, pairs and a time for each point, got shapes {shapes}")
+    if len(times_N) <= _MIN_POINTS:
+        raise ValueError(f"fit: expected at least {_MIN_POINTS + 1} points, got {len(times_N)}")
+    if not np.all(np.isfinite(activated_N) & np.isfinite(pairs_N) & np.isfinite(times_N)):
+        raise ValueError("fit: expected finite activated experts, pairs and times, got others")
+    columns = np.stack([np.ones_like(times_N), activated_N, pairs_N], axis=1)
+    scale = np.abs(columns).max(axis=0)
+    solution, _, rank, _ = np.linalg.lstsq(columns / np.where(scale > 0, scale, 1), times_N, rcond=1e-9)
+    if rank < columns.shape[1]:
+        raise ValueError("fit: expected activated experts and pairs that vary on their own, got one that follows")
+    intercept_us, per_expert_us, per_pair_us = (solution / scale).tolist()
+    residual_N, from_mean_N = times_N - columns @ (solution / scale), times_N - times_N.mean()
+    variation = float(from_mean_N @ from_mean_N)
+    return CostFit(
+        intercept_us=intercept_us,
+        per_expert_us=per_expert_us,
+        per_pair_us=per_pair_us,
+        r2=1 - float(residual_N @ residual_N) / variation if np.any(times_N != times_N[0]) else math.nan,
+        num_points=len(times_N),
+    )
+
+
+@dataclass(frozen=True)
 class LinearFit:
     """time = intercept + slope x load.
 

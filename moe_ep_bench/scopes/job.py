@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from moe_ep_bench.attempts import Mark
 from moe_ep_bench.exit_codes import LOST
+from moe_ep_bench.progress import progress_bar
 from moe_ep_bench.ranks import Ranks
 from moe_ep_bench.records import RunDirectory
 from moe_ep_bench.scopes.comparison import CaseSpec, Comparison, Planned
@@ -95,13 +96,7 @@ def open_job(
     """
     mark = Mark(marks, ranks.rank)
     watchdog = Watchdog(timeout_s, mark.explain)
-    progress = tqdm(
-        total=num_iterations,
-        unit="iteration",
-        disable=not (ranks.is_first and num_iterations),
-        mininterval=1.0,
-        dynamic_ncols=True,
-    )
+    progress = progress_bar(num_iterations, "iteration", shown=ranks.is_first)
     job = Job(ranks, directory, run_id, launch, mark, watchdog, progress, mode)
     try:
         yield job

@@ -37,6 +37,7 @@ from moe_ep_bench.placement import Placement
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.policies.selection import top_k_map
+from moe_ep_bench.progress import progress_bar
 from moe_ep_bench.records import SCHEMA_VERSION, RunDirectory, stable_hash
 from moe_ep_bench.scopes.comparison import (
     BASELINE,
@@ -259,7 +260,7 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
         print("moe-ep-bench: all cases were routed before; --force routes them again", file=sys.stderr)
     wanted_batches = zip(comparisons, statistics, strict=True)
     total = sum(comparison.workload.num_batches for comparison, wanted in wanted_batches if wanted)
-    progress = tqdm(total=total, unit="batch", disable=not total, mininterval=1.0, dynamic_ncols=True)
+    progress = progress_bar(total, "batch")
     with progress, one_thread(), torch.inference_mode():
         for comparison, cases, wanted in zip(comparisons, todo, statistics, strict=True):
             if wanted:

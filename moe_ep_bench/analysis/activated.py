@@ -1,0 +1,213 @@
+"""Decode: the experts' time over the experts that a step activates.
+
+A decode step is bound by memory: what it takes is the weights that it reads, those of the activated experts, however
+many tokens share them (OEA, arXiv 2511.02237, Figure 1). Under expert parallelism each rank reads its own, so the rank
+that activates most decides. Here every batch of every case is a point, activated experts of that rank against the
+experts' phase of the slowest rank; points of all comparisons of one layer on one machine are pooled, so that a
+sweep over the tokens of a step, and policies that activate fewer, lie on one line. What the line's slope is worth
+shows beside the bound: an expert's weights over the bandwidth at which this device reads.
+
+OEA's cost model (section 2) has a term for the tokens too: time = c + b x activated + a x pairs.
+
+Shapes: N = points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from moe_ep_bench.analysis.load import Case, Comparison, Run
+from moe_ep_bench.analysis.rates import VALUE_BYTES, pairs_by_rank
+from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
+from moe_ep_bench.analysis.style import INK, MUTED, Look, panel_title, sheet
+from moe_ep_bench.analysis.words import OVERSUBSCRIBED, footer_lines
+from moe_ep_bench.measure.linear import CostFit, LinearFit, cost_fit, linear_fit
+
+# A run is a decode run where this share of the experts, on the fullest rank, lies idle in some batch.
+_LEAST_IDLE = 0.05
+_ROLES = ("baseline", "policy")
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """Batches of comparisons that differ in their tokens alone.
+
+    Attributes:
+        comparisons: of the run, in its order.
+        points: a row per batch and case: label, family (native: None), num_tokens, activated, pairs, time_us.
+        line: of time over activated experts; None where a line cannot be fitted.
+        cost: the same with a term for pairs; None where the two cannot be told apart.
+        bound_us: one expert's weights at the bandwidth that was measured beside the run; None where none was.
+    """
+
+    comparisons: list[Comparison]
+    points: pd.DataFrame
+    line: LinearFit | None
+    cost: CostFit | None
+    bound_us: float | None
+
+    @property
+    def title(self) -> str:
+        facts = self.comparisons[0]
+        tokens = sorted({one.num_tokens for one in self.comparisons})
+        shown = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
+        return f"{facts.model}, EP {facts.num_ranks}, {shown} tokens a step"
+
+
+def decode_steps(run: Run, comparisons: Sequence[ComparisonResult] | None = None) -> list[Steps]:
+    """Pool a run's points; nothing where every batch activates all experts, or nothing was timed by phase."""
+    found = []
+    pools: dict[tuple[object, ...], list[ComparisonResult]] = {}
+    for result in analyse(run) if comparisons is None else comparisons:
+        if result.comparison.device is None and result.comparison.placement == "contiguous":
+            pools.setdefault(_layer(result.comparison), []).append(result)
+    for pool in pools.values():
+        parts = [_points(result) for result in pool]
+        points = pd.concat([part for part in parts if len(part)] or [pd.DataFrame()], ignore_index=True)
+        facts = pool[0].comparison
+        local = facts.num_experts // facts.num_ranks
+        if points.empty or points["activated"].min() > (1 - _LEAST_IDLE) * local:
+            continue
+        found.append(
+            Steps(
+                [result.comparison for result in pool],
+                points,
+                _or_none(linear_fit, points["activated"], points["time_us"]),
+                _or_none(cost_fit, points["activated"], points["pairs"], points["time_us"]),
+                _bound_us(pool),
+            )
+        )
+    return found
+
+
+def _layer(facts: Comparison) -> tuple[object, ...]:
+    """What makes a step's time comparable with another's."""
+    return facts.model, facts.scale, facts.num_ranks, facts.dtype, facts.experts.ran, facts.flush_l2
+
+
+def _or_none(fit, *columns: pd.Series):
+    try:
+        return fit(*columns)
+    except ValueError:
+        return None
+
+
+def _points(result: ComparisonResult) -> pd.DataFrame:
+    rows = []
+    for one in result.results:
+        if one.case.role in _ROLES and one.case.is_ok:
+            rows += _case_points(one.case, result.comparison, None if one.case.role == "baseline" else one.family)
+    return pd.DataFrame(rows)
+
+
+def _case_points(case: Case, facts: Comparison, family: str | None) -> list[dict[str, object]]:
+    times = case.timings[(case.timings["kind"] == "breakdown") & (case.timings["phase"] == "experts")]
+    slowest_us = times.groupby(["batch", "launch", "iteration"])["time_us"].max().groupby("batch").median()
+    rows = []
+    for batch, time_us in slowest_us.items():
+        pairs_RL = pairs_by_rank(case.routing[case.routing["batch"] == batch], facts)
+        activated_R = (pairs_RL > 0).sum(axis=1)
+        fullest = int(activated_R.argmax())
+        rows.append(
+            {
+                "label": case.label,
+                "family": family,
+                "num_tokens": facts.num_tokens,
+                "activated": int(activated_R[fullest]),
+                "pairs": int(pairs_RL[fullest].sum()),
+                "time_us": float(time_us),
+            }
+        )
+    return rows
+
+
+def _bound_us(pool: Sequence[ComparisonResult]) -> float | None:
+    facts = pool[0].comparison
+    measured = [rank.ceilings.read_gbps for result in pool for launch in result.conditions for rank in launch.ranks]
+    if not measured or None in measured:
+        return None
+    weights_bytes = 3 * facts.hidden_size * facts.ffn_hidden_size * VALUE_BYTES[facts.dtype]
+    return weights_bytes / float(np.median(measured)) / 1e3
+
+
+def decode_words(steps: Steps) -> list[str]:
+    """The line, the cost model and the bound, as lines of text."""
+    lines = []
+    if steps.line is not None:
+        line = steps.line
+        lines.append(
+            f"experts' time = {line.intercept_us:.1f} us + {line.slope_us:.2f} us x activated experts of the fullest "
+            f"rank [{line.slope_low_us:.2f}, {line.slope_high_us:.2f}], R2 {line.r2:.4f}, {line.num_points} points"
+        )
+    if steps.cost is not None:
+        cost = steps.cost
+        lines.append(
+            f"with a term for tokens: {cost.intercept_us:.1f} us + {cost.per_expert_us:.2f} us x activated + "
+            f"{cost.per_pair_us:.3f} us x pairs, R2 {cost.r2:.4f}"
+        )
+    if steps.bound_us is not None:
+        lines.append(f"bound: {steps.bound_us:.2f} us an expert, its weights at the speed at which this device reads")
+    return lines
+
+
+def activated_figure(run: Run, comparisons: list[ComparisonResult], looks: dict[str, Look]) -> Figure | None:
+    """Time over activated experts: points, the fitted line, and the bound."""
+    pools = decode_steps(run, comparisons)
+    if not pools:
+        return None
+    facts = [one for steps in pools for one in steps.comparisons]
+    families = {family for steps in pools for family in steps.points["family"] if family is not None}
+    legend = [("native", _dots(INK, "o"))]
+    legend += [(look.label, _dots(look.colour, look.marker)) for family, look in looks.items() if family in families]
+    legend += [("fitted line", Line2D([], [], color=INK, linewidth=1.2))]
+    if any(steps.bound_us is not None for steps in pools):
+        legend += [("bound: weights read at this device's speed", Line2D([], [], color=MUTED, linestyle="--"))]
+    columns = min(2, len(pools))
+    rows = -(-len(pools) // columns)
+    figure = sheet(
+        "A decode step takes as long as the experts that it activates",
+        "Phase `experts` of the slowest rank, median over iterations of a batch, over the activated experts of the "
+        "rank that activates most. A point is a batch under a case.",
+        footer_lines(run, facts, [OVERSUBSCRIBED] if any(fact.oversubscribed for fact in facts) else []),
+        legend,
+        width=8.5 if columns == 1 else 12.5,
+        body=4.4 * rows,
+    )
+    grid = figure.add_gridspec(rows, columns)
+    for index, steps in enumerate(pools):
+        axes = figure.add_subplot(grid[divmod(index, columns)])
+        panel_title(axes, steps.title, 6.3 if columns == 1 else 4.6)
+        _panel(axes, steps, looks)
+    return figure
+
+
+def _dots(colour: str, marker: str) -> Line2D:
+    return Line2D([], [], color=colour, marker=marker, linestyle="", markersize=5)
+
+
+def _panel(axes: Axes, steps: Steps, looks: dict[str, Look]) -> None:
+    points = steps.points
+    for family, part in points.groupby("family", dropna=False):
+        look = looks.get(str(family))
+        colour, marker = (INK, "o") if look is None else (look.colour, look.marker)
+        axes.plot(
+            part["activated"], part["time_us"], linestyle="", marker=marker, color=colour, markersize=4, alpha=0.6
+        )
+    ends = np.array([0, points["activated"].max() * 1.05])
+    if steps.line is not None:
+        axes.plot(ends, steps.line.intercept_us + steps.line.slope_us * ends, color=INK, linewidth=1.2)
+        words = f"{steps.line.intercept_us:.0f} us + {steps.line.slope_us:.2f} us an expert, R2 {steps.line.r2:.3f}"
+        axes.text(0.03, 0.96, words, transform=axes.transAxes, va="top", fontsize=9)
+    if steps.bound_us is not None:
+        axes.plot(ends, steps.bound_us * ends, color=MUTED, linestyle="--", linewidth=1.2)
+    axes.set_xlim(0, ends[1])
+    axes.set_ylim(0, None)
+    axes.set_xlabel("activated experts (fullest rank)")
+    axes.set_ylabel("experts (us)")

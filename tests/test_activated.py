@@ -1,0 +1,91 @@
+"""A decode step's time over the experts that it activates: points, line, bound, and when there is nothing to draw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from results_builder import CEILINGS, FFN_SIZE, HIDDEN_SIZE, FakeCase, FakeComparison, standard_cases, write_run
+
+from moe_ep_bench.analysis.activated import Steps, decode_steps, decode_words
+from moe_ep_bench.analysis.figures import draw_figures, figure_names
+from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.summary import summary_table
+
+FIXED_US, EXPERT_US, READ_GBPS = 80.0, 200.0, 2.0
+NATIVE_US = 2000.0  # of which the experts take 0.44 on the slowest rank
+
+
+def step(policy: str, loads: list[float], role: str = "policy") -> FakeCase:
+    """A case whose experts take what their number says; 8 experts on 2 ranks."""
+    load_E = np.array(loads)
+    activated = (load_E.reshape(2, -1) > 0).sum(axis=1).max()
+    wanted_us = FIXED_US + EXPERT_US * activated
+    return FakeCase(policy, role=role, label=policy, speedup=0.44 * NATIVE_US / wanted_us, expert_load=load_E)
+
+
+STEPS = [
+    step("native", [1, 1, 1, 1, 1, 1, 1, 1], role="baseline"),
+    step("oea", [2, 2, 0, 0, 0, 2, 1, 1]),  # the second rank activates more
+    step("lynx", [4, 0, 0, 0, 4, 0, 0, 0]),
+    step("xshare", [0, 3, 3, 0, 1, 0, 0, 1]),
+]
+
+
+def steps_of(root: Path, *comparisons: FakeComparison) -> list[Steps]:
+    return decode_steps(load_run(write_run(root, comparisons)))
+
+
+def decode(identity: str = "c0", **changes: object) -> FakeComparison:
+    rank = {"ceilings": {**CEILINGS, "read_gbps": READ_GBPS}}
+    exact = {"noise": 0.0, "probe_overhead": 0.0, "cases": STEPS, "conditions": {"rank": rank}}
+    return FakeComparison(**{"comparison_id": identity, **exact, **changes})
+
+
+def test_the_fullest_rank_s_experts_give_back_what_each_costs(tmp_path: Path) -> None:
+    (steps,) = steps_of(tmp_path, decode())
+    by_case = steps.points.groupby("label")["activated"].unique().map(list).to_dict()
+    assert by_case == {"native": [4], "oea": [3], "lynx": [1], "xshare": [2]}
+    assert len(steps.points) == 4 * 10  # cases, batches
+    assert (steps.line.intercept_us, steps.line.slope_us, steps.line.r2) == pytest.approx((FIXED_US, EXPERT_US, 1))
+    # 10**9 bytes are a gigabyte, an expert has three matrices, a value two bytes.
+    assert steps.bound_us == pytest.approx(3 * HIDDEN_SIZE * FFN_SIZE * 2 / (READ_GBPS * 1e9) * 1e6)
+
+
+def test_comparisons_that_differ_in_their_tokens_alone_are_pooled(tmp_path: Path) -> None:
+    few, many = decode("few", tokens=64), decode("many", tokens=128)
+    other = decode("other", facts={"model": "Other-MoE"})
+    pools = steps_of(tmp_path, few, many, other)
+    assert [sorted(set(steps.points["num_tokens"])) for steps in pools] == [[64, 128], [4096]]
+    assert pools[0].title == "Tiny-MoE, EP 2, 64 to 128 tokens a step"
+    assert pools[0].cost is not None
+    assert (pools[0].cost.per_expert_us, pools[0].cost.per_pair_us) == pytest.approx((EXPERT_US, 0), abs=1e-6)
+
+
+def test_a_run_whose_steps_activate_everything_has_no_such_figure(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, [FakeComparison(cases=standard_cases())])
+    assert decode_steps(load_run(directory)) == []
+    assert "activated" not in figure_names(load_run(directory))
+
+
+@pytest.mark.parametrize("facts", [{"device": "H100 (modelled)"}, {"placement": "strided"}])
+def test_what_is_modelled_or_placed_otherwise_is_left_out(facts: dict[str, str], tmp_path: Path) -> None:
+    assert steps_of(tmp_path, decode(facts=facts)) == []
+
+
+def test_the_summary_and_the_figure_say_it(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path, [decode()]))
+    text = summary_table(run)
+    assert "experts' time = 80.0 us + 200.00 us x activated experts of the fullest rank" in text
+    assert f"bound: {3 * HIDDEN_SIZE * FFN_SIZE * 2 / READ_GBPS / 1e3:.2f} us an expert" in text
+    assert "activated" in figure_names(run)
+    written, lacking = draw_figures(run, tmp_path / "figures", ["png"], ["activated"])
+    assert [path.name for path in written] == ["activated.png"]
+    assert not lacking
+
+
+def test_results_without_a_read_bandwidth_have_no_bound(tmp_path: Path) -> None:
+    (steps,) = steps_of(tmp_path, decode(conditions={}))
+    assert steps.bound_us is None
+    assert not any("bound" in line for line in decode_words(steps))

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # What one GPU can show of this program, in under nine minutes and without network:
 #   launch/gpu_check.sh DIR [--rehearse] [options of launch/setup.sh]
-# GPU tests; configs/gpu-check.yaml at EP 1 (unaccounted time, probe overhead, noise floor); the expert backends against a
-# square matmul; routing by Triton against torch at one prefill and one decode shape (gpu_kernels.sh: all, and its tests). All results land in DIR, a one-page summary last (DIR/summary.txt).
+# GPU tests; configs/gpu-check.yaml at EP 1 (unaccounted time, probe overhead, noise floor); the expert backends against
+# a square matmul; routing by Triton against torch at one prefill and one decode shape (gpu_kernels.sh has all shapes).
+# All results land in DIR, a summary last (DIR/summary.txt). Where time counts, run launch/setup.sh before.
 # --rehearse  on the CPU at toy sizes and without the GPU tests: tries this script, measures nothing
 # Exit status: 0 everything ran, 1 something did not (the summary names it), 2 something to correct in the command.
 set -euo pipefail

@@ -37,7 +37,8 @@ step() {
   local name=$1 limit=$2 begin=$SECONDS status=0
   shift 2
   echo "$script: $name ..."
-  timeout --kill-after=10 "$limit" "$@" >"$out/$name.txt" 2>"$out/$name.err" || status=$?
+  # INT, so that what is stopped says what it knows: pytest its failures.
+  timeout --signal=INT --kill-after=10 "$limit" "$@" >"$out/$name.txt" 2>"$out/$name.err" || status=$?
   case $status in
     0) report+=("$name: done in $((SECONDS - begin)) s") ;;
     124 | 137) report+=("$name: FAILED, not done within $limit s ($name.txt, $name.err)") ;;

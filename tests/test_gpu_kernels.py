@@ -78,8 +78,14 @@ def coarse(scores_TE: Tensor) -> Tensor:
     return (scores_TE * EXACT).ceil() / EXACT
 
 
-@pytest.mark.parametrize("number", range(len(TRITON_SPECS)))
-@pytest.mark.parametrize("shape", [(1, 64), (16, 128), (777, 60), (3001, 256)], ids=str)
+def one_shape_each() -> list[Any]:
+    """Every spec with one of the shapes, each of which meets every option of a model: kernels compile for each pair."""
+    shapes = [(1, 64), (16, 128), (777, 60), (3001, 256)]
+    drawn = [(shapes[(number + number // 4) % 4], number) for number in range(len(TRITON_SPECS))]
+    return [pytest.param(shape, number, id=f"{shape[0]}x{shape[1]}-{number}") for shape, number in drawn]
+
+
+@pytest.mark.parametrize(("shape", "number"), one_shape_each())
 def test_every_policy_routes_like_torch(shape: tuple[int, int], number: int, device: torch.device) -> None:
     options = model(*shape, number, device)
     scores_TE = coarse(random_scores("softmax" if number % 2 else "sigmoid", *shape, number)).to(device)
@@ -116,13 +122,13 @@ def test_the_largest_batches_are_routed_like_torch(shape: tuple[int, int], spec:
     options = {"top_k": 8, "num_ranks": 8, "normalize": True, "request_id_T": request_T}
     ours, expected = both(policy, scores_TE, options)
     assert_same_choice(ours, expected)
-    again, _ = both(policy, scores_TE, options)
+    again = policy.route(scores_TE, RoutingContext(**options))
     assert torch.equal(again.map_TE, ours.map_TE)
     assert torch.equal(again.weights_TE, ours.weights_TE)
 
 
 @pytest.mark.parametrize("spec", BIG, ids=lambda spec: make_policy(spec).label.replace(" ", ","))
-@pytest.mark.parametrize("num_tokens", [1, 16, 100])
+@pytest.mark.parametrize("num_tokens", [16, 100])
 def test_a_graph_routes_new_scores_as_a_launch_does(num_tokens: int, spec: Spec, device: torch.device) -> None:
     policy = make_policy(spec)
     select = twins_of("triton", "cuda")[type(policy)].select

@@ -160,8 +160,8 @@ def _offer(
         tl.store(standing_ptr + to, tl.where(is_pair, standing, NO_PAIR), mask=is_slot)
         if score_ptr is not None:
             tl.store(score_ptr + to, tl.load(scores_ptr + at, mask=is_pair, other=0.0), mask=is_slot)
-        bin = (local // NUM_SHARED)[None, :] * NUM_BINS + (standing >> bin_shift).to(tl.int32)
-        tl.atomic_add(histogram_ptr + bin, 1, mask=is_pair, sem="relaxed")
+        bucket = (local // NUM_SHARED)[None, :] * NUM_BINS + (standing >> bin_shift).to(tl.int32)
+        tl.atomic_add(histogram_ptr + bucket, 1, mask=is_pair, sem="relaxed")
     elif NUM_MORE > 0:
         for slot in range(TOP_K, TOP_K + NUM_MORE):
             key, expert = best_key(keys, expert_W)
@@ -187,8 +187,8 @@ def _offer_one(
     tl.store(standing_ptr + to, tl.where(is_valid, standing, NO_PAIR), mask=is_token)
     if score_ptr is not None:
         tl.store(score_ptr + to, tl.load(scores_ptr + at, mask=is_valid, other=0.0), mask=is_token)
-    bin = expert // NUM_SHARED * NUM_BINS + (standing >> bin_shift).to(tl.int32)
-    tl.atomic_add(histogram_ptr + bin, 1, mask=is_valid, sem="relaxed")
+    bucket = expert // NUM_SHARED * NUM_BINS + (standing >> bin_shift).to(tl.int32)
+    tl.atomic_add(histogram_ptr + bucket, 1, mask=is_valid, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["least", "whole", "part", "per", "bin_shift"])
@@ -229,9 +229,9 @@ def _gather(
     is_pair = standing != NO_PAIR
     group = expert_at(standing, index_bits, NUM_EXPERTS) // NUM_SHARED
     is_listed = is_pair & ((standing >> bin_shift) == tl.load(bin_ptr + group, mask=is_pair, other=-1))
-    place = tl.atomic_add(next_ptr + group, 1, mask=is_listed, sem="relaxed")
+    nth = tl.atomic_add(next_ptr + group, 1, mask=is_listed, sem="relaxed")
     start = tl.load(start_ptr + group, mask=is_listed, other=0)
-    tl.store(listed_ptr + start + place, standing, mask=is_listed)
+    tl.store(listed_ptr + start + nth, standing, mask=is_listed)
 
 
 @triton.jit(do_not_specialize=["bin_shift"])

@@ -81,7 +81,7 @@ def ranking(policy: CapacityPolicy, scores_TE: Tensor, context: RoutingContext) 
 class Room:
     """A capacity that a kernel can compute: max(least, whole * T + part * T // per).
 
-    T counts valid tokens where ``of_valid``; else ``least`` says it all.
+    T counts valid tokens where ``of_valid``; without it the host knew T, and ``least`` is the whole capacity.
     """
 
     least: int

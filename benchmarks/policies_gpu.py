@@ -118,7 +118,7 @@ class Bench:
         return is_sequential and self.num_tokens > MOST_SEQUENTIAL_TOKENS
 
     def _triton(self, policy: Policy) -> Callable[[], Any] | None:
-        twin = twins.twins_of("triton", "cuda").get(type(policy))
+        twin = twins.triton_twins().get(type(policy))
         return None if twin is None else lambda: twin.select(policy, self.scores_TE, self.context, None)
 
     def _plain(self, policy: Policy) -> Callable[[], Any]:

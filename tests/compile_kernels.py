@@ -49,6 +49,9 @@ def cases() -> dict[str, Callable[[], object]]:
         "weighted_swiglu, bfloat16": partial(swiglu, 64, 1408, torch.bfloat16),
         "weighted_swiglu, odd size": partial(swiglu, 3, 27, torch.bfloat16),
         **{f"{name}, {shape}": partial(_route, spec, shape) for name, shape, spec in ROUTED},
+        "decode experts, qwen3": partial(_decode, 16, 128, 2048, 768, torch.bfloat16),
+        "decode experts, gpt-oss": partial(_decode, 64, 32, 2880, 2880, torch.bfloat16),
+        "decode experts, odd sizes": partial(_decode, 3, 5, 45, 27, torch.float32),
     }
 
 
@@ -90,9 +93,22 @@ ROUTED: list[tuple[str, str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+def _decode(num_tokens: int, num_experts: int, hidden_size: int, ffn_size: int, dtype: torch.dtype) -> object:
+    """A decode step's experts. Their weights take no memory, for nobody touches them."""
+    from moe_ep_bench.kernels.decode_experts_triton import decode_experts
+
+    return decode_experts(
+        torch.empty(num_tokens, hidden_size, dtype=dtype),
+        torch.empty(num_tokens, num_experts, dtype=torch.bool),
+        torch.empty(num_tokens, num_experts),
+        torch.empty(num_experts, 2 * ffn_size, hidden_size, dtype=dtype),
+        torch.empty(num_experts, hidden_size, ffn_size, dtype=dtype),
+    )
+
+
 def _route(spec: dict[str, Any], shape: str) -> object:
     """Route scores of a shape, none of which is looked at."""
-    from moe_ep_bench.kernels.twins import twins_of
+    from moe_ep_bench.kernels.twins import triton_twins
     from moe_ep_bench.policies import RoutingContext, make_policy
 
     num_tokens, num_experts = {
@@ -117,7 +133,7 @@ def _route(spec: dict[str, Any], shape: str) -> object:
             load_E=torch.zeros(num_experts),
         )
     policy = make_policy(spec)
-    return twins_of("triton", "cuda")[type(policy)].select(policy, torch.zeros(num_tokens, num_experts), context, None)
+    return triton_twins()[type(policy)].select(policy, torch.zeros(num_tokens, num_experts), context, None)
 
 
 class StandInDriver:

@@ -33,6 +33,7 @@ from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.selection import top_k_map, weighted
+from moe_ep_bench.policies.steps import Steps
 from moe_ep_bench.ranks import Ranks, join
 from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
 from moe_ep_bench.timer import PhaseRecorder, clock_for
@@ -346,7 +347,7 @@ class Choice(Policy):
 
     name = "choice"
 
-    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
         num_tokens, num_experts = scores_TE.shape
         count_T1 = (torch.arange(num_tokens, device=scores_TE.device) % (num_experts + 1)).unsqueeze(1)
         map_TE = torch.arange(num_experts, device=scores_TE.device) < count_T1
@@ -383,11 +384,11 @@ class CountedSum(Choice):
 
     name = "counted_sum"
 
-    def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+    def stats_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         return scores_TE.double().sum(dim=0, keepdim=True)
 
-    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-        stats_SE = self.batch_stats(scores_TE, context) if stats_SE is None else stats_SE
+    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+        assert stats_SE is not None
         map_TE = torch.zeros_like(scores_TE, dtype=torch.bool)
         map_TE[:, stats_SE[0].argmax()] = True
         return weighted(scores_TE, map_TE, map_TE, context)

@@ -11,7 +11,7 @@ from policy_cases import SPECS, Spec, distinct_scores, fitted, possible_groups, 
 from torch import Tensor
 from twin_laws import assert_same_choice
 
-from moe_ep_bench.kernels.twins import kernel_for, oracle_for, twins_of
+from moe_ep_bench.kernels.twins import kernel_for, oracle_for, triton_twins
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 
 pytestmark = pytest.mark.gpu
@@ -131,7 +131,7 @@ def test_the_largest_batches_are_routed_like_torch(shape: tuple[int, int], spec:
 @pytest.mark.parametrize("num_tokens", [16, 100])
 def test_a_graph_routes_new_scores_as_a_launch_does(num_tokens: int, spec: Spec, device: torch.device) -> None:
     policy = make_policy(spec)
-    select = twins_of("triton", "cuda")[type(policy)].select
+    select = triton_twins()[type(policy)].select
     batches = [coarse(random_scores("softmax", num_tokens, 128, seed)).to(device) for seed in (7, 8)]
     context = RoutingContext(top_k=8, num_ranks=8, token_mask_T=torch.arange(num_tokens, device=device) != 3)
     context = replace(context, request_id_T=torch.arange(num_tokens, device=device) // 4)

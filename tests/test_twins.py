@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
 from policy_cases import assert_same, random_scores
+from torch import Tensor
 
 from moe_ep_bench.kernels import twins
 from moe_ep_bench.kernels.twins import KERNELS, kernel_for, oracle_for, twin_for
-from moe_ep_bench.policies import POLICIES, Policy, RoutingContext, make_policy
+from moe_ep_bench.policies import POLICIES, Policy, Routing, RoutingContext, make_policy
+from moe_ep_bench.policies.selection import weighted
+from moe_ep_bench.policies.steps import Steps
 
 FIELDS = {
     "token_drop": {"capacity_factor": 1.0},
@@ -94,12 +99,34 @@ def test_the_oracle_is_torch_but_for_what_goes_token_by_token(policy: Policy) ->
     assert oracle_for(policy, "cuda") == ("numba" if policy.name in ON_HOST_FROM_GPU else "torch")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Own(Policy):
+    """A policy that somebody wrote for themselves: the first K experts."""
+
+    name: ClassVar[str] = "own"
+
+    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+        map_TE = torch.zeros_like(scores_TE, dtype=torch.bool)
+        map_TE[:, : context.top_k] = True
+        return weighted(scores_TE, map_TE, map_TE, context, steps)
+
+
+def test_a_policy_of_one_s_own_runs_step_by_step() -> None:
+    scores_TE = random_scores("softmax", 5, 8, seed=1)
+    for kernel in ("auto", "numba", "torch"):
+        assert Own().route(scores_TE, RoutingContext(top_k=3), kernel=kernel).map_TE[:, :3].all()
+    assert kernel_for(Own(), "auto", "cuda", 5, 8) == "torch"
+
+
 @pytest.fixture
 def _forgets() -> None:
     """The table is looked up anew, before and after."""
-    twins.twins_of.cache_clear()
+    tables = (twins.triton_twins, twins._steps)
+    for table in tables:
+        table.cache_clear()
     yield
-    twins.twins_of.cache_clear()
+    for table in tables:
+        table.cache_clear()
 
 
 @pytest.mark.usefixtures("_forgets")

@@ -6,7 +6,7 @@ kernel      scores lie on       policies
 ``torch``   any device          all: the definition of what is right
 ``numba``   the host            all, step by step (``policy_steps``)
 ``numba``   a GPU               ``laser`` and ``load_only``: the sequential rule on the host, with copies there and back
-``triton``  a CUDA GPU          all but ``megatron_drop``, in a launch or a few (``_triton_twins`` below)
+``triton``  a CUDA GPU          all but ``megatron_drop``, in a launch or a few (``triton_twins`` below)
 ==========  ==================  =====================================================================================
 
 ``auto`` is the first of triton, numba and torch that there is. A twin equals the formulation in torch: the same
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moe_ep_bench.policies import POLICIES, Policy, Routing, RoutingContext
+from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.capacity import CapacityPolicy, ExpandedDrop, TokenDrop
 from moe_ep_bench.policies.laser import Laser, LoadAwarePolicy, LoadOnly
 from moe_ep_bench.policies.oea import OEA, Pruned
@@ -86,13 +86,12 @@ def twin_for(policy: Policy, kernel: str, scores_TE: Tensor) -> Twin:
     """The form of ``policy`` that ``kernel_for`` names for these scores."""
     device_type = scores_TE.device.type
     ran = kernel_for(policy, kernel, device_type, *scores_TE.shape)
-    return twins_of(ran, device_type)[type(policy)]
+    return triton_twins()[type(policy)] if ran == "triton" else _by_steps(ran, device_type)
 
 
 def oracle_for(policy: Policy, device_type: str) -> str:
     """The kernel to hold others against: torch, but where torch would go token by token, numba's loop."""
-    is_load_aware = isinstance(policy, LoadAwarePolicy)
-    return "numba" if is_load_aware and twins_of("numba", device_type) else "torch"
+    return "numba" if isinstance(policy, LoadAwarePolicy) and _steps("numba", device_type) else "torch"
 
 
 def _objection(policy: Policy, kernel: str, device_type: str, num_tokens: int, num_experts: int) -> str:
@@ -100,9 +99,9 @@ def _objection(policy: Policy, kernel: str, device_type: str, num_tokens: int, n
     if kernel == "triton":
         if device_type != "cuda":
             return "Triton compiles for CUDA GPUs, and the scores lie on the host"
-        if not twins_of(kernel, device_type):
+        if not triton_twins():
             return "Triton is not installed"
-        if type(policy) not in twins_of(kernel, device_type):
+        if type(policy) not in triton_twins():
             return "there is no Triton form of it"
         from moe_ep_bench.kernels import standings_triton, tiles_triton
 
@@ -111,40 +110,35 @@ def _objection(policy: Policy, kernel: str, device_type: str, num_tokens: int, n
         if isinstance(policy, CapacityPolicy) and num_tokens * num_experts > standings_triton.MOST_PAIRS:
             return f"it takes {standings_triton.MOST_PAIRS:,} scores at most"
     elif kernel == "numba":
-        if not twins_of(kernel, device_type):
+        if _steps(kernel, device_type) is None:
             return "numba is not installed"
-        if type(policy) not in twins_of(kernel, device_type):
+        if device_type != "cpu" and not isinstance(policy, LoadAwarePolicy):
             return "numba runs on the host, and the scores lie on a GPU"
     return ""
 
 
 @functools.cache
-def twins_of(kernel: str, device_type: str) -> Mapping[type[Policy], Twin]:
-    """The twins that can be imported here, by policy."""
-    if kernel == "triton":
-        return _triton_twins()
-    steps = TORCH if kernel == "torch" else _numba_steps(device_type)
-    if steps is None:
-        return {}
-    on_device = kernel == "numba" and device_type != "cpu"
-    return {one: _by_steps(steps) for one in POLICIES.values() if not on_device or issubclass(one, LoadAwarePolicy)}
-
-
-def _by_steps(steps: Steps) -> Twin:
-    """A policy's own rule, by these steps."""
+def _by_steps(kernel: str, device_type: str) -> Twin:
+    """Any policy's own rule, by the steps of torch or numba."""
+    steps = _steps(kernel, device_type)
+    assert steps is not None
 
     def stats(policy: Policy, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
         return policy.stats_by(steps, scores_TE, context)
 
     def select(policy: Policy, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
         if stats_SE is None:
-            stats_SE = stats(policy, scores_TE, context)
+            stats_SE = policy.stats_by(steps, scores_TE, context)
         return policy.select_by(steps, scores_TE, context, stats_SE)
 
     return Twin(select, stats)
 
 
-def _numba_steps(device_type: str) -> Steps | None:
+@functools.cache
+def _steps(kernel: str, device_type: str) -> Steps | None:
+    """The steps of torch or numba; None where numba is missing."""
+    if kernel == "torch":
+        return TORCH
     try:
         import numba  # noqa: F401 - is it there?
     except ImportError as error:
@@ -160,7 +154,9 @@ def _numba_steps(device_type: str) -> Steps | None:
     return HostSteps() if device_type == "cpu" else DeviceSteps()
 
 
-def _triton_twins() -> Mapping[type[Policy], Twin]:
+@functools.cache
+def triton_twins() -> Mapping[type[Policy], Twin]:
+    """The policies that have a Triton form; none where Triton is missing."""
     try:
         import triton  # noqa: F401 - is it there?
     except ImportError as error:
@@ -186,3 +182,7 @@ def _triton_twins() -> Mapping[type[Policy], Twin]:
         Lynx: Twin(sets_triton.lynx, sets_triton.lynx_stats),
         DynamicSkip: Twin(rows_triton.dynamic_skip),
     }
+
+
+def twins_of(kernel: str, device_type: str) -> Mapping[type[Policy], Twin]:  # ALIAS-TO-REMOVE
+    return triton_twins()

@@ -1,0 +1,347 @@
+"""Claims about the experts of a decode step in Triton. What is right is a plain loop over experts in float64.
+
+They run in Triton's interpreter, which multiplies the bits of bfloat16 matrices as whole numbers: there the 16-bit type
+is float16, and bfloat16 waits for a GPU. What torch leaves uninitialised is NaN here, so that a kernel that reads what
+nobody wrote is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_cases import few_examples
+from torch import Tensor
+
+from moe_ep_bench.kernels import decode_experts_triton
+from moe_ep_bench.kernels.decode_experts_triton import combine, decode_experts, expert_rows, pairs_by_expert
+
+# Largest error of a value, relative to the sum of its products' sizes: the activation is rounded once, and so is a row.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+DTYPES = [torch.float32, torch.float16]
+
+pytestmark = pytest.mark.usefixtures("patched_once", "uninitialised_is_nan")
+
+
+@pytest.fixture(scope="module")
+def uninitialised_is_nan() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def num_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of matrix products from here on: each follows one reading of a block of weights."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    count = [0]
+    product = InterpreterBuilder.create_dot
+
+    def counted(self: InterpreterBuilder, *args: Any) -> Any:
+        count[0] += 1
+        return product(self, *args)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", counted)
+    return count
+
+
+# --- Making cases ------------------------------------------------------------------------------------------
+
+
+def weights(num_experts: int, hidden_size: int, ffn_size: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """Experts that keep the size of their inputs: gate_up_L2FD and down_LDF."""
+    generator = torch.Generator().manual_seed(seed)
+    gate_up_L2FD = torch.randn(num_experts, 2 * ffn_size, hidden_size, generator=generator) / hidden_size**0.5
+    down_LDF = torch.randn(num_experts, hidden_size, ffn_size, generator=generator) / ffn_size**0.5
+    return [gate_up_L2FD.to(dtype), down_LDF.to(dtype)]
+
+
+def routed(num_tokens: int, num_experts: int, hidden_size: int, dtype: torch.dtype, share: float = 0.3, seed: int = 0):
+    """Inputs, a map of which about this share is true, and weights: those of other pairs are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden_TD = torch.randn(num_tokens, hidden_size, generator=generator).to(dtype)
+    map_TL = torch.rand(num_tokens, num_experts, generator=generator) < share
+    weights_TL = torch.rand(num_tokens, num_experts, generator=generator)
+    return hidden_TD, map_TL, torch.where(map_TL, weights_TL, torch.nan)
+
+
+def loop(
+    hidden_TD: Tensor, map_TL: Tensor, weights_TL: Tensor, gate_up_L2FD: Tensor, down_LDF: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What it all comes to, and the sum of the sizes of the products of which it is a sum: float64 [T, D] each."""
+    out_TD, size_TD = torch.zeros(2, *hidden_TD.shape, dtype=torch.float64)
+    for expert, (gate_up_2FD, down_DF) in enumerate(zip(gate_up_L2FD.double(), down_LDF.double(), strict=True)):
+        token_N = map_TL[:, expert].nonzero().squeeze(1)
+        gate_NF, up_NF = (hidden_TD[token_N].double() @ gate_up_2FD.T).chunk(2, dim=1)
+        activated_NF = torch.nn.functional.silu(gate_NF) * up_NF * weights_TL[token_N, expert].double()[:, None]
+        out_TD[token_N] += activated_NF @ down_DF.T
+        size_TD[token_N] += activated_NF.abs() @ down_DF.T.abs()
+    return out_TD, size_TD
+
+
+def assert_close(ours_TD: Tensor, expected: tuple[Tensor, Tensor]) -> None:
+    out_TD, size_TD = expected
+    assert ours_TD.shape == out_TD.shape
+    # Beside it, what float32 and the smallest float16 lose of values about 1.
+    worst = ((ours_TD.double() - out_TD).abs() / (size_TD + 1e-2)).max()
+    assert worst <= TOLERANCE[ours_TD.dtype]
+
+
+def assert_like_the_loop(*case: Tensor, device: str = "cpu") -> None:
+    assert_close(decode_experts(*(one.to(device) for one in case)).cpu(), loop(*case))
+
+
+# --- All together ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(few_examples, max_examples=10)
+@given(
+    num_tokens=st.integers(1, 40),
+    num_experts=st.integers(1, 12),
+    hidden_size=st.integers(1, 90),
+    ffn_size=st.integers(1, 50),
+    share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    step_bytes=st.sampled_from([4096, 24 * 1024]),
+    enough_programs=st.sampled_from([1, 528]),
+)
+def test_any_shape_equals_a_loop_over_experts(
+    dtype, num_tokens, num_experts, hidden_size, ffn_size, share, step_bytes, enough_programs
+):
+    case = routed(num_tokens, num_experts, hidden_size, dtype, share)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(decode_experts_triton, "_STEP_BYTES", step_bytes)
+        monkeypatch.setattr(decode_experts_triton, "_ENOUGH_PROGRAMS", enough_programs)
+        assert_like_the_loop(*case, *weights(num_experts, hidden_size, ffn_size, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes_of_several_blocks_and_a_rest_equal_a_loop_over_experts(dtype):
+    assert_like_the_loop(*routed(9, 3, 600, dtype), *weights(3, 600, 330, dtype))
+
+
+def test_no_pair_at_all_gives_zeros_and_reads_no_weights(num_products):
+    hidden_TD, map_TL, weights_TL = routed(5, 4, 40, torch.float32, share=0.0)
+    broken = [torch.full_like(one, torch.nan) for one in weights(4, 40, 24, torch.float32)]
+    assert not decode_experts(hidden_TD, map_TL, weights_TL, *broken).any()
+    assert num_products == [0]
+
+
+def test_an_expert_without_tokens_is_not_read():
+    hidden_TD, map_TL, weights_TL = routed(6, 5, 40, torch.float32, share=1.0)
+    map_TL[:, [0, 2, 4]] = False
+    experts = weights(5, 40, 24, torch.float32)
+    expected = loop(hidden_TD, map_TL, weights_TL, *experts)
+    for one in experts:
+        one[[0, 2, 4]] = torch.nan
+    assert_close(decode_experts(hidden_TD, map_TL, weights_TL, *experts), expected)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 33, 64])
+def test_the_weights_of_an_activated_expert_are_read_once(num_products, num_tokens):
+    hidden_size, ffn_size = 70, 40
+    hidden_TD, map_TL, weights_TL = routed(num_tokens, 4, hidden_size, torch.float32, share=0.0)
+    map_TL[:, 1] = True
+    map_TL[0, 3] = True
+    decode_experts(hidden_TD, map_TL, weights_TL.nan_to_num(1.0), *weights(4, hidden_size, ffn_size, torch.float32))
+    rows_read = {"gate_up": 2 * ffn_size, "down": hidden_size}
+    blocks = 0
+    for matrix, size in (("gate_up", hidden_size), ("down", ffn_size)):
+        cut = decode_experts_triton._sizes(num_tokens, 4, rows_read[matrix], size, torch.float32)
+        blocks += -(-rows_read[matrix] // cut["FEATURES"]) * -(-size // cut["BLOCK"])
+    assert num_products == [2 * blocks]
+
+
+def test_an_expert_of_more_rows_than_a_tile_takes_them_all():
+    hidden_TD, map_TL, weights_TL = routed(150, 3, 40, torch.float32, share=0.1)
+    map_TL[:, 1] = True
+    assert_like_the_loop(hidden_TD, map_TL, weights_TL.nan_to_num(0.5), *weights(3, 40, 24, torch.float32))
+
+
+def test_a_weight_of_zero_adds_zero():
+    hidden_TD, map_TL, weights_TL = routed(7, 4, 40, torch.float32, share=1.0)
+    experts = weights(4, 40, 24, torch.float32)
+    weights_TL[:, 2] = 0.0
+    without_TL = map_TL.clone()
+    without_TL[:, 2] = False
+    with_zeros_TD = decode_experts(hidden_TD, map_TL, weights_TL, *experts)
+    assert torch.equal(with_zeros_TD, decode_experts(hidden_TD, without_TL, weights_TL, *experts))
+
+
+def test_a_token_without_pairs_gets_zeros():
+    hidden_TD, map_TL, weights_TL = routed(7, 4, 40, torch.float32, share=1.0)
+    map_TL[3] = False
+    out_TD = decode_experts(hidden_TD, map_TL, weights_TL, *weights(4, 40, 24, torch.float32))
+    assert not out_TD[3].any()
+    assert out_TD[[0, 1, 2, 4, 5, 6]].any(dim=1).all()
+
+
+def test_no_token_launches_nothing(launches):
+    out_TD = decode_experts(*routed(0, 4, 40, torch.float16), *weights(4, 40, 24, torch.float16))
+    assert out_TD.shape == (0, 40)
+    assert out_TD.dtype == torch.float16
+    assert launches == []
+
+
+def test_a_layer_is_four_launches(launches):
+    decode_experts(*routed(5, 4, 40, torch.float32), *weights(4, 40, 24, torch.float32))
+    assert launches == ["_pairs_kernel", "_gate_up_kernel", "_down_kernel", "_combine_kernel"]
+
+
+def test_a_repeated_run_gives_the_same_bits():
+    case = *routed(33, 7, 50, torch.float32), *weights(7, 50, 30, torch.float32)
+    assert torch.equal(decode_experts(*case), decode_experts(*case))
+
+
+def test_views_of_inputs_are_read_as_they_look():
+    hidden_TD, map_TL, weights_TL = routed(6, 4, 40, torch.float32)
+    experts = weights(4, 40, 24, torch.float32)
+    turned = [one.T.contiguous().T for one in (hidden_TD, map_TL, weights_TL)]
+    assert torch.equal(decode_experts(*turned, *experts), decode_experts(hidden_TD, map_TL, weights_TL, *experts))
+
+
+# --- Parts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 1), (5, 12), (40, 7), (300, 17)])
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+def test_pairs_are_sorted_by_expert_and_then_by_token(launches, num_tokens, num_experts, share):
+    _, map_TL, weights_TL = routed(num_tokens, num_experts, 1, torch.float32, share)
+    pairs = pairs_by_expert(map_TL, weights_TL)
+    expert_N, token_N = map_TL.T.nonzero(as_tuple=True)
+    count = len(token_N)
+    assert launches == ["_pairs_kernel"]
+    assert all(one.dtype == torch.int32 for one in (pairs.token_N, pairs.ends_L, pairs.place_TL))
+    assert len(pairs.token_N) == len(pairs.weights_N) == num_tokens * num_experts
+    assert torch.equal(pairs.token_N[:count].long(), token_N)
+    assert torch.equal(pairs.weights_N[:count], weights_TL[token_N, expert_N])
+    assert torch.equal(pairs.ends_L.long(), map_TL.sum(0).cumsum(0))
+    expected_TL = torch.full_like(pairs.place_TL, -1)
+    expected_TL[token_N, expert_N] = torch.arange(count, dtype=torch.int32)
+    assert torch.equal(pairs.place_TL, expected_TL)
+
+
+def test_no_token_has_no_pairs():
+    pairs = pairs_by_expert(*routed(0, 4, 1, torch.float32)[1:])
+    assert pairs.ends_L.tolist() == [0, 0, 0, 0]
+    assert pairs.place_TL.shape == (0, 4)
+
+
+@pytest.mark.parametrize("most_pairs", [0, 1, 11, 24, 30])
+def test_pairs_beyond_the_most_are_dropped_from_the_end(most_pairs):
+    _, map_TL, weights_TL = routed(6, 4, 1, torch.float32, share=1.0)
+    whole, cut = pairs_by_expert(map_TL, weights_TL), pairs_by_expert(map_TL, weights_TL, most_pairs)
+    kept = min(24, most_pairs)
+    assert len(cut.token_N) == len(cut.weights_N) == most_pairs
+    assert torch.equal(cut.token_N[:kept], whole.token_N[:kept])
+    assert torch.equal(cut.weights_N[:kept], whole.weights_N[:kept])
+    assert cut.weights_N[kept:].isnan().all()
+    assert torch.equal(cut.ends_L, whole.ends_L.clamp(max=most_pairs))
+    assert torch.equal(cut.place_TL, whole.place_TL.where(whole.place_TL < most_pairs, -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_a_dispatcher_sorted_equal_rows_found_by_token(launches, dtype):
+    hidden_TD, map_TL, weights_TL = routed(40, 6, 50, dtype, share=0.1)
+    map_TL[:, 2] = True  # of more rows than twice the mean
+    weights_TL = weights_TL.nan_to_num(0.3)
+    experts = weights(6, 50, 30, dtype)
+    pairs = pairs_by_expert(map_TL, weights_TL)
+    by_token_ND = expert_rows(hidden_TD, pairs.token_N, pairs.weights_N, pairs.ends_L, *experts)
+    count = int(map_TL.sum())
+    del launches[:]
+    sorted_ND = expert_rows(
+        hidden_TD[pairs.token_N[:count].long()], None, pairs.weights_N[:count], pairs.ends_L, *experts
+    )
+    assert launches == ["_gate_up_kernel", "_down_kernel"]
+    assert torch.equal(sorted_ND, by_token_ND[:count])
+    expert_N, token_N = map_TL.T.nonzero(as_tuple=True)
+    one_each = torch.eye(6, dtype=torch.bool)[expert_N]
+    assert_close(sorted_ND, loop(hidden_TD[token_N], one_each, weights_TL[token_N], *experts))
+
+
+def test_rows_beyond_the_last_pair_are_left_alone():
+    hidden_TD, map_TL, weights_TL = routed(6, 4, 40, torch.float32)
+    pairs = pairs_by_expert(map_TL, weights_TL)
+    out_ND = expert_rows(hidden_TD, *pairs[:3], *weights(4, 40, 24, torch.float32))
+    count = int(map_TL.sum())
+    assert 0 < count < 24
+    assert out_ND[:count].isfinite().all()
+    assert out_ND[count:].isnan().all()
+
+
+def test_no_rows_launch_nothing(launches):
+    ends_L = torch.zeros(4, dtype=torch.int32)
+    out_ND = expert_rows(torch.empty(0, 40), None, torch.empty(0), ends_L, *weights(4, 40, 24, torch.float32))
+    assert out_ND.shape == (0, 40)
+    assert launches == []
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 40, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_decode_step_of_up_to_64_tokens_fits_one_tile_of_rows(num_tokens, dtype):
+    cut = decode_experts_triton._sizes(num_tokens, 128, 1536, 2048, dtype)
+    assert num_tokens <= cut["ROWS"] <= max(16, 2 * num_tokens - 1)
+    assert (cut["ROWS"] + cut["FEATURES"]) * cut["BLOCK"] * dtype.itemsize <= decode_experts_triton._STEP_BYTES
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_experts", "hidden_size"), [(5, 40), (37, 300)])
+def test_combining_adds_in_the_order_of_experts(launches, dtype, num_experts, hidden_size):
+    _, map_TL, weights_TL = routed(6, num_experts, 1, torch.float32, share=0.5)
+    map_TL[4] = False
+    place_TL = pairs_by_expert(map_TL, weights_TL.nan_to_num(1.0)).place_TL
+    # Of such different sizes that another order gives another sum.
+    generator = torch.Generator().manual_seed(1)
+    size_N = 10.0 ** torch.randint(-4, 4, (place_TL.numel(),), generator=generator)
+    out_ND = (torch.randn(len(size_N), hidden_size, generator=generator) * size_N[:, None]).to(dtype)
+    out_ND[int(map_TL.sum()) :] = torch.nan
+
+    def added(experts: range) -> Tensor:
+        total_TD = torch.zeros(6, hidden_size)
+        for expert in experts:
+            here_T = map_TL[:, expert]
+            total_TD[here_T] += out_ND[place_TL[here_T, expert].long()].float()
+        return total_TD
+
+    del launches[:]
+    assert torch.equal(combine(out_ND, place_TL), added(range(num_experts)).to(dtype))
+    assert not torch.equal(added(range(num_experts)), added(range(num_experts)[::-1]))
+    assert launches == ["_combine_kernel"]
+
+
+# --- On a GPU ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "hidden_size", "ffn_size"),
+    [(16, 32, 2048, 768), (16, 16, 4096, 192), (1, 8, 2880, 2880), (40, 12, 2048, 1408), (300, 8, 1030, 90)],
+)
+def test_a_gpu_equals_a_loop_over_experts(dtype, num_tokens, num_experts, hidden_size, ffn_size):
+    case = *routed(num_tokens, num_experts, hidden_size, dtype), *weights(num_experts, hidden_size, ffn_size, dtype)
+    assert_like_the_loop(*case, device="cuda")
+
+
+@pytest.mark.gpu
+def test_a_graph_may_be_replayed_with_another_map():
+    experts = weights(32, 512, 256, torch.bfloat16)
+    on_device = [one.cuda() for one in (*routed(16, 32, 512, torch.bfloat16), *experts)]
+    decode_experts(*on_device)  # compiled before it is captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out_TD = decode_experts(*on_device)
+    for seed, share in enumerate((0.0, 0.02, 0.25, 1.0)):
+        inputs = routed(16, 32, 512, torch.bfloat16, share, seed)
+        for held, new in zip(on_device[:3], inputs, strict=True):
+            held.copy_(new)
+        graph.replay()
+        assert_close(out_TD.cpu(), loop(*inputs, *experts))
+        assert torch.equal(out_TD, decode_experts(*on_device))

@@ -182,7 +182,3 @@ def triton_twins() -> Mapping[type[Policy], Twin]:
         Lynx: Twin(sets_triton.lynx, sets_triton.lynx_stats),
         DynamicSkip: Twin(rows_triton.dynamic_skip),
     }
-
-
-def twins_of(kernel: str, device_type: str) -> Mapping[type[Policy], Twin]:  # ALIAS-TO-REMOVE
-    return triton_twins()

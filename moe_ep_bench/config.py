@@ -166,7 +166,7 @@ class LayerConfig(_Strict):
     ep_size: int | None = Field(None, ge=1)
     """Expert-parallel ranks; null = all ranks. The rest are data-parallel replicas."""
     seed: int = Field(0, ge=0)
-    experts: Literal["auto", "sequential", "grouped", "te"] = "auto"
+    experts: Literal["auto", "sequential", "grouped", "decode", "te"] = "auto"
     """What computes the experts (layer.parts)."""
     permute: Literal["auto", "megatron", "indexed", "fused"] = "auto"
     """What permutes tokens around the all-to-all (layer.parts)."""

@@ -58,7 +58,7 @@ def test_comparisons_that_differ_in_their_tokens_alone_are_pooled(tmp_path: Path
     other = decode("other", facts={"model": "Other-MoE"})
     pools = steps_of(tmp_path, few, many, other)
     assert [sorted(set(steps.points["num_tokens"])) for steps in pools] == [[64, 128], [4096]]
-    assert pools[0].title == "Tiny-MoE, EP 2, 64 to 128 tokens a step"
+    assert pools[0].title == "Tiny-MoE, EP 2, 64 to 128 tokens a step, te experts"
     assert pools[0].cost is not None
     assert (pools[0].cost.per_expert_us, pools[0].cost.per_pair_us) == pytest.approx((EXPERT_US, 0), abs=1e-6)
 

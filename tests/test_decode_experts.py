@@ -8,6 +8,7 @@ nobody wrote is found out.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from moe_ep_bench.kernels import decode_experts_triton
 from moe_ep_bench.kernels.decode_experts_triton import combine, decode_experts, expert_rows, pairs_by_expert
+from moe_ep_bench.layer.backends import experts_submodule
 
 # Largest error of a value, relative to the sum of its products' sizes: the activation is rounded once, and so is a row.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -345,3 +347,20 @@ def test_a_graph_may_be_replayed_with_another_map():
         graph.replay()
         assert_close(out_TD.cpu(), loop(*inputs, *experts))
         assert torch.equal(out_TD, decode_experts(*on_device))
+
+
+def test_the_backend_of_a_layer_computes_what_grouped_gemms_do() -> None:
+    config = SimpleNamespace(
+        moe_ffn_hidden_size=32, hidden_size=48, use_cpu_initialization=True, params_dtype=torch.float32
+    )
+    generator = torch.Generator().manual_seed(7)
+    grouped, decode = (experts_submodule(name, 5)(5, config) for name in ("grouped", "decode"))
+    for ours, theirs in zip(grouped.parameters(), decode.parameters(), strict=True):
+        ours.data.normal_(generator=generator)
+        theirs.data.copy_(ours)
+    counts_L = torch.tensor([3, 0, 1, 0, 17])
+    hidden_ND = torch.randn(21, 48, generator=generator)
+    weights_N = torch.rand(21, generator=generator)
+    expected_ND, _ = grouped(hidden_ND, counts_L, weights_N)
+    torch.testing.assert_close(decode(hidden_ND, counts_L, weights_N)[0], expected_ND, rtol=1e-4, atol=1e-4)
+    assert decode(hidden_ND[:0], torch.zeros(5, dtype=torch.int64), weights_N[:0])[0].shape == (0, 48)

@@ -69,6 +69,9 @@ def test_every_request_and_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with_te(None)
     assert Parts.choose("auto", "auto", on_cpu=False) == Parts("grouped", "indexed")
     assert Parts.choose("sequential", "megatron", on_cpu=True) == Parts("sequential", "megatron")
+    assert Parts.choose("decode", "auto", on_cpu=False) == Parts("decode", "indexed")
+    with pytest.raises(ValueError, match=r"layer.experts: decode needs a GPU; expected auto, grouped or sequential"):
+        Parts.choose("decode", "auto", on_cpu=True)
     with pytest.raises(ValueError, match=r"layer.experts: te needs Transformer Engine, which is not installed; exp"):
         Parts.choose("te", "auto", on_cpu=False)
     with pytest.raises(ValueError, match=r"layer.permute: fused needs Transformer Engine, which is not installed; exp"):

@@ -58,7 +58,7 @@ class Steps:
         facts = self.comparisons[0]
         tokens = sorted({one.num_tokens for one in self.comparisons})
         shown = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
-        return f"{facts.model}, EP {facts.num_ranks}, {shown} tokens a step"
+        return f"{facts.model}, EP {facts.num_ranks}, {shown} tokens a step, {facts.experts.ran} experts"
 
 
 def decode_steps(run: Run, comparisons: Sequence[ComparisonResult] | None = None) -> list[Steps]:

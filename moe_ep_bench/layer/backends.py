@@ -43,9 +43,23 @@ class GroupedExperts(torch.nn.Module):
         if hidden_ND.shape[0] == 0:
             return hidden_ND, None
         ends_L = counts_L.cumsum(0).to(device=hidden_ND.device, dtype=torch.int32, non_blocking=True)
+        return self.compute(hidden_ND, ends_L, weights_N), None
+
+    def compute(self, hidden_ND: Tensor, ends_L: Tensor, weights_N: Tensor) -> Tensor:
+        """The outputs [N, D] of at least one row; ``ends_L``: int32 on the device, where each expert's rows end."""
         gate_up_N2F = torch.nn.functional.grouped_mm(hidden_ND, self.gate_up_L2FD.transpose(1, 2), offs=ends_L)
         activated_NF = weighted_swiglu(gate_up_N2F, weights_N)
-        return torch.nn.functional.grouped_mm(activated_NF, self.down_LDF.transpose(1, 2), offs=ends_L), None
+        return torch.nn.functional.grouped_mm(activated_NF, self.down_LDF.transpose(1, 2), offs=ends_L)
+
+
+class DecodeExperts(GroupedExperts):
+    """The same experts, the weights of those that have rows read once: for the few tokens of a decode step."""
+
+    def compute(self, hidden_ND: Tensor, ends_L: Tensor, weights_N: Tensor) -> Tensor:
+        # Triton comes with torch's CUDA builds, and with no other.
+        from moe_ep_bench.kernels.decode_experts_triton import expert_rows
+
+        return expert_rows(hidden_ND, None, weights_N, ends_L, self.gate_up_L2FD, self.down_LDF)
 
 
 def _weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
@@ -54,10 +68,13 @@ def _weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device), requires_grad=False)
 
 
+_OURS = {"grouped": GroupedExperts, "decode": DecodeExperts}
+
+
 def experts_submodule(backend: str, num_experts: int) -> Any:
     """What Megatron-Core is to build as the experts of an MoE layer."""
-    if backend == "grouped":
-        return GroupedExperts
+    if backend in _OURS:
+        return _OURS[backend]
     return expert_submodule(num_experts, use_te=backend == "te")
 
 

@@ -4,6 +4,7 @@ Experts (``backends``)
 
 ``sequential``  Megatron-Core's ``SequentialMLP``: one expert after the other
 ``grouped``     ours: all experts in two calls of ``torch.nn.functional.grouped_mm``
+``decode``      ours, for few tokens: a Triton kernel that reads each activated expert's weights once; needs a GPU
 ``te``          Megatron-Core's ``TEGroupedMLP``; needs Transformer Engine and a GPU
 
 Permutation
@@ -14,7 +15,8 @@ Permutation
 
 Routing by a policy: see ``kernels.twins``, for what can run depends on the policy.
 
-``auto`` takes Transformer Engine where it is, else ours. Both are recorded: what was asked for and what ran.
+``auto`` takes Transformer Engine where it is, else ours (never ``decode``: from how many tokens on it loses was not
+measured yet). Both are recorded: what was asked for and what ran.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from dataclasses import dataclass
 
 from moe_ep_bench.environment import package_versions
 
-EXPERTS = ("auto", "sequential", "grouped", "te")
+EXPERTS = ("auto", "sequential", "grouped", "decode", "te")
 PERMUTE = ("auto", "megatron", "indexed", "fused")
 
 # Megatron-Core takes Transformer Engine's permutation kernels from this version on.
@@ -48,6 +50,8 @@ class Parts:
         """
         version = package_versions()["transformer_engine"]
         lacking = "a GPU" if on_cpu else "" if version else "Transformer Engine, which is not installed"
+        if experts == "decode" and on_cpu:
+            raise ValueError("layer.experts: decode needs a GPU; expected auto, grouped or sequential")
         if experts == "te" and lacking:
             raise ValueError(f"layer.experts: te needs {lacking}; expected auto, grouped or sequential")
         if permute == "fused" and not lacking and not _fuses(version):

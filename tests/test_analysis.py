@@ -676,7 +676,11 @@ def test_plot_results_ends_with_2_and_one_line_for_the_user(tmp_path):
     ("option", "value", "message"),
     [
         ("--format", "gif", "--format: expected some of png, svg; got 'gif'"),
-        ("--figures", "load2", "--figures: expected some of speedup, phases, load, dropped, map, sweep; got 'load2'"),
+        (
+            "--figures",
+            "load2",
+            "--figures: expected some of speedup, phases, load, dropped, map, sweep, activated; got 'load2'",
+        ),
     ],
 )
 def test_unknown_formats_and_figures_list_what_there_is(tmp_path, option, value, message, capsys):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from twin_laws import report_of
 
 # Stores and loads of one thread: two registers that are put aside cost nothing beside a tile's loads.
 MOST_SPILLED_BYTES = 16
@@ -70,15 +67,8 @@ def cases():
 
 
 def compiled(folder: Path, *arguments: Path) -> dict[str, Any]:
-    """Run compile_kernels.py in a process of its own, for this one may be the interpreter's; return its report."""
-    script = Path(__file__).with_name("compile_kernels.py")
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(script.parents[1])}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, script, folder / "report.json", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout[-500:]}{done.stderr[-3000:]}"
-    print(done.stdout, done.stderr)
-    return json.loads((folder / "report.json").read_text())
+    """Run compile_kernels.py; return its report."""
+    return report_of("compile_kernels.py", folder, *arguments)
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,7 @@ handful of batches, on memory full of garbage, with no race between warps and no
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ptx_emulator import Code, Memory, address_of, run_programs
+from twin_laws import report_of
 
 KERNELS = Path(__file__).parents[1] / "moe_ep_bench" / "kernels"
 ROUTING = ("rows", "sets", "requests", "capacity_tile", "capacity_passes", "laser")
@@ -113,15 +110,8 @@ def cases():
 
 
 def emulated(folder: Path, *arguments: Path) -> dict[str, Any]:
-    """Run run_ptx.py in a process of its own, for this one may be the interpreter's; the cases of its report."""
-    script = Path(__file__).with_name("run_ptx.py")
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(script.parents[1])}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, script, folder / "report.json", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout[-500:]}{done.stderr[-3000:]}"
-    print(done.stdout, done.stderr)
-    return json.loads((folder / "report.json").read_text())["cases"]
+    """Run run_ptx.py; the cases of its report."""
+    return report_of("run_ptx.py", folder, *arguments)["cases"]
 
 
 @pytest.fixture(scope="module")

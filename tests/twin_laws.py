@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from policy_cases import Arguments, Spec, context_of, fitted
@@ -42,3 +48,15 @@ def assert_same_choice(ours: Routing, expected: Routing) -> None:
     assert torch.equal(ours.map_TE, expected.map_TE)
     torch.testing.assert_close(ours.weights_TE, expected.weights_TE, rtol=2e-6, atol=1e-30)
     assert not ours.weights_TE[~ours.map_TE].any()
+
+
+def report_of(script_name: str, folder: Path, *arguments: Path) -> dict[str, Any]:
+    """Run a script of this folder in a process of its own, for this one may be the interpreter's; return its report."""
+    script = Path(__file__).with_name(script_name)
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(script.parents[1])}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, script, folder / "report.json", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-500:]}{done.stderr[-3000:]}"
+    print(done.stdout, done.stderr)
+    return json.loads((folder / "report.json").read_text())

@@ -40,10 +40,11 @@ DECODE_FIGURES: dict[str, Draw] = {
 ALL_FIGURES = {**FIGURES, **SWEEP_FIGURES, **DECODE_FIGURES}
 
 
-def figure_names(run: Run) -> list[str]:
+def figure_names(run: Run, comparisons: Sequence[ComparisonResult] | None = None) -> list[str]:
     """The figures to expect of a run: of a sweep where it has one, of decode where steps leave experts idle."""
     has_sweep = any(facts.point for facts in run.comparisons.values())
-    return [*FIGURES, *(SWEEP_FIGURES if has_sweep else ()), *(DECODE_FIGURES if decode_steps(run) else ())]
+    has_steps = bool(decode_steps(run, comparisons))
+    return [*FIGURES, *(SWEEP_FIGURES if has_sweep else ()), *(DECODE_FIGURES if has_steps else ())]
 
 
 def draw_figures(
@@ -62,7 +63,7 @@ def draw_figures(
     looks = looks_of(family_labels(comparisons))
     written, lacking = [], []
     with house_style():
-        for name in figure_names(run) if names is None else names:
+        for name in figure_names(run, comparisons) if names is None else names:
             figure = ALL_FIGURES[name](run, comparisons, looks)
             if figure is None:
                 lacking.append(name)

@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_ep_bench.kernels.capacity_passes_triton import drop_in_passes
 from moe_ep_bench.kernels.capacity_tile_triton import drop_in_tile
 from moe_ep_bench.kernels.standings_triton import Job, ranking, room_of
-from moe_ep_bench.kernels.tiles_triton import as_bytes, layout, on_device, rows_of_tile
+from moe_ep_bench.kernels.tiles_triton import empty_routing, inputs, layout, rows_of_tile
 from moe_ep_bench.policies.capacity import CapacityPolicy, ExpandedDrop
 from moe_ep_bench.policies.contract import Routing, RoutingContext
 
@@ -48,10 +48,11 @@ def route_and_count(policy: CapacityPolicy, scores_TE: Tensor, context: RoutingC
     shape = layout(num_experts, context)
     num_shared = num_experts // context.num_ranks if policy.granularity == "device" else 1
     most = policy.max_experts_per_token if isinstance(policy, ExpandedDrop) else None
+    contiguous_TE, bias_E, valid_T = inputs(scores_TE, context)
     job = Job(
-        scores_TE=scores_TE.contiguous(),
-        bias_E=on_device(context.bias_E, scores_TE.device, torch.float32),
-        valid_T=as_bytes(context.token_mask_T),
+        scores_TE=contiguous_TE,
+        bias_E=bias_E,
+        valid_T=valid_T,
         ranking=ranking(policy, scores_TE, context),
         room=room_of(policy, scores_TE.shape, context, num_shared),
         first_local=context.rank * (num_experts // context.num_ranks),
@@ -60,9 +61,7 @@ def route_and_count(policy: CapacityPolicy, scores_TE: Tensor, context: RoutingC
         constants={"METRIC": policy.metric, "NORMALIZE": context.normalize, "MOST": most, **shape},
         expansion=_expansion(policy, context, num_experts),
     )
-    # Not like the scores, whose strides need not be those of rows.
-    map_TE = torch.empty(scores_TE.shape, dtype=torch.bool, device=scores_TE.device)
-    routing = Routing(map_TE, torch.empty(scores_TE.shape, device=scores_TE.device))
+    routing = empty_routing(scores_TE)
     counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=scores_TE.device)
     if num_tokens:
         rows = rows_of_tile(num_tokens, shape)

@@ -16,7 +16,6 @@ Shapes: T = tokens, E = experts, K = top_k; C = chunks.
 
 from __future__ import annotations
 
-import math
 import struct
 
 import torch
@@ -27,14 +26,16 @@ from torch import Tensor
 from moe_ep_bench.kernels.tiles_triton import (
     NOTHING,
     NUM_WARPS,
-    as_bytes,
     best_per_row,
+    empty_routing,
     expert_in,
     experts_of_columns,
+    inputs,
     layout,
     list_order,
     load_rows,
     on_device,
+    outputs,
     preference,
     preference_order,
     rows_of_tile,
@@ -268,22 +269,12 @@ def _weights(
 
 def laser(policy: Laser, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
     """``Laser.select_by``; the inputs have been checked, ``stats_SE`` is None."""
-    here = policy.at(context.layer_fraction)
-    random_TE = None
-    if here.trim == "random":
-        random_TE = torch.rand(scores_TE.shape, generator=context.generator, device=scores_TE.device)
-    rule = LeastLoaded(
-        top_k=context.top_k, eps_high=here.eps_high, t_fix=here.t_fix, pool_size=here.c, chunk_size=here.chunk_size
-    )
-    return _route(scores_TE, context, rule, random_TE, is_everyone=False)
+    return _route(scores_TE, context, *policy.rule(scores_TE, context), is_everyone=False)
 
 
 def load_only(policy: LoadOnly, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
     """``LoadOnly.select_by``; the inputs have been checked, ``stats_SE`` is None."""
-    rule = LeastLoaded(
-        top_k=context.top_k, eps_high=math.inf, t_fix=0.0, pool_size=scores_TE.shape[1], chunk_size=policy.chunk_size
-    )
-    return _route(scores_TE, context, rule, None, is_everyone=True)
+    return _route(scores_TE, context, policy.rule(scores_TE, context), None, is_everyone=True)
 
 
 def _route(
@@ -296,12 +287,11 @@ def _route(
     """
     num_tokens, num_experts = scores_TE.shape
     device = scores_TE.device
-    map_TE = torch.empty(scores_TE.shape, dtype=torch.bool, device=device)
-    weights_TE = torch.empty(scores_TE.shape, dtype=torch.float32, device=device)
+    routing = empty_routing(scores_TE)
     if num_tokens == 0:
-        return Routing(map_TE, weights_TE)
-    scores_TE = scores_TE.contiguous()
-    valid_T = as_bytes(context.token_mask_T)
+        return routing
+    scores_TE, bias_E, valid_T = inputs(scores_TE, context)
+    map_TE, weights_TE = outputs(routing)
     chunk_size = min(rule.chunk_size, num_tokens)
 
     place_TE = torch.empty(scores_TE.shape, dtype=torch.int16, device=device)
@@ -310,7 +300,6 @@ def _route(
     # A sort holds many values at once.
     block = max(1, rows_of_tile(num_tokens, shape) // 4)
     grid = (triton.cdiv(num_tokens, block),)
-    bias_E = on_device(context.bias_E, device, torch.float32)
     _places[grid](
         scores_TE,
         bias_E,
@@ -336,11 +325,11 @@ def _route(
     load_E = on_device(context.load_E, device, torch.float64)
     is_parallel = chunk_size == num_tokens or chunk_size >= _PARALLEL_CHUNK
     choose = _choose_by_chunk if is_parallel else _choose_in_one_program
-    choose(place_TE, order_T, load_E, map_TE.view(torch.uint8), chunk_size, rule.top_k)
+    choose(place_TE, order_T, load_E, map_TE, chunk_size, rule.top_k)
 
     _weights[grid](
         scores_TE,
-        map_TE.view(torch.uint8),
+        map_TE,
         weights_TE,
         num_tokens,
         context.scale,
@@ -350,7 +339,7 @@ def _route(
         BLOCK=block,
         num_warps=NUM_WARPS,
     )
-    return Routing(map_TE, weights_TE)
+    return routing
 
 
 def _bits(number: float) -> int:

@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ep_bench.kernels.rows_triton import first_of_list, inputs, order_rows
+from moe_ep_bench.kernels.rows_triton import first_of_list, order_rows
 from moe_ep_bench.kernels.tiles_triton import (
     NUM_WARPS,
     experts_of_columns,
+    inputs,
     layout,
     load_rows,
     on_device,

@@ -12,9 +12,6 @@ Shapes: T = tokens, E = experts, K = top_k.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,14 +19,15 @@ from torch import Tensor
 from moe_ep_bench.kernels.tiles_triton import (
     NOTHING,
     NUM_WARPS,
-    as_bytes,
     best_per_row,
+    empty_routing,
     experts_of_columns,
+    inputs,
     inside_top_groups,
     layout,
     list_order,
     load_rows,
-    on_device,
+    outputs,
     preference,
     preference_order,
     rows_of_tile,
@@ -164,30 +162,3 @@ def _chosen(
             **shape,
         )
     return routing
-
-
-# --- What a launch hands over ------------------------------------------------------------------------------
-
-
-def inputs(scores_TE: Tensor, context: RoutingContext) -> tuple[Any, ...]:
-    """Scores, selection bias and padding mask as kernels read them; None for what there is not."""
-    device = scores_TE.device
-    return (
-        scores_TE.contiguous(),
-        on_device(context.bias_E, device, torch.float32),
-        as_bytes(on_device(context.token_mask_T, device, torch.bool)),
-    )
-
-
-def empty_routing(scores_TE: Tensor) -> Routing:
-    """A routing that a kernel is yet to write."""
-    shape, device = scores_TE.shape, scores_TE.device
-    return Routing(
-        map_TE=torch.empty(shape, dtype=torch.bool, device=device),
-        weights_TE=torch.empty(shape, dtype=torch.float32, device=device),
-    )
-
-
-def outputs(routing: Routing) -> tuple[Any, ...]:
-    """Map and weights as kernels write them."""
-    return as_bytes(routing.map_TE), routing.weights_TE

@@ -26,21 +26,21 @@ from torch import Tensor
 
 from moe_ep_bench.kernels.requests_triton import request_sets
 from moe_ep_bench.kernels.rows_triton import (
-    empty_routing,
     first_of_list,
     first_reaching,
-    inputs,
     order_rows,
-    outputs,
     write_routing,
 )
 from moe_ep_bench.kernels.tiles_triton import (
     NOTHING,
     NUM_WARPS,
+    empty_routing,
     experts_of_columns,
+    inputs,
     layout,
     load_rows,
     on_device,
+    outputs,
     rows_of_tile,
     tokens_of_block,
 )

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ep_bench.policies.contract import RoutingContext
+from moe_ep_bench.policies.contract import Routing, RoutingContext
 
 MOST_EXPERTS = 1024
 NUM_WARPS = 4
@@ -65,6 +65,30 @@ def as_bytes(flags: Tensor | None) -> Tensor | None:
 def on_device(values: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """A tensor of a context as a kernel reads it, or None."""
     return None if values is None else values.to(device, dtype).contiguous()
+
+
+def inputs(scores_TE: Tensor, context: RoutingContext) -> tuple[Any, ...]:
+    """Scores, selection bias and padding mask as kernels read them; None for what there is not."""
+    device = scores_TE.device
+    return (
+        scores_TE.contiguous(),
+        on_device(context.bias_E, device, torch.float32),
+        as_bytes(on_device(context.token_mask_T, device, torch.bool)),
+    )
+
+
+def empty_routing(scores_TE: Tensor) -> Routing:
+    """A routing that a kernel is yet to write."""
+    shape, device = scores_TE.shape, scores_TE.device
+    return Routing(
+        map_TE=torch.empty(shape, dtype=torch.bool, device=device),
+        weights_TE=torch.empty(shape, dtype=torch.float32, device=device),
+    )
+
+
+def outputs(routing: Routing) -> tuple[Any, ...]:
+    """Map and weights as kernels write them."""
+    return as_bytes(routing.map_TE), routing.weights_TE
 
 
 @triton.jit
@@ -127,12 +151,6 @@ def preference_order(values, expert, is_expert):
 def expert_in(order):
     """Whose order this is."""
     return (order & LAST_EXPERT).to(tl.int32) ^ LAST_EXPERT
-
-
-@triton.jit
-def key_in(order):
-    """The ``order_key`` of its preference."""
-    return (order >> EXPERT_BITS).to(tl.int32)
 
 
 @triton.jit

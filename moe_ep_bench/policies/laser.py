@@ -139,7 +139,8 @@ class Laser(LoadAwarePolicy):
         if here.trim == "random" and context.generator is None:
             raise ValueError("generator: trim=random needs a torch.Generator in the context, got None")
 
-    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+    def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, Tensor | None]:
+        """What decides in this layer, and what a pool too large is trimmed by: float32 [T, E] drawn anew, or None."""
         here = self.at(context.layer_fraction)
         random_TE = None
         if here.trim == "random":
@@ -147,6 +148,10 @@ class Laser(LoadAwarePolicy):
         rule = LeastLoaded(
             top_k=context.top_k, eps_high=here.eps_high, t_fix=here.t_fix, pool_size=here.c, chunk_size=here.chunk_size
         )
+        return rule, random_TE
+
+    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+        rule, random_TE = self.rule(scores_TE, context)
         return self.route_by_load(steps, scores_TE, context, rule, random_TE)
 
 
@@ -165,12 +170,15 @@ class LoadOnly(LoadAwarePolicy):
     def __post_init__(self) -> None:
         require_count("chunk_size", self.chunk_size, minimum=1)
 
-    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-        everyone = LeastLoaded(
+    def rule(self, scores_TE: Tensor, context: RoutingContext) -> LeastLoaded:
+        """Everyone's pool is all experts."""
+        return LeastLoaded(
             top_k=context.top_k,
             eps_high=math.inf,
             t_fix=0.0,
             pool_size=scores_TE.shape[1],
             chunk_size=self.chunk_size,
         )
-        return self.route_by_load(steps, scores_TE, context, everyone, None)
+
+    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+        return self.route_by_load(steps, scores_TE, context, self.rule(scores_TE, context), None)

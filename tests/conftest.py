@@ -6,6 +6,11 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
+
+# One seed for all: what CI finds, everyone finds. The machines are shared, so no example has a deadline.
+settings.register_profile("seeded", derandomize=True, deadline=None)
+settings.load_profile("seeded")
 
 
 def _wants_gpu(config: pytest.Config) -> bool:

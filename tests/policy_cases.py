@@ -116,7 +116,7 @@ SPECS: list[Spec] = [
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: make_policy(spec).label.replace(" ", ","))
 every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
-few_examples = settings(derandomize=True, deadline=None, max_examples=12)
+few_examples = settings(max_examples=12)
 
 
 # --- Making cases ----------------------------------------------------------------------------------

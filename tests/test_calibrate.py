@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ep_bench.exit_codes import OK, USER_ERROR
@@ -35,7 +35,6 @@ from moe_ep_bench.scopes.calibrate import (
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-@settings(derandomize=True, deadline=None)
 @given(
     per_node=st.integers(1, 4),
     nodes=st.integers(1, 3),

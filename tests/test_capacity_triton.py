@@ -31,7 +31,7 @@ def check(spec: Spec, scores_TE: Tensor, case: Arguments) -> None:
     assert_routes_like_torch(capacity, None, spec, scores_TE, case)
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(spec=st.sampled_from(OURS), case=cases())
 def test_it_routes_like_torch(spec: Spec, case: tuple[Tensor, Arguments]) -> None:
     check(spec, *case)
@@ -121,7 +121,7 @@ def test_a_decode_step_is_one_launch_and_a_longer_batch_five(spec: Spec, launche
 
 
 @given(number=st.fractions(0, 20, max_denominator=10**9), most=st.integers(1, 60))
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_a_capacity_per_token_may_be_a_smaller_fraction(number: Fraction, most: int) -> None:
     """For every number of tokens up to the most it gives the same capacity, and no larger fraction is below it."""
     near = largest_below(number, most)

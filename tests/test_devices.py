@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ep_bench.devices import DEVICES_DIR, Device, device_names, load_device
@@ -79,7 +79,6 @@ def test_no_work_takes_no_time() -> None:
     assert device().time_us([0, 1e9], [0, 0], [0, 100]) == pytest.approx(3 + 20)
 
 
-@settings(derandomize=True, deadline=None)
 @given(
     rows=st.lists(st.integers(0, 10**5), min_size=1, max_size=8),
     name=st.sampled_from(sorted(KNOWN)),

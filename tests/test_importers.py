@@ -25,7 +25,7 @@ from moe_ep_bench.workload.importers.sglang import CONVERT
 from moe_ep_bench.workload.importers.writer import TraceWriter
 from moe_ep_bench.workload.trace import open_trace
 
-few_examples = settings(max_examples=15, deadline=None, derandomize=True, database=None)
+few_examples = settings(max_examples=15)
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 

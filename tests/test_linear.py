@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -30,7 +30,6 @@ def test_the_interval_by_hand() -> None:
     assert fit.r2 == pytest.approx(1 - 6 / 8)
 
 
-@settings(derandomize=True, deadline=None)
 @given(
     num_points=st.integers(3, 40),
     seed=st.integers(0, 1000),

@@ -50,7 +50,7 @@ def oracle_us(bytes_RR: np.ndarray, ranks_per_node: int, intra: dict, inter: dic
     return times
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     num_ranks=st.integers(1, 9),
     ranks_per_node=st.integers(1, 5),
@@ -87,7 +87,6 @@ def test_a_matrix_that_is_asked_about_is_left_as_it_was() -> None:
     np.testing.assert_array_equal(bytes_RR, np.full((3, 3), 5.0))
 
 
-@settings(derandomize=True, deadline=None)
 @given(seed=st.integers(0, 2**16), more=st.integers(1, 10**7))
 def test_more_bytes_never_take_less_time(seed: int, more: int) -> None:
     random = np.random.default_rng(seed)

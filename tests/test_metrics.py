@@ -332,7 +332,7 @@ def routings(draw: st.DrawFn) -> tuple[Tensor, Tensor, RoutingContext]:
     return torch.rand(shape, generator=generator) < density, scores_TE, context
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     case=routings(),
     capacity_factor=st.sampled_from([0, 0.7, 1.0, 1.5]),
@@ -348,7 +348,7 @@ def test_metrics_equal_the_oracle(
     assert_metrics(metrics, expected_metrics(map_TE, scores_TE, context, **options))
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(case=routings())
 def test_what_is_lost_and_what_is_kept_add_up(case: tuple[Tensor, Tensor, RoutingContext]) -> None:
     _, scores_TE, context = case

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ep_bench.devices import Device, device_names, load_device
@@ -138,7 +138,6 @@ def test_the_fullest_rank_is_waited_for() -> None:
     assert len({round(time["total"], 6) for time in times}) == 1
 
 
-@settings(derandomize=True, deadline=None)
 @given(
     tokens=st.integers(1, 10**5),
     rows=st.lists(st.integers(0, 10**5), min_size=1, max_size=6),

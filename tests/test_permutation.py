@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ep_bench.kernels.swiglu import weighted_swiglu_formula
@@ -29,7 +29,6 @@ def maps(draw: st.DrawFn) -> torch.Tensor:
 
 
 @given(maps())
-@settings(derandomize=True, deadline=None)
 def test_pairs_come_by_expert_and_then_by_token(map_TE: torch.Tensor) -> None:
     num_tokens, num_experts = map_TE.shape
     expected = [(e, t) for e in range(num_experts) for t in range(num_tokens) if map_TE[t, e]]
@@ -38,7 +37,6 @@ def test_pairs_come_by_expert_and_then_by_token(map_TE: torch.Tensor) -> None:
 
 
 @given(maps(), st.sampled_from([torch.float32, torch.bfloat16]))
-@settings(derandomize=True, deadline=None)
 def test_rows_are_summed_by_token(map_TE: torch.Tensor, dtype: torch.dtype) -> None:
     expert_N, token_N = expert_major_pairs(map_TE, int(map_TE.sum()))
     # Whole numbers small enough to be exact in bfloat16, so that any order of summing gives the same.
@@ -52,7 +50,6 @@ def test_rows_are_summed_by_token(map_TE: torch.Tensor, dtype: torch.dtype) -> N
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**20))
-@settings(derandomize=True, deadline=None)
 def test_rows_by_expert_and_rank_are_found_among_rows_by_rank_and_expert(
     num_ranks: int, num_local_experts: int, seed: int
 ) -> None:

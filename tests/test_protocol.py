@@ -103,7 +103,6 @@ def test_a_phase_that_raises_is_left() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 5))
-@settings(derandomize=True, deadline=None)
 def test_every_batch_is_timed_equally_often(num_batches: int, iterations: int, breakdowns: int) -> None:
     steps = plan(num_batches, iterations, min(breakdowns, iterations))
     assert len(set(steps)) == len(steps)
@@ -126,7 +125,6 @@ def test_every_case_takes_every_place_and_follows_every_other_equally_often(num_
 
 
 @given(st.integers(1, 25), st.integers(1, 12))
-@settings(derandomize=True, deadline=None)
 def test_a_batch_meets_another_order_in_every_round_and_all_of_them_in_time(num_batches: int, num_cases: int) -> None:
     rounds = num_cases * (1 + num_cases % 2)
     for batch in range(num_batches):
@@ -231,7 +229,7 @@ def test_ceilings_are_rates_of_what_was_done(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @given(st.integers(1, 60), st.sampled_from([8, 16, 64]), st.integers(1, 8))
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_balanced_scores_keep_their_values_and_level_the_load(num_tokens: int, num_experts: int, top_k: int) -> None:
     generator = torch.Generator().manual_seed(num_tokens)
     scores_TE = torch.softmax(3 * torch.randn(num_tokens, num_experts, generator=generator), dim=1)

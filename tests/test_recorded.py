@@ -19,7 +19,7 @@ from moe_ep_bench.workload import TAILS, RecordedWorkload, deal, open_trace, pea
 from moe_ep_bench.workload.draws import Pool, apportion, draw_sequences, draw_steps
 from moe_ep_bench.workload.recorded import Source
 
-few_examples = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+few_examples = settings(max_examples=40)
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 

@@ -20,7 +20,7 @@ from moe_ep_bench.models import ModelSpec, load_preset, preset_names
 from moe_ep_bench.placement import make_placement
 from moe_ep_bench.replication import Replication, expert_bytes, replicate
 
-some_examples = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+some_examples = settings(max_examples=150)
 
 # README of github.com/deepseek-ai/EPLB: two layers of 12 experts.
 PUBLISHED_LOAD = [

@@ -168,7 +168,7 @@ def test_twelve_per_cent_of_eight_experts_bound_the_peak_and_the_gain() -> None:
     assert most_gain(0.12, 1.5, 8) < 1.85
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.lists(st.integers(0, 400), min_size=4, max_size=4), min_size=2, max_size=6),
     st.floats(0.2, 3.0),
@@ -231,7 +231,7 @@ def speedup_of(one: Reached) -> float:
     return one.values["p"]["speedup"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.floats(1.0, 3.0), st.floats(0.3, 3.0))
 def test_a_number_that_a_skew_gives_is_found_at_the_mildest(target: float, bend: float) -> None:
     def law(peak_load: float) -> float:

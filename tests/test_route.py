@@ -41,7 +41,7 @@ from moe_ep_bench.scopes.route import assumed_modality, plan_routes, route
 from moe_ep_bench.thresholds import laser_thresholds
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
-few_examples = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+few_examples = settings(max_examples=40)
 
 CONFIG = {
     "name": "tiny",

@@ -252,7 +252,7 @@ def test_all_resamples_are_drawn_when_memory_holds_few_at_a_time(monkeypatch):
 
 
 @given(st.floats(0.5, 2.0), st.floats(0.5, 2.0))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_noise_floor_is_symmetric_and_holds_the_interval_and_one(one, other):
     low, high = sorted((one, other))
     floor = noise_floor(Estimate(low, low, high, True, 10, 1))

@@ -27,7 +27,7 @@ from moe_ep_bench.workload.randomness import Stream, generator, seek, tell
 from moe_ep_bench.workload.rows import Run, in_chunks, row_numbers, runs_of
 from moe_ep_bench.workload.skew import entropy, peak_load, rank_load, top_k_load, top_k_share
 
-few_examples = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+few_examples = settings(max_examples=25)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from moe_ep_bench.workload.popularity import FAMILIES, drawn_popularity, log_odd
 from moe_ep_bench.workload.rows import Run
 from moe_ep_bench.workload.selection import TopK
 
-few_examples = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+few_examples = settings(max_examples=40)
 
 
 def synthetic(**changes):

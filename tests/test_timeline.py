@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ep_bench.measure.timeline import PHASE_OF_MEETING, compose, legs_of, median_legs
@@ -50,7 +50,6 @@ legs = st.fixed_dictionaries({"gate": st.floats(0, 100), "experts": st.floats(0,
 
 
 @given(st.data(), st.integers(1, 5), st.integers(0, 4))
-@settings(derandomize=True, deadline=None)
 def test_phases_add_up_and_all_ranks_leave_a_meeting_in_step(data: st.DataObject, num_ranks: int, count: int) -> None:
     meetings = data.draw(st.permutations(list(PHASE_OF_MEETING)))[:count]
     legs_R = [[data.draw(legs) for _ in range(count + 1)] for _ in range(num_ranks)]
@@ -73,7 +72,6 @@ def test_phases_add_up_and_all_ranks_leave_a_meeting_in_step(data: st.DataObject
 
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=5))
-@settings(derandomize=True, deadline=None)
 def test_with_one_rank_or_without_links_the_layer_takes_what_its_slowest_legs_take(times: list[float]) -> None:
     legs_R = [[{"experts": time}, {"permute": 1.0}] for time in times]
     (alone,) = compose(legs_R[:1], ["wait_dispatch"], {"wait_dispatch": np.zeros(1)})

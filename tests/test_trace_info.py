@@ -31,7 +31,7 @@ from moe_ep_bench.workload.trace_statistics import (
 )
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
-few_examples = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+few_examples = settings(max_examples=40)
 
 
 def write_trace(

@@ -22,7 +22,7 @@ from moe_ep_bench.workload.randomness import separate_ties
 from moe_ep_bench.workload.synthetic import softmax
 from moe_ep_bench.workload.tail import fill_tail, fit_top_k, water_fill
 
-few_examples = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+few_examples = settings(max_examples=40)
 
 
 def synthetic(**changes):

@@ -172,6 +172,10 @@ class LayerConfig(_Strict):
     """What permutes tokens around the all-to-all (layer.parts)."""
     kernel: Literal["auto", "torch", "triton", "numba"] = "auto"
     """What routes by a policy (kernels.twins)."""
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens reach their experts' ranks (layer.parts)."""
+    cuda_graph: bool = False
+    """Replay the layer from CUDA graphs, as far as it waits for no host (layer.graphs); needs allgather and a GPU."""
 
 
 class MeasureConfig(_Strict):
@@ -319,8 +323,7 @@ def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool)
     Args:
         overrides: ``key=value`` with a dotted key and a YAML value; they win over the file. A key that is swept has
             that one value then; ``sweep.key=[values]`` sweeps it.
-        on_cpu: apply the file's ``on_cpu`` section, dotted keys that replace values where ranks
-            run on the CPU.
+        on_cpu: apply the file's ``on_cpu`` section where ranks run on the CPU: dotted keys with values, as overrides.
 
     Raises:
         ConfigError: one line naming file, key, value and what is allowed.
@@ -339,19 +342,12 @@ def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool)
         raw["claims_device"] = _anchored(raw["claims_device"], "device", path.parent)
     for key, value in cpu_values.items():
         if on_cpu:
-            _put(raw, key, value, f"{path}: on_cpu")
+            _override(raw, sweep, str(key), value, f"{path}: on_cpu.{key}")
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator:
             raise ConfigError(f"--set {override}: expected key=value")
-        value = _parse_value(override, text)
-        if key.partition(".")[0] == "sweep":
-            if key == "sweep":
-                raise ConfigError(f"--set {override}: expected sweep.KEY=[values], or KEY=value for one value alone")
-            sweep[key.removeprefix("sweep.")] = value
-            continue
-        _put(raw, key, value, f"--set {override}")
-        sweep.pop(key, None)
+        _override(raw, sweep, key, _parse_value(override, text), f"--set {override}")
     workload = raw.get("workload")
     if isinstance(workload, dict):
         if workload.get("tail") == "both":
@@ -439,6 +435,17 @@ def _layers(path: Path, workload: Mapping[str, Any], sweep: Mapping[str, Any]) -
         return list(range(open_trace(first).num_layers))
     except ValueError as error:
         raise ConfigError(f"{path}: workload: {error}") from None
+
+
+def _override(raw: dict[str, Any], sweep: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Put a value in place of what the file says; a swept key has that one value then."""
+    if key == "sweep":
+        raise ConfigError(f"{where}: expected sweep.KEY=[values], or KEY=value for one value alone")
+    if key.startswith("sweep."):
+        sweep[key.removeprefix("sweep.")] = value
+        return
+    _put(raw, key, value, where)
+    sweep.pop(key, None)
 
 
 def _put(raw: dict[str, Any], dotted: str, value: Any, where: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -56,10 +56,14 @@ class HostClock:
 
 
 class CudaClock:
-    """CUDA events on the current stream, and NVTX ranges."""
+    """CUDA events on the current stream, and NVTX ranges.
+
+    A stamp that is taken while a graph is captured is set anew by each of its replays.
+    """
 
     def stamp(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        inside = {"external": True} if torch.cuda.is_current_stream_capturing() else {}
+        event = torch.cuda.Event(enable_timing=True, **inside)
         event.record()
         return event
 
@@ -80,16 +84,24 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock() if device.type == "cuda" else HostClock()
 
 
+# A clock's stamp, and the phase that begins there.
+Mark = tuple[Any, str]
+
+
 class PhaseRecorder:
-    """Marks of one iteration. ``begin``, then nested ``enter``/``leave``, then ``end``."""
+    """Marks of one iteration. ``begin``, then nested ``enter``/``leave``, then ``end``.
+
+    Attributes:
+        marks: so far.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self._marks: list[tuple[Any, str]] = []
+        self.marks: list[Mark] = []
         self._stack: list[str] = []
 
     def begin(self) -> None:
-        self._marks.clear()
+        self.marks.clear()
         self._stack = [UNACCOUNTED]
         self._mark()
 
@@ -106,8 +118,12 @@ class PhaseRecorder:
     def end(self) -> None:
         self._mark()
 
+    def splice(self, marks: Sequence[Mark]) -> None:
+        """Take over marks whose stamps were set by something else, since the last mark of one's own."""
+        self.marks += marks
+
     def _mark(self) -> None:
-        self._marks.append((self.clock.stamp(), self._stack[-1]))
+        self.marks.append((self.clock.stamp(), self._stack[-1]))
 
     def wrap(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` with its time credited to ``phase``, less what it calls that is wrapped too."""
@@ -125,7 +141,7 @@ class PhaseRecorder:
         """Phase and microseconds of every stretch between two marks, in order; waits for the clock."""
         self.clock.wait()
         return [
-            (phase, self.clock.between_us(start, end)) for (start, phase), (end, _) in itertools.pairwise(self._marks)
+            (phase, self.clock.between_us(start, end)) for (start, phase), (end, _) in itertools.pairwise(self.marks)
         ]
 
     def times_us(self) -> dict[str, float]:
@@ -134,5 +150,5 @@ class PhaseRecorder:
         for phase, time_us in self.segments_us():
             times[phase] += time_us
         times[UNACCOUNTED] += 0.0
-        times[TOTAL] = self.clock.between_us(self._marks[0][0], self._marks[-1][0])
+        times[TOTAL] = self.clock.between_us(self.marks[0][0], self.marks[-1][0])
         return dict(times)

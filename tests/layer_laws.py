@@ -1,6 +1,6 @@
 """What must hold of a real expert-parallel layer, as functions that every rank runs together.
 
-Started under torchrun by ``test_layer.py`` once for each number of ranks, because importing
+Run under torchrun by ``run_laws.py`` once for each number of ranks, because importing
 Megatron-Core costs seconds. A law takes a ``Lab`` and raises AssertionError; laws that need a
 number of ranks say so.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -80,7 +79,9 @@ FOUR_EXPERTS = ModelSpec(
     normalize=True,
 )  # fmt: skip
 PARTS = Parts()
-ALL_PARTS = [Parts(experts, permute) for experts in ("sequential", "grouped") for permute in ("megatron", "indexed")]
+ALL_PARTS = [
+    Parts(experts, permute) for experts in ("sequential", "grouped", "decode") for permute in ("megatron", "indexed")
+]
 
 
 def law(function: Callable[[Lab], None]) -> Callable[[Lab], None]:
@@ -236,7 +237,7 @@ def weights_follow_from_the_global_expert_id_in_every_backend(lab: Lab) -> None:
     def weights(expert: int) -> ExpertWeights:
         return expert_weights(SEED, ROUTED, expert, *sizes, lab.ranks.device, torch.float32)
 
-    for backend in ("sequential", "grouped"):
+    for backend in ("sequential", "grouped", "decode"):
         layer = lab.layers("olmoe-1b-7b", parts=Parts(backend, "indexed")).native
         for index, expert in enumerate(layer.local_expert_indices):
             counts_L = torch.zeros(layer.num_local_experts, dtype=torch.int64)
@@ -599,7 +600,3 @@ def main(report: Path) -> None:
             if ranks.is_first:
                 report.write_text(json.dumps(results))
     ranks.close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

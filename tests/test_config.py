@@ -165,3 +165,16 @@ def test_a_sweep_is_set_key_by_key_and_one_value_ends_it(tmp_path: Path) -> None
     assert len(load_experiments(path, ["sweep.layer.seed=[1, 2]"], on_cpu=False)) == 6
     with pytest.raises(ConfigError, match=r"expected sweep.KEY=\[values\]"):
         load_experiments(path, ["sweep={}"], on_cpu=False)
+
+
+def test_what_holds_on_a_cpu_wins_over_a_sweep(tmp_path: Path) -> None:
+    experiment(tmp_path)
+    path = tmp_path / "config.yaml"
+    text = path.read_text() + "sweep: {layer.seed: [1, 2, 3], workload.seed: [1, 2]}\n"
+    path.write_text(text + "on_cpu: {layer.seed: 7, sweep.workload.seed: [4, 5, 6]}\n")
+    found = load_experiments(path, on_cpu=True)
+    assert [(one.layer.seed, one.workload.seed) for one in found] == [(7, 4), (7, 5), (7, 6)]
+    assert len(load_experiments(path, on_cpu=False)) == 6
+    path.write_text(text + "on_cpu: {sweep: {}}\n")
+    with pytest.raises(ConfigError, match=r"on_cpu.sweep: expected sweep.KEY=\[values\]"):
+        load_experiments(path, on_cpu=True)

@@ -67,8 +67,13 @@ def test_every_request_and_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Parts.choose("auto", "auto", on_cpu=False) == Parts("grouped", "indexed")
     assert Parts.choose("sequential", "megatron", on_cpu=True) == Parts("sequential", "megatron")
     assert Parts.choose("decode", "auto", on_cpu=False) == Parts("decode", "indexed")
-    with pytest.raises(ValueError, match=r"layer.experts: decode needs a GPU; expected auto, grouped or sequential"):
-        Parts.choose("decode", "auto", on_cpu=True)
+    assert Parts.choose("decode", "auto", on_cpu=True) == Parts("decode", "indexed")
+    assert Parts.choose("auto", "auto", "auto", "allgather", on_cpu=True) == Parts(
+        "grouped", "megatron", "auto", "allgather"
+    )
+    assert Parts.choose("decode", "auto", "auto", "allgather", on_cpu=True) == Parts(
+        "decode", "none", "auto", "allgather"
+    )
     with pytest.raises(ValueError, match=r"layer.experts: te needs Transformer Engine, which is not installed; exp"):
         Parts.choose("te", "auto", on_cpu=False)
     with pytest.raises(ValueError, match=r"layer.permute: fused needs Transformer Engine, which is not installed; exp"):

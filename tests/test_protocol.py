@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -142,11 +143,9 @@ class FakeCase:
     def __init__(self, spend: Callable[[int], None]) -> None:
         self._spend = spend
 
-    def prepare(self, batch: int) -> int:
-        return batch
-
-    def layer(self, batch: int) -> None:
-        self._spend(batch)
+    @contextlib.contextmanager
+    def ready(self, batch: int, recorder: PhaseRecorder | None = None) -> Iterator[Callable[[], None]]:
+        yield lambda: self._spend(batch)
 
 
 @pytest.mark.parametrize(
@@ -202,17 +201,15 @@ def test_small_inputs_are_handed_out_in_turn_and_large_ones_are_not_copied(monke
 def test_the_cache_is_flushed_before_every_timed_iteration_and_outside_of_it() -> None:
     clock, events = HandClock(), []
 
-    class Layer:
-        def __call__(self, batch: int) -> None:
-            events.append("layer")
-            clock.now += 5
+    def run(batch: int) -> None:
+        events.append("layer")
+        clock.now += 5
 
     def flush() -> None:
         events.append("flush")
         clock.now += 1000
 
-    case = FakeCase(lambda batch: None)
-    case.layer = Layer()
+    case = FakeCase(run)
     samples = measure([case, case], plan(2, 3, 0), clock, lambda: None, lambda case_id: None, flush)
     assert events == ["flush", "layer"] * 12
     assert (samples[:, :, COLUMNS.index(TOTAL)] == 5).all()

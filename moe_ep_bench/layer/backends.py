@@ -1,6 +1,6 @@
 """The experts of a layer: our grouped ones, and one door to Megatron-Core's. All get the same weights.
 
-Shapes: N = pairs that this rank's experts compute, sorted by expert, L = local experts,
+Shapes: N = pairs that this rank's experts compute, sorted by expert, T = tokens of all ranks, L = local experts,
 D = hidden size, F = expert FFN size.
 """
 
@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ep_bench.kernels.decode_experts import decode_experts, expert_rows
 from moe_ep_bench.kernels.swiglu import weighted_swiglu
 from moe_ep_bench.layer.experts import ExpertWeights, fill_mlp_
 from moe_ep_bench.layer.megatron import TransformerConfig, expert_submodule
+from moe_ep_bench.layer.parts import Parts
 
 
 class GroupedExperts(torch.nn.Module):
@@ -56,10 +58,21 @@ class DecodeExperts(GroupedExperts):
     """The same experts, the weights of those that have rows read once: for the few tokens of a decode step."""
 
     def compute(self, hidden_ND: Tensor, ends_L: Tensor, weights_N: Tensor) -> Tensor:
-        # Triton comes with torch's CUDA builds, and with no other.
-        from moe_ep_bench.kernels.decode_experts_triton import expert_rows
+        return expert_rows(hidden_ND, weights_N, ends_L, self.gate_up_L2FD, self.down_LDF)
 
-        return expert_rows(hidden_ND, None, weights_N, ends_L, self.gate_up_L2FD, self.down_LDF)
+
+class MappedExperts(DecodeExperts):
+    """The same, of all tokens by a map: nothing is permuted, and no shape follows from the routing."""
+
+    def forward(self, hidden_TD: Tensor, map_TL: Tensor, weights_TL: Tensor) -> tuple[Tensor, None]:
+        """Return the weighted sum of each token's local experts, [T, D], and no bias.
+
+        Args:
+            hidden_TD: all tokens.
+            map_TL: bool, which local experts each takes.
+            weights_TL: float32 routing weights.
+        """
+        return decode_experts(hidden_TD, map_TL, weights_TL, self.gate_up_L2FD, self.down_LDF), None
 
 
 def _weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
@@ -68,14 +81,13 @@ def _weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device), requires_grad=False)
 
 
-_OURS = {"grouped": GroupedExperts, "decode": DecodeExperts}
-
-
-def experts_submodule(backend: str, num_experts: int) -> Any:
+def experts_submodule(parts: Parts, num_experts: int) -> Any:
     """What Megatron-Core is to build as the experts of an MoE layer."""
-    if backend in _OURS:
-        return _OURS[backend]
-    return expert_submodule(num_experts, use_te=backend == "te")
+    if parts.experts == "grouped":
+        return GroupedExperts
+    if parts.experts == "decode":
+        return MappedExperts if parts.by_map else DecodeExperts
+    return expert_submodule(num_experts, use_te=parts.experts == "te")
 
 
 def fill_experts_(experts: Any, weights: Iterable[ExpertWeights]) -> None:

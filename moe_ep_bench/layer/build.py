@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from moe_ep_bench.layer.backends import experts_submodule, fill_experts_
 from moe_ep_bench.layer.experts import GATE, ROUTED, SHARED, expert_weights, fill_mlp_, seeded_generator
+from moe_ep_bench.layer.gathering import MapDispatcher
 from moe_ep_bench.layer.megatron import MoELayer, TransformerConfig, default_groups, moe_submodules
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.permutation import IndexedAlltoAllDispatcher
@@ -92,11 +93,12 @@ def _build(
     capacity_factor: float | None,
 ) -> MoELayer:
     config = transformer_config(model, dtype, ep_group.size(), capacity_factor, parts, on_cpu=device.type == "cpu")
-    submodules = moe_submodules(model.num_experts, router, experts_submodule(parts.experts, model.num_experts))
+    submodules = moe_submodules(model.num_experts, router, experts_submodule(parts, model.num_experts))
     layer = MoELayer(config, submodules, layer_number=1, pg_collection=groups)
     layer.set_layer_number(1)
-    if parts.permute == "indexed":
-        layer.token_dispatcher = IndexedAlltoAllDispatcher(
+    own = MapDispatcher if parts.by_map else IndexedAlltoAllDispatcher if parts.permute == "indexed" else None
+    if own is not None:
+        layer.token_dispatcher = own(
             layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=groups
         )
     return layer.to(device).eval()
@@ -137,7 +139,7 @@ def transformer_config(
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_expert_capacity_factor=capacity_factor,
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type=parts.dispatcher,
         moe_permute_fusion=parts.permute == "fused",
         moe_grouped_gemm=parts.experts == "te",
         moe_shared_expert_intermediate_size=model.shared_ffn_hidden_size or None,

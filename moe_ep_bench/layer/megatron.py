@@ -28,13 +28,17 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.moe.router import TopKRouter
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.moe.token_dispatcher import (
+        MoEAllGatherTokenDispatcher,
+        MoEAlltoAllTokenDispatcher,
+    )
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 MEGATRON_VERSION: str = megatron.core.__version__
 
 __all__ = [
     "MEGATRON_VERSION",
+    "MoEAllGatherTokenDispatcher",
     "MoEAlltoAllTokenDispatcher",
     "MoELayer",
     "MoESubmodules",

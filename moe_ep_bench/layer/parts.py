@@ -1,32 +1,36 @@
-"""Who computes the experts, who permutes and who routes: what a config may ask for, and what runs on this machine.
+"""Who computes experts, who moves and permutes tokens, who routes: what a config may ask for, and what runs here.
 
 Experts (``backends``)
 
 ``sequential``  Megatron-Core's ``SequentialMLP``: one expert after the other
 ``grouped``     ours: all experts in two calls of ``torch.nn.functional.grouped_mm``
-``decode``      ours, for few tokens: a Triton kernel that reads each activated expert's weights once; needs a GPU
+``decode``      ours, for few tokens: each activated expert's weights read once (Triton on a GPU)
 ``te``          Megatron-Core's ``TEGroupedMLP``; needs Transformer Engine and a GPU
+
+Dispatcher
+
+``alltoall``    Megatron-Core's: each pair travels to its expert's rank; waits for the host
+``allgather``   Megatron-Core's: every rank gets all tokens, and the sums are scattered back. With ``decode`` experts no
+                token is permuted and nothing waits for the host (``gathering``), which a CUDA graph needs
 
 Permutation
 
 ``megatron``    Megatron-Core's own, without Transformer Engine
-``indexed``     ours, by index (``permutation``)
+``indexed``     ours, by index (``permutation``); of the all-to-all dispatcher
 ``fused``       Transformer Engine's kernels through Megatron-Core; needs Transformer Engine and a GPU
+``none``        what runs where nothing is permuted; not asked for by name
 
 Routing by a policy: see ``kernels.twins``, for what can run depends on the policy.
 
-``auto`` takes Transformer Engine where it is, else ours (never ``decode``: from how many tokens on it loses was not
-measured yet). Both are recorded: what was asked for and what ran.
+``auto`` takes Transformer Engine where it is, else ours (``decode`` only where a CUDA graph needs it: from how many
+tokens on it loses was not measured yet). Both are recorded: what was asked for and what ran.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_ep_bench.environment import package_versions
-
-EXPERTS = ("auto", "sequential", "grouped", "decode", "te")
-PERMUTE = ("auto", "megatron", "indexed", "fused")
 
 # Megatron-Core takes Transformer Engine's permutation kernels from this version on.
 _FUSED_PERMUTE_SINCE = (2, 1)
@@ -40,32 +44,82 @@ class Parts:
     permute: str = "indexed"
     kernel: str = "auto"
     """Of routing, as it was asked for."""
+    dispatcher: str = "alltoall"
+    cuda_graph: bool = False
+    """Timed runs are replayed from CUDA graphs (``graphs``)."""
+
+    @property
+    def by_map(self) -> bool:
+        """Experts take all tokens and a map: nothing is permuted."""
+        return self.dispatcher == "allgather" and self.experts == "decode"
+
+    def held_by_graphs(self, ep_size: int) -> str | None:
+        """What of a layer is replayed, in words; None where it is run eagerly."""
+        if not self.cuda_graph:
+            return None
+        return "the whole layer" if ep_size == 1 else "gate and policy; experts"
 
     @staticmethod
-    def choose(experts: str, permute: str, kernel: str = "auto", *, on_cpu: bool) -> Parts:
+    def choose(
+        experts: str,
+        permute: str,
+        kernel: str = "auto",
+        dispatcher: str = "alltoall",
+        *,
+        cuda_graph: bool = False,
+        on_cpu: bool,
+    ) -> Parts:
         """Decide what was left to this machine.
 
         Raises:
             ValueError: something was asked for by name that cannot run here.
         """
+        if cuda_graph:
+            _check_graph(experts, dispatcher, on_cpu)
+            experts = "decode"
         version = package_versions()["transformer_engine"]
         lacking = "a GPU" if on_cpu else "" if version else "Transformer Engine, which is not installed"
-        if experts == "decode" and on_cpu:
-            raise ValueError("layer.experts: decode needs a GPU; expected auto, grouped or sequential")
         if experts == "te" and lacking:
             raise ValueError(f"layer.experts: te needs {lacking}; expected auto, grouped or sequential")
-        if permute == "fused" and not lacking and not _fuses(version):
-            raise ValueError(
-                f"layer.permute: fused needs Transformer Engine >= 2.1, found {version}; "
-                "expected auto, indexed or megatron"
-            )
-        if permute == "fused" and lacking:
-            raise ValueError(f"layer.permute: fused needs {lacking}; expected auto, indexed or megatron")
-        return Parts(
+        parts = Parts(
             experts=("grouped" if lacking else "te") if experts == "auto" else experts,
-            permute=("indexed" if lacking or not _fuses(version) else "fused") if permute == "auto" else permute,
             kernel=kernel,
+            dispatcher=dispatcher,
+            cuda_graph=cuda_graph,
         )
+        return replace(parts, permute=_permute(permute, parts, version, lacking))
+
+
+def _check_graph(experts: str, dispatcher: str, on_cpu: bool) -> None:
+    if on_cpu:
+        raise ValueError("layer.cuda_graph: true needs a GPU; expected false on CPU ranks")
+    if dispatcher != "allgather":
+        raise ValueError(
+            "layer.cuda_graph: true needs layer.dispatcher allgather, for the all-to-all waits for the host;"
+            f" got {dispatcher}"
+        )
+    if experts not in ("auto", "decode"):
+        raise ValueError(
+            "layer.cuda_graph: true needs layer.experts decode (or auto), for with others the dispatcher waits for the"
+            f" host; got {experts}"
+        )
+
+
+def _permute(asked: str, parts: Parts, version: str | None, lacking: str) -> str:
+    if parts.by_map:
+        if asked != "auto":
+            raise ValueError(
+                f"layer.permute: expected auto, for decode experts behind allgather permute nothing; got {asked}"
+            )
+        return "none"
+    fuses = not lacking and _fuses(version)
+    if asked == "fused" and not fuses:
+        needs = lacking or f"Transformer Engine >= 2.1, found {version}"
+        raise ValueError(f"layer.permute: fused needs {needs}; expected auto, indexed or megatron")
+    own = "indexed" if parts.dispatcher == "alltoall" else "megatron"
+    if asked == "indexed" and own != "indexed":
+        raise ValueError(f"layer.permute: indexed serves layer.dispatcher alltoall only, got {parts.dispatcher}")
+    return ("fused" if fuses else own) if asked == "auto" else asked
 
 
 def _fuses(version: str | None) -> bool:

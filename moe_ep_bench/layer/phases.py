@@ -38,12 +38,12 @@ def instrumented(layer: MoELayer, recorder: PhaseRecorder, meet: Rendezvous) -> 
     with contextlib.ExitStack() as stack:
         for owner, stage in stages_of(layer):
             method = _timed(getattr(owner, stage.method), stage, recorder, meet, alone)
-            stack.enter_context(_replaced(owner, stage.method, method))
+            stack.enter_context(replaced(owner, stage.method, method))
         yield
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
     """Hide ``owner.name`` behind an attribute of the instance while the block runs."""
     hidden = vars(owner).get(name)
     setattr(owner, name, method)

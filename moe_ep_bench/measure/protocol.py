@@ -19,10 +19,8 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from moe_ep_bench.layer.megatron import MoELayer
-from moe_ep_bench.layer.phases import Rendezvous, instrumented
+from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
 from moe_ep_bench.timer import Clock, PhaseRecorder
 
@@ -42,11 +40,14 @@ class Runnable(Protocol):
     @property
     def case_id(self) -> str: ...
 
-    @property
-    def layer(self) -> MoELayer: ...
+    def ready(
+        self, batch: int, recorder: PhaseRecorder | None = None
+    ) -> contextlib.AbstractContextManager[Callable[[], object]]:
+        """Put the batch's routing into the layer and hand out what runs it, while the block lasts. Not timed.
 
-    def prepare(self, batch: int) -> Tensor:
-        """Put the batch's routing into the layer and return its hidden states, [T, 1, D]. Not timed."""
+        Args:
+            recorder: gets the phases of the run; None = it is run without any of that.
+        """
         ...
 
 
@@ -128,7 +129,8 @@ def warm_up(
             start = time.perf_counter()
             for case in cases:
                 before(case.case_id)
-                case.layer(case.prepare(batch))
+                with case.ready(batch) as run:
+                    run()
             clock.wait()
             times_B[batch] = time.perf_counter() - start
         times_B = slowest(times_B)
@@ -179,29 +181,26 @@ def measure(
             for index in order(len(cases), turn_of(step, num_batches, len(cases))):
                 case = cases[index]
                 before(case.case_id)
-                hidden_T1D = case.prepare(step.batch)
-                if flush is not None:
-                    flush()
-                clock.open_range(f"{case.case_id} batch {step.batch} {step.kind} {step.iteration}")
+                with case.ready(step.batch, recorder if step.kind == BREAKDOWN else None) as run:
+                    if flush is not None:
+                        flush()
+                    clock.open_range(f"{case.case_id} batch {step.batch} {step.kind} {step.iteration}")
+                    times = _timed(run, recorder, meet)
+                    clock.close_range()
                 if step.kind == PLAIN:
-                    times = _timed(case.layer, hidden_T1D, recorder, meet)
                     del times[UNACCOUNTED]  # Nothing was to be accounted for.
-                else:
-                    with instrumented(case.layer, recorder, meet):
-                        times = _timed(case.layer, hidden_T1D, recorder, meet)
-                clock.close_range()
                 for name, value in times.items():
                     samples[index, number, COLUMNS.index(name)] = value
             gc.collect(0)
     return samples
 
 
-def _timed(layer: MoELayer, hidden_T1D: Tensor, recorder: PhaseRecorder, meet: Rendezvous) -> dict[str, float]:
+def _timed(run: Callable[[], object], recorder: PhaseRecorder, meet: Rendezvous) -> dict[str, float]:
     recorder.clock.wait()
     meet()
     cpu_start, host_start = time.thread_time_ns(), time.perf_counter_ns()
     recorder.begin()
-    layer(hidden_T1D)
+    run()
     recorder.end()
     host_end, cpu_end = time.perf_counter_ns(), time.thread_time_ns()
     times = recorder.times_us()

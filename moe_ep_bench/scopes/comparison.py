@@ -18,7 +18,7 @@ from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Policy, RoutingContext
 from moe_ep_bench.records import stable_hash
 from moe_ep_bench.skews import load_skew
-from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
+from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload, deal
 
 BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
 # Native routing on replicated experts: what spare memory buys in place of a policy.
@@ -222,7 +222,9 @@ class Comparison(Planned):
         _check_routing(model)
         check_rank_shares(experiment, world_size)
         asked = experiment.layer
-        parts = Parts.choose(asked.experts, asked.permute, asked.kernel, on_cpu=on_cpu)
+        parts = Parts.choose(
+            asked.experts, asked.permute, asked.kernel, asked.dispatcher, cuda_graph=asked.cuda_graph, on_cpu=on_cpu
+        )
         comparison = Comparison(experiment, world_size, make_workload(experiment, model, world_size), parts)
         comparison.describe_kernels(comparison.cases, "cpu" if on_cpu else "cuda")  # Finds those that cannot run.
         return comparison
@@ -261,7 +263,9 @@ class Comparison(Planned):
     @property
     def title(self) -> str:
         scaled = f" x {self.model.scale:g}" if self.model.scale != 1 else ""
-        return f"{self.model.name}{scaled}, EP {self.ep_size}, {self.num_tokens:,} tokens, {self._workload_in_short}"
+        sizes = f"EP {self.ep_size}, {self.num_tokens:,} tokens"
+        graph = ", CUDA graph" if self.parts.cuda_graph else ""
+        return f"{self.model.name}{scaled}, {sizes}, {self._workload_in_short}{graph}"
 
     @property
     def _workload_in_short(self) -> str:
@@ -272,6 +276,19 @@ class Comparison(Planned):
         if config.skew is not None:
             return config.skew.replace("_", " ")
         return "unskewed" if config.peak_load is None else f"peak load {config.peak_load:g}"
+
+    def check_gathering(self) -> None:
+        """Raise ValueError where ranks hold unequal numbers of tokens and the dispatcher cannot have that."""
+        if self.parts.dispatcher != "allgather" or self.ep_size == 1:
+            return
+        for number in range(self.workload.num_batches):
+            dealt = deal(self.workload.batch(number), self.world_size, self.experiment.workload.rank_shares)
+            counts = [len(tokens_T) for tokens_T in dealt]
+            if len(set(counts)) > 1:
+                raise ValueError(
+                    "layer.dispatcher: allgather needs as many tokens on every rank; batch"
+                    f" {number} deals {min(counts)} to {max(counts)}: expected alltoall, or other workload.num_tokens"
+                )
 
     def memory_bytes_per_rank(self) -> int:
         """What a rank needs at the fullest, roughly: weights, inputs of all batches, one layer's buffers.
@@ -317,6 +334,7 @@ def plan_comparisons(config: Path, overrides: Iterable[str], world_size: int, *,
         try:
             comparison = Comparison.of(experiment, world_size, on_cpu=on_cpu)
             comparison.workload.batch(0)  # Finds skews that cannot be had.
+            comparison.check_gathering()
             comparison.try_policies()
         except ValueError as problem:
             raise ValueError(f"{config}: {problem}") from None

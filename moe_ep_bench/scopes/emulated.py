@@ -53,6 +53,7 @@ class Emulated(Comparison):
                 f"measure.launches: emulate makes one launch; expected 1, got {experiment.measure.launches}"
             )
         ep_size = experiment.layer.ep_size or default_ep_size(experiment.model.spec().num_experts)
+        _check_parts(experiment)
         base = Comparison.of(experiment, ep_size, on_cpu=on_cpu)
         try:
             links = load_links(experiment.emulate.links).scaled(experiment.emulate.bandwidth_scale)
@@ -130,6 +131,17 @@ class Emulated(Comparison):
                 self.replicate(wanted, np.ones(self.model.num_experts))
             except ValueError as problem:
                 raise ValueError(f"emulate.replication: {problem}") from None
+
+
+def _check_parts(experiment: Experiment) -> None:
+    """Refuse what only ``run`` does."""
+    if experiment.layer.cuda_graph:
+        raise ValueError("layer.cuda_graph: true is for run; expected false, for emulate runs eagerly")
+    if experiment.layer.dispatcher != "alltoall":
+        raise ValueError(
+            "layer.dispatcher: emulate stands in for the all-to-all; expected alltoall,"
+            f" got {experiment.layer.dispatcher}"
+        )
 
 
 def plan_emulation(config: Path, overrides: Iterable[str], *, on_cpu: bool) -> list[Emulated]:

@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity, record_function
 
 from moe_ep_bench import environment
 from moe_ep_bench.layer.host import device_scope
-from moe_ep_bench.layer.phases import instrumented
 from moe_ep_bench.records import atomic_path
 from moe_ep_bench.scopes.comparison import CaseSpec, Comparison
 from moe_ep_bench.scopes.job import Job
@@ -93,11 +92,10 @@ def _traced(job: Job, comparison: Comparison, session: Session, recorder: PhaseR
 
 
 def _iterate(session: Session, case: LayerCase, recorder: PhaseRecorder) -> None:
-    hidden_T1D = case.prepare(0)
-    recorder.clock.wait()
-    session.meet()
-    with instrumented(case.layer, recorder, session.meet):
+    with case.ready(0, recorder) as run:
+        recorder.clock.wait()
+        session.meet()
         recorder.begin()
-        case.layer(hidden_T1D)
+        run()
         recorder.end()
     recorder.clock.wait()

@@ -6,12 +6,13 @@ dense reference, V = cases, S = steps.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import socket
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,9 +24,10 @@ from moe_ep_bench import environment
 from moe_ep_bench.kernels.twins import oracle_for
 from moe_ep_bench.layer.build import DTYPES, LayerPair, build_layers
 from moe_ep_bench.layer.experts import DRAWS, HIDDEN, seeded_generator
+from moe_ep_bench.layer.graphs import CapturedRun, Graph, make_graphs
 from moe_ep_bench.layer.host import device_scope, release_freed_memory
 from moe_ep_bench.layer.megatron import MoELayer, initialize_expert_parallel
-from moe_ep_bench.layer.phases import Rendezvous
+from moe_ep_bench.layer.phases import Rendezvous, instrumented
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
 from moe_ep_bench.layer.router import ReplayRouter, logits_from_scores, scores_from_logits
 from moe_ep_bench.machine import MachineSampler
@@ -38,7 +40,7 @@ from moe_ep_bench.records import write_json
 from moe_ep_bench.scopes.comparison import BASELINE, CEILING, CaseSpec, Comparison
 from moe_ep_bench.scopes.job import Job
 from moe_ep_bench.scopes.rows import case_columns, packed_metrics, routing_columns
-from moe_ep_bench.timer import clock_for
+from moe_ep_bench.timer import Clock, PhaseRecorder, clock_for
 from moe_ep_bench.workload import TokenBatch, deal
 from moe_ep_bench.workload.balanced import balanced_scores
 
@@ -59,7 +61,13 @@ class RankBatch:
 
 @dataclass(frozen=True, eq=False)
 class LayerCase:
-    """A case on its layer, able to run any batch."""
+    """A case on its layer, able to run any batch.
+
+    Attributes:
+        meet: where the ranks that talk to each other are waited for.
+        captured: runs as CUDA graphs by batch and whether their phases are timed; where there are any, they are what
+            is run.
+    """
 
     spec: CaseSpec
     layer: MoELayer
@@ -67,6 +75,8 @@ class LayerCase:
     context: RoutingContext
     seed: int
     global_rank: int
+    meet: Rendezvous
+    captured: dict[tuple[int, bool], CapturedRun] = field(default_factory=dict)
 
     @property
     def case_id(self) -> str:
@@ -83,6 +93,33 @@ class LayerCase:
             self.layer.router.policy = self.spec.policy
             self.layer.router.context = self.context_for(batch)
         return share.hidden.next()
+
+    @contextlib.contextmanager
+    def ready(self, batch: int, recorder: PhaseRecorder | None = None) -> Iterator[Callable[[], object]]:
+        """See ``measure.protocol.Runnable``."""
+        by_phase = recorder is not None
+        if self.captured:
+            with self.captured[batch, by_phase].ready(recorder) as run:
+                yield run
+            return
+        hidden_T1D = self.prepare(batch)
+        with instrumented(self.layer, recorder, self.meet) if by_phase else contextlib.nullcontext():
+            yield lambda: self.layer(hidden_T1D)
+
+    def capture(self, new_graph: Callable[[], Graph], clock: Clock, *, by_phase: bool) -> None:
+        """Keep the run of every batch as graphs; ``by_phase``: a second time, with its phases timed.
+
+        Raises:
+            RuntimeError: as ``CapturedRun``.
+        """
+        captured = {}
+        for batch in range(len(self.batches)):
+            for timed in (False, True)[: 1 + by_phase]:
+                hidden_T1D = self.prepare(batch)
+                captured[batch, timed] = CapturedRun(
+                    self.layer, hidden_T1D, new_graph, clock, self.meet, by_phase=timed
+                )
+        self.captured.update(captured)
 
     def context_for(self, batch: int) -> RoutingContext:
         """The context of this rank's tokens of ``batch``; randomness starts anew with every call."""
@@ -118,6 +155,10 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
         session = Session(job, comparison, cases)
         session.observe_all()
         session.drop_failing("before timing")
+        if comparison.parts.cuda_graph:
+            session.capture_all()
+            session.check_again()
+            session.drop_failing("replayed from CUDA graphs")
         session.warm_up()
         samples_VSC = session.time()
         session.check_again()
@@ -158,12 +199,12 @@ class Session:
         router = self.layers.policy_router
         router.context = replace(router.context, layer_fraction=comparison.layer_fraction)
         self.batches = [self._share(comparison.workload.batch(b), b, dtype) for b in range(self.num_batches)]
+        self.meet = Rendezvous(ep_group, self.device)
         self.cases = [self._layer_case(case) for case in cases]
         self.timed: list[LayerCase] = []
         hidden_TD = self.batches[0].hidden.copies[0][:, 0]
         self.checked_N = torch.linspace(0, max(len(hidden_TD) - 1, 0), min(NUM_CHECKED_TOKENS, len(hidden_TD))).long()
         self.reference = DenseReference(model, hidden_TD[self.checked_N], self.seed)
-        self.meet = Rendezvous(ep_group, self.device)
         self.flush = CacheFlush(self.device) if experiment.measure.flush_l2 else None
         self.conditions: dict[str, Any] = {}
         self.routing_rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -198,10 +239,17 @@ class Session:
     def _layer_case(self, case: CaseSpec) -> LayerCase:
         layers: LayerPair = self.layers
         layer = layers.native if case.policy is None else layers.policy
-        return LayerCase(case, layer, self.batches, layers.policy_router.context, self.seed, self.job.ranks.rank)
+        context, rank = layers.policy_router.context, self.job.ranks.rank
+        return LayerCase(case, layer, self.batches, context, self.seed, rank, self.meet)
 
     def observe(self, case: LayerCase, batch: int) -> Observation:
         """Run a case once, untimed, and look at what its router chose."""
+        if case.captured:
+            captured = case.captured[batch, False]
+            with captured.ready() as run:
+                run()
+            output_T1D, (weights_TE, map_TE) = captured.output_T1D.clone(), captured.routing
+            return Observation(output_T1D[:, 0], Routing(map_TE=map_TE.clone(), weights_TE=weights_TE.clone()))
         seen: list[tuple[Tensor, Tensor]] = []
         hidden_T1D = case.prepare(batch)
         hook = case.router.register_forward_hook(lambda module, inputs, output: seen.append(output))
@@ -256,6 +304,38 @@ class Session:
             self.routing_rows[case.case_id][0]["reference_error"] = max(
                 error, self.routing_rows[case.case_id][0]["reference_error"]
             )
+
+    def capture_all(self) -> None:
+        """Keep every case's runs as CUDA graphs; those that cannot be kept are recorded as failed."""
+        by_phase, clock = self.comparison.experiment.measure.breakdown_iterations > 0, clock_for(self.device)
+        new_graph = make_graphs(self.device)
+        for case in list(self.cases):
+            self.job.begin(case.case_id)
+            eager = [self.observe(case, batch) for batch in range(self.num_batches)]
+            problem = ""
+            try:
+                case.capture(new_graph, clock, by_phase=by_phase)
+            except RuntimeError as error:
+                problem = f"cannot be captured as a CUDA graph: {str(error).splitlines()[0]}"
+            else:
+                problem = self._unlike(eager, [self.observe(case, batch) for batch in range(self.num_batches)])
+            found = [(rank, text) for rank, text in enumerate(self.job.ranks.texts(problem)) if text]
+            if found:
+                self.cases.remove(case)
+                if self.job.ranks.is_first:
+                    reason = f"rank {found[0][0]}: {found[0][1]}"
+                    self.job.write_unmeasured(self.comparison, case.spec, "failed", reason)
+
+    def _unlike(self, eager: Sequence[Observation], replayed: Sequence[Observation]) -> str:
+        """In what replayed runs differ from the same ones run eagerly; empty where they do not."""
+        tolerance = TOLERANCE[DTYPES[self.comparison.experiment.layer.dtype]]
+        for batch, (one, other) in enumerate(zip(eager, replayed, strict=True)):
+            if not torch.equal(one.routing.map_TE, other.routing.map_TE):
+                return f"replayed from a CUDA graph, it routes batch {batch} otherwise"
+            error = _relative(other.output_TD, one.output_TD)
+            if not error <= tolerance:
+                return f"replayed from a CUDA graph, its output on batch {batch} differs by {error:.2g}"
+        return ""
 
     def drop_failing(self, when: str) -> None:
         """Record cases whose output is wrong on any rank as failed, and go on without them."""

@@ -1,0 +1,32 @@
+"""Dispatching without permuting: every rank gets all tokens, and its experts pick theirs from the map.
+
+Megatron-Core's all-gather dispatcher sorts what it gathered by expert, for which it must know how many rows there are:
+it waits for the host. Experts that take a map (``backends.MappedExperts``) need no sorted rows. What is left is an
+all-gather of tokens, weights and map, and a reduce-scatter of the ranks' partial sums; on one rank nothing at all. No
+shape follows from the routing, so that a CUDA graph can hold it. It suits the few tokens of a decode step: what
+travels is every token to every rank.
+
+Shapes: T = tokens of all ranks, L = local experts, D = hidden size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_ep_bench.layer.megatron import MoEAllGatherTokenDispatcher
+
+
+class MapDispatcher(MoEAllGatherTokenDispatcher):
+    """Megatron-Core's all-gather and reduce-scatter, with nothing sorted between them."""
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return all tokens [T, D], which local experts they take (bool [T, L]) and their weights (float32 [T, L])."""
+        first, last = self.local_expert_indices[0], self.local_expert_indices[-1]
+        local = slice(first, last + 1)
+        # The reduce-scatter sums in this one's dtype.
+        self.local_probs = probs[:, local]
+        map_TL, self.routing_map = self.routing_map[:, local], None
+        return hidden_states, map_TL, self.local_probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states

@@ -1,0 +1,119 @@
+"""Graphs for tests without a GPU: what was captured is a tape of tensor operations, played into the same memory again.
+
+Like a CUDA graph a tape knows no Python: only operations on tensors are on it, with their inputs and outputs where they
+lay while it was made; what waits for the device (a number read, a shape that follows from values) cannot be captured.
+And like one it leaves outputs unset until it is played. Stamps of ``TapeClock`` are on the tape too, as events are in a
+graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# What would wait for a GPU.
+_WAITS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "equal",
+    "bincount",
+    "is_nonzero",
+)
+
+
+class TapeGraph:
+    """See ``layer.graphs.Graph``."""
+
+    def __init__(self) -> None:
+        self._tape: list[Callable[[], None]] = []
+
+    def capture(self, issue: Callable[[], Any]) -> Any:
+        TapeClock.tape = self._tape
+        try:
+            with _Recording(self._tape):
+                outputs = issue()
+        finally:
+            TapeClock.tape = None
+        for tensor in pytree.tree_leaves(outputs):
+            if isinstance(tensor, Tensor):
+                tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+        return outputs
+
+    def replay(self) -> None:
+        for play in self._tape:
+            play()
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self, tape: list[Callable[[], None]]) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.name.split("::")[1] in _WAITS:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        result = func(*args, **kwargs)
+        places = {one.untyped_storage().data_ptr() for one in _tensors((args, kwargs))}
+        made = [one for one in _tensors(result) if one.untyped_storage().data_ptr() not in places]
+        if made or func._schema.is_mutable:
+
+            def play() -> None:
+                again = func(*args, **kwargs)
+                for kept, new in zip(_tensors(result), _tensors(again), strict=True):
+                    if made:
+                        kept.copy_(new)
+
+            self._tape.append(play)
+        return result
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor)]
+
+
+class TapeClock:
+    """A host clock whose stamps are set by each play of the tape on which they are."""
+
+    tape: list[Callable[[], None]] | None = None
+
+    def stamp(self) -> list[int]:
+        stamp = [time.perf_counter_ns()]
+        if TapeClock.tape is not None:
+
+            def set_again() -> None:
+                stamp[0] = time.perf_counter_ns()
+
+            TapeClock.tape.append(set_again)
+        return stamp
+
+    def wait(self) -> None:
+        pass
+
+    def between_us(self, start: list[int], end: list[int]) -> float:
+        return (end[0] - start[0]) / 1e3
+
+    def open_range(self, name: str) -> None:
+        pass
+
+    def close_range(self) -> None:
+        pass
+
+
+def dense_decode_experts(
+    hidden_TD: Tensor, map_TL: Tensor, weights_TL: Tensor, gate_up_L2FD: Tensor, down_LDF: Tensor
+) -> Tensor:
+    """``decode_experts`` by all experts for all tokens: what a tape can hold, for no shape follows from the map."""
+    gate_up_LT2F = torch.einsum("td,lfd->ltf", hidden_TD, gate_up_L2FD)
+    gate_LTF, up_LTF = gate_up_LT2F.chunk(2, dim=-1)
+    rows_LTD = torch.einsum("ltf,ldf->ltd", torch.nn.functional.silu(gate_LTF) * up_LTF, down_LDF)
+    return torch.einsum("ltd,tl->td", rows_LTD, torch.where(map_TL, weights_TL, 0.0)).to(hidden_TD.dtype)

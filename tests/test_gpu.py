@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import graph_laws  # noqa: F401, adds its laws to the others
 import pandas as pd
 import pytest
 import torch
@@ -35,7 +36,7 @@ def device() -> torch.device:
 def laws(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     """All laws of the layer that one rank can show, on one NCCL rank."""
     report = tmp_path_factory.mktemp("laws") / "report.json"
-    script = Path(__file__).with_name("layer_laws.py")
+    script = Path(__file__).with_name("run_laws.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", script, report]
     job = subprocess.run(command, capture_output=True, text=True, timeout=200)
     found = json.loads(report.read_text()) if report.exists() else {}
@@ -155,6 +156,35 @@ def test_a_case_that_runs_out_of_device_memory_is_recorded_and_the_others_are_me
     assert status == "oom"
     assert "CUDA out of memory" in reason
     assert found["topk"][0] == found["native"][0] == "ok"
+
+
+def test_decode_layers_are_replayed_from_cuda_graphs_with_their_phases(tmp_path: Path) -> None:
+    policies = [
+        {"name": "topk"}, {"name": "oea", "k0": 3}, {"name": "xshare", "k0": 1, "budget": 8},
+        {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 2}, {"name": "lynx", "num_dropped": 4},
+        {"name": "laser", "eps_high": 0.5, "t_fix": 0.3, "c": 16}, {"name": "token_drop", "capacity_factor": 1.0},
+    ]  # fmt: skip
+    config = write_config(
+        tmp_path,
+        workload__num_tokens=16, workload__sequence_length=1, workload__peak_load=None, workload__num_batches=2,
+        layer__dtype="bfloat16", layer__dispatcher="allgather", layer__experts="decode", policies=policies,
+        sweep={"layer.cuda_graph": [False, True]},
+    )  # fmt: skip
+    done = launch(config, "--out", tmp_path / "out", nproc=1)
+    assert done.returncode == OK, done.stderr
+    described = json.loads((tmp_path / "out" / "run.json").read_text())
+    rows = cases_of(tmp_path / "out")
+    held = {case_id: described["comparisons"][case["comparison_id"]]["cuda_graph"] for case_id, case in
+            described["cases"].items()}  # fmt: skip
+    replayed = rows[rows.case_id.map(held) == "the whole layer"]
+    assert replayed.case_id.nunique() == len(policies) + 3
+    assert (replayed.status == "ok").all(), replayed.reason.unique()
+    phases = replayed[replayed.kind == "breakdown"]
+    assert {"gate", "policy", "experts", TOTAL, UNACCOUNTED} <= set(phases.phase)
+    totals = phases[phases.phase == TOTAL].time_us
+    assert (phases.time_us >= 0).all()
+    # Events inside a graph are set by each replay: experts take a part of the total, in every one.
+    assert (phases[phases.phase == "experts"].time_us.to_numpy() < totals.max()).all()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL between them")

@@ -22,7 +22,12 @@ CONFIG = {
     "model": {"preset": "olmoe-1b-7b", "scale": 0.03125},
     "workload": {"kind": "synthetic", "num_tokens": 12, "num_batches": 2, "sequence_length": 1},
     "layer": {"dtype": "float32", "kernel": "torch", "dispatcher": "allgather", "experts": "decode"},
-    "policies": [{"name": "topk"}, {"name": "token_drop", "capacity_factor": 1.0}, {"name": "pruned", "k0": 3}],
+    "policies": [
+        {"name": "topk"},
+        {"name": "token_drop", "capacity_factor": 1.0},
+        {"name": "pruned", "k0": 3},
+        {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1},
+    ],
     "measure": {"iterations": 2, "breakdown_iterations": 1, "timeout_s": 60},
     "sweep": {"layer.cuda_graph": [False, True]},
 }
@@ -70,7 +75,9 @@ def test_replayed_cases_have_the_rows_of_eager_ones(taped: tuple[Path, int]) -> 
     out, num_ranks = taped
     rows, by_side = cases_of(out), sides(out)
     for case_ids in by_side.values():
-        ok = rows[rows.case_id.isin(case_ids) & (rows.status == "ok") & ~rows.policy.isin(["token_drop", "pruned"])]
+        ok = rows[
+            rows.case_id.isin(case_ids) & (rows.status == "ok") & ~rows.policy.isin(["token_drop", "pruned", "xshare"])
+        ]
         assert ok.case_id.nunique() == 4  # native, native again, topk, native with balanced scores
         assert len(ok[ok.kind == "plain"]) == 4 * num_ranks * 2 * 2
         waits = {"wait_dispatch", "wait_combine"} if num_ranks > 1 else set()
@@ -84,6 +91,7 @@ def test_replayed_cases_have_the_rows_of_eager_ones(taped: tuple[Path, int]) -> 
     ("policy", "reason"),
     [
         ("token_drop", "cannot be captured as a CUDA graph: "),
+        ("xshare", "cannot be captured as a CUDA graph: "),
         ("pruned", "replayed from a CUDA graph, it routes batch 0 otherwise"),
     ],
 )

@@ -284,13 +284,19 @@ class Session:
                 self.routing_rows[case.case_id].append(row)
 
     def reference_error(self, case: LayerCase, observation: Observation) -> float:
-        """Compare a run on batch 0 with the dense reference; a policy's map also with the policy itself."""
+        """Compare a run on batch 0 with the dense reference; a policy's map also with the policy itself.
+
+        Not so the map of a policy whose statistics are summed over other ranks.
+        """
         error = self.reference.worst_error(
             observation.output_TD[self.checked_N], observation.routing.weights_TE[self.checked_N]
         )
-        if case.spec.policy is not None and case.spec.policy.batch_stats(case.scores(0), case.context) is None:
-            oracle = oracle_for(case.spec.policy, self.job.ranks.device.type)
-            expected = case.spec.policy.route(case.scores(0), case.context_for(0), kernel=oracle)
+        policy = case.spec.policy
+        if policy is not None and (
+            self.comparison.ep_size == 1 or policy.batch_stats(case.scores(0), case.context_for(0)) is None
+        ):
+            oracle = oracle_for(policy, self.job.ranks.device.type)
+            expected = policy.route(case.scores(0), case.context_for(0), kernel=oracle)
             if not torch.equal(expected.map_TE, observation.routing.map_TE):
                 error = float("inf")
         self.errors[case.case_id] = max(error, self.errors.get(case.case_id, 0.0))

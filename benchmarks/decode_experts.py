@@ -1,0 +1,272 @@
+#!/usr/bin/env python
+"""What do a decode step's experts take, over the experts that it activates? The decode kernels beside grouped GEMMs.
+
+    python benchmarks/decode_experts.py [--tune] [--rounds 30] [--out DIR] [--rehearse]
+
+Two tables per shape, medians of one run, forms interleaved, the cache flushed before every call, each form replayed
+from a CUDA graph. First 16 tokens on ever more experts: a line with R2, and its slope as bytes per second beside what
+this device reads. Then steps of 1 to 1,024 tokens that choose at random: where grouped GEMMs win, ``auto`` should
+change over (``decode_below_rows`` of configs/devices/). *decode* is the whole: pairs sorted, both products, sums per
+token; *its products* and *grouped* are given sorted rows and leave sums to others.
+
+--tune tries other sizes of the kernels' tiles at 49 activated experts.
+--rehearse runs the CPU's forms at toy sizes without graphs: it tries this script, and measures nothing.
+Exit status: 0 all forms agree with a loop over experts, 1 one does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from moe_ep_bench import environment
+from moe_ep_bench.kernels.decode_experts import decode_experts, expert_rows
+from moe_ep_bench.kernels.swiglu import weighted_swiglu
+from moe_ep_bench.layer.experts import ExpertWeights, apply_expert
+from moe_ep_bench.layer.reference import TOLERANCE
+from moe_ep_bench.measure.cache import CacheFlush
+from moe_ep_bench.measure.ceilings import measure_ceilings
+from moe_ep_bench.measure.linear import linear_fit
+from moe_ep_bench.models import ModelSpec, load_model
+from moe_ep_bench.records import atomic_path, write_json
+from moe_ep_bench.timer import Clock, clock_for
+
+# Preset and the ranks among which an expert's FFN is split: the layers of the papers' tables.
+LAYERS = (("qwen3-30b-a3b", 1), ("qwen3-235b-a22b", 8), ("gpt-oss-120b", 1))
+STEP_TOKENS = 16
+ACTIVATED = (8, 16, 32, 49, 64, 96, 128)
+# OEA, Table 3: what vanilla activates at Qwen3-30B-A3B, and its layer's microseconds.
+PUBLISHED = ("qwen3-30b-a3b", 48.8, 176.0)
+TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024)
+# Module constants of decode_experts_triton that --tune tries: features, bytes of a step, stages, warps.
+TUNED = list(itertools.product((32, 64), (16 * 1024, 24 * 1024, 48 * 1024), (3, 4, 5), (4,)))
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    ffn_size: int
+
+    @staticmethod
+    def of(preset: str, shard: int, scale: float) -> Shape:
+        model: ModelSpec = load_model(preset).scaled(scale)
+        name = model.name + (f", a shard of {shard}" if shard > 1 else "")
+        return Shape(name, model.num_experts, model.top_k, model.hidden_size, max(16, model.ffn_hidden_size // shard))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tune", action="store_true", help="try other tile sizes")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU: tries this script")
+    options = parser.parse_args(arguments)
+    device = torch.device("cpu" if options.rehearse else "cuda")
+    if not options.rehearse and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here; --rehearse tries this script without one")
+    dtype = torch.float32 if options.rehearse else torch.bfloat16
+    read_gbps = measure_ceilings(device, dtype).read_gbps
+    print(f"{environment.describe(device)['device_name']}; it reads {read_gbps:,.0f} GB/s")
+    tables, wrong = [], []
+    with torch.inference_mode():
+        for preset, shard in LAYERS:
+            shape = Shape.of(preset, shard, 1 / 64 if options.rehearse else 1.0)
+            bench = Bench(shape, device, dtype, options.rounds)
+            wrong += bench.check()
+            tables.append(bench.over_experts(read_gbps, PUBLISHED if preset == PUBLISHED[0] else None))
+            tables.append(bench.over_tokens())
+            if options.tune and not options.rehearse:
+                tables.append(bench.tuned())
+            if options.out:
+                with atomic_path(options.out / "decode_experts.csv") as path:
+                    pd.concat(tables).to_csv(path, index=False)
+                write_json(options.out / "decode_experts.json", {"environment": environment.describe(device)})
+            del bench
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    print("\n" + ("all forms agree with a loop over experts" if not wrong else f"WRONG: {'; '.join(wrong)}"))
+    return int(bool(wrong))
+
+
+class Bench:
+    """All forms on one layer's experts."""
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int) -> None:
+        self.shape, self.device, self.dtype, self.rounds = shape, device, dtype, rounds
+        self.generator = torch.Generator(device).manual_seed(0)
+        experts, hidden, ffn = shape.num_experts, shape.hidden_size, shape.ffn_size
+        self.gate_up_L2FD = self._normal(experts, 2 * ffn, hidden) * hidden**-0.5
+        self.down_LDF = self._normal(experts, hidden, ffn) * ffn**-0.5
+        self.flush = CacheFlush(device)
+        print(f"\n{shape.name}: {experts} experts, top-{shape.top_k}, {hidden} x {ffn}, {dtype}")
+
+    def _normal(self, *shape: int) -> Tensor:
+        values = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for one in values if len(shape) == 3 else (values,):  # expert by expert: no float32 copy of them all
+            one.copy_(torch.randn(one.shape, generator=self.generator, device=self.device))
+        return values
+
+    def step(self, num_tokens: int, activated: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states, map and weights of a step; every one of ``activated`` experts has a token."""
+        experts = self.shape.num_experts if activated is None else activated
+        keys_TE = torch.rand(num_tokens, experts, generator=self.generator, device=self.device)
+        top_k = min(self.shape.top_k, experts)
+        if activated is not None:  # Tokens in turn take the next ones first: all are taken while there are pairs.
+            pair = torch.arange(min(experts, num_tokens * top_k), device=self.device)
+            keys_TE[pair // top_k, pair] += 1
+        map_TE = torch.zeros(num_tokens, self.shape.num_experts, dtype=torch.bool, device=self.device)
+        map_TE.scatter_(1, keys_TE.topk(top_k, dim=1).indices, True)
+        weights_TE = torch.rand(map_TE.shape, generator=self.generator, device=self.device) * map_TE
+        return self._normal(num_tokens, self.shape.hidden_size), map_TE, weights_TE
+
+    def forms(self, step: tuple[Tensor, Tensor, Tensor]) -> dict[str, Callable[[], Tensor]]:
+        hidden_TD, map_TE, weights_TE = step
+        expert_N, token_N = map_TE.T.nonzero(as_tuple=True)
+        rows_ND, weights_N = hidden_TD[token_N], weights_TE[token_N, expert_N]
+        ends_L = map_TE.sum(0).cumsum(0).to(torch.int32)
+        weights = self.gate_up_L2FD, self.down_LDF
+
+        def grouped() -> Tensor:
+            multiply = torch.nn.functional.grouped_mm
+            gate_up_N2F = multiply(rows_ND, self.gate_up_L2FD.transpose(1, 2), offs=ends_L)
+            return multiply(weighted_swiglu(gate_up_N2F, weights_N), self.down_LDF.transpose(1, 2), offs=ends_L)
+
+        return {
+            "decode": lambda: decode_experts(hidden_TD, map_TE, weights_TE, *weights),
+            "its products": lambda: expert_rows(rows_ND, weights_N, ends_L, *weights),
+            "grouped": grouped,
+        }
+
+    def check(self) -> list[str]:
+        """Which forms are wrong, in words."""
+        hidden_TD, map_TE, weights_TE = step = self.step(STEP_TOKENS)
+        expert_N, token_N = map_TE.T.nonzero(as_tuple=True)
+        expected_ND = torch.cat(
+            [
+                apply_expert(hidden_TD[map_TE[:, e]], ExpertWeights(self.gate_up_L2FD[e], self.down_LDF[e]))
+                for e in range(self.shape.num_experts)
+            ]
+        ) * weights_TE[token_N, expert_N].unsqueeze(1)
+        expected_TD = torch.zeros(hidden_TD.shape, device=self.device).index_add_(0, token_N, expected_ND)
+        wrong = []
+        for name, form in self.forms(step).items():
+            expected = expected_TD if name == "decode" else expected_ND
+            error = float((form().float() - expected).norm() / expected.norm())
+            if not error <= TOLERANCE[self.dtype]:
+                wrong.append(f"{self.shape.name}, {name}: off by {error:.2g}")
+        return wrong
+
+    def over_experts(self, read_gbps: float, published: tuple[str, float, float] | None) -> pd.DataFrame:
+        """Times of 16 tokens on ever more experts, and what the line says."""
+        most = min(self.shape.num_experts, STEP_TOKENS * self.shape.top_k)
+        counts = [count for count in ACTIVATED if count <= most]
+        rows = [{"activated": count, **self._times(self.step(STEP_TOKENS, count))} for count in counts]
+        table = pd.DataFrame(rows)
+        print(table.to_string(index=False, float_format="{:.1f}".format))
+        expert_bytes = 3 * self.shape.hidden_size * self.shape.ffn_size * self.dtype.itemsize
+        for name in table.columns[1:]:
+            line = linear_fit(table["activated"], table[name])
+            rate = expert_bytes / line.slope_us / 1e3
+            print(
+                f"{name}: {line.intercept_us:.1f} us + {line.slope_us:.3f} us [{line.slope_low_us:.3f},"
+                f" {line.slope_high_us:.3f}] an expert, R2 {line.r2:.4f}; {rate:,.0f} GB/s, {rate / read_gbps:.0%} of"
+                " what this device reads"
+            )
+            if published is not None:
+                _, activated, paper_us = published
+                ours_us = line.intercept_us + line.slope_us * activated
+                print(f"  on its line {ours_us:.1f} us at {activated}; a layer of OEA's Table 3 takes {paper_us:g} us")
+        return table.assign(shape=self.shape.name, num_tokens=STEP_TOKENS)
+
+    def over_tokens(self) -> pd.DataFrame:
+        """Times of steps whose tokens choose at random, and where grouped GEMMs win."""
+        rows = []
+        for num_tokens in TOKENS:
+            step = self.step(num_tokens)
+            times = self._times(step)
+            mean_rows = num_tokens * self.shape.top_k / self.shape.num_experts
+            over = times["its products"] / times["grouped"]
+            rows.append(
+                {"num_tokens": num_tokens, "activated": int(step[1].any(0).sum()), "rows an expert": mean_rows}
+                | times
+                | {"products over grouped": over}
+            )
+        table = pd.DataFrame(rows)
+        print(table.to_string(index=False, float_format="{:.2f}".format))
+        wins = table["products over grouped"] > 1
+        always = wins[::-1].cummin()[::-1]  # From here on, whatever the tokens.
+        first = "nowhere here"
+        if always.any():
+            first = f"from {table['rows an expert'][always].iloc[0]:g} rows an expert on"
+        print(f"grouped GEMMs win {first}")
+        return table.assign(shape=self.shape.name)
+
+    def tuned(self) -> pd.DataFrame:
+        """Times under other module constants, over those in the code."""
+        from moe_ep_bench.kernels import decode_experts_triton as kernels
+
+        names = ("_MOST_FEATURES", "_STEP_BYTES", "_STAGES", "_NUM_WARPS")
+        own = tuple(getattr(kernels, name) for name in names)
+        step, rows = self.step(STEP_TOKENS, min(49, STEP_TOKENS * self.shape.top_k)), []
+        for values in dict.fromkeys([own, *TUNED]):
+            for name, value in zip(names, values, strict=True):
+                setattr(kernels, name, value)
+            try:
+                time_us = self._times(step, only="decode")["decode"]
+            except Exception as error:  # More shared memory than there is.
+                print(f"{values}: {type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
+                continue
+            rows.append(dict(zip((name.strip("_").lower() for name in names), values, strict=True)) | {"us": time_us})
+        for name, value in zip(names, own, strict=True):
+            setattr(kernels, name, value)
+        table = pd.DataFrame(rows)
+        table["over the code's"] = table["us"] / table["us"].iloc[0]
+        print(table.sort_values("us").to_string(index=False, float_format="{:.3f}".format))
+        return table.assign(shape=self.shape.name)
+
+    def _times(self, step: tuple[Tensor, Tensor, Tensor], only: str | None = None) -> dict[str, float]:
+        """Medians in microseconds, forms interleaved."""
+        forms = {name: form for name, form in self.forms(step).items() if only in (None, name)}
+        runs = {name: _replayed(form) if self.device.type == "cuda" else form for name, form in forms.items()}
+        return _interleaved(runs, self.rounds, clock_for(self.device), self.flush)
+
+
+def _replayed(form: Callable[[], Tensor]) -> Callable[[], object]:
+    form()  # Compiles.
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        form()
+    return graph.replay
+
+
+def _interleaved(
+    runs: dict[str, Callable[[], object]], rounds: int, clock: Clock, flush: Callable[[], None]
+) -> dict[str, float]:
+    times: dict[str, list[float]] = defaultdict(list)
+    for number in range(rounds + 2):
+        for name, run in runs.items():
+            flush()  # Still runs while the rest is issued, so that the host's time is not in it.
+            start = clock.stamp()
+            run()
+            end = clock.stamp()
+            clock.wait()
+            if number > 1:
+                times[name].append(clock.between_us(start, end))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

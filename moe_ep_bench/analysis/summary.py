@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from moe_ep_bench.analysis.activated import Steps, activated_by_case, decode_steps, decode_words
+from moe_ep_bench.analysis.graphs import graph_pairs, graph_words
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.notes import notes_of, warnings_of
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
@@ -61,6 +62,7 @@ def summary_table(run: Run) -> str:
     comparisons = analyse(run)
     blocks = [_block(run, comparison) for comparison in comparisons]
     blocks += [_decode_block(steps) for steps in decode_steps(run, comparisons)]
+    blocks += ["\n".join(graph_words(pair)) for pair in graph_pairs(comparisons)]
     return "\n\n".join([*blocks, count_words(run)])
 
 

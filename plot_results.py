@@ -8,7 +8,14 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from moe_ep_bench.analysis.figures import ALL_FIGURES, DECODE_FIGURES, FIGURES, SWEEP_FIGURES, draw_figures
+from moe_ep_bench.analysis.figures import (
+    ALL_FIGURES,
+    DECODE_FIGURES,
+    FIGURES,
+    GRAPH_FIGURES,
+    SWEEP_FIGURES,
+    draw_figures,
+)
 from moe_ep_bench.analysis.load import ResultsError, load_run
 from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES, draw_route_figures
 from moe_ep_bench.analysis.route_load import is_route, load_route
@@ -22,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--figures",
         help=f"comma-separated, of a run: {', '.join(FIGURES)}; of a sweep too: {', '.join(SWEEP_FIGURES)}; of decode "
-        f"steps too: {', '.join(DECODE_FIGURES)}; of routing: {', '.join(ROUTE_FIGURES)} (default: all)",
+        f"steps too: {', '.join(DECODE_FIGURES)}; of layers replayed from CUDA graphs too: "
+        f"{', '.join(GRAPH_FIGURES)}; of routing: {', '.join(ROUTE_FIGURES)} (default: all)",
     )
     options = parser.parse_args(arguments)
     known = ROUTE_FIGURES if is_route(options.directory) else ALL_FIGURES

@@ -54,7 +54,7 @@ class FakeCase:
     """A case whose layer time is ``native_us / speedup``.
 
     ``dropped`` and ``mass`` are the shares that the routing rows must come to; ``expert_load`` the pairs per expert of
-    the whole batch over the mean (the default is native's skew).
+    the whole batch over the mean (the default is native's skew), or a row of these for each source rank.
     """
 
     policy: str
@@ -90,6 +90,7 @@ class FakeComparison:
     num_launches: int = 1
     launch_noise: float = 0.0  # standard deviation of the log of a case's layer time between launches
     host_share: float = 0.3  # host time of an iteration over its time
+    kinds: Sequence[str] = ("plain", "breakdown")
     conditions: Mapping[str, Any] = field(default_factory=dict)
 
     def case_id(self, case: FakeCase) -> str:
@@ -214,7 +215,8 @@ def _timing_rows(comparison: FakeComparison, case: FakeCase, generator: np.rando
     of_launch = float(np.exp(comparison.launch_noise * generator.standard_normal()))
     for batch in range(comparison.num_batches):
         for iteration in range(comparison.num_iterations):
-            for kind, factor in (("plain", 1.0), ("breakdown", 1 + comparison.probe_overhead)):
+            for kind in comparison.kinds:
+                factor = 1.0 if kind == "plain" else 1 + comparison.probe_overhead
                 noise = float(np.exp(comparison.noise * generator.standard_normal()))
                 layer_us = comparison.native_us / case.speedup * factor * noise * of_launch
                 for rank in range(comparison.num_ranks):
@@ -260,7 +262,8 @@ def _routing_rows(comparison: FakeComparison, case: FakeCase) -> list[dict[str, 
             pairs = tokens * top_k
             # Shares that differ between ranks and come to the case's own only when weighted by tokens.
             tilt = 0.0 if num_ranks == 1 or case.mass == 1 else 0.02 * (1 if rank == 0 else -3)
-            load_of_rank_E = np.round(load_E * pairs / comparison.num_experts).astype(int)
+            own_load_E = load_E if load_E.ndim == 1 else load_E[rank]
+            load_of_rank_E = np.round(own_load_E * pairs / comparison.num_experts).astype(int)
             rows.append(
                 {
                     "rank": rank,

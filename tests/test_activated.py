@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from results_builder import CEILINGS, FFN_SIZE, HIDDEN_SIZE, FakeCase, FakeComparison, standard_cases, write_run
 
-from moe_ep_bench.analysis.activated import Steps, decode_steps, decode_words
+from moe_ep_bench.analysis.activated import Steps, activated_by_case, decode_steps, decode_words
 from moe_ep_bench.analysis.figures import draw_figures, figure_names
 from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.summary import summary_table
 
 FIXED_US, EXPERT_US, READ_GBPS = 80.0, 200.0, 2.0
@@ -61,6 +62,63 @@ def test_comparisons_that_differ_in_their_tokens_alone_are_pooled(tmp_path: Path
     assert pools[0].title == "Tiny-MoE, EP 2, 64 to 128 tokens a step, te experts"
     assert pools[0].cost is not None
     assert (pools[0].cost.per_expert_us, pools[0].cost.per_pair_us) == pytest.approx((EXPERT_US, 0), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("facts", "title"),
+    [
+        ({"dispatcher": "allgather"}, "te experts, allgather dispatcher"),
+        ({"cuda_graph": "the whole layer"}, "te experts, replayed from CUDA graphs (the whole layer)"),
+    ],
+)
+def test_another_dispatcher_and_replayed_graphs_are_other_layers(
+    facts: dict[str, str], title: str, tmp_path: Path
+) -> None:
+    usual, other = steps_of(tmp_path, decode("a"), decode("b", facts=facts))
+    assert usual.title == "Tiny-MoE, EP 2, 4,096 tokens a step, te experts"
+    assert other.title == f"Tiny-MoE, EP 2, 4,096 tokens a step, {title}"
+    assert len(usual.points) == len(other.points) == 4 * 10
+
+
+def test_graphs_whose_phases_could_not_be_timed_are_not_drawn(tmp_path: Path) -> None:
+    replayed = decode("replayed", facts={"cuda_graph": "the whole layer"}, kinds=("plain",))
+    (steps,) = steps_of(tmp_path, decode("eager"), replayed)
+    assert [facts.cuda_graph for facts in steps.comparisons] == [None]
+
+
+def activated_column(text: str) -> dict[str, str]:
+    """The column ``activated`` of the first table of a summary, by policy."""
+    header, _, *rows = text.split("\n\n")[1].split("\n")
+    place = header.index("activated")
+    return {row.split()[0]: row[place : place + len("activated")].strip() for row in rows}
+
+
+@pytest.mark.parametrize(("mode", "facts"), [("run", {}), ("emulated", {"device": "H100 (modelled)"})])
+def test_the_table_counts_the_fullest_rank_s_experts_over_all_source_ranks(
+    mode: str, facts: dict[str, str], tmp_path: Path
+) -> None:
+    # Each source rank touches two experts of the first rank: three together, however many each has of its own.
+    apart = FakeCase("pruned", expert_load=np.array([[4, 4, 0, 0, 0, 0, 0, 0], [0, 4, 4, 0, 0, 0, 0, 0]]))
+    lost = FakeCase("laser", status="failed", reason="wrong")
+    replicated = FakeCase("eplb", role="replication")
+    comparison = decode(facts=facts, cases=[*STEPS, apart, lost, replicated])
+    text = summary_table(load_run(write_run(tmp_path, [comparison], mode)))
+    found = activated_column(text)
+    assert {name: found[name] for name in ("native", "oea", "lynx", "xshare", "pruned", "eplb")} == {
+        **{"native": "4.0", "oea": "3.0", "lynx": "1.0", "xshare": "2.0", "pruned": "3.0"},
+        "eplb": "-",
+    }
+    assert "activated: experts with a token on the rank that has most of them, of 4; mean over batches" in text
+
+
+@pytest.mark.parametrize("facts", [{"placement": "strided"}, None])
+def test_the_table_has_no_such_column_where_all_are_activated_or_ranks_hold_others(
+    facts: dict[str, str] | None, tmp_path: Path
+) -> None:
+    comparison = FakeComparison(cases=standard_cases()) if facts is None else decode(facts=facts)
+    run = load_run(write_run(tmp_path, [comparison]))
+    assert activated_by_case(analyse(run)[0]) == {}
+    assert "activated" not in summary_table(run).split("\n\n")[1]
 
 
 def test_a_run_whose_steps_activate_everything_has_no_such_figure(tmp_path: Path) -> None:

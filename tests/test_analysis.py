@@ -679,7 +679,7 @@ def test_plot_results_ends_with_2_and_one_line_for_the_user(tmp_path):
         (
             "--figures",
             "load2",
-            "--figures: expected some of speedup, phases, load, dropped, map, sweep, activated; got 'load2'",
+            "--figures: expected some of speedup, phases, load, dropped, map, sweep, activated, graphs; got 'load2'",
         ),
     ],
 )

@@ -58,7 +58,7 @@ class Steps:
         facts = self.comparisons[0]
         tokens = sorted({one.num_tokens for one in self.comparisons})
         shown = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
-        return f"{facts.model}, EP {facts.num_ranks}, {shown} tokens a step, {facts.experts.ran} experts"
+        return f"{facts.model}, EP {facts.num_ranks}, {shown} tokens a step, {layer_words(facts)}"
 
 
 def decode_steps(run: Run, comparisons: Sequence[ComparisonResult] | None = None) -> list[Steps]:
@@ -72,8 +72,7 @@ def decode_steps(run: Run, comparisons: Sequence[ComparisonResult] | None = None
         parts = [_points(result) for result in pool]
         points = pd.concat([part for part in parts if len(part)] or [pd.DataFrame()], ignore_index=True)
         facts = pool[0].comparison
-        local = facts.num_experts // facts.num_ranks
-        if points.empty or points["activated"].min() > (1 - _LEAST_IDLE) * local:
+        if points.empty or not _leaves_idle(points["activated"].min(), facts):
             continue
         found.append(
             Steps(
@@ -89,7 +88,19 @@ def decode_steps(run: Run, comparisons: Sequence[ComparisonResult] | None = None
 
 def _layer(facts: Comparison) -> tuple[object, ...]:
     """What makes a step's time comparable with another's."""
-    return facts.model, facts.scale, facts.num_ranks, facts.dtype, facts.experts.ran, facts.flush_l2
+    computed = facts.experts.ran, facts.dispatcher, facts.cuda_graph
+    return facts.model, facts.scale, facts.num_ranks, facts.dtype, *computed, facts.flush_l2
+
+
+def layer_words(facts: Comparison) -> str:
+    """How the layer ran: its experts, and where they are not the usual ones the dispatcher and CUDA graphs."""
+    dispatcher = "" if facts.dispatcher == "alltoall" else f", {facts.dispatcher} dispatcher"
+    replayed = "" if facts.cuda_graph is None else f", replayed from CUDA graphs ({facts.cuda_graph})"
+    return f"{facts.experts.ran} experts{dispatcher}{replayed}"
+
+
+def _leaves_idle(fewest_activated: float, facts: Comparison) -> bool:
+    return fewest_activated <= (1 - _LEAST_IDLE) * (facts.num_experts // facts.num_ranks)
 
 
 def _or_none(fit, *columns: pd.Series):
@@ -107,25 +118,40 @@ def _points(result: ComparisonResult) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def activated_by_case(result: ComparisonResult) -> dict[str, float]:
+    """Activated experts of the fullest rank by case id, mean over batches; empty where all steps activate all experts.
+
+    Nothing has to be timed for it. Experts that are placed otherwise or held several times are left out: which rank
+    reads them does not follow from the counts.
+    """
+    facts = result.comparison
+    if facts.placement != "contiguous":
+        return {}
+    measured = [one.case for one in result.results if one.case.is_ok and one.case.role != "replication"]
+    by_batch = {case: _fullest_rank(case, facts)["activated"] for case in measured}
+    fewest = min((counts.min() for case, counts in by_batch.items() if case.role in _ROLES), default=facts.num_experts)
+    if not _leaves_idle(fewest, facts):
+        return {}
+    return {case.case_id: float(counts.mean()) for case, counts in by_batch.items()}
+
+
+def _fullest_rank(case: Case, facts: Comparison) -> pd.DataFrame:
+    """By batch: activated experts and pairs of the rank that activates most, all source ranks' tokens together."""
+    rows = {}
+    for batch, part in case.routing.groupby("batch"):
+        pairs_RL = pairs_by_rank(part, facts)
+        activated_R = (pairs_RL > 0).sum(axis=1)
+        fullest = int(activated_R.argmax())
+        rows[batch] = {"activated": int(activated_R[fullest]), "pairs": int(pairs_RL[fullest].sum())}
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
 def _case_points(case: Case, facts: Comparison, family: str | None) -> list[dict[str, object]]:
     times = case.timings[(case.timings["kind"] == "breakdown") & (case.timings["phase"] == "experts")]
     slowest_us = times.groupby(["batch", "launch", "iteration"])["time_us"].max().groupby("batch").median()
-    rows = []
-    for batch, time_us in slowest_us.items():
-        pairs_RL = pairs_by_rank(case.routing[case.routing["batch"] == batch], facts)
-        activated_R = (pairs_RL > 0).sum(axis=1)
-        fullest = int(activated_R.argmax())
-        rows.append(
-            {
-                "label": case.label,
-                "family": family,
-                "num_tokens": facts.num_tokens,
-                "activated": int(activated_R[fullest]),
-                "pairs": int(pairs_RL[fullest].sum()),
-                "time_us": float(time_us),
-            }
-        )
-    return rows
+    of_case = {"label": case.label, "family": family, "num_tokens": facts.num_tokens}
+    fullest = _fullest_rank(case, facts).to_dict("index")
+    return [{**of_case, **fullest[batch], "time_us": float(time_us)} for batch, time_us in slowest_us.items()]
 
 
 def _bound_us(pool: Sequence[ComparisonResult]) -> float | None:

@@ -1,4 +1,5 @@
-"""The figures of a run: ``FIGURES`` of every run, ``SWEEP_FIGURES`` of a sweep, ``DECODE_FIGURES`` of decode steps.
+"""The figures of a run: ``FIGURES`` of every run, ``SWEEP_FIGURES`` of a sweep, ``DECODE_FIGURES`` of decode steps,
+``GRAPH_FIGURES`` of layers that were run eagerly and replayed from CUDA graphs.
 
 Each is one sheet with a panel, or a row of panels, per comparison. It is drawn only when the rows
 hold what it needs. A speed is never drawn without its fidelity, and every footer says how, on what
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 
 from moe_ep_bench.analysis.activated import activated_figure, decode_steps
 from moe_ep_bench.analysis.bars import load_figure, phases_figure
+from moe_ep_bench.analysis.graphs import graph_pairs, graphs_figure
 from moe_ep_bench.analysis.lines import dropped_figure, speedup_figure
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.maps import map_figure, sweep_figure
@@ -37,14 +39,23 @@ SWEEP_FIGURES: dict[str, Draw] = {
 DECODE_FIGURES: dict[str, Draw] = {
     "activated": activated_figure,
 }
-ALL_FIGURES = {**FIGURES, **SWEEP_FIGURES, **DECODE_FIGURES}
+GRAPH_FIGURES: dict[str, Draw] = {
+    "graphs": graphs_figure,
+}
+ALL_FIGURES = {**FIGURES, **SWEEP_FIGURES, **DECODE_FIGURES, **GRAPH_FIGURES}
 
 
 def figure_names(run: Run, comparisons: Sequence[ComparisonResult] | None = None) -> list[str]:
-    """The figures to expect of a run: of a sweep where it has one, of decode where steps leave experts idle."""
+    """The figures to expect of a run.
+
+    Of a sweep where it has one, of decode where steps leave experts idle, of CUDA graphs where layers ran both ways.
+    """
+    results = analyse(run) if comparisons is None else comparisons
     has_sweep = any(facts.point for facts in run.comparisons.values())
-    has_steps = bool(decode_steps(run, comparisons))
-    return [*FIGURES, *(SWEEP_FIGURES if has_sweep else ()), *(DECODE_FIGURES if has_steps else ())]
+    names = [*FIGURES, *(SWEEP_FIGURES if has_sweep else ())]
+    names += DECODE_FIGURES if decode_steps(run, results) else ()
+    names += GRAPH_FIGURES if graph_pairs(results) else ()
+    return names
 
 
 def draw_figures(

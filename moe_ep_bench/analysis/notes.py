@@ -31,6 +31,10 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
     else:
         routing = f"; routing: {part_words(facts.kernel)}" if facts.kernel else ""
         notes.append(f"experts: {part_words(facts.experts)}; permutation: {part_words(facts.permute)}{routing}")
+        if facts.dispatcher == "allgather":
+            notes.append("dispatcher: allgather; crossing bytes are those that an all-to-all would send")
+        if facts.cuda_graph is not None:
+            notes.append(f"replayed from CUDA graphs, which hold {facts.cuda_graph}")
     baseline = comparison.of_role("baseline")
     if baseline is not None and baseline.fidelity is not None:
         load = baseline.fidelity

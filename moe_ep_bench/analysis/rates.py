@@ -35,7 +35,8 @@ class Rates:
     Attributes:
         crossing_pair_bytes, crossing_copy_bytes: hidden states that leave their rank in a dispatch, all ranks
             together, mean over batches: as pairs, and deduplicated.
-        dispatch_gbps, combine_gbps: algorithm bandwidth, 1e9 bytes per second; None with one rank.
+        dispatch_gbps, combine_gbps: algorithm bandwidth, 1e9 bytes per second; None with one rank, under another
+            dispatcher than the all-to-all, and where these phases were not timed.
         dispatch_bus_gbps, combine_bus_gbps: bus bandwidth.
         experts_tflops: of the rank with the most pairs.
         experts_of_matmul: over that rank's square matmul.
@@ -61,8 +62,8 @@ def rates(case: Case, comparison: Comparison, conditions: Sequence[Conditions]) 
     hidden_bytes = comparison.hidden_size * VALUE_BYTES[comparison.dtype]
     crossing = case.routing.groupby("batch")[["crossing_pairs", "crossing_copies"]].sum().mean()
     buffers = _fullest_buffer_pairs(case.routing, comparison.num_ranks)
-    dispatch = _bandwidth(times, "dispatch", buffers * (hidden_bytes + _WEIGHT_BYTES), comparison.num_ranks)
-    combine = _bandwidth(times, "combine", buffers * hidden_bytes, comparison.num_ranks)
+    dispatch = _bandwidth(times, "dispatch", buffers * (hidden_bytes + _WEIGHT_BYTES), comparison)
+    combine = _bandwidth(times, "combine", buffers * hidden_bytes, comparison)
     return Rates(
         float(crossing["crossing_pairs"]) * hidden_bytes,
         float(crossing["crossing_copies"]) * hidden_bytes,
@@ -82,12 +83,13 @@ def _fullest_buffer_pairs(routing: pd.DataFrame, num_ranks: int) -> pd.Series:
 
 
 def _bandwidth(
-    times: pd.DataFrame, phase: str, buffer_bytes: pd.Series, num_ranks: int
+    times: pd.DataFrame, phase: str, buffer_bytes: pd.Series, comparison: Comparison
 ) -> tuple[float, float] | tuple[None, None]:
     """Algorithm and bus bandwidth of an all-to-all."""
-    if num_ranks == 1:
-        return None, None
+    num_ranks = comparison.num_ranks
     slowest_us = times[times["phase"] == phase].groupby(["launch", "batch", "iteration"])["time_us"].max()
+    if num_ranks == 1 or comparison.dispatcher != "alltoall" or slowest_us.empty:
+        return None, None
     algorithm_gbps = float((buffer_bytes.reindex(slowest_us.index, level="batch") / slowest_us).median()) / 1e3
     return algorithm_gbps, algorithm_gbps * (num_ranks - 1) / num_ranks
 

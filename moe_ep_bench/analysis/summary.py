@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from moe_ep_bench.analysis.activated import Steps, decode_steps, decode_words
+from moe_ep_bench.analysis.activated import Steps, activated_by_case, decode_steps, decode_words
+from moe_ep_bench.analysis.graphs import graph_pairs, graph_words
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.notes import notes_of, warnings_of
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.words import (
     NONE,
     count_words,
+    estimate_words,
     hardware_words,
     milliseconds,
     mode_words,
     percent,
     scale_words,
 )
-from moe_ep_bench.measure.statistics import Estimate
 
 _HEADER = (
     "policy",
@@ -37,6 +38,8 @@ _HEADER = (
     "output error",
     "slowest phase",
 )
+# Stands before the slowest phase where steps leave experts idle.
+_ACTIVATED = "activated"
 _RATES_HEADER = (
     "policy",
     "crossing MB",
@@ -59,6 +62,7 @@ def summary_table(run: Run) -> str:
     comparisons = analyse(run)
     blocks = [_block(run, comparison) for comparison in comparisons]
     blocks += [_decode_block(steps) for steps in decode_steps(run, comparisons)]
+    blocks += ["\n".join(graph_words(pair)) for pair in graph_pairs(comparisons)]
     return "\n\n".join([*blocks, count_words(run)])
 
 
@@ -74,11 +78,18 @@ def _block(run: Run, comparison: ComparisonResult) -> str:
         f"{facts.title}: {mode_words(run, facts)}, {hardware_words(run, facts)}, EP {facts.num_ranks}{replicas}, "
         f"{facts.dtype}, {scale_words(facts.scale)}"
     )
-    tables = [_table(_HEADER, [_cells(result) for result in comparison.results])]
+    activated = activated_by_case(comparison)
+    header = (*_HEADER[:-1], _ACTIVATED, _HEADER[-1]) if activated else _HEADER
+    tables = [_table(header, [_cells(result, activated) for result in comparison.results])]
     rated = [result for result in comparison.results if result.rates is not None]
     if rated:
         tables.append([_ceilings_words(comparison), *_table(_RATES_HEADER, [_rate_cells(result) for result in rated])])
     notes = [f"  {line}" for line in notes_of(comparison)]
+    if activated:
+        held = facts.num_experts // facts.num_ranks
+        notes.append(
+            f"  activated: experts with a token on the rank that has most of them, of {held}; mean over batches"
+        )
     warnings = [f"  warning: {line}" for line in warnings_of(comparison, run)]
     return "\n".join([title, *(line for table in tables for line in ("", *table)), "", *notes, *warnings])
 
@@ -124,7 +135,8 @@ def _rate_cells(result: CaseResult) -> tuple[str, ...]:
     )
 
 
-def _cells(result: CaseResult) -> tuple[str, ...]:
+def _cells(result: CaseResult, activated: Mapping[str, float]) -> tuple[str, ...]:
+    """A case's row; ``activated`` by case id, empty where the table has no such column."""
     case = result.case
     if not case.is_ok:
         reason = textwrap.shorten(case.reason or "no reason was recorded", _REASON_WIDTH, placeholder=" ...")
@@ -139,15 +151,10 @@ def _cells(result: CaseResult) -> tuple[str, ...]:
     speedup = "1" if case.role == "baseline" else estimate_words(result.speedup)
     role_verdicts = {"baseline": "baseline", "noise": "noise floor"}
     verdict = role_verdicts.get(case.role, result.verdict)
-    return (case.label, *times, speedup, verdict, *kept, NONE if breakdown is None else breakdown.slowest_phase)
-
-
-def estimate_words(estimate: Estimate | None) -> str:
-    """``1.23 [1.20, 1.26]``, or ``1.23 (1.10..1.31)`` where there is no interval."""
-    if estimate is None:
-        return NONE
-    low, median, high = (f"{value:.3f}" for value in (estimate.low, estimate.median, estimate.high))
-    return f"{median} [{low}, {high}]" if estimate.is_interval else f"{median} ({low}..{high})"
+    count = activated.get(case.case_id)
+    counted = () if not activated else (NONE,) if count is None else (f"{count:.1f}",)
+    slowest = NONE if breakdown is None else breakdown.slowest_phase
+    return (case.label, *times, speedup, verdict, *kept, *counted, slowest)
 
 
 def _error(value: float) -> str:

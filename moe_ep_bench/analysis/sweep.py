@@ -25,6 +25,8 @@ _WORDS = {
     "workload.placement": "placement of popular experts",
     EP_SIZE: "experts per rank",
     "layer.dtype": "number format",
+    "layer.dispatcher": "dispatcher",
+    "layer.cuda_graph": "CUDA graphs",
     "model.preset": "model",
     "model.scale": "share of the true sizes",
     "emulate.links": "links",
@@ -159,6 +161,8 @@ def _sortable(value: Value) -> tuple:
 
 def _said(value: Any) -> str:
     """A value that is no number, in a few words."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
     if isinstance(value, dict):
         return " ".join(f"{key}={_said(item)}" for key, item in value.items() if item is not None)
     if isinstance(value, list):

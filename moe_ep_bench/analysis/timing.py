@@ -64,14 +64,24 @@ def layer_time_us(case: Case) -> pd.Series:
     return rows.groupby(_ITERATION)["time_us"].max()
 
 
+def host_time_us(case: Case) -> pd.Series:
+    """Time for which the slowest rank's host issued a plain iteration, indexed by (launch, batch, iteration)."""
+    return _slowest_rank(case).set_index(_ITERATION)["host_us"]
+
+
 def host_bound_share(case: Case) -> float:
     """Share of plain iterations in which the slowest rank's host issued work until the end: no queue, no device limit.
 
     Meaningful on a GPU only, where the host runs ahead of the device.
     """
-    rows = case.timings[(case.timings["kind"] == "plain") & (case.timings["phase"] == TOTAL)]
-    slowest = rows.loc[rows.groupby(_ITERATION)["time_us"].idxmax()]
+    slowest = _slowest_rank(case)
     return float((slowest["host_us"] >= _HOST_BOUND * slowest["time_us"]).mean())
+
+
+def _slowest_rank(case: Case) -> pd.DataFrame:
+    """Of each plain iteration the total of the rank that took longest."""
+    rows = case.timings[(case.timings["kind"] == "plain") & (case.timings["phase"] == TOTAL)]
+    return rows.loc[rows.groupby(_ITERATION)["time_us"].idxmax()]
 
 
 def break_down(case: Case) -> Breakdown | None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from moe_ep_bench.analysis.load import Comparison, Part, Run
+from moe_ep_bench.measure.statistics import Estimate
 
 MODE_WORDS = {
     "run": "measured",
@@ -101,6 +102,14 @@ def milliseconds(value: float, digits: int = 4) -> str:
     """A time with as many digits as count, whatever its size."""
     decimals = digits - 1 - math.floor(math.log10(value)) if value > 0 else 0
     return f"{value:.{min(max(decimals, 0), 4)}f}"
+
+
+def estimate_words(estimate: Estimate | None) -> str:
+    """``1.23 [1.20, 1.26]``, or ``1.23 (1.10..1.31)`` where there is no interval."""
+    if estimate is None:
+        return NONE
+    low, median, high = (f"{value:.3f}" for value in (estimate.low, estimate.median, estimate.high))
+    return f"{median} [{low}, {high}]" if estimate.is_interval else f"{median} ({low}..{high})"
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:

@@ -29,7 +29,7 @@ def phases_figure(run: Run, comparisons: list[ComparisonResult], looks: Looks) -
         return None
     facts = [comparison.comparison for comparison, _ in panels]
     warnings = [OVERSUBSCRIBED] if any(fact.oversubscribed for fact in facts) else []
-    warnings += [] if all(fact.permute.ran == "fused" for fact in facts) else [NOT_FUSED]
+    warnings += [NOT_FUSED] if any(fact.permute.is_unfused_permutation for fact in facts) else []
     groups = [g for g in GROUPS if any(r.breakdown.group_ms[g] > 0 for _, results in panels for r in results)]
     most_lines = max(_bar_label(r).count("\n") + 1 for _, results in panels for r in results)
     columns = 1 if len(panels) == 1 else 2

@@ -18,6 +18,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
 from matplotlib.patches import Patch
 
 from moe_ep_bench.analysis.activated import layer_words
@@ -306,6 +307,9 @@ def _panel(above: Axes, below: Axes, pairs: Sequence[Pair], looks: dict[str, Loo
     below.axhline(1, color=INK, linewidth=1.2, zorder=1)
     if max(times_us) > _LINEAR_RANGE * min(times_us):
         above.set_yscale("log")
+        above.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        above.yaxis.set_major_formatter(lambda time_us, _: f"{time_us:,.0f}")
+        above.yaxis.set_minor_locator(NullLocator())
     else:
         above.set_ylim(0, 1.06 * max(times_us))
     above.set_ylabel("layer time (us)")

@@ -62,6 +62,11 @@ class Part(_Described):
     requested: str
     ran: str
 
+    @property
+    def is_unfused_permutation(self) -> bool:
+        """Whether a permutation took longer here than a paper's would."""
+        return self.ran not in ("fused", "none")
+
 
 class Comparison(_Described):
     """Conditions that all its cases share; cases of one comparison may be paired."""

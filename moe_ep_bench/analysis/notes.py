@@ -142,7 +142,7 @@ def warnings_of(comparison: ComparisonResult, run: Run) -> list[str]:
             f"launch-bound: in {percent(bound[worst])} % of the iterations of {worst.case.label} the host issued work "
             "until the end; its time is the host's, not the device's"
         )
-    if facts.permute.ran != "fused" and facts.device is None:
+    if facts.permute.is_unfused_permutation and facts.device is None:
         warnings.append(NOT_FUSED)
     warnings += [f"the layer is simpler than {facts.model}'s: {line}" for line in facts.departures]
     warnings += _tail_warnings(comparison, run)

@@ -28,6 +28,7 @@ from moe_ep_bench.records import (
     TOTAL,
     UNACCOUNTED,
     RunDirectory,
+    completed,
 )
 
 Role = Literal["baseline", "noise", "ceiling", "policy", "replication"]
@@ -359,7 +360,7 @@ def _read_part(path: Path, schema: pa.Schema, case_id: str, description: _RunDes
         raise ResultsError(f"{path}: missing; the run did not finish ({case.label}): start it again to go on")
     try:
         with pq.ParquetFile(path) as file:
-            table = file.read()
+            table = completed(file.read(), schema)
     except (OSError, pa.ArrowException) as error:
         raise ResultsError(f"{path}: damaged, not Parquet: {_one_line(error)}") from error
     for field in schema:

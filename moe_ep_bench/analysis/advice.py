@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.notes import extra_memory_words
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
-from moe_ep_bench.analysis.summary import estimate_words
 from moe_ep_bench.analysis.sweep import (
     Sweep,
     Value,
@@ -34,6 +33,7 @@ from moe_ep_bench.analysis.words import (
     MODEL_CAVEAT,
     OVERSUBSCRIBED,
     count_words,
+    estimate_words,
     hardware_words,
     mode_words,
     percent,

@@ -50,11 +50,20 @@ class _Described(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+class Padding(_Described):
+    """See ``scopes.padding.describe_padding``."""
+
+    per_rank: int
+    of: tuple[int, int]
+    masked: bool
+
+
 class Workload(_Described):
     kind: Literal["synthetic", "recorded"]
     description: str
     tail_model: str | None
     recording: dict[str, Any] | None = None
+    padding: Padding | None = None  # results of older versions do not say, and had none
 
 
 class Part(_Described):

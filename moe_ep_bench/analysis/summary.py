@@ -17,13 +17,13 @@ from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.words import (
     NONE,
     count_words,
+    estimate_words,
     hardware_words,
     milliseconds,
     mode_words,
     percent,
     scale_words,
 )
-from moe_ep_bench.measure.statistics import Estimate
 
 _HEADER = (
     "policy",
@@ -140,14 +140,6 @@ def _cells(result: CaseResult) -> tuple[str, ...]:
     role_verdicts = {"baseline": "baseline", "noise": "noise floor"}
     verdict = role_verdicts.get(case.role, result.verdict)
     return (case.label, *times, speedup, verdict, *kept, NONE if breakdown is None else breakdown.slowest_phase)
-
-
-def estimate_words(estimate: Estimate | None) -> str:
-    """``1.23 [1.20, 1.26]``, or ``1.23 (1.10..1.31)`` where there is no interval."""
-    if estimate is None:
-        return NONE
-    low, median, high = (f"{value:.3f}" for value in (estimate.low, estimate.median, estimate.high))
-    return f"{median} [{low}, {high}]" if estimate.is_interval else f"{median} ({low}..{high})"
 
 
 def _error(value: float) -> str:

@@ -25,10 +25,18 @@ from moe_ep_bench.analysis.style import (
     sheet,
     wrap,
 )
-from moe_ep_bench.analysis.summary import estimate_words
 from moe_ep_bench.analysis.timing import GROUPS
 from moe_ep_bench.analysis.validation import MAX_BAND, QUIET, TIMES, CaseCheck, ComparisonCheck, Validation
-from moe_ep_bench.analysis.words import NONE, aligned, footer_lines, hardware_words, milliseconds, percent, scale_words
+from moe_ep_bench.analysis.words import (
+    NONE,
+    aligned,
+    estimate_words,
+    footer_lines,
+    hardware_words,
+    milliseconds,
+    percent,
+    scale_words,
+)
 from moe_ep_bench.records import atomic_path
 
 # The times that are printed, in the order of a layer; all of ``TIMES`` stand in the CSV.

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from moe_ep_bench.analysis.load import Comparison, Part, Run
+from moe_ep_bench.measure.statistics import Estimate
 
 MODE_WORDS = {
     "run": "measured",
@@ -90,6 +91,14 @@ def _said_once(values: Sequence[str]) -> str:
     if len(different) > 2:
         different[1:-1] = [f"{len(different) - 2} more"]
     return " / ".join(different)
+
+
+def estimate_words(estimate: Estimate | None) -> str:
+    """``1.23 [1.20, 1.26]``, or ``1.23 (1.10..1.31)`` where there is no interval."""
+    if estimate is None:
+        return NONE
+    low, median, high = (f"{value:.3f}" for value in (estimate.low, estimate.median, estimate.high))
+    return f"{median} [{low}, {high}]" if estimate.is_interval else f"{median} ({low}..{high})"
 
 
 def percent(share: float) -> str:

@@ -62,6 +62,10 @@ class _Workload(_Strict):
     seed: int = Field(0, ge=0)
     rank_shares: tuple[Annotated[float, Field(ge=0)], ...] | None = Field(None, min_length=1)
     """Tokens of the ranks in relation to each other, repeated as often as there are ranks; 0 = none."""
+    padding_per_rank: int = Field(0, ge=0)
+    """Of every rank's tokens the last so many are padding, as in a decode batch that is padded to a graph's size."""
+    mask_padding: bool = True
+    """Policies are told which tokens are padding, and let them select nothing; ``native`` is never told."""
 
     @model_validator(mode="after")
     def _check(self) -> _Workload:

@@ -8,7 +8,8 @@ Fidelity is estimated from the scores: how much of the router's mass is still co
 shown without its price. Loads and counts may be summed over source ranks; ratios may not. What follows
 from several ranks, batches or layers together (``imbalance``, ``imbalance_factor``, ``token_overlap``) stands below.
 
-Padding counts in nothing, even where a map selects it, and a share of nothing is 0, never NaN.
+Padding is work where a map selects it, and never fidelity: loads, activated experts and traffic count every pair that
+is computed, while masses, drops and means over tokens speak of valid tokens alone. A share of nothing is 0, never NaN.
 
 Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R experts per rank.
 """
@@ -86,28 +87,29 @@ def routing_metrics(
     A *pair* is a (token, expert) that is computed; *top-k* is the model's own choice, with its
     selection bias and groups; *mass* is router score, without bias.
 
-    Load (experts are placed contiguously: expert e lives on rank e // L)
+    Load (of all that is computed, padding included; experts are placed contiguously: expert e lives on rank e // L)
 
     - ``num_tokens``: valid tokens.
     - ``load_E``, ``load_R``: pairs per expert and per expert rank. ``num_pairs``: their sum.
+      ``padding_pairs``: those of them that padding tokens take, whose results nobody reads.
     - ``peak_load``: the fullest expert over the mean load num_pairs / E; 1 is balance, E is collapse.
     - ``max_violation``: peak_load - 1 (MaxVio of arXiv 2408.15664); 0 where nothing is computed.
     - ``load_cv``: population standard deviation of load_E over its mean.
     - ``excess_load``: share of the pairs that lies above capacity, sum_E relu(load - gamma * N) /
-      sum_E load with N = T * K / E (arXiv 2503.05066, Eq. 11). N is the model's mean load also
-      where a policy computes fewer or more pairs.
+      sum_E load with N = T * K / E (arXiv 2503.05066, Eq. 11). N is the model's mean load of its valid
+      tokens also where a policy computes fewer or more pairs: what padding puts on top is excess.
     - ``activated_experts``: experts with at least one pair; each costs a read of its weights, which
       sets the time of a memory-bound decode step (arXiv 2511.02237).
       ``activated_experts_fullest_rank``: on the rank with the most of them, which ends last.
 
-    Traffic
+    Traffic (of all that is computed)
 
     - ``crossing_pairs``: pairs whose expert is not on the source rank: what an all-to-all of pairs
       sends, as Megatron-Core's does.
     - ``crossing_copies``: distinct (token, other rank): what is sent when a token goes to a rank only
       once, as in DeepEP.
 
-    Fidelity
+    Fidelity (of valid tokens)
 
     - ``num_topk_pairs``: T * K, what the model would compute. ``num_dropped_pairs``: those of them
       that are not computed. ``dropped_fraction``: their ratio.
@@ -132,8 +134,8 @@ def routing_metrics(
     Args:
         routing: what a policy returned; only its map is read.
         scores_TE: float32 [T, E], the scores that it routed.
-        context: the context in which it routed; ``top_k``, ``num_ranks``, ``rank``, the bias, the
-            groups and the token mask are read.
+        context: what is so of these tokens; ``top_k``, ``num_ranks``, ``rank``, the bias, the groups and the
+            token mask are read. The mask says which tokens are valid, also where what routed was not told.
         capacity_factor: gamma in ``excess_load``; taken as the decimal that was written, as capacities are.
         single_head: least share of the top-k mass that makes a single head.
         plateau: least ratio of the least to the best top-k score that makes a plateau.
@@ -147,13 +149,15 @@ def routing_metrics(
     num_tokens = num_valid_tokens(scores_TE, context)
     if of_scores is None:
         of_scores = score_metrics(scores_TE, context, single_head=single_head, plateau=plateau)
-    map_TE, top_k_TE = without_padding(routing.map_TE, context), of_scores.top_k_TE
+    map_TE, top_k_TE = routing.map_TE, of_scores.top_k_TE
+    valid_map_TE = without_padding(map_TE, context)
     # Per token and rank; experts of a rank are neighbours.
     pairs_TR = map_TE.unflatten(1, (num_ranks, -1)).sum(dim=2)
 
     load_E = map_TE.sum(dim=0)
     activated_R = (load_E > 0).view(num_ranks, -1).sum(dim=1)
     num_pairs = int(load_E.sum())
+    num_valid_pairs = num_pairs if valid_map_TE is map_TE else int(valid_map_TE.sum())
     mean_load = num_pairs / num_experts
     peak_load = _ratio(int(load_E.max()), mean_load)
     # Exact, like the capacities: a load that fills its capacity to the brim has no excess.
@@ -166,13 +170,14 @@ def routing_metrics(
     pairs_elsewhere_TR = pairs_TR.clone()
     pairs_elsewhere_TR[:, context.rank] = 0
 
-    selected_mass = float(_mass(scores_TE, map_TE).sum())
+    selected_mass = float(_mass(scores_TE, valid_map_TE).sum())
 
     return {
         "num_tokens": num_tokens,
         "load_E": load_E.tolist(),
         "load_R": pairs_TR.sum(dim=0).tolist(),
         "num_pairs": num_pairs,
+        "padding_pairs": num_pairs - num_valid_pairs,
         "num_topk_pairs": num_topk_pairs,
         "num_dropped_pairs": num_dropped_pairs,
         "dropped_fraction": _ratio(num_dropped_pairs, num_topk_pairs),
@@ -182,8 +187,8 @@ def routing_metrics(
         "max_violation": peak_load - 1 if num_pairs else 0.0,
         "load_cv": _ratio(float(load_E.double().std(correction=0)), mean_load),
         "excess_load": _ratio(excess, num_pairs),
-        "tokens_without_expert": num_tokens - int(map_TE.any(dim=1).sum()),
-        "experts_per_token": _ratio(num_pairs, num_tokens),
+        "tokens_without_expert": num_tokens - int(valid_map_TE.any(dim=1).sum()),
+        "experts_per_token": _ratio(num_valid_pairs, num_tokens),
         "activated_experts": int(activated_R.sum()),
         "activated_experts_fullest_rank": int(activated_R.max()),
         "crossing_pairs": int(pairs_elsewhere_TR.sum()),

@@ -86,6 +86,7 @@ CASE_SCHEMA = pa.schema(
     ]
 )
 
+# Loads and traffic are of all that is computed, padding included; drops, masses and shares are of valid tokens.
 ROUTING_SCHEMA = pa.schema(
     [
         *_IDENTITY,
@@ -93,6 +94,7 @@ ROUTING_SCHEMA = pa.schema(
         ("load_E", pa.list_(pa.int64())),  # pairs per expert, from this source rank
         ("load_R", pa.list_(pa.int64())),  # pairs per expert rank, from this source rank
         ("num_pairs", pa.int64()),
+        ("padding_pairs", pa.int64()),  # of num_pairs, those of padding tokens
         ("num_topk_pairs", pa.int64()),
         ("num_dropped_pairs", pa.int64()),  # top-k pairs that are not computed
         ("dropped_fraction", pa.float64()),  # of top-k pairs
@@ -114,16 +116,19 @@ ROUTING_SCHEMA = pa.schema(
         ("regime_smooth", pa.float64()),
         ("regime_plateau", pa.float64()),
         ("reference_error", pa.float64()),  # worst token: |layer - dense reference| / |reference|
-        ("output_error", pa.float64()),  # |layer - native layer| / |native layer|, whole batch
+        ("output_error", pa.float64()),  # |layer - native layer| / |native layer|, all valid tokens
     ]
 )
+
+# Columns that parts of older versions lack, with what they would hold there: no token was padding.
+_ABSENT = {"padding_pairs": 0}
 
 # What ``route`` adds: which layer, and whose tokens. Virtual ranks are rows like any others.
 ROUTE_SCHEMA = pa.schema(
     [
         *ROUTING_SCHEMA,
         ("layer", pa.int32()),  # of the recording; null for synthetic scores
-        ("num_image_tokens", pa.int64()),  # null where tokens have no modality
+        ("num_image_tokens", pa.int64()),  # valid ones; null where tokens have no modality
         ("image_load_E", pa.list_(pa.int64())),  # of load_E, the pairs of image tokens; null likewise
     ]
 )
@@ -286,6 +291,15 @@ class RunDirectory:
                 for case_id in cases:
                     self.remove_case(case_id)
         write_json(self.run_json, merged)
+
+
+def completed(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """A part as this version writes it: with the columns of ``schema`` that an older version did not know."""
+    for place, field in enumerate(schema):
+        if field.name in _ABSENT and field.name not in table.schema.names:
+            values = pa.array([_ABSENT[field.name]] * table.num_rows, field.type)
+            table = table.add_column(min(place, table.num_columns), field, values)
+    return table
 
 
 def _table(rows: Mapping[str, Sequence[Any]], schema: pa.Schema) -> pa.Table:

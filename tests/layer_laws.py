@@ -132,7 +132,12 @@ class Lab:
         return slice(bounds[self.ranks.rank], bounds[self.ranks.rank + 1])
 
     def route(
-        self, layers: LayerPair, policy: Policy | None, hidden_TD: Tensor, scores_TE: Tensor | None = None
+        self,
+        layers: LayerPair,
+        policy: Policy | None,
+        hidden_TD: Tensor,
+        scores_TE: Tensor | None = None,
+        valid_T: Tensor | None = None,
     ) -> tuple[Tensor, Routing]:
         """One run of the native layer (policy None) or of the other with a policy; output [T, D] and routing."""
         layer = layers.native if policy is None else layers.policy
@@ -140,7 +145,8 @@ class Lab:
         layer.router.replay_TE = None if scores_TE is None else logits_from_scores(scores_TE, score_function)
         if policy is not None:
             layer.router.policy = policy
-            layer.router.context = replace(self.context(layers), request_id_T=self.requests(len(hidden_TD)))
+            requests_T = self.requests(len(hidden_TD))
+            layer.router.context = replace(self.context(layers), request_id_T=requests_T, token_mask_T=valid_T)
         seen: list[tuple[Tensor, Tensor]] = []
         hook = layer.router.register_forward_hook(lambda module, inputs, output: seen.append(output))
         output_T1D, _ = layer(hidden_TD.unsqueeze(1))
@@ -341,6 +347,27 @@ def a_rank_without_tokens_and_a_batch_smaller_than_the_experts_work(lab: Lab) ->
                 assert output_TD.shape == (mine, model.hidden_size)
                 error = reference.worst_error(output_TD, routing.weights_TE)
                 assert_close(error, TOLERANCE[torch.float32], f"{policy} {parts}")
+
+
+@law
+def masked_padding_selects_nothing_and_changes_no_valid_token(lab: Lab) -> None:
+    for name in ("deepseek-v2-lite", "sigmoid"):
+        layers, model = lab.layers(name), lab.model(name)
+        hidden_TD, scores_TE = lab.all_hidden(model, 61)[lab.mine(61)], lab.all_scores(model, 61)[lab.mine(61)]
+        reference = DenseReference(model, hidden_TD, SEED)
+        kept = len(hidden_TD) - 3  # The rank with the fewest tokens has six.
+        valid_T = torch.arange(len(hidden_TD), device=hidden_TD.device) < kept
+        for spec in POLICIES + BATCH_WIDE:
+            policy = make_policy(spec)
+            output_TD, masked = lab.route(layers, policy, hidden_TD, scores_TE, valid_T)
+            _, alone = lab.route(layers, policy, hidden_TD[:kept], scores_TE[:kept])
+            assert not masked.map_TE[kept:].any(), f"{name} {spec}"
+            assert not masked.weights_TE[kept:].any(), f"{name} {spec}"
+            if spec.get("metric") != "random":  # Its keys are drawn for all rows.
+                assert torch.equal(masked.map_TE[:kept], alone.map_TE), f"{name} {spec}"
+                assert torch.equal(masked.weights_TE[:kept], alone.weights_TE), f"{name} {spec}"
+            error = reference.worst_error(output_TD, masked.weights_TE)
+            assert_close(error, TOLERANCE[torch.float32], f"{name} {spec}")
 
 
 class Choice(Policy):

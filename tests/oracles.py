@@ -525,7 +525,9 @@ def expected_metrics(
     num_local = num_experts // context.num_ranks
     scores = scores_TE.double().tolist()
     top_k = model_top_k(scores_TE, context)
-    tokens = [token for token, valid in enumerate(is_valid(context, len(scores))) if valid]
+    valid_T = is_valid(context, len(scores))
+    tokens = [token for token, valid in enumerate(valid_T) if valid]
+    padding_pairs = int(map_TE.sum()) - int(map_TE[tokens].sum())
 
     load_E = [0] * num_experts
     load_R = [0] * context.num_ranks
@@ -533,11 +535,16 @@ def expected_metrics(
     dropped = without_expert = crossing_pairs = crossing_copies = 0
     shares, entropies = [], []
     regimes = {"single_head": 0, "smooth": 0, "plateau": 0}
-    for token in tokens:
+    for token, valid in enumerate(valid_T):
         chosen = {expert for expert in range(num_experts) if map_TE[token, expert]}
         for expert in chosen:
             load_E[expert] += 1
             load_R[expert // num_local] += 1
+        other_ranks = [expert // num_local for expert in chosen if expert // num_local != context.rank]
+        crossing_pairs += len(other_ranks)
+        crossing_copies += len(set(other_ranks))
+        if not valid:
+            continue
         row = scores[token]
         row_mass, token_mass = sum(row), sum(row[expert] for expert in top_k[token])
         selected_mass += sum(row[expert] for expert in chosen)
@@ -545,9 +552,6 @@ def expected_metrics(
         all_mass += row_mass
         dropped += len(top_k[token] - chosen)
         without_expert += not chosen
-        other_ranks = [expert // num_local for expert in chosen if expert // num_local != context.rank]
-        crossing_pairs += len(other_ranks)
-        crossing_copies += len(set(other_ranks))
         shares.append(_ratio(token_mass, row_mass))
         terms = [score / row_mass * math.log(score / row_mass) for score in row if score / (row_mass or 1.0) > 0]
         entropies.append(-sum(terms) / math.log(num_experts) if num_experts > 1 else 0.0)
@@ -571,6 +575,7 @@ def expected_metrics(
         "load_E": load_E,
         "load_R": load_R,
         "num_pairs": num_pairs,
+        "padding_pairs": padding_pairs,
         "num_topk_pairs": num_topk_pairs,
         "num_dropped_pairs": dropped,
         "dropped_fraction": _ratio(dropped, num_topk_pairs),
@@ -581,7 +586,7 @@ def expected_metrics(
         "load_cv": _ratio(math.sqrt(sum((load - mean) ** 2 for load in load_E) / num_experts), mean),
         "excess_load": _ratio(float(sum(max(load - allowed, 0) for load in load_E)), num_pairs),
         "tokens_without_expert": without_expert,
-        "experts_per_token": _ratio(num_pairs, num_tokens),
+        "experts_per_token": _ratio(num_pairs - padding_pairs, num_tokens),
         "activated_experts": sum(activated_R),
         "activated_experts_fullest_rank": max(activated_R),
         "crossing_pairs": crossing_pairs,

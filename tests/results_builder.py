@@ -65,6 +65,7 @@ class FakeCase:
     dropped: float = 0.0
     mass: float = 1.0
     expert_load: np.ndarray | None = None
+    padding_pairs: int = 0  # of every rank and batch
     looks_past_top_k: bool = False
     status: str = "ok"
     reason: str | None = None
@@ -272,6 +273,7 @@ def _routing_rows(comparison: FakeComparison, case: FakeCase) -> list[dict[str, 
                     "load_E": load_of_rank_E.tolist(),
                     "load_R": load_of_rank_E.reshape(num_ranks, -1).sum(axis=1).tolist(),
                     "num_pairs": int(load_of_rank_E.sum()),
+                    "padding_pairs": case.padding_pairs,
                     "num_topk_pairs": pairs,
                     "num_dropped_pairs": round((case.dropped + tilt) * pairs),
                     "retained_mass_topk": case.mass + tilt,

@@ -113,6 +113,9 @@ def test_a_model_by_its_config_json_is_found_beside_the_config_and_leaves_no_pat
         (None, {"rank_shares": [-1]}, "workload.rank_shares.0: .*greater than or equal to 0, got -1"),
         (None, {"rank_shares": []}, "workload.rank_shares: .*at least 1 item"),
         (None, {"family": "pareto"}, "workload.family: .*got 'pareto'"),
+        (None, {"padding_per_rank": -1}, "workload.padding_per_rank: .*greater than or equal to 0, got -1"),
+        (None, {"padding": 1}, "workload.padding: no such key; .* padding_per_rank"),
+        (None, {"mask_padding": "some"}, "workload.mask_padding: .*got 'some'"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_that_names_the_key(
@@ -178,3 +181,47 @@ def test_what_holds_on_a_cpu_wins_over_a_sweep(tmp_path: Path) -> None:
     path.write_text(text + "on_cpu: {sweep: {}}\n")
     with pytest.raises(ConfigError, match=r"on_cpu.sweep: expected sweep.KEY=\[values\]"):
         load_experiments(path, on_cpu=True)
+
+
+def test_padding_makes_another_case_and_its_absence_keeps_the_old_ones(tmp_path: Path) -> None:
+    def planned(**workload: object) -> Comparison:
+        return comparison(tmp_path, 2, workload={"num_tokens": 64, "sequence_length": 1, **workload})
+
+    plain = planned()
+    assert not {"padding_per_rank", "mask_padding"} & plain.definition["workload"].keys()
+    assert planned(padding_per_rank=0, mask_padding=True).comparison_id == plain.comparison_id
+    masked, computed = planned(padding_per_rank=3), planned(padding_per_rank=3, mask_padding=False)
+    assert len({one.cases[2].case_id for one in (plain, masked, computed)}) == 3
+    assert masked.workload.fingerprint() == plain.workload.fingerprint()
+
+
+def test_titles_and_descriptions_name_padding_and_who_knows_of_it(tmp_path: Path) -> None:
+    def planned(**workload: object) -> Comparison:
+        return comparison(tmp_path, 2, workload={"num_tokens": 64, "sequence_length": 1, **workload})
+
+    masked, computed = planned(padding_per_rank=3), planned(padding_per_rank=3, mask_padding=False)
+    assert masked.title.endswith(", unskewed, 3 padding a rank (masked)")
+    assert computed.title.endswith(", unskewed, 3 padding a rank (not masked)")
+    assert masked.describe_workload()["description"].endswith(
+        "; 3 of 32 tokens a rank are padding, masked from policies"
+    )
+    assert computed.describe_workload()["description"].endswith(
+        "; 3 of 32 tokens a rank are padding, of which policies are not told"
+    )
+    uneven = planned(padding_per_rank=3, rank_shares=[3, 1]).describe_workload()
+    assert uneven["padding"] == {"per_rank": 3, "of": [16, 48], "masked": True}
+    assert "; 3 of 16 to 48 tokens a rank" in uneven["description"]
+    assert planned().describe_workload()["padding"] is None
+
+
+def test_a_rank_keeps_a_valid_token_or_has_none_at_all(tmp_path: Path) -> None:
+    def planned(padding: int, shares: list[float]) -> Comparison:
+        workload = {"num_tokens": 64, "num_batches": 3, "sequence_length": 1, "rank_shares": shares}
+        return comparison(tmp_path, 4, workload={**workload, "padding_per_rank": padding})
+
+    planned(15, [1]).check_padding()
+    planned(31, [1, 1, 0, 0]).check_padding()
+    with pytest.raises(ValueError, match="than the 16 tokens that rank 0 has in batch 0, got 16"):
+        planned(16, [1]).check_padding()
+    with pytest.raises(ValueError, match="than the 8 tokens that rank 1 has in batch 0, got 9"):
+        planned(9, [3, 1, 3, 1]).check_padding()

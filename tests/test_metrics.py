@@ -59,22 +59,23 @@ def test_every_metric_of_a_small_case_worked_out_by_hand() -> None:
     )
     by_hand = {
         "num_tokens": 3,
-        "load_E": [2, 0, 0, 1],
-        "load_R": [2, 1],
-        "num_pairs": 3,
+        "load_E": [3, 1, 0, 1],  # what padding selects is computed
+        "load_R": [4, 1],
+        "num_pairs": 5,
+        "padding_pairs": 2,
         "num_topk_pairs": 6,
         "num_dropped_pairs": 4,  # (0, 1), (1, 1), (2, 0), (2, 2); (1, 3) was never a top-k pair
         "dropped_fraction": 4 / 6,
         "retained_mass_topk": (0.5 + 0.5 + 0.125) / 2.25,
         "retained_mass_all": (0.5 + 0.5 + 0.125) / 3,
-        "peak_load": 2 / 0.75,  # the mean load is 3 / 4
-        "max_violation": 2 / 0.75 - 1,
-        "load_cv": math.sqrt((1.25**2 + 0.75**2 + 0.75**2 + 0.25**2) / 4) / 0.75,
-        "excess_load": 0.5 / 3,  # N = 3 * 2 / 4 = 1.5, so expert 0 holds half a pair too many
+        "peak_load": 3 / 1.25,  # the mean load is 5 / 4
+        "max_violation": 3 / 1.25 - 1,
+        "load_cv": math.sqrt((1.75**2 + 0.25**2 + 1.25**2 + 0.25**2) / 4) / 1.25,
+        "excess_load": 1.5 / 5,  # N = 3 * 2 / 4 = 1.5 of the valid tokens, so expert 0 holds 1.5 pairs too many
         "tokens_without_expert": 1,
         "experts_per_token": 1.0,
-        "activated_experts": 2,
-        "activated_experts_fullest_rank": 1,
+        "activated_experts": 3,
+        "activated_experts_fullest_rank": 2,
         "crossing_pairs": 1,
         "crossing_copies": 1,
         "topk_share": 0.75,
@@ -271,11 +272,31 @@ def test_scores_without_mass_give_zeros_never_nan() -> None:
         assert metrics[name] == 0.0, name
 
 
-def test_padding_counts_in_nothing_even_where_the_map_selects_it() -> None:
+WORK = [
+    "load_E", "load_R", "num_pairs", "padding_pairs", "peak_load", "max_violation", "load_cv", "excess_load",
+    "activated_experts", "activated_experts_fullest_rank", "crossing_pairs", "crossing_copies",
+]  # fmt: skip
+
+
+def test_padding_that_is_computed_is_work_and_no_fidelity() -> None:
     rows = [[0.5, 0.25, 0.125, 0.125], [0.0, 0.0, 0.0, 1.0]]
     options = {"top_k": 2, "num_ranks": 2}
-    with_padding = measure([[0, 1], [2, 3]], rows, token_mask_T=torch.tensor([True, False]), **options)
-    assert with_padding == measure([[0, 1]], rows[:1], **options)
+    valid_T = torch.tensor([True, False])
+    padded = measure([[0, 1], [2, 3]], rows, token_mask_T=valid_T, **options)
+    valid, both = measure([[0, 1]], rows[:1], **options), measure([[0, 1], [2, 3]], rows, **options)
+    assert padded["padding_pairs"] == 2
+    assert {**valid, **{name: None for name in WORK}} == {**padded, **{name: None for name in WORK}}
+    of_all = [name for name in WORK if name not in ("padding_pairs", "excess_load")]
+    assert [padded[name] for name in of_all] == [both[name] for name in of_all]
+    # Twice the pairs that the valid token's mean load allows.
+    assert (padded["excess_load"], both["excess_load"]) == (0.5, 0.0)
+
+
+def test_padding_that_selects_nothing_counts_in_nothing() -> None:
+    rows = [[0.5, 0.25, 0.125, 0.125], [0.0, 0.0, 0.0, 1.0]]
+    options = {"top_k": 2, "num_ranks": 2}
+    masked = measure([[0, 1], []], rows, token_mask_T=torch.tensor([True, False]), **options)
+    assert masked == measure([[0, 1]], rows[:1], **options)
 
 
 # --- Shape of the answer ---------------------------------------------------------------------------

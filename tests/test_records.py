@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from moe_ep_bench.attempts import Mark, collect_lost, lost_attempts
-from moe_ep_bench.records import CASE_SCHEMA, RunDirectory, atomic_path, stable_hash, write_json
+from moe_ep_bench.records import (
+    CASE_SCHEMA,
+    ROUTE_SCHEMA,
+    RunDirectory,
+    atomic_path,
+    completed,
+    stable_hash,
+    write_json,
+)
 
 
 def test_a_write_that_fails_leaves_neither_the_file_nor_its_temporary(tmp_path: Path) -> None:
@@ -133,3 +142,15 @@ def test_a_rank_that_ends_in_order_or_ran_nothing_is_no_attempt(tmp_path: Path) 
     collect_lost(tmp_path)
     assert lost_attempts(tmp_path, "case") == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_of_older_versions_are_completed_where_they_lack_a_column() -> None:
+    whole = pa.table({field.name: pa.nulls(2, field.type) for field in ROUTE_SCHEMA}, schema=ROUTE_SCHEMA)
+    older = whole.drop_columns(["padding_pairs"])
+    table = completed(older, ROUTE_SCHEMA)
+    assert table.schema.equals(ROUTE_SCHEMA)
+    assert table["padding_pairs"].to_pylist() == [0, 0]
+    assert completed(whole, ROUTE_SCHEMA) is whole
+    foreign = pa.table({"x": [1]})
+    assert "load_E" not in completed(foreign, ROUTE_SCHEMA).schema.names
+    assert completed(foreign, CASE_SCHEMA) is foreign

@@ -56,6 +56,9 @@ def assert_ranks_are_dealt(streamed: Workload, whole: Workload, index, num_ranks
     for rank, tokens_T in zip(ranks, deal(batch, num_ranks, shares), strict=True):
         assert torch.equal(rank.scores_TE, batch.scores_TE[tokens_T])
         assert torch.equal(rank.sequence_id_T, batch.sequence_id_T[tokens_T])
+    tokens_R = [tokens.num_tokens for tokens in ranks]
+    assert streamed.tokens_of_ranks(index, num_ranks, shares).tolist() == tokens_R
+    assert Workload.tokens_of_ranks(whole, index, num_ranks, shares).tolist() == tokens_R
 
 
 def assert_blocks_are_the_batch(streamed: Workload, whole: Workload, index):

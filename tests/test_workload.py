@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from moe_ep_bench.workload import (
     SyntheticWorkload,
+    TokenBatch,
     deal,
     peak_load,
     top_k_load,
@@ -46,6 +47,34 @@ def test_peak_load_is_the_busiest_experts_load_over_the_mean():
     assert load_E.tolist() == [2, 1, 1, 0]
     assert peak_load(load_E) == 2.0
     assert top_k_share(scores_TE, 2) == pytest.approx(0.75)
+
+
+# Padding
+
+
+@pytest.mark.parametrize(("num_tokens", "num_padding"), [(5, 0), (5, 1), (5, 4), (0, 0), (0, 3)])
+def test_the_last_tokens_of_a_rank_are_padding_and_keep_their_scores(num_tokens, num_padding):
+    tokens = TokenBatch(torch.rand(num_tokens, 4), torch.arange(num_tokens))
+    padded = tokens.with_padding(num_padding)
+    assert padded.scores_TE is tokens.scores_TE
+    assert padded.sequence_id_T is tokens.sequence_id_T
+    valid_T = [True] * num_tokens if padded.valid_T is None else padded.valid_T.tolist()
+    of_tokens = min(num_padding, num_tokens)
+    assert valid_T == [True] * (num_tokens - of_tokens) + [False] * of_tokens
+
+
+@pytest.mark.parametrize("num_padding", [5, 6])
+def test_padding_leaves_a_valid_token(num_padding):
+    with pytest.raises(ValueError, match=f"padding_per_rank: expected less than the 5 tokens .*, got {num_padding}"):
+        TokenBatch(torch.rand(5, 4), torch.arange(5)).with_padding(num_padding)
+
+
+def test_rows_of_a_padded_batch_stay_what_they_are():
+    tokens = TokenBatch(torch.rand(5, 4), torch.arange(5)).with_padding(2)
+    rows = tokens.rows(torch.tensor([0, 4]))
+    assert torch.equal(rows.scores_TE, tokens.scores_TE[[0, 4]])
+    assert rows.sequence_id_T.tolist() == [0, 4]
+    assert rows.valid_T.tolist() == [True, False]
 
 
 # Dealing

@@ -18,8 +18,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullLocator
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullLocator
 
 from moe_ep_bench.analysis.activated import layer_words
 from moe_ep_bench.analysis.load import Comparison, Run

@@ -28,6 +28,7 @@ from moe_ep_bench.records import (
     TOTAL,
     UNACCOUNTED,
     RunDirectory,
+    completed,
 )
 
 Role = Literal["baseline", "noise", "ceiling", "policy", "replication"]
@@ -49,11 +50,20 @@ class _Described(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+class Padding(_Described):
+    """See ``scopes.padding.describe_padding``."""
+
+    per_rank: int
+    of: tuple[int, int]
+    masked: bool
+
+
 class Workload(_Described):
     kind: Literal["synthetic", "recorded"]
     description: str
     tail_model: str | None
     recording: dict[str, Any] | None = None
+    padding: Padding | None = None  # results of older versions do not say, and had none
 
 
 class Part(_Described):
@@ -366,7 +376,7 @@ def _read_part(path: Path, schema: pa.Schema, case_id: str, description: _RunDes
         raise ResultsError(f"{path}: missing; the run did not finish ({case.label}): start it again to go on")
     try:
         with pq.ParquetFile(path) as file:
-            table = file.read()
+            table = completed(file.read(), schema)
     except (OSError, pa.ArrowException) as error:
         raise ResultsError(f"{path}: damaged, not Parquet: {_one_line(error)}") from error
     for field in schema:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from moe_ep_bench.analysis.load import Run
+from moe_ep_bench.analysis.padding import padding_notes
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.words import MODEL_CAVEAT, NOT_FUSED, OVERSUBSCRIBED, part_words, percent, workload_words
 from moe_ep_bench.machine import disturbances, remarks
@@ -41,7 +42,9 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
         notes.append(
             f"imbalance under {baseline.case.label}: fullest expert {load.fullest_expert:.2f} x mean, "
             f"fullest rank {load.fullest_rank:.2f} x mean"
+            + (" of what valid tokens select" if facts.workload.padding else "")
         )
+    notes += padding_notes(comparison)
     notes.append("speedup: slowest rank's layer time, native over case, median of pairs " + _spread_words(comparison))
     if comparison.floor is not None and not modelled:
         low, high = comparison.floor.low, comparison.floor.high

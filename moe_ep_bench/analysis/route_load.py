@@ -27,9 +27,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from moe_ep_bench.analysis.load import ResultsError, Workload
 from moe_ep_bench.metrics import imbalance
 from moe_ep_bench.placement import Placement, make_placement
-from moe_ep_bench.records import OVERLAP_SCHEMA, ROUTE_SCHEMA, SCHEMA_VERSION, SCORES_SCHEMA, RunDirectory
+from moe_ep_bench.records import OVERLAP_SCHEMA, ROUTE_SCHEMA, SCHEMA_VERSION, SCORES_SCHEMA, RunDirectory, completed
 
-_COUNTS = ["num_tokens", "num_pairs", "num_topk_pairs", "num_dropped_pairs", "tokens_without_expert", "crossing_pairs"]
+_COUNTS = [
+    "num_tokens", "num_pairs", "padding_pairs", "num_topk_pairs", "num_dropped_pairs", "tokens_without_expert",
+    "crossing_pairs",
+]  # fmt: skip
 _SHARES = ["topk_share", "entropy", "regime_single_head", "regime_smooth", "regime_plateau"]
 
 
@@ -141,7 +144,9 @@ class RoutedCase:
 
     @property
     def experts_per_token(self) -> NDArray[np.float64]:
-        return (self.counts_B["num_pairs"] / self.counts_B["num_tokens"]).to_numpy()
+        """Of valid tokens."""
+        of_valid_B = self.counts_B["num_pairs"] - self.counts_B["padding_pairs"]
+        return (of_valid_B / self.counts_B["num_tokens"]).to_numpy()
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,7 +276,7 @@ def _read_table(path: Path, schema: pa.Schema, *, optional: bool = False) -> pd.
             return pd.DataFrame(columns=schema.names)
         raise ResultsError(f"{path}: missing; routing did not finish: start it again to go on")
     try:
-        table = pq.read_table(path, partitioning=None)
+        table = completed(pq.read_table(path, partitioning=None), schema)
     except (OSError, pa.ArrowException) as error:
         raise ResultsError(f"{path}: damaged, not Parquet: {' '.join(str(error).split())}") from None
     if not table.schema.equals(schema):

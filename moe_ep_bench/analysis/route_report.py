@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moe_ep_bench.analysis.padding import READING
 from moe_ep_bench.analysis.route_load import RoutedCase, RouteGroup, RouteRun, short
 from moe_ep_bench.analysis.words import MODE_WORDS, percent
 from moe_ep_bench.metrics import uniform_activated_experts
@@ -69,6 +70,8 @@ def _block(group: RouteGroup) -> str:
     ]
     if any(case.policy in _CHOOSING_ANEW for case in group.layers[0].cases.values()):
         notes.append("dropped: of the model's own pairs, also where a policy computes others in their place")
+    if facts.workload.padding is not None:
+        notes.append(READING)
     if facts.workload.tail_model and any(case.looks_past_top_k for case in group.layers[0].cases.values()):
         notes.append(f"scores below the recorded top-k are those of the {facts.workload.tail_model} tail model")
     if facts.placement.name != "contiguous":

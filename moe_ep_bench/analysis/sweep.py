@@ -22,6 +22,8 @@ _WORDS = {
     "workload.topk_share": "score mass of the top-k",
     "workload.layer": "layer",
     "workload.tail": "tail model",
+    "workload.padding_per_rank": "padding tokens per rank",
+    "workload.mask_padding": "padding masked from policies",
     "workload.placement": "placement of popular experts",
     EP_SIZE: "experts per rank",
     "layer.dtype": "number format",

@@ -93,6 +93,14 @@ def _said_once(values: Sequence[str]) -> str:
     return " / ".join(different)
 
 
+def estimate_words(estimate: Estimate | None) -> str:
+    """``1.23 [1.20, 1.26]``, or ``1.23 (1.10..1.31)`` where there is no interval."""
+    if estimate is None:
+        return NONE
+    low, median, high = (f"{value:.3f}" for value in (estimate.low, estimate.median, estimate.high))
+    return f"{median} [{low}, {high}]" if estimate.is_interval else f"{median} ({low}..{high})"
+
+
 def percent(share: float) -> str:
     """A share as a percentage with one decimal, without the sign; a dash where there is none."""
     return NONE if math.isnan(share) else f"{100 * share:.1f}"
@@ -102,14 +110,6 @@ def milliseconds(value: float, digits: int = 4) -> str:
     """A time with as many digits as count, whatever its size."""
     decimals = digits - 1 - math.floor(math.log10(value)) if value > 0 else 0
     return f"{value:.{min(max(decimals, 0), 4)}f}"
-
-
-def estimate_words(estimate: Estimate | None) -> str:
-    """``1.23 [1.20, 1.26]``, or ``1.23 (1.10..1.31)`` where there is no interval."""
-    if estimate is None:
-        return NONE
-    low, median, high = (f"{value:.3f}" for value in (estimate.low, estimate.median, estimate.high))
-    return f"{median} [{low}, {high}]" if estimate.is_interval else f"{median} ({low}..{high})"
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:

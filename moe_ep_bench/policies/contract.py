@@ -38,7 +38,8 @@ class RoutingContext:
             ``num_groups`` equal groups of experts; a group's value is the sum of its best
             ``K // top_groups`` experts, as in Megatron-Core.
         scale: factor on the final weights (``routed_scaling_factor``).
-        token_mask_T: bool, False = padding, which selects nothing and counts in nothing.
+        token_mask_T: bool, False = padding, which selects nothing and counts in nothing; None = no token is known
+            to be padding.
         request_id_T: int64, the request a token belongs to.
         modality_T: 0 = text, 1 = image.
         layer_fraction: where in the depth of the model the layer stands, 0 to 1.

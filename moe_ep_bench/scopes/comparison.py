@@ -17,8 +17,9 @@ from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Policy, RoutingContext
 from moe_ep_bench.records import stable_hash
+from moe_ep_bench.scopes.padding import check_padding, describe_padding, padding_in_title, padding_words
 from moe_ep_bench.skews import load_skew
-from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload, deal
+from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
 
 BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
 # Native routing on replicated experts: what spare memory buys in place of a policy.
@@ -38,6 +39,12 @@ class CaseSpec:
     policy: Policy | None
     """None for the references and replication, which take Megatron-Core's own router."""
     replication: ReplicationConfig | None = None
+    masks_padding: bool = False
+    """What routes the case is told which tokens are padding; no router of Megatron-Core's own is."""
+
+    def told(self, context: RoutingContext) -> RoutingContext:
+        """What is so of some tokens, as far as what routes the case knows it."""
+        return context if self.masks_padding else replace(context, token_mask_T=None)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -93,8 +100,8 @@ class Planned:
             return 0.0
         return self.workload.layer / self.workload.traces[0].num_layers
 
-    def context(self, rank: int, request_id_T: Tensor) -> RoutingContext:
-        """What a policy may know of a rank's tokens, but for modality and randomness."""
+    def context(self, rank: int, request_id_T: Tensor, valid_T: Tensor | None) -> RoutingContext:
+        """What is so of a rank's tokens, but for modality and randomness; ``CaseSpec.told`` is what is known of it."""
         return RoutingContext(
             top_k=self.model.top_k,
             num_ranks=self.ep_size,
@@ -103,6 +110,7 @@ class Planned:
             scale=self.model.routed_scale,
             num_groups=self.model.num_groups,
             top_groups=self.model.top_groups,
+            token_mask_T=valid_T,
             request_id_T=request_id_T,
             layer_fraction=self.layer_fraction,
         )
@@ -118,7 +126,7 @@ class Planned:
         """
         scores_TE = torch.rand(2, self.model.num_experts, generator=torch.Generator().manual_seed(0))
         requests_T = torch.zeros(2, dtype=torch.int64)
-        context = replace(self.context(0, requests_T), modality_T=modality_T, generator=torch.Generator())
+        context = replace(self.context(0, requests_T, None), modality_T=modality_T, generator=torch.Generator())
         for policy in self.experiment.make_policies():
             try:
                 policy.route(scores_TE, context)
@@ -153,8 +161,10 @@ class Planned:
 
     def describe_workload(self) -> dict[str, Any]:
         """The workload's own words and numbers, and what a named skew was calibrated to."""
-        described = self.workload.describe()
         config = self.experiment.workload
+        described = {**self.workload.describe(), "padding": self.padding}
+        if self.padding is not None:
+            described["description"] = f"{described['description']}; {padding_words(self.padding)}"
         if not isinstance(config, SyntheticConfig) or config.skew is None:
             return described
         assert self.experiment.model.preset is not None
@@ -178,7 +188,19 @@ class Planned:
                 {"trace": trace.sha256(), "share": source.share}
                 for source, trace in zip(self.workload.sources, self.workload.traces, strict=True)
             ]
+        # What was measured before there was padding keeps its id.
+        unpadded = {"padding_per_rank": 0, "mask_padding": True}
+        workload = {key: value for key, value in workload.items() if key not in unpadded or value != unpadded[key]}
         return {**workload, "num_tokens": self.num_tokens, "tokens_per_rank": None}
+
+    @property
+    def padding(self) -> dict[str, Any] | None:
+        """See ``padding.describe_padding``."""
+        return describe_padding(self.experiment.workload, self.workload, self.world_size)
+
+    def check_padding(self) -> None:
+        """Raise ValueError where padding leaves a rank no valid token."""
+        check_padding(self.experiment.workload, self.workload, self.world_size)
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -192,7 +214,8 @@ class Planned:
     def case(
         self, role: str, name: str, policy: Policy | None = None, replication: ReplicationConfig | None = None
     ) -> CaseSpec:
-        spec = CaseSpec("", role, name, policy, replication)
+        masks_padding = policy is not None and self.experiment.workload.mask_padding
+        spec = CaseSpec("", role, name, policy, replication, masks_padding)
         return replace(spec, case_id=stable_hash([self.comparison_id, role, name, spec.params]))
 
 
@@ -264,8 +287,9 @@ class Comparison(Planned):
     def title(self) -> str:
         scaled = f" x {self.model.scale:g}" if self.model.scale != 1 else ""
         sizes = f"EP {self.ep_size}, {self.num_tokens:,} tokens"
+        padding = padding_in_title(self.experiment.workload)
         graph = ", CUDA graph" if self.parts.cuda_graph else ""
-        return f"{self.model.name}{scaled}, {sizes}, {self._workload_in_short}{graph}"
+        return f"{self.model.name}{scaled}, {sizes}, {self._workload_in_short}{padding}{graph}"
 
     @property
     def _workload_in_short(self) -> str:
@@ -282,12 +306,12 @@ class Comparison(Planned):
         if self.parts.dispatcher != "allgather" or self.ep_size == 1:
             return
         for number in range(self.workload.num_batches):
-            dealt = deal(self.workload.batch(number), self.world_size, self.experiment.workload.rank_shares)
-            counts = [len(tokens_T) for tokens_T in dealt]
-            if len(set(counts)) > 1:
+            shares = self.experiment.workload.rank_shares
+            tokens_R = self.workload.tokens_of_ranks(number, self.world_size, shares)
+            if min(tokens_R) < max(tokens_R):
                 raise ValueError(
-                    "layer.dispatcher: allgather needs as many tokens on every rank; batch"
-                    f" {number} deals {min(counts)} to {max(counts)}: expected alltoall, or other workload.num_tokens"
+                    f"layer.dispatcher: allgather needs as many tokens on every rank; batch {number} deals"
+                    f" {min(tokens_R)} to {max(tokens_R)}: expected alltoall, or other workload.num_tokens"
                 )
 
     def memory_bytes_per_rank(self) -> int:
@@ -333,6 +357,7 @@ def plan_comparisons(config: Path, overrides: Iterable[str], world_size: int, *,
     for experiment in load_experiments(config, overrides, on_cpu=on_cpu):
         try:
             comparison = Comparison.of(experiment, world_size, on_cpu=on_cpu)
+            comparison.check_padding()
             comparison.workload.batch(0)  # Finds skews that cannot be had.
             comparison.check_gathering()
             comparison.try_policies()

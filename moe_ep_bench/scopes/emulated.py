@@ -153,6 +153,7 @@ def plan_emulation(config: Path, overrides: Iterable[str], *, on_cpu: bool) -> l
     comparisons = emulated_comparisons(config, overrides, on_cpu=on_cpu)
     for comparison in comparisons:
         try:
+            comparison.check_padding()
             next(comparison.workload.rank_batches(0, comparison.ep_size))  # Finds skews that cannot be had.
             comparison.try_policies()
         except ValueError as problem:

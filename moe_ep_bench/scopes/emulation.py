@@ -89,10 +89,7 @@ class Emulation:
         failed: dict[CaseSpec, str] = {}
         if self.comparison.device is not None:
             return failed
-        few = [
-            TokenBatch(tokens.scores_TE[:_CHECKED_TOKENS], tokens.sequence_id_T[:_CHECKED_TOKENS])
-            for tokens in RankBatches(self.comparison, 0)
-        ]
+        few = [_few_of(tokens) for tokens in RankBatches(self.comparison, 0)]
         checked = _SmallLayers(self.comparison, few, self.device)
         for router in self._routers(0):
             self.begin(router.case.case_id)
@@ -260,6 +257,12 @@ class Emulation:
             "wait_dispatch": links.all_to_all_us(pairs_RR * row_bytes) + links.all_to_all_us(pairs_RR * _WEIGHT_BYTES),
             "wait_combine": links.all_to_all_us(pairs_RR.T * row_bytes),
         }
+
+
+def _few_of(tokens: TokenBatch) -> TokenBatch:
+    """Some of a rank's tokens from the first to the last, and so of both where some are padding."""
+    num_checked = min(_CHECKED_TOKENS, tokens.num_tokens)
+    return tokens.rows(torch.linspace(0, max(tokens.num_tokens - 1, 0), num_checked).long())
 
 
 class _SmallLayers:

@@ -215,6 +215,12 @@ def _solved_tokens(comparison: Emulated) -> int:
     return min(SOLVED_TOKENS, max(1, comparison.num_tokens // comparison.world_size))
 
 
+def _solved_padding(comparison: Emulated) -> int:
+    """The same share of padding."""
+    padding = comparison.experiment.workload.padding_per_rank
+    return padding * _solved_tokens(comparison) * comparison.world_size // comparison.num_tokens
+
+
 class _Solver:
     """All skews of one layer on a modelled device: each is tried once, for all policies."""
 
@@ -257,6 +263,8 @@ class _Solver:
         targets |= {"drift": 0.0, "burst_every": None, "burst_peak_load": None}
         workload = SyntheticConfig(
             tokens_per_rank=_solved_tokens(self._like),
+            padding_per_rank=_solved_padding(self._like),
+            mask_padding=config.mask_padding,
             num_batches=1,
             seed=config.seed,
             sequence_length=config.sequence_length,

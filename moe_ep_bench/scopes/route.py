@@ -50,6 +50,7 @@ from moe_ep_bench.scopes.comparison import (
 )
 from moe_ep_bench.scopes.directory import check_agreement
 from moe_ep_bench.scopes.job import identity
+from moe_ep_bench.scopes.padding import padding_in_title
 from moe_ep_bench.scopes.run import describe_experiment
 from moe_ep_bench.scopes.traffic import one_thread
 from moe_ep_bench.workload import RecordedWorkload, TokenBatch, deal
@@ -86,6 +87,7 @@ class RouteComparison(Planned):
         except ValueError as error:
             hint = "; route.image_share assumes images" if "modality_T" in str(error) else ""
             raise ValueError(f"{error}{hint}") from None
+        planned.check_padding()
         planned.workload.batch(0)  # Finds skews that cannot be had.
         return planned
 
@@ -106,12 +108,17 @@ class RouteComparison(Planned):
 
     @cached_property
     def cases(self) -> list[CaseSpec]:
-        """The model's own top-k, and all policies."""
+        """The model's own top-k, and all policies; ``topk`` where it differs, for it is told of padding."""
         policies = self.experiment.make_policies()
         return [
             self.case(BASELINE, "native"),
-            *(self.case(POLICY, policy.name, policy) for policy in policies if policy != _NATIVE),
+            *(self.case(POLICY, one.name, one) for one in policies if one != _NATIVE or self._masks_padding),
         ]
+
+    @property
+    def _masks_padding(self) -> bool:
+        config = self.experiment.workload
+        return config.mask_padding and config.padding_per_rank > 0
 
     @property
     def layer(self) -> int | None:
@@ -120,6 +127,10 @@ class RouteComparison(Planned):
     @property
     def traffic(self) -> str:
         """Where tokens come from, in a few words, without layer and size."""
+        return self._source + padding_in_title(self.experiment.workload)
+
+    @property
+    def _source(self) -> str:
         config = self.experiment.workload
         if isinstance(self.workload, RecordedWorkload):
             assert isinstance(config, RecordedConfig)
@@ -190,7 +201,7 @@ def rule(case: CaseSpec) -> Policy:
 
 @dataclass(frozen=True, eq=False)
 class RankShare:
-    """A virtual rank's tokens of a batch, and what a policy may know of them."""
+    """A virtual rank's tokens of a batch, and what is so of them."""
 
     scores_TE: Tensor
     context: RoutingContext
@@ -202,21 +213,21 @@ class RankShare:
     @staticmethod
     def of(planned: Planned, batch: TokenBatch, index: int, rank: int, tokens_T: Tensor) -> RankShare:
         experiment = planned.experiment
-        sequence_id_T = batch.sequence_id_T[tokens_T]
+        tokens = batch.rows(tokens_T).with_padding(experiment.workload.padding_per_rank)
         image_share = experiment.route.image_share
         context = replace(
-            planned.context(rank, sequence_id_T),
-            modality_T=None if image_share is None else assumed_modality(sequence_id_T, image_share),
+            planned.context(rank, tokens.sequence_id_T, tokens.valid_T),
+            modality_T=None if image_share is None else assumed_modality(tokens.sequence_id_T, image_share),
             generator=seeded_generator(_CPU, experiment.layer.seed, DRAWS, index, rank),
         )
-        return RankShare(batch.scores_TE[tokens_T], context)
+        return RankShare(tokens.scores_TE, context)
 
-    def fresh(self, seed: int, batch: int) -> RoutingContext:
-        """The context with randomness started anew, so that no case depends on those before it."""
+    def fresh(self, case: CaseSpec, seed: int, batch: int) -> RoutingContext:
+        """What the case's rule knows, with randomness started anew, so that no case depends on those before it."""
         generator = self.context.generator
         assert generator is not None
         generator.set_state(seeded_generator(_CPU, seed, DRAWS, batch, self.context.rank).get_state())
-        return self.context
+        return case.told(self.context)
 
 
 def assumed_modality(sequence_id_T: Tensor, image_share: float) -> Tensor:
@@ -333,17 +344,18 @@ def route_batch(
 ) -> list[dict[str, Any]]:
     """Route one batch by one case as its ranks would together: the metrics of every source rank."""
     policy = rule(case)
-    stats = [policy.batch_stats(share.scores_TE, share.fresh(seed, batch), kernel) for share in shares]
+    stats = [policy.batch_stats(share.scores_TE, share.fresh(case, seed, batch), kernel) for share in shares]
     summed_SE = None if stats[0] is None else torch.stack([part for part in stats if part is not None]).sum(dim=0)
     gamma = case.params.get("capacity_factor")
     factor = {"capacity_factor": gamma} if isinstance(gamma, float) else {}
     rows = []
     for share in shares:
-        routing = policy.select(share.scores_TE, share.fresh(seed, batch), summed_SE, kernel)
+        routing = policy.select(share.scores_TE, share.fresh(case, seed, batch), summed_SE, kernel)
         row = routing_metrics(routing, share.scores_TE, share.context, of_scores=share.of_scores, **factor)
         if share.context.modality_T is not None:
             is_image_T = share.context.modality_T == IMAGE
-            row["num_image_tokens"] = int(is_image_T.sum())
+            valid_T = share.context.token_mask_T
+            row["num_image_tokens"] = int((is_image_T if valid_T is None else is_image_T & valid_T).sum())
             row["image_load_E"] = routing.map_TE[is_image_T].sum(dim=0).tolist()
         rows.append(row)
     return rows
@@ -358,8 +370,7 @@ def _score_rows(batch: TokenBatch) -> list[dict[str, Any]]:
 
 
 def _overlap_rows(comparison: RouteComparison, batch: TokenBatch, index: int) -> list[dict[str, Any]]:
-    whole = RankShare.of(comparison, batch, index, 0, torch.arange(batch.num_tokens))
-    map_TE = top_k_map(whole.scores_TE, whole.context)
+    map_TE = top_k_map(batch.scores_TE, comparison.context(0, batch.sequence_id_T, None))
     domain_T = None
     if isinstance(comparison.workload, RecordedWorkload):
         token_T, _ = comparison.workload.draw(index)

@@ -57,6 +57,8 @@ class RankBatch:
     balanced_logits_TE: Tensor
     request_id_T: Tensor
     """A sequence's tokens are one request's: a text at prefill, the tokens of one step at decode."""
+    valid_T: Tensor | None
+    """False = padding; None = all are valid."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +93,7 @@ class LayerCase:
         self.router.replay_TE = share.balanced_logits_TE if self.spec.role == CEILING else share.logits_TE
         if self.spec.policy is not None:
             self.layer.router.policy = self.spec.policy
-            self.layer.router.context = self.context_for(batch)
+            self.layer.router.context = self.spec.told(self.context_for(batch))
         return share.hidden.next()
 
     @contextlib.contextmanager
@@ -122,10 +124,10 @@ class LayerCase:
         self.captured.update(captured)
 
     def context_for(self, batch: int) -> RoutingContext:
-        """The context of this rank's tokens of ``batch``; randomness starts anew with every call."""
-        device = self.batches[batch].logits_TE.device
-        draws = seeded_generator(device, self.seed, DRAWS, batch, self.global_rank)
-        return replace(self.context, generator=draws, request_id_T=self.batches[batch].request_id_T)
+        """What is so of this rank's tokens of ``batch``; randomness starts anew with every call."""
+        share = self.batches[batch]
+        draws = seeded_generator(share.logits_TE.device, self.seed, DRAWS, batch, self.global_rank)
+        return replace(self.context, generator=draws, request_id_T=share.request_id_T, token_mask_T=share.valid_T)
 
     def scores(self, batch: int) -> Tensor:
         """The scores that the router sees: float32 [T, E]."""
@@ -219,11 +221,10 @@ class Session:
         self.job.watchdog.feed()
         model, ranks = self.comparison.model, self.job.ranks
         tokens_T = deal(batch, ranks.world_size, self.comparison.experiment.workload.rank_shares)[ranks.rank]
-        scores_TE = batch.scores_TE[tokens_T].to(self.device)
+        mine = batch.rows(tokens_T).with_padding(self.comparison.experiment.workload.padding_per_rank)
+        scores_TE = mine.scores_TE.to(self.device)
         hidden = []
-        for sequence, length in zip(
-            *torch.unique_consecutive(batch.sequence_id_T[tokens_T], return_counts=True), strict=True
-        ):
+        for sequence, length in zip(*torch.unique_consecutive(mine.sequence_id_T, return_counts=True), strict=True):
             generator = seeded_generator(self.device, self.seed, HIDDEN, index, int(sequence))
             hidden.append(torch.randn(int(length), model.hidden_size, generator=generator, device=self.device))
         hidden_TD = torch.cat(hidden) if hidden else torch.empty(0, model.hidden_size, device=self.device)
@@ -233,7 +234,8 @@ class Session:
             hidden=RotatingInput(hidden_TD.to(dtype).unsqueeze(1), len(self.comparison.cases)),
             logits_TE=logits_from_scores(scores_TE, model.score_function),
             balanced_logits_TE=logits_from_scores(balanced_TE, model.score_function),
-            request_id_T=batch.sequence_id_T[tokens_T].to(self.device),
+            request_id_T=mine.sequence_id_T.to(self.device),
+            valid_T=None if mine.valid_T is None else mine.valid_T.to(self.device),
         )
 
     def _layer_case(self, case: CaseSpec) -> LayerCase:
@@ -279,7 +281,7 @@ class Session:
                 row["output_error"] = (
                     None
                     if case.spec.role == CEILING or native_TD is None
-                    else _relative(observation.output_TD, native_TD)
+                    else _relative(observation.output_TD, native_TD, self.batches[batch].valid_T)
                 )
                 self.routing_rows[case.case_id].append(row)
 
@@ -296,7 +298,7 @@ class Session:
             self.comparison.ep_size == 1 or policy.batch_stats(case.scores(0), case.context_for(0)) is None
         ):
             oracle = oracle_for(policy, self.job.ranks.device.type)
-            expected = policy.route(case.scores(0), case.context_for(0), kernel=oracle)
+            expected = policy.route(case.scores(0), case.spec.told(case.context_for(0)), kernel=oracle)
             if not torch.equal(expected.map_TE, observation.routing.map_TE):
                 error = float("inf")
         self.errors[case.case_id] = max(error, self.errors.get(case.case_id, 0.0))
@@ -416,6 +418,8 @@ def _capacity_factor(case: LayerCase) -> dict[str, float]:
     return {"capacity_factor": factor} if isinstance(factor, float) else {}
 
 
-def _relative(output_TD: Tensor, native_TD: Tensor) -> float:
+def _relative(output_TD: Tensor, native_TD: Tensor, valid_T: Tensor | None) -> float:
+    if valid_T is not None:
+        output_TD, native_TD = output_TD[valid_T], native_TD[valid_T]
     size = float(native_TD.float().norm())
     return float((output_TD.float() - native_TD.float()).norm()) / size if size else 0.0

@@ -55,7 +55,7 @@ class Share:
     Attributes:
         logits_TE: what the layer's router sees in place of its gate's output.
         scores_TE: what a policy sees: the logits through the model's score function.
-        context: what a policy may know, but for randomness (``CaseRouter.context``).
+        context: what is so of the tokens, but for randomness; a policy knows of it ``CaseRouter.context``.
     """
 
     logits_TE: Tensor
@@ -74,7 +74,8 @@ class Share:
         if balanced:
             scores_TE = balanced_scores(scores_TE, model.top_k)
         logits_TE = logits_from_scores(scores_TE, model.score_function)
-        context = planned.context(rank, tokens.sequence_id_T.to(device))
+        valid_T = None if tokens.valid_T is None else tokens.valid_T.to(device)
+        context = planned.context(rank, tokens.sequence_id_T.to(device), valid_T)
         return Share(logits_TE, scores_from_logits(logits_TE, model.score_function), context)
 
     @property
@@ -108,9 +109,9 @@ class CaseRouter:
         return self.case.policy or _NATIVE
 
     def context(self, share: Share, index: int) -> RoutingContext:
-        """The context of a rank's tokens of batch ``index``, its randomness at its start."""
-        device = share.scores_TE.device
-        return replace(share.context, generator=seeded_generator(device, self.seed, DRAWS, index, share.context.rank))
+        """What the rule knows of a rank's tokens of batch ``index``, its randomness at its start."""
+        draws = seeded_generator(share.scores_TE.device, self.seed, DRAWS, index, share.context.rank)
+        return replace(self.case.told(share.context), generator=draws)
 
     def route(self, share: Share, index: int, stats_SE: Tensor | None) -> Routing:
         """Over experts; ``slots.spread`` sends pairs on to slots."""
@@ -239,7 +240,7 @@ def placed_metrics(map_TP: Tensor, slots: Slots, rank: int) -> dict[str, Any]:
 
 
 class RankBatches:
-    """The ranks' tokens of one batch, rank by rank; may be gone through any number of times.
+    """The ranks' tokens of one batch, rank by rank, padding marked; may be gone through any number of times.
 
     Small batches are held; larger ones are made anew each time, one rank's tokens after the other's, where the workload
     can (``Workload.rank_batches``).
@@ -248,6 +249,7 @@ class RankBatches:
     def __init__(self, planned: Planned, index: int) -> None:
         self._workload, self._index = planned.workload, index
         self._shares = planned.ep_size, planned.experiment.workload.rank_shares
+        self._padding = planned.experiment.workload.padding_per_rank
         num_bytes = planned.workload.num_tokens * planned.workload.num_experts * torch.float32.itemsize
         self._held = list(self._made()) if num_bytes <= _HELD_BYTES else None
 
@@ -255,4 +257,5 @@ class RankBatches:
         return self._made() if self._held is None else iter(self._held)
 
     def _made(self) -> Iterator[TokenBatch]:
-        return self._workload.rank_batches(self._index, *self._shares)
+        ranks = self._workload.rank_batches(self._index, *self._shares)
+        return (tokens.with_padding(self._padding) for tokens in ranks)

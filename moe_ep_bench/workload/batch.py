@@ -9,7 +9,7 @@ import hashlib
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
@@ -29,19 +29,45 @@ class TokenBatch:
     Attributes:
         scores_TE: float32 router scores; every row is positive and sums to 1.
         sequence_id_T: int64, from 0 in the global batch; the tokens of one sequence are adjacent.
+        valid_T: bool, False = padding (``with_padding``); None = all are valid.
     """
 
     scores_TE: Tensor
     sequence_id_T: Tensor
+    valid_T: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.scores_TE.dtype == torch.float32
         assert self.sequence_id_T.dtype == torch.int64
         assert self.sequence_id_T.shape == self.scores_TE.shape[:1]
+        assert self.valid_T is None or (self.valid_T.dtype, self.valid_T.shape) == (torch.bool, (self.num_tokens,))
 
     @property
     def num_tokens(self) -> int:
         return self.scores_TE.shape[0]
+
+    def rows(self, rows_N: Tensor) -> TokenBatch:
+        """Some of the tokens, by their int64 indices."""
+        valid_N = None if self.valid_T is None else self.valid_T[rows_N]
+        return TokenBatch(self.scores_TE[rows_N], self.sequence_id_T[rows_N], valid_N)
+
+    def with_padding(self, num_padding: int) -> TokenBatch:
+        """The same rows as a rank's batch whose last ``num_padding`` ones are padding.
+
+        An engine replays a decode step as a CUDA graph that was captured for a fixed number of tokens; with fewer
+        requests than that the last slots hold what finished requests have left there. So a padding token's scores
+        stay as they were drawn. A rank without tokens has no padding either.
+
+        Raises:
+            ValueError: no token would be left.
+        """
+        if num_padding == 0 or self.num_tokens == 0:
+            return self
+        if num_padding >= self.num_tokens:
+            raise ValueError(
+                f"padding_per_rank: expected less than the {self.num_tokens} tokens that a rank has, got {num_padding}"
+            )
+        return replace(self, valid_T=torch.arange(self.num_tokens) < self.num_tokens - num_padding)
 
 
 def deal(batch: TokenBatch | Tensor, num_ranks: int, shares: Sequence[float] | None = None) -> list[Tensor]:
@@ -148,6 +174,10 @@ class Workload(ABC):
         self._check_index(index)
         return self.make_rank_batches(index, num_ranks, shares)
 
+    def tokens_of_ranks(self, index: int, num_ranks: int, shares: Sequence[float] | None = None) -> NDArray[np.int64]:
+        """How many tokens each rank gets of batch ``index`` (``rank_batches``): int64 [R]; arguments as there."""
+        return np.array([tokens.num_tokens for tokens in self.rank_batches(index, num_ranks, shares)])
+
     def blocks(self, index: int) -> Iterator[TokenBatch]:
         """Yield batch ``index`` a few rows at a time, in order; a sequence may go on in the next block.
 
@@ -160,7 +190,7 @@ class Workload(ABC):
         """Deal batch ``index``; a subclass that need not hold all of it does better."""
         batch = self.make_batch(index)
         for tokens_T in deal(batch, num_ranks, shares):
-            yield TokenBatch(batch.scores_TE[tokens_T], batch.sequence_id_T[tokens_T])
+            yield batch.rows(tokens_T)
 
     def make_blocks(self, index: int) -> Iterator[TokenBatch]:
         """Make all of batch ``index`` one block; a subclass that need not hold all of it does better."""

@@ -36,6 +36,13 @@ class StreamedWorkload(Workload):
             runs: ascending; each starts where a sequence does.
         """
 
+    def tokens_of_ranks(self, index: int, num_ranks: int, shares: Sequence[float] | None = None) -> NDArray[np.int64]:
+        self._check_index(index)
+        length_S = self.sequence_lengths(index)
+        tokens_R = np.zeros(num_ranks, dtype=np.int64)
+        np.add.at(tokens_R, deal_sequences(length_S, num_ranks, shares), length_S)
+        return tokens_R
+
     def make_batch(self, index: int) -> TokenBatch:
         start_S = self._starts(index)
         return self._tokens(index, np.arange(len(start_S) - 1), start_S)

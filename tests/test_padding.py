@@ -1,0 +1,369 @@
+"""Padding tokens from the config to the table: who computes them, who is told, and what is said of the cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from results_builder import FakeCase, FakeComparison, write_run
+from test_emulate import emulate
+from test_route import write_recordings
+from test_run import launch
+
+from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.padding import READING
+from moe_ep_bench.analysis.route_load import load_route
+from moe_ep_bench.analysis.route_report import route_table
+from moe_ep_bench.analysis.summary import summary_table
+from moe_ep_bench.cli import main
+from moe_ep_bench.exit_codes import OK, USER_ERROR
+from moe_ep_bench.policies import Routing, RoutingContext, make_policy
+from moe_ep_bench.scopes.comparison import Comparison, Planned, plan_comparisons
+from moe_ep_bench.scopes.emulated import emulated_comparisons
+from moe_ep_bench.scopes.reproduce import _Solver
+from moe_ep_bench.scopes.route import plan_routes, route
+
+TOKENS, PADDING, TOP_K = 12, 3, 6
+POLICIES = [
+    {"name": "topk"},
+    {"name": "token_drop", "capacity_factor": 2.0},
+    {"name": "oea", "k0": 2},
+]
+# Those that are routed only, and not run.
+OTHERS = [
+    {"name": "expanded_drop", "capacity_factor": 2.0},
+    {"name": "expert_drop", "fraction": 0.5},
+    {"name": "megatron_drop", "capacity_factor": 1.0},
+    {"name": "pruned", "k0": 3, "p": 0.5},
+    {"name": "oea", "k0": 1, "rank_fill": True},
+    {"name": "laser", "eps_high": 0.9, "t_fix": 0.05, "c": 20},
+    {"name": "load_only"},
+    {"name": "xshare", "k0": 1, "budget": 4},
+    {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1, "budget": 2},
+    {"name": "xshare", "k0": 0, "scope": "rank", "rank_budget": 6},
+    {"name": "lynx", "num_dropped": 4},
+    {"name": "dynamic_skip", "beta": 0.5},
+]
+CONFIG = {
+    "name": "padding",
+    "model": {"preset": "deepseek-v2-lite", "scale": 0.03125},
+    "workload": {
+        "kind": "synthetic",
+        "tokens_per_rank": TOKENS,
+        "num_batches": 2,
+        "sequence_length": 1,
+        "padding_per_rank": PADDING,
+    },
+    "layer": {"dtype": "float32", "ep_size": 2},
+    "policies": POLICIES,
+    "measure": {"iterations": 1, "breakdown_iterations": 0, "warmup": 0, "max_warmup": 0, "timeout_s": 60},
+    "emulate": {"links": "h100-nvlink4"},
+    "sweep": {"workload.mask_padding": [True, False]},
+}
+
+
+def write_config(folder: Path, *, sweep: dict | None = None, **workload: object) -> Path:
+    config = {**CONFIG, "workload": {**CONFIG["workload"], **workload}}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config if sweep is None else {**config, "sweep": sweep}))
+    return path
+
+
+def rows_of(out: Path) -> pd.DataFrame:
+    """All routing rows, with their case's label and whether padding is masked from its policy."""
+    described = json.loads((out / "run.json").read_text())
+    rows = pd.concat(pq.read_table(path).to_pandas() for path in sorted((out / "routing").glob("*.parquet")))
+    padding = {key: one["workload"]["padding"] for key, one in described["comparisons"].items()}
+    labels = rows.case_id.map({key: case["label"] for key, case in described["cases"].items()})
+    rows = rows.assign(label=labels, masked=rows.comparison_id.map(lambda key: padding[key]["masked"]))
+    return rows.sort_values(["masked", "label", "rank", "batch"]).reset_index(drop=True)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("padding"))
+
+
+@pytest.fixture(scope="module")
+def outs(config: Path) -> dict[str, Path]:
+    """The same comparisons on two real ranks, one real rank, two emulated and two virtual ones."""
+    outs = {name: config.parent / name for name in ("run", "one rank", "emulate", "route")}
+    for done in (
+        launch(config, "--out", outs["run"], timeout=400),
+        launch(config, "--out", outs["one rank"], "--set", "layer.ep_size=1", nproc=1, timeout=400),
+        emulate(config, "--out", outs["emulate"]),
+    ):
+        assert done.returncode == OK, done.stderr
+    route(config, outs["route"], [f"policies={json.dumps(POLICIES + OTHERS)}"])
+    return outs
+
+
+SCOPES = ("run", "one rank", "emulate", "route")
+
+
+@pytest.fixture(scope="module", params=SCOPES)
+def rows(request: pytest.FixtureRequest, outs: dict[str, Path]) -> pd.DataFrame:
+    return rows_of(outs[request.param])
+
+
+def column(rows: pd.DataFrame, name: str) -> list:
+    return [list(value) if isinstance(value, np.ndarray) else value for value in rows[name]]
+
+
+def test_masked_padding_selects_nothing_and_native_computes_it_always(rows: pd.DataFrame) -> None:
+    is_policy = ~rows.policy.isin(["native", "native_balanced"])
+    assert (rows[is_policy & rows.masked].padding_pairs == 0).all()
+    assert (rows[~is_policy].padding_pairs == PADDING * TOP_K).all()
+    assert (rows[is_policy & ~rows.masked].groupby("label").padding_pairs.sum() > 0).all()
+    native = rows[rows.label == "native"]
+    assert (native.num_pairs == TOKENS * TOP_K).all()
+    assert column(native[native.masked], "load_E") == column(native[~native.masked], "load_E")
+
+
+def test_topk_that_is_not_told_of_padding_loads_experts_as_native_does(outs: dict[str, Path]) -> None:
+    for name in ("run", "one rank", "emulate"):
+        rows = rows_of(outs[name])
+        native, topk = (rows[(rows.label == label) & ~rows.masked] for label in ("native", "topk"))
+        assert len(topk) > 0
+        for metric in ("load_E", "load_R", "activated_experts", "crossing_pairs", "crossing_copies", "padding_pairs"):
+            assert column(topk, metric) == column(native, metric), (name, metric)
+    # Routed alone, it is native.
+    assert "topk" not in set(rows_of(outs["route"]).query("~masked").label)
+    assert "topk" in set(rows_of(outs["route"]).query("masked").label)
+
+
+def test_fidelity_speaks_of_valid_tokens_whatever_padding_computes(rows: pd.DataFrame) -> None:
+    assert (rows.num_tokens == TOKENS - PADDING).all()
+    assert (rows.num_topk_pairs == (TOKENS - PADDING) * TOP_K).all()
+    exact = rows[rows.label.isin(["native", "topk"])]
+    assert (exact.retained_mass_topk == 1).all()
+    assert (exact.num_dropped_pairs == 0).all()
+    assert (exact.experts_per_token == TOP_K).all()
+    assert (rows.tokens_without_expert <= TOKENS - PADDING).all()
+    # What scores say of tokens is said of the same tokens everywhere.
+    for metric in ("topk_share", "entropy", "regime_single_head"):
+        of_model = rows[rows.label != "native, balanced scores"]
+        assert (of_model.groupby(["rank", "batch"])[metric].nunique() == 1).all()
+
+
+def test_the_layer_equals_the_dense_reference_and_native_on_valid_tokens(outs: dict[str, Path]) -> None:
+    for name in ("run", "one rank"):
+        rows = rows_of(outs[name])
+        assert rows[rows.batch == 0].reference_error.max() < 1e-4
+        assert rows[rows.label == "topk"].output_error.max() < 1e-6
+        assert rows[rows.label == "oea k0=2"].output_error.min() > 1e-3
+    assert rows_of(outs["emulate"]).query("batch == 0").reference_error.max() < 1e-4
+
+
+COUNTS = ["load_E", "load_R", "num_pairs", "padding_pairs", "num_dropped_pairs", "num_tokens", "crossing_copies"]
+
+
+@pytest.mark.parametrize("other", ["emulate", "route"])
+def test_every_scope_routes_padded_batches_alike(other: str, outs: dict[str, Path]) -> None:
+    real, others = (rows_of(outs[name]).set_index(["masked", "label", "rank", "batch"]) for name in ("run", other))
+    shared = real.index.intersection(others.index)
+    # Routed alone, the ceiling, the noise case and topk that equals native are not there.
+    assert len(real) - len(shared) == (2 * 2 * (2 + 2 + 1) if other == "route" else 0)
+    for name in COUNTS:
+        assert column(real.loc[shared], name) == column(others.loc[shared], name), name
+
+
+def routings(planned: Planned, spec: dict, index: int, kept: int) -> Iterator[Routing]:
+    """All ranks' routing of the first ``kept`` tokens of each, as if there were no others."""
+    policy, model = make_policy(spec), planned.model
+    ranks = list(planned.workload.rank_batches(index, planned.world_size))
+    scores = [tokens.scores_TE[:kept] for tokens in ranks]
+    contexts = [
+        RoutingContext(
+            top_k=model.top_k, num_ranks=planned.ep_size, rank=rank, request_id_T=tokens.sequence_id_T[:kept]
+        )
+        for rank, tokens in enumerate(ranks)
+    ]
+    stats = [policy.batch_stats(*pair) for pair in zip(scores, contexts, strict=True)]
+    total_SE = None if stats[0] is None else torch.stack(stats).sum(dim=0)
+    return (policy.route(*pair, total_SE) for pair in zip(scores, contexts, strict=True))
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_masked_padding_changes_no_valid_tokens_routing(scope: str, config: Path, outs: dict[str, Path]) -> None:
+    """It is as if padding were not there; and padding that is not told of is a token like any other."""
+    rows, num_ranks = rows_of(outs[scope]), 1 if scope == "one rank" else 2
+    for planned in plan_comparisons(config, [f"layer.ep_size={num_ranks}"], num_ranks, on_cpu=True):
+        masked = planned.experiment.workload.mask_padding
+        for spec in POLICIES + (OTHERS if scope == "route" else []):
+            if scope == "route" and not masked and spec["name"] == "topk":
+                continue  # It is native.
+            mine = rows[(rows.label == make_policy(spec).label) & (rows.masked == masked)]
+            for index in range(2):
+                expected = list(routings(planned, spec, index, TOKENS - PADDING if masked else TOKENS))
+                found = mine[mine.batch == index]
+                assert column(found, "load_E") == [one.map_TE.sum(dim=0).tolist() for one in expected], (spec, masked)
+                valid = [int(one.map_TE[: TOKENS - PADDING].sum()) for one in expected]
+                assert column(found, "num_pairs") == [
+                    pairs + padding for pairs, padding in zip(valid, column(found, "padding_pairs"), strict=True)
+                ]
+
+
+def test_a_capacity_counts_the_tokens_that_the_policy_takes_for_valid(rows: pd.DataFrame) -> None:
+    dropping = rows[rows.policy == "token_drop"]
+    most = dropping.groupby("masked").load_E.apply(lambda loads: max(max(load) for load in loads))
+    assert most.to_dict() == {True: 2 * 9 * TOP_K // 64, False: 2 * 12 * TOP_K // 64}
+
+
+@pytest.mark.parametrize(("tokens", "padding", "solved"), [(12, 3, (12, 3)), (8192, 2048, (2048, 512))])
+def test_a_claims_skew_is_looked_for_at_the_same_share_of_padding(
+    tokens: int, padding: int, solved: tuple[int, int], tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, sweep={}, tokens_per_rank=tokens, padding_per_rank=padding, mask_padding=False)
+    (planned,) = emulated_comparisons(config, [], on_cpu=True)
+    workload = _Solver(planned, "h20", [])._at("scattered", None).experiment.workload
+    assert (workload.tokens_per_rank, workload.padding_per_rank) == solved
+    assert workload.mask_padding is False
+
+
+@pytest.mark.parametrize("scope", ["run", "emulate", "route"])
+def test_padding_that_leaves_no_valid_token_is_one_line(
+    scope: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, padding_per_rank=TOKENS)
+    options = ["--set", "layer.ep_size=1"] if scope == "run" else []
+    assert main([scope, str(config), "--out", str(tmp_path / "out"), *options]) == USER_ERROR
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1, printed
+    assert "workload.padding_per_rank: expected less than the 12 tokens that rank 0 has in batch 0, got 12" in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_without_tokens_have_no_padding_either(tmp_path: Path) -> None:
+    rows = rows_of(route(write_config(tmp_path, rank_shares=[1, 0]), tmp_path / "out", []).root)
+    native = rows[rows.label == "native"]
+    assert native[native["rank"] == 0].num_tokens.eq(2 * TOKENS - PADDING).all()
+    empty = native[native["rank"] == 1]
+    assert empty.num_tokens.eq(0).all()
+    assert empty.num_pairs.eq(0).all()
+
+
+def test_a_recorded_decode_step_is_padded_likewise(tmp_path: Path) -> None:
+    write_recordings(tmp_path)
+    raw = yaml.safe_load(write_config(tmp_path).read_text())
+    sizes = {key: raw["workload"][key] for key in ("tokens_per_rank", "num_batches", "padding_per_rank")}
+    recorded = {"kind": "recorded", "trace": "a.safetensors", "layer": 1, "arrangement": "decode", "tail": "popularity"}
+    # Sequences of the recording are few.
+    raw |= {"workload": {**recorded, **sizes, "tokens_per_rank": 2, "padding_per_rank": 1}, "sweep": {}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(raw))
+    (planned,) = plan_routes(tmp_path / "config.yaml", [])
+    assert planned.title.endswith("decode, popularity tail, 1 padding a rank (masked), layer 1")
+    rows = rows_of(route(tmp_path / "config.yaml", tmp_path / "out", []).root)
+    assert (rows.num_tokens == 1).all()
+    assert (rows[rows.label == "native"].padding_pairs == TOP_K).all()
+    assert (rows[rows.label == "topk"].padding_pairs == 0).all()
+
+
+def test_image_tokens_are_counted_where_they_are_valid(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    out = route(config, tmp_path / "out", ["route.image_share=1.0", "workload.mask_padding=true"]).root
+    rows = rows_of(out)
+    assert (rows.num_image_tokens == rows.num_tokens).all()
+    assert column(rows, "image_load_E") == column(rows, "load_E")
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_the_table_says_what_padding_costs_from_the_rows(outs: dict[str, Path]) -> None:
+    text = summary_table(load_run(outs["run"]))
+    rows = rows_of(outs["run"])
+    for masked, known in ((True, "masked from policies"), (False, "of which policies are not told")):
+        assert f"3 of 12 tokens a rank are padding, {known}" in text
+        of_case = {label: found for label, found in rows[rows.masked == masked].groupby("label")}
+        counts = {}
+        for label in ("native", "topk"):
+            loads_B = of_case[label].groupby("batch").load_E.apply(lambda loads: np.sum(loads.tolist(), axis=0))
+            counts[label] = np.mean([(load.reshape(2, -1) > 0).sum(axis=1).max() for load in loads_B])
+        suffix = "with padding masked: topk" if masked else "topk, not told of padding either"
+        words = f"native activates {counts['native']:.1f} experts on the fullest rank ({counts['topk']:.1f} {suffix})"
+        assert f"padding: {words}, and spends 25.0 % of its pairs on padding; layer time native over topk" in text
+        assert (counts["topk"] < counts["native"]) == masked
+    assert text.count(READING) == 2
+
+
+def test_routing_alone_says_how_its_table_is_read(outs: dict[str, Path]) -> None:
+    run = load_route(outs["route"])
+    assert " ".join(route_table(run).split()).count(READING) == 2
+    for group in run.groups:
+        assert f"{PADDING} padding a rank" in group.title
+        (native,) = group.cases("native")
+        assert native.experts_per_token.tolist() == [TOP_K] * 2
+        assert native.retained_mass == pytest.approx(1)
+
+
+PADDED = {"per_rank": 512, "of": [1024, 3072], "masked": True}
+
+
+def described(padding: dict | None) -> dict:
+    return {"workload": {"kind": "synthetic", "description": "Zipf 0.8", "tail_model": None, "padding": padding}}
+
+
+def fake(padding: dict | None, *policies: FakeCase, **changes: object) -> FakeComparison:
+    native = [FakeCase("native", role=role, padding_pairs=1024) for role in ("baseline", "noise")]
+    return FakeComparison(facts={**described(padding), **changes}, cases=[*native, *policies])
+
+
+def test_the_cost_of_padding_has_the_verdict_of_the_noise_floor(tmp_path: Path) -> None:
+    few = FakeCase("topk", speedup=1.25, expert_load=np.array([2.0, 2, 0, 0, 2, 2, 0, 0]))
+    text = summary_table(load_run(write_run(tmp_path, [fake(PADDED, few)])))
+    assert "native activates 4.0 experts on the fullest rank (2.0 with padding masked: topk), and spends 25.0 %" in text
+    (line,) = (line for line in text.splitlines() if line.strip().startswith("padding:"))
+    assert "layer time native over topk 1.2" in line
+    assert line.endswith("]: faster, the difference of their paths included")
+    assert "x mean of what valid tokens select" in text
+
+
+def test_experts_that_are_placed_otherwise_are_counted_on_all_ranks(tmp_path: Path) -> None:
+    text = summary_table(load_run(write_run(tmp_path, [fake(PADDED, placement="strided")])))
+    assert "padding: native activates 8.0 experts, and spends 25.0 % of its pairs on padding\n" in text
+
+
+@pytest.mark.parametrize("padding", [None, PADDED])
+def test_nothing_is_said_of_padding_where_there_is_none(padding: dict | None, tmp_path: Path) -> None:
+    text = summary_table(load_run(write_run(tmp_path, [fake(padding, FakeCase("topk"))])))
+    assert ("padding" in text) is (padding is not None)
+
+
+def test_results_without_the_column_are_read(outs: dict[str, Path], tmp_path: Path) -> None:
+    """Results of versions that knew no padding."""
+
+    def older(out: Path) -> None:
+        for path in (out / "routing").glob("*.parquet"):
+            pq.write_table(pq.read_table(path).drop_columns(["padding_pairs"]), path)
+        described = json.loads((out / "run.json").read_text())
+        for comparison in described["comparisons"].values():
+            comparison["workload"].pop("padding", None)
+        (out / "run.json").write_text(json.dumps(described))
+
+    timed = write_run(tmp_path / "timed", [fake(None, FakeCase("topk"))])
+    before = summary_table(load_run(timed))
+    older(timed)
+    assert summary_table(load_run(timed)) == before
+    config = write_config(tmp_path, padding_per_rank=0, sweep={})
+    routed = route(config, tmp_path / "routed", []).root
+    before = route_table(load_route(routed))
+    older(routed)
+    assert route_table(load_route(routed)) == before
+
+
+def test_the_shipped_config_sweeps_padding_and_who_is_told() -> None:
+    config = Path(__file__).parents[1] / "configs" / "decode-padding.yaml"
+    planned = plan_comparisons(config, [], 1, on_cpu=True)
+    assert all(isinstance(one, Comparison) for one in planned)
+    points = [tuple(dict(one.experiment.point).values()) for one in planned]
+    assert points == [(padding, masked) for padding in (0, 4, 8) for masked in (True, False)]
+    assert len({one.comparison_id for one in planned}) == 6
+    assert {case.label for case in planned[0].cases} >= {"topk", "oea k0=4", "xshare k0=1 budget=32"}

@@ -15,8 +15,9 @@ Permutation
 
 Routing by a policy: see ``kernels.twins``, for what can run depends on the policy.
 
-``auto`` takes Transformer Engine where it is, else ours (never ``decode``: from how many tokens on it loses was not
-measured yet). Both are recorded: what was asked for and what ran.
+``auto`` takes Transformer Engine where it is, else ours; ``decode`` where the device's file states below how many rows
+an expert it was measured faster, and there are fewer (``devices.takes_decode``). What was asked for, what ran and why
+are recorded.
 """
 
 from __future__ import annotations
@@ -40,10 +41,17 @@ class Parts:
     permute: str = "indexed"
     kernel: str = "auto"
     """Of routing, as it was asked for."""
+    experts_why: str = ""
+    """Why these experts; empty where nothing was left open."""
 
     @staticmethod
-    def choose(experts: str, permute: str, kernel: str = "auto", *, on_cpu: bool) -> Parts:
+    def choose(
+        experts: str, permute: str, kernel: str = "auto", *, on_cpu: bool, decode: tuple[bool, str] = (False, "")
+    ) -> Parts:
         """Decide what was left to this machine.
+
+        Args:
+            decode: whether ``auto`` takes the decode experts where there is a GPU, and why (``devices.takes_decode``).
 
         Raises:
             ValueError: something was asked for by name that cannot run here.
@@ -61,10 +69,12 @@ class Parts:
             )
         if permute == "fused" and lacking:
             raise ValueError(f"layer.permute: fused needs {lacking}; expected auto, indexed or megatron")
+        takes_decode, why = (False, "") if on_cpu or experts != "auto" else decode
         return Parts(
-            experts=("grouped" if lacking else "te") if experts == "auto" else experts,
+            experts=("decode" if takes_decode else "grouped" if lacking else "te") if experts == "auto" else experts,
             permute=("indexed" if lacking or not _fuses(version) else "fused") if permute == "auto" else permute,
             kernel=kernel,
+            experts_why=why,
         )
 
 

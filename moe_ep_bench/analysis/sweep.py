@@ -27,6 +27,7 @@ _WORDS = {
     "layer.dtype": "number format",
     "model.preset": "model",
     "model.scale": "share of the true sizes",
+    "model.tensor_parallel": "tensor-parallel ranks",
     "emulate.links": "links",
     "emulate.bandwidth_scale": "link bandwidth, x the links file's",
     "emulate.device": "device",

@@ -123,7 +123,7 @@ def _problems(steps: Steps, model: _Model) -> list[str]:
     facts = steps.comparisons[0]
     found = []
     if facts.scale != 1:
-        found.append(f"sizes x {facts.scale:g} of the true ones, whose experts fit into caches that true ones do not")
+        found.append(f"sizes x {facts.scale:g} of the true ones, which no model has")
     if any(one.oversubscribed for one in steps.comparisons):
         found.append("more ranks than cores: they shared time slices")
     if model.per_expert_us <= 0:

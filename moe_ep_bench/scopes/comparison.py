@@ -335,9 +335,9 @@ def _parts(experiment: Experiment, world_size: int, on_cpu: bool, modelled: Devi
     if modelled is not None:
         ran, why = modelled_experts(modelled, asked.experts, mean_rows)
         return Parts(experts=ran, permute="indexed", kernel=asked.kernel, experts_why=why)
-    here = device_of_gpu(torch.cuda.get_device_name()) if not on_cpu and torch.cuda.is_available() else None
-    decode = takes_decode(here, mean_rows)
-    return Parts.choose(asked.experts, asked.permute, asked.kernel, on_cpu=on_cpu, decode=decode)
+    has_gpu = not on_cpu and torch.cuda.is_available()
+    here = device_of_gpu(torch.cuda.get_device_name()) if has_gpu and asked.experts == "auto" else None
+    return Parts.choose(asked.experts, asked.permute, asked.kernel, on_cpu=on_cpu, decode=takes_decode(here, mean_rows))
 
 
 def default_ep_size(num_experts: int) -> int:

@@ -20,12 +20,18 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Metric = Literal[
-    "speedup", "dropped_fraction", "retained_mass", "gate_time", "permute_time", "comm_time", "experts_time"
-]
+    "speedup", "layer_time", "activated_experts", "dropped_fraction", "retained_mass",
+    "gate_time", "permute_time", "comm_time", "experts_time",
+    "native_layer_us", "native_activated_experts",
+]  # fmt: skip
 # Times of a group of phases, mean over ranks, over those of native.
-PHASE_METRICS = {name: name.removesuffix("_time") for name in get_args(Metric) if name.endswith("_time")}
+PHASE_METRICS = {
+    name: name.removesuffix("_time") for name in get_args(Metric) if name.endswith("_time") and name != "layer_time"
+}
 # Metrics of a policy alone: nothing is set against native.
 OWN_METRICS = ("dropped_fraction", "retained_mass")
+# Metrics of native itself: numbers with a unit, and no policy.
+NATIVE_METRICS = ("native_layer_us", "native_activated_experts")
 
 # Where the busiest experts of a skew that is looked for lie: on ranks as drawn, or side by side.
 PLACEMENTS = ("scattered", "adjacent")
@@ -40,10 +46,11 @@ class Claim(BaseModel):
 
     source: str = Field(min_length=1)
     """Publication, and its figure, table or section."""
-    policy: dict[str, Any]
-    """One of the config's policies; a list in place of a value makes one claim for each."""
+    policy: dict[str, Any] | None = None
+    """One of the config's policies; a list in place of a value makes one claim for each. None for a native_ metric."""
     metric: Metric = "speedup"
-    """Layer time of native over the policy's; a share; or the time of a group of phases over native's."""
+    """Layer time of native over the policy's; a share; the time of the layer or of a group of phases, or the activated
+    experts of the rank with most, over native's; or native's own, in microseconds or experts."""
     paper: tuple[float | None, float | None] | None
     """From and to; a number is both, null is an open end. null alone: the number is not at hand."""
     of: Literal["layer", "end_to_end", "not_stated"] = "layer"
@@ -68,6 +75,10 @@ class Claim(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Claim:
+        if self.metric in NATIVE_METRICS and (self.policy, self.versus) != (None, None):
+            raise ValueError(f"policy, versus: expected none with {self.metric}, which is native's own")
+        if self.metric not in NATIVE_METRICS and self.policy is None:
+            raise ValueError(f"policy: expected one of the config's with {self.metric}, got none")
         if self.versus is not None and self.metric in OWN_METRICS:
             raise ValueError(f"versus: expected none with {self.metric}, which is of one policy alone")
         return self

@@ -86,6 +86,13 @@ def _parser() -> argparse.ArgumentParser:
     summary.add_argument("directory", type=Path, metavar="DIR")
     summary.set_defaults(command=_summary)
 
+    fit = commands.add_parser("fit", help="print a measured decode run's cost model as figures for configs/devices/")
+    fit.add_argument("directory", type=Path, metavar="DIR")
+    fit.add_argument(
+        "--preset", metavar="NAME", help="only of this model of configs/models/, where the run has several"
+    )
+    fit.set_defaults(command=_fit)
+
     trace = commands.add_parser("trace", help="look at recorded routing")
     actions = trace.add_subparsers(required=True, metavar="ACTION")
     info = actions.add_parser("info", help="print what a recording says of loads, scores and neighbours")
@@ -329,6 +336,17 @@ def _advise(options: argparse.Namespace) -> int:
         raise ValueError(f"{directory}: holds routing without times; expected what `run` or `emulate` wrote")
     print(advice(load_run(directory), bounds))
     return status
+
+
+def _fit(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.decode_fit import fit_text
+    from moe_ep_bench.analysis.load import load_run
+    from moe_ep_bench.analysis.route_load import is_route
+
+    if is_route(options.directory):
+        raise ValueError(f"{options.directory}: holds routing without times; expected what `run` or `emulate` wrote")
+    print(fit_text(load_run(options.directory), options.preset))
+    return OK
 
 
 def _summary(options: argparse.Namespace) -> int:

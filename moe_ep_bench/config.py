@@ -39,6 +39,8 @@ class ModelConfig(_Strict):
     """A Hugging Face config.json, or its folder, in place of a preset; relative to the config's own folder."""
     scale: float = Field(1.0, gt=0, le=1)
     """Hidden sizes as a share of the true ones."""
+    tensor_parallel: int = Field(1, ge=1)
+    """One rank's shard of so many tensor-parallel ones: its share of every expert; the all-reduce is not in it."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
@@ -49,9 +51,11 @@ class ModelConfig(_Strict):
 
     def spec(self) -> ModelSpec:
         if self.hf_config is not None:
-            return load_hf_model(self.hf_config).scaled(self.scale)
-        assert self.preset is not None
-        return load_preset(self.preset).scaled(self.scale)
+            whole = load_hf_model(self.hf_config)
+        else:
+            assert self.preset is not None
+            whole = load_preset(self.preset)
+        return whole.sharded(self.tensor_parallel).scaled(self.scale)
 
 
 class _Workload(_Strict):
@@ -291,13 +295,15 @@ class Experiment(_Strict):
         """All policies, lists expanded, in the order of the file; repeated ones once."""
         return list(dict.fromkeys(policy for entry in self.policies for policy in _expand_policy(entry)))
 
-    def claimed_policies(self, number: int) -> list[tuple[Policy, Policy | None]]:
-        """The policies that a claim is about, lists expanded, each with the one in native's place.
+    def claimed_policies(self, number: int) -> list[tuple[Policy | None, Policy | None]]:
+        """The policies that a claim is about, lists expanded, each with the one in native's place; None is native.
 
         Raises:
             ValueError: one of them is none of the config's.
         """
         claim, known = self.claims[number], self.make_policies()
+        if claim.policy is None:
+            return [(None, None)]
         found: dict[str, list[Policy]] = {}
         for key, entry in (("policy", claim.policy), ("versus", claim.versus)):
             where = f"claims.{number}.{key}"

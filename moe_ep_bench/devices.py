@@ -6,15 +6,22 @@ the better the more rows a GEMM has (tokens of an expert): a table by rows. Rout
 no roofline holds for a top-k or a sort; permutation as a share of the memory bandwidth. Every figure beyond the data
 sheet says whether it was measured or is assumed. A device that is here is measured instead; nothing of this stands in
 for that.
+
+A step of few tokens takes as long as the experts that it activates, whose weights it reads. A file may give that as it
+was measured, for one shape of experts and one way of computing them (``DecodeFit``: OEA's cost model, arXiv 2511.02237,
+section 2). It then stands in place of an overhead and a share of the memory bandwidth that would be assumed, and of no
+arithmetic: experts with many rows take what the roofline says. ``moe-ep-bench fit`` makes such figures of a run.
+
+Shapes: L = experts of a rank, D = hidden size, F = expert FFN size.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from moe_ep_bench.links import Basis, load_described
@@ -24,11 +31,56 @@ DEVICES_DIR = Path(__file__).resolve().parents[1] / "configs" / "devices"
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Share = Annotated[float, Field(gt=0, le=1)]
 
+VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 
-class Device(BaseModel):
-    """A roofline, and what of it is reached."""
 
+class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DecodeFit(_Strict):
+    """time = base + per_expert x activated experts + per_pair x (token, expert) pairs, of one shape of experts."""
+
+    experts: Literal["sequential", "grouped", "decode", "te"]
+    """What computed them (``layer.parts``)."""
+    model: str = Field(min_length=1)
+    hidden_size: int = Field(ge=1)
+    ffn_hidden_size: int = Field(ge=1)
+    dtype: Literal["float32", "bfloat16"]
+    base_us: float = Field(ge=0, allow_inf_nan=False)
+    """What no expert adds to: launches, and what does not overlap."""
+    per_expert_us: _Positive
+    """b of the cost model."""
+    per_pair_us: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """a of the cost model; null = not fitted, or not told from 0."""
+    r2: float = Field(le=1, allow_inf_nan=False)
+    tokens: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
+    """Of the steps that were timed."""
+    basis: Basis
+    source: str = Field(min_length=1)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Weights of one expert."""
+        return 3 * self.hidden_size * self.ffn_hidden_size * VALUE_BYTES[self.dtype]
+
+    @property
+    def reached_tbps(self) -> float:
+        """At what speed an activated expert more is read, 1e12 bytes per second."""
+        return self.expert_bytes / self.per_expert_us / 1e6
+
+    def describe(self) -> str:
+        pairs = "" if self.per_pair_us is None else f" + {self.per_pair_us:g} us a pair"
+        tokens = f"{min(self.tokens)}" if len(set(self.tokens)) == 1 else f"{min(self.tokens)} to {max(self.tokens)}"
+        return (
+            f"{self.experts} experts {self.base_us:g} us a pass + {self.per_expert_us:g} us an activated expert"
+            f" of {self.expert_bytes / 1e6:.3g} MB{pairs} ({self.basis}: {self.model}, {self.dtype}, {tokens} tokens,"
+            f" R2 {self.r2:g}), others by their bytes"
+        )
+
+
+class Device(_Strict):
+    """A roofline, and what of it is reached."""
 
     name: str = Field(min_length=1)
     source: str = Field(min_length=1)
@@ -41,12 +93,20 @@ class Device(BaseModel):
     arithmetic_efficiency: tuple[tuple[_Positive, _Share], ...] = Field(min_length=1)
     """(rows, share of the arithmetic) with rising rows."""
     arithmetic_basis: Basis
-    memory_efficiency: _Share
-    """Share of the memory bandwidth."""
-    memory_basis: Basis
-    overhead_us: float = Field(ge=0, allow_inf_nan=False)
-    """Of one pass through the experts, whatever its size: launches and what does not overlap."""
-    overhead_basis: Basis
+    decode: tuple[DecodeFit, ...] = ()
+    """Fits of decode steps, one for each way of computing experts; the first stands for those that have none."""
+    decode_below_rows: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Mean rows an expert, tokens x top_k / experts, below which the decode experts were measured faster than what
+    ``layer.experts: auto`` takes otherwise; null = not measured."""
+    gpu_names: tuple[str, ...] = ()
+    """What the driver calls such a GPU: by these names a run finds ``decode_below_rows``."""
+    memory_efficiency: _Share | None = None
+    """Share of the memory bandwidth; null = at which the first decode fit reads weights."""
+    memory_basis: Basis | None = None
+    overhead_us: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Of one pass through the experts, whatever its size: launches and what does not overlap. Where there is a decode
+    fit its base stands in its place, and none is given here."""
+    overhead_basis: Basis | None = None
     routing_native_ps: _Positive
     """Picoseconds per score (token and expert) of the model's own top-k routing."""
     routing_native_basis: Basis
@@ -62,7 +122,42 @@ class Device(BaseModel):
         rows = [rows for rows, _ in self.arithmetic_efficiency]
         if rows != sorted(set(rows)):
             raise ValueError(f"arithmetic_efficiency: expected rising rows, got {rows}")
+        self._check_memory()
+        backends = [fit.experts for fit in self.decode]
+        if len(set(backends)) < len(backends):
+            raise ValueError(f"decode: expected one fit for each way of computing experts, got {', '.join(backends)}")
+        if self.decode_below_rows is not None and not self.gpu_names:
+            raise ValueError("gpu_names: expected the GPU's names with decode_below_rows, got none")
         return self
+
+    def _check_memory(self) -> None:
+        for figure, basis in (("memory_efficiency", "memory_basis"), ("overhead_us", "overhead_basis")):
+            value = getattr(self, figure)
+            if (value is None) != (getattr(self, basis) is None):
+                raise ValueError(f"{basis}: expected one with {figure} and none without, got {getattr(self, basis)}")
+            if value is None and not self.decode:
+                raise ValueError(f"{figure}: missing; only a file with a decode fit needs none")
+        if self.overhead_us is not None and self.decode:
+            raise ValueError(
+                f"overhead_us: expected none beside a decode fit, whose base_us says it; got {self.overhead_us:g}"
+            )
+        for fit in self.decode:
+            if fit.reached_tbps > self.memory_tbps:
+                raise ValueError(
+                    f"decode: {fit.experts}: per_expert_us: expected at most memory_tbps={self.memory_tbps:g}, got"
+                    f" {fit.per_expert_us:g} us for {fit.expert_bytes / 1e6:.3g} MB: {fit.reached_tbps:.3g} TB/s"
+                )
+
+    def fit_of(self, experts: str) -> DecodeFit | None:
+        """The fit of a way of computing experts, else the first one; None where there is none."""
+        return next((fit for fit in self.decode if fit.experts == experts), next(iter(self.decode), None))
+
+    @property
+    def reached_tbps(self) -> float:
+        """Of the memory, by all but a decode fit's experts, permutation and routing: 1e12 bytes per second."""
+        if self.memory_efficiency is None:
+            return self.decode[0].reached_tbps
+        return self.memory_tbps * self.memory_efficiency
 
     def efficiency(self, rows: ArrayLike) -> np.ndarray:
         """Share of the arithmetic that GEMMs of ``rows`` rows reach.
@@ -74,30 +169,56 @@ class Device(BaseModel):
         rows = np.maximum(np.asarray(rows, dtype=np.float64), np.finfo(np.float64).tiny)
         return np.exp(np.interp(np.log(rows), np.log(table_rows), np.log(table_share)))
 
-    def time_us(self, flops: ArrayLike, num_bytes: ArrayLike, rows: ArrayLike) -> float:
-        """Microseconds of one pass through experts that run one after another.
+    def experts_us(
+        self, hidden_size: int, ffn_hidden_size: int, rows_L: ArrayLike, value_bytes: int, *, experts: str = "grouped"
+    ) -> float:
+        """Microseconds of one pass through a rank's experts, one after another. No rows take no time.
 
-        overhead + ``work_us``. No work takes no time.
+        Without a decode fit overhead + ``work_us``. With one, base + the sum over experts that have rows m of the
+        largest of three: their arithmetic; their weights and rows at the speed at which the fit reads weights;
+        s (per_expert + per_pair min(m, n)), with s the bytes of their weights over the fit's, and n the most tokens
+        that were fitted: an expert had no more rows there.
 
         Args:
-            flops: operations of each expert (or of one): 6 x rows x hidden x FFN size for a gated FFN.
-            num_bytes: what each must move through memory: its weights, its rows in and out.
-            rows: tokens of each.
+            rows_L: tokens of each expert.
+            value_bytes: of a weight or an activation.
+            experts: what computes them, of which a fit may tell.
 
         Raises:
-            ValueError: negative or infinite numbers, or shapes that do not fit each other.
+            ValueError: as ``work_us``.
         """
-        work_us = self.work_us(flops, num_bytes, rows)
-        return self.overhead_us + work_us if work_us > 0 else 0.0
+        flops_L, bytes_L, rows_L = gated_ffn(hidden_size, ffn_hidden_size, rows_L, value_bytes)
+        fit = self.fit_of(experts)
+        if fit is None:
+            assert self.overhead_us is not None
+            work_us = self.work_us(flops_L, bytes_L, rows_L)
+            return self.overhead_us + work_us if work_us > 0 else 0.0
+        arithmetic_us_L, _ = self._pieces_us(flops_L, bytes_L, rows_L)
+        weights = 3 * hidden_size * ffn_hidden_size * value_bytes / fit.expert_bytes
+        fitted_us_L = weights * (fit.per_expert_us + (fit.per_pair_us or 0.0) * np.minimum(rows_L, max(fit.tokens)))
+        slowest_us_L = np.maximum(np.maximum(arithmetic_us_L, bytes_L / (fit.reached_tbps * 1e6)), fitted_us_L)
+        work_us = float(slowest_us_L[rows_L > 0].sum())
+        return fit.base_us + work_us if work_us > 0 else 0.0
 
     def work_us(self, flops: ArrayLike, num_bytes: ArrayLike, rows: ArrayLike) -> float:
         """Microseconds of pieces of work that run one after another, with nothing for launching them.
 
         Sum over pieces of max(flops / (arithmetic x efficiency(rows)), bytes / (bandwidth x efficiency)).
 
+        Args:
+            flops: operations of each piece (or of one): 6 x rows x hidden x FFN size for a gated FFN.
+            num_bytes: what each must move through memory: its weights, its rows in and out.
+            rows: of each one's GEMMs.
+
         Raises:
-            ValueError: as ``time_us``.
+            ValueError: negative or infinite numbers, or shapes that do not fit each other.
         """
+        return float(np.maximum(*self._pieces_us(flops, num_bytes, rows)).sum())
+
+    def _pieces_us(
+        self, flops: ArrayLike, num_bytes: ArrayLike, rows: ArrayLike
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """What each piece takes by its arithmetic, and by its bytes."""
         parts = [np.asarray(part, dtype=np.float64) for part in (flops, num_bytes, rows)]
         if not all(np.all(np.isfinite(part) & (part >= 0)) for part in parts):
             raise ValueError("flops, bytes, rows: expected finite numbers of at least 0, got others")
@@ -107,8 +228,7 @@ class Device(BaseModel):
             shapes = ", ".join(str(part.shape) for part in parts)
             raise ValueError(f"flops, bytes, rows: expected one of each per expert, got shapes {shapes}") from None
         arithmetic_us = flops / (self.bf16_tflops * self.efficiency(rows) * 1e6)
-        memory_us = num_bytes / (self.memory_tbps * self.memory_efficiency * 1e6)
-        return float(np.maximum(arithmetic_us, memory_us).sum())
+        return arithmetic_us, num_bytes / (self.reached_tbps * 1e6)
 
     def routing_us(self, num_scores: int, *, by_policy: bool) -> float:
         """Microseconds of routing ``num_scores`` = tokens x experts scores, by the model's own top-k or by a policy.
@@ -130,17 +250,34 @@ class Device(BaseModel):
             raise ValueError(f"bytes: expected a finite number of at least 0, got {num_bytes}")
         return num_bytes / (self.memory_tbps * self.permute_efficiency * 1e6)
 
-    def describe(self) -> str:
-        """Which model made a number: to stand beside it."""
+    def describe(self, experts: str = "grouped") -> str:
+        """Which model made a number, with these experts: to stand beside it."""
         most = max(share for _, share in self.arithmetic_efficiency)
+        fit = self.fit_of(experts)
+        passes = f"{self.overhead_us:g} us a pass ({self.overhead_basis})" if fit is None else fit.describe()
+        memory = self.memory_basis or f"{self.decode[0].basis}, by {self.decode[0].experts} experts' weights"
         return (
             f"modelled by devices/{self.name}: roofline of {self.bf16_tflops:g} bf16 TFLOP/s,"
             f" up to {most:.0%} reached ({self.arithmetic_basis}), and {self.memory_tbps:g} TB/s,"
-            f" {self.memory_efficiency:.0%} reached ({self.memory_basis}); {self.overhead_us:g} us a pass"
-            f" ({self.overhead_basis}); routing {self.routing_native_ps:g} ps a score ({self.routing_native_basis}),"
+            f" {self.reached_tbps / self.memory_tbps:.0%} reached ({memory}); {passes};"
+            f" routing {self.routing_native_ps:g} ps a score ({self.routing_native_basis}),"
             f" by a policy {self.routing_policy_ps:g} ps ({self.routing_policy_basis}); permutation at"
             f" {self.permute_efficiency:.0%} of the memory's TB/s ({self.permute_basis}); {self.memory_gb:g} GB"
         )
+
+
+def gated_ffn(
+    hidden_size: int, ffn_hidden_size: int, rows: ArrayLike, value_bytes: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Operations, bytes and rows of gated FFNs, one for each number of rows m.
+
+    6 m D F operations; b (3 D F + m (2 D + 6 F)) bytes, b = ``value_bytes``: weights where there are rows, rows in and
+    out of two GEMMs with an activation between them.
+    """
+    rows = np.asarray(rows, dtype=np.float64)
+    hidden, ffn = hidden_size, ffn_hidden_size
+    num_bytes = value_bytes * (3 * hidden * ffn * (rows > 0) + rows * (2 * hidden + 6 * ffn))
+    return 6 * rows * hidden * ffn, num_bytes, rows
 
 
 def device_names() -> list[str]:
@@ -154,3 +291,47 @@ def load_device(name_or_path: str) -> Device:
         ValueError: one line: there is no such device (it lists those there are), or what is wrong with the file.
     """
     return load_described(Device, DEVICES_DIR, name_or_path)
+
+
+def device_of_gpu(gpu_name: str) -> Device | None:
+    """The device of configs/devices/ whose ``gpu_names`` have this name; None where there is none."""
+    devices = (load_device(name) for name in device_names())
+    return next((device for device in devices if gpu_name in device.gpu_names), None)
+
+
+def takes_decode(device: Device | None, mean_rows: float) -> tuple[bool, str]:
+    """Whether ``layer.experts: auto`` takes the decode experts, and why.
+
+    Args:
+        device: whose crossover counts; None = there is no file of it.
+        mean_rows: tokens x top_k / experts.
+    """
+    if device is None:
+        return False, "no file of configs/devices/ has this GPU's name"
+    if device.decode_below_rows is None:
+        return False, f"devices/{device.name}: decode_below_rows is not measured"
+    takes = mean_rows < device.decode_below_rows
+    return takes, (
+        f"{mean_rows:.3g} rows an expert, {'below' if takes else 'not below'} decode_below_rows"
+        f" {device.decode_below_rows:g} of devices/{device.name}"
+    )
+
+
+def modelled_experts(device: Device, asked: str, mean_rows: float) -> tuple[str, str]:
+    """Which experts a device that is not here is modelled with, and why.
+
+    Args:
+        asked: ``layer.experts``.
+        mean_rows: tokens x top_k / experts.
+    """
+    fits = [fit.experts for fit in device.decode]
+    if asked in fits:
+        return asked, f"devices/{device.name} has a fit of them"
+    takes, why = takes_decode(device, mean_rows)
+    if asked == "auto" and takes and "decode" in fits:
+        return "decode", why
+    ran = fits[0] if fits else "grouped"
+    if asked == ran:
+        return ran, f"devices/{device.name} has no fit, an assumed overhead in its place"
+    known = f"devices/{device.name} has {'fits of ' + ', '.join(fits) if fits else 'no fit'}"
+    return ran, f"{known}; {why}" if asked == "auto" else known

@@ -3,7 +3,8 @@
 A preset is a YAML file in configs/models/, each figure with its source; a Hugging Face config.json
 serves as well (hf_config). ``scale`` shrinks the hidden sizes, and with them the work per token, so
 that CPU ranks can run a layer; experts, top-k and routing stay as they are, and every result says
-that it was scaled.
+that it was scaled. ``tensor_parallel`` takes one rank's shard of every expert, a slice of its FFN; tokens, experts and
+routing stay, and the name says so.
 
 A spec states the model as it is. Where the benchmark's layer is simpler than the model, its
 ``departures`` say so.
@@ -118,6 +119,8 @@ class ModelSpec(_Strict):
     """Factor on the combine weights (routed_scaling_factor)."""
     scale: float = Field(1.0, gt=0, le=1)
     """Hidden sizes as a share of the true ones."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Of so many tensor-parallel ranks this is one: its FFN sizes are the shard's."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:
@@ -158,6 +161,11 @@ class ModelSpec(_Strict):
     def departures(self) -> tuple[str, ...]:
         """Where the benchmark's layer is simpler than the model: short sentences, to be shown with results."""
         found = []
+        if self.tensor_parallel > 1:
+            found.append(
+                f"One of {self.tensor_parallel} tensor-parallel ranks, with its slice of every expert; the all-reduce"
+                " of their outputs is not in it."
+            )
         if self.expert_bias:
             found.append("The experts' biases are left out.")
         if self.activation == "clamped_swiglu":
@@ -177,7 +185,8 @@ class ModelSpec(_Strict):
 
     @property
     def num_parameters(self) -> int | None:
-        """Weights of the whole language model; None where attention, vocabulary or dense FFN is not stated."""
+        """Weights of the whole language model; None for a shard, or where attention, vocabulary or dense FFN is not
+        stated."""
         return self._count(experts=self.num_experts, embeddings=1 if self.tied_embeddings else 2)
 
     @property
@@ -187,7 +196,7 @@ class ModelSpec(_Strict):
 
     def _count(self, experts: int, embeddings: int) -> int | None:
         dense_known = self.dense_ffn_hidden_size > 0 or self.first_dense_layers == 0
-        if self.attention is None or self.vocab_size is None or not dense_known:
+        if self.attention is None or self.vocab_size is None or not dense_known or self.tensor_parallel > 1:
             return None
         hidden = self.hidden_size
         expert = 3 * hidden * self.ffn_hidden_size
@@ -199,6 +208,22 @@ class ModelSpec(_Strict):
         block = self.attention.num_parameters(hidden) + 2 * hidden  # two norms
         ffn = self.num_moe_layers * moe + self.first_dense_layers * 3 * hidden * self.dense_ffn_hidden_size
         return embeddings * self.vocab_size * hidden + self.num_layers * block + ffn + hidden
+
+    def sharded(self, tensor_parallel: int) -> ModelSpec:
+        """Return one rank's shard of so many: the FFN of routed and shared experts is cut.
+
+        Raises:
+            ValueError: their sizes cannot be divided so.
+        """
+        if tensor_parallel == 1:
+            return self
+        sizes = {key: getattr(self, key) for key in ("ffn_hidden_size", "shared_ffn_hidden_size")}
+        for key, size in sizes.items():
+            if size % tensor_parallel:
+                raise ValueError(f"tensor_parallel: expected a divisor of {key}={size}, got {tensor_parallel}")
+        shards = {key: size // tensor_parallel for key, size in sizes.items()}
+        name = f"{self.name}, 1 of {tensor_parallel} TP ranks"
+        return self.model_copy(update={**shards, "name": name, "tensor_parallel": tensor_parallel})
 
     def scaled(self, scale: float) -> ModelSpec:
         """Return this model with its hidden sizes multiplied by ``scale`` (rounded to multiples of 16).

@@ -20,8 +20,8 @@ from moe_ep_bench.policies.topk import TopK
 from moe_ep_bench.scopes import timed
 
 
-def _choose(*asked: str, cuda_graph: bool, on_cpu: bool) -> parts.Parts:
-    found = _CHOOSE(*asked, on_cpu=on_cpu)
+def _choose(*asked: str, cuda_graph: bool, **rest: object) -> parts.Parts:
+    found = _CHOOSE(*asked, **rest)
     return parts.replace(found, cuda_graph=cuda_graph)
 
 

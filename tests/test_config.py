@@ -9,17 +9,20 @@ import pytest
 import yaml
 
 from moe_ep_bench.config import ConfigError, SyntheticConfig, load_experiments
+from moe_ep_bench.devices import load_device
 from moe_ep_bench.models import preset_names
+from moe_ep_bench.scopes import comparison as module
 from moe_ep_bench.scopes.comparison import Comparison
 from moe_ep_bench.scopes.run import describe_experiment
 from moe_ep_bench.skews import SKEWS, load_skew
 
 
-def experiment(folder: Path, *, model: dict | None = None, workload: dict | None = None):
+def experiment(folder: Path, *, model: dict | None = None, workload: dict | None = None, layer: dict | None = None):
     config = {
         "name": "x",
         "model": model or {"preset": "deepseek-v2-lite", "scale": 0.03125},
         "workload": {"kind": "synthetic", "num_tokens": 1024, "num_batches": 1, **(workload or {})},
+        "layer": layer or {},
         "policies": [{"name": "topk"}],
     }
     path = folder / "config.yaml"
@@ -107,6 +110,8 @@ def test_a_model_by_its_config_json_is_found_beside_the_config_and_leaves_no_pat
         ({"preset": "olmoe-1b-7b", "hf_config": "x"}, {}, "model: give either preset or hf_config"),
         ({"scale": 0.5}, {}, "model: give either preset or hf_config"),
         ({"hf_config": "nowhere/config.json"}, {}, "nowhere/config.json"),
+        ({"preset": "qwen3-30b-a3b", "tensor_parallel": 5}, {}, "model: tensor_parallel: .*size=768, got 5"),
+        ({"preset": "qwen3-30b-a3b", "tensor_parallel": 0}, {}, "model.tensor_parallel: .* got 0"),
         (None, {"skew": "hot"}, "workload.skew: .*'mixed', 'single_domain' or 'worst_layer'.*'hot'"),
         (None, {"rank_load": {"ep_size": 8}}, "workload.rank_load.load: missing"),
         (None, {"rank_load": {"ep_size": 8, "load": 1.5, "ranks": 8}}, "rank_load.ranks: no such key; .* load"),
@@ -149,6 +154,38 @@ def test_a_model_that_megatron_core_would_route_otherwise_is_refused(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps(grouped))
     with pytest.raises(ValueError, match="always normalises sigmoid weights; got normalize false"):
         comparison(tmp_path, model={"hf_config": "config.json"})
+
+
+def test_a_shard_is_another_comparison_and_its_title_says_so(tmp_path: Path) -> None:
+    whole, shard = (
+        comparison(tmp_path, model={"preset": "qwen3-30b-a3b", "tensor_parallel": ranks}) for ranks in (1, 8)
+    )
+    assert shard.title.startswith("Qwen3-30B-A3B, 1 of 8 TP ranks, EP 1, ")
+    assert (shard.model.ffn_hidden_size, whole.model.ffn_hidden_size) == (96, 768)
+    assert shard.comparison_id != whole.comparison_id
+
+
+def test_auto_takes_decode_where_the_gpu_s_file_says_that_a_step_has_few_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows an expert are those of an expert-parallel group: replicas have experts of their own."""
+    made = load_device("h100-sxm").model_copy(update={"decode_below_rows": 1.5, "gpu_names": ("Test GPU",)})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Test GPU")
+    monkeypatch.setattr(module, "device_of_gpu", {"Test GPU": made}.get)
+
+    def ran(num_tokens: int, world_size: int, **layer: object) -> tuple[str, str]:
+        made = experiment(tmp_path, model={"preset": "olmoe-1b-7b"}, workload={"num_tokens": num_tokens}, layer=layer)
+        parts = Comparison.of(made, world_size, on_cpu=False).parts
+        return parts.experts, parts.experts_why
+
+    below = "rows an expert, below decode_below_rows 1.5 of devices/h100-sxm"
+    assert ran(8, 1) == ("decode", f"1 {below}")
+    assert ran(8, 2) == ("decode", f"1 {below}")
+    assert ran(16, 2, ep_size=1) == ("decode", f"1 {below}")
+    assert ran(16, 2)[0] == "grouped"
+    assert ran(12, 1)[0] == "grouped"
+    assert ran(8, 1, experts="grouped") == ("grouped", "")
 
 
 def test_a_rank_without_a_share_gets_no_tokens_and_memory_is_counted_for_the_fullest(tmp_path: Path) -> None:

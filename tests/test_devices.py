@@ -12,7 +12,16 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ep_bench.devices import DEVICES_DIR, Device, device_names, load_device
+from moe_ep_bench.devices import (
+    DEVICES_DIR,
+    Device,
+    device_names,
+    device_of_gpu,
+    gated_ffn,
+    load_device,
+    modelled_experts,
+    takes_decode,
+)
 
 FIGURES = {
     "name": "test",
@@ -42,11 +51,118 @@ def device(**changes: object) -> Device:
     return Device.model_validate({**FIGURES, **changes})
 
 
-def test_the_slower_of_arithmetic_and_memory_decides_for_each_expert() -> None:
+# A fit of decode steps whose experts have 6e6 bytes: 12 us are 5e5 bytes per us.
+FIT = {
+    "experts": "grouped",
+    "model": "Tiny-MoE",
+    "hidden_size": 1000,
+    "ffn_hidden_size": 1000,
+    "dtype": "bfloat16",
+    "base_us": 7.0,
+    "per_expert_us": 12.0,
+    "r2": 0.99,
+    "tokens": [1, 16],
+    "basis": "measured",
+    "source": "a test",
+}
+NO_MEMORY = {"memory_efficiency": None, "memory_basis": None, "overhead_us": None, "overhead_basis": None}
+
+
+def fitted(**changes: object) -> Device:
+    return device(**{**NO_MEMORY, "decode": [{**FIT, **changes}]})
+
+
+def test_the_slower_of_arithmetic_and_memory_decides_for_each_piece() -> None:
     # 50 TFLOP/s at 100 rows: 5e7 operations per us. 1 TB/s: 1e6 bytes per us.
-    assert device().time_us(1e9, 1e6, 100) == pytest.approx(3 + 20)
-    assert device().time_us(1e7, 7e6, 100) == pytest.approx(3 + 7)
-    assert device().time_us([1e9, 1e7], [1e6, 7e6], [100, 100]) == pytest.approx(3 + 20 + 7)
+    assert device().work_us(1e9, 1e6, 100) == pytest.approx(20)
+    assert device().work_us(1e7, 7e6, 100) == pytest.approx(7)
+    assert device().work_us([1e9, 1e7], [1e6, 7e6], [100, 100]) == pytest.approx(20 + 7)
+
+
+def test_a_gated_ffn_reads_the_weights_of_experts_that_have_rows() -> None:
+    flops, num_bytes, rows = gated_ffn(10, 4, [0, 1, 3], 2)
+    np.testing.assert_array_equal(rows, [0, 1, 3])
+    np.testing.assert_array_equal(flops, [0, 240, 720])
+    np.testing.assert_array_equal(num_bytes, [0, 2 * (120 + 44), 2 * (120 + 3 * 44)])
+
+
+def test_without_a_fit_a_pass_costs_its_overhead_and_its_work() -> None:
+    flops, num_bytes, rows = gated_ffn(1000, 500, [0, 1, 5000], 2)
+    expected = 3 + device().work_us(flops, num_bytes, rows)
+    assert device().experts_us(1000, 500, [0, 1, 5000], 2) == pytest.approx(expected)
+
+
+def test_with_a_fit_few_rows_cost_its_base_and_its_experts() -> None:
+    # Half the columns and four bytes in place of two: as many bytes. A row of 4 (2,000 + 3,000) bytes takes 0.04 us.
+    assert fitted().experts_us(1000, 1000, [1, 0, 1, 0], 2) == pytest.approx(7 + 2 * (12 + 0.032))
+    assert fitted().experts_us(1000, 500, [1, 0, 1, 0], 4) == pytest.approx(7 + 2 * (12 + 0.04))
+    assert fitted().experts_us(1000, 250, [1], 2) == pytest.approx(7 + 3 + 0.014)
+
+
+def test_a_term_for_pairs_holds_for_as_many_rows_as_were_fitted() -> None:
+    known = fitted(per_pair_us=0.5)
+    assert known.experts_us(1000, 1000, [4, 0], 2) == pytest.approx(7 + 12 + 4 * 0.5)
+    assert known.experts_us(1000, 500, [4, 4], 2) == pytest.approx(7 + 2 * (6 + 4 * 0.25))
+    # 16 tokens at most were timed; beyond them rows are only what their bytes take.
+    at_most = known.experts_us(1000, 1000, [16], 2)
+    assert at_most == pytest.approx(7 + 12 + 8)
+    assert known.experts_us(1000, 1000, [17], 2) == at_most
+
+
+def test_experts_with_many_rows_take_their_arithmetic_whatever_was_fitted() -> None:
+    # 6e10 operations at 5e7 a us.
+    assert fitted().experts_us(1000, 1000, [10_000], 2) == pytest.approx(7 + 1200)
+
+
+def test_the_fit_of_what_computes_the_experts_counts_and_else_the_first() -> None:
+    known = device(**{**NO_MEMORY, "decode": [FIT, {**FIT, "experts": "decode", "base_us": 1.0, "per_expert_us": 9.0}]})
+    assert known.experts_us(1000, 1000, [1], 2, experts="decode") == pytest.approx(1 + 9 + 0.024)
+    for experts in ("grouped", "te"):
+        assert known.experts_us(1000, 1000, [1], 2, experts=experts) == pytest.approx(7 + 12 + 0.032)
+    assert "decode experts 1 us a pass + 9 us an activated expert of 6 MB" in known.describe("decode")
+    assert "grouped experts 7 us a pass" in known.describe("te")
+
+
+def test_where_no_share_of_the_memory_is_given_it_is_the_first_fits() -> None:
+    assert fitted().work_us(0, 1e6, 1) == pytest.approx(2)
+    both = device(decode=[FIT], overhead_us=None, overhead_basis=None)
+    assert both.work_us(0, 1e6, 1) == pytest.approx(1)
+    assert both.experts_us(1000, 1000, [1], 2) == pytest.approx(7 + 12 + 0.032)
+    assert "25% reached (measured, by grouped experts' weights)" in fitted().describe()
+
+
+@pytest.mark.parametrize("asked", ["auto", "grouped", "decode", "te", "sequential"])
+def test_a_device_that_is_not_here_is_modelled_with_what_it_has_a_fit_of(asked: str) -> None:
+    second = {**FIT, "experts": "decode"}
+    both = device(**{**NO_MEMORY, "decode": [FIT, second], "decode_below_rows": 2, "gpu_names": ["T"]})
+    ran, why = modelled_experts(both, asked, mean_rows=1)
+    assert ran == {"auto": "decode", "grouped": "grouped", "decode": "decode"}.get(asked, "grouped")
+    assert why
+    assert modelled_experts(fitted(), asked, mean_rows=1)[0] == "grouped"
+    ran, why = modelled_experts(device(), asked, mean_rows=1)
+    assert ran == "grouped"
+    assert "no fit" in why
+
+
+def test_auto_takes_decode_below_the_crossover_and_never_without_one() -> None:
+    known = device(decode_below_rows=4, gpu_names=["Test GPU"])
+    assert takes_decode(known, 3.9) == (True, "3.9 rows an expert, below decode_below_rows 4 of devices/test")
+    assert takes_decode(known, 4.0) == (False, "4 rows an expert, not below decode_below_rows 4 of devices/test")
+    assert takes_decode(device(), 0.1) == (False, "devices/test: decode_below_rows is not measured")
+    assert takes_decode(None, 0.1) == (False, "no file of configs/devices/ has this GPU's name")
+
+
+def test_a_gpu_is_found_by_its_name_and_by_no_part_of_it() -> None:
+    found = device_of_gpu("NVIDIA H100 80GB HBM3")
+    assert found is not None
+    assert found.name == "h100-sxm"
+    assert device_of_gpu("NVIDIA H100") is None
+    names = [name for known in KNOWN.values() for name in known.gpu_names]
+    assert len(names) == len(set(names)) >= len(KNOWN)
+
+
+def test_no_crossover_is_stated_before_one_is_measured() -> None:
+    assert {known.decode_below_rows for known in KNOWN.values()} == {None}
 
 
 def test_work_alone_has_no_overhead() -> None:
@@ -70,13 +186,14 @@ def test_few_rows_reach_less_arithmetic() -> None:
     # Between the points: a straight line over logarithms. Beyond them: the nearest point.
     expected = [0.01, math.sqrt(0.01 * 0.5), 0.5, 0.5]
     np.testing.assert_allclose(device().efficiency([0.5, 10, 100, 1e6]), expected)
-    assert device().time_us(1e9, 0, 1) == pytest.approx(3 + 1000)
+    assert device().work_us(1e9, 0, 1) == pytest.approx(1000)
 
 
-def test_no_work_takes_no_time() -> None:
-    assert device().time_us(0, 0, 0) == 0
-    assert device().time_us([], [], []) == 0
-    assert device().time_us([0, 1e9], [0, 0], [0, 100]) == pytest.approx(3 + 20)
+@pytest.mark.parametrize("known", [device(), fitted(), fitted(per_pair_us=0.1)])
+def test_no_work_takes_no_time(known: Device) -> None:
+    assert known.work_us(0, 0, 0) == known.work_us([], [], []) == 0
+    assert known.experts_us(1000, 500, [], 2) == known.experts_us(1000, 500, [0, 0], 2) == 0
+    assert known.experts_us(1000, 500, [0, 3], 2) == known.experts_us(1000, 500, [3], 2)
 
 
 @given(
@@ -85,33 +202,29 @@ def test_no_work_takes_no_time() -> None:
     more=st.integers(1, 1000),
 )
 def test_more_tokens_never_take_less_time(rows: list[int], name: str, more: int) -> None:
-    hidden, ffn = 2048, 1024
-
-    def time_us(rows_L: np.ndarray) -> float:
-        num_bytes = 2 * (3 * hidden * ffn * (rows_L > 0) + rows_L * (2 * hidden + 6 * ffn))
-        return KNOWN[name].time_us(6 * hidden * ffn * rows_L, num_bytes, rows_L)
-
     rows_L = np.array(rows)
     fuller_L = rows_L.copy()
     fuller_L[0] += more
-    assert time_us(fuller_L) >= time_us(rows_L) * (1 - 1e-12)
+    fewer_us, more_us = (KNOWN[name].experts_us(2048, 1024, one, 2) for one in (rows_L, fuller_L))
+    assert more_us >= fewer_us * (1 - 1e-12)
 
 
 def test_no_device_beats_its_data_sheet() -> None:
     for name in device_names():
         known = load_device(name)
-        assert known.time_us(known.bf16_tflops * 1e6, 0, 10**6) > 1
-        assert known.time_us(0, known.memory_tbps * 1e6, 10**6) > 1
+        assert known.work_us(known.bf16_tflops * 1e6, 0, 10**6) > 1
+        assert known.work_us(0, known.memory_tbps * 1e6, 10**6) > 1
 
 
 def test_the_h100_gives_back_what_its_figures_were_measured_on() -> None:
     """Decode of Qwen3-30B-A3B at 16 tokens: 37 us + 3.49 us per activated expert."""
-    hidden, ffn, num_experts = 2048, 768, 60
-    rows = 16 * 8 / num_experts
-    time_us = load_device("h100-sxm").time_us(
-        np.full(num_experts, 6 * hidden * ffn * rows), np.full(num_experts, 2 * 3 * hidden * ffn), rows
-    )
-    assert time_us == pytest.approx(37 + 3.49 * num_experts, rel=0.01)
+    # 128 pairs on 60 experts: rows are 0.4 % of what their weights are.
+    rows_L = np.array([3] * 8 + [2] * 52 + [0] * 68)
+    time_us = load_device("h100-sxm").experts_us(2048, 768, rows_L, 2)
+    assert time_us == pytest.approx(37 + 3.49 * 60, rel=0.005)
+    # Another model's by its bytes: Qwen3-235B's slice of 192 columns has half of them.
+    time_us = load_device("h100-sxm").experts_us(4096, 192, rows_L, 2)
+    assert time_us == pytest.approx(37 + 3.49 / 2 * 60, rel=0.01)
 
 
 def test_the_h100_gives_back_what_its_routing_was_measured_on() -> None:
@@ -151,9 +264,10 @@ def test_every_file_loads_and_its_figures_have_sources(name: str) -> None:
     assert known.describe().startswith(f"modelled by devices/{name}: ")
     # Nothing was measured on a device but the H100: the rest must say that it is assumed.
     bases = {key: value for key, value in known.model_dump().items() if key.endswith("_basis")}
-    measured = ["memory_basis", "overhead_basis", "routing_native_basis", "routing_policy_basis"]
+    measured = ["routing_native_basis", "routing_policy_basis"]
     assert [key for key, basis in bases.items() if basis == "measured"] == (measured if name == "h100-sxm" else [])
-    assert set(bases.values()) <= {"assumed", "measured"}
+    assert [fit.basis for fit in known.decode] == (["measured"] if name == "h100-sxm" else [])
+    assert set(bases.values()) - {None} <= {"assumed", "measured"}
     for number, line in enumerate((DEVICES_DIR / f"{name}.yaml").read_text().splitlines(), 1):
         if re.match(r"\s*(- \[|\w+: *)[\d.]+", line):
             assert re.search(r"#\s+\S+ \S+", line), f"{name}.yaml:{number}: a figure without its source: {line}"
@@ -173,9 +287,14 @@ def test_a_description_says_what_is_assumed() -> None:
     [((-1, 0, 1), "at least 0"), ((1, math.inf, 1), "finite"), (([1, 2], [1, 2, 3], 1), r"got shapes \(2,\), \(3,\)")],
 )
 def test_wrong_numbers_are_refused(arguments: tuple, words: str) -> None:
-    for timed in (device().time_us, device().work_us):
-        with pytest.raises(ValueError, match=words):
-            timed(*arguments)
+    with pytest.raises(ValueError, match=words):
+        device().work_us(*arguments)
+
+
+def test_negative_rows_are_refused() -> None:
+    for known in (device(), fitted()):
+        with pytest.raises(ValueError, match="at least 0"):
+            known.experts_us(1000, 500, [-1, 2], 2)
 
 
 def test_negative_scores_and_bytes_are_refused() -> None:
@@ -196,6 +315,19 @@ def test_negative_scores_and_bytes_are_refused() -> None:
         ({"routing_native_ps": 0}, "routing_native_ps: .*got 0"),
         ({"routing_policy_basis": "guessed"}, "routing_policy_basis: .*got 'guessed'"),
         ({"tflops": 2}, "tflops: no such key"),
+        (
+            {"memory_efficiency": None, "memory_basis": None},
+            "memory_efficiency: missing; only a file with a decode fit",
+        ),
+        ({"overhead_us": None, "overhead_basis": None}, "overhead_us: missing; only a file with a decode fit"),
+        ({"memory_basis": None}, "memory_basis: expected one with memory_efficiency"),
+        ({"overhead_us": None}, "overhead_basis: expected one with overhead_us and none without, got assumed"),
+        ({"decode": [FIT]}, "overhead_us: expected none beside a decode fit, whose base_us says it; got 3"),
+        ({**NO_MEMORY, "decode": [FIT, FIT]}, "decode: expected one fit for each way .* got grouped, grouped"),
+        ({**NO_MEMORY, "decode": [{**FIT, "per_expert_us": 2.9}]}, "at most memory_tbps=2, got 2.9 us for 6 MB"),
+        ({**NO_MEMORY, "decode": [{**FIT, "experts": "auto"}]}, "decode.0.experts: .*got 'auto'"),
+        ({**NO_MEMORY, "decode": [{**FIT, "per_token_us": 1}]}, "decode.0.per_token_us: no such key"),
+        ({"decode_below_rows": 4}, "gpu_names: expected the GPU's names with decode_below_rows"),
     ],
 )
 def test_a_wrong_file_is_told_in_one_line(changes: dict, words: str, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_what_cannot_be_is_refused_in_a_line(layer: dict, message: str, tmp_path
 
 def test_graphs_need_what_does_not_wait_for_the_host() -> None:
     assert Parts.choose("auto", "auto", "auto", "allgather", cuda_graph=True, on_cpu=False) == Parts(
-        "decode", "none", "auto", "allgather", cuda_graph=True
+        "decode", "none", "auto", "allgather", cuda_graph=True, experts_why="a CUDA graph holds no others"
     )
     with pytest.raises(ValueError, match=r"layer.cuda_graph: true needs layer.dispatcher allgather.*got alltoall"):
         Parts.choose("auto", "auto", "auto", "alltoall", cuda_graph=True, on_cpu=False)

@@ -51,6 +51,9 @@ def test_scipy_finds_the_same(num_points: int, seed: int, slope: float, scale: f
     if oracle.rvalue**2 < 1 - 1e-9:
         assert fit.slope_high_us - fit.slope_us == pytest.approx(margin, rel=1e-4)
         assert fit.slope_us - fit.slope_low_us == pytest.approx(margin, rel=1e-4)
+        at_none = stats.t.ppf(0.975, num_points - 2) * oracle.intercept_stderr
+        assert fit.intercept_high_us - fit.intercept_us == pytest.approx(at_none, rel=1e-4)
+        assert fit.intercept_us - fit.intercept_low_us == pytest.approx(at_none, rel=1e-4)
 
 
 def test_the_interval_holds_the_slope_as_often_as_it_says() -> None:
@@ -107,6 +110,31 @@ def test_the_plane_is_numpy_s_least_squares() -> None:
     oracle, *_ = np.linalg.lstsq(np.stack([np.ones(60), activated, pairs], axis=1), times, rcond=None)
     assert (fit.intercept_us, fit.per_expert_us, fit.per_pair_us) == pytest.approx(tuple(oracle), rel=1e-6)
     assert 0.99 < fit.r2 < 1
+
+
+def test_the_planes_intervals_are_those_of_the_normal_equations() -> None:
+    random = np.random.default_rng(3)
+    activated, pairs = random.integers(1, 128, 12), random.integers(8, 4096, 12)
+    times = 20 + 3 * activated + 0.1 * pairs + 5 * random.standard_normal(12)
+    fit = cost_fit(activated, pairs, times)
+    columns = np.stack([np.ones(12), activated, pairs], axis=1)
+    values = np.array([fit.intercept_us, fit.per_expert_us, fit.per_pair_us])
+    variance = ((times - columns @ values) ** 2).sum() / (12 - 3)
+    deviations = np.sqrt(variance * np.diag(np.linalg.inv(columns.T @ columns)))
+    margins = stats.t.ppf(0.975, 12 - 3) * deviations
+    np.testing.assert_allclose(np.array(fit.intervals_us), np.stack([values - margins, values + margins], axis=1))
+
+
+def test_the_planes_intervals_hold_as_often_as_they_say() -> None:
+    random = np.random.default_rng(4)
+    truth, held = np.array([37, 3.5, 0.02]), np.zeros(3)
+    for _ in range(1000):
+        activated, pairs = random.integers(1, 128, 10), random.integers(8, 512, 10)
+        times = truth[0] + truth[1] * activated + truth[2] * pairs + random.standard_normal(10)
+        low, high = np.array(cost_fit(activated, pairs, times).intervals_us).T
+        held += (low <= truth) & (truth <= high)
+    # A standard deviation is sqrt(0.95 x 0.05 / 1000) = 0.7 %.
+    np.testing.assert_allclose(held / 1000, 0.95, atol=0.025)
 
 
 @pytest.mark.parametrize(

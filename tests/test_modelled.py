@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ep_bench.devices import Device, device_names, load_device
+from moe_ep_bench.devices import DecodeFit, Device, device_names, load_device
 from moe_ep_bench.measure.modelled import RankWork, modelled_legs
 from moe_ep_bench.measure.timeline import Leg, compose
 from moe_ep_bench.models import ModelSpec, load_preset
@@ -89,6 +89,20 @@ def test_the_experts_by_hand() -> None:
     # One row: 3e6 operations are 0.06 us; 2 (1.5e6 + 5e3) bytes are 3.01 us. An expert without rows moves nothing.
     assert phases(RankWork(1000, 2000, np.array([1, 0, 1])))["experts"] == pytest.approx(3 + 2 * 3.01)
     assert phases(RankWork(1000, 2000, np.array([1])), bytes_per_value=4)["experts"] == pytest.approx(3 + 6.02)
+
+
+def test_a_fit_of_decode_steps_stands_in_the_experts_and_nowhere_else() -> None:
+    # Weights of 3e6 bytes in 4 us; a row's 1e4 bytes in 0.0133 us.
+    fit = DecodeFit(
+        experts="decode", model="test", hidden_size=1000, ffn_hidden_size=500, dtype="bfloat16", base_us=1,
+        per_expert_us=4, r2=1, tokens=(1,), basis="measured", source="test",
+    )  # fmt: skip
+    fitted = DEVICE.model_copy(update={"decode": (fit,), "overhead_us": None, "overhead_basis": None})
+    work = RankWork(1000, 2000, np.array([1, 0, 1]))
+    times, before = phases(work, WITH_SHARED, fitted, experts="decode"), phases(work, WITH_SHARED)
+    assert times.pop("experts") == pytest.approx(1 + 2 * (4 + 0.04 / 3))
+    assert before.pop("experts") == pytest.approx(3 + 2 * 3.01)
+    assert times == before
 
 
 def test_the_shared_experts_by_hand() -> None:

@@ -278,6 +278,31 @@ def test_scaling_shrinks_widths_and_keeps_routing() -> None:
     assert facts(small) == facts(model) | shrunk | {"scale": 1 / 8}
 
 
+def test_a_tensor_parallel_shard_is_a_slice_of_every_expert_and_says_so() -> None:
+    model = load_model("deepseek-v3")
+    shard = model.sharded(8)
+    sizes = {"ffn_hidden_size": 256, "shared_ffn_hidden_size": 256, "tensor_parallel": 8}
+    assert facts(shard) == facts(model) | sizes
+    assert shard.name == "DeepSeek-V3, 1 of 8 TP ranks"
+    assert shard.departures[0].startswith("One of 8 tensor-parallel ranks")
+    assert shard.departures[1:] == model.departures
+    assert shard.num_parameters is shard.num_active_parameters is None
+    assert model.sharded(1) == model
+    assert shard.scaled(1 / 2).ffn_hidden_size == 128
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("qwen3-235b-a22b", "tensor_parallel: expected a divisor of ffn_hidden_size=1536, got 7"),
+        ("qwen1.5-moe-a2.7b", "tensor_parallel: expected a divisor of ffn_hidden_size=1408, got 7"),
+    ],
+)
+def test_a_shard_that_does_not_divide_is_refused(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_model(name).sharded(7)
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [

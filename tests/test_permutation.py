@@ -80,6 +80,12 @@ def test_every_request_and_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         Parts.choose("auto", "fused", on_cpu=False)
     with_te("2.4.0+abc")
     assert Parts.choose("auto", "auto", on_cpu=False) == Parts("te", "fused")
+    for takes, ran in ((True, "decode"), (False, "te")):
+        chosen = Parts.choose("auto", "auto", on_cpu=False, decode=(takes, "so it is"))
+        assert (chosen.experts, chosen.experts_why) == (ran, "so it is")
+    # A crossover is a GPU's, and decides nothing for who asks by name.
+    assert Parts.choose("auto", "auto", on_cpu=True, decode=(True, "so it is")) == Parts("grouped", "indexed")
+    assert Parts.choose("grouped", "auto", on_cpu=False, decode=(True, "so it is")) == Parts("grouped", "fused")
     assert Parts.choose("auto", "auto", on_cpu=True) == Parts("grouped", "indexed")
     with pytest.raises(ValueError, match=r"layer.experts: te needs a GPU; expected auto, grouped or sequential"):
         Parts.choose("te", "auto", on_cpu=True)

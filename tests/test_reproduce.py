@@ -21,11 +21,12 @@ from test_trace import TRACES
 
 from moe_ep_bench.analysis import claims as tables
 from moe_ep_bench.analysis.claims import Claims, claims_figure, claims_text, load_claims, paper_words, write_claims
-from moe_ep_bench.analysis.load import ResultsError
+from moe_ep_bench.analysis.load import ResultsError, load_run
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.claims import Claim, claims_path, most_gain, most_peak
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import ConfigError, load_experiments
+from moe_ep_bench.devices import DEVICES_DIR
 from moe_ep_bench.exit_codes import OK, USER_ERROR
 from moe_ep_bench.records import PHASES
 from moe_ep_bench.scopes.emulated import Emulated
@@ -101,6 +102,12 @@ def test_what_is_no_number_is_refused(paper: Any) -> None:
             r"claims\.0\.versus: expected one policy, got 2",
         ),
         ({"metric": "speed"}, r"claims\.0\.metric: "),
+        ({"policy": None}, r"claims\.0: policy: expected one of the config's with speedup, got none"),
+        ({"metric": "native_layer_us"}, r"claims\.0: policy, versus: expected none with native_layer_us"),
+        (
+            {"metric": "native_activated_experts", "policy": None, "versus": TOKEN_DROP},
+            r"claims\.0: policy, versus: expected none with native_activated_experts",
+        ),
         ({"metric": "dropped_fraction", "versus": TOKEN_DROP}, r"claims\.0: versus: expected none with dropped"),
         ({"papre": 1}, r"claims\.0\.papre: no such key.*did you mean paper"),
         ({"note": ""}, r"claims\.0\.note: "),
@@ -147,7 +154,9 @@ def test_configs_of_papers_are_sound(config: Path) -> None:
     assert experiments[0].claims
     for experiment in experiments:
         Emulated.on(experiment, on_cpu=True)
-        assert experiment.claims_device == experiment.emulate.device == "h20"
+        device = "h20" if config.stem.startswith("capacity") else "h100-sxm"
+        assert experiment.emulate.device == device
+        assert experiment.claims_device in (None, device)
     dumped = [experiment.model_dump(mode="json") for experiment in experiments]
     for one in experiments[0].claims:
         assert any(all(_at(values, key) == value for key, value in one.where.items()) for values in dumped)
@@ -295,6 +304,10 @@ CLAIMS = [
         "paper": [1, None],
     },
     {**CLAIM, "source": "Table 6", "paper": 9.9, "where": {"workload.skew": "mixed"}},
+    {**CLAIM, "source": "Table 7", "metric": "layer_time", "paper": 0.9},
+    {**CLAIM, "source": "Table 8", "metric": "activated_experts", "paper": 1.0},
+    {**CLAIM, "source": "Table 9", "metric": "native_layer_us", "policy": None, "paper": 200},
+    {**CLAIM, "source": "Table 9", "metric": "native_activated_experts", "policy": None, "paper": 1.5},
 ]
 
 
@@ -321,27 +334,140 @@ def test_every_claim_stands_beside_ours_under_each_traffic(compared: Claims) -> 
         ("Table 4", "token_drop capacity_factor=1.5", ["worst_layer"]),
         ("Figure 5", "expanded_drop capacity_factor=1.5 num_candidates=2 scope=global", both),
         ("Table 6", "token_drop capacity_factor=1.5", ["mixed"]),
+        ("Table 7", "token_drop capacity_factor=1.5", both),
+        ("Table 8", "token_drop capacity_factor=1.5", both),
+        ("Table 9", "native", both),
+        ("Table 9", "native", both),
     ]
 
 
 def test_ours_is_what_the_results_say(compared: Claims) -> None:
     for result in compared.results:
         for ours in result.ours:
-            cases = {r.case.label: r for r in ours.comparison.results if r.case.role == "policy"}
+            cases = {r.case.label: r for r in ours.comparison.results if r.case.role in ("policy", "baseline")}
             case = cases[result.label]
-            assert case.speedup is not None
             assert case.fidelity is not None
             if result.claim.metric == "speedup":
+                assert case.speedup is not None
                 assert (ours.value, ours.low, ours.high) == (case.speedup.median, case.speedup.low, case.speedup.high)
             elif result.claim.metric == "dropped_fraction":
                 assert ours.value == ours.dropped == case.fidelity.dropped_share
-            else:
+            elif result.claim.metric == "comm_time":
                 against = cases["token_drop capacity_factor=1.5"]
                 expected = sum(mean_ms(case, name) for name in ("dispatch", "combine"))
                 assert ours.value == pytest.approx(
                     expected / sum(mean_ms(against, name) for name in ("dispatch", "combine"))
                 )
             assert ours.difference == result.claim.difference(ours.value)
+
+
+def test_times_and_activated_experts_are_native_s_and_over_native_s(compared: Claims) -> None:
+    by_metric = {result.claim.metric: result for result in compared.results[7:]}
+    for ours in by_metric["layer_time"].ours:
+        speedup = next(one for one in compared.results[3].ours if one.traffic == ours.traffic)
+        assert ours.value == pytest.approx(1 / speedup.value)
+        assert (ours.low, ours.high) == pytest.approx((1 / speedup.high, 1 / speedup.low))
+    for ours in by_metric["native_layer_us"].ours:
+        rows = ours.comparison.of_role("baseline").case.timings
+        totals_us = rows[(rows.kind == "plain") & (rows.phase == "total")].groupby("batch").time_us.max()
+        assert ours.value == pytest.approx(totals_us.median())
+    for ours in by_metric["native_activated_experts"].ours:
+        # One expert on each of eight ranks, and more than enough tokens.
+        assert ours.value == 1
+        assert ours.difference == -0.5
+    assert [ours.value for ours in by_metric["activated_experts"].ours] == [1, 1]
+    text = claims_text(compared)
+    assert "native's layer (us)" in text
+    assert re.search(r"native's activated experts +native +1\.5 +1\.0 \(-0\.5\)", text)
+
+
+def test_fewer_activated_experts_count_on_the_rank_that_activates_most(tmp_path: Path) -> None:
+    claims = [
+        {"source": "Table 3", "metric": "native_activated_experts", "paper": 10, "note": "x"},
+        {**CLAIM, "policy": {"name": "oea", "k0": 1}, "metric": "activated_experts", "paper": 0.5},
+    ]
+    config = write(
+        tmp_path,
+        claims,
+        model={"preset": "qwen3-30b-a3b"},
+        layer={"ep_size": 2},
+        workload={"kind": "synthetic", "num_tokens": 8, "num_batches": 3, "sequence_length": 1},
+        policies=[{"name": "oea", "k0": 1}],
+        emulate={"links": "h20-nvlink4", "device": "h20"},
+        sweep={"workload.peak_load": [None, 10]},
+    )
+    assert main(["reproduce", str(config), "--out", str(tmp_path / "out")]) == OK
+    native, oea = load_claims(tmp_path / "out").results
+    assert [one.traffic for one in native.ours] == ["unskewed", "peak load 10"]
+    for ours, relative in zip(native.ours, oea.ours, strict=True):
+        found = {}
+        for role in ("baseline", "policy"):
+            rows = ours.comparison.of_role(role).case.routing
+            loads_BE = [np.sum(batch.load_E.to_list(), axis=0) for _, batch in rows.groupby("batch")]
+            found[role] = np.mean([max((load[:64] > 0).sum(), (load[64:] > 0).sum()) for load in loads_BE])
+        assert ours.value == found["baseline"]
+        assert relative.value == found["policy"] / found["baseline"] < 0.6
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "ran", "why"),
+    [
+        ("h100-sxm", "auto", "grouped", "has fits of grouped; devices/h100-sxm: decode_below_rows is not measured"),
+        ("h100-sxm", "grouped", "grouped", "has a fit of them"),
+        ("h100-sxm", "decode", "grouped", "has fits of grouped"),
+        ("h20", "decode", "grouped", "has no fit"),
+        ("h20", "te", "grouped", "has no fit"),
+    ],
+)
+def test_modelled_experts_are_those_of_the_device_and_refuse_nothing_for_lack_of_a_gpu(
+    device: str, asked: str, ran: str, why: str, tmp_path: Path
+) -> None:
+    emulate = {"links": "h20-nvlink4", "device": device}
+    config = write(tmp_path, [], layer={"ep_size": 8, "experts": asked}, emulate=emulate)
+    for on_cpu in (True, False):
+        parts = Emulated.on(load_experiments(config, on_cpu=False)[0], on_cpu=on_cpu).parts
+        assert (parts.experts, parts.permute) == (ran, "indexed")
+        assert parts.experts_why.endswith(why)
+
+
+def test_a_fit_of_decode_experts_in_a_file_of_ones_own_is_used_when_they_are_asked_for(tmp_path: Path) -> None:
+    figures = yaml.safe_load((DEVICES_DIR / "h100-sxm.yaml").read_text())
+    (grouped,) = figures["decode"]
+    figures["decode"].append({**grouped, "experts": "decode", "base_us": 5.0, "per_expert_us": 3.2})
+    figures["decode_below_rows"] = 3
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(figures))
+    took = {}
+    for asked, num_tokens in (("auto", 8), ("auto", 48), ("decode", 48), ("grouped", 8)):
+        config = write(
+            tmp_path,
+            [],
+            model={"preset": "qwen3-30b-a3b"},
+            workload={"kind": "synthetic", "num_tokens": num_tokens, "num_batches": 1, "sequence_length": 1},
+            layer={"ep_size": 1, "experts": asked},
+            policies=[{"name": "topk"}],
+            emulate={"links": "h20-nvlink4", "device": "mine.yaml"},
+            sweep={},
+        )
+        out = tmp_path / f"{asked}{num_tokens}"
+        assert main(["emulate", str(config), "--out", str(out)]) == OK
+        run = load_run(out)
+        (facts,) = run.comparisons.values()
+        assert facts.experts.requested == asked
+        (native,) = [case for case in run.cases if case.role == "baseline"]
+        rows = native.timings[(native.timings.phase == "experts")]
+        activated = (np.array(native.routing.load_E.iloc[0]) > 0).sum()
+        base, each = (5.0, 3.2) if facts.experts.ran == "decode" else (37, 3.49)
+        assert rows.time_us.item() == pytest.approx(base + each * activated, rel=0.01)
+        assert f"{facts.experts.ran} experts {base:g} us a pass" in facts.device
+        took[asked, num_tokens] = facts.experts.ran, facts.experts.why
+    assert {key: ran for key, (ran, _) in took.items()} == {
+        ("auto", 8): "decode",
+        ("auto", 48): "grouped",
+        ("decode", 48): "decode",
+        ("grouped", 8): "grouped",
+    }
+    assert "0.5 rows an expert, below decode_below_rows 3" in took["auto", 8][1]
+    assert "3 rows an expert, not below decode_below_rows 3" in took["auto", 48][1]
 
 
 def mean_ms(result: Any, phase: str) -> float:
@@ -442,7 +568,7 @@ def test_the_figure_marks_the_papers_numbers_and_ours(compared: Claims) -> None:
     with house_style():
         figure = claims_figure(compared)
         assert figure is not None
-        speedups, dropped, times = figure.axes
+        speedups, dropped, times, layers, _, native_us, _ = figure.axes
         drawn = {
             axes: [tuple(line.get_xydata()[0]) for line in axes.lines if len(line.get_xydata()) == 1]
             for axes in figure.axes
@@ -451,7 +577,14 @@ def test_the_figure_marks_the_papers_numbers_and_ours(compared: Claims) -> None:
         "speedup",
         "dropped share",
         "relative time of communication",
+        "relative time of the layer",
+        "relative number of activated experts",
+        "native's layer (us)",
+        "native's activated experts",
     ]
+    # Where nothing changed is 1, and nowhere for a number with a unit.
+    for axes, has_line in ((speedups, True), (layers, True), (dropped, False), (native_us, False)):
+        assert any(list(line.get_xdata()) == [1, 1] for line in axes.lines) == has_line
     assert [point for point in drawn[speedups] if point[1] == 2 and point[0] == 1.85]
     assert (12.0, 0.0) in drawn[dropped]
     shares = {round(100 * ours.value, 6) for ours in compared.results[2].ours}

@@ -24,10 +24,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from moe_ep_bench.analysis.load import Case, Comparison, Run
-from moe_ep_bench.analysis.rates import VALUE_BYTES, pairs_by_rank
+from moe_ep_bench.analysis.rates import pairs_by_rank
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
 from moe_ep_bench.analysis.style import INK, MUTED, Look, panel_title, sheet
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED, footer_lines
+from moe_ep_bench.devices import VALUE_BYTES
 from moe_ep_bench.measure.linear import CostFit, LinearFit, cost_fit, linear_fit
 
 # A run is a decode run where this share of the experts, on the fullest rank, lies idle in some batch.
@@ -61,6 +62,13 @@ class Steps:
         return f"{facts.model}, EP {facts.num_ranks}, {shown} tokens a step, {layer_words(facts)}"
 
 
+def mean_activated(case: Case, facts: Comparison) -> float | None:
+    """Activated experts of the rank that activates most, mean over batches; None unless experts lie contiguously."""
+    if facts.placement != "contiguous":
+        return None
+    return float(_fullest_rank(case, facts)["activated"].mean())
+
+
 def decode_steps(run: Run, comparisons: Sequence[ComparisonResult] | None = None) -> list[Steps]:
     """Pool a run's points; nothing where every batch activates all experts, or nothing was timed by phase."""
     found = []
@@ -88,8 +96,9 @@ def decode_steps(run: Run, comparisons: Sequence[ComparisonResult] | None = None
 
 def _layer(facts: Comparison) -> tuple[object, ...]:
     """What makes a step's time comparable with another's."""
+    sizes = facts.scale, facts.hidden_size, facts.ffn_hidden_size
     computed = facts.experts.ran, facts.dispatcher, facts.cuda_graph
-    return facts.model, facts.scale, facts.num_ranks, facts.dtype, *computed, facts.flush_l2
+    return facts.model, *sizes, facts.num_ranks, facts.dtype, *computed, facts.flush_l2
 
 
 def layer_words(facts: Comparison) -> str:

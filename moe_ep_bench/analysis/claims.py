@@ -21,14 +21,35 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from pydantic import ValidationError
 
+from moe_ep_bench.analysis.activated import mean_activated
 from moe_ep_bench.analysis.fidelity import Fidelity
 from moe_ep_bench.analysis.load import ResultsError, Run, load_run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
-from moe_ep_bench.analysis.style import FORMATS, INK, MUTED, NOISE_FILL, house_style, panel_title, save, sheet, wrap
+from moe_ep_bench.analysis.style import (
+    FORMATS,
+    INK,
+    MUTED,
+    NOISE_FILL,
+    house_style,
+    panel_title,
+    save,
+    settle_layout,
+    sheet,
+    wrap,
+)
 from moe_ep_bench.analysis.sweep import key_words
 from moe_ep_bench.analysis.timing import layer_time_us
 from moe_ep_bench.analysis.words import NONE, aligned, milliseconds, mode_words, percent, scale_words
-from moe_ep_bench.claims import PHASE_METRICS, PLACEMENTS, Claim, claims_path, most_gain, most_peak
+from moe_ep_bench.claims import (
+    NATIVE_METRICS,
+    OWN_METRICS,
+    PHASE_METRICS,
+    PLACEMENTS,
+    Claim,
+    claims_path,
+    most_gain,
+    most_peak,
+)
 from moe_ep_bench.measure.statistics import estimate_median, paired_ratios
 from moe_ep_bench.records import atomic_path
 
@@ -43,6 +64,10 @@ _METRIC_WORDS = {
     "permute_time": "relative time of permutation",
     "comm_time": "relative time of communication",
     "experts_time": "relative time of experts",
+    "layer_time": "relative time of the layer",
+    "activated_experts": "relative number of activated experts",
+    "native_layer_us": "native's layer (us)",
+    "native_activated_experts": "native's activated experts",
 }
 _PHASES = ("gate", "permute", "comm", "experts", "waiting")
 _LOOKS = (
@@ -189,9 +214,16 @@ def _value(
     against = versus or comparison.of_role("baseline")
     if not case.case.is_ok or case.fidelity is None or against is None or not against.case.is_ok:
         return None
-    if claim.metric == "speedup":
-        found = estimate_median(paired_ratios(layer_time_us(against.case), layer_time_us(case.case)))
+    ours_us, native_us = layer_time_us(case.case), layer_time_us(against.case)
+    if claim.metric in ("speedup", "layer_time", "native_layer_us"):
+        pair = (native_us, ours_us) if claim.metric == "speedup" else (ours_us, native_us)
+        found = estimate_median(native_us if claim.metric == "native_layer_us" else paired_ratios(*pair))
         return None if found is None else (found.median, found.low, found.high)
+    if claim.metric in ("activated_experts", "native_activated_experts"):
+        ours, native = (mean_activated(one.case, comparison.comparison) for one in (case, against))
+        if ours is None or not native:  # A placement that is not ours to count, or no tokens.
+            return None
+        return (native if claim.metric == "native_activated_experts" else ours / native,) * 3
     if claim.metric in PHASE_METRICS:
         group = PHASE_METRICS[claim.metric]
         if case.breakdown is None or against.breakdown is None or not against.breakdown.group_ms[group]:
@@ -279,7 +311,9 @@ def paper_words(claim: Claim) -> str:
 
 def _number(claim: Claim, value: float | None) -> str:
     assert value is not None
-    return f"{100 * value:.1f} %" if claim.metric in ("dropped_fraction", "retained_mass") else f"{value:.2f}"
+    if claim.metric in OWN_METRICS:
+        return f"{100 * value:.1f} %"
+    return f"{value:.1f}" if claim.metric in NATIVE_METRICS else f"{value:.2f}"
 
 
 def _cell(result: ClaimResult, traffic: str) -> str:
@@ -291,8 +325,9 @@ def _cell(result: ClaimResult, traffic: str) -> str:
         if result.claim.number is None:
             text += " holds" if ours.difference == 0 else " does not hold"
         else:
-            share = result.claim.metric in ("dropped_fraction", "retained_mass")
-            text += f" ({100 * ours.difference:+.1f})" if share else f" ({ours.difference:+.2f})"
+            difference = 100 * ours.difference if result.claim.metric in OWN_METRICS else ours.difference
+            digits = 1 if result.claim.metric in (*OWN_METRICS, *NATIVE_METRICS) else 2
+            text += f" ({difference:+.{digits}f})"
     return text if result.claim.metric == "dropped_fraction" else f"{text}, {percent(ours.dropped)}"
 
 
@@ -438,6 +473,8 @@ def write_claims(claims: Claims) -> list[Path]:
     drawn = []
     with house_style():
         figure = claims_figure(claims)
+        if figure is not None:
+            settle_layout(figure)
         for file_format in FORMATS if figure is not None else ():
             assert figure is not None
             path = claims.directory / "figures" / f"claims.{file_format}"
@@ -496,7 +533,7 @@ def claims_figure(claims: Claims) -> Figure | None:
         *([("paper: a range", Patch(facecolor=NOISE_FILL))] if any(_is_range(r.claim) for r in results) else []),
         *((f"ours, {name.replace('_', ' ')}", _mark(look)) for name, look in looks.items()),
     ]
-    heights = [0.75 + _row_height(panel) * len(panel) for panel in panels.values()]
+    heights = [_row_height(panel) * len(panel) for panel in panels.values()]
     figure = sheet(
         "Papers' numbers beside ours",
         "Ours: one layer; whiskers are 95 % intervals, or smallest and largest pair below ten batches. Rows without a "
@@ -504,7 +541,7 @@ def claims_figure(claims: Claims) -> Figure | None:
         [_how(claims), _what(claims)],
         legend,
         width=11,
-        body=sum(heights),
+        body=sum(heights) + 0.75 * len(heights),  # titles and axes
     )
     grid = figure.add_gridspec(len(panels), 1, height_ratios=heights)
     for row, (title, panel) in enumerate(panels.items()):
@@ -523,8 +560,8 @@ def _what(claims: Claims) -> str:
 
 
 def _draw(axes: Axes, panel: Sequence[ClaimResult], looks: dict[str, dict[str, Any]]) -> None:
-    factor = 100 if panel[0].claim.metric in ("dropped_fraction", "retained_mass") else 1
-    if factor == 1:
+    factor = 100 if panel[0].claim.metric in OWN_METRICS else 1
+    if panel[0].claim.metric not in (*OWN_METRICS, *NATIVE_METRICS):
         axes.axvline(1, color=MUTED, linewidth=1, zorder=1)
     for place, result in enumerate(panel):
         claim = result.claim

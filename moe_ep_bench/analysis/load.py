@@ -67,10 +67,11 @@ class Workload(_Described):
 
 
 class Part(_Described):
-    """A part of the layer: what the config asked for, and what ran."""
+    """A part of the layer: what the config asked for, what ran, and why where that was left open."""
 
     requested: str
     ran: str
+    why: str = ""
 
     @property
     def is_unfused_permutation(self) -> bool:
@@ -160,6 +161,8 @@ class _CaseDescription(_Described):
 class _Environment(_Described):
     device_name: str
     num_devices: int
+    torch: str | None = None
+    megatron_core: str | None = None
 
 
 class _RunDescription(_Described):
@@ -213,6 +216,8 @@ class Run:
     comparisons: dict[str, Comparison]
     cases: tuple[Case, ...]
     conditions: dict[str, dict[int, Conditions]]  # by comparison and launch
+    torch: str | None = None  # versions; None where they were not recorded
+    megatron_core: str | None = None
 
 
 def load_run(directory: Path | str) -> Run:
@@ -240,6 +245,8 @@ def load_run(directory: Path | str) -> Run:
         comparisons=dict(sorted(description.comparisons.items(), key=lambda item: _place_in_sweep(item[1]))),
         cases=cases,
         conditions=conditions,
+        torch=description.environment.torch,
+        megatron_core=description.environment.megatron_core,
     )
 
 

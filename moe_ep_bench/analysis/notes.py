@@ -28,6 +28,7 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
     modelled = facts.device is not None
     notes = [workload_words(facts)]
     if modelled:
+        notes.append(f"experts: {part_words(facts.experts)}; permutation: {part_words(facts.permute)}")
         notes.append(MODEL_CAVEAT)
     else:
         routing = f"; routing: {part_words(facts.kernel)}" if facts.kernel else ""

@@ -22,8 +22,8 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.load import Case, Comparison, Conditions
+from moe_ep_bench.devices import VALUE_BYTES
 
-VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 # Beside each pair's hidden state its routing weight travels, in float32.
 _WEIGHT_BYTES = 4
 

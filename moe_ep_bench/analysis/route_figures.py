@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from moe_ep_bench.analysis.route_batches import activated_figure, budgets_figure, mass_figure, ranks_figure
@@ -23,7 +22,7 @@ from moe_ep_bench.analysis.route_loads import (
     violation_figure,
 )
 from moe_ep_bench.analysis.route_scores import decay_figure, overlap_figure, scores_figure
-from moe_ep_bench.analysis.style import FORMATS, house_style, save
+from moe_ep_bench.analysis.style import FORMATS, house_style, save, settle_layout
 
 ROUTE_FIGURES: dict[str, Callable[[RouteRun], Figure | None]] = {
     "heatmap": heatmap_figure,
@@ -61,17 +60,9 @@ def draw_route_figures(
             if figure is None:
                 lacking.append(name)
                 continue
-            _settle_layout(figure)
+            settle_layout(figure)
             for file_format in formats:
                 path = directory / f"{name}.{file_format}"
                 save(figure, path, file_format)
                 written.append(path)
     return written, lacking
-
-
-def _settle_layout(figure: Figure) -> None:
-    """Fix the panels where the layout puts them, rounded: its solver's last bits differ from run to run."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    for axes in figure.axes:
-        axes.set_position(np.round(axes.get_position(original=True).bounds, 6).tolist())

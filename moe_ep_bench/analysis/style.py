@@ -14,6 +14,7 @@ from itertools import cycle
 from pathlib import Path
 
 import matplotlib.style
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -192,6 +193,14 @@ def _text_width(text: str, size: float, weight: str = "normal") -> float:
     """Width in inches of the widest line."""
     font = FontProperties(family=STYLE["font.family"], size=size, weight=weight)
     return max(text_to_path.get_text_width_height_descent(line, font, False)[0] for line in text.split("\n")) / 72
+
+
+def settle_layout(figure: Figure) -> None:
+    """Fix the panels where the layout puts them, rounded: its solver's last bits differ from run to run."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes in figure.axes:
+        axes.set_position(np.round(axes.get_position(original=True).bounds, 6).tolist())
 
 
 def save(figure: Figure, path: Path, file_format: str) -> None:

@@ -31,6 +31,7 @@ _WORDS = {
     "layer.cuda_graph": "CUDA graphs",
     "model.preset": "model",
     "model.scale": "share of the true sizes",
+    "model.tensor_parallel": "tensor-parallel ranks",
     "emulate.links": "links",
     "emulate.bandwidth_scale": "link bandwidth, x the links file's",
     "emulate.device": "device",

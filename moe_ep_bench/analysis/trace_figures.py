@@ -27,6 +27,7 @@ from moe_ep_bench.analysis.style import (
     looks_of,
     panel_title,
     save,
+    settle_layout,
     sheet,
 )
 from moe_ep_bench.workload.trace_statistics import RecordingStatistics
@@ -51,7 +52,7 @@ def draw_trace_figures(
     written = []
     with house_style():
         for name, figure in _figures(recordings):
-            _settle_layout(figure)
+            settle_layout(figure)
             for file_format in formats:
                 path = directory / f"{stem}-{name}.{file_format}"
                 save(figure, path, file_format)
@@ -69,14 +70,6 @@ def _figures(recordings: Sequence[RecordingStatistics]) -> list[tuple[str, Figur
     if recording.batch_sizes:
         figures.append(("batches", _batches_figure(recording)))
     return figures
-
-
-def _settle_layout(figure: Figure) -> None:
-    """Fix the panels where the layout puts them, rounded: its solver's last bits differ from run to run."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    for axes in figure.axes:
-        axes.set_position(np.round(axes.get_position(original=True).bounds, 6).tolist())
 
 
 def representative_ep_size(recording: RecordingStatistics) -> int | None:

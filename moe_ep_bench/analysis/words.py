@@ -50,8 +50,9 @@ def scale_words(scale: float) -> str:
 
 
 def part_words(part: Part) -> str:
-    """Say what ran, and what was asked for where that was left open."""
-    return part.ran if part.ran == part.requested else f"{part.ran} (asked for {part.requested})"
+    """Say what ran, what was asked for where that was left open, and why."""
+    why = f": {part.why}" if part.why else ""
+    return part.ran if part.ran == part.requested else f"{part.ran} (asked for {part.requested}{why})"
 
 
 def workload_words(comparison: Comparison) -> str:

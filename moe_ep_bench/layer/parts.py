@@ -22,8 +22,9 @@ Permutation
 
 Routing by a policy: see ``kernels.twins``, for what can run depends on the policy.
 
-``auto`` takes Transformer Engine where it is, else ours (``decode`` only where a CUDA graph needs it: from how many
-tokens on it loses was not measured yet). Both are recorded: what was asked for and what ran.
+``auto`` takes Transformer Engine where it is, else ours; ``decode`` where a CUDA graph needs it, and where the device's
+file states below how many rows an expert it was measured faster, and there are fewer (``devices.takes_decode``). What
+was asked for, what ran and why are recorded.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Parts:
     dispatcher: str = "alltoall"
     cuda_graph: bool = False
     """Timed runs are replayed from CUDA graphs (``graphs``)."""
+    experts_why: str = ""
+    """Why these experts; empty where nothing was left open."""
 
     @property
     def by_map(self) -> bool:
@@ -68,24 +71,31 @@ class Parts:
         *,
         cuda_graph: bool = False,
         on_cpu: bool,
+        decode: tuple[bool, str] = (False, ""),
     ) -> Parts:
         """Decide what was left to this machine.
+
+        Args:
+            decode: whether ``auto`` takes the decode experts where there is a GPU, and why (``devices.takes_decode``).
 
         Raises:
             ValueError: something was asked for by name that cannot run here.
         """
         if cuda_graph:
             _check_graph(experts, dispatcher, on_cpu)
-            experts = "decode"
         version = package_versions()["transformer_engine"]
         lacking = "a GPU" if on_cpu else "" if version else "Transformer Engine, which is not installed"
         if experts == "te" and lacking:
             raise ValueError(f"layer.experts: te needs {lacking}; expected auto, grouped or sequential")
+        takes_decode, why = (False, "") if on_cpu or experts != "auto" else decode
+        if cuda_graph and experts == "auto":
+            takes_decode, why = True, "a CUDA graph holds no others"
         parts = Parts(
-            experts=("grouped" if lacking else "te") if experts == "auto" else experts,
+            experts=("decode" if takes_decode else "grouped" if lacking else "te") if experts == "auto" else experts,
             kernel=kernel,
             dispatcher=dispatcher,
             cuda_graph=cuda_graph,
+            experts_why=why,
         )
         return replace(parts, permute=_permute(permute, parts, version, lacking))
 

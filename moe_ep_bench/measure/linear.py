@@ -27,6 +27,7 @@ class CostFit:
     """time = intercept + per_expert x activated experts + per_pair x pairs (OEA, arXiv 2511.02237, section 2: b and a).
 
     Attributes:
+        intervals_us: 95 % intervals of the three, as ``LinearFit`` has them, with N - 3 degrees of freedom.
         r2: share of the times' variation that it explains; NaN where they do not vary.
         num_points: N.
     """
@@ -34,6 +35,7 @@ class CostFit:
     intercept_us: float
     per_expert_us: float
     per_pair_us: float
+    intervals_us: tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
     r2: float
     num_points: int
 
@@ -58,14 +60,19 @@ def cost_fit(activated_N: ArrayLike, pairs_N: ArrayLike, times_us_N: ArrayLike) 
     solution, _, rank, _ = np.linalg.lstsq(columns / np.where(scale > 0, scale, 1), times_N, rcond=1e-9)
     if rank < columns.shape[1]:
         raise ValueError("fit: expected activated experts and pairs that vary on their own, got one that follows")
-    intercept_us, per_expert_us, per_pair_us = (solution / scale).tolist()
-    residual_N, from_mean_N = times_N - columns @ (solution / scale), times_N - times_N.mean()
-    variation = float(from_mean_N @ from_mean_N)
+    values = solution / scale
+    residual_N, from_mean_N = times_N - columns @ values, times_N - times_N.mean()
+    residual, variation = float(residual_N @ residual_N), float(from_mean_N @ from_mean_N)
+    freedom = len(times_N) - columns.shape[1]
+    # Of the columns' triangular factor, whose inverse is as sure as they are independent.
+    inverse = np.linalg.inv(np.linalg.qr(columns / scale, mode="r"))
+    deviations = math.sqrt(residual / freedom) * np.linalg.norm(inverse, axis=1) / scale
+    margins = float(stdtrit(freedom, (1 + LEVEL) / 2)) * deviations
+    (low, high) = (values - margins).tolist(), (values + margins).tolist()
     return CostFit(
-        intercept_us=intercept_us,
-        per_expert_us=per_expert_us,
-        per_pair_us=per_pair_us,
-        r2=1 - float(residual_N @ residual_N) / variation if np.any(times_N != times_N[0]) else math.nan,
+        *values.tolist(),
+        intervals_us=((low[0], high[0]), (low[1], high[1]), (low[2], high[2])),
+        r2=1 - residual / variation if np.any(times_N != times_N[0]) else math.nan,
         num_points=len(times_N),
     )
 
@@ -75,7 +82,7 @@ class LinearFit:
     """time = intercept + slope x load.
 
     Attributes:
-        intercept_us: time at no load.
+        intercept_us: time at no load; intercept_low_us and intercept_high_us are its interval.
         slope_us: microseconds for one more of whatever the load counts.
         slope_low_us, slope_high_us: the slope's 95 % interval, by Student's t with N - 2 degrees of freedom. It takes
             the points as independent and their scatter as the same at every load.
@@ -87,6 +94,8 @@ class LinearFit:
     slope_us: float
     slope_low_us: float
     slope_high_us: float
+    intercept_low_us: float
+    intercept_high_us: float
     r2: float
     num_points: int
 
@@ -119,11 +128,16 @@ def linear_fit(loads_N: ArrayLike, times_us_N: ArrayLike) -> LinearFit:
     residual, variation = float(residual_N @ residual_N), float(times_from_mean_N @ times_from_mean_N)
     freedom = num_points - 2
     margin_us = float(stdtrit(freedom, (1 + LEVEL) / 2)) * math.sqrt(residual / freedom / spread)
+    # The mean time is as sure as N points make it, and the way from the mean load to none as the slope is.
+    at_none_us = margin_us * math.sqrt(spread / num_points + float(loads_N.mean()) ** 2)
+    intercept_us = float(times_N.mean() - slope_us * loads_N.mean())
     return LinearFit(
-        intercept_us=float(times_N.mean() - slope_us * loads_N.mean()),
+        intercept_us=intercept_us,
         slope_us=slope_us,
         slope_low_us=slope_us - margin_us,
         slope_high_us=slope_us + margin_us,
+        intercept_low_us=intercept_us - at_none_us,
+        intercept_high_us=intercept_us + at_none_us,
         r2=1 - residual / variation if np.any(times_N != times_N[0]) else math.nan,
         num_points=num_points,
     )

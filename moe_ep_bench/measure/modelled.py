@@ -12,15 +12,16 @@ permute   bytes / (memory bandwidth x share that permutation reaches), of four s
 metadata  nothing: host syncs and counting are left out
 experts   overhead of a pass + the sum over local experts of the roofline of a gated FFN on its rows m:
           6 m D F operations; b (3 D F + m (2 D + 6 F)) bytes, which are the weights of an expert that has rows, and
-          rows in and out of two GEMMs with an activation between them
+          rows in and out of two GEMMs with an activation between them. Where the device file has a fit of decode
+          steps, its base and what it takes to read an expert's weights (``Device.experts_us``)
 shared    roofline of a gated FFN on T rows, with S in place of F; at the end its output is added to the routed
           experts', 3 T D b bytes through memory
 
-What is modelled is the layer with grouped experts, permutation by index (``layer.permutation``) and a gate that
-multiplies values as they are, as with Transformer Engine; without it Megatron-Core's gate works in float32 and takes
-longer. The time per score is the device file's whatever the number of experts. Launches take no time but for the
-experts' overhead, so that batches of few tokens come out too fast. The all-to-alls and what the other meetings take are
-the link model's (``links``).
+What is modelled is the layer with grouped experts (or those that the device file has a fit of), permutation by index
+(``layer.permutation``) and a gate that multiplies values as they are, as with Transformer Engine; without it
+Megatron-Core's gate works in float32 and takes longer. The time per score is the device file's whatever the number of
+experts. Launches take no time but for the experts' overhead, so that batches of few tokens come out too fast. The
+all-to-alls and what the other meetings take are the link model's (``links``).
 
 A batch-wide policy meets the other ranks in the middle of its routing. Its time is cut there: the model's own top-k, of
 which statistics are taken, lies before, the rest behind.
@@ -35,9 +36,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from moe_ep_bench.devices import Device
+from moe_ep_bench.devices import Device, gated_ffn
 from moe_ep_bench.measure.timeline import PHASE_OF_MEETING, Leg, legs_of
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.records import UNACCOUNTED
@@ -93,6 +94,7 @@ def modelled_legs(
     batch_wide: bool,
     alone: bool = False,
     bytes_per_value: int = 2,
+    experts: str = "grouped",
 ) -> tuple[list[Leg], list[str]]:
     """Microseconds by phase between the meetings of one run, and the meetings, as ``legs_of`` gives them.
 
@@ -103,13 +105,14 @@ def modelled_legs(
         batch_wide: the policy sums statistics over ranks.
         alone: there is no other rank: nobody is met, and rows lie as the experts want them.
         bytes_per_value: b, of weights and hidden states; arithmetic is bfloat16's whatever it is.
+        experts: what computes them, of which the device file may have a fit.
 
     Raises:
         ValueError: batch-wide without a policy, more pairs than tokens x experts, no bytes, or a lone rank that
             receives other than it sends.
     """
     _check(model, work, by_policy, batch_wide, alone, bytes_per_value)
-    timed = _Formulas(device, model, work, bytes_per_value)
+    timed = _Formulas(device, model, work, bytes_per_value, experts)
     num_scores = work.num_tokens * model.num_experts
     routing_us = device.routing_us(num_scores, by_policy=by_policy)
     before_us = min(device.routing_us(num_scores, by_policy=False), routing_us) if batch_wide else routing_us
@@ -167,6 +170,7 @@ class _Formulas:
     model: ModelSpec
     work: RankWork
     value_bytes: int
+    experts: str
 
     @property
     def gate_us(self) -> float:
@@ -178,11 +182,15 @@ class _Formulas:
 
     @property
     def experts_us(self) -> float:
-        return self.device.time_us(*self._ffn(self.work.received_L, self.model.ffn_hidden_size))
+        model, rows_L = self.model, self.work.received_L
+        return self.device.experts_us(
+            model.hidden_size, model.ffn_hidden_size, rows_L, self.value_bytes, experts=self.experts
+        )
 
     @property
     def shared_us(self) -> float:
-        return self.device.work_us(*self._ffn(self.work.num_tokens, self.model.shared_ffn_hidden_size))
+        sizes = self.model.hidden_size, self.model.shared_ffn_hidden_size
+        return self.device.work_us(*gated_ffn(*sizes, self.work.num_tokens, self.value_bytes))
 
     @property
     def add_shared_us(self) -> float:
@@ -195,9 +203,3 @@ class _Formulas:
     @property
     def _row_bytes(self) -> int:
         return self.value_bytes * self.model.hidden_size
-
-    def _ffn(self, rows: ArrayLike, ffn: int) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """Operations, bytes and rows of gated FFNs of width ``ffn``, one for each number of rows."""
-        rows, hidden = np.asarray(rows, dtype=np.float64), self.model.hidden_size
-        num_bytes = self.value_bytes * (3 * hidden * ffn * (rows > 0) + rows * (2 * hidden + 6 * ffn))
-        return 6 * rows * hidden * ffn, num_bytes, rows

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.config import Experiment, RecordedConfig, ReplicationConfig, SyntheticConfig, load_experiments
+from moe_ep_bench.devices import Device, device_of_gpu, modelled_experts, takes_decode
 from moe_ep_bench.kernels.twins import KERNELS, kernel_for
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
@@ -227,8 +228,11 @@ class Comparison(Planned):
     """What computes the experts and what permutes on this machine."""
 
     @staticmethod
-    def of(experiment: Experiment, world_size: int, *, on_cpu: bool) -> Comparison:
+    def of(experiment: Experiment, world_size: int, *, on_cpu: bool, device: Device | None = None) -> Comparison:
         """Check that the experiment fits the ranks, and open its workload.
+
+        Args:
+            device: what is modelled in place of this machine.
 
         Raises:
             ValueError: naming the key whose value does not fit.
@@ -244,10 +248,7 @@ class Comparison(Planned):
             )
         _check_routing(model)
         check_rank_shares(experiment, world_size)
-        asked = experiment.layer
-        parts = Parts.choose(
-            asked.experts, asked.permute, asked.kernel, asked.dispatcher, cuda_graph=asked.cuda_graph, on_cpu=on_cpu
-        )
+        parts = _parts(experiment, world_size, on_cpu, device)
         comparison = Comparison(experiment, world_size, make_workload(experiment, model, world_size), parts)
         comparison.describe_kernels(comparison.cases, "cpu" if on_cpu else "cuda")  # Finds those that cannot run.
         return comparison
@@ -365,6 +366,27 @@ def plan_comparisons(config: Path, overrides: Iterable[str], world_size: int, *,
             raise ValueError(f"{config}: {problem}") from None
         comparisons.append(comparison)
     return comparisons
+
+
+def _parts(experiment: Experiment, world_size: int, on_cpu: bool, modelled: Device | None) -> Parts:
+    """What computes and permutes here; on a modelled device what it is modelled with, whatever this machine has."""
+    asked, model = experiment.layer, experiment.model.spec()
+    mean_rows = experiment.workload.total_tokens(world_size) / world_size * (asked.ep_size or world_size)
+    mean_rows *= model.top_k / model.num_experts
+    if modelled is not None:
+        ran, why = modelled_experts(modelled, asked.experts, mean_rows)
+        return Parts(experts=ran, permute="indexed", kernel=asked.kernel, experts_why=why)
+    has_gpu = not on_cpu and torch.cuda.is_available()
+    here = device_of_gpu(torch.cuda.get_device_name()) if has_gpu and asked.experts == "auto" else None
+    return Parts.choose(
+        asked.experts,
+        asked.permute,
+        asked.kernel,
+        asked.dispatcher,
+        cuda_graph=asked.cuda_graph,
+        on_cpu=on_cpu,
+        decode=takes_decode(here, mean_rows),
+    )
 
 
 def default_ep_size(num_experts: int) -> int:

@@ -67,7 +67,7 @@ def dry_run(config: Path, overrides: Sequence[str]) -> int:
         for case in comparison.cases:
             print(f"  {case.case_id}  {case.role:11}  {case.label}")
         if comparison.device is not None:
-            print(f"  {comparison.device.describe()}; no layer is run")
+            print(f"  {comparison.device.describe(comparison.parts.experts)}; no layer is run")
             continue
         runs = _num_runs(comparison, comparison.cases)
         print(
@@ -126,7 +126,7 @@ def _description(ranks: Ranks, run_id: str, comparisons: Sequence[Emulated]) -> 
     for comparison in comparisons:
         described = description["comparisons"][comparison.comparison_id]
         described["links"] = comparison.links.describe()
-        described["device"] = comparison.device and comparison.device.describe()
+        described["device"] = comparison.device and comparison.device.describe(comparison.parts.experts)
         described["placement"] = comparison.experiment.route.make_placement(
             comparison.model.num_experts, comparison.ep_size
         ).name

@@ -54,7 +54,6 @@ class Emulated(Comparison):
             )
         ep_size = experiment.layer.ep_size or default_ep_size(experiment.model.spec().num_experts)
         _check_parts(experiment)
-        base = Comparison.of(experiment, ep_size, on_cpu=on_cpu)
         try:
             links = load_links(experiment.emulate.links).scaled(experiment.emulate.bandwidth_scale)
         except ValueError as problem:
@@ -63,6 +62,7 @@ class Emulated(Comparison):
             device = None if experiment.emulate.device == MEASURED else load_device(experiment.emulate.device)
         except ValueError as problem:
             raise ValueError(f"emulate.device: {problem}; {MEASURED} is the device that is here") from None
+        base = Comparison.of(experiment, ep_size, on_cpu=on_cpu, device=device)
         placement = experiment.route.make_placement(base.model.num_experts, base.ep_size)
         try:
             slots = Slots.of_placement(placement)

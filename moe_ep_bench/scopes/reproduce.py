@@ -1,10 +1,10 @@
 """``reproduce``: a config's layers emulated, and what is needed to set them beside the numbers that its claims name.
 
 A claim's comparisons are all points of the config's sweep that it speaks of; those that differ in nothing but
-``workload.skew`` stand side by side. Where a claim has a number, this also asks which skew would give it: the same
-tokens, experts and sharpness of scores, but a busiest expert of any load, whose rank's mates are others' or nearly as
-busy (``placement``: scattered, adjacent). That is solved on a modelled device, with one batch and
-``SOLVED_TOKENS`` a rank at most.
+``workload.skew`` or ``workload.peak_load`` stand side by side. Where a claim has a number, this also asks which skew
+would give it: the same tokens, experts and sharpness of scores, but a busiest expert of any load, whose rank's mates
+are others' or nearly as busy (``placement``: scattered, adjacent). That is solved on a modelled device, with one batch
+and ``SOLVED_TOKENS`` a rank at most.
 
 ``reproduce`` leaves this in ``claims.json`` beside the results; ``analysis.claims`` makes tables of both.
 """
@@ -33,7 +33,8 @@ from moe_ep_bench.scopes.emulate import emulate
 from moe_ep_bench.scopes.emulated import Emulated, emulated_comparisons
 from moe_ep_bench.scopes.emulation import Emulation
 
-SKEW = "workload.skew"
+# What makes one traffic of another.
+_TRAFFIC = ("workload.skew", "workload.peak_load")
 # The calibrated skew whose other targets a solved one takes over.
 _LIKE = "single_domain"
 SOLVED_TOKENS = 2048
@@ -79,10 +80,10 @@ class Needed:
 
 @dataclass(frozen=True, eq=False)
 class _Row:
-    """One claim of one policy at comparisons that differ in their skew alone."""
+    """One claim of one policy, or of native (None), at comparisons that differ in their traffic alone."""
 
     claim: Claim
-    policy: Policy
+    policy: Policy | None
     versus: Policy | None
     comparisons: list[Emulated]
     others: dict[str, Any]
@@ -106,7 +107,7 @@ def reproduce(config: Path, out: Path, overrides: Sequence[str], *, force: bool 
     if status not in (OK, CASES_FAILED):
         return status
     earlier = {} if force else _earlier(claims_path(out))
-    solvers = _Solvers(solved_on, {row.policy for row in rows if _target(row) is not None})
+    solvers = _Solvers(solved_on, {row.policy for row in rows if row.policy is not None and _target(row) is not None})
     described = []
     for number, row in enumerate(rows):
         print(f"moe-ep-bench: claim {number + 1} of {len(rows)}: {row.claim.source}", file=sys.stderr)
@@ -136,7 +137,7 @@ def _rows(comparisons: Sequence[Emulated]) -> list[_Row]:
         chosen = [one for one in comparisons if _is_at(one.experiment, claim, number)]
         if not chosen:
             print(f"moe-ep-bench: left out: {claim.source}: no comparison has {_where_words(claim)}", file=sys.stderr)
-        for others, alike in _by_all_but_skew(chosen):
+        for others, alike in _by_all_but_traffic(chosen):
             for policy, versus in experiment.claimed_policies(number):
                 rows.append(_Row(claim, policy, versus, alike, others))
     if not rows:
@@ -162,10 +163,10 @@ def _is_at(experiment: Experiment, claim: Claim, number: int) -> bool:
     return True
 
 
-def _by_all_but_skew(comparisons: Sequence[Emulated]) -> Iterator[tuple[dict[str, Any], list[Emulated]]]:
+def _by_all_but_traffic(comparisons: Sequence[Emulated]) -> Iterator[tuple[dict[str, Any], list[Emulated]]]:
     groups: dict[str, tuple[dict[str, Any], list[Emulated]]] = {}
     for one in comparisons:
-        others = {key: value for key, value in one.experiment.point if key != SKEW}
+        others = {key: value for key, value in one.experiment.point if key not in _TRAFFIC}
         groups.setdefault(stable_hash(others), (others, []))[1].append(one)
     yield from groups.values()
 
@@ -175,15 +176,15 @@ def _described(row: _Row, solvers: _Solvers, earlier: dict[str, list[dict[str, A
     claim = row.claim
     target, key = _target(row), None
     needed: list[dict[str, Any]] = []
-    if target is not None and solvers.device is not None:
+    if target is not None and solvers.device is not None and row.policy is not None:
         solver = solvers.like(row.comparisons[0])
         key = stable_hash([solver.key, row.policy.params(), row.policy.name, claim.metric, target])
         needed = earlier.get(key) or [asdict(one) for one in solver.needed(row.policy, claim.metric, target)]
     return {
         "claim": claim.model_dump(mode="json"),
-        "policy": row.policy.name,
-        "policy_params": row.policy.params(),
-        "label": row.policy.label,
+        "policy": row.policy.name if row.policy else "native",
+        "policy_params": row.policy.params() if row.policy else {},
+        "label": row.policy.label if row.policy else "native",
         "versus": row.versus and row.versus.label,
         "others": row.others,
         "entries": [_entry(row, comparison) for comparison in row.comparisons],
@@ -194,7 +195,7 @@ def _described(row: _Row, solvers: _Solvers, earlier: dict[str, list[dict[str, A
 
 
 def _entry(row: _Row, comparison: Emulated) -> dict[str, Any]:
-    cases = {case.policy: case.case_id for case in comparison.cases if case.role == POLICY}
+    cases = {case.policy: case.case_id for case in comparison.cases if case.role in (POLICY, BASELINE)}
     config = comparison.experiment.workload
     return {
         "comparison_id": comparison.comparison_id,

@@ -305,7 +305,11 @@ def _describe(comparison: Comparison, ranks: Ranks) -> dict[str, Any]:
         "backend": ranks.backend,
         "dispatcher": comparison.parts.dispatcher,
         "cuda_graph": comparison.parts.held_by_graphs(comparison.ep_size),
-        "experts": {"requested": comparison.experiment.layer.experts, "ran": comparison.parts.experts},
+        "experts": {
+            "requested": comparison.experiment.layer.experts,
+            "ran": comparison.parts.experts,
+            "why": comparison.parts.experts_why,
+        },
         "permute": {"requested": comparison.experiment.layer.permute, "ran": comparison.parts.permute},
         "kernel": comparison.describe_kernels(comparison.cases, ranks.device.type),
         "flush_l2": comparison.experiment.measure.flush_l2,

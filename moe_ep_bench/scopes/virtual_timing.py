@@ -87,6 +87,7 @@ class ModelledRanks:
             batch_wide=traffic.stats_SE is not None,
             alone=self.comparison.ep_size == 1,
             bytes_per_value=DTYPES[self.comparison.experiment.layer.dtype].itemsize,
+            experts=self.comparison.parts.experts,
         )
         return RankTime(legs, meetings, 0.0, 0.0)
 

@@ -52,8 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     emulate.add_argument("--dry-run", action="store_true", help="print cases and runs of a layer; run nothing")
     emulate.set_defaults(command=_emulate)
 
-    reproduce = commands.add_parser("reproduce", help="emulate a config and set its papers' numbers beside ours")
+    reproduce = commands.add_parser("reproduce", help="emulate or run a config and set its papers' numbers beside ours")
     _add_config(reproduce, profile=False)
+    reproduce.add_argument(
+        "--nproc", type=int, metavar="N", help="time it on so many real ranks, as launch does, instead of emulating it"
+    )
     reproduce.set_defaults(command=_reproduce)
 
     validate = commands.add_parser("validate", help="hold emulated ranks against real ones of this machine")
@@ -290,7 +293,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     from moe_ep_bench.scopes.reproduce import reproduce
 
     out = options.out or default_out(options.config)
-    status = reproduce(options.config, out, options.overrides, force=options.force)
+    status = reproduce(options.config, out, options.overrides, force=options.force, nproc=options.nproc)
 
     def report() -> str:
         claims = load_claims(out)

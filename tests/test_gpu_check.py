@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 LAUNCH = Path(__file__).parents[1] / "launch"
-SCRIPTS = ["gpu_check.sh", "gpu_kernels.sh", "gpu_emulate.sh"]
+SCRIPTS = ["gpu_check.sh", "gpu_decode.sh", "gpu_emulate.sh", "gpu_kernels.sh"]
 
 WRONG = {
     "no folder": ([], "expected DIR"),

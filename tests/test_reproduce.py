@@ -288,6 +288,31 @@ def test_nothing_is_solved_on_a_measured_device(tmp_path: Path) -> None:
         modelled_once(Emulated.on(load_experiments(config, on_cpu=False)[0], on_cpu=True), None, [])
 
 
+def test_claims_stand_beside_real_ranks_where_these_are_asked_for(tmp_path: Path) -> None:
+    workload = {"kind": "synthetic", "num_tokens": 12, "num_batches": 2, "sequence_length": 1}
+    config = write(
+        tmp_path,
+        [
+            {**CLAIM, "metric": "layer_time"},
+            {**CLAIM, "source": "Table 2", "metric": "native_activated_experts", "policy": None, "paper": 8},
+        ],
+        model={"preset": "mixtral-8x7b", "scale": 1 / 64},
+        workload=workload,
+        layer={"dtype": "float32", "ep_size": 1, "dispatcher": "allgather", "experts": "decode"},
+        measure={"iterations": 1, "breakdown_iterations": 0, "max_warmup": 1},
+        sweep={},
+    )
+    assert main(["reproduce", str(config), "--out", str(tmp_path / "out"), "--nproc", "1"]) == OK
+    found = load_claims(tmp_path / "out")
+    assert found.run.mode == "run"
+    assert found.solved_on is None
+    assert [len(one.ours) for one in found.results] == [1, 1]
+    assert found.results[0].ours[0].value > 0
+    text = claims_text(found)
+    assert "x 1 ranks, gloo; decode experts, allgather; run eagerly" in " ".join(text.split())
+    assert "needed" not in text
+
+
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 CLAIMS = [

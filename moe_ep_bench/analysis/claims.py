@@ -39,7 +39,7 @@ from moe_ep_bench.analysis.style import (
 )
 from moe_ep_bench.analysis.sweep import key_words
 from moe_ep_bench.analysis.timing import layer_time_us
-from moe_ep_bench.analysis.words import NONE, aligned, milliseconds, mode_words, percent, scale_words
+from moe_ep_bench.analysis.words import NONE, aligned, hardware_words, milliseconds, mode_words, percent, scale_words
 from moe_ep_bench.claims import (
     NATIVE_METRICS,
     OWN_METRICS,
@@ -260,8 +260,17 @@ def _heading(claims: Claims) -> list[str]:
 def _how(claims: Claims) -> str:
     """How ours came about, by which device and links."""
     facts = [one.comparison for one in claims.comparisons]
-    device = [one.device or f"{claims.run.device_name} in place of {one.world_size} ranks" for one in facts]
-    parts = [[mode_words(claims.run, one) for one in facts], device, [one.links or NONE for one in facts]]
+    if claims.run.mode == "run":
+        held = [one.cuda_graph and f"replayed from CUDA graphs: {one.cuda_graph}" for one in facts]
+        parts = [
+            [mode_words(claims.run, one) for one in facts],
+            [hardware_words(claims.run, one) for one in facts],
+            [f"{one.experts.ran} experts, {one.dispatcher}" for one in facts],
+            [words or "run eagerly" for words in held],
+        ]
+    else:
+        device = [one.device or f"{claims.run.device_name} in place of {one.world_size} ranks" for one in facts]
+        parts = [[mode_words(claims.run, one) for one in facts], device, [one.links or NONE for one in facts]]
     return "; ".join(" / ".join(dict.fromkeys(values)) for values in parts)
 
 

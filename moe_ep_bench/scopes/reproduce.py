@@ -1,4 +1,4 @@
-"""``reproduce``: a config's layers emulated, and what is needed to set them beside the numbers that its claims name.
+"""``reproduce``: a config's layers emulated, or run, and what sets them beside the numbers that its claims name.
 
 A claim's comparisons are all points of the config's sweep that it speaks of; those that differ in nothing but
 ``workload.skew`` or ``workload.peak_load`` stand side by side. Where a claim has a number, this also asks which skew
@@ -26,9 +26,10 @@ from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig, load_expe
 from moe_ep_bench.devices import load_device
 from moe_ep_bench.environment import code_hash
 from moe_ep_bench.exit_codes import CASES_FAILED, OK
+from moe_ep_bench.launcher import Nodes, launch
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.records import stable_hash, write_json
-from moe_ep_bench.scopes.comparison import BASELINE, POLICY
+from moe_ep_bench.scopes.comparison import BASELINE, POLICY, Comparison, plan_comparisons
 from moe_ep_bench.scopes.emulate import emulate
 from moe_ep_bench.scopes.emulated import Emulated, emulated_comparisons
 from moe_ep_bench.scopes.emulation import Emulation
@@ -85,25 +86,38 @@ class _Row:
     claim: Claim
     policy: Policy | None
     versus: Policy | None
-    comparisons: list[Emulated]
+    comparisons: list[Comparison]
     others: dict[str, Any]
 
 
-def reproduce(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False) -> int:
+def reproduce(
+    config: Path, out: Path, overrides: Sequence[str], *, force: bool = False, nproc: int | None = None
+) -> int:
     """Emulate a config, find the skews that its claims need, and write ``claims.json``; return the exit status.
+
+    Args:
+        nproc: time the config on so many real ranks instead, as ``launch`` does; no skew is looked for then.
 
     Raises:
         ValueError: the config or the results directory cannot be used; one line.
     """
+    on_cpu = not torch.cuda.is_available()
     if not load_experiments(config, overrides, on_cpu=False)[0].claims:
         raise ValueError(f"{config}: {_NO_CLAIMS}")
-    comparisons = emulated_comparisons(config, overrides, on_cpu=not torch.cuda.is_available())
+    comparisons: Sequence[Comparison]
+    if nproc is None:
+        comparisons = emulated_comparisons(config, overrides, on_cpu=on_cpu)
+    else:
+        comparisons = plan_comparisons(config, overrides, nproc, on_cpu=on_cpu)
     try:
         rows = _rows(comparisons)
-        solved_on = _device_name(comparisons[0].experiment)
+        solved_on = _device_name(comparisons[0].experiment) if nproc is None else None
     except ValueError as problem:
         raise ValueError(f"{config}: {problem}") from None
-    status = emulate(config, out, overrides, force=force)
+    if nproc is None:
+        status = emulate(config, out, overrides, force=force)
+    else:
+        status = launch(config, out, overrides, Nodes(nproc), force=force)
     if status not in (OK, CASES_FAILED):
         return status
     earlier = {} if force else _earlier(claims_path(out))
@@ -128,7 +142,7 @@ def _device_name(experiment: Experiment) -> str | None:
     return name
 
 
-def _rows(comparisons: Sequence[Emulated]) -> list[_Row]:
+def _rows(comparisons: Sequence[Comparison]) -> list[_Row]:
     experiment = comparisons[0].experiment
     if not experiment.claims:
         raise ValueError(_NO_CLAIMS)
@@ -163,8 +177,10 @@ def _is_at(experiment: Experiment, claim: Claim, number: int) -> bool:
     return True
 
 
-def _by_all_but_traffic(comparisons: Sequence[Emulated]) -> Iterator[tuple[dict[str, Any], list[Emulated]]]:
-    groups: dict[str, tuple[dict[str, Any], list[Emulated]]] = {}
+def _by_all_but_traffic(
+    comparisons: Sequence[Comparison],
+) -> Iterator[tuple[dict[str, Any], list[Comparison]]]:
+    groups: dict[str, tuple[dict[str, Any], list[Comparison]]] = {}
     for one in comparisons:
         others = {key: value for key, value in one.experiment.point if key not in _TRAFFIC}
         groups.setdefault(stable_hash(others), (others, []))[1].append(one)
@@ -194,7 +210,7 @@ def _described(row: _Row, solvers: _Solvers, earlier: dict[str, list[dict[str, A
     }
 
 
-def _entry(row: _Row, comparison: Emulated) -> dict[str, Any]:
+def _entry(row: _Row, comparison: Comparison) -> dict[str, Any]:
     cases = {case.policy: case.case_id for case in comparison.cases if case.role in (POLICY, BASELINE)}
     config = comparison.experiment.workload
     return {
@@ -212,7 +228,7 @@ def _target(row: _Row) -> float | None:
     return row.claim.number if solvable else None
 
 
-def _solved_tokens(comparison: Emulated) -> int:
+def _solved_tokens(comparison: Comparison) -> int:
     return min(SOLVED_TOKENS, max(1, comparison.num_tokens // comparison.world_size))
 
 
@@ -225,7 +241,7 @@ def _solved_padding(comparison: Emulated) -> int:
 class _Solver:
     """All skews of one layer on a modelled device: each is tried once, for all policies."""
 
-    def __init__(self, like: Emulated, device: str, policies: Collection[Policy]) -> None:
+    def __init__(self, like: Comparison, device: str, policies: Collection[Policy]) -> None:
         self._like, self._device, self._policies = like, device, policies
         self._tried: dict[tuple[str, float | None], Reached | None] = {}
         definition = self._at(PLACEMENTS[0], None).definition
@@ -295,7 +311,7 @@ class _Solvers:
         self.device, self._policies = device, policies
         self._solvers: dict[str, _Solver] = {}
 
-    def like(self, comparison: Emulated) -> _Solver:
+    def like(self, comparison: Comparison) -> _Solver:
         assert self.device is not None
         solver = _Solver(comparison, self.device, self._policies)
         return self._solvers.setdefault(solver.key, solver)

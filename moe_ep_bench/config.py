@@ -180,7 +180,7 @@ class LayerConfig(_Strict):
     """What permutes tokens around the all-to-all (layer.parts)."""
     kernel: Literal["auto", "torch", "triton", "numba"] = "auto"
     """What routes by a policy (kernels.twins)."""
-    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens reach their experts' ranks (layer.parts)."""
     cuda_graph: bool = False
     """Replay the layer from CUDA graphs, as far as it waits for no host (layer.graphs); needs allgather and a GPU."""

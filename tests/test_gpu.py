@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import flex_laws  # noqa: F401, adds its laws to the others
 import graph_laws  # noqa: F401, adds its laws to the others
 import pandas as pd
 import pytest

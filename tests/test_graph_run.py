@@ -126,7 +126,7 @@ def test_replays_route_alike_and_are_checked(taped: tuple[Path, int]) -> None:
         ({"cuda_graph": True, "dispatcher": "allgather"}, "layer.cuda_graph: true needs a GPU"),
         ({"dispatcher": "allgather", "experts": "decode", "permute": "indexed"}, "layer.permute: expected auto"),
         ({"dispatcher": "allgather", "permute": "indexed"}, "indexed serves layer.dispatcher alltoall only"),
-        ({"dispatcher": "ring"}, "layer.dispatcher: input should be 'alltoall' or 'allgather', got 'ring'"),
+        ({"dispatcher": "ring"}, "layer.dispatcher: input should be 'alltoall', 'allgather' or 'flex', got 'ring'"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(layer: dict, message: str, tmp_path: Path, capsys) -> None:
@@ -160,3 +160,18 @@ def test_emulation_refuses_what_only_run_does(tmp_path: Path, capsys) -> None:
     assert "layer.dispatcher: emulate stands in for the all-to-all; expected alltoall, got allgather" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "message"),
+    [(False, "flex needs a GPU"), (True, r"flex needs DeepEP \(the package deep_ep\), which is not installed")],
+)
+def test_flex_needs_deepep(has_gpu: bool, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Parts.choose("auto", "auto", "auto", "flex", on_cpu=not has_gpu)
+
+
+def test_flex_needs_ranks_to_send_to(tmp_path: Path, capsys) -> None:
+    config = {key: value for key, value in CONFIG.items() if key != "sweep"} | {"layer": {"dispatcher": "flex"}}
+    assert main(["run", str(write(tmp_path, config)), "--dry-run"]) == USER_ERROR
+    assert "layer.dispatcher: flex needs several ranks in layer.ep_size" in capsys.readouterr().err

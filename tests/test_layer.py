@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import flex_laws  # noqa: F401, adds its laws to the others
 import graph_laws  # noqa: F401, adds its laws to the others
 import pytest
 from layer_laws import LAWS, NEEDS_RANKS

@@ -49,6 +49,14 @@ def law_shapes_and_values(routing: Routing, spec: Spec, scores_TE: Tensor, argum
     assert (routing.weights_TE[~routing.map_TE] == 0).all()
 
 
+def law_no_token_has_more_experts_than_promised(
+    routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments
+) -> None:
+    most = make_policy(spec).most_experts(scores_TE.shape[1], context_of(arguments))
+    assert 1 <= most <= scores_TE.shape[1]
+    assert len(scores_TE) == 0 or int(routing.map_TE.sum(1).max()) <= most
+
+
 def law_pure_and_deterministic(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
     """The same inputs give the same bits, stay as they were, and the global generator does not move."""
     before = scores_TE.clone(), {k: v.clone() for k, v in arguments.items() if isinstance(v, Tensor)}
@@ -170,6 +178,7 @@ def law_weights(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Argu
 
 LAWS: list[Callable[[Routing, Spec, Tensor, Arguments], None]] = [
     law_shapes_and_values,
+    law_no_token_has_more_experts_than_promised,
     law_pure_and_deterministic,
     law_padding,
     law_capacity,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from moe_ep_bench.layer.backends import experts_submodule, fill_experts_
 from moe_ep_bench.layer.experts import GATE, ROUTED, SHARED, expert_weights, fill_mlp_, seeded_generator
+from moe_ep_bench.layer.flex import FlexDispatcher
 from moe_ep_bench.layer.gathering import MapDispatcher
 from moe_ep_bench.layer.megatron import MoELayer, TransformerConfig, default_groups, moe_submodules
 from moe_ep_bench.layer.parts import Parts
@@ -96,12 +97,21 @@ def _build(
     submodules = moe_submodules(model.num_experts, router, experts_submodule(parts, model.num_experts))
     layer = MoELayer(config, submodules, layer_number=1, pg_collection=groups)
     layer.set_layer_number(1)
-    own = MapDispatcher if parts.by_map else IndexedAlltoAllDispatcher if parts.permute == "indexed" else None
+    own = _own_dispatcher(parts)
     if own is not None:
         layer.token_dispatcher = own(
             layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=groups
         )
     return layer.to(device).eval()
+
+
+def _own_dispatcher(parts: Parts) -> Any:
+    """Ours, in place of the one that Megatron-Core has built; None = it stays."""
+    if parts.dispatcher == "flex":
+        return FlexDispatcher
+    if parts.by_map:
+        return MapDispatcher
+    return IndexedAlltoAllDispatcher if parts.permute == "indexed" else None
 
 
 def transformer_config(

@@ -31,6 +31,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe.token_dispatcher import (
         MoEAllGatherTokenDispatcher,
         MoEAlltoAllTokenDispatcher,
+        MoEFlexTokenDispatcher,
     )
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -40,6 +41,7 @@ __all__ = [
     "MEGATRON_VERSION",
     "MoEAllGatherTokenDispatcher",
     "MoEAlltoAllTokenDispatcher",
+    "MoEFlexTokenDispatcher",
     "MoELayer",
     "MoESubmodules",
     "TopKRouter",

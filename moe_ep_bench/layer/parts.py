@@ -12,6 +12,8 @@ Dispatcher
 ``alltoall``    Megatron-Core's: each pair travels to its expert's rank; waits for the host
 ``allgather``   Megatron-Core's: every rank gets all tokens, and the sums are scattered back. With ``decode`` experts no
                 token is permuted and nothing waits for the host (``gathering``), which a CUDA graph needs
+``flex``        Megatron-Core's, with DeepEP's kernels: a token travels to a rank once (``flex``); needs DeepEP, a GPU
+                and several ranks
 
 Permutation
 
@@ -30,6 +32,7 @@ was asked for, what ran and why are recorded.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 from moe_ep_bench.environment import package_versions
 
@@ -83,6 +86,8 @@ class Parts:
         """
         if cuda_graph:
             _check_graph(experts, dispatcher, on_cpu)
+        if dispatcher == "flex":
+            _check_flex(on_cpu)
         version = package_versions()["transformer_engine"]
         lacking = "a GPU" if on_cpu else "" if version else "Transformer Engine, which is not installed"
         if experts == "te" and lacking:
@@ -100,12 +105,19 @@ class Parts:
         return replace(parts, permute=_permute(permute, parts, version, lacking))
 
 
+def _check_flex(on_cpu: bool) -> None:
+    without = "DeepEP (the package deep_ep), which is not installed"
+    lacking = "a GPU" if on_cpu else "" if find_spec("deep_ep") else without
+    if lacking:
+        raise ValueError(f"layer.dispatcher: flex needs {lacking}; expected alltoall or allgather")
+
+
 def _check_graph(experts: str, dispatcher: str, on_cpu: bool) -> None:
     if on_cpu:
         raise ValueError("layer.cuda_graph: true needs a GPU; expected false on CPU ranks")
     if dispatcher != "allgather":
         raise ValueError(
-            "layer.cuda_graph: true needs layer.dispatcher allgather, for the all-to-all waits for the host;"
+            "layer.cuda_graph: true needs layer.dispatcher allgather, for the others wait for the host;"
             f" got {dispatcher}"
         )
     if experts not in ("auto", "decode"):

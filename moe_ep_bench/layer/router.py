@@ -85,5 +85,6 @@ class PolicyRouter(ReplayRouter):
         return routing.weights_TE, routing.map_TE
 
     def sum_over_ranks(self, stats_SE: Tensor) -> Tensor:
-        dist.all_reduce(stats_SE, group=self.ep_group)
+        if self.ep_group.size() > 1:
+            dist.all_reduce(stats_SE, group=self.ep_group)
         return stats_SE

@@ -127,6 +127,9 @@ class TokenDrop(CapacityPolicy):
 
     name: ClassVar[str] = "token_drop"
 
+    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
+        return context.top_k
+
     def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
         top_k_TE = top_k_map(scores_TE, context, steps)
         map_TE = self.within_capacity(steps, top_k_TE, scores_TE, context)
@@ -165,6 +168,12 @@ class ExpandedDrop(CapacityPolicy):
             require_count("num_candidates", self.num_candidates, minimum=0)
         if self.max_experts_per_token is not None:
             require_count("max_experts_per_token", self.max_experts_per_token, minimum=1)
+
+    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
+        most = num_experts if self.scope == "global" else num_experts // context.num_ranks
+        more = most if self.num_candidates is None else min(self.num_candidates, most)
+        wanted = min(context.top_k + more, num_experts)
+        return wanted if self.max_experts_per_token is None else min(wanted, self.max_experts_per_token)
 
     def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
         top_k_TE = top_k_map(scores_TE, context, steps)

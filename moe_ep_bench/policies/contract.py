@@ -97,6 +97,13 @@ class Policy:
         """What the rule must know of all ranks' tokens: float64 [S, E], to be summed over ranks; None = nothing."""
         return None
 
+    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
+        """The most experts that a token may be given: all, unless a policy promises less.
+
+        A dispatcher that sets aside places for a token's experts asks for it (DeepEP's).
+        """
+        return num_experts
+
     def batch_stats(self, scores_TE: Tensor, context: RoutingContext, kernel: str = "auto") -> Tensor | None:
         """Return float64 [S, E] statistics that the caller sums over ranks, or None if ``select`` needs none."""
         return self._twin(kernel, scores_TE).stats(self, scores_TE, context)

@@ -48,6 +48,9 @@ class LoadAwarePolicy(Policy):
 
     looks_past_top_k: ClassVar[bool] = True
 
+    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
+        return context.top_k
+
     def route_by_load(
         self, steps: Steps, scores_TE: Tensor, context: RoutingContext, rule: LeastLoaded, random_TE: Tensor | None
     ) -> Routing:

@@ -41,6 +41,9 @@ class Pruned(Policy):
         require_count("k0", self.k0, minimum=1)
         object.__setattr__(self, "p", real("p", self.p, maximum=1, zero=False))
 
+    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
+        return min(self.k0, num_experts)
+
     def base(self, steps: Steps, scores_TE: Tensor, keys_TE: Tensor, context: RoutingContext) -> Tensor:
         """The first n of every list: bool [T, E]."""
         if self.p == 1:
@@ -80,6 +83,10 @@ class OEA(Pruned):
         if self.max_rank is not None:
             require_count("max_rank", self.max_rank, minimum=1)
         require_flag("rank_fill", self.rank_fill)
+
+    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
+        k_max = context.top_k if self.k_max is None else self.k_max
+        return min(max(self.k0, k_max), num_experts)
 
     def stats_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         base_TE = self.base(steps, scores_TE, list_keys(scores_TE, context, steps), context)

@@ -18,6 +18,9 @@ class TopK(Policy):
 
     name: ClassVar[str] = "topk"
 
+    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
+        return context.top_k
+
     def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
         map_TE = top_k_map(scores_TE, context, steps)
         return weighted(scores_TE, map_TE, map_TE, context, steps)

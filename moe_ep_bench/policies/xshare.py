@@ -88,6 +88,9 @@ class XShare(Policy):
         if self.scope == "request" and context.request_id_T is None:
             raise ValueError("request_id_T: scope=request needs the tokens' requests, got None")
 
+    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
+        return context.top_k
+
     def stats_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         wanted_TE = steps.best_per_row(list_keys(scores_TE, context, steps), self.k0)
         wanted_TE = without_padding(wanted_TE, context)

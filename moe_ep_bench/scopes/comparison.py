@@ -246,6 +246,8 @@ class Comparison(Planned):
                 f"layer.ep_size: expected a divisor of the {model.num_experts} experts of {model.name}, got {ep_size}"
                 + ("" if experiment.layer.ep_size else " (all ranks)")
             )
+        if experiment.layer.dispatcher == "flex" and ep_size == 1:
+            raise ValueError("layer.dispatcher: flex needs several ranks in layer.ep_size; expected alltoall on one")
         _check_routing(model)
         check_rank_shares(experiment, world_size)
         parts = _parts(experiment, world_size, on_cpu, device)

@@ -94,6 +94,9 @@ class LayerCase:
         if self.spec.policy is not None:
             self.layer.router.policy = self.spec.policy
             self.layer.router.context = self.spec.told(self.context_for(batch))
+            if hasattr(self.layer.token_dispatcher, "most_experts"):
+                num_experts = share.logits_TE.shape[1]
+                self.layer.token_dispatcher.most_experts = self.spec.policy.most_experts(num_experts, self.context)
         return share.hidden.next()
 
     @contextlib.contextmanager
@@ -316,9 +319,9 @@ class Session:
     def capture_all(self) -> None:
         """Keep every case's runs as CUDA graphs; those that cannot be kept are recorded as failed."""
         by_phase, clock = self.comparison.experiment.measure.breakdown_iterations > 0, clock_for(self.device)
-        new_graph = make_graphs(self.device)
         for case in list(self.cases):
             self.job.begin(case.case_id)
+            new_graph = make_graphs(self.device)  # Of its own: a capture that failed may leave its memory in use.
             eager = [self.observe(case, batch) for batch in range(self.num_batches)]
             problem = ""
             try:

@@ -9,7 +9,7 @@ set -uo pipefail
 export ROOT=${ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}   # this repository, on a file system that all nodes share
 export NPROC=${NPROC:-}                          # ranks per node; empty: all GPUs, without any one per core, 2 to 4
 export VENV=${VENV:-}                            # an environment that is ready; empty: .venv, made if it is not there
-REQUEUES=${REQUEUES:-0}                          # how often a job may requeue itself when its time was up
+REQUEUES=${REQUEUES:-0}                          # how often a job may requeue itself when time is up or a node is lost
 SRUN_OPTIONS=${SRUN_OPTIONS:-}                   # e.g. SITE: --container-image=... --container-mounts=$PWD
 
 # SITE: modules that nodes need, and NCCL's settings.
@@ -45,8 +45,13 @@ while :; do
 done
 [ "$status" != 0 ] || status=$(cat "$STATUS_DIR/0" 2>/dev/null || echo 75)
 
-if [ "$status" = 138 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$REQUEUES" ]; then
-  echo "job.sh: time is up; requeueing job $SLURM_JOB_ID, which goes on with what is left" >&2
+case $status in
+  138) why="time is up" ;;
+  75 | 137) why="a node or its ranks were lost (status $status)" ;;
+  *) why= ;;
+esac
+if [ -n "$why" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$REQUEUES" ]; then
+  echo "job.sh: $why; requeueing job $SLURM_JOB_ID, which goes on with what is left" >&2
   scontrol requeue "$SLURM_JOB_ID" && exit 0
 fi
 exit "$status"

@@ -25,6 +25,8 @@ HOSTS = Path("/etc/hosts")
 HOSTS_MARK = "# a test's Slurm"
 NAMES = ("n1", "n2")
 BRIDGE = "mebtest"
+# Nothing stays where the tests themselves are killed.
+DIES_WITH_US = ("setpriv", "--pdeathsig", "TERM")
 NETWORK = "10.231.77"
 
 CONF = """\
@@ -137,7 +139,10 @@ class Cluster:
         node = self.nodes[name]
         with open(self.root / f"{name}.printed", "ab") as printed:
             node.daemon = subprocess.Popen(
-                [*node.enter, "slurmd", "-D", "-N", name], stdout=printed, stderr=printed, env=self.environment
+                [*DIES_WITH_US, *node.enter, "slurmd", "-D", "-N", name],
+                stdout=printed,
+                stderr=printed,
+                env=self.environment,
             )
         wait_for(f"node {name}", lambda: self.node_state(name) in ("idle", "mixed", "allocated"), 40)
 
@@ -206,6 +211,8 @@ def _kill(pid: int) -> None:
 @contextlib.contextmanager
 def _namespaces() -> Iterator[dict[str, Node] | None]:
     """A network namespace per node, bridged to this one; None where they cannot be made."""
+    # What a test that was killed may have left.
+    subprocess.run(["ip", "link", "delete", BRIDGE], capture_output=True, timeout=30, check=False)
     holders: list[subprocess.Popen[bytes]] = []
     nodes = {}
     try:
@@ -214,7 +221,7 @@ def _namespaces() -> Iterator[dict[str, Node] | None]:
             _run("ip", "address", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
             _run("ip", "link", "set", BRIDGE, "up")
             for number, name in enumerate(NAMES, 11):
-                holder = subprocess.Popen(["unshare", "--net", "--uts", "sleep", "infinity"])
+                holder = subprocess.Popen([*DIES_WITH_US, "unshare", "--net", "--uts", "sleep", "infinity"])
                 holders.append(holder)
                 wait_for("namespace", lambda pid=holder.pid: _words(pid)[:1] == ["sleep"], 10)
                 enter = ("nsenter", "--target", str(holder.pid), "--net", "--uts")
@@ -282,7 +289,7 @@ def cluster(root: Path) -> Iterator[Cluster]:
             try:
                 with open(root / "slurmctld.printed", "wb") as printed:
                     running.controller = subprocess.Popen(
-                        ["slurmctld", "-D"], stdout=printed, stderr=printed, env=running.environment
+                        [*DIES_WITH_US, "slurmctld", "-D"], stdout=printed, stderr=printed, env=running.environment
                     )
                 wait_for("slurmctld", lambda: "UP" in _ping(running), 30)
                 for name in nodes:

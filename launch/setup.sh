@@ -9,6 +9,7 @@
 # Exit status: 0 the environment is there, 1 pip failed, 2 something to correct in the command.
 set -euo pipefail
 
+arguments=("$@")
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 python=
@@ -79,13 +80,28 @@ install_clone() {
 
 unsuited=
 suits || unsuited=yes
-if [ -z "$unsuited" ] && [ "$(cat "$venv/.pins" 2>/dev/null)" = "$pins" ]; then
-  [ "$(cat "$venv/.clone" 2>/dev/null)" = "$root" ] || install_clone
-  exit 0
-fi
-if [ -n "$made_with" ] && [ -z "$system_torch$wheelhouse" ]; then
+made=
+[ -n "$unsuited" ] || [ "$(cat "$venv/.pins" 2>/dev/null)" != "$pins" ] || made=yes
+[ -z "$made" ] || [ "$(cat "$venv/.clone" 2>/dev/null)" != "$root" ] || exit 0
+if [ -z "$made" ] && [ -n "$made_with" ] && [ -z "$system_torch$wheelhouse" ]; then
   # An ordinary set-up would fetch a torch of gigabytes in place of the container's, or wait for a network.
   fail "$venv was made with $made_with, and is unfinished or out of date: give these flags again, or remove it"
+fi
+
+# One at a time: nodes and jobs share this folder. Whoever has waited begins anew, and finds the environment made.
+alone() {
+  [ -z "${MOE_EP_BENCH_SETUP_LOCKED:-}" ] || return 0
+  mkdir -p "$(dirname "$venv")"
+  export MOE_EP_BENCH_SETUP_LOCKED=yes
+  if flock "$venv.lock" true 2>/dev/null; then
+    exec flock "$venv.lock" bash "${BASH_SOURCE[0]}" "${arguments[@]}"
+  fi
+  echo "setup.sh: cannot lock $venv.lock; let no other set-up of $venv run meanwhile" >&2
+}
+if [ -n "$made" ]; then
+  alone
+  install_clone
+  exit 0
 fi
 
 # Why a Python cannot be the base; nothing if it can.
@@ -120,6 +136,7 @@ for candidate in "${candidates[@]}"; do
   objections+=${objections:+; }$why
 done
 [ -n "$base" ] || fail "${objections:-there is no Python 3.11 or 3.12}; name another with --python"
+alone
 
 echo "Setting up $venv with $("$base" --version) (a few minutes, once) ..."
 venv_options=()

@@ -33,14 +33,22 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="time a real expert-parallel layer; start it with torchrun")
     _add_config(run)
     run.add_argument("--dry-run", action="store_true", help="print cases, memory and time to expect; run nothing")
+    _add_point(run)
     run.add_argument("--launch", type=int, default=0, help="which of measure.launches repetitions, from 0")
     run.set_defaults(command=_run)
 
     launch = commands.add_parser("launch", help="start `run` under torchrun and restart it after a lost process group")
     _add_config(launch)
     launch.add_argument("--dry-run", action="store_true", help="print cases, memory and time to expect; run nothing")
+    _add_point(launch)
     _add_nodes(launch)
     launch.set_defaults(command=_launch)
+
+    points = commands.add_parser("points", help="list the points of a config's sweep, a line each, for --point")
+    points.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file (configs/)")
+    _add_overrides(points)
+    points.add_argument("--on-cpu", action="store_true", help="as ranks on the CPU read the config (its key on_cpu)")
+    points.set_defaults(command=_points)
 
     route = commands.add_parser("route", help="route on virtual ranks, without timing: loads, drops, activated experts")
     _add_config(route, profile=False)
@@ -131,6 +139,16 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_trace_import)
 
 
+def _add_point(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--point",
+        type=int,
+        metavar="I",
+        help="measure only this point of the config's sweep, from 0 (see `points`); other jobs may fill the same "
+        "results directory with others meanwhile",
+    )
+
+
 def _add_nodes(parser: argparse.ArgumentParser) -> None:
     _add_nproc(parser)
     parser.add_argument("--nnodes", type=int, default=1, help="nodes in all")
@@ -148,6 +166,17 @@ def _add_config(
     parser.add_argument("config", type=Path, metavar="CONFIG", help=config)
     folder = f"results directory (default: results/<config's name>{suffix})"
     parser.add_argument("--out", type=Path, metavar="DIR", help=folder)
+    _add_overrides(parser)
+    parser.add_argument("--force", action="store_true", help="do finished cases again")
+    if profile:
+        parser.add_argument(
+            "--profile",
+            metavar="CASE",
+            help="instead of timing, write one iteration of a case (its id, label or policy) per rank as a trace",
+        )
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         action="append",
@@ -156,13 +185,6 @@ def _add_config(
         dest="overrides",
         help="replace a value of the config, e.g. workload.peak_load=4; may be repeated",
     )
-    parser.add_argument("--force", action="store_true", help="do finished cases again")
-    if profile:
-        parser.add_argument(
-            "--profile",
-            metavar="CASE",
-            help="instead of timing, write one iteration of a case (its id, label or policy) per rank as a trace",
-        )
 
 
 def default_out(config: Path) -> Path:
@@ -174,7 +196,7 @@ def _run(options: argparse.Namespace) -> int:
     from moe_ep_bench.scopes import run
 
     if options.dry_run:
-        return run.dry_run(options.config, options.overrides, int(os.environ.get("WORLD_SIZE", "1")))
+        return run.dry_run(options.config, options.overrides, int(os.environ.get("WORLD_SIZE", "1")), options.point)
     out = options.out or default_out(options.config)
     return run.run(
         options.config,
@@ -183,6 +205,7 @@ def _run(options: argparse.Namespace) -> int:
         launch=options.launch,
         force=options.force,
         profile=options.profile,
+        point=options.point,
     )
 
 
@@ -192,7 +215,7 @@ def _launch(options: argparse.Namespace) -> int:
 
     nproc = options.nproc or launcher.default_nproc()
     if options.dry_run:
-        return run.dry_run(options.config, options.overrides, nproc * options.nnodes)
+        return run.dry_run(options.config, options.overrides, nproc * options.nnodes, options.point)
     nodes = launcher.Nodes(nproc, options.nnodes, options.node_rank, options.master)
     return launcher.launch(
         options.config,
@@ -201,7 +224,18 @@ def _launch(options: argparse.Namespace) -> int:
         nodes,
         force=options.force,
         profile=options.profile,
+        point=options.point,
     )
+
+
+def _points(options: argparse.Namespace) -> int:
+    import json
+
+    from moe_ep_bench.config import load_experiments
+
+    for number, experiment in enumerate(load_experiments(options.config, options.overrides, on_cpu=options.on_cpu)):
+        print(number, *(f"{key}={json.dumps(value, default=str)}" for key, value in experiment.point))
+    return OK
 
 
 def _route(options: argparse.Namespace) -> int:

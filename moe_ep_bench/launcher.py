@@ -3,6 +3,8 @@
 A rank that dies takes its process group with it; the ranks record what they can and end. The
 launcher then starts a new job in the same results directory, which goes on with the next
 comparison and leaves out a case that was lost too often. It gives up when a job changed nothing.
+
+Signals: SIGTERM and SIGINT end the ranks at once, SIGUSR1 after the comparison that they are measuring (``closing``).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import torch
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from moe_ep_bench.attempts import num_lost
-from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
+from moe_ep_bench.closing import closing_on_signal
+from moe_ep_bench.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
 from moe_ep_bench.records import RunDirectory
 from moe_ep_bench.scopes.comparison import find_case, plan_comparisons
 
@@ -54,47 +57,69 @@ def default_nproc() -> int:
 
 
 def launch(
-    config: Path, out: Path, overrides: Sequence[str], nodes: Nodes, *, force: bool, profile: str | None = None
+    config: Path,
+    out: Path,
+    overrides: Sequence[str],
+    nodes: Nodes,
+    *,
+    force: bool,
+    profile: str | None = None,
+    point: int | None = None,
 ) -> int:
     """Run ``config`` on this node's ranks until all its cases have all their launches; return the exit status.
 
-    With ``profile`` one job profiles that case; nothing is timed and nothing tried again.
+    With ``profile`` one job profiles that case; nothing is timed and nothing tried again. With ``point`` only that
+    point of the config's sweep is measured, from 0; other jobs may measure others into ``out`` meanwhile.
 
     Raises:
         ValueError: the config cannot be run on these ranks; found before any is started.
     """
-    comparisons = plan_comparisons(config, overrides, nodes.nproc * nodes.count, on_cpu=not torch.cuda.is_available())
+    on_cpu = not torch.cuda.is_available()
+    comparisons = plan_comparisons(config, overrides, nodes.nproc * nodes.count, on_cpu=on_cpu, point=point)
     # Another node may notice only by its own time limit that a job was lost.
     patience_s = int(max(comparison.experiment.measure.timeout_s for comparison in comparisons)) + _JOIN_TIMEOUT_S
     arguments = [str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
+    directory = RunDirectory(out)
+    if point is not None:
+        arguments += ["--point", str(point)]
+        directory = RunDirectory(out, comparisons[0].comparison_id)
     if profile is not None:
         find_case(comparisons, profile)  # Raises, and lists what there is.
-        return _one_launch([*arguments, "--profile", profile], RunDirectory(out), nodes, patience_s, force=False)
+        return _one_launch([*arguments, "--profile", profile], directory, [], nodes, patience_s, force=False)
+    case_ids = [case.case_id for comparison in comparisons for case in comparison.cases]
     worst = OK
-    for number in range(max(comparison.num_launches for comparison in comparisons)):
-        status = _one_launch([*arguments, "--launch", str(number)], RunDirectory(out), nodes, patience_s, force=force)
-        if status not in (OK, CASES_FAILED):
-            return status
-        worst = max(worst, status)
+    with closing_on_signal():
+        for number in range(max(comparison.num_launches for comparison in comparisons)):
+            launch_arguments = [*arguments, "--launch", str(number)]
+            status = _one_launch(launch_arguments, directory, case_ids, nodes, patience_s, force=force)
+            if status not in (OK, CASES_FAILED):
+                return status
+            worst = max(worst, status)
     return worst
 
 
 def _one_launch(
-    arguments: Sequence[str], directory: RunDirectory, nodes: Nodes, patience_s: int, *, force: bool
+    arguments: Sequence[str],
+    directory: RunDirectory,
+    case_ids: Sequence[str],
+    nodes: Nodes,
+    patience_s: int,
+    *,
+    force: bool,
 ) -> int:
     """One repetition of the process, started again while it is lost and leaves something to go on from."""
     while True:
-        before = _progress(directory)
+        before = _progress(directory, case_ids)
         try:
             status = _one_job([*arguments, *(["--force"] if force else [])], nodes, patience_s)
         except (torch.distributed.DistError, RendezvousError) as error:
             return _not_met(nodes, patience_s, error)
-        if status in (OK, CASES_FAILED, USER_ERROR):
+        if status in (OK, CASES_FAILED, USER_ERROR, CLOSED):
             return status
         if status < 0:
             return 128 - status  # asked to stop
         force = False  # A restarted job goes on; it does not begin anew.
-        if nodes.rank == 0 and _progress(directory) == before:
+        if nodes.rank == 0 and _progress(directory, case_ids) == before:
             print("moe-ep-bench: the job was lost and left nothing to go on from; giving up", file=sys.stderr)
             return LOST
         print("moe-ep-bench: the process group was lost; starting again with what is left", file=sys.stderr, flush=True)
@@ -118,10 +143,10 @@ def _not_met(nodes: Nodes, patience_s: int, error: Exception) -> int:
     return LOST
 
 
-def _progress(directory: RunDirectory) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """What a job can have moved: attempts that were lost, and parts that were written."""
-    parts = directory.case_path("x").parent.glob("*.parquet")
-    return num_lost(directory.attempts), sorted((path.name, path.stat().st_mtime_ns) for path in parts)
+def _progress(directory: RunDirectory, case_ids: Sequence[str]) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """What a job can have moved: attempts that were lost, and parts that were written of its own cases."""
+    parts = [path for path in map(directory.case_path, case_ids) if path.exists()]
+    return num_lost(directory.attempts), [(path.name, path.stat().st_mtime_ns) for path in parts]
 
 
 def _one_job(arguments: Sequence[str], nodes: Nodes, patience_s: int, command: str = "run") -> int:
@@ -152,10 +177,13 @@ def _one_job(arguments: Sequence[str], nodes: Nodes, patience_s: int, command: s
         elastic_launch(config, program[0])(*program[1:])
     except ChildFailedError as error:
         statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        for agreed in (USER_ERROR, CASES_FAILED):
+        for agreed in (USER_ERROR, CLOSED, CASES_FAILED):
             # All ranks had agreed on it, whatever became of the others while they ended.
             if agreed in statuses.values():
                 return agreed
+        if set(statuses.values()) <= {128 + signal.SIGTERM, -signal.SIGTERM}:
+            # They were told to stop before this launcher was: a cluster signals all processes of a job at once.
+            return -signal.SIGTERM
         listed = ", ".join(f"rank {rank}: {status}" for rank, status in sorted(statuses.items()))
         print(f"moe-ep-bench: exit status of {listed}", file=sys.stderr, flush=True)
         return LOST

@@ -6,6 +6,9 @@
 ``<out>/conditions/<comparison_id>-<launch>.json``  the machine while a comparison was timed
 ``<out>/attempts/``                  what was running when a job was lost (``attempts``)
 
+Several jobs may fill one directory, each with comparisons of its own (the points of a sweep). Parts are theirs alone;
+``run.json`` is merged under a lock, and what was running is kept apart per job.
+
 ``route`` times nothing. It leaves ``run.json``, ``routing/`` with a few columns more (``ROUTE_SCHEMA``), and of each
 comparison ``scores/<comparison_id>.parquet`` and ``overlap/<comparison_id>.parquet``.
 
@@ -22,9 +25,12 @@ A launch in which a case could not be measured has a single row there: ``status`
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -185,11 +191,41 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
-class RunDirectory:
-    """The files of one run. Every write is atomic; reading back tells what is already done."""
+# What ``flock`` says on file systems that have no locks.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
-    def __init__(self, root: Path) -> None:
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Be the only process, on any node, that holds ``path``'s lock. The kernel frees it when its holder dies.
+
+    A file system without locks (Lustre mounted without ``flock``) is said once on stderr; the block runs all the same.
+    """
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as problem:
+            if problem.errno not in _NO_LOCKS:
+                raise
+            print(
+                f"moe-ep-bench: {path}: this file system has no locks ({problem.strerror}): "
+                "let no two jobs start in one results directory at the same moment",
+                file=sys.stderr,
+            )
+        yield
+
+
+class RunDirectory:
+    """The files of one run. Every write is atomic; reading back tells what is already done.
+
+    Args:
+        alone: the comparison that this job is about, where other jobs fill the directory with others; None: this
+            job is the only one.
+    """
+
+    def __init__(self, root: Path, alone: str | None = None) -> None:
         self.root = root
+        self._alone = alone
 
     @property
     def run_json(self) -> Path:
@@ -209,7 +245,8 @@ class RunDirectory:
 
     @property
     def attempts(self) -> Path:
-        return self.root / "attempts"
+        """What this job was running; a folder of its own where other jobs run beside it."""
+        return self.root / "attempts" / (self._alone or "")
 
     @property
     def profiles(self) -> Path:
@@ -266,15 +303,28 @@ class RunDirectory:
         except (OSError, pa.ArrowException):
             return False
 
-    def write_run(self, description: Mapping[str, Any], is_done: Callable[[str], bool] | None = None) -> None:
+    def write_run(
+        self,
+        description: Mapping[str, Any],
+        is_done: Callable[[str], bool] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Write ``run.json``, and keep in it what an earlier one knew of finished comparisons.
 
         ``runs`` holds the provenance of every run whose rows are here, by run_id. A comparison that
-        was begun under another config and never finished is dropped with its parts.
+        was begun under another config and never finished is dropped with its parts, unless this job is about one
+        comparison alone: another job may be at work on it.
 
         Args:
             is_done: whether a case has what makes it finished; the default is a part of samples.
+            check: raises where what is there by now does not allow it; called under the lock.
         """
+        self.root.mkdir(parents=True, exist_ok=True)
+        with lock(self.root / ".lock"):
+            check()
+            self._merge_run(description, is_done)
+
+    def _merge_run(self, description: Mapping[str, Any], is_done: Callable[[str], bool] | None) -> None:
         is_done = is_done or (lambda case_id: bool(self.statuses(case_id)))
         provenance = {key: description.get(key) for key in ("created", "config", "environment", "hashes")}
         merged = {**description, "runs": {description["run_id"]: provenance}}
@@ -284,7 +334,7 @@ class RunDirectory:
             if comparison_id in description["comparisons"]:
                 continue
             cases = {k: case for k, case in earlier["cases"].items() if case["comparison_id"] == comparison_id}
-            if all(is_done(case_id) for case_id in cases):
+            if self._alone is not None or all(is_done(case_id) for case_id in cases):
                 merged["comparisons"] = {comparison_id: comparison, **merged["comparisons"]}
                 merged["cases"] = {**cases, **merged["cases"]}
             else:

@@ -1,4 +1,7 @@
-"""Tests run on the CPU, whatever the machine has; ``-m gpu`` runs those that need a CUDA device, and only those."""
+"""Tests run on the CPU, whatever the machine has; ``-m gpu`` runs those that need a CUDA device, and only those.
+
+So does ``-m slurm`` those that start a Slurm.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("-m").strip() != "slurm":
+        for item in items:
+            if item.get_closest_marker("slurm"):
+                item.add_marker(pytest.mark.skip(reason="runs with -m slurm, as root where slurm-wlm is installed"))
     if _wants_gpu(config):
         return
     for item in items:

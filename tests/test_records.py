@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -154,3 +156,41 @@ def test_parts_of_older_versions_are_completed_where_they_lack_a_column() -> Non
     foreign = pa.table({"x": [1]})
     assert "load_E" not in completed(foreign, ROUTE_SCHEMA).schema.names
     assert completed(foreign, CASE_SCHEMA) is foreign
+
+
+def write_points(root: Path, points: Sequence[int]) -> None:
+    for point in points:
+        comparison, case = f"comparison-{point}", f"case-{point}"
+        description = {"run_id": str(point), "comparisons": {comparison: {}}}
+        directory = RunDirectory(root, alone=comparison)
+        directory.write_run({**description, "cases": {case: {"comparison_id": comparison}}})
+
+
+def test_jobs_that_fill_one_directory_at_once_are_all_in_its_run_json(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=write_points, args=(tmp_path, range(k, 60, 3))) for k in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0, 0, 0]
+    run = json.loads(RunDirectory(tmp_path).run_json.read_text())
+    assert set(run["comparisons"]) == {f"comparison-{point}" for point in range(60)}
+    assert set(run["cases"]) == {f"case-{point}" for point in range(60)}
+    assert len(run["runs"]) == 60
+
+
+def test_what_the_check_finds_under_the_lock_keeps_run_json_as_it_was(tmp_path: Path) -> None:
+    write_points(tmp_path, [1])
+
+    def refuse() -> None:
+        raise ValueError("another device")
+
+    with pytest.raises(ValueError, match="another device"):
+        RunDirectory(tmp_path, alone="x").write_run({"run_id": "2", "comparisons": {}, "cases": {}}, check=refuse)
+    assert set(json.loads(RunDirectory(tmp_path).run_json.read_text())["runs"]) == {"1"}
+
+
+def test_a_job_about_one_comparison_keeps_its_attempts_apart(tmp_path: Path) -> None:
+    folders = {RunDirectory(tmp_path, alone).attempts for alone in (None, "x", "y")}
+    assert folders == {tmp_path / "attempts", tmp_path / "attempts" / "x", tmp_path / "attempts" / "y"}

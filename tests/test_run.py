@@ -429,3 +429,21 @@ def test_a_sweep_is_one_comparison_per_point(tmp_path: Path, capsys: pytest.Capt
     config = write_config(tmp_path, sweep={"workload.peak_load": [3.0, 5.0], "workload.seed": [1, 2]})
     assert main(["launch", str(config), "--nproc", "2", "--dry-run"]) == OK
     assert capsys.readouterr().out.count("memory per rank about") == 4
+
+
+def test_the_points_of_a_sweep_are_listed_and_measured_one_by_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, sweep={"workload.peak_load": [3.0, 5.0], "workload.seed": [1, 2]})
+    assert main(["points", str(config)]) == OK
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "1 workload.peak_load=3.0 workload.seed=2"
+    assert len(lines) == 4
+    arguments = ["launch", str(config), "--nproc", "2", "--dry-run", "--point"]
+    assert main([*arguments, "2"]) == OK
+    printed = capsys.readouterr().out
+    assert printed.count("memory per rank about") == 1
+    assert "peak load 5" in printed
+    for wrong in ("4", "-1"):
+        assert main([*arguments[:-1], f"--point={wrong}"]) == USER_ERROR
+        assert f"--point: expected 0 to 3 (the points of {config}'s sweep), got {wrong}" in capsys.readouterr().err

@@ -350,14 +350,26 @@ class Comparison(Planned):
         return rounds * self.workload.num_batches * len(self.cases)
 
 
-def plan_comparisons(config: Path, overrides: Iterable[str], world_size: int, *, on_cpu: bool) -> list[Comparison]:
+def plan_comparisons(
+    config: Path, overrides: Iterable[str], world_size: int, *, on_cpu: bool, point: int | None = None
+) -> list[Comparison]:
     """All comparisons of a config file on this many ranks, each found to fit and its workload found to be there.
+
+    Args:
+        point: only this point of the config's sweep, from 0 in the order of ``load_experiments``.
 
     Raises:
         ValueError: one line naming the file, the key and what is allowed.
     """
     comparisons = []
-    for experiment in load_experiments(config, overrides, on_cpu=on_cpu):
+    experiments = load_experiments(config, overrides, on_cpu=on_cpu)
+    if point is not None:
+        if not 0 <= point < len(experiments):
+            raise ValueError(
+                f"--point: expected 0 to {len(experiments) - 1} (the points of {config}'s sweep), got {point}"
+            )
+        experiments = [experiments[point]]
+    for experiment in experiments:
         try:
             comparison = Comparison.of(experiment, world_size, on_cpu=on_cpu)
             comparison.check_padding()

@@ -7,6 +7,7 @@ beside emulated rows, or two versions of torch.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,10 +46,10 @@ def check_agreement(directory: RunDirectory, mode: str, conditions: Mapping[str,
 def _check_writable(directory: RunDirectory) -> None:
     if directory.root.exists() and not directory.root.is_dir():
         raise ValueError(f"--out {directory.root}: expected a directory, new or not; got a file")
-    probe = directory.root / ".writable"
     try:
         directory.root.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        # A name of its own: other jobs may be looking at the same moment.
+        with tempfile.NamedTemporaryFile(dir=directory.root, prefix=".writable."):
+            pass
     except OSError as error:
         raise ValueError(f"--out {directory.root}: cannot write there: {error.strerror}") from None

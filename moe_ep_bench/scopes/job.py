@@ -99,16 +99,18 @@ def open_job(
     progress = progress_bar(num_iterations, "iteration", shown=ranks.is_first)
     job = Job(ranks, directory, run_id, launch, mark, watchdog, progress, mode)
     try:
-        yield job
+        try:
+            yield job
+        except torch.OutOfMemoryError as error:
+            _lose(job, f"oom: {error}")
+        except Exception as error:
+            peers = "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe"
+            lost = any(text in str(error) for text in peers) or isinstance(error, torch.distributed.DistBackendError)
+            _lose(job, f"{'peer lost' if lost else 'failed'}: {type(error).__name__}: {error}")
     except Stopped:
+        # Also where all ranks were asked to end and this one, waiting in a collective, first saw the others gone.
         mark.clear()
         raise
-    except torch.OutOfMemoryError as error:
-        _lose(job, f"oom: {error}")
-    except Exception as error:
-        peers = "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe"
-        lost = any(text in str(error) for text in peers) or isinstance(error, torch.distributed.DistBackendError)
-        _lose(job, f"{'peer lost' if lost else 'failed'}: {type(error).__name__}: {error}")
     watchdog.stop()
     mark.clear()
     progress.close()

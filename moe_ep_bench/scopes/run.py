@@ -23,8 +23,9 @@ import torch
 
 from moe_ep_bench import environment
 from moe_ep_bench.attempts import MAX_ATTEMPTS, collect_lost, forget_lost, lost_attempts
+from moe_ep_bench.closing import asked_to_close
 from moe_ep_bench.config import Experiment
-from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
+from moe_ep_bench.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
 from moe_ep_bench.ranks import Ranks, join
 from moe_ep_bench.records import SCHEMA_VERSION, RunDirectory, stable_hash
 from moe_ep_bench.scopes.comparison import CaseSpec, Comparison, find_case, plan_comparisons
@@ -43,6 +44,7 @@ def run(
     launch: int = 0,
     force: bool = False,
     profile: str | None = None,
+    point: int | None = None,
 ) -> int:
     """Measure one launch of all comparisons of ``config`` on the ranks that torchrun started; return the exit status.
 
@@ -50,10 +52,11 @@ def run(
         out: results directory; what is finished in it is not run again unless ``force``.
         launch: which of the config's ``measure.launches`` repetitions, from 0.
         profile: a case (its id, label or policy name); one iteration of it is profiled and nothing timed.
+        point: only this point of the config's sweep, from 0; other jobs may measure others into ``out`` meanwhile.
     """
     _on_signals(_stop)
     try:
-        return _run(config, out, overrides, launch, force, profile)
+        return _run(config, out, overrides, launch, force, profile, point)
     except Stopped:
         return 128 + signal.SIGTERM
     except Exception:
@@ -62,33 +65,44 @@ def run(
         return LOST
 
 
-def _run(config: Path, out: Path, overrides: Sequence[str], launch: int, force: bool, profile: str | None) -> int:
+def _run(
+    config: Path,
+    out: Path,
+    overrides: Sequence[str],
+    launch: int,
+    force: bool,
+    profile: str | None,
+    point: int | None,
+) -> int:
     try:
         ranks = join(_JOIN_TIMEOUT_S)
     except ValueError as error:
         print(f"moe-ep-bench: {error}", file=sys.stderr)
         return USER_ERROR
     try:
-        comparisons = _agree_on_comparisons(ranks, config, overrides, launch)
+        comparisons = _agree_on_comparisons(ranks, config, overrides, launch, point)
         if comparisons is None:
             return USER_ERROR
-        directory = RunDirectory(out)
+        directory = RunDirectory(out, None if point is None else comparisons[0].comparison_id)
         if profile is not None:
             return _profile(ranks, directory, comparisons, profile)
         todo = _agree_on_cases(ranks, directory, comparisons, launch, force)
         if todo is None:
             return USER_ERROR
-        return _measure_all(ranks, directory, comparisons, todo, launch)
+        return _measure_all(ranks, directory, comparisons, todo, launch, force)
     finally:
         ranks.close()
 
 
-def _agree_on_comparisons(ranks: Ranks, config: Path, overrides: Sequence[str], launch: int) -> list[Comparison] | None:
+def _agree_on_comparisons(
+    ranks: Ranks, config: Path, overrides: Sequence[str], launch: int, point: int | None
+) -> list[Comparison] | None:
     """Every rank reads the config and opens the workloads; None if any cannot or if they differ."""
     comparisons: list[Comparison] = []
     error = ""
     try:
-        comparisons = plan_comparisons(config, overrides, ranks.world_size, on_cpu=ranks.device.type == "cpu")
+        on_cpu = ranks.device.type == "cpu"
+        comparisons = plan_comparisons(config, overrides, ranks.world_size, on_cpu=on_cpu, point=point)
         most = max(comparison.num_launches for comparison in comparisons)
         if not 0 <= launch < most:
             raise ValueError(f"--launch: expected 0 to {most - 1} (measure.launches={most}), got {launch}")
@@ -175,6 +189,7 @@ def _measure_all(
     comparisons: Sequence[Comparison],
     todo: Sequence[Sequence[CaseSpec]],
     launch: int,
+    force: bool,
 ) -> int:
     # Megatron-Core takes seconds to import: not before it is clear that there is something to run.
     from moe_ep_bench.scopes.timed import measure_comparison
@@ -183,8 +198,15 @@ def _measure_all(
     if any(todo):
         # Made on every rank, which keeps them together: it goes through all batches.
         description = run_description(ranks, run_id, comparisons)
+        error = ""
         if ranks.is_first:
-            directory.write_run(description)
+            try:
+                # Checked before, but another job may have come first.
+                directory.write_run(description, check=lambda: check_directory(directory, ranks, force))
+            except (OSError, ValueError) as problem:
+                error = str(problem)
+        if ranks.complain(error):
+            return USER_ERROR
     total = sum(_iterations(comparison, cases) for comparison, cases in zip(comparisons, todo, strict=True))
     with open_job(
         ranks,
@@ -195,15 +217,23 @@ def _measure_all(
         num_iterations=total,
         marks=directory.attempts,
     ) as job:
+        closed = False
         for comparison, cases in zip(comparisons, todo, strict=True):
             if ranks.is_first:
                 _record_lost(job, comparison, cases)
             if cases:
+                closed = bool(ranks.gather(torch.tensor([asked_to_close()]), everywhere=True)[0])
+                if closed:
+                    break
                 repetition = (
                     f", launch {launch + 1} of {comparison.num_launches}" if comparison.num_launches > 1 else ""
                 )
                 job.progress.set_description(comparison.title + repetition)
                 measure_comparison(job, comparison, cases)
+    if closed:
+        if ranks.is_first:
+            print("moe-ep-bench: asked to end; the same command does what is left", file=sys.stderr)
+        return CLOSED
     status = torch.tensor([status_of(directory, comparisons, launch) if ranks.is_first else OK])
     status = int(ranks.gather(status, everywhere=True)[0])
     if ranks.is_first and not total:
@@ -338,13 +368,13 @@ def describe_point(experiment: Experiment) -> dict[str, Any]:
     return {key: reduce(lambda section, name: section[name], key.split("."), described) for key, _ in experiment.point}
 
 
-def dry_run(config: Path, overrides: Sequence[str], world_size: int) -> int:
+def dry_run(config: Path, overrides: Sequence[str], world_size: int, point: int | None = None) -> int:
     """Print the cases, the memory that each rank needs and the time to expect; run nothing."""
     from moe_ep_bench.layer.build import DTYPES
     from moe_ep_bench.measure.ceilings import measure_ceilings
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    comparisons = plan_comparisons(config, overrides, world_size, on_cpu=device.type == "cpu")
+    comparisons = plan_comparisons(config, overrides, world_size, on_cpu=device.type == "cpu", point=point)
     available = environment.available_memory_bytes(device, world_size)
     for comparison in comparisons:
         print(f"{comparison.title} on {world_size} rank(s), {comparison.describe_workload()['description']}")
@@ -362,10 +392,12 @@ def dry_run(config: Path, overrides: Sequence[str], world_size: int) -> int:
     return OK
 
 
-def _on_signals(handler: Callable[[int, FrameType | None], Any]) -> None:
+def _on_signals(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handler)
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    # A cluster signals every process of a job, and so does the launcher: once is enough.
+    _on_signals(signal.SIG_IGN)
     raise Stopped

@@ -1,7 +1,8 @@
 """Faults for tests: with this folder on PYTHONPATH, ranks fail where MOE_EP_BENCH_FAULTS says.
 
 ``policy=fault`` pairs, comma-separated; the fault strikes on the last rank (``wrong``: on all ranks)
-whenever that policy routes inside a layer. Python imports this module at start-up.
+whenever that policy routes inside a layer, in a Slurm job only until it is requeued. Python imports this module at
+start-up.
 """
 
 import os
@@ -9,6 +10,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 FAULTS = dict(pair.split("=") for pair in os.environ.get("MOE_EP_BENCH_FAULTS", "").split(",") if pair)
 
@@ -16,7 +18,7 @@ FAULTS = dict(pair.split("=") for pair in os.environ.get("MOE_EP_BENCH_FAULTS", 
 def _strike(fault: str) -> None:
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif fault == "hang":
+    elif fault == "hang" or (fault == "hang_later" and _has_parts()):
         time.sleep(3600)
     elif fault == "oom":
         import torch
@@ -26,6 +28,11 @@ def _strike(fault: str) -> None:
         import torch
 
         torch.empty(2**46, dtype=torch.uint8, device="cuda")
+
+
+def _has_parts() -> bool:
+    """Whether a comparison has been finished."""
+    return any(Path(sys.argv[sys.argv.index("--out") + 1]).glob("cases/*.parquet"))
 
 
 def _inject() -> None:
@@ -48,5 +55,5 @@ def _inject() -> None:
     PolicyRouter.routing = faulty
 
 
-if FAULTS and "run" in sys.orig_argv:
+if FAULTS and "run" in sys.orig_argv and "SLURM_RESTART_COUNT" not in os.environ:
     _inject()

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# What bench.sbatch and sweep.sbatch run on the first node of their job: one task per node, each starting its ranks.
+#   slurm/job.sh CONFIG [--out DIR] [options of launch/torchrun.sh]
+# Exit status: that of `moe-ep-bench launch` (0 all measured, 1 some cases failed, 2 something to correct, 75 ranks
+# lost, 138 time was up between two comparisons); above 128 also what a signal or Slurm ended.
+set -uo pipefail
+
+# Knobs; all can be given in the environment as well (sbatch --export=ALL,NPROC=4 ...).
+export ROOT=${ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}   # this repository, on a file system that all nodes share
+export NPROC=${NPROC:-}                          # ranks per node; empty: all GPUs, without any one per core, 2 to 4
+export VENV=${VENV:-}                            # an environment that is ready; empty: .venv, made if it is not there
+REQUEUES=${REQUEUES:-0}                          # how often a job may requeue itself when time is up or a node is lost
+SRUN_OPTIONS=${SRUN_OPTIONS:-}                   # e.g. SITE: --container-image=... --container-mounts=$PWD
+
+# SITE: modules that nodes need, and NCCL's settings.
+# module load cuda
+# export NCCL_SOCKET_IFNAME=ib0
+# SITE: in an NGC container (it brings torch, Transformer Engine and Apex) make .venv once before, inside it:
+#   srun --nodes=1 --container-image=... --container-mounts=$PWD --container-workdir=$PWD \
+#     launch/setup.sh --system-torch
+# and then name the same image in SRUN_OPTIONS.
+
+cd "$ROOT" || exit 2
+[ -f launch/torchrun.sh ] || { echo "job.sh: ROOT=$ROOT is not this repository; submit from its root" >&2; exit 2; }
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR
+# Where the tasks leave their statuses: srun itself gives the highest, be it only of a task that it killed.
+STATUS_DIR=$(mktemp -d "$ROOT/.slurm-job-$SLURM_JOB_ID.XXXX") || exit 2
+export STATUS_DIR
+trap 'rm -rf "$STATUS_DIR"' EXIT
+# scancel and the end of time reach the tasks as well; this script waits for them.
+trap : TERM
+
+# The task's cores, which srun does not take over from sbatch since Slurm 22.05.
+cores=${SLURM_CPUS_PER_TASK:-}
+# shellcheck disable=SC2086  # several options in one variable
+srun --kill-on-bad-exit=1 --ntasks-per-node=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \
+  ${cores:+--cpus-per-task="$cores"} $SRUN_OPTIONS bash "$ROOT/slurm/node.sh" "$@" &
+srun=$!
+# A signal ends a wait, not what is waited for.
+while :; do
+  wait "$srun"
+  status=$?
+  kill -0 "$srun" 2>/dev/null || break
+done
+[ "$status" != 0 ] || status=$(cat "$STATUS_DIR/0" 2>/dev/null || echo 75)
+
+case $status in
+  138) why="time is up" ;;
+  75 | 137) why="a node or its ranks were lost (status $status)" ;;
+  *) why= ;;
+esac
+if [ -n "$why" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$REQUEUES" ]; then
+  echo "job.sh: $why; requeueing job $SLURM_JOB_ID, which goes on with what is left" >&2
+  scontrol requeue "$SLURM_JOB_ID" && exit 0
+fi
+exit "$status"

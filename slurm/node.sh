@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# One node of a job: job.sh's srun starts it on each.
+# What all ranks agreed on is a status in a file and no failure of the task: srun kills the other tasks at the first
+# failure, and they would end with a status of their own while they were ending in order. A task that fails has lost
+# its ranks, and then the others must not wait for them.
+set -uo pipefail
+# For the launcher alone, which handles it.
+trap '' USR1
+# The launcher gets this as well, and what it does then is worth waiting for.
+trap : TERM
+bash "$ROOT/launch/torchrun.sh" "$@"
+status=$?
+case $status in
+  0 | 1 | 2 | 138) echo "$status" >"$STATUS_DIR/$SLURM_PROCID" ;;
+  *) exit "$status" ;;
+esac

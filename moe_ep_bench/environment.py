@@ -55,6 +55,12 @@ _SLURM = (
     "SLURM_RESTART_COUNT",
 )
 
+# By controller: version 2 has none, version 1 one for memory. Files of a limit and of use; how its statistics begin.
+_CGROUPS = {
+    "": ("memory.max", "memory.current", ""),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
+
 # What must be equal for results to lie in one directory, and what besides where ranks ran on GPUs.
 _COMPARED = ("device_name", "python", "torch", "megatron_core", "transformer_engine", "apex", "cuda")
 _COMPARED_ON_GPUS = ("nccl", "triton", "deep_ep")
@@ -130,22 +136,25 @@ def available_memory_bytes(device: torch.device, ranks_per_node: int) -> int:
 
 
 def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup"), own_groups: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """What this process's control groups still let it take, as a batch system or container limits it (cgroup v2).
+    """What this process's control groups still let it take, as a batch system or a container limits it.
 
-    One number for each group with a limit; caches that the kernel would give up count as free.
+    One number for each group with a limit, from the own one up. Cached files count as free, as in MemAvailable.
     """
-    try:
-        (own,) = [line[3:] for line in own_groups.read_text().splitlines() if line.startswith("0::")]
-    except (OSError, ValueError):
-        return []
-    folder, found = root / own.lstrip("/"), []
-    for group in (folder, *folder.parents):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or no limit ("max")
-            limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-            caches = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            found.append(max(0, limit - used + int(caches["inactive_file"])))
-        if group == root:
-            break
+    found = []
+    with contextlib.suppress(OSError):
+        for line in own_groups.read_text().splitlines():
+            _, controllers, own = line.split(":", 2)
+            layout = _CGROUPS.get(controllers)
+            if layout is None:
+                continue
+            top, (limit, used, prefix) = root / controllers, layout
+            folder = top / own.lstrip("/")
+            for group in [group for group in (folder, *folder.parents) if group.is_relative_to(top)]:
+                with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or no limit ("max")
+                    free = int((group / limit).read_text()) - int((group / used).read_text())
+                    cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                    free += sum(int(cached[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
+                    found.append(max(0, free))
     return found
 
 

@@ -283,7 +283,8 @@ def test_gpus_of_others_are_not_judged() -> None:
 
 
 def test_a_machine_without_gpus_is_a_note_and_one_with_a_broken_driver_a_problem() -> None:
-    assert worst(gpu_findings(machine(0), "nvidia-smi: No such file or directory")) == NOTE
+    for why in ("nvidia-smi: No such file or directory", "ended with status 6: No devices were found"):
+        assert worst(gpu_findings(machine(0), why)) == NOTE
     for why in ("ended with status 9: couldn't communicate with the NVIDIA driver", "no answer within 20 s"):
         (finding,) = gpu_findings(machine(0), why)
         assert finding.status == PROBLEM
@@ -309,6 +310,11 @@ def test_a_busy_host_is_noted() -> None:
 
 
 # ---- topology, NICs, NCCL
+
+
+@pytest.mark.parametrize("path", ["NODE", "SYS", "PIX"])
+def test_every_path_but_nvlink_goes_over_pcie(path: str) -> None:
+    assert worst(topology_findings(parse_topology(OLD_DRIVER.replace("PHB", path)), {})) == NOTE
 
 
 def test_nvlink_between_all_gpus_is_fine_and_pcie_costs() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_nvidia_smi import TWO_H100, answering
 
 from moe_ep_bench import environment
+from moe_ep_bench.analysis.words import device_words
 from moe_ep_bench.commands import CommandError
 from moe_ep_bench.nvidia_smi import parse_topology, query_gpus
 
@@ -92,25 +94,41 @@ def test_a_rank_says_where_it_is() -> None:
     assert rank["gpu_uuid"] is None
 
 
-def leave_group(folder: Path, limit: str, used: int, caches: int) -> None:
+def leave_group(folder: Path, limit: str, used: int, caches: int, version: int = 2) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, value in (("max", limit), ("current", used), ("stat", f"anon 1\ninactive_file {caches}\nactive_file 7")):
+    names, prefix = ("max", "current"), ""
+    if version == 1:
+        names, prefix = ("limit_in_bytes", "usage_in_bytes"), "total_"
+    stat = f"anon 1\n{prefix}inactive_file {caches - 7}\n{prefix}active_file 7"
+    for name, value in ((names[0], limit), (names[1], used), ("stat", stat)):
         (folder / f"memory.{name}").write_text(f"{value}\n")
 
 
-def test_limits_of_control_groups_count_at_every_level(tmp_path: Path) -> None:
+def test_limits_of_control_groups_count_at_every_level_and_caches_are_free(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("0::/slurm/job_1/step_0\n")
     root = tmp_path / "groups"
     leave_group(root / "slurm" / "job_1", "1000", 700, 100)
-    leave_group(root / "slurm" / "job_1" / "step_0", "max", 600, 0)
-    leave_group(root / "slurm", "5000", 900, 0)
-    assert environment.cgroup_free_bytes(root, own) == [400, 4100]
-    own.write_text("4:memory:/old\n")
-    assert environment.cgroup_free_bytes(root, own) == []
+    leave_group(root / "slurm" / "job_1" / "step_0", "max", 600, 10)
+    leave_group(root / "slurm", "5000", 900, 7)
+    leave_group(root.parent, "1", 1, 7)  # outside
+    assert environment.cgroup_free_bytes(root, own) == [400, 4107]
+    leave_group(root / "memory" / "old", "2000", 500, 50, version=1)
+    own.write_text("9:cpu:/slurm\n4:memory:/old\n1:name=systemd:/\n")
+    assert environment.cgroup_free_bytes(root, own) == [1550]
     assert environment.cgroup_free_bytes(root, tmp_path / "none") == []
 
 
 def test_memory_that_a_batch_system_withholds_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "cgroup_free_bytes", lambda: [2**20])
     assert environment.available_memory_bytes(CPU, 4) == 2**18
+
+
+def test_tables_name_the_driver_and_nccl_of_gpu_runs_and_no_more_than_older_results_know() -> None:
+    run = SimpleNamespace(device_name="NVIDIA H100", nccl="2.28.9", driver="570.86.15")
+    facts = SimpleNamespace(device=None, links=None, world_size=8, backend="nccl")
+    assert device_words(run, facts) == "NVIDIA H100 x 8 ranks, nccl 2.28.9, driver 570.86.15"
+    older = SimpleNamespace(device_name="NVIDIA H100", nccl=None, driver=None)
+    assert device_words(older, facts) == "NVIDIA H100 x 8 ranks, nccl"
+    facts.backend = "gloo"
+    assert device_words(run, facts) == "NVIDIA H100 x 8 ranks, gloo"

@@ -47,7 +47,7 @@ def gpu_findings(machine: Mapping[str, Any], gpus: Sequence[Gpu] | str) -> list[
     usable, hidden = machine["gpus"], machine["variables"].get("CUDA_VISIBLE_DEVICES")
     if isinstance(gpus, str) and not usable:
         # No nvidia-smi is a machine without GPUs; one that fails is a machine with a broken driver.
-        if "No such file" in gpus:
+        if any(words in gpus for words in ("No such file", "No devices were found")):
             return [_none()]
         fix = "look at nvidia-smi and dmesg; the node may have to be restarted"
         return [Finding("GPUs", PROBLEM, f"nvidia-smi: {gpus}", "the driver does not work: no GPU can be used", fix)]

@@ -77,6 +77,7 @@ def worst(findings: list[Finding]) -> str:
 
 
 def worded(findings: list[Finding]) -> str:
+    assert all(len(finding.check) < 12 for finding in findings), "the name runs into the words"
     return " ".join(" ".join(text(finding).split()) for finding in findings)
 
 
@@ -203,6 +204,7 @@ def test_what_is_missing_is_a_note_that_says_what_it_costs(package: str, cost: s
     (note,) = [finding for finding in findings if finding.status != OK]
     assert note.status == NOTE
     assert cost in note.means
+    assert worded([note]).startswith("note packages ")
 
 
 def test_without_gpus_what_serves_gpus_only_is_one_line_and_no_note() -> None:
@@ -270,6 +272,12 @@ def test_what_makes_one_gpu_slow_or_useless_is_named_with_its_number(state: Any,
 @pytest.mark.parametrize("state", [{"throttle_reasons": 1}, {"throttle_reasons": THROTTLE_REASONS["power_cap"]}])
 def test_idling_gpus_are_not_throttled(state: Any) -> None:
     assert worst(gpu_findings(machine(), gpus(**state))) == OK
+
+
+def test_what_is_so_of_several_gpus_is_said_once() -> None:
+    capped = [replace(gpu, power_limit_w=500.0) for gpu in gpus(8)]
+    _, note = gpu_findings(machine(8), capped)
+    assert (note.check, note.what) == ("GPUs", "0, 1, 2, 3, 4, 5, 6, 7: capped at 500 W of 700 W")
 
 
 def test_unknown_states_are_no_findings() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from moe_ep_bench.doctor.findings import NOTE, OK, PROBLEM, Finding
@@ -67,9 +68,15 @@ def gpu_findings(machine: Mapping[str, Any], gpus: Sequence[Gpu] | str) -> list[
     if len({gpu["name"] for gpu in usable}) > 1:
         findings.append(Finding("GPUs", NOTE, "of several kinds", "the slowest one sets every layer's time"))
     mine = {gpu["uuid"] for gpu in usable}
+    # What is so of several is said once.
+    alike: dict[Finding, list[int]] = {}
     for gpu in gpus:
-        if gpu.uuid in mine:
-            findings += _state(gpu)
+        for finding in _state(gpu) if gpu.uuid in mine else ():
+            alike.setdefault(finding, []).append(gpu.index)
+    for finding, indices in alike.items():
+        several = f"{', '.join(map(str, indices))}: " if len(indices) > 1 else ""
+        check = "GPUs" if several else f"GPU {indices[0]}"
+        findings.append(replace(finding, check=check, what=several + finding.what))
     return findings
 
 
@@ -90,11 +97,10 @@ def _listed(usable: Sequence[Mapping[str, Any]], driver: str) -> Finding:
 
 def _state(gpu: Gpu) -> list[Finding]:
     """What makes one GPU slower than its like, or unusable."""
-    name = f"GPU {gpu.index}"
     findings = []
 
     def found(status: str, what: str, means: str, remedy: str = "") -> None:
-        findings.append(Finding(name, status, what, means, remedy))
+        findings.append(Finding("GPU", status, what, means, remedy))
 
     if gpu.compute_mode == "Prohibited":
         found(PROBLEM, "compute mode Prohibited", "no process may use it", "nvidia-smi -c DEFAULT, as root")

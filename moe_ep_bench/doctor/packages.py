@@ -48,28 +48,30 @@ def package_findings(machine: Mapping[str, Any], broken: Mapping[str, str]) -> l
     findings = [Finding("packages", OK, ", ".join(there))]
     for key, (least, below) in _SUPPORTED.items():
         if versions[key] is None:
-            findings.append(Finding(_NAMES[key], PROBLEM, "not installed", "no layer can be built", _SET_UP))
+            findings.append(
+                Finding("packages", PROBLEM, f"{_NAMES[key]} is not installed", "no layer can be built", _SET_UP)
+            )
         elif not _within(versions[key], least, below):
             allowed = f"{_dotted(least)} or newer" + (f", below {_dotted(below)}" if below else "")
-            what = f"{versions[key]}, expected {allowed}"
-            findings.append(Finding(_NAMES[key], PROBLEM, what, "this program was never tried with it", _SET_UP))
+            what = f"{_NAMES[key]} {versions[key]}, expected {allowed}"
+            findings.append(Finding("packages", PROBLEM, what, "this program was never tried with it", _SET_UP))
     missing = [key for key in _WITHOUT if versions[key] is None and (on_gpus or key not in _ON_GPUS_ONLY)]
     for key in missing:
-        findings.append(Finding(_NAMES[key], NOTE, "not installed", *_WITHOUT[key]))
+        findings.append(Finding("packages", NOTE, f"{_NAMES[key]} is not installed", *_WITHOUT[key]))
     idle = [_NAMES[key] for key in _ON_GPUS_ONLY if versions[key] is None and not on_gpus]
     if idle:
         findings.append(Finding("packages", OK, f"not installed, and of use on GPUs only: {', '.join(idle)}"))
     if machine["foreign_apex"]:
-        what = "the package of that name is another project's"
-        findings.append(Finding("apex", NOTE, what, "nothing uses it; it is not NVIDIA Apex", "pip uninstall apex"))
+        what = "apex here is another project's of that name"
+        findings.append(Finding("packages", NOTE, what, "nothing uses it; it is not NVIDIA Apex", "pip uninstall apex"))
     for key, why in broken.items():
         if versions[key] is None and key in _WITHOUT:
             continue  # some other project's module
         # On a CPU run nothing asks for these.
         status = PROBLEM if on_gpus or key == "megatron_core" else NOTE
-        what = f"{versions[key]} is installed and cannot be imported ({why})"
+        what = f"{_NAMES[key]} {versions[key]} is installed and cannot be imported ({why})"
         fix = "install it anew, built for this torch and this CUDA"
-        findings.append(Finding(_NAMES[key], status, what, "what is chosen because it is there will fail", fix))
+        findings.append(Finding("packages", status, what, "what is chosen because it is there will fail", fix))
     return findings
 
 

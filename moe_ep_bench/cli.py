@@ -93,6 +93,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_nodes(calibrate)
     calibrate.set_defaults(command=_calibrate)
 
+    doctor = commands.add_parser("doctor", help="say what this machine can do, and what each missing part costs")
+    doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a YAML file that is to run here")
+    doctor.add_argument("--out", type=Path, metavar="DIR", help="results directory (default: results/<config's name>)")
+    doctor.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="as for run")
+    doctor.add_argument("--nproc", type=int, help="ranks on this node (default: as launch would start)")
+    doctor.add_argument("--nnodes", type=int, default=1, help="nodes in all, each like this one")
+    doctor.add_argument("--json", action="store_true", help="for scripts: the findings and the facts behind them")
+    doctor.set_defaults(command=_doctor)
+
     summary = commands.add_parser("summary", help="print the table of a results directory")
     summary.add_argument("directory", type=Path, metavar="DIR")
     summary.set_defaults(command=_summary)
@@ -293,6 +302,14 @@ def _calibrate(options: argparse.Namespace) -> int:
     nproc = options.nproc or launcher.default_nproc()
     nodes = launcher.Nodes(nproc, options.nnodes, options.node_rank, options.master)
     return launcher.launch_calibrate(arguments, nodes)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from moe_ep_bench.doctor.examine import Request, doctor
+
+    out = options.out or (default_out(options.config) if options.config else default_out(Path("any")).parent)
+    request = Request(out, options.config, options.overrides, options.nproc, options.nnodes)
+    return doctor(request, as_json_text=options.json)
 
 
 def _emulate(options: argparse.Namespace) -> int:

@@ -69,6 +69,7 @@ _AT_ENDS = {
     "power_violation_s": "the time throttled for power",
     "thermal_violation_s": "the time throttled for heat",
     "sm_clock_limit_mhz": "the highest SM clock",
+    "power_limit_w": "the power limit",
 }
 
 # A call into the driver of a lost GPU may never come back; the run does not wait for it.
@@ -94,9 +95,12 @@ class MachineState:
         None  # 5 %, 50 % and 95 % of samples in which the GPU was not idle
     )
     sm_clock_limit_mhz: float | None = None
+    sm_clock_begin_mhz: float | None = None  # idle or not
+    sm_clock_end_mhz: float | None = None
     memory_clock_median_mhz: float | None = None
     power_median_w: float | None = None
     power_max_w: float | None = None
+    power_limit_w: float | None = None  # at the end
     temperature_max_c: float | None = None
     throttle_shares: Mapping[str, float] | None = None  # of samples, by name in THROTTLE_REASONS
     power_violation_s: float | None = None
@@ -196,6 +200,9 @@ class NvmlGpu:
 
     def sm_clock_limit_mhz(self) -> float:
         return pynvml.nvmlDeviceGetMaxClockInfo(self._gpu, pynvml.NVML_CLOCK_SM)
+
+    def power_limit_w(self) -> float:
+        return pynvml.nvmlDeviceGetEnforcedPowerLimit(self._gpu) / 1e3
 
 
 class MachineSampler:
@@ -300,9 +307,12 @@ def state_between(
         num_samples=len(samples),
         sm_clock_mhz=tuple(np.quantile(sm_clocks, (0.05, 0.5, 0.95)).tolist()) if sm_clocks else None,
         sm_clock_limit_mhz=quantile(values("sm_clock_limit_mhz"), 1),
+        sm_clock_begin_mhz=next(iter(values("sm_clock_mhz", samples[:1])), None),
+        sm_clock_end_mhz=next(iter(values("sm_clock_mhz", samples[-1:])), None),
         memory_clock_median_mhz=quantile(values("memory_clock_mhz", busy), 0.5),
         power_median_w=quantile(values("power_w"), 0.5),
         power_max_w=quantile(values("power_w"), 1),
+        power_limit_w=next(reversed(values("power_limit_w")), None),
         temperature_max_c=quantile(values("temperature_c"), 1),
         throttle_shares=shares or None,
         power_violation_s=increase("power_violation_s"),

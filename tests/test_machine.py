@@ -36,6 +36,7 @@ READINGS = {
     "power_violation_s": 7.0,
     "thermal_violation_s": 0.0,
     "sm_clock_limit_mhz": 1980,
+    "power_limit_w": 700.0,
 }
 
 
@@ -144,6 +145,7 @@ def test_a_steady_gpu_is_summarised_and_released():
     result = watched(gpu)
     assert result.sm_clock_mhz == (1980, 1980, 1980)
     assert (result.sm_clock_limit_mhz, result.memory_clock_median_mhz) == (1980, 2619)
+    assert (result.sm_clock_begin_mhz, result.sm_clock_end_mhz, result.power_limit_w) == (1980, 1980, 700)
     assert (result.power_median_w, result.power_max_w, result.temperature_max_c) == (650, 650, 61)
     assert result.throttle_shares == dict.fromkeys(THROTTLE_REASONS, 0)
     assert (result.power_violation_s, result.thermal_violation_s) == (0, 0)
@@ -164,6 +166,19 @@ def test_the_clock_of_an_idle_gpu_is_not_the_clock_of_the_work():
     result = of_samples(working, idling, idling, working)
     assert result.sm_clock_mhz == (1980, 1980, 1980)
     assert of_samples(idling).sm_clock_mhz is None
+
+
+def test_clocks_before_and_after_are_those_of_the_first_and_the_last_sample():
+    result = of_samples({"sm_clock_mhz": 345}, {"sm_clock_mhz": 1980}, {"sm_clock_mhz": 1755})
+    assert (result.sm_clock_begin_mhz, result.sm_clock_end_mhz) == (345, 1755)
+    unread = of_samples({}, {"sm_clock_mhz": 1980}, {})
+    assert (unread.sm_clock_begin_mhz, unread.sm_clock_end_mhz) == (None, None)
+
+
+def test_a_state_of_before_there_were_these_clocks_is_still_read():
+    old = {k: v for k, v in gpu_state().as_dict().items() if "begin_mhz" not in k and "end_mhz" not in k}
+    del old["power_limit_w"]
+    assert MachineState.from_dict(json.loads(json.dumps(old))) == gpu_state()
 
 
 def test_throttle_reasons_are_told_apart_in_the_bitmask():
@@ -323,8 +338,10 @@ def test_units_are_those_of_the_names(library, monkeypatch):
     monkeypatch.setattr(
         pynvml, "nvmlDeviceGetViolationStatus", lambda handle, policy: SimpleNamespace(violationTime=violation[policy])
     )
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetEnforcedPowerLimit", lambda handle: 700_000)
     gpu = NvmlGpu(CUDA)
     assert (gpu.power_w(), gpu.power_violation_s(), gpu.thermal_violation_s()) == (654.321, 2.5, 0)
+    assert gpu.power_limit_w() == 700
 
 
 def test_an_older_driver_is_asked_by_the_older_name(library, monkeypatch):

@@ -121,6 +121,8 @@ def test_run_json_says_what_was_run_and_on_what(finished: Path) -> None:
     run = json.loads((finished / "run.json").read_text())
     assert run["mode"] == "run"
     assert {"device_name", "torch", "megatron_core", "git_commit", "hostname"} <= set(run["environment"])
+    assert [rank["hostname"] for rank in run["environment"]["ranks"]] == [run["environment"]["hostname"]] * 2
+    assert set(run["hashes"]) == {"code", "config", "workload"}
     (comparison,) = run["comparisons"].values()
     assert comparison["scale"] == 0.03125
     assert comparison["backend"] == "gloo"

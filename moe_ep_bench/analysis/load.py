@@ -163,6 +163,8 @@ class _Environment(_Described):
     num_devices: int
     torch: str | None = None
     megatron_core: str | None = None
+    nccl: str | None = None
+    driver: str | None = None
 
 
 class _RunDescription(_Described):
@@ -218,6 +220,8 @@ class Run:
     conditions: dict[str, dict[int, Conditions]]  # by comparison and launch
     torch: str | None = None  # versions; None where they were not recorded
     megatron_core: str | None = None
+    nccl: str | None = None
+    driver: str | None = None  # of the GPUs; likewise
 
 
 def load_run(directory: Path | str) -> Run:
@@ -247,6 +251,8 @@ def load_run(directory: Path | str) -> Run:
         conditions=conditions,
         torch=description.environment.torch,
         megatron_core=description.environment.megatron_core,
+        nccl=description.environment.nccl,
+        driver=description.environment.driver,
     )
 
 

@@ -41,7 +41,10 @@ def device_words(run: Run, comparison: Comparison) -> str:
         return f"{comparison.world_size} ranks {comparison.device}"
     if comparison.links is not None:
         return f"{run.device_name} in place of {comparison.world_size} ranks"
-    return f"{run.device_name} x {comparison.world_size} ranks, {comparison.backend}"
+    words = f"{run.device_name} x {comparison.world_size} ranks, {comparison.backend}"
+    if comparison.backend != "nccl":
+        return words
+    return words + (f" {run.nccl}" if run.nccl else "") + (f", driver {run.driver}" if run.driver else "")
 
 
 def scale_words(scale: float) -> str:

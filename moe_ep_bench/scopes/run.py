@@ -179,8 +179,7 @@ def _given_up(directory: RunDirectory, comparison: Comparison, case: CaseSpec) -
 
 def check_directory(directory: RunDirectory, ranks: Ranks, force: bool, mode: str = "run") -> None:
     """Raise unless times of this mode can be written here, and earlier ones are of this machine, code and packages."""
-    conditions = environment.comparable(environment.describe(ranks.device))
-    check_agreement(directory, mode, conditions, force=force)
+    check_agreement(directory, mode, environment.conditions(ranks.device), force=force)
 
 
 def _measure_all(
@@ -292,13 +291,17 @@ def status_of(directory: RunDirectory, comparisons: Sequence[Comparison], launch
 
 
 def run_description(ranks: Ranks, run_id: str, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """``run.json``, as rank 0 writes it; every rank calls this."""
+    of_ranks = [json.loads(text) for text in ranks.texts(json.dumps(environment.describe_rank(ranks.device)))]
+    # Of one rank: it asks the driver, which answers all ranks of a node alike and slowly.
+    described = environment.describe(ranks.device) if ranks.is_first else {}
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": run_id,
         "mode": "run",
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "config": [describe_experiment(comparison.experiment) for comparison in comparisons],
-        "environment": environment.describe(ranks.device),
+        "environment": {**described, "ranks": of_ranks},
         "hashes": {
             "code": environment.code_hash(),
             "config": stable_hash([comparison.definition for comparison in comparisons]),

@@ -1,0 +1,547 @@
+"""Claims about the doctor: it tells what is so, what that costs and what to do; it ends, and its exit status tells."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_nvidia_smi import NVLINKS, OLD_DRIVER, TWO_H100, answering
+from test_run import write_config
+
+from moe_ep_bench import environment
+from moe_ep_bench.cli import main
+from moe_ep_bench.commands import Command, CommandError, output_of
+from moe_ep_bench.doctor import directory, examine, facts, network
+from moe_ep_bench.doctor.child import ask
+from moe_ep_bench.doctor.directory import directory_findings, earlier_findings
+from moe_ep_bench.doctor.exchange import exchange_findings
+from moe_ep_bench.doctor.findings import NOTE, OK, PROBLEM, Finding, text, verdict
+from moe_ep_bench.doctor.gpus import cpu_findings, gpu_findings
+from moe_ep_bench.doctor.memory import available_bytes, memory_findings, ranks_findings
+from moe_ep_bench.doctor.network import nccl_findings, nic_findings, shared_memory_findings, topology_findings
+from moe_ep_bench.doctor.packages import package_findings
+from moe_ep_bench.exit_codes import CASES_FAILED, USER_ERROR
+from moe_ep_bench.machine import THROTTLE_REASONS
+from moe_ep_bench.nvidia_smi import Gpu, Port, parse_nvlinks, parse_topology, query_gpus
+from moe_ep_bench.records import write_json
+
+GIB = 2**30
+VERSIONS = {
+    "python": "3.12.3",
+    "torch": "2.11.0+cu128",
+    "megatron_core": "0.19.2",
+    "transformer_engine": "2.9.0",
+    "apex": "0.1",
+    "deep_ep": "1.2.1",
+    "triton": "3.6.0",
+    "nccl": "2.28.9",
+    "cuda": "12.8",
+}
+COMPARISONS = [
+    {"title": "small", "memory_bytes": 2 * GIB, "iterations": 100, "cases": ["a", "b"]},
+    {"title": "large", "memory_bytes": 9 * GIB, "iterations": 100, "cases": ["c"]},
+]
+
+
+def machine(num_gpus: int = 2, **fields: Any) -> dict[str, Any]:
+    """A healthy node."""
+    gpu = {"name": "NVIDIA H100 80GB HBM3", "free_bytes": 79 * GIB, "memory_bytes": 80 * GIB}
+    return {
+        "cpu": "a processor",
+        "num_cores": 16,
+        "load_average": 0.1,
+        "host_free_bytes": 100 * GIB,
+        "gpus": [{**gpu, "uuid": f"GPU-{index}"} for index in range(num_gpus)],
+        "no_gpus_why": "",
+        "packages": VERSIONS,
+        "foreign_apex": False,
+        "variables": {},
+        **fields,
+    }
+
+
+def gpus(count: int = 2, **fields: Any) -> list[Gpu]:
+    (one,) = query_gpus(answering())
+    return [replace(one, index=index, uuid=f"GPU-{index}", **(fields if index == 0 else {})) for index in range(count)]
+
+
+def worst(findings: list[Finding]) -> str:
+    statuses = {finding.status for finding in findings}
+    return next(status for status in (PROBLEM, NOTE, OK) if status in statuses)
+
+
+def worded(findings: list[Finding]) -> str:
+    assert all(len(finding.check) < 12 for finding in findings), "the name runs into the words"
+    return " ".join(" ".join(text(finding).split()) for finding in findings)
+
+
+# ---- commands and processes: nothing hangs
+
+
+def test_a_command_that_hangs_is_ended_in_time_with_all_that_it_started() -> None:
+    begin = time.monotonic()
+    with Command(["bash", "-c", "trap '' TERM; sleep 3600 & echo $!; wait"]) as command:
+        with pytest.raises(CommandError, match=r"no answer within 0\.5 s"):
+            command.wait(0.5)
+        grandchild = int(command.output)
+        assert Path(f"/proc/{grandchild}").exists()
+    assert time.monotonic() - begin < 10
+    state = Path(f"/proc/{grandchild}/stat")
+    deadline = time.monotonic() + 10
+    while state.exists() and ") Z " not in state.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not state.exists() or ") Z " in state.read_text()
+
+
+def test_a_command_that_is_not_there_or_fails_says_so_in_a_line() -> None:
+    with pytest.raises(CommandError, match="no-such-program: No such file or directory"):
+        output_of(["no-such-program"], 5)
+    with pytest.raises(CommandError, match=r"^ended with status 3: out err$"):
+        output_of(["bash", "-c", "echo out; echo err >&2; exit 3"], 20)
+    assert output_of(["echo", "well"], 20) == "well\n"
+
+
+def test_a_child_answers_whatever_it_prints() -> None:
+    assert ask("doctor_children:echoes", 1, ["a"], None, timeout_s=60) == [1, ["a"], None]
+    assert ask("doctor_children:fills_its_output", timeout_s=60) == "done"
+
+
+@pytest.mark.parametrize(
+    ("function", "limit_s", "why"),
+    [
+        ("hangs", 2.0, "no answer within 2 s"),
+        ("dies", 60.0, "died of signal 9"),
+        ("raises", 60.0, "ImportError: libtorch_cuda.so: cannot open shared object file"),
+    ],
+)
+def test_a_child_that_fails_is_an_error_and_no_hang(function: str, limit_s: float, why: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(CommandError) as caught:
+        ask(f"doctor_children:{function}", timeout_s=limit_s)
+    assert str(caught.value) == why
+    assert time.monotonic() - begin < limit_s + 30
+
+
+def test_a_child_that_nobody_waits_for_ends_itself() -> None:
+    program = [sys.executable, "-m", "moe_ep_bench.doctor.child", "doctor_children:hangs", "[]", "1"]
+    done = subprocess.run(program, capture_output=True, timeout=60, env=path_of_tests(), check=False)
+    assert done.returncode == 1
+
+
+def path_of_tests() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def test_the_doctor_itself_loads_neither_torch_nor_megatron() -> None:
+    program = (
+        "import sys; from moe_ep_bench import cli; from moe_ep_bench.doctor import examine;"
+        " print({'torch', 'megatron'} & set(sys.modules))"
+    )
+    assert output_of([sys.executable, "-c", program], 60).strip() == "set()"
+
+
+# ---- the all-to-all
+
+
+def test_two_real_ranks_exchange_the_right_values() -> None:
+    (finding,) = exchange_findings(0)
+    assert finding.status == OK, finding
+    assert "gloo" in finding.what
+
+
+def test_one_wrong_value_in_a_message_is_a_problem() -> None:
+    (finding,) = exchange_findings(0, rank="doctor_children:exchanges_wrongly")
+    assert finding.status == PROBLEM
+    assert "wrong data (rank 1 got 1 of 3,000 values from rank 0 wrong)" in finding.what
+
+
+@pytest.mark.parametrize(("rank", "limit_s"), [("hangs", 3.0), ("is_lost_in_the_exchange", 60.0)])
+def test_ranks_that_hang_or_die_are_a_problem_in_time(rank: str, limit_s: float) -> None:
+    begin = time.monotonic()
+    (finding,) = exchange_findings(0, rank=f"doctor_children:{rank}", timeout_s=limit_s)
+    assert finding.status == PROBLEM
+    assert "did not get through (rank 0: " in finding.what
+    assert "rank 1: " in finding.what
+    assert time.monotonic() - begin < limit_s + 30
+
+
+def test_nccl_is_tried_where_there_are_two_gpus_and_its_failure_told() -> None:
+    (finding,) = exchange_findings(2, rank="doctor_children:raises")
+    assert finding.status == PROBLEM
+    assert "NCCL on GPUs 0 and 1" in finding.what
+    assert "NCCL_DEBUG=INFO" in finding.remedy
+
+
+# ---- packages
+
+
+def test_a_complete_installation_has_nothing_to_note() -> None:
+    (finding,) = package_findings(machine(), {})
+    assert finding.status == OK
+    for name in ("Transformer Engine 2.9.0", "DeepEP 1.2.1", "NVIDIA Apex 0.1", "megatron-core 0.19.2"):
+        assert name in finding.what
+
+
+@pytest.mark.parametrize(
+    ("package", "cost"),
+    [
+        ("transformer_engine", "grouped GEMMs"),
+        ("apex", "torch's own kernels"),
+        ("deep_ep", "flex dispatcher cannot run"),
+        ("triton", "routed by torch"),
+    ],
+)
+def test_what_is_missing_is_a_note_that_says_what_it_costs(package: str, cost: str) -> None:
+    findings = package_findings(machine(packages={**VERSIONS, package: None}), {})
+    (note,) = [finding for finding in findings if finding.status != OK]
+    assert note.status == NOTE
+    assert cost in note.means
+    assert worded([note]).startswith("note packages ")
+
+
+def test_without_gpus_what_serves_gpus_only_is_one_line_and_no_note() -> None:
+    lacking = dict.fromkeys(("transformer_engine", "apex", "deep_ep"))
+    findings = package_findings(machine(0, packages={**VERSIONS, **lacking}), {})
+    assert [finding.status for finding in findings] == [OK, OK]
+    assert "of use on GPUs only: Transformer Engine, NVIDIA Apex, DeepEP" in findings[1].what
+
+
+@pytest.mark.parametrize(
+    ("package", "version"), [("megatron_core", None), ("megatron_core", "0.20.0"), ("torch", "2.9.1")]
+)
+def test_what_no_run_can_do_without_is_a_problem(package: str, version: str | None) -> None:
+    assert worst(package_findings(machine(0, packages={**VERSIONS, package: version}), {})) == PROBLEM
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.2", "0.17.0rc1"])
+def test_supported_versions_are_fine(version: str) -> None:
+    assert worst(package_findings(machine(packages={**VERSIONS, "megatron_core": version}), {})) == OK
+
+
+def test_a_package_that_is_there_and_cannot_be_imported_is_a_problem() -> None:
+    broken = {"transformer_engine": "ImportError: undefined symbol"}
+    findings = package_findings(machine(), broken)
+    assert worst(findings) == PROBLEM
+    assert "undefined symbol" in worded(findings)
+    assert "Transformer Engine" not in findings[0].what
+
+
+def test_the_package_index_apex_is_not_nvidias() -> None:
+    findings = package_findings(machine(packages={**VERSIONS, "apex": None}, foreign_apex=True), {"apex": "x"})
+    assert worst(findings) == NOTE
+    assert "is not NVIDIA Apex" in worded(findings)
+
+
+# ---- GPUs
+
+
+def test_healthy_gpus_are_one_line() -> None:
+    (finding,) = gpu_findings(machine(), gpus())
+    assert finding.status == OK
+    assert finding.what == "2 x NVIDIA H100 80GB HBM3, driver 570.86.15, 79.0 GiB free on the fullest"
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "words"),
+    [
+        ({"power_limit_w": 500.0}, NOTE, "capped at 500 W of 700 W"),
+        ({"throttle_reasons": THROTTLE_REASONS["hw_thermal"], "temperature_c": 92.0}, NOTE, "it is too hot"),
+        ({"throttle_reasons": THROTTLE_REASONS["hw_power_brake"]}, NOTE, "its power supply brakes it"),
+        ({"memory_free_mib": 40000.0}, NOTE, "51 % of its memory is taken"),
+        ({"utilization_percent": 97.0}, NOTE, "97 % of its time"),
+        ({"ecc_errors": 3.0}, NOTE, "3 uncorrected memory errors"),
+        ({"mig": "Enabled"}, NOTE, "MIG is enabled"),
+        ({"compute_mode": "Prohibited"}, PROBLEM, "no process may use it"),
+    ],
+)
+def test_what_makes_one_gpu_slow_or_useless_is_named_with_its_number(state: Any, status: str, words: str) -> None:
+    findings = gpu_findings(machine(), gpus(**state))
+    (found,) = [finding for finding in findings if finding.status != OK]
+    assert (found.check, found.status) == ("GPU 0", status)
+    assert words in worded([found])
+
+
+@pytest.mark.parametrize("state", [{"throttle_reasons": 1}, {"throttle_reasons": THROTTLE_REASONS["power_cap"]}])
+def test_idling_gpus_are_not_throttled(state: Any) -> None:
+    assert worst(gpu_findings(machine(), gpus(**state))) == OK
+
+
+def test_what_is_so_of_several_gpus_is_said_once() -> None:
+    capped = [replace(gpu, power_limit_w=500.0) for gpu in gpus(8)]
+    _, note = gpu_findings(machine(8), capped)
+    assert (note.check, note.what) == ("GPUs", "0, 1, 2, 3, 4, 5, 6, 7: capped at 500 W of 700 W")
+
+
+def test_unknown_states_are_no_findings() -> None:
+    bare = [Gpu(index, "NVIDIA H100 80GB HBM3", f"GPU-{index}", "570") for index in range(2)]
+    assert worst(gpu_findings(machine(), bare)) == OK
+
+
+def test_gpus_of_others_are_not_judged() -> None:
+    hidden = replace(gpus(3)[2], uuid="GPU-9", utilization_percent=100.0)
+    assert worst(gpu_findings(machine(), [*gpus(), hidden])) == OK
+
+
+def test_a_machine_without_gpus_is_a_note_and_one_with_a_broken_driver_a_problem() -> None:
+    for why in ("nvidia-smi: No such file or directory", "ended with status 6: No devices were found"):
+        assert worst(gpu_findings(machine(0), why)) == NOTE
+    for why in ("ended with status 9: couldn't communicate with the NVIDIA driver", "no answer within 20 s"):
+        (finding,) = gpu_findings(machine(0), why)
+        assert finding.status == PROBLEM
+        assert why in finding.what
+
+
+def test_gpus_that_torch_cannot_use_are_a_problem_unless_they_were_hidden() -> None:
+    (finding,) = gpu_findings(machine(0, no_gpus_why="this torch is built without CUDA"), gpus())
+    assert finding.status == PROBLEM
+    assert "2 here, none that torch can use: this torch is built without CUDA" in finding.what
+    (finding,) = gpu_findings(machine(0, variables={"CUDA_VISIBLE_DEVICES": ""}), gpus())
+    assert finding.status == NOTE
+
+
+def test_gpus_without_nvidia_smi_are_used_and_their_clocks_unknown() -> None:
+    listed, note = gpu_findings(machine(), "nvidia-smi: No such file or directory")
+    assert (listed.status, note.status) == (OK, NOTE)
+
+
+def test_a_busy_host_is_noted() -> None:
+    assert worst(cpu_findings(machine())) == OK
+    assert worst(cpu_findings(machine(load_average=12.0))) == NOTE
+
+
+# ---- topology, NICs, NCCL
+
+
+@pytest.mark.parametrize("path", ["NODE", "SYS", "PIX"])
+def test_every_path_but_nvlink_goes_over_pcie(path: str) -> None:
+    assert worst(topology_findings(parse_topology(OLD_DRIVER.replace("PHB", path)), {})) == NOTE
+
+
+def test_nvlink_between_all_gpus_is_fine_and_pcie_costs() -> None:
+    full = parse_topology(TWO_H100.replace("NODE", "PXB"))
+    (finding,) = topology_findings(full, {})
+    assert (finding.status, finding.what) == (OK, "NVLink between all GPUs (1 x NV18 pairs)")
+    (finding,) = topology_findings(parse_topology(OLD_DRIVER), {})
+    assert finding.status == NOTE
+    assert "1 of 1 pairs of GPUs have no NVLink (1 x PHB)" in finding.what
+
+
+def test_a_nic_across_the_host_and_links_that_are_down_are_named() -> None:
+    findings = topology_findings(parse_topology(TWO_H100), parse_nvlinks(NVLINKS))
+    words = worded([finding for finding in findings if finding.status == NOTE])
+    assert "GPU1 reach their nearest NIC across the host (NODE)" in words
+    assert "inactive links (GPU 0: 1 of 2)" in words
+
+
+def test_an_unknown_topology_is_a_note() -> None:
+    assert worst(topology_findings("no answer within 20 s", "no answer within 20 s")) == NOTE
+
+
+def test_rdma_ports_are_counted_and_those_that_are_down_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    unlimited = (network.resource.RLIM_INFINITY,) * 2
+    monkeypatch.setattr(network.resource, "getrlimit", lambda limit: unlimited)
+    up = Port("mlx5_0", 1, True, "400 Gb/sec (4X NDR)", "InfiniBand")
+    down = replace(up, nic="mlx5_1", is_active=False)
+    assert [finding.status for finding in nic_findings([up, up])] == [OK]
+    assert "2 x 400 Gb/sec" in nic_findings([up, up])[0].what
+    assert "mlx5_1:1" in worded(nic_findings([up, down]))
+    assert worst(nic_findings([down])) == worst(nic_findings([])) == NOTE
+    monkeypatch.setattr(network.resource, "getrlimit", lambda limit: (65536, 65536))
+    assert "ulimit -l unlimited" in worded(nic_findings([up]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "noted"),
+    [
+        ("NCCL_P2P_DISABLE", "1", True),
+        ("NCCL_P2P_DISABLE", "0", False),
+        ("CUDA_LAUNCH_BLOCKING", "1", True),
+        ("NCCL_DEBUG", "info", True),
+        ("NCCL_DEBUG", "WARN", False),
+        ("NCCL_SOCKET_IFNAME", "eth0", False),
+    ],
+)
+def test_settings_that_cost_are_noted_and_all_of_nccls_shown(name: str, value: str, noted: bool) -> None:
+    version, *notes = nccl_findings(machine(variables={name: value}))
+    assert version.what.startswith("2.28.9, ")
+    assert (f"{name}={value}" in version.what) == ("NCCL" in name)
+    assert [note.status for note in notes] == ([NOTE] if noted else [])
+
+
+def test_little_shared_memory_is_noted_for_several_gpus_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    small = type("Space", (), {"f_bavail": 2**14, "f_frsize": 2**12})
+    monkeypatch.setattr(network.os, "statvfs", lambda folder: small)
+    assert worst(shared_memory_findings(8)) == NOTE
+    assert shared_memory_findings(1) == []
+    monkeypatch.undo()
+    assert shared_memory_findings(8, tmp_path / "none") == []
+
+
+# ---- ranks and memory
+
+
+def test_a_config_that_needs_too_much_memory_is_found_before_anything_starts() -> None:
+    (finding,) = memory_findings(COMPARISONS, 8 * GIB)
+    assert finding.status == PROBLEM
+    assert "1 of 2 comparisons need more" in finding.what
+    assert "large needs about 9.0 GiB of 8.0 GiB" in finding.what
+    (finding,) = memory_findings(COMPARISONS, 9 * GIB)
+    assert (finding.status, finding.what.split(",")[0]) == (OK, "3 cases in 2 comparisons")
+
+
+def test_the_fullest_of_the_gpus_that_are_used_counts_and_on_the_cpu_a_share() -> None:
+    full = machine(3)
+    full["gpus"][1]["free_bytes"] = 10 * GIB
+    full["gpus"][2]["free_bytes"] = 1 * GIB
+    assert available_bytes(full, 2) == 10 * GIB
+    assert available_bytes(machine(0), 4) == 25 * GIB
+
+
+def test_more_ranks_than_gpus_is_a_problem_and_than_cores_a_note() -> None:
+    assert ranks_findings(machine(2), 2) == []
+    assert worst(ranks_findings(machine(2), 3)) == PROBLEM
+    assert ranks_findings(machine(0), 16) == []
+    assert worst(ranks_findings(machine(0), 17)) == NOTE
+
+
+# ---- the results directory
+
+
+def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    for out in (tmp_path, tmp_path / "a" / "b"):
+        (finding,) = directory_findings(out, COMPARISONS, 2)
+        assert finding.status == OK
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("inside", [".", "below"])
+def test_a_file_in_the_way_is_a_problem(inside: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (finding,) = directory_findings(tmp_path / "file" / inside, [], 1)
+    assert finding.status == PROBLEM
+    assert "cannot be written" in finding.what
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_disk_that_is_full_or_cannot_rename_is_a_problem(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(*((directory.os, call, fails) if call == "fsync" else (Path, call, fails)))
+    (finding,) = directory_findings(tmp_path / "new", [], 1)
+    assert finding.status == PROBLEM
+    assert "No space left on device" in finding.what
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_room_for_the_config_is_a_problem_and_little_room_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = type("Space", (), {"f_bavail": 2**14, "f_frsize": 2**12})  # 64 MiB
+    monkeypatch.setattr(directory.os, "statvfs", lambda folder: space)
+    assert worst(directory_findings(tmp_path, COMPARISONS, 2)) == NOTE
+    long = [{**COMPARISONS[0], "iterations": 1_000_000}]
+    assert worst(directory_findings(tmp_path, long, 2)) == PROBLEM
+
+
+def test_a_job_that_is_at_work_there_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "attempts").mkdir()
+    (tmp_path / "attempts" / "now-0").touch()
+    assert worst(directory_findings(tmp_path, [], 1)) == NOTE
+
+
+def test_another_runs_directory_is_a_problem_and_ones_own_says_what_is_done(tmp_path: Path) -> None:
+    conditions = {"torch": "2.0"}
+    hashes = {"code": environment.code_hash()}
+    write_json(tmp_path / "run.json", {"mode": "emulated", "environment": conditions, "hashes": hashes})
+    refusal = facts.agreement(str(tmp_path), conditions)
+    (finding,) = earlier_findings(tmp_path, refusal, COMPARISONS)
+    assert finding.status == PROBLEM
+    assert "holds results with mode emulated, here it is run; choose another directory" in finding.what
+    write_json(tmp_path / "run.json", {"mode": "run", "environment": conditions, "hashes": hashes})
+    assert facts.agreement(str(tmp_path), conditions) == ""
+    assert earlier_findings(tmp_path, "", COMPARISONS) == []
+    (tmp_path / "cases").mkdir()
+    (tmp_path / "cases" / "b.parquet").touch()
+    (finding,) = earlier_findings(tmp_path, "", COMPARISONS)
+    assert (finding.status, finding.what[:25]) == (OK, "1 of 3 cases of this conf")
+
+
+# ---- the whole
+
+
+def test_a_finding_says_what_it_means_and_what_to_do_within_120_columns() -> None:
+    lines = text(Finding("NVLink", NOTE, "what " * 20, "means " * 20, "remedy")).splitlines()
+    assert lines[0].startswith("note    NVLink      what what")
+    assert len(lines) > 1
+    assert all(len(line) <= 120 and line.startswith(" " * 20) for line in lines[1:])
+    assert text(Finding("CPU", OK, "it is here")) == "ok      CPU         it is here"
+
+
+def test_the_verdict_counts() -> None:
+    ok, note, problem = (Finding("a", status, "") for status in (OK, NOTE, PROBLEM))
+    assert verdict([ok, note, note]) == "no problems, 2 notes; runs can start"
+    assert verdict([ok, problem]).startswith("1 problem, no notes; a run would fail")
+
+
+def test_this_machine_and_a_small_config_are_examined_as_json(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config, out = write_config(tmp_path), tmp_path / "out"
+    status = main(["doctor", str(config), "--out", str(out), "--nproc", "2", "--json"])
+    report = json.loads(capfd.readouterr().out)
+    found = {finding["check"]: finding for finding in report["findings"]}
+    assert status == report["status"] == int(any(f["status"] == PROBLEM for f in report["findings"]))
+    assert found["all-to-all"]["status"] == OK
+    assert found["memory"]["status"] == OK
+    assert found["results"]["status"] == OK
+    assert (report["nproc"], len(report["comparisons"])) == (2, 1)
+    assert report["machine"]["packages"]["torch"] == environment.package_versions()["torch"]
+    assert not out.exists()
+
+
+def test_a_torch_that_is_broken_is_a_problem_and_the_rest_is_still_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(examine, "_FACTS", "doctor_children")
+    assert main(["doctor", "--out", str(tmp_path / "new")]) == CASES_FAILED
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "problem torch cannot be asked (ImportError: libtorch_cuda.so" in shown
+    assert "ok results" in shown
+    assert "1 problem, no notes" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--nproc", "0"], "--nproc: expected at least 1, got 0"),
+        (["--set", "workload.seed=1"], "--set workload.seed=1: expected a CONFIG whose value it replaces, got none"),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_status_2(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *arguments]) == USER_ERROR
+    assert capsys.readouterr() == ("", f"moe-ep-bench: {line}\n")
+
+
+def test_a_wrong_config_is_one_line_and_status_2_before_any_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    assert main(["doctor", str(config), "--nproc", "2", "--set", "layer.ep_size=3"]) == USER_ERROR
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    assert line.endswith("layer.ep_size: expected a divisor of the 2 ranks, got 3")

@@ -1,0 +1,134 @@
+"""Claims about provenance: what is written down, what never is, and what older results still compare as."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_nvidia_smi import TWO_H100, answering
+
+from moe_ep_bench import environment
+from moe_ep_bench.analysis.words import device_words
+from moe_ep_bench.commands import CommandError
+from moe_ep_bench.nvidia_smi import parse_topology, query_gpus
+
+CPU = torch.device("cpu")
+# As directories were compared before there was more provenance; these still have to be resumed.
+COMPARED_ON_CPUS = {"device_name", "python", "torch", "megatron_core", "transformer_engine", "apex", "cuda"}
+
+
+def test_the_description_is_plain_and_says_what_and_where() -> None:
+    described = json.loads(json.dumps(environment.describe(CPU), allow_nan=False))
+    for key in ("torch", "triton", "deep_ep", "nccl", "megatron_core", "hostname", "kernel", "variables", "slurm"):
+        assert key in described
+    assert described["device_type"] == "cpu"
+    assert described["torch"] == torch.__version__
+    assert "gpus" not in described  # Nobody asks a driver on a CPU run.
+
+
+def test_cpu_results_compare_as_they_did_and_gpu_results_by_their_transport_too() -> None:
+    described = environment.describe(CPU)
+    assert set(environment.comparable(described)) == COMPARED_ON_CPUS
+    assert environment.conditions(CPU) == environment.comparable(described)
+    on_gpus = environment.comparable({**described, "device_type": "cuda"})
+    assert set(on_gpus) == COMPARED_ON_CPUS | {"nccl", "triton", "deep_ep"}
+
+
+def test_variables_come_from_a_fixed_list_and_secrets_never() -> None:
+    variables = {
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_IB_PKEY": "0",
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "OMP_NUM_THREADS": "1",
+        "HF_TOKEN": "secret",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "MY_NCCL_PASSWORD": "secret",
+        "HOME": "/home/somebody",
+        "CUDA_TOKEN": "secret",
+        "SLURM_JWT": "secret",
+    }
+    kept = environment.relevant_variables(variables)
+    assert set(kept) == set(list(variables)[:5])
+    assert "secret" not in json.dumps([kept, environment.slurm_job({**variables, "SLURM_JOB_ID": "1"})])
+
+
+def test_a_slurm_job_is_named_with_its_array_and_nodes_and_none_outside_of_one() -> None:
+    variables = {
+        "SLURM_JOB_ID": "17",
+        "SLURM_ARRAY_JOB_ID": "15",
+        "SLURM_ARRAY_TASK_ID": "2",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_CONF": "/etc/slurm.conf",
+    }
+    assert environment.slurm_job(variables) == {k: v for k, v in variables.items() if k != "SLURM_CONF"}
+    assert environment.slurm_job({"SLURM_CLUSTER_NAME": "c", "PATH": "/bin"}) is None
+
+
+def test_gpus_driver_and_topology_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "query_gpus", lambda: query_gpus(answering()))
+    monkeypatch.setattr(environment, "query_topology", lambda: parse_topology(TWO_H100))
+    described = json.loads(json.dumps(environment.describe_gpus()))
+    assert described["driver"] == "570.86.15"
+    assert described["gpus"] == [asdict(query_gpus(answering())[0])]
+    assert described["topology"]["paths"]["GPU0"] == {"GPU1": "NV18", "NIC0": "PIX", "NIC1": "SYS"}
+    assert described["gpus_why"] is None
+
+
+def test_a_driver_that_does_not_answer_leaves_a_reason_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs() -> None:
+        raise CommandError("no answer within 20 s")
+
+    monkeypatch.setattr(environment, "query_gpus", hangs)
+    described = environment.describe_gpus()
+    assert described == {"gpus": None, "driver": None, "topology": None, "gpus_why": "no answer within 20 s"}
+
+
+def test_a_rank_says_where_it_is() -> None:
+    rank = environment.describe_rank(CPU)
+    assert rank["hostname"] == environment.describe(CPU)["hostname"]
+    assert rank["gpu_uuid"] is None
+
+
+def leave_group(folder: Path, limit: str, used: int, caches: int, version: int = 2) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names, prefix = ("max", "current"), ""
+    if version == 1:
+        names, prefix = ("limit_in_bytes", "usage_in_bytes"), "total_"
+    stat = f"anon 1\n{prefix}inactive_file {caches - 7}\n{prefix}active_file 7"
+    for name, value in ((names[0], limit), (names[1], used), ("stat", stat)):
+        (folder / f"memory.{name}").write_text(f"{value}\n")
+
+
+def test_limits_of_control_groups_count_at_every_level_and_caches_are_free(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("0::/slurm/job_1/step_0\n")
+    root = tmp_path / "groups"
+    leave_group(root / "slurm" / "job_1", "1000", 700, 100)
+    leave_group(root / "slurm" / "job_1" / "step_0", "max", 600, 10)
+    leave_group(root / "slurm", "5000", 900, 7)
+    leave_group(root.parent, "1", 1, 7)  # outside
+    assert environment.cgroup_free_bytes(root, own) == [400, 4107]
+    leave_group(root / "memory" / "old", "2000", 500, 50, version=1)
+    own.write_text("9:cpu:/slurm\n4:memory:/old\n1:name=systemd:/\n")
+    assert environment.cgroup_free_bytes(root, own) == [1550]
+    assert environment.cgroup_free_bytes(root, tmp_path / "none") == []
+
+
+def test_memory_that_a_batch_system_withholds_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "cgroup_free_bytes", lambda: [2**20])
+    assert environment.available_memory_bytes(CPU, 4) == 2**18
+
+
+def test_tables_name_the_driver_and_nccl_of_gpu_runs_and_no_more_than_older_results_know() -> None:
+    run = SimpleNamespace(device_name="NVIDIA H100", nccl="2.28.9", driver="570.86.15")
+    facts = SimpleNamespace(device=None, links=None, world_size=8, backend="nccl")
+    assert device_words(run, facts) == "NVIDIA H100 x 8 ranks, nccl 2.28.9, driver 570.86.15"
+    older = SimpleNamespace(device_name="NVIDIA H100", nccl=None, driver=None)
+    assert device_words(older, facts) == "NVIDIA H100 x 8 ranks, nccl"
+    facts.backend = "gloo"
+    assert device_words(run, facts) == "NVIDIA H100 x 8 ranks, gloo"

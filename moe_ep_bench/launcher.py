@@ -2,26 +2,32 @@
 
 A rank that dies takes its process group with it; the ranks record what they can and end. The
 launcher then starts a new job in the same results directory, which goes on with the next
-comparison and leaves out a case that was lost too often. It gives up when a job changed nothing.
+comparison and leaves out a case that was lost too often. It gives up when a job changed nothing. A
+rank that was asked to end (SIGTERM, SIGINT) ends the launcher too: whoever asked means the job.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from moe_ep_bench.attempts import num_lost
+from moe_ep_bench.attempts import collect_lost, num_lost, stopped_by
 from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 from moe_ep_bench.records import RunDirectory
-from moe_ep_bench.scopes.comparison import find_case, plan_comparisons
+from moe_ep_bench.scopes.comparison import Comparison, find_case, plan_comparisons
+from moe_ep_bench.scopes.directory import hold_comparisons
 
 _JOIN_TIMEOUT_S = 120
 
@@ -67,34 +73,66 @@ def launch(
     # Another node may notice only by its own time limit that a job was lost.
     patience_s = int(max(comparison.experiment.measure.timeout_s for comparison in comparisons)) + _JOIN_TIMEOUT_S
     arguments = [str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
+    left = _Left(RunDirectory(out), comparisons)
     if profile is not None:
         find_case(comparisons, profile)  # Raises, and lists what there is.
-        return _one_launch([*arguments, "--profile", profile], RunDirectory(out), nodes, patience_s, force=False)
+        return _one_launch([*arguments, "--profile", profile], left, nodes, patience_s, force=False)
     worst = OK
-    for number in range(max(comparison.num_launches for comparison in comparisons)):
-        status = _one_launch([*arguments, "--launch", str(number)], RunDirectory(out), nodes, patience_s, force=force)
-        if status not in (OK, CASES_FAILED):
-            return status
-        worst = max(worst, status)
+    try:
+        for number in range(max(comparison.num_launches for comparison in comparisons)):
+            status = _one_launch([*arguments, "--launch", str(number)], left, nodes, patience_s, force=force)
+            if status not in (OK, CASES_FAILED):
+                return status
+            worst = max(worst, status)
+    except SignalException as stopped:  # Between two jobs: the agent's handlers stay behind.
+        return 128 + int(stopped.sigval)
     return worst
 
 
-def _one_launch(
-    arguments: Sequence[str], directory: RunDirectory, nodes: Nodes, patience_s: int, *, force: bool
-) -> int:
+@dataclass(frozen=True)
+class _Left:
+    """What jobs of these comparisons have left in the results directory, in which others may be busy too."""
+
+    directory: RunDirectory
+    comparisons: Sequence[Comparison]
+
+    @property
+    def job(self) -> str:
+        return self.comparisons[0].comparison_id
+
+    def progress(self) -> tuple[list[tuple[str, int]], list[int]]:
+        """What a job can have moved: attempts that were lost, and parts that were written."""
+        case_ids = [case.case_id for comparison in self.comparisons for case in comparison.cases]
+        ids = [*(comparison.comparison_id for comparison in self.comparisons), *case_ids]
+        parts = filter(Path.exists, map(self.directory.case_path, case_ids))
+        return num_lost(self.directory.attempts, self.job, ids), [path.stat().st_mtime_ns for path in parts]
+
+    def stopped_by(self) -> int | None:
+        return stopped_by(self.directory.attempts, self.job)
+
+    def clear(self) -> None:
+        """Take away what ranks left that could not end in order, unless another job has already begun."""
+        with contextlib.suppress(ValueError, OSError), hold_comparisons(self.directory, self.comparisons):
+            collect_lost(self.directory.attempts, [self.job])
+
+
+def _one_launch(arguments: Sequence[str], left: _Left, nodes: Nodes, patience_s: int, *, force: bool) -> int:
     """One repetition of the process, started again while it is lost and leaves something to go on from."""
     while True:
-        before = _progress(directory)
+        before = left.progress()
         try:
             status = _one_job([*arguments, *(["--force"] if force else [])], nodes, patience_s)
         except (torch.distributed.DistError, RendezvousError) as error:
             return _not_met(nodes, patience_s, error)
         if status in (OK, CASES_FAILED, USER_ERROR):
             return status
-        if status < 0:
-            return 128 - status  # asked to stop
+        stopped = -status if status < 0 else left.stopped_by()
+        if stopped is not None:
+            if nodes.count == 1:  # Launchers of other nodes may still have to look at what is left.
+                left.clear()
+            return 128 + stopped
         force = False  # A restarted job goes on; it does not begin anew.
-        if nodes.rank == 0 and _progress(directory) == before:
+        if nodes.rank == 0 and left.progress() == before:
             print("moe-ep-bench: the job was lost and left nothing to go on from; giving up", file=sys.stderr)
             return LOST
         print("moe-ep-bench: the process group was lost; starting again with what is left", file=sys.stderr, flush=True)
@@ -118,15 +156,9 @@ def _not_met(nodes: Nodes, patience_s: int, error: Exception) -> int:
     return LOST
 
 
-def _progress(directory: RunDirectory) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """What a job can have moved: attempts that were lost, and parts that were written."""
-    parts = directory.case_path("x").parent.glob("*.parquet")
-    return num_lost(directory.attempts), sorted((path.name, path.stat().st_mtime_ns) for path in parts)
-
-
 def _one_job(arguments: Sequence[str], nodes: Nodes, patience_s: int, command: str = "run") -> int:
     """One torchrun job: a rank's exit status (the first to fail), or minus the signal that stopped the launcher."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -149,7 +181,10 @@ def _one_job(arguments: Sequence[str], nodes: Nodes, patience_s: int, command: s
     )
     program = [sys.executable, "-m", "moe_ep_bench", command, *arguments]
     try:
-        elastic_launch(config, program[0])(*program[1:])
+        # The agent makes a folder for logs of every job, and would leave it.
+        with tempfile.TemporaryDirectory(prefix="moe-ep-bench-") as logs:
+            config = dataclasses.replace(config, logs_specs=DefaultLogsSpecs(log_dir=logs))
+            elastic_launch(config, program[0])(*program[1:])
     except ChildFailedError as error:
         statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
         for agreed in (USER_ERROR, CASES_FAILED):

@@ -5,6 +5,7 @@
 ``<out>/routing/<case_id>.parquet``  one row per rank x batch (``ROUTING_SCHEMA``)
 ``<out>/conditions/<comparison_id>-<launch>.json``  the machine while a comparison was timed
 ``<out>/attempts/``                  what was running when a job was lost (``attempts``)
+``<out>/.locks/``                    what jobs are writing at the moment (``locks``)
 
 ``route`` times nothing. It leaves ``run.json``, ``routing/`` with a few columns more (``ROUTE_SCHEMA``), and of each
 comparison ``scores/<comparison_id>.parquet`` and ``overlap/<comparison_id>.parquet``.
@@ -26,7 +27,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from moe_ep_bench import locks
+
 SCHEMA_VERSION = 2
+
+_RUN_JSON = "run.json"
 
 MODES = ("run", "emulated", "route")
 STATUSES = ("ok", "failed", "oom", "timeout", "skipped")
@@ -193,7 +198,7 @@ class RunDirectory:
 
     @property
     def run_json(self) -> Path:
-        return self.root / "run.json"
+        return self.root / _RUN_JSON
 
     def case_path(self, case_id: str) -> Path:
         return self.root / "cases" / f"{case_id}.parquet"
@@ -206,6 +211,12 @@ class RunDirectory:
 
     def overlap_path(self, comparison_id: str) -> Path:
         return self.root / "overlap" / f"{comparison_id}.parquet"
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders of all that is written here."""
+        one_of_each = self.case_path(""), self.routing_path(""), self.scores_path(""), self.overlap_path("")
+        return [*(path.parent for path in one_of_each), self.conditions_path("", 0).parent, self.attempts]
 
     @property
     def attempts(self) -> Path:
@@ -229,6 +240,13 @@ class RunDirectory:
     def is_finished(self, case_id: str, launch: int) -> bool:
         """Whether a launch of the case has a result that stands. One that was skipped may fit another time."""
         return self.statuses(case_id).get(launch, "skipped") != "skipped"
+
+    def remove_unfinished(self, ids: Iterable[str]) -> None:
+        """Remove what a killed job had begun to write of these cases and comparisons."""
+        beginnings = tuple(f".{one}" for one in ids)
+        for path in (*self.root.glob(".*"), *self.root.glob("*/.*")):
+            if path.name.startswith(beginnings):
+                path.unlink(missing_ok=True)
 
     def remove_case(self, case_id: str) -> None:
         for path in (self.case_path(case_id), self.routing_path(case_id)):
@@ -270,11 +288,19 @@ class RunDirectory:
         """Write ``run.json``, and keep in it what an earlier one knew of finished comparisons.
 
         ``runs`` holds the provenance of every run whose rows are here, by run_id. A comparison that
-        was begun under another config and never finished is dropped with its parts.
+        was begun under another config and never finished is dropped with its parts, unless another job is at it.
 
         Args:
             is_done: whether a case has what makes it finished; the default is a part of samples.
+
+        Raises:
+            ValueError: another job has been writing ``run.json`` for a minute.
         """
+        with locks.hold(self.root, {_RUN_JSON: _RUN_JSON}, patience_s=60.0):
+            self.remove_unfinished([_RUN_JSON])
+            self._merge_run(description, is_done)
+
+    def _merge_run(self, description: Mapping[str, Any], is_done: Callable[[str], bool] | None) -> None:
         is_done = is_done or (lambda case_id: bool(self.statuses(case_id)))
         provenance = {key: description.get(key) for key in ("created", "config", "environment", "hashes")}
         merged = {**description, "runs": {description["run_id"]: provenance}}
@@ -284,7 +310,7 @@ class RunDirectory:
             if comparison_id in description["comparisons"]:
                 continue
             cases = {k: case for k, case in earlier["cases"].items() if case["comparison_id"] == comparison_id}
-            if all(is_done(case_id) for case_id in cases):
+            if locks.is_held(self.root, comparison_id) or all(is_done(case_id) for case_id in cases):
                 merged["comparisons"] = {comparison_id: comparison, **merged["comparisons"]}
                 merged["cases"] = {**cases, **merged["cases"]}
             else:

@@ -8,6 +8,7 @@ doing the same thing; what cannot run is found there and recorded as skipped.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -25,11 +26,11 @@ from moe_ep_bench import environment
 from moe_ep_bench.attempts import MAX_ATTEMPTS, collect_lost, forget_lost, lost_attempts
 from moe_ep_bench.config import Experiment
 from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
-from moe_ep_bench.ranks import Ranks, join
+from moe_ep_bench.ranks import NotMetError, Ranks, join
 from moe_ep_bench.records import SCHEMA_VERSION, RunDirectory, stable_hash
-from moe_ep_bench.scopes.comparison import CaseSpec, Comparison, find_case, plan_comparisons
-from moe_ep_bench.scopes.directory import check_agreement
-from moe_ep_bench.scopes.job import Job, Stopped, open_job
+from moe_ep_bench.scopes.comparison import CaseSpec, Comparison, Planned, find_case, plan_comparisons
+from moe_ep_bench.scopes.directory import cannot_write, check_agreement, hold_comparisons
+from moe_ep_bench.scopes.job import CannotWriteError, Job, Stopped, open_job
 
 # How long ranks may take to meet before a config has said otherwise.
 _JOIN_TIMEOUT_S = 120.0
@@ -54,8 +55,10 @@ def run(
     _on_signals(_stop)
     try:
         return _run(config, out, overrides, launch, force, profile)
-    except Stopped:
-        return 128 + signal.SIGTERM
+    except Stopped as stopped:
+        return 128 + stopped.args[0]
+    except CannotWriteError:
+        return USER_ERROR
     except Exception:
         # Not a user's mistake and not a case's failure: show all of it.
         traceback.print_exc()
@@ -68,18 +71,23 @@ def _run(config: Path, out: Path, overrides: Sequence[str], launch: int, force: 
     except ValueError as error:
         print(f"moe-ep-bench: {error}", file=sys.stderr)
         return USER_ERROR
+    except NotMetError as error:
+        print(f"moe-ep-bench: {error}", file=sys.stderr)
+        return LOST
+    held = contextlib.ExitStack()
     try:
         comparisons = _agree_on_comparisons(ranks, config, overrides, launch)
         if comparisons is None:
             return USER_ERROR
         directory = RunDirectory(out)
         if profile is not None:
-            return _profile(ranks, directory, comparisons, profile)
-        todo = _agree_on_cases(ranks, directory, comparisons, launch, force)
+            return _profile(ranks, directory, comparisons, profile, held)
+        todo = _agree_on_cases(ranks, directory, comparisons, launch, force, held)
         if todo is None:
             return USER_ERROR
         return _measure_all(ranks, directory, comparisons, todo, launch)
     finally:
+        held.close()
         ranks.close()
 
 
@@ -115,19 +123,26 @@ def _agree_on_comparisons(ranks: Ranks, config: Path, overrides: Sequence[str], 
 
 
 def _agree_on_cases(
-    ranks: Ranks, directory: RunDirectory, comparisons: Sequence[Comparison], launch: int, force: bool
+    ranks: Ranks,
+    directory: RunDirectory,
+    comparisons: Sequence[Comparison],
+    launch: int,
+    force: bool,
+    held: contextlib.ExitStack,
 ) -> list[list[CaseSpec]] | None:
     """What is left to run, per comparison; rank 0 looks into the results directory for all.
 
     Cases of a comparison are paired, so a launch that is incomplete is measured whole again, except
-    for cases that were lost too often. Returns None where the directory cannot be used.
+    for cases that were lost too often. Returns None where the directory cannot be used. From here on
+    no other job writes these comparisons, until ``held`` is closed.
     """
     wanted = torch.zeros(sum(len(comparison.cases) for comparison in comparisons), dtype=torch.uint8)
     error = ""
     if ranks.is_first:
         try:
             check_directory(directory, ranks, force)
-            collect_lost(directory.attempts)
+            held.enter_context(hold_comparisons(directory, comparisons))
+            clear_up(directory, comparisons)
             flags = []
             for comparison in comparisons:
                 # The first launch begins anew; later ones were forgotten with it.
@@ -138,12 +153,21 @@ def _agree_on_cases(
                 )
                 flags += [not finished and not _given_up(directory, comparison, case) for case in comparison.cases]
             wanted = torch.tensor(flags, dtype=torch.uint8)
-        except (OSError, ValueError) as problem:
+        except OSError as problem:
+            error = cannot_write(directory.root, problem)
+        except ValueError as problem:
             error = str(problem)
     if ranks.complain(error):
         return None
     flags = iter(ranks.gather(wanted, everywhere=True)[0].tolist())
     return [[case for case in comparison.cases if next(flags)] for comparison in comparisons]
+
+
+def clear_up(directory: RunDirectory, comparisons: Sequence[Planned]) -> None:
+    """After jobs that ended as they should not have: note what they lost, remove what they had begun to write."""
+    ids = [one.comparison_id for one in comparisons]
+    collect_lost(directory.attempts, ids)
+    directory.remove_unfinished([*ids, *(case.case_id for one in comparisons for case in one.cases)])
 
 
 def forget(directory: RunDirectory, comparison: Comparison) -> None:
@@ -183,12 +207,21 @@ def _measure_all(
     if any(todo):
         # Made on every rank, which keeps them together: it goes through all batches.
         description = run_description(ranks, run_id, comparisons)
+        error = ""
         if ranks.is_first:
-            directory.write_run(description)
+            try:
+                directory.write_run(description)
+            except OSError as problem:
+                error = cannot_write(directory.root, problem)
+            except ValueError as problem:
+                error = str(problem)
+        if ranks.complain(error):
+            return USER_ERROR
     total = sum(_iterations(comparison, cases) for comparison, cases in zip(comparisons, todo, strict=True))
     with open_job(
         ranks,
         directory,
+        name=comparisons[0].comparison_id,
         run_id=run_id,
         launch=launch,
         timeout_s=max(comparison.experiment.measure.timeout_s for comparison in comparisons),
@@ -198,6 +231,7 @@ def _measure_all(
         for comparison, cases in zip(comparisons, todo, strict=True):
             if ranks.is_first:
                 _record_lost(job, comparison, cases)
+            job.check_written()
             if cases:
                 repetition = (
                     f", launch {launch + 1} of {comparison.num_launches}" if comparison.num_launches > 1 else ""
@@ -215,7 +249,13 @@ def _measure_all(
     return status
 
 
-def _profile(ranks: Ranks, directory: RunDirectory, comparisons: Sequence[Comparison], wanted: str) -> int:
+def _profile(
+    ranks: Ranks,
+    directory: RunDirectory,
+    comparisons: Sequence[Comparison],
+    wanted: str,
+    held: contextlib.ExitStack,
+) -> int:
     from moe_ep_bench.scopes.profile import profile_case
 
     error = ""
@@ -223,6 +263,7 @@ def _profile(ranks: Ranks, directory: RunDirectory, comparisons: Sequence[Compar
         comparison, case = find_case(comparisons, wanted)
         if ranks.is_first:
             check_directory(directory, ranks, force=True)
+            held.enter_context(hold_comparisons(directory, [comparison]))
     except ValueError as problem:
         error = str(problem)
     if ranks.complain(error):
@@ -230,6 +271,7 @@ def _profile(ranks: Ranks, directory: RunDirectory, comparisons: Sequence[Compar
     with open_job(
         ranks,
         directory,
+        name=comparison.comparison_id,
         run_id="",
         launch=0,
         timeout_s=comparison.experiment.measure.timeout_s,
@@ -368,4 +410,4 @@ def _on_signals(handler: Callable[[int, FrameType | None], Any]) -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise Stopped
+    raise Stopped(number)

@@ -92,7 +92,7 @@ def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
         num_finished = len(list((out / "cases").glob("*.parquet")))
         for pid in _marked(mark):
             _sample(pid, num_finished, samples)
-        time.sleep(0.5)
+        time.sleep(0.2)
     if job.returncode:
         return [f"exit status {job.returncode}: {(folder / 'errors').read_text()[-500:]}"]
     run = load_run(out)
@@ -102,7 +102,8 @@ def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
     for name in sorted(samples):
         problems += _judge(name, samples[name], len(run.cases))
     left = [f"process {pid}" for pid in _marked(mark)]
-    left += [str(file) for file in temporary.rglob("*")]
+    # torch's cache of compiled code is one folder per user, which it means to keep.
+    left += [str(file) for file in temporary.iterdir() if not file.name.startswith("torchinductor_")]
     left += [str(file) for file in out.rglob("*") if file.name.startswith((".", "now-"))]
     left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - shared_before)]
     print(f"soak: left behind: {', '.join(left) or 'no process, temporary file or shared-memory segment'}")
@@ -111,7 +112,8 @@ def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
 
 def _judge(name: str, samples: list[Sample], num_cases: int) -> list[str]:
     """Print the line of one process; what is wrong with it."""
-    kept = [sample for sample in samples if sample.num_finished >= _LEFT_OUT * num_cases]
+    # With the last case the processes begin to end.
+    kept = [sample for sample in samples if _LEFT_OUT * num_cases <= sample.num_finished < num_cases]
     finished_N = np.array([sample.num_finished for sample in kept], dtype=float)
     if len(set(finished_N.tolist())) < 3:
         return [f"{name}: too few samples for a line"]

@@ -9,7 +9,6 @@ rank that was asked to end (SIGTERM, SIGINT) ends the launcher too: whoever aske
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
@@ -167,23 +166,23 @@ def _one_job(arguments: Sequence[str], nodes: Nodes, patience_s: int, command: s
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     host, _, port = nodes.master.rpartition(":")
     several = nodes.count > 1
-    config = LaunchConfig(
-        min_nodes=nodes.count,
-        max_nodes=nodes.count,
-        nproc_per_node=nodes.nproc,
-        run_id="moe-ep-bench",
-        rdzv_backend="static" if several else "c10d",
-        rdzv_endpoint=f"{host}:{port}",
-        rdzv_configs={"timeout": patience_s, **({"rank": nodes.rank} if several else {})},
-        max_restarts=0,
-        monitor_interval=0.1,
-        local_addr=None if several else "127.0.0.1",
-    )
     program = [sys.executable, "-m", "moe_ep_bench", command, *arguments]
     try:
-        # The agent makes a folder for logs of every job, and would leave it.
+        # The agent makes a folder for the logs of every job, and would leave it.
         with tempfile.TemporaryDirectory(prefix="moe-ep-bench-") as logs:
-            config = dataclasses.replace(config, logs_specs=DefaultLogsSpecs(log_dir=logs))
+            config = LaunchConfig(
+                min_nodes=nodes.count,
+                max_nodes=nodes.count,
+                nproc_per_node=nodes.nproc,
+                run_id="moe-ep-bench",
+                rdzv_backend="static" if several else "c10d",
+                rdzv_endpoint=f"{host}:{port}",
+                rdzv_configs={"timeout": patience_s, **({"rank": nodes.rank} if several else {})},
+                max_restarts=0,
+                monitor_interval=0.1,
+                logs_specs=DefaultLogsSpecs(log_dir=logs),
+                local_addr=None if several else "127.0.0.1",
+            )
             elastic_launch(config, program[0])(*program[1:])
     except ChildFailedError as error:
         statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}

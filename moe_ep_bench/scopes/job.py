@@ -85,6 +85,8 @@ class Job:
             CannotWriteError: after one line to the user.
         """
         said = self.unwritten[0] if self.unwritten else ""
+        if said:
+            self.progress.close()  # The line is to stand alone.
         if self.ranks.complain(f"{said}; what is finished stays, the same command goes on from there" if said else ""):
             raise CannotWriteError
 

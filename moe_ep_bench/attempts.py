@@ -3,11 +3,13 @@
 A failure inside a case takes the process group with it, and a rank that was killed can say
 nothing more. Every rank therefore keeps a *mark*: a small memory-mapped file that names the case
 it is running. Writing it is a memory copy, outside of anything timed; the kernel keeps it even
-when the process is killed. A rank that ends in order, or that was asked to stop, clears its
-mark. A mark that is still there when the next job starts is an attempt that was lost.
+when the process is killed. A rank that ends in order clears its
+mark, or says in it that it was stopped. Any other mark that is still there when the next job starts
+is an attempt that was lost. Several jobs may fill one directory, each with comparisons of its own;
+a job is named by the first of its comparisons, and collects the marks of those alone, which it has locked.
 
-``<out>/attempts/now-<rank>``     the mark
-``<out>/attempts/<case_id>.json`` reasons of the attempts that were lost, oldest first
+``<out>/attempts/now-<job>-<rank>``  the mark
+``<out>/attempts/<case_id>.json``    reasons of the attempts that were lost, oldest first
 
 While a comparison is built or written no single case is running; its own id stands for it then.
 """
@@ -16,23 +18,31 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from moe_ep_bench.records import write_json
 
 MAX_ATTEMPTS = 2
+
+# What a rank leaves that was ended by its peers' end, and one that was asked to end: neither is to blame.
+PEER_LOST, STOPPED = "peer lost", "stopped"
 
 _MARK_BYTES = 64
 _REASON_BYTES = 512
 
 
 class Mark:
-    """This rank's mark. ``set`` costs a memory copy."""
+    """This rank's mark. ``set`` costs a memory copy.
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, folder: Path, job: str, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"now-{rank}"
+        self._path = folder / f"now-{job}-{rank}"
         self._path.write_bytes(bytes(_MARK_BYTES + _REASON_BYTES))
         with open(self._path, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
@@ -52,27 +62,40 @@ class Mark:
         self._path.unlink(missing_ok=True)
 
 
-def collect_lost(folder: Path) -> None:
-    """Turn the marks that an earlier job left into recorded attempts. Called by one process, before new marks."""
-    if not folder.is_dir():
-        return
-    lost: dict[str, list[tuple[int, str]]] = {}
-    for path in sorted(folder.glob("now-*")):
-        data = path.read_bytes()
-        case_id = data[:_MARK_BYTES].rstrip(b"\0").decode(errors="replace")
-        reason = data[_MARK_BYTES:].rstrip(b"\0").decode(errors="replace")
-        if case_id:
-            lost.setdefault(case_id, []).append((int(path.name.removeprefix("now-")), reason))
-    for case_id, marks in lost.items():
-        write_json(_reasons_path(folder, case_id), [*lost_attempts(folder, case_id), _reason(marks)])
-    for path in folder.glob("now-*"):
-        path.unlink()
+def collect_lost(folder: Path, jobs: Container[str]) -> None:
+    """Turn the marks that earlier jobs of these names left into recorded attempts.
+
+    Called by one process, which knows that these jobs have ended, before there are new marks.
+    """
+    left: dict[str, list[_Left]] = {}
+    for job, mark in _marks(folder):
+        if job in jobs:
+            left.setdefault(job, []).append(mark)
+    for marks in left.values():
+        for case_id, reason in _blamed(marks).items():
+            write_json(_reasons_path(folder, case_id), [*lost_attempts(folder, case_id), reason])
+        for mark in marks:
+            mark.path.unlink(missing_ok=True)
+
+
+def stopped_by(folder: Path, job: str) -> int | None:
+    """The signal that asked a job to end, by the marks that it left; None where it was lost otherwise."""
+    marks = [mark for name, mark in _marks(folder) if name == job]
+    signals = [int(mark.reason.split()[-1]) for mark in marks if mark.reason.startswith(STOPPED)]
+    return signals[0] if signals and not _blamed(marks) else None
+
+
+def stopped_reason(signal_number: int) -> str:
+    """What a rank leaves that was asked to end."""
+    return f"{STOPPED} by signal {signal_number}"
 
 
 def lost_attempts(folder: Path, case_id: str) -> list[str]:
-    """Reasons of the earlier attempts at this case that were lost, oldest first."""
-    path = _reasons_path(folder, case_id)
-    return json.loads(path.read_text()) if path.exists() else []
+    """Reasons of the earlier attempts at this case that were lost, oldest first; none where the file is damaged."""
+    try:
+        return [str(reason) for reason in json.loads(_reasons_path(folder, case_id).read_text())]
+    except (OSError, ValueError, TypeError):
+        return []
 
 
 def forget_lost(folder: Path, case_ids: Iterable[str]) -> None:
@@ -81,27 +104,52 @@ def forget_lost(folder: Path, case_ids: Iterable[str]) -> None:
         _reasons_path(folder, case_id).unlink(missing_ok=True)
 
 
-def num_lost(folder: Path) -> list[tuple[str, int]]:
-    """What was lost so far, and how often; marks that were not collected yet count once."""
-    if not folder.is_dir():
-        return []
-    collected = [(path.name, len(json.loads(path.read_text()))) for path in sorted(folder.glob("*.json"))]
-    marks = {path.read_bytes()[:_MARK_BYTES].rstrip(b"\0").decode(errors="replace") for path in folder.glob("now-*")}
-    return [*collected, *((f"now {case_id}", 1) for case_id in sorted(marks - {""}))]
+def num_lost(folder: Path, job: str, case_ids: Iterable[str]) -> list[tuple[str, int]]:
+    """What was lost so far, and how often; marks of ``job`` that were not collected yet count once."""
+    collected = [(case_id, len(lost_attempts(folder, case_id))) for case_id in case_ids]
+    marks = sorted({mark.case_id for name, mark in _marks(folder) if name == job})
+    return [*collected, *((f"now {case_id}", 1) for case_id in marks if case_id)]
 
 
-def _reason(marks: list[tuple[int, str]]) -> str:
-    """One line from what the ranks left: who died without a word is the cause, else who failed on its own."""
-    silent = [rank for rank, reason in marks if not reason]
-    causes = [(rank, reason) for rank, reason in marks if reason and not reason.startswith("peer lost")]
+class _Left(NamedTuple):
+    """A mark as it was left."""
+
+    path: Path
+    rank: int
+    case_id: str
+    reason: str
+
+
+def _marks(folder: Path) -> Iterable[tuple[str, _Left]]:
+    """All marks, with the names of their jobs."""
+    for path in sorted(folder.glob("now-*-*")):
+        _, job, rank = path.name.split("-")
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            continue  # Of another job, which has just ended.
+        case_id, reason = (
+            part.rstrip(b"\0").decode(errors="replace") for part in (data[:_MARK_BYTES], data[_MARK_BYTES:])
+        )
+        yield job, _Left(path, int(rank), case_id, reason)
+
+
+def _blamed(marks: list[_Left]) -> dict[str, str]:
+    """{case_id: one line} of what the ranks of a job left: who failed on its own is the cause, else who died silently.
+
+    Ranks may have been at different cases: nobody is blamed for where the others were.
+    """
+    marks = [mark for mark in marks if mark.case_id]
+    causes = [mark for mark in marks if mark.reason and not mark.reason.startswith((PEER_LOST, STOPPED))]
+    silent = [mark for mark in marks if not mark.reason]
     if causes:
-        rank, reason = causes[0]
-        return f"{reason} (rank {rank})"
-    if silent and len(silent) < len(marks):
-        return f"failed: rank {', '.join(map(str, silent))} ended without a word (killed, or out of memory)"
+        return {mark.case_id: f"{mark.reason} (rank {mark.rank})" for mark in reversed(causes)}
     if silent:
-        return "failed: all ranks ended without a word (killed, or out of memory)"
-    return marks[0][1]
+        who = "all ranks" if len(silent) == len(marks) else f"rank {', '.join(str(mark.rank) for mark in silent)}"
+        return {mark.case_id: f"failed: {who} ended without a word (killed, or out of memory)" for mark in silent}
+    if any(mark.reason.startswith(STOPPED) for mark in marks):
+        return {}
+    return {mark.case_id: mark.reason for mark in reversed(marks)}
 
 
 def _reasons_path(folder: Path, case_id: str) -> Path:

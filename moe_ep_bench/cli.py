@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moe_ep_bench.exit_codes import CASES_FAILED, OK, USER_ERROR
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG, errno.ENOTDIR)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,10 +24,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"moe-ep-bench: {error}", file=sys.stderr)
         return USER_ERROR
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         # Whoever read the output has seen enough; nor can what is still buffered be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        # pyarrow's own errors say it in their text.
+        print(f"moe-ep-bench: cannot write {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+        return USER_ERROR
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,29 +2,34 @@
 
 A rank that dies takes its process group with it; the ranks record what they can and end. The
 launcher then starts a new job in the same results directory, which goes on with the next
-comparison and leaves out a case that was lost too often. It gives up when a job changed nothing.
+comparison and leaves out a case that was lost too often. It gives up when a job changed nothing. A
+rank that was asked to end (SIGTERM, SIGINT) ends the launcher too: whoever asked means the job.
 
 Signals: SIGTERM and SIGINT end the ranks at once, SIGUSR1 after the comparison that they are measuring (``closing``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from moe_ep_bench.attempts import num_lost
+from moe_ep_bench.attempts import collect_lost, num_lost, stopped_by
 from moe_ep_bench.closing import closing_on_signal
 from moe_ep_bench.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
 from moe_ep_bench.records import RunDirectory
-from moe_ep_bench.scopes.comparison import find_case, plan_comparisons
+from moe_ep_bench.scopes.comparison import Comparison, find_case, plan_comparisons
+from moe_ep_bench.scopes.directory import hold_comparisons
 
 _JOIN_TIMEOUT_S = 120
 
@@ -79,47 +84,69 @@ def launch(
     # Another node may notice only by its own time limit that a job was lost.
     patience_s = int(max(comparison.experiment.measure.timeout_s for comparison in comparisons)) + _JOIN_TIMEOUT_S
     arguments = [str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
-    directory = RunDirectory(out)
+    left = _Left(RunDirectory(out), comparisons)
     if point is not None:
         arguments += ["--point", str(point)]
-        directory = RunDirectory(out, comparisons[0].comparison_id)
     if profile is not None:
         find_case(comparisons, profile)  # Raises, and lists what there is.
-        return _one_launch([*arguments, "--profile", profile], directory, [], nodes, patience_s, force=False)
-    case_ids = [case.case_id for comparison in comparisons for case in comparison.cases]
+        return _one_launch([*arguments, "--profile", profile], left, nodes, patience_s, force=False)
     worst = OK
-    with closing_on_signal():
-        for number in range(max(comparison.num_launches for comparison in comparisons)):
-            launch_arguments = [*arguments, "--launch", str(number)]
-            status = _one_launch(launch_arguments, directory, case_ids, nodes, patience_s, force=force)
-            if status not in (OK, CASES_FAILED):
-                return status
-            worst = max(worst, status)
+    try:
+        with closing_on_signal():
+            for number in range(max(comparison.num_launches for comparison in comparisons)):
+                status = _one_launch([*arguments, "--launch", str(number)], left, nodes, patience_s, force=force)
+                if status not in (OK, CASES_FAILED):
+                    return status
+                worst = max(worst, status)
+    except SignalException as stopped:  # Between two jobs: the agent's handlers stay behind.
+        return 128 + int(stopped.sigval)
     return worst
 
 
-def _one_launch(
-    arguments: Sequence[str],
-    directory: RunDirectory,
-    case_ids: Sequence[str],
-    nodes: Nodes,
-    patience_s: int,
-    *,
-    force: bool,
-) -> int:
+@dataclass(frozen=True)
+class _Left:
+    """What jobs of these comparisons have left in the results directory, in which others may be busy too."""
+
+    directory: RunDirectory
+    comparisons: Sequence[Comparison]
+
+    @property
+    def job(self) -> str:
+        return self.comparisons[0].comparison_id
+
+    def progress(self) -> tuple[list[tuple[str, int]], list[int]]:
+        """What a job can have moved: attempts that were lost, and parts that were written."""
+        case_ids = [case.case_id for comparison in self.comparisons for case in comparison.cases]
+        ids = [*(comparison.comparison_id for comparison in self.comparisons), *case_ids]
+        parts = filter(Path.exists, map(self.directory.case_path, case_ids))
+        return num_lost(self.directory.attempts, self.job, ids), [path.stat().st_mtime_ns for path in parts]
+
+    def stopped_by(self) -> int | None:
+        return stopped_by(self.directory.attempts, self.job)
+
+    def clear(self) -> None:
+        """Take away what ranks left that could not end in order, unless another job has already begun."""
+        with contextlib.suppress(ValueError, OSError), hold_comparisons(self.directory, self.comparisons):
+            collect_lost(self.directory.attempts, [self.job])
+
+
+def _one_launch(arguments: Sequence[str], left: _Left, nodes: Nodes, patience_s: int, *, force: bool) -> int:
     """One repetition of the process, started again while it is lost and leaves something to go on from."""
     while True:
-        before = _progress(directory, case_ids)
+        before = left.progress()
         try:
             status = _one_job([*arguments, *(["--force"] if force else [])], nodes, patience_s)
         except (torch.distributed.DistError, RendezvousError) as error:
             return _not_met(nodes, patience_s, error)
         if status in (OK, CASES_FAILED, USER_ERROR, CLOSED):
             return status
-        if status < 0:
-            return 128 - status  # asked to stop
+        stopped = -status if status < 0 else left.stopped_by()
+        if stopped is not None:
+            if nodes.count == 1:  # Launchers of other nodes may still have to look at what is left.
+                left.clear()
+            return 128 + stopped
         force = False  # A restarted job goes on; it does not begin anew.
-        if nodes.rank == 0 and _progress(directory, case_ids) == before:
+        if nodes.rank == 0 and left.progress() == before:
             print("moe-ep-bench: the job was lost and left nothing to go on from; giving up", file=sys.stderr)
             return LOST
         print("moe-ep-bench: the process group was lost; starting again with what is left", file=sys.stderr, flush=True)
@@ -143,15 +170,9 @@ def _not_met(nodes: Nodes, patience_s: int, error: Exception) -> int:
     return LOST
 
 
-def _progress(directory: RunDirectory, case_ids: Sequence[str]) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """What a job can have moved: attempts that were lost, and parts that were written of its own cases."""
-    parts = [path for path in map(directory.case_path, case_ids) if path.exists()]
-    return num_lost(directory.attempts), [(path.name, path.stat().st_mtime_ns) for path in parts]
-
-
 def _one_job(arguments: Sequence[str], nodes: Nodes, patience_s: int, command: str = "run") -> int:
     """One torchrun job: a rank's exit status (the first to fail), or minus the signal that stopped the launcher."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -160,21 +181,24 @@ def _one_job(arguments: Sequence[str], nodes: Nodes, patience_s: int, command: s
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     host, _, port = nodes.master.rpartition(":")
     several = nodes.count > 1
-    config = LaunchConfig(
-        min_nodes=nodes.count,
-        max_nodes=nodes.count,
-        nproc_per_node=nodes.nproc,
-        run_id="moe-ep-bench",
-        rdzv_backend="static" if several else "c10d",
-        rdzv_endpoint=f"{host}:{port}",
-        rdzv_configs={"timeout": patience_s, **({"rank": nodes.rank} if several else {})},
-        max_restarts=0,
-        monitor_interval=0.1,
-        local_addr=None if several else "127.0.0.1",
-    )
     program = [sys.executable, "-m", "moe_ep_bench", command, *arguments]
     try:
-        elastic_launch(config, program[0])(*program[1:])
+        # The agent makes a folder for the logs of every job, and would leave it.
+        with tempfile.TemporaryDirectory(prefix="moe-ep-bench-") as logs:
+            config = LaunchConfig(
+                min_nodes=nodes.count,
+                max_nodes=nodes.count,
+                nproc_per_node=nodes.nproc,
+                run_id="moe-ep-bench",
+                rdzv_backend="static" if several else "c10d",
+                rdzv_endpoint=f"{host}:{port}",
+                rdzv_configs={"timeout": patience_s, **({"rank": nodes.rank} if several else {})},
+                max_restarts=0,
+                monitor_interval=0.1,
+                logs_specs=DefaultLogsSpecs(log_dir=logs),
+                local_addr=None if several else "127.0.0.1",
+            )
+            elastic_launch(config, program[0])(*program[1:])
     except ChildFailedError as error:
         statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
         for agreed in (USER_ERROR, CLOSED, CASES_FAILED):

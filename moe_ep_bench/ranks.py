@@ -7,9 +7,11 @@ one nor dies with it.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import hashlib
 import os
+import signal
 import sys
 from dataclasses import dataclass
 
@@ -19,6 +21,13 @@ from torch import Tensor
 
 # Ranks may wait for one that reads a recording or writes results; a hang is the watchdog's to end.
 _SIDE_TIMEOUT_S = 3600
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class NotMetError(Exception):
+    """The processes of a job did not find each other."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,10 @@ def join(timeout_s: float) -> Ranks:
 
     Raises:
         ValueError: fewer GPUs on this node than ranks.
+        NotMetError: too few, or with other ideas of how many they are; one line.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with_agent()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -105,7 +117,16 @@ def join(timeout_s: float) -> Ranks:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
     # Without a device_id NCCL builds a communicator when a group is first used: most groups never are.
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            rank, world_size, host, port = (
+                os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+            )
+            raise NotMetError(
+                f"rank {rank} of {world_size} did not meet the others at {host}:{port} within {timeout_s:g} s; "
+                f"expected {world_size} ranks, all started with that WORLD_SIZE: {_in_short(error)}"
+            ) from None
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return Ranks(
@@ -115,3 +136,15 @@ def join(timeout_s: float) -> Ranks:
         device=device,
         side_group=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_SIDE_TIMEOUT_S)),
     )
+
+
+def _end_with_agent() -> None:
+    """Have the kernel send this process SIGTERM when torchrun's agent, its parent, is gone.
+
+    An agent that was killed cannot stop its ranks any more: without anybody to watch them they would go on.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _in_short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

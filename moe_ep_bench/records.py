@@ -5,6 +5,7 @@
 ``<out>/routing/<case_id>.parquet``  one row per rank x batch (``ROUTING_SCHEMA``)
 ``<out>/conditions/<comparison_id>-<launch>.json``  the machine while a comparison was timed
 ``<out>/attempts/``                  what was running when a job was lost (``attempts``)
+``<out>/.locks/``                    what jobs are writing at the moment (``locks``)
 
 Several jobs may fill one directory, each with comparisons of its own (the points of a sweep). Parts are theirs alone;
 ``run.json`` is merged under a lock, and what was running is kept apart per job.
@@ -25,14 +26,11 @@ A launch in which a case could not be measured has a single row there: ``status`
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from moe_ep_bench import locks
+
 SCHEMA_VERSION = 2
+
+_RUN_JSON = "run.json"
 
 MODES = ("run", "emulated", "route")
 STATUSES = ("ok", "failed", "oom", "timeout", "skipped")
@@ -191,45 +193,15 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
-# What ``flock`` says on file systems that have no locks.
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-
-
-@contextlib.contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Be the only process, on any node, that holds ``path``'s lock. The kernel frees it when its holder dies.
-
-    A file system without locks (Lustre mounted without ``flock``) is said once on stderr; the block runs all the same.
-    """
-    with open(path, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as problem:
-            if problem.errno not in _NO_LOCKS:
-                raise
-            print(
-                f"moe-ep-bench: {path}: this file system has no locks ({problem.strerror}): "
-                "let no two jobs start in one results directory at the same moment",
-                file=sys.stderr,
-            )
-        yield
-
-
 class RunDirectory:
-    """The files of one run. Every write is atomic; reading back tells what is already done.
+    """The files of one run. Every write is atomic; reading back tells what is already done."""
 
-    Args:
-        alone: the comparison that this job is about, where other jobs fill the directory with others; None: this
-            job is the only one.
-    """
-
-    def __init__(self, root: Path, alone: str | None = None) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self._alone = alone
 
     @property
     def run_json(self) -> Path:
-        return self.root / "run.json"
+        return self.root / _RUN_JSON
 
     def case_path(self, case_id: str) -> Path:
         return self.root / "cases" / f"{case_id}.parquet"
@@ -244,9 +216,14 @@ class RunDirectory:
         return self.root / "overlap" / f"{comparison_id}.parquet"
 
     @property
+    def folders(self) -> list[Path]:
+        """The folders of all that is written here."""
+        one_of_each = self.case_path(""), self.routing_path(""), self.scores_path(""), self.overlap_path("")
+        return [*(path.parent for path in one_of_each), self.conditions_path("", 0).parent, self.attempts]
+
+    @property
     def attempts(self) -> Path:
-        """What this job was running; a folder of its own where other jobs run beside it."""
-        return self.root / "attempts" / (self._alone or "")
+        return self.root / "attempts"
 
     @property
     def profiles(self) -> Path:
@@ -266,6 +243,13 @@ class RunDirectory:
     def is_finished(self, case_id: str, launch: int) -> bool:
         """Whether a launch of the case has a result that stands. One that was skipped may fit another time."""
         return self.statuses(case_id).get(launch, "skipped") != "skipped"
+
+    def remove_unfinished(self, ids: Iterable[str]) -> None:
+        """Remove what a killed job had begun to write of these cases and comparisons."""
+        beginnings = tuple(f".{one}" for one in ids)
+        for path in (*self.root.glob(".*"), *self.root.glob("*/.*")):
+            if path.name.startswith(beginnings):
+                path.unlink(missing_ok=True)
 
     def remove_case(self, case_id: str) -> None:
         for path in (self.case_path(case_id), self.routing_path(case_id)):
@@ -308,23 +292,30 @@ class RunDirectory:
         description: Mapping[str, Any],
         is_done: Callable[[str], bool] | None = None,
         check: Callable[[], None] = lambda: None,
+        *,
+        keep_others: bool = False,
     ) -> None:
         """Write ``run.json``, and keep in it what an earlier one knew of finished comparisons.
 
         ``runs`` holds the provenance of every run whose rows are here, by run_id. A comparison that
-        was begun under another config and never finished is dropped with its parts, unless this job is about one
-        comparison alone: another job may be at work on it.
+        was begun under another config and never finished is dropped with its parts, unless another job is at it.
 
         Args:
             is_done: whether a case has what makes it finished; the default is a part of samples.
             check: raises where what is there by now does not allow it; called under the lock.
-        """
-        self.root.mkdir(parents=True, exist_ok=True)
-        with lock(self.root / ".lock"):
-            check()
-            self._merge_run(description, is_done)
+            keep_others: keep comparisons that were never finished too: other jobs have them to do.
 
-    def _merge_run(self, description: Mapping[str, Any], is_done: Callable[[str], bool] | None) -> None:
+        Raises:
+            ValueError: another job has been writing ``run.json`` for a minute.
+        """
+        with locks.hold(self.root, {_RUN_JSON: _RUN_JSON}, patience_s=60.0):
+            check()
+            self.remove_unfinished([_RUN_JSON])
+            self._merge_run(description, is_done, keep_others)
+
+    def _merge_run(
+        self, description: Mapping[str, Any], is_done: Callable[[str], bool] | None, keep_others: bool
+    ) -> None:
         is_done = is_done or (lambda case_id: bool(self.statuses(case_id)))
         provenance = {key: description.get(key) for key in ("created", "config", "environment", "hashes")}
         merged = {**description, "runs": {description["run_id"]: provenance}}
@@ -334,7 +325,8 @@ class RunDirectory:
             if comparison_id in description["comparisons"]:
                 continue
             cases = {k: case for k, case in earlier["cases"].items() if case["comparison_id"] == comparison_id}
-            if self._alone is not None or all(is_done(case_id) for case_id in cases):
+            kept = keep_others or locks.is_held(self.root, comparison_id)
+            if kept or all(is_done(case_id) for case_id in cases):
                 merged["comparisons"] = {comparison_id: comparison, **merged["comparisons"]}
                 merged["cases"] = {**cases, **merged["cases"]}
             else:

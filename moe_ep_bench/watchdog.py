@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+from moe_ep_bench.attempts import PEER_LOST
 from moe_ep_bench.exit_codes import LOST
 
 # A rank that waits for others ends later than the one that keeps it waiting: once a rank has ended,
@@ -43,7 +44,7 @@ class Watchdog:
             if time.monotonic() - self._fed > self._timeout_s:
                 reason = self._reason()
                 self._on_timeout(reason)
-                if reason.startswith("peer lost"):
+                if reason.startswith(PEER_LOST):
                     time.sleep(_GRACE_S)
                 print(f"moe-ep-bench: {reason}", file=sys.stderr, flush=True)
                 os._exit(LOST)
@@ -53,6 +54,6 @@ class Watchdog:
         stack = traceback.extract_stack(frame) if frame else []
         # On CUDA a rank that waits for others waits for its device.
         if any("distributed_c10d" in entry.filename or "/torch/cuda/" in entry.filename for entry in stack):
-            return f"peer lost: other ranks did not come within {self._timeout_s:g} s"
+            return f"{PEER_LOST}: other ranks did not come within {self._timeout_s:g} s"
         where = f" in {stack[-1].name}" if stack else ""
         return f"timeout: no progress for {self._timeout_s:g} s{where}"

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moe_ep_bench.attempts import Mark, collect_lost, lost_attempts
+from moe_ep_bench import locks
+from moe_ep_bench.attempts import Mark, collect_lost, lost_attempts, num_lost, stopped_by, stopped_reason
 from moe_ep_bench.records import (
     CASE_SCHEMA,
     ROUTE_SCHEMA,
@@ -102,7 +103,7 @@ def test_a_hash_follows_content_and_not_order() -> None:
 def lose(folder: Path, case_id: str, reasons: list[str]) -> None:
     """Leave the marks of ranks that did not end in order."""
     for rank, reason in enumerate(reasons):
-        mark = Mark(folder, rank)
+        mark = Mark(folder, "job", rank)
         mark.set(case_id)
         if reason:
             mark.explain(reason)
@@ -115,35 +116,101 @@ def lose(folder: Path, case_id: str, reasons: list[str]) -> None:
         (["peer lost: closed", ""], "failed: rank 1 ended without a word (killed, or out of memory)"),
         (["", ""], "failed: all ranks ended without a word (killed, or out of memory)"),
         (["peer lost: closed", "peer lost: reset"], "peer lost: closed"),
+        ([stopped_reason(15), ""], "failed: rank 1 ended without a word (killed, or out of memory)"),
+        ([stopped_reason(15), "timeout: 5 s"], "timeout: 5 s (rank 1)"),
     ],
 )
 def test_the_reason_is_the_one_who_failed_not_those_who_noticed(
     reasons: list[str], expected: str, tmp_path: Path
 ) -> None:
     lose(tmp_path, "case", reasons)
-    collect_lost(tmp_path)
+    collect_lost(tmp_path, ["job"])
     assert lost_attempts(tmp_path, "case") == [expected]
     assert [path.name for path in tmp_path.iterdir()] == ["case.json"]
 
 
 def test_attempts_add_up_and_the_first_explanation_stays(tmp_path: Path) -> None:
     for reason in ("timeout: one", "timeout: two"):
-        mark = Mark(tmp_path, 0)
+        mark = Mark(tmp_path, "job", 0)
         mark.set("case")
         mark.explain(reason)
         mark.explain("peer lost: later")
-        collect_lost(tmp_path)
+        collect_lost(tmp_path, ["job"])
     assert lost_attempts(tmp_path, "case") == ["timeout: one (rank 0)", "timeout: two (rank 0)"]
 
 
 def test_a_rank_that_ends_in_order_or_ran_nothing_is_no_attempt(tmp_path: Path) -> None:
-    Mark(tmp_path, 0)  # Never ran a case.
-    ended = Mark(tmp_path, 1)
+    Mark(tmp_path, "job", 0)  # Never ran a case.
+    ended = Mark(tmp_path, "job", 1)
     ended.set("case")
     ended.clear()
-    collect_lost(tmp_path)
+    collect_lost(tmp_path, ["job"])
     assert lost_attempts(tmp_path, "case") == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_that_stopped_by_blames_nobody(tmp_path: Path) -> None:
+    lose(tmp_path, "case", [stopped_reason(15), "peer lost: closed"])
+    assert stopped_by(tmp_path, "job") == 15
+    collect_lost(tmp_path, ["job"])
+    assert list(tmp_path.iterdir()) == []
+    lose(tmp_path, "case", [stopped_reason(15), ""])  # The agent stops those whom a death left.
+    assert stopped_by(tmp_path, "job") is None
+
+
+def test_only_the_rank_that_died_says_which_case_was_lost(tmp_path: Path) -> None:
+    for rank, (case_id, reason) in enumerate([("later", "peer lost: closed"), ("culprit", "")]):
+        mark = Mark(tmp_path, "job", rank)
+        mark.set(case_id)
+        if reason:
+            mark.explain(reason)
+    collect_lost(tmp_path, ["job"])
+    assert lost_attempts(tmp_path, "later") == []
+    assert lost_attempts(tmp_path, "culprit") == ["failed: rank 1 ended without a word (killed, or out of memory)"]
+
+
+def test_marks_of_another_job_are_left_to_it(tmp_path: Path) -> None:
+    lose(tmp_path, "case", ["", ""])
+    collect_lost(tmp_path, ["another"])
+    assert len(list(tmp_path.iterdir())) == 2
+    assert num_lost(tmp_path, "another", ["case"]) == [("case", 0)]
+    assert num_lost(tmp_path, "job", ["case"]) == [("case", 0), ("now case", 1)]
+
+
+def test_a_damaged_list_of_attempts_is_none(tmp_path: Path) -> None:
+    (tmp_path / "case.json").write_text('["failed: o')
+    assert lost_attempts(tmp_path, "case") == []
+
+
+def test_a_comparison_that_another_job_is_at_is_not_dropped_from_the_description(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+
+    def description(comparison: str) -> dict[str, object]:
+        return {
+            "run_id": comparison,
+            "comparisons": {comparison: {}},
+            "cases": {comparison: {"comparison_id": comparison}},
+        }
+
+    directory.write_run(description("mine"))
+    with locks.hold(tmp_path, {"mine": "mine"}):
+        directory.write_run(description("yours"))
+    assert set(json.loads(directory.run_json.read_text())["comparisons"]) == {"mine", "yours"}
+    directory.write_run(description("yours"))
+    assert set(json.loads(directory.run_json.read_text())["comparisons"]) == {"yours"}
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_what_a_killed_job_had_begun_to_write_goes_and_nothing_else(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    begun = [tmp_path / name for name in ("cases/.mine.parquet.x1", "conditions/.mine-0.json.x2", ".run.json.x3")]
+    others = [tmp_path / name for name in ("cases/.yours.parquet.x4", "cases/mine.parquet")]
+    for path in (*begun, *others):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    directory.remove_unfinished(["mine", "run.json"])
+    assert not any(path.exists() for path in begun)
+    assert all(path.exists() for path in others)
 
 
 def test_parts_of_older_versions_are_completed_where_they_lack_a_column() -> None:
@@ -162,8 +229,8 @@ def write_points(root: Path, points: Sequence[int]) -> None:
     for point in points:
         comparison, case = f"comparison-{point}", f"case-{point}"
         description = {"run_id": str(point), "comparisons": {comparison: {}}}
-        directory = RunDirectory(root, alone=comparison)
-        directory.write_run({**description, "cases": {case: {"comparison_id": comparison}}})
+        cases = {case: {"comparison_id": comparison}}
+        RunDirectory(root).write_run({**description, "cases": cases}, keep_others=True)
 
 
 def test_jobs_that_fill_one_directory_at_once_are_all_in_its_run_json(tmp_path: Path) -> None:
@@ -187,10 +254,5 @@ def test_what_the_check_finds_under_the_lock_keeps_run_json_as_it_was(tmp_path: 
         raise ValueError("another device")
 
     with pytest.raises(ValueError, match="another device"):
-        RunDirectory(tmp_path, alone="x").write_run({"run_id": "2", "comparisons": {}, "cases": {}}, check=refuse)
+        RunDirectory(tmp_path).write_run({"run_id": "2", "comparisons": {}, "cases": {}}, check=refuse)
     assert set(json.loads(RunDirectory(tmp_path).run_json.read_text())["runs"]) == {"1"}
-
-
-def test_a_job_about_one_comparison_keeps_its_attempts_apart(tmp_path: Path) -> None:
-    folders = {RunDirectory(tmp_path, alone).attempts for alone in (None, "x", "y")}
-    assert folders == {tmp_path / "attempts", tmp_path / "attempts" / "x", tmp_path / "attempts" / "y"}

@@ -8,6 +8,7 @@ Shapes: T = local tokens, E = experts, D = hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,11 +39,13 @@ class ReplayRouter(TopKRouter):
 
     Attributes:
         replay_TE: float32 [T, E] logits, or None to use the gate's own.
+        look: shown the gate's own logits, which a replay hides; None while things are timed.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.replay_TE: Tensor | None = None
+        self.look: Callable[[Tensor], object] | None = None
 
     def gating(self, input: Tensor) -> Tensor:
         if input.shape[0] == 0:
@@ -50,6 +53,8 @@ class ReplayRouter(TopKRouter):
             logits = input.new_zeros((*input.shape[:-1], self.config.num_moe_experts), dtype=torch.float32)
         else:
             logits = super().gating(input)
+        if self.look is not None:
+            self.look(logits)
         return logits if self.replay_TE is None else self.replay_TE.view_as(logits)
 
 

@@ -35,7 +35,7 @@ from scipy.optimize import isotonic_regression
 from moe_ep_bench import environment
 from moe_ep_bench.exit_codes import LOST, OK, USER_ERROR
 from moe_ep_bench.links import Duplex, Fit, Link, Links, busy_bytes, fit_errors, fit_link
-from moe_ep_bench.ranks import Ranks, join
+from moe_ep_bench.ranks import NotMetError, Ranks, join
 from moe_ep_bench.records import atomic_path
 from moe_ep_bench.timer import clock_for
 from moe_ep_bench.watchdog import Watchdog
@@ -118,6 +118,9 @@ def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20,
     except ValueError as error:
         print(f"moe-ep-bench: {error}", file=sys.stderr)
         return USER_ERROR
+    except NotMetError as error:
+        print(f"moe-ep-bench: {error}", file=sys.stderr)
+        return LOST
     try:
         most_bytes = DEFAULT_MAX_BYTES[ranks.device.type] if max_bytes is None else max_bytes
         alike = not ranks.differing(json.dumps([str(out), most_bytes, repetitions, ranks.local_world_size]))

@@ -7,12 +7,15 @@ beside emulated rows, or two versions of torch.
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
-from moe_ep_bench import environment
+from moe_ep_bench import environment, locks
 from moe_ep_bench.records import RunDirectory
+from moe_ep_bench.scopes.comparison import Planned
 
 
 def check_agreement(directory: RunDirectory, mode: str, conditions: Mapping[str, Any], *, force: bool) -> None:
@@ -43,13 +46,32 @@ def check_agreement(directory: RunDirectory, mode: str, conditions: Mapping[str,
             )
 
 
+def hold_comparisons(directory: RunDirectory, comparisons: Iterable[Planned]) -> AbstractContextManager[None]:
+    """Keep other jobs from these comparisons while the block lasts. Jobs on others may fill the directory too.
+
+    Raises:
+        ValueError: another job is at one of them; one line that says which and whose.
+    """
+    return locks.hold(directory.root, {one.comparison_id: one.title for one in comparisons})
+
+
 def _check_writable(directory: RunDirectory) -> None:
     if directory.root.exists() and not directory.root.is_dir():
         raise ValueError(f"--out {directory.root}: expected a directory, new or not; got a file")
     try:
         directory.root.mkdir(parents=True, exist_ok=True)
-        # A name of its own: other jobs may be looking at the same moment.
-        with tempfile.NamedTemporaryFile(dir=directory.root, prefix=".writable."):
-            pass
+        # What an earlier run left may belong to somebody else, or be no folder any more.
+        for folder in (directory.root, *filter(Path.exists, directory.folders)):
+            probe = folder / f".writable-{os.getpid()}"
+            try:
+                probe.write_bytes(b"x")
+            finally:
+                probe.unlink(missing_ok=True)
     except OSError as error:
-        raise ValueError(f"--out {directory.root}: cannot write there: {error.strerror}") from None
+        raise ValueError(cannot_write(directory.root, error)) from None
+
+
+def cannot_write(root: Path, error: OSError) -> str:
+    """One line for a user whose results directory cannot be written."""
+    # pyarrow's own errors say it in their text.
+    return f"--out {root}: cannot write {error.filename or 'there'}: {error.strerror or error}"

@@ -20,16 +20,17 @@ from typing import Any
 
 import torch
 
-from moe_ep_bench.exit_codes import OK
+from moe_ep_bench.exit_codes import OK, USER_ERROR
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import initialize_expert_parallel
 from moe_ep_bench.ranks import Ranks, join
 from moe_ep_bench.records import RunDirectory, stable_hash
 from moe_ep_bench.scopes import run
 from moe_ep_bench.scopes.comparison import CaseSpec
+from moe_ep_bench.scopes.directory import hold_comparisons
 from moe_ep_bench.scopes.emulated import Emulated, plan_emulation
 from moe_ep_bench.scopes.emulation import Emulation
-from moe_ep_bench.scopes.job import open_job
+from moe_ep_bench.scopes.job import CannotWriteError, open_job
 
 _JOIN_TIMEOUT_S = 120.0
 
@@ -45,16 +46,20 @@ def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = 
     try:
         directory = RunDirectory(out)
         run.check_directory(directory, ranks, force, "emulated")
-        if force:
-            for comparison in comparisons:
-                run.forget(directory, comparison)
-        todo = [
-            [case for case in comparison.cases if not directory.is_finished(case.case_id, 0)]
-            for comparison in comparisons
-        ]
-        # Cases of a comparison are paired: one that is incomplete is measured whole again.
-        todo = [comparison.cases if cases else [] for comparison, cases in zip(comparisons, todo, strict=True)]
-        return _emulate_all(ranks, directory, comparisons, todo)
+        with hold_comparisons(directory, comparisons):
+            run.clear_up(directory, comparisons)
+            if force:
+                for comparison in comparisons:
+                    run.forget(directory, comparison)
+            todo = [
+                [case for case in comparison.cases if not directory.is_finished(case.case_id, 0)]
+                for comparison in comparisons
+            ]
+            # Cases of a comparison are paired: one that is incomplete is measured whole again.
+            todo = [comparison.cases if cases else [] for comparison, cases in zip(comparisons, todo, strict=True)]
+            return _emulate_all(ranks, directory, comparisons, todo)
+    except CannotWriteError:
+        return USER_ERROR
     finally:
         ranks.close()
 
@@ -98,6 +103,7 @@ def _emulate_all(
     with open_job(
         ranks,
         directory,
+        name=comparisons[0].comparison_id,
         run_id=run_id,
         launch=0,
         timeout_s=max(one.timeout_s for one in settings),
@@ -115,7 +121,10 @@ def _emulate_all(
                 emulation = Emulation(comparison, cases, ranks.device, job.begin)
                 for case, reason in emulation.check().items():
                     job.write_unmeasured(comparison, case, "failed", reason)
-                emulation.write(job, emulation.measure())
+                conditions = emulation.measure()
+                with job.writing():
+                    emulation.write(job, conditions)
+                job.check_written()
     return run.status_of(directory, comparisons, 0)
 
 

@@ -7,24 +7,29 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
 
-from moe_ep_bench.attempts import Mark
+from moe_ep_bench.attempts import PEER_LOST, Mark, stopped_reason
 from moe_ep_bench.exit_codes import LOST
 from moe_ep_bench.progress import progress_bar
 from moe_ep_bench.ranks import Ranks
 from moe_ep_bench.records import RunDirectory
 from moe_ep_bench.scopes.comparison import CaseSpec, Comparison, Planned
+from moe_ep_bench.scopes.directory import cannot_write
 from moe_ep_bench.watchdog import Watchdog
 
 
 class Stopped(BaseException):
-    """The run was asked to end (SIGTERM, SIGINT)."""
+    """The run was asked to end, by signal number ``args[0]`` (SIGTERM, SIGINT)."""
+
+
+class CannotWriteError(Exception):
+    """Results cannot be written; all ranks know, and the user was told."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Job:
     watchdog: Watchdog
     progress: tqdm
     mode: str = "run"
+    unwritten: list[str] = field(default_factory=list)
+    """What this rank could not write, in words."""
 
     def enter(self, comparison: Comparison) -> None:
         """Note that work on a comparison as a whole begins: building its layers, writing its parts."""
@@ -58,7 +65,30 @@ class Job:
     def write_unmeasured(self, comparison: Comparison, case: CaseSpec, status: str, reason: str) -> None:
         """Write the one row of a case that has no measurements; rank 0 calls this."""
         row = {**self.identity(comparison, case, 1), "status": [status], "reason": [reason]}
-        self.directory.write_case(case.case_id, self.launch, row)
+        with self.writing():
+            self.directory.write_case(case.case_id, self.launch, row)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Keep it in mind when files cannot be written, a full disk say, until all ranks come to ``check_written``."""
+        try:
+            yield
+        except OSError as error:
+            self.unwritten.append(cannot_write(self.directory.root, error))
+
+    def check_written(self) -> None:
+        """End on all ranks where one could not write; every rank calls this alike.
+
+        Going on would measure for nothing, and no case is to blame.
+
+        Raises:
+            CannotWriteError: after one line to the user.
+        """
+        said = self.unwritten[0] if self.unwritten else ""
+        if said:
+            self.progress.close()  # So that what is said begins a line.
+        if self.ranks.complain(f"{said}; what is finished stays, the same command goes on from there" if said else ""):
+            raise CannotWriteError
 
 
 def identity(mode: str, run_id: str, comparison: Planned, case: CaseSpec, num_rows: int) -> dict[str, list[Any]]:
@@ -82,6 +112,7 @@ def open_job(
     ranks: Ranks,
     directory: RunDirectory,
     *,
+    name: str,
     run_id: str,
     launch: int,
     timeout_s: float,
@@ -89,27 +120,43 @@ def open_job(
     marks: Path,
     mode: str = "run",
 ) -> Iterator[Job]:
-    """A job under a watchdog, with a mark in the folder ``marks``.
+    """A job under a watchdog, with a mark in the folder ``marks``; ``name`` tells its marks from other jobs'.
 
     Where the block fails, the process group is lost: the mark keeps the reason and this process ends
     with ``LOST`` at once, because destructors would wait for peers that may never come.
+
+    Raises:
+        CannotWriteError: results cannot be written; on all ranks, after one line to the user.
     """
-    mark = Mark(marks, ranks.rank)
+    try:
+        mark, error = Mark(marks, name, ranks.rank), ""
+    except OSError as problem:
+        mark, error = None, cannot_write(directory.root, problem)
+    if ranks.complain(error) or mark is None:
+        if mark is not None:
+            mark.clear()
+        raise CannotWriteError
     watchdog = Watchdog(timeout_s, mark.explain)
     progress = progress_bar(num_iterations, "iteration", shown=ranks.is_first)
     job = Job(ranks, directory, run_id, launch, mark, watchdog, progress, mode)
     try:
         try:
             yield job
+        except CannotWriteError:
+            watchdog.stop()
+            mark.clear()
+            progress.close()
+            raise
         except torch.OutOfMemoryError as error:
             _lose(job, f"oom: {error}")
         except Exception as error:
             peers = "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe"
             lost = any(text in str(error) for text in peers) or isinstance(error, torch.distributed.DistBackendError)
-            _lose(job, f"{'peer lost' if lost else 'failed'}: {type(error).__name__}: {error}")
-    except Stopped:
+            _lose(job, f"{PEER_LOST if lost else 'failed'}: {type(error).__name__}: {error}")
+    except Stopped as stopped:
         # Also where all ranks were asked to end and this one, waiting in a collective, first saw the others gone.
-        mark.clear()
+        watchdog.stop()
+        mark.explain(stopped_reason(stopped.args[0]))
         raise
     watchdog.stop()
     mark.clear()

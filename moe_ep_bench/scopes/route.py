@@ -48,7 +48,7 @@ from moe_ep_bench.scopes.comparison import (
     default_ep_size,
     make_workload,
 )
-from moe_ep_bench.scopes.directory import check_agreement
+from moe_ep_bench.scopes.directory import check_agreement, hold_comparisons
 from moe_ep_bench.scopes.job import identity
 from moe_ep_bench.scopes.padding import padding_in_title
 from moe_ep_bench.scopes.run import describe_experiment
@@ -254,6 +254,13 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
     comparisons = plan_routes(config, overrides)
     directory = RunDirectory(out)
     check_agreement(directory, "route", {"torch": torch.__version__}, force=force)
+    with hold_comparisons(directory, comparisons):
+        _route_all(directory, comparisons, force)
+    return directory
+
+
+def _route_all(directory: RunDirectory, comparisons: Sequence[RouteComparison], force: bool) -> None:
+    """Route what is not there yet, or all of it where ``force``."""
     todo = [
         [case for case in comparison.cases if force or not directory.is_routed(case.case_id)]
         for comparison in comparisons
@@ -277,7 +284,6 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
             if wanted:
                 progress.set_description(comparison.title)
                 _route_comparison(directory, run_id, comparison, cases, progress)
-    return directory
 
 
 def plan_routes(config: Path, overrides: Iterable[str]) -> list[RouteComparison]:

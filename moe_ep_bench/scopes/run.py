@@ -8,6 +8,7 @@ doing the same thing; what cannot run is found there and recorded as skipped.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -26,11 +27,11 @@ from moe_ep_bench.attempts import MAX_ATTEMPTS, collect_lost, forget_lost, lost_
 from moe_ep_bench.closing import asked_to_close
 from moe_ep_bench.config import Experiment
 from moe_ep_bench.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
-from moe_ep_bench.ranks import Ranks, join
+from moe_ep_bench.ranks import NotMetError, Ranks, join
 from moe_ep_bench.records import SCHEMA_VERSION, RunDirectory, stable_hash
-from moe_ep_bench.scopes.comparison import CaseSpec, Comparison, find_case, plan_comparisons
-from moe_ep_bench.scopes.directory import check_agreement
-from moe_ep_bench.scopes.job import Job, Stopped, open_job
+from moe_ep_bench.scopes.comparison import CaseSpec, Comparison, Planned, find_case, plan_comparisons
+from moe_ep_bench.scopes.directory import cannot_write, check_agreement, hold_comparisons
+from moe_ep_bench.scopes.job import CannotWriteError, Job, Stopped, open_job
 
 # How long ranks may take to meet before a config has said otherwise.
 _JOIN_TIMEOUT_S = 120.0
@@ -57,8 +58,10 @@ def run(
     _on_signals(_stop)
     try:
         return _run(config, out, overrides, launch, force, profile, point)
-    except Stopped:
-        return 128 + signal.SIGTERM
+    except Stopped as stopped:
+        return 128 + stopped.args[0]
+    except CannotWriteError:
+        return USER_ERROR
     except Exception:
         # Not a user's mistake and not a case's failure: show all of it.
         traceback.print_exc()
@@ -79,18 +82,23 @@ def _run(
     except ValueError as error:
         print(f"moe-ep-bench: {error}", file=sys.stderr)
         return USER_ERROR
+    except NotMetError as error:
+        print(f"moe-ep-bench: {error}", file=sys.stderr)
+        return LOST
+    held = contextlib.ExitStack()
     try:
         comparisons = _agree_on_comparisons(ranks, config, overrides, launch, point)
         if comparisons is None:
             return USER_ERROR
-        directory = RunDirectory(out, None if point is None else comparisons[0].comparison_id)
+        directory = RunDirectory(out)
         if profile is not None:
-            return _profile(ranks, directory, comparisons, profile)
-        todo = _agree_on_cases(ranks, directory, comparisons, launch, force)
+            return _profile(ranks, directory, comparisons, profile, held)
+        todo = _agree_on_cases(ranks, directory, comparisons, launch, force, held)
         if todo is None:
             return USER_ERROR
-        return _measure_all(ranks, directory, comparisons, todo, launch, force)
+        return _measure_all(ranks, directory, comparisons, todo, launch, force=force, is_point=point is not None)
     finally:
+        held.close()
         ranks.close()
 
 
@@ -129,19 +137,26 @@ def _agree_on_comparisons(
 
 
 def _agree_on_cases(
-    ranks: Ranks, directory: RunDirectory, comparisons: Sequence[Comparison], launch: int, force: bool
+    ranks: Ranks,
+    directory: RunDirectory,
+    comparisons: Sequence[Comparison],
+    launch: int,
+    force: bool,
+    held: contextlib.ExitStack,
 ) -> list[list[CaseSpec]] | None:
     """What is left to run, per comparison; rank 0 looks into the results directory for all.
 
     Cases of a comparison are paired, so a launch that is incomplete is measured whole again, except
-    for cases that were lost too often. Returns None where the directory cannot be used.
+    for cases that were lost too often. Returns None where the directory cannot be used. From here on
+    no other job writes these comparisons, until ``held`` is closed.
     """
     wanted = torch.zeros(sum(len(comparison.cases) for comparison in comparisons), dtype=torch.uint8)
     error = ""
     if ranks.is_first:
         try:
             check_directory(directory, ranks, force)
-            collect_lost(directory.attempts)
+            held.enter_context(hold_comparisons(directory, comparisons))
+            clear_up(directory, comparisons)
             flags = []
             for comparison in comparisons:
                 # The first launch begins anew; later ones were forgotten with it.
@@ -152,12 +167,21 @@ def _agree_on_cases(
                 )
                 flags += [not finished and not _given_up(directory, comparison, case) for case in comparison.cases]
             wanted = torch.tensor(flags, dtype=torch.uint8)
-        except (OSError, ValueError) as problem:
+        except OSError as problem:
+            error = cannot_write(directory.root, problem)
+        except ValueError as problem:
             error = str(problem)
     if ranks.complain(error):
         return None
     flags = iter(ranks.gather(wanted, everywhere=True)[0].tolist())
     return [[case for case in comparison.cases if next(flags)] for comparison in comparisons]
+
+
+def clear_up(directory: RunDirectory, comparisons: Sequence[Planned]) -> None:
+    """After jobs that ended as they should not have: note what they lost, remove what they had begun to write."""
+    ids = [one.comparison_id for one in comparisons]
+    collect_lost(directory.attempts, ids)
+    directory.remove_unfinished([*ids, *(case.case_id for one in comparisons for case in one.cases)])
 
 
 def forget(directory: RunDirectory, comparison: Comparison) -> None:
@@ -188,7 +212,9 @@ def _measure_all(
     comparisons: Sequence[Comparison],
     todo: Sequence[Sequence[CaseSpec]],
     launch: int,
+    *,
     force: bool,
+    is_point: bool,
 ) -> int:
     # Megatron-Core takes seconds to import: not before it is clear that there is something to run.
     from moe_ep_bench.scopes.timed import measure_comparison
@@ -201,8 +227,11 @@ def _measure_all(
         if ranks.is_first:
             try:
                 # Checked before, but another job may have come first.
-                directory.write_run(description, check=lambda: check_directory(directory, ranks, force))
-            except (OSError, ValueError) as problem:
+                check = lambda: check_directory(directory, ranks, force)  # noqa: E731
+                directory.write_run(description, check=check, keep_others=is_point)
+            except OSError as problem:
+                error = cannot_write(directory.root, problem)
+            except ValueError as problem:
                 error = str(problem)
         if ranks.complain(error):
             return USER_ERROR
@@ -210,6 +239,7 @@ def _measure_all(
     with open_job(
         ranks,
         directory,
+        name=comparisons[0].comparison_id,
         run_id=run_id,
         launch=launch,
         timeout_s=max(comparison.experiment.measure.timeout_s for comparison in comparisons),
@@ -220,6 +250,7 @@ def _measure_all(
         for comparison, cases in zip(comparisons, todo, strict=True):
             if ranks.is_first:
                 _record_lost(job, comparison, cases)
+            job.check_written()
             if cases:
                 closed = bool(ranks.gather(torch.tensor([asked_to_close()]), everywhere=True)[0])
                 if closed:
@@ -244,7 +275,13 @@ def _measure_all(
     return status
 
 
-def _profile(ranks: Ranks, directory: RunDirectory, comparisons: Sequence[Comparison], wanted: str) -> int:
+def _profile(
+    ranks: Ranks,
+    directory: RunDirectory,
+    comparisons: Sequence[Comparison],
+    wanted: str,
+    held: contextlib.ExitStack,
+) -> int:
     from moe_ep_bench.scopes.profile import profile_case
 
     error = ""
@@ -252,6 +289,7 @@ def _profile(ranks: Ranks, directory: RunDirectory, comparisons: Sequence[Compar
         comparison, case = find_case(comparisons, wanted)
         if ranks.is_first:
             check_directory(directory, ranks, force=True)
+            held.enter_context(hold_comparisons(directory, [comparison]))
     except ValueError as problem:
         error = str(problem)
     if ranks.complain(error):
@@ -259,6 +297,7 @@ def _profile(ranks: Ranks, directory: RunDirectory, comparisons: Sequence[Compar
     with open_job(
         ranks,
         directory,
+        name=comparison.comparison_id,
         run_id="",
         launch=0,
         timeout_s=comparison.experiment.measure.timeout_s,
@@ -403,4 +442,4 @@ def _on_signals(handler: Callable[[int, FrameType | None], Any] | signal.Handler
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
     # A cluster signals every process of a job, and so does the launcher: once is enough.
     _on_signals(signal.SIG_IGN)
-    raise Stopped
+    raise Stopped(number)

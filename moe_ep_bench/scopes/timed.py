@@ -145,6 +145,20 @@ class Observation:
 
     output_TD: Tensor
     routing: Routing
+    gated_TE: Tensor | None = None
+    """The gate's own logits, which the workload's scores replace; None where a graph was replayed."""
+
+    @property
+    def problem(self) -> str:
+        """What of it is no number; empty where all is well."""
+        for what, values in (
+            ("the gate's logits", self.gated_TE),
+            ("routing weights", self.routing.weights_TE),
+            ("output", self.output_TD),
+        ):
+            if values is not None and not bool(values.isfinite().all()):
+                return f"NaN or Inf in {what}"
+        return ""
 
 
 def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
@@ -155,6 +169,7 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
         if job.ranks.is_first:
             for case in cases:
                 job.write_unmeasured(comparison, case, "skipped", shortage)
+        job.check_written()
         return
     with device_scope(), torch.inference_mode():
         session = Session(job, comparison, cases)
@@ -214,6 +229,7 @@ class Session:
         self.conditions: dict[str, Any] = {}
         self.routing_rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.errors: dict[str, float] = {}
+        self.problems: dict[str, str] = {}
 
     @property
     def num_batches(self) -> int:
@@ -256,14 +272,17 @@ class Session:
             output_T1D, (weights_TE, map_TE) = captured.output_T1D.clone(), captured.routing
             return Observation(output_T1D[:, 0], Routing(map_TE=map_TE.clone(), weights_TE=weights_TE.clone()))
         seen: list[tuple[Tensor, Tensor]] = []
+        gated: list[Tensor] = []
         hidden_T1D = case.prepare(batch)
         hook = case.router.register_forward_hook(lambda module, inputs, output: seen.append(output))
+        case.router.look = gated.append
         try:
             output_T1D, _ = case.layer(hidden_T1D)
         finally:
             hook.remove()
+            case.router.look = None
         weights_TE, map_TE = seen[0]
-        return Observation(output_T1D[:, 0], Routing(map_TE=map_TE, weights_TE=weights_TE))
+        return Observation(output_T1D[:, 0], Routing(map_TE=map_TE, weights_TE=weights_TE), gated[0])
 
     def observe_all(self) -> None:
         """Run every case on every batch once: shapes are seen, routing metrics taken, outputs checked."""
@@ -272,6 +291,7 @@ class Session:
             for case in self.cases:
                 self.job.begin(case.case_id)
                 observation = self.observe(case, batch)
+                self._note_problem(case, observation, batch)
                 if case.spec.role == BASELINE:
                     native_TD = observation.output_TD
                 row = routing_metrics(
@@ -287,6 +307,11 @@ class Session:
                     else _relative(observation.output_TD, native_TD, self.batches[batch].valid_T)
                 )
                 self.routing_rows[case.case_id].append(row)
+
+    def _note_problem(self, case: LayerCase, observation: Observation, batch: int) -> None:
+        """The reference is held against few tokens of one batch; what is no number is found wherever it is."""
+        if observation.problem:
+            self.problems.setdefault(case.case_id, f"{observation.problem}, batch {batch}")
 
     def reference_error(self, case: LayerCase, observation: Observation) -> float:
         """Compare a run on batch 0 with the dense reference; a policy's map also with the policy itself.
@@ -311,7 +336,9 @@ class Session:
         """Hold every case against the reference once more, after its layer was timed."""
         for case in self.cases:
             self.job.begin(case.case_id)
-            error = self.reference_error(case, self.observe(case, 0))
+            observation = self.observe(case, 0)
+            self._note_problem(case, observation, 0)
+            error = self.reference_error(case, observation)
             self.routing_rows[case.case_id][0]["reference_error"] = max(
                 error, self.routing_rows[case.case_id][0]["reference_error"]
             )
@@ -353,13 +380,17 @@ class Session:
         tolerance = TOLERANCE[DTYPES[self.comparison.experiment.layer.dtype]]
         mine = torch.tensor([self.errors[case.case_id] for case in self.cases], dtype=torch.float64)
         worst_V = torch.stack(self.job.ranks.gather(mine, everywhere=True)).max(dim=0).values
+        problems = [json.loads(text) for text in self.job.ranks.texts(json.dumps(self.problems))]
         for case, worst in zip(list(self.cases), worst_V.tolist(), strict=True):
-            if worst <= tolerance:
+            found = [f"rank {rank}: {of[case.case_id]}" for rank, of in enumerate(problems) if case.case_id in of]
+            if not found and worst <= tolerance:
                 continue
             self.cases.remove(case)
             if self.job.ranks.is_first:
-                reason = f"{when}: output differs from the dense reference by {worst:.2g}, allowed is {tolerance:g}"
+                what = f"output differs from the dense reference by {worst:.2g}, allowed is {tolerance:g}"
+                reason = f"{when}: {found[0] if found else what}"
                 self.job.write_unmeasured(self.comparison, case.spec, "failed", reason)
+        self.job.check_written()
 
     def warm_up(self) -> None:
         settings = self.comparison.experiment.measure
@@ -389,7 +420,8 @@ class Session:
         """Say under which conditions this launch was timed."""
         if self.job.ranks.is_first:
             path = self.job.directory.conditions_path(self.comparison.comparison_id, self.job.launch)
-            write_json(path, {"run_id": self.job.run_id, **self.conditions})
+            with self.job.writing():
+                write_json(path, {"run_id": self.job.run_id, **self.conditions})
 
     @property
     def steps(self) -> list[Step]:
@@ -401,8 +433,12 @@ class Session:
         times = self.job.ranks.gather(torch.from_numpy(samples_VSC))
         keys, metrics_VBM = packed_metrics([self.routing_rows[case.case_id] for case in self.timed])
         metrics = self.job.ranks.gather(metrics_VBM)
-        if not self.job.ranks.is_first:
-            return
+        if self.job.ranks.is_first:
+            with self.job.writing():
+                self._write_parts(times, keys, metrics)
+        self.job.check_written()
+
+    def _write_parts(self, times: Sequence[Tensor], keys: dict[str, int], metrics: Sequence[Tensor]) -> None:
         for index, case in enumerate(self.timed):
             if case not in self.cases:
                 continue
@@ -411,7 +447,7 @@ class Session:
             samples = case_columns(self.steps, [ranked.numpy()[index] for ranked in times])
             directory, identify = self.job.directory, partial(self.job.identity, self.comparison, case.spec)
             # Routing is the same in every launch. The part with the times is what makes a case finished: last.
-            if not directory.routing_path(case.case_id).exists():
+            if not directory.is_routed(case.case_id):
                 directory.write_routing(case.case_id, {**identify(len(routing["rank"])), **routing})
             directory.write_case(case.case_id, self.job.launch, {**identify(len(samples["rank"])), **samples})
 

@@ -1,8 +1,10 @@
 """Faults for tests: with this folder on PYTHONPATH, ranks fail where MOE_EP_BENCH_FAULTS says.
 
 ``policy=fault`` pairs, comma-separated; the fault strikes on the last rank (``wrong``: on all ranks)
-whenever that policy routes inside a layer, in a Slurm job only until it is requeued. Python imports this module at
-start-up.
+whenever that policy routes inside a layer, with ``@timed`` behind it only while the layer is timed; in a Slurm job only
+until it is requeued.
+Two keys are no policies: ``join=5`` lets ranks and nodes wait for each other for 5 seconds only, and ``torch=1.0``
+gives the last rank another version of torch. Python imports this module at start-up.
 """
 
 import os
@@ -13,6 +15,10 @@ from collections import Counter
 from pathlib import Path
 
 FAULTS = dict(pair.split("=") for pair in os.environ.get("MOE_EP_BENCH_FAULTS", "").split(",") if pair)
+
+
+def _is_last_rank() -> bool:
+    return os.environ.get("RANK") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
 
 
 def _strike(fault: str) -> None:
@@ -35,25 +41,66 @@ def _has_parts() -> bool:
     return any(Path(sys.argv[sys.argv.index("--out") + 1]).glob("cases/*.parquet"))
 
 
+def _is_timed() -> bool:
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_timed" and "measure" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _inject() -> None:
+    from moe_ep_bench.layer.megatron import TopKRouter
     from moe_ep_bench.layer.router import PolicyRouter
 
-    routing = PolicyRouter.routing
+    routing, gating = PolicyRouter.routing, TopKRouter.gating
     calls = Counter()
 
     def faulty(self, logits, padding_mask=None):
-        fault = FAULTS.get(self.policy.name)
+        fault, _, when = FAULTS.get(self.policy.name, "").partition("@")
         calls[self.policy.name] += 1
         # "late": right in the check, the warm-up and while timed, wrong in the check that follows.
         if fault == "wrong" or (fault == "late" and calls[self.policy.name] > 5):
             weights_TE, map_TE = routing(self, logits, padding_mask)
             return weights_TE.roll(1, dims=1), map_TE.roll(1, dims=1)
-        if fault and os.environ.get("RANK") == str(int(os.environ["WORLD_SIZE"]) - 1):
+        if fault and _is_last_rank() and (not when or _is_timed()):
+            if fault == "nan-scores":
+                logits = logits.clone()
+                logits.view(-1)[-1] = float("nan")
             _strike(fault)
         return routing(self, logits, padding_mask)
 
+    def faulty_gate(self, input):
+        logits = gating(self, input)
+        name = self.policy.name if isinstance(self, PolicyRouter) else "native"
+        if FAULTS.get(name) == "nan-gate" and _is_last_rank():
+            logits.view(-1)[-1] = float("nan")
+        return logits
+
     PolicyRouter.routing = faulty
+    TopKRouter.gating = faulty_gate
 
 
-if FAULTS and "run" in sys.orig_argv and "SLURM_RESTART_COUNT" not in os.environ:
+def _shorten_joining() -> None:
+    from moe_ep_bench import launcher
+    from moe_ep_bench.scopes import run
+
+    run._JOIN_TIMEOUT_S = float(FAULTS["join"])
+    launcher._JOIN_TIMEOUT_S = int(FAULTS["join"])
+
+
+def _change_versions() -> None:
+    from moe_ep_bench import environment
+
+    package_versions = environment.package_versions
+    environment.package_versions = lambda: {**package_versions(), "torch": FAULTS["torch"]}
+
+
+if {"run", "launch"} & set(sys.orig_argv) and "SLURM_RESTART_COUNT" not in os.environ:
+    if "join" in FAULTS:
+        _shorten_joining()
+    if "torch" in FAULTS and _is_last_rank():
+        _change_versions()
+if "run" in sys.orig_argv and set(FAULTS) - {"join", "torch"} and "SLURM_RESTART_COUNT" not in os.environ:
     _inject()

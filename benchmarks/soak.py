@@ -1,0 +1,162 @@
+"""Does a long sweep leave anything behind? Hundreds of small cases on two CPU ranks, watched from outside.
+
+    python benchmarks/soak.py [--cases 500] [--out DIR]
+
+A sweep over seeds makes comparisons of ten cases each, which the usual launcher measures on two ranks. Meanwhile the
+resident memory and the open files of its processes are read from /proc, and set against the cases that are finished.
+The first fifth is left out, while libraries load and allocators reach their size; over the rest a line is fitted to
+each process: memory per case. It is flat where what it would add over all cases stays below a bound. Afterwards there
+must be no process, temporary file or shared-memory segment that was not there before. Exit status 1 where one of that
+does not hold. Nothing here is a claim about speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from moe_ep_bench.analysis.load import load_run
+
+CASES_PER_COMPARISON = 10
+_POLICIES = [
+    {"name": "topk"},
+    {"name": "token_drop", "capacity_factor": [1.0, 1.5, 2.0]},
+    {"name": "expanded_drop", "capacity_factor": 1.0},
+    {"name": "oea", "k0": 3},
+    {"name": "pruned", "k0": 3},
+]
+# What all cases together may add to a process, and how many files more it may have open at the end.
+MOST_GROWTH_BYTES, MOST_FILES = 64 * 2**20, 4
+_LEFT_OUT = 0.2
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One process at one moment."""
+
+    num_finished: int
+    resident_bytes: int
+    num_files: int
+
+
+def config(num_cases: int) -> dict[str, object]:
+    """A sweep of comparisons that each take a moment."""
+    return {
+        "name": "soak",
+        "model": {"preset": "olmoe-1b-7b", "scale": 0.03125},
+        "workload": {"kind": "synthetic", "num_tokens": 32, "num_batches": 1, "sequence_length": 8},
+        "layer": {"dtype": "float32"},
+        "policies": _POLICIES,
+        "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 1, "max_warmup": 1, "timeout_s": 120},
+        "sweep": {"workload.seed": list(range(-(-num_cases // CASES_PER_COMPARISON)))},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=500, metavar="N", help="rounded up to tens (%(default)s)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to keep the results (default: nowhere)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        problems = soak(options.cases, options.out or Path(folder) / "out", Path(folder))
+    for problem in problems:
+        print(f"soak: {problem}")
+    return 1 if problems else 0
+
+
+def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
+    """Measure so many cases and print what became of the processes' memory; return what is wrong."""
+    path, temporary = folder / "soak.yaml", folder / "tmp"
+    path.write_text(yaml.safe_dump(config(num_cases)))
+    temporary.mkdir()
+    shared_before = set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-m", "moe_ep_bench", "launch", "--nproc", "2", str(path), "--out", str(out)]
+    # The variable tells the processes of this soak from all others, whatever becomes of their parents.
+    mark = f"MOE_EP_BENCH_SOAK={os.getpid()}"
+    env = {**os.environ, "TMPDIR": str(temporary), **dict([mark.split("=")])}
+    with open(folder / "errors", "w") as errors:
+        job = subprocess.Popen(command, env=env, stderr=errors)
+    samples: dict[str, list[Sample]] = defaultdict(list)
+    while job.poll() is None:
+        num_finished = len(list((out / "cases").glob("*.parquet")))
+        for pid in _marked(mark):
+            _sample(pid, num_finished, samples)
+        time.sleep(0.2)
+    if job.returncode:
+        return [f"exit status {job.returncode}: {(folder / 'errors').read_text()[-500:]}"]
+    run = load_run(out)
+    measured = sum(case.is_ok for case in run.cases)
+    print(f"soak: {measured} of {len(run.cases)} cases measured on 2 CPU ranks")
+    problems = [] if measured == len(run.cases) >= num_cases else [f"only {measured} cases were measured"]
+    for name in sorted(samples):
+        problems += _judge(name, samples[name], len(run.cases))
+    left = [f"process {pid}" for pid in _marked(mark)]
+    # torch's cache of compiled code is one folder per user, which it means to keep.
+    left += [str(file) for file in temporary.iterdir() if not file.name.startswith("torchinductor_")]
+    left += [str(file) for file in out.rglob("*") if file.name.startswith((".", "now-"))]
+    left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - shared_before)]
+    print(f"soak: left behind: {', '.join(left) or 'no process, temporary file or shared-memory segment'}")
+    return problems + [f"left behind: {one}" for one in left]
+
+
+def _judge(name: str, samples: list[Sample], num_cases: int) -> list[str]:
+    """Print the line of one process; what is wrong with it."""
+    # With the last case the processes begin to end.
+    kept = [sample for sample in samples if _LEFT_OUT * num_cases <= sample.num_finished < num_cases]
+    finished_N = np.array([sample.num_finished for sample in kept], dtype=float)
+    if len(set(finished_N.tolist())) < 3:
+        return [f"{name}: too few samples for a line"]
+    slope = float(np.polyfit(finished_N, [sample.resident_bytes for sample in kept], 1)[0])
+    growth, files = slope * num_cases, (kept[0].num_files, max(sample.num_files for sample in kept[-5:]))
+    print(
+        f"soak: {name}: {kept[-1].resident_bytes / 2**20:.0f} MiB at the end, {slope / 2**10:+.1f} KiB per case, "
+        f"{growth / 2**20:+.1f} MiB over {num_cases} cases; {files[0]} to {files[1]} open files"
+    )
+    problems = []
+    if growth > MOST_GROWTH_BYTES:
+        problems.append(
+            f"{name}: memory grows by {growth / 2**20:.0f} MiB, allowed are {MOST_GROWTH_BYTES / 2**20:.0f}"
+        )
+    if files[1] > files[0] + MOST_FILES:
+        problems.append(f"{name}: open files grow from {files[0]} to {files[1]}")
+    return problems
+
+
+def _marked(mark: str) -> list[int]:
+    """Ids of the processes, zombies aside, that were started with the variable."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (path / "environ").read_bytes().split(b"\0"):
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
+def _sample(pid: int, num_finished: int, samples: dict[str, list[Sample]]) -> None:
+    process = Path("/proc") / str(pid)
+    try:
+        variables = dict(
+            pair.split(b"=", 1) for pair in (process / "environ").read_bytes().split(b"\0") if b"=" in pair
+        )
+        name = f"rank {variables[b'RANK'].decode()}" if b"RANK" in variables else "launcher"
+        resident = int((process / "statm").read_text().split()[1]) * _PAGE_BYTES
+        samples[name].append(Sample(num_finished, resident, len(os.listdir(process / "fd"))))
+    except OSError:
+        return  # It has just ended.
+
+
+if __name__ == "__main__":
+    sys.exit(main())

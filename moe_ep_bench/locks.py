@@ -1,0 +1,138 @@
+"""One writer per comparison: jobs in one results directory keep out of each other's way.
+
+A job locks every comparison that it may write, not the directory, so that jobs on other comparisons, such as the
+tasks of an array, fill one directory together. A lock is the kernel's (flock) on a small file that says whose it is,
+``<out>/.locks/<name>``. The kernel gives it back when its holder ends, however that ends, so that a lock of a dead
+job is never in anybody's way; what the file says is for people. Files go with the last lock.
+
+File systems that have no such locks (Lustre mounted without ``-o flock``) are named on standard error: there it is up
+to the user that no two jobs write the same comparison.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+FOLDER = ".locks"
+
+# A job that was just stopped may take so long to end; its successor waits for it.
+PATIENCE_S = 5.0
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+@contextlib.contextmanager
+def hold(root: Path, titles: Mapping[str, str], *, patience_s: float = PATIENCE_S) -> Iterator[None]:
+    """Keep all other jobs from what is named, while the block lasts.
+
+    Args:
+        root: the results directory.
+        titles: what to lock, and what it is called where another job has it.
+        patience_s: how long to wait for another holder.
+
+    Raises:
+        ValueError: one line that names who holds what; nothing is held then.
+        OSError: nothing can be written there.
+    """
+    with contextlib.ExitStack() as held:
+        for name, title in titles.items():
+            held.enter_context(_hold(root, name, title, patience_s))
+        yield
+
+
+def is_held(root: Path, name: str) -> bool:
+    """Whether another job has this at the moment."""
+    try:
+        handle = os.open(root / FOLDER / name, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # No locks here; ``hold`` said so.
+    finally:
+        os.close(handle)
+    return False
+
+
+@contextlib.contextmanager
+def _hold(root: Path, name: str, title: str, patience_s: float) -> Iterator[None]:
+    path, deadline = root / FOLDER / name, time.monotonic() + patience_s
+    while (handle := _take(path)) is None:
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"--out {root}: {title}: another job is writing this, {_holder(path)}; "
+                "wait for it, stop it, or choose another directory"
+            )
+        time.sleep(0.1)
+    try:
+        yield
+    finally:
+        # Unlinked while it is held: whoever opened it before finds that it is no longer the one at this path.
+        path.unlink(missing_ok=True)
+        os.close(handle)
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()
+
+
+def _take(path: Path) -> int | None:
+    """An open file on which we have the lock; None where another has it."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:
+            continue  # Its last holder has just removed the folder.
+        try:
+            _lock(handle, path)
+            if not os.path.samestat(os.fstat(handle), os.stat(path)):
+                raise FileNotFoundError(path)
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, json.dumps(_myself()).encode(), 0)
+        except BlockingIOError:
+            os.close(handle)
+            return None
+        except FileNotFoundError:
+            os.close(handle)  # Its last holder has just removed it.
+        except OSError:
+            os.close(handle)
+            raise
+        else:
+            return handle
+
+
+def _lock(handle: int, path: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        print(
+            f"moe-ep-bench: {path.parent.parent}: this file system has no locks ({error.strerror}); "
+            "see to it that no other job writes there",
+            file=sys.stderr,
+        )
+
+
+def _myself() -> dict[str, object]:
+    begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return {"pid": os.getpid(), "hostname": socket.gethostname(), "begun": begun}
+
+
+def _holder(path: Path) -> str:
+    try:
+        holder = json.loads(path.read_text())
+        return f"process {holder['pid']} on {holder['hostname']}, begun {holder['begun']}"
+    except (OSError, ValueError, KeyError):
+        return "which has not said who it is"

@@ -1,0 +1,360 @@
+"""What goes wrong overnight, injected: nothing hangs, finished cases stay readable, the lost one says why.
+
+Faults in a case's check (killed, out of memory, hanging) are in test_run; here are those while it is timed, and those
+of everything around cases: disks, signals, ranks that do not fit together, clocks, other jobs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from test_run import cases_of, environment, free_port, launch, statuses, write_config
+
+from moe_ep_bench import locks
+from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.attempts import collect_lost
+from moe_ep_bench.cli import main
+from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
+from moe_ep_bench.records import RunDirectory
+from moe_ep_bench.scopes.directory import check_agreement
+
+SMALL = {"workload__num_batches": 1, "measure__iterations": 2}
+ENDLESS = {
+    "workload__num_batches": 1, "measure__iterations": 100_000, "measure__timeout_s": 600,
+    "policies": [{"name": "topk"}],
+}  # fmt: skip
+
+
+def run_alone(config: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """``run`` on one rank, without a launcher."""
+    command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(out), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment(), check=False)
+
+
+def start_rank(config: Path, out: Path, rank: int, port: int, faults: str, world_size: int = 2) -> subprocess.Popen:
+    """One of two ranks, as another launcher would start it."""
+    torchrun = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    }  # fmt: skip
+    env = {**environment(faults), **{key: str(value) for key, value in torchrun.items()}}
+    command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(out)]
+    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+
+
+@contextlib.contextmanager
+def started(config: Path, out: Path) -> Iterator[subprocess.Popen]:
+    """A launched job on two ranks, in a session of its own, which is in the middle of timing."""
+    command = [sys.executable, "-m", "moe_ep_bench", "launch", "--nproc", "2", str(config), "--out", str(out)]
+    job = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        wait_until(lambda: len([path for path in (out / "attempts").glob("now-*-*") if path.read_bytes()[0]]) == 2, 120)
+        time.sleep(1)
+        yield job
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.communicate()
+
+
+def wait_until(true: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"nothing happened for {seconds} s"
+        time.sleep(0.1)
+
+
+def ranks_of(job: subprocess.Popen) -> list[int]:
+    """Process ids of the ranks that a launcher has started, by rank."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            variables = (path.parent / "environ").read_bytes() if parent == job.pid else b""
+            for variable in variables.split(b"\0"):
+                if variable.startswith(b"RANK="):
+                    found[int(variable[5:])] = int(path.parent.name)
+    return [found[rank] for rank in sorted(found)]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def hidden_files(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.name.startswith(".") or path.parent.name == locks.FOLDER]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 120 KB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a disk that is small, or one that cannot be written")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_rank_killed_while_timed_and_numbers_that_are_none_become_rows_with_reasons(tmp_path: Path) -> None:
+    policies = [
+        {"name": "topk"},
+        {"name": "token_drop", "capacity_factor": 1.0},
+        {"name": "expanded_drop", "capacity_factor": 1.0},
+        {"name": "pruned", "k0": 4},
+    ]
+    config = write_config(tmp_path, **SMALL, policies=policies)
+    faults = "topk=kill@timed,expanded_drop=nan-scores,pruned=nan-gate"
+    done = launch(config, "--out", tmp_path / "out", faults=faults, timeout=500)
+    assert done.returncode == CASES_FAILED, done.stderr
+    assert "Traceback" not in done.stderr
+    found = statuses(tmp_path / "out")
+    assert found["topk"] == ("failed", "rank 1 ended without a word (killed, or out of memory) (2 attempts)")
+    status, reason = found["expanded_drop capacity_factor=1.0"]
+    assert status == "failed"
+    assert reason.startswith("before timing: ")  # Perhaps by its map: the policy may drop that token.
+    assert found["pruned k0=4"] == ("failed", "before timing: rank 1: NaN or Inf in the gate's logits, batch 0")
+    ok = {"native", "native again", "native, balanced scores", "token_drop capacity_factor=1.0"}
+    assert {label for label, (status, _) in found.items() if status == "ok"} == ok
+    assert len([case for case in load_run(tmp_path / "out").cases if case.is_ok]) == len(ok)
+    assert hidden_files(tmp_path / "out") == []
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_leaves_what_was_written(small_disk: Path, tmp_path: Path) -> None:
+    config, out = write_config(tmp_path, **SMALL), small_disk / "out"
+    done = run_alone(config, out)
+    assert done.returncode == USER_ERROR, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("moe-ep-bench: ")]
+    assert line.startswith(f"moe-ep-bench: --out {out}: cannot write ")
+    assert os.strerror(errno.ENOSPC) in line
+    assert line.endswith("what is finished stays, the same command goes on from there")
+    assert "Traceback" not in done.stderr
+    parts = sorted((out / "cases").glob("*.parquet"))
+    assert 1 <= len(parts) < 7
+    assert {tuple(set(pq.read_table(part)["status"].to_pylist())) for part in parts} == {("ok",)}
+    assert hidden_files(out) == []
+    assert list((out / "attempts").iterdir()) == []  # No case is to blame.
+    subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
+    done = run_alone(config, out)
+    assert done.returncode == OK, done.stderr
+    assert len(load_run(out).cases) == 7
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_anything_runs(small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(ValueError, match=rf"--out {small_disk}/out: cannot write .*: {os.strerror(errno.EROFS)}$"):
+        check_agreement(RunDirectory(small_disk / "out"), "run", {}, force=False)
+
+
+@pytest.mark.parametrize("folder", ["cases", "routing", "conditions", "attempts"])
+def test_a_file_where_a_folder_should_be_is_found_before_anything_runs(folder: str, tmp_path: Path) -> None:
+    (tmp_path / folder).touch()
+    with pytest.raises(ValueError, match=f"cannot write {tmp_path}/{folder}/.*: {os.strerror(errno.ENOTDIR)}$"):
+        check_agreement(RunDirectory(tmp_path), "run", {}, force=False)
+    assert [path.name for path in tmp_path.iterdir()] == [folder]
+
+
+def test_half_written_parts_are_measured_again(tmp_path: Path) -> None:
+    config, out = write_config(tmp_path, **SMALL), tmp_path / "out"
+    done = run_alone(config, out)
+    assert done.returncode == OK, done.stderr
+    first, second = sorted(json.loads((out / "run.json").read_text())["cases"])[:2]
+    for part in (out / "cases" / f"{first}.parquet", out / "routing" / f"{second}.parquet"):
+        part.write_bytes(part.read_bytes()[:-100])
+    (out / "cases" / f"{second}.parquet").unlink()
+    begun = out / "cases" / f".{first}.parquet.abc"  # As a job leaves it that is killed while it writes.
+    begun.write_bytes(b"PAR1")
+    (out / "attempts" / f"{first}.json").write_text('["failed: a ra')
+    done = run_alone(config, out)
+    assert done.returncode == OK, done.stderr
+    assert all(case.is_ok for case in load_run(out).cases)
+    assert len(pd.read_parquet(out / "routing" / f"{second}.parquet")) == 1
+    assert hidden_files(out) == []
+
+
+# The signal, whom it reaches, and the exit status.
+SIGNALS = {
+    "Ctrl-C": (signal.SIGINT, "all"),
+    "SIGTERM to a rank": (signal.SIGTERM, "rank"),
+    "SIGINT to a rank": (signal.SIGINT, "rank"),
+}
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_ends_the_whole_job_and_blames_no_case(name: str, tmp_path: Path) -> None:
+    number, whom = SIGNALS[name]
+    config, out = write_config(tmp_path, **ENDLESS), tmp_path / "out"
+    with started(config, out) as job:
+        ranks = ranks_of(job)
+        if whom == "all":
+            os.killpg(job.pid, number)
+        else:
+            os.kill(ranks[1], number)
+        _, errors = job.communicate(timeout=60)
+        assert job.returncode == 128 + number, errors
+        assert "Traceback" not in errors
+        assert not any(map(is_running, ranks))
+        assert list((out / "attempts").iterdir()) == []
+        assert hidden_files(out) == []
+
+
+def test_ranks_end_with_a_launcher_that_is_killed_and_no_case_is_blamed(tmp_path: Path) -> None:
+    config, out = write_config(tmp_path, **ENDLESS), tmp_path / "out"
+    with started(config, out) as job:
+        ranks = ranks_of(job)
+        assert len(ranks) == 2
+        os.kill(job.pid, signal.SIGKILL)
+        wait_until(lambda: not any(map(is_running, ranks)), 30)
+    (comparison_id,) = json.loads((out / "run.json").read_text())["comparisons"]
+    collect_lost(out / "attempts", [comparison_id])
+    assert list((out / "attempts").iterdir()) == []
+    assert not locks.is_held(out, comparison_id)
+
+
+def test_two_jobs_fill_one_directory_where_their_comparisons_differ_and_only_then(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with started(write_config(tmp_path, **ENDLESS), out) as job:
+        ranks = ranks_of(job)
+        for rank in ranks:  # They hold their lock, and leave the cores to the others.
+            os.kill(rank, signal.SIGSTOP)
+        same = launch(tmp_path / "config.yaml", "--out", out)
+        assert same.returncode == USER_ERROR, same.stderr
+        (line,) = same.stderr.splitlines()
+        assert f"another job is writing this, process {ranks[0]} on " in line
+        (tmp_path / "other").mkdir()
+        other = run_alone(write_config(tmp_path / "other", **SMALL), out)
+        assert other.returncode == OK, other.stderr
+        for rank in ranks:
+            os.kill(rank, signal.SIGCONT)
+        assert job.poll() is None
+        assert len(list((out / "attempts").glob("now-*"))) == 2  # The first job's.
+        job.send_signal(signal.SIGTERM)
+        _, errors = job.communicate(timeout=60)
+        assert job.returncode == 128 + signal.SIGTERM, errors
+    run = json.loads((out / "run.json").read_text())
+    assert len(run["comparisons"]) == 2
+    assert len(cases_of(out).case_id.unique()) == 7
+    assert hidden_files(out) == []
+
+
+def test_ranks_of_different_versions_refuse_together(tmp_path: Path) -> None:
+    config, port = write_config(tmp_path), free_port()
+    jobs = [start_rank(config, tmp_path / "out", rank, port, faults="torch=1.0") for rank in range(2)]
+    errors = [job.communicate(timeout=100)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [USER_ERROR, USER_ERROR], errors
+    assert "the versions of torch or megatron-core is not the same on all ranks: rank 1" in errors[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_that_disagree_on_their_number_do_not_wait_for_ever(tmp_path: Path) -> None:
+    config, port = write_config(tmp_path), free_port()
+    begun = time.monotonic()
+    jobs = [start_rank(config, tmp_path / "out", rank, port, faults="join=5", world_size=3 - rank) for rank in range(2)]
+    errors = [job.communicate(timeout=120)[1] for job in jobs]
+    assert time.monotonic() - begun < 100
+    assert [job.returncode for job in jobs] == [LOST, LOST], errors
+    for rank, text in enumerate(errors):
+        assert f"moe-ep-bench: rank {rank} of {3 - rank} did not meet the others at 127.0.0.1:{port}" in text
+        assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_nodes_that_never_meet_end_with_a_status_of_their_own(node: int, tmp_path: Path) -> None:
+    config = write_config(tmp_path, measure__timeout_s=1)
+    begun = time.monotonic()
+    nodes = ("--nnodes", 2, "--node-rank", node, "--master", f"127.0.0.1:{free_port()}")
+    done = launch(config, "--out", tmp_path / "out", *nodes, nproc=1, faults="join=5", timeout=120)
+    assert done.returncode == LOST, done.stderr
+    assert "moe-ep-bench: " in done.stderr
+    assert "did not meet" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - begun < 100
+
+
+STEPPING_CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/time.h>
+#include <time.h>
+/* The wall clock as somebody sets it: an hour ahead in every other second. */
+int clock_gettime(clockid_t id, struct timespec *at) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int status = real(id, at);
+    if (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE) {
+        struct timespec since_boot;
+        real(CLOCK_MONOTONIC, &since_boot);
+        at->tv_sec += since_boot.tv_sec % 2 * 3600;
+    }
+    return status;
+}
+int gettimeofday(struct timeval *restrict at, void *restrict zone) {
+    struct timespec now;
+    int status = clock_gettime(CLOCK_REALTIME, &now);
+    at->tv_sec = now.tv_sec;
+    at->tv_usec = now.tv_nsec / 1000;
+    return status;
+}
+time_t time(time_t *at) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (at) *at = now.tv_sec;
+    return now.tv_sec;
+}
+"""
+
+
+def test_a_wall_clock_that_steps_is_in_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("no C compiler, with which the clock is made to step")
+    (tmp_path / "clock.c").write_text(STEPPING_CLOCK)
+    library = tmp_path / "clock.so"
+    build = ["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(tmp_path / "clock.c"), "-ldl"]
+    subprocess.run(build, check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    read = "import time; now = time.time(); time.sleep(1); print(int(abs(time.time() - now)))"
+    steps = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=True)
+    assert int(steps.stdout) >= 3500
+    done = launch(write_config(tmp_path, **SMALL), "--out", tmp_path / "out")
+    assert done.returncode == OK, done.stderr
+    assert "starting again" not in done.stderr
+    rows = cases_of(tmp_path / "out")
+    assert rows.time_us.between(0, 60e6).all()
+    assert rows.case_id.nunique() == 7
+
+
+def test_a_full_disk_is_one_line_of_every_command(
+    small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_config(tmp_path, workload__num_batches=40)
+    assert main(["route", str(config), "--out", str(small_disk / "out")]) == USER_ERROR
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("moe-ep-bench: cannot write ")
+    assert os.strerror(errno.ENOSPC) in error
+    assert hidden_files(small_disk) == []
+
+
+def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
+    soak = Path(__file__).parents[1] / "benchmarks" / "soak.py"
+    command = [sys.executable, str(soak), "--cases", "50", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "50 of 50 cases measured" in done.stdout
+    assert done.stdout.count(" KiB per case") == 3  # Two ranks and their launcher.

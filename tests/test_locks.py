@@ -1,0 +1,105 @@
+"""Who writes what in a results directory: one job per comparison, and no dead job in anybody's way."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_run import environment as child_environment
+
+from moe_ep_bench import locks
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from moe_ep_bench import locks
+with locks.hold(Path(sys.argv[1]), {"one": "one"}):
+    print("held", flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """Another process that holds the lock ``one``."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path), "60"]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment())
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    yield other
+    other.kill()
+    other.communicate()
+
+
+def test_what_another_job_holds_is_refused_by_its_name(holder: subprocess.Popen, tmp_path: Path) -> None:
+    assert locks.is_held(tmp_path, "one")
+    expected = rf"--out {tmp_path}: a title: another job is writing this, process {holder.pid} on .*, begun 20.* UTC;"
+    with pytest.raises(ValueError, match=expected), locks.hold(tmp_path, {"one": "a title"}, patience_s=0.2):
+        pass
+    with locks.hold(tmp_path, {"two": "another"}, patience_s=0.0):
+        assert not locks.is_held(tmp_path, "three")
+
+
+def test_nothing_stays_held_where_one_of_several_is_refused(holder: subprocess.Popen, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="another job"), locks.hold(tmp_path, {"two": "", "one": ""}, patience_s=0.0):
+        pass
+    assert not locks.is_held(tmp_path, "two")
+
+
+def test_the_lock_of_a_job_that_was_killed_is_taken_over(holder: subprocess.Popen, tmp_path: Path) -> None:
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert (tmp_path / locks.FOLDER / "one").exists()
+    assert not locks.is_held(tmp_path, "one")
+    with locks.hold(tmp_path, {"one": "one"}, patience_s=0.0):
+        assert locks.is_held(tmp_path, "one")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_successor_waits_for_a_job_that_is_just_ending(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path), "0.5"]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment())
+    assert other.stdout is not None
+    other.stdout.readline()
+    with locks.hold(tmp_path, {"one": "one"}, patience_s=30.0):
+        pass
+    other.communicate()
+    assert other.returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_many_that_take_one_lock_in_turn_never_hold_it_together(tmp_path: Path) -> None:
+    turn = """
+import os, sys
+from pathlib import Path
+from moe_ep_bench import locks
+root = Path(sys.argv[1])
+for _ in range(40):
+    with locks.hold(root, {"one": "one"}, patience_s=60.0):
+        os.mkdir(root / "inside")  # Fails where another is inside.
+        os.rmdir(root / "inside")
+"""
+    jobs = [subprocess.Popen([sys.executable, "-c", turn, str(tmp_path)], env=child_environment()) for _ in range(3)]
+    assert [job.wait(timeout=120) for job in jobs] == [0, 0, 0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_named_and_does_not_stop_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unsupported(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with locks.hold(tmp_path, {"one": "one"}):
+        assert not locks.is_held(tmp_path, "one")
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert f"{tmp_path}: this file system has no locks (Function not implemented)" in printed

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -227,7 +227,7 @@ def _measure_all(
         if ranks.is_first:
             try:
                 # Checked before, but another job may have come first.
-                check = lambda: check_directory(directory, ranks, force)  # noqa: E731
+                check = partial(check_directory, directory, ranks, force)
                 directory.write_run(description, check=check, keep_others=is_point)
             except OSError as problem:
                 error = cannot_write(directory.root, problem)

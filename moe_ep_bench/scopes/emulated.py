@@ -6,7 +6,7 @@ Shapes: R = virtual ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from moe_ep_bench.scopes.comparison import (
     CaseSpec,
     Comparison,
     check_distinct,
-    check_scope,
     default_ep_size,
 )
 
@@ -51,7 +50,6 @@ class Emulated(Comparison):
         Raises:
             ValueError: naming the key whose value does not fit.
         """
-        check_scope(experiment)
         if experiment.emulate.links is None:
             raise ValueError(
                 f"emulate.links: expected one of {', '.join(links_names())}, or a path to such a file; got none"
@@ -70,14 +68,16 @@ class Emulated(Comparison):
             device = None if experiment.emulate.device == MEASURED else load_device(experiment.emulate.device)
         except ValueError as problem:
             raise ValueError(f"emulate.device: {problem}; {MEASURED} is the device that is here") from None
-        base = Comparison.of(experiment, ep_size, on_cpu=on_cpu, device=device)
+        kind, emulated_kind = _kinds(experiment)
+        base = kind.of(experiment, ep_size, on_cpu=on_cpu, device=device)
         placement = experiment.route.make_placement(base.model.num_experts, base.ep_size)
         try:
             slots = Slots.of_placement(placement)
         except ValueError as problem:
             raise ValueError(f"route.placement: {problem}") from None
-        found = Emulated(base.experiment, base.world_size, base.workload, base.parts, links, device, slots)
-        found._check_replication()
+        given = {field.name: getattr(base, field.name) for field in fields(base)}
+        found = emulated_kind(**given, links=links, device=device, slots=slots)
+        found.check_emulation()
         try:
             found.links.all_gather_us(0, found.ep_size)
         except ValueError as problem:
@@ -87,7 +87,7 @@ class Emulated(Comparison):
     @cached_property
     def definition(self) -> dict[str, Any]:
         return {
-            **Comparison.definition.func(self),
+            **super().definition,
             "mode": "emulated",
             "links": self.links.model_dump(mode="json"),
             "device": self.device and self.device.model_dump(mode="json"),
@@ -127,7 +127,8 @@ class Emulated(Comparison):
         values = 4 * self.model.hidden_size + 3 * self.model.ffn_hidden_size
         return values * DTYPES[self.experiment.layer.dtype].itemsize
 
-    def _check_replication(self) -> None:
+    def check_emulation(self) -> None:
+        """Raise ValueError where replicas cannot be placed as asked."""
         most = self.model.num_experts - self.model.num_experts // self.ep_size
         for wanted in self.experiment.emulate.replication:
             if wanted.spare_per_rank > most:
@@ -139,6 +140,13 @@ class Emulated(Comparison):
                 self.replicate(wanted, np.ones(self.model.num_experts))
             except ValueError as problem:
                 raise ValueError(f"emulate.replication: {problem}") from None
+
+
+def _kinds(experiment: Experiment) -> tuple[type[Comparison], type[Emulated]]:
+    """What is compared on real ranks, and the same on virtual ones."""
+    from moe_ep_bench.scopes.emulated_model import EmulatedModel, ModelComparison  # They are made of what stands here.
+
+    return (ModelComparison, EmulatedModel) if experiment.scope == "model" else (Comparison, Emulated)
 
 
 def _check_parts(experiment: Experiment) -> None:
@@ -162,7 +170,8 @@ def plan_emulation(config: Path, overrides: Iterable[str], *, on_cpu: bool) -> l
     for comparison in comparisons:
         try:
             comparison.check_padding()
-            next(comparison.workload.rank_batches(0, comparison.ep_size))  # Finds skews that cannot be had.
+            for workload in comparison.all_workloads:
+                next(workload.rank_batches(0, comparison.ep_size))  # Finds skews that cannot be had.
             comparison.try_policies()
         except ValueError as problem:
             raise ValueError(f"{config}: {problem}") from None

@@ -282,5 +282,5 @@ class ModelSession(Session):
         write_model_case(self.job, self.comparison, case, self.steps, times_RSC, self.columns, routing)
 
 
-SESSIONS: dict[str, type[Session]] = {"run": Session, "model": ModelSession}
-"""What measures a comparison, by its mode."""
+SESSIONS: dict[str, type[Session]] = {"layer": Session, "model": ModelSession}
+"""What measures a comparison, by its scope."""

@@ -5,7 +5,7 @@ Shapes: R = virtual ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.config import MEASURED, Experiment, ReplicationConfig, load_experiments
+from moe_ep_bench.config import MEASURED, ConfigError, Experiment, ReplicationConfig, load_experiments
 from moe_ep_bench.devices import Device, load_device
 from moe_ep_bench.layer.build import DTYPES
 from moe_ep_bench.layer.slots import Slots
@@ -25,6 +25,7 @@ from moe_ep_bench.scopes.comparison import (
     CaseSpec,
     Comparison,
     check_distinct,
+    check_scope,
     default_ep_size,
 )
 
@@ -116,6 +117,23 @@ class Emulated(Comparison):
         plan = self.replicate(case.replication, np.ones(self.model.num_experts))
         return plan.extra_bytes_per_rank(self.model, DTYPES[self.experiment.layer.dtype].itemsize)
 
+    def num_runs(self, cases: Sequence[CaseSpec]) -> int:
+        """Runs of a rank's layer, the check included."""
+        settings = self.experiment.measure
+        per_round = self.workload.num_batches * self.ep_size * len(cases)
+        if self.device is not None:
+            return per_round
+        return (1 + settings.warmup + settings.iterations) * per_round + len(cases)
+
+    def shortage(self, available: int) -> str:
+        """What does not fit into so many bytes of memory; empty where all does. A layer's rows go in chunks."""
+        return ""
+
+    def memory_words(self, available: int) -> str:
+        """For a dry run: what of the memory is needed."""
+        rows_gib = self.mean_rows * self.bytes_per_row / 2**30
+        return f"rows of a rank take about {rows_gib:.1f} GiB where loads are even"
+
     @property
     def mean_rows(self) -> float:
         """Rows that a rank computes where loads are even."""
@@ -176,6 +194,16 @@ def plan_emulation(config: Path, overrides: Iterable[str], *, on_cpu: bool) -> l
         except ValueError as problem:
             raise ValueError(f"{config}: {problem}") from None
     return comparisons
+
+
+def check_config_scope(config: Path, overrides: Iterable[str], scope: str) -> None:
+    """Raise ValueError where a config's scope is another; all its experiments have one."""
+    try:
+        check_scope(load_experiments(config, overrides, on_cpu=False)[0], scope)
+    except ConfigError:
+        raise
+    except ValueError as problem:
+        raise ValueError(f"{config}: {problem}") from None
 
 
 def emulated_comparisons(config: Path, overrides: Iterable[str], *, on_cpu: bool) -> list[Emulated]:

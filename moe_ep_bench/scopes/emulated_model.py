@@ -5,11 +5,12 @@ Shapes: R = virtual ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from moe_ep_bench.scopes.comparison import Planned
+from moe_ep_bench.scopes.comparison import CaseSpec, Planned
 from moe_ep_bench.scopes.emulated import Emulated
 from moe_ep_bench.scopes.model_comparison import ModelComparison
 from moe_ep_bench.workload.batch import deal_sequences
@@ -57,6 +58,24 @@ class EmulatedModel(Emulated, ModelComparison):
         shares = self.experiment.workload.rank_shares
         numbers = range(self.workload.num_batches)
         return max(int(np.max(self.workload.tokens_of_ranks(number, self.ep_size, shares))) for number in numbers)
+
+    def num_runs(self, cases: Sequence[CaseSpec]) -> int:
+        """Passes of a rank, and what is done for each MoE layer: its check, and a batch's routing."""
+        num_moe, num_batches = len(self.moe_layers), self.workload.num_batches
+        further_checks = 0 if self.device is not None else (num_moe - 1) * len(cases)
+        return super().num_runs(cases) + further_checks + num_moe * num_batches
+
+    def shortage(self, available: int) -> str:
+        """What does not fit into so many bytes of memory, and how many layers would; empty where all does."""
+        need = self.memory_bytes_per_rank()
+        if self.device is not None or need <= available:
+            return ""
+        gib = 2**30
+        return f"needs about {need / gib:.1f} GiB, {available / gib:.1f} GiB are free{self.hint_for(available)}"
+
+    def memory_words(self, available: int) -> str:
+        gib = 2**30
+        return f"memory about {self.memory_bytes_per_rank() / gib:.1f} GiB of {available / gib:.1f} GiB"
 
     def check_emulation(self) -> None:
         """Raise ValueError where experts are to stand, or a rank's rows to be computed, as only one layer's can be."""

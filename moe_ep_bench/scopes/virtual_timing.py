@@ -60,10 +60,8 @@ class RankTimer(Protocol):
 
     needs_tokens: bool
 
-    def time(
-        self, router: Any, traffic: Any, rank: int, share: Any, index: int, *, first: bool = False
-    ) -> RankTime:
-        """Of a layer: a ``CaseRouter``, its ``Traffic`` and a ``Share``; of a whole model what holds those of layers."""
+    def time(self, router: Any, traffic: Any, rank: int, share: Any, index: int, *, first: bool = False) -> RankTime:
+        """Of a layer: a ``CaseRouter``, its ``Traffic`` and ``Share``; of a whole model what holds those of layers."""
         ...
 
 

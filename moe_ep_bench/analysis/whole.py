@@ -23,6 +23,7 @@ from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.tables import aligned
 from moe_ep_bench.analysis.timing import GROUPS
 from moe_ep_bench.analysis.words import (
+    MODEL_CAVEAT,
     NONE,
     count_words,
     estimate_words,
@@ -325,7 +326,9 @@ def whole_notes(one: WholeComparison) -> list[str]:
         f"{part_words(facts.permute)}",
         "end to end: slowest rank's pass, native over case, median of pairs " + spread_words(one.comparison),
     ]
-    if one.comparison.floor is not None:
+    if facts.device is not None:
+        notes.append(MODEL_CAVEAT)
+    elif one.comparison.floor is not None:
         floor = one.comparison.floor
         words = "by which native run twice differs from itself"
         notes.append(f"noise floor: {floor.low:.3f} to {floor.high:.3f}, {words}")

@@ -35,18 +35,17 @@ class TapeGraph:
 
     def __init__(self) -> None:
         self._tape: list[Callable[[], None]] = []
+        self._recording = _Recording(self._tape)
 
-    def capture(self, issue: Callable[[], Any]) -> Any:
+    def begin(self) -> None:
         TapeClock.tape = self._tape
-        try:
-            with _Recording(self._tape):
-                outputs = issue()
-        finally:
-            TapeClock.tape = None
-        for tensor in pytree.tree_leaves(outputs):
-            if isinstance(tensor, Tensor):
-                tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
-        return outputs
+        self._recording.__enter__()
+
+    def end(self) -> None:
+        self._recording.__exit__(None, None, None)
+        TapeClock.tape = None
+        for tensor in self._recording.made:
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
 
     def replay(self) -> None:
         for play in self._tape:
@@ -57,6 +56,7 @@ class _Recording(TorchDispatchMode):
     def __init__(self, tape: list[Callable[[], None]]) -> None:
         super().__init__()
         self._tape = tape
+        self.made: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -65,6 +65,7 @@ class _Recording(TorchDispatchMode):
         result = func(*args, **kwargs)
         places = {one.untyped_storage().data_ptr() for one in _tensors((args, kwargs))}
         made = [one for one in _tensors(result) if one.untyped_storage().data_ptr() not in places]
+        self.made += made
         if made or func._schema.is_mutable:
 
             def play() -> None:

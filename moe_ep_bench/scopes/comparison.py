@@ -236,6 +236,8 @@ class Comparison(Planned):
     """What ``run`` times."""
 
     mode: ClassVar[str] = "run"
+    replayed: ClassVar[str] = "layer"
+    """What one run is of, and CUDA graphs hold."""
     """Of the rows: one of ``records.MODES``."""
 
     parts: Parts

@@ -65,7 +65,7 @@ def test_what_the_graphs_hold_of_a_pass_is_recorded(taped: tuple[Path, int]) -> 
     out, num_ranks = taped
     facts = json.loads((out / "run.json").read_text())["comparisons"].values()
     facts = sorted(facts, key=lambda one: one["title"])
-    held = "the whole pass" if num_ranks == 1 else "all between the collectives"
+    held = "the whole model" if num_ranks == 1 else "all between the collectives"
     assert [one["cuda_graph"] for one in facts] == [None, held]
     assert [one["title"].endswith(", CUDA graph") for one in facts] == [False, True]
 

@@ -12,7 +12,10 @@ import pytest
 import yaml
 from test_run import TESTS, environment
 
-from moe_ep_bench.exit_codes import CASES_FAILED
+from moe_ep_bench.analysis.graphs import graph_pairs
+from moe_ep_bench.analysis.whole import analyse_whole, load_whole
+from moe_ep_bench.cli import main
+from moe_ep_bench.exit_codes import CASES_FAILED, OK
 from moe_ep_bench.records import TOTAL
 from moe_ep_bench.scopes.comparison import plan_comparisons
 
@@ -121,3 +124,28 @@ def test_prompts_are_in_no_graph(tmp_path: Path) -> None:
 def test_a_pass_needs_what_a_layer_needs(layer: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         plan_comparisons(write(tmp_path, layer={**CONFIG["layer"], **layer}), [], 1, on_cpu=False)
+
+
+def test_eager_and_replayed_passes_stand_side_by_side(
+    taped: tuple[Path, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, _ = taped
+    assert main(["summary", str(out)]) == OK
+    printed = capsys.readouterr().out
+    assert "run eagerly, and replayed from CUDA graphs" in printed
+    assert "the graphs hold all between the collectives; comparisons" in printed
+    assert "replayed from CUDA graphs, which hold all between the collectives" in printed
+    lines = printed[printed.index("run eagerly, and") :].splitlines()
+    header, native = (next(line for line in lines if line.startswith(name)) for name in ("policy", "native "))
+    assert "eager / replayed" in header
+    (pair,) = graph_pairs([one.comparison for one in analyse_whole(load_whole(out))])
+    (case,) = (case for case in pair.cases if case.label == "native")
+    assert case.eager.layer is not None
+    assert f"{case.eager.layer.median_ms * 1e3:.1f}" in native
+    assert "pruned k0=3 (eager: ok, replayed: failed)" in printed
+    assert main(["plot", str(out), "--out", str(tmp_path), "--format", "svg"]) == OK
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["graphs.csv", "graphs.svg", "whole.csv", "whole.svg"]
+    marks = pd.read_csv(tmp_path / "graphs.csv")
+    drawn = marks[(marks.role == "baseline") & (marks.way == "run eagerly")].model_time_us
+    assert drawn.tolist() == pytest.approx([case.eager.layer.median_ms * 1e3])
+    assert "one MoE layer" not in (tmp_path / "graphs.svg").read_text()

@@ -36,12 +36,12 @@ def whole_facts(of_layers: int = 3, **facts: Any) -> dict[str, Any]:
     return {"whole": whole, **facts}
 
 
-def write_whole(root: Path, cases: Sequence[FakeCase], *, of_layers: int = 3, **changes: Any) -> Path:
+def write_whole(root: Path, cases: Sequence[FakeCase], *, of_layers: int = 3, seed: int = 0, **changes: Any) -> Path:
     """A directory of one comparison; native's MoE layers take ``native_us``, twice as long as the rest of the pass."""
     facts: Mapping[str, Any] = whole_facts(of_layers, **changes.pop("facts", {}))
     settings = {"native_us": 2 * ELSEWHERE_TOTAL_US, "num_iterations": 2, "noise": 0.002, **changes}
     comparison = FakeComparison(facts=facts, cases=cases, **settings)
-    write_run(root, [comparison], mode="model")
+    write_run(root, [comparison], mode="model", seed=seed)
     files = RunDirectory(root)
     for case in cases:
         if case.status != "ok":

@@ -52,7 +52,7 @@ from moe_ep_bench.scopes.validation_directory import ValidationDirectory
 _WHOLE_PARTS = MODEL_ROUTING_SCHEMA, (*PHASES, *MODEL_PHASES)
 _OF_LAYERS = "holds no times of whole models (scope: model)"
 _OF_MODELS = (
-    "holds times of whole models, which `moe-ep-bench summary`, `plot` and `report` show; expected times of layers"
+    "holds times of whole models, which `moe-ep-bench summary`, `plot`, `report` and `compare` show; expected layers"
 )
 
 

@@ -38,7 +38,7 @@ from moe_ep_bench.measure.statistics import Estimate, estimate_median, paired_ra
 from moe_ep_bench.records import LAYER_SCHEMA, MOE_REST, PHASES, TOTAL, UNACCOUNTED, RunDirectory
 
 _ITERATION = ["launch", "batch", "iteration"]
-_MOE = (*PHASES, MOE_REST)
+MOE_PHASES = (*PHASES, MOE_REST)
 
 # What a pass consists of, in the order in which figures stack it: what no policy changes, then the MoE layers.
 PASS_PARTS = {
@@ -154,7 +154,7 @@ def _whole_result(
     whole: WholeRun, comparison: ComparisonResult, result: CaseResult, native: WholeResult | None
 ) -> WholeResult:
     facts, case = comparison.comparison, result.case
-    times_us = _slowest(case)
+    times_us = slowest_us(case)
     if result.layer is None or times_us is None:
         rate = None if result.layer is None else facts.num_tokens / result.layer.median_ms * 1e3
         return WholeResult(result, None, None, None, None, None, rate, None, None, None)
@@ -180,7 +180,7 @@ def _whole_result(
     )
 
 
-def _slowest(case: Case) -> pd.DataFrame | None:
+def slowest_us(case: Case) -> pd.DataFrame | None:
     """Phases of the slowest rank in each breakdown iteration, summed over layers; None where there are none."""
     times_us = _broken_down(case)
     return None if times_us is None else times_us.loc[times_us.groupby(level=_ITERATION)[TOTAL].idxmax()]
@@ -206,9 +206,9 @@ def _parts_ms(case: Case) -> dict[str, float]:
 
 def moe_time_us(case: Case) -> pd.Series:
     """Time of all MoE layers on the slowest rank of each breakdown iteration, indexed by launch, batch, iteration."""
-    times_us = _slowest(case)
+    times_us = slowest_us(case)
     assert times_us is not None
-    return times_us.reindex(columns=list(_MOE), fill_value=0.0).sum(axis=1).droplevel("rank")
+    return times_us.reindex(columns=list(MOE_PHASES), fill_value=0.0).sum(axis=1).droplevel("rank")
 
 
 def by_layer_ms(rows: pd.DataFrame) -> pd.DataFrame:
@@ -218,7 +218,7 @@ def by_layer_ms(rows: pd.DataFrame) -> pd.DataFrame:
         rows: as ``LAYER_SCHEMA``; what is of no layer is left out.
     """
     rows = rows[rows["layer"].notna()]
-    kinds = rows["phase"].where(~rows["phase"].isin(_MOE), "moe")
+    kinds = rows["phase"].where(~rows["phase"].isin(MOE_PHASES), "moe")
     sums = rows.groupby([rows["layer"].astype(int), kinds, *_ITERATION, rows["rank"]])["time_us"].sum()
     means = sums.groupby(level=["layer", "phase", *_ITERATION]).mean()
     return means.groupby(level=["layer", "phase"]).median().unstack("phase") / 1e3

@@ -103,6 +103,13 @@ class WholeComparison:
     results: tuple[WholeResult, ...]
     most: float | None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether only the first layers of the model were built."""
+        whole = self.comparison.comparison.whole
+        assert whole is not None
+        return whole.num_layers < whole.of_layers
+
 
 def load_whole(directory: Path | str, passed_over: list[str] | None = None) -> WholeRun:
     """Read and check a directory of whole models.
@@ -254,7 +261,7 @@ _HEADER = (
     "mass kept %",
 )
 _CUT_HEADER = "all layers ms, extrapolated", "end to end, extrapolated"
-_LEFT = ("policy", "end to end", "verdict", "MoE speedup")
+LEFT = ("policy", "end to end", "verdict", "MoE speedup")
 
 
 def whole_table(whole: WholeRun) -> str:
@@ -270,16 +277,20 @@ def _block(whole: WholeRun, one: WholeComparison) -> str:
         f"{facts.title}: {mode_words(whole.run, facts)}, {hardware_words(whole.run, facts)}, EP {facts.num_ranks}, "
         f"{facts.dtype}, {scale_words(facts.scale)}"
     )
-    is_cut = facts.whole.num_layers < facts.whole.of_layers
-    header = (*_HEADER, *_CUT_HEADER) if is_cut else _HEADER
-    rows = [_cells(result, facts.world_size, is_cut) for result in one.results]
-    lines = [title, "", *aligned(header, rows, _LEFT), "", *(f"  {note}" for note in whole_notes(one))]
+    rows = [whole_cells(result, facts.world_size, one.is_cut) for result in one.results]
+    lines = [title, "", *aligned(whole_header(one.is_cut), rows, LEFT), "", *(f"  {note}" for note in whole_notes(one))]
     lines += [f"  warning: {line}" for line in warnings_of(one.comparison, whole.run)]
     layers = _layer_lines(whole, one)
     return "\n".join([*lines, *(["", *layers] if layers else [])])
 
 
-def _cells(one: WholeResult, world_size: int, is_cut: bool) -> tuple[str, ...]:
+def whole_header(is_cut: bool) -> tuple[str, ...]:
+    """Columns of the table; where layers were left out, what is extrapolated has two of its own."""
+    return (*_HEADER, *_CUT_HEADER) if is_cut else _HEADER
+
+
+def whole_cells(one: WholeResult, world_size: int, is_cut: bool) -> tuple[str, ...]:
+    """A case's row of the table, or its label and why it was not measured."""
     result, case = one.result, one.result.case
     if not case.is_ok or result.layer is None:
         return case.label, f"{case.status}: {case.reason or 'no reason was recorded'}"
@@ -346,7 +357,7 @@ def extrapolated_words(one: WholeComparison) -> str:
     """How many layers were built, and what stands for the others; nothing where all were."""
     whole = one.comparison.comparison.whole
     assert whole is not None
-    if whole.num_layers == whole.of_layers:
+    if not one.is_cut:
         return ""
     return (
         f"{whole.num_layers} of {whole.of_layers} layers were built and timed; extrapolated: each further layer like "

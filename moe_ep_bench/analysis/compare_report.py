@@ -264,6 +264,7 @@ def compare_json(change: RunChange, limit: float | None = None, *, strict: bool 
         "base": str(change.base.directory),
         "new": str(change.new.directory),
         "mode": change.new.mode,
+        "scope": change.new.scope,
         "fail_over": limit,
         "strict": strict,
         "same_machine": change.same_machine,

@@ -166,6 +166,7 @@ def described_row(run: Run, comparison: ComparisonResult, result: CaseResult) ->
         "comparison_id": case.comparison_id,
         "case_id": case.case_id,
         "mode": "modelled" if facts.device is not None else run.mode,
+        "scope": run.scope,
         "title": facts.title,
         "model": facts.model,
         "scale": facts.scale,

@@ -86,6 +86,7 @@ def perfetto_trace(
         "otherData": {
             "producer": "moe-ep-bench export",
             "mode": run.mode,
+            "scope": run.scope,
             "device": run.device_name,
             "run_id": run.run_id,
             "how": " ".join(how),

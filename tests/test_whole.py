@@ -178,12 +178,11 @@ def test_a_case_without_its_layers_is_named_and_the_rest_drawn(
     assert (directory / "figures" / "whole.svg").is_file()
 
 
-def test_what_reads_layers_says_who_shows_whole_models(
+def test_what_reads_layers_alone_refuses_whole_models(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for command in (["export", "--to", "csv"], ["advise"], ["compare", str(directory)]):
-        assert main([command[0], str(directory), *command[1:]]) == 2
-        assert "which `moe-ep-bench summary`, `plot` and `report` show" in capsys.readouterr().err
+    assert main(["fit", str(directory)]) == 2
+    assert "which this does not read" in capsys.readouterr().err
 
 
 def test_the_summary_still_reads_what_the_figure_draws(directory: Path) -> None:

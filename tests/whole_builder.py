@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 from results_builder import FakeCase, FakeComparison, write_run
@@ -36,20 +37,32 @@ def whole_facts(of_layers: int = 3, **facts: Any) -> dict[str, Any]:
     return {"whole": whole, **facts}
 
 
-def write_whole(root: Path, cases: Sequence[FakeCase], *, of_layers: int = 3, **changes: Any) -> Path:
-    """A directory of one comparison; native's MoE layers take ``native_us``, twice as long as the rest of the pass."""
+def write_whole(
+    root: Path,
+    cases: Sequence[FakeCase],
+    *,
+    of_layers: int = 3,
+    seed: int = 0,
+    elsewhere_noise: float = 0.0,
+    **changes: Any,
+) -> Path:
+    """A directory of one comparison; native's MoE layers take ``native_us``, twice as long as the rest of the pass.
+
+    Args:
+        elsewhere_noise: standard deviation of the log of ``ELSEWHERE_TOTAL_US`` in plain iterations.
+    """
     facts: Mapping[str, Any] = whole_facts(of_layers, **changes.pop("facts", {}))
     settings = {"native_us": 2 * ELSEWHERE_TOTAL_US, "num_iterations": 2, "noise": 0.002, **changes}
     comparison = FakeComparison(facts=facts, cases=cases, **settings)
-    write_run(root, [comparison], scope="model")
-    files = RunDirectory(root)
+    write_run(root, [comparison], scope="model", seed=seed)
+    files, generator = RunDirectory(root), np.random.default_rng(seed)
     for case in cases:
         if case.status != "ok":
             continue
         case_id = comparison.case_id(case)
         samples = pq.read_table(files.case_path(case_id)).to_pandas()
         layers = _layers(samples)
-        _write(files.write_case, case_id, _with_elsewhere(samples))
+        _write(files.write_case, case_id, _with_elsewhere(samples, elsewhere_noise, generator))
         _write(files.write_layers, case_id, layers)
         routing = pq.read_table(files.routing_path(case_id)).to_pandas()
         of_all = pd.concat([routing.assign(layer=layer) for layer in MOE_LAYERS])
@@ -72,9 +85,10 @@ def _columns(rows: pd.DataFrame) -> dict[str, list[Any]]:
     }
 
 
-def _with_elsewhere(samples: pd.DataFrame) -> pd.DataFrame:
+def _with_elsewhere(samples: pd.DataFrame, noise: float, generator: np.random.Generator) -> pd.DataFrame:
     """The layers' samples with what is no MoE layer beside them."""
-    longer = samples.assign(time_us=samples.time_us + ELSEWHERE_TOTAL_US * (samples.phase == TOTAL))
+    factors = np.where(samples.kind == "plain", np.exp(noise * generator.standard_normal(len(samples))), 1.0)
+    longer = samples.assign(time_us=samples.time_us + ELSEWHERE_TOTAL_US * factors * (samples.phase == TOTAL))
     return pd.concat([longer, *_added(samples).values()], ignore_index=True)
 
 

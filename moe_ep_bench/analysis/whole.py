@@ -39,7 +39,7 @@ from moe_ep_bench.measure.statistics import Estimate, estimate_median, paired_ra
 from moe_ep_bench.records import LAYER_SCHEMA, MOE_REST, PHASES, TOTAL, UNACCOUNTED, RunDirectory
 
 _ITERATION = ["launch", "batch", "iteration"]
-_MOE = (*PHASES, MOE_REST)
+MOE_PHASES = (*PHASES, MOE_REST)
 
 # What a pass consists of, in the order in which figures stack it: what no policy changes, then the MoE layers.
 PASS_PARTS = {
@@ -104,6 +104,13 @@ class WholeComparison:
     results: tuple[WholeResult, ...]
     most: float | None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether only the first layers of the model were built."""
+        whole = self.comparison.comparison.whole
+        assert whole is not None
+        return whole.num_layers < whole.of_layers
+
 
 def load_whole(directory: Path | str, passed_over: list[str] | None = None) -> WholeRun:
     """Read and check a directory of whole models.
@@ -155,7 +162,7 @@ def _whole_result(
     whole: WholeRun, comparison: ComparisonResult, result: CaseResult, native: WholeResult | None
 ) -> WholeResult:
     facts, case = comparison.comparison, result.case
-    times_us = _slowest(case)
+    times_us = slowest_us(case)
     if result.layer is None or times_us is None:
         rate = None if result.layer is None else facts.num_tokens / result.layer.median_ms * 1e3
         return WholeResult(result, None, None, None, None, None, rate, None, None, None)
@@ -181,7 +188,7 @@ def _whole_result(
     )
 
 
-def _slowest(case: Case) -> pd.DataFrame | None:
+def slowest_us(case: Case) -> pd.DataFrame | None:
     """Phases of the slowest rank in each breakdown iteration, summed over layers; None where there are none."""
     times_us = _broken_down(case)
     return None if times_us is None else times_us.loc[times_us.groupby(level=_ITERATION)[TOTAL].idxmax()]
@@ -207,9 +214,9 @@ def _parts_ms(case: Case) -> dict[str, float]:
 
 def moe_time_us(case: Case) -> pd.Series:
     """Time of all MoE layers on the slowest rank of each breakdown iteration, indexed by launch, batch, iteration."""
-    times_us = _slowest(case)
+    times_us = slowest_us(case)
     assert times_us is not None
-    return times_us.reindex(columns=list(_MOE), fill_value=0.0).sum(axis=1).droplevel("rank")
+    return times_us.reindex(columns=list(MOE_PHASES), fill_value=0.0).sum(axis=1).droplevel("rank")
 
 
 def by_layer_ms(rows: pd.DataFrame) -> pd.DataFrame:
@@ -219,7 +226,7 @@ def by_layer_ms(rows: pd.DataFrame) -> pd.DataFrame:
         rows: as ``LAYER_SCHEMA``; what is of no layer is left out.
     """
     rows = rows[rows["layer"].notna()]
-    kinds = rows["phase"].where(~rows["phase"].isin(_MOE), "moe")
+    kinds = rows["phase"].where(~rows["phase"].isin(MOE_PHASES), "moe")
     sums = rows.groupby([rows["layer"].astype(int), kinds, *_ITERATION, rows["rank"]])["time_us"].sum()
     means = sums.groupby(level=["layer", "phase", *_ITERATION]).mean()
     return means.groupby(level=["layer", "phase"]).median().unstack("phase") / 1e3
@@ -255,7 +262,7 @@ _HEADER = (
     "mass kept %",
 )
 _CUT_HEADER = "all layers ms, extrapolated", "end to end, extrapolated"
-_LEFT = ("policy", "end to end", "verdict", "MoE speedup")
+LEFT = ("policy", "end to end", "verdict", "MoE speedup")
 
 
 def whole_table(whole: WholeRun) -> str:
@@ -273,16 +280,20 @@ def _block(whole: WholeRun, one: WholeComparison) -> str:
         f"{facts.title}: {mode_words(whole.run, facts)}, {hardware_words(whole.run, facts)}, EP {facts.num_ranks}, "
         f"{facts.dtype}, {scale_words(facts.scale)}"
     )
-    is_cut = facts.whole.num_layers < facts.whole.of_layers
-    header = (*_HEADER, *_CUT_HEADER) if is_cut else _HEADER
-    rows = [_cells(result, facts.world_size, is_cut) for result in one.results]
-    lines = [title, "", *aligned(header, rows, _LEFT), "", *(f"  {note}" for note in whole_notes(one))]
+    rows = [whole_cells(result, facts.world_size, one.is_cut) for result in one.results]
+    lines = [title, "", *aligned(whole_header(one.is_cut), rows, LEFT), "", *(f"  {note}" for note in whole_notes(one))]
     lines += [f"  warning: {line}" for line in warnings_of(one.comparison, whole.run)]
     layers = _layer_lines(whole, one)
     return "\n".join([*lines, *(["", *layers] if layers else [])])
 
 
-def _cells(one: WholeResult, world_size: int, is_cut: bool) -> tuple[str, ...]:
+def whole_header(is_cut: bool) -> tuple[str, ...]:
+    """Columns of the table; where layers were left out, what is extrapolated has two of its own."""
+    return (*_HEADER, *_CUT_HEADER) if is_cut else _HEADER
+
+
+def whole_cells(one: WholeResult, world_size: int, is_cut: bool) -> tuple[str, ...]:
+    """A case's row of the table, or its label and why it was not measured."""
     result, case = one.result, one.result.case
     if not case.is_ok or result.layer is None:
         return case.label, f"{case.status}: {case.reason or 'no reason was recorded'}"
@@ -350,7 +361,7 @@ def extrapolated_words(one: WholeComparison) -> str:
     """How many layers were built, and what stands for the others; nothing where all were."""
     whole = one.comparison.comparison.whole
     assert whole is not None
-    if whole.num_layers == whole.of_layers:
+    if not one.is_cut:
         return ""
     return (
         f"{whole.num_layers} of {whole.of_layers} layers were built and timed; extrapolated: each further layer like "

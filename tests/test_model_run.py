@@ -254,7 +254,7 @@ CLAIM = {"source": "Table 1", "policy": {"name": "token_drop", "capacity_factor"
 
 @pytest.mark.parametrize(
     "command",
-    [["advise"], ["route"], ["validate", "--nproc", "2"], ["reproduce", "--nproc", "2"]],
+    [["route"], ["validate", "--nproc", "2"], ["reproduce", "--nproc", "2"]],
     ids=lambda command: command[0],
 )
 def test_other_commands_want_a_layer(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

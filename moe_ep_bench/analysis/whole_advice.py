@@ -107,9 +107,8 @@ def _lost_words(one: WholeComparison, each: WholeResult) -> str:
     if each.result.verdict == "faster":
         return f"The rest of the model leaves little of the layers' gain: {gain}: {of_pass}."
     most = "" if one.most is None else f", and no policy exceeds {one.most:.3f}"
-    return (
-        f"The layers' gain dies in the rest of the model: under {label} {gain} ({each.result.verdict}): {of_pass}{most}."
-    )
+    verdict = each.result.verdict
+    return f"The layers' gain dies in the rest of the model: under {label} {gain} ({verdict}): {of_pass}{most}."
 
 
 def _cut_words(one: WholeComparison, each: WholeResult) -> str:

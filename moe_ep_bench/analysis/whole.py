@@ -23,6 +23,7 @@ from moe_ep_bench.analysis.parts import ResultsError, read_part
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.tables import aligned
 from moe_ep_bench.analysis.timing import GROUPS
+from moe_ep_bench.analysis.whole_layers import MOE_PHASES, LayerTimes, by_layer_ms, layer_lines, layer_times
 from moe_ep_bench.analysis.words import (
     NONE,
     count_words,
@@ -36,10 +37,9 @@ from moe_ep_bench.analysis.words import (
     workload_words,
 )
 from moe_ep_bench.measure.statistics import Estimate, estimate_median, paired_ratios
-from moe_ep_bench.records import LAYER_SCHEMA, MOE_REST, PHASES, TOTAL, UNACCOUNTED, RunDirectory
+from moe_ep_bench.records import LAYER_SCHEMA, MOE_REST, TOTAL, UNACCOUNTED, RunDirectory
 
 _ITERATION = ["launch", "batch", "iteration"]
-MOE_PHASES = (*PHASES, MOE_REST)
 
 # What a pass consists of, in the order in which figures stack it: what no policy changes, then the MoE layers.
 PASS_PARTS = {
@@ -219,19 +219,6 @@ def moe_time_us(case: Case) -> pd.Series:
     return times_us.reindex(columns=list(MOE_PHASES), fill_value=0.0).sum(axis=1).droplevel("rank")
 
 
-def by_layer_ms(rows: pd.DataFrame) -> pd.DataFrame:
-    """Milliseconds of each layer: columns attention, moe, dense and rest; mean over ranks, median over iterations.
-
-    Args:
-        rows: as ``LAYER_SCHEMA``; what is of no layer is left out.
-    """
-    rows = rows[rows["layer"].notna()]
-    kinds = rows["phase"].where(~rows["phase"].isin(MOE_PHASES), "moe")
-    sums = rows.groupby([rows["layer"].astype(int), kinds, *_ITERATION, rows["rank"]])["time_us"].sum()
-    means = sums.groupby(level=["layer", "phase", *_ITERATION]).mean()
-    return means.groupby(level=["layer", "phase"]).median().unstack("phase") / 1e3
-
-
 def _all_layers_ms(whole: WholeRun, comparison: ComparisonResult, result: CaseResult) -> float | None:
     """The pass with all layers, from plain iterations of the built ones and their shares in breakdown iterations."""
     facts = comparison.comparison.whole
@@ -283,8 +270,8 @@ def _block(whole: WholeRun, one: WholeComparison) -> str:
     rows = [whole_cells(result, facts.world_size, one.is_cut) for result in one.results]
     lines = [title, "", *aligned(whole_header(one.is_cut), rows, LEFT), "", *(f"  {note}" for note in whole_notes(one))]
     lines += [f"  warning: {line}" for line in warnings_of(one.comparison, whole.run)]
-    layers = _layer_lines(whole, one)
-    return "\n".join([*lines, *(["", *layers] if layers else [])])
+    layers = layers_ms(whole, one)
+    return "\n".join([*lines, *(["", *layer_lines(layers)] if layers is not None else [])])
 
 
 def whole_header(is_cut: bool) -> tuple[str, ...]:
@@ -369,29 +356,16 @@ def extrapolated_words(one: WholeComparison) -> str:
     )
 
 
-def layers_ms(whole: WholeRun, one: WholeComparison) -> pd.DataFrame | None:
-    """Every layer's milliseconds: attention and dense under native, its MoE layer under every case.
-
-    Returns:
-        A column each, named for readers, by layer; NaN where a layer has no such part. None without native's.
-    """
-    cases = [each.result.case for each in one.results if each.result.case.case_id in whole.layers]
-    if not cases or cases[0].role != "baseline":
+def layers_ms(whole: WholeRun, one: WholeComparison) -> LayerTimes | None:
+    """Every layer's parts under native, and its MoE layer under the policies that gain most; None without native's."""
+    native = one.comparison.of_role("baseline")
+    if native is None or native.case.case_id not in whole.layers:
         return None
-    times = {case.case_id: by_layer_ms(whole.layers[case.case_id]) for case in cases}
-    native = times[cases[0].case_id]
-    columns = {f"{kind} ms": native.get(kind) for kind in ("attention", "dense")}
-    columns |= {f"MoE ms, {case.label}": times[case.case_id].get("moe") for case in cases if case.role != "noise"}
-    return pd.DataFrame(columns, index=native.index, dtype=float)
+    return layer_times(whole.layers, native.case, [result.case for result in _fastest(one)])
 
 
-def _layer_lines(whole: WholeRun, one: WholeComparison) -> list[str]:
-    times_ms = layers_ms(whole, one)
-    if times_ms is None:
-        return []
-    rows = [
-        (str(layer), *(NONE if pd.isna(value) else milliseconds(float(value)) for value in values))
-        for layer, values in zip(times_ms.index, times_ms.to_numpy(), strict=True)
-    ]
-    header = ("layer", *times_ms.columns)
-    return ["By layer (mean over ranks, median over breakdown iterations)", *aligned(header, rows, ("layer",))]
+def _fastest(one: WholeComparison) -> list[CaseResult]:
+    """What changes routing or placement, the fastest from end to end first; ``topk`` changes neither."""
+    found = [result for result in (*one.comparison.policies, *one.comparison.replications) if result.speedup]
+    found = [result for result in found if result.case.policy != "topk"]
+    return sorted(found, key=lambda result: result.speedup.median if result.speedup else 0.0, reverse=True)

@@ -89,7 +89,7 @@ def dry_run(config: Path, overrides: Sequence[str]) -> int:
         for case in comparison.cases:
             print(f"  {case.case_id}  {case.role:11}  {case.label}")
         if comparison.device is not None:
-            print(f"  {comparison.device.describe(comparison.parts.experts)}; no {comparison.scope} is run")
+            print(f"  {comparison.describe_device()}; no {comparison.scope} is run")
             continue
         runs = comparison.num_runs(comparison.cases)
         available = environment.available_memory_bytes(_device(), 1)
@@ -156,7 +156,7 @@ def _description(ranks: Ranks, run_id: str, comparisons: Sequence[Emulated]) -> 
     for comparison in comparisons:
         described = description["comparisons"][comparison.comparison_id]
         described["links"] = comparison.links.describe()
-        described["device"] = comparison.device and comparison.device.describe(comparison.parts.experts)
+        described["device"] = comparison.device and comparison.describe_device()
         described["placement"] = comparison.experiment.route.make_placement(
             comparison.model.num_experts, comparison.ep_size
         ).name

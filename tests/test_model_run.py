@@ -205,6 +205,7 @@ def test_decode_steps_are_one_token_of_each_request(decoded: Path, capsys: pytes
     assert "decode after 40 tokens" in printed
     assert "median of pairs (min..max: fewer than 10 batches give no interval" in printed
     assert "one decode step; 40 tokens of each request are in the cache" in printed
+    assert "torch scaled_dot_product_attention (math kernel)" in printed
 
 
 BAD = {

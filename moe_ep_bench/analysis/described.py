@@ -132,6 +132,7 @@ class Conditions(_Described):
     """Under which conditions one launch of a comparison was timed; ranks in order."""
 
     run_id: str
+    attention: list[str] = []  # torch's kernels for it; of whole models, and results of older versions do not say
     warm_up: WarmUp
     ranks: list[RankConditions]
 

@@ -118,7 +118,10 @@ class ModelComparison(Comparison):
         return f"; whole.num_layers={fitting[-1]} fits" if fitting else ""
 
     def _memory_bytes(self, num_layers: int) -> int:
-        """Weights of so many layers, one layer's experts twice (while it is built), scores, cache, a pass's buffers."""
+        """Weights of so many layers, one layer's experts twice (while it is built), scores, cache, a pass's buffers.
+
+        With CUDA graphs the buffers once more: all graphs share one pool, which is not the allocator's own.
+        """
         model, size = self.model, VALUE_BYTES[self.experiment.layer.dtype]
         assert model.attention is not None
         assert model.vocab_size is not None
@@ -142,7 +145,18 @@ class ModelComparison(Comparison):
             buffers += 3 * tokens * self.context_length * cached  # the cache of one layer, rotated and for all heads
         last = self.most_prompts * model.vocab_size * 2
         routing = tokens * model.num_experts * 8 * 6
-        return (weights + cache + buffers + last) * size + scores + routing
+        graphs = (
+            buffers + len(self.cases) * last + self._kept_by_graphs(num_moe, tokens) if self.parts.cuda_graph else 0
+        )
+        return (weights + cache + buffers + last + graphs) * size + scores + routing
+
+    def _kept_by_graphs(self, num_moe: int, tokens: int) -> int:
+        """Values that graphs keep for the collectives between them, of all cases and batches, timed by phase or not."""
+        if self.ep_size == 1:
+            return 0
+        runs = len(self.cases) * self.workload.num_batches * (1 + (self.experiment.measure.breakdown_iterations > 0))
+        # A gather and a reduce-scatter, each of which takes in the ones and brings the others.
+        return runs * num_moe * 2 * tokens * (1 + self.ep_size) * self.model.hidden_size
 
     @cached_property
     def most_prompts(self) -> int:

@@ -47,7 +47,7 @@ SOME_POLICIES = [
     {"name": "oea", "k0": 1},
     {"name": "xshare", "k0": 1, "budget": 2},
 ]
-SLEEP_US = 300_000.0
+SLEEP_US = 400_000.0
 
 
 @contextlib.contextmanager
@@ -235,9 +235,9 @@ def a_slow_rank_shows_as_waiting_where_slices_meet(lab: Lab) -> None:
     is_near = lab.ranks.rank // num_slices == slow // num_slices
     with cut(lab, ep_size, num_slices) as group:
         meet = Rendezvous(group, lab.ranks.device)
-        for parts in (ALL_TO_ALL[0], ALL_TO_ALL[1]):
+        for parts, late in ((ALL_TO_ALL[0], LATE), (ALL_TO_ALL[1], LATE[3:])):
             layers = layers_of(lab, parts, num_slices)
-            for owner, method, phase, near, far, policy in LATE:
+            for owner, method, phase, near, far, policy in late:
                 wait = near if is_near else far
                 breakdown(lab, layers, meet, policy)
                 layer = layers.native if policy is None else layers.policy
@@ -269,4 +269,4 @@ def before_a_transfer_only_its_own_ranks_are_waited_for(lab: Lab) -> None:
         if lab.ranks.rank == 1:
             assert times["wait_combine"] > 0.5 * SLEEP_US > times["combine"], times
         elif not is_slow:
-            assert times[TOTAL] < 0.5 * SLEEP_US, times
+            assert times["wait_combine"] < 0.5 * SLEEP_US, times

@@ -114,6 +114,12 @@ class Comparison(_Described):
         """Ranks whose tokens meet in the same experts; they are neighbours."""
         return self.num_ranks * self.expert_tensor_parallel
 
+    @property
+    def ranks_words(self) -> str:
+        """How the experts are shared out."""
+        cut = f" x TP {self.expert_tensor_parallel}" if self.expert_tensor_parallel > 1 else ""
+        return f"EP {self.num_ranks}{cut}"
+
     def expert_rank(self, rank: int) -> int:
         """The expert-parallel rank that one of all ranks is; those that hold slices of the same experts are one."""
         return rank // self.expert_tensor_parallel % self.num_ranks

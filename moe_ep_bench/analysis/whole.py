@@ -264,7 +264,7 @@ def _block(whole: WholeRun, one: WholeComparison) -> str:
     facts = one.comparison.comparison
     assert facts.whole is not None
     title = (
-        f"{facts.title}: {mode_words(whole.run, facts)}, {hardware_words(whole.run, facts)}, EP {facts.num_ranks}, "
+        f"{facts.title}: {mode_words(whole.run, facts)}, {hardware_words(whole.run, facts)}, {facts.ranks_words}, "
         f"{facts.dtype}, {scale_words(facts.scale)}"
     )
     rows = [whole_cells(result, facts.world_size, one.is_cut) for result in one.results]

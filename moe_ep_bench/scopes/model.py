@@ -260,6 +260,7 @@ class ModelSession(Session):
                         look.routing,
                         case.scores(batch, layer),
                         case.context_for(batch, layer),
+                        num_slices=self.comparison.num_slices,
                         **capacity_factor(case.spec),
                     )
                     row["reference_error"] = self.layer_error(case, layer, look) if batch == 0 else None
@@ -291,7 +292,7 @@ class ModelSession(Session):
         error = reference.worst_error(look.output_ND, look.routing.weights_TE[rows_N])
         policy, scores_TE = case.spec.policy, case.scores(0, layer)
         if policy is not None and (
-            self.comparison.ep_size == 1 or policy.batch_stats(scores_TE, case.context_for(0, layer)) is None
+            self.comparison.num_together == 1 or policy.batch_stats(scores_TE, case.context_for(0, layer)) is None
         ):
             oracle = oracle_for(policy, self.device.type)
             expected = policy.route(scores_TE, case.spec.told(case.context_for(0, layer)), kernel=oracle)

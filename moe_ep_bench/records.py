@@ -55,7 +55,9 @@ VERSION_KEY = b"schema_version"
 
 RUN_JSON = "run.json"
 
-MODES = ("run", "emulated", "route", "quality", "accuracy", "model")
+MODES = ("run", "emulated", "route", "quality", "accuracy")
+# What was timed. ``run.json`` names it; without a word it is a layer.
+SCOPES = ("layer", "model")
 STATUSES = ("ok", "failed", "oom", "timeout", "skipped")
 
 # The phases of a layer in the order in which it passes them (DESIGN: timing protocol). The wait_*

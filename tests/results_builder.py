@@ -141,6 +141,7 @@ def write_run(
     mode: str = "run",
     seed: int = 0,
     environment: Mapping[str, Any] | None = None,
+    scope: str = "layer",
 ) -> Path:
     files = RunDirectory(root)
     generator = np.random.default_rng(seed)
@@ -172,6 +173,7 @@ def write_run(
             "schema_version": SCHEMA_VERSION,
             "run_id": "r0",
             "mode": mode,
+            "scope": scope,
             "created": "2026-01-01T00:00:00",
             "config": {},
             "hashes": {},

@@ -134,7 +134,7 @@ def test_every_layer_is_routed_by_scores_of_its_own_and_is_right(finished: Path)
 
 def test_run_json_says_what_was_built(finished: Path) -> None:
     run = json.loads((finished / "run.json").read_text())
-    assert run["mode"] == "model"
+    assert (run["mode"], run["scope"]) == ("run", "model")
     (comparison,) = run["comparisons"].values()
     whole = comparison["whole"]
     assert (whole["num_layers"], whole["of_layers"], whole["moe_layers"]) == (3, 27, MOE)
@@ -193,7 +193,7 @@ def test_scopes_are_never_mixed(finished: Path, tmp_path: Path, capsys: pytest.C
     config = write_config(tmp_path, scope="layer", whole=None)
     done = launch(config, "--out", finished)
     assert done.returncode == USER_ERROR
-    assert "holds results with mode model, here it is run" in done.stderr
+    assert "holds results with scope model, here it is layer" in done.stderr
 
 
 def test_decode_steps_are_one_token_of_each_request(decoded: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ def test_no_moment_of_a_job_is_unwatched(monkeypatch: pytest.MonkeyPatch) -> Non
 
     profile = SimpleNamespace(profile_case=lambda *arguments: seen.append(("works", setup._paused)))
     experiment = SimpleNamespace(measure=SimpleNamespace(timeout_s=1))
-    comparison = SimpleNamespace(comparison_id="", mode="run", experiment=experiment)
+    comparison = SimpleNamespace(comparison_id="", scope="layer", experiment=experiment)
     monkeypatch.setitem(sys.modules, "moe_ep_bench.scopes.profile", profile)
     monkeypatch.setattr(run, "open_job", open_job)
     monkeypatch.setattr(run, "find_case", lambda *arguments: (comparison, None))

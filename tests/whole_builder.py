@@ -41,7 +41,7 @@ def write_whole(root: Path, cases: Sequence[FakeCase], *, of_layers: int = 3, **
     facts: Mapping[str, Any] = whole_facts(of_layers, **changes.pop("facts", {}))
     settings = {"native_us": 2 * ELSEWHERE_TOTAL_US, "num_iterations": 2, "noise": 0.002, **changes}
     comparison = FakeComparison(facts=facts, cases=cases, **settings)
-    write_run(root, [comparison], mode="model")
+    write_run(root, [comparison], scope="model")
     files = RunDirectory(root)
     for case in cases:
         if case.status != "ok":

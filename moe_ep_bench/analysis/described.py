@@ -161,7 +161,8 @@ class _Environment(_Described):
 
 class RunDescription(_Described):
     run_id: str
-    mode: Literal["run", "emulated", "route", "model"]
+    mode: Literal["run", "emulated", "route"]
+    scope: Literal["layer", "model"] = "layer"
     environment: _Environment
     comparisons: dict[str, Comparison]
     cases: dict[str, CaseDescription]

@@ -135,14 +135,15 @@ def _named(directories: Iterable[Path]) -> dict[str, Path]:
 
 
 def _conditions(run: Run) -> tuple:
-    return run.mode, run.device_name, run.torch, run.megatron_core, run.nccl, run.driver
+    return run.mode, run.scope, run.device_name, run.torch, run.megatron_core, run.nccl, run.driver
 
 
 def _condition_words(run: Run) -> str:
-    mode, *others = _conditions(run)
+    mode, scope, *others = _conditions(run)
     names = ("", "torch ", "megatron-core ", "nccl ", "driver ")
     said = [f"{name}{value}" for name, value in zip(names, others, strict=True) if value is not None]
-    return ", ".join([{"run": "measured"}.get(mode, mode), *said])
+    how = {"run": "measured"}.get(mode, mode)
+    return ", ".join([f"whole models, {how}" if scope == "model" else how, *said])
 
 
 def pool(runs: dict[str, Run]) -> tuple[Run, list[str]]:

@@ -94,6 +94,7 @@ class Run:
     directory: Path
     run_id: str
     mode: str
+    scope: str  # what was timed: a layer, or a whole model
     device_name: str
     num_devices: int
     comparisons: dict[str, Comparison]
@@ -123,7 +124,7 @@ def load_run(directory: Path | str, passed_over: list[str] | None = None, *, who
     files = RunDirectory(Path(directory))
     tried = Tried(passed_over)
     description = read_description(files.run_json, tried)
-    if (description.mode == "model") != whole:
+    if (description.scope == "model") != whole:
         raise ResultsError(f"{files.root}: {_OF_LAYERS if whole else _OF_MODELS}")
     _check_known_parts(files, description, tried)
     read = (tried(_read_case, files, case_id, description) for case_id in description.cases)
@@ -139,6 +140,7 @@ def load_run(directory: Path | str, passed_over: list[str] | None = None, *, who
         directory=files.root,
         run_id=description.run_id,
         mode=description.mode,
+        scope=description.scope,
         device_name=description.environment.device_name,
         num_devices=description.environment.num_devices,
         comparisons=dict(sorted(description.comparisons.items(), key=lambda item: _place_in_sweep(item[1]))),
@@ -156,28 +158,28 @@ def load_run(directory: Path | str, passed_over: list[str] | None = None, *, who
 
 def is_route(directory: Path | str) -> bool:
     """Whether ``run.json`` there says that it is routing only, and no samples of time lie beside it."""
-    return _mode(directory) == "route" and not RunDirectory(Path(directory)).case_path("any").parent.exists()
+    return _said(directory, "mode") == "route" and not RunDirectory(Path(directory)).case_path("any").parent.exists()
 
 
 def is_quality(directory: Path | str) -> bool:
     """Whether ``quality`` wrote a directory."""
-    return _mode(directory) == "quality"
+    return _said(directory, "mode") == "quality"
 
 
 def is_accuracy(directory: Path | str) -> bool:
     """Whether ``accuracy`` wrote a directory."""
-    return _mode(directory) == "accuracy"
+    return _said(directory, "mode") == "accuracy"
 
 
 def is_whole(directory: Path | str) -> bool:
     """Whether a directory holds times of whole models."""
-    return _mode(directory) == "model"
+    return _said(directory, "scope") == "model"
 
 
-def _mode(directory: Path | str) -> Any:
-    """What ``run.json`` says that it holds; None where there is none that can be read."""
+def _said(directory: Path | str, key: str) -> Any:
+    """What ``run.json`` says under a key; None where there is none that can be read."""
     try:
-        return json.loads(RunDirectory(Path(directory)).run_json.read_text()).get("mode")
+        return json.loads(RunDirectory(Path(directory)).run_json.read_text()).get(key)
     except (OSError, ValueError, AttributeError):
         return None
 

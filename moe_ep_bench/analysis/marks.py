@@ -28,7 +28,7 @@ def origin(run: Run, facts: Comparison) -> str:
     """How a comparison's times came about: measured, emulated or modelled; routed where there are none."""
     if facts.device is not None:
         return "modelled"
-    return {"run": "measured", "model": "measured", "emulated": "emulated", "route": "routed"}[run.mode]
+    return {"run": "measured", "emulated": "emulated", "route": "routed"}[run.mode]
 
 
 def mark(run: Run, comparison: ComparisonResult, result: CaseResult, **values: Any) -> dict[str, Any]:

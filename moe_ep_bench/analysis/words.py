@@ -15,7 +15,6 @@ MODE_WORDS = {
     "run": "measured",
     "emulated": "emulated (one device for all ranks, the all-to-all is modelled)",
     "route": "routing only (nothing was timed)",
-    "model": "whole models, measured",
 }
 
 NONE = "-"
@@ -29,7 +28,8 @@ MODEL_CAVEAT = "Intervals are over batches only: what the model leaves out, or h
 
 def mode_words(run: Run, comparison: Comparison) -> str:
     """Say how the numbers came about."""
-    return MODELLED if comparison.device is not None else MODE_WORDS[run.mode]
+    words = MODELLED if comparison.device is not None else MODE_WORDS[run.mode]
+    return f"whole models, {words}" if run.scope == "model" else words
 
 
 def hardware_words(run: Run, comparison: Comparison) -> str:

@@ -37,10 +37,6 @@ _COPIES_BYTES = 2**27
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-# The scope that each kind of comparison measures, by its mode.
-_SCOPES = {"run": "layer", "model": "model"}
-
-
 @dataclass(frozen=True)
 class CaseSpec:
     """One policy, or one of the three references, on a comparison's workload."""
@@ -235,8 +231,8 @@ class Planned:
 class Comparison(Planned):
     """What ``run`` times."""
 
-    mode: ClassVar[str] = "run"
-    """Of the rows: one of ``records.MODES``."""
+    scope: ClassVar[str] = "layer"
+    """What is timed: one of ``records.SCOPES``."""
 
     parts: Parts
     """What computes the experts and what permutes on this machine."""
@@ -251,7 +247,7 @@ class Comparison(Planned):
         Raises:
             ValueError: naming the key whose value does not fit.
         """
-        check_scope(experiment, _SCOPES[cls.mode])
+        check_scope(experiment, cls.scope)
         model = experiment.model.spec()
         ep_size = experiment.layer.ep_size or world_size
         if world_size % ep_size:

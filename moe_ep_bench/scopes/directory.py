@@ -1,4 +1,5 @@
-"""Whether a results directory may take more results: it holds one mode, obtained under one set of conditions.
+"""Whether a results directory may take more results: it holds one mode and scope, obtained under one set of
+conditions.
 
 Figures and tables read a directory as a whole, so that what does not belong together must not get into it: timed
 beside emulated rows, or two versions of torch.
@@ -18,13 +19,16 @@ from moe_ep_bench.records import RunDirectory
 from moe_ep_bench.scopes.comparison import Planned
 
 
-def check_agreement(directory: RunDirectory, mode: str, conditions: Mapping[str, Any], *, force: bool) -> None:
-    """Raise unless results can be written here and earlier ones are of the same mode, conditions and code.
+def check_agreement(
+    directory: RunDirectory, mode: str, conditions: Mapping[str, Any], *, force: bool, scope: str = "layer"
+) -> None:
+    """Raise unless results can be written here and earlier ones are of the same mode, scope, conditions and code.
 
     Args:
         mode: what the rows to come will have as theirs: one of ``records.MODES``.
         conditions: the keys of the environment that must be as they were, and what they are now.
         force: all is done anew, so that the code may be another than it was.
+        scope: what was timed: one of ``records.SCOPES``.
 
     Raises:
         ValueError: one line naming the directory, what differs and what helps.
@@ -34,10 +38,11 @@ def check_agreement(directory: RunDirectory, mode: str, conditions: Mapping[str,
         return
     try:
         earlier = json.loads(directory.run_json.read_text())
-        then = {"mode": earlier["mode"], **earlier["environment"], "code": earlier["hashes"]["code"]}
+        kind = {"mode": earlier["mode"], "scope": earlier.get("scope", "layer")}
+        then = {**kind, **earlier["environment"], "code": earlier["hashes"]["code"]}
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{directory.run_json}: damaged, or not written by this program") from None
-    now = {"mode": mode, **conditions} | ({} if force else {"code": environment.code_hash()})
+    now = {"mode": mode, "scope": scope, **conditions} | ({} if force else {"code": environment.code_hash()})
     for key, value in now.items():
         if then.get(key) != value:
             raise ValueError(

@@ -54,7 +54,7 @@ def _emulate(config: Path, out: Path, overrides: Sequence[str], force: bool) -> 
     ranks = join(_JOIN_TIMEOUT_S)
     try:
         directory = RunDirectory(out)
-        run.check_directory(directory, ranks, force, "emulated")
+        run.check_directory(directory, ranks, force, "emulated", comparisons[0].scope)
         with hold_comparisons(directory, comparisons):
             run.clear_up(directory, comparisons)
             if force:

@@ -297,5 +297,5 @@ class ModelSession(Session):
         directory.write_case(case.case_id, launch, {**identify(len(samples["rank"])), **samples})
 
 
-SESSIONS: dict[str, type[Session]] = {"run": Session, "model": ModelSession}
-"""What measures a comparison, by its mode."""
+SESSIONS: dict[str, type[Session]] = {"layer": Session, "model": ModelSession}
+"""What measures a comparison, by its scope."""

@@ -31,7 +31,7 @@ class ModelComparison(Comparison):
         workloads: of every MoE layer that is built, in order; ``workload`` is the first.
     """
 
-    mode: ClassVar[str] = "model"
+    scope: ClassVar[str] = "model"
 
     workloads: tuple[Workload, ...]
 
@@ -65,7 +65,7 @@ class ModelComparison(Comparison):
     @cached_property
     def definition(self) -> dict[str, Any]:
         whole = {**self.experiment.whole.model_dump(mode="json"), "num_layers": self.num_layers}
-        return {**super().definition, "mode": self.mode, "whole": whole}
+        return {**super().definition, "scope": self.scope, "whole": whole}
 
     @property
     def title(self) -> str:

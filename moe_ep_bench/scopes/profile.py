@@ -61,7 +61,7 @@ def profile_case(job: Job, comparison: Comparison, case: CaseSpec) -> None:
     """
     job.enter(comparison)
     with device_scope(), torch.inference_mode():
-        session = SESSIONS[comparison.mode](job, comparison, [case])
+        session = SESSIONS[comparison.scope](job, comparison, [case])
         session.observe_all()
         recorder = PhaseRecorder(RangesInTrace(clock_for(job.ranks.device)))
         if _NSYS in os.environ:

@@ -184,7 +184,7 @@ def _agree_on_cases(
     wanted = torch.zeros(sum(len(comparison.cases) for comparison in comparisons), dtype=torch.uint8)
 
     def look() -> None:
-        check_directory(directory, ranks, force, comparisons[0].mode)
+        check_directory(directory, ranks, force, scope=comparisons[0].scope)
         held.enter_context(hold_comparisons(directory, comparisons))
         clear_up(directory, comparisons)
         flags = []
@@ -241,9 +241,11 @@ def given_up(directory: RunDirectory, comparison: Comparison, case: CaseSpec) ->
     return []
 
 
-def check_directory(directory: RunDirectory, ranks: Ranks, force: bool, mode: str = "run") -> None:
-    """Raise unless times of this mode can be written here, and earlier ones are of this machine, code and packages."""
-    check_agreement(directory, mode, environment.conditions(ranks.device), force=force)
+def check_directory(
+    directory: RunDirectory, ranks: Ranks, force: bool, mode: str = "run", scope: str = "layer"
+) -> None:
+    """Raise unless such times can be written here, and earlier ones are of this machine, code and packages."""
+    check_agreement(directory, mode, environment.conditions(ranks.device), force=force, scope=scope)
 
 
 def _measure_all(
@@ -266,7 +268,7 @@ def _measure_all(
         # Made on every rank, which keeps them together: it goes through all batches.
         description = run_description(ranks, run_id, comparisons, lambda comparison: setup.feed())
         # Checked before, but another job may have come first.
-        check = partial(check_directory, directory, ranks, force, comparisons[0].mode)
+        check = partial(check_directory, directory, ranks, force, scope=comparisons[0].scope)
         write = partial(directory.write_run, description, check=check, keep_others=is_point)
         if not _first_can(ranks, directory, write):
             return USER_ERROR
@@ -281,7 +283,6 @@ def _measure_all(
             timeout_s=max(comparison.experiment.measure.timeout_s for comparison in comparisons),
             num_iterations=total,
             marks=directory.attempts,
-            mode=comparisons[0].mode,
         ) as job,
         setup.paused(),  # Not before the job's own watchdog is there.
     ):
@@ -298,7 +299,7 @@ def _measure_all(
                     f", launch {launch + 1} of {comparison.num_launches}" if comparison.num_launches > 1 else ""
                 )
                 job.progress.set_description(comparison.title + repetition)
-                measure_comparison(job, comparison, cases, SESSIONS[comparison.mode])
+                measure_comparison(job, comparison, cases, SESSIONS[comparison.scope])
     if closed:
         if ranks.is_first:
             print("moe-ep-bench: asked to end; the same command does what is left", file=sys.stderr)
@@ -331,7 +332,7 @@ def _profile(
         return USER_ERROR
 
     def prepare() -> None:
-        check_directory(directory, ranks, True, comparison.mode)
+        check_directory(directory, ranks, True, scope=comparison.scope)
         held.enter_context(hold_comparisons(directory, [comparison]))
 
     if not _first_can(ranks, directory, prepare):
@@ -346,7 +347,6 @@ def _profile(
             timeout_s=comparison.experiment.measure.timeout_s,
             num_iterations=0,
             marks=directory.profiles,
-            mode=comparison.mode,
         ) as job,
         setup.paused(),  # Not before the job's own watchdog is there.
     ):
@@ -400,7 +400,8 @@ def run_description(
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": run_id,
-        "mode": comparisons[0].mode,
+        "mode": "run",
+        "scope": comparisons[0].scope,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "config": [describe_experiment(comparison.experiment) for comparison in comparisons],
         "environment": {**described, "ranks": of_ranks},

@@ -33,8 +33,6 @@ _HARDWARE = (
     "threads_per_rank", "memory_bytes", "kernel",
 )  # fmt: skip
 _CODE = ("git_commit", "git_dirty")
-# Modes of what real ranks were timed at.
-_TIMED = ("run", "model")
 # Shown in tables of their own.
 _APART = ("ranks", "hostname")
 _WORDS = {
@@ -325,7 +323,7 @@ def reproduction(facts: Provenance) -> list[Step]:
 
 
 def _command(facts: Provenance, config: str, out: str) -> str:
-    if facts.mode not in _TIMED:
+    if facts.mode != "run":
         return f"moe-ep-bench {'emulate' if facts.mode == 'emulated' else 'route'} {config} --out {out}"
     hosts = len(set(facts.hostnames))
     nodes = f"NNODES={hosts} NODE_RANK=<0..{hosts - 1}> MASTER_ADDR=<host of node 0> " if hosts > 1 else ""
@@ -334,7 +332,7 @@ def _command(facts: Provenance, config: str, out: str) -> str:
 
 def _where_words(facts: Provenance) -> str:
     device = facts.environment.get("device_name", "an unnamed device")
-    if facts.mode in _TIMED:
+    if facts.mode == "run":
         ranks = "1 rank" if facts.world_size == 1 else f"{facts.world_size} ranks"
         return f"Measure on {ranks} of {device}, from the repository's root:"
     return "Emulate, from the repository's root:" if facts.mode == "emulated" else "Route, on any CPU:"

@@ -168,7 +168,6 @@ class Claims:
     Attributes:
         solved_on: device that was modelled to find needed skews; None without any.
         solved_tokens: tokens a rank for which they were found.
-        is_whole: ours are whole models, not layers.
     """
 
     directory: Path
@@ -176,7 +175,11 @@ class Claims:
     results: tuple[ClaimResult, ...]
     solved_on: str | None
     solved_tokens: int | None
-    is_whole: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether ours are whole models, not layers."""
+        return self.run.scope == "model"
 
     @property
     def wholes(self) -> dict[int, WholeComparison]:
@@ -208,14 +211,13 @@ def load_claims(directory: Path) -> Claims:
         raise ResultsError(f"{path}: missing; a directory with claims is one that `reproduce` has written") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ResultsError(f"{path}: damaged: {error}") from None
-    whole = is_whole(directory)
-    run, by_id = _whole_comparisons(directory) if whole else _layer_comparisons(directory)
+    run, by_id = (_whole_comparisons if is_whole(directory) else _layer_comparisons)(directory)
     try:
         results = tuple(_result(row, by_id) for row in rows)
         tokens = {row["needed_tokens_per_rank"] for row in rows} - {None}
     except (KeyError, TypeError, ValidationError) as error:
         raise ResultsError(f"{path}: of another run than run.json, or damaged: {error!r}"[:300]) from None
-    return Claims(directory, run, results, content["solved_on"], max(tokens, default=None), whole)
+    return Claims(directory, run, results, content["solved_on"], max(tokens, default=None))
 
 
 _ById = dict[str, ComparisonResult] | dict[str, WholeComparison]

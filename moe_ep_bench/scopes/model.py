@@ -21,20 +21,18 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.kernels.twins import oracle_for
-from moe_ep_bench.layer.depth import instrumented_model, phases_in_depth
+from moe_ep_bench.layer.depth import instrumented_model
 from moe_ep_bench.layer.experts import DRAWS, TOKENS, seeded_generator
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Pass, Prefill
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.layer.reference import DenseReference
 from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
 from moe_ep_bench.layer.transformer import Transformer, build_transformer, layer_seed
-from moe_ep_bench.measure.protocol import HOST, THREAD_CPU
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import Routing, RoutingContext
-from moe_ep_bench.records import TOTAL, UNACCOUNTED
 from moe_ep_bench.scopes.comparison import BASELINE, CEILING, CaseSpec
 from moe_ep_bench.scopes.model_comparison import ModelComparison
-from moe_ep_bench.scopes.rows import layer_columns, summed_over_layers
+from moe_ep_bench.scopes.model_rows import model_columns, write_model_case
 from moe_ep_bench.scopes.timed import Session, capacity_factor, relative_error, rows_to_check
 from moe_ep_bench.timer import PhaseRecorder
 from moe_ep_bench.workload.balanced import balanced_scores
@@ -139,8 +137,7 @@ class ModelSession(Session):
 
     @property
     def columns(self) -> list[str]:
-        comparison = self.comparison
-        return [*phases_in_depth(comparison.num_layers, comparison.moe_layers), UNACCOUNTED, TOTAL, HOST, THREAD_CPU]
+        return model_columns(self.comparison)
 
     def build(self) -> None:
         comparison = self.comparison
@@ -282,19 +279,7 @@ class ModelSession(Session):
                 row["reference_error"] = max(self.layer_error(case, layer, look), row["reference_error"])
 
     def write_case(self, case: CaseSpec, times_RSC: Sequence[np.ndarray], routing: dict[str, list[Any]]) -> None:
-        samples = summed_over_layers(self.steps, times_RSC, self.columns)
-        layers = layer_columns(self.steps, times_RSC, self.columns)
-        moe_layers = self.comparison.moe_layers
-        # A batch has a row for every layer.
-        routing["layer"] = [moe_layers[row % len(moe_layers)] for row in routing["batch"]]
-        routing["batch"] = [row // len(moe_layers) for row in routing["batch"]]
-        directory, identify = self.job.directory, partial(self.job.identity, self.comparison, case)
-        if not directory.is_routed(case.case_id):
-            directory.write_model_routing(case.case_id, {**identify(len(routing["rank"])), **routing})
-        launch = self.job.launch
-        if layers:
-            directory.write_layers(case.case_id, launch, {**identify(len(layers["rank"])), **layers})
-        directory.write_case(case.case_id, launch, {**identify(len(samples["rank"])), **samples})
+        write_model_case(self.job, self.comparison, case, self.steps, times_RSC, self.columns, routing)
 
 
 SESSIONS: dict[str, type[Session]] = {"layer": Session, "model": ModelSession}

@@ -309,8 +309,12 @@ class Experiment(_Strict):
         if self.scope == "layer" and unused:
             raise ValueError(f"whole.{next(iter(unused))}: expected with scope: model alone; one layer is timed")
         self.make_policies()
-        for number in range(len(self.claims)):
+        for number, claim in enumerate(self.claims):
             self.claimed_policies(number)
+            try:
+                claim.check_scope(self.scope, decodes=self.whole.context_length > 0)
+            except ValueError as problem:
+                raise ValueError(f"claims.{number}.{problem}") from None
         return self
 
     @property

@@ -505,12 +505,9 @@ def _emulate(options: argparse.Namespace) -> int:
 
     if options.dry_run:
         return dry_run(options.config, options.overrides)
-    from moe_ep_bench.analysis.load import load_run
-    from moe_ep_bench.analysis.summary import summary_table
-
     out = options.out or default_out(options.config)
     status = emulate(options.config, out, options.overrides, force=options.force)
-    return _shown(status, lambda: f"{summary_table(load_run(out))}\n\nin {out}; python plot_results.py {out} draws it")
+    return _shown(status, lambda: f"{_table_of(out)}\n\nin {out}; python plot_results.py {out} draws it")
 
 
 def _shown(status: int, report: Callable[[], str]) -> int:
@@ -635,15 +632,13 @@ def _report(options: argparse.Namespace) -> int:
 
 def _summary(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.accuracy_report import accuracy_text, load_accuracy_results
-    from moe_ep_bench.analysis.load import is_accuracy, is_quality, is_whole, load_run
+    from moe_ep_bench.analysis.load import is_accuracy, is_quality
     from moe_ep_bench.analysis.quality_orderings import quality_text
     from moe_ep_bench.analysis.quality_report import load_quality_results
     from moe_ep_bench.analysis.route_load import is_route, load_route
     from moe_ep_bench.analysis.route_report import route_table
-    from moe_ep_bench.analysis.summary import summary_table
     from moe_ep_bench.analysis.validation import is_validation, load_validation
     from moe_ep_bench.analysis.validation_report import validation_text
-    from moe_ep_bench.analysis.whole import load_whole, whole_table
 
     if is_validation(options.directory):
         print(validation_text(load_validation(options.directory)))
@@ -653,8 +648,15 @@ def _summary(options: argparse.Namespace) -> int:
         print(quality_text(load_quality_results(options.directory)))
     elif is_accuracy(options.directory):
         print(accuracy_text(load_accuracy_results(options.directory)))
-    elif is_whole(options.directory):
-        print(whole_table(load_whole(options.directory)))
     else:
-        print(summary_table(load_run(options.directory)))
+        print(_table_of(options.directory))
     return OK
+
+
+def _table_of(directory: Path) -> str:
+    """The table of a directory of times, of layers or of whole models."""
+    from moe_ep_bench.analysis.load import is_whole, load_run
+    from moe_ep_bench.analysis.summary import summary_table
+    from moe_ep_bench.analysis.whole import load_whole, whole_table
+
+    return whole_table(load_whole(directory)) if is_whole(directory) else summary_table(load_run(directory))

@@ -262,7 +262,9 @@ CLAIM = {"source": "Table 1", "policy": {"name": "token_drop", "capacity_factor"
 
 
 @pytest.mark.parametrize(
-    "command", [["emulate"], ["advise"], ["route"], ["reproduce", "--nproc", "2"]], ids=lambda command: command[0]
+    "command",
+    [["route"], ["validate", "--nproc", "2"], ["reproduce", "--nproc", "2"]],
+    ids=lambda command: command[0],
 )
 def test_other_commands_want_a_layer(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, claims=[CLAIM])

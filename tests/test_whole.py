@@ -158,7 +158,7 @@ def test_plot_chooses_by_what_a_directory_holds(
     assert names == {f"{directory.name}/whole.svg", "layers/dropped.svg"}
     assert "(whole models)" in capsys.readouterr().err
     assert main(["plot", str(directory), "--figures", "speedup"]) == 2
-    assert "expected some of whole; got 'speedup'" in capsys.readouterr().err
+    assert "expected some of whole, graphs; got 'speedup'" in capsys.readouterr().err
     assert main(["plot", str(layers), "--figures", "whole"]) == 2
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from moe_ep_bench.analysis.graphs import graph_pairs, graph_words
 from moe_ep_bench.analysis.load import Case, Run, load_run
 from moe_ep_bench.analysis.notes import spread_words, warnings_of
 from moe_ep_bench.analysis.parts import ResultsError, read_part
@@ -253,7 +254,9 @@ LEFT = ("policy", "end to end", "verdict", "MoE speedup")
 
 def whole_table(whole: WholeRun) -> str:
     """Render every comparison of whole models as a table, with what it was measured on and its layers one by one."""
-    blocks = [_block(whole, one) for one in analyse_whole(whole)]
+    found = analyse_whole(whole)
+    blocks = [_block(whole, one) for one in found]
+    blocks += ["\n".join(graph_words(pair)) for pair in graph_pairs([one.comparison for one in found])]
     return "\n\n".join([*blocks, count_words(whole.run)])
 
 
@@ -321,6 +324,7 @@ def whole_notes(one: WholeComparison) -> list[str]:
         f"{max(peaks):.2f} x mean",
         f"attention: {whole.attention}, data-parallel; experts: {part_words(facts.experts)}; permutation: "
         f"{part_words(facts.permute)}",
+        *([f"replayed from CUDA graphs, which hold {facts.cuda_graph}"] if facts.cuda_graph is not None else []),
         "end to end: slowest rank's pass, native over case, median of pairs " + spread_words(one.comparison),
     ]
     if one.comparison.floor is not None:

@@ -20,6 +20,7 @@ from matplotlib.patches import Patch
 
 from moe_ep_bench.analysis.bars import bar_label, name_label
 from moe_ep_bench.analysis.figures import draw_named
+from moe_ep_bench.analysis.graphs import graphs_figure
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.marks import cost_values, floor_row, mark, reference, speedup_values, table
 from moe_ep_bench.analysis.panels import in_panels
@@ -85,7 +86,15 @@ def whole_figure(whole: WholeRun) -> Drawing | None:
     return Drawing(figure, table(line for one in comparisons for line in _rows_of(whole.run, _Row(one, _shown(one)))))
 
 
-WHOLE_FIGURES: dict[str, Callable[[WholeRun], Drawing | None]] = {"whole": whole_figure}
+def whole_graphs_figure(whole: WholeRun) -> Drawing | None:
+    """``graphs_figure`` of whole models; None where no comparison was measured both eagerly and replayed."""
+    comparisons = [one.comparison for one in analyse_whole(whole)]
+    return graphs_figure(whole.run, comparisons, looks_of(family_labels(comparisons)))
+
+
+WHOLE_FIGURES: dict[str, Callable[[WholeRun], Drawing | None]] = {"whole": whole_figure, "graphs": whole_graphs_figure}
+# Their rows are in some sweeps, and not missed in others.
+OF_SOME_SWEEPS = ("graphs",)
 
 
 def draw_whole_figures(

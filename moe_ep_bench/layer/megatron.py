@@ -33,6 +33,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -157,11 +158,19 @@ def decoder_spec(config: TransformerConfig, core_attention: Any = None, moe_subm
     return block
 
 
-def build_gpt(config: TransformerConfig, spec: Any, vocab_size: int, *, max_length: int, tied: bool) -> GPTModel:
+def build_gpt(
+    config: TransformerConfig, spec: Any, vocab_size: int, *, max_length: int, tied: bool, ep_group: Any = None
+) -> GPTModel:
     """A language model of these layers with rotary positions.
 
     Megatron-Core 0.19 calls ``GPTModel`` deprecated in favour of its hybrid models: the choice stands here alone.
+
+    Args:
+        ep_group: whose ranks share the experts; None = that of ``initialize_expert_parallel``.
     """
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    if ep_group is not None:
+        groups.ep = groups.tp_ep = ep_group
     # Attention asks for a state of random numbers for its dropout, though nothing is dropped.
     initialize_rng_tracker(inference_rng_tracker=True)
     gpt = GPTModel(
@@ -172,6 +181,7 @@ def build_gpt(config: TransformerConfig, spec: Any, vocab_size: int, *, max_leng
         parallel_output=False,
         share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
+        pg_collection=groups,
     )
     if config.multi_latent_attention and not config.qk_layernorm:
         # Without a latent for queries 0.19 normalises that of keys and values only with Transformer Engine.

@@ -94,7 +94,8 @@ def _pictures(whole: WholeRun, found: Sequence[WholeComparison]) -> list[Picture
             drawing = draw(whole)
             if drawing is not None:
                 figure = drawn(drawing)
-                pictures.append(Picture(name, title_of(figure), _caption(found) or subtitle_of(figure), figure))
+                caption = _caption(found) if name == "whole" else ""
+                pictures.append(Picture(name, title_of(figure), caption or subtitle_of(figure), figure))
     return pictures
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     done = launch(write_config(folder), "--out", folder / "out")
     assert done.returncode == OK, done.stderr
+    (folder / "stderr").write_text(done.stderr)
     return folder / "out"
 
 
@@ -104,6 +106,13 @@ def test_layers_and_the_rest_close_against_the_total(finished: Path) -> None:
     totals = breakdown[breakdown.phase == TOTAL].set_index(key).time_us
     assert len(totals) == NUM_CASES * 2 * 2
     np.testing.assert_allclose(sums.sort_index(), totals.sort_index(), atol=1.0)
+
+
+def test_the_progress_bar_ends_where_the_run_ends(finished: Path) -> None:
+    done, total = re.findall(r"(\d+)/(\d+) \[", (finished.parent / "stderr").read_text())[-1]
+    # Looked at, one to two rounds of warm-up, two plain and one broken down; of each case a last check.
+    assert done == total
+    assert int(done) in [(1 + rounds + 3) * 2 * NUM_CASES + NUM_CASES for rounds in (1, 2)]
 
 
 def test_every_layer_has_the_phases_of_its_kind(finished: Path) -> None:

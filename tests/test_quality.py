@@ -272,6 +272,8 @@ def test_the_table_fits_and_says_what_is_beside_what(done: Path) -> None:
     table = quality_table([comparison])
     whole = quality_text([comparison])
     assert max(map(len, whole.splitlines())) <= WIDTH
+    assert "gamma" not in whole
+    assert "..." not in table
     assert "dropping by score costs less than by random (arXiv 2503.05066)" in whole
     assert table.count("\nnative ") == 2, "steps of decoding have loads of their own to be set against"
     assert "not timed" in table.replace("\n  ", " ")
@@ -472,6 +474,9 @@ def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_pa
         drawing = capacity_figure(comparisons)
     assert drawing is not None
     assert sorted(drawing.rows["value"]) == [0.0, 1.0, 1.0, 3.0, 3.0]
+    said = " ".join(" ".join(text.get_text().split()) for text in drawing.figure.texts)
+    assert "fewer than 10 sequences give no interval" in said
+    assert "95 %" not in said, "promised where there is none"
     (axes,) = drawing.figure.axes
     lines = {tuple(line.get_xdata()): line.get_ydata() for line in axes.lines if len(line.get_xdata()) > 1}
     assert set(lines) >= {(0.0, 1.0, 3.0), (1.0, 3.0)}

@@ -366,8 +366,7 @@ def _with_metric(result: ClaimResult, is_whole: bool) -> str:
 
 
 def _policy_words(result: ClaimResult) -> str:
-    label = result.label.replace("capacity_factor=", "g=")
-    return f"{label} against {result.versus.replace('capacity_factor=', 'g=')}" if result.versus else label
+    return f"{result.label} against {result.versus}" if result.versus else result.label
 
 
 def paper_words(claim: Claim) -> str:

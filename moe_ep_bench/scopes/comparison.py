@@ -403,10 +403,14 @@ class Comparison(Planned):
         return tokens * (expert + shared + 2 * self.model.hidden_size * self.model.num_experts)
 
     def num_iterations(self) -> int:
-        """Layer runs of one rank in one launch: checks, least warm-up, plain and breakdown, over all cases."""
+        """Runs of one rank in one launch: looked at, least warm-up, plain and breakdown, over all cases and batches.
+
+        Once more each case is checked after it was timed; where it is kept as CUDA graphs, and checked replayed, twice.
+        """
         measure = self.experiment.measure
-        rounds = 2 + measure.warmup + measure.iterations + measure.breakdown_iterations
-        return rounds * self.workload.num_batches * len(self.cases)
+        rounds = 1 + measure.warmup + measure.iterations + measure.breakdown_iterations
+        checks = 3 if self.parts.cuda_graph else 1
+        return (rounds * self.workload.num_batches + checks) * len(self.cases)
 
 
 def plan_comparisons(

@@ -299,7 +299,8 @@ def _measure_all(
                     f", launch {launch + 1} of {comparison.num_launches}" if comparison.num_launches > 1 else ""
                 )
                 job.progress.set_description(comparison.title + repetition)
-                measure_comparison(job, comparison, cases, SESSIONS[comparison.scope])
+                with job.counting(_iterations(comparison, cases)):
+                    measure_comparison(job, comparison, cases, SESSIONS[comparison.scope])
     if closed:
         if ranks.is_first:
             print("moe-ep-bench: asked to end; the same command does what is left", file=sys.stderr)

@@ -152,6 +152,21 @@ def test_run_json_says_what_was_built(finished: Path) -> None:
     assert "first 3 of 27 layers, prefill" in comparison["title"]
 
 
+def test_emulated_ranks_route_every_layer_as_real_ones_do(finished: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, layer__ep_size=2, emulate={"links": "h100-nvlink4", "device": "h100-sxm"})
+    command = [sys.executable, "-m", "moe_ep_bench", "emulate", config, "--out", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == OK, done.stderr
+    key = ["policy", "policy_params", "num_ranks", "rank", "batch", "layer"]
+    ours, theirs = (
+        rows.drop(columns=["run_id", "case_id", "comparison_id", "mode", "reference_error", "output_error"])
+        .drop_duplicates(key)  # Native's second run routes as its first.
+        .sort_values(key, ignore_index=True)
+        for rows in (parts(tmp_path / "out", "routing"), parts(finished, "routing"))
+    )
+    pd.testing.assert_frame_equal(ours, theirs)
+
+
 def test_a_finished_run_is_not_run_again(finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*.parquet")}
     config = finished.parent / "config.yaml"

@@ -25,6 +25,7 @@ from moe_ep_bench.analysis.tables import aligned
 from moe_ep_bench.analysis.timing import GROUPS
 from moe_ep_bench.analysis.whole_layers import MOE_PHASES, LayerTimes, by_layer_ms, layer_lines, layer_times
 from moe_ep_bench.analysis.words import (
+    MODEL_CAVEAT,
     NONE,
     count_words,
     estimate_words,
@@ -327,7 +328,9 @@ def whole_notes(one: WholeComparison) -> list[str]:
         *([f"replayed from CUDA graphs, which hold {facts.cuda_graph}"] if facts.cuda_graph is not None else []),
         "end to end: slowest rank's pass, native over case, median of pairs " + spread_words(one.comparison),
     ]
-    if one.comparison.floor is not None:
+    if facts.device is not None:
+        notes.append(MODEL_CAVEAT)
+    elif one.comparison.floor is not None:
         floor = one.comparison.floor
         words = "by which native run twice differs from itself"
         notes.append(f"noise floor: {floor.low:.3f} to {floor.high:.3f}, {words}")

@@ -560,20 +560,21 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _advise(options: argparse.Namespace) -> int:
-    from moe_ep_bench.analysis.advice import Bounds, advice
-    from moe_ep_bench.analysis.load import check_timed, load_run
+    from moe_ep_bench.analysis.advice import Bounds
+    from moe_ep_bench.analysis.load import check_timed
+    from moe_ep_bench.analysis.whole_advice import advice_of
 
     bounds = Bounds(options.max_dropped, options.min_retained)
     if not options.config.is_dir():
         from moe_ep_bench.scopes.emulate import emulate
 
         out = options.out or default_out(options.config)
-        status = emulate(options.config, out, options.overrides, force=options.force, scope="layer")
-        return _shown(status, lambda: advice(load_run(out), bounds))
+        status = emulate(options.config, out, options.overrides, force=options.force)
+        return _shown(status, lambda: advice_of(out, bounds))
     if options.out or options.overrides or options.force:
         raise ValueError(f"{options.config}: a directory is only read; --out, --set and --force go with a config")
     check_timed(options.config)
-    print(advice(load_run(options.config), bounds))
+    print(advice_of(options.config, bounds))
     return OK
 
 

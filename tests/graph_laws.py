@@ -133,8 +133,7 @@ def a_captured_run_computes_again_what_lies_in_its_tensors(lab: Lab) -> None:
                 other_TD, _ = lab.route(layers, policy, other, scores_TE)
                 hidden_TD.copy_(other)
                 run.output_T1D.fill_(torch.nan)
-                with run.ready() as replay:
-                    replay()
+                run.replay()
                 assert torch.equal(run.output_T1D[:, 0], other_TD), f"{name} {policy}: replayed"
                 assert torch.equal(run.routing[1], routing.map_TE)
                 assert not torch.equal(other_TD, eager_TD)
@@ -149,10 +148,9 @@ def phases_of_a_captured_run_are_those_of_its_replay(lab: Lab) -> None:
         run = captured(lab, layers, TopKOnDevice(), hidden_TD, scores_TE, by_phase=True)
         recorder = PhaseRecorder(TapeClock())
         for _ in range(2):
-            with run.ready(recorder) as replay:
-                recorder.begin()
-                replay()
-                recorder.end()
+            recorder.begin()
+            run.replay(recorder)
+            recorder.end()
             times = recorder.times_us()
             expected = {"shared", "gate", "policy", "permute", "dispatch", "experts", "combine"}
             if lab.ranks.world_size > 1:

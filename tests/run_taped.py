@@ -26,8 +26,9 @@ def _choose(*asked: str, cuda_graph: bool, **rest: object) -> parts.Parts:
 
 
 def _unseen(self: Pruned, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-    """A routing that no tape sees, as that of a library of its own: replayed, it is what it was."""
-    map_TE = torch.from_numpy(scores_TE.numpy() >= np.sort(scores_TE.numpy(), axis=1)[:, -self.k0][:, None])
+    """A routing that is another one while it is captured."""
+    best = scores_TE.numpy() if TapeClock.tape is None else -scores_TE.numpy()
+    map_TE = torch.from_numpy(best >= np.sort(best, axis=1)[:, -self.k0][:, None])
     return Routing(map_TE=map_TE, weights_TE=scores_TE * map_TE)
 
 

@@ -35,18 +35,19 @@ class TapeGraph:
 
     def __init__(self) -> None:
         self._tape: list[Callable[[], None]] = []
+        self._recording = _Recording(self._tape)
 
-    def capture(self, issue: Callable[[], Any]) -> Any:
+    def begin(self) -> None:
         TapeClock.tape = self._tape
-        try:
-            with _Recording(self._tape):
-                outputs = issue()
-        finally:
-            TapeClock.tape = None
-        for tensor in pytree.tree_leaves(outputs):
-            if isinstance(tensor, Tensor):
-                tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
-        return outputs
+        self._recording.__enter__()
+
+    def end(self) -> None:
+        self._recording.__exit__(None, None, None)
+        TapeClock.tape = None
+        for tensor, before in reversed(self._recording.written):
+            tensor.copy_(before)
+        for tensor in self._recording.made:
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
 
     def replay(self) -> None:
         for play in self._tape:
@@ -57,14 +58,19 @@ class _Recording(TorchDispatchMode):
     def __init__(self, tape: list[Callable[[], None]]) -> None:
         super().__init__()
         self._tape = tape
+        self.made: list[Tensor] = []
+        self.written: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.name.split("::")[1] in _WAITS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        if func._schema.is_mutable:
+            self._keep_written(func, args, kwargs)
         result = func(*args, **kwargs)
         places = {one.untyped_storage().data_ptr() for one in _tensors((args, kwargs))}
         made = [one for one in _tensors(result) if one.untyped_storage().data_ptr() not in places]
+        self.made += made
         if made or func._schema.is_mutable:
 
             def play() -> None:
@@ -75,6 +81,16 @@ class _Recording(TorchDispatchMode):
 
             self._tape.append(play)
         return result
+
+    def _keep_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A capture runs nothing: what it would write in place is to lie there as before when it ends."""
+        own = {one.untyped_storage().data_ptr() for one in self.made}
+        for number, said in enumerate(func._schema.arguments):
+            if said.alias_info is not None and said.alias_info.is_write:
+                written = args[number] if number < len(args) else kwargs.get(said.name)
+                for one in _tensors(written):
+                    if one.untyped_storage().data_ptr() not in own:
+                        self.written.append((one, one.clone()))
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformer_graph_laws  # noqa: F401, adds its laws to the others
 from transformer_laws import LAWS, NEEDS_RANKS
 
 pytestmark = pytest.mark.seam
@@ -22,7 +23,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str
     found = {}
     for count in RANK_COUNTS:
         report = tmp_path_factory.mktemp("laws") / "report.json"
-        script = Path(__file__).with_name("transformer_laws.py")
+        script = Path(__file__).with_name("run_transformer_laws.py")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
         job = subprocess.run([*command, script, report], capture_output=True, text=True, timeout=200)
         found[count] = json.loads(report.read_text()) if report.exists() else {}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -292,7 +291,3 @@ def main(report: Path) -> None:
             if ranks.is_first:
                 report.write_text(json.dumps(results))
     ranks.close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -88,7 +88,7 @@ class Comparison(_Described):
     dtype: str
     backend: Literal["nccl", "gloo"]
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # the only one in results of older versions
-    cuda_graph: str | None = None  # what of the layer graphs hold and replay; None = run eagerly, as older versions did
+    cuda_graph: str | None = None  # what graphs hold and replay; None = run eagerly, as older versions did
     experts: Part
     permute: Part
     kernel: Part | None = None  # of routing; results of older versions do not say

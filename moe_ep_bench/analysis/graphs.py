@@ -1,8 +1,9 @@
-"""Layers run eagerly beside the same layers replayed from CUDA graphs.
+"""Layers, or whole models, run eagerly beside the same replayed from CUDA graphs.
 
 At decode sizes a layer's kernels end before the host has issued the next ones, so that a layer run eagerly takes as
 long as the host does, whatever a policy saves. A graph is issued at once: what its replay takes is the device's own
-time, and serving engines decode that way. Whether a policy pays there shows only from the replay.
+time, and serving engines decode that way. Whether a policy pays there shows only from the replay. Of whole models the
+same holds, a step being a pass.
 
 A *pair* is two comparisons that differ in nothing but that. They have the same batches, but were timed one after the
 other: cases within each are paired moment by moment, the two with each other are not.
@@ -44,7 +45,7 @@ _LINEAR_RANGE = 20
 
 @dataclass(frozen=True, eq=False)
 class CasePair:
-    """One case, measured in both comparisons; ``ratio`` is its layer's time run eagerly over that of the replay."""
+    """One case, measured in both comparisons; ``ratio`` is its time run eagerly over that of the replay."""
 
     eager: CaseResult
     replayed: CaseResult
@@ -169,6 +170,7 @@ def graphs_figure(run: Run, comparisons: list[ComparisonResult], looks: dict[str
     for pair in pairs:
         panels.setdefault(_panel_words(pair), []).append(pair)
     facts = [one.comparison for pair in pairs for one in (pair.eager, pair.replayed)]
+    scope = run.scope
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     width = 10.5 if columns == 1 else 14.0
@@ -176,8 +178,9 @@ def graphs_figure(run: Run, comparisons: list[ComparisonResult], looks: dict[str
     labels = {case.label for pair in pairs for case in pair.cases if case.eager.case.role == "policy"}
     smallest = "Of each policy the smallest capacity factor. " if len(labels) > len(chosen) else ""
     figure = sheet(
-        "What a policy gains when the layer is replayed from CUDA graphs",
-        "Slowest rank's time of one MoE layer, median; below it native over policy, median of paired iterations, with "
+        f"What a policy gains when the {scope} is replayed from CUDA graphs",
+        f"Slowest rank's time of {'one MoE layer' if scope == 'layer' else 'a decode step'}, median; below it native "
+        "over policy, median of paired iterations, with "
         "the 95 % interval (smallest and largest pair where batches are too few). Noise floor: native run twice, the "
         f"wider of both ways. {smallest}Dropped: top-k pairs not computed. Kept: score mass over that of the model's "
         f"own top-k. The two ways were {_NOT_INTERLEAVED}.",
@@ -192,7 +195,7 @@ def graphs_figure(run: Run, comparisons: list[ComparisonResult], looks: dict[str
         above = figure.add_subplot(grid[2 * row, column])
         below = figure.add_subplot(grid[2 * row + 1, column], sharex=above)
         panel_title(above, words, width / columns - 1.3)
-        _panel(above, below, members, looks)
+        _panel(above, below, members, looks, f"{scope} time (us)")
     return Drawing(figure, table(_rows(run, pairs, chosen)))
 
 
@@ -203,7 +206,7 @@ def _rows(run: Run, pairs: Sequence[Pair], chosen: dict[str, str]) -> Iterator[d
             for case in pair.cases:
                 result = case.both[place]
                 if case.label in chosen.values() or case.eager.case.role == "baseline":
-                    values = {"way": way, "layer_time_us": _layer_us(result), **speedup_values(result.speedup)}
+                    values = {"way": way, f"{run.scope}_time_us": _layer_us(result), **speedup_values(result.speedup)}
                     yield mark(run, comparison, result, **values, **cost_values(result))
             yield from floor_row(run, comparison, way=way)
 
@@ -213,7 +216,8 @@ def _panel_words(pair: Pair) -> str:
     facts = pair.eager.comparison
     said = (GRAPH_KEY, "model.preset", *_TOKEN_KEYS)
     others = [f"{key_words(key)} {value_words(value_of(key, facts))}" for key in sorted(facts.point) if key not in said]
-    layer = f"{facts.model}, EP {facts.num_ranks}, {facts.dtype}, {layer_words(facts)}"
+    built = "" if facts.whole is None else f", {facts.whole.num_layers} layers"
+    layer = f"{facts.model}{built}, EP {facts.num_ranks}, {facts.dtype}, {layer_words(facts)}"
     return ", ".join([layer, *others]) + f"; the graphs hold {pair.held}"
 
 
@@ -295,7 +299,7 @@ def _marks(look: Look, *, hollow: bool) -> dict:
     }
 
 
-def _panel(above: Axes, below: Axes, pairs: Sequence[Pair], looks: dict[str, Look]) -> None:
+def _panel(above: Axes, below: Axes, pairs: Sequence[Pair], looks: dict[str, Look], time_words: str) -> None:
     """Steps of as many tokens stand side by side, so that no case hides another."""
     series = _series(pairs, looks)
     tokens = sorted({pair.eager.comparison.num_tokens for pair in pairs})
@@ -326,7 +330,7 @@ def _panel(above: Axes, below: Axes, pairs: Sequence[Pair], looks: dict[str, Loo
         above.yaxis.set_minor_locator(NullLocator())
     else:
         above.set_ylim(0, 1.06 * max(times_us))
-    above.set_ylabel("layer time (us)")
+    above.set_ylabel(time_words)
     above.tick_params(labelbottom=False)
     below.set_ylabel("speedup (native = 1)")
     below.set_xlabel("tokens of a step")

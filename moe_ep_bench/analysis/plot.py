@@ -19,7 +19,7 @@ from moe_ep_bench.analysis.load import is_quality, is_route, is_whole
 from moe_ep_bench.analysis.sizes import SIZES
 from moe_ep_bench.analysis.style import FORMATS
 from moe_ep_bench.analysis.validation import is_validation
-from moe_ep_bench.analysis.whole_figure import WHOLE_FIGURES, draw_whole_figures
+from moe_ep_bench.analysis.whole_figure import OF_SOME_SWEEPS, WHOLE_FIGURES, draw_whole_figures
 from moe_ep_bench.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.records import check_folder
 
@@ -68,7 +68,7 @@ def _known(directories: Sequence[Path]) -> list[str]:
     routed = {directory for directory in directories if is_route(directory)}
     whole = {directory for directory in directories if is_whole(directory)}
     known = list(FIGURES) if set(directories) - judged - routed - whole else []
-    known += WHOLE_FIGURES if whole else ()
+    known += [name for name in WHOLE_FIGURES if name not in known] if whole else ()
     if routed:
         from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES  # it imports torch
 
@@ -102,7 +102,9 @@ def _drawn(
 
         files += _drawn_each(gathered.routes, draw_route_figures, ROUTE_FIGURES, out, formats, figures, size, say)
     if gathered.wholes:
-        files += _drawn_each(gathered.wholes, draw_whole_figures, WHOLE_FIGURES, out, formats, figures, size, say)
+        files += _drawn_each(
+            gathered.wholes, draw_whole_figures, WHOLE_FIGURES, out, formats, figures, size, say, OF_SOME_SWEEPS
+        )
     if gathered.qualities:
         from moe_ep_bench.analysis.quality_figures import QUALITY_FIGURES, draw_quality_figures
 
@@ -121,13 +123,20 @@ def _drawn_each(
     figures: list[str] | None,
     size: str,
     say: Callable[[str], None],
+    not_missed: Collection[str] = (),
 ) -> list[Path]:
-    """Draw the figures of a table, all or those named, of every directory; say which had no rows."""
+    """Draw the figures of a table, all or those named, of every directory; say which had no rows.
+
+    Args:
+        not_missed: those of which that is said only where they were named.
+    """
     files, names = [], [name for name in (figures or table) if name in table]
     for folder, rows in found.items():
         written, lacking = draw(rows, out / folder, formats, names, size=size)
         files += written
         for name in lacking:
+            if figures is None and name in not_missed:
+                continue
             say(f"{name}: not drawn, the rows hold nothing for it{f' ({folder})' if folder else ''}")
     return files
 

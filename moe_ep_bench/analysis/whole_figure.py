@@ -18,8 +18,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from moe_ep_bench.analysis.bars import bar_label
+from moe_ep_bench.analysis.bars import bar_label, name_label
 from moe_ep_bench.analysis.figures import draw_named
+from moe_ep_bench.analysis.graphs import graphs_figure
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.marks import cost_values, floor_row, mark, reference, speedup_values, table
 from moe_ep_bench.analysis.panels import in_panels
@@ -51,6 +52,8 @@ Looks = dict[str, Look]
 # Of a row: where the pass and where the MoE layers stand, from its middle.
 _PASS, _LAYERS = -0.15, 0.17
 _LAYERS_LOOK = {"color": MUTED, "marker": "o", "markersize": 4.5, "linewidth": 1.0}
+# Of the line from a policy's layers to its pass.
+_LOST = "#BBBBBB"
 _AMDAHL_LOOK = {"color": INK, "marker": "|", "markersize": 13, "markeredgewidth": 1.8, "linestyle": "none"}
 # The most that any policy could gain is drawn unless it would take more of the panel than all marks.
 _MOST_STRETCH = 2.0
@@ -83,7 +86,15 @@ def whole_figure(whole: WholeRun) -> Drawing | None:
     return Drawing(figure, table(line for one in comparisons for line in _rows_of(whole.run, _Row(one, _shown(one)))))
 
 
-WHOLE_FIGURES: dict[str, Callable[[WholeRun], Drawing | None]] = {"whole": whole_figure}
+def whole_graphs_figure(whole: WholeRun) -> Drawing | None:
+    """``graphs_figure`` of whole models; None where no comparison was measured both eagerly and replayed."""
+    comparisons = [one.comparison for one in analyse_whole(whole)]
+    return graphs_figure(whole.run, comparisons, looks_of(family_labels(comparisons)))
+
+
+WHOLE_FIGURES: dict[str, Callable[[WholeRun], Drawing | None]] = {"whole": whole_figure, "graphs": whole_graphs_figure}
+# Their rows are in some sweeps, and not missed in others.
+OF_SOME_SWEEPS = ("graphs",)
 
 
 def draw_whole_figures(
@@ -193,8 +204,10 @@ def _draw_row(figure: Sheet, places: Sequence[Any], row: _Row, looks: Looks) -> 
     _draw_parts(others[0], row)
     if row.is_cut:
         _draw_extrapolated(others[1], row)
-    names = [bar_label(each.result, looks) for each in row.results]
     for axes in (speedups, *others):
+        # What a policy costs stands once, beside what it gains.
+        label = bar_label if axes is speedups else name_label
+        names = [label(each.result, looks) for each in row.results]
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.tick_params(axis="y", length=0, labelleft=axes is speedups or current_size().is_stacked)
@@ -213,6 +226,9 @@ def _draw_speedups(axes: Axes, row: _Row, looks: Looks) -> None:
         own = {"color": INK, "marker": "d", "markeredgecolor": "white"} if look is None else marks(look)
         _draw_estimate(axes, speedup, place + _PASS, {**own, "linestyle": "-", "linewidth": 1.4}, cap=8)
         if each.moe_speedup is not None:
+            # What the rest of the model takes of the layers' gain.
+            ends = [speedup.median, each.moe_speedup.median], [place + _PASS, place + _LAYERS]
+            axes.plot(*ends, color=_LOST, linewidth=0.8, zorder=2)
             _draw_estimate(axes, each.moe_speedup, place + _LAYERS, _LAYERS_LOOK, cap=5)
         if each.expected is not None:
             axes.plot([each.expected], [place + _PASS], zorder=4, **_AMDAHL_LOOK)

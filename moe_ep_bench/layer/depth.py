@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from moe_ep_bench.layer.phases import Rendezvous, instrumented, replaced
+from moe_ep_bench.layer.phases import instrumented, replaced
 from moe_ep_bench.layer.transformer import Transformer
 from moe_ep_bench.records import MOE_REST, PHASES, at
 from moe_ep_bench.timer import PhaseRecorder
@@ -38,7 +38,7 @@ class _AtLayer:
 
 
 @contextlib.contextmanager
-def instrumented_model(transformer: Transformer, recorder: PhaseRecorder, meet: Rendezvous) -> Iterator[None]:
+def instrumented_model(transformer: Transformer, recorder: PhaseRecorder, meet: Callable[[], object]) -> Iterator[None]:
     """Time every phase of every layer with ``recorder``, and probe the waiting, while the block runs."""
     gpt = transformer.gpt
     with contextlib.ExitStack() as stack:

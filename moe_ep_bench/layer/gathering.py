@@ -6,7 +6,7 @@ all-gather of tokens, weights and map, and a reduce-scatter of the ranks' partia
 shape follows from the routing, so that a CUDA graph can hold it. It suits the few tokens of a decode step: what
 travels is every token to every rank.
 
-Shapes: T = tokens of all ranks, L = local experts, D = hidden size.
+Shapes: T = tokens of all ranks, E = experts, L = local experts, D = hidden size.
 """
 
 from __future__ import annotations
@@ -18,6 +18,17 @@ from moe_ep_bench.layer.megatron import MoEAllGatherTokenDispatcher
 
 class MapDispatcher(MoEAllGatherTokenDispatcher):
     """Megatron-Core's all-gather and reduce-scatter, with nothing sorted between them."""
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.routing_map is not None
+        hidden_states, probs, self.routing_map = self.gathered(hidden_states, probs, self.routing_map)
+        return hidden_states, probs
+
+    def gathered(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what all ranks hand in here, rank by rank: tokens [T, D], weights and map [T, E]."""
+        self.routing_map = routing_map
+        hidden_states, probs = super().token_dispatch(hidden_states, probs)
+        return hidden_states, probs, self.routing_map
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return all tokens [T, D], which local experts they take (bool [T, L]) and their weights (float32 [T, L])."""

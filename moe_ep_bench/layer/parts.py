@@ -59,11 +59,11 @@ class Parts:
         """Experts take all tokens and a map: nothing is permuted."""
         return self.dispatcher == "allgather" and self.experts == "decode"
 
-    def held_by_graphs(self, ep_size: int) -> str | None:
-        """What of a layer is replayed, in words; None where it is run eagerly."""
+    def held_by_graphs(self, ep_size: int, scope: str) -> str | None:
+        """What of a layer or model (``scope``) is replayed, in words; None where it is run eagerly."""
         if not self.cuda_graph:
             return None
-        return "the whole layer" if ep_size == 1 else "gate and policy; experts"
+        return f"the whole {scope}" if ep_size == 1 else "all between the collectives"
 
     @staticmethod
     def choose(

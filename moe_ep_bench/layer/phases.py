@@ -37,7 +37,7 @@ class Rendezvous:
 
 
 @contextlib.contextmanager
-def instrumented(layer: MoELayer, recorder: Wraps, meet: Rendezvous) -> Iterator[None]:
+def instrumented(layer: MoELayer, recorder: Wraps, meet: Callable[[], object]) -> Iterator[None]:
     """Time every stage of ``layer`` with ``recorder``, and probe the waiting, while the block runs."""
     alone = layer.ep_group.size() == 1
     with contextlib.ExitStack() as stack:
@@ -61,7 +61,7 @@ def replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None
 
 
 def _timed(
-    method: Callable[..., Any], stage: Stage, recorder: Wraps, meet: Rendezvous, alone: bool
+    method: Callable[..., Any], stage: Stage, recorder: Wraps, meet: Callable[[], object], alone: bool
 ) -> Callable[..., Any]:
     run = recorder.wrap(stage.phase, method)
     if stage.waits is None or alone:

@@ -89,7 +89,7 @@ def dry_run(config: Path, overrides: Sequence[str]) -> int:
         for case in comparison.cases:
             print(f"  {case.case_id}  {case.role:11}  {case.label}")
         if comparison.device is not None:
-            print(f"  {_device_words(comparison)}; no {comparison.scope} is run")
+            print(f"  {comparison.describe_device()}; no {comparison.scope} is run")
             continue
         runs = comparison.num_runs(comparison.cases)
         available = environment.available_memory_bytes(_device(), 1)
@@ -149,13 +149,6 @@ def _emulate_all(
     return run.status_of(directory, comparisons, 0)
 
 
-def _device_words(comparison: Emulated) -> str | None:
-    """What stands for each rank, and by which figures; None for the device that is here."""
-    if comparison.device is None:
-        return None
-    return comparison.device.describe(comparison.parts.experts, whole=comparison.scope == "model")
-
-
 def _description(ranks: Ranks, run_id: str, comparisons: Sequence[Emulated]) -> dict[str, Any]:
     """``run.json``, with the models of what is not here."""
     description = run.run_description(ranks, run_id, comparisons)
@@ -163,7 +156,7 @@ def _description(ranks: Ranks, run_id: str, comparisons: Sequence[Emulated]) -> 
     for comparison in comparisons:
         described = description["comparisons"][comparison.comparison_id]
         described["links"] = comparison.links.describe()
-        described["device"] = _device_words(comparison)
+        described["device"] = comparison.device and comparison.describe_device()
         described["placement"] = comparison.experiment.route.make_placement(
             comparison.model.num_experts, comparison.ep_size
         ).name

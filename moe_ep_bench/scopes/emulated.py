@@ -96,6 +96,11 @@ class Emulated(Comparison):
             "chunk_tokens": self.experiment.emulate.chunk_tokens,
         }
 
+    def describe_device(self) -> str:
+        """What stands for each rank, where that is modelled."""
+        assert self.device is not None
+        return self.device.describe(self.parts.experts, whole=self.scope == "model")
+
     def alternatives(self) -> Iterable[CaseSpec]:
         return [self.case(REPLICATION, "eplb", None, wanted) for wanted in self.experiment.emulate.replication]
 

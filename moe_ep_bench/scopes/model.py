@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -23,6 +23,8 @@ from torch import Tensor
 from moe_ep_bench.kernels.twins import oracle_for
 from moe_ep_bench.layer.depth import instrumented_model
 from moe_ep_bench.layer.experts import DRAWS, TOKENS, seeded_generator
+from moe_ep_bench.layer.graphs import Graph
+from moe_ep_bench.layer.graphs_in_depth import CapturedPass
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Pass, Prefill
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.layer.reference import DenseReference
@@ -34,7 +36,7 @@ from moe_ep_bench.scopes.comparison import BASELINE, CEILING, CaseSpec
 from moe_ep_bench.scopes.model_comparison import ModelComparison
 from moe_ep_bench.scopes.model_rows import model_columns, write_model_case
 from moe_ep_bench.scopes.timed import Session, capacity_factor, relative_error, rows_to_check
-from moe_ep_bench.timer import PhaseRecorder
+from moe_ep_bench.timer import Clock, PhaseRecorder
 from moe_ep_bench.workload.balanced import balanced_scores
 
 
@@ -68,6 +70,8 @@ class ModelCase:
     seed: int
     global_rank: int
     meet: Rendezvous
+    captured: dict[tuple[int, bool], CapturedPass] = field(default_factory=dict)
+    """Passes as CUDA graphs, as in ``timed.LayerCase``."""
 
     @property
     def case_id(self) -> str:
@@ -90,10 +94,25 @@ class ModelCase:
 
     @contextlib.contextmanager
     def ready(self, batch: int, recorder: PhaseRecorder | None = None) -> Iterator[Callable[[], object]]:
+        if (batch, recorder is not None) in self.captured:
+            yield partial(self.captured[batch, recorder is not None].replay, recorder)
+            return
         run, transformer = self.prepare(batch), self.transformer
         timers = contextlib.nullcontext() if recorder is None else instrumented_model(transformer, recorder, self.meet)
         with timers:
             yield lambda: run(transformer.gpt)
+
+    def capture(self, batch: int, new_graph: Callable[[], Graph], clock: Clock, *, by_phase: bool) -> None:
+        """Keep the pass of a batch as graphs; ``by_phase``: a second time, with its phases timed.
+
+        Raises:
+            RuntimeError: as ``CapturedPass``.
+        """
+        for timed in (False, True)[: 1 + by_phase]:
+            run = CapturedPass(self.transformer, self.prepare(batch), new_graph, clock, self.meet, by_phase=timed)
+            if timed:
+                run.forget()
+            self.captured[batch, timed] = run
 
     def context_for(self, batch: int, layer: int) -> RoutingContext:
         """What is so of this rank's tokens in a layer; randomness starts anew with every call."""
@@ -275,8 +294,25 @@ class ModelSession(Session):
             self.job.begin(case.case_id)
             logits_SV, looks = self.look(case, 0)
             self._note(case, 0, logits_SV, looks)
+            if (0, False) in case.captured:
+                eager = logits_SV, [look.routing.map_TE for look in looks.values()]
+                problem = self._unlike(eager, self.observed(case, 0), 0)
+                if problem:
+                    self.problems.setdefault(case.case_id, problem)
             for row, (layer, look) in zip(self.routing_rows[case.case_id], looks.items(), strict=False):
                 row["reference_error"] = max(self.layer_error(case, layer, look), row["reference_error"])
+
+    def observed(self, case: ModelCase, batch: int) -> tuple[Tensor, list[Tensor]]:
+        if (batch, False) not in case.captured:
+            logits_SV, looks = self.look(case, batch)
+            return logits_SV, [look.routing.map_TE for look in looks.values()]
+        captured = case.captured[batch, False]
+        captured.replay()
+        assert captured.logits_BV is not None
+        found = captured.logits_BV.clone(), [map_TE.clone() for _, map_TE in captured.routing.values()]
+        if batch:  # The first is looked at again after timing.
+            captured.forget()
+        return found
 
     def write_case(self, case: CaseSpec, times_RSC: Sequence[np.ndarray], routing: dict[str, list[Any]]) -> None:
         write_model_case(self.job, self.comparison, case, self.steps, times_RSC, self.columns, routing)

@@ -73,7 +73,8 @@ class ModelComparison(Comparison):
         cut = f"first {self.num_layers} of {self.model.num_layers}" if self.is_cut else f"all {self.num_layers}"
         step = f"decode after {self.context_length:,} tokens" if self.context_length else "prefill"
         sizes = f"{cut} layers, {step}, EP {self.ep_size}, {self.num_tokens:,} tokens"
-        return f"{self.model.name}{scaled}, {sizes}, {self.workload_in_short}"
+        graph = ", CUDA graph" if self.parts.cuda_graph else ""
+        return f"{self.model.name}{scaled}, {sizes}, {self.workload_in_short}{graph}"
 
     @property
     def workload_in_short(self) -> str:
@@ -203,8 +204,11 @@ def _check_model(model: ModelSpec, experiment: Experiment) -> None:
             raise ValueError(f"model: {model.name}: scope model needs its {what}, which is not stated")
     if model.tensor_parallel > 1:
         raise ValueError(f"model.tensor_parallel: expected 1 with scope model, got {model.tensor_parallel}")
-    if experiment.layer.cuda_graph:
-        raise ValueError("layer.cuda_graph: expected false with scope model, which runs eagerly")
+    if experiment.layer.cuda_graph and not experiment.whole.context_length:
+        raise ValueError(
+            "layer.cuda_graph: true with scope model needs decode steps, whole.context_length of at least 1, for "
+            "prompts are of lengths that attention reads on the host; got 0"
+        )
     fewest, built = model.first_dense_layers + 1, experiment.whole.num_layers
     if built is not None and not fewest <= built <= model.num_layers:
         raise ValueError(

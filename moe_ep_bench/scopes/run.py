@@ -440,7 +440,7 @@ def _describe(comparison: Comparison, ranks: Ranks) -> dict[str, Any]:
         "dtype": comparison.experiment.layer.dtype,
         "backend": ranks.backend,
         "dispatcher": comparison.parts.dispatcher,
-        "cuda_graph": comparison.parts.held_by_graphs(comparison.ep_size),
+        "cuda_graph": comparison.parts.held_by_graphs(comparison.ep_size, comparison.scope),
         "experts": {
             "requested": comparison.experiment.layer.experts,
             "ran": comparison.parts.experts,

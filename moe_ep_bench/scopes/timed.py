@@ -103,28 +103,22 @@ class LayerCase:
     def ready(self, batch: int, recorder: PhaseRecorder | None = None) -> Iterator[Callable[[], object]]:
         """See ``measure.protocol.Runnable``."""
         by_phase = recorder is not None
-        if self.captured:
-            with self.captured[batch, by_phase].ready(recorder) as run:
-                yield run
+        if (batch, by_phase) in self.captured:
+            yield partial(self.captured[batch, by_phase].replay, recorder)
             return
         hidden_T1D = self.prepare(batch)
         with instrumented(self.layer, recorder, self.meet) if by_phase else contextlib.nullcontext():
             yield lambda: self.layer(hidden_T1D)
 
-    def capture(self, new_graph: Callable[[], Graph], clock: Clock, *, by_phase: bool) -> None:
-        """Keep the run of every batch as graphs; ``by_phase``: a second time, with its phases timed.
+    def capture(self, batch: int, new_graph: Callable[[], Graph], clock: Clock, *, by_phase: bool) -> None:
+        """Keep the run of a batch as graphs; ``by_phase``: a second time, with its phases timed.
 
         Raises:
             RuntimeError: as ``CapturedRun``.
         """
-        captured = {}
-        for batch in range(len(self.batches)):
-            for timed in (False, True)[: 1 + by_phase]:
-                hidden_T1D = self.prepare(batch)
-                captured[batch, timed] = CapturedRun(
-                    self.layer, hidden_T1D, new_graph, clock, self.meet, by_phase=timed
-                )
-        self.captured.update(captured)
+        for timed in (False, True)[: 1 + by_phase]:
+            run = CapturedRun(self.layer, self.prepare(batch), new_graph, clock, self.meet, by_phase=timed)
+            self.captured[batch, timed] = run
 
     def context_for(self, batch: int) -> RoutingContext:
         """What is so of this rank's tokens of ``batch``; randomness starts anew with every call."""
@@ -228,6 +222,7 @@ class Session:
         self.build()
         self.cases = [self.new_case(case) for case in cases]
         self.timed: list[Any] = []
+        self._new_graph: Callable[[], Graph] | None = None
         self.flush = CacheFlush(self.device) if measure.flush_l2 else None
         self.conditions: dict[str, Any] = {}
         self.routing_rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -280,10 +275,9 @@ class Session:
 
     def observe(self, case: LayerCase, batch: int) -> Observation:
         """Run a case once, untimed, and look at what its router chose."""
-        if case.captured:
+        if (batch, False) in case.captured:
             captured = case.captured[batch, False]
-            with captured.ready() as run:
-                run()
+            captured.replay()
             output_T1D, (weights_TE, map_TE) = captured.output_T1D.clone(), captured.routing
             return Observation(output_T1D[:, 0], Routing(map_TE=map_TE.clone(), weights_TE=weights_TE.clone()))
         seen: list[tuple[Tensor, Tensor]] = []
@@ -360,34 +354,48 @@ class Session:
 
     def capture_all(self) -> None:
         """Keep every case's runs as CUDA graphs; those that cannot be kept are recorded as failed."""
-        by_phase, clock = self.comparison.experiment.measure.breakdown_iterations > 0, clock_for(self.device)
         for case in list(self.cases):
             self.job.begin(case.case_id)
-            new_graph = make_graphs(self.device)  # Of its own: a capture that failed may leave its memory in use.
-            eager = [self.observe(case, batch) for batch in range(self.num_batches)]
-            problem = ""
-            try:
-                case.capture(new_graph, clock, by_phase=by_phase)
-            except RuntimeError as error:
-                problem = f"cannot be captured as a CUDA graph: {str(error).splitlines()[0]}"
-            else:
-                problem = self._unlike(eager, [self.observe(case, batch) for batch in range(self.num_batches)])
+            problem = self._capture(case)
             found = [(rank, text) for rank, text in enumerate(self.job.ranks.texts(problem)) if text]
             if found:
+                case.captured.clear()
                 self.cases.remove(case)
                 if self.job.ranks.is_first:
                     reason = f"rank {found[0][0]}: {found[0][1]}"
                     self.job.write_unmeasured(self.comparison, case.spec, "failed", reason)
 
-    def _unlike(self, eager: Sequence[Observation], replayed: Sequence[Observation]) -> str:
-        """In what replayed runs differ from the same ones run eagerly; empty where they do not."""
+    def _capture(self, case: Any) -> str:
+        """Keep a case's runs of all batches, and say why they cannot be kept; empty where they are."""
+        by_phase, clock = self.comparison.experiment.measure.breakdown_iterations > 0, clock_for(self.device)
+        if self._new_graph is None:
+            self._new_graph = make_graphs(self.device)
+        problem = ""
+        for batch in range(self.num_batches):
+            self.job.watchdog.feed()
+            eager = self.observed(case, batch)
+            try:
+                case.capture(batch, self._new_graph, clock, by_phase=by_phase)
+            except RuntimeError as error:
+                self._new_graph = None  # A capture that failed may leave its memory in use.
+                return f"cannot be captured as a CUDA graph: {str(error).splitlines()[0]}"
+            # Ranks go on together, whichever of them finds a difference.
+            problem = problem or self._unlike(eager, self.observed(case, batch), batch)
+        return problem
+
+    def observed(self, case: Any, batch: int) -> tuple[Tensor, list[Tensor]]:
+        """Run a case once, untimed, from its graph where it has one: its output, and the maps that it chose."""
+        observation = self.observe(case, batch)
+        return observation.output_TD, [observation.routing.map_TE]
+
+    def _unlike(self, eager: tuple[Tensor, list[Tensor]], replayed: tuple[Tensor, list[Tensor]], batch: int) -> str:
+        """In what a replayed run differs from the same one run eagerly; empty where it does not."""
         tolerance = TOLERANCE[DTYPES[self.comparison.experiment.layer.dtype]]
-        for batch, (one, other) in enumerate(zip(eager, replayed, strict=True)):
-            if not torch.equal(one.routing.map_TE, other.routing.map_TE):
-                return f"replayed from a CUDA graph, it routes batch {batch} otherwise"
-            gap, size = (float(x.float().norm()) for x in (other.output_TD - one.output_TD, one.output_TD))
-            if not gap <= tolerance * size:
-                return f"replayed from a CUDA graph, its output on batch {batch} is off by {gap:.2g} of {size:.2g}"
+        if not all(torch.equal(one, other) for one, other in zip(eager[1], replayed[1], strict=True)):
+            return f"replayed from a CUDA graph, it routes batch {batch} otherwise"
+        gap, size = (float(x.float().norm()) for x in (replayed[0] - eager[0], eager[0]))
+        if not gap <= tolerance * size:
+            return f"replayed from a CUDA graph, its output on batch {batch} is off by {gap:.2g} of {size:.2g}"
         return ""
 
     def drop_failing(self, when: str) -> None:

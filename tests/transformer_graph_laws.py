@@ -1,0 +1,121 @@
+"""Laws of a whole model's decode steps that are kept as graphs; tapes stand in for CUDA's (``tape_graphs``)."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from graph_laws import TopKOnDevice, capturable
+from tape_graphs import TapeClock, TapeGraph
+from torch import Tensor
+from transformer_laws import SEED, Lab, law, needs_ranks, replayed
+
+from moe_ep_bench.layer.depth import phases_in_depth
+from moe_ep_bench.layer.graphs_in_depth import CapturedPass
+from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.layer.passes import Decode, KeyValueCache, Pass, Prefill
+from moe_ep_bench.layer.phases import Rendezvous
+from moe_ep_bench.layer.transformer import Transformer
+from moe_ep_bench.policies import Policy
+from moe_ep_bench.records import TOTAL, UNACCOUNTED, where
+from moe_ep_bench.timer import PhaseRecorder
+
+BY_MAP = Parts("decode", "none", "torch", "allgather")
+REQUESTS = 6
+
+
+def decoding(lab: Lab, name: str, policy: Policy | None) -> tuple[Transformer, Decode, Tensor]:
+    """A model with skewed scores in every layer, a step of some requests, and their ids [B]."""
+    model, built = lab.model(name), lab.build(name, BY_MAP)
+    replayed(lab, built, model, REQUESTS)
+    if policy is not None:
+        for pair in built.pairs.values():
+            pair.policy_router.policy = policy
+        built.take(built.pairs)
+    cache = KeyValueCache(REQUESTS, 8)
+    cache.fill_(built.gpt, lab.ranks.device, SEED)
+    ids_B = lab.ids(model, REQUESTS)
+    return built, Decode(ids_B, cache), ids_B
+
+
+def captured(lab: Lab, built: Transformer, step: Pass, *, by_phase: bool) -> CapturedPass:
+    meet = Rendezvous(lab.ep_group, lab.ranks.device)
+    return CapturedPass(built, step, TapeGraph, TapeClock(), meet, by_phase=by_phase)
+
+
+@law
+def a_captured_pass_computes_again_what_lies_in_its_tensors(lab: Lab) -> None:
+    for name in ("deepseek-v2-lite", "olmoe-1b-7b"):
+        for policy in (None, TopKOnDevice()):
+            built, step, ids_B = decoding(lab, name, policy)
+            with capturable():
+                eager_BV = step(built.gpt)
+                run = captured(lab, built, step, by_phase=False)
+                assert run.logits_BV is not None
+                assert torch.equal(run.logits_BV, eager_BV), f"{name} {policy}: captured"
+                ids_B.copy_(ids_B.flip(0))
+                other_BV = step(built.gpt)
+                run.logits_BV.fill_(torch.nan)
+                run.replay()
+                assert torch.equal(run.logits_BV, other_BV), f"{name} {policy}: replayed"
+                assert not torch.equal(other_BV, eager_BV)
+                # Later than another pass through the same collectives and cache.
+                run.replay()
+                assert torch.equal(run.logits_BV, other_BV), f"{name} {policy}: replayed again"
+            maps = {layer: map_TE for layer, (_, map_TE) in run.routing.items()}
+            assert maps.keys() == built.pairs.keys()
+            assert all(int(map_TE.sum()) == REQUESTS * lab.model(name).top_k for map_TE in maps.values())
+
+
+@law
+def a_pass_is_one_graph_on_one_rank_and_else_one_between_any_two_collectives(lab: Lab) -> None:
+    built, step, _ = decoding(lab, "deepseek-v2-lite", TopKOnDevice())
+    with capturable(), mock.patch.object(TapeGraph, "begin", autospec=True, side_effect=TapeGraph.begin) as begin:
+        step(built.gpt)
+        assert begin.call_count == 0
+        run = captured(lab, built, step, by_phase=False)
+        made = begin.call_count
+    # Each MoE layer has a gather and a reduce-scatter.
+    assert made == (1 if lab.ranks.world_size == 1 else 1 + 2 * len(built.pairs))
+    assert len(run._captured._steps) == (1 if lab.ranks.world_size == 1 else 1 + 4 * len(built.pairs))
+
+
+@law
+def phases_of_a_captured_pass_are_those_of_its_replay(lab: Lab) -> None:
+    built, step, _ = decoding(lab, "deepseek-v2-lite", TopKOnDevice())
+    before = [set(vars(module)) for module in built.gpt.modules()]
+    with capturable():
+        step(built.gpt)
+        run = captured(lab, built, step, by_phase=True)
+        assert [set(vars(module)) for module in built.gpt.modules()] == before, "something is left on the model"
+        recorder = PhaseRecorder(TapeClock())
+        for _ in range(2):
+            recorder.begin()
+            run.replay(recorder)
+            recorder.end()
+            times = recorder.times_us()
+            total, unaccounted = times.pop(TOTAL), times.pop(UNACCOUNTED)
+            assert set(times) <= set(phases_in_depth(len(built.layers), built.pairs))
+            assert all(value >= 0 for value in times.values()), times
+            assert abs(sum(times.values()) + unaccounted - total) < 1, times
+            moe = {phase for layer, phase in map(where, times) if layer in built.pairs}
+            assert {"attention", "rest", "gate", "policy", "experts", "shared", "combine", "moe_rest"} <= moe
+            assert ("wait_dispatch" in moe) == (lab.ranks.world_size > 1)
+            assert {phase for layer, phase in map(where, times) if layer is None} == {"embedding", "rest", "output"}
+
+
+@law
+@needs_ranks(1)
+def packed_prompts_cannot_be_captured(lab: Lab) -> None:
+    if lab.ranks.device.type != "cpu":
+        return  # Tapes notice waiting on the host alone.
+    model, built = lab.model("olmoe-1b-7b"), lab.build("olmoe-1b-7b", BY_MAP)
+    prompts = Prefill(lab.ids(model, 12), (5, 7))
+    with capturable():
+        prompts(built.gpt)
+        with pytest.raises(RuntimeError, match="capturing"):
+            CapturedPass(
+                built, prompts, TapeGraph, TapeClock(), Rendezvous(lab.ep_group, lab.ranks.device), by_phase=False
+            )
+        assert torch.isfinite(prompts(built.gpt)).all(), "a void capture leaves something behind"

@@ -21,6 +21,7 @@ from moe_ep_bench.claims import Claim, claims_path
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import ConfigError, load_experiments
 from moe_ep_bench.exit_codes import OK
+from moe_ep_bench.links import load_links
 from moe_ep_bench.records import write_json
 
 TOKEN_DROP = {"name": "token_drop", "capacity_factor": 1.0}
@@ -230,6 +231,29 @@ def test_the_csv_says_of_what_ours_is(compared: Claims, directory: Path) -> None
     assert all(row["mode"] == "whole models, measured" for row in rows)
 
 
+WHOLE = Path(__file__).parents[1] / "configs" / "papers" / "whole"
+
+
+@pytest.mark.parametrize("config", sorted(WHOLE.glob("*.yaml")), ids=lambda path: path.stem)
+def test_configs_of_whole_models_are_sound(config: Path) -> None:
+    experiments = load_experiments(config, on_cpu=False)
+    assert experiments[0].name == config.stem
+    assert experiments[0].claims
+    emulated = experiments[0].emulate
+    assert emulated.device == ("h20" if config.stem.startswith("whole-capacity") else "h100-sxm")
+    assert emulated.links is not None
+    load_links(emulated.links)
+    dumped = [experiment.model_dump(mode="json") for experiment in experiments]
+    for one in experiments[0].claims:
+        assert any(all(_at(values, key) == value for key, value in one.where.items()) for values in dumped)
+
+
+def _at(values: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        values = values[part]
+    return values
+
+
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
@@ -256,3 +280,34 @@ def test_whole_models_on_real_ranks_stand_beside_claims(tmp_path: Path) -> None:
     # A policy that drops activates no more than native.
     assert 0 < activated.value <= 1
     assert (out / "claims.txt").read_text() == claims_text(found) + "\n"
+
+
+def test_whole_models_on_a_modelled_device_stand_beside_claims_and_no_skew_is_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    workload = {"kind": "synthetic", "tokens_per_rank": 64, "num_batches": 2, "sequence_length": 32, "peak_load": 2.0}
+    config = write(
+        tmp_path,
+        [CLAIM, {**CLAIM, "metric": "moe_speedup", "of": "layer"}],
+        model={"preset": "olmoe-1b-7b"},
+        whole={"num_layers": 2},
+        workload=workload,
+        layer={"ep_size": 4},
+        emulate={"links": "h20-nvlink4", "device": "h20"},
+        sweep={"workload.peak_load": [2.0, 4.0]},
+    )
+    assert main(["reproduce", str(config), "--out", str(tmp_path / "out")]) == OK
+    text = " ".join(capsys.readouterr().out.split())
+    assert "whole models, modelled (nothing was run)" in text
+    assert "core attention at 50% of the arithmetic (assumed); launches not counted" in text
+    assert "needed, scattered" not in text
+    found = load_claims(tmp_path / "out")
+    assert found.solved_on is None
+    passes, layers = found.results
+    for ours, moe in zip(passes.ours, layers.ours, strict=True):
+        # What no policy touches dilutes the layers' gain, as Amdahl's law has it.
+        assert 1 < ours.value < moe.value
+        assert ours.whole is not None
+        share = 1 - 1 / (ours.whole.most or 1)
+        assert ours.value == pytest.approx(1 / (1 - share + share / moe.value), rel=0.02)
+    assert [ours.value for ours in layers.ours] == sorted(ours.value for ours in layers.ours)

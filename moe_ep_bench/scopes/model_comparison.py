@@ -220,8 +220,8 @@ def _check_model(model: ModelSpec, experiment: Experiment) -> None:
         raise ValueError(f"model.tensor_parallel: expected 1 with scope model, got {model.tensor_parallel}")
     if experiment.layer.cuda_graph and not experiment.whole.context_length:
         raise ValueError(
-            "layer.cuda_graph: true with scope model needs decode steps, whole.context_length of at least 1, for "
-            "prompts are of lengths that attention reads on the host; got 0"
+            "layer.cuda_graph: true with scope model needs whole.context_length of at least 1: decode steps are "
+            "replayed, prompts are not; got 0"
         )
     fewest, built = model.first_dense_layers + 1, experiment.whole.num_layers
     if built is not None and not fewest <= built <= model.num_layers:

@@ -25,6 +25,7 @@ from moe_ep_bench.scopes.comparison import (
     CaseSpec,
     Comparison,
     check_distinct,
+    check_whole_experts,
     default_ep_size,
 )
 
@@ -50,6 +51,7 @@ class Emulated(Comparison):
         Raises:
             ValueError: naming the key whose value does not fit.
         """
+        check_whole_experts(experiment, "emulate and advise lay out")
         if experiment.emulate.links is None:
             raise ValueError(
                 f"emulate.links: expected one of {', '.join(links_names())}, or a path to such a file; got none"

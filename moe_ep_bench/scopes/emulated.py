@@ -194,8 +194,7 @@ def plan_emulation(config: Path, overrides: Iterable[str], *, on_cpu: bool) -> l
     for comparison in comparisons:
         try:
             comparison.check_padding()
-            for workload in comparison.all_workloads:
-                next(workload.rank_batches(0, comparison.ep_size))  # Finds skews that cannot be had.
+            next(comparison.workload.rank_batches(0, comparison.ep_size))  # Finds skews that cannot be had.
             comparison.try_policies()
         except ValueError as problem:
             raise ValueError(f"{config}: {problem}") from None

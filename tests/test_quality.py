@@ -532,6 +532,32 @@ def test_a_directory_of_another_mode_is_refused(folder: Path, done: Path, tmp_pa
         quality(folder / "config.yaml", tmp_path, [])
 
 
+def test_answers_of_another_device_are_refused_and_nothing_is_judged(
+    folder: Path, done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    described = json.loads((done / "run.json").read_text())
+    described["environment"] |= {"device_type": "cuda", "device_name": "NVIDIA H100 80GB HBM3"}
+    (tmp_path / "run.json").write_text(json.dumps(described))
+    monkeypatch.setattr(Checkpoint, "load", None)
+    arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path)]
+    for more in ([], ["--force"]):
+        assert main([*arguments, *more]) == USER_ERROR
+        (said,) = capsys.readouterr().err.strip().splitlines()
+        assert f"{tmp_path}: holds results with device_name NVIDIA H100 80GB HBM3, here it is " in said
+        assert said.endswith("; choose another directory")
+
+
+def test_a_sweep_over_devices_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scope, "pick_device", lambda device: torch.device("cuda" if device == "cuda" else "cpu"))
+    arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path / "out"), "--set"]
+    assert main([*arguments, "sweep.model.device=[cpu, cuda]"]) == USER_ERROR
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert "model.device: expected one device for all comparisons of a directory, got cpu, cuda" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_nothing_of_this_machine_is_written_into_run_json(done: Path, folder: Path) -> None:
     described = json.loads((done / "run.json").read_text())
     assert str(folder) not in json.dumps(described["config"]) + json.dumps(described["comparisons"])

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from unittest import mock
 
-import pytest
 import torch
 from graph_laws import TopKOnDevice, capturable
 from tape_graphs import TapeClock, TapeGraph
 from torch import Tensor
-from transformer_laws import SEED, Lab, law, needs_ranks, replayed
+from transformer_laws import SEED, Lab, law, replayed
 
 from moe_ep_bench.layer.depth import phases_in_depth
 from moe_ep_bench.layer.graphs_in_depth import CapturedPass
 from moe_ep_bench.layer.parts import Parts
-from moe_ep_bench.layer.passes import Decode, KeyValueCache, Pass, Prefill
+from moe_ep_bench.layer.passes import Decode, KeyValueCache
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.layer.transformer import Transformer
 from moe_ep_bench.policies import Policy
@@ -39,7 +38,7 @@ def decoding(lab: Lab, name: str, policy: Policy | None) -> tuple[Transformer, D
     return built, Decode(ids_B, cache), ids_B
 
 
-def captured(lab: Lab, built: Transformer, step: Pass, *, by_phase: bool) -> CapturedPass:
+def captured(lab: Lab, built: Transformer, step: Decode, *, by_phase: bool) -> CapturedPass:
     meet = Rendezvous(lab.ep_group, lab.ranks.device)
     return CapturedPass(built, step, TapeGraph, TapeClock(), meet, by_phase=by_phase)
 
@@ -103,19 +102,3 @@ def phases_of_a_captured_pass_are_those_of_its_replay(lab: Lab) -> None:
             assert {"attention", "rest", "gate", "policy", "experts", "shared", "combine", "moe_rest"} <= moe
             assert ("wait_dispatch" in moe) == (lab.ranks.world_size > 1)
             assert {phase for layer, phase in map(where, times) if layer is None} == {"embedding", "rest", "output"}
-
-
-@law
-@needs_ranks(1)
-def packed_prompts_cannot_be_captured(lab: Lab) -> None:
-    if lab.ranks.device.type != "cpu":
-        return  # Tapes notice waiting on the host alone.
-    model, built = lab.model("olmoe-1b-7b"), lab.build("olmoe-1b-7b", BY_MAP)
-    prompts = Prefill(lab.ids(model, 12), (5, 7))
-    with capturable():
-        prompts(built.gpt)
-        with pytest.raises(RuntimeError, match="capturing"):
-            CapturedPass(
-                built, prompts, TapeGraph, TapeClock(), Rendezvous(lab.ep_group, lab.ranks.device), by_phase=False
-            )
-        assert torch.isfinite(prompts(built.gpt)).all(), "a void capture leaves something behind"

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_ep_bench.devices import load_device
 from moe_ep_bench.layer.depth import instrumented_model, phases_in_depth
 from moe_ep_bench.layer.experts import seeded_generator
 from moe_ep_bench.layer.host import device_scope
@@ -24,6 +25,8 @@ from moe_ep_bench.layer.passes import Decode, KeyValueCache, Pass, Prefill
 from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
 from moe_ep_bench.layer.transformer import Transformer, build_transformer
 from moe_ep_bench.layer.virtual_transformer import Announced, VirtualTransformer
+from moe_ep_bench.measure.modelled import RankWork
+from moe_ep_bench.measure.modelled_pass import PassWork, modelled_pass
 from moe_ep_bench.measure.timeline import Leg, compose, legs_of, phase_of_meeting
 from moe_ep_bench.models import load_model
 from moe_ep_bench.policies import Policy, Routing, make_policy
@@ -108,6 +111,18 @@ class Lab:
             if self.policies[layer] is not None:
                 moe.router.policy, moe.router.context = self.policies[layer], self.context(layer, rank)
 
+    def work(self, rank: int) -> PassWork:
+        """What a modelled rank is told of the pass that this one runs."""
+        per_rank = self.model.num_experts // len(self.sizes)
+        mine = slice(rank * per_rank, (rank + 1) * per_rank)
+        layers = {
+            layer: RankWork(self.sizes[rank], int(one.counts_RE[rank].sum()), one.counts_RE[:, mine].sum(0).numpy())
+            for layer, one in self.virtual.announced.items()
+        }
+        if self.cache is not None:
+            return PassWork((), self.sizes[rank], CONTEXT, layers)
+        return PassWork(LENGTHS[len(self.sizes)][rank], 0, 0, layers)
+
     def alone(self, ranks: Ranks) -> Transformer:
         """The same model on one real rank, which has all experts."""
         group = initialize_expert_parallel(1, 60)
@@ -170,6 +185,12 @@ def a_pass_is_cut_at_the_meetings_of_all_layers_in_order(ranks: Ranks) -> None:
         assert len(first) == len(second) == len(meetings) + 1
         assert "embedding" in first[0]
         assert "output" in first[-1]
+        modelled, modelled_meetings = modelled_pass(
+            load_device("h100-sxm"), lab.model, lab.num_layers, lab.work(0), by_policy=spec is not None,
+            batch_wide=spec is not None, bytes_per_value=4,
+        )  # fmt: skip
+        assert modelled_meetings == meetings
+        assert [leg.keys() | {UNACCOUNTED} for leg in modelled] == [leg.keys() | {UNACCOUNTED} for leg in first]
         link_us = {meeting: np.full(2, 50.0) for meeting in meetings}
         for times in compose([first, second], meetings, link_us):
             assert times.keys() - {TOTAL, UNACCOUNTED} <= set(phases_in_depth(lab.num_layers, lab.scores))

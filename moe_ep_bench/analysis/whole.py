@@ -25,6 +25,7 @@ from moe_ep_bench.analysis.tables import aligned
 from moe_ep_bench.analysis.timing import GROUPS
 from moe_ep_bench.analysis.whole_layers import MOE_PHASES, LayerTimes, by_layer_ms, layer_lines, layer_times
 from moe_ep_bench.analysis.words import (
+    MODEL_CAVEAT,
     NONE,
     count_words,
     estimate_words,
@@ -265,7 +266,7 @@ def _block(whole: WholeRun, one: WholeComparison) -> str:
     facts = one.comparison.comparison
     assert facts.whole is not None
     title = (
-        f"{facts.title}: {mode_words(whole.run, facts)}, {hardware_words(whole.run, facts)}, EP {facts.num_ranks}, "
+        f"{facts.title}: {mode_words(whole.run, facts)}, {hardware_words(whole.run, facts)}, {facts.ranks_words}, "
         f"{facts.dtype}, {scale_words(facts.scale)}"
     )
     rows = [whole_cells(result, facts.world_size, one.is_cut) for result in one.results]
@@ -323,12 +324,14 @@ def whole_notes(one: WholeComparison) -> list[str]:
         workload_words(facts),
         f"MoE layers: {len(whole.moe_layers)}, each with scores of its own: fullest expert {min(peaks):.2f} to "
         f"{max(peaks):.2f} x mean",
-        f"attention: {whole.attention}, data-parallel; experts: {part_words(facts.experts)}; permutation: "
-        f"{part_words(facts.permute)}",
+        f"attention: {whole.attention}{_kernel_words(one)}, data-parallel; experts: {part_words(facts.experts)}; "
+        f"permutation: {part_words(facts.permute)}",
         *([f"replayed from CUDA graphs, which hold {facts.cuda_graph}"] if facts.cuda_graph is not None else []),
         "end to end: slowest rank's pass, native over case, median of pairs " + spread_words(one.comparison),
     ]
-    if one.comparison.floor is not None:
+    if facts.device is not None:
+        notes.append(MODEL_CAVEAT)
+    elif one.comparison.floor is not None:
         floor = one.comparison.floor
         words = "by which native run twice differs from itself"
         notes.append(f"noise floor: {floor.low:.3f} to {floor.high:.3f}, {words}")
@@ -345,6 +348,12 @@ def whole_notes(one: WholeComparison) -> list[str]:
         notes.append("a pass is the prefill of all prompts, with the last token's logits of each")
     cut = extrapolated_words(one)
     return [*notes, cut] if cut else notes
+
+
+def _kernel_words(one: WholeComparison) -> str:
+    """Which of torch's kernels attention took; nothing in results that do not say."""
+    found = sorted({name for launch in one.comparison.conditions for name in launch.attention})
+    return f" ({', '.join(found)} kernel{'s' if len(found) > 1 else ''})" if found else ""
 
 
 def extrapolated_words(one: WholeComparison) -> str:

@@ -44,7 +44,7 @@ from moe_ep_bench.analysis.style import (
     sheet,
 )
 from moe_ep_bench.analysis.whole import PASS_PARTS, WholeComparison, WholeResult, WholeRun, analyse_whole
-from moe_ep_bench.analysis.words import OVERSUBSCRIBED, footer_lines, interval_words, milliseconds
+from moe_ep_bench.analysis.words import OVERSUBSCRIBED, footer_lines, interval_words, is_modelled_phase, milliseconds
 from moe_ep_bench.measure.statistics import Estimate
 
 Looks = dict[str, Look]
@@ -66,7 +66,7 @@ def whole_figure(whole: WholeRun) -> Drawing | None:
         return None
     looks = looks_of(family_labels([one.comparison for one in comparisons]))
     panels = in_panels([one.comparison for one in comparisons])
-    rows = [_Row(one, _shown(one)) for one in comparisons if one.comparison in panels.shown]
+    rows = [_Row(whole.run, one, _shown(one)) for one in comparisons if one.comparison in panels.shown]
     facts = [row.one.comparison.comparison for row in rows]
     has_cut = any(row.is_cut for row in rows)
     lines = max(bar_label(each.result, looks).count("\n") + 1 for row in rows for each in row.results)
@@ -83,7 +83,9 @@ def whole_figure(whole: WholeRun) -> Drawing | None:
     grid = figure.add_gridspec(len(rows), len(widths), width_ratios=widths, height_ratios=heights)
     for number, row in enumerate(rows):
         _draw_row(figure, [grid[number, column] for column in range(2 + row.is_cut)], row, looks)
-    return Drawing(figure, table(line for one in comparisons for line in _rows_of(whole.run, _Row(one, _shown(one)))))
+    return Drawing(
+        figure, table(line for one in comparisons for line in _rows_of(whole.run, _Row(whole.run, one, _shown(one))))
+    )
 
 
 def whole_graphs_figure(whole: WholeRun) -> Drawing | None:
@@ -122,6 +124,7 @@ def draw_whole_figures(
 class _Row:
     """A comparison, and those of its cases that are drawn."""
 
+    run: Run
     one: WholeComparison
     results: list[WholeResult]
 
@@ -134,6 +137,10 @@ class _Row:
     def compared(self) -> list[tuple[int, WholeResult, Estimate]]:
         """Place and speedup of the cases that have one."""
         return [(n, each, each.result.speedup) for n, each in enumerate(self.results) if each.result.speedup]
+
+    def is_modelled(self, part: str) -> bool:
+        """Whether a part of the pass was computed: see ``words.is_modelled_phase``."""
+        return is_modelled_phase(self.run, self.one.comparison.comparison, part)
 
     @property
     def words(self) -> str:
@@ -186,7 +193,11 @@ def _legend(rows: Sequence[_Row]) -> Legend:
         legend.append(("most possible", Line2D([], [], **CEILING_LINE)))
     if any(row.one.comparison.drawn_floor for row in rows):
         legend.append(("noise floor", Patch(facecolor=NOISE_FILL)))
-    legend += [(part, Patch(**phase_look(part, modelled=False))) for part in _parts_of(rows)]
+    legend += [
+        (f"{part} (modelled)" if modelled else part, Patch(**phase_look(part, modelled=modelled)))
+        for part in _parts_of(rows)
+        for modelled in sorted({row.is_modelled(part) for row in rows})
+    ]
     if any(row.is_cut for row in rows):
         legend.append(("extrapolated", Patch(**EXTRAPOLATED_LOOK)))
     return legend
@@ -270,7 +281,8 @@ def _draw_parts(axes: Axes, row: _Row) -> None:
     places, ends = np.arange(len(row.results)), np.zeros(len(row.results))
     for part in PASS_PARTS:
         widths = np.array([each.parts_ms[part] if each.parts_ms else 0.0 for each in row.results])
-        axes.barh(places, widths, left=ends, height=0.62, linewidth=0.6, **phase_look(part, modelled=False))
+        look = phase_look(part, modelled=row.is_modelled(part))
+        axes.barh(places, widths, left=ends, height=0.62, linewidth=0.6, **look)
         ends += widths
     _write_ends(axes, ends, [milliseconds(end, 3) for end in ends])
     axes.set_xlim(0, 1.13 * ends.max())

@@ -66,7 +66,7 @@ def _emulate(config: Path, out: Path, overrides: Sequence[str], force: bool, sco
             if force:
                 for comparison in comparisons:
                     run.forget(directory, comparison)
-            todo = [_left_of(directory, comparison) for comparison in comparisons]
+            todo = [left_of(directory, comparison) for comparison in comparisons]
             return _emulate_all(ranks, directory, comparisons, todo)
     except CannotWriteError:
         return USER_ERROR
@@ -74,7 +74,7 @@ def _emulate(config: Path, out: Path, overrides: Sequence[str], force: bool, sco
         ranks.close()
 
 
-def _left_of(directory: RunDirectory, comparison: Emulated) -> list[CaseSpec]:
+def left_of(directory: RunDirectory, comparison: Emulated) -> list[CaseSpec]:
     """The cases to measure. They are paired: a comparison that is incomplete is measured whole again, except for those
     that were lost too often."""
     tried = [case for case in comparison.cases if not run.given_up(directory, comparison, case)]

@@ -26,6 +26,7 @@ from moe_ep_bench.scopes.comparison import (
     Comparison,
     check_distinct,
     check_scope,
+    check_whole_experts,
     default_ep_size,
 )
 
@@ -51,6 +52,7 @@ class Emulated(Comparison):
         Raises:
             ValueError: naming the key whose value does not fit.
         """
+        check_whole_experts(experiment, "emulate and advise lay out")
         if experiment.emulate.links is None:
             raise ValueError(
                 f"emulate.links: expected one of {', '.join(links_names())}, or a path to such a file; got none"

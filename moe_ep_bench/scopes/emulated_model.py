@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +59,12 @@ class EmulatedModel(Emulated, ModelComparison):
         shares = self.experiment.workload.rank_shares
         numbers = range(self.workload.num_batches)
         return max(int(np.max(self.workload.tokens_of_ranks(number, self.ep_size, shares))) for number in numbers)
+
+    def describe(self) -> dict[str, Any]:
+        described = super().describe()
+        if self.device is not None:
+            described["whole"]["attention"] = "modelled"
+        return described
 
     def num_runs(self, cases: Sequence[CaseSpec]) -> int:
         """Passes of a rank, and what is done for each MoE layer: its check, and a batch's routing."""

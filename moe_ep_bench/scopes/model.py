@@ -10,6 +10,7 @@ Shapes: T = this rank's tokens, E = experts, D = hidden size, N = tokens checked
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.kernels.twins import oracle_for
+from moe_ep_bench.layer.attention_kernels import kernels_of_attention
 from moe_ep_bench.layer.depth import instrumented_model
 from moe_ep_bench.layer.experts import DRAWS, TOKENS, seeded_generator
 from moe_ep_bench.layer.graphs import Graph
@@ -253,10 +255,12 @@ class ModelSession(Session):
                 if case.spec.role == BASELINE:
                     native_SV = logits_SV
                 for layer, look in looks.items():
+                    self.job.watchdog.feed()
                     row = routing_metrics(
                         look.routing,
                         case.scores(batch, layer),
                         case.context_for(batch, layer),
+                        num_slices=self.comparison.num_slices,
                         **capacity_factor(case.spec),
                     )
                     row["reference_error"] = self.layer_error(case, layer, look) if batch == 0 else None
@@ -264,6 +268,15 @@ class ModelSession(Session):
                     compared = is_last and case.spec.role != CEILING and native_SV is not None
                     row["output_error"] = relative_error(logits_SV, native_SV, None) if compared else None
                     self.routing_rows[case.case_id].append(row)
+        self._note_kernels()
+
+    def _note_kernels(self) -> None:
+        """Which kernels torch takes for attention here, in one pass more."""
+        self.job.watchdog.feed()
+        run = self.cases[0].prepare(0)
+        mine = kernels_of_attention(partial(run, self.transformer.gpt))
+        of_ranks = [json.loads(text) for text in self.job.ranks.texts(json.dumps(mine))]
+        self.conditions["attention"] = sorted({name for names in of_ranks for name in names})
 
     def _note(self, case: ModelCase, batch: int, logits_SV: Tensor, looks: dict[int, LayerLook]) -> None:
         found = [f"{look.problem}, layer {layer}, batch {batch}" for layer, look in looks.items() if look.problem]
@@ -279,7 +292,7 @@ class ModelSession(Session):
         error = reference.worst_error(look.output_ND, look.routing.weights_TE[rows_N])
         policy, scores_TE = case.spec.policy, case.scores(0, layer)
         if policy is not None and (
-            self.comparison.ep_size == 1 or policy.batch_stats(scores_TE, case.context_for(0, layer)) is None
+            self.comparison.num_together == 1 or policy.batch_stats(scores_TE, case.context_for(0, layer)) is None
         ):
             oracle = oracle_for(policy, self.device.type)
             expected = policy.route(scores_TE, case.spec.told(case.context_for(0, layer)), kernel=oracle)
@@ -300,6 +313,7 @@ class ModelSession(Session):
                 if problem:
                     self.problems.setdefault(case.case_id, problem)
             for row, (layer, look) in zip(self.routing_rows[case.case_id], looks.items(), strict=False):
+                self.job.watchdog.feed()
                 row["reference_error"] = max(self.layer_error(case, layer, look), row["reference_error"])
 
     def observed(self, case: ModelCase, batch: int) -> tuple[Tensor, list[Tensor]]:

@@ -73,7 +73,7 @@ class ModelComparison(Comparison):
         scaled = f" x {self.model.scale:g}" if self.model.scale != 1 else ""
         cut = f"first {self.num_layers} of {self.model.num_layers}" if self.is_cut else f"all {self.num_layers}"
         step = f"decode after {tokens_words(self.context_length)}" if self.context_length else "prefill"
-        sizes = f"{cut} layers, {step}, EP {self.ep_size}, {tokens_words(self.num_tokens)}"
+        sizes = f"{cut} layers, {step}, {self.ranks_words}, {tokens_words(self.num_tokens)}"
         graph = ", CUDA graph" if self.parts.cuda_graph else ""
         return f"{self.model.name}{scaled}, {sizes}, {self.workload_in_short}{graph}"
 
@@ -119,13 +119,17 @@ class ModelComparison(Comparison):
         return f"; whole.num_layers={fitting[-1]} fits" if fitting else ""
 
     def _memory_bytes(self, num_layers: int) -> int:
-        """Weights of so many layers, one layer's experts twice (while it is built), scores, cache, a pass's buffers."""
+        """Weights of so many layers, one layer's experts twice (while it is built), scores, cache, a pass's buffers.
+
+        With CUDA graphs the buffers once more: all graphs share one pool, which is not the allocator's own.
+        """
         model, size = self.model, VALUE_BYTES[self.experiment.layer.dtype]
         assert model.attention is not None
         assert model.vocab_size is not None
         tokens = -(-int(self.num_tokens * self.fullest_share) // self.world_size)
         num_moe = num_layers - model.first_dense_layers
-        experts = model.num_experts // self.ep_size * 3 * model.hidden_size * model.ffn_hidden_size
+        slice_size = model.ffn_hidden_size // self.num_slices
+        experts = model.num_experts // self.ep_size * 3 * model.hidden_size * slice_size
         moe = experts + model.hidden_size * (3 * model.shared_ffn_hidden_size + model.num_experts)
         block = model.attention.num_parameters(model.hidden_size)
         dense = model.first_dense_layers * 3 * model.hidden_size * model.dense_ffn_hidden_size
@@ -135,15 +139,25 @@ class ModelComparison(Comparison):
         heads, cached = _widths(model.attention)
         cache = num_layers * tokens * (self.context_length + 1) * cached if self.context_length else 0
         peak = min(getattr(self.experiment.workload, "peak_load", None) or 2.0, self.ep_size)
-        pairs = int(tokens * model.top_k * peak)
-        buffers = pairs * (4 * model.hidden_size + 3 * model.ffn_hidden_size) + tokens * (
-            6 * heads + 4 * model.hidden_size
-        )
+        pairs = int(tokens * model.top_k * peak) * self.num_slices
+        buffers = pairs * (4 * model.hidden_size + 3 * slice_size) + tokens * (6 * heads + 4 * model.hidden_size)
+        summed = pairs * 4 * model.hidden_size if self.num_slices > 1 else 0  # over slices, in float32
         if self.context_length:
             buffers += 3 * tokens * self.context_length * cached  # the cache of one layer, rotated and for all heads
         last = self.most_prompts * model.vocab_size * 2
         routing = tokens * model.num_experts * 8 * 6
-        return (weights + cache + buffers + last) * size + scores + routing
+        graphs = (
+            buffers + len(self.cases) * last + self._kept_by_graphs(num_moe, tokens) if self.parts.cuda_graph else 0
+        )
+        return (weights + cache + buffers + last + graphs) * size + summed + scores + routing
+
+    def _kept_by_graphs(self, num_moe: int, tokens: int) -> int:
+        """Values that graphs keep for the collectives between them, of all cases and batches, timed by phase or not."""
+        if self.ep_size == 1:
+            return 0
+        runs = len(self.cases) * self.workload.num_batches * (1 + (self.experiment.measure.breakdown_iterations > 0))
+        # A gather and a reduce-scatter, each of which takes in the ones and brings the others.
+        return runs * num_moe * 2 * tokens * (1 + self.ep_size) * self.model.hidden_size
 
     @cached_property
     def most_prompts(self) -> int:
@@ -207,8 +221,8 @@ def _check_model(model: ModelSpec, experiment: Experiment) -> None:
         raise ValueError(f"model.tensor_parallel: expected 1 with scope model, got {model.tensor_parallel}")
     if experiment.layer.cuda_graph and not experiment.whole.context_length:
         raise ValueError(
-            "layer.cuda_graph: true with scope model needs decode steps, whole.context_length of at least 1, for "
-            "prompts are of lengths that attention reads on the host; got 0"
+            "layer.cuda_graph: true with scope model needs whole.context_length of at least 1: decode steps are "
+            "replayed, prompts are not; got 0"
         )
     fewest, built = model.first_dense_layers + 1, experiment.whole.num_layers
     if built is not None and not fewest <= built <= model.num_layers:

@@ -1,4 +1,4 @@
-"""What a paper says of policies, so that it can be set beside what a layer here does.
+"""What a paper says of policies, so that it can be set beside what a layer, or a whole model, does here.
 
 A config lists claims under ``claims``: a number with its figure or table, of one of the config's policies. They decide
 nothing that is measured; ``reproduce`` reads them.
@@ -22,12 +22,16 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 Metric = Literal[
     "speedup", "layer_time", "activated_experts", "dropped_fraction", "retained_mass",
     "gate_time", "permute_time", "comm_time", "experts_time",
-    "native_layer_us", "native_activated_experts",
+    "native_layer_us", "native_activated_experts", "moe_speedup", "step_time", "tokens_per_s",
 ]  # fmt: skip
+# Of a whole pass, from end to end.
+PASS_METRICS = ("speedup", "step_time", "tokens_per_s")
+# Of whole models (``scope: model``), and of them alone.
+MODEL_METRICS = (*PASS_METRICS, "moe_speedup", "activated_experts", "dropped_fraction", "retained_mass")
+ONLY_MODEL_METRICS = ("moe_speedup", "step_time", "tokens_per_s")
 # Times of a group of phases, mean over ranks, over those of native.
-PHASE_METRICS = {
-    name: name.removesuffix("_time") for name in get_args(Metric) if name.endswith("_time") and name != "layer_time"
-}
+PHASE_METRICS = {f"{phase}_time": phase for phase in ("gate", "permute", "comm", "experts")}
+assert set(PHASE_METRICS) < set(get_args(Metric))
 # Metrics of a policy alone: nothing is set against native.
 OWN_METRICS = ("dropped_fraction", "retained_mass")
 # Metrics of native itself: numbers with a unit, and no policy.
@@ -49,12 +53,14 @@ class Claim(BaseModel):
     policy: dict[str, Any] | None = None
     """One of the config's policies; a list in place of a value makes one claim for each. None for a native_ metric."""
     metric: Metric = "speedup"
-    """Layer time of native over the policy's; a share; the time of the layer or of a group of phases, or the activated
-    experts of the rank with most, over native's; or native's own, in microseconds or experts."""
+    """Time of native over the policy's, of a layer or, with scope model, of a pass; a share; the time of the layer or
+    of a group of phases, or the activated experts of the rank with most, over native's; or native's own, in
+    microseconds or experts. Of whole models alone: the speedup of all MoE layers in a pass; a decode step's time, or
+    tokens per second, over native's."""
     paper: tuple[float | None, float | None] | None
     """From and to; a number is both, null is an open end. null alone: the number is not at hand."""
     of: Literal["layer", "end_to_end", "not_stated"] = "layer"
-    """What the paper measured; here it is always a layer."""
+    """What the paper measured; here it is what ``scope`` says."""
     versus: dict[str, Any] | None = None
     """Another of the config's policies in place of native."""
     where: dict[str, Any] = {}
@@ -82,6 +88,31 @@ class Claim(BaseModel):
         if self.versus is not None and self.metric in OWN_METRICS:
             raise ValueError(f"versus: expected none with {self.metric}, which is of one policy alone")
         return self
+
+    def check_scope(self, scope: str, *, decodes: bool) -> None:
+        """Raise ValueError where what is timed here has no such number.
+
+        Args:
+            scope: ``layer`` or ``model``.
+            decodes: whether a pass of the model is a decode step.
+        """
+        if scope == "layer":
+            if self.metric in ONLY_MODEL_METRICS:
+                raise ValueError(f"metric: expected a layer's without scope: model, got {self.metric}, a whole model's")
+            return
+        if self.metric not in MODEL_METRICS:
+            raise ValueError(
+                f"metric: expected one of {', '.join(MODEL_METRICS)} with scope: model, got {self.metric}, a layer's"
+            )
+        if self.metric in PASS_METRICS and self.of == "layer":
+            raise ValueError(
+                f"of: expected end_to_end or not_stated with {self.metric}, which is a whole pass's with scope: model;"
+                " got layer (moe_speedup is the layers')"
+            )
+        if self.metric == "moe_speedup" and self.of == "end_to_end":
+            raise ValueError("of: expected layer or not_stated with moe_speedup, got end_to_end")
+        if self.metric == "step_time" and not decodes:
+            raise ValueError("metric: expected whole.context_length above 0 with step_time, a decode step's; got 0")
 
     @property
     def number(self) -> float | None:

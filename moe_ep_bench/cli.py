@@ -505,12 +505,9 @@ def _emulate(options: argparse.Namespace) -> int:
 
     if options.dry_run:
         return dry_run(options.config, options.overrides)
-    from moe_ep_bench.analysis.load import load_run
-    from moe_ep_bench.analysis.summary import summary_table
-
     out = options.out or default_out(options.config)
     status = emulate(options.config, out, options.overrides, force=options.force)
-    return _shown(status, lambda: f"{summary_table(load_run(out))}\n\nin {out}; python plot_results.py {out} draws it")
+    return _shown(status, lambda: f"{_table_of(out)}\n\nin {out}; python plot_results.py {out} draws it")
 
 
 def _shown(status: int, report: Callable[[], str]) -> int:
@@ -563,8 +560,9 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _advise(options: argparse.Namespace) -> int:
-    from moe_ep_bench.analysis.advice import Bounds, advice
-    from moe_ep_bench.analysis.load import check_timed, load_run
+    from moe_ep_bench.analysis.advice import Bounds
+    from moe_ep_bench.analysis.load import check_timed
+    from moe_ep_bench.analysis.whole_advice import advice_of
 
     bounds = Bounds(options.max_dropped, options.min_retained)
     if not options.config.is_dir():
@@ -572,11 +570,11 @@ def _advise(options: argparse.Namespace) -> int:
 
         out = options.out or default_out(options.config)
         status = emulate(options.config, out, options.overrides, force=options.force)
-        return _shown(status, lambda: advice(load_run(out), bounds))
+        return _shown(status, lambda: advice_of(out, bounds))
     if options.out or options.overrides or options.force:
         raise ValueError(f"{options.config}: a directory is only read; --out, --set and --force go with a config")
     check_timed(options.config)
-    print(advice(load_run(options.config), bounds))
+    print(advice_of(options.config, bounds))
     return OK
 
 
@@ -634,15 +632,13 @@ def _report(options: argparse.Namespace) -> int:
 
 def _summary(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.accuracy_report import accuracy_text, load_accuracy_results
-    from moe_ep_bench.analysis.load import is_accuracy, is_quality, is_whole, load_run
+    from moe_ep_bench.analysis.load import is_accuracy, is_quality
     from moe_ep_bench.analysis.quality_orderings import quality_text
     from moe_ep_bench.analysis.quality_report import load_quality_results
     from moe_ep_bench.analysis.route_load import is_route, load_route
     from moe_ep_bench.analysis.route_report import route_table
-    from moe_ep_bench.analysis.summary import summary_table
     from moe_ep_bench.analysis.validation import is_validation, load_validation
     from moe_ep_bench.analysis.validation_report import validation_text
-    from moe_ep_bench.analysis.whole import load_whole, whole_table
 
     if is_validation(options.directory):
         print(validation_text(load_validation(options.directory)))
@@ -652,8 +648,15 @@ def _summary(options: argparse.Namespace) -> int:
         print(quality_text(load_quality_results(options.directory)))
     elif is_accuracy(options.directory):
         print(accuracy_text(load_accuracy_results(options.directory)))
-    elif is_whole(options.directory):
-        print(whole_table(load_whole(options.directory)))
     else:
-        print(summary_table(load_run(options.directory)))
+        print(_table_of(options.directory))
     return OK
+
+
+def _table_of(directory: Path) -> str:
+    """The table of a directory of times, of layers or of whole models."""
+    from moe_ep_bench.analysis.load import is_whole, load_run
+    from moe_ep_bench.analysis.summary import summary_table
+    from moe_ep_bench.analysis.whole import load_whole, whole_table
+
+    return whole_table(load_whole(directory)) if is_whole(directory) else summary_table(load_run(directory))

@@ -183,6 +183,8 @@ class LayerConfig(_Strict):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     ep_size: int | None = Field(None, ge=1)
     """Expert-parallel ranks; null = all ranks. The rest are data-parallel replicas."""
+    expert_tensor_parallel: int = Field(1, ge=1)
+    """Ranks among which every expert is cut, beside ``ep_size`` (layer.tensor_group); 1 = experts are whole."""
     seed: int = Field(0, ge=0)
     experts: Literal["auto", "sequential", "grouped", "decode", "te"] = "auto"
     """What computes the experts (layer.parts)."""
@@ -307,8 +309,12 @@ class Experiment(_Strict):
         if self.scope == "layer" and unused:
             raise ValueError(f"whole.{next(iter(unused))}: expected with scope: model alone; one layer is timed")
         self.make_policies()
-        for number in range(len(self.claims)):
+        for number, claim in enumerate(self.claims):
             self.claimed_policies(number)
+            try:
+                claim.check_scope(self.scope, decodes=self.whole.context_length > 0)
+            except ValueError as problem:
+                raise ValueError(f"claims.{number}.{problem}") from None
         return self
 
     @property

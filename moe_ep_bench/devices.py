@@ -116,6 +116,10 @@ class Device(_Strict):
     permute_efficiency: _Share
     """Share of the data sheet's memory bandwidth that permuting rows reaches."""
     permute_basis: Basis
+    attention_efficiency: _Share | None = None
+    """Share of the arithmetic that core attention of prompts reaches, counting the causal half of all pairs of tokens;
+    null = not stated, and no whole model is modelled."""
+    attention_basis: Basis | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Device:
@@ -123,6 +127,11 @@ class Device(_Strict):
         if rows != sorted(set(rows)):
             raise ValueError(f"arithmetic_efficiency: expected rising rows, got {rows}")
         self._check_memory()
+        if (self.attention_efficiency is None) != (self.attention_basis is None):
+            raise ValueError(
+                "attention_basis: expected one with attention_efficiency and none without, got"
+                f" {self.attention_basis or 'none'}"
+            )
         backends = [fit.experts for fit in self.decode]
         if len(set(backends)) < len(backends):
             raise ValueError(f"decode: expected one fit for each way of computing experts, got {', '.join(backends)}")
@@ -250,11 +259,29 @@ class Device(_Strict):
             raise ValueError(f"bytes: expected a finite number of at least 0, got {num_bytes}")
         return num_bytes / (self.memory_tbps * self.permute_efficiency * 1e6)
 
-    def describe(self, experts: str = "grouped") -> str:
-        """Which model made a number, with these experts: to stand beside it."""
+    def attention_us(self, flops: float, num_bytes: float) -> float:
+        """Microseconds of core attention: max(flops / (arithmetic x share), bytes / (bandwidth x efficiency)).
+
+        Raises:
+            ValueError: the file states no share.
+        """
+        if self.attention_efficiency is None:
+            raise ValueError(
+                f"devices/{self.name}: attention_efficiency: missing; whole models cannot be modelled without"
+            )
+        return max(flops / (self.bf16_tflops * self.attention_efficiency * 1e6), num_bytes / (self.reached_tbps * 1e6))
+
+    def describe(self, experts: str = "grouped", *, whole: bool = False) -> str:
+        """Which model made a number, with these experts, of a layer or of a ``whole`` model: to stand beside it."""
         most = max(share for _, share in self.arithmetic_efficiency)
         fit = self.fit_of(experts)
         passes = f"{self.overhead_us:g} us a pass ({self.overhead_basis})" if fit is None else fit.describe()
+        attention = ""
+        if whole and self.attention_efficiency is not None:
+            attention = (
+                f"; core attention at {self.attention_efficiency:.0%} of the arithmetic ({self.attention_basis});"
+                " launches not counted"
+            )
         memory = self.memory_basis or f"{self.decode[0].basis}, by {self.decode[0].experts} experts' weights"
         return (
             f"modelled by devices/{self.name}: roofline of {self.bf16_tflops:g} bf16 TFLOP/s,"
@@ -263,6 +290,7 @@ class Device(_Strict):
             f" routing {self.routing_native_ps:g} ps a score ({self.routing_native_basis}),"
             f" by a policy {self.routing_policy_ps:g} ps ({self.routing_policy_basis}); permutation at"
             f" {self.permute_efficiency:.0%} of the memory's TB/s ({self.permute_basis}); {self.memory_gb:g} GB"
+            f"{attention}"
         )
 
 

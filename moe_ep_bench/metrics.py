@@ -81,6 +81,7 @@ def routing_metrics(
     single_head: float = 0.5,
     plateau: float = 0.8,
     of_scores: ScoreMetrics | None = None,
+    num_slices: int = 1,
 ) -> dict[str, Any]:
     """Measure one routing of one source rank's tokens.
 
@@ -108,6 +109,9 @@ def routing_metrics(
       sends, as Megatron-Core's does.
     - ``crossing_copies``: distinct (token, other rank): what is sent when a token goes to a rank only
       once, as in DeepEP.
+
+    Where every expert is cut among ``num_slices`` ranks, one of which is the source rank's own column, a pair goes to
+    all of them: both counts are of (pair or token, other rank that holds a slice).
 
     Fidelity (of valid tokens)
 
@@ -167,8 +171,7 @@ def routing_metrics(
     num_topk_pairs = int(top_k_TE.sum())
     num_dropped_pairs = int((top_k_TE & ~map_TE).sum())
 
-    pairs_elsewhere_TR = pairs_TR.clone()
-    pairs_elsewhere_TR[:, context.rank] = 0
+    reached_TR = pairs_TR > 0
 
     selected_mass = float(_mass(scores_TE, valid_map_TE).sum())
 
@@ -191,8 +194,8 @@ def routing_metrics(
         "experts_per_token": _ratio(num_valid_pairs, num_tokens),
         "activated_experts": int(activated_R.sum()),
         "activated_experts_fullest_rank": int(activated_R.max()),
-        "crossing_pairs": int(pairs_elsewhere_TR.sum()),
-        "crossing_copies": int((pairs_elsewhere_TR > 0).sum()),
+        "crossing_pairs": num_slices * num_pairs - int(pairs_TR[:, context.rank].sum()),
+        "crossing_copies": num_slices * int(reached_TR.sum()) - int(reached_TR[:, context.rank].sum()),
         **of_scores.of_scores,
     }
 

@@ -438,6 +438,21 @@ def test_a_missing_package_is_one_line(
     (said,) = capsys.readouterr().err.strip().splitlines()
     assert "expected the package lm_eval, which tasks need: pip install 'moe-ep-bench[harness]'" in said
     assert not (tmp_path / "out").exists()
+    assert main(["accuracy", str(folder / "config.yaml"), "--dry-run"]) == OK
+    assert make_policy(DROP).label in capsys.readouterr().out
+
+
+def test_answers_of_another_device_are_refused(
+    folder: Path, stand_in: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["accuracy", str(folder / "config.yaml"), "--out", str(tmp_path)]
+    assert main(arguments) == OK
+    described = json.loads((tmp_path / "run.json").read_text())
+    described["environment"] |= {"device_type": "cuda", "device_name": "NVIDIA H100 80GB HBM3"}
+    (tmp_path / "run.json").write_text(json.dumps(described))
+    capsys.readouterr()
+    assert main(arguments) == USER_ERROR
+    assert "holds results with device_name NVIDIA H100 80GB HBM3, here it is " in capsys.readouterr().err
 
 
 # --- The papers' numbers -------------------------------------------------------------------------

@@ -267,7 +267,9 @@ def test_every_file_loads_and_its_figures_have_sources(name: str) -> None:
     measured = ["routing_native_basis", "routing_policy_basis"]
     assert [key for key, basis in bases.items() if basis == "measured"] == (measured if name == "h100-sxm" else [])
     assert [fit.basis for fit in known.decode] == (["measured"] if name == "h100-sxm" else [])
-    assert set(bases.values()) - {None} <= {"assumed", "measured"}
+    # Of attention two abstracts give what FlashAttention-2 reaches.
+    published = ["attention_basis"] if name in ("h100-sxm", "a100-sxm-80gb") else []
+    assert [key for key, basis in bases.items() if basis == "published"] == published
     for number, line in enumerate((DEVICES_DIR / f"{name}.yaml").read_text().splitlines(), 1):
         if re.match(r"\s*(- \[|\w+: *)[\d.]+", line):
             assert re.search(r"#\s+\S+ \S+", line), f"{name}.yaml:{number}: a figure without its source: {line}"
@@ -280,6 +282,11 @@ def test_a_description_says_what_is_assumed() -> None:
     assert "3 us a pass (assumed)" in words
     assert "routing 50 ps a score (published), by a policy 200 ps (assumed)" in words
     assert words.endswith("permutation at 25% of the memory's TB/s (measured); 80 GB")
+    known = load_device("h100-sxm")
+    assert "attention" not in known.describe()
+    assert known.describe(whole=True).endswith(
+        "core attention at 35% of the arithmetic (published); launches not counted"
+    )
 
 
 @pytest.mark.parametrize(
@@ -321,6 +328,8 @@ def test_negative_scores_and_bytes_are_refused() -> None:
         ),
         ({"overhead_us": None, "overhead_basis": None}, "overhead_us: missing; only a file with a decode fit"),
         ({"memory_basis": None}, "memory_basis: expected one with memory_efficiency"),
+        ({"attention_efficiency": 0.5}, "attention_basis: expected one with attention_efficiency and none without"),
+        ({"attention_basis": "assumed"}, "attention_basis: expected one with attention_efficiency and none without"),
         ({"overhead_us": None}, "overhead_basis: expected one with overhead_us and none without, got assumed"),
         ({"decode": [FIT]}, "overhead_us: expected none beside a decode fit, whose base_us says it; got 3"),
         ({**NO_MEMORY, "decode": [FIT, FIT]}, "decode: expected one fit for each way .* got grouped, grouped"),

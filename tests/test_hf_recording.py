@@ -11,6 +11,8 @@ from typing import Any
 
 import hf_models
 import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -22,7 +24,7 @@ from moe_ep_bench.hf.checkpoint import Checkpoint, text_sequences, token_sequenc
 from moe_ep_bench.hf.recording import RecordOptions, record_trace, shares
 from moe_ep_bench.hf.routed import Seen, routed
 from moe_ep_bench.policies import make_policy
-from moe_ep_bench.scopes.route import plan_routes, route
+from moe_ep_bench.scopes.route import plan_routes
 from moe_ep_bench.workload import RecordedWorkload, open_trace
 from moe_ep_bench.workload.tail import keep_top_k_ahead
 
@@ -170,7 +172,10 @@ def test_a_killed_recording_goes_on_and_ends_in_the_same_bytes(
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
-def test_route_run_and_emulate_read_it_without_a_tail_model(recording: Path, olmoe: Path, tmp_path: Path) -> None:
+def test_run_route_and_emulate_route_it_alike_without_a_tail_model(
+    recording: Path, olmoe: Path, tmp_path: Path
+) -> None:
+    """Every command, truly: real ranks, virtual ranks, and a layer that one device emulates."""
     config = tmp_path / "config.yaml"
     content = {
         "name": "tiny",
@@ -185,14 +190,42 @@ def test_route_run_and_emulate_read_it_without_a_tail_model(recording: Path, olm
         },
         "layer": {"ep_size": 2, "dtype": "float32"},
         "policies": [{"name": "expanded_drop", "capacity_factor": 1.0}],
+        "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 1, "max_warmup": 1},
+        "emulate": {"links": "h100-nvlink4"},
     }
     config.write_text(yaml.safe_dump(content))
     (first, _) = plan_routes(config, [])
     assert "all scores recorded" in first.title
-    route(config, tmp_path / "routed", [])
-    assert main(["summary", str(tmp_path / "routed")]) == OK
-    assert main(["emulate", str(config), "--dry-run", "--set", "emulate.links=h100-nvlink4"]) == OK
-    assert main(["launch", str(config), "--dry-run", "--nproc", "2"]) == OK
+    outs = {name: tmp_path / name for name in ("launch", "route", "emulate")}
+    for name, more in (("launch", ["--nproc", "2"]), ("emulate", [])):  # Each ends its process when it is done.
+        command = [sys.executable, "-m", "moe_ep_bench", name, str(config), "--out", str(outs[name]), *more]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == OK, done.stderr[-2000:]
+    assert main(["route", str(config), "--out", str(outs["route"])]) == OK
+    for out in outs.values():
+        assert main(["summary", str(out)]) == OK
+    timed, routed, emulated = (by_layer_and_batch(out) for out in outs.values())
+    assert len(routed) == 2 * 2 * 2, "layers, batches and cases"
+    for key, load_E in routed.items():
+        assert sum(load_E) > 0
+        assert timed[key] == emulated[key] == load_E, key
+    for out in (outs["launch"], outs["emulate"]):
+        times = pd.concat(pq.read_table(part).to_pandas() for part in (out / "cases").iterdir())
+        assert (times.query("phase == 'total'")["time_us"] > 0).all()
+        assert set(times["status"]) == {"ok"}
+
+
+def by_layer_and_batch(directory: Path) -> dict[tuple[str, str, int], list[int]]:
+    """Pairs of every expert, over all ranks, of the cases that ``route`` has too."""
+    described = json.loads((directory / "run.json").read_text())
+    found: dict[tuple[str, str, int], list[int]] = {}
+    for case_id, case in described["cases"].items():
+        if case["role"] in ("baseline", "policy"):
+            title = described["comparisons"][case["comparison_id"]]["workload"]["description"]
+            rows = pq.read_table(directory / "routing" / f"{case_id}.parquet").to_pandas()
+            for batch, of_ranks in rows.groupby("batch"):
+                found[title, case["policy"], batch] = np.stack(list(of_ranks["load_E"])).sum(0).tolist()
+    return found
 
 
 def test_a_recording_of_the_top_k_needs_a_tail_model(recording: Path, tmp_path: Path) -> None:

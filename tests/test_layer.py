@@ -10,6 +10,7 @@ from pathlib import Path
 import flex_laws  # noqa: F401, adds its laws to the others
 import graph_laws  # noqa: F401, adds its laws to the others
 import pytest
+import slice_laws  # noqa: F401, adds its laws to the others
 from layer_laws import LAWS, NEEDS_RANKS
 
 pytestmark = pytest.mark.seam

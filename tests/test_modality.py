@@ -151,7 +151,7 @@ def test_the_texts_loss_alone_is_counted(folder: Path, tmp_path: Path) -> None:
     text = quality_text(load_quality_results(tmp_path))
     assert max(map(len, text.splitlines())) <= WIDTH
     for modality in MODALITIES[::2]:
-        assert f"token_drop gamma=0.5 {modality} prefill" in " ".join(text.split()), "no label is cut off"
+        assert f"token_drop capacity_factor=0.5 {modality} prefill" in " ".join(text.split()), "no label is cut off"
     assert "Token Drop: image first costs text less than uniform, synthetic images (arXiv 2503.05066" in text
     assert "every sequence follows 24 image tokens, which are synthetic" in text
 

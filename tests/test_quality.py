@@ -272,6 +272,8 @@ def test_the_table_fits_and_says_what_is_beside_what(done: Path) -> None:
     table = quality_table([comparison])
     whole = quality_text([comparison])
     assert max(map(len, whole.splitlines())) <= WIDTH
+    assert "gamma" not in whole
+    assert "..." not in table
     assert "dropping by score costs less than by random (arXiv 2503.05066)" in whole
     assert table.count("\nnative ") == 2, "steps of decoding have loads of their own to be set against"
     assert "not timed" in table.replace("\n  ", " ")
@@ -472,6 +474,9 @@ def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_pa
         drawing = capacity_figure(comparisons)
     assert drawing is not None
     assert sorted(drawing.rows["value"]) == [0.0, 1.0, 1.0, 3.0, 3.0]
+    said = " ".join(" ".join(text.get_text().split()) for text in drawing.figure.texts)
+    assert "fewer than 10 sequences give no interval" in said
+    assert "95 %" not in said, "promised where there is none"
     (axes,) = drawing.figure.axes
     lines = {tuple(line.get_xdata()): line.get_ydata() for line in axes.lines if len(line.get_xdata()) > 1}
     assert set(lines) >= {(0.0, 1.0, 3.0), (1.0, 3.0)}
@@ -525,6 +530,32 @@ def test_a_directory_of_another_mode_is_refused(folder: Path, done: Path, tmp_pa
     (tmp_path / "run.json").write_text(json.dumps({**described, "mode": "route"}))
     with pytest.raises(ValueError, match="holds results with mode route, here it is quality"):
         quality(folder / "config.yaml", tmp_path, [])
+
+
+def test_answers_of_another_device_are_refused_and_nothing_is_judged(
+    folder: Path, done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    described = json.loads((done / "run.json").read_text())
+    described["environment"] |= {"device_type": "cuda", "device_name": "NVIDIA H100 80GB HBM3"}
+    (tmp_path / "run.json").write_text(json.dumps(described))
+    monkeypatch.setattr(Checkpoint, "load", None)
+    arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path)]
+    for more in ([], ["--force"]):
+        assert main([*arguments, *more]) == USER_ERROR
+        (said,) = capsys.readouterr().err.strip().splitlines()
+        assert f"{tmp_path}: holds results with device_name NVIDIA H100 80GB HBM3, here it is " in said
+        assert said.endswith("; choose another directory")
+
+
+def test_a_sweep_over_devices_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scope, "pick_device", lambda device: torch.device("cuda" if device == "cuda" else "cpu"))
+    arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path / "out"), "--set"]
+    assert main([*arguments, "sweep.model.device=[cpu, cuda]"]) == USER_ERROR
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert "model.device: expected one device for all comparisons of a directory, got cpu, cuda" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_of_this_machine_is_written_into_run_json(done: Path, folder: Path) -> None:

@@ -9,6 +9,7 @@ import matplotlib.pyplot as plt
 import pytest
 from headless import CHROMIUM, Browser
 from results_builder import FakeCase, FakeComparison, standard_cases, write_run
+from whole_builder import write_whole
 
 from moe_ep_bench.analysis.report.page import write_report
 
@@ -41,7 +42,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         for peak in (1.0, 2.0, 4.0)
     ]
     write_run(folder / "sweep", swept)
-    return {name: write_report(folder / name)[0].as_uri() for name in ("one", "sweep")}
+    factors = [
+        FakeCase(policy, params={"capacity_factor": f}) for policy in ("token_drop", "oea") for f in (1, 2, 3, 4)
+    ]
+    many = [*(case for case in standard_cases() if case.policy != "token_drop"), *factors]
+    write_whole(folder / "whole", many, of_layers=61, moe_layers=range(1, 27), num_batches=2)
+    return {name: write_report(folder / name)[0].as_uri() for name in ("one", "sweep", "whole")}
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +157,27 @@ def test_in_the_dark_text_is_light_and_figures_stay_on_white(browser: Browser, p
     body, card = browser.evaluate(colours)
     assert card == "rgb(255, 255, 255)"
     assert max(map(int, body.removeprefix("rgb(").removesuffix(")").split(", "))) < 64
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_model_of_many_layers_and_policies_fits_the_page(
+    browser: Browser, pages: dict[str, str], width: int, dark: bool
+) -> None:
+    browser.open(pages["whole"], width, dark=dark)
+    assert browser.of_kind("Runtime.exceptionThrown", "Log.entryAdded", "Network.loadingFailed") == []
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    (shown,) = browser.evaluate("[...document.images].map(i => [i.complete, i.getBoundingClientRect().width])")
+    assert shown[0] is True
+    assert shown[1] > 0.7 * width
+    heads, rows, room = browser.evaluate(
+        "(() => { const isOfLayers = t => t.tHead.textContent.includes('attention');"
+        " const table = [...document.querySelectorAll('table')].find(isOfLayers);"
+        " return [table.tHead.rows[0].cells.length, table.tBodies[0].rows.length,"
+        "  table.parentElement.clientWidth - table.scrollWidth]; })()"
+    )
+    assert (heads, rows) == (3 + 1 + 4, 27)
+    assert room >= 0 or width == 400, "the table of layers is wider than a page"
 
 
 def shades(browser: Browser, box: str) -> tuple[float, float]:

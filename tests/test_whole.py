@@ -178,12 +178,11 @@ def test_a_case_without_its_layers_is_named_and_the_rest_drawn(
     assert (directory / "figures" / "whole.svg").is_file()
 
 
-def test_what_reads_layers_says_who_shows_whole_models(
+def test_what_reads_layers_alone_refuses_whole_models(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for command in (["export", "--to", "csv"], ["advise"], ["compare", str(directory)]):
-        assert main([command[0], str(directory), *command[1:]]) == 2
-        assert "which `moe-ep-bench summary`, `plot` and `report` show" in capsys.readouterr().err
+    assert main(["fit", str(directory)]) == 2
+    assert "which this does not read" in capsys.readouterr().err
 
 
 def test_the_summary_still_reads_what_the_figure_draws(directory: Path) -> None:
@@ -191,3 +190,24 @@ def test_the_summary_still_reads_what_the_figure_draws(directory: Path) -> None:
     native = one.results[0]
     assert native.parts_ms is not None
     assert native.moe_share == pytest.approx(SHARE, rel=0.01)
+
+
+def test_many_policies_leave_the_table_of_layers_a_page_wide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = [
+        FakeCase("oea", params={"k0": k0}, label=f"oea k0={k0} num_candidates={longer}", speedup=1 + k0 / 10)
+        for k0, longer in zip(range(1, 9), [12] * 7 + ["1" * 30], strict=True)
+    ]
+    references = [case for case in standard_cases() if case.policy != "token_drop"]
+    directory = write_whole(tmp_path / "run", [*references, *many], num_batches=2)
+    assert main(["summary", str(directory)]) == 0
+    table = capsys.readouterr().out.partition("By layer, ms")[2].splitlines()
+    assert "policies that gain most from end to end" in table[0]
+    body = table[1 : table.index("")]
+    assert max(map(len, body)) <= 120
+    assert [line.split()[0] for line in body if line.split()[0].isdigit()] == ["0", "1", "2"]
+    head = " ".join(line for line in body if "k0=" in line)
+    assert (
+        re.findall(r"k0=\d", head) == ["k0=8", "k0=7", "k0=6", "k0=5"][: int(re.findall(r"the (\d) of 8", table[0])[0])]
+    )

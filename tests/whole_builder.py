@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 from results_builder import FakeCase, FakeComparison, write_run
@@ -23,11 +24,11 @@ _OF_LAYER_0 = ("dense",)
 _OF_NONE = ("embedding", "output")
 
 
-def whole_facts(of_layers: int = 3, **facts: Any) -> dict[str, Any]:
+def whole_facts(of_layers: int = 3, moe_layers: Sequence[int] = MOE_LAYERS, **facts: Any) -> dict[str, Any]:
     whole = {
-        "num_layers": 3,
+        "num_layers": 1 + len(moe_layers),
         "of_layers": of_layers,
-        "moe_layers": list(MOE_LAYERS),
+        "moe_layers": list(moe_layers),
         "of_moe_layers": of_layers - 1,
         "context_length": 0,
         "attention": "torch scaled_dot_product_attention",
@@ -36,23 +37,36 @@ def whole_facts(of_layers: int = 3, **facts: Any) -> dict[str, Any]:
     return {"whole": whole, **facts}
 
 
-def write_whole(root: Path, cases: Sequence[FakeCase], *, of_layers: int = 3, **changes: Any) -> Path:
-    """A directory of one comparison; native's MoE layers take ``native_us``, twice as long as the rest of the pass."""
-    facts: Mapping[str, Any] = whole_facts(of_layers, **changes.pop("facts", {}))
+def write_whole(
+    root: Path,
+    cases: Sequence[FakeCase],
+    *,
+    of_layers: int = 3,
+    seed: int = 0,
+    elsewhere_noise: float = 0.0,
+    moe_layers: Sequence[int] = MOE_LAYERS,
+    **changes: Any,
+) -> Path:
+    """A directory of one comparison; native's MoE layers take ``native_us``, twice as long as the rest of the pass.
+
+    Args:
+        elsewhere_noise: standard deviation of the log of ``ELSEWHERE_TOTAL_US`` in plain iterations.
+    """
+    facts: Mapping[str, Any] = whole_facts(of_layers, moe_layers, **changes.pop("facts", {}))
     settings = {"native_us": 2 * ELSEWHERE_TOTAL_US, "num_iterations": 2, "noise": 0.002, **changes}
     comparison = FakeComparison(facts=facts, cases=cases, **settings)
-    write_run(root, [comparison], scope="model")
-    files = RunDirectory(root)
+    write_run(root, [comparison], scope="model", seed=seed)
+    files, generator = RunDirectory(root), np.random.default_rng(seed)
     for case in cases:
         if case.status != "ok":
             continue
         case_id = comparison.case_id(case)
         samples = pq.read_table(files.case_path(case_id)).to_pandas()
-        layers = _layers(samples)
-        _write(files.write_case, case_id, _with_elsewhere(samples))
+        layers = _layers(samples, moe_layers)
+        _write(files.write_case, case_id, _with_elsewhere(samples, elsewhere_noise, generator))
         _write(files.write_layers, case_id, layers)
         routing = pq.read_table(files.routing_path(case_id)).to_pandas()
-        of_all = pd.concat([routing.assign(layer=layer) for layer in MOE_LAYERS])
+        of_all = pd.concat([routing.assign(layer=layer) for layer in moe_layers])
         files.write_model_routing(case_id, _columns(of_all))
     return root
 
@@ -72,9 +86,10 @@ def _columns(rows: pd.DataFrame) -> dict[str, list[Any]]:
     }
 
 
-def _with_elsewhere(samples: pd.DataFrame) -> pd.DataFrame:
+def _with_elsewhere(samples: pd.DataFrame, noise: float, generator: np.random.Generator) -> pd.DataFrame:
     """The layers' samples with what is no MoE layer beside them."""
-    longer = samples.assign(time_us=samples.time_us + ELSEWHERE_TOTAL_US * (samples.phase == TOTAL))
+    factors = np.where(samples.kind == "plain", np.exp(noise * generator.standard_normal(len(samples))), 1.0)
+    longer = samples.assign(time_us=samples.time_us + ELSEWHERE_TOTAL_US * factors * (samples.phase == TOTAL))
     return pd.concat([longer, *_added(samples).values()], ignore_index=True)
 
 
@@ -83,13 +98,13 @@ def _added(samples: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return {phase: totals.assign(phase=phase, time_us=time_us) for phase, time_us in ELSEWHERE_US.items()}
 
 
-def _layers(samples: pd.DataFrame) -> pd.DataFrame:
+def _layers(samples: pd.DataFrame, moe_layers: Sequence[int]) -> pd.DataFrame:
     """Each MoE layer has its share of the layers' phases; of attention and the rest every layer its own."""
     phases = samples[(samples.kind == "breakdown") & ~samples.phase.isin([TOTAL, UNACCOUNTED])]
-    share = phases.time_us / len(MOE_LAYERS)
-    found = [phases.assign(layer=layer, time_us=share) for layer in MOE_LAYERS]
+    share = phases.time_us / len(moe_layers)
+    found = [phases.assign(layer=layer, time_us=share) for layer in moe_layers]
     for phase, rows in _added(samples).items():
-        its = (None,) if phase in _OF_NONE else (0,) if phase in _OF_LAYER_0 else (0, *MOE_LAYERS)
+        its = (None,) if phase in _OF_NONE else (0,) if phase in _OF_LAYER_0 else (0, *moe_layers)
         found += [rows.assign(layer=layer, time_us=rows.time_us / len(its)) for layer in its]
     rows = pd.concat(found, ignore_index=True)
     return rows.assign(layer=rows.layer.astype("Int64"))[LAYER_SCHEMA.names]

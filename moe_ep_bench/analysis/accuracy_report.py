@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moe_ep_bench.analysis.parts import ResultsError
-from moe_ep_bench.analysis.quality_report import WIDTH, short_label
+from moe_ep_bench.analysis.quality_report import WIDTH, label_lines, short_label
 from moe_ep_bench.records import ACCURACY_ANSWERS_SCHEMA, ACCURACY_SCHEMA, RunDirectory
 
 
@@ -225,12 +225,13 @@ def _table(lines: Sequence[Line]) -> list[str]:
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     room = WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1)
-    first = [row[0] if len(row[0]) <= room else row[0][: room - 3] + "..." for row in rows]
     widths[0] = min(widths[0], room)
-    return [
-        "  ".join([name.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for name, row in zip(first, rows, strict=True)
-    ]
+    lines = []
+    for row in rows:
+        first, *more = label_lines(row[0], room)
+        cells = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+        lines += ["  ".join(cells), *more]
+    return lines
 
 
 def _against_paper(line: Line) -> str:

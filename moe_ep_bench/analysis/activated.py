@@ -101,7 +101,7 @@ def _layer(facts: Comparison) -> tuple[object, ...]:
     """What makes a step's time comparable with another's."""
     sizes = facts.scale, facts.hidden_size, facts.ffn_hidden_size
     computed = facts.experts.ran, facts.dispatcher, facts.cuda_graph
-    return facts.model, *sizes, facts.num_ranks, facts.dtype, *computed, facts.flush_l2
+    return facts.model, *sizes, facts.num_ranks, facts.expert_tensor_parallel, facts.dtype, *computed, facts.flush_l2
 
 
 def layer_words(facts: Comparison) -> str:
@@ -175,7 +175,7 @@ def _bound_us(pool: Sequence[ComparisonResult]) -> float | None:
     measured = [rank.ceilings.read_gbps for result in pool for launch in result.conditions for rank in launch.ranks]
     if not measured or None in measured:
         return None
-    weights_bytes = 3 * facts.hidden_size * facts.ffn_hidden_size * VALUE_BYTES[facts.dtype]
+    weights_bytes = 3 * facts.hidden_size * facts.slice_size * VALUE_BYTES[facts.dtype]
     return weights_bytes / float(np.median(measured)) / 1e3
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moe_ep_bench.analysis.load import Run
@@ -121,7 +121,29 @@ def answer(comparison: ComparisonResult, bounds: Bounds) -> Answer:
     return Answer(comparison, best, tuple(result for result in within if result is not best), beyond, refusal)
 
 
-def advice(run: Run, bounds: Bounds) -> str:
+@dataclass(frozen=True)
+class Subject:
+    """What speedups are of, and what has to stand beside them.
+
+    Attributes:
+        said: once, before all answers.
+        speed: a case's speedup in words.
+        beside: lines that follow an answer's first.
+    """
+
+    said: str
+    speed: Callable[[CaseResult], str]
+    beside: Callable[[Answer], list[str]]
+
+
+LAYER = Subject(
+    said="Speedups are of one MoE layer: a whole model gains less, as scope: model shows (docs/model.md).",
+    speed=lambda result: f"speedup {estimate_words(result.speedup)}",
+    beside=lambda _: [],
+)
+
+
+def advice(run: Run, bounds: Bounds, subject: Subject = LAYER) -> str:
     """The answers of all comparisons of a run, a few lines each, and how they change along its sweep."""
     comparisons = in_order(analyse(run))
     answers = [answer(comparison, bounds) for comparison in comparisons]
@@ -131,6 +153,7 @@ def advice(run: Run, bounds: Bounds) -> str:
             [
                 f"Asked: the most speed with {bounds.words}.",
                 "Score mass is no accuracy: evaluate your model under a policy before you serve with it.",
+                subject.said,
             ]
         )
     ]
@@ -139,7 +162,8 @@ def advice(run: Run, bounds: Bounds) -> str:
         blocks.append(_wrapped(bases[:1]))
     for one, basis in zip(answers, bases, strict=True):
         lines = [basis] if len(set(bases)) > 1 else []
-        lines += _lines(run, one, [sweep for sweep in sweeps if one.comparison in sweep.comparisons], bounds)
+        own_sweeps = [sweep for sweep in sweeps if one.comparison in sweep.comparisons]
+        lines += _lines(run, one, own_sweeps, bounds, subject)
         blocks.append("\n".join([_title(one.comparison), *_indented(lines)]))
     by_comparison = {id(one.comparison): one for one in answers}
     for sweep in sweeps:
@@ -171,24 +195,25 @@ def _refusal(comparison: ComparisonResult) -> str:
     return OVERSUBSCRIBED if comparison.comparison.oversubscribed else ""
 
 
-def _lines(run: Run, one: Answer, sweeps: Sequence[Sweep], bounds: Bounds) -> list[str]:
+def _lines(run: Run, one: Answer, sweeps: Sequence[Sweep], bounds: Bounds, subject: Subject) -> list[str]:
     if one.refusal:
         return [f"Cannot say: {one.refusal}."]
     best, label = one.best, how_words(run, one.comparison)
     if best is not None:
-        lines = [f"Use {best.case.label}{label}: {_speed_words(one.comparison, best)}.", f"Costs: {_cost_words(best)}."]
+        lines = [f"Use {best.case.label}{label}: {_speed_words(one.comparison, best, subject)}."]
+        lines += [*subject.beside(one), f"Costs: {_cost_words(best)}."]
         lines += [_tail_words(one.comparison, best)] if _rests_on_tail(one.comparison, best) else []
     else:
-        lines = [f"{_KEEP_NATIVE.capitalize()}{label}: {_why_native(one, bounds)}."]
+        lines = [f"{_KEEP_NATIVE.capitalize()}{label}: {_why_native(one, bounds, subject)}.", *subject.beside(one)]
     lines.append(_ceiling_words(one.comparison))
     # Where native is kept, its reason has named the fastest.
     named = [best] if best is not None else list(one.others[:1])
     runners = [result for result in one.others if result not in named and _speed(result) > 1]
     if runners:
-        lines.append(f"Runner-up: {_named(one.comparison, runners[0])}.")
+        lines.append(f"Runner-up: {_named(one.comparison, runners[0], subject)}.")
     replications = [result for result in one.others if result.case.role == "replication"]
     if replications and not any(result in replications for result in (*named, *runners[:1])):
-        lines.append(f"Without dropping: {_named(one.comparison, replications[0])}.")
+        lines.append(f"Without dropping: {_named(one.comparison, replications[0], subject)}.")
     if best is None and one.comparison.comparison.num_batches < MIN_BATCHES:
         changes = [f"{MIN_BATCHES} batches or more (workload.num_batches): they give intervals"]
     else:
@@ -208,8 +233,8 @@ def _speed(result: CaseResult) -> float:
     return result.speedup.median
 
 
-def _speed_words(comparison: ComparisonResult, result: CaseResult) -> str:
-    return f"speedup {estimate_words(result.speedup)}, {_sure_words(comparison, result)}"
+def _speed_words(comparison: ComparisonResult, result: CaseResult, subject: Subject) -> str:
+    return f"{subject.speed(result)}, {_sure_words(comparison, result)}"
 
 
 def _sure_words(comparison: ComparisonResult, result: CaseResult) -> str:
@@ -241,18 +266,20 @@ def _cost_words(result: CaseResult) -> str:
     return f"drops {dropped} % of top-k pairs, keeps {kept} % of the top-k's score mass; {error}"
 
 
-def _named(comparison: ComparisonResult, result: CaseResult) -> str:
-    return f"{result.case.label}, {_speed_words(comparison, result)}; {_cost_words(result)}"
+def _named(comparison: ComparisonResult, result: CaseResult, subject: Subject) -> str:
+    return f"{result.case.label}, {_speed_words(comparison, result, subject)}; {_cost_words(result)}"
 
 
-def _why_native(one: Answer, bounds: Bounds) -> str:
+def _why_native(one: Answer, bounds: Bounds, subject: Subject) -> str:
     if one.others:
         fastest = one.others[0]
-        return f"nothing within the bounds is faster for sure; the fastest is {_named(one.comparison, fastest)}"
+        return (
+            f"nothing within the bounds is faster for sure; the fastest is {_named(one.comparison, fastest, subject)}"
+        )
     if not one.beyond:
         return "no policy was measured"
     nearest = min(one.beyond, key=lambda result: _excess(result, bounds))
-    return f"nothing stays within the bounds; the nearest is {_named(one.comparison, nearest)}"
+    return f"nothing stays within the bounds; the nearest is {_named(one.comparison, nearest, subject)}"
 
 
 def _excess(result: CaseResult, bounds: Bounds) -> float:

@@ -182,9 +182,14 @@ def _phase_bars(axes: Axes, results: list[CaseResult], groups: dict[str, bool], 
     axes.grid(False, axis="y")
 
 
+def name_label(result: CaseResult, looks: Looks) -> str:
+    """The case's name alone, in lines that fit beside a bar."""
+    return wrap(case_name(result, looks), 2.4, 9)
+
+
 def bar_label(result: CaseResult, looks: Looks) -> str:
     """Name the case and what it costs, so that a short bar is not read as a gift."""
-    name = wrap(case_name(result, looks), 2.4, 9)
+    name = name_label(result, looks)
     if result.case.role != "policy" or result.fidelity is None:
         return name
     dropped, kept = percent(result.fidelity.dropped_share), percent(result.fidelity.retained_mass)

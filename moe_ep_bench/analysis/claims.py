@@ -1,8 +1,9 @@
 """Papers' numbers beside ours: what ``reproduce`` prints, its table as CSV, and its figure.
 
-One row for each claim and policy; its columns are what the same layer gives under each traffic. What is ours is of one
-layer, by the device and links that stand above the table. A paper's number that is not at hand stays empty, and no
-row is left out because it does not fit.
+One row for each claim and policy; its columns are what the same layer gives under each traffic, or the same whole model
+(``scope: model``). One of the two is ours, by the device and links that stand above the table, and where the paper
+measured the other its row says so. A paper's number that is not at hand stays empty, and no row is left out because it
+does not fit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pydantic import ValidationError
 
 from moe_ep_bench.analysis.activated import mean_activated
 from moe_ep_bench.analysis.fidelity import Fidelity
-from moe_ep_bench.analysis.load import ResultsError, Run, load_run
+from moe_ep_bench.analysis.load import ResultsError, Run, is_whole, load_run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.style import (
     DEFAULT_FORMATS,
@@ -39,10 +40,20 @@ from moe_ep_bench.analysis.style import (
 )
 from moe_ep_bench.analysis.sweep import key_words
 from moe_ep_bench.analysis.timing import layer_time_us
+from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, load_whole
+from moe_ep_bench.analysis.whole_claims import (
+    NEEDED_HEADER,
+    NEEDED_WORDS,
+    SHARE_HEADER,
+    needed_cell,
+    share_cells,
+    whole_value,
+)
 from moe_ep_bench.analysis.words import NONE, aligned, hardware_words, milliseconds, mode_words, percent, scale_words
 from moe_ep_bench.claims import (
     NATIVE_METRICS,
     OWN_METRICS,
+    PASS_METRICS,
     PHASE_METRICS,
     PLACEMENTS,
     Claim,
@@ -55,7 +66,17 @@ from moe_ep_bench.records import atomic_path
 
 NOT_AT_HAND = "not at hand"
 
-_OF = {"layer": "", "end_to_end": ", end to end", "not_stated": ", layer or end to end not stated"}
+# What the paper measured, where ours is a layer, and where it is a whole model.
+_OF = {
+    "layer": "",
+    "end_to_end": ", end to end (ours: a layer)",
+    "not_stated": ", layer or end to end not stated (ours: a layer)",
+}
+_OF_WHOLE = {
+    "layer": ", layers",
+    "end_to_end": ", end to end",
+    "not_stated": ", layer or end to end not stated (ours: end to end)",
+}
 _METRIC_WORDS = {
     "speedup": "speedup",
     "dropped_fraction": "dropped share",
@@ -66,6 +87,9 @@ _METRIC_WORDS = {
     "experts_time": "relative time of experts",
     "layer_time": "relative time of the layer",
     "activated_experts": "relative number of activated experts",
+    "moe_speedup": "speedup of all MoE layers in a pass",
+    "step_time": "relative time of a decode step",
+    "tokens_per_s": "relative tokens per second",
     "native_layer_us": "native's layer (us)",
     "native_activated_experts": "native's activated experts",
 }
@@ -92,6 +116,7 @@ class Ours:
             few batches for one, and the value itself where it has neither.
         difference: from the paper's; None where that is not at hand.
         dropped: share of top-k pairs that the policy does not compute.
+        whole: the comparison as one of whole models; None of layers.
     """
 
     traffic: str
@@ -101,6 +126,7 @@ class Ours:
     difference: float | None
     dropped: float
     comparison: ComparisonResult
+    whole: WholeComparison | None = None
 
 
 @dataclass(frozen=True)
@@ -151,6 +177,16 @@ class Claims:
     solved_tokens: int | None
 
     @property
+    def is_whole(self) -> bool:
+        """Whether ours are whole models, not layers."""
+        return self.run.scope == "model"
+
+    @property
+    def wholes(self) -> dict[int, WholeComparison]:
+        """``comparisons`` as those of whole models, by ``id``; empty of layers."""
+        return {id(o.comparison): o.whole for r in self.results for o in r.ours if o.whole is not None}
+
+    @property
     def comparisons(self) -> list[ComparisonResult]:
         """Those that claims are about, once."""
         return list({id(o.comparison): o.comparison for r in self.results for o in r.ours}.values())
@@ -175,8 +211,7 @@ def load_claims(directory: Path) -> Claims:
         raise ResultsError(f"{path}: missing; a directory with claims is one that `reproduce` has written") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ResultsError(f"{path}: damaged: {error}") from None
-    run = load_run(directory)
-    by_id = dict(zip(run.comparisons, analyse(run), strict=True))
+    run, by_id = (_whole_comparisons if is_whole(directory) else _layer_comparisons)(directory)
     try:
         results = tuple(_result(row, by_id) for row in rows)
         tokens = {row["needed_tokens_per_rank"] for row in rows} - {None}
@@ -185,20 +220,35 @@ def load_claims(directory: Path) -> Claims:
     return Claims(directory, run, results, content["solved_on"], max(tokens, default=None))
 
 
-def _result(row: dict[str, Any], by_id: dict[str, ComparisonResult]) -> ClaimResult:
+_ById = dict[str, ComparisonResult] | dict[str, WholeComparison]
+
+
+def _layer_comparisons(directory: Path) -> tuple[Run, _ById]:
+    run = load_run(directory)
+    return run, dict(zip(run.comparisons, analyse(run), strict=True))
+
+
+def _whole_comparisons(directory: Path) -> tuple[Run, _ById]:
+    whole = load_whole(directory)
+    return whole.run, dict(zip(whole.run.comparisons, analyse_whole(whole), strict=True))
+
+
+def _result(row: dict[str, Any], by_id: _ById) -> ClaimResult:
     claim = Claim.model_validate(row["claim"])
     ours, unmeasured = [], {}
     for entry in row["entries"]:
-        comparison = by_id[entry["comparison_id"]]
+        found = by_id[entry["comparison_id"]]
+        whole = found if isinstance(found, WholeComparison) else None
+        comparison = found.comparison if isinstance(found, WholeComparison) else found
         traffic = entry["traffic"] or comparison.comparison.title.rsplit(", ", 1)[-1]
         cases = {result.case.case_id: result for result in comparison.results}
         case, versus = cases[entry["case_id"]], entry["versus_id"] and cases[entry["versus_id"]]
-        value = _value(claim, case, versus, comparison)
+        value = _value(claim, case, versus, comparison, whole)
         if value is None:
             unmeasured[traffic] = case.case.reason or "it or what it is set against was not measured"
             continue
         assert case.fidelity is not None
-        ours.append(Ours(traffic, *value, claim.difference(value[0]), case.fidelity.dropped_share, comparison))
+        ours.append(Ours(traffic, *value, claim.difference(value[0]), case.fidelity.dropped_share, comparison, whole))
     others = ", ".join(f"{key_words(key)} {value}" for key, value in row["others"].items())
     needed = tuple(Needed(**one) for one in row["needed"])
     params = {key: value for key, value in row["policy_params"].items() if value is not None}
@@ -208,12 +258,20 @@ def _result(row: dict[str, Any], by_id: dict[str, ComparisonResult]) -> ClaimRes
 
 
 def _value(
-    claim: Claim, case: CaseResult, versus: CaseResult | None, comparison: ComparisonResult
+    claim: Claim,
+    case: CaseResult,
+    versus: CaseResult | None,
+    comparison: ComparisonResult,
+    whole: WholeComparison | None,
 ) -> tuple[float, float, float] | None:
     """Value, low and high; None where the case or what it is set against was not measured."""
     against = versus or comparison.of_role("baseline")
     if not case.case.is_ok or case.fidelity is None or against is None or not against.case.is_ok:
         return None
+    if whole is not None:
+        wholes = {one.result.case.case_id: one for one in whole.results}
+        pair = wholes[case.case.case_id], wholes[against.case.case_id]
+        return whole_value(claim, *pair, comparison.comparison)
     ours_us, native_us = layer_time_us(case.case), layer_time_us(against.case)
     if claim.metric in ("speedup", "layer_time", "native_layer_us"):
         pair = (native_us, ours_us) if claim.metric == "speedup" else (ours_us, native_us)
@@ -254,7 +312,8 @@ def claims_text(claims: Claims) -> str:
 
 
 def _heading(claims: Claims) -> list[str]:
-    return textwrap.wrap(f"Papers' numbers beside one layer here: {_how(claims)}", _WIDTH)
+    ours = "whole models here, from end to end" if claims.is_whole else "one layer here"
+    return textwrap.wrap(f"Papers' numbers beside {ours}: {_how(claims)}", _WIDTH)
 
 
 def _how(claims: Claims) -> str:
@@ -278,34 +337,36 @@ def _table(claims: Claims) -> list[str]:
     solved = any(result.needed for result in claims.results)
     header = ["", "claim", "policy", "paper", *claims.traffics]
     header += [f"needed, {placement}" for placement in PLACEMENTS] if solved else []
+    header += [NEEDED_HEADER] if claims.is_whole else []
     rows = [
         [
             str(number),
-            _with_metric(result),
+            _with_metric(result, claims.is_whole),
             _policy_words(result),
             paper_words(result.claim),
             *(_cell(result, name) for name in claims.traffics),
             *([_needed_cell(result, placement) for placement in PLACEMENTS] if solved else []),
+            *([needed_cell(result.claim, [one.whole for one in result.ours if one.whole])] if claims.is_whole else []),
         ]
         for number, result in enumerate(claims.results, start=1)
     ]
     return aligned([header, *rows], left=(1, 2))
 
 
-def _claim_words(result: ClaimResult) -> str:
+def _claim_words(result: ClaimResult, is_whole: bool) -> str:
     """Where it stands and of what it is; where in the sweep, if the claim itself does not say."""
     others = f" ({result.others})" if result.others and not result.claim.where else ""
-    return f"{result.claim.source}{_OF[result.claim.of]}{others}"
+    of = _OF_WHOLE if is_whole else _OF
+    return f"{result.claim.source}{of[result.claim.of]}{others}"
 
 
-def _with_metric(result: ClaimResult) -> str:
+def _with_metric(result: ClaimResult, is_whole: bool) -> str:
     metric = "" if result.claim.metric == "speedup" else f": {_METRIC_WORDS[result.claim.metric]}"
-    return f"{_claim_words(result)}{metric}"
+    return f"{_claim_words(result, is_whole)}{metric}"
 
 
 def _policy_words(result: ClaimResult) -> str:
-    label = result.label.replace("capacity_factor=", "g=")
-    return f"{label} against {result.versus.replace('capacity_factor=', 'g=')}" if result.versus else label
+    return f"{result.label} against {result.versus}" if result.versus else result.label
 
 
 def paper_words(claim: Claim) -> str:
@@ -352,6 +413,8 @@ def _needed_cell(result: ClaimResult, placement: str) -> str:
 
 
 def _needed_lines(claims: Claims) -> list[str]:
+    if claims.is_whole:
+        return textwrap.wrap(NEEDED_WORDS, _WIDTH)
     if claims.solved_on is None or claims.solved_tokens is None:
         return []
     text = (
@@ -365,7 +428,10 @@ def _needed_lines(claims: Claims) -> list[str]:
 
 def _traffic_table(claims: Claims) -> list[str]:
     header = ["layer and traffic", "fullest expert", "fullest rank", "balance alone gains", "what the traffic is"]
+    if claims.is_whole:
+        header[:1], header[4:4] = ["model and traffic"], SHARE_HEADER
     rows = []
+    wholes = claims.wholes
     for one in claims.comparisons:
         native, ceiling = one.of_role("baseline"), one.of_role("ceiling")
         fidelity = native and native.fidelity
@@ -375,10 +441,11 @@ def _traffic_table(claims: Claims) -> list[str]:
                 f"{fidelity.fullest_expert:.2f}" if fidelity else NONE,
                 f"{fidelity.fullest_rank:.2f}" if fidelity else NONE,
                 f"{ceiling.speedup.median:.2f}" if ceiling and ceiling.speedup else NONE,
+                *(share_cells(wholes[id(one)]) if claims.is_whole else []),
                 textwrap.shorten(_basis(one), 90, placeholder=" ..."),
             ]
         )
-    return aligned([header, *rows], left=(0, 4))
+    return aligned([header, *rows], left=(0, len(header) - 1))
 
 
 def _basis(one: ComparisonResult) -> str:
@@ -426,7 +493,7 @@ def _reasons(claims: Claims) -> list[str]:
 
 def _facts(result: ClaimResult, claims: Claims) -> Iterable[str]:
     claim, number = result.claim, result.claim.number
-    if claim.of == "end_to_end" and number is not None:
+    if claim.of == "end_to_end" and number is not None and not claims.is_whole:
         yield (
             "End to end is never more than the layer: attention and all else that dropping does not touch dilute it. "
             "The layer behind such a number gained at least as much."
@@ -500,6 +567,7 @@ def _csv_rows(claims: Claims, result: ClaimResult) -> Iterable[dict[str, Any]]:
         yield {
             "source": result.claim.source,
             "of": result.claim.of,
+            "ours_of": _ours_of(claims, result.claim),
             "metric": result.claim.metric,
             "policy": result.label,
             "versus": result.versus,
@@ -527,6 +595,12 @@ def _csv_rows(claims: Claims, result: ClaimResult) -> Iterable[dict[str, Any]]:
         }
 
 
+def _ours_of(claims: Claims, claim: Claim) -> str:
+    if not claims.is_whole:
+        return "layer"
+    return "end_to_end" if claim.metric in PASS_METRICS else "layers"
+
+
 def claims_figure(claims: Claims) -> Figure | None:
     """The paper's number as a mark and ours by traffic, a panel for each metric; None where nothing was measured."""
     panels: dict[str, list[ClaimResult]] = {}
@@ -542,11 +616,12 @@ def claims_figure(claims: Claims) -> Figure | None:
         *([("paper: a range", Patch(facecolor=NOISE_FILL))] if any(_is_range(r.claim) for r in results) else []),
         *((f"ours, {name.replace('_', ' ')}", _mark(look)) for name, look in looks.items()),
     ]
-    heights = [_row_height(panel) * len(panel) for panel in panels.values()]
+    heights = [_row_height(panel, claims.is_whole) * len(panel) for panel in panels.values()]
     figure = sheet(
         "Papers' numbers beside ours",
-        "Ours: one layer; whiskers are 95 % intervals, or smallest and largest pair below ten batches. Rows without a "
-        "mark: the paper's number is not at hand.",
+        f"Ours: {'whole models, a pass from end to end' if claims.is_whole else 'one layer'}; whiskers are 95 % "
+        "intervals, or smallest and largest pair below ten batches. Rows without a mark: the paper's number is not at "
+        "hand.",
         [_how(claims), _what(claims)],
         legend,
         width=11,
@@ -556,7 +631,7 @@ def claims_figure(claims: Claims) -> Figure | None:
     for row, (title, panel) in enumerate(panels.items()):
         axes = figure.add_subplot(grid[row, 0])
         panel_title(axes, title, 7.0)
-        _draw(axes, panel, looks)
+        _draw(axes, panel, looks, claims.is_whole)
     return figure
 
 
@@ -568,7 +643,7 @@ def _what(claims: Claims) -> str:
     return f"{' / '.join(models)} | {facts[0].workload.kind} traffic, {'; '.join(traffic)}"
 
 
-def _draw(axes: Axes, panel: Sequence[ClaimResult], looks: dict[str, dict[str, Any]]) -> None:
+def _draw(axes: Axes, panel: Sequence[ClaimResult], looks: dict[str, dict[str, Any]], is_whole: bool) -> None:
     factor = 100 if panel[0].claim.metric in OWN_METRICS else 1
     if panel[0].claim.metric not in (*OWN_METRICS, *NATIVE_METRICS):
         axes.axvline(1, color=MUTED, linewidth=1, zorder=1)
@@ -590,20 +665,20 @@ def _draw(axes: Axes, panel: Sequence[ClaimResult], looks: dict[str, dict[str, A
             begin = low if begin is None else factor * begin
             axes.barh(place, (high if end is None else factor * end) - begin, 0.7, begin, color=NOISE_FILL, zorder=0.5)
     axes.set_xlim(low, high)
-    axes.set_yticks(range(len(panel)), [_name(result) for result in panel])
+    axes.set_yticks(range(len(panel)), [_name(result, is_whole) for result in panel])
     axes.tick_params(axis="y", labelsize=8)
     axes.set_ylim(len(panel) - 0.5, -0.5)
     axes.grid(False, axis="y")
     axes.set_xlabel(f"{_METRIC_WORDS[panel[0].claim.metric]}{' (%)' if factor == 100 else ''}")
 
 
-def _name(result: ClaimResult) -> str:
-    return f"{wrap(_claim_words(result), 4.0, 8)}\n{wrap(_policy_words(result), 4.0, 8)}"
+def _name(result: ClaimResult, is_whole: bool) -> str:
+    return f"{wrap(_claim_words(result, is_whole), 4.0, 8)}\n{wrap(_policy_words(result), 4.0, 8)}"
 
 
-def _row_height(panel: Sequence[ClaimResult]) -> float:
+def _row_height(panel: Sequence[ClaimResult], is_whole: bool) -> float:
     """Inches, enough for the longest name."""
-    most_lines = max(_name(result).count("\n") + 1 for result in panel)
+    most_lines = max(_name(result, is_whole).count("\n") + 1 for result in panel)
     return max(0.52, 0.15 * most_lines + 0.12)
 
 

@@ -1,8 +1,8 @@
 """Two runs of the same cases: what became slower, what faster, and what cannot be said.
 
 Cases are paired by case id, which is a hash of all that defines them, so that only like is set against like.
-Of each pair three things are compared: the layer's time, every phase's time (of the rank that spends most in
-it, from breakdown iterations), and the speedup over native. Times of two jobs share no moment; how they
+Of each pair are compared: the time of the layer, or of a whole model's pass; what it consists of
+(``quantities``); and the speedup over native. Times of two jobs share no moment; how they
 are estimated all the same is told in ``measure.changes``. Each change is held against the noise floors of both
 runs, of the same quantity: what native differs by from itself.
 
@@ -15,17 +15,17 @@ that of code that all cases share.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
 
 from moe_ep_bench.analysis.differences import Difference, check_intended, differences
 from moe_ep_bench.analysis.fidelity import Fidelity
-from moe_ep_bench.analysis.load import Case, Comparison, ResultsError, Run, check_timed, load_run
+from moe_ep_bench.analysis.load import Case, Comparison, ResultsError, Run, check_timed, is_whole, load_run
 from moe_ep_bench.analysis.notes import warnings_of
+from moe_ep_bench.analysis.quantities import ALL, MOE, PARTS, times_of
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
-from moe_ep_bench.analysis.timing import layer_time_us
 from moe_ep_bench.analysis.words import MODE_WORDS
 from moe_ep_bench.measure.changes import estimate_change, joint_floor
 from moe_ep_bench.measure.statistics import (
@@ -37,13 +37,9 @@ from moe_ep_bench.measure.statistics import (
     noise_floor,
     paired_ratios,
 )
-from moe_ep_bench.records import PHASES
 
 # What is measured of a policy, beside controls: these decide ``--fail-over``.
 _JUDGED_ROLES = ("policy", "replication")
-_ITERATION = ["launch", "batch", "iteration"]
-# The name of the whole layer among the phases.
-_LAYER = "layer"
 # Of a run's own warnings, those that say that its times may not be those of another day.
 _WEAKENS = ("disturbed machine", "warm-up did not settle", "times drifted", "more ranks than cores", "launch-bound")
 # What ``judge`` says of a ratio above the floor, in words for a time and for a speedup.
@@ -77,16 +73,27 @@ class Change:
 
 @dataclass(frozen=True, eq=False)
 class CaseChange:
-    """One case in both runs. ``time``, ``speedup`` and ``phases`` are empty where it was not measured in both."""
+    """One case in both runs; its changes are empty where it was not measured in both.
+
+    Attributes:
+        time, speedup: of the layer, or of a whole model's pass; no speedup for native itself.
+        phases: of the layer, or of all MoE layers of a whole model together.
+        parts: of a pass (``quantities.PARTS``); empty for a layer.
+        moe_speedup: of a whole model's MoE layers alone.
+        fidelity: of NEW.
+        why: it is not compared at all; None where it is.
+    """
 
     base: Case
     new: Case
-    time: Change | None
-    speedup: Change | None  # None for native itself
-    phases: dict[str, Change]
-    fidelity: Fidelity | None  # of NEW
-    fidelity_change: str | None
-    why: str | None = None  # not compared at all
+    time: Change | None = None
+    speedup: Change | None = None
+    phases: dict[str, Change] = field(default_factory=dict)
+    parts: dict[str, Change] = field(default_factory=dict)
+    moe_speedup: Change | None = None
+    fidelity: Fidelity | None = None
+    fidelity_change: str | None = None
+    why: str | None = None
 
     @property
     def is_judged(self) -> bool:
@@ -199,12 +206,13 @@ def _compare(
         for line in warnings_of(result, run)
         if line.startswith(_WEAKENS)
     ]
-    return ComparisonChange(pair[1].comparison, tuple(cases), found, controls.get(_LAYER), tuple(warnings))
+    return ComparisonChange(pair[1].comparison, tuple(cases), found, controls.get(ALL), tuple(warnings))
 
 
 def _quantities(comparison: ComparisonResult) -> dict[str, dict[str, _Timed]]:
-    """By case and quantity (the layer or a phase) its times, its pairs with native, and the floor of that quantity."""
-    times = {r.case.case_id: _times(r.case) for r in comparison.results if r.case.is_ok}
+    """By case and quantity its times, its pairs with native, and the floor of that quantity."""
+    is_whole_model = comparison.comparison.whole is not None
+    times = {r.case.case_id: times_of(r.case, is_whole_model) for r in comparison.results if r.case.is_ok}
     native, again = comparison.of_role("baseline"), comparison.of_role("noise")
     of_native = {} if native is None else times[native.case.case_id]
     floors = {} if native is None or again is None else _floors(of_native, times[again.case.case_id])
@@ -214,14 +222,6 @@ def _quantities(comparison: ComparisonResult) -> dict[str, dict[str, _Timed]]:
         }
         for case_id, own in times.items()
     }
-
-
-def _times(case: Case) -> dict[str, pd.Series]:
-    """Layer time of plain iterations, and each phase's of breakdown iterations on the rank that spends most in it."""
-    rows = case.timings[(case.timings["kind"] == "breakdown") & case.timings["phase"].isin(PHASES)]
-    slowest = rows.groupby(["phase", *_ITERATION])["time_us"].max()
-    present = set(rows["phase"])
-    return {_LAYER: layer_time_us(case), **{phase: slowest.loc[phase] for phase in PHASES if phase in present}}
 
 
 def _pairs(native: pd.Series | None, case: pd.Series) -> pd.Series:
@@ -254,17 +254,25 @@ def _case_change(
         if not result.case.is_ok
     ]
     if lost:
-        return CaseChange(base.case, new.case, None, None, {}, None, None, "; ".join(lost))
+        return CaseChange(base.case, new.case, why="; ".join(lost))
     base_timed, new_timed = (of_run[case_id] for of_run in quantities)
     if base.case.role == "baseline":
-        times, speedup = controls, None
+        times, speedups = controls, {}
     else:
         common = [name for name in base_timed if name in new_timed]
         times = {n: judgement.of_case(base_timed[n], new_timed[n], controls.get(n)) for n in common}
-        speedup = judgement.of_speedup(base_timed[_LAYER], new_timed[_LAYER])
-    phases = {name: change for name, change in times.items() if name != _LAYER}
-    fidelity_change = _fidelity_change(base.fidelity, new.fidelity)
-    return CaseChange(base.case, new.case, times[_LAYER], speedup, phases, new.fidelity, fidelity_change)
+        speedups = {n: judgement.of_speedup(base_timed[n], new_timed[n]) for n in (ALL, MOE) if n in common}
+    return CaseChange(
+        base.case,
+        new.case,
+        time=times[ALL],
+        speedup=speedups.get(ALL),
+        phases={name: change for name, change in times.items() if name not in (ALL, *PARTS)},
+        parts={name: times[name] for name in PARTS if name in times},
+        moe_speedup=speedups.get(MOE),
+        fidelity=new.fidelity,
+        fidelity_change=_fidelity_change(base.fidelity, new.fidelity),
+    )
 
 
 def _fidelity_change(base: Fidelity | None, new: Fidelity | None) -> str | None:
@@ -359,8 +367,13 @@ def percent_change(ratio: Estimate) -> str:
 def compare_directories(
     base: Path, new: Path, *, intended: Collection[str] = (), same_machine: bool = False
 ) -> RunChange:
-    """Read two results directories and set them side by side; see ``compare_runs``."""
+    """Read two results directories, both of layers or both of whole models, and compare them (``compare_runs``)."""
     for directory in (base, new):
         check_timed(directory)
     check_intended(intended)
-    return compare_runs(load_run(base), load_run(new), intended=intended, same_machine=same_machine)
+    of_models = [is_whole(directory) for directory in (base, new)]
+    runs = [load_run(directory, whole=whole) for directory, whole in zip((base, new), of_models, strict=True)]
+    if of_models[0] != of_models[1]:
+        words = ["times of whole models" if whole else "times of layers" for whole in of_models]
+        raise ResultsError(f"{new}: holds {words[1]}, but {base} {words[0]}; expected two directories of one scope")
+    return compare_runs(*runs, intended=intended, same_machine=same_machine)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from moe_ep_bench.analysis.compare import CaseChange, Change, ComparisonChange, RunChange, percent_change
 from moe_ep_bench.analysis.differences import Difference
 from moe_ep_bench.analysis.load import Case
+from moe_ep_bench.analysis.quantities import PARTS
 from moe_ep_bench.analysis.words import NONE, aligned, hardware_words, milliseconds, mode_words, percent
 from moe_ep_bench.measure.statistics import Estimate
 from moe_ep_bench.records import PHASES
@@ -36,8 +37,11 @@ _HEADER = (
     "mass kept %",
 )
 _LEFT = (0, 3, 5, 8, 9)
-# A phase's verdict beside its change.
-_MARKS = {"slower": " slower", "faster": " faster", "no difference": "", "cannot say": " ?"}
+# The verdict on a phase or a part beside its change.
+_MARKS = {verdict: f" {verdict}" for verdict in ("slower", "faster", "lower", "higher")} | {
+    "no difference": "",
+    "cannot say": " ?",
+}
 _ONE_LAUNCH = (
     "one launch: what differs from job to job (node, temperature, memory layout) is in no interval; with several "
     "(measure.launches) it is, by Student's t"
@@ -150,10 +154,16 @@ def _block(change: RunChange, comparison: ComparisonChange) -> str:
     facts, run = comparison.comparison, change.new
     title = f"{facts.title}: {mode_words(run, facts)}, {hardware_words(run, facts)}"
     lines = [title, "", *aligned([_HEADER, *map(_cells, comparison.cases)], left=_LEFT)]
-    phases = [phase for phase in PHASES if any(phase in case.phases for case in comparison.cases)]
+    measured = [case for case in comparison.cases if case.time is not None]
+    if any(case.parts for case in measured):
+        lines += ["", "change of a pass's parts in %, on its slowest rank, and of the MoE layers' speedup (breakdown)"]
+        rows = [(case.new.label, *_part_cells(case)) for case in measured]
+        lines += aligned([("policy", *PARTS, "MoE speedup base", "new", "change %"), *rows], left=(0, 1, 2, 3, 6))
+    phases = [phase for phase in PHASES if any(phase in case.phases for case in measured)]
     if phases:
-        lines += ["", "change of phases in %, on the rank that spends most in each (breakdown iterations)"]
-        rows = [(case.new.label, *_phase_cells(case, phases)) for case in comparison.cases if case.time is not None]
+        of_what = "" if facts.whole is None else " of all MoE layers together"
+        lines += ["", f"change of phases{of_what} in %, on the rank that spends most in each (breakdown iterations)"]
+        rows = [(case.new.label, *_phase_cells(case, phases)) for case in measured]
         lines += aligned([("policy", *phases), *rows], left=(0,))
     return "\n".join([*lines, "", *(f"  {line}" for line in _notes(comparison))])
 
@@ -185,6 +195,17 @@ def _number(value: float | None) -> str:
     return NONE if value is None else f"{value:.3f}"
 
 
+def _part_cells(case: CaseChange) -> list[str]:
+    """Of each part its change with its verdict, then the MoE layers' speedup in both runs."""
+    parts = [case.parts.get(part) for part in PARTS]
+    cells = [NONE if one is None else f"{change_words(one.ratio)}{_MARKS[one.verdict]}" for one in parts]
+    speedup = case.moe_speedup
+    if speedup is None:
+        return [*cells, *(NONE,) * 3]
+    change = f"{change_words(speedup.ratio)}{_MARKS[speedup.verdict]}"
+    return [*cells, _number(speedup.base), _number(speedup.new), change]
+
+
 def _phase_cells(case: CaseChange, phases: list[str]) -> list[str]:
     found = [case.phases.get(phase) for phase in phases]
     return [
@@ -200,6 +221,11 @@ def _notes(comparison: ComparisonChange) -> list[str]:
         "over batches]; the two runs shared no moment",
         "floor: what native run twice differs from itself by, both runs' together; phases: ? = cannot say",
     ]
+    if facts.whole is not None:
+        notes.append(
+            "ms: a pass of the whole model; speedup: from end to end; MoE layers: waiting included; the rest: what is "
+            "neither these nor attention"
+        )
     measured = [case.time.ratio for case in comparison.cases if case.time is not None and case.time.ratio is not None]
     if facts.device is None and measured and max(ratio.num_launches for ratio in measured) == 1:
         notes.append(_ONE_LAUNCH)
@@ -238,6 +264,7 @@ def compare_json(change: RunChange, limit: float | None = None, *, strict: bool 
         "base": str(change.base.directory),
         "new": str(change.new.directory),
         "mode": change.new.mode,
+        "scope": change.new.scope,
         "fail_over": limit,
         "strict": strict,
         "same_machine": change.same_machine,
@@ -269,6 +296,8 @@ def _comparison_json(comparison: ComparisonChange, limit: float | None, change: 
                 "routes_differently": case.fidelity_change,
                 "time_us": _change_json(case.time),
                 "speedup": _change_json(case.speedup),
+                "parts_us": {part: _change_json(one) for part, one in case.parts.items()},
+                "moe_speedup": _change_json(case.moe_speedup),
                 "phases_us": {phase: _change_json(one) for phase, one in case.phases.items()},
             }
             for case in comparison.cases

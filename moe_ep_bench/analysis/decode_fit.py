@@ -78,7 +78,7 @@ def _entry(run: Run, steps: Steps) -> tuple[bool, str]:
         f"- experts: {facts.experts.ran}",
         f"  model: {json.dumps(facts.model, ensure_ascii=False)}",
         f"  hidden_size: {facts.hidden_size}",
-        f"  ffn_hidden_size: {facts.ffn_hidden_size}",
+        f"  ffn_hidden_size: {facts.slice_size}",
         f"  dtype: {facts.dtype}",
         f"  base_us: {model.base_us:.4g}  # {_interval(model.base_interval_us)}",
         f"  per_expert_us: {model.per_expert_us:.4g}  # {_interval(model.per_expert_interval_us)}",

@@ -81,6 +81,7 @@ class Comparison(_Described):
     hidden_size: int
     ffn_hidden_size: int
     num_ranks: int  # expert-parallel size
+    expert_tensor_parallel: int = 1  # ranks that an expert is cut among; older versions knew whole ones alone
     num_replicas: int
     world_size: int
     num_tokens: int  # of all ranks
@@ -102,6 +103,26 @@ class Comparison(_Described):
     point: dict[str, Any] = {}  # of the config's sweep: dotted keys with their values
     workload: Workload
     whole: Whole | None = None  # None = one layer was timed
+
+    @property
+    def slice_size(self) -> int:
+        """Of an expert's FFN, on one rank."""
+        return self.ffn_hidden_size // self.expert_tensor_parallel
+
+    @property
+    def num_together(self) -> int:
+        """Ranks whose tokens meet in the same experts; they are neighbours."""
+        return self.num_ranks * self.expert_tensor_parallel
+
+    @property
+    def ranks_words(self) -> str:
+        """How the experts are shared out."""
+        cut = f" x TP {self.expert_tensor_parallel}" if self.expert_tensor_parallel > 1 else ""
+        return f"EP {self.num_ranks}{cut}"
+
+    def expert_rank(self, rank: int) -> int:
+        """The expert-parallel rank that one of all ranks is; those that hold slices of the same experts are one."""
+        return rank // self.expert_tensor_parallel % self.num_ranks
 
 
 class WarmUp(_Described):

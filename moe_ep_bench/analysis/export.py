@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ep_bench.analysis.choice import TYPICAL, IterationChoice
-from moe_ep_bench.analysis.load import Case, ResultsError, Run, check_timed, load_run
+from moe_ep_bench.analysis.load import Case, ResultsError, Run, check_timed, is_whole, load_run
 from moe_ep_bench.analysis.speedups import analyse
-from moe_ep_bench.analysis.table_export import latex_tables, markdown_tables, results_csv, samples_csv
+from moe_ep_bench.analysis.table_export import LAYERS, results_csv, samples_csv
 from moe_ep_bench.analysis.trace_export import perfetto_trace
+from moe_ep_bench.analysis.whole import analyse_whole, load_whole
+from moe_ep_bench.analysis.whole_export import whole_csv, whole_layout, whole_samples_csv
 from moe_ep_bench.records import atomic_path, check_folder
 
 FORMATS = ("perfetto", "latex", "markdown", "csv")
@@ -48,20 +50,41 @@ def export(
     if out is not None:
         check_folder(out.parent, "--out: folder")
     check_timed(directory)
-    run = load_run(directory)
-    comparisons = analyse(run)
-    chosen = find_cases(run, [result.case for one in comparisons for result in one.results], cases)
-    if to == "perfetto":
-        text = perfetto_trace(run, [case for case in chosen if case.is_ok], choices)
-    elif to == "csv":
-        text = samples_csv(run, chosen) if samples else results_csv(run, comparisons, chosen)
-    else:
-        text = (latex_tables if to == "latex" else markdown_tables)(run, comparisons, chosen)
+    text = (_of_models if is_whole(directory) else _of_layers)(directory, to, cases, choices, samples)
     if out is None:
         sys.stdout.write(text)
         return
     with atomic_path(out) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def _of_layers(
+    directory: Path, to: str, names: Sequence[str], choices: Sequence[IterationChoice], samples: bool
+) -> str:
+    run = load_run(directory)
+    comparisons = analyse(run)
+    chosen = find_cases(run, [result.case for one in comparisons for result in one.results], names)
+    if to == "perfetto":
+        return perfetto_trace(run, [case for case in chosen if case.is_ok], choices)
+    if to == "csv":
+        return samples_csv(run, chosen) if samples else results_csv(run, comparisons, chosen)
+    return (LAYERS.latex if to == "latex" else LAYERS.markdown)(run, comparisons, chosen)
+
+
+def _of_models(
+    directory: Path, to: str, names: Sequence[str], choices: Sequence[IterationChoice], samples: bool
+) -> str:
+    whole = load_whole(directory)
+    comparisons = analyse_whole(whole)
+    chosen = find_cases(whole.run, [each.result.case for one in comparisons for each in one.results], names)
+    if to == "perfetto":
+        return perfetto_trace(whole.run, [case for case in chosen if case.is_ok], choices, whole.layers)
+    if to == "csv":
+        return whole_samples_csv(whole, chosen) if samples else whole_csv(whole.run, comparisons, chosen)
+    layout = whole_layout(comparisons)
+    return (layout.latex if to == "latex" else layout.markdown)(
+        whole.run, [one.comparison for one in comparisons], chosen
+    )
 
 
 def find_cases(run: Run, cases: Sequence[Case], wanted: Sequence[str]) -> list[Case]:

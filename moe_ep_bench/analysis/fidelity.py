@@ -44,7 +44,7 @@ def fidelity(case: Case) -> Fidelity | None:
     if rows.empty:
         return None
     counts = rows.groupby("batch")[["num_topk_pairs", "num_dropped_pairs"]].sum()
-    by_layer = _layers_apart(rows)
+    by_layer = layers_apart(rows)
     load_BE, load_BR = _relative_load(by_layer, "load_E"), _relative_load(by_layer, "load_R")
     return Fidelity(
         dropped_share=float((counts["num_dropped_pairs"] / counts["num_topk_pairs"]).mean()),
@@ -57,7 +57,7 @@ def fidelity(case: Case) -> Fidelity | None:
     )
 
 
-def _layers_apart(rows: pd.DataFrame) -> pd.DataFrame:
+def layers_apart(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of whole models with each layer's share of a batch as a batch: layers have busy experts of their own."""
     if "layer" not in rows.columns:
         return rows

@@ -55,7 +55,7 @@ def latency_figure(
     Raises:
         ValueError: the choice names a case that there is none of.
     """
-    several = [one for one in comparisons if one.comparison.num_ranks > 1]
+    several = [one for one in comparisons if one.comparison.num_together > 1]
     chosen = choose(several, choice or Choice(), lambda case: len(layer_by_rank_us(case)) > 0)
     if chosen is None:
         return None

@@ -51,9 +51,7 @@ from moe_ep_bench.scopes.validation_directory import ValidationDirectory
 # What parts of whole models hold in place of those of layers.
 _WHOLE_PARTS = MODEL_ROUTING_SCHEMA, (*PHASES, *MODEL_PHASES)
 _OF_LAYERS = "holds no times of whole models (scope: model)"
-_OF_MODELS = (
-    "holds times of whole models, which `moe-ep-bench summary`, `plot` and `report` show; expected times of layers"
-)
+_OF_MODELS = "holds times of whole models, which this does not read (docs/model.md says what does); expected layers'"
 
 
 @dataclass(frozen=True, eq=False)

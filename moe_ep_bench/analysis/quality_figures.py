@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from moe_ep_bench.analysis.figures import draw_named
-from moe_ep_bench.analysis.quality_report import JudgedCase, JudgedComparison, added_cross_entropy
+from moe_ep_bench.analysis.quality_report import LEAST_SEQUENCES, JudgedCase, JudgedComparison, added_cross_entropy
 from moe_ep_bench.analysis.style import (
     CEILING_LINE,
     DEFAULT_FORMATS,
@@ -33,10 +33,6 @@ from moe_ep_bench.analysis.style import (
 from moe_ep_bench.policies import make_policy
 
 _WIDTH, _BODY, _COLUMNS = 10.0, 3.3, 2
-_FOOTER = (
-    "Costs are of this model on this text; intervals are 95 %, Student's t over sequences. Routing is that of virtual "
-    "ranks; nothing was timed."
-)
 
 
 class Point(NamedTuple):
@@ -150,7 +146,7 @@ def _draw(title: str, panels: Sequence[_Panel], joined: Callable[[list[Point]], 
     figure = sheet(
         title,
         "Cross-entropy added to the unpatched model's on the same sequences, nats per token",
-        [_FOOTER],
+        [_footer(panels)],
         legend,
         width=_WIDTH,
         body=_BODY * rows,
@@ -162,6 +158,15 @@ def _draw(title: str, panels: Sequence[_Panel], joined: Callable[[list[Point]], 
         _panel(axes, panel, looks, joined)
         panel_title(axes, panel.title, _WIDTH / columns - 0.8)
     return Drawing(figure, _rows(panels, joined))
+
+
+def _footer(panels: Sequence[_Panel]) -> str:
+    """Intervals are promised where there are some."""
+    has_interval = {p.half is not None for panel in panels for points in panel.points.values() for p in points}
+    intervals = "whiskers: 95 % interval, Student's t over sequences" if True in has_interval else ""
+    few = f"fewer than {LEAST_SEQUENCES} sequences give no interval" if False in has_interval else ""
+    said = "; ".join(["Costs are of this model on this text", *filter(None, (intervals, few))])
+    return f"{said}. Routing is that of virtual ranks; nothing was timed."
 
 
 def _rows(panels: Sequence[_Panel], joined: Callable[[list[Point]], list[Point]]) -> pd.DataFrame:

@@ -281,7 +281,9 @@ def orderings_text(comparisons: Sequence[JudgedComparison]) -> str:
         lines += textwrap.wrap(heading, WIDTH, initial_indent="  ", subsequent_indent="    ")
         for overall, each in pairs:
             shown = overall if len(each) > 1 else next(iter(each.values()))
-            lines.append(f"    {_said(shown)}  {shown.better}, {shown.worse}")
+            first, rest = f"    {_said(shown)}  {shown.better},", f" {shown.worse}"
+            indent = " " * (len(first) - len(f"{shown.better},"))
+            lines += [first + rest] if len(first + rest) <= WIDTH else [first, indent + shown.worse]
             if len(each) > 1:
                 lines += [f"        {_said(one)}  {name}" for name, one in each.items()]
     return "\n".join(lines)

@@ -25,7 +25,7 @@ from moe_ep_bench.analysis.parts import ResultsError, check_part_version
 from moe_ep_bench.records import QUALITY_ROUTING_SCHEMA, QUALITY_SCHEMA, RunDirectory
 
 WIDTH = 120
-_LEAST_SEQUENCES = 10
+LEAST_SEQUENCES = 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,7 @@ def added_cross_entropy(case: JudgedCase, native: JudgedCase) -> tuple[float, fl
     """
     paired = case.answers.set_index("sequence")["cross_entropy"] - native.answers.set_index("sequence")["cross_entropy"]
     mean, number = float(paired.mean()), len(paired)
-    if number < _LEAST_SEQUENCES:
+    if number < LEAST_SEQUENCES:
         return mean, None
     return mean, float(stats.t.ppf(0.975, number - 1) * paired.std(ddof=1) / math.sqrt(number))
 
@@ -160,19 +160,19 @@ def _block(comparison: JudgedComparison) -> str:
     rows = [[short_label(case.label), *(of(case, native) for _, of in columns)] for case in cases]
     widths = [max(len(row[column]) for row in [*header, *rows]) for column in range(len(header[0]))]
     room = WIDTH - sum(widths[1:]) - len(columns)
-    rows = [[row[0] if len(row[0]) <= room else row[0][: room - 3] + "...", *row[1:]] for row in rows]
     widths[0] = min(widths[0], room)
-    table = [
-        " ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in [*header, *rows]
-    ]
+    table = []
+    for row in [*header, *rows]:
+        first, *more = label_lines(row[0], room)
+        numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        table += [" ".join([first.ljust(widths[0]), *numbers]), *more]
     heading = f"{facts['title']}: answers of the whole model, routing of {facts['num_ranks']} virtual ranks; not timed"
     notes = [
         "ppl: perplexity of the text; cross-entropy: what is added to the unpatched model's on the same sequences"
         + (
             ", with its 95 % interval (Student's t over sequences)"
-            if len(native.answers) >= _LEAST_SEQUENCES
-            else f" (no interval below {_LEAST_SEQUENCES} sequences)"
+            if len(native.answers) >= LEAST_SEQUENCES
+            else f" (no interval below {LEAST_SEQUENCES} sequences)"
         )
         + "; KL and top-1: of the answers from the unpatched model's",
         *(
@@ -194,23 +194,29 @@ def _block(comparison: JudgedComparison) -> str:
     return "\n".join([*textwrap.wrap(heading, WIDTH, subsequent_indent="  "), "", *table, "", *wrapped])
 
 
+def label_lines(label: str, room: int) -> list[str]:
+    """A label in lines of at most ``room``, broken between words; at least one."""
+    return textwrap.wrap(label, room, subsequent_indent="  ", break_on_hyphens=False) or [""]
+
+
 def short_label(label: str) -> str:
     """A case's label with shorter names of fields."""
     for key, short in (
-        ("capacity_factor", "gamma"),
         ("granularity=", "per "),
         ("metric=", ""),
         ("modality=", ""),
         ("num_candidates", "m"),
     ):
         label = label.replace(key, short)
-    return re.sub(r"(gamma=\d+)\.0\b", r"\1", label)
+    return re.sub(r"(capacity_factor=\d+)\.0\b", r"\1", label)
 
 
 __all__ = [
+    "LEAST_SEQUENCES",
     "JudgedCase",
     "JudgedComparison",
     "added_cross_entropy",
+    "label_lines",
     "load_quality_results",
     "quality_table",
     "short_label",

@@ -8,7 +8,9 @@ what it sends and what it receives, its own share included, and the slowest rank
 
 *Experts* are judged on the rank with the most pairs: operations against this device's own square
 matmul, bytes against its own copy. The bytes are those of two GEMMs with an activation between
-them, each operand once: activated weights, inputs, both intermediates written and read, outputs.
+them, each operand once: activated weights, inputs, both intermediates written and read, outputs. Where
+experts are cut, a rank computes its slice of every pair of its tensor group, and reads its slice of the
+weights; a dispatch is then an all-to-all and an all-gather, for which there is no one bandwidth.
 
 Shapes: B = batches, R = EP ranks, E = experts, L = experts of a rank.
 """
@@ -37,7 +39,7 @@ class Rates:
         crossing_pair_bytes, crossing_copy_bytes: hidden states that leave their rank in a dispatch, all ranks
             together, mean over batches: as pairs, and deduplicated.
         dispatch_gbps, combine_gbps: algorithm bandwidth, 1e9 bytes per second; None with one rank, under another
-            dispatcher than the all-to-all, and where these phases were not timed.
+            dispatcher than the all-to-all, where experts are cut, and where these phases were not timed.
         dispatch_bus_gbps, combine_bus_gbps: bus bandwidth.
         experts_tflops: of the rank with the most pairs.
         experts_of_matmul: over that rank's square matmul.
@@ -88,7 +90,8 @@ def _bandwidth(
     """Algorithm and bus bandwidth of an all-to-all."""
     num_ranks = comparison.num_ranks
     slowest_us = times[times["phase"] == phase].groupby(["launch", "batch", "iteration"])["time_us"].max()
-    if num_ranks == 1 or comparison.dispatcher != "alltoall" or slowest_us.empty:
+    is_one_transfer = comparison.dispatcher == "alltoall" and comparison.expert_tensor_parallel == 1
+    if num_ranks == 1 or not is_one_transfer or slowest_us.empty:
         return None, None
     algorithm_gbps = float((buffer_bytes.reindex(slowest_us.index, level="batch") / slowest_us).median()) / 1e3
     return algorithm_gbps, algorithm_gbps * (num_ranks - 1) / num_ranks
@@ -98,7 +101,7 @@ def _expert_rates(
     case: Case, times: pd.DataFrame, comparison: Comparison, conditions: Sequence[Conditions]
 ) -> tuple[float, float, float]:
     """TFLOP/s, its share of the matmul's, and the share of the copy's bandwidth."""
-    hidden, ffn, size = comparison.hidden_size, comparison.ffn_hidden_size, VALUE_BYTES[comparison.dtype]
+    hidden, ffn, size = comparison.hidden_size, comparison.slice_size, VALUE_BYTES[comparison.dtype]
     experts = times[times["phase"] == "experts"]
     time_us, rank_N, batch_N = (experts[name].to_numpy() for name in ("time_us", "rank", "batch"))
     matmul_tflops, copy_gbps = (
@@ -129,5 +132,7 @@ def pairs_by_rank(routing: pd.DataFrame, comparison: Comparison) -> tuple[pd.Ind
         The batches, and the pairs [B, ranks, L].
     """
     batches, load_BRE = source_loads(routing, "load_E")
-    replicas = load_BRE.reshape(len(batches), -1, comparison.num_ranks, comparison.num_experts).sum(axis=2)
-    return batches, replicas.reshape(len(batches), comparison.world_size, -1)
+    replicas = load_BRE.reshape(len(batches), -1, comparison.num_together, comparison.num_experts).sum(axis=2)
+    columns = replicas.reshape(len(batches), -1, comparison.num_experts // comparison.num_ranks)
+    # All ranks that hold slices of an expert compute all of its pairs.
+    return batches, columns.repeat(comparison.expert_tensor_parallel, axis=1)

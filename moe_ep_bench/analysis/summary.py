@@ -75,7 +75,7 @@ def _block(run: Run, comparison: ComparisonResult) -> str:
     facts = comparison.comparison
     replicas = f" x {facts.num_replicas} replicas" if facts.num_replicas > 1 else ""
     title = (
-        f"{facts.title}: {mode_words(run, facts)}, {hardware_words(run, facts)}, EP {facts.num_ranks}{replicas}, "
+        f"{facts.title}: {mode_words(run, facts)}, {hardware_words(run, facts)}, {facts.ranks_words}{replicas}, "
         f"{facts.dtype}, {scale_words(facts.scale)}"
     )
     activated = activated_by_case(comparison)

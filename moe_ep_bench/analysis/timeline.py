@@ -86,7 +86,7 @@ def timeline_figure(
         ValueError: the choice names a case or an iteration that there is none of.
     """
     choice = choice or Choice()
-    chosen = choose([c for c in comparisons if c.comparison.num_ranks > 1], choice, _has_phases)
+    chosen = choose([c for c in comparisons if c.comparison.num_together > 1], choice, _has_phases)
     if chosen is None:
         return None
     facts = chosen.comparison.comparison
@@ -149,8 +149,8 @@ def typical_iteration(
     here = rows[(rows["launch"] == launch) & (rows["batch"] == batch) & (rows["iteration"] == iteration)]
     times_us = here.pivot(index="rank", columns="phase", values="time_us").fillna(0.0).sort_index()
     times_us = times_us.reindex(columns=[*PHASES, UNACCOUNTED, TOTAL], fill_value=0.0)
-    group = int(times_us[TOTAL].idxmax()) // facts.num_ranks
-    times_us = times_us[times_us.index // facts.num_ranks == group]
+    group = int(times_us[TOTAL].idxmax()) // facts.num_together
+    times_us = times_us[times_us.index // facts.num_together == group]
     return Iteration(int(launch), int(batch), int(iteration), times_us, critical_rank(times_us), median_us)
 
 
@@ -198,8 +198,8 @@ def _subtitle(
             f" {len(ranks)} of {num_ranks} ranks: evenly spaced from the most (top) to the least native work, and the "
             "critical ones."
         )
-    if facts.world_size > facts.num_ranks:
-        words += f" Of {facts.world_size // facts.num_ranks} replicas the one with the slowest rank."
+    if facts.num_replicas > 1:
+        words += f" Of {facts.num_replicas} replicas the one with the slowest rank."
     return words
 
 

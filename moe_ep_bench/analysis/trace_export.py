@@ -7,14 +7,18 @@ way. Permutation, shared experts and metadata, which the layer enters several ti
 of a wait, which are one moment on all ranks, come to lie apart by what of these really ran later. How far
 apart, at worst, the trace says beside each iteration. Time that no phase covers stands last.
 
+Of a whole model the bar of a pass holds one for every layer, and that its phases: norms and residual additions first,
+which stand once, then attention, then the MoE layer's own or the dense layer.
+
 The format is Chrome's trace event format: complete events (``ph`` X) with ``ts`` and ``dur`` in microseconds. Phases
 have the names that ``--profile`` gives them, where what is real is the order too.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -22,7 +26,7 @@ import pandas as pd
 from moe_ep_bench.analysis.choice import ITERATION, IterationChoice
 from moe_ep_bench.analysis.load import Case, ResultsError, Run
 from moe_ep_bench.analysis.words import mode_words
-from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
+from moe_ep_bench.records import MOE_REST, PHASES, TOTAL, UNACCOUNTED
 
 # Between iterations, so that they can be told apart at a glance.
 _GAP_SHARE = 0.05
@@ -33,14 +37,31 @@ _HOW = (
     "another in the layer's order without gaps. Phases that the layer enters several times (permute, metadata, shared) "
     "stand once. meeting_spread_us: how far apart the ends of one wait, one moment in truth, come to lie that way."
 )
+_HOW_WHOLE = (
+    "Whole models: a pass holds its layers one after the other, a layer its phases; norms and residual additions "
+    "(rest) stand once in each layer, before all others."
+)
 _HOW_EMULATED = (
     "Emulated: ranks ran one after another on one device; waiting, dispatch and combine are computed from a model of "
     "the links. Starts are reconstructed likewise."
 )
 
 
-def perfetto_trace(run: Run, cases: Sequence[Case], choices: Sequence[IterationChoice]) -> str:
+# Of a pass, what is in no layer: before and after all of them.
+_BEFORE, _AFTER = ("embedding",), ("rest", "output")
+_IN_LAYER = ("rest", "attention", "dense", *PHASES, MOE_REST)
+
+
+def perfetto_trace(
+    run: Run,
+    cases: Sequence[Case],
+    choices: Sequence[IterationChoice],
+    layers: Mapping[str, pd.DataFrame] | None = None,
+) -> str:
     """Return the trace of these cases' iterations, one after the other, as JSON.
+
+    Args:
+        layers: of whole models, by case, the phases of every layer (``LAYER_SCHEMA``).
 
     Raises:
         ResultsError: a case has no breakdown iterations.
@@ -50,67 +71,94 @@ def perfetto_trace(run: Run, cases: Sequence[Case], choices: Sequence[IterationC
     ranks: set[int] = set()
     begin_us = 0.0
     for case in cases:
-        times_us = _phase_times(run, case)
-        layer_us = times_us[TOTAL].groupby(level=ITERATION).max()
+        total_us, bars_us = _times(run, case, layers)
+        layer_us = total_us.groupby(level=ITERATION).max()
         for key in dict.fromkeys(key for choice in choices for key in choice.of(layer_us, case.label)):
-            iteration_us = times_us.xs(key, level=ITERATION)
-            events += _iteration_events(run, case, key, iteration_us, begin_us)
-            ranks |= set(iteration_us.index)
-            begin_us += float(iteration_us[TOTAL].max()) * (1 + _GAP_SHARE)
+            own = (total_us.xs(key, level=ITERATION), bars_us.xs(key, level=ITERATION))
+            events += _iteration_events(run, case, key, *own, begin_us)
+            ranks |= set(own[0].index)
+            begin_us += float(own[0].max()) * (1 + _GAP_SHARE)
+    how = [_HOW_EMULATED] if run.mode == "emulated" else []
+    how += [_HOW] if layers is None else [_HOW, _HOW_WHOLE]
     trace = {
-        "traceEvents": [*_processes(ranks), *events],
+        "traceEvents": [*_processes(ranks, "layer" if layers is None else "pass"), *events],
         "displayTimeUnit": "ms",
         "otherData": {
             "producer": "moe-ep-bench export",
             "mode": run.mode,
+            "scope": run.scope,
             "device": run.device_name,
             "run_id": run.run_id,
-            "how": _HOW if run.mode == "run" else f"{_HOW_EMULATED} {_HOW}",
+            "how": " ".join(how),
         },
     }
     return json.dumps(trace, separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def _phase_times(run: Run, case: Case) -> pd.DataFrame:
-    """A column per phase, a row per (launch, batch, iteration, rank); a phase that did not occur took no time."""
+def _times(run: Run, case: Case, layers: Mapping[str, pd.DataFrame] | None) -> tuple[pd.Series, pd.DataFrame]:
+    """The total, and a column for each bar in the order of time: its layer (-1 = none) and its phase.
+
+    A row per (launch, batch, iteration, rank); a phase that did not occur took no time.
+    """
     rows = case.timings[case.timings["kind"] == "breakdown"]
     if rows.empty:
         raise ResultsError(f"{run.directory}: {case.label}: no breakdown iterations; expected some to draw phases of")
-    times_us = rows.pivot(index=[*ITERATION, "rank"], columns="phase", values="time_us")
-    return times_us.reindex(columns=[*PHASES, UNACCOUNTED, TOTAL]).fillna(0.0).sort_index()
+    times_us = rows.pivot(index=[*ITERATION, "rank"], columns="phase", values="time_us").fillna(0.0).sort_index()
+    if layers is None:
+        bars = [(-1, phase) for phase in PHASES]
+        bars_us = times_us.reindex(columns=list(PHASES), fill_value=0.0)
+    else:
+        of_case = layers[case.case_id]
+        numbered = of_case.assign(layer=of_case["layer"].fillna(-1).astype(int))
+        bars_us = numbered.pivot(index=[*ITERATION, "rank"], columns=["layer", "phase"], values="time_us")
+        bars = [(-1, phase) for phase in _BEFORE]
+        bars += [(layer, phase) for layer in sorted(set(numbered["layer"]) - {-1}) for phase in _IN_LAYER]
+        bars += [(-1, phase) for phase in _AFTER]
+        bars_us = bars_us.reindex(index=times_us.index, columns=bars).fillna(0.0)
+    bars_us.columns = pd.MultiIndex.from_tuples(bars)
+    bars_us[-1, UNACCOUNTED] = times_us.get(UNACCOUNTED, 0.0)
+    return times_us[TOTAL], bars_us
 
 
 def _iteration_events(
-    run: Run, case: Case, key: tuple[int, int, int], times_us: pd.DataFrame, begin_us: float
+    run: Run,
+    case: Case,
+    key: tuple[int, int, int],
+    total_us: pd.Series,
+    bars_us: pd.DataFrame,
+    begin_us: float,
 ) -> list[dict[str, Any]]:
-    """The bars of one iteration: on every rank one for the whole, and inside it one for each phase."""
+    """The bars of one iteration: on every rank one for the whole, inside it each layer's of a model, and the phases."""
     facts = run.comparisons[case.comparison_id]
-    slowest = times_us[TOTAL].idxmax()
     about = {
         "case_id": case.case_id,
         "comparison": facts.title,
         "how": mode_words(run, facts),
         **{name: int(number) for name, number in zip(ITERATION, key, strict=True)},
-        "layer_us": _rounded(times_us[TOTAL].max()),
-        "slowest_rank": int(slowest),
-        "meeting_spread_us": _rounded(_meeting_spread_us(times_us)),
+        "layer_us" if facts.whole is None else "pass_us": _rounded(total_us.max()),
+        "slowest_rank": int(total_us.idxmax()),
+        "meeting_spread_us": _rounded(_meeting_spread_us(bars_us)),
     }
     events = []
-    for rank, row in times_us.iterrows():
+    for rank, row in bars_us.iterrows():
         name = f"{case.label}, batch {key[1]}, iteration {key[2]}"
-        events.append(_bar(name, "iteration", int(rank), begin_us, row[TOTAL], about))
+        events.append(_bar(name, "iteration", int(rank), begin_us, total_us[rank], about))
         now_us = begin_us
-        for phase in (*PHASES, UNACCOUNTED):
-            if row[phase] > 0:
-                events.append(_bar(phase, _category(phase), int(rank), now_us, row[phase]))
-                now_us += row[phase]
+        for layer, group in itertools.groupby(row.items(), key=lambda item: item[0][0]):
+            phases = [(phase, time_us) for (_, phase), time_us in group if time_us > 0]
+            if layer >= 0:
+                of_layer_us = sum(time_us for _, time_us in phases)
+                events.append(_bar(f"layer {layer}", "layer", int(rank), now_us, of_layer_us))
+            for phase, time_us in phases:
+                events.append(_bar(phase, _category(phase), int(rank), now_us, time_us))
+                now_us += time_us
     return events
 
 
-def _meeting_spread_us(times_us: pd.DataFrame) -> float:
+def _meeting_spread_us(bars_us: pd.DataFrame) -> float:
     """Of the waits that occurred, the widest spread of their reconstructed ends over ranks."""
-    ends_us = times_us[list(PHASES)].cumsum(axis=1)
-    waits = [phase for phase in PHASES if phase.startswith("wait_") and (times_us[phase] > 0).any()]
+    ends_us = bars_us.cumsum(axis=1)
+    waits = [bar for bar in bars_us.columns if bar[1].startswith("wait_") and (bars_us[bar] > 0).any()]
     return max((float(ends_us[wait].max() - ends_us[wait].min()) for wait in waits), default=0.0)
 
 
@@ -143,13 +191,13 @@ def _rounded(time_us: float) -> float:
     return round(float(time_us), 3)
 
 
-def _processes(ranks: set[int]) -> list[dict[str, Any]]:
+def _processes(ranks: set[int], thread: str) -> list[dict[str, Any]]:
     named = []
     for rank in sorted(ranks):
         for what, args in (
             ("process_name", {"name": f"rank {rank}"}),
             ("process_sort_index", {"sort_index": rank}),
-            ("thread_name", {"name": "layer"}),
+            ("thread_name", {"name": thread}),
         ):
             named.append({"name": what, "ph": "M", "ts": 0, "pid": rank, "tid": 0, "args": args})
     return named

@@ -23,7 +23,9 @@ from moe_ep_bench.analysis.parts import ResultsError, read_part
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.tables import aligned
 from moe_ep_bench.analysis.timing import GROUPS
+from moe_ep_bench.analysis.whole_layers import MOE_PHASES, LayerTimes, by_layer_ms, layer_lines, layer_times
 from moe_ep_bench.analysis.words import (
+    MODEL_CAVEAT,
     NONE,
     count_words,
     estimate_words,
@@ -36,10 +38,9 @@ from moe_ep_bench.analysis.words import (
     workload_words,
 )
 from moe_ep_bench.measure.statistics import Estimate, estimate_median, paired_ratios
-from moe_ep_bench.records import LAYER_SCHEMA, MOE_REST, PHASES, TOTAL, UNACCOUNTED, RunDirectory
+from moe_ep_bench.records import LAYER_SCHEMA, MOE_REST, TOTAL, UNACCOUNTED, RunDirectory
 
 _ITERATION = ["launch", "batch", "iteration"]
-_MOE = (*PHASES, MOE_REST)
 
 # What a pass consists of, in the order in which figures stack it: what no policy changes, then the MoE layers.
 PASS_PARTS = {
@@ -104,6 +105,13 @@ class WholeComparison:
     results: tuple[WholeResult, ...]
     most: float | None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether only the first layers of the model were built."""
+        whole = self.comparison.comparison.whole
+        assert whole is not None
+        return whole.num_layers < whole.of_layers
+
 
 def load_whole(directory: Path | str, passed_over: list[str] | None = None) -> WholeRun:
     """Read and check a directory of whole models.
@@ -155,7 +163,7 @@ def _whole_result(
     whole: WholeRun, comparison: ComparisonResult, result: CaseResult, native: WholeResult | None
 ) -> WholeResult:
     facts, case = comparison.comparison, result.case
-    times_us = _slowest(case)
+    times_us = slowest_us(case)
     if result.layer is None or times_us is None:
         rate = None if result.layer is None else facts.num_tokens / result.layer.median_ms * 1e3
         return WholeResult(result, None, None, None, None, None, rate, None, None, None)
@@ -181,7 +189,7 @@ def _whole_result(
     )
 
 
-def _slowest(case: Case) -> pd.DataFrame | None:
+def slowest_us(case: Case) -> pd.DataFrame | None:
     """Phases of the slowest rank in each breakdown iteration, summed over layers; None where there are none."""
     times_us = _broken_down(case)
     return None if times_us is None else times_us.loc[times_us.groupby(level=_ITERATION)[TOTAL].idxmax()]
@@ -207,22 +215,9 @@ def _parts_ms(case: Case) -> dict[str, float]:
 
 def moe_time_us(case: Case) -> pd.Series:
     """Time of all MoE layers on the slowest rank of each breakdown iteration, indexed by launch, batch, iteration."""
-    times_us = _slowest(case)
+    times_us = slowest_us(case)
     assert times_us is not None
-    return times_us.reindex(columns=list(_MOE), fill_value=0.0).sum(axis=1).droplevel("rank")
-
-
-def by_layer_ms(rows: pd.DataFrame) -> pd.DataFrame:
-    """Milliseconds of each layer: columns attention, moe, dense and rest; mean over ranks, median over iterations.
-
-    Args:
-        rows: as ``LAYER_SCHEMA``; what is of no layer is left out.
-    """
-    rows = rows[rows["layer"].notna()]
-    kinds = rows["phase"].where(~rows["phase"].isin(_MOE), "moe")
-    sums = rows.groupby([rows["layer"].astype(int), kinds, *_ITERATION, rows["rank"]])["time_us"].sum()
-    means = sums.groupby(level=["layer", "phase", *_ITERATION]).mean()
-    return means.groupby(level=["layer", "phase"]).median().unstack("phase") / 1e3
+    return times_us.reindex(columns=list(MOE_PHASES), fill_value=0.0).sum(axis=1).droplevel("rank")
 
 
 def _all_layers_ms(whole: WholeRun, comparison: ComparisonResult, result: CaseResult) -> float | None:
@@ -255,7 +250,7 @@ _HEADER = (
     "mass kept %",
 )
 _CUT_HEADER = "all layers ms, extrapolated", "end to end, extrapolated"
-_LEFT = ("policy", "end to end", "verdict", "MoE speedup")
+LEFT = ("policy", "end to end", "verdict", "MoE speedup")
 
 
 def whole_table(whole: WholeRun) -> str:
@@ -270,19 +265,23 @@ def _block(whole: WholeRun, one: WholeComparison) -> str:
     facts = one.comparison.comparison
     assert facts.whole is not None
     title = (
-        f"{facts.title}: {mode_words(whole.run, facts)}, {hardware_words(whole.run, facts)}, EP {facts.num_ranks}, "
+        f"{facts.title}: {mode_words(whole.run, facts)}, {hardware_words(whole.run, facts)}, {facts.ranks_words}, "
         f"{facts.dtype}, {scale_words(facts.scale)}"
     )
-    is_cut = facts.whole.num_layers < facts.whole.of_layers
-    header = (*_HEADER, *_CUT_HEADER) if is_cut else _HEADER
-    rows = [_cells(result, facts.world_size, is_cut) for result in one.results]
-    lines = [title, "", *aligned(header, rows, _LEFT), "", *(f"  {note}" for note in whole_notes(one))]
+    rows = [whole_cells(result, facts.world_size, one.is_cut) for result in one.results]
+    lines = [title, "", *aligned(whole_header(one.is_cut), rows, LEFT), "", *(f"  {note}" for note in whole_notes(one))]
     lines += [f"  warning: {line}" for line in warnings_of(one.comparison, whole.run)]
-    layers = _layer_lines(whole, one)
-    return "\n".join([*lines, *(["", *layers] if layers else [])])
+    layers = layers_ms(whole, one)
+    return "\n".join([*lines, *(["", *layer_lines(layers)] if layers is not None else [])])
 
 
-def _cells(one: WholeResult, world_size: int, is_cut: bool) -> tuple[str, ...]:
+def whole_header(is_cut: bool) -> tuple[str, ...]:
+    """Columns of the table; where layers were left out, what is extrapolated has two of its own."""
+    return (*_HEADER, *_CUT_HEADER) if is_cut else _HEADER
+
+
+def whole_cells(one: WholeResult, world_size: int, is_cut: bool) -> tuple[str, ...]:
+    """A case's row of the table, or its label and why it was not measured."""
     result, case = one.result, one.result.case
     if not case.is_ok or result.layer is None:
         return case.label, f"{case.status}: {case.reason or 'no reason was recorded'}"
@@ -329,7 +328,9 @@ def whole_notes(one: WholeComparison) -> list[str]:
         *([f"replayed from CUDA graphs, which hold {facts.cuda_graph}"] if facts.cuda_graph is not None else []),
         "end to end: slowest rank's pass, native over case, median of pairs " + spread_words(one.comparison),
     ]
-    if one.comparison.floor is not None:
+    if facts.device is not None:
+        notes.append(MODEL_CAVEAT)
+    elif one.comparison.floor is not None:
         floor = one.comparison.floor
         words = "by which native run twice differs from itself"
         notes.append(f"noise floor: {floor.low:.3f} to {floor.high:.3f}, {words}")
@@ -356,7 +357,7 @@ def extrapolated_words(one: WholeComparison) -> str:
     """How many layers were built, and what stands for the others; nothing where all were."""
     whole = one.comparison.comparison.whole
     assert whole is not None
-    if whole.num_layers == whole.of_layers:
+    if not one.is_cut:
         return ""
     return (
         f"{whole.num_layers} of {whole.of_layers} layers were built and timed; extrapolated: each further layer like "
@@ -364,29 +365,16 @@ def extrapolated_words(one: WholeComparison) -> str:
     )
 
 
-def layers_ms(whole: WholeRun, one: WholeComparison) -> pd.DataFrame | None:
-    """Every layer's milliseconds: attention and dense under native, its MoE layer under every case.
-
-    Returns:
-        A column each, named for readers, by layer; NaN where a layer has no such part. None without native's.
-    """
-    cases = [each.result.case for each in one.results if each.result.case.case_id in whole.layers]
-    if not cases or cases[0].role != "baseline":
+def layers_ms(whole: WholeRun, one: WholeComparison) -> LayerTimes | None:
+    """Every layer's parts under native, and its MoE layer under the policies that gain most; None without native's."""
+    native = one.comparison.of_role("baseline")
+    if native is None or native.case.case_id not in whole.layers:
         return None
-    times = {case.case_id: by_layer_ms(whole.layers[case.case_id]) for case in cases}
-    native = times[cases[0].case_id]
-    columns = {f"{kind} ms": native.get(kind) for kind in ("attention", "dense")}
-    columns |= {f"MoE ms, {case.label}": times[case.case_id].get("moe") for case in cases if case.role != "noise"}
-    return pd.DataFrame(columns, index=native.index, dtype=float)
+    return layer_times(whole.layers, native.case, [result.case for result in _fastest(one)])
 
 
-def _layer_lines(whole: WholeRun, one: WholeComparison) -> list[str]:
-    times_ms = layers_ms(whole, one)
-    if times_ms is None:
-        return []
-    rows = [
-        (str(layer), *(NONE if pd.isna(value) else milliseconds(float(value)) for value in values))
-        for layer, values in zip(times_ms.index, times_ms.to_numpy(), strict=True)
-    ]
-    header = ("layer", *times_ms.columns)
-    return ["By layer (mean over ranks, median over breakdown iterations)", *aligned(header, rows, ("layer",))]
+def _fastest(one: WholeComparison) -> list[CaseResult]:
+    """What changes routing or placement, the fastest from end to end first; ``topk`` changes neither."""
+    found = [result for result in (*one.comparison.policies, *one.comparison.replications) if result.speedup]
+    found = [result for result in found if result.case.policy != "topk"]
+    return sorted(found, key=lambda result: result.speedup.median if result.speedup else 0.0, reverse=True)

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from moe_ep_bench.analysis.bars import bar_label
+from moe_ep_bench.analysis.bars import bar_label, name_label
 from moe_ep_bench.analysis.figures import draw_named
 from moe_ep_bench.analysis.graphs import graphs_figure
 from moe_ep_bench.analysis.load import Run
@@ -44,7 +44,7 @@ from moe_ep_bench.analysis.style import (
     sheet,
 )
 from moe_ep_bench.analysis.whole import PASS_PARTS, WholeComparison, WholeResult, WholeRun, analyse_whole
-from moe_ep_bench.analysis.words import OVERSUBSCRIBED, footer_lines, interval_words, milliseconds
+from moe_ep_bench.analysis.words import OVERSUBSCRIBED, footer_lines, interval_words, is_modelled_phase, milliseconds
 from moe_ep_bench.measure.statistics import Estimate
 
 Looks = dict[str, Look]
@@ -52,6 +52,8 @@ Looks = dict[str, Look]
 # Of a row: where the pass and where the MoE layers stand, from its middle.
 _PASS, _LAYERS = -0.15, 0.17
 _LAYERS_LOOK = {"color": MUTED, "marker": "o", "markersize": 4.5, "linewidth": 1.0}
+# Of the line from a policy's layers to its pass.
+_LOST = "#BBBBBB"
 _AMDAHL_LOOK = {"color": INK, "marker": "|", "markersize": 13, "markeredgewidth": 1.8, "linestyle": "none"}
 # The most that any policy could gain is drawn unless it would take more of the panel than all marks.
 _MOST_STRETCH = 2.0
@@ -64,7 +66,7 @@ def whole_figure(whole: WholeRun) -> Drawing | None:
         return None
     looks = looks_of(family_labels([one.comparison for one in comparisons]))
     panels = in_panels([one.comparison for one in comparisons])
-    rows = [_Row(one, _shown(one)) for one in comparisons if one.comparison in panels.shown]
+    rows = [_Row(whole.run, one, _shown(one)) for one in comparisons if one.comparison in panels.shown]
     facts = [row.one.comparison.comparison for row in rows]
     has_cut = any(row.is_cut for row in rows)
     lines = max(bar_label(each.result, looks).count("\n") + 1 for row in rows for each in row.results)
@@ -81,7 +83,9 @@ def whole_figure(whole: WholeRun) -> Drawing | None:
     grid = figure.add_gridspec(len(rows), len(widths), width_ratios=widths, height_ratios=heights)
     for number, row in enumerate(rows):
         _draw_row(figure, [grid[number, column] for column in range(2 + row.is_cut)], row, looks)
-    return Drawing(figure, table(line for one in comparisons for line in _rows_of(whole.run, _Row(one, _shown(one)))))
+    return Drawing(
+        figure, table(line for one in comparisons for line in _rows_of(whole.run, _Row(whole.run, one, _shown(one))))
+    )
 
 
 def whole_graphs_figure(whole: WholeRun) -> Drawing | None:
@@ -120,6 +124,7 @@ def draw_whole_figures(
 class _Row:
     """A comparison, and those of its cases that are drawn."""
 
+    run: Run
     one: WholeComparison
     results: list[WholeResult]
 
@@ -132,6 +137,10 @@ class _Row:
     def compared(self) -> list[tuple[int, WholeResult, Estimate]]:
         """Place and speedup of the cases that have one."""
         return [(n, each, each.result.speedup) for n, each in enumerate(self.results) if each.result.speedup]
+
+    def is_modelled(self, part: str) -> bool:
+        """Whether a part of the pass was computed: see ``words.is_modelled_phase``."""
+        return is_modelled_phase(self.run, self.one.comparison.comparison, part)
 
     @property
     def words(self) -> str:
@@ -184,7 +193,11 @@ def _legend(rows: Sequence[_Row]) -> Legend:
         legend.append(("most possible", Line2D([], [], **CEILING_LINE)))
     if any(row.one.comparison.drawn_floor for row in rows):
         legend.append(("noise floor", Patch(facecolor=NOISE_FILL)))
-    legend += [(part, Patch(**phase_look(part, modelled=False))) for part in _parts_of(rows)]
+    legend += [
+        (f"{part} (modelled)" if modelled else part, Patch(**phase_look(part, modelled=modelled)))
+        for part in _parts_of(rows)
+        for modelled in sorted({row.is_modelled(part) for row in rows})
+    ]
     if any(row.is_cut for row in rows):
         legend.append(("extrapolated", Patch(**EXTRAPOLATED_LOOK)))
     return legend
@@ -202,8 +215,10 @@ def _draw_row(figure: Sheet, places: Sequence[Any], row: _Row, looks: Looks) -> 
     _draw_parts(others[0], row)
     if row.is_cut:
         _draw_extrapolated(others[1], row)
-    names = [bar_label(each.result, looks) for each in row.results]
     for axes in (speedups, *others):
+        # What a policy costs stands once, beside what it gains.
+        label = bar_label if axes is speedups else name_label
+        names = [label(each.result, looks) for each in row.results]
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.tick_params(axis="y", length=0, labelleft=axes is speedups or current_size().is_stacked)
@@ -222,6 +237,9 @@ def _draw_speedups(axes: Axes, row: _Row, looks: Looks) -> None:
         own = {"color": INK, "marker": "d", "markeredgecolor": "white"} if look is None else marks(look)
         _draw_estimate(axes, speedup, place + _PASS, {**own, "linestyle": "-", "linewidth": 1.4}, cap=8)
         if each.moe_speedup is not None:
+            # What the rest of the model takes of the layers' gain.
+            ends = [speedup.median, each.moe_speedup.median], [place + _PASS, place + _LAYERS]
+            axes.plot(*ends, color=_LOST, linewidth=0.8, zorder=2)
             _draw_estimate(axes, each.moe_speedup, place + _LAYERS, _LAYERS_LOOK, cap=5)
         if each.expected is not None:
             axes.plot([each.expected], [place + _PASS], zorder=4, **_AMDAHL_LOOK)
@@ -263,7 +281,8 @@ def _draw_parts(axes: Axes, row: _Row) -> None:
     places, ends = np.arange(len(row.results)), np.zeros(len(row.results))
     for part in PASS_PARTS:
         widths = np.array([each.parts_ms[part] if each.parts_ms else 0.0 for each in row.results])
-        axes.barh(places, widths, left=ends, height=0.62, linewidth=0.6, **phase_look(part, modelled=False))
+        look = phase_look(part, modelled=row.is_modelled(part))
+        axes.barh(places, widths, left=ends, height=0.62, linewidth=0.6, **look)
         ends += widths
     _write_ends(axes, ends, [milliseconds(end, 3) for end in ends])
     axes.set_xlim(0, 1.13 * ends.max())

@@ -23,6 +23,7 @@ from moe_ep_bench.layer.megatron import MoELayer, TransformerConfig, default_gro
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.permutation import IndexedAlltoAllDispatcher
 from moe_ep_bench.layer.router import PolicyRouter, ReplayRouter
+from moe_ep_bench.layer.tensor_group import TensorGroupDispatcher
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import RoutingContext, make_policy
 
@@ -91,7 +92,9 @@ def pair_with_policy(
         top_groups=model.top_groups,
     )
     top_k = make_policy({"name": "topk"})
-    router = functools.partial(PolicyRouter, policy=top_k, context=context, ep_group=ep_group, kernel=parts.kernel)
+    # Experts that are cut see the tokens of all ranks that hold a slice.
+    together = ep_group if parts.expert_tensor_parallel == 1 else groups.tp_ep
+    router = functools.partial(PolicyRouter, policy=top_k, context=context, ep_group=together, kernel=parts.kernel)
     policy = _build(model, dtype, device, ep_group, router, parts, groups, capacity_factor=1.0)
     policy.experts, policy.shared_experts = native.experts, native.shared_experts
     policy.router.weight = native.router.weight
@@ -131,7 +134,10 @@ def _own_dispatcher(parts: Parts) -> Any:
         return FlexDispatcher
     if parts.by_map:
         return MapDispatcher
-    return IndexedAlltoAllDispatcher if parts.permute == "indexed" else None
+    if parts.permute == "indexed":
+        return IndexedAlltoAllDispatcher
+    cut = parts.expert_tensor_parallel > 1 and parts.dispatcher == "alltoall"
+    return TensorGroupDispatcher if cut else None
 
 
 def transformer_config(
@@ -188,6 +194,7 @@ def config_fields(
         # Overlap moves the shared experts' GEMMs onto a side stream inside other phases.
         "moe_shared_expert_overlap": False,
         "expert_model_parallel_size": ep_size,
+        "expert_tensor_parallel_size": parts.expert_tensor_parallel,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
@@ -206,6 +213,9 @@ def seed_weights(layer: MoELayer, model: ModelSpec, dtype: torch.dtype, device: 
     layer.router.weight.data.copy_(weight_ED * model.hidden_size**-0.5)
     sizes = model.hidden_size, model.ffn_hidden_size
     weights = (expert_weights(seed, ROUTED, e, *sizes, device, dtype) for e in layer.local_expert_indices)
+    dispatcher = layer.token_dispatcher
+    if dispatcher.tp_size > 1:
+        weights = (one.sliced(dispatcher.tp_rank, dispatcher.tp_size) for one in weights)
     fill_experts_(layer.experts, weights)
     if layer.shared_experts is not None:
         fill_mlp_(

@@ -33,6 +33,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -42,6 +43,8 @@ with warnings.catch_warnings():
         MoEAllGatherTokenDispatcher,
         MoEAlltoAllTokenDispatcher,
         MoEFlexTokenDispatcher,
+        gather_from_sequence_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
     )
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -65,15 +68,19 @@ __all__ = [
     "decoder_spec",
     "default_groups",
     "expert_submodule",
+    "gather_from_sequence_parallel_region",
     "initialize_expert_parallel",
+    "meeting_group",
     "moe_submodules",
+    "reduce_scatter_to_sequence_parallel_region",
     "token_dispatcher",
 ]
 
-# Two notices about Megatron-Core's own choices that come up once per rank while layers are built and run.
+# Notices about Megatron-Core's own choices that come up once per rank while layers are built and run.
 for message in (
     "full scope is deprecated",
     "`torch.distributed.all_gather_into_tensor` is deprecated",
+    "`torch.distributed.reduce_scatter_tensor` is deprecated",
 ):
     warnings.filterwarnings("ignore", message=message)
 
@@ -90,22 +97,39 @@ if not isinstance(multi_latent_attention.TELinear, type):
     multi_latent_attention.HAVE_TE = False
 
 
-def initialize_expert_parallel(ep_size: int, timeout_s: float) -> dist.ProcessGroup:
+def initialize_expert_parallel(ep_size: int, timeout_s: float, tensor_size: int = 1) -> dist.ProcessGroup:
     """Form expert-parallel groups of neighbouring ranks, data-parallel to each other; return this rank's.
 
-    ``torch.distributed`` must be initialised and its world size a multiple of ``ep_size``.
+    ``torch.distributed`` must be initialised and its world size a multiple of ``ep_size * tensor_size``.
+
+    Args:
+        tensor_size: ranks among which every expert is cut; they are neighbours, and each is in an expert-parallel
+            group of its own with every ``tensor_size``-th rank.
     """
     if parallel_state.is_initialized():
-        if parallel_state.get_expert_model_parallel_world_size() == ep_size:
+        sizes = parallel_state.get_expert_model_parallel_world_size(), _tensor_size()
+        if sizes == (ep_size, tensor_size):
             # Groups are never given back, so comparisons of one size share them.
             return parallel_state.get_expert_model_parallel_group()
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=ep_size,
+        expert_tensor_parallel_size=tensor_size,
         distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
         create_gloo_process_groups=False,
     )
     return parallel_state.get_expert_model_parallel_group()
+
+
+def _tensor_size() -> int:
+    return parallel_state.get_expert_tensor_parallel_group().size()
+
+
+def meeting_group() -> dist.ProcessGroup:
+    """All ranks whose tokens meet in the same experts: an expert-parallel group, or those of all slices together."""
+    if _tensor_size() == 1:
+        return parallel_state.get_expert_model_parallel_group()
+    return parallel_state.get_expert_tensor_and_model_parallel_group()
 
 
 def default_groups() -> Any:
@@ -157,11 +181,19 @@ def decoder_spec(config: TransformerConfig, core_attention: Any = None, moe_subm
     return block
 
 
-def build_gpt(config: TransformerConfig, spec: Any, vocab_size: int, *, max_length: int, tied: bool) -> GPTModel:
+def build_gpt(
+    config: TransformerConfig, spec: Any, vocab_size: int, *, max_length: int, tied: bool, ep_group: Any = None
+) -> GPTModel:
     """A language model of these layers with rotary positions.
 
     Megatron-Core 0.19 calls ``GPTModel`` deprecated in favour of its hybrid models: the choice stands here alone.
+
+    Args:
+        ep_group: whose ranks share the experts; None = that of ``initialize_expert_parallel``.
     """
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    if ep_group is not None:
+        groups.ep = groups.tp_ep = ep_group
     # Attention asks for a state of random numbers for its dropout, though nothing is dropped.
     initialize_rng_tracker(inference_rng_tracker=True)
     gpt = GPTModel(
@@ -172,6 +204,7 @@ def build_gpt(config: TransformerConfig, spec: Any, vocab_size: int, *, max_leng
         parallel_output=False,
         share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
+        pg_collection=groups,
     )
     if config.multi_latent_attention and not config.qk_layernorm:
         # Without a latent for queries 0.19 normalises that of keys and values only with Transformer Engine.

@@ -1,6 +1,6 @@
 """Who computes experts, who moves and permutes tokens, who routes: what a config may ask for, and what runs here.
 
-Experts (``backends``)
+Experts (``backends``), whole or in slices (``expert_tensor_parallel``)
 
 ``sequential``  Megatron-Core's ``SequentialMLP``: one expert after the other
 ``grouped``     ours: all experts in two calls of ``torch.nn.functional.grouped_mm``
@@ -53,6 +53,8 @@ class Parts:
     """Timed runs are replayed from CUDA graphs (``graphs``)."""
     experts_why: str = ""
     """Why these experts; empty where nothing was left open."""
+    expert_tensor_parallel: int = 1
+    """Ranks among which every expert is cut (``tensor_group``)."""
 
     @property
     def by_map(self) -> bool:
@@ -75,6 +77,7 @@ class Parts:
         cuda_graph: bool = False,
         on_cpu: bool,
         decode: tuple[bool, str] = (False, ""),
+        expert_tensor_parallel: int = 1,
     ) -> Parts:
         """Decide what was left to this machine.
 
@@ -84,6 +87,9 @@ class Parts:
         Raises:
             ValueError: something was asked for by name that cannot run here.
         """
+        if expert_tensor_parallel > 1:
+            _check_slices(experts, dispatcher, expert_tensor_parallel, cuda_graph=cuda_graph)
+            decode = False, ""
         if cuda_graph:
             _check_graph(experts, dispatcher, on_cpu)
         if dispatcher == "flex":
@@ -95,14 +101,26 @@ class Parts:
         takes_decode, why = (False, "") if on_cpu or experts != "auto" else decode
         if cuda_graph and experts == "auto":
             takes_decode, why = True, "a CUDA graph holds no others"
+        own = "grouped" if lacking or expert_tensor_parallel > 1 else "te"
         parts = Parts(
-            experts=("decode" if takes_decode else "grouped" if lacking else "te") if experts == "auto" else experts,
+            experts=("decode" if takes_decode else own) if experts == "auto" else experts,
             kernel=kernel,
             dispatcher=dispatcher,
             cuda_graph=cuda_graph,
             experts_why=why,
+            expert_tensor_parallel=expert_tensor_parallel,
         )
         return replace(parts, permute=_permute(permute, parts, version, lacking))
+
+
+def _check_slices(experts: str, dispatcher: str, num_slices: int, *, cuda_graph: bool) -> None:
+    key = f"layer.expert_tensor_parallel: {num_slices}"
+    if experts in ("decode", "te"):
+        raise ValueError(f"{key} needs experts that can be cut: expected auto, grouped or sequential, got {experts}")
+    if dispatcher == "flex":
+        raise ValueError(f"{key} needs layer.dispatcher alltoall or allgather, got flex")
+    if cuda_graph:
+        raise ValueError(f"{key} waits for the host, as layer.cuda_graph: true must not; expected one of the two")
 
 
 def _check_flex(on_cpu: bool) -> None:

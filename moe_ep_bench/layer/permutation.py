@@ -7,7 +7,8 @@ T x E entries of the map for the first, cuts the rows into R x L pieces and join
 second, and adds them up with atomics at the end. Here each step is one gather by an index, and the
 end one sum per token, so that users without Transformer Engine do not measure an artefact.
 
-Shapes: T = local tokens, E = experts, N = pairs, R = EP ranks, L = local experts, D = hidden size.
+Shapes: T = local tokens, E = experts, N = pairs, R = EP ranks (times those that an expert is cut among), L = local
+experts, D = hidden size.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ep_bench.layer.megatron import MoEAlltoAllTokenDispatcher
+from moe_ep_bench.layer.tensor_group import TensorGroupDispatcher
 
 
-class IndexedAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
+class IndexedAlltoAllDispatcher(TensorGroupDispatcher):
     """Megatron-Core's all-to-all dispatcher with permutations by index; its counts, splits and syncs are kept."""
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,11 +34,12 @@ class IndexedAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
         return hidden_TD.index_select(0, token_N), probs.flatten().index_select(0, self._flat_N)
 
     def dispatch_postprocess(self, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.tp_size > 1:
+            hidden_ND, probs_N = self.gather_rows(hidden_ND, probs_N)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
         # With one source rank, or one local expert, the rows are in their order already.
-        self._from_rank_major_N = (
-            None if self._counts_RL is None or self.ep_size == 1 else rank_major_index(self._counts_RL, len(probs_N))
-        )
+        in_order = self._counts_RL is None or len(self._counts_RL) == 1
+        self._from_rank_major_N = None if in_order else rank_major_index(self._counts_RL, len(probs_N))
         if self._from_rank_major_N is not None:
             hidden_ND = hidden_ND.index_select(0, self._from_rank_major_N)
             probs_N = probs_N.index_select(0, self._from_rank_major_N)
@@ -46,9 +48,9 @@ class IndexedAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
         return hidden_ND, counts_L, probs_N
 
     def combine_preprocess(self, hidden_ND: Tensor) -> Tensor:
-        if self._from_rank_major_N is None:
-            return hidden_ND
-        return torch.empty_like(hidden_ND).index_copy_(0, self._from_rank_major_N, hidden_ND)
+        if self._from_rank_major_N is not None:
+            hidden_ND = torch.empty_like(hidden_ND).index_copy_(0, self._from_rank_major_N, hidden_ND)
+        return self.sum_slices(hidden_ND) if self.tp_size > 1 else hidden_ND
 
     def combine_postprocess(self, hidden_ND: Tensor) -> Tensor:
         return sum_per_token(hidden_ND, self.routing_map, self._flat_N).view(self.hidden_shape)

@@ -31,6 +31,19 @@ class Rendezvous:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._token = torch.zeros(1, device=device)
+        self._others: dict[dist.ProcessGroup, Rendezvous] = {}
+
+    def within(self, group: dist.ProcessGroup | None) -> Rendezvous:
+        """The same of another group; None = this one."""
+        if group is None or group is self._group:
+            return self
+        if group not in self._others:
+            self._others[group] = Rendezvous(group, self._token.device)
+        return self._others[group]
+
+    @property
+    def size(self) -> int:
+        return self._group.size()
 
     def __call__(self) -> None:
         dist.all_reduce(self._token, group=self._group)
@@ -39,10 +52,13 @@ class Rendezvous:
 @contextlib.contextmanager
 def instrumented(layer: MoELayer, recorder: Wraps, meet: Callable[[], object]) -> Iterator[None]:
     """Time every stage of ``layer`` with ``recorder``, and probe the waiting, while the block runs."""
-    alone = layer.ep_group.size() == 1
+    alone = layer.ep_group.size() == 1 and layer.token_dispatcher.tp_size == 1
+    groups = getattr(layer.token_dispatcher, "meeting_groups", {})
     with contextlib.ExitStack() as stack:
         for owner, stage in stages_of(layer):
-            method = _timed(getattr(owner, stage.method), stage, recorder, meet, alone)
+            there = meet.within(groups[stage.method]) if stage.method in groups else meet
+            unshared = alone or (stage.method in groups and there.size == 1)
+            method = _timed(getattr(owner, stage.method), stage, recorder, there, unshared)
             stack.enter_context(replaced(owner, stage.method, method))
         yield
 

@@ -81,6 +81,7 @@ def build_transformer(
     max_length: int,
     parts: Parts = DEFAULT_PARTS,
     core_attention: Any = SdpaAttention,
+    groups: Any = None,
 ) -> Transformer:
     """Build the first ``num_layers`` layers of ``model``, embedding and output layer on this rank with seeded weights.
 
@@ -89,13 +90,16 @@ def build_transformer(
     Args:
         max_length: positions that a sequence may have.
         core_attention: None = Megatron-Core's own ``DotProductAttention``.
+        groups: Megatron-Core's process groups for MoE layers; None = those that ``initialize_expert_parallel`` formed.
     """
-    groups = default_groups()
+    groups = default_groups() if groups is None else groups
     config = whole_config(model, num_layers, dtype, ep_group.size(), parts, on_cpu=device.type == "cpu")
     own = moe_submodules(model.num_experts, ReplayRouter, experts_submodule(parts, model.num_experts))
     spec = decoder_spec(config, core_attention, own)
     assert model.vocab_size is not None
-    gpt = build_gpt(config, spec, model.vocab_size, max_length=max_length, tied=model.tied_embeddings)
+    gpt = build_gpt(
+        config, spec, model.vocab_size, max_length=max_length, tied=model.tied_embeddings, ep_group=groups.ep
+    )
     gpt.to(device).eval()
     for norm in (module for module in gpt.modules() if isinstance(module, torch.nn.RMSNorm)):
         norm.to(dtype)

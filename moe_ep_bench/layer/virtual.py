@@ -70,16 +70,26 @@ class Exchange:
         self.stats_SE: Tensor | None = None
         self.checks_counts = True
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._kept: dict[str, list[tuple[Tensor, ...] | None]] | None = None
+        self._kept: dict[tuple[int | None, str], list[tuple[Tensor, ...] | None]] | None = None
+        self._layer: int | None = None
         self._step = 0
 
-    def begin(self) -> None:
-        """A rank's run of the layer begins."""
-        self._step = 0
+    def begin(self, layer: int | None = None) -> None:
+        """A rank's run of a layer begins; of several layers each keeps what is sent there apart."""
+        self._layer, self._step = layer, 0
 
     def keep(self) -> None:
         """From now on keep what ranks send, and hand it on once all have sent."""
-        self._kept = {what: [None] * self._group.size() for what in (_ROWS, _WEIGHTS, _RESULTS)}
+        self._kept = {}
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[None]:
+        """Answer where ranks would meet, while the block runs."""
+        with (
+            mock.patch.object(token_dispatcher, "all_to_all", self.all_to_all),
+            mock.patch.object(token_dispatcher, "gather_from_sequence_parallel_region", self.gather_counts),
+        ):
+            yield
 
     def gather_counts(self, counts_P: Tensor, *_: Any, **__: Any) -> Tensor:
         """Stands for the gather of all ranks' counts: int64 [R * P].
@@ -105,7 +115,7 @@ class Exchange:
         outgoing, incoming = _whole(input_splits, sent), _whole(output_splits, sent)
         if self._kept is not None:
             here = self._group.current
-            arrived = self._kept[what]
+            arrived = self._kept.setdefault((self._layer, what), [None] * self._group.size())
             received = None if None in arrived else torch.cat([pieces[here] for pieces in arrived if pieces])
             arrived[here] = sent.split(outgoing)
             if received is not None:
@@ -127,6 +137,24 @@ def _whole(splits: Any, sent: Tensor) -> list[int]:
     if splits is None:
         return [len(sent)]
     return splits.tolist() if hasattr(splits, "tolist") else list(splits)
+
+
+def virtual_groups(group: VirtualGroup) -> Any:
+    """Megatron-Core's process groups with ``group`` in place of the expert-parallel one."""
+    groups = copy.copy(default_groups())
+    groups.ep = groups.tp_ep = group
+    return groups
+
+
+def see_from(layers: LayerPair, rank: int) -> list[int]:
+    """Let both layers take themselves for ``rank``'s; return the experts or slots that are its own."""
+    per_rank = layers.native.config.num_moe_experts // layers.ep_group.size()
+    indices = list(range(rank * per_rank, (rank + 1) * per_rank))
+    for layer in (layers.native, layers.policy):
+        layer.local_expert_indices = layer.token_dispatcher.local_expert_indices = indices
+        if hasattr(layer.token_dispatcher, "ep_rank"):
+            layer.token_dispatcher.ep_rank = rank
+    return indices
 
 
 class VirtualRanks:
@@ -152,8 +180,7 @@ class VirtualRanks:
         self.slots = Slots.contiguous(self.num_slots, num_ranks)
         self.group = VirtualGroup(num_ranks)
         self.exchange = Exchange(self.group)
-        groups = copy.copy(default_groups())
-        groups.ep = groups.tp_ep = self.group
+        groups = virtual_groups(self.group)
         layer_model = model if num_slots is None else _with_slots(model, num_slots)
         self.layers: LayerPair = build_layers(layer_model, dtype, device, self.group, seed, parts, groups=groups)
         self.layers.policy_router.sum_over_ranks = self.exchange.sum_over_ranks
@@ -165,12 +192,7 @@ class VirtualRanks:
     def become(self, rank: int, *, own_weights: bool = False) -> None:
         """See the layers from ``rank``; with ``own_weights`` its slots get the weights that ``slots`` say."""
         self.group.current = rank
-        per_rank = self.num_slots // self.num_ranks
-        indices = list(range(rank * per_rank, (rank + 1) * per_rank))
-        for layer in (self.layers.native, self.layers.policy):
-            layer.local_expert_indices = layer.token_dispatcher.local_expert_indices = indices
-            if hasattr(layer.token_dispatcher, "ep_rank"):
-                layer.token_dispatcher.ep_rank = rank
+        indices = see_from(self.layers, rank)
         if own_weights:
             with torch.no_grad():
                 held = self.slots.expert_P[indices].tolist()
@@ -183,14 +205,9 @@ class VirtualRanks:
         experts = range(self.model.num_experts)
         return [expert_weights(self.seed, ROUTED, e, *sizes, self.device, self.dtype) for e in experts]
 
-    @contextlib.contextmanager
-    def connected(self) -> Iterator[None]:
+    def connected(self) -> contextlib.AbstractContextManager[None]:
         """Let the exchange answer where ranks would meet, while the block runs."""
-        with (
-            mock.patch.object(token_dispatcher, "all_to_all", self.exchange.all_to_all),
-            mock.patch.object(token_dispatcher, "gather_from_sequence_parallel_region", self.exchange.gather_counts),
-        ):
-            yield
+        return self.exchange.connected()
 
     @contextlib.contextmanager
     def routed(self, layer: MoELayer, routing: Routing) -> Iterator[None]:

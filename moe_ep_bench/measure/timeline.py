@@ -5,6 +5,9 @@ statistics, the gather of counts, the two all-to-alls. A meeting begins when the
 come; what a rank stood there before is waiting. What the meeting itself takes comes from a model
 of the links, because nothing was sent.
 
+A pass of a whole model is cut likewise, at the meetings of all its MoE layers in order: phases and meetings are then
+named with their layer, as in ``3:wait_dispatch`` (``records.at``).
+
 Shapes: R = ranks.
 """
 
@@ -16,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.records import PHASES, TOTAL
+from moe_ep_bench.records import PHASES, TOTAL, at, where
 
 # The phase of what ranks do once they have met.
 PHASE_OF_MEETING = {
@@ -33,23 +36,31 @@ _NOTHING_SENT = ("dispatch", "combine")
 Leg = dict[str, float]
 
 
+def phase_of_meeting(meeting: str) -> str:
+    """The phase of what ranks do once they have met there, in the same layer."""
+    layer, wait = where(meeting)
+    return at(layer, PHASE_OF_MEETING[wait])
+
+
 def legs_of(segments: Sequence[tuple[str, float]]) -> tuple[list[Leg], list[str]]:
     """Cut one run at its meetings.
 
     Args:
-        segments: phase and microseconds of every stretch, in order (``PhaseRecorder.segments_us``).
+        segments: phase and microseconds of every stretch, in order (``PhaseRecorder.segments_us``); of a whole model
+            with the layer in the phase's name.
 
     Returns:
         Microseconds by phase between meetings, and the meetings between them, by name: one fewer.
     """
     legs: list[Leg] = [defaultdict(float)]
     meetings: list[str] = []
-    for phase, time_us in segments:
+    for name, time_us in segments:
+        _, phase = where(name)
         if phase in PHASE_OF_MEETING:
-            meetings.append(phase)
+            meetings.append(name)
             legs.append(defaultdict(float))
         elif phase not in _NOTHING_SENT:
-            legs[-1][phase] += time_us
+            legs[-1][name] += time_us
     return legs, meetings
 
 
@@ -90,9 +101,10 @@ def compose(
         if number == len(meetings):
             break
         meeting, begin = meetings[number], now_R.max()
+        held_in = phase_of_meeting(meeting)
         for rank in range(num_ranks):
             times[rank][meeting] += begin - now_R[rank]
-            times[rank][PHASE_OF_MEETING[meeting]] += link_us[meeting][rank]
+            times[rank][held_in] += link_us[meeting][rank]
         now_R = begin + link_us[meeting]
     for rank in range(num_ranks):
         times[rank][TOTAL] = float(now_R[rank])

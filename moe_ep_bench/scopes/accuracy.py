@@ -15,17 +15,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moe_ep_bench import environment
 from moe_ep_bench.accuracy_config import AccuracyExperiment, TaskConfig, load_accuracy
 from moe_ep_bench.exit_codes import OK
-from moe_ep_bench.hf.checkpoint import Checkpoint, pick_device
+from moe_ep_bench.hf.checkpoint import Checkpoint
 from moe_ep_bench.hf.harness import (
     Routed,
     TaskResults,
     find_tasks,
     folder_hash,
     harness_version,
-    import_harness,
     routed_lm,
     run_task,
 )
@@ -36,7 +37,14 @@ from moe_ep_bench.records import SCHEMA_VERSION, RunDirectory, stable_hash
 from moe_ep_bench.scopes.comparison import BASELINE, POLICY, CaseSpec, default_ep_size
 from moe_ep_bench.scopes.directory import check_agreement, hold_comparisons, keep_other_policies
 from moe_ep_bench.scopes.job import identity
-from moe_ep_bench.scopes.quality import LoadedModel, ModelFacts, check_ranks, open_checkpoints
+from moe_ep_bench.scopes.quality import (
+    LoadedModel,
+    ModelFacts,
+    check_ranks,
+    device_condition,
+    only_device,
+    open_checkpoints,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,14 +147,13 @@ class AccuracyComparison:
 
 
 def plan_accuracy(config: Path, overrides: Iterable[str]) -> list[AccuracyComparison]:
-    """All comparisons of a config file, each found to fit its model; no weights are read, no task's data.
+    """All comparisons of a config file, each found to fit its model; no weights are read, no task's data, no harness.
 
     Raises:
         ValueError: one line naming the file, the key and what is allowed.
     """
     experiments = load_accuracy(config, overrides)
     try:
-        import_harness()
         checkpoints = open_checkpoints(experiment.model for experiment in experiments)
         planned: dict[str, AccuracyComparison] = {}
         for experiment in experiments:
@@ -203,18 +210,19 @@ def accuracy(config: Path, out: Path, overrides: Sequence[str], *, force: bool =
         ValueError: one line naming the file, the key and what is allowed; or why ``out`` cannot be used.
     """
     comparisons = plan_accuracy(config, overrides)
+    device = only_device(config, [one.experiment.model for one in comparisons])
     tasks = _find_tasks(config, comparisons)
     directory = RunDirectory(out)
     versions = {**environment.package_versions(), "lm_eval": harness_version()}
     conditions = {key: versions[key] for key in ("torch", "transformers", "lm_eval")}
-    check_agreement(directory, "accuracy", conditions, force=force)
+    check_agreement(directory, "accuracy", {**device_condition(device), **conditions}, force=force)
     with hold_comparisons(directory, comparisons):
         todo = [
             [case for case in comparison.cases if force or not directory.is_answered(case.case_id)]
             for comparison in comparisons
         ]
         run_id = stable_hash([time.time_ns()])
-        description = _run_description(run_id, comparisons)
+        description = _run_description(run_id, comparisons, device)
         keep_other_policies(directory, description, directory.is_answered)
         directory.write_run(description, directory.is_answered)
         if not any(todo):
@@ -285,8 +293,7 @@ def _answer_columns(results: TaskResults, case: CaseSpec) -> dict[str, list[Any]
     }
 
 
-def _run_description(run_id: str, comparisons: Sequence[AccuracyComparison]) -> dict[str, Any]:
-    device = pick_device(comparisons[0].experiment.model.device)
+def _run_description(run_id: str, comparisons: Sequence[AccuracyComparison], device: torch.device) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": run_id,

@@ -35,6 +35,8 @@ REPLICATION = "replication"
 
 _COPIES_BYTES = 2**27
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+# Of a row, in bytes: what grouped_mm wants.
+_GEMM_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,17 @@ class Planned:
 
     @property
     def ep_size(self) -> int:
-        return self.experiment.layer.ep_size or self.world_size
+        return self.experiment.layer.ep_size or self.world_size // self.num_slices
+
+    @property
+    def num_slices(self) -> int:
+        """Ranks among which every expert is cut."""
+        return self.experiment.layer.expert_tensor_parallel
+
+    @property
+    def num_together(self) -> int:
+        """Ranks whose tokens meet in the same experts."""
+        return self.ep_size * self.num_slices
 
     @property
     def num_tokens(self) -> int:
@@ -249,9 +261,12 @@ class Comparison(Planned):
         """
         check_scope(experiment, cls.scope)
         model = experiment.model.spec()
-        ep_size = experiment.layer.ep_size or world_size
-        if world_size % ep_size:
-            raise ValueError(f"layer.ep_size: expected a divisor of the {world_size} ranks, got {ep_size}")
+        check_slices(experiment, world_size)
+        num_slices = experiment.layer.expert_tensor_parallel
+        ep_size = experiment.layer.ep_size or world_size // num_slices
+        if world_size % (ep_size * num_slices):
+            groups = "" if num_slices == 1 else f" over layer.expert_tensor_parallel: {num_slices}"
+            raise ValueError(f"layer.ep_size: expected a divisor of the {world_size} ranks{groups}, got {ep_size}")
         if model.num_experts % ep_size:
             raise ValueError(
                 f"layer.ep_size: expected a divisor of the {model.num_experts} experts of {model.name}, got {ep_size}"
@@ -273,11 +288,14 @@ class Comparison(Planned):
     @cached_property
     def definition(self) -> dict[str, Any]:
         """All that decides what is measured, and nothing of where: equal on any machine."""
+        layer = {**self.experiment.layer.model_dump(mode="json"), "ep_size": self.ep_size}
+        if self.num_slices == 1:  # What was measured before experts were cut keeps its id.
+            del layer["expert_tensor_parallel"]
         return {
             "mode": "run",
             "model": self.model.model_dump(mode="json"),
             "workload": self.define_workload(),
-            "layer": {**self.experiment.layer.model_dump(mode="json"), "ep_size": self.ep_size},
+            "layer": layer,
             "measure": self.experiment.measure.model_dump(mode="json", exclude={"timeout_s", "launches"}),
             "world_size": self.world_size,
         }
@@ -304,10 +322,15 @@ class Comparison(Planned):
     @property
     def title(self) -> str:
         scaled = f" x {self.model.scale:g}" if self.model.scale != 1 else ""
-        sizes = f"EP {self.ep_size}, {tokens_words(self.num_tokens)}"
+        sizes = f"{self.ranks_words}, {tokens_words(self.num_tokens)}"
         padding = padding_in_title(self.experiment.workload)
         graph = ", CUDA graph" if self.parts.cuda_graph else ""
         return f"{self.model.name}{scaled}, {sizes}, {self.workload_in_short}{padding}{graph}"
+
+    @property
+    def ranks_words(self) -> str:
+        """How the experts are shared out, in a title."""
+        return f"EP {self.ep_size}" + (f" x TP {self.num_slices}" if self.num_slices > 1 else "")
 
     @property
     def all_workloads(self) -> tuple[Workload, ...]:
@@ -339,7 +362,7 @@ class Comparison(Planned):
 
     def check_gathering(self) -> None:
         """Raise ValueError where ranks hold unequal numbers of tokens and the dispatcher cannot have that."""
-        if self.parts.dispatcher != "allgather" or self.ep_size == 1:
+        if self.parts.dispatcher != "allgather" or self.num_together == 1:
             return
         for number in range(self.workload.num_batches):
             shares = self.experiment.workload.rank_shares
@@ -358,14 +381,17 @@ class Comparison(Planned):
         model, size = self.model, VALUE_BYTES[self.experiment.layer.dtype]
         tokens = -(-int(self.num_tokens * self.fullest_share) // self.world_size)
         peak = min(getattr(self.experiment.workload, "peak_load", None) or 2.0, self.ep_size)
-        pairs = int(tokens * model.top_k * peak)
-        weights = (model.num_experts // self.ep_size) * 3 * model.hidden_size * model.ffn_hidden_size
+        pairs = int(tokens * model.top_k * peak) * self.num_slices
+        slice_size = model.ffn_hidden_size // self.num_slices
+        weights = (model.num_experts // self.ep_size) * 3 * model.hidden_size * slice_size
         weights += 3 * model.hidden_size * model.shared_ffn_hidden_size
         # Small inputs are held in copies, up to some caches' size (measure.cache).
         hidden = tokens * model.hidden_size * size
         hidden += min((len(self.cases) - 1) * hidden, _COPIES_BYTES)
         inputs = self.workload.num_batches * (hidden + 2 * tokens * model.num_experts * 4)
-        buffers = pairs * (4 * model.hidden_size + 3 * model.ffn_hidden_size) * size
+        buffers = pairs * (4 * model.hidden_size + 3 * slice_size) * size
+        if self.num_slices > 1:
+            buffers += pairs * 4 * model.hidden_size  # what is summed over slices, in float32
         routing = tokens * model.num_experts * 8 * 6  # scores, keys and indices while a policy routes
         return 2 * weights * size + inputs + buffers + routing
 
@@ -377,10 +403,14 @@ class Comparison(Planned):
         return tokens * (expert + shared + 2 * self.model.hidden_size * self.model.num_experts)
 
     def num_iterations(self) -> int:
-        """Layer runs of one rank in one launch: checks, least warm-up, plain and breakdown, over all cases."""
+        """Runs of one rank in one launch: looked at, least warm-up, plain and breakdown, over all cases and batches.
+
+        Once more each case is checked after it was timed; where it is kept as CUDA graphs, and checked replayed, twice.
+        """
         measure = self.experiment.measure
-        rounds = 2 + measure.warmup + measure.iterations + measure.breakdown_iterations
-        return rounds * self.workload.num_batches * len(self.cases)
+        rounds = 1 + measure.warmup + measure.iterations + measure.breakdown_iterations
+        checks = 3 if self.parts.cuda_graph else 1
+        return (rounds * self.workload.num_batches + checks) * len(self.cases)
 
 
 def plan_comparisons(
@@ -458,7 +488,8 @@ def check_distinct(config: Path, comparisons: Sequence[Planned]) -> None:
 def _parts(experiment: Experiment, world_size: int, on_cpu: bool, modelled: Device | None) -> Parts:
     """What computes and permutes here; on a modelled device what it is modelled with, whatever this machine has."""
     asked, model = experiment.layer, experiment.model.spec()
-    mean_rows = experiment.workload.total_tokens(world_size) / world_size * (asked.ep_size or world_size)
+    together = (asked.ep_size or world_size // asked.expert_tensor_parallel) * asked.expert_tensor_parallel
+    mean_rows = experiment.workload.total_tokens(world_size) / world_size * together
     mean_rows *= model.top_k / model.num_experts
     if modelled is not None:
         ran, why = modelled_experts(modelled, asked.experts, mean_rows)
@@ -473,6 +504,7 @@ def _parts(experiment: Experiment, world_size: int, on_cpu: bool, modelled: Devi
         cuda_graph=asked.cuda_graph,
         on_cpu=on_cpu,
         decode=takes_decode(here, mean_rows),
+        expert_tensor_parallel=asked.expert_tensor_parallel,
     )
 
 
@@ -490,6 +522,33 @@ def check_scope(experiment: Experiment, scope: str = "layer") -> None:
     """Raise ValueError where a config asks for times of another kind than a command gives."""
     if experiment.scope != scope:
         raise ValueError(f"scope: expected {scope} for this command, got {experiment.scope}")
+
+
+def check_whole_experts(experiment: Experiment, command: str) -> None:
+    """Raise ValueError where a config cuts its experts for a command that knows whole ones alone."""
+    num_slices = experiment.layer.expert_tensor_parallel
+    if num_slices > 1:
+        raise ValueError(f"layer.expert_tensor_parallel: expected 1, for {command} whole experts; got {num_slices}")
+
+
+def check_slices(experiment: Experiment, world_size: int) -> None:
+    """Raise ValueError where experts cannot be cut as the config has it, among this many ranks."""
+    num_slices, model = experiment.layer.expert_tensor_parallel, experiment.model.spec()
+    key = f"layer.expert_tensor_parallel: expected {{}}, got {num_slices}"
+    if num_slices == 1:
+        return
+    if model.tensor_parallel > 1:
+        raise ValueError(key.format(f"1 with model.tensor_parallel: {model.tensor_parallel}"))
+    if world_size % num_slices:
+        raise ValueError(key.format(f"a divisor of the {world_size} ranks"))
+    if model.ffn_hidden_size % num_slices:
+        raise ValueError(key.format(f"a divisor of the ffn_hidden_size {model.ffn_hidden_size} of {model.name}"))
+    values = model.ffn_hidden_size // num_slices
+    if experiment.layer.experts != "sequential" and values * VALUE_BYTES[experiment.layer.dtype] % _GEMM_ALIGNMENT:
+        raise ValueError(
+            key.format(f"slices of a multiple of {_GEMM_ALIGNMENT} bytes (or layer.experts: sequential)")
+            + f", which are {values} values of {experiment.layer.dtype}"
+        )
 
 
 def check_rank_shares(experiment: Experiment, world_size: int) -> None:

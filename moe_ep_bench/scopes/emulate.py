@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from moe_ep_bench import environment
 from moe_ep_bench.exit_codes import OK, USER_ERROR
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import initialize_expert_parallel
@@ -28,28 +29,33 @@ from moe_ep_bench.records import RunDirectory, stable_hash
 from moe_ep_bench.scopes import run
 from moe_ep_bench.scopes.comparison import CaseSpec
 from moe_ep_bench.scopes.directory import hold_comparisons
-from moe_ep_bench.scopes.emulated import Emulated, plan_emulation
-from moe_ep_bench.scopes.emulation import Emulation
+from moe_ep_bench.scopes.emulated import Emulated, check_config_scope, plan_emulation
 from moe_ep_bench.scopes.job import CannotWriteError, open_job
+from moe_ep_bench.scopes.model_emulation import new_emulation
 from moe_ep_bench.stopping import Stopped, stoppable
 
 _JOIN_TIMEOUT_S = 120.0
 
 
-def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False) -> int:
+def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False, scope: str | None = None) -> int:
     """Measure all comparisons of ``config`` on virtual ranks; return the exit status, 128 + signal where one ended it.
+
+    Args:
+        scope: what alone is taken, layers or whole models; None = both.
 
     Raises:
         ValueError: the config or the results directory cannot be used; one line.
     """
     try:
         with stoppable():
-            return _emulate(config, out, overrides, force)
+            return _emulate(config, out, overrides, force, scope)
     except Stopped as stopped:
         return 128 + stopped.args[0]
 
 
-def _emulate(config: Path, out: Path, overrides: Sequence[str], force: bool) -> int:
+def _emulate(config: Path, out: Path, overrides: Sequence[str], force: bool, scope: str | None) -> int:
+    if scope is not None:
+        check_config_scope(config, overrides, scope)
     comparisons = plan_emulation(config, overrides, on_cpu=not torch.cuda.is_available())
     ranks = join(_JOIN_TIMEOUT_S)
     try:
@@ -60,7 +66,7 @@ def _emulate(config: Path, out: Path, overrides: Sequence[str], force: bool) -> 
             if force:
                 for comparison in comparisons:
                     run.forget(directory, comparison)
-            todo = [_left_of(directory, comparison) for comparison in comparisons]
+            todo = [left_of(directory, comparison) for comparison in comparisons]
             return _emulate_all(ranks, directory, comparisons, todo)
     except CannotWriteError:
         return USER_ERROR
@@ -68,7 +74,7 @@ def _emulate(config: Path, out: Path, overrides: Sequence[str], force: bool) -> 
         ranks.close()
 
 
-def _left_of(directory: RunDirectory, comparison: Emulated) -> list[CaseSpec]:
+def left_of(directory: RunDirectory, comparison: Emulated) -> list[CaseSpec]:
     """The cases to measure. They are paired: a comparison that is incomplete is measured whole again, except for those
     that were lost too often."""
     tried = [case for case in comparison.cases if not run.given_up(directory, comparison, case)]
@@ -83,23 +89,19 @@ def dry_run(config: Path, overrides: Sequence[str]) -> int:
         for case in comparison.cases:
             print(f"  {case.case_id}  {case.role:11}  {case.label}")
         if comparison.device is not None:
-            print(f"  {comparison.device.describe(comparison.parts.experts)}; no layer is run")
+            print(f"  {comparison.describe_device()}; no {comparison.scope} is run")
             continue
-        runs = _num_runs(comparison, comparison.cases)
+        runs = comparison.num_runs(comparison.cases)
+        available = environment.available_memory_bytes(_device(), 1)
         print(
-            f"  {runs:,} runs of a rank's layer at most, fewer where ranks have the same to do; rows of a rank take"
-            f" about {comparison.mean_rows * comparison.bytes_per_row / 2**30:.1f} GiB where loads are even"
+            f"  {runs:,} runs of a rank's {comparison.scope} at most, fewer where ranks have the same to do;"
+            f" {comparison.memory_words(available)}"
         )
     return OK
 
 
-def _num_runs(comparison: Emulated, cases: Sequence[CaseSpec]) -> int:
-    """Runs of a rank's layer, the check included."""
-    settings = comparison.experiment.measure
-    per_round = comparison.workload.num_batches * comparison.ep_size * len(cases)
-    if comparison.device is not None:
-        return per_round
-    return (1 + settings.warmup + settings.iterations) * per_round + len(cases)
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _emulate_all(
@@ -118,7 +120,7 @@ def _emulate_all(
         run_id=run_id,
         launch=0,
         timeout_s=max(one.timeout_s for one in settings),
-        num_iterations=sum(_num_runs(*one) for one in zip(comparisons, todo, strict=True)),
+        num_iterations=sum(one.num_runs(cases) for one, cases in zip(comparisons, todo, strict=True)),
         marks=directory.attempts,
         mode="emulated",
     ) as job:
@@ -128,10 +130,16 @@ def _emulate_all(
             if not cases:
                 continue
             job.enter(comparison)
+            available = environment.available_memory_bytes(ranks.device, 1)
+            shortage = comparison.shortage(available)
+            if shortage:
+                for case in cases:
+                    job.write_unmeasured(comparison, case, "skipped", shortage)
+                continue
             job.progress.set_description(comparison.title)
             with device_scope(), torch.inference_mode():
                 initialize_expert_parallel(1, comparison.experiment.measure.timeout_s + 60)
-                emulation = Emulation(comparison, cases, ranks.device, job.begin)
+                emulation = new_emulation(comparison, cases, ranks.device, job.begin)
                 for case, reason in emulation.check().items():
                     job.write_unmeasured(comparison, case, "failed", reason)
                 conditions = emulation.measure()
@@ -148,7 +156,7 @@ def _description(ranks: Ranks, run_id: str, comparisons: Sequence[Emulated]) -> 
     for comparison in comparisons:
         described = description["comparisons"][comparison.comparison_id]
         described["links"] = comparison.links.describe()
-        described["device"] = comparison.device and comparison.device.describe(comparison.parts.experts)
+        described["device"] = comparison.device and comparison.describe_device()
         described["placement"] = comparison.experiment.route.make_placement(
             comparison.model.num_experts, comparison.ep_size
         ).name

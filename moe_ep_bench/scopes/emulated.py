@@ -5,8 +5,8 @@ Shapes: R = virtual ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.config import MEASURED, Experiment, ReplicationConfig, load_experiments
+from moe_ep_bench.config import MEASURED, ConfigError, Experiment, ReplicationConfig, load_experiments
 from moe_ep_bench.devices import Device, load_device
 from moe_ep_bench.layer.build import DTYPES
 from moe_ep_bench.layer.slots import Slots
@@ -26,6 +26,7 @@ from moe_ep_bench.scopes.comparison import (
     Comparison,
     check_distinct,
     check_scope,
+    check_whole_experts,
     default_ep_size,
 )
 
@@ -51,7 +52,7 @@ class Emulated(Comparison):
         Raises:
             ValueError: naming the key whose value does not fit.
         """
-        check_scope(experiment)
+        check_whole_experts(experiment, "emulate and advise lay out")
         if experiment.emulate.links is None:
             raise ValueError(
                 f"emulate.links: expected one of {', '.join(links_names())}, or a path to such a file; got none"
@@ -70,14 +71,16 @@ class Emulated(Comparison):
             device = None if experiment.emulate.device == MEASURED else load_device(experiment.emulate.device)
         except ValueError as problem:
             raise ValueError(f"emulate.device: {problem}; {MEASURED} is the device that is here") from None
-        base = Comparison.of(experiment, ep_size, on_cpu=on_cpu, device=device)
+        kind, emulated_kind = _kinds(experiment)
+        base = kind.of(experiment, ep_size, on_cpu=on_cpu, device=device)
         placement = experiment.route.make_placement(base.model.num_experts, base.ep_size)
         try:
             slots = Slots.of_placement(placement)
         except ValueError as problem:
             raise ValueError(f"route.placement: {problem}") from None
-        found = Emulated(base.experiment, base.world_size, base.workload, base.parts, links, device, slots)
-        found._check_replication()
+        given = {field.name: getattr(base, field.name) for field in fields(base)}
+        found = emulated_kind(**given, links=links, device=device, slots=slots)
+        found.check_emulation()
         try:
             found.links.all_gather_us(0, found.ep_size)
         except ValueError as problem:
@@ -87,13 +90,18 @@ class Emulated(Comparison):
     @cached_property
     def definition(self) -> dict[str, Any]:
         return {
-            **Comparison.definition.func(self),
+            **super().definition,
             "mode": "emulated",
             "links": self.links.model_dump(mode="json"),
             "device": self.device and self.device.model_dump(mode="json"),
             "slots": self.slots.expert_P.tolist(),
             "chunk_tokens": self.experiment.emulate.chunk_tokens,
         }
+
+    def describe_device(self) -> str:
+        """What stands for each rank, where that is modelled."""
+        assert self.device is not None
+        return self.device.describe(self.parts.experts, whole=self.scope == "model")
 
     def alternatives(self) -> Iterable[CaseSpec]:
         return [self.case(REPLICATION, "eplb", None, wanted) for wanted in self.experiment.emulate.replication]
@@ -116,6 +124,23 @@ class Emulated(Comparison):
         plan = self.replicate(case.replication, np.ones(self.model.num_experts))
         return plan.extra_bytes_per_rank(self.model, DTYPES[self.experiment.layer.dtype].itemsize)
 
+    def num_runs(self, cases: Sequence[CaseSpec]) -> int:
+        """Runs of a rank's layer, the check included."""
+        settings = self.experiment.measure
+        per_round = self.workload.num_batches * self.ep_size * len(cases)
+        if self.device is not None:
+            return per_round
+        return (1 + settings.warmup + settings.iterations) * per_round + len(cases)
+
+    def shortage(self, available: int) -> str:
+        """What does not fit into so many bytes of memory; empty where all does. A layer's rows go in chunks."""
+        return ""
+
+    def memory_words(self, available: int) -> str:
+        """For a dry run: what of the memory is needed."""
+        rows_gib = self.mean_rows * self.bytes_per_row / 2**30
+        return f"rows of a rank take about {rows_gib:.1f} GiB where loads are even"
+
     @property
     def mean_rows(self) -> float:
         """Rows that a rank computes where loads are even."""
@@ -127,7 +152,8 @@ class Emulated(Comparison):
         values = 4 * self.model.hidden_size + 3 * self.model.ffn_hidden_size
         return values * DTYPES[self.experiment.layer.dtype].itemsize
 
-    def _check_replication(self) -> None:
+    def check_emulation(self) -> None:
+        """Raise ValueError where replicas cannot be placed as asked."""
         most = self.model.num_experts - self.model.num_experts // self.ep_size
         for wanted in self.experiment.emulate.replication:
             if wanted.spare_per_rank > most:
@@ -139,6 +165,13 @@ class Emulated(Comparison):
                 self.replicate(wanted, np.ones(self.model.num_experts))
             except ValueError as problem:
                 raise ValueError(f"emulate.replication: {problem}") from None
+
+
+def _kinds(experiment: Experiment) -> tuple[type[Comparison], type[Emulated]]:
+    """What is compared on real ranks, and the same on virtual ones."""
+    from moe_ep_bench.scopes.emulated_model import EmulatedModel, ModelComparison  # They are made of what stands here.
+
+    return (ModelComparison, EmulatedModel) if experiment.scope == "model" else (Comparison, Emulated)
 
 
 def _check_parts(experiment: Experiment) -> None:
@@ -162,11 +195,22 @@ def plan_emulation(config: Path, overrides: Iterable[str], *, on_cpu: bool) -> l
     for comparison in comparisons:
         try:
             comparison.check_padding()
-            next(comparison.workload.rank_batches(0, comparison.ep_size))  # Finds skews that cannot be had.
+            for workload in comparison.all_workloads:
+                next(workload.rank_batches(0, comparison.ep_size))  # Finds skews that cannot be had.
             comparison.try_policies()
         except ValueError as problem:
             raise ValueError(f"{config}: {problem}") from None
     return comparisons
+
+
+def check_config_scope(config: Path, overrides: Iterable[str], scope: str) -> None:
+    """Raise ValueError where a config's scope is another; all its experiments have one."""
+    try:
+        check_scope(load_experiments(config, overrides, on_cpu=False)[0], scope)
+    except ConfigError:
+        raise
+    except ValueError as problem:
+        raise ValueError(f"{config}: {problem}") from None
 
 
 def emulated_comparisons(config: Path, overrides: Iterable[str], *, on_cpu: bool) -> list[Emulated]:

@@ -10,10 +10,9 @@ Shapes: R = virtual ranks, V = cases, B = batches, C = columns of a sample, E = 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
 from typing import Any
@@ -21,13 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from moe_ep_bench import environment
+from moe_ep_bench.devices import Device
 from moe_ep_bench.layer.build import DTYPES
-from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
+from moe_ep_bench.layer.reference import TOLERANCE
 from moe_ep_bench.layer.slots import Slots
-from moe_ep_bench.layer.virtual import VirtualRanks
 from moe_ep_bench.machine import MachineSampler
 from moe_ep_bench.measure.ceilings import measure_ceilings
 from moe_ep_bench.measure.protocol import (
@@ -42,18 +40,15 @@ from moe_ep_bench.measure.protocol import (
     turn_of,
 )
 from moe_ep_bench.measure.timeline import compose, median_legs
-from moe_ep_bench.policies import Routing
 from moe_ep_bench.records import TOTAL, write_json
-from moe_ep_bench.scopes.comparison import BASELINE, NOISE, CaseSpec
+from moe_ep_bench.scopes.comparison import BASELINE, NOISE, CaseSpec, Planned
 from moe_ep_bench.scopes.emulated import Emulated
 from moe_ep_bench.scopes.job import Job
 from moe_ep_bench.scopes.rows import PackedMetrics, case_columns, routing_columns
+from moe_ep_bench.scopes.small_layers import SmallLayers, few_of
 from moe_ep_bench.scopes.traffic import CaseRouter, RankBatches, Shares, Traffic, traffic_of
 from moe_ep_bench.scopes.virtual_timing import MeasuredRanks, ModelledRanks, RankTime, RankTimer
-from moe_ep_bench.workload import TokenBatch
 
-# The check against the dense reference: tokens of each rank, and the hidden size at which it is made.
-_CHECKED_TOKENS, _CHECKED_WIDTH = 6, 64
 # Share of the free memory that a chunk's rows may take; the rest is for what allocators keep and routing needs.
 _MEMORY_SHARE = 0.5
 # Bytes of what travels beside rows: a pair's weight, a count, a number of a policy's statistics.
@@ -66,7 +61,12 @@ class Emulation:
     Args:
         device: what runs the layers, and routes.
         begin: called with a case's id ahead of each of its runs.
+
+    Attributes:
+        columns: of a sample.
     """
+
+    columns: Sequence[str] = COLUMNS
 
     def __init__(
         self, comparison: Emulated, cases: Sequence[CaseSpec], device: torch.device, begin: Callable[[str], None]
@@ -89,36 +89,40 @@ class Emulation:
         failed: dict[CaseSpec, str] = {}
         if self.comparison.device is not None:
             return failed
-        few = [_few_of(tokens) for tokens in RankBatches(self.comparison, 0)]
-        checked = _SmallLayers(self.comparison, few, self.device)
+        allowed = TOLERANCE[torch.float32]
+        for case, error, where in self._errors():
+            if error > allowed and case not in failed:
+                self.cases.remove(case)
+                failed[case] = f"output differs from the dense reference by {error:.2g}{where}, allowed is {allowed:g}"
+        return failed
+
+    def _errors(self) -> Iterator[tuple[CaseSpec, float, str]]:
+        """Each case's error, kept in ``errors``, and where it was found."""
+        few = [few_of(tokens) for tokens in RankBatches(self.comparison, 0)]
+        checked = SmallLayers(self.comparison, self.device)
         for router in self._routers(0):
             self.begin(router.case.case_id)
-            error = self.errors[router.case.case_id] = checked.error(router)
-            allowed = TOLERANCE[torch.float32]
-            if error > allowed:
-                self.cases.remove(router.case)
-                failed[router.case] = f"output differs from the dense reference by {error:.2g}, allowed is {allowed:g}"
-        return failed
+            error = self.errors[router.case.case_id] = checked.error(router, self.comparison, few)
+            yield router.case, error, ""
 
     @property
     def layer_us(self) -> NDArray[np.float64]:
         """The slowest rank's time of every case and batch, microseconds [V, B], once they are measured."""
-        return self.samples[..., COLUMNS.index(TOTAL)].max(axis=1)
+        return self.samples[..., self.columns.index(TOTAL)].max(axis=1)
 
     def measure(self) -> dict[str, Any] | None:
         """Time all batches; return the conditions under which that was done, None where nothing ran."""
-        self.samples = np.full((len(self.cases), self.num_ranks, self.num_batches, len(COLUMNS)), np.nan)
-        self.metrics = [PackedMetrics(self.num_ranks, self.num_batches) for _ in self.cases]
+        self.samples = np.full((len(self.cases), self.num_ranks, self.num_batches, len(self.columns)), np.nan)
+        self.metrics = self._no_metrics()
         if self.comparison.device is not None:
-            timer = ModelledRanks(self.comparison, self.comparison.device)
+            timer = self._modelled(self.comparison.device)
             for batch in range(self.num_batches):
                 self._time_batch(batch, timer, rounds=1, kept=1)
             return None
         settings = self.comparison.experiment.measure
         rounds = 1 + settings.warmup + settings.iterations
-        most_tokens, self.num_chunks = self._sizes()
+        timer = self._measured()
         ceilings = measure_ceilings(self.device, DTYPES[self.comparison.experiment.layer.dtype])
-        timer = MeasuredRanks(self.comparison, self.device, self.num_chunks, most_tokens)
         with MachineSampler(self.device) as sampler, collections_between():
             for batch in range(self.num_batches):
                 self._time_batch(batch, timer, rounds, settings.iterations)
@@ -132,6 +136,17 @@ class Emulation:
         emulated = {"timed": self.timed_runs, "shared": self.shared_runs, "num_chunks": self.num_chunks}
         return {"warm_up": warm_up, "ranks": [here], "emulated_runs": emulated}
 
+    def _no_metrics(self) -> list[PackedMetrics]:
+        """Room for the routing metrics of each case."""
+        return [PackedMetrics(self.num_ranks, self.num_batches) for _ in self.cases]
+
+    def _modelled(self, device: Device) -> RankTimer:
+        return ModelledRanks(self.comparison, device)
+
+    def _measured(self) -> RankTimer:
+        most_tokens, self.num_chunks = self._sizes()
+        return MeasuredRanks(self.comparison, self.device, self.num_chunks, most_tokens)
+
     def write(self, job: Job, conditions: dict[str, Any] | None) -> None:
         """Write the conditions, then every case's routing and its samples, which make it finished."""
         directory, comparison = job.directory, self.comparison
@@ -144,29 +159,34 @@ class Emulation:
             routing = routing_columns(metrics.keys, list(torch.from_numpy(metrics.numbers)))
             plain_RBC = np.full_like(self.samples[number], np.nan)
             for name in (TOTAL, HOST, THREAD_CPU):
-                plain_RBC[..., COLUMNS.index(name)] = self.samples[number][..., COLUMNS.index(name)]
-            samples = case_columns(steps, list(np.concatenate([plain_RBC, self.samples[number]], axis=1)))
-            identify = partial(job.identity, comparison, case)
-            directory.write_routing(case.case_id, {**identify(len(routing["rank"])), **routing})
-            directory.write_case(case.case_id, job.launch, {**identify(len(samples["rank"])), **samples})
+                plain_RBC[..., self.columns.index(name)] = self.samples[number][..., self.columns.index(name)]
+            times_RSC = list(np.concatenate([plain_RBC, self.samples[number]], axis=1))
+            self._write_case(job, case, steps, times_RSC, routing)
+
+    def _write_case(
+        self,
+        job: Job,
+        case: CaseSpec,
+        steps: Sequence[Step],
+        times_RSC: Sequence[NDArray[np.float64]],
+        routing: dict[str, list[Any]],
+    ) -> None:
+        samples, identify = case_columns(steps, times_RSC), partial(job.identity, self.comparison, case)
+        job.directory.write_routing(case.case_id, {**identify(len(routing["rank"])), **routing})
+        job.directory.write_case(case.case_id, job.launch, {**identify(len(samples["rank"])), **samples})
 
     def _time_batch(self, index: int, timer: RankTimer, rounds: int, kept: int) -> None:
         """Time one batch; of ``rounds`` the last ``kept`` count."""
-        ranks = RankBatches(self.comparison, index)
-        routers = self._routers(index)
-        traffic = self._traffic(routers, ranks, index, self.num_chunks)
-        for number in range(len(routers)):
-            self.metrics[number].put_all((slice(None), index), traffic[number].metrics)
-            error = self.errors[self.cases[number].case_id]
-            if index == 0 and error is not None:
-                self.metrics[number].column("reference_error")[:, 0] = error
+        ranks, routers, traffic = self._routed(index)
+        for number, one in enumerate(traffic):
+            self._put_metrics(number, index, one)
         times: list[list[list[RankTime]]] = [[[] for _ in range(self.num_ranks)] for _ in routers]
         for round_number in range(rounds):
             gc.collect(0)
             turn = turn_of(Step(index, round_number, PLAIN), self.num_batches, len(routers))
             done: dict[tuple[Any, ...], RankTime] = {}
             for rank, tokens in enumerate(ranks if timer.needs_tokens else [None] * self.num_ranks):
-                shares = tokens and Shares(self.comparison, tokens, rank, self.device)
+                shares = tokens and self._shares(tokens, rank)
                 for number in order(len(routers), turn):
                     router = routers[number]
                     self.begin(router.case.case_id)
@@ -182,6 +202,22 @@ class Emulation:
         for number, one in enumerate(traffic):
             self._store(number, index, times[number], self._link_us(one))
 
+    def _routed(self, index: int) -> tuple[Iterable[Any], Sequence[Any], Sequence[Any]]:
+        """A batch: every rank's tokens, how each case routes them, and what that amounts to."""
+        ranks, routers = RankBatches(self.comparison, index), self._routers(index)
+        return ranks, routers, self._traffic(self.comparison, routers, ranks, index, self.num_chunks)
+
+    def _shares(self, tokens: Any, rank: int) -> Any:
+        """One rank's tokens as the cases see them."""
+        return Shares(self.comparison, tokens, rank, self.device)
+
+    def _put_metrics(self, number: int, index: int, traffic: Any) -> None:
+        """Keep a case's routing metrics of one batch."""
+        self.metrics[number].put_all((slice(None), index), traffic.metrics)
+        error = self.errors[self.cases[number].case_id]
+        if index == 0 and error is not None:
+            self.metrics[number].column("reference_error")[:, 0] = error
+
     def _store(
         self, number: int, index: int, times_R: Sequence[Sequence[RankTime]], link_us: dict[str, NDArray[np.float64]]
     ) -> None:
@@ -190,7 +226,7 @@ class Emulation:
             phases[HOST] = float(np.median([run.host_us for run in times_R[rank]]))
             phases[THREAD_CPU] = float(np.median([run.thread_cpu_us for run in times_R[rank]]))
             for name, value in phases.items():
-                self.samples[number, rank, index, COLUMNS.index(name)] = value
+                self.samples[number, rank, index, self.columns.index(name)] = value
 
     def _routers(self, index: int) -> list[CaseRouter]:
         return [CaseRouter(case, self._slots(case, index), self.seed) for case in self.cases]
@@ -219,11 +255,13 @@ class Emulation:
             loads.append(traffic.counts_CRP.sum((0, 1)).numpy().astype(np.float64))
         return np.stack(loads)
 
-    def _traffic(self, routers: Sequence[CaseRouter], ranks: RankBatches, index: int, num_chunks: int) -> list[Traffic]:
+    def _traffic(
+        self, planned: Planned, routers: Sequence[CaseRouter], ranks: RankBatches, index: int, num_chunks: int
+    ) -> list[Traffic]:
         """Of every case. Native runs a second time for the noise floor, but routes the same."""
         baseline = next((router for router in routers if router.case.role == BASELINE), None)
         own = [router for router in routers if router.case.role != NOISE or baseline is None]
-        found = traffic_of(self.comparison, own, ranks, index, self.device, num_chunks)
+        found = traffic_of(planned, own, ranks, index, self.device, num_chunks)
         by_case = {router.case.case_id: traffic for router, traffic in zip(own, found, strict=True)}
         return [by_case.get(r.case.case_id) or by_case[baseline.case.case_id] for r in routers]
 
@@ -235,14 +273,17 @@ class Emulation:
         wanted = self.comparison.experiment.emulate.chunk_tokens
         if wanted is not None:
             return most_tokens, -(-most_tokens // wanted)
-        traffic = self._traffic(self._routers(0), RankBatches(self.comparison, 0), 0, 1)
+        traffic = self._traffic(self.comparison, self._routers(0), RankBatches(self.comparison, 0), 0, 1)
         most_rows = max(int(max(pairs.sum(1).max(), pairs.sum(0).max())) for pairs in (t.rank_pairs for t in traffic))
         available = environment.available_memory_bytes(self.device, 1) * _MEMORY_SHARE
         needed = most_rows * self.comparison.bytes_per_row
         return most_tokens, max(1, -(-int(needed) // int(available)))
 
-    def _link_us(self, traffic: Traffic) -> dict[str, NDArray[np.float64]]:
+    def _link_us(self, traffic: Any) -> dict[str, NDArray[np.float64]]:
         """What each meeting takes on the modelled links, [R] microseconds."""
+        return self._layer_link_us(traffic)
+
+    def _layer_link_us(self, traffic: Traffic) -> dict[str, NDArray[np.float64]]:
         links, num_ranks = self.comparison.links, self.num_ranks
         row_bytes = self.comparison.model.hidden_size * DTYPES[self.comparison.experiment.layer.dtype].itemsize
         # Chunks are this device's need; ranks of their own send all at once.
@@ -257,71 +298,3 @@ class Emulation:
             "wait_dispatch": links.all_to_all_us(pairs_RR * row_bytes) + links.all_to_all_us(pairs_RR * _WEIGHT_BYTES),
             "wait_combine": links.all_to_all_us(pairs_RR.T * row_bytes),
         }
-
-
-def _few_of(tokens: TokenBatch) -> TokenBatch:
-    """Some of a rank's tokens from the first to the last, and so of both where some are padding."""
-    num_checked = min(_CHECKED_TOKENS, tokens.num_tokens)
-    return tokens.rows(torch.linspace(0, max(tokens.num_tokens - 1, 0), num_checked).long())
-
-
-class _SmallLayers:
-    """The comparison's layers at a small hidden size, with values that real ranks would compute."""
-
-    def __init__(self, comparison: Emulated, ranks: Sequence[TokenBatch], device: torch.device) -> None:
-        self._comparison, self._ranks, self._device = comparison, ranks, device
-        model = comparison.model
-        self._model = model.scaled(min(1.0, _CHECKED_WIDTH / model.hidden_size))
-        self._seed = comparison.experiment.layer.seed
-        generator = torch.Generator(device).manual_seed(self._seed)
-        num_tokens = sum(tokens.num_tokens for tokens in ranks)
-        hidden_ND = torch.randn(num_tokens, self._model.hidden_size, generator=generator, device=device)
-        self._hidden = hidden_ND.split([tokens.num_tokens for tokens in ranks])
-        self._reference = DenseReference(self._model, hidden_ND, self._seed)
-        self._layers: dict[int, VirtualRanks] = {}
-
-    def error(self, router: CaseRouter) -> float:
-        """The worst token's error when all ranks of a case exchange real rows."""
-        (traffic,) = traffic_of(self._comparison, [router], self._ranks, 0, self._device)
-        shares = [
-            Shares(self._comparison, tokens, rank, self._device).of(router.case)
-            for rank, tokens in enumerate(self._ranks)
-        ]
-        routings = [router.route(share, 0, traffic.stats_SE) for share in shares]
-        virtual = self._virtual(router.slots)
-        virtual.exchange.counts_RP, virtual.exchange.stats_SE = traffic.counts_CRP[0], traffic.stats_SE
-        layers = virtual.layers
-        layer = layers.native if router.case.policy is None else layers.policy
-
-        @contextlib.contextmanager
-        def prepare(rank: int) -> Iterator[None]:
-            if not router.slots.is_contiguous:
-                layer.router.replay_TE = None
-                with virtual.routed(layer, _on_slots(router.slots, routings[rank], rank)):
-                    yield
-                return
-            layer.router.replay_TE = shares[rank].logits_TE
-            if router.case.policy is not None:
-                layers.policy_router.policy = router.case.policy
-                layers.policy_router.context = router.context(shares[rank], 0)
-            yield
-
-        outputs = virtual.whole_layer(layer, [mine.unsqueeze(1) for mine in self._hidden], prepare)
-        weights_TE = torch.cat([routing.weights_TE for routing in routings])
-        return self._reference.worst_error(torch.cat(outputs)[:, 0], weights_TE)
-
-    def _virtual(self, slots: Slots) -> VirtualRanks:
-        if slots.num_slots not in self._layers:
-            num_slots = None if slots.num_slots == self._model.num_experts else slots.num_slots
-            parts = self._comparison.parts
-            self._layers[slots.num_slots] = VirtualRanks(
-                self._model, torch.float32, self._device, self._comparison.ep_size, self._seed, parts, num_slots
-            )
-        virtual = self._layers[slots.num_slots]
-        virtual.slots = slots
-        return virtual
-
-
-def _on_slots(slots: Slots, routing: Routing, rank: int) -> Routing:
-    map_TP: Tensor = slots.spread(routing.map_TE, rank)
-    return Routing(map_TP, slots.spread_weights(routing.weights_TE, map_TP))

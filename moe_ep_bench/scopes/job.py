@@ -55,6 +55,13 @@ class Job:
         self.mark.set(case_id)
         self.progress.update()
 
+    @contextlib.contextmanager
+    def counting(self, planned: int) -> Iterator[None]:
+        """Count the block's iterations as those that were run, which may be more or fewer than were ``planned``."""
+        others = self.progress.total - self.progress.n - planned
+        yield
+        self.progress.total = self.progress.n + others
+
     def identity(self, comparison: Comparison, case: CaseSpec, num_rows: int) -> dict[str, list[Any]]:
         """See ``identity``."""
         return identity(self.mode, self.run_id, comparison, case, num_rows)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moe_ep_bench.kernels.twins import oracle_for
 from moe_ep_bench.layer.attention_kernels import kernels_of_attention
-from moe_ep_bench.layer.depth import instrumented_model, phases_in_depth
+from moe_ep_bench.layer.depth import instrumented_model
 from moe_ep_bench.layer.experts import DRAWS, TOKENS, seeded_generator
 from moe_ep_bench.layer.graphs import Graph
 from moe_ep_bench.layer.graphs_in_depth import CapturedPass
@@ -32,13 +32,11 @@ from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.layer.reference import DenseReference
 from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
 from moe_ep_bench.layer.transformer import Transformer, build_transformer, layer_seed
-from moe_ep_bench.measure.protocol import HOST, THREAD_CPU
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import Routing, RoutingContext
-from moe_ep_bench.records import TOTAL, UNACCOUNTED
 from moe_ep_bench.scopes.comparison import BASELINE, CEILING, CaseSpec
 from moe_ep_bench.scopes.model_comparison import ModelComparison
-from moe_ep_bench.scopes.rows import layer_columns, summed_over_layers
+from moe_ep_bench.scopes.model_rows import model_columns, write_model_case
 from moe_ep_bench.scopes.timed import Session, capacity_factor, relative_error, rows_to_check
 from moe_ep_bench.timer import Clock, PhaseRecorder
 from moe_ep_bench.workload.balanced import balanced_scores
@@ -160,8 +158,7 @@ class ModelSession(Session):
 
     @property
     def columns(self) -> list[str]:
-        comparison = self.comparison
-        return [*phases_in_depth(comparison.num_layers, comparison.moe_layers), UNACCOUNTED, TOTAL, HOST, THREAD_CPU]
+        return model_columns(self.comparison)
 
     def build(self) -> None:
         comparison = self.comparison
@@ -263,6 +260,7 @@ class ModelSession(Session):
                         look.routing,
                         case.scores(batch, layer),
                         case.context_for(batch, layer),
+                        num_slices=self.comparison.num_slices,
                         **capacity_factor(case.spec),
                     )
                     row["reference_error"] = self.layer_error(case, layer, look) if batch == 0 else None
@@ -294,7 +292,7 @@ class ModelSession(Session):
         error = reference.worst_error(look.output_ND, look.routing.weights_TE[rows_N])
         policy, scores_TE = case.spec.policy, case.scores(0, layer)
         if policy is not None and (
-            self.comparison.ep_size == 1 or policy.batch_stats(scores_TE, case.context_for(0, layer)) is None
+            self.comparison.num_together == 1 or policy.batch_stats(scores_TE, case.context_for(0, layer)) is None
         ):
             oracle = oracle_for(policy, self.device.type)
             expected = policy.route(scores_TE, case.spec.told(case.context_for(0, layer)), kernel=oracle)
@@ -331,19 +329,7 @@ class ModelSession(Session):
         return found
 
     def write_case(self, case: CaseSpec, times_RSC: Sequence[np.ndarray], routing: dict[str, list[Any]]) -> None:
-        samples = summed_over_layers(self.steps, times_RSC, self.columns)
-        layers = layer_columns(self.steps, times_RSC, self.columns)
-        moe_layers = self.comparison.moe_layers
-        # A batch has a row for every layer.
-        routing["layer"] = [moe_layers[row % len(moe_layers)] for row in routing["batch"]]
-        routing["batch"] = [row // len(moe_layers) for row in routing["batch"]]
-        directory, identify = self.job.directory, partial(self.job.identity, self.comparison, case)
-        if not directory.is_routed(case.case_id):
-            directory.write_model_routing(case.case_id, {**identify(len(routing["rank"])), **routing})
-        launch = self.job.launch
-        if layers:
-            directory.write_layers(case.case_id, launch, {**identify(len(layers["rank"])), **layers})
-        directory.write_case(case.case_id, launch, {**identify(len(samples["rank"])), **samples})
+        write_model_case(self.job, self.comparison, case, self.steps, times_RSC, self.columns, routing)
 
 
 SESSIONS: dict[str, type[Session]] = {"layer": Session, "model": ModelSession}

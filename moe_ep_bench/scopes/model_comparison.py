@@ -72,7 +72,7 @@ class ModelComparison(Comparison):
         scaled = f" x {self.model.scale:g}" if self.model.scale != 1 else ""
         cut = f"first {self.num_layers} of {self.model.num_layers}" if self.is_cut else f"all {self.num_layers}"
         step = f"decode after {self.context_length:,} tokens" if self.context_length else "prefill"
-        sizes = f"{cut} layers, {step}, EP {self.ep_size}, {self.num_tokens:,} tokens"
+        sizes = f"{cut} layers, {step}, {self.ranks_words}, {self.num_tokens:,} tokens"
         graph = ", CUDA graph" if self.parts.cuda_graph else ""
         return f"{self.model.name}{scaled}, {sizes}, {self.workload_in_short}{graph}"
 
@@ -127,7 +127,8 @@ class ModelComparison(Comparison):
         assert model.vocab_size is not None
         tokens = -(-int(self.num_tokens * self.fullest_share) // self.world_size)
         num_moe = num_layers - model.first_dense_layers
-        experts = model.num_experts // self.ep_size * 3 * model.hidden_size * model.ffn_hidden_size
+        slice_size = model.ffn_hidden_size // self.num_slices
+        experts = model.num_experts // self.ep_size * 3 * model.hidden_size * slice_size
         moe = experts + model.hidden_size * (3 * model.shared_ffn_hidden_size + model.num_experts)
         block = model.attention.num_parameters(model.hidden_size)
         dense = model.first_dense_layers * 3 * model.hidden_size * model.dense_ffn_hidden_size
@@ -137,10 +138,9 @@ class ModelComparison(Comparison):
         heads, cached = _widths(model.attention)
         cache = num_layers * tokens * (self.context_length + 1) * cached if self.context_length else 0
         peak = min(getattr(self.experiment.workload, "peak_load", None) or 2.0, self.ep_size)
-        pairs = int(tokens * model.top_k * peak)
-        buffers = pairs * (4 * model.hidden_size + 3 * model.ffn_hidden_size) + tokens * (
-            6 * heads + 4 * model.hidden_size
-        )
+        pairs = int(tokens * model.top_k * peak) * self.num_slices
+        buffers = pairs * (4 * model.hidden_size + 3 * slice_size) + tokens * (6 * heads + 4 * model.hidden_size)
+        summed = pairs * 4 * model.hidden_size if self.num_slices > 1 else 0  # over slices, in float32
         if self.context_length:
             buffers += 3 * tokens * self.context_length * cached  # the cache of one layer, rotated and for all heads
         last = self.most_prompts * model.vocab_size * 2
@@ -148,7 +148,7 @@ class ModelComparison(Comparison):
         graphs = (
             buffers + len(self.cases) * last + self._kept_by_graphs(num_moe, tokens) if self.parts.cuda_graph else 0
         )
-        return (weights + cache + buffers + last + graphs) * size + scores + routing
+        return (weights + cache + buffers + last + graphs) * size + summed + scores + routing
 
     def _kept_by_graphs(self, num_moe: int, tokens: int) -> int:
         """Values that graphs keep for the collectives between them, of all cases and batches, timed by phase or not."""

@@ -236,6 +236,26 @@ def open_checkpoints(models: Iterable[CheckpointConfig]) -> dict[Path, Checkpoin
     return found
 
 
+def only_device(config: Path, models: Iterable[CheckpointConfig]) -> torch.device:
+    """Where all comparisons of a config are judged; answers of two devices are not set side by side.
+
+    Raises:
+        ValueError: they ask for several; one line naming the file and the key.
+    """
+    asked = sorted({model.device for model in models})
+    devices = {pick_device(one).type for one in asked}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{config}: model.device: expected one device for all comparisons of a directory, got {', '.join(asked)}"
+        )
+    return torch.device(devices.pop())
+
+
+def device_condition(device: torch.device) -> dict[str, Any]:
+    """The device of a results directory's answers, for they differ from device to device."""
+    return {"device_name": environment.hardware(device)["device_name"]}
+
+
 def dry_run(config: Path, overrides: Sequence[str]) -> int:
     """Print the cases; load no weights."""
     for comparison in plan_quality(config, overrides):
@@ -255,16 +275,18 @@ def quality(config: Path, out: Path, overrides: Sequence[str], *, force: bool = 
         ValueError: one line naming the file, the key and what is allowed; or why ``out`` cannot be used.
     """
     comparisons = plan_quality(config, overrides)
+    device = only_device(config, [one.experiment.model for one in comparisons])
     directory = RunDirectory(out)
     versions = environment.package_versions()
-    check_agreement(directory, "quality", {key: versions[key] for key in ("torch", "transformers")}, force=force)
+    conditions = {key: versions[key] for key in ("torch", "transformers")}
+    check_agreement(directory, "quality", {**device_condition(device), **conditions}, force=force)
     with hold_comparisons(directory, comparisons):
         todo = [
             [case for case in comparison.cases if force or not directory.is_judged(case.case_id)]
             for comparison in comparisons
         ]
         run_id = stable_hash([time.time_ns()])
-        description = _run_description(run_id, comparisons)
+        description = _run_description(run_id, comparisons, device)
         keep_other_policies(directory, description, directory.is_judged)
         directory.write_run(description, directory.is_judged)
         if not any(todo):
@@ -374,14 +396,14 @@ def _judge_batch(
     rows.add_answers(answers, number, number * comparison.experiment.text.batch_size, phase)
 
 
-def _run_description(run_id: str, comparisons: Sequence[QualityComparison]) -> dict[str, Any]:
+def _run_description(run_id: str, comparisons: Sequence[QualityComparison], device: torch.device) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": run_id,
         "mode": "quality",
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "config": [_described(comparison.experiment) for comparison in comparisons],
-        "environment": environment.describe(pick_device(comparisons[0].experiment.model.device)),
+        "environment": environment.describe(device),
         "hashes": {
             "code": environment.code_hash(),
             "config": stable_hash([comparison.definition for comparison in comparisons]),

@@ -1,10 +1,11 @@
-"""``reproduce``: a config's layers emulated, or run, and what sets them beside the numbers that its claims name.
+"""``reproduce``: a config's layers or models emulated, or run, and what sets them beside the numbers of its claims.
 
 A claim's comparisons are all points of the config's sweep that it speaks of; those that differ in nothing but
 ``workload.skew`` or ``workload.peak_load`` stand side by side. Where a claim has a number, this also asks which skew
 would give it: the same tokens, experts and sharpness of scores, but a busiest expert of any load, whose rank's mates
 are others' or nearly as busy (``placement``: scattered, adjacent). That is solved on a modelled device, with one batch
-and ``SOLVED_TOKENS`` a rank at most.
+and ``SOLVED_TOKENS`` a rank at most. Of whole models (``scope: model``) no skew is looked for: a pass has one in every
+layer.
 
 ``reproduce`` leaves this in ``claims.json`` beside the results; ``analysis.claims`` makes tables of both.
 """
@@ -29,7 +30,7 @@ from moe_ep_bench.exit_codes import CASES_FAILED, OK
 from moe_ep_bench.launcher import Nodes, launch
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.records import stable_hash, write_json
-from moe_ep_bench.scopes.comparison import BASELINE, POLICY, Comparison, check_scope, plan_comparisons
+from moe_ep_bench.scopes.comparison import BASELINE, POLICY, Comparison, plan_comparisons
 from moe_ep_bench.scopes.emulate import emulate
 from moe_ep_bench.scopes.emulated import Emulated, emulated_comparisons
 from moe_ep_bench.scopes.emulation import Emulation
@@ -96,7 +97,8 @@ def reproduce(
     """Emulate a config, find the skews that its claims need, and write ``claims.json``; return the exit status.
 
     Args:
-        nproc: time the config on so many real ranks instead, as ``launch`` does; no skew is looked for then.
+        nproc: time the config on so many real ranks instead, as ``launch`` does; no skew is looked for then, nor with
+            ``scope: model``.
 
     Raises:
         ValueError: the config or the results directory cannot be used; one line.
@@ -111,9 +113,9 @@ def reproduce(
     else:
         comparisons = plan_comparisons(config, overrides, nodes.nproc, on_cpu=on_cpu)
     try:
-        check_scope(comparisons[0].experiment)
         rows = _rows(comparisons)
-        solved_on = _device_name(comparisons[0].experiment) if nodes is None else None
+        of_layers = comparisons[0].experiment.scope == "layer"
+        solved_on = _device_name(comparisons[0].experiment) if nodes is None and of_layers else None
     except ValueError as problem:
         raise ValueError(f"{config}: {problem}") from None
     if nodes is None:

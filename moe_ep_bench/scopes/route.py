@@ -47,6 +47,7 @@ from moe_ep_bench.scopes.comparison import (
     check_distinct,
     check_rank_shares,
     check_scope,
+    check_whole_experts,
     default_ep_size,
     make_workload,
     tokens_words,
@@ -75,6 +76,7 @@ class RouteComparison(Planned):
             ValueError: naming the key whose value does not fit.
         """
         check_scope(experiment)
+        check_whole_experts(experiment, "route lays out")
         model = experiment.model.spec()
         ep_size = experiment.layer.ep_size or default_ep_size(model.num_experts)
         if model.num_experts % ep_size:

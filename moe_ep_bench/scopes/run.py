@@ -300,7 +300,8 @@ def _measure_all(
                     f", launch {launch + 1} of {comparison.num_launches}" if comparison.num_launches > 1 else ""
                 )
                 job.progress.set_description(comparison.title + repetition)
-                measure_comparison(job, comparison, cases, SESSIONS[comparison.scope])
+                with job.counting(_iterations(comparison, cases)):
+                    measure_comparison(job, comparison, cases, SESSIONS[comparison.scope])
     if closed:
         if ranks.is_first:
             print("moe-ep-bench: asked to end; the same command does what is left", file=sys.stderr)
@@ -432,7 +433,8 @@ def _describe(comparison: Comparison, ranks: Ranks) -> dict[str, Any]:
         "num_experts": comparison.model.num_experts,
         "top_k": comparison.model.top_k,
         "num_ranks": comparison.ep_size,
-        "num_replicas": comparison.world_size // comparison.ep_size,
+        "expert_tensor_parallel": comparison.num_slices,
+        "num_replicas": comparison.world_size // comparison.num_together,
         "world_size": comparison.world_size,
         "hidden_size": comparison.model.hidden_size,
         "ffn_hidden_size": comparison.model.ffn_hidden_size,

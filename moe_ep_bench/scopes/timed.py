@@ -26,7 +26,7 @@ from moe_ep_bench.layer.build import DTYPES, LayerPair, build_layers
 from moe_ep_bench.layer.experts import DRAWS, HIDDEN, seeded_generator
 from moe_ep_bench.layer.graphs import CapturedRun, Graph, make_graphs
 from moe_ep_bench.layer.host import device_scope, release_freed_memory
-from moe_ep_bench.layer.megatron import MoELayer, initialize_expert_parallel
+from moe_ep_bench.layer.megatron import MoELayer, initialize_expert_parallel, meeting_group
 from moe_ep_bench.layer.phases import Rendezvous, instrumented
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
 from moe_ep_bench.layer.router import ReplayRouter, logits_from_scores, scores_from_logits
@@ -216,9 +216,9 @@ class Session:
         self.device, self.seed = job.ranks.device, comparison.experiment.layer.seed
         self.dtype = DTYPES[comparison.experiment.layer.dtype]
         # The watchdog is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.
-        self.ep_group = initialize_expert_parallel(comparison.ep_size, measure.timeout_s + 60)
+        self.ep_group = initialize_expert_parallel(comparison.ep_size, measure.timeout_s + 60, comparison.num_slices)
         environment.forget_peak_memory(self.device)
-        self.meet = Rendezvous(self.ep_group, self.device)
+        self.meet = Rendezvous(meeting_group(), self.device)
         self.build()
         self.cases = [self.new_case(case) for case in cases]
         self.timed: list[Any] = []
@@ -307,6 +307,7 @@ class Session:
                     observation.routing,
                     case.scores(batch),
                     case.context_for(batch),
+                    num_slices=self.comparison.num_slices,
                     **capacity_factor(case.spec),
                 )
                 row["reference_error"] = self.reference_error(case, observation) if batch == 0 else None
@@ -332,7 +333,7 @@ class Session:
         )
         policy = case.spec.policy
         if policy is not None and (
-            self.comparison.ep_size == 1 or policy.batch_stats(case.scores(0), case.context_for(0)) is None
+            self.comparison.num_together == 1 or policy.batch_stats(case.scores(0), case.context_for(0)) is None
         ):
             oracle = oracle_for(policy, self.job.ranks.device.type)
             expected = policy.route(case.scores(0), case.spec.told(case.context_for(0)), kernel=oracle)

@@ -97,11 +97,16 @@ class Shares:
 
 @dataclass(frozen=True, eq=False)
 class CaseRouter:
-    """How a case routes on virtual ranks, as on real ones; its experts stand in ``slots``."""
+    """How a case routes on virtual ranks, as on real ones; its experts stand in ``slots``.
+
+    Attributes:
+        layer: which one of a whole model; None where a layer stands alone.
+    """
 
     case: CaseSpec
     slots: Slots
     seed: int
+    layer: int | None = None
 
     @property
     def rule(self) -> Policy:
@@ -110,7 +115,8 @@ class CaseRouter:
 
     def context(self, share: Share, index: int) -> RoutingContext:
         """What the rule knows of a rank's tokens of batch ``index``, its randomness at its start."""
-        draws = seeded_generator(share.scores_TE.device, self.seed, DRAWS, index, share.context.rank)
+        place = () if self.layer is None else (self.layer,)
+        draws = seeded_generator(share.scores_TE.device, self.seed, DRAWS, index, share.context.rank, *place)
         return replace(self.case.told(share.context), generator=draws)
 
     def route(self, share: Share, index: int, stats_SE: Tensor | None) -> Routing:
@@ -246,12 +252,13 @@ class RankBatches:
     can (``Workload.rank_batches``).
     """
 
-    def __init__(self, planned: Planned, index: int) -> None:
+    def __init__(self, planned: Planned, index: int, held_bytes: int = _HELD_BYTES) -> None:
+        """``held_bytes``: of scores, above which a batch is not held."""
         self._workload, self._index = planned.workload, index
         self._shares = planned.ep_size, planned.experiment.workload.rank_shares
         self._padding = planned.experiment.workload.padding_per_rank
         num_bytes = planned.workload.num_tokens * planned.workload.num_experts * torch.float32.itemsize
-        self._held = list(self._made()) if num_bytes <= _HELD_BYTES else None
+        self._held = list(self._made()) if num_bytes <= held_bytes else None
 
     def __iter__(self) -> Iterator[TokenBatch]:
         return self._made() if self._held is None else iter(self._held)

@@ -29,7 +29,7 @@ from moe_ep_bench.layer.build import DTYPES
 from moe_ep_bench.links import links_names, load_links
 from moe_ep_bench.records import RunDirectory
 from moe_ep_bench.scopes.calibrate import DEFAULT_MAX_BYTES, MIN_BYTES
-from moe_ep_bench.scopes.comparison import Comparison, plan_comparisons
+from moe_ep_bench.scopes.comparison import Comparison, check_scope, plan_comparisons
 from moe_ep_bench.scopes.emulate import emulate
 from moe_ep_bench.scopes.emulated import Emulated, plan_emulation
 from moe_ep_bench.scopes.experts_alone import time_experts_alone
@@ -150,6 +150,7 @@ def _plan(config: Path, overrides: Sequence[str], num_ranks: int) -> _Plan:
 
 def _check_comparable(comparison: Comparison) -> None:
     experiment, num_ranks = comparison.experiment, comparison.world_size
+    check_scope(experiment)
     if comparison.ep_size != num_ranks:
         raise ValueError(f"layer.ep_size: expected {num_ranks}, which are all ranks, or null; got {comparison.ep_size}")
     ours, plain = experiment.emulate.model_dump(exclude=_FREE), EmulateConfig().model_dump(exclude=_FREE)

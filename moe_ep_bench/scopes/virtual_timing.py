@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -60,9 +60,28 @@ class RankTimer(Protocol):
 
     needs_tokens: bool
 
-    def time(
-        self, router: CaseRouter, traffic: Traffic, rank: int, share: Share | None, index: int, *, first: bool = False
-    ) -> RankTime: ...
+    def time(self, router: Any, traffic: Any, rank: int, share: Any, index: int, *, first: bool = False) -> RankTime:
+        """Of a layer: a ``CaseRouter``, its ``Traffic`` and ``Share``; of a whole model what holds those of layers."""
+        ...
+
+
+def rank_work(traffic: Traffic, rank: int) -> RankWork:
+    """What a rank does in one run of a layer."""
+    sent = int(traffic.counts_CRP[:, rank].sum())
+    return RankWork(traffic.num_tokens_R[rank], sent, traffic.received(rank).sum(0))
+
+
+def run_timed(recorder: PhaseRecorder, flush: Callable[[], None] | None, run: Callable[[], object]) -> RankTime:
+    """Time one run of what ``recorder`` is in, cut at its meetings; waits for the device."""
+    if flush is not None:
+        flush()
+    recorder.clock.wait()
+    cpu_start, host_start = time.thread_time_ns(), time.perf_counter_ns()
+    recorder.begin()
+    run()
+    recorder.end()
+    host_us, cpu_us = (time.perf_counter_ns() - host_start) / 1e3, (time.thread_time_ns() - cpu_start) / 1e3
+    return RankTime(*legs_of(recorder.segments_us()), host_us, cpu_us)
 
 
 @dataclass(frozen=True)
@@ -77,12 +96,10 @@ class ModelledRanks:
         self, router: CaseRouter, traffic: Traffic, rank: int, share: Share | None, index: int, *, first: bool = False
     ) -> RankTime:
         """See ``measure.modelled``; the same whenever it is asked."""
-        received_L = traffic.received(rank).sum(0)
-        work = RankWork(traffic.num_tokens_R[rank], int(traffic.counts_CRP[:, rank].sum()), received_L)
         legs, meetings = modelled_legs(
             self.device,
             self.comparison.model,
-            work,
+            rank_work(traffic, rank),
             by_policy=router.case.policy is not None,
             batch_wide=traffic.stats_SE is not None,
             alone=self.comparison.ep_size == 1,
@@ -183,17 +200,8 @@ class MeasuredRanks:
         return self._layers[num_slots]
 
     def _timed(self, layer: MoELayer, run: Callable[[], object]) -> RankTime:
-        recorder = self._recorder
-        if self._flush is not None:
-            self._flush()
-        with instrumented(layer, recorder, lambda: None):
-            recorder.clock.wait()
-            cpu_start, host_start = time.thread_time_ns(), time.perf_counter_ns()
-            recorder.begin()
-            run()
-            recorder.end()
-            host_us, cpu_us = (time.perf_counter_ns() - host_start) / 1e3, (time.thread_time_ns() - cpu_start) / 1e3
-        return RankTime(*legs_of(recorder.segments_us()), host_us, cpu_us)
+        with instrumented(layer, self._recorder, lambda: None):
+            return run_timed(self._recorder, self._flush, run)
 
     def _hidden(self, num_tokens: int) -> Tensor:
         seed, model = self._comparison.experiment.layer.seed, self._comparison.model

@@ -213,16 +213,20 @@ def _row(each: WholeResult, world_size: int, is_cut: bool) -> tuple[Cell, ...]:
 
 
 def _by_layer(whole: WholeRun, one: WholeComparison) -> list[Table]:
-    times_ms = layers_ms(whole, one)
-    if times_ms is None:
+    times = layers_ms(whole, one)
+    if times is None:
         return []
-    columns = [Column("layer", True), *(Column(name, True) for name in times_ms.columns)]
+    names = [f"{kind} ms" for kind in times.parts] + [f"MoE ms, {label}" for label in times.moe]
+    columns = [Column("layer", True), *(Column(name, True) for name in names)]
+    all_ms = pd.concat([times.parts, times.moe], axis=1)
     rows = [
         [Cell(str(layer), float(layer)), *(_time_cell(value) for value in values)]
-        for layer, values in zip(times_ms.index, times_ms.to_numpy(), strict=True)
+        for layer, values in zip(all_ms.index, all_ms.to_numpy(), strict=True)
     ]
-    note = "Mean over ranks, median over breakdown iterations; attention and dense layers under native."
-    return [Table("By layer", columns, rows, note)]
+    shown = times.shown_words
+    return [
+        Table("By layer", columns, rows, f"{shown[0].upper()}{shown[1:]}; attention and dense layers under native.")
+    ]
 
 
 def _time_cell(time_ms: float | None) -> Cell:

@@ -157,7 +157,7 @@ def ranks_table(comparison: ComparisonResult, subject: CaseResult | None) -> Tab
     columns += [Column("memory GiB", True, "the most that it held"), Column("matmul TFLOP/s", True, "a square one")]
     of_ranks = comparison.conditions[0].ranks if comparison.conditions else []
     numbers = [_rank_numbers(result) for _, result in shown]
-    num_ranks, world_size = comparison.comparison.num_ranks, comparison.comparison.world_size
+    facts, world_size = comparison.comparison, comparison.comparison.world_size
     order = sorted(range(world_size), key=lambda rank: -numbers[0]["time_ms"].get(rank, 0.0))[:MAX_RANKS]
     rows = []
     for rank in sorted(order):
@@ -165,7 +165,7 @@ def ranks_table(comparison: ComparisonResult, subject: CaseResult | None) -> Tab
         its = of_ranks[rank if len(of_ranks) == world_size else 0] if of_ranks else None
         cells = [Cell(f"{rank}", float(rank)), text_cell(its and its.hostname)]
         for (_, result), of_rank in zip(shown, numbers, strict=True):
-            load = None if result.fidelity is None else float(result.fidelity.rank_load[rank % num_ranks])
+            load = None if result.fidelity is None else float(result.fidelity.rank_load[facts.expert_rank(rank)])
             time_ms = of_rank["time_ms"].get(rank)
             cells += [
                 Cell(NONE) if time_ms is None else Cell(milliseconds(time_ms), time_ms),

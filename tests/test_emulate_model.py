@@ -1,0 +1,209 @@
+"""``emulate`` with ``scope: model``: whole models on virtual ranks, from the command line to the table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from test_model_run import KEY, parts, write_config
+
+from moe_ep_bench.cli import main
+from moe_ep_bench.exit_codes import OK, USER_ERROR
+from moe_ep_bench.links import load_links
+from moe_ep_bench.records import MODEL_PHASES, PHASES, TOTAL, UNACCOUNTED, RunDirectory
+from moe_ep_bench.scopes.emulate import left_of
+from moe_ep_bench.scopes.emulated import plan_emulation
+from moe_ep_bench.scopes.model_emulation import new_emulation
+
+PREFILL = Path("configs/model-prefill.yaml")
+LINKS = {"links": "h100-nvlink4"}
+MODELLED = {**LINKS, "device": "h100-sxm"}
+RANKS, BATCHES, NUM_CASES, MOE = 4, 2, 5, [1, 2]
+# The first layers of configs/model-prefill.yaml, narrower, with two policies of its eight.
+SMALLER = [
+    "model.scale=0.03125", "whole.num_layers=3", "layer.ep_size=4", "workload.tokens_per_rank=40",
+    "workload.sequence_length=20", "workload.num_batches=2", "measure.iterations=1", "measure.breakdown_iterations=1",
+    "layer.dtype=float32",
+    "policies=[{name: token_drop, capacity_factor: 1.0}, {name: lynx, num_dropped: 8}]",
+]  # fmt: skip
+
+
+def emulate(config: Path, out: Path, *overrides: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "moe_ep_bench", "emulate", config, "--out", out]
+    command += [argument for override in overrides for argument in ("--set", override)]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("emulate") / "out"
+    done = emulate(PREFILL, out, *SMALLER)
+    assert done.returncode == OK, done.stderr
+    assert "emulated (one device for all ranks, the all-to-all is modelled)" in done.stdout
+    return out
+
+
+def test_layers_and_the_rest_close_against_the_total(finished: Path) -> None:
+    cases, layers = parts(finished, "cases"), parts(finished, "layers")
+    assert set(cases["mode"]) == {"emulated"}
+    assert cases.case_id.nunique() == layers.case_id.nunique() == NUM_CASES
+    plain, breakdown = cases[cases.kind == "plain"], cases[cases.kind == "breakdown"]
+    assert len(plain) == NUM_CASES * RANKS * BATCHES
+    assert set(breakdown.phase) == {*PHASES, *MODEL_PHASES, TOTAL, UNACCOUNTED}
+    key = ["case_id", *KEY]
+    sums = layers.groupby(key).time_us.sum() + breakdown[breakdown.phase == UNACCOUNTED].set_index(key).time_us
+    totals = breakdown[breakdown.phase == TOTAL].set_index(key).time_us
+    np.testing.assert_allclose(sums.sort_index(), totals.sort_index())
+    pd.testing.assert_series_equal(plain.set_index(key).time_us.sort_index(), totals.sort_index(), check_names=False)
+    of_lynx = layers[layers.policy == "lynx"]
+    phases = of_lynx.groupby(of_lynx.layer.fillna(-1).astype(int)).phase.agg(set).to_dict()
+    assert phases[-1] == {"embedding", "rest", "output"}
+    assert phases[0] == {"attention", "dense", "rest"}
+    assert phases[1] == phases[2] == {*PHASES, "attention", "rest", "moe_rest"}
+
+
+def test_somebody_comes_last_to_every_meeting_of_every_layer(finished: Path) -> None:
+    layers = parts(finished, "layers")
+    waits = layers[layers.phase.str.startswith("wait_")].groupby(["case_id", "batch", "layer", "phase"]).time_us
+    assert (waits.min() == 0).all()
+    assert (waits.max() > 0).all()
+    assert len(waits) == (NUM_CASES * 3 + 1) * BATCHES * len(MOE)
+
+
+def test_a_layers_transfers_take_what_its_own_bytes_take_on_the_links(finished: Path) -> None:
+    routing, layers = parts(finished, "routing"), parts(finished, "layers")
+    run = json.loads((finished / "run.json").read_text())
+    assert (run["mode"], run["scope"]) == ("emulated", "model")
+    row_bytes, links = next(iter(run["comparisons"].values()))["hidden_size"] * 4, load_links("h100-nvlink4")
+    found = layers[layers.phase.isin(["dispatch", "combine"])].set_index(["case_id", "batch", "layer"]).sort_index()
+    seen = set()
+    for place, rows in routing.sort_values("rank").groupby(["case_id", "batch", "layer"]):
+        pairs_RR = np.array(rows.load_R.tolist(), dtype=np.float64)
+        sent = links.all_to_all_us(pairs_RR * row_bytes) + links.all_to_all_us(pairs_RR * 4)
+        times = found.loc[place].sort_values("rank")
+        np.testing.assert_allclose(times[times.phase == "dispatch"].time_us, sent)
+        np.testing.assert_allclose(times[times.phase == "combine"].time_us, links.all_to_all_us(pairs_RR.T * row_bytes))
+        seen.add(tuple(sent))
+    assert len(seen) > NUM_CASES * BATCHES, "layers send alike"
+
+
+def test_every_layer_is_routed_by_scores_of_its_own_and_was_held_against_the_reference(finished: Path) -> None:
+    rows = parts(finished, "routing")
+    assert (rows.groupby(["case_id", "batch", "layer"]).num_tokens.sum() == 160).all()
+    assert sorted(rows.layer.unique()) == MOE
+    loads = rows.groupby(["policy", "layer"]).load_E.agg(lambda loads: tuple(np.sum(list(loads), axis=0)))
+    assert (np.array(loads["token_drop"][1]) <= np.array(loads["native"][1]) // 2).all(), "native runs twice"
+    assert loads["native"][1] != loads["native"][2]
+    first = rows[rows.batch == 0]
+    assert first.reference_error.notna().all()
+    assert first.reference_error.max() < 1e-4
+
+
+def test_the_table_the_figure_and_the_report_say_that_it_is_emulated(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["summary", str(finished)]) == OK
+    printed = capsys.readouterr().out
+    for text in ("whole models, emulated", "links/h100-nvlink4", "in place of 4 ranks", "MoE speedup", "By layer"):
+        assert text in printed
+    assert main(["plot", str(finished), "--out", str(tmp_path), "--format", "svg"]) == OK
+    assert set(pd.read_csv(tmp_path / "whole.csv").origin) == {"emulated", "computed", "extrapolated"}
+    assert "comm (modelled)" in (tmp_path / "whole.svg").read_text()
+    assert main(["report", str(finished), "--out", str(tmp_path / "report.html")]) == OK
+    assert "moe-ep-bench emulate model-prefill.yaml" in (tmp_path / "report.html").read_text()
+
+
+def test_a_finished_directory_is_not_measured_again(finished: Path, tmp_path: Path) -> None:
+    (comparison,) = plan_emulation(PREFILL, SMALLER, on_cpu=True)
+    assert left_of(RunDirectory(finished), comparison) == []
+    assert left_of(RunDirectory(tmp_path), comparison) == comparison.cases
+
+
+@pytest.fixture(scope="module")
+def modelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("modelled") / "out"
+    done = emulate(PREFILL, out, *SMALLER, "model.scale=1", "emulate.device=h100-sxm")
+    assert done.returncode == OK, done.stderr
+    return out
+
+
+def test_on_a_modelled_device_nothing_runs_and_every_number_says_so(
+    modelled: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not (modelled / "conditions").exists()
+    ours, theirs = parts(modelled, "layers"), parts(finished, "layers")
+    key = ["policy", "layer", "phase"]
+    assert set(map(tuple, ours[key].fillna(-1).values)) == set(map(tuple, theirs[key].fillna(-1).values))
+    assert parts(modelled, "routing").reference_error.isna().all()
+    assert main(["summary", str(modelled)]) == OK
+    printed = capsys.readouterr().out
+    assert "whole models, modelled (nothing was run)" in printed
+    assert "attention: modelled" in printed
+    assert "noise floor:" not in printed
+    assert main(["plot", str(modelled), "--out", str(tmp_path), "--format", "svg"]) == OK
+    assert set(pd.read_csv(tmp_path / "whole.csv").origin) == {"modelled", "computed", "extrapolated"}
+
+
+DECODE = {"whole__context_length": 40, "workload__sequence_length": 1, "workload__num_tokens": 22}
+
+
+@pytest.mark.parametrize("preset", ["deepseek-v2-lite", "olmoe-1b-7b"])
+@pytest.mark.parametrize("changes", [{}, DECODE], ids=["prefill", "decode"])
+def test_a_pass_takes_what_its_layers_and_the_rest_take(preset: str, changes: dict, tmp_path: Path) -> None:
+    config = write_config(tmp_path, model={"preset": preset}, layer__ep_size=4, emulate=MODELLED, **changes)
+    (comparison,) = plan_emulation(config, [], on_cpu=True)
+    lengths_R = comparison.lengths_of_ranks(0)
+    assert sum(map(sum, lengths_R)) == comparison.num_tokens
+    begun: list[str] = []
+    emulation = new_emulation(comparison, comparison.cases, torch.device("cpu"), begun.append)
+    assert emulation.measure() is None
+    assert len(begun) == comparison.num_runs(comparison.cases)
+    native_us, again_us, topk_us, drop_us, _ = emulation.layer_us
+    assert (native_us == again_us).all()
+    assert (native_us > 0).all()
+    assert (drop_us < topk_us).all()
+    total = emulation.columns.index(TOTAL)
+    parts_RBC = np.delete(emulation.samples[0], [total, total + 1, total + 2], axis=-1)
+    np.testing.assert_allclose(np.nansum(parts_RBC, axis=-1), emulation.samples[0][..., total])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"emulate": {}}, "emulate.links: expected one of"),
+        ({"emulate": {**LINKS, "chunk_tokens": 8}}, "emulate.chunk_tokens: expected null with scope model"),
+        ({"emulate": {**LINKS, "replication": [{"spare_per_rank": 1}]}}, "emulate.replication: expected none with"),
+        (
+            {"emulate": LINKS, "route": {"placement": "strided"}},
+            "route.placement: expected contiguous with scope model",
+        ),
+        ({"emulate": LINKS, "whole__num_layers": 1}, "whole.num_layers: expected 2 to 27 layers"),
+        ({"emulate": LINKS, "workload__num_tokens": 60}, "workload: expected tokens for every rank"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    changes: dict, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, **{"emulate": LINKS, "layer__ep_size": 4, **changes})
+    assert main(["emulate", str(config), "--out", str(tmp_path / "out")]) == USER_ERROR
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1, printed.err
+    assert message in printed.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_does_not_fit_is_said_with_the_layers_that_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path, layer__ep_size=4, emulate=LINKS)
+    (comparison,) = plan_emulation(config, [], on_cpu=True)
+    need = comparison.memory_bytes_per_rank()
+    assert comparison.shortage(need) == ""
+    assert "; whole.num_layers=2 fits" in comparison.shortage(need - 1)
+    assert main(["emulate", str(config), "--dry-run"]) == OK
+    runs = comparison.num_runs(comparison.cases)
+    assert f"{runs:,} runs of a rank's model at most" in capsys.readouterr().out

@@ -1,0 +1,267 @@
+"""A pass of a whole model on a device that is not here: by hand, by laws, and cut as a real pass is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ep_bench.devices import Device, device_names, load_device
+from moe_ep_bench.layer.depth import phases_in_depth
+from moe_ep_bench.measure.modelled import RankWork, modelled_legs
+from moe_ep_bench.measure.modelled_pass import PassWork, modelled_pass
+from moe_ep_bench.models import Attention, LatentAttention, ModelSpec, load_preset
+from moe_ep_bench.records import MOE_REST, UNACCOUNTED, at, where
+
+# Arithmetic 5e7 operations per us, of attention 2e7; memory 1e6 bytes per us, permutation 5e5.
+DEVICE = Device(
+    name="test", source="test", bf16_tflops=100, memory_tbps=2, memory_gb=80,
+    arithmetic_efficiency=((1, 0.5),), arithmetic_basis="assumed", memory_efficiency=0.5, memory_basis="assumed",
+    overhead_us=3, overhead_basis="assumed", routing_native_ps=100, routing_native_basis="assumed",
+    routing_policy_ps=300, routing_policy_basis="assumed", permute_efficiency=0.25, permute_basis="assumed",
+    attention_efficiency=0.2, attention_basis="assumed",
+)  # fmt: skip
+MODEL = ModelSpec(
+    name="test", source="test", num_layers=4, first_dense_layers=1, dense_ffn_hidden_size=800, hidden_size=1000,
+    vocab_size=5000, attention=Attention(num_heads=8, num_kv_heads=2, head_dim=100), num_experts=8, top_k=2,
+    ffn_hidden_size=500, normalize=True,
+)  # fmt: skip
+LATENT = MODEL.model_copy(
+    update={
+        "attention": LatentAttention(
+            num_heads=8, kv_lora_rank=50, qk_nope_head_dim=100, qk_rope_head_dim=20, v_head_dim=100
+        )
+    }
+)
+PRESETS = {name: load_preset(name) for name in ("olmoe-1b-7b", "deepseek-v2-lite", "qwen3-30b-a3b")}
+DEVICES = {name: load_device(name) for name in device_names()}
+
+
+def moe_work(tokens: int, model: ModelSpec, ranks: int = 2) -> RankWork:
+    received = tokens * model.top_k
+    local = model.num_experts // ranks
+    rows_L = np.full(local, received // local)
+    rows_L[0] += received - rows_L.sum()
+    return RankWork(tokens, received, rows_L)
+
+
+def prefill(*lengths: int, model: ModelSpec = MODEL, num_layers: int = 3) -> PassWork:
+    moe = moe_work(sum(lengths), model)
+    return PassWork(lengths, 0, 0, dict.fromkeys(range(model.first_dense_layers, num_layers), moe))
+
+
+def decode(requests: int, context: int, model: ModelSpec = MODEL, num_layers: int = 3) -> PassWork:
+    moe = moe_work(requests, model)
+    return PassWork((), requests, context, dict.fromkeys(range(model.first_dense_layers, num_layers), moe))
+
+
+def phases(work: PassWork, model: ModelSpec = MODEL, device: Device = DEVICE, **options: Any) -> dict[str, float]:
+    """Microseconds by phase of the whole pass."""
+    layers = max(work.layers) + 1
+    legs, _ = modelled_pass(device, model, layers, work, **{"by_policy": False, "batch_wide": False, **options})
+    return {phase: sum(leg.get(phase, 0.0) for leg in legs) for phase in set().union(*legs)}
+
+
+def total_us(*arguments: Any, **options: Any) -> float:
+    return sum(phases(*arguments, **options).values())
+
+
+def test_embedding_and_output_by_hand() -> None:
+    # 300 rows of 2000 bytes, read and written at 5e5 bytes per us.
+    times = phases(prefill(100, 200))
+    assert times["embedding"] == pytest.approx(2 * 300 * 2000 / 5e5)
+    # Two last tokens: 2 (5e6 + 2 x 6000) bytes, more than 2e7 operations take.
+    assert times["output"] == pytest.approx(10.024)
+    # 200 prompts of one token: 2e9 operations are 40 us, more than their bytes.
+    assert phases(prefill(*[1] * 200))["output"] == pytest.approx(40)
+
+
+def test_norms_and_residual_additions_by_hand() -> None:
+    # 2000 tokens: a norm moves 8e6 bytes, an addition 12e6. Two of each in a layer, and the last norm.
+    times = phases(prefill(2000))
+    assert [times[at(layer, "rest")] for layer in range(3)] == pytest.approx([40] * 3)
+    assert times["rest"] == pytest.approx(8)
+
+
+def test_dense_layers_by_hand() -> None:
+    # 6 x 2000 x 1000 x 800 operations at 5e7.
+    times = phases(prefill(2000))
+    assert times["0:dense"] == pytest.approx(192)
+    assert "1:dense" not in times
+    assert "0:experts" not in times
+
+
+def test_grouped_attention_of_prompts_by_hand() -> None:
+    # 2000 tokens in two prompts. Projections: 1000 x 1200 and 800 x 1000, 4.8e9 and 3.2e9 operations.
+    projections = 96 + 64
+    # Rotary: 800 + 200 numbers a token, read and written: 8e6 bytes.
+    rotary = 8
+    # Core: 8 x 1000^2 x 200 operations each prompt at 2e7: 80 us each; its 8e6 bytes take less.
+    assert phases(prefill(1000, 1000))["1:attention"] == pytest.approx(projections + rotary + 160)
+    # As one prompt: twice the pairs.
+    assert phases(prefill(2000))["1:attention"] == pytest.approx(projections + rotary + 320)
+
+
+def test_norms_of_queries_and_keys_by_hand() -> None:
+    normed = MODEL.model_copy(update={"attention": MODEL.attention.model_copy(update={"qk_norm": "head"})})
+    gap = phases(prefill(2000, model=normed), normed)["0:attention"] - phases(prefill(2000))["0:attention"]
+    assert gap == pytest.approx(8)
+
+
+def test_grouped_attention_of_a_decode_step_by_hand() -> None:
+    # One request after 9,999 tokens. Weights: 2.4e6 and 1.6e6 bytes, rows 4.4e3 and 3.6e3.
+    projections = 2.4044 + 1.6036
+    # Rotary: 10,000 cached keys of 200 numbers and 800 of queries, read and written.
+    rotary = 2 * 2 * (2_000_000 + 800) / 1e6
+    # Core: keys and values of 10,000 tokens, and a query's row in and out. Its 3.2e7 operations take 1.6 us.
+    core = 2 * (2 * 2_000_000 + 1600) / 1e6
+    assert phases(decode(1, 9999))["2:attention"] == pytest.approx(projections + rotary + core)
+
+
+def test_latent_attention_by_hand() -> None:
+    # 2000 tokens in one prompt: 960 queries, 70 latent and rotary, 50 x 1600 from the latent, 800 x 1000 out.
+    gemms = [(1000, 960), (1000, 70), (50, 1600), (800, 1000)]
+    operations = [2 * 2000 * takes * gives / 5e7 for takes, gives in gemms]
+    num_bytes = [2 * (takes * gives + 2000 * (takes + gives)) / 1e6 for takes, gives in gemms]
+    projections = sum(map(max, operations, num_bytes))
+    rotary = 2 * 2 * 2000 * (960 + 960) / 1e6
+    core = 8 * 2000**2 * (120 + 100) / 2e7
+    assert phases(prefill(2000, model=LATENT), LATENT)["1:attention"] == pytest.approx(projections + rotary + core)
+
+
+def test_the_static_cache_holds_latent_attention_whole() -> None:
+    # Each token more in the cache: 960 keys and 800 values of two bytes, read once.
+    more = (
+        phases(decode(1, 10_000, LATENT), LATENT)["1:attention"]
+        - phases(decode(1, 9_000, LATENT), LATENT)["1:attention"]
+    )
+    assert more == pytest.approx(1000 * 2 * (960 + 800) / 1e6)
+
+
+def test_moe_layers_are_those_of_a_layer_alone() -> None:
+    work = prefill(1000)
+    times = phases(work, by_policy=True, batch_wide=True)
+    legs, _ = modelled_legs(DEVICE, MODEL, work.layers[1], by_policy=True, batch_wide=True)
+    alone = {phase: sum(leg.get(phase, 0.0) for leg in legs) for phase in set().union(*legs)}
+    alone[MOE_REST] = alone.pop(UNACCOUNTED)
+    for layer in (1, 2):
+        own = ("rest", "attention")
+        found = {where(name)[1]: us for name, us in times.items() if where(name)[0] == layer}
+        assert {phase: us for phase, us in found.items() if phase not in own} == pytest.approx(alone)
+
+
+@pytest.mark.parametrize(("batch_wide", "names"), [(False, 3), (True, 4)])
+def test_meetings_come_layer_after_layer(batch_wide: bool, names: int) -> None:
+    work = prefill(100)
+    legs, meetings = modelled_pass(DEVICE, MODEL, 3, work, by_policy=True, batch_wide=batch_wide)
+    moe = ["wait_policy", "wait_metadata", "wait_dispatch", "wait_combine"][-names:]
+    assert meetings == [at(layer, meeting) for layer in (1, 2) for meeting in moe]
+    assert len(legs) == len(meetings) + 1
+    # What precedes the first meeting, and what follows the last.
+    assert {"embedding", "0:attention", "0:dense", "1:gate"} <= set(legs[0])
+    assert {"2:permute", "2:rest", "rest", "output"} <= set(legs[-1])
+    assert {"1:permute", "1:rest", "2:rest", "2:attention", "2:gate"} <= set(legs[names])
+
+
+def test_a_lone_rank_meets_nobody() -> None:
+    local = RankWork(100, 200, np.full(8, 25))
+    work = PassWork((100,), 0, 0, {1: local, 2: local})
+    legs, meetings = modelled_pass(DEVICE, MODEL, 3, work, by_policy=False, batch_wide=False, alone=True)
+    assert (len(legs), meetings) == (1, [])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_phase_has_a_timer(name: str) -> None:
+    model = PRESETS[name]
+    layers = model.first_dense_layers + 2
+    for work in (prefill(512, 512, model=model, num_layers=layers), decode(4, 1000, model, layers)):
+        known = {*phases_in_depth(layers, list(work.layers)), UNACCOUNTED}
+        assert set(phases(work, model, DEVICES["h100-sxm"])) <= known
+
+
+def test_nothing_to_do_takes_no_time() -> None:
+    nothing = RankWork(0, 0, np.zeros(4, dtype=np.int64))
+    assert total_us(PassWork((), 0, 0, {1: nothing, 2: nothing})) == 0
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(sorted(PRESETS)),
+    st.sampled_from(sorted(DEVICES)),
+    st.lists(st.integers(1, 4096), min_size=1, max_size=4),
+    st.integers(1, 2048),
+)
+def test_more_prompt_takes_longer(model: str, device: str, lengths: list[int], more: int) -> None:
+    spec = PRESETS[model]
+    layers = spec.first_dense_layers + 1
+    work, longer = (
+        prefill(*one, model=spec, num_layers=layers) for one in (lengths, [lengths[0] + more, *lengths[1:]])
+    )
+    assert total_us(longer, spec, DEVICES[device]) > total_us(work, spec, DEVICES[device])
+    # The same tokens in one prompt: no less of attention.
+    one = prefill(sum(lengths), model=spec, num_layers=layers)
+    parts, whole = (phases(each, spec, DEVICES[device])["0:attention"] for each in (work, one))
+    assert whole >= parts * (1 - 1e-12)
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(sorted(PRESETS)), st.sampled_from(sorted(DEVICES)), st.integers(1, 256), st.integers(1, 32768))
+def test_more_requests_or_context_take_longer(model: str, device: str, requests: int, context: int) -> None:
+    spec = PRESETS[model]
+    layers = spec.first_dense_layers + 1
+
+    def step_us(requests: int, context: int) -> float:
+        return phases(decode(requests, context, spec, layers), spec, DEVICES[device])["0:attention"]
+
+    assert step_us(requests, context) < step_us(requests, 2 * context) < step_us(requests + 1, 2 * context)
+
+
+def test_shares_of_a_prefill_are_sane() -> None:
+    # OLMoE's MoE layers hold five times the active weights of its attention, and reads are not what takes the time.
+    spec = PRESETS["olmoe-1b-7b"]
+    times = phases(prefill(*[512] * 16, model=spec, num_layers=16), spec, DEVICES["h100-sxm"])
+    moe = sum(
+        us for name, us in times.items() if where(name)[0] is not None and where(name)[1] not in ("attention", "rest")
+    )
+    assert 0.5 < moe / sum(times.values()) < 0.95
+    assert times["output"] < 0.05 * sum(times.values())
+
+
+def test_a_decode_step_reads_at_least_the_weights_and_the_cache() -> None:
+    spec, device = PRESETS["qwen3-30b-a3b"], DEVICES["h100-sxm"]
+    works = [decode(1, context, spec, 2) for context in (1, 8192)]
+    times = [phases(one, spec, device)["0:attention"] for one in works]
+    weights = spec.attention.num_parameters(spec.hidden_size) * 2
+    assert times[0] > weights / (device.reached_tbps * 1e6)
+    assert times[1] - times[0] > 8191 * 2 * 4 * 128 * 2 / (device.reached_tbps * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt_lengths": (4, 0)}, "prompt_lengths: expected at least 1"),
+        ({"num_requests": 2}, "prompt_lengths: expected none at decode"),
+        ({"prompt_lengths": (), "num_requests": 2}, "context_length: expected at least 1"),
+        ({"context_length": -1}, "context_length: expected at least 0"),
+        ({"prompt_lengths": (7,)}, "expected 7 tokens in layer 1, got 8"),
+    ],
+)
+def test_work_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(prefill(8), **fields)
+
+
+def test_what_is_not_stated_is_named() -> None:
+    options = {"by_policy": False, "batch_wide": False}
+    for key in ("attention", "vocab_size"):
+        with pytest.raises(ValueError, match=f"needs its {key}, which is not stated"):
+            modelled_pass(DEVICE, MODEL.model_copy(update={key: None}), 3, prefill(8), **options)
+    unstated = DEVICE.model_copy(update={"attention_efficiency": None, "attention_basis": None})
+    with pytest.raises(ValueError, match="devices/test: attention_efficiency: missing"):
+        modelled_pass(unstated, MODEL, 3, prefill(8), **options)
+    with pytest.raises(ValueError, match=r"expected the MoE layers \[1, 2, 3\], got \[1, 2\]"):
+        modelled_pass(DEVICE, MODEL, 4, prefill(8), **options)

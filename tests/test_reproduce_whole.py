@@ -1,0 +1,314 @@
+"""Claims of whole models: what they may say, what stands beside them, and how models are told from layers."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from results_builder import standard_cases
+from whole_builder import write_whole
+
+from moe_ep_bench.analysis.claims import Claims, claims_figure, claims_text, load_claims, write_claims
+from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.style import house_style
+from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, load_whole
+from moe_ep_bench.analysis.whole_claims import needed_moe_speedup
+from moe_ep_bench.claims import Claim, claims_path
+from moe_ep_bench.cli import main
+from moe_ep_bench.config import ConfigError, load_experiments
+from moe_ep_bench.exit_codes import OK
+from moe_ep_bench.links import load_links
+from moe_ep_bench.records import write_json
+
+TOKEN_DROP = {"name": "token_drop", "capacity_factor": 1.0}
+CLAIM = {"source": "Table 1", "policy": TOKEN_DROP, "paper": 1.2, "of": "end_to_end", "note": "nothing is inferred"}
+CONFIG: dict[str, Any] = {
+    "name": "claims",
+    "scope": "model",
+    "model": {"preset": "olmoe-1b-7b", "scale": 1 / 64},
+    "whole": {"num_layers": 2, "context_length": 16},
+    "workload": {"kind": "synthetic", "num_tokens": 8, "num_batches": 2, "sequence_length": 1},
+    "layer": {"dtype": "float32"},
+    "policies": [TOKEN_DROP],
+    "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 0, "max_warmup": 1, "timeout_s": 60},
+    "emulate": {"links": "h20-nvlink4"},
+}
+# In ``write_whole`` MoE layers take two thirds of native's pass.
+SHARE, LAYERS = 2 / 3, 1.5
+END_TO_END = 1 / (1 - SHARE + SHARE / LAYERS)
+
+
+def write(folder: Path, claims: object, **changes: Any) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({**CONFIG, "claims": claims, **changes}))
+    return path
+
+
+# ---- what may be claimed -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "message"),
+    [
+        ({"metric": "layer_time"}, {}, "metric: expected one of .*moe_speedup.* with scope: model, got layer_time"),
+        ({"metric": "native_layer_us", "policy": None}, {}, "metric: expected one of .* got native_layer_us"),
+        ({"of": "layer"}, {}, r"of: expected end_to_end or not_stated with speedup, .*got layer"),
+        ({"metric": "moe_speedup"}, {}, "of: expected layer or not_stated with moe_speedup, got end_to_end"),
+        (
+            {"metric": "step_time"},
+            {"whole": {"num_layers": 2}, "workload": {**CONFIG["workload"], "sequence_length": 4}},
+            "metric: expected whole.context_length above 0 with step_time",
+        ),
+        (
+            {"metric": "step_time"},
+            {"scope": "layer", "whole": {}},
+            "metric: expected a layer's without scope: model, got step_time, a whole model's",
+        ),
+    ],
+)
+def test_a_number_that_is_not_timed_here_is_one_line(changes: dict, config: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^[^\n]*claims\.0\.{message}[^\n]*$"):
+        load_experiments(write(tmp_path, [{**CLAIM, **changes}], **config), on_cpu=False)
+
+
+@pytest.mark.parametrize("paper", [1.05, 1.5, 2.9])
+def test_the_needed_speedup_of_layers_gives_the_papers_number_by_amdahl(paper: float) -> None:
+    needed = needed_moe_speedup(Claim.model_validate({**CLAIM, "paper": paper}), SHARE)
+    assert needed is not None
+    assert 1 / (1 - SHARE + SHARE / needed) == pytest.approx(paper)
+    step = Claim.model_validate({**CLAIM, "paper": 1 / paper, "metric": "step_time"})
+    assert needed_moe_speedup(step, SHARE) == pytest.approx(needed)
+
+
+def test_what_no_speed_of_layers_gives_is_none() -> None:
+    assert needed_moe_speedup(Claim.model_validate({**CLAIM, "paper": 3.0}), SHARE) is None
+    with pytest.raises(ValueError, match="expected a number of a whole pass"):
+        needed_moe_speedup(Claim.model_validate({**CLAIM, "paper": None}), SHARE)
+
+
+# ---- what stands beside it -----------------------------------------------------------------------------------------
+
+ROWS = [
+    {"paper": 1.2},
+    {"metric": "moe_speedup", "of": "layer", "paper": 1.4},
+    {"metric": "step_time", "paper": 0.9},
+    {"metric": "tokens_per_s", "of": "not_stated", "paper": [1.1, None]},
+    {"metric": "dropped_fraction", "paper": 0.12},
+    {"paper": 9.9, "source": "Table 2"},
+    {"paper": None, "source": "Table 3"},
+]
+
+
+def claimed(root: Path, comparison: Any) -> None:
+    """Write claims of the directory's token_drop."""
+    cases = {result.case.policy: result.case.case_id for result in comparison.results if result.case.role == "policy"}
+    entry = {
+        "comparison_id": comparison.results[0].case.comparison_id,
+        "case_id": cases["token_drop"],
+        "versus_id": None,
+        "traffic": "mixed",
+    }
+    rows = [
+        {
+            "claim": Claim.model_validate({**CLAIM, **changes}).model_dump(mode="json"),
+            "policy": "token_drop",
+            "policy_params": {"capacity_factor": 1.0},
+            "label": "token_drop capacity_factor=1.0",
+            "versus": None,
+            "others": {},
+            "entries": [entry],
+            "needed_key": None,
+            "needed": [],
+            "needed_tokens_per_rank": None,
+        }
+        for changes in ROWS
+    ]
+    write_json(claims_path(root), {"code": "x", "solved_on": None, "claims": rows})
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = write_whole(tmp_path_factory.mktemp("whole"), standard_cases())
+    claimed(root, whole(root).comparison)
+    return root
+
+
+@pytest.fixture(scope="module")
+def compared(directory: Path) -> Claims:
+    return load_claims(directory)
+
+
+def whole(root: Path) -> WholeComparison:
+    (found,) = analyse_whole(load_whole(root))
+    return found
+
+
+def test_ours_is_the_pass_and_its_moe_layers(compared: Claims) -> None:
+    values = [result.ours[0].value for result in compared.results]
+    expected = [END_TO_END, LAYERS, 1 / END_TO_END, END_TO_END]
+    assert values[:4] == pytest.approx(expected, rel=0.01)
+    found = {one.result.case.policy: one for one in whole(compared.directory).results}["token_drop"]
+    assert found.result.speedup is not None
+    assert values[0] == found.result.speedup.median
+    assert found.result.fidelity is not None
+    assert values[4] == found.result.fidelity.dropped_share
+
+
+def test_the_text_says_that_ours_are_whole_models(compared: Claims) -> None:
+    text = claims_text(compared)
+    words = " ".join(text.split())
+    assert "beside whole models here, from end to end: whole models, measured" in words
+    assert "one layer" not in words
+    assert "ours: a layer" not in words
+    assert "No skew is looked for with whole models" in words
+    assert "model and traffic" in text
+    assert "Table 1, layers: speedup of all MoE layers in a pass" in words
+    assert "Table 1, layer or end to end not stated (ours: end to end): relative tokens per second" in words
+    share = 1 - 1 / (whole(compared.directory).most or 1)
+    assert share == pytest.approx(SHARE, rel=0.02)
+    table = {line.split()[0]: line for line in text.splitlines() if line[:1].isdigit() or line[:2].strip().isdigit()}
+    needed = needed_moe_speedup(compared.results[0].claim, share)
+    assert table["1"].endswith(f"{needed:.2f}")
+    assert table["6"].endswith("not reachable")
+    assert table["2"].endswith("-")
+
+
+def test_layers_say_where_a_paper_measured_a_whole_model(
+    compared: Claims, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    from results_builder import FakeComparison, write_run
+
+    from moe_ep_bench.analysis.speedups import analyse
+
+    root = tmp_path_factory.mktemp("layers")
+    write_run(root, [FakeComparison(cases=standard_cases())])
+    claimed(root, analyse(load_run(root))[0])
+    rows = claims_path(root)
+    content = yaml.safe_load(rows.read_text())
+    content["claims"] = [content["claims"][0]]
+    write_json(rows, content)
+    found = load_claims(root)
+    text = claims_text(found)
+    assert "Papers' numbers beside one layer here" in text
+    assert "Table 1, end to end (ours: a layer)" in text
+    assert not found.is_whole
+    with house_style():
+        names = labels(found)
+    assert any("(ours: a layer)" in " ".join(name.split()) for name in names)
+    assert not any("(ours: a layer)" in " ".join(name.split()) for name in labels(compared))
+
+
+def labels(claims: Claims) -> list[str]:
+    figure = claims_figure(claims)
+    assert figure is not None
+    return [label.get_text() for axes in figure.axes for label in axes.get_yticklabels()]
+
+
+def test_the_figure_says_that_ours_are_whole_models_and_hides_nothing(compared: Claims) -> None:
+    with house_style():
+        figure = claims_figure(compared)
+        assert figure is not None
+        figure.draw_without_rendering()
+        words = " ".join(text.get_text() for text in figure.texts)
+        assert "whole models, a pass from end to end" in " ".join(words.split())
+        titles = [axes.get_title(loc="left") for axes in figure.axes]
+        assert titles[:2] == ["speedup", "speedup of all MoE layers in a pass"]
+        boxes = [axes.get_tightbbox() for axes in figure.axes]
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+
+
+def test_the_csv_says_of_what_ours_is(compared: Claims, directory: Path) -> None:
+    write_claims(compared)
+    with open(directory / "claims.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["ours_of"] for row in rows] == [
+        "end_to_end", "layers", "end_to_end", "end_to_end", "layers", "end_to_end", "end_to_end"
+    ]  # fmt: skip
+    assert all(row["mode"] == "whole models, measured" for row in rows)
+
+
+WHOLE = Path(__file__).parents[1] / "configs" / "papers" / "whole"
+
+
+@pytest.mark.parametrize("config", sorted(WHOLE.glob("*.yaml")), ids=lambda path: path.stem)
+def test_configs_of_whole_models_are_sound(config: Path) -> None:
+    experiments = load_experiments(config, on_cpu=False)
+    assert experiments[0].name == config.stem
+    assert experiments[0].claims
+    emulated = experiments[0].emulate
+    assert emulated.device == ("h20" if config.stem.startswith("whole-capacity") else "h100-sxm")
+    assert emulated.links is not None
+    load_links(emulated.links)
+    dumped = [experiment.model_dump(mode="json") for experiment in experiments]
+    for one in experiments[0].claims:
+        assert any(all(_at(values, key) == value for key, value in one.where.items()) for values in dumped)
+
+
+def _at(values: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        values = values[part]
+    return values
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_whole_models_on_real_ranks_stand_beside_claims(tmp_path: Path) -> None:
+    policy = {"name": "token_drop", "capacity_factor": 4.0}
+    claims = [
+        {**CLAIM, "policy": policy, **changes}
+        for changes in (
+            {},
+            {"metric": "step_time", "paper": 0.9},
+            {"metric": "moe_speedup", "of": "layer", "paper": None},
+            {"metric": "activated_experts", "of": "layer", "paper": 1.0},
+        )
+    ]
+    one_batch = {"kind": "synthetic", "num_tokens": 8, "num_batches": 1, "sequence_length": 1}
+    config, out = write(tmp_path, claims, policies=[policy], workload=one_batch), tmp_path / "out"
+    assert main(["reproduce", str(config), "--out", str(out), "--nproc", "2"]) == OK
+    found = load_claims(out)
+    assert found.is_whole
+    assert found.solved_on is None
+    assert [one.needed for one in found.results] == [()] * 4
+    speedup, step, moe, activated = (one.ours[0] for one in found.results)
+    assert step.value == pytest.approx(1 / speedup.value)  # of one pair
+    assert moe.value > 0
+    # A policy that drops activates no more than native.
+    assert 0 < activated.value <= 1
+    assert (out / "claims.txt").read_text() == claims_text(found) + "\n"
+
+
+def test_whole_models_on_a_modelled_device_stand_beside_claims_and_no_skew_is_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    workload = {"kind": "synthetic", "tokens_per_rank": 64, "num_batches": 2, "sequence_length": 32, "peak_load": 2.0}
+    config = write(
+        tmp_path,
+        [CLAIM, {**CLAIM, "metric": "moe_speedup", "of": "layer"}],
+        model={"preset": "olmoe-1b-7b"},
+        whole={"num_layers": 2},
+        workload=workload,
+        layer={"ep_size": 4},
+        emulate={"links": "h20-nvlink4", "device": "h20"},
+        sweep={"workload.peak_load": [2.0, 4.0]},
+    )
+    assert main(["reproduce", str(config), "--out", str(tmp_path / "out")]) == OK
+    text = " ".join(capsys.readouterr().out.split())
+    assert "whole models, modelled (nothing was run)" in text
+    assert "core attention at 50% of the arithmetic (assumed); launches not counted" in text
+    assert "needed, scattered" not in text
+    found = load_claims(tmp_path / "out")
+    assert found.solved_on is None
+    passes, layers = found.results
+    for ours, moe in zip(passes.ours, layers.ours, strict=True):
+        # What no policy touches dilutes the layers' gain, as Amdahl's law has it.
+        assert 1 < ours.value < moe.value
+        assert ours.whole is not None
+        share = 1 - 1 / (ours.whole.most or 1)
+        assert ours.value == pytest.approx(1 / (1 - share + share / moe.value), rel=0.02)
+    assert [ours.value for ours in layers.ours] == sorted(ours.value for ours in layers.ours)

@@ -1,0 +1,230 @@
+"""``layer.expert_tensor_parallel``: planned, refused, run on two ranks for a layer and a model, and counted.
+
+What holds of the layer itself is in ``slice_laws``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+
+from moe_ep_bench.analysis.load import Comparison as Facts
+from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.rates import pairs_by_rank, rates
+from moe_ep_bench.cli import main
+from moe_ep_bench.exit_codes import OK, USER_ERROR
+from moe_ep_bench.layer.experts import ExpertWeights, apply_expert
+from moe_ep_bench.metrics import routing_metrics
+from moe_ep_bench.policies import RoutingContext, make_policy
+from moe_ep_bench.records import TOTAL
+from moe_ep_bench.scopes.comparison import Comparison, plan_comparisons
+
+CONFIG = {
+    "name": "tiny",
+    "model": {"preset": "deepseek-v2-lite", "scale": 0.125},
+    "workload": {"kind": "synthetic", "num_tokens": 200, "num_batches": 1, "peak_load": 4.0, "sequence_length": 24},
+    "layer": {"dtype": "float32", "expert_tensor_parallel": 2},
+    "policies": [{"name": "token_drop", "capacity_factor": 1.0}, {"name": "oea", "k0": 2}],
+    "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 0, "max_warmup": 0, "timeout_s": 60},
+}
+WHOLE = {
+    "scope": "model",
+    "model": {"preset": "deepseek-v2-lite", "scale": 0.03125},
+    "whole": {"num_layers": 2},
+    "policies": [{"name": "oea", "k0": 2}],
+}
+
+
+def write(folder: Path, layer: dict[str, object] | None = None, **changes: object) -> Path:
+    config = {**CONFIG, **changes, "layer": {**CONFIG["layer"], **(layer or {})}}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def planned(folder: Path, world_size: int, layer: dict[str, object] | None = None, **changes: object) -> Comparison:
+    (one,) = plan_comparisons(write(folder, layer, **changes), [], world_size, on_cpu=True)
+    return one
+
+
+def launched(folder: Path, **changes: object) -> Path:
+    command = ["launch", str(write(folder, **changes)), "--out", str(folder / "out"), "--nproc", "2"]
+    done = subprocess.run([sys.executable, "-m", "moe_ep_bench", *command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == OK, done.stderr[-3000:]
+    return folder / "out"
+
+
+def parts(out: Path, folder: str) -> pd.DataFrame:
+    return pd.concat(pd.read_parquet(path) for path in sorted((out / folder).glob("*.parquet")))
+
+
+# --- Run on two ranks ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def layer_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launched(tmp_path_factory.mktemp("layer"))
+
+
+def test_a_layer_in_slices_is_right_and_its_transfers_are_waited_for(
+    layer_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times, routing = parts(layer_run, "cases"), parts(layer_run, "routing")
+    assert set(times.status) == {"ok"}
+    assert times.case_id.nunique() == 5
+    assert routing.reference_error.max() < 1e-4
+    assert (routing.crossing_pairs == routing.num_pairs).all(), "every pair goes to the other slice too"
+    breakdown = times[times.kind == "breakdown"]
+    seen = breakdown.groupby(["case_id", "rank"]).phase.agg(set)
+    assert all({"dispatch", "combine", "wait_dispatch", "wait_combine"} <= phases for phases in seen)
+    assert (times[times.phase == TOTAL].time_us > 0).all()
+    assert main(["summary", str(layer_run)]) == OK
+    assert "EP 1 x TP 2" in capsys.readouterr().out
+
+
+def test_work_of_a_slice_is_its_share_of_every_pair_of_both_ranks(layer_run: Path) -> None:
+    run = load_run(layer_run)
+    ((comparison_id, facts),) = run.comparisons.items()
+    assert (facts.num_ranks, facts.expert_tensor_parallel, facts.num_replicas, facts.world_size) == (1, 2, 1, 2)
+    native = next(one for one in run.cases if one.role == "baseline")
+    _, pairs_BRL = pairs_by_rank(native.routing, facts)
+    assert pairs_BRL.shape == (1, 2, 64)
+    assert pairs_BRL.sum(axis=(0, 2)).tolist() == [200 * 6, 200 * 6]
+    found = rates(native, facts, list(run.conditions[comparison_id].values()))
+    assert found is not None
+    assert found.dispatch_gbps is None, "two transfers share the phase"
+    times = native.timings.query("kind == 'breakdown' and phase == 'experts' and rank == 0")["time_us"]
+    hidden, slice_size = 256, 176 // 2
+    assert found.experts_tflops == pytest.approx(6 * hidden * slice_size * 200 * 6 / times.median() / 1e6)
+    assert found.crossing_pair_bytes == 200 * 6 * hidden * 4
+
+
+def test_a_whole_model_in_slices_is_right_in_every_layer(tmp_path: Path) -> None:
+    out = launched(tmp_path, **WHOLE)
+    assert set(parts(out, "cases").status) == {"ok"}
+    routing = parts(out, "routing")
+    assert routing.reference_error.max() < 1e-4
+    layers = parts(out, "layers")
+    assert {"wait_dispatch", "wait_combine"} <= set(layers[layers.layer == 1].phase)
+    (facts,) = json.loads((out / "run.json").read_text())["comparisons"].values()
+    assert "first 2 of 27 layers, prefill, EP 1 x TP 2, 200 tokens" in facts["title"]
+
+
+# --- Planned -------------------------------------------------------------------------------------
+
+
+def test_ranks_are_expert_parallel_ranks_times_slices_times_replicas(tmp_path: Path) -> None:
+    for layer, expected in (({}, (4, 2, 8)), ({"ep_size": 2}, (2, 2, 4)), ({"expert_tensor_parallel": 4}, (2, 4, 8))):
+        one = planned(tmp_path, 8, layer)
+        assert (one.ep_size, one.num_slices, one.num_together) == expected
+        assert one.parts.expert_tensor_parallel == one.num_slices
+
+
+def test_whole_experts_keep_their_ids_and_slices_are_another_comparison(tmp_path: Path) -> None:
+    cut, whole = planned(tmp_path, 2), planned(tmp_path, 2, {"expert_tensor_parallel": 1})
+    assert "expert_tensor_parallel" not in whole.definition["layer"]
+    assert cut.definition["layer"]["expert_tensor_parallel"] == 2
+    assert cut.comparison_id != whole.comparison_id
+
+
+def test_slices_cost_the_weights_of_as_many_experts_and_buffers_for_the_rows_of_all(tmp_path: Path) -> None:
+    few = {**CONFIG["workload"], "num_tokens": 16, "sequence_length": 4}
+    cut, whole = (planned(tmp_path, 2, layer, workload=few) for layer in ({}, {"expert_tensor_parallel": 1}))
+    assert cut.memory_bytes_per_rank() == pytest.approx(whole.memory_bytes_per_rank(), rel=0.02)
+    many = {**few, "num_tokens": 16000}
+    alone = planned(tmp_path, 1, {"expert_tensor_parallel": 1}, workload={**many, "num_tokens": 8000})
+    both = planned(tmp_path, 2, workload=many)
+    assert both.memory_bytes_per_rank() > alone.memory_bytes_per_rank(), "two ranks' rows on each"
+    assert cut.flops_per_rank() == whole.flops_per_rank()
+
+
+BAD = {
+    "ranks": ({"expert_tensor_parallel": 3}, {}, "expected a divisor of the 4 ranks, got 3"),
+    "ranks of both": ({"ep_size": 4}, {}, "layer.ep_size: expected a divisor of the 4 ranks over"),
+    "experts": ({"experts": "te"}, {}, "expected auto, grouped or sequential, got te"),
+    "decode": ({"experts": "decode"}, {}, "expected auto, grouped or sequential, got decode"),
+    "flex": ({"dispatcher": "flex"}, {}, "needs layer.dispatcher alltoall or allgather, got flex"),
+    "graph": ({"cuda_graph": True, "dispatcher": "allgather"}, {}, "layer.cuda_graph"),
+    "none": ({"expert_tensor_parallel": 0}, {}, "input should be greater than or equal to 1, got 0"),
+    "size": (
+        {"expert_tensor_parallel": 4, "dtype": "bfloat16"},
+        {},
+        "slices of a multiple of 16 bytes (or layer.experts: sequential), got 4, which are 44 values of bfloat16",
+    ),
+    "shard": (
+        {},
+        {"model": {"preset": "deepseek-v2-lite", "tensor_parallel": 2}},
+        "expected 1 with model.tensor_parallel: 2, got 2",
+    ),
+    "gathering": ({"dispatcher": "allgather"}, {}, "allgather needs as many tokens on every rank"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_cut_is_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layer, changes, expected = BAD[name]
+    config = write(tmp_path, layer, **changes)
+    assert main(["launch", str(config), "--out", str(tmp_path / "out"), "--nproc", "4"]) == USER_ERROR
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert expected in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["emulate", "advise", "route"])
+def test_commands_of_virtual_ranks_want_whole_experts(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write(tmp_path, emulate={"links": "h100-nvlink4"})
+    assert main([command, str(config), "--out", str(tmp_path / "out")]) == USER_ERROR
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "layer.expert_tensor_parallel: expected 1, for " in said
+    assert said.endswith("whole experts; got 2")
+
+
+# --- Counted -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_slices", [1, 2, 3])
+def test_what_crosses_goes_to_every_rank_that_holds_a_slice_but_its_own(num_slices: int) -> None:
+    scores_TE = torch.rand(11, 12, generator=torch.Generator().manual_seed(0))
+    context = RoutingContext(top_k=3, num_ranks=4, rank=1)
+    routing = make_policy({"name": "topk"}).route(scores_TE, context)
+    pairs, copies = 0, set()
+    for token, expert in routing.map_TE.nonzero().tolist():
+        for column in range(num_slices):
+            if (expert // 3, column) != (1, 0):
+                pairs += 1
+                copies.add((token, expert // 3, column))
+    found = routing_metrics(routing, scores_TE, context, num_slices=num_slices)
+    assert (found["crossing_pairs"], found["crossing_copies"]) == (pairs, len(copies))
+
+
+def test_slices_of_an_expert_add_up_to_it() -> None:
+    draws = torch.Generator().manual_seed(0)
+    whole = ExpertWeights(torch.randn(24, 8, generator=draws), torch.randn(8, 12, generator=draws))
+    x_TD = torch.randn(5, 8, generator=draws)
+    for num_slices in (2, 3, 4):
+        summed = sum(apply_expert(x_TD, whole.sliced(rank, num_slices)) for rank in range(num_slices))
+        torch.testing.assert_close(summed, apply_expert(x_TD, whole), rtol=1e-5, atol=1e-5)
+
+
+def test_pairs_of_ranks_are_those_of_their_column_in_their_replica() -> None:
+    """Two replicas of two expert-parallel ranks, each cut in two: ranks are numbered slice first."""
+    sizes = {"num_experts": 4, "num_ranks": 2, "expert_tensor_parallel": 2, "world_size": 8, "num_replicas": 2}
+    facts = Facts.model_construct(**sizes)
+    load_RE = np.random.default_rng(0).integers(0, 9, size=(8, 4))
+    routing = pd.DataFrame({"batch": 0, "rank": range(8), "load_E": load_RE.tolist()})
+    _, (pairs_RL,) = pairs_by_rank(routing, facts)
+    for rank in range(8):
+        replica, ep_rank = rank // 4, rank // 2 % 2
+        of_replica = load_RE[4 * replica : 4 * replica + 4].sum(axis=0)
+        assert pairs_RL[rank].tolist() == of_replica[2 * ep_rank : 2 * ep_rank + 2].tolist()
+        assert facts.expert_rank(rank) == ep_rank

@@ -1,0 +1,103 @@
+"""``compare`` of whole models: what was planted is found in its part and in the pass, and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from results_builder import FakeComparison, standard_cases, write_run
+from whole_builder import ELSEWHERE_TOTAL_US, write_whole
+
+from moe_ep_bench.analysis.compare import CaseChange, compare_directories
+from moe_ep_bench.cli import main
+
+DROP = "token_drop gamma 1"
+# Half as long again, of experts that are nearly half of the MoE layers' time.
+LONGER = {"experts": 1.5}
+
+
+def model(root: Path, *, seed: int = 0, drop: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """A directory of whole models with the standard cases; ``drop`` replaces fields of token_drop."""
+    cases = standard_cases()
+    cases[0] = dataclasses.replace(cases[0], **(drop or {}))
+    return write_whole(root, cases, num_iterations=3, seed=seed, **changes)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model(tmp_path_factory.mktemp("base") / "run")
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token Drop's experts take longer than in ``base``."""
+    return model(tmp_path_factory.mktemp("longer") / "run", seed=1, drop={"phase_factors": LONGER})
+
+
+def compared(base: Path, new: Path, **options: Any) -> dict[str, CaseChange]:
+    return {case.new.label: case for case in compare_directories(base, new, **options).cases}
+
+
+def test_a_longer_part_is_found_there_in_the_pass_and_in_both_speedups(base: Path, longer: Path) -> None:
+    drop = compared(base, longer)[DROP]
+    assert {name: change.verdict for name, change in drop.parts.items()} == {
+        "MoE layers": "slower",
+        "attention": "no difference",
+        "the rest": "no difference",
+    }
+    assert drop.time.verdict == "slower"
+    assert (drop.speedup.verdict, drop.moe_speedup.verdict) == ("lower", "lower")
+    assert drop.phases["experts"].ratio.median == pytest.approx(1.5, rel=0.02)
+    # What the layers lose is diluted by what is no MoE layer.
+    in_layers, in_pass = drop.parts["MoE layers"].ratio.median, drop.time.ratio.median
+    moe_us = 2 * ELSEWHERE_TOTAL_US / 1.5
+    assert in_pass == pytest.approx((ELSEWHERE_TOTAL_US + moe_us * in_layers) / (ELSEWHERE_TOTAL_US + moe_us), rel=0.01)
+    assert 1 < in_pass < in_layers
+
+
+def test_the_parts_of_a_pass_come_to_the_slowest_ranks_pass(base: Path) -> None:
+    native = compared(base, base)["native"]
+    parts_us = sum(change.base for change in native.parts.values())
+    assert parts_us == pytest.approx(3 * ELSEWHERE_TOTAL_US, rel=0.02)
+    assert native.moe_speedup is None
+
+
+def test_a_run_of_the_same_shows_no_difference(base: Path, tmp_path: Path) -> None:
+    cases = compared(base, model(tmp_path / "again", seed=2))
+    verdicts = {case.time.verdict for case in cases.values()}
+    verdicts |= {change.verdict for case in cases.values() for change in case.parts.values()}
+    assert verdicts <= {"no difference", "cannot say"}
+
+
+def test_a_slower_machine_makes_no_policy_slower(base: Path, tmp_path: Path) -> None:
+    slower = model(tmp_path / "slower", seed=1, native_us=2.6 * ELSEWHERE_TOTAL_US)
+    drop = compared(base, slower)[DROP]
+    assert drop.time.verdict == "cannot say"
+    assert "native changed by" in drop.time.why
+
+
+def test_the_gate_speaks_of_the_pass(base: Path, longer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    in_pass = compared(base, longer)[DROP].time.ratio.median - 1
+    command = ["compare", str(base), str(longer), "--fail-over"]
+    assert main([*command, f"{50 * in_pass:.2f}%"]) == 1
+    printed = capsys.readouterr().out
+    assert f"beyond noise: {DROP}" in printed
+    for words in ("MoE speedup base", "ms: a pass of the whole model", "phases of all MoE layers together"):
+        assert words in printed
+    assert main([*command, f"{200 * in_pass:.2f}%", "--json"]) == 0
+    (comparison,) = json.loads(capsys.readouterr().out)["comparisons"]
+    told = next(case for case in comparison["cases"] if case["label"] == DROP)
+    assert told["parts_us"]["MoE layers"]["verdict"] == "slower"
+    assert told["moe_speedup"]["verdict"] == "lower"
+
+
+def test_models_and_layers_are_never_compared(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layers = write_run(tmp_path / "layers", [FakeComparison(cases=standard_cases(), num_iterations=2)])
+    for pair in ((base, layers), (layers, base)):
+        assert main(["compare", *map(str, pair)]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1
+        assert "expected two directories of one scope" in told

@@ -1,0 +1,160 @@
+"""``export`` of whole models: a trace of passes, layers and phases, tables for a paper, CSV."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from results_builder import FakeCase, standard_cases
+from whole_builder import ELSEWHERE_US, write_whole
+
+from moe_ep_bench.analysis.whole import analyse_whole, load_whole
+from moe_ep_bench.cli import main
+from moe_ep_bench.records import PHASES
+
+DROP = "token_drop gamma 1"
+Exported = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cases = [*standard_cases(), FakeCase("lynx", status="oom", reason="too large")]
+    return write_whole(tmp_path_factory.mktemp("export") / "run", cases, of_layers=9)
+
+
+@pytest.fixture
+def exported(directory: Path, capsys: pytest.CaptureFixture[str]) -> Exported:
+    def run(*arguments: str) -> str:
+        assert main(["export", str(directory), *arguments]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def bars_of(text: str, rank: int) -> list[dict[str, Any]]:
+    return [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X" and event["pid"] == rank]
+
+
+def parents(bars: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Of every bar the names of those that hold it, from the outermost to itself, as a viewer nests them."""
+    found, open_bars = [], []
+    for bar in bars:
+        start, end = (round(1000 * time) for time in (bar["ts"], bar["ts"] + bar["dur"]))
+        while open_bars and open_bars[-1][1] <= start:
+            open_bars.pop()
+        assert not open_bars or end <= open_bars[-1][1], f"{bar['name']} overlaps {open_bars[-1][0]} in part"
+        open_bars.append((bar["name"], end))
+        found.append(tuple(name for name, _ in open_bars))
+    return found
+
+
+def test_a_trace_holds_every_phase_in_its_layer_in_its_pass(directory: Path, exported: Exported) -> None:
+    text = exported("--to", "perfetto", "--case", DROP, "--iteration", "3/1")
+    whole = load_whole(directory)
+    case = next(case for case in whole.run.cases if case.label == DROP)
+    rows = whole.layers[case.case_id]
+    rows = rows[(rows.batch == 3) & (rows.iteration == 1) & (rows.time_us > 0)]
+    for rank in (0, 1):
+        nested = parents(bars_of(text, rank))
+        one_pass = f"{DROP}, batch 3, iteration 1"
+        assert {path[0] for path in nested} == {one_pass}
+        assert [path[1] for path in nested if len(path) == 2] == [
+            *("embedding", "layer 0", "layer 1", "layer 2", "output", "unaccounted")
+        ]
+        assert [path[2] for path in nested if path[1:2] == ("layer 0",) and len(path) == 3] == [
+            *("rest", "attention", "dense")
+        ]
+        for layer in (1, 2):
+            present = set(rows[(rows["rank"] == rank) & (rows.layer == layer)].phase)
+            assert ("wait_combine" in present) == (rank == 1)  # the builder's rank 1 waits for rank 0
+            inside = [path[2] for path in nested if path[1:2] == (f"layer {layer}",) and len(path) == 3]
+            assert inside == ["rest", "attention", *(phase for phase in PHASES if phase in present)]
+    measured = rows[(rows["rank"] == 0) & (rows.layer == 1)].set_index("phase").time_us
+    bars = bars_of(text, 0)
+    (of_layer,) = [bar for bar in bars if bar["name"] == "layer 1"]
+    assert of_layer["dur"] == pytest.approx(measured.sum(), abs=0.01)
+    assert of_layer["cat"] == "layer"
+    experts = [bar["dur"] for bar in bars if bar["name"] == "experts"]
+    assert experts == pytest.approx([measured["experts"]] * 2, abs=0.002)
+    assert sum(bar["dur"] for bar in bars if bar["name"] == "attention") == pytest.approx(
+        ELSEWHERE_US["attention"], abs=0.01
+    )
+
+
+def test_a_trace_says_what_it_is_of(exported: Exported) -> None:
+    text = exported("--to", "perfetto", "--case", DROP)
+    trace = json.loads(text)
+    assert "a pass holds its layers" in trace["otherData"]["how"]
+    assert not trace["otherData"]["how"].startswith("Emulated")
+    (thread, _) = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
+    assert thread == "pass"
+    about = bars_of(text, 0)[0]["args"]
+    assert about["pass_us"] == pytest.approx(max(bars_of(text, rank)[0]["dur"] for rank in (0, 1)), abs=0.002)
+
+
+@pytest.mark.parametrize("to", ["latex", "markdown"])
+def test_tables_say_what_the_summary_says(
+    directory: Path, exported: Exported, to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = exported("--to", to)
+    assert main(["summary", str(directory)]) == 0
+    summary = capsys.readouterr().out
+    between = "&" if to == "latex" else "|"
+    cells = [
+        cell.strip(" \\|")
+        for line in table.splitlines()
+        if DROP in line.replace("\\", "")
+        for cell in line.split(between)
+    ]
+    told = [cell.replace("\\", "") for cell in cells if cell]
+    assert len(told) == 16
+    (line,) = [line for line in summary.splitlines() if line.startswith(DROP)]
+    assert " ".join(told) == " ".join(line.split())
+    assert "3 of 9 layers were built" in table
+    assert "oom" in table
+    assert "too large" not in table
+
+
+def test_csv_has_a_row_per_case_with_unrounded_numbers(directory: Path, exported: Exported) -> None:
+    rows = pd.read_csv(io.StringIO(exported("--to", "csv"))).set_index("label")
+    (one,) = analyse_whole(load_whole(directory))
+    drop = next(each for each in one.results if each.result.case.label == DROP)
+    told = rows.loc[DROP]
+    assert told.median_ms == drop.result.layer.median_ms
+    assert told.speedup_median == drop.result.speedup.median
+    assert told.moe_speedup_low == drop.moe_speedup.low
+    assert (told.moe_share, told.by_amdahl, told.most_by_amdahl) == (drop.moe_share, drop.expected, one.most)
+    assert told.mean_rank_attention_ms == drop.parts_ms["attention"]
+    assert told.speedup_extrapolated == drop.all_layers_speedup
+    assert rows.loc["lynx"].status == "oom"
+    assert pd.isna(rows.loc["lynx"].moe_ms)
+
+
+def test_samples_are_every_layers_and_sum_to_the_pass(directory: Path, exported: Exported) -> None:
+    rows = pd.read_csv(io.StringIO(exported("--to", "csv", "--samples", "--case", DROP)))
+    broken = rows[rows.kind == "breakdown"]
+    key = ["launch", "rank", "batch", "iteration"]
+    totals = broken[broken.phase == "total"].set_index(key).time_us
+    parts = broken[broken.phase != "total"].groupby(key).time_us.sum()
+    assert parts.sort_index().to_numpy() == pytest.approx(totals.sort_index().to_numpy(), abs=0.01)
+    assert sorted(broken.layer.dropna().unique()) == [0, 1, 2]
+    assert broken[broken.phase == "experts"].layer.notna().all()
+    assert (rows[rows.kind == "plain"].phase == "total").all()
+
+
+def test_a_pass_without_its_layers_is_named(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = write_whole(tmp_path / "run", standard_cases(), num_iterations=1)
+    gone = sorted((cut / "layers").glob("*.parquet"))[0]
+    gone.unlink()
+    assert main(["export", str(cut), "--to", "perfetto"]) == 2
+    assert f"{gone.name}: missing; it holds the phases of every layer" in capsys.readouterr().err
+    plain = write_whole(tmp_path / "plain", standard_cases(), num_iterations=1, kinds=("plain",))
+    assert main(["export", str(plain), "--to", "perfetto"]) == 2
+    assert "no breakdown iterations" in capsys.readouterr().err

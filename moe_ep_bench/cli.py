@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_ep_bench.complaints import tolerant_stderr
+from moe_ep_bench.complaints import is_mistake, tolerant_stderr
 from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 from moe_ep_bench.parent import end_with_parent
 
@@ -45,12 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             _go_on_after_restart(options)
             return options.command(options)
-        except ValueError as error:
-            print(f"moe-ep-bench: {error}", file=sys.stderr)
-            return USER_ERROR
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         except Exception as error:
+            if is_mistake(error):
+                print(f"moe-ep-bench: {error}", file=sys.stderr)
+                return USER_ERROR
             if isinstance(error, BrokenPipeError) and _only_prints(options):
                 _end_output()
                 return OK

@@ -3,14 +3,38 @@
 A terminal is closed, ``tee`` is killed, the disk of a log file is full: from then on every write to standard error
 raises. A progress bar, a traceback or a thread that is about to end the process would die of it, and with them what
 they were there for. So commands write through a stream that drops what cannot be written.
+
+What a user can correct is a ``ValueError`` that this package raised, for then its text was written for the user. One
+that a library or the interpreter raised (shapes that do not match, say) is a defect of ours and is shown whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dis
+import json
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
+
+# What libraries raise of a file that is not what it should be; the file is the user's.
+_UNREADABLE = (UnicodeError, json.JSONDecodeError)
+_PACKAGE = __name__.partition(".")[0]
+
+
+def is_mistake(error: Exception) -> bool:
+    """Whether an error is the user's to correct: a ``raise`` of this package began it, or a file cannot be read."""
+    if not isinstance(error, ValueError) or error.__traceback__ is None:
+        return False
+    if isinstance(error, _UNREADABLE):
+        return True
+    innermost = error.__traceback__
+    while innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    code, module = innermost.tb_frame.f_code, innermost.tb_frame.f_globals.get("__name__", "")
+    # What the interpreter raises in our own lines (int("x"), a strict zip) begins at another instruction.
+    is_raise = code.co_code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return is_raise and module.partition(".")[0] == _PACKAGE
 
 
 class _Tolerant:

@@ -7,11 +7,15 @@ import errno
 import os
 import sys
 import traceback
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moe_ep_bench import cli
-from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK
+from moe_ep_bench.analysis.advice import Bounds
+from moe_ep_bench.complaints import is_mistake
+from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 from moe_ep_bench.progress import progress_bar
 
 MEASURE = {"run": ["c.yaml"], "launch": ["c.yaml"], "emulate": ["c.yaml"], "calibrate": []}
@@ -34,6 +38,32 @@ def test_what_nobody_foresaw_is_a_lost_job_and_shown_whole(
     monkeypatch.setattr(cli, f"_{command}", raising(error))
     assert cli.main([command, *MEASURE[command]]) == LOST
     assert "Traceback" in capsys.readouterr().err
+
+
+DEFECTS = {
+    "a library's": lambda: np.zeros(2) + np.zeros(3),
+    "the interpreter's": lambda: list(zip([1], [], strict=True)),
+    "a value's": lambda: int("x"),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_value_error_that_we_did_not_raise_is_no_mistake_of_the_users(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_summary", lambda options: DEFECTS[name]())
+    assert cli.main(["summary", "results"]) == LOST
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_a_user_can_correct_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="expected a share") as raised:
+        Bounds(2.0, 0.5)
+    assert is_mistake(raised.value)
+    damaged = tmp_path / "config.yaml"
+    damaged.write_bytes(b"\xff\xfe\x00name")
+    assert cli.main(["route", str(damaged)]) == USER_ERROR
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_who_stops_reading_a_printed_result_has_seen_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -344,6 +344,12 @@ def test_a_papers_end_to_end_numbers_have_a_config_that_can_start(
     assert all(policy["name"] in printed for policy in config["policies"])
 
 
+def test_one_token_is_no_plural(tmp_path: Path) -> None:
+    one = {**DECODE, "whole__context_length": 1}
+    (comparison,) = plan_comparisons(write_config(tmp_path, **one), [], 2, on_cpu=True)
+    assert "decode after 1 token, EP 2, 12 tokens" in comparison.title
+
+
 def test_what_fits_into_memory_is_named(tmp_path: Path) -> None:
     (one,) = plan_comparisons(write_config(tmp_path, whole__num_layers=5), [], 2, on_cpu=True)
     enough, short = one.memory_bytes_per_rank(), one.memory_bytes_per_rank() - 1

@@ -27,6 +27,7 @@ from moe_ep_bench.analysis.load import is_route as is_route  # beside what it gu
 from moe_ep_bench.analysis.parts import ResultsError, one_line, read_table
 from moe_ep_bench.metrics import imbalance
 from moe_ep_bench.placement import Placement, make_placement
+from moe_ep_bench.plurals import tokens_words
 from moe_ep_bench.records import OVERLAP_SCHEMA, ROUTE_SCHEMA, SCORES_SCHEMA, RunDirectory
 
 _COUNTS = [
@@ -190,7 +191,7 @@ class RouteGroup:
     @property
     def title(self) -> str:
         facts = self.facts
-        return f"{facts.model}, {facts.num_tokens:,} tokens, EP {facts.num_ranks}, {facts.traffic}"
+        return f"{facts.model}, {tokens_words(facts.num_tokens)}, EP {facts.num_ranks}, {facts.traffic}"
 
 
 @dataclass(frozen=True, eq=False)

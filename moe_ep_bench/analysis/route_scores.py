@@ -23,6 +23,7 @@ from moe_ep_bench.analysis.route_parts import (
     workload_name,
 )
 from moe_ep_bench.analysis.style import INK, MUTED, NOISE_FILL, Drawing, looks_of, panel_title, sheet
+from moe_ep_bench.plurals import tokens_words
 
 _BANDS = ("early", "middle", "final")
 _REGIMES = {"single_head": "#0072B2", "smooth": "#B9D8EC", "plateau": "#E69F00"}
@@ -245,7 +246,7 @@ def _overlap_layers(group: RouteGroup, kind: str) -> list[str]:
 
 
 def _short(group: RouteGroup) -> str:
-    return f"{group.facts.model}, {group.facts.traffic}, {group.facts.num_tokens:,} tokens"
+    return f"{group.facts.model}, {group.facts.traffic}, {tokens_words(group.facts.num_tokens)}"
 
 
 def _shared_experts(group: RouteGroup) -> dict[str, np.ndarray]:

@@ -25,6 +25,7 @@ from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.style import INK, NOISE_FILL, Drawing, Legend, Look, case_name, panel_title, sheet
 from moe_ep_bench.analysis.sweep import EP_SIZE, key_words, value_of, value_words
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED, footer_lines, interval_words, milliseconds, origin_word
+from moe_ep_bench.plurals import tokens_words
 
 _TOKEN_KEYS = ("workload.num_tokens", "workload.tokens_per_rank")
 _SIZES = (EP_SIZE, *_TOKEN_KEYS)
@@ -161,7 +162,7 @@ def _held_words(facts: Comparison, quantity: str, swept: str | None) -> str:
     if not quantity.startswith("EP size"):
         words.append(f"EP {facts.num_ranks}")
     if quantity.endswith("tokens of all ranks held") or swept is not None:
-        words.append(f"{facts.num_tokens:,} tokens")
+        words.append(tokens_words(facts.num_tokens))
     elif quantity.startswith("EP size"):
         words.append(f"{_tokens_per_rank(facts):,.0f} tokens per rank")
     others = [key for key in facts.point if key not in _SIZES and key != swept]

@@ -38,6 +38,7 @@ from moe_ep_bench.analysis.words import (
     workload_words,
 )
 from moe_ep_bench.measure.statistics import Estimate, estimate_median, paired_ratios
+from moe_ep_bench.plurals import tokens_words
 from moe_ep_bench.records import LAYER_SCHEMA, MOE_REST, TOTAL, UNACCOUNTED, RunDirectory
 
 _ITERATION = ["launch", "batch", "iteration"]
@@ -340,7 +341,9 @@ def whole_notes(one: WholeComparison) -> list[str]:
             f"policy exceeds 1 / (1 - f) = {one.most:.3f}"
         )
     if whole.context_length:
-        notes.append(f"a pass is one decode step; {whole.context_length:,} tokens of each request are in the cache")
+        notes.append(
+            f"a pass is one decode step; {tokens_words(whole.context_length)} of each request are in the cache"
+        )
     else:
         notes.append("a pass is the prefill of all prompts, with the last token's logits of each")
     cut = extrapolated_words(one)

@@ -23,6 +23,7 @@ from moe_ep_bench.devices import Device, device_of_gpu, modelled_experts, takes_
 from moe_ep_bench.kernels.twins import KERNELS, kernel_for
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.plurals import tokens_words
 from moe_ep_bench.policies import Policy, RoutingContext
 from moe_ep_bench.records import stable_hash
 from moe_ep_bench.scopes.padding import check_padding, describe_padding, padding_in_title, padding_words
@@ -506,11 +507,6 @@ def _parts(experiment: Experiment, world_size: int, on_cpu: bool, modelled: Devi
         decode=takes_decode(here, mean_rows),
         expert_tensor_parallel=asked.expert_tensor_parallel,
     )
-
-
-def tokens_words(num_tokens: int) -> str:
-    """A number of tokens in a title."""
-    return f"{num_tokens:,} token{'' if num_tokens == 1 else 's'}"
 
 
 def default_ep_size(num_experts: int) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import Attention, LatentAttention, ModelSpec
+from moe_ep_bench.plurals import tokens_words
 from moe_ep_bench.scopes.comparison import VALUE_BYTES, Comparison, make_workload
 from moe_ep_bench.workload import RecordedWorkload, Workload
 from moe_ep_bench.workload.batch import deal_sequences
@@ -71,8 +72,8 @@ class ModelComparison(Comparison):
     def title(self) -> str:
         scaled = f" x {self.model.scale:g}" if self.model.scale != 1 else ""
         cut = f"first {self.num_layers} of {self.model.num_layers}" if self.is_cut else f"all {self.num_layers}"
-        step = f"decode after {self.context_length:,} tokens" if self.context_length else "prefill"
-        sizes = f"{cut} layers, {step}, {self.ranks_words}, {self.num_tokens:,} tokens"
+        step = f"decode after {tokens_words(self.context_length)}" if self.context_length else "prefill"
+        sizes = f"{cut} layers, {step}, {self.ranks_words}, {tokens_words(self.num_tokens)}"
         graph = ", CUDA graph" if self.parts.cuda_graph else ""
         return f"{self.model.name}{scaled}, {sizes}, {self.workload_in_short}{graph}"
 

@@ -33,6 +33,7 @@ from moe_ep_bench.exit_codes import OK
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.metrics import ScoreMetrics, routing_metrics, score_metrics, score_order, token_overlap
 from moe_ep_bench.placement import Placement
+from moe_ep_bench.plurals import tokens_words
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.policies.selection import top_k_map
@@ -50,7 +51,6 @@ from moe_ep_bench.scopes.comparison import (
     check_whole_experts,
     default_ep_size,
     make_workload,
-    tokens_words,
 )
 from moe_ep_bench.scopes.directory import check_agreement, hold_comparisons, keep_other_policies
 from moe_ep_bench.scopes.job import identity

@@ -50,6 +50,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import safe_open
 
+from moe_ep_bench.plurals import tokens_words
 from moe_ep_bench.workload.trace import Trace, open_trace
 
 BATCH_SIZES = tuple(2**power for power in range(11))  # 1 to 1024
@@ -163,7 +164,7 @@ class RecordingStatistics:
     @property
     def token_words(self) -> str:
         """How much was recorded."""
-        tokens = f"{self.num_tokens:,} tokens"
+        tokens = tokens_words(self.num_tokens)
         return tokens if self.num_sequences is None else f"{tokens} in {self.num_sequences:,} sequences"
 
     @property

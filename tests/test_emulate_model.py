@@ -37,7 +37,7 @@ SMALLER = [
 def emulate(config: Path, out: Path, *overrides: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "moe_ep_bench", "emulate", config, "--out", out]
     command += [argument for override in overrides for argument in ("--set", override)]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=500, check=False)
 
 
 @pytest.fixture(scope="module")

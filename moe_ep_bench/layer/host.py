@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -126,6 +127,14 @@ def release_freed_memory() -> None:
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what is not used any more, between comparisons: layers with hooks hold themselves."""
+    gc.collect()
+    release_freed_memory()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def device_scope() -> contextlib.AbstractContextManager[None]:

@@ -22,14 +22,14 @@ import torch
 
 from moe_ep_bench import environment
 from moe_ep_bench.exit_codes import OK, USER_ERROR
-from moe_ep_bench.layer.host import device_scope
+from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.megatron import initialize_expert_parallel
 from moe_ep_bench.ranks import Ranks, join
 from moe_ep_bench.records import RunDirectory, stable_hash
 from moe_ep_bench.scopes import run
 from moe_ep_bench.scopes.comparison import CaseSpec
 from moe_ep_bench.scopes.directory import hold_comparisons
-from moe_ep_bench.scopes.emulated import Emulated, check_config_scope, plan_emulation
+from moe_ep_bench.scopes.emulated import Emulated, plan_emulation
 from moe_ep_bench.scopes.job import CannotWriteError, open_job
 from moe_ep_bench.scopes.model_emulation import new_emulation
 from moe_ep_bench.stopping import Stopped, stoppable
@@ -40,22 +40,17 @@ _JOIN_TIMEOUT_S = 120.0
 def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False, scope: str | None = None) -> int:
     """Measure all comparisons of ``config`` on virtual ranks; return the exit status, 128 + signal where one ended it.
 
-    Args:
-        scope: what alone is taken, layers or whole models; None = both.
-
     Raises:
         ValueError: the config or the results directory cannot be used; one line.
     """
     try:
         with stoppable():
-            return _emulate(config, out, overrides, force, scope)
+            return _emulate(config, out, overrides, force)
     except Stopped as stopped:
         return 128 + stopped.args[0]
 
 
-def _emulate(config: Path, out: Path, overrides: Sequence[str], force: bool, scope: str | None) -> int:
-    if scope is not None:
-        check_config_scope(config, overrides, scope)
+def _emulate(config: Path, out: Path, overrides: Sequence[str], force: bool) -> int:
     comparisons = plan_emulation(config, overrides, on_cpu=not torch.cuda.is_available())
     ranks = join(_JOIN_TIMEOUT_S)
     try:
@@ -146,6 +141,8 @@ def _emulate_all(
                 with job.writing():
                     emulation.write(job, conditions)
                 job.check_written()
+                del emulation
+            free_memory(ranks.device)
     return run.status_of(directory, comparisons, 0)
 
 

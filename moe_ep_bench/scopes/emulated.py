@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.config import MEASURED, ConfigError, Experiment, ReplicationConfig, load_experiments
+from moe_ep_bench.config import MEASURED, Experiment, ReplicationConfig, load_experiments
 from moe_ep_bench.devices import Device, load_device
 from moe_ep_bench.layer.build import DTYPES
 from moe_ep_bench.layer.slots import Slots
@@ -25,7 +25,6 @@ from moe_ep_bench.scopes.comparison import (
     CaseSpec,
     Comparison,
     check_distinct,
-    check_scope,
     check_whole_experts,
     default_ep_size,
 )
@@ -195,22 +194,11 @@ def plan_emulation(config: Path, overrides: Iterable[str], *, on_cpu: bool) -> l
     for comparison in comparisons:
         try:
             comparison.check_padding()
-            for workload in comparison.all_workloads:
-                next(workload.rank_batches(0, comparison.ep_size))  # Finds skews that cannot be had.
+            next(comparison.workload.rank_batches(0, comparison.ep_size))  # Finds skews that cannot be had.
             comparison.try_policies()
         except ValueError as problem:
             raise ValueError(f"{config}: {problem}") from None
     return comparisons
-
-
-def check_config_scope(config: Path, overrides: Iterable[str], scope: str) -> None:
-    """Raise ValueError where a config's scope is another; all its experiments have one."""
-    try:
-        check_scope(load_experiments(config, overrides, on_cpu=False)[0], scope)
-    except ConfigError:
-        raise
-    except ValueError as problem:
-        raise ValueError(f"{config}: {problem}") from None
 
 
 def emulated_comparisons(config: Path, overrides: Iterable[str], *, on_cpu: bool) -> list[Emulated]:

@@ -24,10 +24,10 @@ from moe_ep_bench.scopes.emulated_model import EmulatedModel
 from moe_ep_bench.scopes.emulation import Emulation
 from moe_ep_bench.scopes.job import Job
 from moe_ep_bench.scopes.model_rows import model_columns, write_model_case
-from moe_ep_bench.scopes.model_traffic import ModelBatches, ModelRouter, ModelShares, ModelTraffic
+from moe_ep_bench.scopes.model_traffic import ModelBatches, ModelRouter, ModelShares, ModelTraffic, layer_batches
 from moe_ep_bench.scopes.rows import PackedMetrics
 from moe_ep_bench.scopes.small_layers import SmallLayers, few_of
-from moe_ep_bench.scopes.traffic import CaseRouter, RankBatches
+from moe_ep_bench.scopes.traffic import CaseRouter, RankBatches, Traffic
 from moe_ep_bench.scopes.virtual_model_timing import MeasuredModels, ModelledModels
 from moe_ep_bench.scopes.virtual_timing import RankTimer
 from moe_ep_bench.workload import TokenBatch
@@ -78,15 +78,18 @@ class ModelEmulation(Emulation):
         return CaseRouter(case, self.comparison.slots, self.seed, layer)
 
     def _routed(self, index: int) -> tuple[ModelBatches, list[ModelRouter], list[ModelTraffic]]:
-        ranks, lengths_R = ModelBatches(self.comparison, index), self.comparison.lengths_of_ranks(index)
         routers = [ModelRouter(case, {layer: self._router(case, layer) for layer in self.plans}) for case in self.cases]
-        traffic: list[dict[int, Any]] = [{} for _ in routers]
+        traffic: list[dict[int, Traffic]] = [{} for _ in routers]
+        kept: dict[int, RankBatches] = {}
         for layer, plan in self.plans.items():
             self.begin(self.comparison.comparison_id)
-            own = [router.layers[layer] for router in routers]
-            for of_case, one in zip(traffic, self._traffic(plan, own, ranks.layers[layer], index, 1), strict=True):
+            ranks, own = layer_batches(plan, index, len(self.plans)), [router.layers[layer] for router in routers]
+            for of_case, one in zip(traffic, self._traffic(plan, own, ranks, index, 1), strict=True):
                 of_case[layer] = one
-        return ranks, routers, [ModelTraffic(lengths_R, of_case) for of_case in traffic]
+            if self.comparison.device is None:  # Else counts are all that is asked for.
+                kept[layer] = ranks
+        lengths_R = self.comparison.lengths_of_ranks(index)
+        return ModelBatches(kept), routers, [ModelTraffic(lengths_R, of_case) for of_case in traffic]
 
     def _shares(self, tokens: dict[int, TokenBatch], rank: int) -> ModelShares:
         return ModelShares(self.plans, tokens, rank, self.device)

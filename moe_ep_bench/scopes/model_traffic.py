@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from moe_ep_bench.scopes.comparison import CEILING, CaseSpec
-from moe_ep_bench.scopes.emulated_model import EmulatedModel, LayerPlan
+from moe_ep_bench.scopes.emulated_model import LayerPlan
 from moe_ep_bench.scopes.traffic import CaseRouter, RankBatches, Share, Traffic
 from moe_ep_bench.workload import TokenBatch
 
@@ -78,12 +78,20 @@ class ModelShares:
 
 
 class ModelBatches:
-    """The ranks' tokens of one batch, rank by rank, each with the scores of every MoE layer; see ``RankBatches``."""
+    """The ranks' tokens of one batch, rank by rank, each with the scores of every MoE layer.
 
-    def __init__(self, comparison: EmulatedModel, index: int) -> None:
-        plans = comparison.layer_plans()
-        self.layers = {layer: RankBatches(plan, index, _HELD_BYTES // len(plans)) for layer, plan in plans.items()}
+    Attributes:
+        layers: of each MoE layer, all ranks' tokens.
+    """
+
+    def __init__(self, layers: Mapping[int, RankBatches]) -> None:
+        self.layers = layers
 
     def __iter__(self) -> Iterator[dict[int, TokenBatch]]:
         for tokens in zip(*self.layers.values(), strict=True):
             yield dict(zip(self.layers, tokens, strict=True))
+
+
+def layer_batches(plan: LayerPlan, index: int, num_layers: int) -> RankBatches:
+    """The ranks' tokens of batch ``index`` in one of ``num_layers`` MoE layers; see ``RankBatches``."""
+    return RankBatches(plan, index, _HELD_BYTES // num_layers)

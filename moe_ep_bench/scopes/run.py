@@ -30,6 +30,7 @@ from moe_ep_bench.records import SCHEMA_VERSION, RunDirectory, stable_hash
 from moe_ep_bench.scopes.comparison import CaseSpec, Comparison, Planned, find_case, plan_comparisons
 from moe_ep_bench.scopes.directory import cannot_write, check_agreement, hold_comparisons
 from moe_ep_bench.scopes.job import CannotWriteError, Job, is_of_peers, open_job
+from moe_ep_bench.scopes.surveys import survey_together
 from moe_ep_bench.stopping import Stopped, stoppable
 from moe_ep_bench.watchdog import Watchdog
 
@@ -385,14 +386,14 @@ def run_description(
     """``run.json``, as rank 0 writes it; every rank calls this.
 
     Args:
-        before: called ahead of each layer of a comparison, all of whose batches are gone through.
+        before: called ahead of each layer of a comparison whose batches are all gone through on this rank.
     """
     fingerprints = {}
     for comparison in comparisons:
-        of_layers = []
-        for workload in comparison.all_workloads:
-            before(comparison)
-            of_layers.append(workload.fingerprint())
+        # Of several comparisons the last would wait long for what is kept of it; a layer asks for batches otherwise.
+        keep = comparison.scope == "model" and len(comparisons) == 1
+        survey_together(comparison.all_workloads, ranks, partial(before, comparison), keep=keep)
+        of_layers = [workload.fingerprint() for workload in comparison.all_workloads]
         fingerprints[comparison.comparison_id] = of_layers[0] if len(of_layers) == 1 else stable_hash(of_layers)
     mine = environment.describe_rank(ranks.device, several_nodes=ranks.local_world_size < ranks.world_size)
     of_ranks = [json.loads(text) for text in ranks.texts(json.dumps(mine))]

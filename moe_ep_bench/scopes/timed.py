@@ -7,7 +7,6 @@ dense reference, V = cases, S = steps.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import socket
 from collections import defaultdict
@@ -25,7 +24,7 @@ from moe_ep_bench.kernels.twins import oracle_for
 from moe_ep_bench.layer.build import DTYPES, LayerPair, build_layers
 from moe_ep_bench.layer.experts import DRAWS, HIDDEN, seeded_generator
 from moe_ep_bench.layer.graphs import CapturedRun, Graph, make_graphs
-from moe_ep_bench.layer.host import device_scope, release_freed_memory
+from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.megatron import MoELayer, initialize_expert_parallel, meeting_group
 from moe_ep_bench.layer.phases import Rendezvous, instrumented
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
@@ -181,10 +180,7 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
         session.write_conditions()
         session.write(samples_VSC)
     del session
-    gc.collect()
-    release_freed_memory()
-    if job.ranks.device.type == "cuda":
-        torch.cuda.empty_cache()
+    free_memory(job.ranks.device)
 
 
 def _memory_shortage(job: Job, comparison: Comparison) -> str:

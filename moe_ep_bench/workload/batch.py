@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from statistics import fmean
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -172,6 +173,8 @@ class Workload(ABC):
             ValueError: see ``deal``; raised when the first rank is asked for.
         """
         self._check_index(index)
+        if num_ranks == 1 and index in self._kept:
+            return iter([self._kept.pop(index)])
         return self.make_rank_batches(index, num_ranks, shares)
 
     def tokens_of_ranks(self, index: int, num_ranks: int, shares: Sequence[float] | None = None) -> NDArray[np.int64]:
@@ -228,17 +231,47 @@ class Workload(ABC):
             "neighbour_overlap": fmean(overlaps) if overlaps else None,
         }
 
+    def keep_batches(self) -> None:
+        """Keep every batch that is gone through until one rank, which has all of it, asks for it once."""
+        self.__dict__["_keeps"] = True
+
+    @cached_property
+    def _kept(self) -> dict[int, TokenBatch]:
+        return {}
+
+    def findings(self) -> dict[str, Any]:
+        """What going through all batches once has shown, JSON-ready, for others to take over; goes through them."""
+        fingerprint, surveys = self._survey
+        return {"fingerprint": fingerprint, "surveys": [asdict(survey) for survey in surveys], "solved": self.solved()}
+
+    def take_findings(self, findings: Mapping[str, Any]) -> None:
+        """Take over the ``findings`` of an equal workload elsewhere, in place of going through all batches."""
+        surveys = [_BatchSurvey.of(said) for said in findings["surveys"]]
+        self.__dict__["_survey"] = findings["fingerprint"], surveys
+        self.take_solved(findings["solved"])
+
+    def solved(self) -> dict[str, Any]:
+        """What was solved for while batches were made, JSON-ready; a subclass that solves for something says it."""
+        return {}
+
+    def take_solved(self, solved: Mapping[str, Any]) -> None:
+        """Take over what an equal workload has ``solved`` for."""
+        assert not solved, "a subclass that solves for something takes it over"
+
     @cached_property
     def _survey(self) -> tuple[str, list[_BatchSurvey]]:
         # One pass for both questions, one block in memory at a time.
         digest, surveys = hashlib.sha256(), []
         for index in range(self.num_batches):
-            tally, ids = _Tally(self.num_experts, self.selection), []
+            tally, ids, scores = _Tally(self.num_experts, self.selection), [], []
             digest.update(repr((self.num_tokens, self.num_experts)).encode())
             for block in self.blocks(index):
                 digest.update(block.scores_TE.numpy().data.cast("B"))
                 ids.append(block.sequence_id_T)
                 tally.add(block)
+                scores += [block.scores_TE] if "_keeps" in self.__dict__ else []
+            if scores:
+                self._kept[index] = TokenBatch(torch.cat(scores), torch.cat(ids))
             for sequence_id_T in ids:
                 digest.update(sequence_id_T.numpy().data.cast("B"))
             surveys.append(tally.survey())
@@ -255,6 +288,11 @@ class _BatchSurvey:
     topk_share: float
     entropy: float
     neighbour_overlap: float | None
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Self:
+        """From what JSON has made of one: its keys are texts."""
+        return cls(**{**said, "rank_load": {int(ranks): load for ranks, load in said["rank_load"].items()}})
 
 
 class _Tally:

@@ -333,6 +333,20 @@ class SyntheticWorkload(StreamedWorkload):
             del self._recipes[next(iter(self._recipes))]
         self._recipes[index] = Recipe(bias_E, factor)
 
+    def solved(self) -> dict[str, Any]:
+        return {
+            "placement": self._placement.tolist(),
+            "correlation": None if self.neighbour_overlap is None else self._correlation,
+            "recipes": {index: [recipe.bias_E.tolist(), recipe.factor] for index, recipe in self._recipes.items()},
+        }
+
+    def take_solved(self, solved: Mapping[str, Any]) -> None:
+        self.__dict__["_placement"] = np.array(solved["placement"], dtype=np.int64)
+        if self.neighbour_overlap is not None:
+            self.__dict__["_correlation"] = solved["correlation"]
+        for index, (bias_E, factor) in solved["recipes"].items():
+            self._recipes[int(index)] = Recipe(np.array(bias_E), factor)
+
     def _strength(self, noise: Chunks, normal_E: NDArray[np.float64], index: int, factor: float = 1.0) -> float:
         peak_load = self._peak_load(index)
         if peak_load is None:

@@ -1,0 +1,106 @@
+"""Ranks that go through workloads together know what each would have found alone."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import pytest
+import torch
+
+from moe_ep_bench.scopes.surveys import survey_together
+from moe_ep_bench.workload import SyntheticWorkload, Workload
+
+SIZES = {"num_experts": 16, "top_k": 2, "num_tokens": 600, "num_batches": 2, "sequence_length": 20, "peak_load": 3.0}
+TARGETS = {
+    "peak load": {},
+    "rank load": {"num_experts": 64, "rank_load": (4, 1.5)},
+    "overlap": {"neighbour_overlap": 0.8},
+    "groups": {"num_groups": 4, "top_groups": 2, "topk_share": 0.6},
+    "no skew": {"peak_load": None},
+}
+
+
+def make(name: str, seed: int) -> SyntheticWorkload:
+    return SyntheticWorkload(**{**SIZES, **TARGETS[name], "seed": seed})
+
+
+class Together:
+    """As much of ``Ranks`` as tells texts, for ranks that are threads."""
+
+    def __init__(self, rank: int, told: list[str], barrier: threading.Barrier) -> None:
+        self.rank, self.world_size = rank, len(told)
+        self._told, self._barrier = told, barrier
+
+    def texts(self, text: str) -> list[str]:
+        self._told[self.rank] = text
+        self._barrier.wait(60)
+        return list(self._told)
+
+
+def surveyed(num_ranks: int, of_rank: list[list[SyntheticWorkload]]) -> list[int]:
+    """Survey these, each rank its own copies; how many workloads each rank went through."""
+    told, barrier, counts = [""] * num_ranks, threading.Barrier(num_ranks), [0] * num_ranks
+
+    def run(rank: int) -> None:
+        def count() -> None:
+            counts[rank] += 1
+
+        survey_together(of_rank[rank], Together(rank, told, barrier), count)
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        problems = [one.exception(60) for one in [pool.submit(run, rank) for rank in range(num_ranks)]]
+    assert len({repr(problem) for problem in problems}) == 1, problems
+    if problems[0] is not None:
+        raise problems[0]
+    return counts
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_others_found_and_solved_for_is_what_a_rank_would_have_found(name: str) -> None:
+    of_rank = [[make(name, seed) for seed in range(3)] for _ in range(2)]
+    assert surveyed(2, of_rank) == [2, 1]
+    refused = mock.Mock(side_effect=AssertionError("gone through or solved for once more"))
+    for seed in range(3):
+        alone = make(name, seed)
+        for own in of_rank:
+            with (
+                mock.patch.object(Workload, "blocks", refused),
+                mock.patch.object(SyntheticWorkload, "_solve", refused),
+                mock.patch("moe_ep_bench.workload.synthetic.solve_correlation", refused),
+                mock.patch("moe_ep_bench.workload.synthetic.placed_for_rank_load", refused),
+            ):
+                fingerprint, achieved = own[seed].fingerprint(), own[seed].achieved()
+                batches = [list(own[seed].rank_batches(index, 2)) for index in range(2)]
+            assert fingerprint == alone.fingerprint()
+            assert achieved == alone.achieved()
+            for index, of_batch in enumerate(batches):
+                for mine, theirs in zip(of_batch, alone.rank_batches(index, 2), strict=True):
+                    assert torch.equal(mine.scores_TE, theirs.scores_TE)
+                    assert torch.equal(mine.sequence_id_T, theirs.sequence_id_T)
+
+
+def test_a_target_that_cannot_be_met_is_told_by_every_rank() -> None:
+    impossible = SyntheticWorkload(**{**SIZES, "num_tokens": 5, "peak_load": 1.0, "seed": 0})
+    with pytest.raises(ValueError, match="peak_load: expected"):
+        surveyed(2, [[make("peak load", 0), impossible] for _ in range(2)])
+
+
+def test_a_rank_alone_has_every_batch_made_once() -> None:
+    workload = make("peak load", 0)
+    survey_together([workload], Together(0, [""], threading.Barrier(1)), lambda: None, keep=True)
+    assert workload.fingerprint() == make("peak load", 0).fingerprint()
+    with mock.patch.object(SyntheticWorkload, "make_scores", side_effect=AssertionError("made once more")):
+        (kept,) = workload.rank_batches(1, 1)
+    # Nothing is kept of what was asked for.
+    (again,) = workload.rank_batches(1, 1)
+    assert again is not kept
+    assert torch.equal(again.scores_TE, kept.scores_TE)
+    assert torch.equal(again.sequence_id_T, kept.sequence_id_T)
+
+
+def test_a_rank_alone_goes_through_all() -> None:
+    workloads = [make("peak load", seed) for seed in range(3)]
+    assert surveyed(1, [workloads]) == [3]
+    assert len({workload.fingerprint() for workload in workloads}) == 3

@@ -119,7 +119,7 @@ PHASE_LOOKS = {
 EXTRAPOLATED_LOOK = {"facecolor": "white", "edgecolor": MUTED, "hatch": "++"}
 
 # Hollow and dashed, as everything that comes from a model (``origins``). Waiting keeps a tint: it is no work.
-_MODELLED_HATCHES = {"gate": "|||", "experts": "--"}
+_MODELLED_HATCHES = {"gate": "|||", "experts": "--", "attention": "oo"}
 
 
 def phase_look(group: str, *, modelled: bool) -> dict:

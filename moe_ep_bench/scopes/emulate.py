@@ -132,7 +132,7 @@ def _emulate_all(
                     job.write_unmeasured(comparison, case, "skipped", shortage)
                 continue
             job.progress.set_description(comparison.title)
-            with device_scope(), torch.inference_mode():
+            with job.counting(comparison.num_runs(cases)), device_scope(), torch.inference_mode():
                 initialize_expert_parallel(1, comparison.experiment.measure.timeout_s + 60)
                 emulation = new_emulation(comparison, cases, ranks.device, job.begin)
                 for case, reason in emulation.check().items():

@@ -25,9 +25,9 @@ from moe_ep_bench.scopes.comparison import (
     CaseSpec,
     Comparison,
     check_distinct,
-    check_whole_experts,
     default_ep_size,
 )
+from moe_ep_bench.scopes.slices import check_whole_experts
 
 
 @dataclass(frozen=True)

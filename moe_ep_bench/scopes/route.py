@@ -48,7 +48,6 @@ from moe_ep_bench.scopes.comparison import (
     check_distinct,
     check_rank_shares,
     check_scope,
-    check_whole_experts,
     default_ep_size,
     make_workload,
 )
@@ -56,6 +55,7 @@ from moe_ep_bench.scopes.directory import check_agreement, hold_comparisons, kee
 from moe_ep_bench.scopes.job import identity
 from moe_ep_bench.scopes.padding import padding_in_title
 from moe_ep_bench.scopes.run import describe_experiment
+from moe_ep_bench.scopes.slices import check_whole_experts
 from moe_ep_bench.scopes.traffic import one_thread
 from moe_ep_bench.workload import RecordedWorkload, TokenBatch, deal
 

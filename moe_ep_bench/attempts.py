@@ -60,6 +60,10 @@ class Mark:
             self._map[_MARK_BYTES : _MARK_BYTES + len(data)] = data
             self._map.flush()  # Also where the results are on other machines: node 0's launcher reads all marks.
 
+    def withdraw(self) -> None:
+        """Take the reason back: nothing was lost for it."""
+        self._map[_MARK_BYTES:] = bytes(_REASON_BYTES)
+
     def clear(self) -> None:
         """End in order: nothing was lost."""
         self._map.close()

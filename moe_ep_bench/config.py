@@ -484,14 +484,28 @@ _DECIDES_NOTHING = {
 }
 
 
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which PyYAML takes the last without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} stands here twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the config: {error.strerror}") from None
     try:
-        raw = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        raw = yaml.load(text, _UniqueKeyLoader)
+    except (yaml.YAMLError, ValueError) as error:  # PyYAML's own for a day that is none.
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected keys with values, got {type(raw).__name__}")
@@ -500,8 +514,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _parse_value(override: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return yaml.load(text, _UniqueKeyLoader)
+    except (yaml.YAMLError, ValueError):
         raise ConfigError(f"--set {override}: the value is not valid YAML") from None
 
 

@@ -313,7 +313,7 @@ def load_described(kind: type[_Described], folder: Path, name_or_path: str) -> _
         fields: Any = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: expected keys with values, got {type(fields).__name__}")

@@ -244,7 +244,9 @@ def a_slow_rank_shows_as_waiting_where_slices_meet(lab: Lab) -> None:
                 is_slow = lab.ranks.rank == slow
                 sleeping = delayed(getattr(layer, owner), method, SLEEP_US / 1e6)
                 with sleeping if is_slow else contextlib.nullcontext():
-                    times = breakdown(lab, layers, meet, policy)
+                    runs = [breakdown(lab, layers, meet, policy) for _ in range(2)]
+                # What else disturbs a machine lengthens a phase of one run; the sleep is in both.
+                times = {name: min(run[name] for run in runs) for name in runs[0]}
                 if is_slow:
                     right = times[phase] > 0.9 * SLEEP_US and all(times.get(name, 0) < 0.5 * SLEEP_US for name in WAITS)
                 else:

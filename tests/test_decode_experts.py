@@ -353,7 +353,11 @@ def test_a_graph_may_be_replayed_with_another_map():
 
 def test_the_backends_of_a_layer_compute_what_grouped_gemms_do() -> None:
     config = SimpleNamespace(
-        moe_ffn_hidden_size=32, hidden_size=48, use_cpu_initialization=True, params_dtype=torch.float32
+        moe_ffn_hidden_size=32,
+        hidden_size=48,
+        expert_tensor_parallel_size=1,
+        use_cpu_initialization=True,
+        params_dtype=torch.float32,
     )
     generator = torch.Generator().manual_seed(7)
     asked = Parts("grouped"), Parts("decode"), Parts("decode", "none", dispatcher="allgather")

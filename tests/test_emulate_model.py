@@ -49,6 +49,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def test_memory_does_not_grow_with_batches_which_are_made_one_by_one() -> None:
+    few, many = (
+        plan_emulation(PREFILL, [*SMALLER, f"workload.num_batches={number}"], on_cpu=True)[0] for number in (1, 20)
+    )
+    assert few.memory_bytes_per_rank() == many.memory_bytes_per_rank()
+
+
 def test_layers_and_the_rest_close_against_the_total(finished: Path) -> None:
     cases, layers = parts(finished, "cases"), parts(finished, "layers")
     assert set(cases["mode"]) == {"emulated"}

@@ -275,3 +275,14 @@ def test_the_signal_that_ended_a_job_is_not_the_one_that_its_agent_sent_the_othe
 ) -> None:
     lose(tmp_path, "case", reasons)
     assert stopped_by(tmp_path, "job") == 2
+
+
+def test_a_reason_that_came_to_nothing_is_blamed_on_no_later_case(tmp_path: Path) -> None:
+    mark = Mark(tmp_path, "job", 0)
+    mark.set("first")
+    mark.explain("failed: it cannot be captured")
+    mark.withdraw()
+    mark.set("second")
+    collect_lost(tmp_path, ["job"])
+    assert lost_attempts(tmp_path, "first") == []
+    assert lost_attempts(tmp_path, "second") == ["failed: all ranks ended without a word (killed, or out of memory)"]

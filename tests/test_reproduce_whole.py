@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,31 +104,31 @@ ROWS = [
 ]
 
 
-def claimed(root: Path, comparison: Any) -> None:
-    """Write claims of the directory's token_drop."""
+def claimed(root: Path, comparison: Any, rows: Sequence[dict[str, Any]] = ROWS, versus: str | None = None) -> None:
+    """Write claims of the directory's token_drop, against native or another policy."""
     cases = {result.case.policy: result.case.case_id for result in comparison.results if result.case.role == "policy"}
     entry = {
         "comparison_id": comparison.results[0].case.comparison_id,
         "case_id": cases["token_drop"],
-        "versus_id": None,
+        "versus_id": versus and cases[versus],
         "traffic": "mixed",
     }
-    rows = [
+    written = [
         {
             "claim": Claim.model_validate({**CLAIM, **changes}).model_dump(mode="json"),
             "policy": "token_drop",
             "policy_params": {"capacity_factor": 1.0},
             "label": "token_drop capacity_factor=1.0",
-            "versus": None,
+            "versus": versus,
             "others": {},
             "entries": [entry],
             "needed_key": None,
             "needed": [],
             "needed_tokens_per_rank": None,
         }
-        for changes in ROWS
+        for changes in rows
     ]
-    write_json(claims_path(root), {"code": "x", "solved_on": None, "claims": rows})
+    write_json(claims_path(root), {"code": "x", "solved_on": None, "claims": written})
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +176,38 @@ def test_the_text_says_that_ours_are_whole_models(compared: Claims) -> None:
     assert table["1"].endswith(f"{needed:.2f}")
     assert table["6"].endswith("not reachable")
     assert table["2"].endswith("-")
+
+
+def test_passes_of_the_first_layers_say_so_and_what_all_would_give(tmp_path: Path) -> None:
+    root = write_whole(tmp_path, standard_cases(), of_layers=12)
+    claimed(root, whole(root).comparison)
+    found = load_claims(root)
+    text = claims_text(found)
+    assert "from end to end (the first 3 of 12 layers)" in " ".join(text.split())
+    assert "[all: ...]: 3 of 12 layers were built and timed; extrapolated" in " ".join(text.split())
+    ours = {one.result.case.policy: one for one in whole(root).results}["token_drop"]
+    speedup = ours.all_layers_speedup
+    expected = [speedup, None, 1 / speedup, speedup, None, speedup, speedup]
+    assert [result.ours[0].all_layers for result in found.results] == pytest.approx(expected)
+    assert f"[all: {speedup:.2f}]" in text
+    with house_style():
+        figure = claims_figure(found)
+        assert figure is not None
+        assert "the first 3 of 12 layers" in " ".join(" ".join(one.get_text() for one in figure.texts).split())
+
+
+def test_what_layers_need_is_not_asked_where_native_is_not_the_other_side(tmp_path: Path) -> None:
+    root = write_whole(tmp_path, standard_cases())
+    policy = {"name": "topk"}
+    claimed(root, whole(root).comparison, [{"paper": 1.2, "versus": policy}], versus="topk")
+    (row,) = [line for line in claims_text(load_claims(root)).splitlines() if line.startswith("1  ")]
+    assert row.endswith(" -")
+
+
+def test_layers_that_a_paper_does_not_tell_from_passes_are_called_so(tmp_path: Path) -> None:
+    root = write_whole(tmp_path, standard_cases())
+    claimed(root, whole(root).comparison, [{"metric": "moe_speedup", "of": "not_stated"}])
+    assert "layer or end to end not stated (ours: all MoE layers)" in claims_text(load_claims(root))
 
 
 def test_layers_say_where_a_paper_measured_a_whole_model(

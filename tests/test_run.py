@@ -360,6 +360,7 @@ BAD = {
         [], "workload.tail: missing", "config.yaml",
     ),
     "override without value": ({}, ["--set", "workload.seed"], "--set workload.seed: expected key=value", ""),
+    "override that is no day": ({}, ["--set", "name=2025-02-30"], "--set name=2025-02-30: the value is not valid", ""),
     "override of unknown key": ({}, ["--set", "layer.dtpye=float32"], "layer.dtpye: no such key", "dtype"),
     "experts that cannot run": ({"layer__experts": "te"}, [], "layer.experts: te needs", "grouped"),
     "permutation that cannot run": ({"layer__permute": "fused"}, [], "layer.permute: fused needs", "indexed"),
@@ -390,6 +391,26 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(
     for text in expected:
         assert text in printed.err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_skew_that_a_later_batch_cannot_have_is_one_clear_line(tmp_path: Path) -> None:
+    """Only the first batch is made while a run is planned."""
+    config = write_config(tmp_path, workload__num_tokens=24, workload__peak_load=2.4)
+    done = launch(config, "--out", tmp_path / "out")
+    assert done.returncode == USER_ERROR, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "24 tokens" in done.stderr
+    assert "peak_load: expected 3.112 to 10.6667" in done.stderr
+    assert not list((tmp_path / "out").glob("cases/*"))
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path)
+    config.write_text(config.read_text() + "layer:\n  dtype: bfloat16\n")
+    assert main(["launch", str(config), "--nproc", "2"]) == USER_ERROR
+    printed = capsys.readouterr().err
+    assert "layer stands here twice" in printed
+    assert printed.count("\n") == 1
 
 
 @pytest.mark.parametrize("content", ["", "- a list", "name: [", "name: x"], ids=["empty", "list", "no yaml", "bare"])

@@ -40,11 +40,12 @@ from moe_ep_bench.analysis.style import (
 )
 from moe_ep_bench.analysis.sweep import key_words
 from moe_ep_bench.analysis.timing import layer_time_us
-from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, load_whole
+from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, extrapolated_words, load_whole
 from moe_ep_bench.analysis.whole_claims import (
     NEEDED_HEADER,
     NEEDED_WORDS,
     SHARE_HEADER,
+    all_layers_value,
     needed_cell,
     share_cells,
     whole_value,
@@ -72,10 +73,11 @@ _OF = {
     "end_to_end": ", end to end (ours: a layer)",
     "not_stated": ", layer or end to end not stated (ours: a layer)",
 }
-_OF_WHOLE = {
+_OF_PASS = {"end_to_end": ", end to end", "not_stated": ", layer or end to end not stated (ours: end to end)"}
+_OF_ITS_LAYERS = {
     "layer": ", layers",
-    "end_to_end": ", end to end",
-    "not_stated": ", layer or end to end not stated (ours: end to end)",
+    "end_to_end": ", end to end (ours: all MoE layers)",
+    "not_stated": ", layer or end to end not stated (ours: all MoE layers)",
 }
 _METRIC_WORDS = {
     "speedup": "speedup",
@@ -117,6 +119,7 @@ class Ours:
         difference: from the paper's; None where that is not at hand.
         dropped: share of top-k pairs that the policy does not compute.
         whole: the comparison as one of whole models; None of layers.
+        all_layers: the value extrapolated to all layers, where a pass had only the first ones.
     """
 
     traffic: str
@@ -127,6 +130,7 @@ class Ours:
     dropped: float
     comparison: ComparisonResult
     whole: WholeComparison | None = None
+    all_layers: float | None = None
 
 
 @dataclass(frozen=True)
@@ -243,12 +247,14 @@ def _result(row: dict[str, Any], by_id: _ById) -> ClaimResult:
         traffic = entry["traffic"] or comparison.comparison.title.rsplit(", ", 1)[-1]
         cases = {result.case.case_id: result for result in comparison.results}
         case, versus = cases[entry["case_id"]], entry["versus_id"] and cases[entry["versus_id"]]
-        value = _value(claim, case, versus, comparison, whole)
+        against = versus or comparison.of_role("baseline")
+        value, all_layers = _value(claim, case, against, comparison, whole)
         if value is None:
             unmeasured[traffic] = case.case.reason or "it or what it is set against was not measured"
             continue
         assert case.fidelity is not None
-        ours.append(Ours(traffic, *value, claim.difference(value[0]), case.fidelity.dropped_share, comparison, whole))
+        difference, dropped = claim.difference(value[0]), case.fidelity.dropped_share
+        ours.append(Ours(traffic, *value, difference, dropped, comparison, whole, all_layers))
     others = ", ".join(f"{key_words(key)} {value}" for key, value in row["others"].items())
     needed = tuple(Needed(**one) for one in row["needed"])
     params = {key: value for key, value in row["policy_params"].items() if value is not None}
@@ -260,18 +266,24 @@ def _result(row: dict[str, Any], by_id: _ById) -> ClaimResult:
 def _value(
     claim: Claim,
     case: CaseResult,
-    versus: CaseResult | None,
+    against: CaseResult | None,
     comparison: ComparisonResult,
     whole: WholeComparison | None,
-) -> tuple[float, float, float] | None:
-    """Value, low and high; None where the case or what it is set against was not measured."""
-    against = versus or comparison.of_role("baseline")
+) -> tuple[tuple[float, float, float] | None, float | None]:
+    """Value, low and high, None where one of the two was not measured; and the value of all layers (``Ours``)."""
     if not case.case.is_ok or case.fidelity is None or against is None or not against.case.is_ok:
-        return None
+        return None, None
     if whole is not None:
         wholes = {one.result.case.case_id: one for one in whole.results}
         pair = wholes[case.case.case_id], wholes[against.case.case_id]
-        return whole_value(claim, *pair, comparison.comparison)
+        return whole_value(claim, *pair, comparison.comparison), all_layers_value(claim, *pair)
+    return _layer_value(claim, case, against, comparison), None
+
+
+def _layer_value(
+    claim: Claim, case: CaseResult, against: CaseResult, comparison: ComparisonResult
+) -> tuple[float, float, float] | None:
+    assert case.fidelity is not None
     ours_us, native_us = layer_time_us(case.case), layer_time_us(against.case)
     if claim.metric in ("speedup", "layer_time", "native_layer_us"):
         pair = (native_us, ours_us) if claim.metric == "speedup" else (ours_us, native_us)
@@ -302,7 +314,7 @@ def claims_text(claims: Claims) -> str:
     parts = [
         _heading(claims),
         _table(claims),
-        textwrap.wrap(_COLUMNS, _WIDTH),
+        textwrap.wrap(_columns(claims), _WIDTH),
         _needed_lines(claims),
         _traffic_table(claims),
         *_phase_tables(claims),
@@ -313,7 +325,15 @@ def claims_text(claims: Claims) -> str:
 
 def _heading(claims: Claims) -> list[str]:
     ours = "whole models here, from end to end" if claims.is_whole else "one layer here"
+    ours += _cut_words(claims)
     return textwrap.wrap(f"Papers' numbers beside {ours}: {_how(claims)}", _WIDTH)
+
+
+def _cut_words(claims: Claims) -> str:
+    """How many layers of how many passes went through; nothing where all."""
+    cut = [one.comparison.comparison.whole for one in claims.wholes.values() if one.is_cut]
+    found = dict.fromkeys(f"the first {one.num_layers} of {one.of_layers} layers" for one in cut if one)
+    return f" ({', '.join(found)})" if found else ""
 
 
 def _how(claims: Claims) -> str:
@@ -333,6 +353,11 @@ def _how(claims: Claims) -> str:
     return "; ".join(" / ".join(dict.fromkeys(values)) for values in parts)
 
 
+def _columns(claims: Claims) -> str:
+    extrapolated = list(dict.fromkeys(filter(None, map(extrapolated_words, claims.wholes.values()))))
+    return " ".join([_COLUMNS, *(f"[all: ...]: {words}." for words in extrapolated)])
+
+
 def _table(claims: Claims) -> list[str]:
     solved = any(result.needed for result in claims.results)
     header = ["", "claim", "policy", "paper", *claims.traffics]
@@ -346,18 +371,29 @@ def _table(claims: Claims) -> list[str]:
             paper_words(result.claim),
             *(_cell(result, name) for name in claims.traffics),
             *([_needed_cell(result, placement) for placement in PLACEMENTS] if solved else []),
-            *([needed_cell(result.claim, [one.whole for one in result.ours if one.whole])] if claims.is_whole else []),
+            *([needed_cell(result.claim, _wholes(result, claims.traffics))] if claims.is_whole else []),
         ]
         for number, result in enumerate(claims.results, start=1)
     ]
     return aligned([header, *rows], left=(1, 2))
 
 
+def _wholes(result: ClaimResult, traffics: Sequence[str]) -> list[WholeComparison | None]:
+    """Of each traffic; None where nothing was measured under one that the claim is about."""
+    by_traffic = {one.traffic: one.whole for one in result.ours}
+    return [by_traffic.get(name) for name in traffics if name in by_traffic or name in result.unmeasured]
+
+
 def _claim_words(result: ClaimResult, is_whole: bool) -> str:
     """Where it stands and of what it is; where in the sweep, if the claim itself does not say."""
     others = f" ({result.others})" if result.others and not result.claim.where else ""
-    of = _OF_WHOLE if is_whole else _OF
-    return f"{result.claim.source}{of[result.claim.of]}{others}"
+    return f"{result.claim.source}{_of_words(result.claim, is_whole)}{others}"
+
+
+def _of_words(claim: Claim, is_whole: bool) -> str:
+    if not is_whole:
+        return _OF[claim.of]
+    return _OF_PASS[claim.of] if claim.metric in PASS_METRICS else _OF_ITS_LAYERS[claim.of]
 
 
 def _with_metric(result: ClaimResult, is_whole: bool) -> str:
@@ -398,6 +434,8 @@ def _cell(result: ClaimResult, traffic: str) -> str:
             difference = 100 * ours.difference if result.claim.metric in OWN_METRICS else ours.difference
             digits = 1 if result.claim.metric in (*OWN_METRICS, *NATIVE_METRICS) else 2
             text += f" ({difference:+.{digits}f})"
+    if ours.all_layers is not None:
+        text += f" [all: {ours.all_layers:.2f}]"
     return text if result.claim.metric == "dropped_fraction" else f"{text}, {percent(ours.dropped)}"
 
 
@@ -579,6 +617,7 @@ def _csv_rows(claims: Claims, result: ClaimResult) -> Iterable[dict[str, Any]]:
             "ours_low": ours.low,
             "ours_high": ours.high,
             "difference": ours.difference,
+            "ours_extrapolated_to_all_layers": ours.all_layers,
             "dropped_share": ours.dropped,
             "fullest_expert": native and native.fidelity and native.fidelity.fullest_expert,
             "fullest_rank": native and native.fidelity and native.fidelity.fullest_rank,
@@ -640,7 +679,7 @@ def _what(claims: Claims) -> str:
     facts = [one.comparison for one in claims.comparisons]
     models = dict.fromkeys(f"{one.model}, {scale_words(one.scale)}, {one.dtype}" for one in facts)
     traffic = dict.fromkeys(_basis(one) for one in claims.comparisons)
-    return f"{' / '.join(models)} | {facts[0].workload.kind} traffic, {'; '.join(traffic)}"
+    return f"{' / '.join(models)}{_cut_words(claims)} | {facts[0].workload.kind} traffic, {'; '.join(traffic)}"
 
 
 def _draw(axes: Axes, panel: Sequence[ClaimResult], looks: dict[str, dict[str, Any]], is_whole: bool) -> None:

@@ -28,6 +28,7 @@ _WORDS = {
     EP_SIZE: "experts per rank",
     "layer.dtype": "number format",
     "layer.dispatcher": "dispatcher",
+    "layer.expert_tensor_parallel": "slices of an expert",
     "layer.cuda_graph": "CUDA graphs",
     "model.preset": "model",
     "model.scale": "share of the true sizes",

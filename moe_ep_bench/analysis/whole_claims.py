@@ -7,6 +7,7 @@ suffices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pandas as pd
@@ -47,6 +48,14 @@ def _ratio(claim: Claim, ours_us: pd.Series, against_us: pd.Series) -> tuple[flo
     return None if found is None else (found.median, found.low, found.high)
 
 
+def all_layers_value(claim: Claim, ours: WholeResult, against: WholeResult) -> float | None:
+    """The value of a whole pass, extrapolated to all layers; None where all were built, or it is of no pass."""
+    if claim.metric not in PASS_METRICS or ours.all_layers_ms is None or against.all_layers_ms is None:
+        return None
+    speedup = against.all_layers_ms / ours.all_layers_ms
+    return 1 / speedup if claim.metric == "step_time" else speedup
+
+
 def _activated(case: Case, facts: Comparison) -> float | None:
     """Of the rank that activates most, mean over batches and layers."""
     return mean_activated(replace(case, routing=layers_apart(case.routing)), facts)
@@ -68,13 +77,18 @@ def needed_moe_speedup(claim: Claim, share: float) -> float | None:
     return share / left if left > 0 else None
 
 
-def needed_cell(claim: Claim, wholes: list[WholeComparison]) -> str:
-    """``needed_moe_speedup`` under each traffic; a dash where there is none to be found."""
-    shares = [_native_share(one) for one in wholes]
-    if claim.metric not in PASS_METRICS or claim.number is None or None in shares:
+def needed_cell(claim: Claim, wholes: Sequence[WholeComparison | None]) -> str:
+    """``needed_moe_speedup`` under each traffic; dashes where nothing was measured, or native is not the other side."""
+    if claim.metric not in PASS_METRICS or claim.number is None or claim.versus is not None:
         return NONE
-    found = [needed_moe_speedup(claim, share) for share in shares if share is not None]
-    return " / ".join("not reachable" if one is None else f"{one:.2f}" for one in found)
+    return " / ".join(_needed_words(claim, None if one is None else _native_share(one)) for one in wholes)
+
+
+def _needed_words(claim: Claim, share: float | None) -> str:
+    if share is None:
+        return NONE
+    needed = needed_moe_speedup(claim, share)
+    return "not reachable" if needed is None else f"{needed:.2f}"
 
 
 NEEDED_HEADER = "MoE speedup needed"

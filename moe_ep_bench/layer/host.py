@@ -63,6 +63,11 @@ def _plain_splits(splits: Any) -> list[int] | None:
     return splits.tolist() if isinstance(splits, torch.Tensor) else splits
 
 
+def _cpu() -> torch.device:
+    """No mock, which would keep a record of every call."""
+    return torch.device("cpu")
+
+
 @contextlib.contextmanager
 def host_stand_ins() -> Iterator[None]:
     """Answer Megatron-Core's questions to ``torch.cuda`` for the CPU while the block runs.
@@ -100,7 +105,7 @@ def host_stand_ins() -> Iterator[None]:
     with (
         mock.patch.object(dist, "all_gather", all_gather_of_any_sizes),
         mock.patch.object(dist, "all_to_all_single", all_to_all_with_plain_splits),
-        mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),
+        mock.patch.object(torch.cuda, "current_device", _cpu),
         mock.patch.object(torch.cuda, "Stream", HostStream),
         mock.patch.object(torch.cuda, "current_stream", HostStream),
         mock.patch.object(torch.cuda, "stream", contextlib.nullcontext),

@@ -187,7 +187,7 @@ class _Heads:
         to_queries = ((hidden, queries),) if compressed is None else ((hidden, compressed), (compressed, queries))
         from_latent = (latent, heads * attention.qk_nope_head_dim + values)
         projections = (*to_queries, (hidden, latent + rotary), from_latent, (values, hidden))
-        normed = 0 if compressed is None else compressed + latent
+        normed = (compressed or 0) + latent
         return cls(queries, queries, values, values, projections, normed, False)
 
 

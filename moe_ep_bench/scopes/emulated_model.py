@@ -72,6 +72,10 @@ class EmulatedModel(Emulated, ModelComparison):
         further_checks = 0 if self.device is not None else (num_moe - 1) * len(cases)
         return super().num_runs(cases) + further_checks + num_moe * num_batches
 
+    @property
+    def num_held_batches(self) -> int:
+        return 1
+
     def shortage(self, available: int) -> str:
         """What does not fit into so many bytes of memory, and how many layers would; empty where all does."""
         need = self.memory_bytes_per_rank()

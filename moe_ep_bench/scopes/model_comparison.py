@@ -109,6 +109,11 @@ class ModelComparison(Comparison):
             }
         }
 
+    @property
+    def num_held_batches(self) -> int:
+        """Batches whose scores are on the device at once."""
+        return self.workload.num_batches
+
     def memory_bytes_per_rank(self) -> int:
         return self._memory_bytes(self.num_layers)
 
@@ -135,7 +140,7 @@ class ModelComparison(Comparison):
         dense = model.first_dense_layers * 3 * model.hidden_size * model.dense_ffn_hidden_size
         embeddings = (1 if model.tied_embeddings else 2) * model.vocab_size * model.hidden_size
         weights = num_layers * block + num_moe * moe + experts + dense + embeddings
-        scores = num_moe * self.workload.num_batches * 2 * tokens * model.num_experts * 4
+        scores = num_moe * self.num_held_batches * 2 * tokens * model.num_experts * 4
         heads, cached = _widths(model.attention)
         cache = num_layers * tokens * (self.context_length + 1) * cached if self.context_length else 0
         peak = min(getattr(self.experiment.workload, "peak_load", None) or 2.0, self.ep_size)

@@ -217,11 +217,12 @@ def _described(row: _Row, solvers: _Solvers, earlier: dict[str, list[dict[str, A
 def _entry(row: _Row, comparison: Comparison) -> dict[str, Any]:
     cases = {case.policy: case.case_id for case in comparison.cases if case.role in (POLICY, BASELINE)}
     config = comparison.experiment.workload
+    skew = config.skew if isinstance(config, SyntheticConfig) else None
     return {
         "comparison_id": comparison.comparison_id,
         "case_id": cases[row.policy],
         "versus_id": row.versus and cases[row.versus],
-        "traffic": config.skew if isinstance(config, SyntheticConfig) else None,
+        "traffic": skew or comparison.workload_in_short,
     }
 
 

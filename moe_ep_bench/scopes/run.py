@@ -267,7 +267,11 @@ def _measure_all(
     run_id = ranks.texts(stable_hash([time.time_ns()]))[0]
     if any(todo):
         # Made on every rank, which keeps them together: it goes through all batches.
-        description = run_description(ranks, run_id, comparisons, lambda comparison: setup.feed())
+        try:
+            description = run_description(ranks, run_id, comparisons, lambda comparison: setup.feed())
+        except ValueError as problem:  # On all ranks alike.
+            ranks.complain(str(problem))
+            return USER_ERROR
         # Checked before, but another job may have come first.
         check = partial(check_directory, directory, ranks, force, scope=comparisons[0].scope)
         write = partial(directory.write_run, description, check=check, keep_others=is_point)
@@ -387,12 +391,18 @@ def run_description(
 
     Args:
         before: called ahead of each layer of a comparison whose batches are all gone through on this rank.
+
+    Raises:
+        ValueError: a batch cannot meet its targets; one line, on every rank.
     """
     fingerprints = {}
     for comparison in comparisons:
         # Of several comparisons the last would wait long for what is kept of it; a layer asks for batches otherwise.
-        keep = comparison.scope == "model" and len(comparisons) == 1
-        survey_together(comparison.all_workloads, ranks, partial(before, comparison), keep=keep)
+        keep = comparison.scope == "model" and len(comparisons) == comparison.world_size == 1
+        try:
+            survey_together(comparison.all_workloads, ranks, partial(before, comparison), keep=keep)
+        except ValueError as problem:
+            raise ValueError(f"{comparison.title}: {problem}") from None
         of_layers = [workload.fingerprint() for workload in comparison.all_workloads]
         fingerprints[comparison.comparison_id] = of_layers[0] if len(of_layers) == 1 else stable_hash(of_layers)
     mine = environment.describe_rank(ranks.device, several_nodes=ranks.local_world_size < ranks.world_size)

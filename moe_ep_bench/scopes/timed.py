@@ -168,17 +168,18 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
         session = new_session(job, comparison, cases)
         session.observe_all()
         session.drop_failing("before timing")
-        if comparison.parts.cuda_graph:
+        if session.cases and comparison.parts.cuda_graph:
             session.capture_all()
             session.check_again()
             session.drop_failing("replayed from CUDA graphs")
-        session.warm_up()
-        samples_VSC = session.time()
-        session.check_again()
-        session.drop_failing("after timing")
-        job.enter(comparison)
-        session.write_conditions()
-        session.write(samples_VSC)
+        if session.cases:  # All ranks agree on them.
+            session.warm_up()
+            samples_VSC = session.time()
+            session.check_again()
+            session.drop_failing("after timing")
+            job.enter(comparison)
+            session.write_conditions()
+            session.write(samples_VSC)
     del session
     free_memory(job.ranks.device)
 
@@ -355,6 +356,7 @@ class Session:
             self.job.begin(case.case_id)
             problem = self._capture(case)
             found = [(rank, text) for rank, text in enumerate(self.job.ranks.texts(problem)) if text]
+            self.job.mark.withdraw()
             if found:
                 case.captured.clear()
                 self.cases.remove(case)
@@ -373,9 +375,14 @@ class Session:
             eager = self.observed(case, batch)
             try:
                 case.capture(batch, self._new_graph, clock, by_phase=by_phase)
+            except (torch.OutOfMemoryError, torch.distributed.DistBackendError):
+                raise
             except RuntimeError as error:
                 self._new_graph = None  # A capture that failed may leave its memory in use.
-                return f"cannot be captured as a CUDA graph: {str(error).splitlines()[0]}"
+                problem = f"cannot be captured as a CUDA graph: {str(error).splitlines()[0]}"
+                # Where others wait in a collective that this rank has left, the job is lost, and this is why.
+                self.job.mark.explain(f"failed: {problem}")
+                return problem
             # Ranks go on together, whichever of them finds a difference.
             problem = problem or self._unlike(eager, self.observed(case, batch), batch)
         return problem

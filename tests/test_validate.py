@@ -26,13 +26,10 @@ from moe_ep_bench.analysis.validation import (
     MAX_BAND,
     agreement_of,
     band_of,
-    load_laws,
     load_validation,
-    phase_errors,
-    phase_times_ms,
-    received_rows,
 )
 from moe_ep_bench.analysis.validation_report import validation_text, verdict_line, write_report
+from moe_ep_bench.analysis.validation_times import load_laws, phase_errors, phase_times_ms, received_rows
 from moe_ep_bench.cli import main
 from moe_ep_bench.exit_codes import LOST, OK, USER_ERROR
 from moe_ep_bench.measure.statistics import Estimate, NoiseFloor

@@ -3,11 +3,7 @@
 Both runs are of one config, on the same batches with the same routing; only the emulated one sets the ranks' runs side
 by side itself and models what moves between them. A speedup of it *agrees* where it lies within the real speedup's
 interval, widened by the real noise floor; an error that all cases share cancels in a speedup, so times and phases are
-set beside each other as well. Where ranks wait and where they transfer is decided by moments, so the sum of
-both is given apart.
-
-Two laws of the literature are tried on the same rows: that latency is linear in the largest load (arXiv 2503.05066,
-Eq. 4), and that throughput is bounded by it (arXiv 2510.03293, Section 3.1: tokens per second ~ 1 / largest load).
+set beside each other as well (``validation_times``).
 """
 
 from __future__ import annotations
@@ -17,37 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.load import Case, ResultsError, Run, load_run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
-from moe_ep_bench.analysis.timing import GROUPS, layer_time_us
+from moe_ep_bench.analysis.validation_times import (
+    LoadLaws,
+    PhaseError,
+    beside_alone,
+    load_laws,
+    phase_errors,
+    phase_times_ms,
+)
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED
-from moe_ep_bench.measure.linear import LinearFit, linear_fit
 from moe_ep_bench.measure.statistics import Estimate, NoiseFloor
-from moe_ep_bench.records import PHASES, UNACCOUNTED
 from moe_ep_bench.scopes.validation_directory import ValidationDirectory
 
 Agreement = Literal["agrees", "differs", "cannot say"]
 
 # A band whose upper end is more than this over its lower one holds too much to confirm anything.
 MAX_BAND = 1.25
-
-# What is reported of a layer's time: every phase alone, and sums of some.
-TIMES = {
-    **{phase: (phase,) for phase in (*PHASES, UNACCOUNTED)},
-    "gate and policy": GROUPS["gate"],
-    "permute and metadata": GROUPS["permute"],
-    "comm": GROUPS["comm"],
-    "waiting": GROUPS["waiting"],
-    "waiting and comm": (*GROUPS["waiting"], *GROUPS["comm"]),
-}
-
-# Of a phase's times those below this quantile met no disturbance; where they agree, it is noise that differs elsewhere.
-QUIET = 0.2
-
-_ITERATION = ["launch", "batch", "iteration"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,35 +73,6 @@ class CaseCheck:
         return self.emulated.speedup.median / self.real.speedup.median - 1
 
 
-@dataclass(frozen=True)
-class LoadLaws:
-    """How times follow loads in one run; None where loads do not vary.
-
-    Attributes:
-        experts: a rank's expert phase (us) over the rows that it received.
-        layer: layer time (us) over the fullest rank's rows.
-        throughput_r2: R2 of a line through tokens per second over 1 / the fullest rank's rows.
-    """
-
-    experts: LinearFit | None
-    layer: LinearFit | None
-    throughput_r2: float | None
-
-
-@dataclass(frozen=True)
-class PhaseError:
-    """Emulated over real time of one phase, minus 1: the median over cases.
-
-    Attributes:
-        typical: of each rank's median time.
-        quiet: of each rank's ``QUIET`` quantile.
-    """
-
-    phase: str
-    typical: float
-    quiet: float
-
-
 @dataclass(frozen=True, eq=False)
 class ComparisonCheck:
     """One comparison, measured and emulated.
@@ -127,7 +83,7 @@ class ComparisonCheck:
         threads: of each real rank and of the emulated one.
         phase_errors: of every phase in which ranks work or transfer.
         real_laws, emulated_laws: loads and times.
-        alone: the expert phase beside the experts timed outside of the layer (``_beside_alone``); may be empty.
+        alone: the expert phase beside the experts timed outside of the layer (``beside_alone``); may be empty.
     """
 
     real: ComparisonResult
@@ -213,7 +169,7 @@ def check_comparison(
         phase_errors=phase_errors([(one.case, other.case) for one, other in pairs]),
         real_laws=load_laws([result.case for result, _ in pairs], real.comparison.num_tokens),
         emulated_laws=load_laws([result.case for _, result in pairs], real.comparison.num_tokens),
-        alone=_beside_alone([result.case for _, result in pairs], alone),
+        alone=beside_alone([result.case for _, result in pairs], alone),
     )
 
 
@@ -253,126 +209,6 @@ def _check_case(real: CaseResult, emulated: CaseResult, floor: NoiseFloor | None
         real_ms=phase_times_ms(real.case),
         emulated_ms=phase_times_ms(emulated.case),
     )
-
-
-def phase_times_ms(case: Case) -> dict[str, float]:
-    """``TIMES`` of a case's breakdown iterations: mean over ranks, then median over iterations; empty without any."""
-    rows = case.timings[case.timings["kind"] == "breakdown"]
-    if rows.empty:
-        return {}
-    # A phase that did not occur on a rank took no time there.
-    summed_us = rows.pivot_table(index=_ITERATION, columns="phase", values="time_us", aggfunc="sum", fill_value=0.0)
-    mean_us = summed_us.reindex(columns=[*PHASES, UNACCOUNTED], fill_value=0.0) / rows["rank"].nunique()
-    return {name: float(mean_us[list(phases)].sum(axis=1).median()) / 1e3 for name, phases in TIMES.items()}
-
-
-def phase_errors(pairs: list[tuple[Case, Case]]) -> list[PhaseError]:
-    """Errors of each phase over all cases, (real, emulated) pairs, once typical and once undisturbed.
-
-    A phase's time is taken of each rank, as a quantile over batches and iterations, then averaged over ranks. Waiting
-    is left out: it is made of others' disturbances.
-    """
-    measured = [pair for pair in pairs if all(case.is_ok for case in pair)]
-    found = []
-    for phase in (phase for phase in PHASES if phase not in GROUPS["waiting"]):
-        errors = {
-            quantile: [
-                emulated_us / real_us - 1
-                for real_us, emulated_us in (
-                    (_phase_quantile_us(real, phase, quantile), _phase_quantile_us(emulated, phase, quantile))
-                    for real, emulated in measured
-                )
-                if real_us > 0
-            ]
-            for quantile in (0.5, QUIET)
-        }
-        if errors[QUIET]:
-            found.append(PhaseError(phase, float(np.median(errors[0.5])), float(np.median(errors[QUIET]))))
-    return found
-
-
-def _phase_quantile_us(case: Case, phase: str, quantile: float) -> float:
-    """Mean over ranks of the quantile of their times; 0 where the phase did not occur."""
-    rows = case.timings[(case.timings["kind"] == "breakdown") & (case.timings["phase"] == phase)]
-    return 0.0 if rows.empty else float(rows.groupby("rank")["time_us"].quantile(quantile).mean())
-
-
-def load_laws(cases: list[Case], num_tokens: int) -> LoadLaws:
-    """Fit times to loads over all measured cases together: what one run's policies do to the loads spreads them.
-
-    Args:
-        num_tokens: of a batch, on all ranks.
-    """
-    measured = [case for case in cases if case.is_ok]
-    rows, experts_us, fullest, layer_us = [], [], [], []
-    for case in measured:
-        received = received_rows(case)
-        phase_us = _experts_us(case).reindex(received.index)
-        rows.append(received[phase_us.notna()])
-        experts_us.append(phase_us.dropna())
-        time_us = layer_time_us(case).groupby("batch").median()
-        layer_us.append(time_us)
-        fullest.append(received.groupby("batch").max().reindex(time_us.index))
-    rows_N, experts_us_N, fullest_N, layer_us_N = map(_joined, (rows, experts_us, fullest, layer_us))
-    some_N = fullest_N > 0  # a policy may drop everything: there is no 1 / 0
-    throughput = _line(1 / fullest_N[some_N], num_tokens / layer_us_N[some_N] * 1e6)
-    return LoadLaws(
-        experts=_line(rows_N, experts_us_N),
-        layer=_line(fullest_N, layer_us_N),
-        throughput_r2=throughput and throughput.r2,
-    )
-
-
-def received_rows(case: Case) -> pd.Series:
-    """(token, expert) pairs that each rank's experts compute, from all ranks' tokens, by (batch, rank)."""
-    batches = {
-        batch: np.sum(np.stack(rows["load_R"].to_list()), axis=0) for batch, rows in case.routing.groupby("batch")
-    }
-    received = {(batch, rank): load for batch, load_R in batches.items() for rank, load in enumerate(load_R)}
-    index = pd.MultiIndex.from_tuples(list(received), names=["batch", "rank"])
-    return pd.Series(list(received.values()), index=index, dtype="float64")
-
-
-def _experts_us(case: Case) -> pd.Series:
-    """The expert phase by (batch, rank): median over iterations."""
-    rows = case.timings[(case.timings["kind"] == "breakdown") & (case.timings["phase"] == "experts")]
-    return rows.groupby(["batch", "rank"])["time_us"].median()
-
-
-def _joined(parts: list[pd.Series]) -> np.ndarray:
-    return np.concatenate([part.to_numpy(dtype=np.float64) for part in parts]) if parts else np.empty(0)
-
-
-def _line(x_N: np.ndarray, y_N: np.ndarray) -> LinearFit | None:
-    return linear_fit(x_N, y_N) if len(np.unique(x_N)) > 2 else None
-
-
-def _beside_alone(cases: list[Case], alone: pd.DataFrame) -> pd.DataFrame:
-    """The expert phase inside the layer beside the experts alone, one row per case and rank that was timed alone.
-
-    Returns:
-        label, rank, rows (mean over batches), layer_ms, alone_ms (medians over batches) and ratio (median over
-        batches of the phase over the experts alone on the same rows).
-    """
-    found = []
-    for case in cases:
-        mine = alone[alone["case_id"] == case.case_id]
-        if mine.empty or not case.is_ok:
-            continue
-        apart = mine.groupby(["batch", "rank"]).agg(rows=("num_rows", "first"), alone_us=("time_us", "median"))
-        both = apart.join(_experts_us(case).rename("layer_us"), how="inner")
-        for rank, one in both.groupby("rank"):
-            found.append(
-                {
-                    "label": case.label,
-                    "rank": rank,
-                    "rows": float(one["rows"].mean()),
-                    "layer_ms": float(one["layer_us"].median()) / 1e3,
-                    "alone_ms": float(one["alone_us"].median()) / 1e3,
-                    "ratio": float((one["layer_us"] / one["alone_us"]).median()),
-                }
-            )
-    return pd.DataFrame(found, columns=["label", "rank", "rows", "layer_ms", "alone_ms", "ratio"])
 
 
 def _unsound(real: ComparisonResult, pairs: list[tuple[CaseResult, CaseResult]], threads: tuple[int, int]) -> list[str]:

@@ -27,7 +27,8 @@ from moe_ep_bench.analysis.style import (
     wrap,
 )
 from moe_ep_bench.analysis.timing import GROUPS
-from moe_ep_bench.analysis.validation import MAX_BAND, QUIET, TIMES, CaseCheck, ComparisonCheck, Validation
+from moe_ep_bench.analysis.validation import MAX_BAND, CaseCheck, ComparisonCheck, Validation
+from moe_ep_bench.analysis.validation_times import QUIET, TIMES
 from moe_ep_bench.analysis.words import (
     NONE,
     aligned,

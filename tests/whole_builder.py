@@ -45,6 +45,7 @@ def write_whole(
     seed: int = 0,
     elsewhere_noise: float = 0.0,
     moe_layers: Sequence[int] = MOE_LAYERS,
+    mode: str = "run",
     **changes: Any,
 ) -> Path:
     """A directory of one comparison; native's MoE layers take ``native_us``, twice as long as the rest of the pass.
@@ -55,7 +56,7 @@ def write_whole(
     facts: Mapping[str, Any] = whole_facts(of_layers, moe_layers, **changes.pop("facts", {}))
     settings = {"native_us": 2 * ELSEWHERE_TOTAL_US, "num_iterations": 2, "noise": 0.002, **changes}
     comparison = FakeComparison(facts=facts, cases=cases, **settings)
-    write_run(root, [comparison], scope="model", seed=seed)
+    write_run(root, [comparison], mode, scope="model", seed=seed)
     files, generator = RunDirectory(root), np.random.default_rng(seed)
     for case in cases:
         if case.status != "ok":

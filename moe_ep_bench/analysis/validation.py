@@ -15,9 +15,11 @@ from typing import Literal
 
 import pandas as pd
 
-from moe_ep_bench.analysis.load import Case, ResultsError, Run, load_run
+from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_whole, load_run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.validation_times import (
+    PASS_TIMES,
+    TIMES,
     LoadLaws,
     PhaseError,
     beside_alone,
@@ -43,7 +45,7 @@ class CaseCheck:
         real, emulated: their own numbers; the baseline's speedup is None.
         band: see ``band_of``; None for references and where the real run gives no interval or no floor.
         agreement: None for the baseline and the noise case, whose speedup is no claim.
-        real_ms, emulated_ms: by ``TIMES``; empty where a run has no breakdown of the case.
+        real_ms, emulated_ms: by ``TIMES`` or ``PASS_TIMES``; empty where a run has no breakdown of the case.
     """
 
     real: CaseResult
@@ -75,7 +77,7 @@ class CaseCheck:
 
 @dataclass(frozen=True, eq=False)
 class ComparisonCheck:
-    """One comparison, measured and emulated.
+    """One comparison, of a layer or of a whole model, measured and emulated.
 
     Attributes:
         cases: in reading order.
@@ -95,6 +97,11 @@ class ComparisonCheck:
     real_laws: LoadLaws
     emulated_laws: LoadLaws
     alone: pd.DataFrame
+
+    @property
+    def timed(self) -> str:
+        """What was timed, in a word."""
+        return "layer" if self.real.comparison.whole is None else "pass"
 
     @property
     def claims(self) -> list[CaseCheck]:
@@ -130,7 +137,7 @@ def load_validation(directory: Path) -> Validation:
         pairs, links = files.read_pairs()
     except ValueError as error:
         raise ResultsError(str(error)) from None
-    real, emulated = load_run(files.real), load_run(files.emulated)
+    real, emulated = (load_run(directory, whole=is_whole(files.real)) for directory in (files.real, files.emulated))
     by_id = [dict(zip(run.comparisons, analyse(run), strict=True)) for run in (real, emulated)]
     for run, ids, known in zip((real, emulated), zip(*pairs, strict=True), by_id, strict=True):
         missing = [one for one in ids if one not in known]
@@ -163,7 +170,7 @@ def check_comparison(
     return ComparisonCheck(
         real=real,
         emulated=emulated,
-        cases=[_check_case(one, other, real.floor, sound=not unsound) for one, other in pairs],
+        cases=[_check_case(one, other, real, sound=not unsound) for one, other in pairs],
         unsound=unsound,
         threads=threads,
         phase_errors=phase_errors([(one.case, other.case) for one, other in pairs]),
@@ -198,16 +205,17 @@ def agreement_of(emulated: Estimate | None, band: tuple[float, float] | None) ->
     return "agrees" if high / low <= MAX_BAND else "cannot say"
 
 
-def _check_case(real: CaseResult, emulated: CaseResult, floor: NoiseFloor | None, *, sound: bool) -> CaseCheck:
+def _check_case(real: CaseResult, emulated: CaseResult, of: ComparisonResult, *, sound: bool) -> CaseCheck:
     is_claim = real.case.role in ("policy", "ceiling")
-    band = band_of(real.speedup, floor) if is_claim and sound else None
+    band = band_of(real.speedup, of.floor) if is_claim and sound else None
+    times = TIMES if of.comparison.whole is None else PASS_TIMES
     return CaseCheck(
         real=real,
         emulated=emulated,
         band=band,
         agreement=agreement_of(emulated.speedup, band) if is_claim else None,
-        real_ms=phase_times_ms(real.case),
-        emulated_ms=phase_times_ms(emulated.case),
+        real_ms=phase_times_ms(real.case, times),
+        emulated_ms=phase_times_ms(emulated.case, times),
     )
 
 
@@ -224,11 +232,9 @@ def _unsound(real: ComparisonResult, pairs: list[tuple[CaseResult, CaseResult]],
 
 
 def _same_routing(real: CaseResult, emulated: CaseResult) -> bool:
-    """Whether every rank sent every expert as many pairs of every batch."""
-    loads = [
-        result.case.routing.set_index(["batch", "rank"])["load_E"].sort_index().map(tuple)
-        for result in (real, emulated)
-    ]
+    """Whether every rank sent every expert as many pairs of every batch, in every layer."""
+    keys = [key for key in ("batch", "layer", "rank") if key in real.case.routing]
+    loads = [result.case.routing.set_index(keys)["load_E"].sort_index().map(tuple) for result in (real, emulated)]
     return loads[0].equals(loads[1])
 
 

@@ -28,7 +28,7 @@ from moe_ep_bench.analysis.style import (
 )
 from moe_ep_bench.analysis.timing import GROUPS
 from moe_ep_bench.analysis.validation import MAX_BAND, CaseCheck, ComparisonCheck, Validation
-from moe_ep_bench.analysis.validation_times import QUIET, TIMES
+from moe_ep_bench.analysis.validation_times import QUIET
 from moe_ep_bench.analysis.words import (
     NONE,
     aligned,
@@ -41,8 +41,10 @@ from moe_ep_bench.analysis.words import (
 )
 from moe_ep_bench.records import atomic_path
 
-# The times that are printed, in the order of a layer; all of ``TIMES`` stand in the CSV.
+# The times that are printed, a whole model's pass before its MoE layers; all that there are stand in the CSV.
 PRINTED = (
+    "attention",
+    "dense, norms and ends",
     "shared",
     "gate and policy",
     "permute and metadata",
@@ -53,6 +55,8 @@ PRINTED = (
     "unaccounted",
 )
 _BARS = {
+    "attention": "attention",
+    "dense, norms and ends": "rest",
     "shared": "shared",
     "gate and policy": "gate",
     "permute and metadata": "permute",
@@ -61,7 +65,7 @@ _BARS = {
     "waiting": "waiting",
     "unaccounted": "unaccounted",
 }
-assert set(_BARS.values()) == set(GROUPS)
+assert set(_BARS.values()) == {"attention", "rest", *GROUPS}
 
 _VERDICT_LOOKS = {
     "agrees": {"color": "#009E73", "marker": "o"},
@@ -141,7 +145,7 @@ def _fidelity_cells(case: CaseCheck) -> list[str]:
 
 def _phase_table(check: ComparisonCheck) -> list[str]:
     cases = [case for case in check.cases if case.real_ms and case.emulated_ms]
-    shown = [name for name in PRINTED if any(case.real_ms[name] or case.emulated_ms[name] for case in cases)]
+    shown = [name for name in PRINTED if any(case.real_ms.get(name) or case.emulated_ms.get(name) for case in cases)]
     if not shown:
         return []
     rows = [[case.label, *(_phase_cell(case.emulated_ms[t], case.real_ms[t]) for t in shown)] for case in cases]
@@ -184,11 +188,12 @@ def _alone_table(check: ComparisonCheck) -> list[str]:
 
 def _law_lines(check: ComparisonCheck) -> list[str]:
     rows = []
+    if check.timed == "layer":
+        words = ("expert phase of a rank, over its rows", "layer time, over the largest load")
+    else:
+        words = ("expert phases of a rank, over its rows", "the pass, over its layers' largest loads")
     for what, laws in (("emulated", check.emulated_laws), ("measured", check.real_laws)):
-        for law, fit in (
-            ("expert phase of a rank, over its rows", laws.experts),
-            ("layer time, over the largest load", laws.layer),
-        ):
+        for law, fit in zip(words, (laws.experts, laws.layer), strict=True):
             if fit is not None:
                 # Microseconds a row are milliseconds a thousand rows.
                 slope = f"{fit.slope_us:.3f} [{fit.slope_low_us:.3f}, {fit.slope_high_us:.3f}]"
@@ -260,7 +265,7 @@ def _case_row(check: ComparisonCheck, case: CaseCheck) -> dict[str, Any]:
         "unmeasured": case.unmeasured or None,
     }
     for what, result in (("real", case.real), ("emulated", case.emulated)):
-        row[f"{what}_layer_ms"] = result.layer and result.layer.median_ms
+        row[f"{what}_{check.timed}_ms"] = result.layer and result.layer.median_ms
         speedup = result.speedup
         row[f"{what}_speedup"] = speedup and speedup.median
         row[f"{what}_low"] = speedup and speedup.low
@@ -289,7 +294,7 @@ def _phase_rows(check: ComparisonCheck, case: CaseCheck) -> list[dict[str, Any]]
             "real_ms": case.real_ms[name],
             "emulated_ms": case.emulated_ms[name],
         }
-        for name in TIMES
+        for name in case.real_ms
     ]
 
 
@@ -314,9 +319,9 @@ def validation_figure(validation: Validation) -> Figure | None:
     heights = [1.0 + 0.68 * len(_drawn(check)) for check in checks]
     figure = sheet(
         "Emulated ranks held against real ones",
-        "Left: speedup of the layer over native; measured with its 95 % interval, the grey band widens it by the "
-        "measured noise floor. Right: mean over ranks, median over breakdown iterations; of each pair the upper bar "
-        "is measured, the lower one emulated.",
+        f"Left: speedup of the {checks[0].timed} over native; measured with its 95 % interval, the grey band widens "
+        "it by the measured noise floor. Right: mean over ranks, median over breakdown iterations; of each pair the "
+        "upper bar is measured, the lower one emulated.",
         Footer(
             [*footer_lines(validation.real, facts), f"Emulated with links: {validation.links}"],
             [Origin(how, fact.workload.kind) for how in ("measured", "emulated") for fact in facts],
@@ -337,6 +342,7 @@ def validation_figure(validation: Validation) -> Figure | None:
         cases = _drawn(check)
         _speedup_dots(speedups, cases)
         _phase_pairs(phases, cases, groups)
+        phases.set_xlabel(f"time of one {check.timed} (ms)")
     return figure
 
 
@@ -390,7 +396,6 @@ def _phase_pairs(axes: Axes, cases: list[CaseCheck], groups: Sequence[str]) -> N
                 )
             most = max(most, end)
     axes.set_xlim(0, 1.1 * most if most else 1)
-    axes.set_xlabel("time of one layer (ms)")
     _name_rows(axes, [""] * len(cases))
 
 

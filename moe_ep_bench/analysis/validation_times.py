@@ -7,6 +7,7 @@ Where ranks wait and where they transfer is decided by moments, so the sum of bo
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,16 +16,24 @@ import pandas as pd
 from moe_ep_bench.analysis.load import Case
 from moe_ep_bench.analysis.timing import GROUPS, layer_time_us
 from moe_ep_bench.measure.linear import LinearFit, linear_fit
-from moe_ep_bench.records import PHASES, UNACCOUNTED
+from moe_ep_bench.records import MODEL_PHASES, MOE_REST, PHASES, UNACCOUNTED
 
-# What is reported of a layer's time: every phase alone, and sums of some.
-TIMES = {
-    **{phase: (phase,) for phase in (*PHASES, UNACCOUNTED)},
+_SUMS = {
     "gate and policy": GROUPS["gate"],
     "permute and metadata": GROUPS["permute"],
     "comm": GROUPS["comm"],
     "waiting": GROUPS["waiting"],
     "waiting and comm": (*GROUPS["waiting"], *GROUPS["comm"]),
+}
+# What is reported of a layer's time: every phase alone, and sums of some.
+TIMES = {**{phase: (phase,) for phase in (*PHASES, UNACCOUNTED)}, **_SUMS}
+# Of a whole model's pass, its MoE layers together.
+PASS_TIMES = {
+    **{phase: (phase,) for phase in (*MODEL_PHASES, *PHASES)},
+    UNACCOUNTED: (MOE_REST, UNACCOUNTED),
+    **_SUMS,
+    "dense, norms and ends": ("embedding", "dense", "rest", "output"),
+    "MoE layers": (*PHASES, MOE_REST),
 }
 
 # Of a phase's times those below this quantile met no disturbance; where they agree, it is noise that differs elsewhere.
@@ -37,9 +46,11 @@ _ITERATION = ["launch", "batch", "iteration"]
 class LoadLaws:
     """How times follow loads in one run; None where loads do not vary.
 
+    Of a whole model's pass rows are summed over its MoE layers: a rank's own, and each layer's fullest rank's.
+
     Attributes:
         experts: a rank's expert phase (us) over the rows that it received.
-        layer: layer time (us) over the fullest rank's rows.
+        layer: time (us) of the layer or the pass over the fullest rank's rows.
         throughput_r2: R2 of a line through tokens per second over 1 / the fullest rank's rows.
     """
 
@@ -62,15 +73,25 @@ class PhaseError:
     quiet: float
 
 
-def phase_times_ms(case: Case) -> dict[str, float]:
-    """``TIMES`` of a case's breakdown iterations: mean over ranks, then median over iterations; empty without any."""
+def phase_times_ms(case: Case, times: Mapping[str, Sequence[str]] = TIMES) -> dict[str, float]:
+    """Sums of phases of a case's breakdown iterations: mean over ranks, then median over iterations.
+
+    Args:
+        times: ``TIMES``, or ``PASS_TIMES`` of a whole model.
+
+    Returns:
+        By name; empty without breakdown iterations.
+    """
     rows = case.timings[case.timings["kind"] == "breakdown"]
     if rows.empty:
         return {}
     # A phase that did not occur on a rank took no time there.
     summed_us = rows.pivot_table(index=_ITERATION, columns="phase", values="time_us", aggfunc="sum", fill_value=0.0)
-    mean_us = summed_us.reindex(columns=[*PHASES, UNACCOUNTED], fill_value=0.0) / rows["rank"].nunique()
-    return {name: float(mean_us[list(phases)].sum(axis=1).median()) / 1e3 for name, phases in TIMES.items()}
+    mean_us = summed_us / rows["rank"].nunique()
+    return {
+        name: float(mean_us.reindex(columns=list(phases), fill_value=0.0).sum(axis=1).median()) / 1e3
+        for name, phases in times.items()
+    }
 
 
 def phase_errors(pairs: list[tuple[Case, Case]]) -> list[PhaseError]:
@@ -81,7 +102,7 @@ def phase_errors(pairs: list[tuple[Case, Case]]) -> list[PhaseError]:
     """
     measured = [pair for pair in pairs if all(case.is_ok for case in pair)]
     found = []
-    for phase in (phase for phase in PHASES if phase not in GROUPS["waiting"]):
+    for phase in (phase for phase in (*MODEL_PHASES, *PHASES) if phase not in GROUPS["waiting"]):
         errors = {
             quantile: [
                 emulated_us / real_us - 1
@@ -119,7 +140,7 @@ def load_laws(cases: list[Case], num_tokens: int) -> LoadLaws:
         experts_us.append(phase_us.dropna())
         time_us = layer_time_us(case).groupby("batch").median()
         layer_us.append(time_us)
-        fullest.append(received.groupby("batch").max().reindex(time_us.index))
+        fullest.append(_fullest_rows(case).reindex(time_us.index))
     rows_N, experts_us_N, fullest_N, layer_us_N = map(_joined, (rows, experts_us, fullest, layer_us))
     some_N = fullest_N > 0  # a policy may drop everything: there is no 1 / 0
     throughput = _line(1 / fullest_N[some_N], num_tokens / layer_us_N[some_N] * 1e6)
@@ -131,12 +152,27 @@ def load_laws(cases: list[Case], num_tokens: int) -> LoadLaws:
 
 
 def received_rows(case: Case) -> pd.Series:
-    """(token, expert) pairs that each rank's experts compute, from all ranks' tokens, by (batch, rank)."""
-    batches = {
-        batch: np.sum(np.stack(rows["load_R"].to_list()), axis=0) for batch, rows in case.routing.groupby("batch")
+    """(token, expert) pairs that each rank's experts compute, from all ranks' tokens, by (batch, rank).
+
+    Of a whole model those of all its MoE layers.
+    """
+    return _rows_by_layer(case).groupby(["batch", "rank"]).sum()
+
+
+def _fullest_rows(case: Case) -> pd.Series:
+    """Pairs of the fullest rank, by batch; of a whole model each layer's fullest rank, summed over layers."""
+    return _rows_by_layer(case).groupby(["batch", "layer"]).max().groupby("batch").sum()
+
+
+def _rows_by_layer(case: Case) -> pd.Series:
+    """Pairs by (batch, layer, rank); what was timed alone is layer 0."""
+    routing = case.routing if "layer" in case.routing else case.routing.assign(layer=0)
+    received = {
+        (batch, layer, rank): load
+        for (batch, layer), rows in routing.groupby(["batch", "layer"])
+        for rank, load in enumerate(np.sum(np.stack(rows["load_R"].to_list()), axis=0))
     }
-    received = {(batch, rank): load for batch, load_R in batches.items() for rank, load in enumerate(load_R)}
-    index = pd.MultiIndex.from_tuples(list(received), names=["batch", "rank"])
+    index = pd.MultiIndex.from_tuples(list(received), names=["batch", "layer", "rank"])
     return pd.Series(list(received.values()), index=index, dtype="float64")
 
 

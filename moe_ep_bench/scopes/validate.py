@@ -1,9 +1,9 @@
 """``validate``: the same config on real ranks and emulated on this machine, and whether the two agree.
 
 Four steps into one directory, each skipped where it was finished before: calibrate the collectives of these ranks,
-unless the config names its links; run on real ranks; emulate as many ranks; time the experts alone. Each of the last
-two has a process of its own, with as many compute threads as one real rank has. What comes of it is
-``analysis.validation``'s to say.
+unless the config names its links; run on real ranks; emulate as many ranks; time the experts alone, of layers and not
+of whole models. Each of the last two has a process of its own, with as many compute threads as one real rank has. What
+comes of it is ``analysis.validation``'s to say.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from moe_ep_bench.layer.build import DTYPES
 from moe_ep_bench.links import links_names, load_links
 from moe_ep_bench.records import RunDirectory
 from moe_ep_bench.scopes.calibrate import DEFAULT_MAX_BYTES, MIN_BYTES
-from moe_ep_bench.scopes.comparison import Comparison, check_scope, plan_comparisons
+from moe_ep_bench.scopes.comparison import Comparison, plan_comparisons
 from moe_ep_bench.scopes.emulate import emulate
 from moe_ep_bench.scopes.emulated import Emulated, plan_emulation
 from moe_ep_bench.scopes.experts_alone import time_experts_alone
+from moe_ep_bench.scopes.slices import check_whole_experts
 from moe_ep_bench.scopes.validation_directory import ValidationDirectory
 
 # What ``emulate`` may do otherwise without being another layer than the real ranks'.
@@ -49,6 +50,11 @@ class _Plan:
     comparisons: list[Comparison]
     given_links: str | None
     """The config's own; None = calibrate."""
+
+    @property
+    def times_layers(self) -> bool:
+        """Not whole models, whose experts stand in many layers and are not timed by themselves."""
+        return all(one.scope == "layer" for one in self.comparisons)
 
     def largest_bytes(self) -> int:
         """More than any all-to-all of the layers moves between two ranks, as a power of two: what is calibrated up to.
@@ -121,7 +127,7 @@ def _validate(plan: _Plan, files: ValidationDirectory, *, force: bool) -> int:
     worst = max(worst, _accept(f"the emulated run ({files.emulated})", status))
 
     emulated = plan.emulated(links)
-    if force or not _timed_alone(files.experts_alone, emulated):
+    if plan.times_layers and (force or not _timed_alone(files.experts_alone, emulated)):
         _announce("the experts alone")
         arguments = plan.config, files.emulated, files.experts_alone, overrides
         status = _in_place_of_a_rank(plan.num_ranks, time_experts_alone, *arguments)
@@ -150,7 +156,7 @@ def _plan(config: Path, overrides: Sequence[str], num_ranks: int) -> _Plan:
 
 def _check_comparable(comparison: Comparison) -> None:
     experiment, num_ranks = comparison.experiment, comparison.world_size
-    check_scope(experiment)
+    check_whole_experts(experiment, "emulate lays out")
     if comparison.ep_size != num_ranks:
         raise ValueError(f"layer.ep_size: expected {num_ranks}, which are all ranks, or null; got {comparison.ep_size}")
     ours, plain = experiment.emulate.model_dump(exclude=_FREE), EmulateConfig().model_dump(exclude=_FREE)

@@ -1,0 +1,211 @@
+"""``validate`` of whole models: what differs is found in its part of the pass, layer by layer where routing does."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from results_builder import FakeCase, standard_cases
+from test_model_run import write_config
+from test_run import environment
+from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, MOE_LAYERS, write_whole
+
+from moe_ep_bench.analysis.load import Case, ResultsError, load_run
+from moe_ep_bench.analysis.validation import Validation, load_validation
+from moe_ep_bench.analysis.validation_report import validation_text, verdict_line, write_report
+from moe_ep_bench.analysis.validation_times import PASS_TIMES, load_laws, phase_times_ms, received_rows
+from moe_ep_bench.cli import main
+from moe_ep_bench.exit_codes import OK, USER_ERROR
+from moe_ep_bench.records import MODEL_PHASES, MODEL_ROUTING_SCHEMA, PHASES, TOTAL, UNACCOUNTED, RunDirectory
+from moe_ep_bench.scopes.validation_directory import ValidationDirectory
+
+IDS = {"real": "r", "emulated": "e"}
+DROP = "token_drop gamma 1"
+
+
+def cases(**of_drop: Any) -> list[FakeCase]:
+    first, *others = standard_cases()
+    return [dataclasses.replace(first, **of_drop), *others]
+
+
+def built(root: Path, **of_emulated: Any) -> Path:
+    """A directory of ``validate``; keyword arguments of ``write_whole`` for its emulated run."""
+    files = ValidationDirectory(root)
+    for seed, (what, comparison_id) in enumerate(IDS.items()):
+        changes = {"cases": cases(), **(of_emulated if what == "emulated" else {})}
+        mode = "run" if what == "real" else "emulated"
+        write_whole(root / what, mode=mode, seed=seed, comparison_id=comparison_id, num_iterations=3, **changes)
+        path = root / what / "run.json"
+        described = json.loads(path.read_text())
+        described["environment"]["threads_per_rank"] = 1
+        path.write_text(json.dumps(described))
+    files.write_pairs([tuple(IDS.values())], "calibrated on these ranks")
+    return root
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory whose runs are alike; not to be written to."""
+    return built(tmp_path_factory.mktemp("built"))
+
+
+def verdicts(validation: Validation) -> dict[str, str | None]:
+    (check,) = validation.comparisons
+    return {case.label: case.agreement for case in check.cases}
+
+
+def test_end_to_end_speedups_of_alike_runs_agree(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    validation = load_validation(plain)
+    assert set(verdicts(validation).values()) == {None, "agrees"}
+    assert verdict_line(validation).startswith("3 of 3 speedups agree")
+    assert main(["summary", str(plain)]) == OK
+    assert capsys.readouterr().out == validation_text(validation) + "\n"
+
+
+def test_an_error_in_the_moe_layers_is_diluted_in_the_pass_and_found_in_its_phase(tmp_path: Path) -> None:
+    longer = 1.5
+    validation = load_validation(built(tmp_path, cases=cases(phase_factors={"experts": longer})))
+    assert verdicts(validation)[DROP] == "differs"
+    drop = next(case for case in validation.comparisons[0].cases if case.label == DROP)
+    errors = {name: drop.emulated_ms[name] / ms - 1 for name, ms in drop.real_ms.items() if ms > 0}
+    assert errors["experts"] == pytest.approx(longer - 1, rel=0.05)
+    assert errors["attention"] == pytest.approx(0, abs=0.01)
+    assert 0 < -drop.difference < errors["MoE layers"] < errors["experts"]
+
+
+def test_the_parts_of_a_pass_close_against_it(plain: Path) -> None:
+    case = load_run(plain / "real", whole=True).cases[0]
+    rows = case.timings[case.timings["kind"] == "breakdown"]
+    iterations = rows[rows["phase"] == TOTAL].groupby(["batch", "iteration"])["time_us"].mean()
+    times_ms = phase_times_ms(case, PASS_TIMES)
+    assert set(times_ms) > {*PHASES, *MODEL_PHASES, UNACCOUNTED}
+    parts = times_ms["MoE layers"] + times_ms["attention"] + times_ms["dense, norms and ends"]
+    parts += times_ms[UNACCOUNTED] - times_ms["moe_rest"]  # what no phase of an MoE layer covers is in both
+    assert parts == pytest.approx(iterations.median() / 1e3, rel=0.01)
+    assert times_ms["dense, norms and ends"] == pytest.approx(
+        (ELSEWHERE_TOTAL_US - ELSEWHERE_US["attention"]) / 1e3, rel=1e-6
+    )
+
+
+def turn_last_layer_round(root: Path, case_id: str) -> None:
+    """Another rank is the fullest there than in the layers before."""
+    path = RunDirectory(root).routing_path(case_id)
+    rows = pq.read_table(path).to_pydict()
+    for place, layer in enumerate(rows["layer"]):
+        if layer == MOE_LAYERS[-1]:
+            for column in ("load_E", "load_R"):
+                rows[column][place] = rows[column][place][::-1]
+    pq.write_table(pa.Table.from_pydict(rows, schema=MODEL_ROUTING_SCHEMA), path)
+
+
+def fullest_of_each_layer(case: Case, batch: int) -> float:
+    """A slow reading: rows of each layer's fullest rank, summed over layers."""
+    found = 0.0
+    for layer in MOE_LAYERS:
+        own = case.routing[(case.routing["batch"] == batch) & (case.routing["layer"] == layer)]
+        found += sum(np.asarray(row) for row in own["load_R"]).max()
+    return found
+
+
+def test_rows_are_summed_over_layers(plain: Path) -> None:
+    case = load_run(plain / "real", whole=True).cases[0]
+    rows = received_rows(case)
+    for batch in range(10):
+        own = case.routing[case.routing["batch"] == batch]
+        np.testing.assert_array_equal(rows[batch].to_numpy(), sum(np.asarray(row) for row in own["load_R"]))
+
+
+def test_the_pass_follows_every_layers_own_fullest_rank(tmp_path: Path) -> None:
+    built(tmp_path)
+    turn_last_layer_round(tmp_path / "real", "r-0")
+    whole = load_run(tmp_path / "real", whole=True).cases[0]
+    assert fullest_of_each_layer(whole, 0) > received_rows(whole)[0].max(), "no rank is the fullest in both layers"
+
+    def with_loads_over(divisor: int) -> Case:
+        """The case with fewer rows, and passes of 70 us and half a microsecond for each of the fullest ranks' rows."""
+        loads = [np.asarray(row) // divisor for row in whole.routing["load_R"]]
+        case = dataclasses.replace(whole, routing=whole.routing.assign(load_R=loads), timings=whole.timings.copy())
+        for batch in range(10):
+            here = (case.timings["batch"] == batch) & (case.timings["phase"] == TOTAL)
+            case.timings.loc[here, "time_us"] = 70 + 0.5 * fullest_of_each_layer(case, batch)
+        return case
+
+    laws = load_laws([with_loads_over(divisor) for divisor in (1, 2, 4)], 4096)
+    assert laws.layer is not None
+    assert (laws.layer.slope_us, laws.layer.intercept_us) == (pytest.approx(0.5), pytest.approx(70.0))
+
+
+def test_routing_that_differs_in_one_layer_is_not_judged(tmp_path: Path) -> None:
+    built(tmp_path)
+    turn_last_layer_round(tmp_path / "emulated", "e-0")
+    validation = load_validation(tmp_path)
+    assert set(verdicts(validation).values()) == {None, "cannot say"}
+    assert f"warning: not comparable: routing is not the same in both runs: {DROP}" in validation_text(validation)
+
+
+def test_tables_and_figure_speak_of_passes(plain: Path, tmp_path: Path) -> None:
+    text = validation_text(load_validation(plain))
+    assert "attention" in text
+    assert "dense, norms and ends" in text
+    assert "layer time" not in text
+    built(tmp_path)
+    validation = load_validation(tmp_path)
+    written = write_report(validation)
+    assert {"validation.png", "validation.csv", "validation-phases.csv"} < {path.name for path in written}
+    with validation.files.cases_table.open(newline="") as file:
+        assert {"real_pass_ms", "emulated_pass_ms"} < set(next(csv.DictReader(file)))
+    with validation.files.phases_table.open(newline="") as file:
+        assert {row["time"] for row in csv.DictReader(file)} == set(PASS_TIMES)
+    assert "time of one pass (ms)" in (validation.files.figures / "validation.svg").read_text()
+
+
+def test_layers_are_not_held_against_models(tmp_path: Path) -> None:
+    built(tmp_path)
+    described = json.loads((tmp_path / "emulated" / "run.json").read_text())
+    (tmp_path / "emulated" / "run.json").write_text(json.dumps({**described, "scope": "layer"}))
+    with pytest.raises(ResultsError, match="holds no times of whole models"):
+        load_validation(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"emulate": {"bandwidth_scale": 2.0}}, "emulate.bandwidth_scale: expected 1.0, which is what real ranks do"),
+        ({"layer__expert_tensor_parallel": 2}, "layer.expert_tensor_parallel: expected 1, for emulate lays out whole"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_run(
+    changes: dict, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, **changes)
+    assert main(["validate", str(config), "--nproc", "2", "--out", str(tmp_path / "out")]) == USER_ERROR
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1, printed
+    assert message in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_real_and_emulated_passes_are_measured_and_compared(tmp_path: Path) -> None:
+    config, out = write_config(tmp_path, measure__iterations=1), tmp_path / "out"
+    line = [sys.executable, "-m", "moe_ep_bench", "validate", str(config), "--nproc", "2", "--out", str(out)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=500, env=environment(), check=False)
+    assert done.returncode == OK, done.stderr
+    # Two batches make no interval, whatever they were.
+    assert done.stdout.splitlines()[-1].startswith("0 of 3 speedups agree within the real run's noise (3 cannot be")
+    assert "not comparable" not in done.stdout, "the same routing in every layer and as many threads"
+    files = ValidationDirectory(out)
+    assert not files.experts_alone.exists(), "those of layers only"
+    (check,) = load_validation(out).comparisons
+    for case in check.cases:
+        for times_ms in (case.real_ms, case.emulated_ms):
+            assert times_ms["attention"] > 0
+            assert times_ms["MoE layers"] > times_ms["experts"] > 0

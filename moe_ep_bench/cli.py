@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import errno
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_ep_bench.complaints import is_mistake, tolerant_stderr
-from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
+from moe_ep_bench.complaints import complain, tolerant_stderr
+from moe_ep_bench.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.parent import end_with_parent
 
 if TYPE_CHECKING:
     from moe_ep_bench.meeting import Nodes
-
-_UNWRITABLE = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENAMETOOLONG),
-    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST),  # a file where a directory is to be, or the reverse
-)
 
 # Above 0 where a job begins again: Slurm's count of requeues, torchrun's of its own restarts.
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
@@ -32,10 +25,7 @@ _ITERATION_WORDS = "median (default), slowest, fastest or [LAUNCH/]BATCH/ITERATI
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status. User mistakes are one line on stderr and status 2.
-
-    What nobody foresaw is shown whole, with status 75: 1 would say that a job went through.
-    """
+    """Run one command; return its exit status. User mistakes are one line on stderr and status 2 (``complain``)."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -48,18 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         except Exception as error:
-            if is_mistake(error):
-                print(f"moe-ep-bench: {error}", file=sys.stderr)
-                return USER_ERROR
             if isinstance(error, BrokenPipeError) and _only_prints(options):
                 _end_output()
                 return OK
-            if isinstance(error, OSError) and error.errno in _UNWRITABLE:
-                # pyarrow's own errors say it in their text.
-                print(f"moe-ep-bench: cannot write {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
-                return USER_ERROR
-            traceback.print_exc()
-            return LOST
+            return complain(error)
 
 
 def _go_on_after_restart(options: argparse.Namespace) -> None:

@@ -12,14 +12,44 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import errno
 import json
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
+
+from moe_ep_bench.exit_codes import LOST, USER_ERROR
 
 # What libraries raise of a file that is not what it should be; the file is the user's.
 _UNREADABLE = (UnicodeError, json.JSONDecodeError)
 _PACKAGE = __name__.partition(".")[0]
+_UNWRITABLE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENAMETOOLONG),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST),  # a file where a directory is to be, or the reverse
+)
+
+
+def complain(error: Exception) -> int:
+    """Say on standard error what ended a command; return the exit status that it calls for.
+
+    What the user can correct is one line; what nobody foresaw is shown whole.
+    """
+    status = status_of(error)
+    if status == LOST:
+        traceback.print_exception(error)
+    elif isinstance(error, OSError):
+        # pyarrow's own errors say it in their text.
+        print(f"moe-ep-bench: cannot write {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+    else:
+        print(f"moe-ep-bench: {error}", file=sys.stderr)
+    return status
+
+
+def status_of(error: Exception) -> int:
+    """``USER_ERROR`` for what the user can correct, else ``LOST``: 1 would say that a job went through."""
+    unwritable = isinstance(error, OSError) and error.errno in _UNWRITABLE
+    return USER_ERROR if unwritable or is_mistake(error) else LOST
 
 
 def is_mistake(error: Exception) -> bool:

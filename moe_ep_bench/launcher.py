@@ -33,6 +33,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from moe_ep_bench.attempts import collect_lost, num_lost, stopped_by
 from moe_ep_bench.closing import closing_on_signal
+from moe_ep_bench.complaints import status_of
 from moe_ep_bench.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
 from moe_ep_bench.meeting import AGAIN, ApartError, Meeting, Nodes, OthersLostError, meet
 from moe_ep_bench.parent import LAUNCHER
@@ -116,7 +117,7 @@ def _together(nodes: Nodes, work: Callable[[Meeting], int]) -> int:
                 except SignalException as stopped:  # Between two jobs.
                     return meeting.agree(-int(stopped.sigval), _first_stop)
                 except Exception as error:
-                    meeting.give_up(USER_ERROR if isinstance(error, ValueError) else LOST)
+                    meeting.give_up(status_of(error))
                     raise
         except ApartError as error:
             print(f"moe-ep-bench: {error}", file=sys.stderr)

@@ -6,6 +6,7 @@ a few lines that live, die and end as each test says, and note it in a file.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -14,10 +15,12 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_run import environment, free_port
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -322,6 +325,22 @@ def test_a_node_that_fails_between_two_attempts_is_named_and_waited_for_by_nobod
         node_0.next_rendezvous()
     with pytest.raises(meeting.ApartError, match="the launcher of node 1 has ended"):
         node_0.agree(launcher._ENDED, decide)
+
+
+@pytest.mark.parametrize(
+    ("raises", "words", "status"),
+    [(lambda: np.zeros(2) + np.zeros(3), "broadcast", LOST), (lambda: Nodes(0), "--nproc", USER_ERROR)],
+)
+def test_other_nodes_are_told_whether_a_defect_or_a_mistake_ended_this_one(
+    raises: Callable[[], object], words: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+    monkeypatch.setattr(
+        launcher, "meet", lambda nodes: contextlib.nullcontext(types.SimpleNamespace(give_up=told.append))
+    )
+    with pytest.raises(ValueError, match=words):
+        launcher._together(Nodes(1), lambda meeting: raises())
+    assert told == [status]
 
 
 @pytest.mark.parametrize(("status", "verdict"), [(-signal.SIGTERM, STOPPED), (USER_ERROR, USER_ERROR)])

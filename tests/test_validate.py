@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -435,6 +436,22 @@ def test_a_step_that_fails_is_named_and_nothing_is_compared(
     assert f"moe-ep-bench: validate: {failing}" in printed.err
     assert f"failed with exit status {LOST}; nothing was compared" in printed.err
     assert not list(out.iterdir())
+
+
+def crash() -> int:
+    raise RuntimeError("nobody foresaw it")
+
+
+def mistake() -> object:
+    return launcher.Nodes(0)
+
+
+@pytest.mark.parametrize(("step", "status", "said"), [(crash, LOST, "Traceback"), (mistake, USER_ERROR, "expected")])
+def test_a_step_that_crashes_is_not_taken_for_one_that_went_through(
+    step: Callable[[], object], status: int, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert validate_module._in_place_of_a_rank(2, step) == status
+    assert said in capfd.readouterr().err
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess:

@@ -23,8 +23,9 @@ import pyarrow.parquet as pq
 import torch
 
 from moe_ep_bench import launcher
+from moe_ep_bench.complaints import complain
 from moe_ep_bench.config import EmulateConfig, RouteConfig
-from moe_ep_bench.exit_codes import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.exit_codes import CASES_FAILED, OK
 from moe_ep_bench.layer.build import DTYPES
 from moe_ep_bench.links import links_names, load_links
 from moe_ep_bench.records import RunDirectory
@@ -242,10 +243,10 @@ def _in_place_of_a_rank(num_ranks: int, command: Callable[..., int], *arguments:
 
 def _as_command(command: Callable[..., int], arguments: Sequence[Any], options: dict[str, Any]) -> None:
     try:
-        sys.exit(command(*arguments, **options))
-    except ValueError as error:
-        print(f"moe-ep-bench: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
+        status = command(*arguments, **options)
+    except Exception as error:
+        status = complain(error)  # A traceback of Python's own ends with 1, as if the job had gone through.
+    sys.exit(status)
 
 
 def _announce(step: str) -> None:

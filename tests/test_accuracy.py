@@ -286,7 +286,7 @@ def test_rows_are_the_harnesss_numbers_and_a_second_time_nothing_is_run(
     assert main(["accuracy", str(folder / "config.yaml"), "--out", str(tmp_path)]) == OK
     again = capsys.readouterr()
     assert len(stand_in.asked) == 2
-    assert "all cases were run before" in again.err
+    assert "all cases are there from before" in again.err
     assert again.out == first
     assert main(["summary", str(tmp_path)]) == OK
     assert capsys.readouterr().out == first

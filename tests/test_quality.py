@@ -50,6 +50,7 @@ from moe_ep_bench.hf.routed import Seen, routed
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality_config import load_quality
 from moe_ep_bench.records import QUALITY_ROUTING_SCHEMA, QUALITY_SCHEMA
+from moe_ep_bench.scopes import answering
 from moe_ep_bench.scopes import quality as scope
 from moe_ep_bench.scopes.quality import plan_quality, quality
 
@@ -447,7 +448,7 @@ def test_the_command_and_summary_print_the_table_and_figures_are_drawn(
     assert is_quality(done)
     assert main(["quality", str(folder / "config.yaml"), "--out", str(done)]) == OK
     first = capsys.readouterr()
-    assert "all cases were judged before" in first.err
+    assert "all cases are there from before" in first.err
     assert main(["summary", str(done)]) == OK
     table = capsys.readouterr().out.strip()
     assert first.out.startswith(table)
@@ -550,7 +551,7 @@ def test_answers_of_another_device_are_refused_and_nothing_is_judged(
 def test_a_sweep_over_devices_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(scope, "pick_device", lambda device: torch.device("cuda" if device == "cuda" else "cpu"))
+    monkeypatch.setattr(answering, "pick_device", lambda device: torch.device("cuda" if device == "cuda" else "cpu"))
     arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path / "out"), "--set"]
     assert main([*arguments, "sweep.model.device=[cpu, cuda]"]) == USER_ERROR
     (said,) = capsys.readouterr().err.strip().splitlines()

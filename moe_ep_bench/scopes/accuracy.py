@@ -8,14 +8,10 @@ on with those that are not. Where the config names a published table, what it sa
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from moe_ep_bench import environment
 from moe_ep_bench.accuracy_config import AccuracyExperiment, TaskConfig, load_accuracy
@@ -31,70 +27,35 @@ from moe_ep_bench.hf.harness import (
     run_task,
 )
 from moe_ep_bench.hf.routed import try_policies
-from moe_ep_bench.policies import Policy
 from moe_ep_bench.published import Table, load_table
-from moe_ep_bench.records import SCHEMA_VERSION, RunDirectory, stable_hash
-from moe_ep_bench.scopes.comparison import BASELINE, POLICY, CaseSpec, default_ep_size
-from moe_ep_bench.scopes.directory import check_agreement, hold_comparisons, keep_other_policies
+from moe_ep_bench.records import RunDirectory, stable_hash
+from moe_ep_bench.scopes.answering import AnsweringComparison, LoadedModel, answering, check_ranks, open_checkpoints
+from moe_ep_bench.scopes.comparison import CaseSpec
 from moe_ep_bench.scopes.job import identity
-from moe_ep_bench.scopes.quality import (
-    LoadedModel,
-    ModelFacts,
-    check_ranks,
-    device_condition,
-    only_device,
-    open_checkpoints,
-)
 
 
 @dataclass(frozen=True, eq=False)
-class AccuracyComparison:
+class AccuracyComparison(AnsweringComparison[AccuracyExperiment]):
     """One task of an experiment at one point of its sweep: cases that answer the same questions."""
 
-    experiment: AccuracyExperiment
+    mode = "accuracy"
+
     task: TaskConfig
-    checkpoint: Checkpoint
     published: Table | None
     own_tasks: str | None
     """Hash of the folder with tasks of the user's own."""
 
-    @cached_property
-    def model(self) -> ModelFacts:
-        layers = self.checkpoint.skeleton
-        return ModelFacts(self.checkpoint.name, layers[0].num_experts, layers[0].top_k, len(layers))
-
-    @property
-    def ep_size(self) -> int:
-        return self.experiment.layer.ep_size or default_ep_size(self.model.num_experts)
-
-    @cached_property
-    def definition(self) -> dict[str, Any]:
-        """All that decides what the answers are, but for versions of packages and of the data behind a task's name."""
+    def asked(self) -> dict[str, Any]:
+        """Not the data behind a task's name, which the harness fetches."""
         return {
-            "mode": "accuracy",
-            "model": {"fingerprint": self.checkpoint.fingerprint, "dtype": self.experiment.model.dtype},
             "task": {"name": self.task.name, "num_fewshot": self.task.num_fewshot, "own": self.own_tasks},
             "limit": self.experiment.limit,
             "batch_size": self.experiment.batch_size,
-            "layer": {"ep_size": self.ep_size, "seed": self.experiment.layer.seed},
-            "arrangement": self.experiment.arrangement,
         }
 
-    @cached_property
-    def comparison_id(self) -> str:
-        return stable_hash(self.definition)
-
-    @cached_property
-    def cases(self) -> list[CaseSpec]:
-        """The unpatched model, and all policies."""
-        return [
-            self._case(BASELINE, "native"),
-            *(self._case(POLICY, policy.name, policy) for policy in self.experiment.make_policies()),
-        ]
-
-    def _case(self, role: str, name: str, policy: Policy | None = None) -> CaseSpec:
-        spec = CaseSpec("", role, name, policy)
-        return replace(spec, case_id=stable_hash([self.comparison_id, role, name, spec.params]))
+    @property
+    def workload_hash(self) -> str:
+        return stable_hash(self.definition["task"])
 
     @property
     def title(self) -> str:
@@ -107,21 +68,22 @@ class AccuracyComparison:
         return Routed(case.policy, self.ep_size, scored_as, self.experiment.layer.seed)
 
     def describe(self) -> dict[str, Any]:
-        """What analysis needs to know of the comparison: JSON-ready."""
         return {
-            "title": self.title,
-            **self.model._asdict(),
-            "model": self.model.name,
-            "num_ranks": self.ep_size,
+            **super().describe(),
             "task": self.task.name,
             "metric": self.task.metric,
             "batch_size": self.experiment.batch_size,
             "limit": self.experiment.limit,
-            "arrangement": self.experiment.arrangement,
-            "dtype": self.experiment.model.dtype,
-            "seed": self.experiment.layer.seed,
             "published": self._published(),
         }
+
+    def described_experiment(self) -> dict[str, Any]:
+        described = super().described_experiment()
+        if self.experiment.include is not None:
+            described["include"] = self.experiment.include.name
+        if self.experiment.published is not None:
+            described["published"]["table"] = self.experiment.published.table.name
+        return described
 
     def _published(self) -> dict[str, Any] | None:
         """What the table that the config names says of this task."""
@@ -171,7 +133,7 @@ def _comparisons(experiment: AccuracyExperiment, checkpoint: Checkpoint) -> Iter
     table = _published_table(experiment)
     own_tasks = folder_hash(experiment.include)
     for task in experiment.tasks:
-        comparison = AccuracyComparison(experiment, task, checkpoint, table, own_tasks)
+        comparison = AccuracyComparison(experiment, checkpoint, task, table, own_tasks)
         if task is experiment.tasks[0]:
             try_policies(checkpoint.skeleton[0], experiment.make_policies(), comparison.ep_size)
         yield comparison
@@ -210,32 +172,19 @@ def accuracy(config: Path, out: Path, overrides: Sequence[str], *, force: bool =
         ValueError: one line naming the file, the key and what is allowed; or why ``out`` cannot be used.
     """
     comparisons = plan_accuracy(config, overrides)
-    device = only_device(config, [one.experiment.model for one in comparisons])
     tasks = _find_tasks(config, comparisons)
-    directory = RunDirectory(out)
-    versions = {**environment.package_versions(), "lm_eval": harness_version()}
-    conditions = {key: versions[key] for key in ("torch", "transformers", "lm_eval")}
-    check_agreement(directory, "accuracy", {**device_condition(device), **conditions}, force=force)
-    with hold_comparisons(directory, comparisons):
-        todo = [
-            [case for case in comparison.cases if force or not directory.is_answered(case.case_id)]
-            for comparison in comparisons
-        ]
-        run_id = stable_hash([time.time_ns()])
-        description = _run_description(run_id, comparisons, device)
-        keep_other_policies(directory, description, directory.is_answered)
-        directory.write_run(description, directory.is_answered)
-        if not any(todo):
-            print("moe-ep-bench: all cases were run before; --force runs them again", file=sys.stderr)
-        models = LoadedModel()
-        total, number = sum(map(len, todo)), 0
-        for comparison, cases in zip(comparisons, todo, strict=True):
+    versions = {key: environment.package_versions()[key] for key in ("torch", "transformers")}
+    versions["lm_eval"] = harness_version()
+    models = LoadedModel()
+    with answering(config, out, comparisons, versions, force=force) as job:
+        total, number = sum(len(cases) for _, cases in job.todo), 0
+        for comparison, cases in job.todo:
             for case in cases:
                 number += 1
                 print(f"moe-ep-bench: {number} of {total}: {comparison.title}: {case.label}", file=sys.stderr)
                 model, _ = models.load(comparison.checkpoint, comparison.experiment.model)
-                _run_case(directory, run_id, comparison, case, model, tasks[comparison.experiment.include])
-    return directory
+                _run_case(job.directory, job.run_id, comparison, case, model, tasks[comparison.experiment.include])
+    return job.directory
 
 
 def _find_tasks(config: Path, comparisons: Iterable[AccuracyComparison]) -> dict[Path | None, Any]:
@@ -291,39 +240,3 @@ def _answer_columns(results: TaskResults, case: CaseSpec) -> dict[str, list[Any]
         "filter": [sample.answers_filter for sample in results.samples],
         "value": [sample.value for sample in results.samples],
     }
-
-
-def _run_description(run_id: str, comparisons: Sequence[AccuracyComparison], device: torch.device) -> dict[str, Any]:
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "run_id": run_id,
-        "mode": "accuracy",
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "config": [_described(one.experiment) for one in comparisons],
-        "environment": {**environment.describe(device), "lm_eval": harness_version()},
-        "hashes": {
-            "code": environment.code_hash(),
-            "config": stable_hash([comparison.definition for comparison in comparisons]),
-            "workload": {one.comparison_id: stable_hash(one.definition["task"]) for one in comparisons},
-        },
-        "comparisons": {
-            comparison.comparison_id: {**comparison.describe(), "order": order}
-            for order, comparison in enumerate(comparisons)
-        },
-        "cases": {
-            case.case_id: {**case.describe(comparison.comparison_id), "order": order}
-            for comparison in comparisons
-            for order, case in enumerate(comparison.cases)
-        },
-    }
-
-
-def _described(experiment: AccuracyExperiment) -> dict[str, Any]:
-    """The resolved experiment for ``run.json``, without folders of this machine."""
-    described = experiment.model_dump(mode="json")
-    described["model"]["checkpoint"] = experiment.model.checkpoint.resolve().name
-    if experiment.include is not None:
-        described["include"] = experiment.include.name
-    if experiment.published is not None:
-        described["published"]["table"] = experiment.published.table.name
-    return described

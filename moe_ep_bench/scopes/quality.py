@@ -14,14 +14,12 @@ Shapes: B = sequences of a batch, S = tokens of each, D = hidden size.
 
 from __future__ import annotations
 
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,35 +27,25 @@ from torch import Tensor
 from moe_ep_bench import environment
 from moe_ep_bench.exit_codes import OK
 from moe_ep_bench.hf.answers import Answers, hidden_states, judge
-from moe_ep_bench.hf.checkpoint import Checkpoint, pick_device, redundant_prefixes, text_hash, text_sequences
+from moe_ep_bench.hf.checkpoint import Checkpoint, redundant_prefixes, text_hash, text_sequences
 from moe_ep_bench.hf.loads import pass_metrics
 from moe_ep_bench.hf.passes import PHASES, Pass, Phase, phases_of
 from moe_ep_bench.hf.routed import Seen, routed, try_policies
-from moe_ep_bench.policies import Policy
 from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.progress import progress_bar
-from moe_ep_bench.quality_config import CheckpointConfig, QualityExperiment, load_quality
-from moe_ep_bench.records import SCHEMA_VERSION, RunDirectory, stable_hash
-from moe_ep_bench.scopes.comparison import BASELINE, POLICY, CaseSpec, default_ep_size
-from moe_ep_bench.scopes.directory import check_agreement, hold_comparisons, keep_other_policies
+from moe_ep_bench.quality_config import QualityExperiment, load_quality
+from moe_ep_bench.records import RunDirectory, stable_hash
+from moe_ep_bench.scopes.answering import AnsweringComparison, LoadedModel, answering, check_ranks, open_checkpoints
+from moe_ep_bench.scopes.comparison import CaseSpec
 from moe_ep_bench.scopes.job import identity
 
 
-class ModelFacts(NamedTuple):
-    """What rows and tables say of a model."""
-
-    name: str
-    num_experts: int
-    top_k: int
-    num_layers: int  # with experts
-
-
 @dataclass(frozen=True, eq=False)
-class QualityComparison:
+class QualityComparison(AnsweringComparison[QualityExperiment]):
     """One experiment at one point of its sweep: cases that read the same text in the same batches."""
 
-    experiment: QualityExperiment
-    checkpoint: Checkpoint
+    mode = "quality"
+
     tokens_BS: Tensor
     """All of the text that is read, int64 on the CPU."""
 
@@ -123,45 +111,15 @@ class QualityComparison:
         modality_BS[:, : self.num_image_tokens] = IMAGE
         return modality_BS
 
-    @cached_property
-    def model(self) -> ModelFacts:
-        layers = self.checkpoint.skeleton
-        return ModelFacts(self.checkpoint.name, layers[0].num_experts, layers[0].top_k, len(layers))
-
-    @property
-    def ep_size(self) -> int:
-        return self.experiment.layer.ep_size or default_ep_size(self.model.num_experts)
-
-    @cached_property
-    def definition(self) -> dict[str, Any]:
-        """All that decides what the answers are, but for the library's versions."""
+    def asked(self) -> dict[str, Any]:
+        images = {"image_tokens": self.num_image_tokens} if self.num_image_tokens else {}
         return {
-            "mode": "quality",
-            "model": {"fingerprint": self.checkpoint.fingerprint, "dtype": self.experiment.model.dtype},
-            "text": {
-                "tokens": text_hash(self.sequences),
-                "batch_size": self.experiment.text.batch_size,
-                **({"image_tokens": self.num_image_tokens} if self.num_image_tokens else {}),
-            },
-            "layer": {"ep_size": self.ep_size, "seed": self.experiment.layer.seed},
-            "arrangement": self.experiment.arrangement,
+            "text": {"tokens": self.workload_hash, "batch_size": self.experiment.text.batch_size, **images},
         }
 
     @cached_property
-    def comparison_id(self) -> str:
-        return stable_hash(self.definition)
-
-    @cached_property
-    def cases(self) -> list[CaseSpec]:
-        """The unpatched model, and all policies."""
-        return [
-            self._case(BASELINE, "native"),
-            *(self._case(POLICY, policy.name, policy) for policy in self.experiment.make_policies()),
-        ]
-
-    def _case(self, role: str, name: str, policy: Policy | None = None) -> CaseSpec:
-        spec = CaseSpec("", role, name, policy)
-        return replace(spec, case_id=stable_hash([self.comparison_id, role, name, spec.params]))
+    def workload_hash(self) -> str:
+        return text_hash(self.sequences)
 
     def phase(self, case: CaseSpec) -> Phase:
         """In which phase a case is judged; the unpatched model's answers are the same in both."""
@@ -181,18 +139,16 @@ class QualityComparison:
         return (batch_BS.to(device) for batch_BS in self.sequences.split(self.experiment.text.batch_size))
 
     def describe(self) -> dict[str, Any]:
-        """What analysis needs to know of the comparison: JSON-ready."""
-        return {
-            "title": self.title,
-            **self.model._asdict(),
-            "model": self.model.name,
-            "num_ranks": self.ep_size,
-            "text": self.experiment.text.file.name,
-            **self.experiment.text.model_dump(exclude={"file"}),
-            "arrangement": self.experiment.arrangement,
-            "dtype": self.experiment.model.dtype,
-            "seed": self.experiment.layer.seed,
-        }
+        text = self.experiment.text
+        return {**super().describe(), "text": text.file.name, **text.model_dump(exclude={"file"})}
+
+    def describe_case(self, case: CaseSpec) -> dict[str, Any]:
+        return {**super().describe_case(case), "phase": self.phase(case)}
+
+    def described_experiment(self) -> dict[str, Any]:
+        described = super().described_experiment()
+        described["text"]["file"] = self.experiment.text.file.name
+        return described
 
 
 def plan_quality(config: Path, overrides: Iterable[str]) -> list[QualityComparison]:
@@ -207,53 +163,6 @@ def plan_quality(config: Path, overrides: Iterable[str]) -> list[QualityComparis
         return [QualityComparison.of(one, checkpoints[one.model.checkpoint]) for one in experiments]
     except ValueError as problem:
         raise ValueError(f"{config}: {problem}") from None
-
-
-def check_ranks(checkpoint: Checkpoint, ep_size: int | None) -> None:
-    """Raise ValueError where the ranks cannot share the experts of some layer."""
-    for seat in checkpoint.skeleton:
-        if ep_size is not None and seat.num_experts % ep_size:
-            raise ValueError(
-                f"layer.ep_size: expected a divisor of the {seat.num_experts} experts of {checkpoint.name}, "
-                f"got {ep_size}"
-            )
-
-
-def open_checkpoints(models: Iterable[CheckpointConfig]) -> dict[Path, Checkpoint]:
-    """Every checkpoint that experiments name, by its path; none is read twice.
-
-    Raises:
-        ValueError: naming the key whose value is wrong.
-    """
-    found: dict[Path, Checkpoint] = {}
-    for model in models:
-        pick_device(model.device)
-        if model.checkpoint not in found:
-            try:
-                found[model.checkpoint] = Checkpoint.open(model.checkpoint)
-            except ValueError as problem:
-                raise ValueError(f"model.checkpoint: {problem}") from None
-    return found
-
-
-def only_device(config: Path, models: Iterable[CheckpointConfig]) -> torch.device:
-    """Where all comparisons of a config are judged; answers of two devices are not set side by side.
-
-    Raises:
-        ValueError: they ask for several; one line naming the file and the key.
-    """
-    asked = sorted({model.device for model in models})
-    devices = {pick_device(one).type for one in asked}
-    if len(devices) > 1:
-        raise ValueError(
-            f"{config}: model.device: expected one device for all comparisons of a directory, got {', '.join(asked)}"
-        )
-    return torch.device(devices.pop())
-
-
-def device_condition(device: torch.device) -> dict[str, Any]:
-    """The device of a results directory's answers, for they differ from device to device."""
-    return {"device_name": environment.hardware(device)["device_name"]}
 
 
 def dry_run(config: Path, overrides: Sequence[str]) -> int:
@@ -275,32 +184,13 @@ def quality(config: Path, out: Path, overrides: Sequence[str], *, force: bool = 
         ValueError: one line naming the file, the key and what is allowed; or why ``out`` cannot be used.
     """
     comparisons = plan_quality(config, overrides)
-    device = only_device(config, [one.experiment.model for one in comparisons])
-    directory = RunDirectory(out)
-    versions = environment.package_versions()
-    conditions = {key: versions[key] for key in ("torch", "transformers")}
-    check_agreement(directory, "quality", {**device_condition(device), **conditions}, force=force)
-    with hold_comparisons(directory, comparisons):
-        todo = [
-            [case for case in comparison.cases if force or not directory.is_judged(case.case_id)]
-            for comparison in comparisons
-        ]
-        run_id = stable_hash([time.time_ns()])
-        description = _run_description(run_id, comparisons, device)
-        keep_other_policies(directory, description, directory.is_judged)
-        directory.write_run(description, directory.is_judged)
-        if not any(todo):
-            print("moe-ep-bench: all cases were judged before; --force judges them again", file=sys.stderr)
-        total = sum(
-            (len(cases) + 1) * comparison.experiment.text.num_sequences
-            for comparison, cases in zip(comparisons, todo, strict=True)
-            if cases
-        )
-        models = LoadedModel()
+    versions = {key: environment.package_versions()[key] for key in ("torch", "transformers")}
+    models = LoadedModel()
+    with answering(config, out, comparisons, versions, force=force) as job:
+        todo = [(comparison, cases) for comparison, cases in job.todo if cases]
+        total = sum((len(cases) + 1) * comparison.experiment.text.num_sequences for comparison, cases in todo)
         with progress_bar(total, "sequence") as progress, torch.inference_mode():
-            for comparison, cases in zip(comparisons, todo, strict=True):
-                if not cases:
-                    continue
+            for comparison, cases in todo:
                 progress.set_description(comparison.title)
                 model, device = models.load(comparison.checkpoint, comparison.experiment.model)
                 native = []
@@ -312,23 +202,8 @@ def quality(config: Path, out: Path, overrides: Sequence[str], *, force: bool = 
                     for number, tokens_BS in enumerate(comparison.batches(device)):
                         _judge_batch(rows, comparison, case, model, number, tokens_BS, native[number].to(device))
                         progress.update(len(tokens_BS))
-                    rows.write(directory, run_id, comparison, case)
-    return directory
-
-
-class LoadedModel:
-    """The one model that is in memory: points of a sweep share it."""
-
-    def __init__(self) -> None:
-        self._key: Any = None
-        self._model: Any = None
-
-    def load(self, checkpoint: Checkpoint, config: CheckpointConfig) -> tuple[Any, torch.device]:
-        device = pick_device(config.device)
-        if self._key != config:
-            self._model = None  # two models may be too many
-            self._model, self._key = checkpoint.load(config.dtype, device), config
-        return self._model, device
+                    rows.write(job.directory, job.run_id, comparison, case)
+    return job.directory
 
 
 class _Rows:
@@ -394,40 +269,3 @@ def _judge_batch(
     of_text = slice(comparison.num_image_tokens, None)
     answers = judge(model, hidden_BSD[:, of_text], native_BSD, tokens_BS[:, of_text])
     rows.add_answers(answers, number, number * comparison.experiment.text.batch_size, phase)
-
-
-def _run_description(run_id: str, comparisons: Sequence[QualityComparison], device: torch.device) -> dict[str, Any]:
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "run_id": run_id,
-        "mode": "quality",
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "config": [_described(comparison.experiment) for comparison in comparisons],
-        "environment": environment.describe(device),
-        "hashes": {
-            "code": environment.code_hash(),
-            "config": stable_hash([comparison.definition for comparison in comparisons]),
-            "workload": {one.comparison_id: one.definition["text"]["tokens"] for one in comparisons},
-        },
-        "comparisons": {
-            comparison.comparison_id: {**comparison.describe(), "order": order}
-            for order, comparison in enumerate(comparisons)
-        },
-        "cases": {
-            case.case_id: {
-                **case.describe(comparison.comparison_id),
-                "phase": comparison.phase(case),
-                "order": order,
-            }
-            for comparison in comparisons
-            for order, case in enumerate(comparison.cases)
-        },
-    }
-
-
-def _described(experiment: QualityExperiment) -> dict[str, Any]:
-    """The resolved experiment for ``run.json``, without folders of this machine."""
-    described = experiment.model_dump(mode="json")
-    described["model"]["checkpoint"] = experiment.model.checkpoint.resolve().name
-    described["text"]["file"] = experiment.text.file.name
-    return described

@@ -98,8 +98,12 @@ def _hold(root: Path, name: str, title: str, patience_s: float) -> Iterator[None
 
 def _take(path: Path) -> int | None:
     """An open file on which we have the lock; None where another has it."""
+    folder = path.parent
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Not exist_ok: it looks whether there is a folder once more, and holders remove this one between two looks.
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:

@@ -91,6 +91,24 @@ for _ in range(40):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_is_removed_while_it_is_looked_for_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir, refused = os.mkdir, []
+
+    def there_and_gone(path: Path, *args: object, **kwargs: object) -> None:
+        if Path(path).name == locks.FOLDER and not refused:
+            refused.append(path)
+            raise FileExistsError(errno.EEXIST, "", str(path))
+        mkdir(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "mkdir", there_and_gone)
+    with locks.hold(tmp_path, {"one": "one"}):
+        assert not locks.is_held(tmp_path, "two")
+        assert (tmp_path / locks.FOLDER / "one").exists()
+    assert refused
+
+
 def test_a_file_system_without_locks_is_named_and_does_not_stop_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

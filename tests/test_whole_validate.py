@@ -67,6 +67,7 @@ def test_end_to_end_speedups_of_alike_runs_agree(plain: Path, capsys: pytest.Cap
     validation = load_validation(plain)
     assert set(verdicts(validation).values()) == {None, "agrees"}
     assert verdict_line(validation).startswith("3 of 3 speedups agree")
+    assert "; of MoE layers alone 3 of 3, largest" in verdict_line(validation)
     assert main(["summary", str(plain)]) == OK
     assert capsys.readouterr().out == validation_text(validation) + "\n"
 
@@ -80,6 +81,34 @@ def test_an_error_in_the_moe_layers_is_diluted_in_the_pass_and_found_in_its_phas
     assert errors["experts"] == pytest.approx(longer - 1, rel=0.05)
     assert errors["attention"] == pytest.approx(0, abs=0.01)
     assert 0 < -drop.difference < errors["MoE layers"] < errors["experts"]
+    moe = {one.label: one for one in validation.comparisons[0].moe}
+    assert set(moe) == {case.label for case in validation.comparisons[0].claims}
+    # Planted is a ratio of times of the same rank: 1 / (1 + error) of the MoE layers is what their speedup loses.
+    assert 1 / (1 + moe[DROP].difference) - 1 == pytest.approx(errors["MoE layers"], rel=0.15)
+    assert moe[DROP].agreement == "differs"
+    assert moe["topk"].agreement == "agrees"
+
+
+def test_the_moe_layers_speedup_is_native_over_case_on_the_slowest_rank(plain: Path) -> None:
+    """A slow reading of the rows."""
+    run = load_run(plain / "real", whole=True)
+    (check,) = load_validation(plain).comparisons
+
+    def times_us(label: str) -> dict[tuple[int, int], float]:
+        case = next(case for case in run.cases if case.label == label)
+        rows = case.timings[case.timings["kind"] == "breakdown"]
+        found = {}
+        for key, one in rows.groupby(["batch", "iteration"]):
+            totals = one[one["phase"] == TOTAL].set_index("rank")["time_us"]
+            slowest = one[one["rank"] == totals.idxmax()]
+            found[key] = slowest[slowest["phase"].isin([*PHASES, "moe_rest"])]["time_us"].sum()
+        return found
+
+    native, drop = times_us("native"), times_us(DROP)
+    ratios = sorted(native[key] / drop[key] for key in native)
+    moe = next(one for one in check.moe if one.label == DROP)
+    assert ratios[0] <= moe.real.low <= moe.real.median <= moe.real.high <= ratios[-1]
+    assert moe.real.median == pytest.approx(np.median(ratios), rel=1e-3)
 
 
 def test_the_parts_of_a_pass_close_against_it(plain: Path) -> None:
@@ -162,7 +191,7 @@ def test_tables_and_figure_speak_of_passes(plain: Path, tmp_path: Path) -> None:
     written = write_report(validation)
     assert {"validation.png", "validation.csv", "validation-phases.csv"} < {path.name for path in written}
     with validation.files.cases_table.open(newline="") as file:
-        assert {"real_pass_ms", "emulated_pass_ms"} < set(next(csv.DictReader(file)))
+        assert {"real_pass_ms", "emulated_pass_ms", "moe_verdict"} < set(next(csv.DictReader(file)))
     with validation.files.phases_table.open(newline="") as file:
         assert {row["time"] for row in csv.DictReader(file)} == set(PASS_TIMES)
     assert "time of one pass (ms)" in (validation.files.figures / "validation.svg").read_text()

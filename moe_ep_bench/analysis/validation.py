@@ -27,8 +27,9 @@ from moe_ep_bench.analysis.validation_times import (
     phase_errors,
     phase_times_ms,
 )
+from moe_ep_bench.analysis.whole import moe_time_us
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED
-from moe_ep_bench.measure.statistics import Estimate, NoiseFloor
+from moe_ep_bench.measure.statistics import Estimate, NoiseFloor, estimate_median, noise_floor, paired_ratios
 from moe_ep_bench.scopes.validation_directory import ValidationDirectory
 
 Agreement = Literal["agrees", "differs", "cannot say"]
@@ -75,12 +76,31 @@ class CaseCheck:
         return self.emulated.speedup.median / self.real.speedup.median - 1
 
 
+@dataclass(frozen=True)
+class MoeCheck:
+    """The speedup of a whole model's MoE layers alone, by breakdown iterations; as ``CaseCheck``."""
+
+    label: str
+    real: Estimate | None
+    emulated: Estimate | None
+    band: tuple[float, float] | None
+    agreement: Agreement
+
+    @property
+    def difference(self) -> float | None:
+        """Emulated over real speedup, minus 1; None where one of them lacks."""
+        if self.real is None or self.emulated is None:
+            return None
+        return self.emulated.median / self.real.median - 1
+
+
 @dataclass(frozen=True, eq=False)
 class ComparisonCheck:
     """One comparison, of a layer or of a whole model, measured and emulated.
 
     Attributes:
         cases: in reading order.
+        moe: of every claim of a whole model, the MoE layers alone; nothing of a layer.
         unsound: why the two runs may not be held against each other at all; empty where they may.
         threads: of each real rank and of the emulated one.
         phase_errors: of every phase in which ranks work or transfer.
@@ -91,6 +111,7 @@ class ComparisonCheck:
     real: ComparisonResult
     emulated: ComparisonResult
     cases: list[CaseCheck]
+    moe: list[MoeCheck]
     unsound: list[str]
     threads: tuple[int, int]
     phase_errors: list[PhaseError]
@@ -171,6 +192,7 @@ def check_comparison(
         real=real,
         emulated=emulated,
         cases=[_check_case(one, other, real, sound=not unsound) for one, other in pairs],
+        moe=_check_moe(pairs, sound=not unsound) if real.comparison.whole is not None else [],
         unsound=unsound,
         threads=threads,
         phase_errors=phase_errors([(one.case, other.case) for one, other in pairs]),
@@ -217,6 +239,32 @@ def _check_case(real: CaseResult, emulated: CaseResult, of: ComparisonResult, *,
         real_ms=phase_times_ms(real.case, times),
         emulated_ms=phase_times_ms(emulated.case, times),
     )
+
+
+def _check_moe(pairs: list[tuple[CaseResult, CaseResult]], *, sound: bool) -> list[MoeCheck]:
+    """An error of the MoE layers is diluted in the pass; here it is not."""
+    real, emulated = (_moe_speedups([pair[run].case for pair in pairs]) for run in (0, 1))
+    again = next((real.get(_key(result.case)) for result, _ in pairs if result.case.role == "noise"), None)
+    floor = noise_floor(again) if again is not None else None
+    checks = []
+    for result, _ in pairs:
+        if result.case.role in ("policy", "ceiling"):
+            one, other = (speedups.get(_key(result.case)) for speedups in (real, emulated))
+            band = band_of(one, floor) if sound else None
+            checks.append(MoeCheck(result.case.label, one, other, band, agreement_of(other, band)))
+    return checks
+
+
+def _moe_speedups(cases: list[Case]) -> dict[tuple[str, str, str], Estimate]:
+    """By ``_key``, native's time in all MoE layers over each case's."""
+    times_us = {
+        _key(case): moe_time_us(case) for case in cases if case.is_ok and (case.timings["kind"] == "breakdown").any()
+    }
+    native = next((times_us.get(_key(case)) for case in cases if case.role == "baseline"), None)
+    if native is None:
+        return {}
+    found = {key: estimate_median(paired_ratios(native, of_case)) for key, of_case in times_us.items()}
+    return {key: estimate for key, estimate in found.items() if estimate is not None}
 
 
 def _unsound(real: ComparisonResult, pairs: list[tuple[CaseResult, CaseResult]], threads: tuple[int, int]) -> list[str]:

@@ -27,7 +27,7 @@ from moe_ep_bench.analysis.style import (
     wrap,
 )
 from moe_ep_bench.analysis.timing import GROUPS
-from moe_ep_bench.analysis.validation import MAX_BAND, CaseCheck, ComparisonCheck, Validation
+from moe_ep_bench.analysis.validation import MAX_BAND, CaseCheck, ComparisonCheck, MoeCheck, Validation
 from moe_ep_bench.analysis.validation_times import QUIET
 from moe_ep_bench.analysis.words import (
     NONE,
@@ -45,6 +45,7 @@ from moe_ep_bench.records import atomic_path
 PRINTED = (
     "attention",
     "dense, norms and ends",
+    "MoE layers",
     "shared",
     "gate and policy",
     "permute and metadata",
@@ -89,7 +90,16 @@ def verdict_line(validation: Validation) -> str:
     differences = [abs(case.difference) for case in claims if case.difference is not None]
     largest = f"; largest difference {100 * max(differences):.1f} %" if differences else ""
     silent = f" ({undecided} cannot be judged)" if undecided else ""
-    return f"{agreeing} of {len(claims)} speedups agree within the real run's noise{silent}{largest}"
+    line = f"{agreeing} of {len(claims)} speedups agree within the real run's noise{silent}{largest}"
+    return line + _moe_verdict([one for check in validation.comparisons for one in check.moe])
+
+
+def _moe_verdict(checks: Sequence[MoeCheck]) -> str:
+    if not checks:
+        return ""
+    differences = [abs(one.difference) for one in checks if one.difference is not None]
+    largest = f", largest {100 * max(differences):.1f} %" if differences else ""
+    return f"; of MoE layers alone {sum(one.agreement == 'agrees' for one in checks)} of {len(checks)}{largest}"
 
 
 def _block(validation: Validation, check: ComparisonCheck) -> str:
@@ -98,7 +108,14 @@ def _block(validation: Validation, check: ComparisonCheck) -> str:
         f"{facts.title}: emulated on one device, held against {hardware_words(validation.real, facts)}, "
         f"{facts.dtype}, {scale_words(facts.scale)}"
     )
-    parts = [[heading], _speedup_table(check), _phase_table(check), _error_table(check), _alone_table(check)]
+    parts = [
+        [heading],
+        _speedup_table(check),
+        _moe_table(check),
+        _phase_table(check),
+        _error_table(check),
+        _alone_table(check),
+    ]
     parts.append(_law_lines(check))
     return "\n\n".join("\n".join(lines) for lines in [*parts, _note_lines(validation, check)] if lines)
 
@@ -125,14 +142,43 @@ def _speedup_cells(case: CaseCheck) -> list[str]:
             if case.real.case.role == "baseline"
             else [
                 estimate_words(case.real.speedup),
-                NONE if case.band is None else f"{case.band[0]:.3f} to {case.band[1]:.3f}",
+                _band_words(case.band),
                 estimate_words(case.emulated.speedup),
             ]
         ),
-        NONE if case.difference is None else f"{100 * case.difference:+.1f} %",
+        _difference_words(case.difference),
         case.agreement or references[case.real.case.role],
         *_fidelity_cells(case),
     ]
+
+
+def _moe_table(check: ComparisonCheck) -> list[str]:
+    if not check.moe:
+        return []
+    header = ["policy", "measured speedup", "allowed", "emulated speedup", "difference", "verdict"]
+    rows = [
+        [
+            one.label,
+            estimate_words(one.real),
+            _band_words(one.band),
+            estimate_words(one.emulated),
+            _difference_words(one.difference),
+            one.agreement,
+        ]
+        for one in check.moe
+    ]
+    return [
+        "MoE layers alone, the slowest rank of breakdown iterations: a pass dilutes what is wrong with them",
+        *aligned([header, *rows], left=(0, 1, 3, 5)),
+    ]
+
+
+def _band_words(band: tuple[float, float] | None) -> str:
+    return NONE if band is None else f"{band[0]:.3f} to {band[1]:.3f}"
+
+
+def _difference_words(difference: float | None) -> str:
+    return NONE if difference is None else f"{100 * difference:+.1f} %"
 
 
 def _fidelity_cells(case: CaseCheck) -> list[str]:
@@ -279,6 +325,18 @@ def _case_row(check: ComparisonCheck, case: CaseCheck) -> dict[str, Any]:
         "verdict": case.agreement,
         "dropped_share": case.real.fidelity and case.real.fidelity.dropped_share,
         "retained_mass": case.real.fidelity and case.real.fidelity.retained_mass,
+        **(_moe_columns(check, case) if check.timed == "pass" else {}),
+    }
+
+
+def _moe_columns(check: ComparisonCheck, case: CaseCheck) -> dict[str, Any]:
+    one = next((moe for moe in check.moe if moe.label == case.label), None)
+    return {
+        "real_moe_speedup": one and one.real and one.real.median,
+        "emulated_moe_speedup": one and one.emulated and one.emulated.median,
+        "moe_allowed_low": one and one.band and one.band[0],
+        "moe_allowed_high": one and one.band and one.band[1],
+        "moe_verdict": one and one.agreement,
     }
 
 

@@ -24,6 +24,7 @@ from moe_ep_bench.config import ConfigError, load_experiments
 from moe_ep_bench.exit_codes import OK
 from moe_ep_bench.links import load_links
 from moe_ep_bench.records import write_json
+from moe_ep_bench.scopes.model_comparison import layer_workloads
 
 TOKEN_DROP = {"name": "token_drop", "capacity_factor": 1.0}
 CLAIM = {"source": "Table 1", "policy": TOKEN_DROP, "paper": 1.2, "of": "end_to_end", "note": "nothing is inferred"}
@@ -279,6 +280,25 @@ def test_configs_of_whole_models_are_sound(config: Path) -> None:
     dumped = [experiment.model_dump(mode="json") for experiment in experiments]
     for one in experiments[0].claims:
         assert any(all(_at(values, key) == value for key, value in one.where.items()) for values in dumped)
+
+
+@pytest.mark.parametrize("config", sorted(WHOLE.glob("whole-capacity*.yaml")), ids=lambda path: path.stem)
+def test_every_layers_targets_can_be_had_or_are_said_to_be_chances(config: Path) -> None:
+    """Of whole models, each layer of which draws its experts' popularity from another seed."""
+    seen = set()
+    by_chance = 0
+    for experiment in load_experiments(config, ["workload.tokens_per_rank=1024"], on_cpu=False):
+        what = experiment.model.preset, experiment.workload.skew, experiment.layer.ep_size
+        if what in seen:
+            continue
+        seen.add(what)
+        workloads = layer_workloads(experiment, experiment.layer.ep_size)
+        assert len(workloads) == experiment.model.spec().num_moe_layers
+        for workload in workloads:
+            assert len(workload.solved()["placement"]) == experiment.model.spec().num_experts
+            by_chance += workload.shares_by_chance
+    # DeepSeek-V2-Lite's worst layer, two of 26.
+    assert by_chance == (2 if config.stem == "whole-capacity" else 0)
 
 
 def _at(values: Any, dotted: str) -> Any:

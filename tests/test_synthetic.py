@@ -155,6 +155,21 @@ def test_neighbours_share_as_many_experts_as_asked_for(overlap, sequence_length)
     assert load.max() / load.mean() == pytest.approx(3.0, rel=0.011)
 
 
+def test_where_chance_gives_more_than_asked_for_tokens_are_independent_and_it_is_said():
+    by_chance = synthetic(neighbour_overlap=0.1, or_chance=True, sequence_length=128, num_tokens=4096)
+    assert by_chance.shares_by_chance
+    independent = synthetic(sequence_length=128, num_tokens=4096)
+    assert by_chance.achieved()["neighbour_overlap"] == pytest.approx(
+        independent.achieved()["neighbour_overlap"], rel=0.05
+    )
+    fields = {"neighbour_overlap": 1.7, "sequence_length": 128, "num_tokens": 4096}
+    attainable = synthetic(**fields, or_chance=True)
+    assert not attainable.shares_by_chance
+    assert attainable.fingerprint() == synthetic(**fields).fingerprint()
+    with pytest.raises(ValueError, match="to below 6, got 6"):
+        synthetic(neighbour_overlap=6.0, or_chance=True).batch(0)
+
+
 def test_correlated_noise_is_gumbel_noise_token_by_token():
     noise_TE = np.concatenate(list(CorrelatedNoise(1, 0, 4000, 4, 2, 0.8).chunks([Run(0, 4000)])))
     assert kstest(noise_TE[1::2, 0], gumbel_r.cdf).pvalue > 0.01

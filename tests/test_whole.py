@@ -8,12 +8,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from results_builder import FakeCase, FakeComparison, standard_cases, write_run
-from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, write_whole
+from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, whole_facts, write_whole
 
 from moe_ep_bench.analysis.report.models import whole_report_of
 from moe_ep_bench.analysis.report.parts import Report, Table
 from moe_ep_bench.analysis.style import EXTRAPOLATED_LOOK, house_style
-from moe_ep_bench.analysis.whole import PASS_PARTS, analyse_whole, load_whole
+from moe_ep_bench.analysis.whole import PASS_PARTS, analyse_whole, load_whole, whole_table
 from moe_ep_bench.analysis.whole_figure import whole_figure
 from moe_ep_bench.cli import main
 
@@ -65,6 +65,15 @@ def drawn(directory: Path) -> tuple[pd.DataFrame, list[str], int]:
 
 def shown(rows: pd.DataFrame, what: str, policy: str = "token_drop gamma 2") -> pd.DataFrame:
     return rows[(rows.policy == policy) & (rows.shows == what)]
+
+
+def test_layers_whose_neighbours_share_more_than_asked_for_are_said(directory: Path, tmp_path: Path) -> None:
+    facts = whole_facts()
+    facts["whole"]["shared_by_chance"] = [2.5, 2.72]
+    write_whole(tmp_path, cases(), facts=facts)
+    words = "in 2 of them neighbours share 2.50 to 2.72 experts, more than asked for"
+    assert words in whole_table(load_whole(tmp_path))
+    assert "neighbours share" not in whole_table(load_whole(directory))
 
 
 def test_the_pass_its_layers_and_the_law_stand_side_by_side(directory: Path) -> None:

@@ -68,6 +68,7 @@ class Whole(_Described):
     context_length: int  # tokens in the cache of each request that decodes; 0 = prefill
     attention: str
     peak_loads: list[float]  # fullest expert over mean, of each MoE layer's scores
+    shared_by_chance: list[float] = []  # experts that neighbours share, of layers where that is more than was asked for
 
 
 class Comparison(_Described):

@@ -562,8 +562,12 @@ def find_case(comparisons: Iterable[Comparison], wanted: str) -> tuple[Compariso
     )
 
 
-def make_workload(experiment: Experiment, model: ModelSpec, world_size: int) -> Workload:
-    """Open the workload that an experiment names; ValueError where it cannot be had."""
+def make_workload(experiment: Experiment, model: ModelSpec, world_size: int, *, or_chance: bool = False) -> Workload:
+    """Open the workload that an experiment names; ValueError where it cannot be had.
+
+    Args:
+        or_chance: see ``SyntheticWorkload``.
+    """
     config = experiment.workload
     num_tokens = config.total_tokens(world_size)
     shape = {"num_experts": model.num_experts, "top_k": model.top_k, "num_tokens": num_tokens}
@@ -577,6 +581,7 @@ def make_workload(experiment: Experiment, model: ModelSpec, world_size: int) -> 
                 num_batches=config.num_batches,
                 sequence_length=config.sequence_length,
                 seed=config.seed,
+                or_chance=or_chance,
                 rank_load=(rank_load["ep_size"], rank_load["load"]) if rank_load else None,
                 num_groups=model.num_groups,
                 top_groups=model.top_groups,

@@ -19,7 +19,7 @@ from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import Attention, LatentAttention, ModelSpec
 from moe_ep_bench.plurals import tokens_words
 from moe_ep_bench.scopes.comparison import VALUE_BYTES, Comparison, make_workload
-from moe_ep_bench.workload import RecordedWorkload, Workload
+from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
 from moe_ep_bench.workload.batch import deal_sequences
 from moe_ep_bench.workload.streamed import StreamedWorkload
 
@@ -40,7 +40,7 @@ class ModelComparison(Comparison):
     def _opened(cls, experiment: Experiment, world_size: int, parts: Parts) -> Self:
         _check_model(experiment.model.spec(), experiment)
         _check_batches(experiment)
-        workloads = tuple(_layer_workloads(experiment, world_size))
+        workloads = tuple(layer_workloads(experiment, world_size))
         comparison = cls(experiment, world_size, workloads[0], parts, workloads)
         comparison._check_dealing()
         return comparison
@@ -106,8 +106,15 @@ class ModelComparison(Comparison):
                 "context_length": self.context_length,
                 "attention": "torch scaled_dot_product_attention",
                 "peak_loads": peaks,
+                "shared_by_chance": self._shared_by_chance(),
             }
         }
+
+    def _shared_by_chance(self) -> list[float]:
+        """What adjacent tokens share in layers where that is more than was asked for."""
+        found = (one for one in self.workloads if isinstance(one, SyntheticWorkload) and one.shares_by_chance)
+        overlaps = (one.achieved()["neighbour_overlap"] for one in found)
+        return [float(overlap) for overlap in overlaps if overlap is not None]
 
     @property
     def num_held_batches(self) -> int:
@@ -193,8 +200,12 @@ class ModelComparison(Comparison):
                 )
 
 
-def _layer_workloads(experiment: Experiment, world_size: int) -> list[Workload]:
-    """A workload for every MoE layer that is built."""
+def layer_workloads(experiment: Experiment, world_size: int) -> list[Workload]:
+    """A workload for every MoE layer that is built.
+
+    Layers differ in seed, and under some seeds of a skew independent tokens share more experts than its target: of many
+    layers one would often be such, and stand in the way of the model.
+    """
     model, config = experiment.model.spec(), experiment.workload
     num_moe = (experiment.whole.num_layers or model.num_layers) - model.first_dense_layers
     made = []
@@ -209,7 +220,8 @@ def _layer_workloads(experiment: Experiment, world_size: int) -> list[Workload]:
                 f"workload.trace: expected the {num_moe} MoE layers that are built of {model.name}, got "
                 f"{made[0].traces[0].num_layers}; whole.num_layers builds fewer"
             )
-        made.append(make_workload(experiment.model_copy(update={"workload": own}), model, world_size))
+        of_layer = experiment.model_copy(update={"workload": own})
+        made.append(make_workload(of_layer, model, world_size, or_chance=True))
     return made
 
 

@@ -129,8 +129,13 @@ class CorrelatedNoise(Noise):
         return words_S
 
 
-def solve_correlation(seed: int, bias_E: NDArray[np.float64], top_k: TopK, overlap: float) -> float:
+def solve_correlation(
+    seed: int, bias_E: NDArray[np.float64], top_k: TopK, overlap: float, *, or_chance: bool = False
+) -> float:
     """Find the correlation at which neighbouring tokens share ``overlap`` of the experts they go to.
+
+    Args:
+        or_chance: 0, independent tokens, where these already share more.
 
     Raises:
         ValueError: out of reach; the message gives the range, from independent tokens to equal ones.
@@ -144,6 +149,8 @@ def solve_correlation(seed: int, bias_E: NDArray[np.float64], top_k: TopK, overl
         return float((chosen_NE & top_k.chosen(_gumbel(second_NE) + bias_E)).sum() / _NUM_PAIRS)
 
     least = shared(0.0)
+    if or_chance and overlap < least:
+        return 0.0
     if not least <= overlap < top_k.top_k:
         raise ValueError(
             f"neighbour_overlap: expected {np.ceil(least * 100) / 100:g} (what tokens share by chance under this skew) "

@@ -102,6 +102,7 @@ class SyntheticWorkload(StreamedWorkload):
         topk_share: share of a token's score mass that its top-k hold, mean over tokens, above K / E and below 1.
         entropy: of a token's scores, over log E, mean over tokens; above 0 and below 1. Give one of the two.
         neighbour_overlap: experts that adjacent tokens of a sequence share, mean.
+        or_chance: where independent tokens already share more, take these; ``shares_by_chance`` says so.
         drift: 0 to 1, how much of the popularity is new in each batch.
         num_groups, top_groups: of the model, where its top-k looks only into the best groups of experts.
         burst_every: every so-manieth batch is a burst, with ``burst_peak_load`` in place of ``peak_load``.
@@ -124,6 +125,7 @@ class SyntheticWorkload(StreamedWorkload):
     topk_share: float | None = None
     entropy: float | None = None
     neighbour_overlap: float | None = None
+    or_chance: bool = False
     drift: float = 0.0
     burst_every: int | None = None
     burst_peak_load: float | None = None
@@ -303,7 +305,12 @@ class SyntheticWorkload(StreamedWorkload):
         drawn_E = drawn_popularity(self.seed, self.num_experts, 0, self.drift)
         noise = self._solved_noise(IndependentNoise(self.seed, 0, max(self.num_tokens, 1024), self.num_experts))
         bias_E = log_odds(self.family, drawn_E, self._strength(noise, drawn_E, 0))
-        return solve_correlation(self.seed, bias_E, self.selection, self.neighbour_overlap)
+        return solve_correlation(self.seed, bias_E, self.selection, self.neighbour_overlap, or_chance=self.or_chance)
+
+    @property
+    def shares_by_chance(self) -> bool:
+        """Whether adjacent tokens share more experts than was asked for, as independent tokens do under this skew."""
+        return self.neighbour_overlap is not None and self._correlation == 0.0
 
     def _solved_part(self, num_tokens: int) -> Run:
         """The rows that targets are solved on, of so many: all, or as many whole chunks as may be."""

@@ -90,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measured(config: Path) -> dict[str, float]:
     """CPU seconds of one batch, and the memory that it took."""
-    from moe_ep_bench.scopes.emulated import plan_emulation
     from moe_ep_bench.scopes.emulation import Emulation
+    from moe_ep_bench.scopes.planning import plan_emulation
 
     torch.set_num_threads(1)
     (comparison,) = plan_emulation(config, [], on_cpu=True)  # Makes rank 0's tokens and compiles what is compiled.

@@ -38,8 +38,9 @@ from moe_ep_bench.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
 from moe_ep_bench.meeting import AGAIN, ApartError, Meeting, Nodes, OthersLostError, meet
 from moe_ep_bench.parent import LAUNCHER
 from moe_ep_bench.records import RunDirectory, stable_hash
-from moe_ep_bench.scopes.comparison import Comparison, find_case, plan_comparisons
+from moe_ep_bench.scopes.comparison import Comparison, find_case
 from moe_ep_bench.scopes.directory import hold_comparisons
+from moe_ep_bench.scopes.planning import plan_comparisons
 
 # How a node's job ended whose ranks its launcher ended because another node had lost its own; never an exit status.
 _ENDED = 1000

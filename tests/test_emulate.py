@@ -21,7 +21,7 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.models import load_preset
 from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED, write_json
-from moe_ep_bench.scopes.emulated import plan_emulation
+from moe_ep_bench.scopes.planning import plan_emulation
 from moe_ep_bench.scopes.rows import PackedMetrics
 
 LINKS = {"emulate": {"links": "h100-nvlink4"}}

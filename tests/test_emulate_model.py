@@ -18,8 +18,8 @@ from moe_ep_bench.exit_codes import OK, USER_ERROR
 from moe_ep_bench.links import load_links
 from moe_ep_bench.records import MODEL_PHASES, PHASES, TOTAL, UNACCOUNTED, RunDirectory
 from moe_ep_bench.scopes.emulate import left_of
-from moe_ep_bench.scopes.emulated import plan_emulation
 from moe_ep_bench.scopes.model_emulation import new_emulation
+from moe_ep_bench.scopes.planning import plan_emulation
 
 PREFILL = Path("configs/model-prefill.yaml")
 LINKS = {"links": "h100-nvlink4"}

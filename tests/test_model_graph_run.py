@@ -17,7 +17,7 @@ from moe_ep_bench.analysis.whole import analyse_whole, load_whole
 from moe_ep_bench.cli import main
 from moe_ep_bench.exit_codes import CASES_FAILED, OK
 from moe_ep_bench.records import TOTAL
-from moe_ep_bench.scopes.comparison import plan_comparisons
+from moe_ep_bench.scopes.planning import plan_comparisons
 
 CONFIG = {
     "name": "taped-model",

@@ -27,7 +27,7 @@ from moe_ep_bench.records import (
     TOTAL,
     UNACCOUNTED,
 )
-from moe_ep_bench.scopes.comparison import plan_comparisons
+from moe_ep_bench.scopes.planning import plan_comparisons
 from moe_ep_bench.workload import deal
 
 CONFIG = {

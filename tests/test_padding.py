@@ -25,8 +25,8 @@ from moe_ep_bench.analysis.summary import summary_table
 from moe_ep_bench.cli import main
 from moe_ep_bench.exit_codes import OK, USER_ERROR
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
-from moe_ep_bench.scopes.comparison import Comparison, Planned, plan_comparisons
-from moe_ep_bench.scopes.emulated import emulated_comparisons
+from moe_ep_bench.scopes.comparison import Comparison, Planned
+from moe_ep_bench.scopes.planning import emulated_comparisons, plan_comparisons
 from moe_ep_bench.scopes.reproduce import _Solver
 from moe_ep_bench.scopes.route import plan_routes, route
 

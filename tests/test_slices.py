@@ -25,7 +25,8 @@ from moe_ep_bench.layer.experts import ExpertWeights, apply_expert
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.records import TOTAL
-from moe_ep_bench.scopes.comparison import Comparison, plan_comparisons
+from moe_ep_bench.scopes.comparison import Comparison
+from moe_ep_bench.scopes.planning import plan_comparisons
 
 CONFIG = {
     "name": "tiny",

@@ -13,8 +13,9 @@ from pydantic import BaseModel
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import ConfigError, Experiment, SyntheticConfig, load_experiments
 from moe_ep_bench.exit_codes import USER_ERROR
-from moe_ep_bench.scopes.comparison import Comparison, plan_comparisons
-from moe_ep_bench.scopes.emulated import Emulated, plan_emulation
+from moe_ep_bench.scopes.comparison import Comparison
+from moe_ep_bench.scopes.emulated import Emulated
+from moe_ep_bench.scopes.planning import plan_comparisons, plan_emulation
 from moe_ep_bench.scopes.route import RouteComparison, plan_routes
 
 CONFIG = {

@@ -36,8 +36,8 @@ from moe_ep_bench.exit_codes import LOST, OK, USER_ERROR
 from moe_ep_bench.measure.statistics import Estimate, NoiseFloor
 from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED, RunDirectory
 from moe_ep_bench.scopes import validate as validate_module
-from moe_ep_bench.scopes.comparison import plan_comparisons
 from moe_ep_bench.scopes.experts_alone import ALONE_SCHEMA, REPETITIONS, chosen_cases, counts_of
+from moe_ep_bench.scopes.planning import plan_comparisons
 from moe_ep_bench.scopes.validation_directory import ValidationDirectory
 
 FLOOR = NoiseFloor(1 / 1.05, 1.05)

@@ -32,7 +32,7 @@ from moe_ep_bench.placement import make_placement
 from moe_ep_bench.policies import Policy, Routing, make_policy
 from moe_ep_bench.ranks import Ranks, join
 from moe_ep_bench.replication import replicate
-from moe_ep_bench.scopes.emulated import plan_emulation
+from moe_ep_bench.scopes.planning import plan_emulation
 from moe_ep_bench.scopes.traffic import CaseRouter, RankBatches, Shares, traffic_of
 from moe_ep_bench.scopes.virtual_timing import MeasuredRanks
 

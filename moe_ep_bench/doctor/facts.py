@@ -71,7 +71,7 @@ def plan(config: str, overrides: list[str], world_size: int) -> dict[str, Any]:
     """What a config would run on so many ranks; or the user's mistake in it."""
     import torch
 
-    from moe_ep_bench.scopes.comparison import plan_comparisons
+    from moe_ep_bench.scopes.planning import plan_comparisons
 
     try:
         planned = plan_comparisons(Path(config), overrides, world_size, on_cpu=not torch.cuda.is_available())

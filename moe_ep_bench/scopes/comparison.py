@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from moe_ep_bench.config import (
-    ConfigError,
-    Experiment,
-    RecordedConfig,
-    ReplicationConfig,
-    SyntheticConfig,
-    load_experiments,
-)
+from moe_ep_bench.config import Experiment, RecordedConfig, ReplicationConfig, SyntheticConfig
 from moe_ep_bench.devices import Device, device_of_gpu, modelled_experts, takes_decode
 from moe_ep_bench.kernels.twins import KERNELS, kernel_for
 from moe_ep_bench.layer.parts import Parts
@@ -411,78 +403,6 @@ class Comparison(Planned):
         rounds = 1 + measure.warmup + measure.iterations + measure.breakdown_iterations
         checks = 3 if self.parts.cuda_graph else 1
         return (rounds * self.workload.num_batches + checks) * len(self.cases)
-
-
-def plan_comparisons(
-    config: Path,
-    overrides: Iterable[str],
-    world_size: int,
-    *,
-    on_cpu: bool,
-    point: int | None = None,
-    before: Callable[[Experiment], object] = lambda experiment: None,
-) -> list[Comparison]:
-    """All comparisons of a config file on this many ranks, each found to fit and its workload found to be there.
-
-    Args:
-        point: only this point of the config's sweep, from 0 in the order of ``load_experiments``.
-        before: called ahead of each comparison, which may take long to make: batches are solved for, recordings read.
-
-    Raises:
-        ValueError: one line naming the file, the key and what is allowed.
-    """
-    comparisons = []
-    experiments = load_experiments(config, overrides, on_cpu=on_cpu)
-    if point is not None:
-        if not 0 <= point < len(experiments):
-            raise ValueError(
-                f"--point: expected 0 to {len(experiments) - 1} (the points of {config}'s sweep), got {point}"
-            )
-        experiments = [experiments[point]]
-    for experiment in experiments:
-        before(experiment)
-        try:
-            comparison = _kind(experiment).of(experiment, world_size, on_cpu=on_cpu)
-            comparison.check_padding()
-            comparison.workload.batch(0)  # Finds skews that cannot be had.
-            comparison.check_gathering()
-            comparison.try_policies()
-        except ValueError as problem:
-            raise ValueError(f"{config}: {problem}") from None
-        comparisons.append(comparison)
-    check_distinct(config, comparisons)
-    return comparisons
-
-
-def _kind(experiment: Experiment) -> type[Comparison]:
-    from moe_ep_bench.scopes.model_comparison import ModelComparison  # It is made of what stands here.
-
-    return ModelComparison if experiment.scope == "model" else Comparison
-
-
-def check_distinct(config: Path, comparisons: Sequence[Planned]) -> None:
-    """Refuse a sweep whose points are one and the same comparison here: they would overwrite each other.
-
-    Such is a repeated value, and a key that this scope does not read.
-
-    Raises:
-        ConfigError: one line naming the file, the swept key and its values.
-    """
-    first: dict[str, Planned] = {}
-    for comparison in comparisons:
-        other = first.setdefault(comparison.comparison_id, comparison)
-        if other is comparison:
-            continue
-        points = zip(other.experiment.point, comparison.experiment.point, strict=True)
-        differing = [(key, one, two) for (key, one), (_, two) in points if one != two]
-        if not differing:
-            point = ", ".join(f"{key}={value}" for key, value in comparison.experiment.point)
-            raise ConfigError(f"{config}: sweep: expected every value once, got {point} twice")
-        keys, ones, twos = ([str(part) for part in parts] for parts in zip(*differing, strict=True))
-        raise ConfigError(
-            f"{config}: sweep.{', sweep.'.join(keys)}: {', '.join(ones)} and {', '.join(twos)} are one and the same "
-            f"comparison for this command; expected values that it measures differently, or one (--set {keys[0]}=VALUE)"
-        )
 
 
 def _parts(experiment: Experiment, world_size: int, on_cpu: bool, modelled: Device | None) -> Parts:

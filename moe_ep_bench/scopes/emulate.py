@@ -29,9 +29,10 @@ from moe_ep_bench.records import RunDirectory, stable_hash
 from moe_ep_bench.scopes import run
 from moe_ep_bench.scopes.comparison import CaseSpec
 from moe_ep_bench.scopes.directory import hold_comparisons
-from moe_ep_bench.scopes.emulated import Emulated, plan_emulation
+from moe_ep_bench.scopes.emulated import Emulated
 from moe_ep_bench.scopes.job import CannotWriteError, open_job
 from moe_ep_bench.scopes.model_emulation import new_emulation
+from moe_ep_bench.scopes.planning import plan_emulation
 from moe_ep_bench.stopping import Stopped, stoppable
 
 _JOIN_TIMEOUT_S = 120.0

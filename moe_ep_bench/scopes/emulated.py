@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.config import MEASURED, Experiment, ReplicationConfig, load_experiments
+from moe_ep_bench.config import MEASURED, Experiment, ReplicationConfig
 from moe_ep_bench.devices import Device, load_device
 from moe_ep_bench.layer.build import DTYPES
 from moe_ep_bench.layer.slots import Slots
@@ -24,7 +23,6 @@ from moe_ep_bench.scopes.comparison import (
     REPLICATION,
     CaseSpec,
     Comparison,
-    check_distinct,
     default_ep_size,
 )
 from moe_ep_bench.scopes.slices import check_whole_experts
@@ -44,8 +42,11 @@ class Emulated(Comparison):
     device: Device | None
     slots: Slots
 
-    @staticmethod
-    def on(experiment: Experiment, *, on_cpu: bool) -> Emulated:
+    on_real_ranks: ClassVar[type[Comparison]] = Comparison
+    """What the same is on ranks of its own."""
+
+    @classmethod
+    def on(cls, experiment: Experiment, *, on_cpu: bool) -> Self:
         """The experiment on ``layer.ep_size`` virtual ranks (``default_ep_size`` where the config leaves it open).
 
         Raises:
@@ -70,15 +71,14 @@ class Emulated(Comparison):
             device = None if experiment.emulate.device == MEASURED else load_device(experiment.emulate.device)
         except ValueError as problem:
             raise ValueError(f"emulate.device: {problem}; {MEASURED} is the device that is here") from None
-        kind, emulated_kind = _kinds(experiment)
-        base = kind.of(experiment, ep_size, on_cpu=on_cpu, device=device)
+        base = cls.on_real_ranks.of(experiment, ep_size, on_cpu=on_cpu, device=device)
         placement = experiment.route.make_placement(base.model.num_experts, base.ep_size)
         try:
             slots = Slots.of_placement(placement)
         except ValueError as problem:
             raise ValueError(f"route.placement: {problem}") from None
         given = {field.name: getattr(base, field.name) for field in fields(base)}
-        found = emulated_kind(**given, links=links, device=device, slots=slots)
+        found = cls(**given, links=links, device=device, slots=slots)
         found.check_emulation()
         try:
             found.links.all_gather_us(0, found.ep_size)
@@ -166,13 +166,6 @@ class Emulated(Comparison):
                 raise ValueError(f"emulate.replication: {problem}") from None
 
 
-def _kinds(experiment: Experiment) -> tuple[type[Comparison], type[Emulated]]:
-    """What is compared on real ranks, and the same on virtual ones."""
-    from moe_ep_bench.scopes.emulated_model import EmulatedModel, ModelComparison  # They are made of what stands here.
-
-    return (ModelComparison, EmulatedModel) if experiment.scope == "model" else (Comparison, Emulated)
-
-
 def _check_parts(experiment: Experiment) -> None:
     """Refuse what only ``run`` does."""
     if experiment.layer.cuda_graph:
@@ -182,41 +175,3 @@ def _check_parts(experiment: Experiment) -> None:
             "layer.dispatcher: emulate stands in for the all-to-all; expected alltoall,"
             f" got {experiment.layer.dispatcher}"
         )
-
-
-def plan_emulation(config: Path, overrides: Iterable[str], *, on_cpu: bool) -> list[Emulated]:
-    """All comparisons of a config file on virtual ranks, each found to fit and its workload found to be there.
-
-    Raises:
-        ValueError: one line naming the file, the key and what is allowed.
-    """
-    comparisons = emulated_comparisons(config, overrides, on_cpu=on_cpu)
-    for comparison in comparisons:
-        try:
-            comparison.check_padding()
-            next(comparison.workload.rank_batches(0, comparison.ep_size))  # Finds skews that cannot be had.
-            comparison.try_policies()
-        except ValueError as problem:
-            raise ValueError(f"{config}: {problem}") from None
-    return comparisons
-
-
-def emulated_comparisons(config: Path, overrides: Iterable[str], *, on_cpu: bool) -> list[Emulated]:
-    """All comparisons of a config file on virtual ranks; no batch is made.
-
-    The config's ``on_cpu`` section makes layers small enough for a CPU; where all run on a modelled device, it is not
-    applied.
-
-    Raises:
-        ValueError: see ``plan_emulation``.
-    """
-    overrides = list(overrides)
-    experiments = load_experiments(config, overrides, on_cpu=False)
-    if on_cpu and any(experiment.emulate.device == MEASURED for experiment in experiments):
-        experiments = load_experiments(config, overrides, on_cpu=True)
-    try:
-        comparisons = [Emulated.on(experiment, on_cpu=on_cpu) for experiment in experiments]
-    except ValueError as problem:
-        raise ValueError(f"{config}: {problem}") from None
-    check_distinct(config, comparisons)
-    return comparisons

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from moe_ep_bench.scopes.comparison import CaseSpec, Planned
+from moe_ep_bench.scopes.comparison import CaseSpec, Comparison, Planned
 from moe_ep_bench.scopes.emulated import Emulated
 from moe_ep_bench.scopes.model_comparison import ModelComparison
 from moe_ep_bench.workload.batch import deal_sequences
 from moe_ep_bench.workload.streamed import StreamedWorkload
-
-__all__ = ["EmulatedModel", "LayerPlan", "ModelComparison"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,8 @@ class LayerPlan(Planned):
 @dataclass(frozen=True)
 class EmulatedModel(Emulated, ModelComparison):
     """A comparison of whole models on virtual ranks."""
+
+    on_real_ranks: ClassVar[type[Comparison]] = ModelComparison
 
     def layer_plans(self) -> dict[int, LayerPlan]:
         """By MoE layer that is built, its own scores and its place in the depth."""

@@ -30,7 +30,7 @@ from moe_ep_bench.measure.protocol import collections_between
 from moe_ep_bench.ranks import join
 from moe_ep_bench.records import RunDirectory, atomic_path
 from moe_ep_bench.scopes.comparison import BASELINE, POLICY, CaseSpec, Comparison
-from moe_ep_bench.scopes.emulated import plan_emulation
+from moe_ep_bench.scopes.planning import plan_emulation
 from moe_ep_bench.timer import clock_for
 
 # Of each rank's counts; the first, untimed round lets every shape be seen.

@@ -30,10 +30,11 @@ from moe_ep_bench.exit_codes import CASES_FAILED, OK
 from moe_ep_bench.launcher import Nodes, launch
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.records import stable_hash, write_json
-from moe_ep_bench.scopes.comparison import BASELINE, POLICY, Comparison, plan_comparisons
+from moe_ep_bench.scopes.comparison import BASELINE, POLICY, Comparison
 from moe_ep_bench.scopes.emulate import emulate
-from moe_ep_bench.scopes.emulated import Emulated, emulated_comparisons
+from moe_ep_bench.scopes.emulated import Emulated
 from moe_ep_bench.scopes.emulation import Emulation
+from moe_ep_bench.scopes.planning import emulated_comparisons, emulated_on, plan_comparisons
 
 # What makes one traffic of another.
 _TRAFFIC = ("workload.skew", "workload.peak_load")
@@ -294,7 +295,7 @@ class _Solver:
         )
         modelled = experiment.emulate.model_copy(update={"device": self._device})
         experiment = experiment.model_copy(update={"workload": workload, "emulate": modelled})
-        return Emulated.on(experiment, on_cpu=not torch.cuda.is_available())
+        return emulated_on(experiment, on_cpu=not torch.cuda.is_available())
 
     def _try(self, placement: str, peak_load: float | None) -> Reached | None:
         """None where there is no such skew."""

@@ -45,7 +45,6 @@ from moe_ep_bench.scopes.comparison import (
     POLICY,
     CaseSpec,
     Planned,
-    check_distinct,
     check_rank_shares,
     check_scope,
     default_ep_size,
@@ -54,6 +53,7 @@ from moe_ep_bench.scopes.comparison import (
 from moe_ep_bench.scopes.directory import check_agreement, hold_comparisons, keep_other_policies
 from moe_ep_bench.scopes.job import identity
 from moe_ep_bench.scopes.padding import padding_in_title
+from moe_ep_bench.scopes.planning import check_distinct
 from moe_ep_bench.scopes.run import describe_experiment
 from moe_ep_bench.scopes.slices import check_whole_experts
 from moe_ep_bench.scopes.traffic import one_thread

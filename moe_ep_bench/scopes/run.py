@@ -27,9 +27,10 @@ from moe_ep_bench.config import Experiment
 from moe_ep_bench.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
 from moe_ep_bench.ranks import NotMetError, Ranks, join
 from moe_ep_bench.records import SCHEMA_VERSION, RunDirectory, stable_hash
-from moe_ep_bench.scopes.comparison import CaseSpec, Comparison, Planned, find_case, plan_comparisons
+from moe_ep_bench.scopes.comparison import CaseSpec, Comparison, Planned, find_case
 from moe_ep_bench.scopes.directory import cannot_write, check_agreement, hold_comparisons
 from moe_ep_bench.scopes.job import CannotWriteError, Job, is_of_peers, open_job
+from moe_ep_bench.scopes.planning import plan_comparisons
 from moe_ep_bench.scopes.surveys import survey_together
 from moe_ep_bench.stopping import Stopped, stoppable
 from moe_ep_bench.watchdog import Watchdog

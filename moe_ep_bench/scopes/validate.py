@@ -30,10 +30,11 @@ from moe_ep_bench.layer.build import DTYPES
 from moe_ep_bench.links import links_names, load_links
 from moe_ep_bench.records import RunDirectory
 from moe_ep_bench.scopes.calibrate import DEFAULT_MAX_BYTES, MIN_BYTES
-from moe_ep_bench.scopes.comparison import Comparison, plan_comparisons
+from moe_ep_bench.scopes.comparison import Comparison
 from moe_ep_bench.scopes.emulate import emulate
-from moe_ep_bench.scopes.emulated import Emulated, plan_emulation
+from moe_ep_bench.scopes.emulated import Emulated
 from moe_ep_bench.scopes.experts_alone import time_experts_alone
+from moe_ep_bench.scopes.planning import plan_comparisons, plan_emulation
 from moe_ep_bench.scopes.slices import check_whole_experts
 from moe_ep_bench.scopes.validation_directory import ValidationDirectory
 

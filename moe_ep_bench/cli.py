@@ -509,7 +509,9 @@ def _shown(status: int, report: Callable[[], str]) -> int:
 
 
 def _reproduce(options: argparse.Namespace) -> int:
-    from moe_ep_bench.analysis.claims import claims_text, load_claims, write_claims
+    from moe_ep_bench.analysis.claims import load_claims
+    from moe_ep_bench.analysis.claims_report import write_claims
+    from moe_ep_bench.analysis.claims_text import claims_text
     from moe_ep_bench.scopes.reproduce import reproduce
 
     out = options.out or default_out(options.config)

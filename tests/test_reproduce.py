@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from test_trace import TRACES
 
-from moe_ep_bench.analysis import claims as tables
-from moe_ep_bench.analysis.claims import Claims, claims_figure, claims_text, load_claims, paper_words, write_claims
+from moe_ep_bench.analysis import claims_text as tables
+from moe_ep_bench.analysis.claims import Claims, load_claims
+from moe_ep_bench.analysis.claims_report import claims_figure, write_claims
+from moe_ep_bench.analysis.claims_text import claims_text, paper_words
 from moe_ep_bench.analysis.load import ResultsError, load_run
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.claims import Claim, claims_path, most_gain, most_peak

@@ -13,9 +13,11 @@ import yaml
 from results_builder import standard_cases
 from whole_builder import write_whole
 
-from moe_ep_bench.analysis.claims import Claims, claims_figure, claims_text, load_claims, write_claims
+from moe_ep_bench.analysis.claims import Claims, load_claims
+from moe_ep_bench.analysis.claims_report import claims_figure, write_claims
+from moe_ep_bench.analysis.claims_text import claims_text
 from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.analysis.style import house_style
+from moe_ep_bench.analysis.style import house_style, settle_layout
 from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, load_whole
 from moe_ep_bench.analysis.whole_claims import needed_moe_speedup
 from moe_ep_bench.claims import Claim, claims_path
@@ -249,6 +251,7 @@ def test_the_figure_says_that_ours_are_whole_models_and_hides_nothing(compared: 
         figure.draw_without_rendering()
         words = " ".join(text.get_text() for text in figure.texts)
         assert "whole models, a pass from end to end" in " ".join(words.split())
+        assert {"MEASURED", "SYNTHETIC"} <= {text.get_text() for text in figure.texts}
         titles = [axes.get_title(loc="left") for axes in figure.axes]
         assert titles[:2] == ["speedup", "speedup of all MoE layers in a pass"]
         boxes = [axes.get_tightbbox() for axes in figure.axes]
@@ -365,3 +368,9 @@ def test_whole_models_on_a_modelled_device_stand_beside_claims_and_no_skew_is_lo
         share = 1 - 1 / (ours.whole.most or 1)
         assert ours.value == pytest.approx(1 / (1 - share + share / moe.value), rel=0.02)
     assert [ours.value for ours in layers.ours] == sorted(ours.value for ours in layers.ours)
+    with house_style():
+        figure = claims_figure(found)
+        assert figure is not None
+        settle_layout(figure)
+    assert {"MODELLED", "SYNTHETIC"} <= {text.get_text() for text in figure.texts}
+    assert all(spine.get_linestyle() != "-" for axes in figure.axes for spine in axes.spines.values())

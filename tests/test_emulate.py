@@ -58,8 +58,14 @@ def test_every_rank_and_batch_has_all_phases_that_add_up(finished: Path) -> None
     assert (waits.max() > 0).all()
 
 
-def test_sigterm_ends_it_in_order_and_blames_no_case(tmp_path: Path) -> None:
-    config, out = write_config(tmp_path, layer__ep_size=4, measure__iterations=100_000, **LINKS), tmp_path / "out"
+# The first layers of a model, on what else the config says.
+WHOLE = {"scope": "model", "model": {"preset": "olmoe-1b-7b", "scale": 0.03125}, "whole": {"num_layers": 2}}
+
+
+@pytest.mark.parametrize("scope", [{}, WHOLE], ids=["layer", "model"])
+def test_sigterm_ends_it_in_order_and_blames_no_case(scope: dict, tmp_path: Path) -> None:
+    changes = {**scope, **LINKS, "layer__ep_size": 4, "measure__iterations": 100_000}
+    config, out = write_config(tmp_path, **changes), tmp_path / "out"
     (comparison,) = plan_emulation(config, [], on_cpu=True)
     command = [sys.executable, "-m", "moe_ep_bench", "emulate", str(config), "--out", str(out)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as job:
@@ -75,9 +81,10 @@ def test_sigterm_ends_it_in_order_and_blames_no_case(tmp_path: Path) -> None:
     assert stopped_by(out / "attempts", comparison.comparison_id) == signal.SIGTERM
 
 
-def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scope", [{}, WHOLE], ids=["layer", "model"])
+def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(scope: dict, tmp_path: Path) -> None:
     emulated = {"links": "h100-nvlink4", "device": "h100-sxm"}
-    config, out = write_config(tmp_path, layer__ep_size=4, emulate=emulated), tmp_path / "out"
+    config, out = write_config(tmp_path, **scope, layer__ep_size=4, emulate=emulated), tmp_path / "out"
     (comparison,) = plan_emulation(config, [], on_cpu=True)
     lost = comparison.cases[3]
     write_json(out / "attempts" / f"{lost.case_id}.json", ["oom: out of memory (rank 0)"])

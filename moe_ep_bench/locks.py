@@ -107,6 +107,8 @@ def _take(path: Path) -> int | None:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:
+            if folder.is_symlink():
+                raise  # It leads nowhere, and nobody's removing it did that.
             continue  # Its last holder has just removed the folder.
         try:
             _lock(handle, path)

@@ -109,6 +109,18 @@ def test_a_folder_that_is_removed_while_it_is_looked_for_is_made_again(
     assert refused
 
 
+def test_a_link_to_nowhere_in_its_place_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    (tmp_path / locks.FOLDER).symlink_to(tmp_path / "gone")
+    earlier = signal.signal(signal.SIGALRM, lambda number, frame: pytest.fail("it hangs"))
+    signal.alarm(10)
+    try:
+        with pytest.raises(FileNotFoundError), locks.hold(tmp_path, {"one": "one"}):
+            pass
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, earlier)
+
+
 def test_a_file_system_without_locks_is_named_and_does_not_stop_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,7 +71,7 @@ def test_layers_whose_neighbours_share_more_than_asked_for_are_said(directory: P
     facts = whole_facts()
     facts["whole"]["shared_by_chance"] = [2.5, 2.72]
     write_whole(tmp_path, cases(), facts=facts)
-    words = "in 2 of them neighbours share 2.50 to 2.72 experts, more than asked for"
+    words = "in 2 of its MoE layers neighbours share 2.50 to 2.72 experts, more than asked for"
     assert words in whole_table(load_whole(tmp_path))
     assert "neighbours share" not in whole_table(load_whole(directory))
 

@@ -68,6 +68,14 @@ def test_end_to_end_speedups_of_alike_runs_agree(plain: Path, capsys: pytest.Cap
     assert set(verdicts(validation).values()) == {None, "agrees"}
     assert verdict_line(validation).startswith("3 of 3 speedups agree")
     assert "; of MoE layers alone 3 of 3, largest" in verdict_line(validation)
+    (check,) = validation.comparisons
+    undecided = [dataclasses.replace(one, agreement="cannot say") for one in check.moe]
+    silent = dataclasses.replace(validation, comparisons=[dataclasses.replace(check, moe=undecided)])
+    assert "; of MoE layers alone 0 of 3 (3 cannot be judged), largest" in verdict_line(silent)
+    floor = check.moe_floor
+    assert f"of MoE layers alone the measured noise floor is {floor.low:.3f} to {floor.high:.3f}" in validation_text(
+        validation
+    )
     assert main(["summary", str(plain)]) == OK
     assert capsys.readouterr().out == validation_text(validation) + "\n"
 
@@ -191,7 +199,7 @@ def test_tables_and_figure_speak_of_passes(plain: Path, tmp_path: Path) -> None:
     written = write_report(validation)
     assert {"validation.png", "validation.csv", "validation-phases.csv"} < {path.name for path in written}
     with validation.files.cases_table.open(newline="") as file:
-        assert {"real_pass_ms", "emulated_pass_ms", "moe_verdict"} < set(next(csv.DictReader(file)))
+        assert {"real_pass_ms", "emulated_pass_ms", "real_moe_low", "moe_verdict"} < set(next(csv.DictReader(file)))
     with validation.files.phases_table.open(newline="") as file:
         assert {row["time"] for row in csv.DictReader(file)} == set(PASS_TIMES)
     assert "time of one pass (ms)" in (validation.files.figures / "validation.svg").read_text()

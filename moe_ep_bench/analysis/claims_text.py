@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from moe_ep_bench.analysis.claims import ClaimResult, Claims
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
-from moe_ep_bench.analysis.whole import WholeComparison, extrapolated_words
+from moe_ep_bench.analysis.whole import WholeComparison, chance_words, extrapolated_words
 from moe_ep_bench.analysis.whole_claims import (
     NEEDED_HEADER,
     NEEDED_WORDS,
@@ -235,7 +235,14 @@ def _traffic_table(claims: Claims) -> list[str]:
                 textwrap.shorten(basis_words(one), 90, placeholder=" ..."),
             ]
         )
-    return aligned([header, *rows], left=(0, len(header) - 1))
+    chances = [
+        line
+        for one in claims.comparisons
+        if one.comparison.whole is not None
+        for words in chance_words(one.comparison.whole.shared_by_chance)
+        for line in textwrap.wrap(f"{one.comparison.title}: {words}", _WIDTH)
+    ]
+    return [*aligned([header, *rows], left=(0, len(header) - 1)), *chances]
 
 
 def basis_words(one: ComparisonResult) -> str:

@@ -101,6 +101,7 @@ class ComparisonCheck:
     Attributes:
         cases: in reading order.
         moe: of every claim of a whole model, the MoE layers alone; nothing of a layer.
+        moe_floor: by which native run twice differs from itself in them; None without both.
         unsound: why the two runs may not be held against each other at all; empty where they may.
         threads: of each real rank and of the emulated one.
         phase_errors: of every phase in which ranks work or transfer.
@@ -112,6 +113,7 @@ class ComparisonCheck:
     emulated: ComparisonResult
     cases: list[CaseCheck]
     moe: list[MoeCheck]
+    moe_floor: NoiseFloor | None
     unsound: list[str]
     threads: tuple[int, int]
     phase_errors: list[PhaseError]
@@ -188,11 +190,13 @@ def check_comparison(
             raise ResultsError(f"the emulated run has no case {result.case.label}, which the real one has")
     pairs = [(result, twins[_key(result.case)]) for result in real.results]
     unsound = _unsound(real, pairs, threads)
+    moe, moe_floor = _check_moe(pairs, sound=not unsound) if real.comparison.whole is not None else ([], None)
     return ComparisonCheck(
         real=real,
         emulated=emulated,
         cases=[_check_case(one, other, real, sound=not unsound) for one, other in pairs],
-        moe=_check_moe(pairs, sound=not unsound) if real.comparison.whole is not None else [],
+        moe=moe,
+        moe_floor=moe_floor,
         unsound=unsound,
         threads=threads,
         phase_errors=phase_errors([(one.case, other.case) for one, other in pairs]),
@@ -241,8 +245,8 @@ def _check_case(real: CaseResult, emulated: CaseResult, of: ComparisonResult, *,
     )
 
 
-def _check_moe(pairs: list[tuple[CaseResult, CaseResult]], *, sound: bool) -> list[MoeCheck]:
-    """An error of the MoE layers is diluted in the pass; here it is not."""
+def _check_moe(pairs: list[tuple[CaseResult, CaseResult]], *, sound: bool) -> tuple[list[MoeCheck], NoiseFloor | None]:
+    """An error of the MoE layers is diluted in the pass; here it is not. Their own noise floor beside it."""
     real, emulated = (_moe_speedups([pair[run].case for pair in pairs]) for run in (0, 1))
     again = next((real.get(_key(result.case)) for result, _ in pairs if result.case.role == "noise"), None)
     floor = noise_floor(again) if again is not None else None
@@ -252,7 +256,7 @@ def _check_moe(pairs: list[tuple[CaseResult, CaseResult]], *, sound: bool) -> li
             one, other = (speedups.get(_key(result.case)) for speedups in (real, emulated))
             band = band_of(one, floor) if sound else None
             checks.append(MoeCheck(result.case.label, one, other, band, agreement_of(other, band)))
-    return checks
+    return checks, floor
 
 
 def _moe_speedups(cases: list[Case]) -> dict[tuple[str, str, str], Estimate]:

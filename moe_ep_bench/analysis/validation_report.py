@@ -89,8 +89,7 @@ def verdict_line(validation: Validation) -> str:
     undecided = sum(case.agreement == "cannot say" for case in claims)
     differences = [abs(case.difference) for case in claims if case.difference is not None]
     largest = f"; largest difference {100 * max(differences):.1f} %" if differences else ""
-    silent = f" ({undecided} cannot be judged)" if undecided else ""
-    line = f"{agreeing} of {len(claims)} speedups agree within the real run's noise{silent}{largest}"
+    line = f"{agreeing} of {len(claims)} speedups agree within the real run's noise{_silent(undecided)}{largest}"
     return line + _moe_verdict([one for check in validation.comparisons for one in check.moe])
 
 
@@ -99,7 +98,12 @@ def _moe_verdict(checks: Sequence[MoeCheck]) -> str:
         return ""
     differences = [abs(one.difference) for one in checks if one.difference is not None]
     largest = f", largest {100 * max(differences):.1f} %" if differences else ""
-    return f"; of MoE layers alone {sum(one.agreement == 'agrees' for one in checks)} of {len(checks)}{largest}"
+    agreeing, undecided = (sum(one.agreement == word for one in checks) for word in ("agrees", "cannot say"))
+    return f"; of MoE layers alone {agreeing} of {len(checks)}{_silent(undecided)}{largest}"
+
+
+def _silent(undecided: int) -> str:
+    return f" ({undecided} cannot be judged)" if undecided else ""
 
 
 def _block(validation: Validation, check: ComparisonCheck) -> str:
@@ -270,6 +274,9 @@ def _note_lines(validation: Validation, check: ComparisonCheck) -> list[str]:
             f"is cannot say where its ends are further apart than a factor of {MAX_BAND:g} and the emulated speedup "
             "lies between them"
         )
+    if check.moe_floor is not None:
+        low, high = check.moe_floor.low, check.moe_floor.high
+        notes.append(f"of MoE layers alone the measured noise floor is {low:.3f} to {high:.3f}")
     if check.emulated.floor is not None:
         low, high = check.emulated.floor.low, check.emulated.floor.high
         notes.append(f"noise floor of the emulated run: {low:.3f} to {high:.3f}; the verdict does not use it")
@@ -331,9 +338,13 @@ def _case_row(check: ComparisonCheck, case: CaseCheck) -> dict[str, Any]:
 
 def _moe_columns(check: ComparisonCheck, case: CaseCheck) -> dict[str, Any]:
     one = next((moe for moe in check.moe if moe.label == case.label), None)
+    row: dict[str, Any] = {}
+    for what, speedup in (("real", one and one.real), ("emulated", one and one.emulated)):
+        row[f"{what}_moe_speedup"] = speedup and speedup.median
+        row[f"{what}_moe_low"] = speedup and speedup.low
+        row[f"{what}_moe_high"] = speedup and speedup.high
     return {
-        "real_moe_speedup": one and one.real and one.real.median,
-        "emulated_moe_speedup": one and one.emulated and one.emulated.median,
+        **row,
         "moe_allowed_low": one and one.band and one.band[0],
         "moe_allowed_high": one and one.band and one.band[1],
         "moe_verdict": one and one.agreement,

@@ -324,7 +324,7 @@ def whole_notes(one: WholeComparison) -> list[str]:
         workload_words(facts),
         f"MoE layers: {len(whole.moe_layers)}, each with scores of its own: fullest expert {min(peaks):.2f} to "
         f"{max(peaks):.2f} x mean",
-        *_chance_words(whole.shared_by_chance),
+        *chance_words(whole.shared_by_chance),
         f"attention: {whole.attention}{_kernel_words(one)}, data-parallel; experts: {part_words(facts.experts)}; "
         f"permutation: {part_words(facts.permute)}",
         *([f"replayed from CUDA graphs, which hold {facts.cuda_graph}"] if facts.cuda_graph is not None else []),
@@ -351,12 +351,13 @@ def whole_notes(one: WholeComparison) -> list[str]:
     return [*notes, cut] if cut else notes
 
 
-def _chance_words(shared: list[float]) -> list[str]:
+def chance_words(shared: list[float]) -> list[str]:
+    """That layers have not the neighbours that were asked for; nothing where all have."""
     if not shared:
         return []
     shares = f"{min(shared):.2f} to {max(shared):.2f} experts"
     why = "more than asked for: independent tokens do under this skew"
-    return [f"in {len(shared)} of them neighbours share {shares}, {why}"]
+    return [f"in {len(shared)} of its MoE layers neighbours share {shares}, {why}"]
 
 
 def _kernel_words(one: WholeComparison) -> str:

@@ -29,7 +29,14 @@ from moe_ep_bench.hf.harness import (
 from moe_ep_bench.hf.routed import try_policies
 from moe_ep_bench.published import Table, load_table
 from moe_ep_bench.records import RunDirectory, stable_hash
-from moe_ep_bench.scopes.answering import AnsweringComparison, LoadedModel, answering, check_ranks, open_checkpoints
+from moe_ep_bench.scopes.answering import (
+    AnsweringComparison,
+    LoadedModel,
+    answering,
+    check_ranks,
+    only_device,
+    open_checkpoints,
+)
 from moe_ep_bench.scopes.comparison import CaseSpec
 from moe_ep_bench.scopes.job import identity
 
@@ -172,6 +179,7 @@ def accuracy(config: Path, out: Path, overrides: Sequence[str], *, force: bool =
         ValueError: one line naming the file, the key and what is allowed; or why ``out`` cannot be used.
     """
     comparisons = plan_accuracy(config, overrides)
+    only_device(config, [one.experiment.model for one in comparisons])  # Before the harness looks for its tasks.
     tasks = _find_tasks(config, comparisons)
     versions = {key: environment.package_versions()[key] for key in ("torch", "transformers")}
     versions["lm_eval"] = harness_version()

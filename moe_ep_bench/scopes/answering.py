@@ -187,7 +187,7 @@ def answering(
     Raises:
         ValueError: one line: several devices, or why ``out`` cannot be used.
     """
-    device = _only_device(config, [one.experiment.model for one in comparisons])
+    device = only_device(config, [one.experiment.model for one in comparisons])
     directory, mode = RunDirectory(out), comparisons[0].mode
     is_done = directory.is_judged if mode == "quality" else directory.is_answered
     conditions = {"device_name": environment.hardware(device)["device_name"], **versions}
@@ -203,7 +203,7 @@ def answering(
         yield Answering(directory, run_id, todo)
 
 
-def _only_device(config: Path, models: Iterable[CheckpointConfig]) -> torch.device:
+def only_device(config: Path, models: Iterable[CheckpointConfig]) -> torch.device:
     """Where all comparisons of a config are asked; answers of two devices are not set side by side.
 
     Raises:

@@ -108,7 +108,7 @@ def _take(path: Path) -> int | None:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:
             if folder.is_symlink():
-                raise  # It leads nowhere, and nobody's removing it did that.
+                raise  # A link to nowhere, which no holder leaves behind.
             continue  # Its last holder has just removed the folder.
         try:
             _lock(handle, path)

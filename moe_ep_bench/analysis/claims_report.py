@@ -22,7 +22,7 @@ from moe_ep_bench.analysis.claims_text import (
     how_words,
     policy_words,
 )
-from moe_ep_bench.analysis.origins import Footer, Origin
+from moe_ep_bench.analysis.origins import Footer
 from moe_ep_bench.analysis.style import (
     DEFAULT_FORMATS,
     INK,
@@ -35,7 +35,7 @@ from moe_ep_bench.analysis.style import (
     sheet,
     wrap,
 )
-from moe_ep_bench.analysis.words import mode_words, origin_word, scale_words
+from moe_ep_bench.analysis.words import mode_words, origins_of, scale_words
 from moe_ep_bench.claims import (
     NATIVE_METRICS,
     OWN_METRICS,
@@ -143,7 +143,9 @@ def claims_figure(claims: Claims) -> Figure | None:
         f"Ours: {'whole models, a pass from end to end' if claims.is_whole else 'one layer'}; whiskers are 95 % "
         "intervals, or smallest and largest pair below ten batches. Rows without a mark: the paper's number is not at "
         "hand.",
-        Footer([how_words(claims), _what(claims)], _origins(claims)),
+        Footer(
+            [how_words(claims), _what(claims)], origins_of(claims.run, [one.comparison for one in claims.comparisons])
+        ),
         legend,
         width=11,
         body=sum(heights) + 0.75 * len(heights),  # titles and axes
@@ -154,11 +156,6 @@ def claims_figure(claims: Claims) -> Figure | None:
         panel_title(axes, title, 7.0)
         _draw(axes, panel, looks, claims.is_whole)
     return figure
-
-
-def _origins(claims: Claims) -> list[Origin]:
-    facts = [one.comparison for one in claims.comparisons]
-    return [Origin(origin_word(claims.run, one), one.workload.kind) for one in facts]
 
 
 def _what(claims: Claims) -> str:

@@ -91,7 +91,12 @@ def footer_lines(run: Run, comparisons: Sequence[Comparison], warnings: Sequence
     if any(not case.is_ok for case in run.cases):
         lines.append(count_words(run))
     lines += [f"Note: {warning}" for warning in warnings]
-    return Footer(lines, [Origin(origin_word(run, one), one.workload.kind) for one in comparisons])
+    return Footer(lines, origins_of(run, comparisons))
+
+
+def origins_of(run: Run, comparisons: Sequence[Comparison]) -> list[Origin]:
+    """How each comparison's numbers came about, and on which scores."""
+    return [Origin(origin_word(run, one), one.workload.kind) for one in comparisons]
 
 
 def origin_word(run: Run, comparison: Comparison) -> str:

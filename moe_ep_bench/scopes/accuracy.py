@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_ep_bench import environment
 from moe_ep_bench.accuracy_config import AccuracyExperiment, TaskConfig, load_accuracy
 from moe_ep_bench.exit_codes import OK
 from moe_ep_bench.hf.checkpoint import Checkpoint
@@ -181,10 +180,8 @@ def accuracy(config: Path, out: Path, overrides: Sequence[str], *, force: bool =
     comparisons = plan_accuracy(config, overrides)
     only_device(config, [one.experiment.model for one in comparisons])  # Before the harness looks for its tasks.
     tasks = _find_tasks(config, comparisons)
-    versions = {key: environment.package_versions()[key] for key in ("torch", "transformers")}
-    versions["lm_eval"] = harness_version()
     models = LoadedModel()
-    with answering(config, out, comparisons, versions, force=force) as job:
+    with answering(config, out, comparisons, force=force, lm_eval=harness_version()) as job:
         total, number = sum(len(cases) for _, cases in job.todo), 0
         for comparison, cases in job.todo:
             for case in cases:

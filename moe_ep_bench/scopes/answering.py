@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -176,13 +176,14 @@ class Answering(Generic[C]):
 
 @contextlib.contextmanager
 def answering(
-    config: Path, out: Path, comparisons: Sequence[C], versions: Mapping[str, str | None], *, force: bool
+    config: Path, out: Path, comparisons: Sequence[C], *, force: bool, **versions: str | None
 ) -> Iterator[Answering[C]]:
     """Hold ``out`` for these comparisons, and describe them there.
 
     Args:
-        versions: of packages that decide what the answers are, by name; one directory holds answers of one of each.
         force: all cases are to be asked again.
+        versions: of packages that decide what the answers are beside torch and transformers; one directory holds
+            answers of one version of each.
 
     Raises:
         ValueError: one line: several devices, or why ``out`` cannot be used.
@@ -190,12 +191,13 @@ def answering(
     device = only_device(config, [one.experiment.model for one in comparisons])
     directory, mode = RunDirectory(out), comparisons[0].mode
     is_done = directory.is_judged if mode == "quality" else directory.is_answered
-    conditions = {"device_name": environment.hardware(device)["device_name"], **versions}
-    check_agreement(directory, mode, conditions, force=force)
+    described = {**environment.describe(device), **versions}
+    decisive = ("device_name", "torch", "transformers", *versions)
+    check_agreement(directory, mode, {key: described[key] for key in decisive}, force=force)
     with hold_comparisons(directory, comparisons):
         todo = [(one, [case for case in one.cases if force or not is_done(case.case_id)]) for one in comparisons]
         run_id = stable_hash([time.time_ns()])
-        description = _run_description(run_id, comparisons, {**environment.describe(device), **versions})
+        description = _run_description(run_id, comparisons, described)
         keep_other_policies(directory, description, is_done)
         directory.write_run(description, is_done)
         if not any(cases for _, cases in todo):

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ep_bench import environment
 from moe_ep_bench.exit_codes import OK
 from moe_ep_bench.hf.answers import Answers, hidden_states, judge
 from moe_ep_bench.hf.checkpoint import Checkpoint, redundant_prefixes, text_hash, text_sequences
@@ -184,9 +183,8 @@ def quality(config: Path, out: Path, overrides: Sequence[str], *, force: bool = 
         ValueError: one line naming the file, the key and what is allowed; or why ``out`` cannot be used.
     """
     comparisons = plan_quality(config, overrides)
-    versions = {key: environment.package_versions()[key] for key in ("torch", "transformers")}
     models = LoadedModel()
-    with answering(config, out, comparisons, versions, force=force) as job:
+    with answering(config, out, comparisons, force=force) as job:
         todo = [(comparison, cases) for comparison, cases in job.todo if cases]
         total = sum((len(cases) + 1) * comparison.experiment.text.num_sequences for comparison, cases in todo)
         with progress_bar(total, "sequence") as progress, torch.inference_mode():

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from virtual_time import VirtualTime
 
 from moe_ep_bench.layer import megatron
 from moe_ep_bench.layer.build import LayerPair, build_layers, transformer_config
@@ -35,7 +35,7 @@ from moe_ep_bench.policies.selection import top_k_map, weighted
 from moe_ep_bench.policies.steps import Steps
 from moe_ep_bench.ranks import Ranks, join
 from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
-from moe_ep_bench.timer import PhaseRecorder, clock_for
+from moe_ep_bench.timer import Clock, PhaseRecorder, clock_for
 
 LAWS: dict[str, Callable[[Lab], None]] = {}
 NEEDS_RANKS: dict[str, tuple[int, ...]] = {}
@@ -470,13 +470,15 @@ def replayed_scores_take_the_place_of_the_gates_output(lab: Lab) -> None:
     assert gated == ([len(hidden_TD)] if len(hidden_TD) else []), "the gate GEMM was not executed"
 
 
-def breakdown(lab: Lab, layers: LayerPair, hidden_TD: Tensor, policy: Policy | None = None) -> dict[str, float]:
-    """Microseconds per phase of one instrumented iteration."""
+def breakdown(
+    lab: Lab, layers: LayerPair, hidden_TD: Tensor, policy: Policy | None = None, clock: Clock | None = None
+) -> dict[str, float]:
+    """Microseconds per phase of one instrumented iteration; clock None = the device's own."""
     layer = layers.native if policy is None else layers.policy
     layer.router.replay_TE = None
     if policy is not None:
         layer.router.policy = policy
-    recorder = PhaseRecorder(clock_for(lab.ranks.device))
+    recorder = PhaseRecorder(clock or clock_for(lab.ranks.device))
     meet = Rendezvous(lab.ep_group, lab.ranks.device)
     with instrumented(layer, recorder, meet):
         meet()
@@ -517,24 +519,7 @@ def instrumentation_leaves_nothing_behind(lab: Lab) -> None:
     assert [set(vars(owner)) for owner in owners] == before
 
 
-@contextlib.contextmanager
-def delayed(owner: object, method: str, seconds: float) -> Iterator[None]:
-    """Sleep inside ``owner.method`` while the block runs."""
-    original = getattr(owner, method)
-
-    def slow(*args: object, **kwargs: object) -> object:
-        result = original(*args, **kwargs)
-        time.sleep(seconds)
-        return result
-
-    setattr(owner, method, slow)
-    try:
-        yield
-    finally:
-        delattr(owner, method)
-
-
-WAITS = ("wait_policy", "wait_metadata", "wait_dispatch", "wait_combine")
+LATE_US = 400_000
 
 
 @law
@@ -543,7 +528,7 @@ def a_slow_rank_shows_as_waiting_on_the_others_in_the_right_place(lab: Lab) -> N
     layers, model = lab.layers("deepseek-v2-lite"), lab.model("deepseek-v2-lite")
     hidden_TD = lab.all_hidden(model, 16)
     batch_wide = CountedSum()
-    sleep_us = 400_000.0
+    slow_rank = lab.ranks.world_size - 1
     violations = []  # Raised at the end: a rank that leaves early would hang the others.
     for owner, method, phase, wait, policy in (
         ("router", "gating", "gate", "wait_metadata", None),
@@ -553,18 +538,14 @@ def a_slow_rank_shows_as_waiting_on_the_others_in_the_right_place(lab: Lab) -> N
         ("experts", "forward", "experts", "wait_combine", None),
     ):
         layer = layers.native if policy is None else layers.policy
-        breakdown(lab, layers, hidden_TD, policy)
-        slow_rank = lab.ranks.world_size - 1
         is_slow = lab.ranks.rank == slow_rank
-        with delayed(getattr(layer, owner), method, sleep_us / 1e6) if is_slow else contextlib.nullcontext():
-            times = breakdown(lab, layers, hidden_TD, policy)
-        if is_slow:
-            right = times[phase] > 0.9 * sleep_us and all(times.get(name, 0) < 0.5 * sleep_us for name in WAITS)
-        else:
-            elsewhere = [value for name, value in times.items() if name not in (wait, TOTAL)]
-            right = times[wait] > 0.5 * sleep_us and max(elsewhere) < 0.5 * sleep_us
-        if not right:
-            violations.append(f"sleep in rank {slow_rank}'s {method}: {times}")
+        clock = VirtualTime(lab.ranks.device)
+        late = clock.delaying(getattr(layer, owner), method, LATE_US) if is_slow else contextlib.nullcontext()
+        with clock, late:
+            times = breakdown(lab, layers, hidden_TD, policy, clock)
+        passed = {name: time_us for name, time_us in times.items() if time_us}
+        if passed != {phase if is_slow else wait: LATE_US, TOTAL: LATE_US}:
+            violations.append(f"rank {slow_rank} late in {method}: {passed}")
     assert not violations, violations
 
 

@@ -8,17 +8,9 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from layer_laws import (
-    SEED,
-    WAITS,
-    CountedSum,
-    Lab,
-    assert_close,
-    delayed,
-    law,
-    needs_ranks,
-)
+from layer_laws import LATE_US, SEED, CountedSum, Lab, assert_close, law, needs_ranks
 from torch import Tensor
+from virtual_time import VirtualTime
 
 from moe_ep_bench.layer import megatron
 from moe_ep_bench.layer.build import LayerPair, build_layers
@@ -28,7 +20,7 @@ from moe_ep_bench.layer.phases import Rendezvous, instrumented
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
 from moe_ep_bench.policies import Policy, make_policy
 from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
-from moe_ep_bench.timer import PhaseRecorder, clock_for
+from moe_ep_bench.timer import Clock, PhaseRecorder, clock_for
 
 # Ranks: expert-parallel ranks and slices. One of four is a replica of a pair.
 SHAPES = {2: [(1, 2)], 4: [(2, 2), (1, 2), (1, 4)]}
@@ -47,7 +39,6 @@ SOME_POLICIES = [
     {"name": "oea", "k0": 1},
     {"name": "xshare", "k0": 1, "budget": 2},
 ]
-SLEEP_US = 400_000.0
 
 
 @contextlib.contextmanager
@@ -179,14 +170,19 @@ def a_policy_sees_its_own_ranks_tokens_and_a_batch_wide_one_those_of_all_slices(
         assert int(lab.summed((alone != routing.map_TE).any().long())), "the sum over slices makes no difference"
 
 
-def breakdown(lab: Lab, layers: LayerPair, meet: Rendezvous, policy: Policy | None = None) -> dict[str, float]:
-    """Microseconds per phase of one instrumented iteration; every rank has as many tokens."""
+def breakdown(
+    lab: Lab, layers: LayerPair, meet: Rendezvous, policy: Policy | None = None, clock: Clock | None = None
+) -> dict[str, float]:
+    """Microseconds per phase of one instrumented iteration; every rank has as many tokens.
+
+    Clock None = the device's own.
+    """
     layer = layers.native if policy is None else layers.policy
     hidden_TD, _ = tokens(lab, 16 * lab.ranks.world_size, even=True)
     layer.router.replay_TE = None
     if policy is not None:
         layer.router.policy = policy
-    recorder = PhaseRecorder(clock_for(lab.ranks.device))
+    recorder = PhaseRecorder(clock or clock_for(lab.ranks.device))
     with instrumented(layer, recorder, meet):
         meet()
         recorder.begin()
@@ -213,8 +209,8 @@ def phases_of_slices_are_exclusive_and_close_against_the_total(lab: Lab) -> None
                 assert abs(covered - times[TOTAL]) < 1.0, (parts, times)
 
 
-# Whose methods sleep, whose time that is, and where the ranks of its tensor group then wait, and all others. What the
-# all-to-all returns late is waited for before the all-gather, but not by those that gather elsewhere.
+# Whose methods are late, whose time that is, and where the ranks of its tensor group then wait, and all others. What
+# the all-to-all returns late is waited for before the all-gather, but not by those that gather elsewhere.
 LATE = [
     ("router", "gating", "gate", "wait_metadata", "wait_metadata", None),
     ("router", "gating", "gate", "wait_policy", "wait_policy", CountedSum()),
@@ -239,21 +235,15 @@ def a_slow_rank_shows_as_waiting_where_slices_meet(lab: Lab) -> None:
             layers = layers_of(lab, parts, num_slices)
             for owner, method, phase, near, far, policy in late:
                 wait = near if is_near else far
-                breakdown(lab, layers, meet, policy)
                 layer = layers.native if policy is None else layers.policy
                 is_slow = lab.ranks.rank == slow
-                sleeping = delayed(getattr(layer, owner), method, SLEEP_US / 1e6)
-                with sleeping if is_slow else contextlib.nullcontext():
-                    runs = [breakdown(lab, layers, meet, policy) for _ in range(2)]
-                # What else disturbs a machine lengthens a phase of one run; the sleep is in both.
-                times = {name: min(run[name] for run in runs) for name in runs[0]}
-                if is_slow:
-                    right = times[phase] > 0.9 * SLEEP_US and all(times.get(name, 0) < 0.5 * SLEEP_US for name in WAITS)
-                else:
-                    elsewhere = [value for name, value in times.items() if name not in (wait, TOTAL)]
-                    right = times[wait] > 0.5 * SLEEP_US and max(elsewhere) < 0.5 * SLEEP_US
-                if not right:
-                    violations.append(f"{parts.permute}: sleep in rank {slow}'s {method}: {times}")
+                clock = VirtualTime(lab.ranks.device)
+                delay = clock.delaying(getattr(layer, owner), method, LATE_US) if is_slow else contextlib.nullcontext()
+                with clock, delay:
+                    times = breakdown(lab, layers, meet, policy, clock)
+                passed = {name: time_us for name, time_us in times.items() if time_us}
+                if passed != {phase if is_slow else wait: LATE_US, TOTAL: LATE_US}:
+                    violations.append(f"{parts.permute}: rank {slow} late in {method}: {passed}")
     assert not violations, violations
 
 
@@ -263,12 +253,12 @@ def before_a_transfer_only_its_own_ranks_are_waited_for(lab: Lab) -> None:
     """Sums that are late hold up their column of ranks alone: the all-to-all back is the column's."""
     with cut(lab, 2, 2) as group:
         layers, meet = layers_of(lab, ALL_TO_ALL[0], 2), Rendezvous(group, lab.ranks.device)
-        breakdown(lab, layers, meet)
         is_slow = lab.ranks.rank == 3
-        sleeping = delayed(layers.native.token_dispatcher, "sum_slices", SLEEP_US / 1e6)
-        with sleeping if is_slow else contextlib.nullcontext():
-            times = breakdown(lab, layers, meet)
-        if lab.ranks.rank == 1:
-            assert times["wait_combine"] > 0.5 * SLEEP_US > times["combine"], times
-        elif not is_slow:
-            assert times["wait_combine"] < 0.5 * SLEEP_US, times
+        clock = VirtualTime(lab.ranks.device)
+        dispatcher = layers.native.token_dispatcher
+        delay = clock.delaying(dispatcher, "sum_slices", LATE_US) if is_slow else contextlib.nullcontext()
+        with clock, delay:
+            times = breakdown(lab, layers, meet, clock=clock)
+        passed = {name: time_us for name, time_us in times.items() if time_us}
+        where = {1: "wait_combine", 3: "combine"}.get(lab.ranks.rank)
+        assert passed == ({where: LATE_US, TOTAL: LATE_US} if where else {}), passed

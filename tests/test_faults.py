@@ -43,7 +43,7 @@ ENDLESS = {
 def run_alone(config: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess:
     """``run`` on one rank, without a launcher."""
     command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(out), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment(), check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment(), check=False)
 
 
 def start_rank(config: Path, out: Path, rank: int, port: int, faults: str, world_size: int = 2) -> subprocess.Popen:
@@ -63,7 +63,7 @@ def started(config: Path, out: Path) -> Iterator[subprocess.Popen]:
     command = [sys.executable, "-m", "moe_ep_bench", "launch", "--nproc", "2", str(config), "--out", str(out)]
     job = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        wait_until(lambda: len([path for path in (out / "attempts").glob("now-*-*") if path.read_bytes()[0]]) == 2, 120)
+        wait_until(lambda: len([path for path in (out / "attempts").glob("now-*-*") if path.read_bytes()[0]]) == 2, 300)
         time.sleep(1)
         yield job
     finally:
@@ -144,17 +144,17 @@ def test_a_rank_lost_while_timed_and_numbers_that_are_none_become_rows_with_reas
 
 def test_a_rank_that_hangs_while_timed_in_its_own_work_or_in_a_collective_is_ended(tmp_path: Path) -> None:
     policies = [{"name": "topk"}, {"name": "pruned", "k0": 4}]
-    config, out = write_config(tmp_path, **SMALL, measure__timeout_s=6, policies=policies), tmp_path / "out"
+    config, out = write_config(tmp_path, **SMALL, measure__timeout_s=20, policies=policies), tmp_path / "out"
     done = launch(config, "--out", out, faults="topk=hang_once@timed,pruned=stray@timed", timeout=580)
     assert done.returncode == CASES_FAILED, done.stderr
     assert "Traceback" not in done.stderr
     found = statuses(out)
-    assert found.pop("pruned k0=4") == ("timeout", "every rank waited for others for 6 s (2 attempts)")
+    assert found.pop("pruned k0=4") == ("timeout", "every rank waited for others for 20 s (2 attempts)")
     assert len(found) == 4
     assert {status for status, _ in found.values()} == {"ok"}  # What hung once was measured by the next job.
     cases = json.loads((out / "run.json").read_text())["cases"]
     (topk,) = [case_id for case_id, case in cases.items() if case["label"] == "topk"]
-    assert lost_attempts(out / "attempts", topk) == ["timeout: no progress for 6 s in _strike (rank 1)"]
+    assert lost_attempts(out / "attempts", topk) == ["timeout: no progress for 20 s in _strike (rank 1)"]
 
 
 def test_a_full_disk_ends_the_run_in_one_line_and_leaves_what_was_written(small_disk: Path, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_signal_ends_the_whole_job_and_blames_no_case(name: str, tmp_path: Pat
             os.killpg(job.pid, number)
         else:
             os.kill(ranks[1], number)
-        _, errors = job.communicate(timeout=60)
+        _, errors = job.communicate(timeout=200)
         assert job.returncode == 128 + number, errors
         assert "Traceback" not in errors
         assert not any(map(is_running, ranks))
@@ -241,7 +241,7 @@ def test_ranks_end_with_a_launcher_that_is_killed_and_no_case_is_blamed(tmp_path
         ranks = ranks_of(job)
         assert len(ranks) == 2
         os.kill(job.pid, signal.SIGKILL)
-        wait_until(lambda: not any(map(is_running, ranks)), 30)
+        wait_until(lambda: not any(map(is_running, ranks)), 200)
     (comparison_id,) = json.loads((out / "run.json").read_text())["comparisons"]
     collect_lost(out / "attempts", [comparison_id])
     assert list((out / "attempts").iterdir()) == []
@@ -266,7 +266,7 @@ def test_two_jobs_fill_one_directory_where_their_comparisons_differ_and_only_the
         assert job.poll() is None
         assert len(list((out / "attempts").glob("now-*"))) == 2  # The first job's.
         job.send_signal(signal.SIGTERM)
-        _, errors = job.communicate(timeout=60)
+        _, errors = job.communicate(timeout=200)
         assert job.returncode == 128 + signal.SIGTERM, errors
     run = json.loads((out / "run.json").read_text())
     assert len(run["comparisons"]) == 2
@@ -277,7 +277,7 @@ def test_two_jobs_fill_one_directory_where_their_comparisons_differ_and_only_the
 def test_ranks_of_different_versions_refuse_together(tmp_path: Path) -> None:
     config, port = write_config(tmp_path), free_port()
     jobs = [start_rank(config, tmp_path / "out", rank, port, faults="torch=1.0,nccl=2.0") for rank in range(2)]
-    errors = [job.communicate(timeout=100)[1] for job in jobs]
+    errors = [job.communicate(timeout=300)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [USER_ERROR, USER_ERROR], errors
     nccl = f"nccl {nccl_version()}" if nccl_version() else "no nccl"
     expected = f"rank 1 has torch 1.0, nccl 2.0, rank 0 has torch {torch.__version__}, {nccl}; install alike"
@@ -288,10 +288,10 @@ def test_ranks_of_different_versions_refuse_together(tmp_path: Path) -> None:
 def test_a_rank_that_hangs_before_its_first_comparison_does_not_keep_the_others(tmp_path: Path) -> None:
     config = write_config(tmp_path, measure__timeout_s=1)
     begun = time.monotonic()
-    done = launch(config, "--out", tmp_path / "out", faults="setup=6", timeout=120)
+    done = launch(config, "--out", tmp_path / "out", faults="setup=30", timeout=400)
     assert done.returncode == LOST, done.stderr
-    assert time.monotonic() - begun < 100
-    assert "moe-ep-bench: timeout: no progress for 6 s in hangs\n" in done.stderr
+    assert time.monotonic() - begun < 300
+    assert "moe-ep-bench: timeout: no progress for 30 s in hangs\n" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -300,8 +300,8 @@ def test_ranks_that_disagree_on_their_number_do_not_wait_for_ever(tmp_path: Path
     config, port = write_config(tmp_path), free_port()
     begun = time.monotonic()
     jobs = [start_rank(config, tmp_path / "out", rank, port, faults="join=5", world_size=3 - rank) for rank in range(2)]
-    errors = [job.communicate(timeout=120)[1] for job in jobs]
-    assert time.monotonic() - begun < 100
+    errors = [job.communicate(timeout=400)[1] for job in jobs]
+    assert time.monotonic() - begun < 300
     assert [job.returncode for job in jobs] == [LOST, LOST], errors
     for rank, text in enumerate(errors):
         assert f"moe-ep-bench: rank {rank} of {3 - rank} did not meet the others at 127.0.0.1:{port}" in text
@@ -313,12 +313,12 @@ def test_nodes_that_never_meet_end_with_a_status_of_their_own(node: int, tmp_pat
     config = write_config(tmp_path, measure__timeout_s=1)
     begun = time.monotonic()
     nodes = ("--nnodes", 2, "--node-rank", node, "--master", f"127.0.0.1:{free_port()}")
-    done = launch(config, "--out", tmp_path / "out", *nodes, nproc=1, faults="join=5", timeout=120)
+    done = launch(config, "--out", tmp_path / "out", *nodes, nproc=1, faults="join=5", timeout=400)
     assert done.returncode == LOST, done.stderr
     assert "moe-ep-bench: " in done.stderr
     assert "did not meet" in done.stderr
     assert "Traceback" not in done.stderr
-    assert time.monotonic() - begun < 100
+    assert time.monotonic() - begun < 300
 
 
 STEPPING_CLOCK = """

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_time import HandClock
 
 from moe_ep_bench.measure import cache, ceilings
 from moe_ep_bench.measure.protocol import (
@@ -31,28 +32,6 @@ from moe_ep_bench.records import TOTAL, UNACCOUNTED
 from moe_ep_bench.timer import PhaseRecorder
 from moe_ep_bench.workload import peak_load, top_k_load
 from moe_ep_bench.workload.balanced import balanced_scores
-
-
-class HandClock:
-    """A clock whose microseconds tests advance."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def stamp(self) -> float:
-        return self.now
-
-    def wait(self) -> None:
-        pass
-
-    def between_us(self, start: float, end: float) -> float:
-        return end - start
-
-    def open_range(self, name: str) -> None:
-        pass
-
-    def close_range(self) -> None:
-        pass
 
 
 def test_nested_phases_are_taken_out_of_what_surrounds_them() -> None:

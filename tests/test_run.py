@@ -208,7 +208,7 @@ def test_lost_cases_become_rows_with_their_reason_and_the_others_are_measured(tm
         {"name": "token_drop", "capacity_factor": 1.0},
         {"name": "expanded_drop", "capacity_factor": 1.0},
     ]
-    config = write_config(tmp_path, policies=policies, measure__timeout_s=8, workload__num_batches=1)
+    config = write_config(tmp_path, policies=policies, measure__timeout_s=60, workload__num_batches=1)
     done = launch(config, "--out", tmp_path / "out", faults="topk=wrong,token_drop=kill,expanded_drop=oom")
     assert done.returncode == CASES_FAILED, done.stderr
     found = statuses(tmp_path / "out")
@@ -227,13 +227,13 @@ def test_lost_cases_become_rows_with_their_reason_and_the_others_are_measured(tm
 
 def test_a_rank_that_hangs_is_ended_and_recorded(tmp_path: Path) -> None:
     policies = [{"name": "topk"}, {"name": "token_drop", "capacity_factor": 1.0}]
-    config = write_config(tmp_path, policies=policies, measure__timeout_s=5, workload__num_batches=1)
+    config = write_config(tmp_path, policies=policies, measure__timeout_s=20, workload__num_batches=1)
     # The fault hangs for an hour.
     done = launch(config, "--out", tmp_path / "out", faults="token_drop=hang,topk=late", timeout=900)
     assert done.returncode == CASES_FAILED, done.stderr
     status, reason = statuses(tmp_path / "out")["token_drop capacity_factor=1.0"]
     assert status == "timeout"
-    assert "no progress for 5 s in _strike" in reason
+    assert "no progress for 20 s in _strike" in reason
     # A case found wrong after timing takes its times with it, and nobody else's.
     status, reason = statuses(tmp_path / "out")["topk"]
     assert status == "failed"
@@ -247,12 +247,12 @@ def test_a_stopped_run_loses_nothing_and_blames_nobody(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "moe_ep_bench", "launch", "--nproc", "2", str(config), "--out", tmp_path / "out"]
     job = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
     marks = tmp_path / "out" / "attempts"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline and not list(marks.glob("now-*-0")):
         time.sleep(0.2)
     time.sleep(3)
     job.send_signal(signal.SIGTERM)
-    _, errors = job.communicate(timeout=60)
+    _, errors = job.communicate(timeout=200)
     assert job.returncode == 128 + signal.SIGTERM, errors
     assert "Traceback" not in errors
     assert list(marks.iterdir()) == []
@@ -276,7 +276,7 @@ def test_ranks_started_with_different_configs_refuse_together(tmp_path: Path) ->
         command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(tmp_path / "out")]
         command.append(f"--set=workload.seed={rank}")
         jobs.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
-    errors = [job.communicate(timeout=100)[1] for job in jobs]
+    errors = [job.communicate(timeout=300)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [USER_ERROR, USER_ERROR], errors
     assert "the config is not the same on all ranks" in errors[0]
     assert errors[1] == ""

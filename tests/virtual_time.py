@@ -13,38 +13,62 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_ep_bench.layer.phases import replaced
 
 
-class VirtualTime(TorchDispatchMode):
-    """A rank's clock: it stands still but for ``let_pass``, and a collective sets it to the last comer's.
+class HandClock:
+    """A ``timer.Clock`` whose microseconds tests advance."""
 
-    That is how long a collective of an otherwise infinitely fast machine blocks. Active as a
-    context manager, on every rank that comes to them.
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def stamp(self) -> float:
+        return self.now
+
+    def wait(self) -> None:
+        pass
+
+    def between_us(self, start: float, end: float) -> float:
+        return end - start
+
+    def open_range(self, name: str) -> None:
+        pass
+
+    def close_range(self) -> None:
+        pass
+
+
+class VirtualTime(HandClock, TorchDispatchMode):
+    """A rank's clock that torch's operations advance, and that collectives set to the last comer's.
+
+    That is how long a collective blocks on a machine on which nothing else takes time. Active as a
+    context manager, on every rank that comes to the collectives.
+
+    Args:
+        device: of the ranks' groups.
+        op_us: what any operation takes.
 
     Raises (at a collective):
         AssertionError: nobody waits for it, so its time would not be its caller's.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self._now_us = 0
-
-    def let_pass(self, time_us: int) -> None:
-        self._now_us += time_us
+    def __init__(self, device: torch.device, op_us: float = 0.0) -> None:
+        HandClock.__init__(self)
+        TorchDispatchMode.__init__(self)
+        self._device, self._op_us = device, op_us
 
     @contextlib.contextmanager
-    def delaying(self, owner: Any, method: str, time_us: int) -> Iterator[None]:
-        """Let ``time_us`` pass inside every call of ``owner.method`` while the block runs."""
+    def delaying(self, owner: Any, method: str, time_us: float) -> Iterator[None]:
+        """Let ``time_us`` pass in every call of ``owner.method`` while the block runs."""
         inner: Callable[..., Any] = getattr(owner, method)
 
         def slow(*args: Any, **kwargs: Any) -> Any:
             result = inner(*args, **kwargs)
-            self.let_pass(time_us)
+            self.now += time_us
             return result
 
         with replaced(owner, method, slow):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        self.now += self._op_us
         if func.namespace == "c10d":
             given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
             assert not given.get("async_op"), f"nobody waits for {func}"
@@ -52,23 +76,6 @@ class VirtualTime(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _wait_for_the_last(self, group: dist.ProcessGroup) -> None:
-        now = torch.tensor([self._now_us], device=self._device)
-        dist.all_reduce(now, op=dist.ReduceOp.MAX, group=group)
-        self._now_us = int(now)
-
-    # As a timer.Clock.
-
-    def stamp(self) -> int:
-        return self._now_us
-
-    def wait(self) -> None:
-        pass
-
-    def between_us(self, start: int, end: int) -> float:
-        return float(end - start)
-
-    def open_range(self, name: str) -> None:
-        pass
-
-    def close_range(self) -> None:
-        pass
+        latest = torch.tensor([self.now], dtype=torch.float64, device=self._device)
+        dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=group)
+        self.now = float(latest)

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 import plot_results
 from moe_ep_bench.analysis.load import is_quality
-from moe_ep_bench.analysis.quality_figures import Point, capacity_figure, front
+from moe_ep_bench.analysis.quality_figures import capacity_figure
 from moe_ep_bench.analysis.quality_orderings import (
     by_checkpoint,
     find_orderings,
@@ -459,11 +459,6 @@ def test_the_command_and_summary_print_the_table_and_figures_are_drawn(
     said = capsys.readouterr()
     assert "quality_capacity: not drawn" in said.err, "there is one capacity factor only"
     assert said.out.split()[-2].endswith("quality_fronts.svg")
-
-
-def test_a_front_keeps_what_no_other_case_beats_in_both() -> None:
-    points = [Point(3, 0.1, None), Point(1, 0.5, None), Point(2, 0.5, None), Point(2, 0.3, None), Point(4, 0.2, None)]
-    assert [(point.x, point.added) for point in front(points)] == [(1, 0.5), (2, 0.3), (3, 0.1)]
 
 
 def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_path: Path) -> None:

@@ -25,10 +25,16 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 from scipy import stats
 
-from moe_ep_bench.analysis.quality_report import WIDTH, JudgedCase, JudgedComparison, quality_table, short_label
+from moe_ep_bench.analysis.quality_report import (
+    WIDTH,
+    JudgedCase,
+    JudgedComparison,
+    half_interval,
+    quality_table,
+    short_label,
+)
 
 _LEAST = 10
 """Sequences or batches below which nothing is said."""
@@ -238,7 +244,11 @@ def find_over_checkpoints(comparisons: Sequence[JudgedComparison]) -> list[Sever
         labels = dict.fromkeys(found.better for found in each.values())
         differences = np.array([found.more for found in each.values()])
         overall = Found(
-            first[key].ordering, " or ".join(labels), first[key].worse, float(differences.mean()), _half(differences)
+            first[key].ordering,
+            " or ".join(labels),
+            first[key].worse,
+            float(differences.mean()),
+            half_interval(differences),
         )
         several.append(Several(overall, each))
     return several
@@ -312,7 +322,7 @@ def _pairs(comparison: JudgedComparison, ordering: Ordering) -> Iterator[Found]:
             difference = (ordering.share * _values(worse, native, ordering) - of_better).dropna().to_numpy()
             if len(difference) >= _LEAST:
                 label = " to ".join(short_label(case.label) for case, _ in blend)
-                more, half = float(np.mean(difference)), _half(difference)
+                more, half = float(np.mean(difference)), half_interval(difference)
                 yield Found(ordering, label, short_label(worse.label), more, half)
 
 
@@ -374,10 +384,3 @@ def _values(case: JudgedCase, native: JudgedCase, ordering: Ordering) -> pd.Seri
         return case.routing[case.routing["phase"] == case.phase].groupby("batch")["peak_load"].mean()
     of_case, of_native = (one.answers.set_index("sequence")["cross_entropy"] for one in (case, native))
     return (of_case - of_native) / (case.mean("dropped_fraction") if ordering.at_equal == "dropped" else 1.0)
-
-
-def _half(values: NDArray[np.float64]) -> float:
-    """Half of Student's 95 % interval of a mean; infinite where there is one value."""
-    if len(values) < 2:
-        return math.inf
-    return float(stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values)))

@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 from scipy import stats
 
 from moe_ep_bench.analysis.parts import ResultsError, check_part_version
@@ -102,10 +104,14 @@ def added_cross_entropy(case: JudgedCase, native: JudgedCase) -> tuple[float, fl
     The interval is None below ten sequences.
     """
     paired = case.answers.set_index("sequence")["cross_entropy"] - native.answers.set_index("sequence")["cross_entropy"]
-    mean, number = float(paired.mean()), len(paired)
-    if number < LEAST_SEQUENCES:
-        return mean, None
-    return mean, float(stats.t.ppf(0.975, number - 1) * paired.std(ddof=1) / math.sqrt(number))
+    return float(paired.mean()), half_interval(paired.to_numpy()) if len(paired) >= LEAST_SEQUENCES else None
+
+
+def half_interval(values: NDArray[np.float64]) -> float:
+    """Half of Student's 95 % interval of a mean; infinite where there is one value."""
+    if len(values) < 2:
+        return math.inf
+    return float(stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values)))
 
 
 def quality_table(comparisons: list[JudgedComparison]) -> str:
@@ -216,6 +222,7 @@ __all__ = [
     "JudgedCase",
     "JudgedComparison",
     "added_cross_entropy",
+    "half_interval",
     "label_lines",
     "load_quality_results",
     "quality_table",

@@ -51,7 +51,7 @@ def test_checkpoints_are_one_panel_of_their_means_with_students_t_over_them() ->
         capacity, fronts = (drawn(draw(gammas(0.3, 0.4, 0.5))) for draw in (capacity_figure, fronts_figure))
     for drawing, values in ((capacity, [1.0, 2.0]), (fronts, [1.0, 2.0])):
         (axes,) = drawing.figure.axes
-        assert "mean of 3 checkpoints on words" in axes.get_title("left")
+        assert "3 checkpoints on words" in axes.get_title("left")
         rows = drawing.rows.sort_values("value")
         assert rows["checkpoints"].tolist() == [3, 3]
         assert rows["value"].tolist() == values  # Half the pairs on a fullest rank of 2 on average, and all of them.
@@ -86,6 +86,7 @@ def test_an_ordering_stands_at_its_difference_in_halves_of_its_interval() -> Non
     assert pytest.approx([one.more / overall.half for one in each.values()]) in places
     assert axes.get_title("left") == "3 checkpoints on words"
     rows = drawing.rows
+    assert set(rows["comparison"]) == {"3 checkpoints on words"}
     assert rows["checkpoint"].tolist() == ["all", "small-0", "small-1", "small-2"]
     assert rows["worse_costs_more"].tolist() == [overall.more, *(one.more for one in each.values())]
     assert set(rows["verdict"]) == {"holds"}

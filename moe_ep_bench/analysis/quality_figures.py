@@ -4,8 +4,7 @@
 - ``quality_fronts``: cross-entropy added over what a step or a batch waits for: activated experts in decode, whose
   weights it reads (arXiv 2511.02237, Figures 2, 3 and 8), and in prefill the pairs of the fullest rank. A line joins
   the cases of a policy that none of its others beats in both: its Pareto front.
-
-- ``quality_orderings`` (``quality_orderings_figure``): which of the papers' orderings hold.
+- ``quality_orderings``: which of the papers' orderings hold (``quality_orderings_figure``).
 
 One panel for each comparison (point of a sweep), and phase; comparisons that differ in the checkpoint alone are one.
 """
@@ -23,7 +22,7 @@ from matplotlib.lines import Line2D
 
 from moe_ep_bench.analysis.figures import draw_named
 from moe_ep_bench.analysis.quality_orderings import by_checkpoint
-from moe_ep_bench.analysis.quality_orderings_figure import orderings_figure
+from moe_ep_bench.analysis.quality_orderings_figure import orderings_figure, title_of
 from moe_ep_bench.analysis.quality_report import (
     LEAST_SEQUENCES,
     JudgedCase,
@@ -44,6 +43,9 @@ from moe_ep_bench.analysis.style import (
 from moe_ep_bench.policies import make_policy
 
 _WIDTH, _NARROW, _BODY, _COLUMNS = 10.0, 6.5, 3.3, 2
+
+
+_SUBTITLE = "Cross-entropy added to the unpatched model's on the same sequences, nats per token"
 
 
 class Point(NamedTuple):
@@ -74,7 +76,7 @@ def capacity_figure(comparisons: Sequence[JudgedComparison]) -> Drawing | None:
                 points.setdefault(family, []).append(_point(alike, cases, _capacity_factor))
         points = {family: sorted(several) for family, several in points.items() if len(several) > 1}
         if points:
-            panels.append(_Panel(_title(alike), f"capacity factor {GAMMA}", points, len(alike)))
+            panels.append(_Panel(title_of(alike), f"capacity factor {GAMMA}", points, len(alike)))
     return _draw("What a capacity costs the answers", panels, lambda points: points)
 
 
@@ -91,7 +93,7 @@ def fronts_figure(comparisons: Sequence[JudgedComparison]) -> Drawing | None:
                 if cases[0].phase == phase and cases[0].policy != "topk":
                     points.setdefault(cases[0].policy, []).append(_point(alike, cases, x_of))
             if points:
-                panels.append(_Panel(f"{phase}: {_title(alike)}", x_label, points, len(alike)))
+                panels.append(_Panel(f"{phase}: {title_of(alike)}", x_label, points, len(alike)))
     return _draw("What answers cost over what it buys", panels, front)
 
 
@@ -147,13 +149,6 @@ def _point(
     return Point(x, float(means.mean()), half_interval(means), cases[0].label)
 
 
-def _title(alike: Sequence[JudgedComparison]) -> str:
-    first = alike[0].facts
-    if len(alike) == 1:
-        return str(first["title"])
-    return str(first["title"]).replace(str(first["model"]), f"mean of {len(alike)} checkpoints", 1)
-
-
 def _family(case: JudgedCase, key: str) -> str:
     """A case's label without one of its fields."""
     value = f"{key}={case.params[key]}"
@@ -188,7 +183,7 @@ def _draw(title: str, panels: Sequence[_Panel], joined: Callable[[list[Point]], 
     rows = -(-len(panels) // columns)
     figure = sheet(
         title,
-        "Cross-entropy added to the unpatched model's on the same sequences, nats per token",
+        _SUBTITLE + ("; the mean over checkpoints" if any(panel.num_checkpoints > 1 for panel in panels) else ""),
         [_footer(panels)],
         legend,
         width=width,

@@ -56,7 +56,7 @@ def orderings_figure(comparisons: Sequence[JudgedComparison]) -> Drawing | None:
     ]
     if has_several:
         legend.append(("each checkpoint", Line2D([], [], **_OF_ONE)))
-    legend.append(("within the interval", Patch(facecolor=NOISE_FILL)))
+    legend.append(("too close to say", Patch(facecolor=NOISE_FILL)))
     lines = [max(_label(_shown(one)).count("\n") for one in several) for _, several in panels]
     heights = [(_ROW + _LINE * more) * len(several) + _EXTRA for more, (_, several) in zip(lines, panels, strict=True)]
     over = "over checkpoints where there are several, else over sequences" if has_several else "over sequences"
@@ -76,12 +76,16 @@ def orderings_figure(comparisons: Sequence[JudgedComparison]) -> Drawing | None:
     grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
     for axes, (alike, several) in zip(grid.flat, panels, strict=True):
         _panel(axes, several)
-        facts = alike[0].facts
-        title = str(facts["title"])
-        if len(alike) > 1:
-            title = title.replace(str(facts["model"]), f"{len(alike)} checkpoints", 1)
-        panel_title(axes, title, 0.6 * _WIDTH)
+        panel_title(axes, title_of(alike), 0.6 * _WIDTH)
     return Drawing(figure, _rows(panels))
+
+
+def title_of(alike: Sequence[JudgedComparison]) -> str:
+    """A comparison's title; of those that differ in the checkpoint alone one, which counts them."""
+    facts = alike[0].facts
+    if len(alike) == 1:
+        return str(facts["title"])
+    return str(facts["title"]).replace(str(facts["model"]), f"{len(alike)} checkpoints", 1)
 
 
 def _shown(several: Several) -> Found:
@@ -139,7 +143,7 @@ def _label(found: Found) -> str:
 def _rows(panels: Sequence[tuple[Sequence[JudgedComparison], Sequence[Several]]]) -> pd.DataFrame:
     return pd.DataFrame(
         {
-            "comparison": alike[0].facts["title"] if checkpoint or len(alike) == 1 else "all checkpoints",
+            "comparison": title_of(alike),
             "checkpoint": checkpoint or (next(iter(one.each)) if len(one.each) == 1 else "all"),
             "ordering": found.ordering.words,
             "source": found.ordering.source,

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 CHROMIUM = shutil.which("chromium")
-_PATIENCE_S = 60.0
+_PATIENCE_S = 240.0
 
 
 class Browser:

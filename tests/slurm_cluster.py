@@ -81,7 +81,7 @@ def wait_for(
 
 
 def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=check)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=check)
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Cluster:
     def command(self, *words: object, **variables: object) -> str:
         environment = {**self.environment, **{name: str(value) for name, value in variables.items()}}
         done = subprocess.run(
-            list(map(str, words)), capture_output=True, text=True, timeout=60, env=environment, cwd=self.root
+            list(map(str, words)), capture_output=True, text=True, timeout=240, env=environment, cwd=self.root
         )
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout
@@ -258,7 +258,7 @@ def _namespaces() -> Iterator[tuple[str, dict[str, Node]] | None]:
             for number, name in enumerate(NAMES, 1):
                 holder = subprocess.Popen([*DIES_WITH_US, "unshare", "--net", "--uts", "sleep", "infinity"])
                 holders.append(holder)
-                wait_for("namespace", lambda pid=holder.pid: _words(pid)[:1] == ["sleep"], 10)
+                wait_for("namespace", lambda pid=holder.pid: _words(pid)[:1] == ["sleep"], 100)
                 enter = ("nsenter", "--target", str(holder.pid), "--net", "--uts")
                 link = f"{LINK}{os.getpid()}{number}"
                 _run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
@@ -337,7 +337,7 @@ def cluster(root: Path) -> Iterator[Cluster]:
                     running.controller = subprocess.Popen(
                         [*DIES_WITH_US, "slurmctld", "-D"], stdout=printed, stderr=printed, env=running.environment
                     )
-                wait_for("slurmctld", lambda: "UP" in _ping(running), 30)
+                wait_for("slurmctld", lambda: "UP" in _ping(running), 200)
                 for name in nodes:
                     running.start_node(name)
                 yield running
@@ -347,6 +347,6 @@ def cluster(root: Path) -> Iterator[Cluster]:
 
 def _ping(running: Cluster) -> str:
     done = subprocess.run(
-        ["scontrol", "ping"], capture_output=True, text=True, timeout=30, env=running.environment, check=False
+        ["scontrol", "ping"], capture_output=True, text=True, timeout=120, env=running.environment, check=False
     )
     return done.stdout

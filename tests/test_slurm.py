@@ -63,7 +63,7 @@ def in_time(slurm: Cluster) -> Iterator[None]:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, earlier)
         slurm.command("scancel", "--user=root")
-        wait_for("empty queue", lambda: slurm.command("squeue", "--noheader") == "", 60)
+        wait_for("empty queue", lambda: slurm.command("squeue", "--noheader") == "", 300)
 
 
 @pytest.fixture(autouse=True)

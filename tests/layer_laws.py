@@ -556,6 +556,8 @@ def expert_parallel_groups_are_data_parallel_replicas(lab: Lab) -> None:
     pair_group = megatron.initialize_expert_parallel(2, 60)
     try:
         assert pair_group.size() == 2
+        assert megatron.initialize_expert_parallel(4, 60) is lab.ep_group, "groups of a size are formed once"
+        assert megatron.initialize_expert_parallel(2, 60) is pair_group
         assert pair_group.rank() == lab.ranks.rank % 2
         layers = build_layers(model, torch.float32, lab.ranks.device, pair_group, SEED)
         hidden_TD, scores_TE = lab.all_hidden(model, 61)[lab.mine(61)], lab.all_scores(model, 61)[lab.mine(61)]

@@ -97,6 +97,11 @@ if not isinstance(multi_latent_attention.TELinear, type):
     multi_latent_attention.HAVE_TE = False
 
 
+# What Megatron-Core knows of the groups of each size. Groups are never given back, and have threads and buffers: so
+# comparisons of one size share them, whatever came between.
+_formed: dict[tuple[int, int], dict[str, Any]] = {}
+
+
 def initialize_expert_parallel(ep_size: int, timeout_s: float, tensor_size: int = 1) -> dist.ProcessGroup:
     """Form expert-parallel groups of neighbouring ranks, data-parallel to each other; return this rank's.
 
@@ -106,10 +111,14 @@ def initialize_expert_parallel(ep_size: int, timeout_s: float, tensor_size: int 
         tensor_size: ranks among which every expert is cut; they are neighbours, and each is in an expert-parallel
             group of its own with every ``tensor_size``-th rank.
     """
+    sizes = ep_size, tensor_size
     if parallel_state.is_initialized():
-        sizes = parallel_state.get_expert_model_parallel_world_size(), _tensor_size()
-        if sizes == (ep_size, tensor_size):
-            # Groups are never given back, so comparisons of one size share them.
+        present = parallel_state.get_expert_model_parallel_world_size(), _tensor_size()
+        if present == sizes:
+            return parallel_state.get_expert_model_parallel_group()
+        _formed[present] = dict(vars(parallel_state))
+        if sizes in _formed:
+            vars(parallel_state).update(_formed[sizes])
             return parallel_state.get_expert_model_parallel_group()
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(

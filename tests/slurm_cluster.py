@@ -81,7 +81,7 @@ def wait_for(
 
 
 def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=check)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=check)
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Cluster:
     def command(self, *words: object, **variables: object) -> str:
         environment = {**self.environment, **{name: str(value) for name, value in variables.items()}}
         done = subprocess.run(
-            list(map(str, words)), capture_output=True, text=True, timeout=240, env=environment, cwd=self.root
+            list(map(str, words)), capture_output=True, text=True, timeout=600, env=environment, cwd=self.root
         )
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout
@@ -347,6 +347,6 @@ def cluster(root: Path) -> Iterator[Cluster]:
 
 def _ping(running: Cluster) -> str:
     done = subprocess.run(
-        ["scontrol", "ping"], capture_output=True, text=True, timeout=120, env=running.environment, check=False
+        ["scontrol", "ping"], capture_output=True, text=True, timeout=600, env=running.environment, check=False
     )
     return done.stdout

@@ -183,7 +183,7 @@ def start(out: Path, options_R: list[dict], *, per_node: int = 2) -> list[subpro
         command = [sys.executable, "-c", program]
         jobs.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     try:
-        ended = [(job, *job.communicate(timeout=100)) for job in jobs]
+        ended = [(job, *job.communicate(timeout=600)) for job in jobs]
     finally:
         for job in jobs:
             job.kill()  # nothing where it has ended

@@ -52,7 +52,7 @@ def test_every_command_refuses_another_mode_in_one_line(command: str, there: str
         [sys.executable, "-m", "moe_ep_bench", command, str(config), "--out", str(out), "--force"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env=child_environment(),
         check=False,
     )

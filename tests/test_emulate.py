@@ -30,7 +30,7 @@ NODES = {"num_nodes": 3}
 
 def emulate(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "moe_ep_bench", "emulate", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(), check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment(), check=False)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_sigterm_ends_it_in_order_and_blames_no_case(scope: dict, tmp_path: Path
             assert time.monotonic() < deadline
             time.sleep(0.1)
         job.terminate()
-        _, errors = job.communicate(timeout=200)
+        _, errors = job.communicate(timeout=600)
     assert job.returncode == 128 + signal.SIGTERM, errors
     assert "Traceback" not in errors
     assert stopped_by(out / "attempts", comparison.comparison_id) == signal.SIGTERM

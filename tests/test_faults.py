@@ -227,7 +227,7 @@ def test_a_signal_ends_the_whole_job_and_blames_no_case(name: str, tmp_path: Pat
             os.killpg(job.pid, number)
         else:
             os.kill(ranks[1], number)
-        _, errors = job.communicate(timeout=200)
+        _, errors = job.communicate(timeout=600)
         assert job.returncode == 128 + number, errors
         assert "Traceback" not in errors
         assert not any(map(is_running, ranks))
@@ -266,7 +266,7 @@ def test_two_jobs_fill_one_directory_where_their_comparisons_differ_and_only_the
         assert job.poll() is None
         assert len(list((out / "attempts").glob("now-*"))) == 2  # The first job's.
         job.send_signal(signal.SIGTERM)
-        _, errors = job.communicate(timeout=200)
+        _, errors = job.communicate(timeout=600)
         assert job.returncode == 128 + signal.SIGTERM, errors
     run = json.loads((out / "run.json").read_text())
     assert len(run["comparisons"]) == 2
@@ -277,7 +277,7 @@ def test_two_jobs_fill_one_directory_where_their_comparisons_differ_and_only_the
 def test_ranks_of_different_versions_refuse_together(tmp_path: Path) -> None:
     config, port = write_config(tmp_path), free_port()
     jobs = [start_rank(config, tmp_path / "out", rank, port, faults="torch=1.0,nccl=2.0") for rank in range(2)]
-    errors = [job.communicate(timeout=300)[1] for job in jobs]
+    errors = [job.communicate(timeout=600)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [USER_ERROR, USER_ERROR], errors
     nccl = f"nccl {nccl_version()}" if nccl_version() else "no nccl"
     expected = f"rank 1 has torch 1.0, nccl 2.0, rank 0 has torch {torch.__version__}, {nccl}; install alike"
@@ -288,7 +288,7 @@ def test_ranks_of_different_versions_refuse_together(tmp_path: Path) -> None:
 def test_a_rank_that_hangs_before_its_first_comparison_does_not_keep_the_others(tmp_path: Path) -> None:
     config = write_config(tmp_path, measure__timeout_s=1)
     begun = time.monotonic()
-    done = launch(config, "--out", tmp_path / "out", faults="setup=30", timeout=400)
+    done = launch(config, "--out", tmp_path / "out", faults="setup=30", timeout=600)
     assert done.returncode == LOST, done.stderr
     assert time.monotonic() - begun < 300
     assert "moe-ep-bench: timeout: no progress for 30 s in hangs\n" in done.stderr
@@ -300,7 +300,7 @@ def test_ranks_that_disagree_on_their_number_do_not_wait_for_ever(tmp_path: Path
     config, port = write_config(tmp_path), free_port()
     begun = time.monotonic()
     jobs = [start_rank(config, tmp_path / "out", rank, port, faults="join=5", world_size=3 - rank) for rank in range(2)]
-    errors = [job.communicate(timeout=400)[1] for job in jobs]
+    errors = [job.communicate(timeout=600)[1] for job in jobs]
     assert time.monotonic() - begun < 300
     assert [job.returncode for job in jobs] == [LOST, LOST], errors
     for rank, text in enumerate(errors):
@@ -313,7 +313,7 @@ def test_nodes_that_never_meet_end_with_a_status_of_their_own(node: int, tmp_pat
     config = write_config(tmp_path, measure__timeout_s=1)
     begun = time.monotonic()
     nodes = ("--nnodes", 2, "--node-rank", node, "--master", f"127.0.0.1:{free_port()}")
-    done = launch(config, "--out", tmp_path / "out", *nodes, nproc=1, faults="join=5", timeout=400)
+    done = launch(config, "--out", tmp_path / "out", *nodes, nproc=1, faults="join=5", timeout=600)
     assert done.returncode == LOST, done.stderr
     assert "moe-ep-bench: " in done.stderr
     assert "did not meet" in done.stderr
@@ -388,7 +388,7 @@ def test_a_full_disk_is_one_line_of_every_command(
 def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
     soak = Path(__file__).parents[1] / "benchmarks" / "soak.py"
     command = [sys.executable, str(soak), "--cases", "50", "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(), check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment(), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "50 of 50 cases measured" in done.stdout
     assert done.stdout.count(" KiB per case") == 3  # Two ranks and their launcher.

@@ -39,7 +39,7 @@ def laws(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     report = tmp_path_factory.mktemp("laws") / "report.json"
     script = Path(__file__).with_name("run_laws.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", script, report]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    job = subprocess.run(command, capture_output=True, text=True, timeout=600)
     found = json.loads(report.read_text()) if report.exists() else {}
     found["output"] = job.stdout[-2000:] + job.stderr[-4000:]
     return found

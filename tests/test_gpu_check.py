@@ -27,7 +27,7 @@ def test_a_wrong_command_is_one_line_and_leaves_nothing(name: str, script: str, 
     used.mkdir()
     (used / "file").touch()
     command = ["bash", LAUNCH / script, *(argument.format(used=used, out=out) for argument in arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert expected in done.stderr

@@ -691,7 +691,7 @@ def test_sglangs_dump_goes_through_the_command_that_converts_it(tmp_path, out):
     assert text.endswith(f"a pickle, which is not read; convert it where SGLang runs: {CONVERT}")
     python, *rest = CONVERT.split(" ", 1)
     assert python == "python"
-    subprocess.run(f"{sys.executable} {rest[0]}", shell=True, check=True, cwd=tmp_path, timeout=120)
+    subprocess.run(f"{sys.executable} {rest[0]}", shell=True, check=True, cwd=tmp_path, timeout=600)
     summary = import_trace("sglang", tmp_path / "dump.npz", out, ImportOptions(**SGLANG))
     ids, scores, sequence_id_T, position_T = read_back(out)
     assert sequence_id_T.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 3, 4, 5]

@@ -155,7 +155,7 @@ def test_run_json_says_what_was_built(finished: Path) -> None:
 def test_emulated_ranks_route_every_layer_as_real_ones_do(finished: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, layer__ep_size=2, emulate={"links": "h100-nvlink4", "device": "h100-sxm"})
     command = [sys.executable, "-m", "moe_ep_bench", "emulate", config, "--out", tmp_path / "out"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == OK, done.stderr
     key = ["policy", "policy_params", "num_ranks", "rank", "batch", "layer"]
     ours, theirs = (

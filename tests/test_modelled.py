@@ -242,7 +242,7 @@ POLICIES = {
 @pytest.fixture(scope="module")
 def measured() -> dict[str, Any]:
     """Phases of each leg, meetings and work of real runs, by model, ranks and policy."""
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

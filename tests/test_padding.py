@@ -96,8 +96,8 @@ def outs(config: Path) -> dict[str, Path]:
     """The same comparisons on two real ranks, one real rank, two emulated and two virtual ones."""
     outs = {name: config.parent / name for name in ("run", "one rank", "emulate", "route")}
     for done in (
-        launch(config, "--out", outs["run"], timeout=400),
-        launch(config, "--out", outs["one rank"], "--set", "layer.ep_size=1", nproc=1, timeout=400),
+        launch(config, "--out", outs["run"], timeout=600),
+        launch(config, "--out", outs["one rank"], "--set", "layer.ep_size=1", nproc=1, timeout=600),
         emulate(config, "--out", outs["emulate"]),
     ):
         assert done.returncode == OK, done.stderr

@@ -74,7 +74,7 @@ def run(script, *arguments, cwd, **environment):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     kept |= {"HOME": str(cwd), "PATH": path, "https_proxy": nowhere, "http_proxy": nowhere, **environment}
     command = ["bash", script, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=180)
+    return subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=600)
 
 
 def snapshot(folder):

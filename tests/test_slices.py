@@ -58,7 +58,7 @@ def planned(folder: Path, world_size: int, layer: dict[str, object] | None = Non
 
 def launched(folder: Path, **changes: object) -> Path:
     command = ["launch", str(write(folder, **changes)), "--out", str(folder / "out"), "--nproc", "2"]
-    done = subprocess.run([sys.executable, "-m", "moe_ep_bench", *command], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-m", "moe_ep_bench", *command], capture_output=True, text=True, timeout=600)
     assert done.returncode == OK, done.stderr[-3000:]
     return folder / "out"
 

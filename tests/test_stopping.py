@@ -70,7 +70,7 @@ def test_who_is_asked_to_end_ends_and_says_so(where: str, status: int, number: s
         assert asked.stdout.readline() == "ready\n"
         time.sleep(0.2)
         asked.send_signal(number)
-        asked.communicate(timeout=200)
+        asked.communicate(timeout=600)
     finally:
         asked.kill()
     assert asked.returncode == (status if status == 100 else 128 + number)

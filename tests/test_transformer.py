@@ -25,7 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str
         report = tmp_path_factory.mktemp("laws") / "report.json"
         script = Path(__file__).with_name("run_transformer_laws.py")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-        job = subprocess.run([*command, script, report], capture_output=True, text=True, timeout=200)
+        job = subprocess.run([*command, script, report], capture_output=True, text=True, timeout=600)
         found[count] = json.loads(report.read_text()) if report.exists() else {}
         found[count]["output"] = job.stdout[-2000:] + job.stderr[-4000:]
     return found

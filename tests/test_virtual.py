@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("virtual_laws.py")
 
 @pytest.fixture(scope="module")
 def output() -> str:
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=600, check=False)
     return done.stdout + done.stderr[-4000:]
 
 

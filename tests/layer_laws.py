@@ -12,12 +12,13 @@ import json
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from virtual_time import VirtualTime
+from virtual_time import all_in, passing_where_late
 
 from moe_ep_bench.layer import megatron
 from moe_ep_bench.layer.build import LayerPair, build_layers, transformer_config
@@ -519,9 +520,6 @@ def instrumentation_leaves_nothing_behind(lab: Lab) -> None:
     assert [set(vars(owner)) for owner in owners] == before
 
 
-LATE_US = 400_000
-
-
 @law
 @needs_ranks(2, 4)
 def a_slow_rank_shows_as_waiting_on_the_others_in_the_right_place(lab: Lab) -> None:
@@ -539,12 +537,9 @@ def a_slow_rank_shows_as_waiting_on_the_others_in_the_right_place(lab: Lab) -> N
     ):
         layer = layers.native if policy is None else layers.policy
         is_slow = lab.ranks.rank == slow_rank
-        clock = VirtualTime(lab.ranks.device)
-        late = clock.delaying(getattr(layer, owner), method, LATE_US) if is_slow else contextlib.nullcontext()
-        with clock, late:
-            times = breakdown(lab, layers, hidden_TD, policy, clock)
-        passed = {name: time_us for name, time_us in times.items() if time_us}
-        if passed != {phase if is_slow else wait: LATE_US, TOTAL: LATE_US}:
+        run = partial(breakdown, lab, layers, hidden_TD, policy)
+        passed = passing_where_late(lab.ranks.device, getattr(layer, owner), method, run, is_slow=is_slow)
+        if passed != all_in(phase if is_slow else wait):
             violations.append(f"rank {slow_rank} late in {method}: {passed}")
     assert not violations, violations
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from layer_laws import LATE_US, SEED, CountedSum, Lab, assert_close, law, needs_ranks
+from layer_laws import SEED, CountedSum, Lab, assert_close, law, needs_ranks
 from torch import Tensor
-from virtual_time import VirtualTime
+from virtual_time import all_in, passing_where_late
 
 from moe_ep_bench.layer import megatron
 from moe_ep_bench.layer.build import LayerPair, build_layers
@@ -237,12 +238,9 @@ def a_slow_rank_shows_as_waiting_where_slices_meet(lab: Lab) -> None:
                 wait = near if is_near else far
                 layer = layers.native if policy is None else layers.policy
                 is_slow = lab.ranks.rank == slow
-                clock = VirtualTime(lab.ranks.device)
-                delay = clock.delaying(getattr(layer, owner), method, LATE_US) if is_slow else contextlib.nullcontext()
-                with clock, delay:
-                    times = breakdown(lab, layers, meet, policy, clock)
-                passed = {name: time_us for name, time_us in times.items() if time_us}
-                if passed != {phase if is_slow else wait: LATE_US, TOTAL: LATE_US}:
+                run = partial(breakdown, lab, layers, meet, policy)
+                passed = passing_where_late(lab.ranks.device, getattr(layer, owner), method, run, is_slow=is_slow)
+                if passed != all_in(phase if is_slow else wait):
                     violations.append(f"{parts.permute}: rank {slow} late in {method}: {passed}")
     assert not violations, violations
 
@@ -253,12 +251,7 @@ def before_a_transfer_only_its_own_ranks_are_waited_for(lab: Lab) -> None:
     """Sums that are late hold up their column of ranks alone: the all-to-all back is the column's."""
     with cut(lab, 2, 2) as group:
         layers, meet = layers_of(lab, ALL_TO_ALL[0], 2), Rendezvous(group, lab.ranks.device)
-        is_slow = lab.ranks.rank == 3
-        clock = VirtualTime(lab.ranks.device)
-        dispatcher = layers.native.token_dispatcher
-        delay = clock.delaying(dispatcher, "sum_slices", LATE_US) if is_slow else contextlib.nullcontext()
-        with clock, delay:
-            times = breakdown(lab, layers, meet, clock=clock)
-        passed = {name: time_us for name, time_us in times.items() if time_us}
+        dispatcher, run = layers.native.token_dispatcher, partial(breakdown, lab, layers, meet, None)
+        passed = passing_where_late(lab.ranks.device, dispatcher, "sum_slices", run, is_slow=lab.ranks.rank == 3)
         where = {1: "wait_combine", 3: "combine"}.get(lab.ranks.rank)
-        assert passed == ({where: LATE_US, TOTAL: LATE_US} if where else {}), passed
+        assert passed == (all_in(where) if where else {}), passed

@@ -80,6 +80,16 @@ def texts_of(figure: Sheet) -> list[Text]:
     return [text for text in texts if text.get_visible() and text.get_text().strip()]
 
 
+def assert_texts_fit(figure: Sheet) -> None:
+    """Every text of a figure that was laid out is large enough and on the sheet."""
+    width, height = figure.get_size_inches()
+    for text in texts_of(figure):
+        assert text.get_fontsize() >= MIN_POINTS, text.get_text()
+        box = text.get_window_extent()
+        outside = max(-box.x0, -box.y0, box.x1 - width * figure.dpi, box.y1 - height * figure.dpi)
+        assert outside < 0.02 * figure.dpi, text.get_text()
+
+
 @pytest.mark.parametrize("size", ["page", "column", "slide"])
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_fits_every_size(measured, name, size):
@@ -91,11 +101,7 @@ def test_every_figure_fits_every_size(measured, name, size):
         assert size != "slide" or width / height == pytest.approx(16 / 9)
         panels = [axes.get_position() for axes in figure.axes]
         assert all(panel.width > 0.2 for panel in panels) or size != "column"
-        for text in texts_of(figure):
-            assert text.get_fontsize() >= MIN_POINTS, text.get_text()
-            box = text.get_window_extent()
-            outside = max(-box.x0, -box.y0, box.x1 - width * figure.dpi, box.y1 - height * figure.dpi)
-            assert outside < 0.02 * figure.dpi, text.get_text()
+        assert_texts_fit(figure)
         for axes in figure.axes:
             for axis, ends in ((axes.xaxis, ("x0", "x1")), (axes.yaxis, ("y0", "y1"))):
                 boxes = [label.get_window_extent() for label in tick_labels(axis)]

@@ -6,14 +6,13 @@ import math
 
 import numpy as np
 import pytest
-from test_figures_style import texts_of
+from test_figures_style import assert_texts_fit
 from test_quality import judged, seeds
 
 from moe_ep_bench.analysis.quality_figures import Point, capacity_figure, front, fronts_figure
 from moe_ep_bench.analysis.quality_orderings import find_over_checkpoints
 from moe_ep_bench.analysis.quality_orderings_figure import in_halves, orderings_figure
 from moe_ep_bench.analysis.quality_report import JudgedComparison
-from moe_ep_bench.analysis.sizes import MIN_POINTS
 from moe_ep_bench.analysis.style import Drawing, house_style, settle_layout
 from moe_ep_bench.policies import make_policy
 
@@ -112,9 +111,4 @@ def test_orderings_fit_every_size(size: str) -> None:
     with house_style(size):
         figure = drawn(orderings_figure(seeds(0.10, 0.12, -0.14))).figure
         settle_layout(figure)
-        width, height = figure.get_size_inches()
-        for text in texts_of(figure):
-            box = text.get_window_extent()
-            assert text.get_fontsize() >= MIN_POINTS
-            outside = max(-box.x0, -box.y0, box.x1 - width * figure.dpi, box.y1 - height * figure.dpi)
-            assert outside < 0.02 * figure.dpi, text.get_text()
+        assert_texts_fit(figure)

@@ -5,7 +5,6 @@ Run under torchrun by ``test_transformer.py`` once for each number of ranks.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import traceback
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from virtual_time import VirtualTime
+from virtual_time import VirtualTime, all_in, passing_where_late
 
 from moe_ep_bench.layer import megatron
 from moe_ep_bench.layer.depth import instrumented_model, phases_in_depth
@@ -28,7 +27,7 @@ from moe_ep_bench.models import LatentAttention, ModelSpec, load_model
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.ranks import Ranks, join
 from moe_ep_bench.records import TOTAL, UNACCOUNTED, at, where
-from moe_ep_bench.timer import PhaseRecorder
+from moe_ep_bench.timer import Clock, PhaseRecorder
 
 LAWS: dict[str, Callable[[Lab], None]] = {}
 NEEDS_RANKS: dict[str, tuple[int, ...]] = {}
@@ -236,21 +235,23 @@ def phases_of_all_layers_and_the_rest_close_against_the_total(lab: Lab) -> None:
 @law
 @needs_ranks(2)
 def a_slow_attention_shows_as_waiting_on_the_others_in_that_layer(lab: Lab) -> None:
-    name, late_us = "deepseek-v2-lite", 300_000
+    name = "deepseek-v2-lite"
     model, built = lab.model(name), lab.build(name, Parts())
     prompts = Prefill(lab.ids(model, sum(LENGTHS)), LENGTHS)
-    clock = VirtualTime(lab.ranks.device)
-    recorder, meet = PhaseRecorder(clock), Rendezvous(lab.ep_group, lab.ranks.device)
-    slow = lab.ranks.rank == 1
+    meet, is_slow = Rendezvous(lab.ep_group, lab.ranks.device), lab.ranks.rank == 1
+
+    def run(clock: Clock) -> dict[str, float]:
+        recorder = PhaseRecorder(clock)
+        with instrumented_model(built, recorder, meet):
+            meet()
+            recorder.begin()
+            prompts(built.gpt)
+            recorder.end()
+        return recorder.times_us()
+
     last = built.layers[2].self_attention
-    delay = clock.delaying(last, "forward", late_us) if slow else contextlib.nullcontext()
-    with clock, delay, instrumented_model(built, recorder, meet):
-        meet()
-        recorder.begin()
-        prompts(built.gpt)
-        recorder.end()
-    passed = {phase: time_us for phase, time_us in recorder.times_us().items() if time_us}
-    assert passed == {at(2, "attention" if slow else "wait_metadata"): late_us, TOTAL: late_us}, passed
+    passed = passing_where_late(lab.ranks.device, last, "forward", run, is_slow=is_slow)
+    assert passed == all_in(at(2, "attention" if is_slow else "wait_metadata")), passed
 
 
 @law

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ep_bench.layer.phases import replaced
+from moe_ep_bench.records import TOTAL
 
 
 class HandClock:
@@ -79,3 +80,22 @@ class VirtualTime(HandClock, TorchDispatchMode):
         latest = torch.tensor([self.now], dtype=torch.float64, device=self._device)
         dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=group)
         self.now = float(latest)
+
+
+# For a rank whose lateness a test lets others wait for.
+LATE_US = 400_000.0
+
+
+def all_in(phase: str) -> dict[str, float]:
+    """What ``passing_where_late`` finds where all the time is one phase's."""
+    return {phase: LATE_US, TOTAL: LATE_US}
+
+
+def passing_where_late(
+    device: torch.device, owner: Any, method: str, run: Callable[[VirtualTime], dict[str, float]], *, is_slow: bool
+) -> dict[str, float]:
+    """Of the times that ``run`` gives by its clock those that are not 0; ``owner.method`` is late where ``is_slow``."""
+    clock = VirtualTime(device)
+    with clock, clock.delaying(owner, method, LATE_US if is_slow else 0.0):
+        times = run(clock)
+    return {phase: time_us for phase, time_us in times.items() if time_us}

@@ -21,8 +21,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from moe_ep_bench.analysis.figures import draw_named
-from moe_ep_bench.analysis.quality_orderings import by_checkpoint
-from moe_ep_bench.analysis.quality_orderings_figure import orderings_figure, title_of
+from moe_ep_bench.analysis.quality_orderings import by_checkpoint, title_of
+from moe_ep_bench.analysis.quality_orderings_figure import orderings_figure
 from moe_ep_bench.analysis.quality_report import (
     LEAST_SEQUENCES,
     JudgedCase,
@@ -43,8 +43,6 @@ from moe_ep_bench.analysis.style import (
 from moe_ep_bench.policies import make_policy
 
 _WIDTH, _NARROW, _BODY, _COLUMNS = 10.0, 6.5, 3.3, 2
-
-
 _SUBTITLE = "Cross-entropy added to the unpatched model's on the same sequences, nats per token"
 
 

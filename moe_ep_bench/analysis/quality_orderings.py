@@ -218,6 +218,11 @@ class Several(NamedTuple):
     overall: Found
     each: dict[str, Found]
 
+    @property
+    def shown(self) -> Found:
+        """That over checkpoints where there are several, else the one's own."""
+        return self.overall if len(self.each) > 1 else next(iter(self.each.values()))
+
 
 def find_orderings(comparison: JudgedComparison) -> list[Found]:
     """Every pair of a comparison's cases that an ordering is about, of at least ten sequences (batches for loads)."""
@@ -272,6 +277,14 @@ def by_checkpoint(comparisons: Iterable[JudgedComparison]) -> list[list[JudgedCo
     return list(groups.values())
 
 
+def title_of(alike: Sequence[JudgedComparison]) -> str:
+    """A comparison's title; of those that differ in the checkpoint alone one, which counts them."""
+    facts = alike[0].facts
+    if len(alike) == 1:
+        return str(facts["title"])
+    return str(facts["title"]).replace(str(facts["model"]), f"{len(alike)} checkpoints", 1)
+
+
 def orderings_text(comparisons: Sequence[JudgedComparison]) -> str:
     """A few lines for comparisons that differ in the checkpoint alone; empty where no ordering can be looked at."""
     found = find_over_checkpoints(comparisons)
@@ -289,8 +302,8 @@ def orderings_text(comparisons: Sequence[JudgedComparison]) -> str:
     for ordering, pairs in itertools.groupby(found, lambda one: one.overall.ordering):
         heading = f"{ordering.words} ({ordering.source}), {ordering.unit}"
         lines += textwrap.wrap(heading, WIDTH, initial_indent="  ", subsequent_indent="    ")
-        for overall, each in pairs:
-            shown = overall if len(each) > 1 else next(iter(each.values()))
+        for pair in pairs:
+            shown, each = pair.shown, pair.each
             first, rest = f"    {_said(shown)}  {shown.better},", f" {shown.worse}"
             indent = " " * (len(first) - len(f"{shown.better},"))
             lines += [first + rest] if len(first + rest) <= WIDTH else [first, indent + shown.worse]

@@ -20,7 +20,13 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
-from moe_ep_bench.analysis.quality_orderings import Found, Several, by_checkpoint, find_over_checkpoints
+from moe_ep_bench.analysis.quality_orderings import (
+    Found,
+    Several,
+    by_checkpoint,
+    find_over_checkpoints,
+    title_of,
+)
 from moe_ep_bench.analysis.quality_report import JudgedComparison
 from moe_ep_bench.analysis.sizes import MIN_POINTS, current_size, wrap
 from moe_ep_bench.analysis.style import GAMMA, MUTED, NOISE_FILL, RULE, STYLE, Drawing, panel_title, sheet
@@ -50,14 +56,14 @@ def orderings_figure(comparisons: Sequence[JudgedComparison]) -> Drawing | None:
     if not panels:
         return None
     has_several = any(len(alike) > 1 for alike, _ in panels)
-    shown = {_shown(one).verdict for _, several in panels for one in several}
+    shown = {one.shown.verdict for _, several in panels for one in several}
     legend: list[tuple[str, Any]] = [
         (verdict, Line2D([], [], linestyle="none", **look)) for verdict, look in _LOOKS.items() if verdict in shown
     ]
     if has_several:
         legend.append(("each checkpoint", Line2D([], [], **_OF_ONE)))
     legend.append(("too close to say", Patch(facecolor=NOISE_FILL)))
-    lines = [max(_label(_shown(one)).count("\n") for one in several) for _, several in panels]
+    lines = [max(_label(one.shown).count("\n") for one in several) for _, several in panels]
     heights = [(_ROW + _LINE * more) * len(several) + _EXTRA for more, (_, several) in zip(lines, panels, strict=True)]
     over = "over checkpoints where there are several, else over sequences" if has_several else "over sequences"
     figure = sheet(
@@ -80,24 +86,11 @@ def orderings_figure(comparisons: Sequence[JudgedComparison]) -> Drawing | None:
     return Drawing(figure, _rows(panels))
 
 
-def title_of(alike: Sequence[JudgedComparison]) -> str:
-    """A comparison's title; of those that differ in the checkpoint alone one, which counts them."""
-    facts = alike[0].facts
-    if len(alike) == 1:
-        return str(facts["title"])
-    return str(facts["title"]).replace(str(facts["model"]), f"{len(alike)} checkpoints", 1)
-
-
-def _shown(several: Several) -> Found:
-    """Over checkpoints where there are several, else the one's own."""
-    return several.overall if len(several.each) > 1 else next(iter(several.each.values()))
-
-
 def _panel(axes: Axes, several: Sequence[Several]) -> None:
     axes.axvspan(-1, 1, color=NOISE_FILL, linewidth=0, zorder=0)
     axes.axvline(0, color=MUTED, linewidth=1.0)
     for row, one in enumerate(several):
-        found = _shown(one)
+        found = one.shown
         if len(one.each) > 1 and found.half > 0:
             ones = [in_halves(replace(each, half=found.half)) for each in one.each.values()]
             axes.plot(ones, [row] * len(ones), **_OF_ONE)
@@ -108,7 +101,7 @@ def _panel(axes: Axes, several: Sequence[Several]) -> None:
     groups = [len(list(pairs)) for _, pairs in itertools.groupby(several, lambda one: one.overall.ordering)]
     for end in list(itertools.accumulate(groups))[:-1]:
         axes.axhline(end - 0.5, color=RULE, linewidth=0.9)
-    axes.set_yticks(range(len(several)), [_label(_shown(one)) for one in several])
+    axes.set_yticks(range(len(several)), [_label(one.shown) for one in several])
     axes.set_ylim(len(several) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
@@ -116,7 +109,7 @@ def _panel(axes: Axes, several: Sequence[Several]) -> None:
     low, high = axes.get_xlim()
     axes.set_xlim(min(low, -1.5), max(1.1 * high, 1.5))
     low, high = axes.get_xlim()
-    axes.set_xticks([tick for tick in _TICKS if low <= tick <= high], minor=False)
+    axes.set_xticks([tick for tick in _TICKS if low <= tick <= high])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("what the second costs more, in halves of its 95 % interval")
@@ -156,5 +149,5 @@ def _rows(panels: Sequence[tuple[Sequence[JudgedComparison], Sequence[Several]]]
         }
         for alike, several in panels
         for one in several
-        for checkpoint, found in (("", _shown(one)), *(one.each.items() if len(one.each) > 1 else ()))
+        for checkpoint, found in (("", one.shown), *(one.each.items() if len(one.each) > 1 else ()))
     )

@@ -29,17 +29,17 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from moe_ep_bench import environment
+from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.kernels.decode_experts import decode_experts, expert_rows
 from moe_ep_bench.kernels.swiglu import weighted_swiglu
 from moe_ep_bench.layer.experts import ExpertWeights, apply_expert
 from moe_ep_bench.layer.reference import TOLERANCE
-from moe_ep_bench.measure.cache import CacheFlush
-from moe_ep_bench.measure.ceilings import measure_ceilings
-from moe_ep_bench.measure.linear import linear_fit
+from moe_ep_bench.machine import provenance
 from moe_ep_bench.models import ModelSpec, load_model
-from moe_ep_bench.records import atomic_path, write_json
-from moe_ep_bench.timer import Clock, clock_for
+from moe_ep_bench.timing.cache import CacheFlush
+from moe_ep_bench.timing.ceilings import measure_ceilings
+from moe_ep_bench.timing.linear import linear_fit
+from moe_ep_bench.timing.timer import Clock, clock_for
 
 # Preset and the ranks among which an expert's FFN is split: the layers of the papers' tables.
 LAYERS = (("qwen3-30b-a3b", 1), ("qwen3-235b-a22b", 8), ("gpt-oss-120b", 1))
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("torch sees no GPU here; --rehearse tries this script without one")
     dtype = torch.float32 if options.rehearse else torch.bfloat16
     read_gbps = measure_ceilings(device, dtype).read_gbps
-    print(f"{environment.describe(device)['device_name']}; it reads {read_gbps:,.0f} GB/s")
+    print(f"{provenance.describe(device)['device_name']}; it reads {read_gbps:,.0f} GB/s")
     tables, wrong = [], []
     with torch.inference_mode():
         for preset, shard in LAYERS:
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.out:
                 with atomic_path(options.out / "decode_experts.csv") as path:
                     pd.concat(tables).to_csv(path, index=False)
-                write_json(options.out / "decode_experts.json", {"environment": environment.describe(device)})
+                write_json(options.out / "decode_experts.json", {"environment": provenance.describe(device)})
             del bench
             if device.type == "cuda":
                 torch.cuda.empty_cache()

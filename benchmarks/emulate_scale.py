@@ -24,8 +24,8 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from moe_ep_bench import environment
-from moe_ep_bench.records import atomic_path, write_json
+from moe_ep_bench.files import atomic_path, write_json
+from moe_ep_bench.machine import provenance
 
 NUM_EXPERTS, TOP_K = 1024, 8
 RANKS, QUICK_RANKS = (8, 32, 128, 512, 1024), (2, 8)
@@ -83,18 +83,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out:
         with atomic_path(options.out / "emulate_scale.csv") as path:
             table.to_csv(path, index=False)
-        described = {"environment": environment.describe(torch.device("cpu")), "tokens_per_rank": tokens}
+        described = {"environment": provenance.describe(torch.device("cpu")), "tokens_per_rank": tokens}
         write_json(options.out / "emulate_scale.json", described)
     return 0
 
 
 def _measured(config: Path) -> dict[str, float]:
     """CPU seconds of one batch, and the memory that it took."""
-    from moe_ep_bench.scopes.emulation import Emulation
-    from moe_ep_bench.scopes.planning import plan_emulation
+    from moe_ep_bench.bench.plan import VIRTUAL, plan
+    from moe_ep_bench.bench.virtual import Emulation
 
     torch.set_num_threads(1)
-    (comparison,) = plan_emulation(config, [], on_cpu=True)  # Makes rank 0's tokens and compiles what is compiled.
+    (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)  # Makes rank 0's tokens and compiles what is compiled.
     emulation = Emulation(comparison, comparison.cases, torch.device("cpu"), lambda case_id: None)
     before = _resident_bytes()
     _forget_peak()
@@ -102,7 +102,7 @@ def _measured(config: Path) -> dict[str, float]:
     with torch.inference_mode():
         emulation.measure()
     seconds = time.process_time() - start
-    peak = environment.peak_memory_bytes(torch.device("cpu")) or 0
+    peak = provenance.peak_memory_bytes(torch.device("cpu")) or 0
     return {"CPU s": seconds, "peak MB": (peak - before) / 2**20}
 
 

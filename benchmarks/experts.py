@@ -21,16 +21,17 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from moe_ep_bench import environment
+from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.kernels.swiglu import weighted_swiglu
-from moe_ep_bench.layer.build import DTYPES, build_layers
+from moe_ep_bench.layer.build import SingleLayer
+from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import initialize_expert_parallel
 from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.machine import provenance
 from moe_ep_bench.models import ModelSpec, load_model
-from moe_ep_bench.ranks import join
-from moe_ep_bench.records import atomic_path, write_json
-from moe_ep_bench.timer import clock_for
+from moe_ep_bench.runtime.ranks import join
+from moe_ep_bench.timing.timer import clock_for
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         times = _interleaved(contenders, ranks.device, options.rounds)
     table = _table(contenders, times)
     title = f"{model.name} x {model.scale:g}, {options.tokens:,} tokens, {options.dtype}, skew {options.skew:g}"
-    print(f"{title}\n{environment.describe(ranks.device)['device_name']}, medians of {options.rounds} rounds\n")
+    print(f"{title}\n{provenance.describe(ranks.device)['device_name']}, medians of {options.rounds} rounds\n")
     print(table.to_string(index=False, float_format="{:.3g}".format))
     if options.out:
         with atomic_path(options.out / "experts.csv") as path:
             table.to_csv(path, index=False)
-        write_json(options.out / "experts.json", {"title": title, "environment": environment.describe(ranks.device)})
+        write_json(options.out / "experts.json", {"title": title, "environment": provenance.describe(ranks.device)})
     ranks.close()
     return 0
 
@@ -89,10 +90,10 @@ def _contenders(
     product = torch.empty_like(square)
     contenders = [Contender("square matmul", lambda: torch.mm(square, square, out=product), 2.0 * options.square**3)]
     backends = ["sequential", "grouped"]
-    if device.type == "cuda" and environment.package_versions()["transformer_engine"]:
+    if device.type == "cuda" and provenance.package_versions()["transformer_engine"]:
         backends.append("te")
     for backend in backends:
-        experts = build_layers(model, dtype, device, group, 0, Parts(backend, "indexed")).native.experts
+        experts = SingleLayer(model, dtype, device, group, 0, Parts(backend, "indexed")).pair.native.experts
         run = lambda experts=experts: experts(hidden_ND, counts_E, weights_N)  # noqa: E731
         contenders.append(Contender(backend, run, flops))
         if backend == "grouped":

@@ -12,6 +12,7 @@ thread and on all. Machines with other work on them: trust the ratios, not the m
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import time
@@ -23,10 +24,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from moe_ep_bench import environment
+from moe_ep_bench.files import atomic_path, write_json
+from moe_ep_bench.kernels import compiled
+from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import POLICIES, RoutingContext, make_policy
 from moe_ep_bench.policies.capacity import expert_capacity
-from moe_ep_bench.records import atomic_path, write_json
 
 TOP_K = 8
 NUM_RANKS = 8
@@ -76,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out:
         with atomic_path(options.out / "policies.csv") as path:
             pd.concat(tables).to_csv(path, index=False)
-        write_json(options.out / "policies.json", {"environment": environment.describe(torch.device("cpu"))})
+        write_json(options.out / "policies.json", {"environment": provenance.describe(torch.device("cpu"))})
     return 0
 
 
@@ -96,7 +98,7 @@ def _contenders(num_tokens: int, num_experts: int) -> dict[str, Callable[[], obj
     }
     for policy in map(make_policy, SPECS):
         policy.check(scores_TE, context)
-        contenders[policy.label] = lambda policy=policy: policy.select(scores_TE, context)
+        contenders[policy.label] = functools.partial(compiled(policy, "cpu").select, scores_TE, context)
     return contenders
 
 

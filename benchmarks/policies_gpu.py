@@ -33,13 +33,13 @@ import pandas as pd
 import torch
 from policies import ALGORITHMS, NUM_RANKS, PLAIN, SPECS, TOP_K, published
 
-from moe_ep_bench import environment
-from moe_ep_bench.kernels import twins
-from moe_ep_bench.measure.ceilings import measure_ceilings
+from moe_ep_bench.files import atomic_path, write_json
+from moe_ep_bench.kernels import dispatch
+from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.laser import LoadAwarePolicy
-from moe_ep_bench.records import atomic_path, write_json
-from moe_ep_bench.timer import Clock, clock_for
+from moe_ep_bench.timing.ceilings import measure_ceilings
+from moe_ep_bench.timing.timer import Clock, clock_for
 
 PREFILL = [(65_536, 64), (524_288, 64), (524_288, 128)]
 DECODE = [(1, 128), (16, 128), (64, 128), (512, 128)]
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.rehearse and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; --rehearse tries this script without one")
     copy_gbps = measure_ceilings(device, torch.float32).copy_gbps
-    print(f"{environment.describe(device)['device_name']}; a copy moves {copy_gbps:,.0f} GB/s")
+    print(f"{provenance.describe(device)['device_name']}; a copy moves {copy_gbps:,.0f} GB/s")
     shapes = REHEARSAL if options.rehearse else QUICK if options.quick else [*PREFILL, *DECODE]
     tables: list[pd.DataFrame] = []
     disagreeing: list[str] = []
@@ -92,7 +92,7 @@ def _write(out: Path | None, tables: Sequence[pd.DataFrame], device: torch.devic
     if out is not None:
         with atomic_path(out / "policies_gpu.csv") as path:
             pd.concat(tables).to_csv(path, index=False)
-        write_json(out / "policies_gpu.json", {"environment": environment.describe(device)})
+        write_json(out / "policies_gpu.json", {"environment": provenance.describe(device)})
 
 
 class Bench:
@@ -118,12 +118,11 @@ class Bench:
         return is_sequential and self.num_tokens > MOST_SEQUENTIAL_TOKENS
 
     def _triton(self, policy: Policy) -> Callable[[], Any] | None:
-        twin = twins.triton_twins().get(type(policy))
+        twin = dispatch.triton_twins().get(type(policy))
         return None if twin is None else lambda: twin.select(policy, self.scores_TE, self.context, None)
 
     def _plain(self, policy: Policy) -> Callable[[], Any]:
-        kernel = twins.oracle_for(policy, self.device.type)
-        return lambda: policy.select(self.scores_TE, self.context, None, kernel)
+        return lambda: dispatch.oracle_for(policy, self.device).select(self.scores_TE, self.context)
 
     def check(self) -> list[str]:
         """Labels of the policies whose Triton form fails or chooses other pairs; they are not timed."""

@@ -85,7 +85,7 @@ def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
     path.write_text(yaml.safe_dump(config(num_cases)))
     temporary.mkdir()
     shared_before = set(os.listdir("/dev/shm"))
-    command = [sys.executable, "-m", "moe_ep_bench", "launch", "--nproc", "2", str(path), "--out", str(out)]
+    command = [sys.executable, "-m", "moe_ep_bench", "run", "--nproc", "2", str(path), "--out", str(out)]
     # The variable tells the processes of this soak from all others, whatever becomes of their parents.
     mark = f"MOE_EP_BENCH_SOAK={os.getpid()}"
     env = {**os.environ, "TMPDIR": str(temporary), **dict([mark.split("=")])}

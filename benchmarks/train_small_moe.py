@@ -141,7 +141,7 @@ def train(
         "steps": step,
         "tokens": step * batch * length,
         "minutes": round((time.monotonic() - begin) / 60, 2),
-        "cpu_seconds": round(time.process_time() - begin_cpu, 1),
+        "cpu_seconds": round(time.process_time() - begin_cpu, 2),
     }
 
 

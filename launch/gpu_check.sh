@@ -11,8 +11,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/gpu_common.sh"
 
 experts=(--out "$out")
 [ -z "$rehearse" ] || experts+=(--scale 0.03125 --tokens 512 --dtype float32 --square 256 --rounds 3)
-step run 170 "$python" -m moe_ep_bench launch configs/gpu-check.yaml --out "$out/run" --nproc 1
-step table 30 "$python" -m moe_ep_bench summary "$out/run"
+step run 170 "$python" -m moe_ep_bench run configs/gpu-check.yaml --out "$out/run" --nproc 1
+step table 30 "$python" -m moe_ep_bench show "$out/run"
 step experts 60 "$python" benchmarks/experts.py "${experts[@]}"
 [ -n "$rehearse" ] || step tests 150 "$python" -m pytest -m gpu tests/test_gpu.py -q -p no:cacheprovider
 step policies 100 "$python" benchmarks/policies_gpu.py --quick --out "$out" $rehearse ${rehearse:+--rounds 1}

@@ -21,7 +21,7 @@ fi
 # table NAME SECONDS: a paper's table, timed here.
 table() {
   local batches=(--set workload.num_batches=10)
-  step "$1" "$2" "$python" -m moe_ep_bench reproduce "configs/papers/$1.yaml" --nproc 1 --out "$out/$1" \
+  step "$1" "$2" "$python" -m moe_ep_bench papers "configs/papers/$1.yaml" --nproc 1 --out "$out/$1" \
     "${batches[@]}" "${replayed[@]}" "${small[@]}"
 }
 
@@ -29,9 +29,9 @@ table() {
 steps() {
   local name=$1 limit=$2
   shift 2
-  step "$name" "$limit" "$python" -m moe_ep_bench launch "configs/$name.yaml" --nproc 1 --out "$out/$name" \
+  step "$name" "$limit" "$python" -m moe_ep_bench run "configs/$name.yaml" --nproc 1 --out "$out/$name" \
     "${small[@]}" "$@"
-  step "$name-says" 30 "$python" -m moe_ep_bench summary "$out/$name"
+  step "$name-says" 30 "$python" -m moe_ep_bench show "$out/$name"
   step "$name-figures" 30 "$python" plot_results.py "$out/$name"
 }
 
@@ -40,7 +40,7 @@ steps() {
 step experts 80 "$python" benchmarks/decode_experts.py --out "$out" $rehearse ${rehearse:+--rounds 1}
 table oea-table3 70
 steps decode-graph 110 ${rehearse:+--set sweep.workload.num_tokens=[1,4]}
-step decode-fit 20 "$python" -m moe_ep_bench fit "$out/decode-graph"
+step decode-fit 20 "$python" -m moe_ep_bench calibrate --from "$out/decode-graph"
 steps model-decode-graph 50 --set whole.num_layers=4 --set workload.num_batches=3 --set measure.iterations=5 \
   --set sweep.workload.tokens_per_rank=[16] ${rehearse:+--set whole.num_layers=2 --set whole.context_length=16}
 table oea-table5 40

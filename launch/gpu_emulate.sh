@@ -19,13 +19,13 @@ emulate() {
     --set measure.warmup=1 --set measure.breakdown_iterations=0 "$@"
   # `emulate` has printed it.
   [ "$command" = emulate ] ||
-    "$python" -m moe_ep_bench summary "$out/$name" >>"$out/$name.txt" 2>>"$out/$name.err" || true
+    "$python" -m moe_ep_bench show "$out/$name" >>"$out/$name.txt" 2>>"$out/$name.err" || true
 }
 
 size=(--set workload.tokens_per_rank=65536 --set workload.num_batches=2 --set measure.iterations=3)
-emulate reproduce olmoe 120 "${size[@]}" --set model.preset=olmoe-1b-7b
-emulate reproduce deepseek-v2-lite 120 "${size[@]}" --set model.preset=deepseek-v2-lite
-emulate reproduce mixtral 150 "${size[@]}" --set model.preset=mixtral-8x7b --set workload.skew=single_domain
+emulate papers olmoe 120 "${size[@]}" --set model.preset=olmoe-1b-7b
+emulate papers deepseek-v2-lite 120 "${size[@]}" --set model.preset=deepseek-v2-lite
+emulate papers mixtral 150 "${size[@]}" --set model.preset=mixtral-8x7b --set workload.skew=single_domain
 emulate emulate mixtral-paper-size 120 --set workload.tokens_per_rank=524288 --set workload.num_batches=1 \
   --set measure.iterations=1 --set model.preset=mixtral-8x7b --set workload.skew=single_domain \
   --set 'policies=[{name: token_drop, capacity_factor: 1.5}]' --set 'claims=[]'

@@ -7,4 +7,4 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out=$root/results/quickstart-$(date +%Y%m%d-%H%M%S)
 "$root/launch/torchrun.sh" "$root/configs/quickstart.yaml" --out "$out" "$@"
 "$root/.venv/bin/python" "$root/plot_results.py" "$out"
-"$root/.venv/bin/python" -m moe_ep_bench summary "$out"
+"$root/.venv/bin/python" -m moe_ep_bench show "$out"

@@ -34,4 +34,4 @@ if [ "${NNODES:-1}" -gt 1 ]; then
   : "${MASTER_ADDR:?NNODES is above 1: set MASTER_ADDR to the host of node 0}"
   nodes+=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master "$MASTER_ADDR:${MASTER_PORT:-29400}")
 fi
-exec "${VENV:-$root/.venv}/bin/python" -m moe_ep_bench launch "${nodes[@]}" "$@"
+exec "${VENV:-$root/.venv}/bin/python" -m moe_ep_bench run "${nodes[@]}" "$@"

@@ -1,48 +1,69 @@
-"""From a YAML file to a frozen, validated experiment.
+"""Read a YAML config into frozen, validated experiments.
 
-Unknown keys are errors, and every error is one line: file, key, what was found, what is allowed.
-An experiment is a list of *comparisons* (one per point of ``sweep``); in each, all policies and
-the baselines run interleaved on the same batches.
+Unknown keys are errors. Every error is one line: file, key, what was found, what is allowed.
+Each point of ``sweep`` is one experiment, which is run as one *comparison*: all policies and the baselines,
+interleaved on the same batches.
 """
 
 from __future__ import annotations
 
-import difflib
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, field_validator, model_validator
 
-from moe_ep_bench.claims import Claim
 from moe_ep_bench.models import ModelSpec, load_hf_model, load_preset
+from moe_ep_bench.models.presets import ConfigError, Strict, models_in, parse_yaml, read_yaml, validated
+from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import PLACEMENTS, Placement, make_placement
 from moe_ep_bench.policies import Policy, make_policy
-from moe_ep_bench.skews import RankLoad, load_skew
-from moe_ep_bench.workload import TAILS, open_trace
-
-_Schema = TypeVar("_Schema", bound=BaseModel)
-
-
-class ConfigError(ValueError):
-    """A mistake in what the user wrote; its text is the one line to show."""
+from moe_ep_bench.workload.skews import RankLoad, load_skew
+from moe_ep_bench.workload.tail import TAILS
+from moe_ep_bench.workload.trace import open_trace
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+@dataclass(frozen=True)
+class FileKey:
+    """Marks a key that names a file. Relative paths are read from the config's own folder."""
+
+    is_name: Callable[[str], bool] = lambda _: False
+    """Whether a value is no path but a name, as of a preset."""
 
 
-class ModelConfig(_Strict):
+FILE = FileKey()
+PRESET_OR_FILE = FileKey(is_name=lambda text: not text.endswith(".yaml"))
+
+
+class SweepPoint(Strict):
+    """A config file at one point of its ``sweep``."""
+
+    BESIDE: ClassVar[tuple[str, ...]] = ("sweep",)
+    """Keys of the file that are read before its values: they are no fields."""
+    # Not a key: set where the sweep is expanded.
+    _point: tuple[tuple[str, Any], ...] = PrivateAttr(())
+
+    @property
+    def point(self) -> tuple[tuple[str, Any], ...]:
+        """This experiment's place in the file's ``sweep``: dotted keys with their values, in the file's order."""
+        return self._point
+
+
+_Schema = TypeVar("_Schema", bound=SweepPoint)
+
+
+class ModelConfig(Strict):
     preset: str | None = None
-    """A file of configs/models/, without its ending."""
-    hf_config: Path | None = None
-    """A Hugging Face config.json, or its folder, in place of a preset; relative to the config's own folder."""
+    """Model shape: a file of configs/models/, without its ending."""
+    hf_config: Annotated[Path | None, FILE] = None
+    """Hugging Face config.json, or its folder, in place of a preset; relative to the config's own folder."""
     scale: float = Field(1.0, gt=0, le=1)
-    """Hidden sizes as a share of the true ones."""
+    """Factor on the hidden sizes."""
     tensor_parallel: int = Field(1, ge=1)
-    """One rank's shard of so many tensor-parallel ones: its share of every expert; the all-reduce is not in it."""
+    """Tensor-parallel ranks that share every expert. One rank's shard runs, without the all-reduce."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
@@ -63,18 +84,18 @@ class ModelConfig(_Strict):
         return whole.sharded(self.tensor_parallel).scaled(self.scale)
 
 
-class _Workload(_Strict):
+class _Workload(Strict):
     tokens_per_rank: int | None = Field(None, ge=1)
     num_tokens: int | None = Field(None, ge=1)
-    """Tokens of a batch on all ranks together; give this or tokens_per_rank."""
+    """Tokens of a batch over all ranks; give this or tokens_per_rank."""
     num_batches: int = Field(10, ge=1)
     seed: int = Field(0, ge=0)
     rank_shares: tuple[Annotated[float, Field(ge=0)], ...] | None = Field(None, min_length=1)
-    """Tokens of the ranks in relation to each other, repeated as often as there are ranks; 0 = none."""
+    """Relative numbers of tokens of the ranks, repeated to the number of ranks; 0 = no tokens."""
     padding_per_rank: int = Field(0, ge=0)
-    """Of every rank's tokens the last so many are padding, as in a decode batch that is padded to a graph's size."""
+    """Padding tokens at the end of every rank's batch, as where decode batches are padded to a CUDA graph's size."""
     mask_padding: bool = True
-    """Policies are told which tokens are padding, and let them select nothing; ``native`` is never told."""
+    """Policies know the padding, and it selects no experts. ``native`` never knows it."""
 
     @model_validator(mode="after")
     def _check(self) -> _Workload:
@@ -89,28 +110,29 @@ class _Workload(_Strict):
 class SyntheticConfig(_Workload):
     kind: Literal["synthetic"] = "synthetic"
     skew: Literal["mixed", "single_domain", "worst_layer"] | None = None
-    """Targets calibrated to the model (configs/skews/); what is given beside it wins, null included."""
+    """Targets calibrated to the model (configs/skews/). Keys given beside it win, null included."""
     peak_load: float | None = Field(None, ge=1)
-    """Fullest expert over the mean; null = unskewed."""
+    """Load of the fullest expert over the mean; null = unskewed."""
     sequence_length: int = Field(128, ge=1)
     """1 = decode, 1 + L = speculative requests with L draft tokens."""
     family: Literal["lognormal", "zipf", "dirichlet", "uniform"] = "lognormal"
-    """How popularity falls from expert to expert."""
+    """Distribution of popularity over experts."""
     placement: Literal["scattered", "spread", "adjacent"] = "scattered"
-    """Where popular experts lie: as drawn, spread over the ranks, or side by side."""
+    """Positions of popular experts: as drawn, spread over the ranks, or side by side."""
     rank_load: RankLoad | None = None
-    """Fullest rank over the mean, for one number of ranks."""
+    """Load of the fullest rank over the mean, for one number of ranks."""
     topk_share: float | None = Field(None, gt=0, lt=1)
-    """Share of the score mass that the top-k hold."""
+    """Share of the score mass in the top-k."""
     entropy: float | None = Field(None, gt=0, lt=1)
-    """Of a token's scores, over the logarithm of the experts' number."""
+    """Entropy of a token's scores, over the logarithm of the number of experts."""
     neighbour_overlap: float | None = Field(None, gt=0)
-    """How many experts adjacent tokens of a sequence share."""
+    """Experts shared by adjacent tokens of a sequence."""
     drift: float = Field(0.0, ge=0, le=1)
-    """How much of the popularity is new in each batch."""
+    """Share of the popularity that is new in each batch."""
     burst_every: int | None = Field(None, ge=2)
+    """Batches from one burst to the next."""
     burst_peak_load: float | None = Field(None, ge=1)
-    """Every so many batches one has this peak load."""
+    """Peak load of a burst's batch."""
 
     def targets(self, preset: str | None) -> dict[str, Any]:
         """All targets, those of ``skew`` included.
@@ -129,7 +151,7 @@ class SyntheticConfig(_Workload):
             calibrated = load_skew(preset, self.skew).targets()
         except ValueError as error:
             raise ValueError(f"skew: {error}") from None
-        # A way of placing experts, or a skew that moves, leaves no room for a load of one rank.
+        # A rank's load cannot be met together with another placement or a skew that moves.
         if self.placement != "scattered" or self.drift or self.burst_every or self.family == "uniform":
             calibrated.pop("rank_load", None)
         if self.sequence_length == 1:
@@ -139,35 +161,35 @@ class SyntheticConfig(_Workload):
         return {**own, **{key: value for key, value in calibrated.items() if key not in self.model_fields_set}}
 
 
-# Keys of a synthetic workload that it is solved for, as SyntheticWorkload calls them.
+# Keys that are targets of SyntheticWorkload, under the same names.
 _TARGETS = (
     "peak_load", "family", "placement", "rank_load", "topk_share", "entropy", "neighbour_overlap", "drift",
     "burst_every", "burst_peak_load",
 )  # fmt: skip
 
 
-class RecordingConfig(_Strict):
-    trace: Path
-    """A moe-trace-v1 file; a relative path is read from the config's own folder."""
-    share: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Of all tokens, in relation to the shares of the other recordings."""
+class RecordingConfig(Strict):
+    trace: Annotated[Path, FILE]
+    """Path of a moe-trace-v1 file, relative to the config's own folder."""
+    share: float = Field(1.0, gt=0)
+    """Share of all tokens, relative to the other recordings' shares."""
 
 
 class RecordedConfig(_Workload):
     kind: Literal["recorded"] = "recorded"
-    trace: tuple[RecordingConfig, ...] = Field(min_length=1)
-    """A recording's path, or several recordings with their shares."""
+    trace: Annotated[tuple[RecordingConfig, ...], FILE] = Field(min_length=1)
+    """Path of a recording, or several recordings with their shares."""
     layer: int = Field(ge=0)
-    """One recorded layer; in a config also a list of them or ``all``, which makes a comparison for each."""
+    """Recorded layer. A config may list several, or say ``all``: one comparison for each."""
     arrangement: Literal["sequences", "decode"] = "sequences"
-    """Whole sequences (prefill), or in every batch the next step of requests that decode side by side."""
+    """Batches of whole sequences (prefill), or of the next step of requests that decode side by side."""
     tokens_per_request: int = Field(1, ge=1)
-    """In a decoding step; 1 + L = speculative requests with L draft tokens."""
+    """Tokens of a request in a decode step; 1 + L = speculative requests with L draft tokens."""
     tail: Literal["popularity", "uniform", "both", "recorded"]
-    """What is assumed of the experts that the recording does not name; ``both`` makes a comparison for each, and
-    ``recorded`` assumes nothing where the recording has the scores of all experts."""
+    """Assumed scores of experts that the recording does not name; ``both`` makes one comparison for each assumption.
+    ``recorded`` assumes nothing: the recording has all experts' scores."""
     topk_share: float | None = Field(None, gt=0, le=1)
-    """Assumed mass of the top-k where the recording's scores are normalised over it."""
+    """Assumed score mass of the top-k, where the recording's scores are normalised over the top-k."""
 
     @property
     def tail_words(self) -> str:
@@ -179,49 +201,50 @@ class RecordedConfig(_Workload):
         return [{"trace": value}] if isinstance(value, str | Path) else value
 
 
-class LayerConfig(_Strict):
+class LayerConfig(Strict):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     ep_size: int | None = Field(None, ge=1)
-    """Expert-parallel ranks; null = all ranks. The rest are data-parallel replicas."""
+    """Expert-parallel ranks; null = all ranks. Other ranks are data-parallel replicas."""
     expert_tensor_parallel: int = Field(1, ge=1)
-    """Ranks among which every expert is cut, beside ``ep_size`` (layer.tensor_group); 1 = experts are whole."""
+    """Ranks that share every expert, beside ``ep_size`` (layer.dispatchers); 1 = experts are whole."""
     seed: int = Field(0, ge=0)
     experts: Literal["auto", "sequential", "grouped", "decode", "te"] = "auto"
-    """What computes the experts (layer.parts)."""
+    """Implementation of the experts (layer.parts)."""
     permute: Literal["auto", "megatron", "indexed", "fused"] = "auto"
-    """What permutes tokens around the all-to-all (layer.parts)."""
+    """Implementation of token permutation around the all-to-all (layer.parts)."""
     kernel: Literal["auto", "torch", "triton", "numba"] = "auto"
-    """What routes by a policy (kernels.twins)."""
+    """Implementation of the policies (kernels.dispatch)."""
     dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    """How tokens reach their experts' ranks (layer.parts)."""
+    """Communication of tokens to their experts' ranks (layer.parts)."""
     cuda_graph: bool = False
-    """Replay the layer from CUDA graphs, as far as it waits for no host (layer.graphs); needs allgather and a GPU."""
+    """Replay the layer from CUDA graphs where it needs no host sync (layer.graphs); needs allgather and a GPU."""
 
 
-class WholeConfig(_Strict):
-    """What only ``scope: model`` reads: how much of a model is built, and what is before its tokens."""
+class WholeConfig(Strict):
+    """Size and context of a whole model; only ``scope: model`` reads it."""
 
     num_layers: int | None = Field(None, ge=1)
-    """The first so many layers, dense ones included; null = all. Times of all are then extrapolated, and say so."""
+    """Layers that are built, from the first on, dense ones included; null = all. Else times of all are extrapolated,
+    and say so."""
     context_length: int = Field(0, ge=0)
-    """Tokens of each request in the KV cache: a batch is one decode step then. 0 = prefill: sequences are prompts."""
+    """Tokens of each request in the KV cache; each batch is one decode step. 0 = prefill: sequences are prompts."""
 
 
-class MeasureConfig(_Strict):
+class MeasureConfig(Strict):
     iterations: int = Field(5, ge=1)
     """Plain iterations per batch and case."""
     breakdown_iterations: int = Field(2, ge=0, le=1000)
     """Iterations per batch and case with all phases timed."""
     warmup: int = Field(1, ge=0)
-    """Fewest untimed rounds over all batches and cases, after the first, which every shape gets anyhow."""
+    """Minimum of untimed rounds over all batches and cases, after the first one that every shape always gets."""
     max_warmup: int = Field(5, ge=0)
-    """Warm-up goes on until a round takes as long as the one before it, up to this many rounds."""
+    """Maximum of warm-up rounds. Warm-up ends where a round takes as long as the one before it."""
     launches: int = Field(1, ge=1)
-    """Repetitions of the whole process, on the same batches; the report uses all."""
+    """Runs of the whole process, on the same batches; the report uses all."""
     flush_l2: bool = False
     """Overwrite the last-level cache before every timed iteration."""
     timeout_s: float = Field(300, gt=0)
-    """No iteration and no rendezvous may last longer."""
+    """Time limit of every iteration and every rendezvous."""
 
     @model_validator(mode="after")
     def _check(self) -> MeasureConfig:
@@ -232,16 +255,19 @@ class MeasureConfig(_Strict):
         return self
 
 
-class RouteConfig(_Strict):
-    """What ``route`` reads, and of it ``emulate`` the placement; ``run`` times experts that are placed contiguously."""
+class RouteConfig(Strict):
+    """Settings of ``route``; ``emulate`` reads the placement. ``run`` always places experts contiguously."""
 
-    placement: Literal["contiguous", "strided"] | Path | tuple[tuple[float, ...], ...] = "contiguous"
-    """Which ranks hold which experts, for the load of ranks: a word, a matrix [ranks][experts] of shares, or a JSON
+    placement: Annotated[
+        Literal["contiguous", "strided"] | Path | tuple[tuple[float, ...], ...],
+        FileKey(is_name=PLACEMENTS.__contains__),
+    ] = "contiguous"
+    """Placement of experts on ranks, for the load of ranks: a word, a matrix [ranks][experts] of shares, or a JSON
     file with one, relative to the config's own folder."""
-    layer_weights: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] | None = Field(None, min_length=1)
-    """What each layer counts in the imbalance factor, in the order of the layers; null = alike."""
+    layer_weights: tuple[Annotated[float, Field(ge=0)], ...] | None = Field(None, min_length=1)
+    """Weights of the layers in the imbalance factor, in the order of the layers; null = equal."""
     image_share: float | None = Field(None, ge=0, le=1)
-    """Assumed share of image tokens, the first ones of every sequence; null = no token has a modality."""
+    """Assumed share of image tokens, first in every sequence; null = no token has a modality."""
 
     def make_placement(self, num_experts: int, num_ranks: int) -> Placement:
         """Place the experts; ValueError where the placement does not fit."""
@@ -251,42 +277,44 @@ class RouteConfig(_Strict):
             raise ValueError(f"route.placement: {error}") from None
 
 
-class ReplicationConfig(_Strict):
+class ReplicationConfig(Strict):
     """Replicas of busy experts as DeepSeek's EPLB places them (``replication``)."""
 
     spare_per_rank: int = Field(ge=1)
     """Experts that every rank holds beyond its share."""
     num_nodes: int = Field(1, ge=1)
-    """Nodes whose ranks are neighbours; read by the hierarchical policy."""
+    """Nodes, each of neighbouring ranks; the hierarchical policy reads it."""
     policy: Literal["auto", "hierarchical", "global"] = "auto"
 
 
-# ``emulate.device``: the one that is here.
+# ``emulate.device``: this machine's own.
 MEASURED = "measured"
 
 
-class EmulateConfig(_Strict):
-    """What only ``emulate`` reads."""
+class EmulateConfig(Strict):
+    """Settings of ``emulate``."""
 
-    links: str | None = None
-    """How virtual ranks are linked: a file of configs/links/ without its ending, or a path that ``calibrate`` wrote."""
-    bandwidth_scale: float = Field(1.0, gt=0, allow_inf_nan=False)
+    links: Annotated[str | None, PRESET_OR_FILE] = None
+    """Links between virtual ranks: a file of configs/links/ without its ending, or the path of one by ``calibrate``."""
+    bandwidth_scale: float = Field(1.0, gt=0)
     """Factor on the bandwidth of all links."""
-    device: str = MEASURED
-    """``measured``: this device runs every virtual rank's layer. Else nothing is run: a file of configs/devices/
-    without its ending, or the path of such a file, says what the layer's phases would take."""
+    device: Annotated[str, PRESET_OR_FILE] = MEASURED
+    """``measured``: this device runs every virtual rank's layer. Else nothing is run: phases are modelled for a device,
+    a file of configs/devices/ without its ending, or the path of such a file."""
     replication: tuple[ReplicationConfig, ...] = ()
-    """Expert replication beside the policies: the alternative that needs spare memory, and drops nothing."""
+    """Expert replication beside the policies: an alternative that needs spare memory and drops nothing."""
     chunk_tokens: int | None = Field(None, ge=1)
-    """Most tokens of a rank whose rows are permuted and computed at once; null = as many as memory holds."""
+    """Maximum of a rank's tokens that are permuted and computed at once; null = as many as memory holds."""
 
 
-class Experiment(_Strict):
-    """What a config file says. ``policies`` and ``sweep`` are expanded by the properties below."""
+class Experiment(SweepPoint):
+    """A config file of every command but ``quality``, at one point of its ``sweep``."""
+
+    BESIDE = ("sweep", "on_cpu")
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     scope: Literal["layer", "model"] = "layer"
-    """What ``run`` times: one MoE layer, or a whole model with its attention and every MoE layer."""
+    """Subject of ``run``: one MoE layer, or a whole model with its attention and every MoE layer."""
     model: ModelConfig
     workload: Annotated[SyntheticConfig | RecordedConfig, Field(discriminator="kind")]
     layer: LayerConfig = LayerConfig()
@@ -297,11 +325,9 @@ class Experiment(_Strict):
     route: RouteConfig = RouteConfig()
     emulate: EmulateConfig = EmulateConfig()
     claims: tuple[Claim, ...] = ()
-    """What only ``reproduce`` reads: published numbers of these policies. They decide nothing that is measured."""
-    claims_device: str | None = None
-    """On which ``reproduce`` looks for the skew that a claim needs: a modelled one; null = ``emulate.device``."""
-    # Not a key: ``load_experiments`` sets it.
-    _point: tuple[tuple[str, Any], ...] = PrivateAttr(())
+    """Published numbers of these policies; only ``papers`` reads them. They change no measurement."""
+    claims_device: Annotated[str | None, PRESET_OR_FILE] = None
+    """Modelled device on which ``papers`` looks for the skew that a claim needs; null = ``emulate.device``."""
 
     @model_validator(mode="after")
     def _check(self) -> Experiment:
@@ -317,20 +343,15 @@ class Experiment(_Strict):
                 raise ValueError(f"claims.{number}.{problem}") from None
         return self
 
-    @property
-    def point(self) -> tuple[tuple[str, Any], ...]:
-        """Where in its file's ``sweep`` this experiment stands: dotted keys with their values, in the file's order."""
-        return self._point
-
     def make_policies(self) -> list[Policy]:
         """All policies, lists expanded, in the order of the file; repeated ones once."""
         return expand_policies(self.policies)
 
     def claimed_policies(self, number: int) -> list[tuple[Policy | None, Policy | None]]:
-        """The policies that a claim is about, lists expanded, each with the one in native's place; None is native.
+        """The claim's policies, lists expanded, each paired with its baseline; None is native.
 
         Raises:
-            ValueError: one of them is none of the config's.
+            ValueError: one of them is not in the config.
         """
         claim, known = self.claims[number], self.make_policies()
         if claim.policy is None:
@@ -353,7 +374,7 @@ class Experiment(_Strict):
 
 
 def expand_policies(entries: Iterable[Mapping[str, Any]]) -> list[Policy]:
-    """All policies of a config's list, lists as values expanded, in its order; repeated ones once.
+    """Make every policy of a config's list once, in its order, with lists as values expanded.
 
     Raises:
         ValueError: naming the entry, its field and what is allowed.
@@ -377,226 +398,91 @@ def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool)
     """Read a config file and return one experiment per point of its ``sweep``.
 
     Args:
-        overrides: ``key=value`` with a dotted key and a YAML value; they win over the file. A key that is swept has
-            that one value then; ``sweep.key=[values]`` sweeps it.
-        on_cpu: apply the file's ``on_cpu`` section where ranks run on the CPU: dotted keys with values, as overrides.
+        overrides: ``key=value`` with a dotted key and a YAML value; they win over the file. An override of a swept
+            key ends its sweep; ``sweep.key=[values]`` sweeps it. Relative paths are read from the working directory.
+        on_cpu: apply the file's ``on_cpu`` section, whose dotted keys and values work as overrides.
 
     Raises:
         ConfigError: one line naming file, key, value and what is allowed.
     """
-    raw = _read(path)
-    cpu_values = raw.pop("on_cpu", None) or {}
-    sweep = raw.pop("sweep", None) or {}
-    for section, name in ((cpu_values, "on_cpu"), (sweep, "sweep")):
+    raw, sweep = _read(path, Experiment, overrides, Path(), on_cpu=on_cpu)
+    if "scope" in sweep:
+        raise ConfigError(
+            f"{path}: sweep.scope: expected one value, as scope outside of sweep: times of layers and of whole models "
+            "stand in directories of their own"
+        )
+    if isinstance(raw.get("workload"), dict):
+        _sweep_recording(path, raw, sweep)
+    return _points(path, Experiment, raw, sweep)
+
+
+def load_points(path: Path, schema: type[_Schema], overrides: Iterable[str]) -> list[_Schema]:
+    """Read a config file of another schema, one experiment per point of its ``sweep``.
+
+    Overrides work as in ``load_experiments``, but their relative paths too are read from the config's own folder.
+
+    Raises:
+        ConfigError: one line naming file, key, value and what is allowed.
+    """
+    return _points(path, schema, *_read(path, schema, overrides, path.parent))
+
+
+def _read(
+    path: Path, schema: type[SweepPoint], overrides: Iterable[str], overrides_folder: Path, *, on_cpu: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The file's values and its sweep, both with the overrides applied and relative paths resolved."""
+    files = _file_keys(schema)
+    raw = read_yaml(path, "cannot read the config")
+    sections = {name: raw.pop(name, None) or {} for name in schema.BESIDE}
+    for name, section in sections.items():
         if not isinstance(section, dict):
             raise ConfigError(f"{path}: {name}: expected dotted keys with values, got {section!r}")
-    for section, key in _PATHS:
-        _anchor(raw, section, key, path.parent)
-        if isinstance(sweep.get(f"{section}.{key}"), list):
-            sweep[f"{section}.{key}"] = [_anchored(value, key, path.parent) for value in sweep[f"{section}.{key}"]]
-    if isinstance(raw.get("claims_device"), str):
-        raw["claims_device"] = _anchored(raw["claims_device"], "device", path.parent)
-    for key, value in cpu_values.items():
-        if on_cpu:
-            _override(raw, sweep, str(key), value, f"{path}: on_cpu.{key}")
-    _override_all(raw, sweep, overrides)
-    if "scope" in sweep:
-        raise ConfigError(f"{path}: sweep.scope: expected one value, as scope outside of sweep: {_ONE_DIRECTORY}")
-    workload = raw.get("workload")
-    if isinstance(workload, dict):
-        if workload.get("tail") == "both":
-            sweep["workload.tail"] = list(TAILS)
-        if raw.get("scope") == "model":
-            _take_all_layers(path, workload, sweep)
-        layers = _layers(path, workload, sweep)
-        if layers is not None:
-            sweep["workload.layer"] = layers
-    return [_validated(path, raw, point) for point in _points(path, sweep)]
-
-
-def load_points(
-    path: Path, overrides: Iterable[str], schema: type[_Schema], sections: Mapping[str, type[BaseModel]]
-) -> list[_Schema]:
-    """``load_experiments`` for configs of another schema, which has neither ``on_cpu`` nor files named in it to anchor.
-
-    Args:
-        sections: the schema's keys that have keys of their own, for hints where one is mistyped.
-
-    Raises:
-        ConfigError: one line naming file, key, value and what is allowed.
-    """
-    raw = _read(path)
-    sweep = raw.pop("sweep", None) or {}
-    if not isinstance(sweep, dict):
-        raise ConfigError(f"{path}: sweep: expected dotted keys with values, got {sweep!r}")
-    _override_all(raw, sweep, overrides)
-    found = []
-    for point in _points(path, sweep):
-        values = _copy(raw)
-        for key, value in point:
-            _put(values, key, value, f"{path}: sweep")
-        try:
-            found.append(schema.model_validate(values))
-        except ValidationError as error:
-
-            def known(parents: list[str], _: tuple[int | str, ...]) -> list[str]:
-                names = [parent for parent in parents if not parent.isdigit()]
-                return list((sections[names[-1]] if names else schema).model_fields)
-
-            raise ConfigError(f"{path}: {_first_error(error, known)}") from None
-    return found
-
-
-def _override_all(raw: dict[str, Any], sweep: dict[str, Any], overrides: Iterable[str]) -> None:
+    raw, sweep = (_resolved(values, "", files, path.parent) for values in (raw, sections["sweep"]))
+    on_cpu_values = sections["on_cpu"] if on_cpu else {}
+    changes = [(str(key), value, path.parent, f"{path}: on_cpu.{key}") for key, value in on_cpu_values.items()]
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator:
             raise ConfigError(f"--set {override}: expected key=value")
-        _override(raw, sweep, key, _parse_value(override, text), f"--set {override}")
+        try:
+            value = parse_yaml(text)
+        except ValueError:
+            raise ConfigError(f"--set {override}: the value is not valid YAML") from None
+        changes.append((key, value, overrides_folder, f"--set {override}"))
+    for key, value, folder, where in changes:
+        swept = key.removeprefix("sweep.")
+        value = _resolved(value, swept, files, folder)
+        if key == "sweep":
+            raise ConfigError(f"{where}: expected sweep.KEY=[values], or KEY=value for one value alone")
+        if key != swept:
+            sweep[swept] = value
+        else:
+            _put(raw, key, value, where)
+            sweep.pop(key, None)
+    return raw, sweep
 
 
-def _points(path: Path, sweep: Mapping[str, Any]) -> Iterable[tuple[tuple[str, Any], ...]]:
-    points = []
-    for key, values in sweep.items():
-        if not isinstance(values, list) or not values:
-            raise ConfigError(f"{path}: sweep.{key}: expected a list of values, got {values!r}")
-        if key in _DECIDES_NOTHING and len(values) > 1:
-            raise ConfigError(
-                f"{path}: sweep.{key}: its {len(values)} values would be measured as one and the same comparison: "
-                f"{_DECIDES_NOTHING[key]}"
-            )
-        points.append([(key, value) for value in values])
-    return itertools.product(*points)
+def _file_keys(kind: type[BaseModel], above: str = "") -> dict[str, FileKey]:
+    """The dotted keys of a schema that are marked as naming files."""
+    found: dict[str, FileKey] = {}
+    for name, field in kind.model_fields.items():
+        key = above + name
+        found.update((key, mark) for mark in field.metadata if isinstance(mark, FileKey))
+        for model in models_in(field.annotation):
+            found |= _file_keys(model, f"{key}.")
+    return found
 
 
-_ONE_DIRECTORY = "times of layers and of whole models stand in directories of their own"
-
-# Keys that enter no comparison's id, in no scope: points that differ in them alone would overwrite each other.
-_ONE_VALUE = "expected one value, as {} outside of sweep"
-_DECIDES_NOTHING = {
-    "policies": "expected all of them in policies, where they run on the same batches; a list as a field's value "
-    "means one policy each",
-    "measure.launches": "expected one number in measure.launches, which repeats every comparison that often",
-    **{
-        key: _ONE_VALUE.format(key)
-        for key in ("name", "measure.timeout_s", "route.layer_weights", "claims", "claims_device")
-    },
-}
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice, of which PyYAML takes the last without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} stands here twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the config: {error.strerror}") from None
-    try:
-        raw = yaml.load(text, _UniqueKeyLoader)
-    except (yaml.YAMLError, ValueError) as error:  # PyYAML's own for a day that is none.
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected keys with values, got {type(raw).__name__}")
-    return raw
-
-
-def _parse_value(override: str, text: str) -> Any:
-    try:
-        return yaml.load(text, _UniqueKeyLoader)
-    except (yaml.YAMLError, ValueError):
-        raise ConfigError(f"--set {override}: the value is not valid YAML") from None
-
-
-# Keys whose values name files.
-_PATHS = (
-    ("workload", "trace"),
-    ("model", "hf_config"),
-    ("route", "placement"),
-    ("emulate", "links"),
-    ("emulate", "device"),
-)
-
-# Of these, what names a file of this repository where it has no ending.
-_NAMED = ("links", "device")
-
-
-def _anchor(raw: dict[str, Any], section: str, key: str, folder: Path) -> None:
-    """Read a file's path from the config's own folder, where it is relative."""
-    values = raw.get(section)
-    if isinstance(values, dict) and key in values:
-        values[key] = _anchored(values[key], key, folder)
-
-
-def _anchored(value: Any, key: str, folder: Path) -> Any:
-    """A path, or what names paths: several, or mappings that have one under the same key."""
-    if isinstance(value, str):
-        is_name = value in PLACEMENTS if key == "placement" else key in _NAMED and not value.endswith(".yaml")
-        return value if is_name else str(folder / value)
+def _resolved(value: Any, key: str, files: Mapping[str, FileKey], folder: Path) -> Any:
+    """A copy of a key's value in which relative paths are read from ``folder``."""
+    if isinstance(value, dict):
+        return {
+            name: _resolved(one, f"{key}.{name}" if key else str(name), files, folder) for name, one in value.items()
+        }
     if isinstance(value, list):
-        return [_anchored(entry, key, folder) for entry in value]
-    if isinstance(value, dict) and isinstance(value.get(key), str):
-        return {**value, key: str(folder / value[key])}
-    return value
-
-
-def _take_all_layers(path: Path, workload: dict[str, Any], sweep: Mapping[str, Any]) -> None:
-    """A whole model takes a recording layer by layer, from the first on: it is one comparison."""
-    if workload.get("kind") != "recorded":
-        return
-    for key, layer in (
-        ("workload.layer", workload.get("layer", "all")),
-        ("sweep.workload.layer", sweep.get("workload.layer", "all")),
-    ):
-        if layer != "all":
-            raise ConfigError(
-                f"{path}: {key}: expected all, for with scope model every MoE layer takes its own recorded one; "
-                f"got {layer!r}"
-            )
-    workload["layer"] = 0
-
-
-def _layers(path: Path, workload: Mapping[str, Any], sweep: Mapping[str, Any]) -> list[Any] | None:
-    """The layers of a recording that a config asks for, where it asks for several."""
-    wanted = workload.get("layer")
-    if isinstance(wanted, list):
-        if not wanted:
-            raise ConfigError(f"{path}: workload.layer: expected a layer, several or all, got []")
-        return list(dict.fromkeys(wanted))
-    if wanted != "all":
-        return None
-    # Recordings that are mixed or compared have the same layers, or their workload says that they do not.
-    first = sweep.get("workload.trace", [workload.get("trace")])
-    while isinstance(first, list | dict) and first:
-        first = first[0] if isinstance(first, list) else first.get("trace")
-    if not isinstance(first, str):
-        raise ConfigError(f"{path}: workload.layer: all needs a recording in workload.trace, got {first!r}")
-    try:
-        return list(range(open_trace(first).num_layers))
-    except ValueError as error:
-        raise ConfigError(f"{path}: workload: {error}") from None
-
-
-def _override(raw: dict[str, Any], sweep: dict[str, Any], key: str, value: Any, where: str) -> None:
-    """Put a value in place of what the file says; a swept key has that one value then."""
-    if key == "sweep":
-        raise ConfigError(f"{where}: expected sweep.KEY=[values], or KEY=value for one value alone")
-    if key.startswith("sweep."):
-        sweep[key.removeprefix("sweep.")] = value
-        return
-    _put(raw, key, value, where)
-    sweep.pop(key, None)
+        return [_resolved(one, key, files, folder) for one in value]
+    is_path = isinstance(value, str) and key in files and not files[key].is_name(value)
+    return str(folder / value) if is_path else value
 
 
 def _put(raw: dict[str, Any], dotted: str, value: Any, where: str) -> None:
@@ -608,56 +494,70 @@ def _put(raw: dict[str, Any], dotted: str, value: Any, where: str) -> None:
     raw[last] = value
 
 
-def _validated(path: Path, raw: Mapping[str, Any], point: Iterable[tuple[str, Any]]) -> Experiment:
-    values, point = _copy(raw), tuple(point)
-    for key, value in point:
-        _put(values, key, value, f"{path}: sweep")
-    try:
-        experiment = Experiment.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {_first_error(error)}") from None
-    experiment._point = point
-    return experiment
+# Keys that never enter a comparison's id: points that differ in them alone would overwrite each other.
+_NO_SWEEP = {
+    "policies": "expected all of them in policies, where they run on the same batches; a list as a field's value "
+    "means one policy each",
+    "measure.launches": "expected one number in measure.launches, which repeats every comparison that often",
+    **{
+        key: f"expected one value, as {key} outside of sweep"
+        for key in ("name", "measure.timeout_s", "route.layer_weights", "claims", "claims_device")
+    },
+}
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return list(value) if isinstance(value, list) else value
+def _points(path: Path, schema: type[_Schema], raw: dict[str, Any], sweep: Mapping[str, Any]) -> list[_Schema]:
+    """One experiment for every combination of swept values."""
+    for key, values in sweep.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"{path}: sweep.{key}: expected a list of values, got {values!r}")
+        if key in _NO_SWEEP and len(values) > 1:
+            raise ConfigError(
+                f"{path}: sweep.{key}: its {len(values)} values would be measured as one and the same comparison: "
+                f"{_NO_SWEEP[key]}"
+            )
+    found = []
+    for chosen in itertools.product(*sweep.values()):
+        point, values = tuple(zip(sweep, chosen, strict=True)), copy.deepcopy(raw)
+        for key, value in point:
+            _put(values, key, copy.deepcopy(value), f"{path}: sweep")
+        experiment = validated(schema, values, path, schema.BESIDE)
+        experiment._point = point
+        found.append(experiment)
+    return found
 
 
-def _first_error(error: ValidationError, known_keys: Callable[..., list[str]] | None = None) -> str:
-    """The first problem, as ``key: problem, got value``."""
-    problem = error.errors(include_url=False)[0]
-    keys = [str(part) for part in problem["loc"] if part not in ("synthetic", "recorded")]
-    key = ".".join(keys) or "config"
-    if problem["type"] == "extra_forbidden":
-        known = (known_keys or _known_keys)(keys[:-1], problem["loc"])
-        close = difflib.get_close_matches(keys[-1], known, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        return f"{key}: no such key; expected one of {', '.join(known)}{hint}"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "missing":
-        return f"{key}: missing"
-    if problem["type"] == "value_error":
-        return f"{key}: {message}" if keys else message
-    return f"{key}: {message[0].lower()}{message[1:]}, got {problem['input']!r}"
-
-
-def _known_keys(parents: list[str], location: tuple[int | str, ...]) -> list[str]:
-    parents = [parent for parent in parents if not parent.isdigit()]
-    if not parents:
-        return [*Experiment.model_fields, "sweep", "on_cpu"]
-    sections: dict[str, type[BaseModel]] = {
-        "model": ModelConfig,
-        "workload": RecordedConfig if "recorded" in location else SyntheticConfig,
-        "layer": LayerConfig,
-        "whole": WholeConfig,
-        "measure": MeasureConfig,
-        "route": RouteConfig,
-        "emulate": EmulateConfig,
-        "rank_load": RankLoad,
-        "trace": RecordingConfig,
-        "claims": Claim,
-    }
-    return list(sections[parents[-1]].model_fields)
+def _sweep_recording(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> None:
+    """Sweep a recording's layers and tails where the workload asks for several."""
+    workload = raw["workload"]
+    layer = workload.get("layer")
+    if workload.get("tail") == "both":
+        sweep["workload.tail"] = list(TAILS)
+    if raw.get("scope") == "model" and workload.get("kind") == "recorded":
+        # A whole model takes all layers of a recording in one comparison.
+        asked = {
+            "workload.layer": workload.get("layer", "all"),
+            "sweep.workload.layer": sweep.get("workload.layer", "all"),
+        }
+        for key, value in asked.items():
+            if value != "all":
+                raise ConfigError(
+                    f"{path}: {key}: expected all, for with scope model every MoE layer takes its own recorded one; "
+                    f"got {value!r}"
+                )
+        workload["layer"] = 0
+    elif isinstance(layer, list):
+        if not layer:
+            raise ConfigError(f"{path}: workload.layer: expected a layer, several or all, got []")
+        sweep["workload.layer"] = [one for number, one in enumerate(layer) if one not in layer[:number]]
+    elif layer == "all":
+        # The first recording stands for all: a workload refuses recordings whose layers differ.
+        trace = sweep.get("workload.trace", [workload.get("trace")])
+        while isinstance(trace, list | dict) and trace:
+            trace = trace[0] if isinstance(trace, list) else trace.get("trace")
+        if not isinstance(trace, str):
+            raise ConfigError(f"{path}: workload.layer: all needs a recording in workload.trace, got {trace!r}")
+        try:
+            sweep["workload.layer"] = list(range(open_trace(trace).num_layers))
+        except ValueError as error:
+            raise ConfigError(f"{path}: workload: {error}") from None

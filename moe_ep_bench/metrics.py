@@ -1,15 +1,13 @@
-"""What a routing does to load, work, traffic and fidelity, in numbers.
+"""Measure what a routing does to load, traffic and fidelity.
 
-A routing policy trades fidelity for time. Time under expert parallelism follows from loads: in
-prefill the expert (or rank) with the most pairs finishes last, in decode the rank that must read
-the most experts' weights, and every pair whose expert lives elsewhere crosses the network.
-Fidelity is estimated from the scores: how much of the router's mass is still computed.
-``routing_metrics`` reports both sides, for one source rank's tokens, so that no speed has to be
-shown without its price. Loads and counts may be summed over source ranks; ratios may not. What follows
-from several ranks, batches or layers together (``imbalance``, ``imbalance_factor``, ``token_overlap``) stands below.
+A routing policy trades fidelity for time. Time under expert parallelism follows from loads. In prefill the expert (or
+rank) with the most pairs finishes last; in decode the rank that reads the most experts' weights. Each pair whose expert
+lives elsewhere crosses the network. Fidelity is estimated from the scores: the share of the router's mass that is still
+computed. ``routing_metrics`` reports both sides for one source rank's tokens. Loads and counts may be summed over
+source ranks; ratios may not. Metrics of several ranks, batches or layers together stand below.
 
-Padding is work where a map selects it, and never fidelity: loads, activated experts and traffic count every pair that
-is computed, while masses, drops and means over tokens speak of valid tokens alone. A share of nothing is 0, never NaN.
+Padding is work where a map selects it, and never fidelity: loads, activated experts and traffic count each pair that
+is computed; masses, drops and means over tokens count valid tokens alone. A share of nothing is 0, never NaN.
 
 Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R experts per rank.
 """
@@ -23,17 +21,17 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from moe_ep_bench.policies.contract import Routing, RoutingContext
+from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import num_valid_tokens, top_k_map, without_padding
+from moe_ep_bench.schema import ROUTING_METRICS
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreMetrics:
-    """What the metrics of any routing of the same scores share: computed once, used for every policy.
+    """The metrics that all routings of the same scores share.
 
     Attributes:
         top_k_TE: bool, the model's own choice, padding rows empty.
@@ -56,20 +54,16 @@ def score_metrics(
     top_k_mass_T = _mass(scores_TE, top_k_TE)
     mass_T = _mass(scores_TE, without_padding(torch.ones_like(top_k_TE), context))
     single_head_T, plateau_T = _regimes(scores_TE, top_k_TE, top_k_mass_T, single_head, plateau)
-    num_single_head = int(single_head_T.sum())
-    num_plateau = int(plateau_T.sum())
-    return ScoreMetrics(
-        top_k_TE,
-        float(top_k_mass_T.sum()),
-        float(mass_T.sum()),
-        {
-            "topk_share": _ratio(float(_share(top_k_mass_T, mass_T).sum()), num_tokens),
-            "entropy": _ratio(float(_normalised_entropy(scores_TE, mass_T).sum()), num_tokens),
-            "regime_single_head": _ratio(num_single_head, num_tokens),
-            "regime_smooth": _ratio(num_tokens - num_single_head - num_plateau, num_tokens),
-            "regime_plateau": _ratio(num_plateau, num_tokens),
-        },
-    )
+    num_single_head, num_plateau = int(single_head_T.sum()), int(plateau_T.sum())
+    sums = {
+        "topk_share": float(_share(top_k_mass_T, mass_T).sum()),
+        "entropy": float(_normalised_entropy(scores_TE, mass_T).sum()),
+        "regime_single_head": num_single_head,
+        "regime_smooth": num_tokens - num_single_head - num_plateau,
+        "regime_plateau": num_plateau,
+    }
+    means = {name: _ratio(value, num_tokens) for name, value in sums.items()}
+    return ScoreMetrics(top_k_TE, float(top_k_mass_T.sum()), float(mass_T.sum()), means)
 
 
 def routing_metrics(
@@ -88,52 +82,48 @@ def routing_metrics(
     A *pair* is a (token, expert) that is computed; *top-k* is the model's own choice, with its
     selection bias and groups; *mass* is router score, without bias.
 
-    Load (of all that is computed, padding included; experts are placed contiguously: expert e lives on rank e // L)
+    Load (of all that is computed, padding included; expert e lives on rank e // L)
 
     - ``num_tokens``: valid tokens.
     - ``load_E``, ``load_R``: pairs per expert and per expert rank. ``num_pairs``: their sum.
-      ``padding_pairs``: those of them that padding tokens take, whose results nobody reads.
+      ``padding_pairs``: those of padding tokens, whose results nobody reads.
     - ``peak_load``: the fullest expert over the mean load num_pairs / E; 1 is balance, E is collapse.
     - ``max_violation``: peak_load - 1 (MaxVio of arXiv 2408.15664); 0 where nothing is computed.
     - ``load_cv``: population standard deviation of load_E over its mean.
-    - ``excess_load``: share of the pairs that lies above capacity, sum_E relu(load - gamma * N) /
-      sum_E load with N = T * K / E (arXiv 2503.05066, Eq. 11). N is the model's mean load of its valid
-      tokens also where a policy computes fewer or more pairs: what padding puts on top is excess.
-    - ``activated_experts``: experts with at least one pair; each costs a read of its weights, which
-      sets the time of a memory-bound decode step (arXiv 2511.02237).
+    - ``excess_load``: share of the pairs above capacity, sum_E relu(load - gamma * N) / sum_E load with
+      N = T * K / E (arXiv 2503.05066, Eq. 11). N is the model's mean load of its valid tokens even where a policy
+      computes fewer or more pairs.
+    - ``activated_experts``: experts with at least one pair. Each costs a read of its weights, which sets the time of
+      a memory-bound decode step (arXiv 2511.02237).
       ``activated_experts_fullest_rank``: on the rank with the most of them, which ends last.
 
     Traffic (of all that is computed)
 
-    - ``crossing_pairs``: pairs whose expert is not on the source rank: what an all-to-all of pairs
-      sends, as Megatron-Core's does.
-    - ``crossing_copies``: distinct (token, other rank): what is sent when a token goes to a rank only
-      once, as in DeepEP.
+    - ``crossing_pairs``: pairs whose expert is not on the source rank, as Megatron-Core's all-to-all sends them.
+    - ``crossing_copies``: distinct (token, other rank), as DeepEP sends a token once per rank.
 
-    Where every expert is cut among ``num_slices`` ranks, one of which is the source rank's own column, a pair goes to
+    Where each expert is cut among ``num_slices`` ranks, one of which is the source rank's own column, a pair goes to
     all of them: both counts are of (pair or token, other rank that holds a slice).
 
     Fidelity (of valid tokens)
 
-    - ``num_topk_pairs``: T * K, what the model would compute. ``num_dropped_pairs``: those of them
-      that are not computed. ``dropped_fraction``: their ratio.
+    - ``num_topk_pairs``: T * K, what the model would compute. ``num_dropped_pairs``: those that are not computed.
+      ``dropped_fraction``: their ratio.
     - ``retained_mass_topk``: selected mass over top-k mass; more than 1 when a policy adds experts.
       ``retained_mass_all``: selected mass over all mass.
     - ``tokens_without_expert``: valid tokens that compute nothing.
     - ``experts_per_token``: mean over valid tokens.
 
-    The scores themselves, which say how much a policy can take without harm (means over valid tokens)
+    Scores (means over valid tokens)
 
     - ``topk_share``: the top-k's share of the token's row sum; 0 for a row of zeros.
-    - ``entropy``: of the row as a distribution, over log E: 0 is certainty, 1 indifference. 0 for a
-      row of zeros and where E = 1.
-    - ``regime_single_head``, ``regime_smooth``, ``regime_plateau``: shares of tokens. *Single-head*: the
-      best of the top-k holds at least ``single_head`` of the top-k mass, so losing the others costs
-      little. Else *plateau*: the least of the top-k reaches ``plateau`` times the best, so the choice
-      among them, and likely beyond them, is nearly free. Else *smooth*. Two degenerate cases: with
-      K = 1 a token has a single head by construction, and with K = 2 the better score always holds
-      at least half, so that at the default threshold the regimes tell tokens apart from K = 3 on
-      (raise ``single_head`` for K = 2). A top-k without mass has no head: plateau.
+    - ``entropy``: of the row as a distribution, over log E: 0 is certainty, 1 indifference. 0 for a row of zeros and
+      where E = 1.
+    - ``regime_single_head``, ``regime_smooth``, ``regime_plateau``: shares of tokens. *Single-head*: the best of the
+      top-k holds at least ``single_head`` of the top-k mass, so losing the others costs little. Else *plateau*: the
+      least of the top-k reaches ``plateau`` times the best, so the choice among them is nearly free. Else *smooth*.
+      With K = 1 each token has a single head; with K = 2 the better score always holds at least half, so raise
+      ``single_head`` there. A top-k without mass has no head: plateau.
 
     Args:
         routing: what a policy returned; only its map is read.
@@ -146,7 +136,7 @@ def routing_metrics(
         of_scores: ``score_metrics`` of the same scores, context and thresholds, where several routings share them.
 
     Returns:
-        The metrics from ``num_tokens`` to ``regime_plateau`` of ``records.ROUTING_SCHEMA``, in its order,
+        ``schema.ROUTING_METRICS`` in their order,
         as plain ints, floats and lists of ints.
     """
     num_experts, num_ranks = scores_TE.shape[1], context.num_ranks
@@ -175,7 +165,7 @@ def routing_metrics(
 
     selected_mass = float(_mass(scores_TE, valid_map_TE).sum())
 
-    return {
+    values = {
         "num_tokens": num_tokens,
         "load_E": load_E.tolist(),
         "load_R": pairs_TR.sum(dim=0).tolist(),
@@ -198,6 +188,7 @@ def routing_metrics(
         "crossing_copies": num_slices * int(reached_TR.sum()) - int(reached_TR[:, context.rank].sum()),
         **of_scores.of_scores,
     }
+    return {name: values[name] for name in ROUTING_METRICS}
 
 
 def _ratio(numerator: float, denominator: float) -> float:
@@ -243,9 +234,8 @@ def _regimes(
 def imbalance(load_NE: ArrayLike) -> NDArray[np.float64]:
     """The fullest of the last axis (experts or ranks) over its mean: [..., E] -> [...]; 1 where nothing is loaded.
 
-    A layer waits for *its* fullest expert or rank, in *this* batch. So loads are reduced here first, one batch of
-    one layer at a time, and only what comes out may be averaged over layers or batches: sums of loads over layers or
-    batches cancel hot spots that lie in different places, and would call balanced what never was.
+    A layer waits for *its* fullest expert or rank, in *this* batch. Reduce loads here first, one batch of one layer at
+    a time, and average only the results: sums of loads over layers or batches cancel hot spots in different places.
     """
     load_NE = np.asarray(load_NE, dtype=np.float64)
     mean_N = load_NE.mean(axis=-1)
@@ -275,12 +265,12 @@ def imbalance_factor(load_LBE: ArrayLike, weight_L: Sequence[float] | None = Non
 
 
 def uniform_activated_experts(num_experts: int, top_k: int, num_tokens: float) -> float:
-    """Experts that tokens activate which choose independently and uniformly: E (1 - (1 - K / E)^T), the mean."""
+    """Expected activated experts under independent uniform choices: E (1 - (1 - K / E)^T)."""
     return num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
 
 
 def score_order(scores_TE: Tensor) -> dict[str, NDArray[np.float64]]:
-    """How score falls from a token's best expert to its last: mean, least and greatest score at each place, [E]."""
+    """Mean, least and greatest score at each place from a token's best expert to its last, [E]."""
     sorted_TE = scores_TE.sort(dim=1, descending=True).values.double()
     return {
         "mean_score": sorted_TE.mean(dim=0).numpy(),
@@ -292,7 +282,7 @@ def score_order(scores_TE: Tensor) -> dict[str, NDArray[np.float64]]:
 def token_overlap(
     map_TE: Tensor, sequence_id_T: Tensor, domain_T: Tensor | None = None
 ) -> dict[str, tuple[int, float]]:
-    """How many experts two tokens of a batch share, by what the tokens have to do with each other.
+    """How many experts two tokens of a batch share, by how the tokens are related.
 
     - ``neighbours``: adjacent tokens of a sequence.
     - ``same_sequence``: any two of a sequence.

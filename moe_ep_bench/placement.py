@@ -1,31 +1,59 @@
-"""Which ranks hold which experts.
+"""Place experts on ranks, once each or as replicas.
 
-A layer is as late as its fullest *rank*, and which experts share a rank decides how full that gets. A
-placement is a matrix [R, E] of shares: what part of an expert's load each rank serves. Every column sums
-to 1. Where experts have one home each it is a matrix of zeros and ones; an expert that is *replicated* has
-several shares, which divide its load.
+A layer is as late as its fullest *rank*, and which experts share a rank decides how full that gets. A placement is a
+matrix [R, E] of shares: what part of an expert's load each rank serves. Every column sums to 1. An expert with one home
+has one share of 1; a *replicated* expert has several shares, which divide its load.
 
 - ``contiguous``: expert e lives on rank e // (E / R), as Megatron-Core and the policies have it.
-- ``strided``: expert e lives on rank e % R, as if experts had been dealt like cards.
-- a matrix of one's own: non-negative numbers whose columns are scaled to 1, so that ones in two rows mean half each.
+- ``strided``: expert e lives on rank e % R, dealt like cards.
+- a matrix: non-negative numbers whose columns are scaled to 1, so that ones in two rows mean half each.
 
-A placement says what ranks would have to bear. Policies that look at ranks (expanded_drop with scope local,
-device granularity, xshare with scope rank, oea with rank_fill) route as if experts lay contiguously.
+A placement says what load each rank would bear. Policies that look at ranks (expanded_drop with scope local, device
+granularity, xshare with scope rank, oea with rank_fill) route as if experts lay contiguously.
 
-Shapes: R = ranks, E = experts; loads may have any leading dimensions.
+**Replication** buys balance with memory. Routing stays as it is, and spare *slots* on every rank hold further copies of
+busy experts, which share their load. No quality is lost; the price is memory, and a forecast of the load, because
+weights are put in place before the tokens come. Plan for one load, and see how the plan bears another with
+``Replication.rank_load``.
+
+``replicate`` plans as DeepSeek's Expert Parallelism Load Balancer does (github.com/deepseek-ai/EPLB, whose README
+describes two policies; DeepSeek-V3, arXiv 2412.19437, section 3.4, uses them):
+
+- ``hierarchical``: pack groups of experts to nodes, so that group-limited routing crosses few of them; then replicate
+  each node's experts into its own slots; then pack these to the node's ranks.
+- ``global``: the same as if all were one node and one group.
+
+Two greedy rules do it. *Replicate*: every spare slot goes to the expert whose replicas bear most, each its even share;
+no other choice of counts makes the greatest share smaller. *Pack*: the heaviest first, into the lightest pack that has
+room, all packs holding the same number. Ties go to the lower index (the published code leaves ties between equal loads
+to torch's sort, which promises no order), and sums are float64, not float32.
+
+Packing is a heuristic, so a plan may be worse than contiguous placement. On the load that it was made for it never is
+(1) with one expert per rank, E = R, whatever the slots: S replicas of every expert would be one choice of counts, so
+none of a rank's S replicas bears more than the S-th part of the busiest expert; (2) with two experts per rank and no
+spare slot, P = E = 2 R, under the global policy or with one group per node: the rule pairs the heaviest with the
+lightest, which is optimal. Neither rule keeps two replicas of an expert apart; on one rank the second relieves nobody.
+
+Shapes: R = ranks, E = experts, L = layers, P = slots of all ranks (physical experts), S = P / R slots of a rank,
+X = layers x nodes; loads of a ``Placement`` may have any leading dimensions.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from moe_ep_bench.models import ModelSpec
+
 PLACEMENTS = ("contiguous", "strided")
+POLICIES = ("auto", "hierarchical", "global")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +67,6 @@ class Placement:
 
     name: str
     share_RE: NDArray[np.float64]
-
-    @property
-    def num_replicas(self) -> int:
-        """Copies of experts beyond one of each."""
-        return int((self.share_RE > 0).sum()) - self.share_RE.shape[1]
 
     def rank_load(self, load_E: ArrayLike) -> NDArray[np.float64]:
         """Pairs of every rank: [..., E] -> float64 [..., R]. Replicas divide an expert's pairs by their shares."""
@@ -103,3 +126,216 @@ def _from_matrix(matrix: object, num_experts: int, num_ranks: int, where: str) -
     if homeless_E.size:
         raise ValueError(f"{expected} in which every expert has a rank, got none for expert {homeless_E[0]}")
     return Placement("matrix", share_RE / share_RE.sum(axis=0))
+
+
+@dataclass(frozen=True, eq=False)
+class Replication:
+    """Which expert every slot holds, and what follows from it.
+
+    Attributes:
+        policy: ``hierarchical`` or ``global``.
+        slot_expert_LP: int64 [L, P], the expert in each slot; slots r * S to r * S + S - 1 are rank r's. Every expert
+            has at least one. (In EPLB: physical to logical.)
+        num_experts: E.
+        num_ranks: R, a divisor of P.
+    """
+
+    policy: str
+    slot_expert_LP: NDArray[np.int64]
+    num_experts: int
+    num_ranks: int
+
+    @property
+    def num_layers(self) -> int:
+        return self.slot_expert_LP.shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        return self.slot_expert_LP.shape[1]
+
+    @cached_property
+    def replicas(self) -> NDArray[np.int64]:
+        """Slots of all ranks that hold each expert: int64 [L, E], at least 1. (In EPLB: expert count.)"""
+        return np.stack([np.bincount(expert_P, minlength=self.num_experts) for expert_P in self.slot_expert_LP])
+
+    def rank_load(self, load_LE: ArrayLike) -> NDArray[np.float64]:
+        """Load of every rank, replicas sharing evenly: [..., L, E] -> float64 [..., L, R].
+
+        The load may differ from the one that was planned for. A load [E] is one layer's.
+
+        Raises:
+            ValueError: the load is not of these layers and experts.
+        """
+        load_LE = np.atleast_2d(np.asarray(load_LE, dtype=np.float64))
+        *leading, num_layers, num_experts = load_LE.shape
+        if (num_layers, num_experts) != self.replicas.shape:
+            raise ValueError(
+                f"load_LE: expected {self.num_layers} layers of {self.num_experts} experts, got shape"
+                f" {list(load_LE.shape)}"
+            )
+        slot_expert_LP = np.broadcast_to(self.slot_expert_LP, (*leading, *self.slot_expert_LP.shape))
+        slot_load_LP = np.take_along_axis(load_LE / self.replicas, slot_expert_LP, axis=-1)
+        return slot_load_LP.reshape(*leading, num_layers, self.num_ranks, -1).sum(axis=-1)
+
+    def extra_bytes_per_rank(self, model: ModelSpec, bytes_per_weight: float) -> float:
+        """Memory of a rank's spare slots: (P - E) / R experts in each of the model's MoE layers.
+
+        Slots count whatever they hold; the plan's own number of layers does not matter. Where R does not divide E, the
+        result is the mean over ranks of what exceeds one home for every expert.
+
+        Args:
+            model: at its actual size; a scaled model has smaller experts.
+            bytes_per_weight: see ``expert_bytes``.
+
+        Raises:
+            ValueError: the model has another number of experts, or see ``expert_bytes``.
+        """
+        if model.num_experts != self.num_experts:
+            raise ValueError(
+                f"model: expected one with the {self.num_experts} experts of the plan, got {model.name}"
+                f" with {model.num_experts}"
+            )
+        spare_slots = self.num_slots - self.num_experts
+        return spare_slots * model.num_moe_layers * expert_bytes(model, bytes_per_weight) / self.num_ranks
+
+
+def expert_bytes(model: ModelSpec, bytes_per_weight: float) -> float:
+    """Memory of one routed expert of one layer: a gated FFN's three matrices, and biases where the model has them.
+
+    Args:
+        bytes_per_weight: 2 for bfloat16, 1 for fp8, 0.5 for four bits; scales of quantised blocks are not counted.
+
+    Raises:
+        ValueError: ``bytes_per_weight`` is not a finite number above 0.
+    """
+    if not (math.isfinite(bytes_per_weight) and bytes_per_weight > 0):
+        raise ValueError(f"bytes_per_weight: expected a finite number above 0, got {bytes_per_weight}")
+    weights = 3 * model.hidden_size * model.ffn_hidden_size
+    if model.expert_bias:
+        weights += 2 * model.ffn_hidden_size + model.hidden_size
+    return weights * bytes_per_weight
+
+
+def replicate(
+    load_LE: ArrayLike,
+    *,
+    num_slots: int,
+    num_ranks: int,
+    num_nodes: int = 1,
+    num_groups: int = 1,
+    policy: str = "auto",
+) -> Replication:
+    """Plan which expert every slot holds, layer by layer, from the load to expect (see the module's docstring).
+
+    Args:
+        load_LE: pairs, or anything proportional to them: [L, E], or [E] for one layer; finite, non-negative.
+        num_slots: P, of all ranks: a multiple of R, at least E. P - E of them are spare.
+        num_ranks: R.
+        num_nodes: nodes of R / num_nodes ranks each, neighbours by index.
+        num_groups: groups of E / num_groups experts each, neighbours by index.
+        policy: ``hierarchical``, ``global``, or ``auto``, as published: hierarchical where num_nodes divides
+            num_groups. The global policy reads neither nodes nor groups.
+
+    Raises:
+        ValueError: one line that names the field, its value and what is allowed.
+    """
+    load_LE = _as_load(load_LE)
+    num_layers, num_experts = load_LE.shape
+    policy = _check(num_experts, num_slots, num_ranks, num_nodes, num_groups, policy)
+    if policy == "global":
+        num_nodes = num_groups = 1
+
+    # Packed groups put the experts into the order of nodes.
+    group_load_LG = load_LE.reshape(num_layers, num_groups, -1).sum(axis=2)
+    expert_of_group_GI = np.arange(num_experts).reshape(num_groups, -1)
+    expert_LE = expert_of_group_GI[_pack(group_load_LG, num_nodes)].reshape(num_layers, num_experts)
+
+    # From here on, every node of every layer is a row of its own.
+    expert_XE = expert_LE.reshape(num_layers * num_nodes, -1)
+    load_XE = np.take_along_axis(load_LE, expert_LE, axis=1).reshape(expert_XE.shape)
+    replica_XP, replicas_XE = _spread(load_XE, num_slots // num_nodes)
+    replica_load_XP = np.take_along_axis(load_XE / replicas_XE, replica_XP, axis=1)
+    slot_XP = np.take_along_axis(replica_XP, _pack(replica_load_XP, num_ranks // num_nodes), axis=1)
+    slot_expert_LP = np.take_along_axis(expert_XE, slot_XP, axis=1).reshape(num_layers, num_slots)
+    return Replication(policy, slot_expert_LP, num_experts, num_ranks)
+
+
+def _spread(load_XE: NDArray[np.float64], num_slots: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Give every expert a replica, and every slot left to the expert whose replicas then bear most.
+
+    Returns:
+        The expert of each replica in the order in which they were given, int64 [X, num_slots], and each expert's
+        replicas, int64 [X, E].
+    """
+    num_rows, num_experts = load_XE.shape
+    row_X = np.arange(num_rows)
+    replica_XP = np.empty((num_rows, num_slots), dtype=np.int64)
+    replica_XP[:, :num_experts] = np.arange(num_experts)
+    replicas_XE = np.ones(load_XE.shape, dtype=np.int64)
+    for slot in range(num_experts, num_slots):
+        busiest_X = (load_XE / replicas_XE).argmax(axis=1)
+        replica_XP[:, slot] = busiest_X
+        replicas_XE[row_X, busiest_X] += 1
+    return replica_XP, replicas_XE
+
+
+def _pack(load_XI: NDArray[np.float64], num_packs: int) -> NDArray[np.int64]:
+    """Put items into packs of equal number, the heaviest first, each into the lightest pack that has room.
+
+    Returns:
+        int64 [X, I]: the items pack by pack, inside a pack in the order in which they came. Where a pack holds one
+        item there is nothing to choose, and items stay in order, as in the published code.
+    """
+    num_rows, num_items = load_XI.shape
+    room = num_items // num_packs
+    if room == 1:
+        return np.tile(np.arange(num_items), (num_rows, 1))
+    row_X = np.arange(num_rows)
+    item_XI = np.empty(load_XI.shape, dtype=np.int64)
+    pack_load_XN = np.zeros((num_rows, num_packs))
+    held_XN = np.zeros((num_rows, num_packs), dtype=np.int64)
+    for heaviest_X in (-load_XI).argsort(axis=1, kind="stable").T:
+        pack_X = np.where(held_XN < room, pack_load_XN, np.inf).argmin(axis=1)
+        item_XI[row_X, pack_X * room + held_XN[row_X, pack_X]] = heaviest_X
+        pack_load_XN[row_X, pack_X] += load_XI[row_X, heaviest_X]
+        held_XN[row_X, pack_X] += 1
+    return item_XI
+
+
+def _as_load(load_LE: ArrayLike) -> NDArray[np.float64]:
+    """float64 [L, E], checked."""
+    try:
+        load = np.asarray(load_LE, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ValueError("load_LE: expected numbers [layers, experts], got other things or uneven rows") from None
+    if load.ndim not in (1, 2) or not load.size:
+        raise ValueError(f"load_LE: expected [layers, experts] or [experts], none empty, got shape {list(load.shape)}")
+    wrong = load[~(np.isfinite(load) & (load >= 0))]
+    if wrong.size:
+        raise ValueError(f"load_LE: expected finite, non-negative numbers, got {wrong[0]}")
+    return np.atleast_2d(load)
+
+
+def _check(num_experts: int, num_slots: int, num_ranks: int, num_nodes: int, num_groups: int, policy: str) -> str:
+    """Check the numbers against each other; return the policy, with ``auto`` decided."""
+    if policy not in POLICIES:
+        raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
+    for name, value in (("num_ranks", num_ranks), ("num_nodes", num_nodes), ("num_groups", num_groups)):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    if num_slots < num_experts or num_slots % num_ranks:
+        raise ValueError(
+            f"num_slots: expected a multiple of num_ranks={num_ranks}, at least the {num_experts} experts,"
+            f" got {num_slots}"
+        )
+    if policy == "auto":
+        policy = "global" if num_groups % num_nodes else "hierarchical"
+    if policy == "global":
+        return policy
+    if num_groups % num_nodes:
+        raise ValueError(f"num_groups: expected a multiple of num_nodes={num_nodes} for {policy}, got {num_groups}")
+    if num_experts % num_groups:
+        raise ValueError(f"num_groups: expected a divisor of the {num_experts} experts, got {num_groups}")
+    if num_ranks % num_nodes:
+        raise ValueError(f"num_nodes: expected a divisor of num_ranks={num_ranks}, got {num_nodes}")
+    return policy

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What bench.sbatch and sweep.sbatch run on the first node of their job: one task per node, each starting its ranks.
 #   slurm/job.sh CONFIG [--out DIR] [options of launch/torchrun.sh]
-# Exit status: that of `moe-ep-bench launch` (0 all measured, 1 some cases failed, 2 something to correct, 75 ranks
+# Exit status: that of `moe-ep-bench run` (0 all measured, 1 some cases failed, 2 something to correct, 75 ranks
 # lost, 138 time was up between two comparisons); above 128 also what a signal or Slurm ended.
 set -uo pipefail
 

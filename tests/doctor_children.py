@@ -46,7 +46,7 @@ def exchanges_wrongly(*arguments: Any) -> dict[str, Any]:
     """A rank over a transport that changes one value of a message from rank 0 to rank 1."""
     import torch.distributed as dist
 
-    from moe_ep_bench.doctor.exchange import exchange
+    from moe_ep_bench.machine.doctor.exchange import exchange
 
     right = dist.all_to_all_single
 
@@ -63,7 +63,7 @@ def is_lost_in_the_exchange(rank: int, *arguments: Any) -> dict[str, Any]:
     """Rank 1 dies once they have met, while rank 0 waits for its message."""
     import torch.distributed as dist
 
-    from moe_ep_bench.doctor.exchange import exchange
+    from moe_ep_bench.machine.doctor.exchange import exchange
 
     if rank == 1:
         dist.all_to_all_single = dies

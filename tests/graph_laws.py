@@ -13,7 +13,7 @@ from tape_graphs import TapeClock, TapeGraph, dense_decode_experts
 from torch import Tensor
 
 from moe_ep_bench.layer import backends
-from moe_ep_bench.layer.build import LayerPair
+from moe_ep_bench.layer.build import SingleLayer
 from moe_ep_bench.layer.graphs import CapturedRun
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.phases import Rendezvous
@@ -21,9 +21,8 @@ from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
 from moe_ep_bench.layer.router import logits_from_scores
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.selection import weighted
-from moe_ep_bench.policies.steps import Steps
-from moe_ep_bench.records import TOTAL, UNACCOUNTED
-from moe_ep_bench.timer import PhaseRecorder
+from moe_ep_bench.schema import TOTAL, UNACCOUNTED
+from moe_ep_bench.timing.timer import PhaseRecorder
 
 BY_MAP = Parts("decode", "none", "torch", "allgather")
 GATHERED = [BY_MAP, Parts("grouped", "megatron", "auto", "allgather")]
@@ -35,7 +34,7 @@ class TopKOnDevice(Policy):
 
     name = "topk_on_device"
 
-    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+    def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         chosen_TK = scores_TE.topk(context.top_k, dim=1).indices
         map_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, chosen_TK, True)
         return weighted(scores_TE, map_TE, map_TE, context)
@@ -108,44 +107,45 @@ def capturable() -> Iterator[None]:
 
 
 def captured(
-    lab: Lab, layers: LayerPair, policy: Policy | None, hidden_TD: Tensor, scores_TE: Tensor, *, by_phase: bool
+    lab: Lab, subject: SingleLayer, policy: Policy | None, hidden_TD: Tensor, scores_TE: Tensor, *, by_phase: bool
 ) -> CapturedRun:
-    layer = layers.native if policy is None else layers.policy
+    subject.take(() if policy is None else subject.pairs)
+    layer = subject.moe_layers[None]
     layer.router.replay_TE = logits_from_scores(scores_TE, layer.router.score_function)
     if policy is not None:
-        layer.router.policy, layer.router.context = policy, lab.context(layers)
+        layer.router.policy, layer.router.context = policy, lab.context(subject.pair)
     meet = Rendezvous(lab.ep_group, lab.ranks.device)
-    return CapturedRun(layer, hidden_TD.unsqueeze(1), TapeGraph, TapeClock(), meet, by_phase=by_phase)
+    return CapturedRun(subject, hidden_TD.unsqueeze(1), TapeGraph, TapeClock(), meet, by_phase=by_phase)
 
 
 @law
 def a_captured_run_computes_again_what_lies_in_its_tensors(lab: Lab) -> None:
     for name in ("deepseek-v2-lite", "sigmoid"):
-        layers, model, mine = lab.layers(name, parts=BY_MAP), lab.model(name), even(lab, 60)
+        subject, model, mine = lab.subject(name, parts=BY_MAP), lab.model(name), even(lab, 60)
         hidden_TD, scores_TE = lab.all_hidden(model, 60)[mine].clone(), lab.all_scores(model, 60)[mine].clone()
         with capturable():
             for policy in (None, TopKOnDevice()):
-                eager_TD, routing = lab.route(layers, policy, hidden_TD, scores_TE)
-                run = captured(lab, layers, policy, hidden_TD, scores_TE, by_phase=False)
-                assert torch.equal(run.output_T1D[:, 0], eager_TD), f"{name} {policy}: captured"
+                eager_TD, routing = lab.route(subject.pair, policy, hidden_TD, scores_TE)
+                run = captured(lab, subject, policy, hidden_TD, scores_TE, by_phase=False)
+                assert torch.equal(run.output[:, 0], eager_TD), f"{name} {policy}: captured"
                 # Other inputs in the same place, and nothing of what the capture has computed.
                 other = hidden_TD.flip(0).contiguous()
-                other_TD, _ = lab.route(layers, policy, other, scores_TE)
+                other_TD, _ = lab.route(subject.pair, policy, other, scores_TE)
                 hidden_TD.copy_(other)
-                run.output_T1D.fill_(torch.nan)
+                run.output.fill_(torch.nan)
                 run.replay()
-                assert torch.equal(run.output_T1D[:, 0], other_TD), f"{name} {policy}: replayed"
-                assert torch.equal(run.routing[1], routing.map_TE)
+                assert torch.equal(run.output[:, 0], other_TD), f"{name} {policy}: replayed"
+                assert torch.equal(run.routing[None][1], routing.map_TE)
                 assert not torch.equal(other_TD, eager_TD)
 
 
 @law
 def phases_of_a_captured_run_are_those_of_its_replay(lab: Lab) -> None:
-    layers, model, mine = lab.layers("deepseek-v2-lite", parts=BY_MAP), lab.model("deepseek-v2-lite"), even(lab, 60)
+    subject, model, mine = lab.subject("deepseek-v2-lite", parts=BY_MAP), lab.model("deepseek-v2-lite"), even(lab, 60)
     hidden_TD, scores_TE = lab.all_hidden(model, 60)[mine], lab.all_scores(model, 60)[mine]
     with capturable():
-        lab.route(layers, TopKOnDevice(), hidden_TD, scores_TE)
-        run = captured(lab, layers, TopKOnDevice(), hidden_TD, scores_TE, by_phase=True)
+        lab.route(subject.pair, TopKOnDevice(), hidden_TD, scores_TE)
+        run = captured(lab, subject, TopKOnDevice(), hidden_TD, scores_TE, by_phase=True)
         recorder = PhaseRecorder(TapeClock())
         for _ in range(2):
             recorder.begin()
@@ -159,8 +159,8 @@ def phases_of_a_captured_run_are_those_of_its_replay(lab: Lab) -> None:
             assert all(value >= 0 for value in times.values()), times
             covered = sum(value for phase, value in times.items() if phase != TOTAL)
             assert abs(covered - times[TOTAL]) < 1
-    assert "forward" not in vars(layers.policy), "something is left on the layer"
-    assert "forward" not in vars(layers.policy.experts)
+    assert "forward" not in vars(subject.pair.policy), "something is left on the layer"
+    assert "forward" not in vars(subject.pair.policy.experts)
 
 
 @law
@@ -172,8 +172,8 @@ def what_waits_for_the_device_cannot_be_captured(lab: Lab) -> None:
     model = lab.model("olmoe-1b-7b")
     hidden_TD, scores_TE = lab.all_hidden(model, 20), lab.all_scores(model, 20)
     for parts in (Parts("decode", "indexed"), Parts("grouped", "megatron", "auto", "allgather")):
-        layers = lab.layers("olmoe-1b-7b", parts=parts)
-        lab.route(layers, TopKOnDevice(), hidden_TD, scores_TE)
+        subject = lab.subject("olmoe-1b-7b", parts=parts)
+        lab.route(subject.pair, TopKOnDevice(), hidden_TD, scores_TE)
         with pytest.raises(RuntimeError, match="capturing"):
-            captured(lab, layers, TopKOnDevice(), hidden_TD, scores_TE, by_phase=False)
-        assert "forward" not in vars(layers.policy)
+            captured(lab, subject, TopKOnDevice(), hidden_TD, scores_TE, by_phase=False)
+        assert "forward" not in vars(subject.pair.policy)

@@ -21,7 +21,8 @@ from torch import Tensor
 from virtual_time import all_in, passing_where_late
 
 from moe_ep_bench.layer import megatron
-from moe_ep_bench.layer.build import LayerPair, build_layers, transformer_config
+from moe_ep_bench.layer.build import LayerPair, SingleLayer
+from moe_ep_bench.layer.configs import megatron_config
 from moe_ep_bench.layer.experts import ROUTED, ExpertWeights, apply_expert, expert_weights, seeded_generator
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.parts import Parts
@@ -33,10 +34,9 @@ from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.selection import top_k_map, weighted
-from moe_ep_bench.policies.steps import Steps
-from moe_ep_bench.ranks import Ranks, join
-from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
-from moe_ep_bench.timer import Clock, PhaseRecorder, clock_for
+from moe_ep_bench.runtime.ranks import Ranks, join
+from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
+from moe_ep_bench.timing.timer import Clock, PhaseRecorder, clock_for
 
 LAWS: dict[str, Callable[[Lab], None]] = {}
 NEEDS_RANKS: dict[str, tuple[int, ...]] = {}
@@ -104,17 +104,20 @@ class Lab:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.ep_group = megatron.initialize_expert_parallel(ranks.world_size, 60)
-        self._layers: dict[tuple[str, torch.dtype, Parts], LayerPair] = {}
+        self._subjects: dict[tuple[str, torch.dtype, Parts], SingleLayer] = {}
 
     def model(self, name: str) -> ModelSpec:
         made_up = {model.name: model for model in (SIGMOID_MODEL, FOUR_EXPERTS)}
         return made_up[name] if name in made_up else load_model(name).scaled(1 / 32)
 
-    def layers(self, name: str, dtype: torch.dtype = torch.float32, parts: Parts = PARTS) -> LayerPair:
+    def subject(self, name: str, dtype: torch.dtype = torch.float32, parts: Parts = PARTS) -> SingleLayer:
         key = (name, dtype, parts)
-        if key not in self._layers:
-            self._layers[key] = build_layers(self.model(name), dtype, self.ranks.device, self.ep_group, SEED, parts)
-        return self._layers[key]
+        if key not in self._subjects:
+            self._subjects[key] = SingleLayer(self.model(name), dtype, self.ranks.device, self.ep_group, SEED, parts)
+        return self._subjects[key]
+
+    def layers(self, name: str, dtype: torch.dtype = torch.float32, parts: Parts = PARTS) -> LayerPair:
+        return self.subject(name, dtype, parts).pair
 
     def all_scores(self, model: ModelSpec, num_tokens: int) -> Tensor:
         generator = torch.Generator().manual_seed(7)
@@ -376,7 +379,7 @@ class Choice(Policy):
 
     name = "choice"
 
-    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+    def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         num_tokens, num_experts = scores_TE.shape
         count_T1 = (torch.arange(num_tokens, device=scores_TE.device) % (num_experts + 1)).unsqueeze(1)
         map_TE = torch.arange(num_experts, device=scores_TE.device) < count_T1
@@ -413,11 +416,11 @@ class CountedSum(Choice):
 
     name = "counted_sum"
 
-    def stats_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+    def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         return scores_TE.double().sum(dim=0, keepdim=True)
 
-    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-        assert stats_SE is not None
+    def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        stats_SE = self.batch_stats(scores_TE, context) if stats_SE is None else stats_SE
         map_TE = torch.zeros_like(scores_TE, dtype=torch.bool)
         map_TE[:, stats_SE[0].argmax()] = True
         return weighted(scores_TE, map_TE, map_TE, context)
@@ -497,7 +500,7 @@ def phases_are_exclusive_and_close_against_the_total(lab: Lab) -> None:
     if lab.ranks.world_size > 1:
         expected |= {"wait_metadata", "wait_dispatch", "wait_combine"}
     assert set(times) == {*expected, UNACCOUNTED, TOTAL}
-    assert set(times) <= {*PHASES, UNACCOUNTED, TOTAL}
+    assert set(times) <= {*LAYER_PHASES, UNACCOUNTED, TOTAL}
     covered = sum(value for phase, value in times.items() if phase != TOTAL)
     resolution_us = 1.0 if lab.ranks.device.type == "cpu" else 0.5 * len(STAGES) * 2  # an event's is half a microsecond
     assert abs(covered - times[TOTAL]) < resolution_us, f"phases {covered} us, total {times[TOTAL]} us"
@@ -554,7 +557,7 @@ def expert_parallel_groups_are_data_parallel_replicas(lab: Lab) -> None:
         assert megatron.initialize_expert_parallel(4, 60) is lab.ep_group, "groups of a size are formed once"
         assert megatron.initialize_expert_parallel(2, 60) is pair_group
         assert pair_group.rank() == lab.ranks.rank % 2
-        layers = build_layers(model, torch.float32, lab.ranks.device, pair_group, SEED)
+        layers = SingleLayer(model, torch.float32, lab.ranks.device, pair_group, SEED).pair
         hidden_TD, scores_TE = lab.all_hidden(model, 61)[lab.mine(61)], lab.all_scores(model, 61)[lab.mine(61)]
         reference = DenseReference(model, hidden_TD, SEED)
         for policy in (None, make_policy({"name": "expanded_drop", "capacity_factor": 1.0})):
@@ -562,7 +565,7 @@ def expert_parallel_groups_are_data_parallel_replicas(lab: Lab) -> None:
             assert_close(reference.worst_error(output_TD, routing.weights_TE), TOLERANCE[torch.float32], str(policy))
     finally:
         lab.ep_group = megatron.initialize_expert_parallel(lab.ranks.world_size, 60)
-        lab._layers.clear()
+        lab._subjects.clear()
 
 
 @law
@@ -580,7 +583,7 @@ def metrics_of_the_layers_routing_add_up_over_ranks(lab: Lab) -> None:
 def shared_experts_are_never_overlapped_and_routing_is_float32(lab: Lab) -> None:
     for capacity_factor in (None, 1.0):
         model = lab.model("deepseek-v2-lite")
-        config = transformer_config(model, torch.bfloat16, 1, capacity_factor, on_cpu=True)
+        config = megatron_config(model, torch.bfloat16, 1, capacity_factor, on_cpu=True)
         assert config.moe_shared_expert_overlap is False
         assert config.moe_router_dtype == "fp32"
         assert config.moe_router_load_balancing_type == "none"

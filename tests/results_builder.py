@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from moe_ep_bench.records import SCHEMA_VERSION, TOTAL, UNACCOUNTED, RunDirectory, write_json
+from moe_ep_bench.files import write_json
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.schema import SCHEMA_VERSION, TOTAL, UNACCOUNTED
 
 # Shares of a layer's work; the rank that is not the slowest waits at combine for the rest.
 _WORK = {
@@ -162,10 +164,10 @@ def write_run(
                 for launch in range(comparison.num_launches):
                     identity["run_id"] = f"r{launch}"
                     rows = _timing_rows(comparison, case, generator)
-                    files.write_case(case_id, launch, _columns(rows, identity))
-                files.write_routing(case_id, _columns(_routing_rows(comparison, case), identity))
+                    files.write("samples", case_id, _columns(rows, identity), launch)
+                files.write("routing", case_id, _columns(_routing_rows(comparison, case), identity))
             else:
-                files.write_case(case_id, 0, {name: [value] for name, value in identity.items()})
+                files.write("samples", case_id, {name: [value] for name, value in identity.items()}, 0)
         for launch in range(comparison.num_launches):
             write_json(files.conditions_path(comparison.comparison_id, launch), _conditions(comparison, launch))
     files.write_run(

@@ -35,9 +35,8 @@ from torch import Tensor
 from twin_laws import assert_same_choice
 
 from moe_ep_bench.kernels import requests_triton
-from moe_ep_bench.kernels.twins import triton_twins
+from moe_ep_bench.kernels.dispatch import triton_twins
 from moe_ep_bench.policies import Routing, make_policy
-from moe_ep_bench.policies.steps import TORCH
 
 Case = Callable[[], str]
 """What differs from what is expected; nothing where nothing does."""
@@ -102,8 +101,7 @@ def like_torch(
         "load_E": torch.arange(num_experts) % 4 / 3 if loaded else None,
     }
     policy = make_policy(spec)
-    stats_SE = policy.stats_by(TORCH, scores_TE, context_of(given))
-    expected = policy.select_by(TORCH, scores_TE, context_of(given), stats_SE)
+    expected = policy.route(scores_TE, context_of(given))
     ours = triton_twins()[type(policy)].select(policy, scores_TE, context_of(given), None)
     return difference(ours, expected)
 

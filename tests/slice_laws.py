@@ -14,14 +14,14 @@ from torch import Tensor
 from virtual_time import all_in, passing_where_late
 
 from moe_ep_bench.layer import megatron
-from moe_ep_bench.layer.build import LayerPair, build_layers
+from moe_ep_bench.layer.build import LayerPair, SingleLayer
 from moe_ep_bench.layer.experts import ROUTED, expert_weights
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.phases import Rendezvous, instrumented
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
 from moe_ep_bench.policies import Policy, make_policy
-from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
-from moe_ep_bench.timer import Clock, PhaseRecorder, clock_for
+from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
+from moe_ep_bench.timing.timer import Clock, PhaseRecorder, clock_for
 
 # Ranks: expert-parallel ranks and slices. One of four is a replica of a pair.
 SHAPES = {2: [(1, 2)], 4: [(2, 2), (1, 2), (1, 4)]}
@@ -50,13 +50,13 @@ def cut(lab: Lab, ep_size: int, num_slices: int) -> Iterator[dist.ProcessGroup]:
         yield megatron.meeting_group()
     finally:
         lab.ep_group = megatron.initialize_expert_parallel(lab.ranks.world_size, 60)
-        lab._layers.clear()
+        lab._subjects.clear()
 
 
 def layers_of(lab: Lab, parts: Parts, num_slices: int, dtype: torch.dtype = torch.float32) -> LayerPair:
     model = lab.model("deepseek-v2-lite")
     parts = replace(parts, expert_tensor_parallel=num_slices)
-    return build_layers(model, dtype, lab.ranks.device, lab.ep_group, SEED, parts)
+    return SingleLayer(model, dtype, lab.ranks.device, lab.ep_group, SEED, parts).pair
 
 
 def tokens(lab: Lab, num_tokens: int, *, even: bool = False) -> tuple[Tensor, Tensor]:
@@ -205,7 +205,7 @@ def phases_of_slices_are_exclusive_and_close_against_the_total(lab: Lab) -> None
                 if parts.dispatcher == "alltoall":
                     expected |= {"metadata", "wait_metadata"}
                 assert set(times) == {*expected, UNACCOUNTED, TOTAL}, parts
-                assert set(times) <= {*PHASES, UNACCOUNTED, TOTAL}
+                assert set(times) <= {*LAYER_PHASES, UNACCOUNTED, TOTAL}
                 covered = sum(value for phase, value in times.items() if phase != TOTAL)
                 assert abs(covered - times[TOTAL]) < 1.0, (parts, times)
 

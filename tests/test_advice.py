@@ -13,7 +13,7 @@ from moe_ep_bench.analysis.advice import Bounds, advice, answer
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.cli import main
-from moe_ep_bench.exit_codes import OK, USER_ERROR
+from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
 BOUNDS = Bounds(max_dropped=0.10, min_retained=0.95)
 PEAK = "workload.peak_load"
@@ -307,7 +307,7 @@ def test_bad_options_are_one_line(
 
 def test_what_holds_no_times_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder, content, message in (
-        ("route", {"mode": "route", "schema_version": 2}, "holds routing without times"),
+        ("route", {"mode": "route", "schema_version": 3}, "holds routing without times"),
         ("empty", None, "run.json: missing"),
     ):
         (tmp_path / folder).mkdir()

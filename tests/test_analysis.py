@@ -36,7 +36,7 @@ from moe_ep_bench.analysis.load import ResultsError, load_run
 from moe_ep_bench.analysis.speedups import analyse, family_labels
 from moe_ep_bench.analysis.style import house_style, looks_of
 from moe_ep_bench.analysis.summary import summary_table
-from moe_ep_bench.records import CASE_SCHEMA
+from moe_ep_bench.schema import SAMPLES_SCHEMA
 
 ROOT = Path(plot_results.__file__).parent
 
@@ -400,7 +400,7 @@ def test_a_case_that_failed_in_one_launch_failed(tmp_path):
     path = first_part(directory)
     rows = [row for row in pq.read_table(path).to_pylist() if row["launch"] == 0]
     failed = {**rows[0], "launch": 1, "status": "oom", "reason": "too big", "time_us": None}
-    pq.write_table(pa.Table.from_pylist([*rows, failed], schema=CASE_SCHEMA), path)
+    pq.write_table(pa.Table.from_pylist([*rows, failed], schema=SAMPLES_SCHEMA), path)
     (case,) = (case for case in load_run(directory).cases if case.case_id == path.stem)
     assert (case.status, case.reason) == ("oom", "launch 2: too big")
     assert case.timings.empty
@@ -610,7 +610,7 @@ BREAKAGES = {
     "no run.json": (lambda d: (d / "run.json").unlink(), "run.json: missing"),
     "no JSON": (lambda d: (d / "run.json").write_text('{"schema_version": 1,'), "run.json: damaged, not JSON"),
     "a list": (lambda d: (d / "run.json").write_text("[]"), "schema_version: expected a whole number, got None"),
-    "newer": (lambda d: edit_json(d, lambda c: c.update(schema_version=3)), "expected 2, got 3; it is newer"),
+    "newer": (lambda d: edit_json(d, lambda c: c.update(schema_version=4)), "expected 3, got 4; it is newer"),
     "no cases": (lambda d: edit_json(d, lambda c: c.pop("cases")), "run.json: cases: Field required"),
     "key gone": (
         lambda d: edit_json(d, lambda c: c["comparisons"]["c0"].pop("dtype")),

@@ -9,8 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from moe_ep_bench.layer import attention_kernels
-from moe_ep_bench.layer.attention_kernels import kernels_of_attention
+from moe_ep_bench.layer import attention
+from moe_ep_bench.layer.attention import kernels_of_attention
 
 
 def attend() -> torch.Tensor:
@@ -28,5 +28,5 @@ def test_the_kernel_that_torch_takes_is_seen_whichever_it_is(mode: type) -> None
 
 def test_without_attention_nothing_is_seen_and_what_has_no_word_keeps_its_name() -> None:
     assert kernels_of_attention(lambda: torch.ones(2) + 1) == []
-    with mock.patch.object(attention_kernels, "_NAMES", {}), sdpa_kernel(SDPBackend.MATH):
+    with mock.patch.object(attention, "_NAMES", {}), sdpa_kernel(SDPBackend.MATH):
         assert kernels_of_attention(attend) == ["attention_math"]

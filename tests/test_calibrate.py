@@ -15,10 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ep_bench.exit_codes import OK, USER_ERROR
-from moe_ep_bench.links import load_links
-from moe_ep_bench.ranks import Ranks
-from moe_ep_bench.scopes.calibrate import (
+from moe_ep_bench.cost_model.calibrate import (
     SAMPLES_SCHEMA,
     Exchange,
     byte_matrix,
@@ -31,6 +28,9 @@ from moe_ep_bench.scopes.calibrate import (
     without_curves,
     write_links,
 )
+from moe_ep_bench.cost_model.links import load_links
+from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+from moe_ep_bench.runtime.ranks import Ranks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -172,7 +172,7 @@ def start(out: Path, options_R: list[dict], *, per_node: int = 2) -> list[subpro
     for rank, options in enumerate(options_R):
         arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
         program = (
-            "import sys; from pathlib import Path; from moe_ep_bench.scopes.calibrate import calibrate;"
+            "import sys; from pathlib import Path; from moe_ep_bench.cost_model.calibrate import calibrate;"
             f"sys.exit(calibrate(Path({str(out)!r}), {arguments}))"
         )
         torchrun = {

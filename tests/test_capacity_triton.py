@@ -18,7 +18,6 @@ from moe_ep_bench.kernels.capacity_triton import capacity, route_and_count
 from moe_ep_bench.kernels.standings_triton import largest_below
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.policies.capacity import expert_capacity
-from moe_ep_bench.policies.steps import TORCH
 
 OURS = [spec for spec in SPECS if spec["name"] in ("token_drop", "expanded_drop")]
 pytestmark = pytest.mark.usefixtures("patched_once")
@@ -148,7 +147,7 @@ def test_a_wrong_threshold_would_be_seen() -> None:
     tight, loose = (make_policy({**TOKEN_DROP, "capacity_factor": gamma}) for gamma in (0.5, 0.75))
     context = RoutingContext(top_k=4)
     with pytest.raises(AssertionError):
-        assert_same_choice(capacity(tight, scores_TE, context, None), loose.select_by(TORCH, scores_TE, context, None))
+        assert_same_choice(capacity(tight, scores_TE, context, None), loose.route(scores_TE, context))
 
 
 def test_randomness_is_drawn_as_the_policy_draws_it() -> None:
@@ -158,4 +157,4 @@ def test_randomness_is_drawn_as_the_policy_draws_it() -> None:
     contexts = [context_of({"top_k": 2, "seed": 5}) for _ in range(2)]
     for _ in range(2):
         ours = capacity(policy, scores_TE, contexts[0], None)
-        assert_same_choice(ours, policy.select_by(TORCH, scores_TE, contexts[1], None))
+        assert_same_choice(ours, policy.route(scores_TE, contexts[1]))

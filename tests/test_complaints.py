@@ -14,11 +14,11 @@ import pytest
 
 from moe_ep_bench import cli
 from moe_ep_bench.analysis.advice import Bounds
-from moe_ep_bench.complaints import is_mistake
-from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
-from moe_ep_bench.progress import progress_bar
+from moe_ep_bench.runtime.errors import is_mistake
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
+from moe_ep_bench.runtime.progress import progress_bar
 
-MEASURE = {"run": ["c.yaml"], "launch": ["c.yaml"], "emulate": ["c.yaml"], "calibrate": []}
+MEASURE = {"run": ["c.yaml"], "papers": ["c.yaml"], "emulate": ["c.yaml"], "calibrate": []}
 
 
 def raising(error: BaseException):
@@ -35,7 +35,7 @@ def raising(error: BaseException):
 def test_what_nobody_foresaw_is_a_lost_job_and_shown_whole(
     command: str, error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, f"_{command}", raising(error))
+    monkeypatch.setitem(cli.COMMANDS, command, raising(error))
     assert cli.main([command, *MEASURE[command]]) == LOST
     assert "Traceback" in capsys.readouterr().err
 
@@ -51,8 +51,8 @@ DEFECTS = {
 def test_a_value_error_that_we_did_not_raise_is_no_mistake_of_the_users(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_summary", lambda options: DEFECTS[name]())
-    assert cli.main(["summary", "results"]) == LOST
+    monkeypatch.setitem(cli.COMMANDS, "show", lambda options: DEFECTS[name]())
+    assert cli.main(["show", "results"]) == LOST
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -69,14 +69,14 @@ def test_what_a_user_can_correct_is_a_line(tmp_path: Path, capsys: pytest.Captur
 def test_who_stops_reading_a_printed_result_has_seen_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
     monkeypatch.setattr(cli, "_end_output", lambda: ended.append(True))
-    monkeypatch.setattr(cli, "_run", raising(BrokenPipeError(errno.EPIPE, "x")))
-    monkeypatch.setattr(cli, "_summary", raising(BrokenPipeError(errno.EPIPE, "x")))
-    assert cli.main(["summary", "results"]) == OK
+    monkeypatch.setitem(cli.COMMANDS, "run", raising(BrokenPipeError(errno.EPIPE, "x")))
+    monkeypatch.setitem(cli.COMMANDS, "show", raising(BrokenPipeError(errno.EPIPE, "x")))
+    assert cli.main(["show", "results"]) == OK
     assert cli.main(["run", "c.yaml", "--dry-run"]) == OK
     assert len(ended) == 2
     # Nor does it change how the measuring before went.
     report = raising(BrokenPipeError())
-    monkeypatch.setattr(cli, "_emulate", lambda options: cli._shown(CASES_FAILED, lambda: report(options)))
+    monkeypatch.setitem(cli.COMMANDS, "emulate", lambda options: cli._shown(CASES_FAILED, lambda: report(options)))
     assert cli.main(["emulate", "c.yaml"]) == CASES_FAILED
 
 
@@ -97,7 +97,7 @@ def test_a_command_whose_standard_error_is_gone_ends_as_it_would_have(monkeypatc
         print("moe-ep-bench: a line", file=sys.stderr, flush=True)
         return CASES_FAILED
 
-    monkeypatch.setattr(cli, "_run", measure)
+    monkeypatch.setitem(cli.COMMANDS, "run", measure)
     broken = open(writes, "w", buffering=1)  # noqa: SIM115  (closing it fails, as it should)
     monkeypatch.setattr(sys, "stderr", broken)
     assert cli.main(["run", "c.yaml"]) == CASES_FAILED
@@ -108,12 +108,12 @@ def test_a_command_whose_standard_error_is_gone_ends_as_it_would_have(monkeypatc
 
 
 @pytest.mark.parametrize("counts", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
-@pytest.mark.parametrize("command", ["run", "launch", "emulate"])
+@pytest.mark.parametrize("command", ["run", "emulate"])
 def test_force_is_for_the_first_start_of_a_job_alone(
     command: str, counts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     forced = []
-    monkeypatch.setattr(cli, f"_{command}", lambda options: forced.append(options.force) or OK)
+    monkeypatch.setitem(cli.COMMANDS, command, lambda options: forced.append(options.force) or OK)
     for restarts in "", "0", "1":
         monkeypatch.setenv(counts, restarts)
         assert cli.main([command, "c.yaml", "--force"]) == OK

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from moe_ep_bench.bench import plan as module
+from moe_ep_bench.bench.plan import RANKS, Comparison
+from moe_ep_bench.bench.run import describe_experiment
 from moe_ep_bench.config import ConfigError, SyntheticConfig, load_experiments
-from moe_ep_bench.devices import load_device
+from moe_ep_bench.cost_model.devices import load_device
 from moe_ep_bench.models import preset_names
-from moe_ep_bench.scopes import comparison as module
-from moe_ep_bench.scopes.comparison import Comparison
-from moe_ep_bench.scopes.run import describe_experiment
-from moe_ep_bench.skews import SKEWS, load_skew
+from moe_ep_bench.workload.skews import SKEWS, load_skew
 
 
 def experiment(folder: Path, *, model: dict | None = None, workload: dict | None = None, layer: dict | None = None):
@@ -31,7 +31,7 @@ def experiment(folder: Path, *, model: dict | None = None, workload: dict | None
 
 
 def comparison(folder: Path, world_size: int = 1, **sections: dict) -> Comparison:
-    return Comparison.of(experiment(folder, **sections), world_size, on_cpu=True)
+    return Comparison.of(experiment(folder, **sections), RANKS, world_size, on_cpu=True)
 
 
 @pytest.mark.parametrize("preset", preset_names())
@@ -120,6 +120,7 @@ def test_a_model_by_its_config_json_is_found_beside_the_config_and_leaves_no_pat
         (None, {"family": "pareto"}, "workload.family: .*got 'pareto'"),
         (None, {"padding_per_rank": -1}, "workload.padding_per_rank: .*greater than or equal to 0, got -1"),
         (None, {"padding": 1}, "workload.padding: no such key; .* padding_per_rank"),
+        (None, {"kind": "recorded", "trace": "x", "tail": "uniform", "layer": [[]]}, "workload.layer: .*integer, got "),
         (None, {"mask_padding": "some"}, "workload.mask_padding: .*got 'some'"),
     ],
 )  # fmt: skip
@@ -176,7 +177,7 @@ def test_auto_takes_decode_where_the_gpu_s_file_says_that_a_step_has_few_rows(
 
     def ran(num_tokens: int, world_size: int, **layer: object) -> tuple[str, str]:
         made = experiment(tmp_path, model={"preset": "olmoe-1b-7b"}, workload={"num_tokens": num_tokens}, layer=layer)
-        parts = Comparison.of(made, world_size, on_cpu=False).parts
+        parts = Comparison.of(made, RANKS, world_size, on_cpu=False).parts
         return parts.experts, parts.experts_why
 
     below = "rows an expert, below decode_below_rows 1.5 of devices/h100-sxm"
@@ -191,7 +192,7 @@ def test_auto_takes_decode_where_the_gpu_s_file_says_that_a_step_has_few_rows(
 def test_a_rank_without_a_share_gets_no_tokens_and_memory_is_counted_for_the_fullest(tmp_path: Path) -> None:
     even = comparison(tmp_path, 4)
     uneven = comparison(tmp_path, 4, workload={"rank_shares": [3, 1, 0, 0]})
-    assert uneven.fullest_share == 3.0
+    assert uneven.subject.fullest_share == 3.0
     assert uneven.memory_bytes_per_rank() > even.memory_bytes_per_rank()
     assert uneven.workload.fingerprint() == even.workload.fingerprint()
 
@@ -220,12 +221,27 @@ def test_what_holds_on_a_cpu_wins_over_a_sweep(tmp_path: Path) -> None:
         load_experiments(path, on_cpu=True)
 
 
+def test_a_files_paths_are_read_from_its_folder_and_an_overrides_from_the_working_directory(tmp_path: Path) -> None:
+    experiment(tmp_path)
+    path = tmp_path / "config.yaml"
+    text = path.read_text()
+
+    def devices(added: str, *overrides: str) -> list[str]:
+        path.write_text(text + added)
+        return [one.emulate.device for one in load_experiments(path, overrides, on_cpu=True)]
+
+    assert devices("emulate: {device: a.yaml}\n") == [str(tmp_path / "a.yaml")]
+    assert devices("sweep: {emulate.device: [a.yaml, h20]}\n") == [str(tmp_path / "a.yaml"), "h20"]
+    assert devices("on_cpu: {emulate.device: a.yaml}\n") == [str(tmp_path / "a.yaml")]
+    assert devices("on_cpu: {sweep.emulate.device: [a.yaml]}\n") == [str(tmp_path / "a.yaml")]
+    assert devices("", "emulate.device=a.yaml") == ["a.yaml"]
+
+
 def test_padding_makes_another_case_and_its_absence_keeps_the_old_ones(tmp_path: Path) -> None:
     def planned(**workload: object) -> Comparison:
         return comparison(tmp_path, 2, workload={"num_tokens": 64, "sequence_length": 1, **workload})
 
     plain = planned()
-    assert not {"padding_per_rank", "mask_padding"} & plain.definition["workload"].keys()
     assert planned(padding_per_rank=0, mask_padding=True).comparison_id == plain.comparison_id
     masked, computed = planned(padding_per_rank=3), planned(padding_per_rank=3, mask_padding=False)
     assert len({one.cases[2].case_id for one in (plain, masked, computed)}) == 3
@@ -256,9 +272,9 @@ def test_a_rank_keeps_a_valid_token_or_has_none_at_all(tmp_path: Path) -> None:
         workload = {"num_tokens": 64, "num_batches": 3, "sequence_length": 1, "rank_shares": shares}
         return comparison(tmp_path, 4, workload={**workload, "padding_per_rank": padding})
 
-    planned(15, [1]).check_padding()
-    planned(31, [1, 1, 0, 0]).check_padding()
+    planned(15, [1]).try_out()
+    planned(31, [1, 1, 0, 0]).try_out()
     with pytest.raises(ValueError, match="than the 16 tokens that rank 0 has in batch 0, got 16"):
-        planned(16, [1]).check_padding()
+        planned(16, [1]).try_out()
     with pytest.raises(ValueError, match="than the 8 tokens that rank 1 has in batch 0, got 9"):
-        planned(9, [3, 1, 3, 1]).check_padding()
+        planned(9, [3, 1, 3, 1]).try_out()

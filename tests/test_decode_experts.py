@@ -264,10 +264,12 @@ def test_rows_that_a_dispatcher_sorted_equal_rows_found_by_token(launches, dtype
         hidden_TD[pairs.token_N[:count].long()], None, pairs.weights_N[:count], pairs.ends_L, *experts
     )
     assert launches == ["_gate_up_kernel", "_down_kernel"]
-    assert torch.equal(sorted_ND, by_token_ND[:count])
     expert_N, token_N = map_TL.T.nonzero(as_tuple=True)
     one_each = torch.eye(6, dtype=torch.bool)[expert_N]
-    assert_close(sorted_ND, loop(hidden_TD[token_N], one_each, weights_TL[token_N], *experts))
+    expected_ND, size_ND = loop(hidden_TD[token_N], one_each, weights_TL[token_N], *experts)
+    assert_close(sorted_ND, (expected_ND, size_ND))
+    # Not the same bits: other counts of rows make other tiles, whose sums a BLAS may order otherwise.
+    assert_close(sorted_ND, (by_token_ND[:count].double(), size_ND))
 
 
 def test_rows_beyond_the_last_pair_are_left_alone():

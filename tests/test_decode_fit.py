@@ -1,4 +1,4 @@
-"""From a measured decode run to a device's file: what `moe-ep-bench fit` prints, marks as no figure, and refuses."""
+"""From a measured decode run to a device's file: what `calibrate --from` prints, marks as no figure, and refuses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from test_devices import FIGURES, NO_MEMORY
 from moe_ep_bench.analysis.decode_fit import fit_text
 from moe_ep_bench.analysis.load import ResultsError, load_run
 from moe_ep_bench.cli import main
-from moe_ep_bench.devices import Device, load_device
-from moe_ep_bench.exit_codes import OK, USER_ERROR
+from moe_ep_bench.cost_model.devices import Device, load_device
+from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
 REFERENCE = Path(__file__).parents[1] / "results" / "reference"
 PAIR_US = 2.0
@@ -57,7 +57,7 @@ def test_what_is_printed_goes_into_a_devices_file_as_it_stands(tmp_path: Path) -
     assert (fit.experts, fit.model, fit.dtype, fit.tokens) == ("te", "Tiny-MoE", "bfloat16", (64,))
     assert (fit.hidden_size, fit.ffn_hidden_size, fit.basis) == (HIDDEN_SIZE, FFN_SIZE, "measured")
     assert fit.source == "NVIDIA Fake 80GB, torch 2.13, run r0"
-    assert text.startswith("# NVIDIA Fake 80GB, by `moe-ep-bench fit`\ndecode:\n")
+    assert text.startswith("# NVIDIA Fake 80GB, by `moe-ep-bench calibrate --from`\ndecode:\n")
     assert "30 points; [95 % intervals]" in text
     assert "per_expert_us: 200  # [200, 200]" in text
     assert "per_pair_us: null  # not fitted: pairs do not vary on their own" in text
@@ -120,15 +120,15 @@ def test_what_was_not_measured_or_is_no_decode_run_is_refused_in_one_line(
     modelled = write_run(tmp_path / "modelled", [decode(facts={"device": "H100 (modelled)"})])
     prefill = write_run(tmp_path / "prefill", [FakeComparison(cases=standard_cases())])
     for directory, words in ((modelled, "its times are modelled"), (prefill, "expected a decode run")):
-        assert main(["fit", str(directory)]) == USER_ERROR
+        assert main(["calibrate", "--from", str(directory)]) == USER_ERROR
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"moe-ep-bench: {directory}: ")
         assert words in line
-    assert main(["fit", str(tmp_path / "nothing")]) == USER_ERROR
+    assert main(["calibrate", "--from", str(tmp_path / "nothing")]) == USER_ERROR
 
 
 def test_the_reference_run_on_two_cores_is_fitted_and_is_no_devices_figure(capsys: pytest.CaptureFixture) -> None:
-    assert main(["fit", str(REFERENCE / "decode-2cpu"), "--preset", "qwen3-30b-a3b"]) == OK
+    assert main(["calibrate", "--from", str(REFERENCE / "decode-2cpu"), "--preset", "qwen3-30b-a3b"]) == OK
     text = capsys.readouterr().out
     assert "sizes x 0.25 of the true ones" in text
     assert yaml.safe_load(text) is None

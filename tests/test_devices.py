@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ep_bench.devices import (
+from moe_ep_bench.cost_model.devices import (
     DEVICES_DIR,
     Device,
     device_names,
@@ -165,11 +165,6 @@ def test_no_crossover_is_stated_before_one_is_measured() -> None:
     assert {known.decode_below_rows for known in KNOWN.values()} == {None}
 
 
-def test_work_alone_has_no_overhead() -> None:
-    assert device().work_us([1e9, 1e7], [1e6, 7e6], [100, 100]) == pytest.approx(20 + 7)
-    assert device().work_us(0, 0, 0) == 0
-
-
 def test_routing_takes_a_time_per_score() -> None:
     assert device().routing_us(10**6, by_policy=False) == pytest.approx(50)
     assert device().routing_us(10**6, by_policy=True) == pytest.approx(200)
@@ -273,43 +268,6 @@ def test_every_file_loads_and_its_figures_have_sources(name: str) -> None:
     for number, line in enumerate((DEVICES_DIR / f"{name}.yaml").read_text().splitlines(), 1):
         if re.match(r"\s*(- \[|\w+: *)[\d.]+", line):
             assert re.search(r"#\s+\S+ \S+", line), f"{name}.yaml:{number}: a figure without its source: {line}"
-
-
-def test_a_description_says_what_is_assumed() -> None:
-    words = device().describe()
-    assert "up to 50% reached (assumed)" in words
-    assert "50% reached (measured)" in words
-    assert "3 us a pass (assumed)" in words
-    assert "routing 50 ps a score (published), by a policy 200 ps (assumed)" in words
-    assert words.endswith("permutation at 25% of the memory's TB/s (measured); 80 GB")
-    known = load_device("h100-sxm")
-    assert "attention" not in known.describe()
-    assert known.describe(whole=True).endswith(
-        "core attention at 35% of the arithmetic (published); launches not counted"
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [((-1, 0, 1), "at least 0"), ((1, math.inf, 1), "finite"), (([1, 2], [1, 2, 3], 1), r"got shapes \(2,\), \(3,\)")],
-)
-def test_wrong_numbers_are_refused(arguments: tuple, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        device().work_us(*arguments)
-
-
-def test_negative_rows_are_refused() -> None:
-    for known in (device(), fitted()):
-        with pytest.raises(ValueError, match="at least 0"):
-            known.experts_us(1000, 500, [-1, 2], 2)
-
-
-def test_negative_scores_and_bytes_are_refused() -> None:
-    with pytest.raises(ValueError, match="scores: expected at least 0, got -1"):
-        device().routing_us(-1, by_policy=True)
-    for num_bytes in (-1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="bytes: expected a finite number of at least 0"):
-            device().permute_us(num_bytes)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ import pytest
 from test_run import environment as child_environment
 from test_run import write_config
 
-from moe_ep_bench import environment
-from moe_ep_bench.exit_codes import USER_ERROR
-from moe_ep_bench.records import RunDirectory, write_json
-from moe_ep_bench.scopes.directory import check_agreement
+from moe_ep_bench.bench.directory import check_agreement
+from moe_ep_bench.files import write_json
+from moe_ep_bench.machine import provenance
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
 MODES = {"run": "run", "route": "route", "emulate": "emulated"}  # By command.
 CONDITIONS = {"torch": "2.0", "device_name": "a processor"}
@@ -22,7 +23,7 @@ CONDITIONS = {"torch": "2.0", "device_name": "a processor"}
 
 def leave_results(root: Path, mode: str = "run", **conditions: str) -> RunDirectory:
     """A directory as an earlier command of this code left it."""
-    hashes = {"code": environment.code_hash()}
+    hashes = {"code": provenance.code_hash()}
     write_json(root / "run.json", {"mode": mode, "environment": {**CONDITIONS, **conditions}, "hashes": hashes})
     return RunDirectory(root)
 

@@ -15,23 +15,24 @@ import pytest
 from test_nvidia_smi import NVLINKS, OLD_DRIVER, TWO_H100, answering
 from test_run import write_config
 
-from moe_ep_bench import environment, locks
-from moe_ep_bench.attempts import Mark
 from moe_ep_bench.cli import main
-from moe_ep_bench.commands import Command, CommandError, output_of
-from moe_ep_bench.doctor import directory, examine, facts, network
-from moe_ep_bench.doctor.child import ask
-from moe_ep_bench.doctor.directory import directory_findings, earlier_findings
-from moe_ep_bench.doctor.exchange import exchange_findings
-from moe_ep_bench.doctor.findings import NOTE, OK, PROBLEM, Finding, text, verdict
-from moe_ep_bench.doctor.gpus import cpu_findings, gpu_findings
-from moe_ep_bench.doctor.memory import available_bytes, memory_findings, ranks_findings
-from moe_ep_bench.doctor.network import nccl_findings, nic_findings, shared_memory_findings, topology_findings
-from moe_ep_bench.doctor.packages import package_findings
-from moe_ep_bench.exit_codes import CASES_FAILED, USER_ERROR
-from moe_ep_bench.machine import THROTTLE_REASONS
-from moe_ep_bench.nvidia_smi import Gpu, Port, parse_nvlinks, parse_topology, query_gpus
-from moe_ep_bench.records import write_json
+from moe_ep_bench.files import write_json
+from moe_ep_bench.machine import provenance
+from moe_ep_bench.machine.doctor import directory, examine, facts, network
+from moe_ep_bench.machine.doctor.child import ask
+from moe_ep_bench.machine.doctor.directory import directory_findings, earlier_findings
+from moe_ep_bench.machine.doctor.exchange import exchange_findings
+from moe_ep_bench.machine.doctor.findings import NOTE, OK, PROBLEM, Finding, text, verdict
+from moe_ep_bench.machine.doctor.gpus import cpu_findings, gpu_findings
+from moe_ep_bench.machine.doctor.memory import available_bytes, memory_findings, ranks_findings
+from moe_ep_bench.machine.doctor.network import nccl_findings, nic_findings, shared_memory_findings, topology_findings
+from moe_ep_bench.machine.doctor.packages import package_findings
+from moe_ep_bench.machine.monitor import THROTTLE_REASONS
+from moe_ep_bench.machine.nvidia_smi import Gpu, Port, parse_nvlinks, parse_topology, query_gpus
+from moe_ep_bench.machine.subprocesses import Command, CommandError, output_of
+from moe_ep_bench.runtime import locks
+from moe_ep_bench.runtime.crash_journal import Mark
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, USER_ERROR
 
 GIB = 2**30
 VERSIONS = {
@@ -131,7 +132,7 @@ def test_a_child_that_fails_is_an_error_and_no_hang(function: str, limit_s: floa
 
 
 def test_a_child_that_nobody_waits_for_ends_itself() -> None:
-    program = [sys.executable, "-m", "moe_ep_bench.doctor.child", "doctor_children:hangs", "[]", "1"]
+    program = [sys.executable, "-m", "moe_ep_bench.machine.doctor.child", "doctor_children:hangs", "[]", "1"]
     done = subprocess.run(program, capture_output=True, timeout=600, env=path_of_tests(), check=False)
     assert done.returncode == 1
 
@@ -144,7 +145,7 @@ def path_of_tests() -> dict[str, str]:
 
 def test_the_doctor_itself_loads_neither_torch_nor_megatron() -> None:
     program = (
-        "import sys; from moe_ep_bench import cli; from moe_ep_bench.doctor import examine;"
+        "import sys; from moe_ep_bench import cli; from moe_ep_bench.machine.doctor import examine;"
         " print({'torch', 'megatron'} & set(sys.modules))"
     )
     assert output_of([sys.executable, "-c", program], 60).strip() == "set()"
@@ -481,7 +482,7 @@ def test_a_job_that_was_lost_there_is_noted(tmp_path: Path) -> None:
 
 def test_another_runs_directory_is_a_problem_and_ones_own_says_what_is_done(tmp_path: Path) -> None:
     conditions = {"torch": "2.0"}
-    hashes = {"code": environment.code_hash()}
+    hashes = {"code": provenance.code_hash()}
     write_json(tmp_path / "run.json", {"mode": "emulated", "environment": conditions, "hashes": hashes})
     refusal = facts.agreement(str(tmp_path), conditions)
     (finding,) = earlier_findings(tmp_path, refusal, COMPARISONS)
@@ -525,7 +526,7 @@ def test_this_machine_and_a_small_config_are_examined_as_json(
     assert found["memory"]["status"] == OK
     assert found["results"]["status"] == OK
     assert (report["nproc"], len(report["comparisons"])) == (2, 1)
-    assert report["machine"]["packages"]["torch"] == environment.package_versions()["torch"]
+    assert report["machine"]["packages"]["torch"] == provenance.package_versions()["torch"]
     assert not out.exists()
 
 

@@ -16,13 +16,14 @@ from test_run import cases_of, environment, launch, statuses, write_config
 
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.summary import summary_table
-from moe_ep_bench.attempts import Mark, stopped_by
+from moe_ep_bench.bench.plan import VIRTUAL, plan
+from moe_ep_bench.bench.rows import PackedMetrics
 from moe_ep_bench.cli import main
-from moe_ep_bench.exit_codes import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.files import write_json
 from moe_ep_bench.models import load_preset
-from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED, write_json
-from moe_ep_bench.scopes.planning import plan_emulation
-from moe_ep_bench.scopes.rows import PackedMetrics
+from moe_ep_bench.runtime.crash_journal import Mark, stopped_by
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
 
 LINKS = {"emulate": {"links": "h100-nvlink4"}}
 NODES = {"num_nodes": 3}
@@ -47,7 +48,7 @@ def test_every_rank_and_batch_has_all_phases_that_add_up(finished: Path) -> None
     assert rows.case_id.nunique() == 7
     plain, breakdown = rows[rows.kind == "plain"], rows[rows.kind == "breakdown"]
     assert len(plain) == 7 * 4 * 3  # cases, ranks, batches; iterations were put together
-    assert set(breakdown.phase) == {*PHASES, TOTAL, UNACCOUNTED} - {"wait_policy"}
+    assert set(breakdown.phase) == {*LAYER_PHASES, TOTAL, UNACCOUNTED} - {"wait_policy"}
     keys = ["case_id", "rank", "batch", "iteration"]
     parts = breakdown[breakdown.phase != TOTAL].groupby(keys).time_us.sum()
     totals = breakdown[breakdown.phase == TOTAL].set_index(keys).time_us
@@ -66,7 +67,7 @@ WHOLE = {"scope": "model", "model": {"preset": "olmoe-1b-7b", "scale": 0.03125},
 def test_sigterm_ends_it_in_order_and_blames_no_case(scope: dict, tmp_path: Path) -> None:
     changes = {**scope, **LINKS, "layer__ep_size": 4, "measure__iterations": 100_000}
     config, out = write_config(tmp_path, **changes), tmp_path / "out"
-    (comparison,) = plan_emulation(config, [], on_cpu=True)
+    (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
     command = [sys.executable, "-m", "moe_ep_bench", "emulate", str(config), "--out", str(out)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as job:
         deadline = time.monotonic() + 300
@@ -85,7 +86,7 @@ def test_sigterm_ends_it_in_order_and_blames_no_case(scope: dict, tmp_path: Path
 def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(scope: dict, tmp_path: Path) -> None:
     emulated = {"links": "h100-nvlink4", "device": "h100-sxm"}
     config, out = write_config(tmp_path, **scope, layer__ep_size=4, emulate=emulated), tmp_path / "out"
-    (comparison,) = plan_emulation(config, [], on_cpu=True)
+    (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
     lost = comparison.cases[3]
     write_json(out / "attempts" / f"{lost.case_id}.json", ["oom: out of memory (rank 0)"])
     Mark(out / "attempts", comparison.comparison_id, 0).set(lost.case_id)  # And then it was killed.
@@ -110,7 +111,7 @@ def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(
 def test_a_finished_command_prints_its_table_and_where_it_is(finished: Path) -> None:
     done = emulate(finished.parent / "config.yaml", "--out", finished)
     assert summary_table(load_run(finished)) in done.stdout
-    assert f"plot_results.py {finished}" in done.stdout
+    assert f"moe-ep-bench plot {finished}" in done.stdout
 
 
 def test_the_table_says_that_it_is_emulated_and_by_which_links(finished: Path) -> None:
@@ -186,7 +187,7 @@ def routing_of(out: Path) -> pd.DataFrame:
     """All routing rows by label, rank and batch, without what names the run."""
     rows = pd.concat(pd.read_parquet(path) for path in (out / "routing").glob("*.parquet"))
     labels = {case_id: case["label"] for case_id, case in json.loads((out / "run.json").read_text())["cases"].items()}
-    own = ["run_id", "case_id", "comparison_id", "mode", "reference_error", "output_error"]
+    own = ["run_id", "case_id", "comparison_id", "mode", "backend", "reference_error", "output_error"]
     rows = rows.assign(label=rows.case_id.map(labels)).drop(columns=own)
     return rows.sort_values(["label", "rank", "batch"]).reset_index(drop=True)
 

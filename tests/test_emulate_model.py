@@ -13,13 +13,14 @@ import pytest
 import torch
 from test_model_run import KEY, parts, write_config
 
+from moe_ep_bench.bench.plan import VIRTUAL, plan
+from moe_ep_bench.bench.run import left_of
+from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.cli import main
-from moe_ep_bench.exit_codes import OK, USER_ERROR
-from moe_ep_bench.links import load_links
-from moe_ep_bench.records import MODEL_PHASES, PHASES, TOTAL, UNACCOUNTED, RunDirectory
-from moe_ep_bench.scopes.emulate import left_of
-from moe_ep_bench.scopes.model_emulation import new_emulation
-from moe_ep_bench.scopes.planning import plan_emulation
+from moe_ep_bench.cost_model.links import load_links
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+from moe_ep_bench.schema import LAYER_PHASES, MODEL_PHASES, PHASES, TOTAL, UNACCOUNTED
 
 PREFILL = Path("configs/model-prefill.yaml")
 LINKS = {"links": "h100-nvlink4"}
@@ -49,20 +50,26 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def phases_of(out: Path) -> pd.DataFrame:
+    """Rows of phases, of every layer; totals and what no phase covers left out."""
+    rows = parts(out, "cases")
+    return rows[rows.phase.isin(PHASES)]
+
+
 def test_memory_does_not_grow_with_batches_which_are_made_one_by_one() -> None:
     few, many = (
-        plan_emulation(PREFILL, [*SMALLER, f"workload.num_batches={number}"], on_cpu=True)[0] for number in (1, 20)
+        plan(PREFILL, [*SMALLER, f"workload.num_batches={number}"], VIRTUAL, on_cpu=True)[0] for number in (1, 20)
     )
     assert few.memory_bytes_per_rank() == many.memory_bytes_per_rank()
 
 
 def test_layers_and_the_rest_close_against_the_total(finished: Path) -> None:
-    cases, layers = parts(finished, "cases"), parts(finished, "layers")
+    cases, layers = parts(finished, "cases"), phases_of(finished)
     assert set(cases["mode"]) == {"emulated"}
     assert cases.case_id.nunique() == layers.case_id.nunique() == NUM_CASES
     plain, breakdown = cases[cases.kind == "plain"], cases[cases.kind == "breakdown"]
     assert len(plain) == NUM_CASES * RANKS * BATCHES
-    assert set(breakdown.phase) == {*PHASES, *MODEL_PHASES, TOTAL, UNACCOUNTED}
+    assert set(breakdown.phase) == {*LAYER_PHASES, *MODEL_PHASES, TOTAL, UNACCOUNTED}
     key = ["case_id", *KEY]
     sums = layers.groupby(key).time_us.sum() + breakdown[breakdown.phase == UNACCOUNTED].set_index(key).time_us
     totals = breakdown[breakdown.phase == TOTAL].set_index(key).time_us
@@ -72,11 +79,11 @@ def test_layers_and_the_rest_close_against_the_total(finished: Path) -> None:
     phases = of_lynx.groupby(of_lynx.layer.fillna(-1).astype(int)).phase.agg(set).to_dict()
     assert phases[-1] == {"embedding", "rest", "output"}
     assert phases[0] == {"attention", "dense", "rest"}
-    assert phases[1] == phases[2] == {*PHASES, "attention", "rest", "moe_rest"}
+    assert phases[1] == phases[2] == {*LAYER_PHASES, "attention", "rest", "moe_rest"}
 
 
 def test_somebody_comes_last_to_every_meeting_of_every_layer(finished: Path) -> None:
-    layers = parts(finished, "layers")
+    layers = phases_of(finished)
     waits = layers[layers.phase.str.startswith("wait_")].groupby(["case_id", "batch", "layer", "phase"]).time_us
     assert (waits.min() == 0).all()
     assert (waits.max() > 0).all()
@@ -84,7 +91,7 @@ def test_somebody_comes_last_to_every_meeting_of_every_layer(finished: Path) -> 
 
 
 def test_a_layers_transfers_take_what_its_own_bytes_take_on_the_links(finished: Path) -> None:
-    routing, layers = parts(finished, "routing"), parts(finished, "layers")
+    routing, layers = parts(finished, "routing"), phases_of(finished)
     run = json.loads((finished / "run.json").read_text())
     assert (run["mode"], run["scope"]) == ("emulated", "model")
     row_bytes, links = next(iter(run["comparisons"].values()))["hidden_size"] * 4, load_links("h100-nvlink4")
@@ -115,21 +122,21 @@ def test_every_layer_is_routed_by_scores_of_its_own_and_was_held_against_the_ref
 def test_the_table_the_figure_and_the_report_say_that_it_is_emulated(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["summary", str(finished)]) == OK
+    assert main(["show", str(finished)]) == OK
     printed = capsys.readouterr().out
     for text in ("whole models, emulated", "links/h100-nvlink4", "in place of 4 ranks", "MoE speedup", "By layer"):
         assert text in printed
     assert main(["plot", str(finished), "--out", str(tmp_path), "--format", "svg"]) == OK
     assert set(pd.read_csv(tmp_path / "whole.csv").origin) == {"emulated", "computed", "extrapolated"}
     assert "comm (modelled)" in (tmp_path / "whole.svg").read_text()
-    assert main(["report", str(finished), "--out", str(tmp_path / "report.html")]) == OK
+    assert main(["show", str(finished), "--format", "html", "--out", str(tmp_path / "report.html")]) == OK
     assert "moe-ep-bench emulate model-prefill.yaml" in (tmp_path / "report.html").read_text()
 
 
 def test_a_finished_directory_is_not_measured_again(finished: Path, tmp_path: Path) -> None:
-    (comparison,) = plan_emulation(PREFILL, SMALLER, on_cpu=True)
-    assert left_of(RunDirectory(finished), comparison) == []
-    assert left_of(RunDirectory(tmp_path), comparison) == comparison.cases
+    (comparison,) = plan(PREFILL, SMALLER, VIRTUAL, on_cpu=True)
+    assert left_of(RunDirectory(finished), [comparison]) == [[]]
+    assert left_of(RunDirectory(tmp_path), [comparison]) == [comparison.cases]
 
 
 @pytest.fixture(scope="module")
@@ -144,11 +151,11 @@ def test_on_a_modelled_device_nothing_runs_and_every_number_says_so(
     modelled: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not (modelled / "conditions").exists()
-    ours, theirs = parts(modelled, "layers"), parts(finished, "layers")
+    ours, theirs = phases_of(modelled), phases_of(finished)
     key = ["policy", "layer", "phase"]
     assert set(map(tuple, ours[key].fillna(-1).values)) == set(map(tuple, theirs[key].fillna(-1).values))
     assert parts(modelled, "routing").reference_error.isna().all()
-    assert main(["summary", str(modelled)]) == OK
+    assert main(["show", str(modelled)]) == OK
     printed = capsys.readouterr().out
     assert "whole models, modelled (nothing was run)" in printed
     assert "attention: modelled" in printed
@@ -164,11 +171,11 @@ DECODE = {"whole__context_length": 40, "workload__sequence_length": 1, "workload
 @pytest.mark.parametrize("changes", [{}, DECODE], ids=["prefill", "decode"])
 def test_a_pass_takes_what_its_layers_and_the_rest_take(preset: str, changes: dict, tmp_path: Path) -> None:
     config = write_config(tmp_path, model={"preset": preset}, layer__ep_size=4, emulate=MODELLED, **changes)
-    (comparison,) = plan_emulation(config, [], on_cpu=True)
-    lengths_R = comparison.lengths_of_ranks(0)
+    (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
+    lengths_R = comparison.subject.lengths_of_ranks(0)
     assert sum(map(sum, lengths_R)) == comparison.num_tokens
     begun: list[str] = []
-    emulation = new_emulation(comparison, comparison.cases, torch.device("cpu"), begun.append)
+    emulation = Emulation(comparison, comparison.cases, torch.device("cpu"), begun.append)
     assert emulation.measure() is None
     assert len(begun) == comparison.num_runs(comparison.cases)
     native_us, again_us, topk_us, drop_us, _ = emulation.layer_us
@@ -207,7 +214,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 def test_what_does_not_fit_is_said_with_the_layers_that_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, layer__ep_size=4, emulate=LINKS)
-    (comparison,) = plan_emulation(config, [], on_cpu=True)
+    (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
     need = comparison.memory_bytes_per_rank()
     assert comparison.shortage(need) == ""
     assert "; whole.num_layers=2 fits" in comparison.shortage(need - 1)

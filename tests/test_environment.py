@@ -11,10 +11,10 @@ import pytest
 import torch
 from test_nvidia_smi import TWO_H100, answering
 
-from moe_ep_bench import environment
 from moe_ep_bench.analysis.words import device_words
-from moe_ep_bench.commands import CommandError
-from moe_ep_bench.nvidia_smi import parse_topology, query_gpus
+from moe_ep_bench.machine import provenance
+from moe_ep_bench.machine.nvidia_smi import parse_topology, query_gpus
+from moe_ep_bench.machine.subprocesses import CommandError
 
 CPU = torch.device("cpu")
 # As directories were compared before there was more provenance; these still have to be resumed.
@@ -22,7 +22,7 @@ COMPARED_ON_CPUS = {"device_name", "python", "torch", "megatron_core", "transfor
 
 
 def test_the_description_is_plain_and_says_what_and_where() -> None:
-    described = json.loads(json.dumps(environment.describe(CPU), allow_nan=False))
+    described = json.loads(json.dumps(provenance.describe(CPU), allow_nan=False))
     for key in ("torch", "triton", "deep_ep", "nccl", "megatron_core", "hostname", "kernel", "variables", "slurm"):
         assert key in described
     assert described["device_type"] == "cpu"
@@ -31,10 +31,10 @@ def test_the_description_is_plain_and_says_what_and_where() -> None:
 
 
 def test_cpu_results_compare_as_they_did_and_gpu_results_by_their_transport_too() -> None:
-    described = environment.describe(CPU)
-    assert set(environment.comparable(described)) == COMPARED_ON_CPUS
-    assert environment.conditions(CPU) == environment.comparable(described)
-    on_gpus = environment.comparable({**described, "device_type": "cuda"})
+    described = provenance.describe(CPU)
+    assert set(provenance.comparable(described)) == COMPARED_ON_CPUS
+    assert provenance.conditions(CPU) == provenance.comparable(described)
+    on_gpus = provenance.comparable({**described, "device_type": "cuda"})
     assert set(on_gpus) == COMPARED_ON_CPUS | {"nccl", "triton", "deep_ep"}
 
 
@@ -52,9 +52,9 @@ def test_variables_come_from_a_fixed_list_and_secrets_never() -> None:
         "CUDA_TOKEN": "secret",
         "SLURM_JWT": "secret",
     }
-    kept = environment.relevant_variables(variables)
+    kept = provenance.relevant_variables(variables)
     assert set(kept) == set(list(variables)[:5])
-    assert "secret" not in json.dumps([kept, environment.slurm_job({**variables, "SLURM_JOB_ID": "1"})])
+    assert "secret" not in json.dumps([kept, provenance.slurm_job({**variables, "SLURM_JOB_ID": "1"})])
 
 
 def test_a_slurm_job_is_named_with_its_array_and_nodes_and_none_outside_of_one() -> None:
@@ -65,14 +65,14 @@ def test_a_slurm_job_is_named_with_its_array_and_nodes_and_none_outside_of_one()
         "SLURM_JOB_NODELIST": "n[1-2]",
         "SLURM_CONF": "/etc/slurm.conf",
     }
-    assert environment.slurm_job(variables) == {k: v for k, v in variables.items() if k != "SLURM_CONF"}
-    assert environment.slurm_job({"SLURM_CLUSTER_NAME": "c", "PATH": "/bin"}) is None
+    assert provenance.slurm_job(variables) == {k: v for k, v in variables.items() if k != "SLURM_CONF"}
+    assert provenance.slurm_job({"SLURM_CLUSTER_NAME": "c", "PATH": "/bin"}) is None
 
 
 def test_gpus_driver_and_topology_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "query_gpus", lambda: query_gpus(answering()))
-    monkeypatch.setattr(environment, "query_topology", lambda: parse_topology(TWO_H100))
-    described = json.loads(json.dumps(environment.describe_gpus()))
+    monkeypatch.setattr(provenance, "query_gpus", lambda: query_gpus(answering()))
+    monkeypatch.setattr(provenance, "query_topology", lambda: parse_topology(TWO_H100))
+    described = json.loads(json.dumps(provenance.describe_gpus()))
     assert described["driver"] == "570.86.15"
     assert described["gpus"] == [asdict(query_gpus(answering())[0])]
     assert described["topology"]["paths"]["GPU0"] == {"GPU1": "NV18", "NIC0": "PIX", "NIC1": "SYS"}
@@ -83,14 +83,14 @@ def test_a_driver_that_does_not_answer_leaves_a_reason_and_ends_nothing(monkeypa
     def hangs() -> None:
         raise CommandError("no answer within 20 s")
 
-    monkeypatch.setattr(environment, "query_gpus", hangs)
-    described = environment.describe_gpus()
+    monkeypatch.setattr(provenance, "query_gpus", hangs)
+    described = provenance.describe_gpus()
     assert described == {"gpus": None, "driver": None, "topology": None, "gpus_why": "no answer within 20 s"}
 
 
 def test_a_rank_says_where_it_is() -> None:
-    rank = environment.describe_rank(CPU, several_nodes=True)
-    assert rank["hostname"] == environment.describe(CPU)["hostname"]
+    rank = provenance.describe_rank(CPU, several_nodes=True)
+    assert rank["hostname"] == provenance.describe(CPU)["hostname"]
     assert rank["gpu_uuid"] is None
     assert "node" not in rank
 
@@ -102,9 +102,9 @@ def test_the_first_rank_of_each_of_several_nodes_tells_of_its_gpus(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
-    monkeypatch.setattr(environment, "describe_gpus", lambda: {"topology": "of this node"})
+    monkeypatch.setattr(provenance, "describe_gpus", lambda: {"topology": "of this node"})
     monkeypatch.setenv("LOCAL_RANK", local_rank)
-    rank = environment.describe_rank(torch.device("cuda", 0), several_nodes=several_nodes)
+    rank = provenance.describe_rank(torch.device("cuda", 0), several_nodes=several_nodes)
     assert (rank["gpu_name"], rank["gpu_uuid"]) == ("H100", "GPU-1")
     expected = {"topology": "of this node"} if several_nodes and local_rank == "0" else None
     assert rank.get("node") == expected
@@ -128,16 +128,16 @@ def test_limits_of_control_groups_count_at_every_level_and_caches_are_free(tmp_p
     leave_group(root / "slurm" / "job_1" / "step_0", "max", 600, 10)
     leave_group(root / "slurm", "5000", 900, 7)
     leave_group(root.parent, "1", 1, 7)  # outside
-    assert environment.cgroup_free_bytes(root, own) == [400, 4107]
+    assert provenance.cgroup_free_bytes(root, own) == [400, 4107]
     leave_group(root / "memory" / "old", "2000", 500, 50, version=1)
     own.write_text("9:cpu:/slurm\n4:memory:/old\n1:name=systemd:/\n")
-    assert environment.cgroup_free_bytes(root, own) == [1550]
-    assert environment.cgroup_free_bytes(root, tmp_path / "none") == []
+    assert provenance.cgroup_free_bytes(root, own) == [1550]
+    assert provenance.cgroup_free_bytes(root, tmp_path / "none") == []
 
 
 def test_memory_that_a_batch_system_withholds_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "cgroup_free_bytes", lambda: [2**20])
-    assert environment.available_memory_bytes(CPU, 4) == 2**18
+    monkeypatch.setattr(provenance, "cgroup_free_bytes", lambda: [2**20])
+    assert provenance.available_memory_bytes(CPU, 4) == 2**18
 
 
 def test_tables_name_the_driver_and_nccl_of_gpu_runs_and_no_more_than_older_results_know() -> None:

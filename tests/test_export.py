@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import stat
+import subprocess
+import sys
 
 import pandas as pd
 import pytest
@@ -14,7 +18,7 @@ from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.table_export import escape_latex, escape_markdown
 from moe_ep_bench.cli import main
-from moe_ep_bench.records import PHASES, UNACCOUNTED
+from moe_ep_bench.schema import LAYER_PHASES, UNACCOUNTED
 
 DROP = "token_drop gamma 1"
 # What LaTeX, Markdown and CSV each take for their own.
@@ -31,7 +35,7 @@ def directory(tmp_path_factory):
 @pytest.fixture
 def exported(directory, capsys):
     def run(*arguments: str) -> str:
-        assert main(["export", str(directory), *arguments]) == 0
+        assert main(["show", str(directory), *arguments]) == 0
         return capsys.readouterr().out
 
     return run
@@ -46,7 +50,7 @@ def bars_of(trace, category=None):
 
 
 def test_trace_is_what_perfetto_reads(exported):
-    trace = json.loads(exported("--to", "perfetto"))
+    trace = json.loads(exported("--format", "perfetto"))
     for event in trace["traceEvents"]:
         assert {"name", "ph", "ts", "pid", "tid"} <= event.keys()
         assert event["ph"] in ("X", "M")
@@ -62,7 +66,7 @@ def test_trace_is_what_perfetto_reads(exported):
 def test_trace_follows_the_trace_event_format(exported):
     """As Perfetto imports it (Trace Event Format; perfetto.dev, "Importing JSON traces")."""
     chosen = ("--case", "native", "--case", DROP, "--iteration", "slowest", "--iteration", "median")
-    trace = json.loads(exported("--to", "perfetto", *chosen), parse_constant=pytest.fail)
+    trace = json.loads(exported("--format", "perfetto", *chosen), parse_constant=pytest.fail)
     events = trace["traceEvents"]
     assert trace["displayTimeUnit"] in ("ms", "ns")
     tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -101,14 +105,14 @@ def test_trace_follows_the_trace_event_format(exported):
 
 
 def test_phases_stand_in_the_layers_order_and_are_as_long_as_measured(directory, exported):
-    trace = json.loads(exported("--to", "perfetto", "--case", DROP, "--iteration", "4/2"))
+    trace = json.loads(exported("--format", "perfetto", "--case", DROP, "--iteration", "4/2"))
     case = next(case for case in load_run(directory).cases if case.label == DROP)
     rows = case.timings[(case.timings["kind"] == "breakdown")]
     rows = rows[(rows["batch"] == 4) & (rows["iteration"] == 2)]
     for rank in (0, 1):
         bars = [bar for bar in bars_of(trace) if bar["pid"] == rank and bar["cat"] != "iteration"]
         measured = rows[rows["rank"] == rank].set_index("phase")["time_us"]
-        order = [phase for phase in (*PHASES, UNACCOUNTED) if measured.get(phase, 0) > 0]
+        order = [phase for phase in (*LAYER_PHASES, UNACCOUNTED) if measured.get(phase, 0) > 0]
         assert [bar["name"] for bar in bars] == order
         for bar in bars:
             assert bar["dur"] == pytest.approx(measured[bar["name"]], abs=0.002)
@@ -121,7 +125,7 @@ def test_phases_stand_in_the_layers_order_and_are_as_long_as_measured(directory,
 
 
 def test_waiting_has_a_category_and_a_colour_of_its_own(exported):
-    trace = json.loads(exported("--to", "perfetto", "--case", DROP))
+    trace = json.loads(exported("--format", "perfetto", "--case", DROP))
     waiting = bars_of(trace, "waiting")
     assert {bar["name"] for bar in waiting} == {"wait_combine"}
     assert {bar["pid"] for bar in waiting} == {1}  # rank 0 is the slowest: it waits for nobody
@@ -131,7 +135,7 @@ def test_waiting_has_a_category_and_a_colour_of_its_own(exported):
 
 def test_spread_of_a_meeting_is_how_far_apart_its_ends_lie(directory, exported):
     """In the built run rank 1 saves a fifth of the experts' time and waits for 99 % of that."""
-    (bar, _) = bars_of(json.loads(exported("--to", "perfetto", "--case", DROP)), "iteration")
+    (bar, _) = bars_of(json.loads(exported("--format", "perfetto", "--case", DROP)), "iteration")
     about = bar["args"]
     assert about["slowest_rank"] == 0
     assert about["meeting_spread_us"] == pytest.approx(0.01 * (1 - FAST_RANK) * 0.44 * about["layer_us"], abs=0.01)
@@ -139,7 +143,7 @@ def test_spread_of_a_meeting_is_how_far_apart_its_ends_lie(directory, exported):
 
 def test_several_iterations_and_cases_follow_one_another(exported):
     arguments = ("--case", "native", "--case", DROP, "--iteration", "0/0", "--iteration", "slowest")
-    whole = bars_of(json.loads(exported("--to", "perfetto", *arguments)), "iteration")
+    whole = bars_of(json.loads(exported("--format", "perfetto", *arguments)), "iteration")
     of_rank = [bar for bar in whole if bar["pid"] == 0]
     assert [bar["name"].partition(",")[0] for bar in of_rank] == ["native"] * 2 + ["native again"] * 2 + [DROP] * 2
     ends = [bar["ts"] + max(b["dur"] for b in whole if b["ts"] == bar["ts"]) for bar in of_rank]
@@ -151,19 +155,21 @@ def test_median_slowest_and_fastest_are_what_they_say(directory, exported):
     rows = case.timings[(case.timings["kind"] == "breakdown") & (case.timings["phase"] == "total")]
     layer_us = rows.groupby(["launch", "batch", "iteration"])["time_us"].max().sort_values()
     for word, expected in (("fastest", layer_us.iloc[0]), ("slowest", layer_us.iloc[-1])):
-        (bar, _) = bars_of(json.loads(exported("--to", "perfetto", "--case", DROP, "--iteration", word)), "iteration")
+        (bar, _) = bars_of(
+            json.loads(exported("--format", "perfetto", "--case", DROP, "--iteration", word)), "iteration"
+        )
         assert bar["args"]["layer_us"] == pytest.approx(expected, abs=0.001)
-    (bar, _) = bars_of(json.loads(exported("--to", "perfetto", "--case", DROP)), "iteration")
+    (bar, _) = bars_of(json.loads(exported("--format", "perfetto", "--case", DROP)), "iteration")
     assert abs(layer_us - layer_us.median()).min() == pytest.approx(
         abs(bar["args"]["layer_us"] - layer_us.median()), abs=0.001
     )
-    everything = json.loads(exported("--to", "perfetto", "--case", DROP, "--iteration", "all"))
+    everything = json.loads(exported("--format", "perfetto", "--case", DROP, "--iteration", "all"))
     assert len(bars_of(everything, "iteration")) == 2 * 30
 
 
 def test_an_emulated_trace_says_so(tmp_path, capsys):
     emulated = write_run(tmp_path / "run", [FakeComparison(cases=standard_cases(), num_iterations=1)], "emulated")
-    assert main(["export", str(emulated), "--to", "perfetto", "--case", "topk"]) == 0
+    assert main(["show", str(emulated), "--format", "perfetto", "--case", "topk"]) == 0
     trace = json.loads(capsys.readouterr().out)
     assert trace["otherData"]["how"].startswith("Emulated:")
     assert bars_of(trace, "iteration")[0]["args"]["how"].startswith("emulated")
@@ -173,7 +179,7 @@ def test_an_emulated_trace_says_so(tmp_path, capsys):
 
 
 def test_latex_escapes_what_latex_takes_for_its_own(exported):
-    text = exported("--to", "latex")
+    text = exported("--format", "latex")
     assert escape_latex(NASTY) in text
     assert "oom" in text
     body = text[text.index(r"\midrule") : text.index(r"\bottomrule")]
@@ -188,7 +194,7 @@ def test_latex_escapes_what_latex_takes_for_its_own(exported):
 
 
 def test_markdown_keeps_its_columns_whatever_a_label_holds(exported):
-    lines = [line for line in exported("--to", "markdown").splitlines() if line.startswith("|")]
+    lines = [line for line in exported("--format", "md").splitlines() if line.startswith("|")]
     assert len(lines) == 9
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {9}
     assert any(escape_markdown(NASTY) in line for line in lines)
@@ -197,14 +203,14 @@ def test_markdown_keeps_its_columns_whatever_a_label_holds(exported):
 def test_tables_say_what_the_summary_says(directory, exported):
     drop = next(r for one in analyse(load_run(directory)) for r in one.results if r.case.label == DROP)
     speedup = f"{drop.speedup.median:.3f} [{drop.speedup.low:.3f}, {drop.speedup.high:.3f}]"
-    for to in ("latex", "markdown"):
-        (row,) = [line for line in exported("--to", to).splitlines() if "drop gamma 1" in line]
+    for to in ("latex", "md"):
+        (row,) = [line for line in exported("--format", to).splitlines() if "drop gamma 1" in line]
         assert speedup in row.replace("\\", "")
         assert {"25.0", "80.0", "faster"} <= set(re.findall(r"[\w.]+", row))
 
 
 def test_a_chosen_case_stands_alone(exported):
-    text = exported("--to", "markdown", "--case", "topk")
+    text = exported("--format", "md", "--case", "topk")
     assert len([line for line in text.splitlines() if line.startswith("|")]) == 3
 
 
@@ -212,7 +218,7 @@ def test_a_chosen_case_stands_alone(exported):
 
 
 def test_csv_has_a_row_per_case_with_unrounded_numbers(directory, exported):
-    frame = pd.read_csv(io.StringIO(exported("--to", "csv")))
+    frame = pd.read_csv(io.StringIO(exported("--format", "csv")))
     assert len(frame) == 7
     assert frame["case_id"].is_unique
     assert NASTY in set(frame["label"])
@@ -228,7 +234,7 @@ def test_csv_has_a_row_per_case_with_unrounded_numbers(directory, exported):
 
 
 def test_samples_are_all_there(directory, exported):
-    frame = pd.read_csv(io.StringIO(exported("--to", "csv", "--samples", "--case", DROP)))
+    frame = pd.read_csv(io.StringIO(exported("--format", "csv", "--samples", "--case", DROP)))
     case = next(case for case in load_run(directory).cases if case.label == DROP)
     assert len(frame) == len(case.timings)
     assert frame["time_us"].sum() == pytest.approx(case.timings["time_us"].sum())
@@ -238,34 +244,93 @@ def test_samples_are_all_there(directory, exported):
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("to", ["perfetto", "latex", "markdown", "csv"])
+@pytest.mark.parametrize("samples", [[], ["--samples"]])
+def test_json_is_the_csvs_rows(exported, samples):
+    rows = json.loads(exported("--format", "json", *samples), parse_constant=pytest.fail)
+    expected = pd.read_csv(io.StringIO(exported("--format", "csv", *samples)))
+    found = pd.DataFrame(rows).replace({None: float("nan")})
+    pd.testing.assert_frame_equal(found, expected, check_dtype=False)
+
+
+@pytest.mark.parametrize("to", ["text", "perfetto", "latex", "md", "csv", "json"])
 def test_a_file_holds_the_same_bytes_as_standard_output_every_time(directory, exported, tmp_path, to):
     out = tmp_path / "below" / "file"
-    assert exported("--to", to, "--out", str(out)) == ""
-    assert out.read_text() == exported("--to", to)
+    assert exported("--format", to, "--out", str(out)) == ""
+    assert out.read_text() == exported("--format", to)
     assert [path.name for path in out.parent.iterdir()] == ["file"]
+
+
+def test_a_link_named_by_out_stays_and_leads_to_the_file(directory, exported, tmp_path):
+    (tmp_path / "link").symlink_to("file")
+    for before in (None, "before"):
+        if before is not None:
+            (tmp_path / "file").write_text(before)
+        assert exported("--format", "csv", "--out", str(tmp_path / "link")) == ""
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "file").read_text() == exported("--format", "csv")
+
+
+def test_a_pipe_named_by_out_gets_what_standard_output_would(directory, exported, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    ends = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        assert exported("--format", "csv", "--out", str(pipe)) == ""
+        assert stat.S_ISFIFO(pipe.stat().st_mode)
+        assert os.read(ends, 65536).decode() == exported("--format", "csv")
+    finally:
+        os.close(ends)
+
+
+@pytest.mark.parametrize("device", ["/dev/stdout", "/dev/null"])
+def test_a_device_that_out_leads_to_is_written_through(directory, exported, tmp_path, device):
+    # Through a link, so that a write that replaces what it is given harms no device of this machine.
+    (tmp_path / "link").symlink_to(device)
+    command = [
+        sys.executable,
+        "-m",
+        "moe_ep_bench",
+        "show",
+        str(directory),
+        "--format",
+        "perfetto",
+        "--iteration",
+        "all",
+    ]
+    command += ["--out", str(tmp_path / "link")]
+    expected = exported("--format", "perfetto", "--iteration", "all") if device == "/dev/stdout" else ""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
+    assert (tmp_path / "link").is_symlink()
+    with (tmp_path / "log").open("w") as log:
+        log.write("before\n")
+        log.flush()
+        done = subprocess.run(command, stdout=log, stderr=subprocess.PIPE, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "log").read_text() == f"before\n{expected}"
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--to", "csv", "--case", "nobody"], "--case nobody: expected a case's id, label or policy of: native"),
-        (["--to", "csv", "--case", "lynx"], "--case lynx: was not measured (oom)"),
+        (["--format", "csv", "--case", "nobody"], "--case nobody: expected a case's id, label or policy of: native"),
+        (["--format", "csv", "--case", "lynx"], "--case lynx: was not measured (oom)"),
         (
-            ["--to", "perfetto", "--iteration", "first"],
+            ["--format", "perfetto", "--iteration", "first"],
             "--iteration: expected median, slowest, fastest, all or [LAUNCH/]BATCH/ITERATION; got 'first'",
         ),
         (
-            ["--to", "perfetto", "--iteration", "0/99"],
+            ["--format", "perfetto", "--iteration", "0/99"],
             "--iteration: expected a breakdown iteration of native (launch 0..0, batch 0..9, iteration 0..2); got 0/99",
         ),
-        (["--to", "csv", "--iteration", "median"], "--iteration: goes with --to perfetto"),
-        (["--to", "excel"], "--to: expected one of perfetto, latex, markdown, csv; got 'excel'"),
-        (["--to", "latex", "--samples"], "--samples: goes with --to csv"),
+        (["--format", "csv", "--iteration", "median"], "--iteration: goes with --format perfetto"),
+        (["--format", "excel"], "--format: expected one of text, md, latex, csv, json, html, perfetto; got 'excel'"),
+        (["--format", "latex", "--samples"], "--samples: goes with --format csv"),
+        (["--case", "native"], "--case: goes with --format md, latex, csv, json, perfetto; got --format text"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(directory, capsys, arguments, words):
-    assert main(["export", str(directory), *arguments]) == 2
+    assert main(["show", str(directory), *arguments]) == 2
     printed = capsys.readouterr()
     assert words in printed.err
     assert printed.err.count("\n") == 1
@@ -273,13 +338,13 @@ def test_mistakes_are_one_line_and_status_2(directory, capsys, arguments, words)
 
 
 def test_no_file_is_left_half_written_and_none_over_a_directory(directory, tmp_path, capsys):
-    assert main(["export", str(directory), "--to", "csv", "--out", str(tmp_path)]) == 2
+    assert main(["show", str(directory), "--format", "csv", "--out", str(tmp_path)]) == 2
     assert "is a directory" in capsys.readouterr().err
-    assert main(["export", str(tmp_path / "nowhere"), "--to", "csv"]) == 2
+    assert main(["show", str(tmp_path / "nowhere"), "--format", "csv"]) == 2
     assert "no such directory" in capsys.readouterr().err
 
 
 def test_a_run_without_breakdown_has_no_trace(tmp_path, capsys):
     plain = write_run(tmp_path / "run", [FakeComparison(cases=standard_cases(), kinds=("plain",), num_iterations=1)])
-    assert main(["export", str(plain), "--to", "perfetto"]) == 2
+    assert main(["show", str(plain), "--format", "perfetto"]) == 2
     assert "no breakdown iterations" in capsys.readouterr().err

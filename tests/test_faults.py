@@ -24,14 +24,14 @@ import pytest
 import torch
 from test_run import cases_of, environment, free_port, launch, statuses, write_config
 
-from moe_ep_bench import locks
 from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.attempts import collect_lost, lost_attempts
+from moe_ep_bench.bench.directory import check_agreement
 from moe_ep_bench.cli import main
-from moe_ep_bench.environment import nccl_version
-from moe_ep_bench.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
-from moe_ep_bench.records import RunDirectory
-from moe_ep_bench.scopes.directory import check_agreement
+from moe_ep_bench.machine.provenance import nccl_version
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.runtime import locks
+from moe_ep_bench.runtime.crash_journal import collect_lost, lost_attempts
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 
 SMALL = {"workload__num_batches": 1, "measure__iterations": 2}
 ENDLESS = {
@@ -41,18 +41,24 @@ ENDLESS = {
 
 
 def run_alone(config: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """``run`` on one rank, without a launcher."""
+    """``run`` on one rank, without our launcher."""
     command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(out), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment(), check=False)
+    env = {**environment(), **rank_environment(0, free_port(), world_size=1)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, env=env, check=False)
+
+
+def rank_environment(rank: int, port: int, world_size: int) -> dict[str, str]:
+    """What torchrun tells a rank."""
+    torchrun = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    }  # fmt: skip
+    return {key: str(value) for key, value in torchrun.items()}
 
 
 def start_rank(config: Path, out: Path, rank: int, port: int, faults: str, world_size: int = 2) -> subprocess.Popen:
     """One of two ranks, as another launcher would start it."""
-    torchrun = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": 2,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-    }  # fmt: skip
-    env = {**environment(faults), **{key: str(value) for key, value in torchrun.items()}}
+    env = {**environment(faults), **rank_environment(rank, port, world_size), "LOCAL_WORLD_SIZE": "2"}
     command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(out)]
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
@@ -60,7 +66,7 @@ def start_rank(config: Path, out: Path, rank: int, port: int, faults: str, world
 @contextlib.contextmanager
 def started(config: Path, out: Path) -> Iterator[subprocess.Popen]:
     """A launched job on two ranks, in a session of its own, which is in the middle of timing."""
-    command = [sys.executable, "-m", "moe_ep_bench", "launch", "--nproc", "2", str(config), "--out", str(out)]
+    command = [sys.executable, "-m", "moe_ep_bench", "run", "--nproc", "2", str(config), "--out", str(out)]
     job = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         wait_until(lambda: len([path for path in (out / "attempts").glob("now-*-*") if path.read_bytes()[0]]) == 2, 300)

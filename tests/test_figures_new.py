@@ -18,7 +18,7 @@ from moe_ep_bench.analysis.scaling import scaling_figure, scalings
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse, family_labels
 from moe_ep_bench.analysis.style import Drawing, house_style, looks_of, settle_layout
 from moe_ep_bench.analysis.timeline import critical_rank, timeline_figure, typical_iteration
-from moe_ep_bench.records import PHASES, TOTAL
+from moe_ep_bench.schema import LAYER_PHASES, TOTAL
 
 
 def drawn(figure, run: Run, comparisons: list[ComparisonResult], **choice) -> Drawing | None:
@@ -102,7 +102,7 @@ def test_the_planted_critical_rank_is_the_one_that_is_marked(run):
 
 
 def test_of_ranks_that_wait_equally_the_one_that_works_longest_is_critical():
-    times_us = pd.DataFrame(0.0, index=range(3), columns=[*PHASES, TOTAL])
+    times_us = pd.DataFrame(0.0, index=range(3), columns=[*LAYER_PHASES, TOTAL])
     times_us[TOTAL] = [5.0, 7.0, 6.0]
     assert critical_rank(times_us) == 1
     times_us.loc[1, "wait_combine"] = 0.1
@@ -139,8 +139,8 @@ def test_both_sides_are_of_the_same_batch_and_lanes_are_as_long_as_their_ranks_t
         ends = lane["begin_us"] + lane["time_us"]
         assert ends.iloc[-1] == pytest.approx(total)
         np.testing.assert_allclose(lane["begin_us"].iloc[1:], ends.iloc[:-1])
-        assert [PHASES.index(phase) for phase in lane["phase"] if phase in PHASES] == sorted(
-            PHASES.index(phase) for phase in lane["phase"] if phase in PHASES
+        assert [LAYER_PHASES.index(phase) for phase in lane["phase"] if phase in LAYER_PHASES] == sorted(
+            LAYER_PHASES.index(phase) for phase in lane["phase"] if phase in LAYER_PHASES
         )
 
 

@@ -17,9 +17,8 @@ from moe_ep_bench.analysis.pareto import pareto_figure
 from moe_ep_bench.analysis.scaling import scaling_figure, scalings
 from moe_ep_bench.analysis.speedups import analyse, family_labels
 from moe_ep_bench.analysis.style import Drawing, house_style, looks_of, settle_layout
+from moe_ep_bench.bench.plan import RANKS, ROUTING, Comparison
 from moe_ep_bench.config import load_experiments
-from moe_ep_bench.scopes.comparison import Comparison
-from moe_ep_bench.scopes.route import RouteComparison
 
 GAMMA = "\N{GREEK SMALL LETTER GAMMA}"
 PEAK = "workload.peak_load"
@@ -223,7 +222,7 @@ def test_results_with_the_title_of_an_older_version_are_scaled_over(tmp_path):
 def test_one_token_is_not_said_to_be_tokens():
     decode = load_experiments(ROOT / "configs" / "decode.yaml", [], on_cpu=True)[:2]
     for planned in (
-        [Comparison.of(experiment, 1, on_cpu=True) for experiment in decode],
-        [RouteComparison.of(experiment) for experiment in decode],
+        [Comparison.of(experiment, RANKS, 1, on_cpu=True) for experiment in decode],
+        [Comparison.of(experiment, ROUTING, on_cpu=True) for experiment in decode],
     ):
         assert [comparison.title.split(", ")[2] for comparison in planned] == ["1 token", "4 tokens"]

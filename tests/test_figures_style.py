@@ -22,7 +22,6 @@ from moe_ep_bench.analysis.sizes import MIN_POINTS
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse, family_labels
 from moe_ep_bench.analysis.style import (
     PHASE_LOOKS,
-    POLICY_LOOKS,
     Drawing,
     Sheet,
     house_style,
@@ -33,7 +32,7 @@ from moe_ep_bench.analysis.style import (
 from moe_ep_bench.analysis.timeline import timeline_figure
 from moe_ep_bench.analysis.timing import GROUPS
 from moe_ep_bench.policies import POLICIES
-from moe_ep_bench.records import PHASES, UNACCOUNTED
+from moe_ep_bench.schema import LAYER_PHASES, UNACCOUNTED
 
 FIGURES = {
     "timeline": timeline_figure,
@@ -156,9 +155,9 @@ def test_a_policy_has_its_colour_and_marker_in_every_run():
 
 
 def test_policies_differ_in_look_and_none_is_black():
-    assert set(POLICY_LOOKS) == set(POLICIES)
-    assert len(set(POLICY_LOOKS.values())) == len(POLICY_LOOKS)
-    assert all(lightness(colour) > 0.2 for colour, _ in POLICY_LOOKS.values())
+    looks = [policy.look for policy in POLICIES.values()]
+    assert len(set(looks)) == len(looks)
+    assert all(lightness(colour) > 0.2 for colour, _ in looks)
 
 
 # ---- grey ----------------------------------------------------------------------------------------------------------
@@ -170,7 +169,8 @@ def lightness(colour: str) -> float:
 
 
 def test_neighbouring_phases_are_told_apart_in_grey():
-    order = [next(group for group, phases in GROUPS.items() if phase in phases) for phase in (*PHASES, UNACCOUNTED)]
+    phases = (*LAYER_PHASES, UNACCOUNTED)
+    order = [next(group for group, own in GROUPS.items() if phase in own) for phase in phases]
     stacked = list(GROUPS)
     neighbours = {frozenset(pair) for pair in (*pairwise(order), *pairwise(stacked)) if len(set(pair)) == 2}
     assert len(neighbours) > 8

@@ -17,12 +17,12 @@ import torch
 from layer_laws import LAWS, NEEDS_RANKS
 from test_run import cases_of, launch, statuses, write_config
 
-from moe_ep_bench.exit_codes import CASES_FAILED, OK
 from moe_ep_bench.kernels.swiglu import weighted_swiglu, weighted_swiglu_formula
-from moe_ep_bench.layer.permutation import expert_major_pairs, rank_major_index, sum_per_token
-from moe_ep_bench.measure.ceilings import measure_ceilings
-from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
-from moe_ep_bench.timer import CudaClock, PhaseRecorder
+from moe_ep_bench.layer.dispatchers import expert_major_pairs, rank_major_index, sum_per_token
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
+from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
+from moe_ep_bench.timing.ceilings import measure_ceilings
+from moe_ep_bench.timing.timer import CudaClock, PhaseRecorder
 
 pytestmark = pytest.mark.gpu
 
@@ -118,8 +118,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_on_one_gpu_measures_every_case_and_phase(finished: Path) -> None:
     assert {status for status, _ in statuses(finished).values()} == {"ok"}
     rows = cases_of(finished)
-    alone = {phase for phase in PHASES if phase.startswith("wait_")}
-    assert set(rows.phase) == {*PHASES, TOTAL, UNACCOUNTED} - alone
+    alone = {phase for phase in LAYER_PHASES if phase.startswith("wait_")}
+    assert set(rows.phase) == {*LAYER_PHASES, TOTAL, UNACCOUNTED} - alone
     assert (rows.time_us >= 0).all()
     assert json.loads((finished / "run.json").read_text())["comparisons"].popitem()[1]["backend"] == "nccl"
     routing = pd.concat(pd.read_parquet(path) for path in (finished / "routing").glob("*.parquet"))

@@ -13,9 +13,9 @@ import yaml
 from test_run import TESTS, cases_of, environment
 
 from moe_ep_bench.cli import main
-from moe_ep_bench.exit_codes import CASES_FAILED, USER_ERROR
 from moe_ep_bench.layer.parts import Parts
-from moe_ep_bench.records import TOTAL, UNACCOUNTED
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, USER_ERROR
+from moe_ep_bench.schema import TOTAL, UNACCOUNTED
 
 CONFIG = {
     "name": "taped",
@@ -129,7 +129,7 @@ def test_replays_route_alike_and_are_checked(taped: tuple[Path, int]) -> None:
 )
 def test_what_cannot_be_is_refused_in_a_line(layer: dict, message: str, tmp_path: Path, capsys) -> None:
     config = {key: value for key, value in CONFIG.items() if key != "sweep"} | {"layer": {"dtype": "float32", **layer}}
-    assert main(["run", str(write(tmp_path, config)), "--dry-run"]) == USER_ERROR
+    assert main(["run", str(write(tmp_path, config)), "--nproc", "1", "--dry-run"]) == USER_ERROR
     assert message in capsys.readouterr().err
 
 
@@ -145,7 +145,7 @@ def test_graphs_need_what_does_not_wait_for_the_host() -> None:
 
 def test_ranks_with_unequal_tokens_cannot_gather(tmp_path: Path, capsys) -> None:
     config = CONFIG | {"workload": CONFIG["workload"] | {"num_tokens": 13}, "sweep": {}}
-    assert main(["launch", str(write(tmp_path, config)), "--dry-run", "--nproc", "2"]) == USER_ERROR
+    assert main(["run", str(write(tmp_path, config)), "--dry-run", "--nproc", "2"]) == USER_ERROR
     assert "layer.dispatcher: allgather needs as many tokens on every rank; batch 0 deals 6 to 7" in (
         capsys.readouterr().err
     )
@@ -171,5 +171,5 @@ def test_flex_needs_deepep(has_gpu: bool, message: str) -> None:
 
 def test_flex_needs_ranks_to_send_to(tmp_path: Path, capsys) -> None:
     config = {key: value for key, value in CONFIG.items() if key != "sweep"} | {"layer": {"dispatcher": "flex"}}
-    assert main(["run", str(write(tmp_path, config)), "--dry-run"]) == USER_ERROR
+    assert main(["run", str(write(tmp_path, config)), "--nproc", "1", "--dry-run"]) == USER_ERROR
     assert "layer.dispatcher: flex needs several ranks in layer.ep_size" in capsys.readouterr().err

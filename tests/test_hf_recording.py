@@ -18,13 +18,13 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
+from moe_ep_bench.bench.plan import ROUTING, plan
 from moe_ep_bench.cli import main
-from moe_ep_bench.exit_codes import OK, USER_ERROR
-from moe_ep_bench.hf.checkpoint import Checkpoint, text_sequences, token_sequences
-from moe_ep_bench.hf.recording import RecordOptions, record_trace, shares
-from moe_ep_bench.hf.routed import Seen, routed
 from moe_ep_bench.policies import make_policy
-from moe_ep_bench.scopes.route import plan_routes
+from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences, token_sequences
+from moe_ep_bench.quality.recording import RecordOptions, record_trace, shares
+from moe_ep_bench.quality.routed import Seen, routed
+from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.workload import RecordedWorkload, open_trace
 from moe_ep_bench.workload.tail import keep_top_k_ahead
 
@@ -194,22 +194,22 @@ def test_run_route_and_emulate_route_it_alike_without_a_tail_model(
         "emulate": {"links": "h100-nvlink4"},
     }
     config.write_text(yaml.safe_dump(content))
-    (first, _) = plan_routes(config, [])
+    (first, _) = plan(config, [], ROUTING)
     assert "all scores recorded" in first.title
-    outs = {name: tmp_path / name for name in ("launch", "route", "emulate")}
-    for name, more in (("launch", ["--nproc", "2"]), ("emulate", [])):  # Each ends its process when it is done.
+    outs = {name: tmp_path / name for name in ("run", "route", "emulate")}
+    for name, more in (("run", ["--nproc", "2"]), ("emulate", [])):  # Each ends its process when it is done.
         command = [sys.executable, "-m", "moe_ep_bench", name, str(config), "--out", str(outs[name]), *more]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == OK, done.stderr[-2000:]
     assert main(["route", str(config), "--out", str(outs["route"])]) == OK
     for out in outs.values():
-        assert main(["summary", str(out)]) == OK
+        assert main(["show", str(out)]) == OK
     timed, routed, emulated = (by_layer_and_batch(out) for out in outs.values())
     assert len(routed) == 2 * 2 * 2, "layers, batches and cases"
     for key, load_E in routed.items():
         assert sum(load_E) > 0
         assert timed[key] == emulated[key] == load_E, key
-    for out in (outs["launch"], outs["emulate"]):
+    for out in (outs["run"], outs["emulate"]):
         times = pd.concat(pq.read_table(part).to_pandas() for part in (out / "cases").iterdir())
         assert (times.query("phase == 'total'")["time_us"] > 0).all()
         assert set(times["status"]) == {"ok"}
@@ -263,7 +263,7 @@ def test_text_is_cut_into_sequences_across_lines_and_pieces(
     content = "".join(f"{number} " * (number % 9) + "\n" for number in range(60))
     file.write_text(content)
     tokenizer = Checkpoint.open(olmoe).tokenizer
-    monkeypatch.setattr("moe_ep_bench.hf.checkpoint._CHARACTERS_AT_ONCE", 50)
+    monkeypatch.setattr("moe_ep_bench.quality.checkpoint._CHARACTERS_AT_ONCE", 50)
     rows = list(token_sequences(file, tokenizer, 7))
     assert len(rows) == len(content) // 7
     assert tokenizer.decode([token for row in rows for token in row]) == content[: len(rows) * 7]
@@ -377,7 +377,8 @@ def test_without_transformers_a_line_says_what_to_install(
 def test_all_but_checkpoints_works_where_transformers_is_not_installed() -> None:
     code = (
         "import sys; sys.modules['transformers'] = None\n"
-        "import moe_ep_bench.cli, moe_ep_bench.scopes.route, moe_ep_bench.scopes.quality, moe_ep_bench.hf.recording\n"
-        "sys.exit(moe_ep_bench.cli.main(['points', 'configs/quickstart.yaml']))"
+        "import moe_ep_bench.cli, moe_ep_bench.bench.route\n"
+        "import moe_ep_bench.quality.session, moe_ep_bench.quality.recording\n"
+        "sys.exit(moe_ep_bench.cli.main(['run', 'configs/quickstart.yaml', '--list-points']))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1], capture_output=True)

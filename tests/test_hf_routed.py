@@ -15,11 +15,11 @@ from hf_models import FAMILIES, IMPLEMENTATIONS, tiny, tokens
 from policy_cases import SPECS
 from torch import Tensor
 
-from moe_ep_bench.hf.families import find_seats
-from moe_ep_bench.hf.passes import Pass, phases_of
-from moe_ep_bench.hf.routed import Seen, routed
 from moe_ep_bench.policies import POLICIES, make_policy
 from moe_ep_bench.policies.topk import TopK
+from moe_ep_bench.quality.families import find_seats
+from moe_ep_bench.quality.passes import Pass
+from moe_ep_bench.quality.routed import Seen, routed
 
 TOPK = make_policy({"name": "topk"})
 DROP = make_policy({"name": "token_drop", "capacity_factor": 0.5})
@@ -112,7 +112,7 @@ def test_a_model_without_known_routers_is_refused_with_those_that_are() -> None:
     with pytest.raises(ValueError, match=r"LlamaForCausalLM: expected routers of Mixtral \(.*GPT-OSS.*no mixture"):
         find_seats(hf_models.dense())
     model = tiny("mixtral")
-    with mock.patch.dict("moe_ep_bench.hf.families.FAMILIES") as known:
+    with mock.patch.dict("moe_ep_bench.quality.families.FAMILIES") as known:
         del known["MixtralTopKRouter"]
         with pytest.raises(ValueError, match="got the routers MixtralTopKRouter"):
             find_seats(model)
@@ -235,9 +235,9 @@ def test_any_number_of_experts_per_token_is_computed_like_one_at_a_time(
 
 def test_every_policy_has_phases_in_which_it_acts() -> None:
     assert {spec["name"] for spec in SPECS} == set(POLICIES)
-    assert all(phases_of(make_policy(spec)) for spec in SPECS)
-    assert phases_of(DROP) == ("prefill",)
-    assert phases_of(make_policy({"name": "oea", "k0": 1})) == ("decode",)
+    assert all(make_policy(spec).acts_in for spec in SPECS)
+    assert DROP.acts_in == ("prefill",)
+    assert make_policy({"name": "oea", "k0": 1}).acts_in == ("decode",)
 
 
 def steps(model: Any, ids_BS: Tensor, prompt: int) -> Tensor:

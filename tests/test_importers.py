@@ -12,6 +12,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_ep_bench.cli import main
 from moe_ep_bench.workload import RecordedWorkload
 from moe_ep_bench.workload.importers import READERS, TAKES, ImportOptions, import_trace, sources
 from moe_ep_bench.workload.importers.sglang import CONVERT
@@ -1262,3 +1264,109 @@ def test_every_option_suits_some_kind():
     taken = {name for names in TAKES.values() for name in names}
     assert taken == {field.name for field in fields(ImportOptions)} - {"top_k"}  # which only a preset gives
     assert TAKES.keys() == READERS.keys()
+
+
+# The command
+
+
+def command_line(kind, source, out, options):
+    """The arguments of ``moe-ep-bench`` that say what these options do."""
+    arguments = ["trace", "import", kind, str(source), str(out)]
+    for name, value in options.items():
+        arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return arguments
+
+
+@every_kind
+def test_the_command_makes_the_trace_that_its_options_ask_for(tmp_path, out, kind, capsys):
+    source, options = prepared(kind, tmp_path / "source")
+    expected = import_trace(kind, source, out.with_name("expected"), ImportOptions(**options))
+    assert main(command_line(kind, source, out, options)) == 0
+    said = capsys.readouterr()
+    assert out.read_bytes() == expected.path.read_bytes()
+    assert said.out == expected.text().replace(str(expected.path), str(out)) + "\n"
+    assert said.err == ""
+
+
+def test_the_command_hands_on_every_option(tmp_path, out, monkeypatch):
+    given = {
+        "model": "toy",
+        "num_experts": 16,
+        "domain": "law",
+        "phase": "decode",
+        "licence": "MIT",
+        "score_function": "sigmoid",
+        "micro_batch_size": 2,
+        "assume_equal_scores": True,
+    }
+    asked = []
+
+    def note(kind, source, out, options):
+        asked.append((kind, source, out, options))
+        return SimpleNamespace(text=lambda: "made")
+
+    monkeypatch.setattr("moe_ep_bench.workload.importers.import_trace", note)
+    assert main(command_line("megatron", tmp_path, out, given)) == 0
+    assert main(command_line("vllm", tmp_path, out, {"preset": "olmoe-1b-7b"})) == 0
+    assert asked == [
+        ("megatron", tmp_path, out, ImportOptions(**given)),
+        ("vllm", tmp_path, out, ImportOptions(preset="olmoe-1b-7b")),
+    ]
+
+
+def run_command(*arguments):
+    command = [sys.executable, "-m", "moe_ep_bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+
+def test_the_command_imports_as_a_process_of_its_own(tmp_path, out):
+    source, options = prepared("esft", tmp_path / "source")
+    options = {**options, "domain": "law"}
+    done = run_command(*command_line("esft", source, out, options))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "in 2 sequences" in done.stdout
+    assert open_trace(out).metadata["domain"] == "law"
+    again = run_command(*command_line("esft", source, out, options))
+    words = f"{out}: expected a name that is free, but there is such a file already"
+    assert (again.returncode, again.stdout, again.stderr) == (2, "", f"moe-ep-bench: {words}\n")
+
+
+def refused_by_command(capsys, kind, source, out, options):
+    """The one line with which the command refuses, ending with 2 and leaving nothing."""
+    assert main(command_line(kind, source, out, options)) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert not out.exists()
+    line, rest = said.err.split("\n", 1)
+    assert rest == ""
+    return line
+
+
+@every_kind
+def test_the_command_refuses_a_source_that_is_not_there(tmp_path, out, kind, capsys):
+    _, options = prepared(kind, tmp_path / "source")
+    nowhere = tmp_path / "nowhere"
+    line = refused_by_command(capsys, kind, nowhere, out, options)
+    assert line == f"moe-ep-bench: {nowhere}: no such file or directory"
+
+
+@every_kind
+def test_the_command_refuses_a_source_of_another_form(tmp_path, out, kind, capsys):
+    _, options = prepared(kind, tmp_path / "source")
+    other = tmp_path / "other"
+    other.write_text("no recording\n")
+    assert str(other) in refused_by_command(capsys, kind, other, out, options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("tensorrt", {}, "kind: expected one of esft, gpt-oss, megatron, sglang, vllm; got 'tensorrt'"),
+        ("esft", {"phase": "decode"}, "phase: not for esft recordings, which take domain; got 'decode'"),
+        ("vllm", {"model": "toy"}, "num_experts: needed, because the recording does not say it (or preset)"),
+        ("vllm", {**VLLM, "num_experts": 1}, "num_experts: expected 2 to 256, got 1"),
+    ],
+)
+def test_the_command_refuses_options_that_do_not_suit(tmp_path, out, kind, options, message, capsys):
+    source, _ = prepared(kind if kind in READERS else "vllm", tmp_path / "source")
+    assert refused_by_command(capsys, kind, source, out, options) == f"moe-ep-bench: {message}"

@@ -14,7 +14,6 @@ from twin_laws import assert_routes_like_torch, assert_same_choice
 
 from moe_ep_bench.kernels import laser_triton
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
-from moe_ep_bench.policies.steps import TORCH
 
 WIDE: Spec = {"name": "laser", "eps_high": 0.9, "t_fix": 0.05, "c": 6}
 
@@ -145,7 +144,7 @@ def test_random_trimming_draws_what_the_torch_form_draws_and_leaves_the_generato
     policy = make_policy(spec)
     for _ in range(2):
         ours = select(policy, scores_TE, contexts[0], None)
-        assert_same_choice(ours, policy.select_by(TORCH, scores_TE, contexts[1], None))
+        assert_same_choice(ours, policy.route(scores_TE, contexts[1]))
 
 
 # --- Loads -----------------------------------------------------------------------------------------

@@ -25,10 +25,10 @@ import pytest
 from test_run import environment, free_port
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from moe_ep_bench import launcher, meeting
-from moe_ep_bench.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
-from moe_ep_bench.meeting import AGAIN, Nodes
-from moe_ep_bench.parent import LAUNCHER
+from moe_ep_bench.runtime import launcher, rendezvous
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
+from moe_ep_bench.runtime.parent import LAUNCHER
+from moe_ep_bench.runtime.rendezvous import AGAIN, Nodes
 
 LIMIT_S = 400  # For a test: nothing here takes long, on a machine that is not busy.
 STOPPED = 128 + signal.SIGTERM
@@ -71,11 +71,11 @@ class Left:
 def be_a_launcher(nodes: Nodes, rank_program: str, moves: bool, limit_s: float) -> None:
     """The process of one node: launch the stand-ins until the nodes agree on a status, and end with it."""
     sys.executable = rank_program
-    meeting._END_S, meeting._GRACE_S, launcher._AGENTS_END_S = limit_s, 1.0, 1.0
-    meeting._STORE_TIMEOUT = datetime.timedelta(seconds=limit_s)
+    rendezvous._END_S, rendezvous._GRACE_S, launcher._AGENTS_END_S = limit_s, 1.0, 1.0
+    rendezvous._STORE_TIMEOUT = datetime.timedelta(seconds=limit_s)
     left = Left(moves=moves)
 
-    def work(met: meeting.Meeting) -> int:
+    def work(met: rendezvous.Meeting) -> int:
         return launcher._one_launch([], left, nodes, met, force=False)
 
     try:
@@ -135,7 +135,7 @@ class Job:
 
 # One process imports torch, and every launcher is a copy of it.
 START = multiprocessing.get_context("forkserver")
-START.set_forkserver_preload(["moe_ep_bench.launcher", "test_launcher"])
+START.set_forkserver_preload(["moe_ep_bench.runtime.launcher", "test_launcher"])
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_a_signal_while_ranks_are_started_comes_after_and_once() -> None:
 
 
 def test_a_rank_whose_launcher_was_gone_before_it_began_ends_at_once() -> None:
-    code = "from moe_ep_bench.parent import end_with_parent; end_with_parent(); print('goes on')"
+    code = "from moe_ep_bench.runtime.parent import end_with_parent; end_with_parent(); print('goes on')"
     for launcher_id, status, said in (os.getpid(), 0, "goes on\n"), (1, STOPPED, ""):
         env = {**environment(), "TORCHELASTIC_RUN_ID": "x", LAUNCHER: str(launcher_id)}
         done = subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True, check=False)
@@ -291,11 +291,11 @@ def test_another_jobs_node_is_sent_away_and_disturbs_nobody(job, tmp_path: Path)
 
 
 @pytest.fixture
-def met() -> tuple[meeting.Meeting, meeting.Meeting]:
+def met() -> tuple[rendezvous.Meeting, rendezvous.Meeting]:
     """Two nodes of which both are this process, after an attempt that both have lost; node 1 is still to read so."""
     master = f"127.0.0.1:{free_port()}"
     nodes = [Nodes(1, 2, node, master) for node in range(2)]
-    node_0, node_1 = (meeting.Meeting(each, meeting._find_store(each)) for each in nodes)
+    node_0, node_1 = (rendezvous.Meeting(each, rendezvous._find_store(each)) for each in nodes)
     node_0.admit()
     node_1.admit()
     node_1._set("status/1", LOST)
@@ -308,22 +308,22 @@ def decide(statuses: Sequence[int]) -> int:
     return launcher._decide(left, left.progress(), statuses)
 
 
-def test_a_node_that_is_stopped_between_two_attempts_stops_the_job(met: tuple[meeting.Meeting, ...]) -> None:
+def test_a_node_that_is_stopped_between_two_attempts_stops_the_job(met: tuple[rendezvous.Meeting, ...]) -> None:
     node_0, node_1 = met
     assert node_1.agree(-signal.SIGTERM, decide) == STOPPED
-    with pytest.raises(meeting.OthersLostError):
+    with pytest.raises(rendezvous.OthersLostError):
         node_0.next_rendezvous()
     assert node_0.agree(launcher._ENDED, decide) == STOPPED
 
 
 def test_a_node_that_fails_between_two_attempts_is_named_and_waited_for_by_nobody(
-    met: tuple[meeting.Meeting, ...],
+    met: tuple[rendezvous.Meeting, ...],
 ) -> None:
     node_0, node_1 = met
     node_1.give_up(LOST)
-    with pytest.raises(meeting.OthersLostError):
+    with pytest.raises(rendezvous.OthersLostError):
         node_0.next_rendezvous()
-    with pytest.raises(meeting.ApartError, match="the launcher of node 1 has ended"):
+    with pytest.raises(rendezvous.ApartError, match="the launcher of node 1 has ended"):
         node_0.agree(launcher._ENDED, decide)
 
 
@@ -339,19 +339,19 @@ def test_other_nodes_are_told_whether_a_defect_or_a_mistake_ended_this_one(
         launcher, "meet", lambda nodes: contextlib.nullcontext(types.SimpleNamespace(give_up=told.append))
     )
     with pytest.raises(ValueError, match=words):
-        launcher._together(Nodes(1), lambda meeting: raises())
+        launcher._together(Nodes(1), lambda rendezvous: raises())
     assert told == [status]
 
 
 @pytest.mark.parametrize(("status", "verdict"), [(-signal.SIGTERM, STOPPED), (USER_ERROR, USER_ERROR)])
 def test_a_node_0_that_ends_between_two_attempts_leaves_a_verdict(
-    status: int, verdict: int, met: tuple[meeting.Meeting, ...]
+    status: int, verdict: int, met: tuple[rendezvous.Meeting, ...]
 ) -> None:
     node_0, node_1 = met
     node_1._attempt += 1  # It has read that there is another attempt.
     node_0._attempt += 1  # And node 0 is elsewhere already.
     node_0.give_up(status)
-    with pytest.raises(meeting.OthersLostError):
+    with pytest.raises(rendezvous.OthersLostError):
         node_1.next_rendezvous()
     assert node_1.agree(launcher._ENDED, decide) == verdict
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from moe_ep_bench.measure.linear import cost_fit, linear_fit
+from moe_ep_bench.timing.linear import cost_fit, linear_fit
 
 
 def test_points_on_a_line_give_it_back() -> None:

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ep_bench.links import LINKS_DIR, Link, Links, fit_errors, fit_link, links_names, load_links
+from moe_ep_bench.cost_model.links import LINKS_DIR, Link, Links, fit_errors, fit_link, links_names, load_links
 
 INTRA = {
     "latency_us": 10.0,
@@ -143,17 +143,6 @@ def test_a_curve_goes_through_its_points() -> None:
     # Below, on, between (a straight line over logarithms) and beyond the points, there at 50,000 bytes per us.
     sizes = [0, 1, 1e3, 1e4, 1e5, 1e6, 2e6]
     np.testing.assert_allclose(link.time_us(sizes), [0, 10, 10, 10, 10**1.5, 100, 120])
-
-
-def test_a_description_names_the_file_and_what_its_figures_rest_on() -> None:
-    words = links().describe()
-    assert words.startswith("modelled by links/test: ")
-    assert "inside a node of 4 10 us (assumed) + bytes at 100 GB/s x 0.5 (published)" in words
-    assert "between nodes 25 us" in words
-    assert "between" not in links(inter=None).describe()
-    assert "half duplex" not in words
-    assert "half duplex" in links(intra={**INTRA, "duplex": "half"}).describe()
-    assert "curve of 3 sizes" in links(intra=CURVE).describe()
 
 
 SIZES = 2.0 ** np.arange(10, 31)

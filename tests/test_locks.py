@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from test_run import environment as child_environment
 
-from moe_ep_bench import locks
+from moe_ep_bench.runtime import locks
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from moe_ep_bench import locks
+from moe_ep_bench.runtime import locks
 with locks.hold(Path(sys.argv[1]), {"one": "one"}):
     print("held", flush=True)
     time.sleep(float(sys.argv[2]))
@@ -79,7 +79,7 @@ def test_many_that_take_one_lock_in_turn_never_hold_it_together(tmp_path: Path) 
     turn = """
 import os, sys
 from pathlib import Path
-from moe_ep_bench import locks
+from moe_ep_bench.runtime import locks
 root = Path(sys.argv[1])
 for _ in range(40):
     with locks.hold(root, {"one": "one"}, patience_s=60.0):

@@ -11,8 +11,8 @@ import pynvml
 import pytest
 import torch
 
-from moe_ep_bench import machine
-from moe_ep_bench.machine import (
+from moe_ep_bench.machine import monitor
+from moe_ep_bench.machine.monitor import (
     THROTTLE_REASONS,
     Counters,
     MachineSampler,
@@ -257,7 +257,7 @@ def test_a_gpu_that_is_lost_midway_keeps_what_was_read():
 
 
 def test_a_driver_that_never_answers_does_not_hold_up_the_run(monkeypatch):
-    monkeypatch.setattr(machine, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(monitor, "_PATIENCE_S", 0.01)
     asked, answered = threading.Event(), threading.Event()
 
     def hang():

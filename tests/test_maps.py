@@ -31,9 +31,9 @@ from moe_ep_bench.analysis.sweep import (
     value_of,
     value_words,
 )
+from moe_ep_bench.bench.plan import RANKS, Comparison
+from moe_ep_bench.bench.run import describe_experiment, describe_point
 from moe_ep_bench.config import ConfigError, load_experiments
-from moe_ep_bench.scopes.comparison import Comparison
-from moe_ep_bench.scopes.run import describe_experiment, describe_point
 
 PEAK, LINKS, EP_SIZE = "workload.peak_load", "emulate.links", "layer.ep_size"
 LINKS_WORDS = "modelled by links/h100-nvlink4: 10.6 us (assumed) + bytes at 450 GB/s x 0.82 (published)"
@@ -74,7 +74,7 @@ def test_the_point_changes_no_id(tmp_path: Path) -> None:
     swept = load_experiments(write_config(tmp_path, sweep={PEAK: [2.0, 3.0]}), on_cpu=True)[0]
     (alone,) = load_experiments(write_config(tmp_path), on_cpu=True)
     assert swept.point != alone.point
-    one, other = (Comparison.of(experiment, 1, on_cpu=True) for experiment in (swept, alone))
+    one, other = (Comparison.of(experiment, RANKS, 1, on_cpu=True) for experiment in (swept, alone))
     assert [case.case_id for case in one.cases] == [case.case_id for case in other.cases]
     assert describe_experiment(swept) == describe_experiment(alone)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
-from moe_ep_bench.records import ROUTING_SCHEMA
+from moe_ep_bench.schema import ROUTING_SCHEMA
 
 _NAMES = ROUTING_SCHEMA.names
 METRICS = _NAMES[_NAMES.index("num_tokens") : _NAMES.index("regime_plateau") + 1]

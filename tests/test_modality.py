@@ -18,12 +18,15 @@ from torch.nn import functional
 from moe_ep_bench.analysis.quality_orderings import find_orderings, quality_text
 from moe_ep_bench.analysis.quality_report import WIDTH, JudgedCase, JudgedComparison, load_quality_results
 from moe_ep_bench.cli import main
-from moe_ep_bench.exit_codes import USER_ERROR
-from moe_ep_bench.hf.checkpoint import Checkpoint, redundant_prefixes
-from moe_ep_bench.hf.routed import Seen, routed
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.policies.capacity import IMAGE
-from moe_ep_bench.scopes.quality import plan_quality, quality
+from moe_ep_bench.quality import run_quality
+from moe_ep_bench.quality.checkpoint import Checkpoint, redundant_prefixes
+from moe_ep_bench.quality.routed import Seen, routed
+from moe_ep_bench.quality.session import plan_quality
+from moe_ep_bench.quality.text import TextComparison
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
 PREFIX, TEXT = 24, 8
 MODALITIES = ("image_first", "uniform", "text_first")
@@ -129,7 +132,9 @@ def test_prefixes_are_rows_of_a_few_patterns_of_the_texts_own_tokens() -> None:
 
 def test_the_texts_loss_alone_is_counted(folder: Path, tmp_path: Path) -> None:
     (comparison,) = plan_quality(folder / "config.yaml", [])
-    directory = quality(folder / "config.yaml", tmp_path, [])
+    assert isinstance(comparison, TextComparison)
+    run_quality(folder / "config.yaml", tmp_path)
+    directory = RunDirectory(tmp_path)
     model = Checkpoint.open(folder / "tiny-olmoe").load("auto", torch.device("cpu"))
     policy = make_policy({"name": "token_drop", "capacity_factor": 0.5, "modality": "image_first"})
     with torch.inference_mode():
@@ -139,13 +144,14 @@ def test_the_texts_loss_alone_is_counted(folder: Path, tmp_path: Path) -> None:
         logits[policy.label] = torch.cat(parts)
     for case in comparison.cases:
         if case.label in logits:
-            rows = pq.read_table(directory.quality_path(case.case_id)).to_pandas().sort_values("sequence")
+            rows = pq.read_table(directory.path("quality", case.case_id)).to_pandas()
             assert (rows["num_tokens"] == TEXT - 1).all()
             expected = functional.cross_entropy(
                 logits[case.label][:, PREFIX:-1].flatten(0, 1), comparison.tokens_BS[:, 1:].flatten(), reduction="none"
             )
+            rows = rows.pivot(index="item", columns="metric", values="value")
             np.testing.assert_allclose(rows["cross_entropy"], expected.view(12, TEXT - 1).mean(dim=1), rtol=1e-5)
-        routing = pq.read_table(directory.routing_path(case.case_id)).to_pandas()
+        routing = pq.read_table(directory.path("routing", case.case_id)).to_pandas()
         assert (routing["num_image_tokens"] == 4 * PREFIX).all()
         assert (routing["num_tokens"] == 4 * (PREFIX + TEXT)).all()
     text = quality_text(load_quality_results(tmp_path))

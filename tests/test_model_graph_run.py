@@ -14,10 +14,10 @@ from test_run import TESTS, environment
 
 from moe_ep_bench.analysis.graphs import graph_pairs
 from moe_ep_bench.analysis.whole import analyse_whole, load_whole
+from moe_ep_bench.bench.plan import RANKS, plan
 from moe_ep_bench.cli import main
-from moe_ep_bench.exit_codes import CASES_FAILED, OK
-from moe_ep_bench.records import TOTAL
-from moe_ep_bench.scopes.planning import plan_comparisons
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
+from moe_ep_bench.schema import PHASES, TOTAL
 
 CONFIG = {
     "name": "taped-model",
@@ -64,6 +64,12 @@ def side_of_case(out: Path) -> dict[str, bool]:
     }
 
 
+def phases_of(out: Path) -> pd.DataFrame:
+    """Rows of phases, of every layer; totals and what no phase covers left out."""
+    rows = parts(out, "cases")
+    return rows[rows.phase.isin(PHASES)]
+
+
 def test_what_the_graphs_hold_of_a_pass_is_recorded(taped: tuple[Path, int]) -> None:
     out, num_ranks = taped
     facts = json.loads((out / "run.json").read_text())["comparisons"].values()
@@ -75,7 +81,7 @@ def test_what_the_graphs_hold_of_a_pass_is_recorded(taped: tuple[Path, int]) -> 
 
 def test_replayed_passes_have_the_rows_of_eager_ones(taped: tuple[Path, int]) -> None:
     out, num_ranks = taped
-    rows, layers, replayed = parts(out, "cases"), parts(out, "layers"), side_of_case(out)
+    rows, layers, replayed = parts(out, "cases"), phases_of(out), side_of_case(out)
     found = {}
     for side in (False, True):
         ok = rows[(rows.case_id.map(replayed) == side) & (rows.status == "ok") & rows.policy.isin(["native", "topk"])]
@@ -111,7 +117,7 @@ def test_prompts_are_in_no_graph(tmp_path: Path) -> None:
     config = write(tmp_path, whole={"num_layers": 2}, workload={**CONFIG["workload"], "sequence_length": 4})
     message = r"layer.cuda_graph: true with scope model needs whole.context_length of at least 1.*got 0"
     with pytest.raises(ValueError, match=message):
-        plan_comparisons(config, [], 1, on_cpu=False)
+        plan(config, [], RANKS, 1, on_cpu=False)
 
 
 @pytest.mark.parametrize(
@@ -123,14 +129,14 @@ def test_prompts_are_in_no_graph(tmp_path: Path) -> None:
 )
 def test_a_pass_needs_what_a_layer_needs(layer: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        plan_comparisons(write(tmp_path, layer={**CONFIG["layer"], **layer}), [], 1, on_cpu=False)
+        plan(write(tmp_path, layer={**CONFIG["layer"], **layer}), [], RANKS, 1, on_cpu=False)
 
 
 def test_eager_and_replayed_passes_stand_side_by_side(
     taped: tuple[Path, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, _ = taped
-    assert main(["summary", str(out)]) == OK
+    assert main(["show", str(out)]) == OK
     printed = capsys.readouterr().out
     assert "run eagerly, and replayed from CUDA graphs" in printed
     assert "the graphs hold all between the collectives; comparisons" in printed

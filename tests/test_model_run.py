@@ -16,18 +16,18 @@ import yaml
 from safetensors.numpy import save_file
 
 from moe_ep_bench.analysis.whole import analyse_whole, load_whole
+from moe_ep_bench.bench.plan import RANKS, plan
 from moe_ep_bench.cli import main
-from moe_ep_bench.exit_codes import OK, USER_ERROR
-from moe_ep_bench.records import (
-    CASE_SCHEMA,
-    LAYER_SCHEMA,
+from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+from moe_ep_bench.schema import (
+    LAYER_PHASES,
     MODEL_PHASES,
-    MODEL_ROUTING_SCHEMA,
     PHASES,
+    ROUTING_SCHEMA,
+    SAMPLES_SCHEMA,
     TOTAL,
     UNACCOUNTED,
 )
-from moe_ep_bench.scopes.planning import plan_comparisons
 from moe_ep_bench.workload import deal
 
 CONFIG = {
@@ -64,7 +64,7 @@ def write_config(folder: Path, **changes: object) -> Path:
 
 
 def launch(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "moe_ep_bench", "launch", "--nproc", "2", *map(str, arguments)]
+    command = [sys.executable, "-m", "moe_ep_bench", "run", "--nproc", "2", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
@@ -91,15 +91,20 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+def phases_of(out: Path) -> pd.DataFrame:
+    """Rows of phases, of every layer; totals and what no phase covers left out."""
+    rows = parts(out, "cases")
+    return rows[rows.phase.isin(PHASES)]
+
+
 def test_layers_and_the_rest_close_against_the_total(finished: Path) -> None:
-    cases, layers = parts(finished, "cases"), parts(finished, "layers")
-    assert list(cases.columns) == CASE_SCHEMA.names
-    assert list(layers.columns) == LAYER_SCHEMA.names
+    cases, layers = parts(finished, "cases"), phases_of(finished)
+    assert list(cases.columns) == SAMPLES_SCHEMA.names
     assert cases.case_id.nunique() == layers.case_id.nunique() == NUM_CASES
     plain, breakdown = cases[cases.kind == "plain"], cases[cases.kind == "breakdown"]
     assert set(plain.phase) == {TOTAL}
     assert len(plain) == NUM_CASES * 2 * 2 * 2  # ranks, batches, iterations
-    assert set(breakdown.phase) == {*PHASES, *MODEL_PHASES, TOTAL, UNACCOUNTED} - {"wait_policy"}
+    assert set(breakdown.phase) == {*LAYER_PHASES, *MODEL_PHASES, TOTAL, UNACCOUNTED} - {"wait_policy"}
     key = ["case_id", *KEY]
     sums = layers.groupby(key).time_us.sum()
     sums += breakdown[breakdown.phase == UNACCOUNTED].set_index(key).time_us
@@ -116,17 +121,17 @@ def test_the_progress_bar_ends_where_the_run_ends(finished: Path) -> None:
 
 
 def test_every_layer_has_the_phases_of_its_kind(finished: Path) -> None:
-    layers = parts(finished, "layers")
+    layers = phases_of(finished)
     phases = layers.groupby(layers.layer.fillna(-1).astype(int)).phase.agg(set).to_dict()
     assert phases.keys() == {-1, *DENSE, *MOE}
     assert phases[-1] == {"embedding", "rest", "output"}
     assert phases[0] == {"attention", "dense", "rest"}
-    assert phases[1] == phases[2] == {*PHASES, "attention", "rest", "moe_rest"} - {"wait_policy"}
+    assert phases[1] == phases[2] == {*LAYER_PHASES, "attention", "rest", "moe_rest"} - {"wait_policy"}
 
 
 def test_every_layer_is_routed_by_scores_of_its_own_and_is_right(finished: Path) -> None:
     rows = parts(finished, "routing")
-    assert list(rows.columns) == MODEL_ROUTING_SCHEMA.names
+    assert list(rows.columns) == ROUTING_SCHEMA.names
     assert (rows.groupby(["case_id", "batch", "layer"]).num_tokens.sum() == 200).all()
     assert sorted(rows.layer.unique()) == MOE
     native = rows[rows.policy == "native"].groupby("layer").load_E.agg(lambda loads: np.sum(list(loads), axis=0))
@@ -159,7 +164,7 @@ def test_emulated_ranks_route_every_layer_as_real_ones_do(finished: Path, tmp_pa
     assert done.returncode == OK, done.stderr
     key = ["policy", "policy_params", "num_ranks", "rank", "batch", "layer"]
     ours, theirs = (
-        rows.drop(columns=["run_id", "case_id", "comparison_id", "mode", "reference_error", "output_error"])
+        rows.drop(columns=["run_id", "case_id", "comparison_id", "mode", "backend", "reference_error", "output_error"])
         .drop_duplicates(key)  # Native's second run routes as its first.
         .sort_values(key, ignore_index=True)
         for rows in (parts(tmp_path / "out", "routing"), parts(finished, "routing"))
@@ -177,7 +182,7 @@ def test_a_finished_run_is_not_run_again(finished: Path) -> None:
 
 
 def test_the_summary_sets_the_pass_beside_its_moe_layers(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["summary", str(finished)]) == OK
+    assert main(["show", str(finished)]) == OK
     printed = capsys.readouterr().out
     for text in ("pass ms", "end to end", "MoE speedup", "by Amdahl", "tokens/s", "extrapolated", "By layer"):
         assert text in printed
@@ -205,12 +210,12 @@ def test_the_pass_and_its_parts_are_drawn_and_reported(
     parts_ms = one.results[0].parts_ms
     assert drawn.to_dict() == pytest.approx(parts_ms)
     assert min(parts_ms["attention"], parts_ms["experts"], parts_ms["rest"]) > 0
-    assert main(["report", str(finished), "--out", str(tmp_path / "report.html")]) == OK
+    assert main(["show", str(finished), "--format", "html", "--out", str(tmp_path / "report.html")]) == OK
     assert "launch/torchrun.sh tiny.yaml --out results/tiny" in (tmp_path / "report.html").read_text()
 
 
 def test_scopes_are_never_mixed(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", str(finished)]) == USER_ERROR
+    assert main(["calibrate", "--from", str(finished)]) == USER_ERROR
     assert "holds times of whole models, which this does not read" in capsys.readouterr().err
     config = write_config(tmp_path, scope="layer", whole=None)
     done = launch(config, "--out", finished)
@@ -223,8 +228,8 @@ def test_decode_steps_are_one_token_of_each_request(decoded: Path, capsys: pytes
     assert (rows.groupby(["case_id", "batch", "layer"]).num_tokens.sum() == 12).all()
     assert rows[rows.batch == 0].reference_error.max() < 1e-4
     assert rows[(rows.layer == 2) & (rows.policy == "topk")].output_error.max() == 0
-    assert (parts(decoded, "layers").phase == "attention").any()
-    assert main(["summary", str(decoded)]) == OK
+    assert (phases_of(decoded).phase == "attention").any()
+    assert main(["show", str(decoded)]) == OK
     printed = capsys.readouterr().out
     assert "decode after 40 tokens" in printed
     assert "median of pairs (min..max: fewer than 10 batches give no interval" in printed
@@ -267,7 +272,7 @@ BAD = {
 def test_bad_input_is_one_clear_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes, expected = BAD[name]
     config = write_config(tmp_path, **changes)
-    assert main(["launch", str(config), "--out", str(tmp_path / "out"), "--nproc", "2"]) == USER_ERROR
+    assert main(["run", str(config), "--out", str(tmp_path / "out"), "--nproc", "2"]) == USER_ERROR
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1, printed.err
     assert expected in printed.err
@@ -281,7 +286,7 @@ def test_route_wants_a_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_dry_run_tells_cases_memory_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", str(write_config(tmp_path)), "--nproc", "2", "--dry-run"]) == OK
+    assert main(["run", str(write_config(tmp_path)), "--nproc", "2", "--dry-run"]) == OK
     printed = capsys.readouterr().out
     assert "memory per rank about" in printed
     assert "first 3 of 27 layers" in printed
@@ -311,16 +316,16 @@ def test_every_layer_takes_its_own_of_a_recording_for_the_same_tokens(tmp_path: 
     trace = recording(tmp_path / "toy.safetensors", 2, (30, 40, 50, 80))
     workload = {"kind": "recorded", "trace": str(trace), "tail": "popularity", "num_tokens": 200, "num_batches": 1}
     config = write_config(tmp_path, workload=workload)
-    (one,) = plan_comparisons(config, [], 2, on_cpu=True)
-    first, second = (workload.batch(0) for workload in one.workloads)
+    (one,) = plan(config, [], RANKS, 2, on_cpu=True)
+    first, second = (workload.batch(0) for workload in one.workloads.values())
     assert torch.equal(first.sequence_id_T, second.sequence_id_T)
     assert not torch.equal(first.scores_TE.topk(6).indices, second.scores_TE.topk(6).indices)
-    assert [one.fraction_of(layer) for layer in MOE] == [0, 1 / 26]
+    assert [one.subject.fraction_of(layer) for layer in MOE] == [0, 1 / 26]
     # A rank computes the logits of its prompts' last tokens, not of every token.
     prompts_R = [len(first.sequence_id_T[tokens_T].unique()) for tokens_T in deal(first, 2)]
-    assert one.most_prompts == max(prompts_R) < sum(prompts_R) == 4
+    assert one.subject.most_prompts == max(prompts_R) < sum(prompts_R) == 4
     with pytest.raises(ValueError, match="expected the 3 MoE layers that are built of DeepSeek-V2-Lite, got 2"):
-        plan_comparisons(config, ["whole.num_layers=4"], 2, on_cpu=True)
+        plan(config, ["whole.num_layers=4"], RANKS, 2, on_cpu=True)
 
 
 PAPERS = sorted((Path(__file__).parents[1] / "configs" / "papers" / "whole").glob("*.yaml"))
@@ -336,7 +341,7 @@ def test_a_papers_end_to_end_numbers_have_a_config_that_can_start(
     one = [f"--set={key}={values[0]}" for key, values in config["sweep"].items() if values[0] is not None]
     fewer = ["--set=workload.num_batches=1"]
     fewer += ["--set=workload.tokens_per_rank=512"] if "tokens_per_rank" in config["workload"] else []
-    assert main(["launch", str(path), "--nproc", str(ranks), "--dry-run", *one, *fewer]) == OK
+    assert main(["run", str(path), "--nproc", str(ranks), "--dry-run", *one, *fewer]) == OK
     printed = capsys.readouterr().out
     assert "first 3 of" in printed  # on the CPU
     assert all(policy["name"] in printed for policy in config["policies"])
@@ -344,19 +349,19 @@ def test_a_papers_end_to_end_numbers_have_a_config_that_can_start(
 
 def test_one_token_is_no_plural(tmp_path: Path) -> None:
     one = {**DECODE, "whole__context_length": 1}
-    (comparison,) = plan_comparisons(write_config(tmp_path, **one), [], 2, on_cpu=True)
+    (comparison,) = plan(write_config(tmp_path, **one), [], RANKS, 2, on_cpu=True)
     assert "decode after 1 token, EP 2, 12 tokens" in comparison.title
 
 
 def test_what_fits_into_memory_is_named(tmp_path: Path) -> None:
-    (one,) = plan_comparisons(write_config(tmp_path, whole__num_layers=5), [], 2, on_cpu=True)
+    (one,) = plan(write_config(tmp_path, whole__num_layers=5), [], RANKS, 2, on_cpu=True)
     enough, short = one.memory_bytes_per_rank(), one.memory_bytes_per_rank() - 1
     assert one.hint_for(short) == "; whole.num_layers=4 fits"
     assert one.hint_for(0) == ""
-    (fewer,) = plan_comparisons(write_config(tmp_path, whole__num_layers=4), [], 2, on_cpu=True)
+    (fewer,) = plan(write_config(tmp_path, whole__num_layers=4), [], RANKS, 2, on_cpu=True)
     assert fewer.memory_bytes_per_rank() < enough
     assert fewer.comparison_id != one.comparison_id
-    (step,) = plan_comparisons(write_config(tmp_path, **DECODE), [], 2, on_cpu=True)
-    (longer,) = plan_comparisons(write_config(tmp_path, **{**DECODE, "whole__context_length": 41}), [], 2, on_cpu=True)
+    (step,) = plan(write_config(tmp_path, **DECODE), [], RANKS, 2, on_cpu=True)
+    (longer,) = plan(write_config(tmp_path, **{**DECODE, "whole__context_length": 41}), [], RANKS, 2, on_cpu=True)
     assert step.comparison_id != longer.comparison_id
     assert step.memory_bytes_per_rank() < longer.memory_bytes_per_rank()

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ep_bench.devices import DecodeFit, Device, device_names, load_device
-from moe_ep_bench.measure.modelled import RankWork, modelled_legs
-from moe_ep_bench.measure.timeline import Leg, compose
+from moe_ep_bench.cost_model.devices import DecodeFit, Device, device_names, load_device
+from moe_ep_bench.cost_model.layer import RankWork, modelled_legs
+from moe_ep_bench.cost_model.timeline import Leg, compose
 from moe_ep_bench.models import ModelSpec, load_preset
 
 # Arithmetic 5e7 operations per us, memory 1e6 bytes per us, permutation 5e5 bytes per us.
@@ -270,7 +271,7 @@ def _print_forms() -> None:
 
     from moe_ep_bench.layer.host import device_scope
     from moe_ep_bench.layer.megatron import initialize_expert_parallel
-    from moe_ep_bench.ranks import join
+    from moe_ep_bench.runtime.ranks import join
 
     ranks = join(60)
     with device_scope(), torch.inference_mode():
@@ -285,38 +286,38 @@ def _print_forms() -> None:
 def _form(ranks: Any, preset: str, num_ranks: int, fields: dict[str, Any] | None) -> dict[str, Any]:
     import torch
 
-    from moe_ep_bench.layer.phases import instrumented
+    from moe_ep_bench.cost_model.timeline import legs_of
+    from moe_ep_bench.layer.build import SingleLayer
     from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
-    from moe_ep_bench.layer.virtual import VirtualRanks
-    from moe_ep_bench.measure.timeline import legs_of
+    from moe_ep_bench.layer.virtual import Announced, VirtualRanks
     from moe_ep_bench.policies import make_policy
-    from moe_ep_bench.timer import PhaseRecorder, clock_for
+    from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
 
     model = PRESETS[preset].scaled(1 / 64)
-    virtual = VirtualRanks(model, torch.float32, ranks.device, num_ranks, seed=3)
-    layers, rank, num_tokens = virtual.layers, num_ranks - 1, 12
+    virtual = VirtualRanks(partial(SingleLayer, model, torch.float32, ranks.device, seed=3), num_ranks)
+    subject, rank, num_tokens = virtual.subject, num_ranks - 1, 12
     generator = torch.Generator().manual_seed(7)
     logits = torch.randn(num_ranks, num_tokens, model.num_experts, generator=generator)
     scores = [scores_from_logits(one.to(ranks.device), model.score_function) for one in logits]
     logits = [logits_from_scores(one, model.score_function) for one in scores]
     scores = [scores_from_logits(one, model.score_function) for one in logits]
     policy = make_policy(fields or {"name": "topk"})
-    contexts = [replace(layers.policy_router.context, rank=one) for one in range(num_ranks)]
-    partial = [policy.batch_stats(*one) for one in zip(scores, contexts, strict=True)]
-    stats_SE = None if partial[0] is None else torch.stack(partial).sum(0)
+    contexts = [replace(subject.pairs[None].policy_router.context, rank=one) for one in range(num_ranks)]
+    summed = [policy.batch_stats(*one) for one in zip(scores, contexts, strict=True)]
+    stats_SE = None if summed[0] is None else torch.stack(summed).sum(0)
     routed = [policy.route(*one, stats_SE) for one in zip(scores, contexts, strict=True)]
     counts_RE = torch.stack([routing.map_TE.sum(0) for routing in routed])
-    virtual.exchange.counts_RP, virtual.exchange.stats_SE = counts_RE, stats_SE
-    router = layers.native_router if fields is None else layers.policy_router
+    virtual.announced = {None: Announced(counts_RE, stats_SE)}
+    subject.take(() if fields is None else subject.pairs)
+    router = subject.moe_layers[None].router
     router.replay_TE = logits[rank]
     if fields is not None:
-        layers.policy_router.policy, layers.policy_router.context = policy, contexts[rank]
-    layer = layers.native if fields is None else layers.policy
+        router.policy, router.context = policy, contexts[rank]
     recorder = PhaseRecorder(clock_for(ranks.device))
     virtual.become(rank)
-    with virtual.connected(), instrumented(layer, recorder, lambda: None):
+    with virtual.connected(), subject.instrumented(recorder, lambda: None):
         recorder.begin()
-        virtual.run(layer, torch.zeros(num_tokens, 1, model.hidden_size, device=ranks.device))
+        subject.run(torch.zeros(num_tokens, 1, model.hidden_size, device=ranks.device))
         recorder.end()
     legs, meetings = legs_of(recorder.segments_us())
     per_rank = model.num_experts // num_ranks

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ep_bench.devices import Device, device_names, load_device
+from moe_ep_bench.cost_model.devices import Device, device_names, load_device
+from moe_ep_bench.cost_model.layer import RankWork, modelled_legs
+from moe_ep_bench.cost_model.whole_model import PassWork, modelled_pass
 from moe_ep_bench.layer.depth import phases_in_depth
-from moe_ep_bench.measure.modelled import RankWork, modelled_legs
-from moe_ep_bench.measure.modelled_pass import PassWork, modelled_pass
 from moe_ep_bench.models import Attention, LatentAttention, ModelSpec, load_preset
-from moe_ep_bench.records import MOE_REST, UNACCOUNTED, at, where
+from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, layer_and_phase
 
 # Arithmetic 5e7 operations per us, of attention 2e7; memory 1e6 bytes per us, permutation 5e5.
 DEVICE = Device(
@@ -83,16 +83,16 @@ def test_embedding_and_output_by_hand() -> None:
 def test_norms_and_residual_additions_by_hand() -> None:
     # 2000 tokens: a norm moves 8e6 bytes, an addition 12e6. Two of each in a layer, and the last norm.
     times = phases(prefill(2000))
-    assert [times[at(layer, "rest")] for layer in range(3)] == pytest.approx([40] * 3)
+    assert [times[layer, "rest"] for layer in range(3)] == pytest.approx([40] * 3)
     assert times["rest"] == pytest.approx(8)
 
 
 def test_dense_layers_by_hand() -> None:
     # 6 x 2000 x 1000 x 800 operations at 5e7.
     times = phases(prefill(2000))
-    assert times["0:dense"] == pytest.approx(192)
-    assert "1:dense" not in times
-    assert "0:experts" not in times
+    assert times[0, "dense"] == pytest.approx(192)
+    assert (1, "dense") not in times
+    assert (0, "experts") not in times
 
 
 def test_grouped_attention_of_prompts_by_hand() -> None:
@@ -101,14 +101,14 @@ def test_grouped_attention_of_prompts_by_hand() -> None:
     # Rotary: 800 + 200 numbers a token, read and written: 8e6 bytes.
     rotary = 8
     # Core: 8 x 1000^2 x 200 operations each prompt at 2e7: 80 us each; its 8e6 bytes take less.
-    assert phases(prefill(1000, 1000))["1:attention"] == pytest.approx(projections + rotary + 160)
+    assert phases(prefill(1000, 1000))[1, "attention"] == pytest.approx(projections + rotary + 160)
     # As one prompt: twice the pairs.
-    assert phases(prefill(2000))["1:attention"] == pytest.approx(projections + rotary + 320)
+    assert phases(prefill(2000))[1, "attention"] == pytest.approx(projections + rotary + 320)
 
 
 def test_norms_of_queries_and_keys_by_hand() -> None:
     normed = MODEL.model_copy(update={"attention": MODEL.attention.model_copy(update={"qk_norm": "head"})})
-    gap = phases(prefill(2000, model=normed), normed)["0:attention"] - phases(prefill(2000))["0:attention"]
+    gap = phases(prefill(2000, model=normed), normed)[0, "attention"] - phases(prefill(2000))[0, "attention"]
     assert gap == pytest.approx(8)
 
 
@@ -119,7 +119,7 @@ def test_grouped_attention_of_a_decode_step_by_hand() -> None:
     rotary = 2 * 2 * (2_000_000 + 800) / 1e6
     # Core: keys and values of 10,000 tokens, and a query's row in and out. Its 3.2e7 operations take 1.6 us.
     core = 2 * (2 * 2_000_000 + 1600) / 1e6
-    assert phases(decode(1, 9999))["2:attention"] == pytest.approx(projections + rotary + core)
+    assert phases(decode(1, 9999))[2, "attention"] == pytest.approx(projections + rotary + core)
 
 
 def test_latent_attention_by_hand() -> None:
@@ -132,14 +132,14 @@ def test_latent_attention_by_hand() -> None:
     normed = 2 * 2 * 2000 * 50 / 1e6  # the latent of keys and values, read and written
     core = 8 * 2000**2 * (120 + 100) / 2e7
     expected = projections + rotary + normed + core
-    assert phases(prefill(2000, model=LATENT), LATENT)["1:attention"] == pytest.approx(expected)
+    assert phases(prefill(2000, model=LATENT), LATENT)[1, "attention"] == pytest.approx(expected)
 
 
 def test_the_static_cache_holds_latent_attention_whole() -> None:
     # Each token more in the cache: 960 keys and 800 values of two bytes, read once.
     more = (
-        phases(decode(1, 10_000, LATENT), LATENT)["1:attention"]
-        - phases(decode(1, 9_000, LATENT), LATENT)["1:attention"]
+        phases(decode(1, 10_000, LATENT), LATENT)[1, "attention"]
+        - phases(decode(1, 9_000, LATENT), LATENT)[1, "attention"]
     )
     assert more == pytest.approx(1000 * 2 * (960 + 800) / 1e6)
 
@@ -152,7 +152,7 @@ def test_moe_layers_are_those_of_a_layer_alone() -> None:
     alone[MOE_REST] = alone.pop(UNACCOUNTED)
     for layer in (1, 2):
         own = ("rest", "attention")
-        found = {where(name)[1]: us for name, us in times.items() if where(name)[0] == layer}
+        found = {layer_and_phase(name)[1]: us for name, us in times.items() if layer_and_phase(name)[0] == layer}
         assert {phase: us for phase, us in found.items() if phase not in own} == pytest.approx(alone)
 
 
@@ -161,12 +161,12 @@ def test_meetings_come_layer_after_layer(batch_wide: bool, names: int) -> None:
     work = prefill(100)
     legs, meetings = modelled_pass(DEVICE, MODEL, 3, work, by_policy=True, batch_wide=batch_wide)
     moe = ["wait_policy", "wait_metadata", "wait_dispatch", "wait_combine"][-names:]
-    assert meetings == [at(layer, meeting) for layer in (1, 2) for meeting in moe]
+    assert meetings == [(layer, meeting) for layer in (1, 2) for meeting in moe]
     assert len(legs) == len(meetings) + 1
     # What precedes the first meeting, and what follows the last.
-    assert {"embedding", "0:attention", "0:dense", "1:gate"} <= set(legs[0])
-    assert {"2:permute", "2:rest", "rest", "output"} <= set(legs[-1])
-    assert {"1:permute", "1:rest", "2:rest", "2:attention", "2:gate"} <= set(legs[names])
+    assert {"embedding", (0, "attention"), (0, "dense"), (1, "gate")} <= set(legs[0])
+    assert {(2, "permute"), (2, "rest"), "rest", "output"} <= set(legs[-1])
+    assert {(1, "permute"), (1, "rest"), (2, "rest"), (2, "attention"), (2, "gate")} <= set(legs[names])
 
 
 def test_a_lone_rank_meets_nobody() -> None:
@@ -206,7 +206,7 @@ def test_more_prompt_takes_longer(model: str, device: str, lengths: list[int], m
     assert total_us(longer, spec, DEVICES[device]) > total_us(work, spec, DEVICES[device])
     # The same tokens in one prompt: no less of attention.
     one = prefill(sum(lengths), model=spec, num_layers=layers)
-    parts, whole = (phases(each, spec, DEVICES[device])["0:attention"] for each in (work, one))
+    parts, whole = (phases(each, spec, DEVICES[device])[0, "attention"] for each in (work, one))
     assert whole >= parts * (1 - 1e-12)
 
 
@@ -217,7 +217,7 @@ def test_more_requests_or_context_take_longer(model: str, device: str, requests:
     layers = spec.first_dense_layers + 1
 
     def step_us(requests: int, context: int) -> float:
-        return phases(decode(requests, context, spec, layers), spec, DEVICES[device])["0:attention"]
+        return phases(decode(requests, context, spec, layers), spec, DEVICES[device])[0, "attention"]
 
     assert step_us(requests, context) < step_us(requests, 2 * context) < step_us(requests + 1, 2 * context)
 
@@ -227,7 +227,9 @@ def test_shares_of_a_prefill_are_sane() -> None:
     spec = PRESETS["olmoe-1b-7b"]
     times = phases(prefill(*[512] * 16, model=spec, num_layers=16), spec, DEVICES["h100-sxm"])
     moe = sum(
-        us for name, us in times.items() if where(name)[0] is not None and where(name)[1] not in ("attention", "rest")
+        us
+        for name, us in times.items()
+        if layer_and_phase(name)[0] is not None and layer_and_phase(name)[1] not in ("attention", "rest")
     )
     assert 0.5 < moe / sum(times.values()) < 0.95
     assert times["output"] < 0.05 * sum(times.values())
@@ -236,7 +238,7 @@ def test_shares_of_a_prefill_are_sane() -> None:
 def test_a_decode_step_reads_at_least_the_weights_and_the_cache() -> None:
     spec, device = PRESETS["qwen3-30b-a3b"], DEVICES["h100-sxm"]
     works = [decode(1, context, spec, 2) for context in (1, 8192)]
-    times = [phases(one, spec, device)["0:attention"] for one in works]
+    times = [phases(one, spec, device)[0, "attention"] for one in works]
     weights = spec.attention.num_parameters(spec.hidden_size) * 2
     assert times[0] > weights / (device.reached_tbps * 1e6)
     assert times[1] - times[0] > 8191 * 2 * 4 * 128 * 2 / (device.reached_tbps * 1e6)

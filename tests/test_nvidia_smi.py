@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ep_bench.commands import CommandError
-from moe_ep_bench.nvidia_smi import (
+from moe_ep_bench.machine.nvidia_smi import (
     _FIELDS,
     parse_nvlinks,
     parse_topology,
@@ -15,6 +14,7 @@ from moe_ep_bench.nvidia_smi import (
     query_topology,
     rdma_ports,
 )
+from moe_ep_bench.machine.subprocesses import CommandError
 
 # Tabs and underlining as nvidia-smi prints them, into a pipe too.
 TWO_H100 = (

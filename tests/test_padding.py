@@ -22,13 +22,12 @@ from moe_ep_bench.analysis.padding import READING
 from moe_ep_bench.analysis.route_load import load_route
 from moe_ep_bench.analysis.route_report import route_table
 from moe_ep_bench.analysis.summary import summary_table
+from moe_ep_bench.bench.plan import RANKS, ROUTING, VIRTUAL, Comparison, plan
+from moe_ep_bench.bench.route import route
 from moe_ep_bench.cli import main
-from moe_ep_bench.exit_codes import OK, USER_ERROR
+from moe_ep_bench.papers.reproduce import _Solver
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
-from moe_ep_bench.scopes.comparison import Comparison, Planned
-from moe_ep_bench.scopes.planning import emulated_comparisons, plan_comparisons
-from moe_ep_bench.scopes.reproduce import _Solver
-from moe_ep_bench.scopes.route import plan_routes, route
+from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
 TOKENS, PADDING, TOP_K = 12, 3, 6
 POLICIES = [
@@ -175,7 +174,7 @@ def test_every_scope_routes_padded_batches_alike(other: str, outs: dict[str, Pat
         assert column(real.loc[shared], name) == column(others.loc[shared], name), name
 
 
-def routings(planned: Planned, spec: dict, index: int, kept: int) -> Iterator[Routing]:
+def routings(planned: Comparison, spec: dict, index: int, kept: int) -> Iterator[Routing]:
     """All ranks' routing of the first ``kept`` tokens of each, as if there were no others."""
     policy, model = make_policy(spec), planned.model
     ranks = list(planned.workload.rank_batches(index, planned.world_size))
@@ -195,7 +194,7 @@ def routings(planned: Planned, spec: dict, index: int, kept: int) -> Iterator[Ro
 def test_masked_padding_changes_no_valid_tokens_routing(scope: str, config: Path, outs: dict[str, Path]) -> None:
     """It is as if padding were not there; and padding that is not told of is a token like any other."""
     rows, num_ranks = rows_of(outs[scope]), 1 if scope == "one rank" else 2
-    for planned in plan_comparisons(config, [f"layer.ep_size={num_ranks}"], num_ranks, on_cpu=True):
+    for planned in plan(config, [f"layer.ep_size={num_ranks}"], RANKS, num_ranks, on_cpu=True):
         masked = planned.experiment.workload.mask_padding
         for spec in POLICIES + (OTHERS if scope == "route" else []):
             if scope == "route" and not masked and spec["name"] == "topk":
@@ -222,7 +221,7 @@ def test_a_claims_skew_is_looked_for_at_the_same_share_of_padding(
     tokens: int, padding: int, solved: tuple[int, int], tmp_path: Path
 ) -> None:
     config = write_config(tmp_path, sweep={}, tokens_per_rank=tokens, padding_per_rank=padding, mask_padding=False)
-    (planned,) = emulated_comparisons(config, [], on_cpu=True)
+    (planned,) = plan(config, [], VIRTUAL, on_cpu=True, try_out=False)
     workload = _Solver(planned, "h20", [])._at("scattered", None).experiment.workload
     assert (workload.tokens_per_rank, workload.padding_per_rank) == solved
     assert workload.mask_padding is False
@@ -233,7 +232,7 @@ def test_padding_that_leaves_no_valid_token_is_one_line(
     scope: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path, padding_per_rank=TOKENS)
-    options = ["--set", "layer.ep_size=1"] if scope == "run" else []
+    options = ["--nproc", "1", "--set", "layer.ep_size=1"] if scope == "run" else []
     assert main([scope, str(config), "--out", str(tmp_path / "out"), *options]) == USER_ERROR
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1, printed
@@ -258,7 +257,7 @@ def test_a_recorded_decode_step_is_padded_likewise(tmp_path: Path) -> None:
     # Sequences of the recording are few.
     raw |= {"workload": {**recorded, **sizes, "tokens_per_rank": 2, "padding_per_rank": 1}, "sweep": {}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(raw))
-    (planned,) = plan_routes(tmp_path / "config.yaml", [])
+    (planned,) = plan(tmp_path / "config.yaml", [], ROUTING)
     assert planned.title.endswith("decode, popularity tail, 1 padding a rank (masked), layer 1")
     rows = rows_of(route(tmp_path / "config.yaml", tmp_path / "out", []).root)
     assert (rows.num_tokens == 1).all()
@@ -337,31 +336,9 @@ def test_nothing_is_said_of_padding_where_there_is_none(padding: dict | None, tm
     assert ("padding" in text) is (padding is not None)
 
 
-def test_results_without_the_column_are_read(outs: dict[str, Path], tmp_path: Path) -> None:
-    """Results of versions that knew no padding."""
-
-    def older(out: Path) -> None:
-        for path in (out / "routing").glob("*.parquet"):
-            pq.write_table(pq.read_table(path).drop_columns(["padding_pairs"]), path)
-        described = json.loads((out / "run.json").read_text())
-        for comparison in described["comparisons"].values():
-            comparison["workload"].pop("padding", None)
-        (out / "run.json").write_text(json.dumps(described))
-
-    timed = write_run(tmp_path / "timed", [fake(None, FakeCase("topk"))])
-    before = summary_table(load_run(timed))
-    older(timed)
-    assert summary_table(load_run(timed)) == before
-    config = write_config(tmp_path, padding_per_rank=0, sweep={})
-    routed = route(config, tmp_path / "routed", []).root
-    before = route_table(load_route(routed))
-    older(routed)
-    assert route_table(load_route(routed)) == before
-
-
 def test_the_shipped_config_sweeps_padding_and_who_is_told() -> None:
     config = Path(__file__).parents[1] / "configs" / "decode-padding.yaml"
-    planned = plan_comparisons(config, [], 1, on_cpu=True)
+    planned = plan(config, [], RANKS, 1, on_cpu=True)
     assert all(isinstance(one, Comparison) for one in planned)
     points = [tuple(dict(one.experiment.point).values()) for one in planned]
     assert points == [(padding, masked) for padding in (0, 4, 8) for masked in (True, False)]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from moe_ep_bench.kernels.swiglu import weighted_swiglu_formula
 from moe_ep_bench.layer import parts
+from moe_ep_bench.layer.dispatchers import expert_major_pairs, rank_major_index, sum_per_token
 from moe_ep_bench.layer.parts import Parts
-from moe_ep_bench.layer.permutation import expert_major_pairs, rank_major_index, sum_per_token
 
 pytestmark = pytest.mark.seam
 

@@ -30,7 +30,6 @@ def test_strided_experts_are_dealt_like_cards() -> None:
 def test_a_replicated_expert_divides_its_load_and_is_read_by_every_rank_that_holds_it() -> None:
     # Expert 0 on both ranks, three parts to one; experts 1 and 2 have one home each.
     placement = make_placement([[3, 1, 0], [1, 0, 5]], 3, 2)
-    assert placement.num_replicas == 1
     assert placement.rank_load([8, 2, 1]).tolist() == [8, 3]
     assert placement.activated_experts([8, 0, 1]).tolist() == [1, 2]
 

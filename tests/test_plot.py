@@ -21,9 +21,9 @@ from moe_ep_bench.analysis.parts import source_loads
 from moe_ep_bench.analysis.rates import _fullest_buffer_pairs, pairs_by_rank
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.timing import layer_time_us
+from moe_ep_bench.bench.validation_directory import ValidationDirectory
 from moe_ep_bench.cli import main
-from moe_ep_bench.records import VERSION_KEY, atomic_path
-from moe_ep_bench.scopes.validation_directory import ValidationDirectory
+from moe_ep_bench.files import atomic_path
 
 FACTORS = (1.0, 1.5)
 
@@ -215,7 +215,7 @@ def test_one_directory_that_cannot_be_read_does_not_keep_the_others_from_being_d
     assert sorted(path.name for path in out.iterdir()) == ["dropped.csv", "dropped.svg"]
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
-    assert "newer/run.json: schema_version: expected 2, got 99; it is newer than this program" in lines[0]
+    assert "newer/run.json: schema_version: expected 3, got 99; it is newer than this program" in lines[0]
     assert "empty/run.json: missing" in lines[1]
     status, out = drawn(tmp_path / "again", newer)
     assert (status, out.exists()) == (2, False)
@@ -252,16 +252,15 @@ def test_options_that_name_what_there_is_not_write_nothing(
     assert not (directory / "figures").exists()
 
 
-@pytest.mark.parametrize("command", ["plot", "export", "report"])
+@pytest.mark.parametrize("command", [["plot"], ["show", "--format", "md"], ["show", "--format", "html"]])
 @pytest.mark.parametrize("below", ["", "/y"])
 def test_a_file_where_a_folder_is_to_be_is_one_line(
-    command: str, below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("mine")
-    out = f"{tmp_path}/file{below}" if command == "plot" else f"{tmp_path}/file{below}/x.md"
-    to = ["--to", "markdown"] if command == "export" else []
+    out = f"{tmp_path}/file{below}" if command == ["plot"] else f"{tmp_path}/file{below}/x.md"
     # Said before the results are looked at: there are none.
-    assert main([command, str(tmp_path / "nothing"), *to, "--out", out]) == 2
+    assert main([*command, str(tmp_path / "nothing"), "--out", out]) == 2
     said = capsys.readouterr().err
     assert "expected a directory" in said
     assert said.count("\n") == 1
@@ -270,8 +269,8 @@ def test_a_file_where_a_folder_is_to_be_is_one_line(
 
 _READERS = {
     "plot": lambda directory, good, out: ["plot", directory, "--figures", "dropped", "--out", out],
-    "report": lambda directory, good, out: ["report", directory, "--out", f"{out}.html"],
-    "export": lambda directory, good, out: ["export", directory, "--to", "csv", "--out", f"{out}.csv"],
+    "html": lambda directory, good, out: ["show", directory, "--format", "html", "--out", f"{out}.html"],
+    "csv": lambda directory, good, out: ["show", directory, "--format", "csv", "--out", f"{out}.csv"],
     "compare": lambda directory, good, out: ["compare", good, directory],
 }
 
@@ -281,19 +280,19 @@ def _read_by(command: str, directory: Path, good: Path, out: Path) -> int:
 
 
 @pytest.mark.parametrize("command", _READERS)
-def test_a_part_of_another_version_or_cut_off_is_named(
+def test_a_part_with_other_columns_or_cut_off_is_named(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good, newer, cut = (directory_of(tmp_path / name) for name in ("good", "newer", "cut"))
-    first = sorted((newer / "cases").glob("*.parquet"))[-1]
-    pq.write_table(pq.read_table(first).replace_schema_metadata({VERSION_KEY: "99"}), first)
+    good, other, cut = (directory_of(tmp_path / name) for name in ("good", "other", "cut"))
+    first = sorted((other / "cases").glob("*.parquet"))[-1]
+    pq.write_table(pq.read_table(first).drop_columns(["layer"]), first)
     routing = sorted((cut / "routing").glob("*.parquet"))[-1]
     content = routing.read_bytes()
     routing.write_bytes(content[: random.Random(command).randrange(len(content))])
     # What is left is drawn, with status 1; where it would change what is said, nothing is.
-    status = 1 if command in ("plot", "report") else 2
+    status = 1 if command in ("plot", "html") else 2
     for directory, words in (
-        (newer, f"{first}: schema_version: expected 2, got 99; it is newer than this program"),
+        (other, f"{first}: foreign, expected a column layer of type int32"),
         (cut, f"{routing}: damaged, not Parquet"),
     ):
         out = tmp_path / f"out-{directory.name}"
@@ -312,14 +311,13 @@ def test_a_part_of_another_version_or_cut_off_is_named(
         ("empty", "run.json: missing"),
         ("quality", "holds what policies do to a model's answers"),
         ("route", "holds routing without times"),
-        ("accuracy", "holds tasks' accuracies"),
         ("validation", "holds two runs side by side"),
     ],
 )
 def test_what_holds_no_times_is_one_line_and_nothing_is_written(
     command: str, kind: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if (command, kind) in (("plot", "quality"), ("plot", "route"), ("report", "route")):
+    if (command, kind) in (("plot", "quality"), ("plot", "route"), ("html", "route")):
         pytest.skip("it draws these")
     good, other = directory_of(tmp_path / "good"), tmp_path / "other"
     if kind == "file":
@@ -328,8 +326,8 @@ def test_what_holds_no_times_is_one_line_and_nothing_is_written(
         other.mkdir()
     if kind == "validation":
         ValidationDirectory(other).write_pairs([], "measured here")
-    elif kind in ("quality", "route", "accuracy"):
-        (other / "run.json").write_text(json.dumps({"schema_version": 2, "mode": kind}))
+    elif kind in ("quality", "route"):
+        (other / "run.json").write_text(json.dumps({"schema_version": 3, "mode": kind}))
     assert _read_by(command, other, good, tmp_path / "out") == 2
     said = capsys.readouterr().err
     assert words in said

@@ -110,8 +110,9 @@ def law_twins(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Argume
     """The formulation in torch, the compiled twin, and what a GPU would run return the same bits."""
     policy = make_policy(spec)
     for steps in (TORCH, HostSteps(), DeviceSteps()):
-        stats_SE = policy.stats_by(steps, scores_TE, context_of(arguments))
-        assert_same(policy.select_by(steps, scores_TE, context_of(arguments), stats_SE), routing)
+        one = policy.by(steps)
+        for stats_SE in (None, one.batch_stats(scores_TE, context_of(arguments))):
+            assert_same(one.route(scores_TE, context_of(arguments), stats_SE), routing)
 
 
 def law_capacity(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
@@ -282,7 +283,7 @@ def test_the_number_of_threads_does_not_matter(spec: Spec, normalize: bool, num_
     scores_TE = random_scores("levels", 9001, 16, seed=4)
     arguments = {"top_k": 3, "normalize": normalize, "request_id_T": torch.arange(9001) // 450}
     policy, context = make_policy(spec), context_of(arguments)
-    in_torch = policy.select_by(TORCH, scores_TE, context, policy.stats_by(TORCH, scores_TE, context))
+    in_torch = policy.route(scores_TE, context)
     assert_same(route(spec, scores_TE, arguments), in_torch)
 
 

@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import HandClock
 
-from moe_ep_bench.measure import cache, ceilings
-from moe_ep_bench.measure.protocol import (
+from moe_ep_bench.models import load_model, preset_names
+from moe_ep_bench.schema import TOTAL, UNACCOUNTED
+from moe_ep_bench.timing import cache, ceilings
+from moe_ep_bench.timing.protocol import (
     BREAKDOWN,
     COLUMNS,
     PLAIN,
@@ -27,9 +29,7 @@ from moe_ep_bench.measure.protocol import (
     turn_of,
     warm_up,
 )
-from moe_ep_bench.models import load_model, preset_names
-from moe_ep_bench.records import TOTAL, UNACCOUNTED
-from moe_ep_bench.timer import PhaseRecorder
+from moe_ep_bench.timing.timer import PhaseRecorder
 from moe_ep_bench.workload import peak_load, top_k_load
 from moe_ep_bench.workload.balanced import balanced_scores
 
@@ -148,7 +148,7 @@ def test_warm_up_ends_when_a_round_takes_as_long_as_the_one_before(
         now += times[runs[batch]] * (1 + batch)  # Batches differ; only rounds are compared.
         runs[batch] += 1
 
-    monkeypatch.setattr("moe_ep_bench.measure.protocol.time.perf_counter", lambda: now)
+    monkeypatch.setattr("moe_ep_bench.timing.protocol.time.perf_counter", lambda: now)
     seen: list[str] = []
     result = warm_up([FakeCase(spend)], 3, (fewest, most), HandClock(), lambda times_B: times_B, seen.append)
     assert result == expected
@@ -156,7 +156,7 @@ def test_warm_up_ends_when_a_round_takes_as_long_as_the_one_before(
 
 
 def test_ranks_end_their_warm_up_together_by_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_ep_bench.measure.protocol.time.perf_counter", itertools.count().__next__)
+    monkeypatch.setattr("moe_ep_bench.timing.protocol.time.perf_counter", itertools.count().__next__)
     others = iter([np.array([50.0]), np.array([10.0]), np.array([10.0])])
     case = FakeCase(lambda batch: None)
     result = warm_up([case], 1, (1, 9), HandClock(), lambda times_B: np.maximum(times_B, next(others)), lambda _: None)

@@ -41,18 +41,17 @@ from moe_ep_bench.analysis.quality_report import (
 )
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
-from moe_ep_bench.exit_codes import OK, USER_ERROR
-from moe_ep_bench.hf import answers as answers_module
-from moe_ep_bench.hf.answers import hidden_states, judge
-from moe_ep_bench.hf.checkpoint import Checkpoint, text_sequences
-from moe_ep_bench.hf.loads import pass_metrics
-from moe_ep_bench.hf.routed import Seen, routed
 from moe_ep_bench.policies import make_policy
-from moe_ep_bench.quality_config import load_quality
-from moe_ep_bench.records import QUALITY_ROUTING_SCHEMA, QUALITY_SCHEMA
-from moe_ep_bench.scopes import answering
-from moe_ep_bench.scopes import quality as scope
-from moe_ep_bench.scopes.quality import plan_quality, quality
+from moe_ep_bench.quality import run_quality, session
+from moe_ep_bench.quality import text as text_module
+from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences
+from moe_ep_bench.quality.config import load_quality
+from moe_ep_bench.quality.loads import pass_metrics
+from moe_ep_bench.quality.routed import Seen, routed
+from moe_ep_bench.quality.session import plan_quality
+from moe_ep_bench.quality.text import TextComparison, hidden_states, token_costs
+from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+from moe_ep_bench.schema import QUALITY_ROUTING_SCHEMA, QUALITY_SCHEMA
 
 DROP = {"name": "token_drop", "capacity_factor": 0.5}
 RANDOM = {**DROP, "metric": "random"}
@@ -78,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(folder: Path) -> Path:
-    quality(folder / "config.yaml", folder / "done", [])
+    run_quality(folder / "config.yaml", folder / "done", [])
     return folder / "done"
 
 
@@ -93,6 +92,13 @@ def parts(directory: Path, folder: str = "quality") -> dict[str, pd.DataFrame]:
     return {
         case["label"]: pq.read_table(directory / folder / f"{case_id}.parquet").to_pandas()
         for case_id, case in described["cases"].items()
+    }
+
+
+def costs(directory: Path) -> dict[str, pd.DataFrame]:
+    """Every case's costs by its label: a row per sequence, a column per metric."""
+    return {
+        label: rows.pivot(index="item", columns="metric", values="value") for label, rows in parts(directory).items()
     }
 
 
@@ -113,21 +119,21 @@ def words(folder: Path) -> Tensor:
 def test_costs_of_answers_are_torchs_own(
     logits_at_once: int, model: Any, words: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers_module, "_LOGITS_AT_ONCE", logits_at_once)
+    monkeypatch.setattr(text_module, "_LOGITS_AT_ONCE", logits_at_once)
     with torch.inference_mode():
         native_BSD = hidden_states(model, words)
         native_BSV = model(words, use_cache=False).logits
         with routed(model, make_policy(DROP)):
             other_BSD = hidden_states(model, words)
             other_BSV = model(words, use_cache=False).logits
-        judged = judge(model, other_BSD, native_BSD, words)
+        judged = token_costs(model, other_BSD, native_BSD, words)
     log_p, log_q = native_BSV[:, :-1].log_softmax(-1), other_BSV[:, :-1].log_softmax(-1)
     expected = functional.cross_entropy(other_BSV[:, :-1].flatten(0, 1), words[:, 1:].flatten(), reduction="none")
-    torch.testing.assert_close(judged.cross_entropy_BS.flatten(), expected)
+    torch.testing.assert_close(judged.cross_entropy.flatten(), expected)
     kl_BS = functional.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
-    torch.testing.assert_close(judged.kl_BS, kl_BS, rtol=1e-4, atol=1e-6)
-    assert torch.equal(judged.agreement_BS.bool(), log_p.argmax(-1) == log_q.argmax(-1))
-    assert 0 < float(judged.agreement_BS.mean()) < 1
+    torch.testing.assert_close(judged.kl, kl_BS, rtol=1e-4, atol=1e-6)
+    assert torch.equal(judged.agreement.bool(), log_p.argmax(-1) == log_q.argmax(-1))
+    assert 0 < float(judged.agreement.mean()) < 1
 
 
 @pytest.mark.parametrize("arrangement", ["prefill", "decode"])
@@ -177,7 +183,7 @@ def test_routing_metrics_are_those_of_every_step_counted_one_by_one(
 
 def test_rows_are_what_the_model_answers(done: Path, model: Any, words: Tensor) -> None:
     """Three batches of four sequences, each routed by itself on two ranks."""
-    rows = parts(done)
+    rows = costs(done)
     with torch.inference_mode():
         native = model(words, use_cache=False).logits
         with routed(model, make_policy(DROP), num_ranks=2):
@@ -186,7 +192,7 @@ def test_rows_are_what_the_model_answers(done: Path, model: Any, words: Tensor) 
         expected_B = [
             float(functional.cross_entropy(logits[row, :-1], words[row, 1:])) for row in range(words.shape[0])
         ]
-        np.testing.assert_allclose(rows[label].sort_values("sequence")["cross_entropy"], expected_B, rtol=1e-5)
+        np.testing.assert_allclose(rows[label]["cross_entropy"], expected_B, rtol=1e-5)
     for label in ("native", "topk"):
         assert (rows[label]["kl"] == 0).all()
         assert (rows[label]["agreement"] == 1).all()
@@ -196,7 +202,8 @@ def test_rows_are_what_the_model_answers(done: Path, model: Any, words: Tensor) 
 def test_parts_have_their_schemas_and_every_layer(done: Path) -> None:
     for label, table in parts(done).items():
         assert list(table) == QUALITY_SCHEMA.names, label
-        assert len(table) == 12
+        assert len(table) == 12 * 3
+        assert table["task"].isna().all()
         assert (table["mode"] == "quality").all()
     for label, table in parts(done, "routing").items():
         assert list(table) == QUALITY_ROUTING_SCHEMA.names
@@ -213,20 +220,20 @@ def test_a_killed_command_goes_on_with_the_cases_that_are_not_done(
     folder: Path, done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged: list[str] = []
-    judge_batch = scope._judge_batch
+    judge_batch = TextComparison._judge_batch
 
-    def dying(rows: Any, comparison: Any, case: Any, *rest: Any) -> None:
-        judged.append(case.label)
+    def dying(self: Any, rows: Any, *rest: Any) -> None:
+        judged.append(rows.case.label)
         if len(judged) == 8:  # native and topk have their three batches
             raise KeyboardInterrupt
-        judge_batch(rows, comparison, case, *rest)
+        judge_batch(self, rows, *rest)
 
-    monkeypatch.setattr(scope, "_judge_batch", dying)
+    monkeypatch.setattr(TextComparison, "_judge_batch", dying)
     with pytest.raises(KeyboardInterrupt):
-        quality(folder / "config.yaml", tmp_path, [])
+        run_quality(folder / "config.yaml", tmp_path, [])
     assert len(list((tmp_path / "quality").iterdir())) == 2
     judged[:] = ["-"] * 9
-    quality(folder / "config.yaml", tmp_path, [])
+    run_quality(folder / "config.yaml", tmp_path, [])
     assert set(judged[9:]) == {make_policy(spec).label for spec in CONFIG["policies"][1:]}
     for label, table in parts(tmp_path).items():
         pd.testing.assert_frame_equal(table.drop(columns="run_id"), parts(done)[label].drop(columns="run_id"))
@@ -235,14 +242,14 @@ def test_a_killed_command_goes_on_with_the_cases_that_are_not_done(
 def test_other_policies_of_the_same_comparison_join_what_is_there(folder: Path, done: Path, tmp_path: Path) -> None:
     config = folder / "more.yaml"
     write(config, {**CONFIG, "policies": [RANDOM]})
-    quality(config, tmp_path, [])
+    run_quality(config, tmp_path, [])
     write(config, {**CONFIG, "policies": [{"name": "pruned", "k0": 1}]})
-    quality(config, tmp_path, [])
+    run_quality(config, tmp_path, [])
     (comparison,) = load_quality_results(tmp_path)
     assert [case.policy for case in comparison.cases] == ["pruned", "token_drop"]
     # What a random policy draws does not depend on the cases beside it.
     label = make_policy(RANDOM).label
-    assert parts(tmp_path)[label]["kl"].tolist() == parts(done)[label]["kl"].tolist()
+    assert costs(tmp_path)[label]["kl"].tolist() == costs(done)[label]["kl"].tolist()
 
 
 def test_a_sweep_is_a_comparison_for_each_of_its_points(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -429,7 +436,7 @@ def test_swept_checkpoints_are_one_comparison_each_and_read_as_one(folder: Path,
             "olmoe", vocab_size=259, attention_dropout=number / 100
         )  # another config, as seeds' weights
         hf_models.save(model, folder / f"seed-{number}")
-    quality(folder / "config.yaml", tmp_path, ["sweep.model.checkpoint=[seed-1, seed-2]"])
+    run_quality(folder / "config.yaml", tmp_path, ["sweep.model.checkpoint=[seed-1, seed-2]"])
     comparisons = load_quality_results(tmp_path)
     assert [one.facts["model"] for one in comparisons] == ["seed-1", "seed-2"]
     text = quality_text(comparisons)
@@ -438,7 +445,7 @@ def test_swept_checkpoints_are_one_comparison_each_and_read_as_one(folder: Path,
 
 
 def test_intervals_need_ten_sequences(folder: Path, tmp_path: Path) -> None:
-    quality(folder / "config.yaml", tmp_path, ["text.num_sequences=4", "policies=[{name: topk}]"])
+    run_quality(folder / "config.yaml", tmp_path, ["text.num_sequences=4", "policies=[{name: topk}]"])
     assert "no interval below 10 sequences" in quality_table(load_quality_results(tmp_path)).replace("\n    ", " ")
 
 
@@ -449,7 +456,7 @@ def test_the_command_and_summary_print_the_table_and_figures_are_drawn(
     assert main(["quality", str(folder / "config.yaml"), "--out", str(done)]) == OK
     first = capsys.readouterr()
     assert "all cases are there from before" in first.err
-    assert main(["summary", str(done)]) == OK
+    assert main(["show", str(done)]) == OK
     table = capsys.readouterr().out.strip()
     assert first.out.startswith(table)
     assert "figures in" in first.out
@@ -464,7 +471,7 @@ def test_the_command_and_summary_print_the_table_and_figures_are_drawn(
 def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_path: Path) -> None:
     drops = [{**DROP, "capacity_factor": [0, 1.0, 3.0]}, {**RANDOM, "capacity_factor": [1.0, 3.0]}]
     config = write(folder / "gammas.yaml", {**CONFIG, "policies": drops})
-    quality(config, tmp_path, ["text.num_sequences=4"])
+    run_quality(config, tmp_path, ["text.num_sequences=4"])
     comparisons = load_quality_results(tmp_path)
     with house_style():
         drawing = capacity_figure(comparisons)
@@ -495,11 +502,12 @@ def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_pa
         (["text.num_sequences=10"], "text: num_sequences: expected a multiple of batch_size=4, got 10"),
         (["text.sequence_length=5000"], "text.sequence_length: expected at most 4096"),
         (["text.length=5"], "text.length: no such key; expected one of file, num_sequences, sequence_length"),
-        (["polices=[]"], "polices: no such key; expected one of name, model, text, layer, arrangement, policies"),
+        (["polices=[]"], "polices: no such key; expected one of name, model, text, tasks, include, limit"),
         (["layer.ep_size=3"], "layer.ep_size: expected a divisor of the 8 experts of tiny-olmoe, got 3"),
         (["policies=[{name: oea}]"], "k0: oea needs it"),
         (["policies=[{name: token_drop, capacity_factor: 1, modality: image_first}]"], "modality_T"),
         (["arrangement=both"], "arrangement: input should be 'auto', 'prefill' or 'decode', got 'both'"),
+        (["batch_size=4"], "batch_size: expected tasks beside it, got none (of a text: text.batch_size)"),
         (["model.device=cuda"], "device: expected cpu or auto"),
     ],
 )
@@ -525,7 +533,7 @@ def test_a_directory_of_another_mode_is_refused(folder: Path, done: Path, tmp_pa
     described = json.loads((done / "run.json").read_text())
     (tmp_path / "run.json").write_text(json.dumps({**described, "mode": "route"}))
     with pytest.raises(ValueError, match="holds results with mode route, here it is quality"):
-        quality(folder / "config.yaml", tmp_path, [])
+        run_quality(folder / "config.yaml", tmp_path, [])
 
 
 def test_answers_of_another_device_are_refused_and_nothing_is_judged(
@@ -546,7 +554,7 @@ def test_answers_of_another_device_are_refused_and_nothing_is_judged(
 def test_a_sweep_over_devices_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(answering, "pick_device", lambda device: torch.device("cuda" if device == "cuda" else "cpu"))
+    monkeypatch.setattr(session, "pick_device", lambda device: torch.device("cuda" if device == "cuda" else "cpu"))
     arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path / "out"), "--set"]
     assert main([*arguments, "sweep.model.device=[cpu, cuda]"]) == USER_ERROR
     (said,) = capsys.readouterr().err.strip().splitlines()
@@ -620,7 +628,7 @@ def test_the_papers_orderings_come_out_of_a_trained_model(tmp_path: Path, monkey
             {"name": "oea", "k0": 1},
         ],
     }
-    quality(write(tmp_path / "config.yaml", config), tmp_path / "done", [])
+    run_quality(write(tmp_path / "config.yaml", config), tmp_path / "done", [])
     (comparison,) = load_quality_results(tmp_path / "done")
     assert comparison.native.answers["cross_entropy"].mean() < math.log(2048) - 3, "far better than a guess"
     found = {

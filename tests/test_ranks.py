@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 from test_run import environment, free_port
 
-from moe_ep_bench.exit_codes import OK
-from moe_ep_bench.scopes import run
-from moe_ep_bench.watchdog import Watchdog
+from moe_ep_bench.bench import run
+from moe_ep_bench.runtime.exit_codes import OK
+from moe_ep_bench.runtime.watchdog import Watchdog
 
 ALONE = """
 import os, sys
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # It brings the backend of that name.
-from moe_ep_bench import ranks
+from moe_ep_bench.runtime import ranks
 
 init, port = dist.init_process_group, int(sys.argv[1])
 # As NCCL's without a device: the group is made, and nobody is connected yet.
@@ -44,7 +44,7 @@ def test_ranks_meet_within_their_time_though_the_first_group_connects_nobody() -
 LEAVING = """
 import atexit, runpy, sys, time
 atexit.register(time.sleep, 1000)  # As a destructor that waits for peers.
-sys.argv = ["moe-ep-bench", "points", sys.argv[1]]
+sys.argv = ["moe-ep-bench", "run", sys.argv[1], "--list-points"]
 runpy.run_module("moe_ep_bench", run_name="__main__")
 """
 
@@ -70,10 +70,10 @@ def test_no_moment_of_a_job_is_unwatched(monkeypatch: pytest.MonkeyPatch) -> Non
     profile = SimpleNamespace(profile_case=lambda *arguments: seen.append(("works", setup._paused)))
     experiment = SimpleNamespace(measure=SimpleNamespace(timeout_s=1))
     comparison = SimpleNamespace(comparison_id="", scope="layer", experiment=experiment)
-    monkeypatch.setitem(sys.modules, "moe_ep_bench.scopes.profile", profile)
+    monkeypatch.setitem(sys.modules, "moe_ep_bench.bench.profile", profile)
     monkeypatch.setattr(run, "open_job", open_job)
-    monkeypatch.setattr(run, "find_case", lambda *arguments: (comparison, None))
+    comparisons = SimpleNamespace(find_case=lambda wanted: (comparison, None))
     monkeypatch.setattr(run, "_first_can", lambda *arguments: True)
-    assert run._profile(None, setup, SimpleNamespace(profiles=None), [], "case", contextlib.ExitStack()) == OK
+    assert run._profile(None, setup, SimpleNamespace(profiles=None), comparisons, "case", contextlib.ExitStack()) == OK
     setup.stop()
     assert seen == [("opens", False), ("works", True), ("closes", False)]

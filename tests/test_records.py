@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Sequence
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from results_builder import FakeCase, FakeComparison, write_run
 
-from moe_ep_bench import locks
-from moe_ep_bench.attempts import WAITED, Mark, collect_lost, lost_attempts, num_lost, stopped_by, stopped_reason
-from moe_ep_bench.records import (
-    CASE_SCHEMA,
-    ROUTE_SCHEMA,
-    RunDirectory,
-    atomic_path,
-    completed,
-    stable_hash,
-    write_json,
+from moe_ep_bench.files import atomic_path, stable_hash, write_json
+from moe_ep_bench.results import RunDirectory, load
+from moe_ep_bench.runtime import locks
+from moe_ep_bench.runtime.crash_journal import (
+    WAITED,
+    Mark,
+    collect_lost,
+    lost_attempts,
+    num_lost,
+    stopped_by,
+    stopped_reason,
 )
+from moe_ep_bench.schema import ROUTING_SCHEMA, SAMPLES_SCHEMA
 
 
 def test_a_write_that_fails_leaves_neither_the_file_nor_its_temporary(tmp_path: Path) -> None:
@@ -46,13 +51,152 @@ def test_a_write_that_fails_keeps_what_was_there(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def write_text(path: Path, text: str) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text(text)
+
+
+def fail_after_half(path: Path) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError("midway")
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporaries of devices and pipes lie, which nothing may be left in."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    return scratch
+
+
+@pytest.fixture
+def devices_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should a write be about to replace one of this machine's devices, it fails before."""
+
+    def guarded(rename: Callable[..., None]) -> Callable[..., None]:
+        def call(source: Path, target: Path) -> None:
+            assert not Path(target).is_relative_to("/dev"), f"{target} was about to be replaced"
+            rename(source, target)
+
+        return call
+
+    for name in ("replace", "rename"):
+        monkeypatch.setattr(os, name, guarded(getattr(os, name)))
+
+
+@pytest.mark.parametrize("target", ["data/there", "data/new", "data/below/new"])
+@pytest.mark.parametrize("is_relative", [True, False])
+def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path: Path, target: str, is_relative: bool) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "there").write_text("before")
+    (tmp_path / "links").mkdir()
+    first, second = tmp_path / "links" / "first", tmp_path / "links" / "second"
+    first.symlink_to(f"../{target}" if is_relative else tmp_path / target)
+    second.symlink_to("first")
+    write_text(second, "after")
+    assert second.readlink() == Path("first")
+    assert first.is_symlink()
+    assert not (tmp_path / target).is_symlink()
+    assert (tmp_path / target).read_text() == "after"
+    assert sorted(tmp_path.rglob(".*")) == []
+
+
+def test_a_write_through_a_link_that_fails_keeps_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("before")
+    (tmp_path / "link").symlink_to("there")
+    with pytest.raises(RuntimeError, match="midway"):
+        fail_after_half(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there").read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "there"]
+
+
+def test_links_in_a_ring_are_refused_and_stay(tmp_path: Path) -> None:
+    (tmp_path / "one").symlink_to("other")
+    (tmp_path / "other").symlink_to("one")
+    with pytest.raises(ValueError, match=r"\A[^\n]*one: leads to no file, as links lead in a ring\Z"):
+        write_text(tmp_path / "one", "text")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_symlink()) == ["one", "other"]
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """A pipe with a name, and a descriptor of both of its ends, which keeps whoever opens it from waiting."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    ends = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    yield path, ends
+    os.close(ends)
+
+
+@pytest.mark.parametrize("name", ["pipe", "link"])
+def test_a_pipe_stays_and_its_reader_gets_all(pipe: tuple[Path, int], scratch: Path, name: str) -> None:
+    path, ends = pipe
+    path.with_name("link").symlink_to("pipe")
+    write_text(path.with_name(name), "line\n" * 500)
+    assert stat.S_ISFIFO(path.stat().st_mode)
+    assert path.with_name("link").is_symlink()
+    assert os.read(ends, 65536).decode() == "line\n" * 500
+    assert list(scratch.iterdir()) == []
+
+
+def test_nothing_goes_through_a_pipe_when_a_write_fails(pipe: tuple[Path, int], scratch: Path) -> None:
+    path, ends = pipe
+    with pytest.raises(RuntimeError, match="midway"):
+        fail_after_half(path)
+    with pytest.raises(BlockingIOError):
+        os.read(ends, 1)
+    assert stat.S_ISFIFO(path.stat().st_mode)
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.usefixtures("devices_stay")
+def test_a_device_stays(tmp_path: Path, scratch: Path) -> None:
+    (tmp_path / "link").symlink_to("/dev/null")
+    for path in (Path("/dev/null"), tmp_path / "link"):
+        write_text(path, "text")
+    assert (tmp_path / "link").is_symlink()
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.usefixtures("devices_stay")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_device_that_takes_nothing_is_named_on_a_line(scratch: Path) -> None:
+    with pytest.raises(ValueError, match=r"\Acannot write /dev/full: No space left on device\Z"):
+        write_text(Path("/dev/full"), "text")
+    assert list(scratch.iterdir()) == []
+
+
+def test_an_open_file_goes_on_where_it_stands(tmp_path: Path, scratch: Path) -> None:
+    there = tmp_path / "there"
+    with there.open("w") as file:
+        file.write("before\n")
+        file.flush()
+        # As /dev/stdout is one.
+        (tmp_path / "link").symlink_to(f"/proc/self/fd/{file.fileno()}")
+        write_text(Path(f"/dev/fd/{file.fileno()}"), "first\n")
+        write_text(tmp_path / "link", "second\n")
+        file.write("after\n")
+    assert there.read_text() == "before\nfirst\nsecond\nafter\n"
+    assert list(scratch.iterdir()) == []
+
+
+def test_a_descriptor_that_is_not_open_is_named_on_a_line(scratch: Path) -> None:
+    with pytest.raises(ValueError, match=r"\Acannot write /dev/fd/987: Bad file descriptor\Z"):
+        write_text(Path("/dev/fd/987"), "text")
+    assert list(scratch.iterdir()) == []
+
+
 def test_missing_columns_are_nulls_of_the_schemas_type(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     assert not directory.is_finished("a", 0)
-    directory.write_case("a", 0, {"case_id": ["a"], "status": ["failed"], "reason": ["why"]})
+    directory.write("samples", "a", {"case_id": ["a"], "status": ["failed"], "reason": ["why"]}, 0)
     assert directory.is_finished("a", 0)
-    table = pq.read_table(directory.case_path("a"))
-    assert table.schema.equals(CASE_SCHEMA)
+    table = pq.read_table(directory.path("samples", "a"))
+    assert table.schema.equals(SAMPLES_SCHEMA)
     assert table.column("time_us").to_pylist() == [None]
 
 
@@ -62,7 +206,7 @@ def test_a_second_run_keeps_what_run_json_knew_of_other_cases(tmp_path: Path) ->
         description = {"run_id": run_id, "hashes": run_id, "comparisons": {comparison: {}}}
         directory.write_run({**description, "cases": {case: {"comparison_id": comparison}}})
         if case != "b":  # Never finished.
-            directory.write_case(case, 0, {"case_id": [case], "status": ["ok"]})
+            directory.write("samples", case, {"case_id": [case], "status": ["ok"]}, 0)
     run = json.loads(directory.run_json.read_text())
     assert run["run_id"] == "3"
     assert list(run["cases"]) == ["a", "c"]
@@ -77,18 +221,33 @@ def test_a_second_run_keeps_what_run_json_knew_of_other_cases(tmp_path: Path) ->
 def test_a_case_that_was_skipped_is_not_finished(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     for status, finished in (("ok", True), ("failed", True), ("skipped", False)):
-        directory.write_case(status, 0, {"case_id": [status], "status": [status]})
+        directory.write("samples", status, {"case_id": [status], "status": [status]}, 0)
         assert directory.is_finished(status, 0) is finished
-    directory.case_path("torn").write_bytes(b"PAR1")
+    directory.path("samples", "torn").write_bytes(b"PAR1")
     assert not directory.is_finished("torn", 0)
+
+
+def test_a_directory_is_loaded_as_frames_that_join_by_case(tmp_path: Path) -> None:
+    cases = [FakeCase("native", "baseline"), FakeCase("topk"), FakeCase("token_drop", status="oom", reason="too big")]
+    found = load(write_run(tmp_path, [FakeComparison(cases=cases, num_launches=2)]))
+    assert found.cases.policy.tolist() == ["native", "topk", "token_drop"]
+    assert found.cases.status.tolist() == ["ok", "ok", "oom"]
+    assert found.cases.reason.dropna().tolist() == ["too big"]
+    assert set(found.cases.backend) == {"ranks"}
+    assert set(found.cases.subject) == {"layer"}
+    assert list(found.samples) == SAMPLES_SCHEMA.names
+    assert list(found.routing) == ROUTING_SCHEMA.names
+    assert set(found.samples.case_id) == set(found.cases.index)
+    assert set(found.routing.case_id) == set(found.cases.index[:2])
+    assert set(found.samples[found.samples.status == "ok"].launch) == {0, 1}
 
 
 def test_launches_lie_side_by_side_and_a_repeated_one_replaces_itself(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     for launch, run_id in ((0, "first"), (2, "third"), (0, "again")):
         assert not directory.is_finished("a", 1)
-        directory.write_case("a", launch, {"run_id": [run_id] * 2, "status": ["ok"] * 2})
-    rows = pq.read_table(directory.case_path("a"))
+        directory.write("samples", "a", {"run_id": [run_id] * 2, "status": ["ok"] * 2}, launch)
+    rows = pq.read_table(directory.path("samples", "a"))
     assert sorted(zip(rows["launch"].to_pylist(), rows["run_id"].to_pylist(), strict=True)) == [
         (0, "again"), (0, "again"), (2, "third"), (2, "third"),
     ]  # fmt: skip
@@ -222,18 +381,6 @@ def test_what_a_killed_job_had_begun_to_write_goes_and_nothing_else(tmp_path: Pa
     directory.remove_unfinished(["mine", "run.json"])
     assert not any(path.exists() for path in begun)
     assert all(path.exists() for path in others)
-
-
-def test_parts_of_older_versions_are_completed_where_they_lack_a_column() -> None:
-    whole = pa.table({field.name: pa.nulls(2, field.type) for field in ROUTE_SCHEMA}, schema=ROUTE_SCHEMA)
-    older = whole.drop_columns(["padding_pairs"])
-    table = completed(older, ROUTE_SCHEMA)
-    assert table.schema.equals(ROUTE_SCHEMA)
-    assert table["padding_pairs"].to_pylist() == [0, 0]
-    assert completed(whole, ROUTE_SCHEMA) is whole
-    foreign = pa.table({"x": [1]})
-    assert "load_E" not in completed(foreign, ROUTE_SCHEMA).schema.names
-    assert completed(foreign, CASE_SCHEMA) is foreign
 
 
 def write_points(root: Path, points: Sequence[int]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.metrics import imbalance
 from moe_ep_bench.models import ModelSpec, load_preset, preset_names
-from moe_ep_bench.placement import make_placement
-from moe_ep_bench.replication import Replication, expert_bytes, replicate
+from moe_ep_bench.placement import Replication, expert_bytes, make_placement, replicate
 
 some_examples = settings(max_examples=150)
 
@@ -123,9 +121,6 @@ def test_hierarchical_plan_is_the_one_that_the_eplb_readme_prints() -> None:
     # What follows from it, worked out by hand for the first layer: 1, 4, 5 and 10 have two replicas.
     assert plan.replicas[0].tolist() == [1, 2, 1, 1, 2, 2, 1, 1, 1, 1, 2, 1]
     assert plan.rank_load(PUBLISHED_LOAD)[0].tolist() == [121.5, 86.5, 125, 113, 147.5, 131.5, 156, 152]
-    assert plan.expert_slots[0].tolist() == [
-        [12, -1], [13, 15], [11, -1], [6, -1], [5, 7], [0, 2], [1, -1], [3, -1], [4, -1], [9, -1], [8, 10], [14, -1]
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("num_nodes", "num_groups", "policy"), [(2, 1, "auto"), (2, 4, "global"), (5, 7, "auto")])
@@ -155,21 +150,12 @@ def test_plan_follows_the_published_rules_done_slowly(case: Case, policy: str) -
 
 @some_examples
 @given(case=cases(), policy=st.sampled_from(["hierarchical", "global"]))
-def test_every_expert_has_a_replica_and_the_maps_agree(case: Case, policy: str) -> None:
+def test_every_expert_has_a_replica(case: Case, policy: str) -> None:
     plan = case.plan(policy)
-    layers, per_rank = len(case.load_LE), case.num_slots // case.num_ranks
-    assert plan.slot_expert_LP.shape == (layers, case.num_slots)
-    assert (plan.rank_copies.sum(axis=2) == per_rank).all()
-    for layer, slot_expert_P in enumerate(plan.slot_expert_LP.tolist()):
-        assert set(slot_expert_P) == set(range(case.num_experts))
-        for expert in range(case.num_experts):
-            slots = [slot for slot, held in enumerate(slot_expert_P) if held == expert]
-            assert plan.replicas[layer, expert] == len(slots)
-            padding = [-1] * (plan.replicas.max() - len(slots))
-            assert plan.expert_slots[layer, expert].tolist() == slots + padding
-            assert plan.rank_copies[layer, :, expert].tolist() == [
-                sum(slot // per_rank == rank for slot in slots) for rank in range(case.num_ranks)
-            ]
+    assert plan.slot_expert_LP.shape == (len(case.load_LE), case.num_slots)
+    for replicas_E, slot_expert_P in zip(plan.replicas.tolist(), plan.slot_expert_LP.tolist(), strict=True):
+        assert replicas_E == [slot_expert_P.count(expert) for expert in range(case.num_experts)]
+        assert min(replicas_E) >= 1
 
 
 @some_examples
@@ -187,9 +173,6 @@ def test_ranks_bear_all_of_any_load_and_each_replica_its_even_share(
         held = plan.slot_expert_LP[layer, rank * per_rank : (rank + 1) * per_rank].tolist()
         shares = [load_BLE[batch, layer, e] / plan.slot_expert_LP[layer].tolist().count(e) for e in held]
         assert load_BLR[batch, layer, rank] == pytest.approx(sum(shares), rel=1e-12)
-    for layer in range(layers):
-        placement = plan.placement(layer)
-        assert placement.rank_load(load_BLE[:, layer]) == pytest.approx(load_BLR[:, layer], rel=1e-12)
 
 
 @some_examples
@@ -300,18 +283,6 @@ def test_even_loads_with_the_same_number_of_replicas_each_balance_to_the_pair(po
 
 
 # --- Forms -------------------------------------------------------------------------------------------
-
-
-def test_placement_is_a_matrix_that_a_config_can_take() -> None:
-    """Through JSON and back; a second replica on one rank adds to its share."""
-    plan = replicate(PUBLISHED_LOAD, num_slots=16, num_ranks=8, policy="global")
-    placement = plan.placement(0)
-    assert placement.name == "eplb_global"
-    read = make_placement(json.loads(json.dumps(placement.share_RE.tolist())), 12, 8)
-    assert (read.share_RE == placement.share_RE).all()
-    assert placement.share_RE[7].tolist() == [0, 1.0, *[0] * 10]  # both replicas of expert 1
-    assert plan.rank_copies[0, 7, 1] == 2
-    assert placement.num_replicas == 3  # of 4 spare slots
 
 
 def test_one_layer_may_be_a_vector_or_a_tensor() -> None:

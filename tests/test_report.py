@@ -24,9 +24,9 @@ from moe_ep_bench.analysis.report.provenance import config_files, join_sweep, re
 from moe_ep_bench.analysis.report.said import report_of
 from moe_ep_bench.analysis.report.tables import cases_table
 from moe_ep_bench.analysis.speedups import analyse
+from moe_ep_bench.bench.route import route
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import load_experiments
-from moe_ep_bench.scopes.route import route
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a label or a host name may try.
@@ -270,10 +270,17 @@ def test_the_installed_command_writes_the_same_bytes(directory: Path, page: str,
     setup = [sys.executable, "-c", "from setuptools import setup; setup()", "-q", "build_py", "--build-lib", str(built)]
     subprocess.run(setup, cwd=source, check=True, capture_output=True)
     environment = {**os.environ, "PYTHONPATH": str(built)}
-    command = [sys.executable, "-m", "moe_ep_bench", "report", str(directory), "--out", str(out)]
+    command = [sys.executable, "-m", "moe_ep_bench", "show", str(directory), "--format", "html", "--out", str(out)]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "out.html\n"), result.stderr
     assert out.read_text() == page
+
+
+def test_a_link_named_by_out_stays_and_leads_to_the_page(directory: Path, page: str, tmp_path: Path) -> None:
+    (tmp_path / "link.html").symlink_to("page.html")
+    assert main(["show", str(directory), "--format", "html", "--out", str(tmp_path / "link.html")]) == 0
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "page.html").read_text() == page
 
 
 def test_mistakes_are_one_line_and_nothing_is_written(
@@ -287,7 +294,7 @@ def test_mistakes_are_one_line_and_nothing_is_written(
         ([tmp_path / "both"], "holds two runs side by side"),
         ([directory, "--out", tmp_path], "expected a file to write, got a directory"),
     ):
-        assert main(["report", *map(str, arguments)]) == 2
+        assert main(["show", "--format", "html", *map(str, arguments)]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert expected in error
@@ -301,7 +308,7 @@ def test_a_damaged_part_is_left_out_and_named_among_the_warnings(
     directory = write_run(tmp_path / "run", [comparison])
     lost = next(case for case in load_run(directory).cases if case.role == "policy")
     (directory / "cases" / f"{lost.case_id}.parquet").write_bytes(b"PAR1")
-    assert main(["report", str(directory)]) == 1
+    assert main(["show", str(directory), "--format", "html"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{lost.case_id}.parquet: damaged" in line
     text = Parsed((directory / "report.html").read_text()).text

@@ -25,14 +25,14 @@ from moe_ep_bench.analysis.claims_report import claims_figure, write_claims
 from moe_ep_bench.analysis.claims_text import claims_text, paper_words
 from moe_ep_bench.analysis.load import ResultsError, load_run
 from moe_ep_bench.analysis.style import house_style
-from moe_ep_bench.claims import Claim, claims_path, most_gain, most_peak
+from moe_ep_bench.bench.plan import VIRTUAL, Comparison
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import ConfigError, load_experiments
-from moe_ep_bench.devices import DEVICES_DIR
-from moe_ep_bench.exit_codes import OK, USER_ERROR
-from moe_ep_bench.records import PHASES
-from moe_ep_bench.scopes.emulated import Emulated
-from moe_ep_bench.scopes.reproduce import TOLERANCE, Reached, modelled_once, solve
+from moe_ep_bench.cost_model.devices import DEVICES_DIR
+from moe_ep_bench.papers.claims import Claim, claims_path, most_gain, most_peak
+from moe_ep_bench.papers.reproduce import TOLERANCE, Reached, modelled_once, solve
+from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+from moe_ep_bench.schema import LAYER_PHASES
 
 PAPERS = Path(__file__).parents[1] / "configs" / "papers"
 TOKEN_DROP = {"name": "token_drop", "capacity_factor": 1.5}
@@ -123,7 +123,7 @@ def test_a_mistake_is_one_line_that_names_the_claim(changes: dict, message: str,
 
 def test_no_ranks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     config = write(tmp_path, [CLAIM])
-    assert main(["reproduce", str(config), "--out", str(tmp_path / "out"), "--nproc", "0"]) == USER_ERROR
+    assert main(["papers", str(config), "--out", str(tmp_path / "out"), "--nproc", "0"]) == USER_ERROR
     assert "--nproc, --nnodes, --node-rank: expected at least 1" in capsys.readouterr().err
 
 
@@ -140,7 +140,7 @@ def test_what_reproduce_cannot_do_is_one_line_and_runs_nothing(
     claims: object, changes: dict, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     config = write(tmp_path, claims, **changes)
-    assert main(["reproduce", str(config), "--out", str(tmp_path / "out")]) == USER_ERROR
+    assert main(["papers", str(config), "--out", str(tmp_path / "out")]) == USER_ERROR
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"moe-ep-bench: {config}: ")
     assert re.search(message, last)
@@ -149,7 +149,7 @@ def test_what_reproduce_cannot_do_is_one_line_and_runs_nothing(
 
 def test_claims_decide_nothing_that_is_measured(tmp_path: Path) -> None:
     ids = [
-        Emulated.on(load_experiments(write(tmp_path, claims), on_cpu=False)[0], on_cpu=True).comparison_id
+        Comparison.of(load_experiments(write(tmp_path, claims), on_cpu=False)[0], VIRTUAL, on_cpu=True).comparison_id
         for claims in ([], [CLAIM])
     ]
     assert ids[0] == ids[1]
@@ -161,7 +161,7 @@ def test_configs_of_papers_are_sound(config: Path) -> None:
     assert experiments[0].name == config.stem
     assert experiments[0].claims
     for experiment in experiments:
-        Emulated.on(experiment, on_cpu=True)
+        Comparison.of(experiment, VIRTUAL, on_cpu=True)
         device = "h20" if config.stem.startswith("capacity") else "h100-sxm"
         assert experiment.emulate.device == device
         assert experiment.claims_device in (None, device)
@@ -293,7 +293,7 @@ def test_skews_that_cannot_be_had_are_passed_over() -> None:
 def test_nothing_is_solved_on_a_measured_device(tmp_path: Path) -> None:
     config = write(tmp_path, [CLAIM], emulate={"links": "h20-nvlink4"})
     with pytest.raises(ValueError, match="expected a modelled one, got measured"):
-        modelled_once(Emulated.on(load_experiments(config, on_cpu=False)[0], on_cpu=True), None, [])
+        modelled_once(Comparison.of(load_experiments(config, on_cpu=False)[0], VIRTUAL, on_cpu=True), None, [])
 
 
 def test_claims_stand_beside_real_ranks_where_these_are_asked_for(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_claims_stand_beside_real_ranks_where_these_are_asked_for(tmp_path: Path
         measure={"iterations": 1, "breakdown_iterations": 0, "max_warmup": 1},
         sweep={},
     )
-    assert main(["reproduce", str(config), "--out", str(tmp_path / "out"), "--nproc", "1"]) == OK
+    assert main(["papers", str(config), "--out", str(tmp_path / "out"), "--nproc", "1"]) == OK
     found = load_claims(tmp_path / "out")
     assert found.run.mode == "run"
     assert found.solved_on is None
@@ -347,7 +347,7 @@ CLAIMS = [
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reproduce")
-    assert main(["reproduce", str(write(folder, CLAIMS)), "--out", str(folder / "out")]) == OK
+    assert main(["papers", str(write(folder, CLAIMS)), "--out", str(folder / "out")]) == OK
     return folder / "out"
 
 
@@ -429,7 +429,7 @@ def test_fewer_activated_experts_count_on_the_rank_that_activates_most(tmp_path:
         emulate={"links": "h20-nvlink4", "device": "h20"},
         sweep={"workload.peak_load": [None, 10]},
     )
-    assert main(["reproduce", str(config), "--out", str(tmp_path / "out")]) == OK
+    assert main(["papers", str(config), "--out", str(tmp_path / "out")]) == OK
     native, oea = load_claims(tmp_path / "out").results
     assert [one.traffic for one in native.ours] == ["unskewed", "peak load 10"]
     for ours, relative in zip(native.ours, oea.ours, strict=True):
@@ -458,7 +458,7 @@ def test_modelled_experts_are_those_of_the_device_and_refuse_nothing_for_lack_of
     emulate = {"links": "h20-nvlink4", "device": device}
     config = write(tmp_path, [], layer={"ep_size": 8, "experts": asked}, emulate=emulate)
     for on_cpu in (True, False):
-        parts = Emulated.on(load_experiments(config, on_cpu=False)[0], on_cpu=on_cpu).parts
+        parts = Comparison.of(load_experiments(config, on_cpu=False)[0], VIRTUAL, on_cpu=on_cpu).parts
         assert (parts.experts, parts.permute) == (ran, "indexed")
         assert parts.experts_why.endswith(why)
 
@@ -505,7 +505,7 @@ def test_a_fit_of_decode_experts_in_a_file_of_ones_own_is_used_when_they_are_ask
 
 def mean_ms(result: Any, phase: str) -> float:
     """Oracle: mean over ranks and batches, of a run in which every batch is like the others."""
-    assert phase in PHASES
+    assert phase in LAYER_PHASES
     rows = result.case.timings
     rows = rows[(rows.kind == "breakdown") & (rows.phase == phase)]
     return float(rows.groupby("batch").time_us.mean().median()) / 1e3
@@ -524,7 +524,7 @@ def test_needed_skews_give_the_papers_number_when_they_are_asked_for(compared: C
         workload={**CONFIG["workload"], "num_batches": 1, "skew": None, "peak_load": round(needed.fullest_expert, 3)},
         sweep={},
     )
-    comparison = Emulated.on(load_experiments(config, on_cpu=False)[0], on_cpu=True)
+    comparison = Comparison.of(load_experiments(config, on_cpu=False)[0], VIRTUAL, on_cpu=True)
     policies = [case.policy for case in comparison.cases if case.policy is not None]
     again = modelled_once(comparison, None, policies).values["token_drop capacity_factor=1.5"]
     assert again["speedup"] == pytest.approx(needed.value, abs=0.03)
@@ -630,8 +630,8 @@ def test_a_second_call_emulates_and_solves_nothing(
 ) -> None:
     before = json.loads(claims_path(finished).read_text())
     config = write(finished.parent, CLAIMS)
-    monkeypatch.setattr("moe_ep_bench.scopes.reproduce.modelled_once", lambda *_: pytest.fail("solved again"))
-    assert main(["reproduce", str(config), "--out", str(finished)]) == OK
+    monkeypatch.setattr("moe_ep_bench.papers.reproduce.modelled_once", lambda *_: pytest.fail("solved again"))
+    assert main(["papers", str(config), "--out", str(finished)]) == OK
     assert "all cases were finished before" in capsys.readouterr().err
     assert json.loads(claims_path(finished).read_text()) == before
 
@@ -639,9 +639,9 @@ def test_a_second_call_emulates_and_solves_nothing(
 def test_a_narrowed_sweep_leaves_out_the_claims_that_it_has_nothing_for(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_ep_bench.scopes.reproduce._target", lambda row: None)
+    monkeypatch.setattr("moe_ep_bench.papers.reproduce._target", lambda row: None)
     config, out = write(tmp_path, CLAIMS), tmp_path / "out"
-    assert main(["reproduce", str(config), "--out", str(out), "--set", "workload.skew=mixed"]) == OK
+    assert main(["papers", str(config), "--out", str(out), "--set", "workload.skew=mixed"]) == OK
     assert "left out: Table 4: no comparison has workload.skew worst_layer" in capsys.readouterr().err
     assert "Table 4" not in [result.claim.source for result in load_claims(out).results]
 

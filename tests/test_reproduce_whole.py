@@ -20,13 +20,13 @@ from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.style import house_style, settle_layout
 from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, load_whole
 from moe_ep_bench.analysis.whole_claims import needed_moe_speedup
-from moe_ep_bench.claims import Claim, claims_path
+from moe_ep_bench.bench.subjects import layer_workloads
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import ConfigError, load_experiments
-from moe_ep_bench.exit_codes import OK
-from moe_ep_bench.links import load_links
-from moe_ep_bench.records import write_json
-from moe_ep_bench.scopes.model_comparison import layer_workloads
+from moe_ep_bench.cost_model.links import load_links
+from moe_ep_bench.files import write_json
+from moe_ep_bench.papers.claims import Claim, claims_path
+from moe_ep_bench.runtime.exit_codes import OK
 
 TOKEN_DROP = {"name": "token_drop", "capacity_factor": 1.0}
 CLAIM = {"source": "Table 1", "policy": TOKEN_DROP, "paper": 1.2, "of": "end_to_end", "note": "nothing is inferred"}
@@ -295,7 +295,7 @@ def test_every_layers_targets_can_be_had_or_are_said_to_be_chances(config: Path)
         if what in seen:
             continue
         seen.add(what)
-        workloads = layer_workloads(experiment, experiment.layer.ep_size)
+        workloads = list(layer_workloads(experiment, experiment.layer.ep_size).values())
         assert len(workloads) == experiment.model.spec().num_moe_layers
         for workload in workloads:
             assert len(workload.solved()["placement"]) == experiment.model.spec().num_experts
@@ -326,7 +326,7 @@ def test_whole_models_on_real_ranks_stand_beside_claims(tmp_path: Path) -> None:
     ]
     one_batch = {"kind": "synthetic", "num_tokens": 8, "num_batches": 1, "sequence_length": 1}
     config, out = write(tmp_path, claims, policies=[policy], workload=one_batch), tmp_path / "out"
-    assert main(["reproduce", str(config), "--out", str(out), "--nproc", "2"]) == OK
+    assert main(["papers", str(config), "--out", str(out), "--nproc", "2"]) == OK
     found = load_claims(out)
     assert found.is_whole
     assert found.solved_on is None
@@ -353,7 +353,7 @@ def test_whole_models_on_a_modelled_device_stand_beside_claims_and_no_skew_is_lo
         emulate={"links": "h20-nvlink4", "device": "h20"},
         sweep={"workload.peak_load": [2.0, 4.0]},
     )
-    assert main(["reproduce", str(config), "--out", str(tmp_path / "out")]) == OK
+    assert main(["papers", str(config), "--out", str(tmp_path / "out")]) == OK
     text = " ".join(capsys.readouterr().out.split())
     assert "whole models, modelled (nothing was run)" in text
     assert "core attention at 50% of the arithmetic (assumed); launches not counted" in text

@@ -26,9 +26,10 @@ from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES, draw_route_figure
 from moe_ep_bench.analysis.route_load import RouteRun, load_route
 from moe_ep_bench.analysis.route_report import WIDTH, route_table
 from moe_ep_bench.analysis.style import house_style
+from moe_ep_bench.bench.plan import ROUTING, plan
+from moe_ep_bench.bench.route import assumed_modality, route
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import load_experiments
-from moe_ep_bench.exit_codes import OK, USER_ERROR
 from moe_ep_bench.metrics import (
     imbalance,
     imbalance_factor,
@@ -37,9 +38,9 @@ from moe_ep_bench.metrics import (
     uniform_activated_experts,
 )
 from moe_ep_bench.policies import RoutingContext, make_policy
-from moe_ep_bench.records import ROUTE_SCHEMA
-from moe_ep_bench.scopes.route import assumed_modality, plan_routes, route
-from moe_ep_bench.thresholds import laser_thresholds
+from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+from moe_ep_bench.schema import ROUTING_SCHEMA
+from moe_ep_bench.workload.thresholds import laser_thresholds
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 few_examples = settings(max_examples=40)
@@ -205,7 +206,7 @@ def test_what_the_whole_batch_decides_does_not_depend_on_the_ranks(num_ranks: in
     config = write_config(tmp_path, layer__ep_size=num_ranks)
     run = load_route(route(config, tmp_path / "out", []).root)
     cases = run.groups[0].layers[0].cases
-    workload = plan_routes(config, [])[0].workload
+    workload = plan(config, [], ROUTING)[0].workload
     for label, spec in (("native", {"name": "topk"}), ("oea k0=2", {"name": "oea", "k0": 2})):
         for batch in range(2):
             scores_TE = workload.batch(batch).scores_TE
@@ -232,7 +233,7 @@ def test_a_capacity_binds_on_every_virtual_rank(tmp_path: Path) -> None:
 
 def test_rows_are_the_schema_s_and_name_the_layer_and_the_mode(full: Path) -> None:
     for path in (full / "routing").glob("*.parquet"):
-        assert pq.read_schema(path).equals(ROUTE_SCHEMA)
+        assert pq.read_schema(path).equals(ROUTING_SCHEMA)
     rows = rows_of(full)
     assert set(rows["mode"]) == {"route"}
     assert set(rows["layer"]) == {0, 1, 2}
@@ -268,7 +269,7 @@ def test_the_load_of_ranks_goes_through_the_placement(loaded: RouteRun) -> None:
 
 
 def test_overlap_and_scores_are_those_of_the_batches(full: Path, loaded: RouteRun) -> None:
-    comparison = plan_routes(full.parent / "config.yaml", [])[0]
+    comparison = plan(full.parent / "config.yaml", [], ROUTING)[0]
     layer = loaded.groups[0].layers[0]
     scores_TE = comparison.workload.batch(1).scores_TE
     rows = layer.scores[layer.scores["batch"] == 1]
@@ -341,13 +342,13 @@ def test_without_ep_size_there_are_up_to_eight_ranks_that_divide_the_experts(
     preset: str, ranks: int, tmp_path: Path
 ) -> None:
     config = write_config(tmp_path, model__preset=preset, layer={}, policies=[{"name": "topk"}])
-    assert plan_routes(config, [])[0].ep_size == ranks
+    assert plan(config, [], ROUTING)[0].ep_size == ranks
 
 
 def test_a_layer_knows_its_depth(tmp_path: Path) -> None:
     write_recordings(tmp_path)
-    planned = plan_routes(write_config(tmp_path, FULL, sweep={}), [])
-    assert [comparison.layer_fraction for comparison in planned] == [0, 1 / 3, 2 / 3]
+    planned = plan(write_config(tmp_path, FULL, sweep={}), [], ROUTING)
+    assert [comparison.subject.layer_fraction for comparison in planned] == [0, 1 / 3, 2 / 3]
 
 
 def test_a_list_of_layers_is_a_comparison_each(tmp_path: Path) -> None:
@@ -363,8 +364,8 @@ def test_recordings_in_a_sweep_are_read_from_the_config_s_own_folder(tmp_path: P
     config = write_config(
         tmp_path, FULL, sweep=sweep, workload__arrangement="sequences", workload__tokens_per_request=1
     )
-    planned = plan_routes(config, [])
-    assert [(comparison.traffic[:8], comparison.layer) for comparison in planned] == [
+    planned = plan(config, [], ROUTING)
+    assert [(comparison.title.split(", ")[3], comparison.layer) for comparison in planned] == [
         (f"domain {name}", layer) for name in "ab" for layer in range(3)
     ]
 
@@ -553,7 +554,7 @@ def test_figures_without_rows_are_named_and_not_drawn(tmp_path: Path, capsys: py
     assert drawn == {"decay", "overlap"}
     said = " ".join(printed.split())
     assert "not drawn, the rows hold nothing for them: heatmap, violation, imbalance, scores, dropped" in said
-    assert main(["summary", str(out)]) == OK
+    assert main(["show", str(out)]) == OK
     assert capsys.readouterr().out in printed
     for path in (out / "figures").iterdir():
         path.unlink()

@@ -16,7 +16,6 @@ from twin_laws import Select, Stats, assert_routes_like_torch, assert_same_choic
 
 from moe_ep_bench.kernels import requests_triton, rows_triton, sets_triton
 from moe_ep_bench.policies import make_policy
-from moe_ep_bench.policies.steps import TORCH
 
 ALONE = ("topk", "pruned", "dynamic_skip")
 TOGETHER = ("expert_drop", "lynx", "oea", "xshare")
@@ -79,7 +78,7 @@ def test_a_batch_of_some_hundred_tokens_routes_like_torch():
     spec = {"name": "oea", "k0": 2, "p": 0.4, "rank_fill": True}
     policy, scores_TE = make_policy(spec), random_scores("softmax", 300, 128, 7)
     context = context_of({"top_k": 8, "num_ranks": 8, "normalize": True})
-    expected = policy.select_by(TORCH, scores_TE, context, policy.stats_by(TORCH, scores_TE, context))
+    expected = policy.route(scores_TE, context)
     assert_same_choice(sets_triton.oea(policy, scores_TE, context, None), expected)
 
 
@@ -148,7 +147,7 @@ def test_statistics_of_other_ranks_decide_as_in_torch():
         policy = make_policy(spec)
         own_SE = stats(policy, scores_TE, context)
         stats_SE = own_SE + others_SE[: len(own_SE)]
-        expected = policy.select_by(TORCH, scores_TE, context, stats_SE)
+        expected = policy.route(scores_TE, context, stats_SE)
         assert_same_choice(select(policy, scores_TE, context, stats_SE), expected)
 
 
@@ -227,7 +226,7 @@ def test_more_tokens_than_are_looked_through_have_the_statistics_of_torch():
     case = {"top_k": 2, "request_id_T": torch.randint(0, 6, [1030], generator=generator)}
     policy, scores_TE = make_policy(REQUESTS[0]), random_scores("levels", 1030, 8, 4)
     ours_SE = sets_triton.xshare_stats(policy, scores_TE, context_of(case))
-    assert torch.equal(ours_SE, policy.stats_by(TORCH, scores_TE, context_of(case)))
+    assert torch.equal(ours_SE, policy.batch_stats(scores_TE, context_of(case)))
 
 
 # --- Launches ----------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ import yaml
 
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.cli import main
-from moe_ep_bench.exit_codes import CASES_FAILED, OK, USER_ERROR
-from moe_ep_bench.records import CASE_SCHEMA, PHASES, ROUTING_SCHEMA, TOTAL, UNACCOUNTED
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.schema import LAYER_PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA, TOTAL, UNACCOUNTED
 
 TESTS = Path(__file__).parent
 TRACES = TESTS.parents[1] / "shared" / "traces"
@@ -59,7 +59,7 @@ def write_config(folder: Path, **changes: object) -> Path:
 
 
 def launch(*arguments: object, nproc: int = 2, faults: str = "", timeout: float = 500) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "moe_ep_bench", "launch", "--nproc", str(nproc), *map(str, arguments)]
+    command = [sys.executable, "-m", "moe_ep_bench", "run", "--nproc", str(nproc), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(faults))
 
 
@@ -90,13 +90,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_case_has_rows_for_every_rank_batch_iteration_and_phase(finished: Path) -> None:
     rows = cases_of(finished)
-    assert list(rows.columns) == CASE_SCHEMA.names
+    assert list(rows.columns) == SAMPLES_SCHEMA.names
     assert rows.case_id.nunique() == NUM_CASES
     plain, breakdown = rows[rows.kind == "plain"], rows[rows.kind == "breakdown"]
     assert set(plain.phase) == {TOTAL}
     assert len(plain) == NUM_CASES * 2 * 3 * 2  # ranks, batches, iterations
     assert len(breakdown[breakdown.phase == TOTAL]) == NUM_CASES * 2 * 3 * 1
-    assert set(breakdown.phase) == {*PHASES, TOTAL, UNACCOUNTED} - {"wait_policy"}
+    assert set(breakdown.phase) == {*LAYER_PHASES, TOTAL, UNACCOUNTED} - {"wait_policy"}
     assert (rows.time_us >= 0).all()
     assert (rows[rows.phase == TOTAL].thread_cpu_us > 0).all()
     assert rows[rows.phase != TOTAL].thread_cpu_us.isna().all()
@@ -244,7 +244,7 @@ def test_a_rank_that_hangs_is_ended_and_recorded(tmp_path: Path) -> None:
 
 def test_a_stopped_run_loses_nothing_and_blames_nobody(tmp_path: Path) -> None:
     config = write_config(tmp_path, measure__iterations=2000)
-    command = [sys.executable, "-m", "moe_ep_bench", "launch", "--nproc", "2", str(config), "--out", tmp_path / "out"]
+    command = [sys.executable, "-m", "moe_ep_bench", "run", "--nproc", "2", str(config), "--out", tmp_path / "out"]
     job = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
     marks = tmp_path / "out" / "attempts"
     deadline = time.monotonic() + 200
@@ -287,7 +287,7 @@ def test_two_nodes_give_the_routing_of_one(finished: Path, tmp_path: Path) -> No
     config, port = write_config(tmp_path), free_port()
     jobs = []
     for node in range(2):
-        command = [sys.executable, "-m", "moe_ep_bench", "launch", str(config), "--out", str(tmp_path / "out")]
+        command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(tmp_path / "out")]
         command += ["--nproc", "1", "--nnodes", "2", "--node-rank", str(node), "--master", f"127.0.0.1:{port}"]
         jobs.append(subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True))
     errors = [job.communicate(timeout=600)[1] for job in jobs]
@@ -385,7 +385,7 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(
     changes, arguments, *expected = BAD[name]
     config = write_config(tmp_path, **changes)
     nproc = [] if "--nproc" in arguments else ["--nproc", "2"]
-    assert main(["launch", str(config), "--out", str(tmp_path / "out"), *nproc, *arguments]) == USER_ERROR
+    assert main(["run", str(config), "--out", str(tmp_path / "out"), *nproc, *arguments]) == USER_ERROR
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1, printed.err
     for text in expected:
@@ -407,7 +407,7 @@ def test_a_skew_that_a_later_batch_cannot_have_is_one_clear_line(tmp_path: Path)
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path)
     config.write_text(config.read_text() + "layer:\n  dtype: bfloat16\n")
-    assert main(["launch", str(config), "--nproc", "2"]) == USER_ERROR
+    assert main(["run", str(config), "--nproc", "2"]) == USER_ERROR
     printed = capsys.readouterr().err
     assert "layer stands here twice" in printed
     assert printed.count("\n") == 1
@@ -417,7 +417,7 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path, capsys: pytest.Captu
 def test_a_file_that_is_no_config_is_named(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(content)
-    assert main(["launch", str(path), "--nproc", "2"]) == USER_ERROR
+    assert main(["run", str(path), "--nproc", "2"]) == USER_ERROR
     printed = capsys.readouterr()
     assert printed.err.startswith(f"moe-ep-bench: {path}: ")
     assert printed.err.count("\n") == 1
@@ -428,7 +428,7 @@ def test_a_damaged_recording_is_named_before_any_rank_starts(
 ) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not a header")
     workload = {"kind": "recorded", "trace": "bad.safetensors", "layer": 0, "tail": "uniform", "num_tokens": 8}
-    assert main(["launch", str(write_config(tmp_path, workload=workload)), "--nproc", "2"]) == USER_ERROR
+    assert main(["run", str(write_config(tmp_path, workload=workload)), "--nproc", "2"]) == USER_ERROR
     assert "bad.safetensors" in capsys.readouterr().err
 
 
@@ -447,7 +447,7 @@ def test_a_dry_run_tells_cases_memory_and_time_and_runs_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path)
-    assert main(["launch", str(config), "--nproc", "2", "--dry-run", "--out", str(tmp_path / "out")]) == OK
+    assert main(["run", str(config), "--nproc", "2", "--dry-run", "--out", str(tmp_path / "out")]) == OK
     printed = capsys.readouterr().out
     assert "token_drop capacity_factor=2.0, routed by numba" in printed
     assert "memory per rank about" in printed
@@ -456,7 +456,7 @@ def test_a_dry_run_tells_cases_memory_and_time_and_runs_nothing(
 
 def test_a_sweep_is_one_comparison_per_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, sweep={"workload.peak_load": [3.0, 5.0], "workload.seed": [1, 2]})
-    assert main(["launch", str(config), "--nproc", "2", "--dry-run"]) == OK
+    assert main(["run", str(config), "--nproc", "2", "--dry-run"]) == OK
     assert capsys.readouterr().out.count("memory per rank about") == 4
 
 
@@ -464,11 +464,11 @@ def test_the_points_of_a_sweep_are_listed_and_measured_one_by_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path, sweep={"workload.peak_load": [3.0, 5.0], "workload.seed": [1, 2]})
-    assert main(["points", str(config)]) == OK
+    assert main(["run", str(config), "--list-points"]) == OK
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "1 workload.peak_load=3.0 workload.seed=2"
     assert len(lines) == 4
-    arguments = ["launch", str(config), "--nproc", "2", "--dry-run", "--point"]
+    arguments = ["run", str(config), "--nproc", "2", "--dry-run", "--point"]
     assert main([*arguments, "2"]) == OK
     printed = capsys.readouterr().out
     assert printed.count("memory per rank about") == 1

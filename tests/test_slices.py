@@ -19,14 +19,13 @@ import yaml
 from moe_ep_bench.analysis.load import Comparison as Facts
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.rates import pairs_by_rank, rates
+from moe_ep_bench.bench.plan import RANKS, Comparison, plan
 from moe_ep_bench.cli import main
-from moe_ep_bench.exit_codes import OK, USER_ERROR
 from moe_ep_bench.layer.experts import ExpertWeights, apply_expert
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import RoutingContext, make_policy
-from moe_ep_bench.records import TOTAL
-from moe_ep_bench.scopes.comparison import Comparison
-from moe_ep_bench.scopes.planning import plan_comparisons
+from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+from moe_ep_bench.schema import PHASES, TOTAL
 
 CONFIG = {
     "name": "tiny",
@@ -52,12 +51,12 @@ def write(folder: Path, layer: dict[str, object] | None = None, **changes: objec
 
 
 def planned(folder: Path, world_size: int, layer: dict[str, object] | None = None, **changes: object) -> Comparison:
-    (one,) = plan_comparisons(write(folder, layer, **changes), [], world_size, on_cpu=True)
+    (one,) = plan(write(folder, layer, **changes), [], RANKS, world_size, on_cpu=True)
     return one
 
 
 def launched(folder: Path, **changes: object) -> Path:
-    command = ["launch", str(write(folder, **changes)), "--out", str(folder / "out"), "--nproc", "2"]
+    command = ["run", str(write(folder, **changes)), "--out", str(folder / "out"), "--nproc", "2"]
     done = subprocess.run([sys.executable, "-m", "moe_ep_bench", *command], capture_output=True, text=True, timeout=600)
     assert done.returncode == OK, done.stderr[-3000:]
     return folder / "out"
@@ -75,6 +74,12 @@ def layer_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return launched(tmp_path_factory.mktemp("layer"))
 
 
+def phases_of(out: Path) -> pd.DataFrame:
+    """Rows of phases, of every layer; totals and what no phase covers left out."""
+    rows = parts(out, "cases")
+    return rows[rows.phase.isin(PHASES)]
+
+
 def test_a_layer_in_slices_is_right_and_its_transfers_are_waited_for(
     layer_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,7 +92,7 @@ def test_a_layer_in_slices_is_right_and_its_transfers_are_waited_for(
     seen = breakdown.groupby(["case_id", "rank"]).phase.agg(set)
     assert all({"dispatch", "combine", "wait_dispatch", "wait_combine"} <= phases for phases in seen)
     assert (times[times.phase == TOTAL].time_us > 0).all()
-    assert main(["summary", str(layer_run)]) == OK
+    assert main(["show", str(layer_run)]) == OK
     assert "EP 1 x TP 2" in capsys.readouterr().out
 
 
@@ -113,7 +118,7 @@ def test_a_whole_model_in_slices_is_right_in_every_layer(tmp_path: Path) -> None
     assert set(parts(out, "cases").status) == {"ok"}
     routing = parts(out, "routing")
     assert routing.reference_error.max() < 1e-4
-    layers = parts(out, "layers")
+    layers = phases_of(out)
     assert {"wait_dispatch", "wait_combine"} <= set(layers[layers.layer == 1].phase)
     (facts,) = json.loads((out / "run.json").read_text())["comparisons"].values()
     assert "first 2 of 27 layers, prefill, EP 1 x TP 2, 200 tokens" in facts["title"]
@@ -129,9 +134,8 @@ def test_ranks_are_expert_parallel_ranks_times_slices_times_replicas(tmp_path: P
         assert one.parts.expert_tensor_parallel == one.num_slices
 
 
-def test_whole_experts_keep_their_ids_and_slices_are_another_comparison(tmp_path: Path) -> None:
+def test_slices_are_another_comparison(tmp_path: Path) -> None:
     cut, whole = planned(tmp_path, 2), planned(tmp_path, 2, {"expert_tensor_parallel": 1})
-    assert "expert_tensor_parallel" not in whole.definition["layer"]
     assert cut.definition["layer"]["expert_tensor_parallel"] == 2
     assert cut.comparison_id != whole.comparison_id
 
@@ -173,7 +177,7 @@ BAD = {
 def test_what_cannot_be_cut_is_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layer, changes, expected = BAD[name]
     config = write(tmp_path, layer, **changes)
-    assert main(["launch", str(config), "--out", str(tmp_path / "out"), "--nproc", "4"]) == USER_ERROR
+    assert main(["run", str(config), "--out", str(tmp_path / "out"), "--nproc", "4"]) == USER_ERROR
     (said,) = capsys.readouterr().err.strip().splitlines()
     assert expected in said
     assert not (tmp_path / "out").exists()

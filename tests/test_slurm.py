@@ -23,7 +23,7 @@ from slurm_cluster import NAMES, Cluster, cluster, wait_for, why_not
 from test_run import TESTS, write_config
 
 from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.exit_codes import CASES_FAILED, CLOSED, LOST, USER_ERROR
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, USER_ERROR
 
 pytestmark = pytest.mark.slurm
 

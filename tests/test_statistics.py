@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ep_bench.measure import statistics
-from moe_ep_bench.measure.statistics import (
+from moe_ep_bench.timing import statistics
+from moe_ep_bench.timing.statistics import (
     MIN_BATCHES,
     Estimate,
     NoiseFloor,

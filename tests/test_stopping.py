@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from test_run import environment
 
-from moe_ep_bench import stopping
-from moe_ep_bench.attempts import stopped_by
+from moe_ep_bench.runtime import stopping
+from moe_ep_bench.runtime.crash_journal import stopped_by
 
 ASKED = """
 import ctypes, sys, time
 from pathlib import Path
-from moe_ep_bench import stopping
-from moe_ep_bench.attempts import Mark, stopped_reason
+from moe_ep_bench.runtime import stopping
+from moe_ep_bench.runtime.crash_journal import Mark, stopped_reason
 
 stopping._STUCK_S, stopping._LEAVE_S = 4.0, 4.0
 mark = Mark(Path(sys.argv[1]), "job", 0)

@@ -10,13 +10,10 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from moe_ep_bench.bench.plan import RANKS, ROUTING, VIRTUAL, Comparison, plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import ConfigError, Experiment, SyntheticConfig, load_experiments
-from moe_ep_bench.exit_codes import USER_ERROR
-from moe_ep_bench.scopes.comparison import Comparison
-from moe_ep_bench.scopes.emulated import Emulated
-from moe_ep_bench.scopes.planning import plan_comparisons, plan_emulation
-from moe_ep_bench.scopes.route import RouteComparison, plan_routes
+from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
 CONFIG = {
     "name": "x",
@@ -83,11 +80,11 @@ def test_the_table_of_other_values_names_every_key() -> None:
 
 
 def definitions(one: Experiment, key: str) -> list[dict[str, Any]]:
-    """What decides the ids of an experiment's comparison in every scope that takes it."""
-    scopes = [Comparison.of(one, 4, on_cpu=True), RouteComparison.of(one)]
+    """What decides the ids of an experiment's comparison on every backend that takes it."""
+    planned = [Comparison.of(one, RANKS, 4, on_cpu=True), Comparison.of(one, ROUTING, on_cpu=True)]
     if key.startswith(("emulate.", "route.")):  # The others it shares with ``run``, or refuses.
-        scopes.append(Emulated.on(one, on_cpu=True))
-    return [planned.definition for planned in scopes]
+        planned.append(Comparison.of(one, VIRTUAL, on_cpu=True))
+    return [one.definition for one in planned]
 
 
 @pytest.mark.parametrize("key", OTHER)
@@ -107,9 +104,8 @@ def test_a_sweep_over_policies_is_refused_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path, {"policies": [[{"name": "topk"}], [{"name": "pruned", "k0": 3}]]})
-    for command in (["points"], ["launch", "--nproc", "2"], ["route"], ["emulate"]):
-        out = [] if command == ["points"] else ["--out", str(tmp_path / "out")]
-        assert main([*command, str(path), *out]) == USER_ERROR
+    for command in (["run", "--list-points"], ["run", "--nproc", "2"], ["route"], ["emulate"]):
+        assert main([*command, str(path), "--out", str(tmp_path / "out")]) == USER_ERROR
         error = capsys.readouterr().err
         assert error.startswith(f"moe-ep-bench: {path}: sweep.policies: its 2 values would be measured as one")
         assert "expected all of them in policies" in error
@@ -134,18 +130,18 @@ def test_points_that_a_command_cannot_tell_apart_are_refused_by_it_alone(name: s
     sweep, refused_by, expected = SAME[name]
     path = write(tmp_path, sweep)
     plans = {
-        "run": lambda: plan_comparisons(path, [], 2, on_cpu=True),
-        "route": lambda: plan_routes(path, []),
-        "emulate": lambda: plan_emulation(path, [], on_cpu=True),
+        "run": lambda: plan(path, [], RANKS, 2, on_cpu=True),
+        "route": lambda: plan(path, [], ROUTING),
+        "emulate": lambda: plan(path, [], VIRTUAL, on_cpu=True),
     }
-    for command, plan in plans.items():
+    for command, planned in plans.items():
         if command in refused_by.split():
             with pytest.raises(ConfigError, match=expected):
-                plan()
+                planned()
         else:
-            assert len(plan()) >= 2
+            assert len(planned()) >= 2
 
 
 def test_the_scopes_read_synthetic_workloads_whole(tmp_path: Path) -> None:
-    (one,) = plan_comparisons(write(tmp_path, {}), [], 2, on_cpu=True)
-    assert set(SyntheticConfig.model_fields) - set(one.definition["workload"]) == {"padding_per_rank", "mask_padding"}
+    (one,) = plan(write(tmp_path, {}), [], RANKS, 2, on_cpu=True)
+    assert set(SyntheticConfig.model_fields) <= set(one.definition["workload"])

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ep_bench.measure.timeline import PHASE_OF_MEETING, compose, legs_of, median_legs
-from moe_ep_bench.records import TOTAL
+from moe_ep_bench.cost_model.timeline import PHASE_OF_MEETING, compose, legs_of, median_legs
+from moe_ep_bench.schema import TOTAL
 
 
 def test_a_run_is_cut_where_ranks_meet_and_what_was_not_sent_is_left_out() -> None:

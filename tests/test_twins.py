@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -11,11 +14,11 @@ import torch
 from policy_cases import assert_same, random_scores
 from torch import Tensor
 
-from moe_ep_bench.kernels import twins
-from moe_ep_bench.kernels.twins import KERNELS, kernel_for, oracle_for, twin_for
+from moe_ep_bench import policies
+from moe_ep_bench.kernels import compiled, dispatch
+from moe_ep_bench.kernels.dispatch import KERNELS, oracle_for
 from moe_ep_bench.policies import POLICIES, Policy, Routing, RoutingContext, make_policy
-from moe_ep_bench.policies.selection import weighted
-from moe_ep_bench.policies.steps import Steps
+from moe_ep_bench.policies.topk import TopK
 
 FIELDS = {
     "token_drop": {"capacity_factor": 1.0},
@@ -37,7 +40,7 @@ every_policy = pytest.mark.parametrize("policy", EVERYONE, ids=lambda policy: po
 
 def runs(policy: Policy, kernel: str, device_type: str, num_tokens: int = 100, num_experts: int = 64) -> bool:
     try:
-        return kernel_for(policy, kernel, device_type, num_tokens, num_experts) == kernel
+        return compiled(policy, device_type, kernel).runs(num_tokens, num_experts) == kernel
     except ValueError:
         return False
 
@@ -54,19 +57,27 @@ def test_what_can_run_is_what_the_table_says(policy: Policy) -> None:
 def test_auto_takes_the_fastest_that_can_run(policy: Policy) -> None:
     for device_type in ("cpu", "cuda"):
         able = [kernel for kernel in KERNELS if runs(policy, kernel, device_type)]
-        assert kernel_for(policy, "auto", device_type, 100, 64) == able[0]
+        assert compiled(policy, device_type).runs(100, 64) == able[0]
 
 
 @every_policy
 def test_all_kernels_that_can_run_route_alike(policy: Policy) -> None:
     scores_TE = random_scores("softmax", 40, 16, seed=3)
     context = RoutingContext(top_k=4, num_ranks=4, request_id_T=torch.arange(40) // 10)
-    expected = policy.route(scores_TE, context, kernel="torch")
-    for kernel in ("numba", "auto"):
-        assert_same(policy.route(scores_TE, context, kernel=kernel), expected)
-        twin = twin_for(policy, kernel, scores_TE)
-        stats_SE = twin.stats(policy, scores_TE, context)
-        assert_same(twin.select(policy, scores_TE, context, stats_SE), expected)
+    expected = policy.route(scores_TE, context)
+    for kernel in ("torch", "numba", "auto"):
+        one = compiled(policy, "cpu", kernel)
+        assert_same(one.route(scores_TE, context), expected)
+        assert_same(one.route(scores_TE, context, one.batch_stats(scores_TE, context)), expected)
+        assert_same(one.select(scores_TE, context, one.stats(scores_TE, context)), expected)
+
+
+@every_policy
+def test_inputs_that_break_the_contract_are_refused_by_every_form(policy: Policy) -> None:
+    for form in (policy, compiled(policy, "cpu")):
+        for call in (form.route, form.batch_stats):
+            with pytest.raises(ValueError, match="scores_TE: expected float32"):
+                call(torch.rand(3, 16).double(), RoutingContext(top_k=2))
 
 
 @pytest.mark.parametrize(
@@ -85,43 +96,85 @@ def test_a_kernel_that_cannot_run_is_refused_with_the_reason(
 ) -> None:
     policy = make_policy({"name": name, **FIELDS.get(name, {})})
     with pytest.raises(ValueError, match=message):
-        kernel_for(policy, kernel, device_type, *shape)
+        compiled(policy, device_type, kernel).runs(*shape)
 
 
 def test_beyond_a_twins_size_auto_falls_back_and_says_what_runs() -> None:
     policy = make_policy({"name": "token_drop", "capacity_factor": 1.0})
-    assert kernel_for(policy, "auto", "cuda", 2**21, 1024) == "torch"
-    assert kernel_for(policy, "auto", "cuda", 2**20, 1024) == "triton"
+    assert compiled(policy, "cuda").runs(2**21, 1024) == "torch"
+    assert compiled(policy, "cuda").runs(2**20, 1024) == "triton"
 
 
 @every_policy
 def test_the_oracle_is_torch_but_for_what_goes_token_by_token(policy: Policy) -> None:
-    assert oracle_for(policy, "cuda") == ("numba" if policy.name in ON_HOST_FROM_GPU else "torch")
+    assert oracle_for(policy, "cuda").kernel == ("numba" if policy.name in ON_HOST_FROM_GPU else "torch")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Own(Policy):
-    """A policy that somebody wrote for themselves: the first K experts."""
+    """A policy that somebody wrote for themselves: every token to the experts with the largest summed scores."""
 
     name: ClassVar[str] = "own"
 
-    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+    def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        return scores_TE.double().sum(dim=0, keepdim=True)
+
+    def route(self, scores_TE: Tensor, context: RoutingContext, stats: Tensor | None = None) -> Routing:
+        stats = self.batch_stats(scores_TE, context) if stats is None else stats
         map_TE = torch.zeros_like(scores_TE, dtype=torch.bool)
-        map_TE[:, : context.top_k] = True
-        return weighted(scores_TE, map_TE, map_TE, context, steps)
+        map_TE[:, stats[0].topk(context.top_k).indices] = True
+        return Routing(map_TE=map_TE, weights_TE=scores_TE * map_TE)
 
 
-def test_a_policy_of_one_s_own_runs_step_by_step() -> None:
-    scores_TE = random_scores("softmax", 5, 8, seed=1)
-    for kernel in ("auto", "numba", "torch"):
-        assert Own().route(scores_TE, RoutingContext(top_k=3), kernel=kernel).map_TE[:, :3].all()
-    assert kernel_for(Own(), "auto", "cuda", 5, 8) == "torch"
+class OwnTopK(TopK):
+    """The first K experts: a rule of its own under a class that has twins."""
+
+    name: ClassVar[str] = "own_topk"
+
+    def route(self, scores_TE: Tensor, context: RoutingContext, stats: Tensor | None = None) -> Routing:
+        map_TE = (torch.arange(scores_TE.shape[1]) < context.top_k).expand_as(scores_TE)
+        return Routing(map_TE=map_TE, weights_TE=scores_TE * map_TE)
+
+
+@pytest.mark.parametrize("policy", [Own(), OwnTopK()], ids=lambda policy: policy.name)
+def test_a_policy_of_one_s_own_needs_nothing_but_its_route(policy: Policy) -> None:
+    halves = list(random_scores("softmax", 10, 8, seed=1).split(5))
+    context = RoutingContext(top_k=3)
+    whole = policy.route(torch.cat(halves), context)
+    one = compiled(policy, "cpu")
+    assert_same(one.route(torch.cat(halves), context), whole)
+    parts = one.select_all(halves, [context, context])
+    assert torch.equal(torch.cat([part.map_TE for part in parts]), whole.map_TE)
+    assert compiled(policy, "cuda").runs(5, 8) == "torch"
+    with pytest.raises(ValueError, match=r"numba cannot run own.*: there is no numba form of it; expected auto, torch"):
+        compiled(policy, "cpu", "numba").runs(5, 8)
+
+
+def test_policies_import_torch_and_nothing_of_this_package_but_themselves() -> None:
+    for module in Path(policies.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                root = name.split(".")[0]
+                assert root in sys.stdlib_module_names | {"torch"} or name.startswith("moe_ep_bench.policies"), module
+
+
+def test_neither_numba_nor_triton_is_imported_before_it_is_chosen() -> None:
+    code = """
+import sys, torch
+from moe_ep_bench.kernels import compiled
+from moe_ep_bench.policies import RoutingContext, make_policy
+compiled(make_policy({"name": "topk"}), "cpu", "torch").route(torch.rand(3, 8), RoutingContext(top_k=2))
+assert not {"numba", "triton"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.fixture
 def _forgets() -> None:
     """The table is looked up anew, before and after."""
-    tables = (twins.triton_twins, twins._steps)
+    tables = (dispatch.triton_twins, dispatch._steps)
     for table in tables:
         table.cache_clear()
     yield
@@ -137,7 +190,7 @@ def test_a_missing_package_is_said_once_and_torch_runs(
     monkeypatch.setitem(sys.modules, module, None)
     policy = make_policy({"name": name})
     with pytest.warns(RuntimeWarning, match="cannot be imported"):
-        assert kernel_for(policy, "auto", device_type, 8, 64) == "torch"
-    assert kernel_for(policy, "auto", device_type, 8, 64) == "torch"  # warnings are errors here
+        assert compiled(policy, device_type).runs(8, 64) == "torch"
+    assert compiled(policy, device_type).runs(8, 64) == "torch"  # warnings are errors here
     with pytest.raises(ValueError, match="is not installed"):
-        kernel_for(policy, module, device_type, 8, 64)
+        compiled(policy, device_type, module).runs(8, 64)

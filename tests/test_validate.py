@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from results_builder import FakeCase, FakeComparison, write_run
 from test_run import environment, write_config
 
-from moe_ep_bench import launcher
 from moe_ep_bench.analysis.load import Case, ResultsError, load_run
 from moe_ep_bench.analysis.validation import (
     MAX_BAND,
@@ -31,14 +30,16 @@ from moe_ep_bench.analysis.validation import (
 )
 from moe_ep_bench.analysis.validation_report import validation_text, verdict_line, write_report
 from moe_ep_bench.analysis.validation_times import load_laws, phase_errors, phase_times_ms, received_rows
+from moe_ep_bench.bench import validate as validate_module
+from moe_ep_bench.bench.experts_alone import ALONE_SCHEMA, REPETITIONS, chosen_cases, counts_of
+from moe_ep_bench.bench.plan import RANKS, plan
+from moe_ep_bench.bench.validation_directory import ValidationDirectory
 from moe_ep_bench.cli import main
-from moe_ep_bench.exit_codes import LOST, OK, USER_ERROR
-from moe_ep_bench.measure.statistics import Estimate, NoiseFloor
-from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED, RunDirectory
-from moe_ep_bench.scopes import validate as validate_module
-from moe_ep_bench.scopes.experts_alone import ALONE_SCHEMA, REPETITIONS, chosen_cases, counts_of
-from moe_ep_bench.scopes.planning import plan_comparisons
-from moe_ep_bench.scopes.validation_directory import ValidationDirectory
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.runtime import launcher
+from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
+from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
+from moe_ep_bench.timing.statistics import Estimate, NoiseFloor
 
 FLOOR = NoiseFloor(1 / 1.05, 1.05)
 
@@ -223,7 +224,7 @@ def test_phase_times_are_means_over_ranks_and_medians_over_iterations(tmp_path: 
         return float(np.median(sums)) / 1e3
 
     times_ms = phase_times_ms(case)
-    for phase in (*PHASES, UNACCOUNTED):
+    for phase in (*LAYER_PHASES, UNACCOUNTED):
         assert times_ms[phase] == pytest.approx(slow_ms(phase))
     assert times_ms["waiting and comm"] == pytest.approx(slow_ms("wait_combine", "dispatch", "combine"))
     assert times_ms["waiting"] == times_ms["wait_combine"] > 0
@@ -245,7 +246,7 @@ def test_quiet_iterations_tell_a_disturbance_from_an_error(plain: Path) -> None:
 
 def test_summary_prints_what_validate_printed(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = validation_text(load_validation(plain))
-    assert main(["summary", str(plain)]) == OK
+    assert main(["show", str(plain)]) == OK
     assert capsys.readouterr().out == text + "\n"
 
 
@@ -266,7 +267,7 @@ def test_both_csv_files_and_both_figures_are_written(tmp_path: Path) -> None:
     assert float(drop["allowed_low"]) < float(drop["real_low"]) < float(drop["real_high"]) < float(drop["allowed_high"])
     assert float(drop["dropped_share"]) == pytest.approx(0.25, abs=1e-3)
     phases = [row for row in read_csv(validation.files.phases_table) if row["role"] == "baseline"]
-    assert [row["time"] for row in phases][: len(PHASES)] == list(PHASES)
+    assert [row["time"] for row in phases][: len(LAYER_PHASES)] == list(LAYER_PHASES)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +361,7 @@ def test_the_expert_phase_stands_beside_the_experts_alone(tmp_path: Path) -> Non
 
 
 def test_what_is_timed_alone_is_the_baseline_and_a_policy_on_the_counts_of_the_run(plain: Path, tmp_path: Path) -> None:
-    (comparison,) = plan_comparisons(write_config(tmp_path), [], 2, on_cpu=True)
+    (comparison,) = plan(write_config(tmp_path), [], RANKS, 2, on_cpu=True)
     chosen = chosen_cases(comparison)
     assert [(case.role, case.name) for case in chosen] == [("baseline", "native"), ("policy", "token_drop")]
     case = load_run(plain / "emulated").cases[2]

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 from test_run import environment
 
-from moe_ep_bench import watchdog
-from moe_ep_bench.exit_codes import LOST
+from moe_ep_bench.runtime import watchdog
+from moe_ep_bench.runtime.exit_codes import LOST
 
 WATCHED = """
 import time
-from moe_ep_bench.watchdog import Watchdog
+from moe_ep_bench.runtime.watchdog import Watchdog
 
 def sleeps():
     time.sleep(60.0)
@@ -61,7 +61,7 @@ def test_only_what_stands_still_for_too_long_is_overdue(monkeypatch: pytest.Monk
 
 DEAF = """
 import os, sys, time
-from moe_ep_bench.watchdog import Watchdog
+from moe_ep_bench.runtime.watchdog import Watchdog
 
 def fails(reason):
     raise OSError("the mark's disk is gone")

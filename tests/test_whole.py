@@ -149,7 +149,7 @@ def test_the_summarys_numbers_can_be_sorted(report: Report, cut_report: Report) 
 
 def test_a_page_of_whole_models_is_written(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.html"
-    assert main(["report", str(cut), "--out", str(out)]) == 0
+    assert main(["show", str(cut), "--format", "html", "--out", str(out)]) == 0
     page = out.read_text()
     assert page.count("<figure") == 1
     for words in ("from end to end", "by Amdahl", "extrapolated", "eights are random"):
@@ -176,21 +176,10 @@ def test_a_column_has_room(cut: Path, tmp_path: Path) -> None:
     assert (tmp_path / "whole.svg").stat().st_size > 10_000
 
 
-def test_a_case_without_its_layers_is_named_and_the_rest_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = write_whole(tmp_path / "run", cases())
-    gone = sorted((directory / "layers").glob("*.parquet"))[0]
-    gone.unlink()
-    assert main(["plot", str(directory), "--format", "svg"]) == 1
-    assert f"{gone.name}: missing; it holds the phases of every layer" in capsys.readouterr().err
-    assert (directory / "figures" / "whole.svg").is_file()
-
-
 def test_what_reads_layers_alone_refuses_whole_models(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["fit", str(directory)]) == 2
+    assert main(["calibrate", "--from", str(directory)]) == 2
     assert "which this does not read" in capsys.readouterr().err
 
 
@@ -210,7 +199,7 @@ def test_many_policies_leave_the_table_of_layers_a_page_wide(
     ]
     references = [case for case in standard_cases() if case.policy != "token_drop"]
     directory = write_whole(tmp_path / "run", [*references, *many], num_batches=2)
-    assert main(["summary", str(directory)]) == 0
+    assert main(["show", str(directory)]) == 0
     table = capsys.readouterr().out.partition("By layer, ms")[2].splitlines()
     assert "policies that gain most from end to end" in table[0]
     body = table[1 : table.index("")]

@@ -15,7 +15,7 @@ from whole_builder import ELSEWHERE_US, write_whole
 
 from moe_ep_bench.analysis.whole import analyse_whole, load_whole
 from moe_ep_bench.cli import main
-from moe_ep_bench.records import PHASES
+from moe_ep_bench.schema import LAYER_PHASES
 
 DROP = "token_drop gamma 1"
 Exported = Callable[..., str]
@@ -30,7 +30,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def exported(directory: Path, capsys: pytest.CaptureFixture[str]) -> Exported:
     def run(*arguments: str) -> str:
-        assert main(["export", str(directory), *arguments]) == 0
+        assert main(["show", str(directory), *arguments]) == 0
         return capsys.readouterr().out
 
     return run
@@ -54,7 +54,7 @@ def parents(bars: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def test_a_trace_holds_every_phase_in_its_layer_in_its_pass(directory: Path, exported: Exported) -> None:
-    text = exported("--to", "perfetto", "--case", DROP, "--iteration", "3/1")
+    text = exported("--format", "perfetto", "--case", DROP, "--iteration", "3/1")
     whole = load_whole(directory)
     case = next(case for case in whole.run.cases if case.label == DROP)
     rows = whole.layers[case.case_id]
@@ -73,7 +73,7 @@ def test_a_trace_holds_every_phase_in_its_layer_in_its_pass(directory: Path, exp
             present = set(rows[(rows["rank"] == rank) & (rows.layer == layer)].phase)
             assert ("wait_combine" in present) == (rank == 1)  # the builder's rank 1 waits for rank 0
             inside = [path[2] for path in nested if path[1:2] == (f"layer {layer}",) and len(path) == 3]
-            assert inside == ["rest", "attention", *(phase for phase in PHASES if phase in present)]
+            assert inside == ["rest", "attention", *(phase for phase in LAYER_PHASES if phase in present)]
     measured = rows[(rows["rank"] == 0) & (rows.layer == 1)].set_index("phase").time_us
     bars = bars_of(text, 0)
     (of_layer,) = [bar for bar in bars if bar["name"] == "layer 1"]
@@ -87,7 +87,7 @@ def test_a_trace_holds_every_phase_in_its_layer_in_its_pass(directory: Path, exp
 
 
 def test_a_trace_says_what_it_is_of(exported: Exported) -> None:
-    text = exported("--to", "perfetto", "--case", DROP)
+    text = exported("--format", "perfetto", "--case", DROP)
     trace = json.loads(text)
     assert "a pass holds its layers" in trace["otherData"]["how"]
     assert not trace["otherData"]["how"].startswith("Emulated")
@@ -97,12 +97,12 @@ def test_a_trace_says_what_it_is_of(exported: Exported) -> None:
     assert about["pass_us"] == pytest.approx(max(bars_of(text, rank)[0]["dur"] for rank in (0, 1)), abs=0.002)
 
 
-@pytest.mark.parametrize("to", ["latex", "markdown"])
+@pytest.mark.parametrize("to", ["latex", "md"])
 def test_tables_say_what_the_summary_says(
     directory: Path, exported: Exported, to: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = exported("--to", to)
-    assert main(["summary", str(directory)]) == 0
+    table = exported("--format", to)
+    assert main(["show", str(directory)]) == 0
     summary = capsys.readouterr().out
     between = "&" if to == "latex" else "|"
     cells = [
@@ -121,7 +121,7 @@ def test_tables_say_what_the_summary_says(
 
 
 def test_csv_has_a_row_per_case_with_unrounded_numbers(directory: Path, exported: Exported) -> None:
-    rows = pd.read_csv(io.StringIO(exported("--to", "csv"))).set_index("label")
+    rows = pd.read_csv(io.StringIO(exported("--format", "csv"))).set_index("label")
     (one,) = analyse_whole(load_whole(directory))
     drop = next(each for each in one.results if each.result.case.label == DROP)
     told = rows.loc[DROP]
@@ -136,7 +136,7 @@ def test_csv_has_a_row_per_case_with_unrounded_numbers(directory: Path, exported
 
 
 def test_samples_are_every_layers_and_sum_to_the_pass(directory: Path, exported: Exported) -> None:
-    rows = pd.read_csv(io.StringIO(exported("--to", "csv", "--samples", "--case", DROP)))
+    rows = pd.read_csv(io.StringIO(exported("--format", "csv", "--samples", "--case", DROP)))
     broken = rows[rows.kind == "breakdown"]
     key = ["launch", "rank", "batch", "iteration"]
     totals = broken[broken.phase == "total"].set_index(key).time_us
@@ -147,14 +147,7 @@ def test_samples_are_every_layers_and_sum_to_the_pass(directory: Path, exported:
     assert (rows[rows.kind == "plain"].phase == "total").all()
 
 
-def test_a_pass_without_its_layers_is_named(
-    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cut = write_whole(tmp_path / "run", standard_cases(), num_iterations=1)
-    gone = sorted((cut / "layers").glob("*.parquet"))[0]
-    gone.unlink()
-    assert main(["export", str(cut), "--to", "perfetto"]) == 2
-    assert f"{gone.name}: missing; it holds the phases of every layer" in capsys.readouterr().err
+def test_a_trace_needs_breakdown_iterations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = write_whole(tmp_path / "plain", standard_cases(), num_iterations=1, kinds=("plain",))
-    assert main(["export", str(plain), "--to", "perfetto"]) == 2
+    assert main(["show", str(plain), "--format", "perfetto"]) == 2
     assert "no breakdown iterations" in capsys.readouterr().err

@@ -23,10 +23,11 @@ from moe_ep_bench.analysis.load import Case, ResultsError, load_run
 from moe_ep_bench.analysis.validation import Validation, load_validation
 from moe_ep_bench.analysis.validation_report import validation_text, verdict_line, write_report
 from moe_ep_bench.analysis.validation_times import PASS_TIMES, load_laws, phase_times_ms, received_rows
+from moe_ep_bench.bench.validation_directory import ValidationDirectory
 from moe_ep_bench.cli import main
-from moe_ep_bench.exit_codes import OK, USER_ERROR
-from moe_ep_bench.records import MODEL_PHASES, MODEL_ROUTING_SCHEMA, PHASES, TOTAL, UNACCOUNTED, RunDirectory
-from moe_ep_bench.scopes.validation_directory import ValidationDirectory
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+from moe_ep_bench.schema import LAYER_PHASES, MODEL_PHASES, ROUTING_SCHEMA, TOTAL, UNACCOUNTED
 
 IDS = {"real": "r", "emulated": "e"}
 DROP = "token_drop gamma 1"
@@ -76,7 +77,7 @@ def test_end_to_end_speedups_of_alike_runs_agree(plain: Path, capsys: pytest.Cap
     assert f"of MoE layers alone the measured noise floor is {floor.low:.3f} to {floor.high:.3f}" in validation_text(
         validation
     )
-    assert main(["summary", str(plain)]) == OK
+    assert main(["show", str(plain)]) == OK
     assert capsys.readouterr().out == validation_text(validation) + "\n"
 
 
@@ -109,7 +110,7 @@ def test_the_moe_layers_speedup_is_native_over_case_on_the_slowest_rank(plain: P
         for key, one in rows.groupby(["batch", "iteration"]):
             totals = one[one["phase"] == TOTAL].set_index("rank")["time_us"]
             slowest = one[one["rank"] == totals.idxmax()]
-            found[key] = slowest[slowest["phase"].isin([*PHASES, "moe_rest"])]["time_us"].sum()
+            found[key] = slowest[slowest["phase"].isin([*LAYER_PHASES, "moe_rest"])]["time_us"].sum()
         return found
 
     native, drop = times_us("native"), times_us(DROP)
@@ -124,7 +125,7 @@ def test_the_parts_of_a_pass_close_against_it(plain: Path) -> None:
     rows = case.timings[case.timings["kind"] == "breakdown"]
     iterations = rows[rows["phase"] == TOTAL].groupby(["batch", "iteration"])["time_us"].mean()
     times_ms = phase_times_ms(case, PASS_TIMES)
-    assert set(times_ms) > {*PHASES, *MODEL_PHASES, UNACCOUNTED}
+    assert set(times_ms) > {*LAYER_PHASES, *MODEL_PHASES, UNACCOUNTED}
     parts = times_ms["MoE layers"] + times_ms["attention"] + times_ms["dense, norms and ends"]
     parts += times_ms[UNACCOUNTED] - times_ms["moe_rest"]  # what no phase of an MoE layer covers is in both
     assert parts == pytest.approx(iterations.median() / 1e3, rel=0.01)
@@ -135,13 +136,13 @@ def test_the_parts_of_a_pass_close_against_it(plain: Path) -> None:
 
 def turn_last_layer_round(root: Path, case_id: str) -> None:
     """Another rank is the fullest there than in the layers before."""
-    path = RunDirectory(root).routing_path(case_id)
+    path = RunDirectory(root).path("routing", case_id)
     rows = pq.read_table(path).to_pydict()
     for place, layer in enumerate(rows["layer"]):
         if layer == MOE_LAYERS[-1]:
             for column in ("load_E", "load_R"):
                 rows[column][place] = rows[column][place][::-1]
-    pq.write_table(pa.Table.from_pydict(rows, schema=MODEL_ROUTING_SCHEMA), path)
+    pq.write_table(pa.Table.from_pydict(rows, schema=ROUTING_SCHEMA), path)
 
 
 def fullest_of_each_layer(case: Case, batch: int) -> float:

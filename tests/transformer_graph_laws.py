@@ -10,15 +10,15 @@ from tape_graphs import TapeClock, TapeGraph
 from torch import Tensor
 from transformer_laws import SEED, Lab, law, replayed
 
+from moe_ep_bench.layer.build import Transformer
 from moe_ep_bench.layer.depth import phases_in_depth
-from moe_ep_bench.layer.graphs_in_depth import CapturedPass
+from moe_ep_bench.layer.graphs import CapturedRun
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.passes import Decode, KeyValueCache
 from moe_ep_bench.layer.phases import Rendezvous
-from moe_ep_bench.layer.transformer import Transformer
 from moe_ep_bench.policies import Policy
-from moe_ep_bench.records import TOTAL, UNACCOUNTED, where
-from moe_ep_bench.timer import PhaseRecorder
+from moe_ep_bench.schema import TOTAL, UNACCOUNTED, layer_and_phase
+from moe_ep_bench.timing.timer import PhaseRecorder
 
 BY_MAP = Parts("decode", "none", "torch", "allgather")
 REQUESTS = 6
@@ -38,9 +38,9 @@ def decoding(lab: Lab, name: str, policy: Policy | None) -> tuple[Transformer, D
     return built, Decode(ids_B, cache), ids_B
 
 
-def captured(lab: Lab, built: Transformer, step: Decode, *, by_phase: bool) -> CapturedPass:
+def captured(lab: Lab, built: Transformer, step: Decode, *, by_phase: bool) -> CapturedRun:
     meet = Rendezvous(lab.ep_group, lab.ranks.device)
-    return CapturedPass(built, step, TapeGraph, TapeClock(), meet, by_phase=by_phase)
+    return CapturedRun(built, step, TapeGraph, TapeClock(), meet, by_phase=by_phase)
 
 
 @law
@@ -51,17 +51,17 @@ def a_captured_pass_computes_again_what_lies_in_its_tensors(lab: Lab) -> None:
             with capturable():
                 eager_BV = step(built.gpt)
                 run = captured(lab, built, step, by_phase=False)
-                assert run.logits_BV is not None
-                assert torch.equal(run.logits_BV, eager_BV), f"{name} {policy}: captured"
+                assert run.output is not None
+                assert torch.equal(run.output, eager_BV), f"{name} {policy}: captured"
                 ids_B.copy_(ids_B.flip(0))
                 other_BV = step(built.gpt)
-                run.logits_BV.fill_(torch.nan)
+                run.output.fill_(torch.nan)
                 run.replay()
-                assert torch.equal(run.logits_BV, other_BV), f"{name} {policy}: replayed"
+                assert torch.equal(run.output, other_BV), f"{name} {policy}: replayed"
                 assert not torch.equal(other_BV, eager_BV)
                 # Later than another pass through the same collectives and cache.
                 run.replay()
-                assert torch.equal(run.logits_BV, other_BV), f"{name} {policy}: replayed again"
+                assert torch.equal(run.output, other_BV), f"{name} {policy}: replayed again"
             maps = {layer: map_TE for layer, (_, map_TE) in run.routing.items()}
             assert maps.keys() == built.pairs.keys()
             assert all(int(map_TE.sum()) == REQUESTS * lab.model(name).top_k for map_TE in maps.values())
@@ -77,7 +77,7 @@ def a_pass_is_one_graph_on_one_rank_and_else_one_between_any_two_collectives(lab
         made = begin.call_count
     # Each MoE layer has a gather and a reduce-scatter.
     assert made == (1 if lab.ranks.world_size == 1 else 1 + 2 * len(built.pairs))
-    assert len(run._captured._steps) == (1 if lab.ranks.world_size == 1 else 1 + 4 * len(built.pairs))
+    assert len(run._steps) == (1 if lab.ranks.world_size == 1 else 1 + 4 * len(built.pairs))
 
 
 @law
@@ -98,7 +98,11 @@ def phases_of_a_captured_pass_are_those_of_its_replay(lab: Lab) -> None:
             assert set(times) <= set(phases_in_depth(len(built.layers), built.pairs))
             assert all(value >= 0 for value in times.values()), times
             assert abs(sum(times.values()) + unaccounted - total) < 1, times
-            moe = {phase for layer, phase in map(where, times) if layer in built.pairs}
+            moe = {phase for layer, phase in map(layer_and_phase, times) if layer in built.pairs}
             assert {"attention", "rest", "gate", "policy", "experts", "shared", "combine", "moe_rest"} <= moe
             assert ("wait_dispatch" in moe) == (lab.ranks.world_size > 1)
-            assert {phase for layer, phase in map(where, times) if layer is None} == {"embedding", "rest", "output"}
+            assert {phase for layer, phase in map(layer_and_phase, times) if layer is None} == {
+                "embedding",
+                "rest",
+                "output",
+            }

@@ -16,18 +16,19 @@ from torch import Tensor
 from virtual_time import VirtualTime, all_in, passing_where_late
 
 from moe_ep_bench.layer import megatron
+from moe_ep_bench.layer.build import Transformer
+from moe_ep_bench.layer.configs import megatron_config
 from moe_ep_bench.layer.depth import instrumented_model, phases_in_depth
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Prefill
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
-from moe_ep_bench.layer.transformer import Transformer, build_transformer, whole_config
 from moe_ep_bench.models import LatentAttention, ModelSpec, load_model
 from moe_ep_bench.policies import make_policy
-from moe_ep_bench.ranks import Ranks, join
-from moe_ep_bench.records import TOTAL, UNACCOUNTED, at, where
-from moe_ep_bench.timer import Clock, PhaseRecorder
+from moe_ep_bench.runtime.ranks import Ranks, join
+from moe_ep_bench.schema import TOTAL, UNACCOUNTED, layer_and_phase
+from moe_ep_bench.timing.timer import Clock, PhaseRecorder
 
 LAWS: dict[str, Callable[[Lab], None]] = {}
 NEEDS_RANKS: dict[str, tuple[int, ...]] = {}
@@ -66,9 +67,9 @@ class Lab:
     def build(self, name: str, parts: Parts = MEGATRON) -> Transformer:
         if (name, parts) not in self._built:
             model = self.model(name)
-            num_layers = model.first_dense_layers + 2
-            self._built[name, parts] = build_transformer(
-                model, num_layers, torch.float32, self.ranks.device, self.ep_group, SEED, 64, parts
+            sizes = {"num_layers": model.first_dense_layers + 2, "max_length": 64}
+            self._built[name, parts] = Transformer(
+                model, torch.float32, self.ranks.device, self.ep_group, SEED, parts, **sizes
             )
         built = self._built[name, parts]
         for pair in built.pairs.values():
@@ -88,7 +89,8 @@ def unmodified(lab: Lab, name: str, built: Transformer) -> megatron.GPTModel:
     Its attention is its own too, but where that cannot compute latent attention.
     """
     model = lab.model(name)
-    config = whole_config(model, len(built.layers), torch.float32, lab.ep_group.size(), MEGATRON, on_cpu=True)
+    size, depth = lab.ep_group.size(), len(built.layers)
+    config = megatron_config(model, torch.float32, size, None, MEGATRON, on_cpu=True, num_layers=depth)
     latent = getattr(config, "multi_latent_attention", False)
     core = type(built.layers[0].self_attention.core_attention) if latent else None
     spec = megatron.decoder_spec(config, core)
@@ -224,12 +226,12 @@ def phases_of_all_layers_and_the_rest_close_against_the_total(lab: Lab) -> None:
     assert set(times) <= set(phases_in_depth(len(built.layers), built.pairs))
     assert sum(times.values()) + unaccounted == total, times
     assert unaccounted < 0.02 * total  # Of all operations.
-    moe = {phase for layer, phase in map(where, times) if layer in built.pairs}
+    moe = {phase for layer, phase in map(layer_and_phase, times) if layer in built.pairs}
     assert {"attention", "rest", "gate", "policy", "experts", "shared", "combine", "moe_rest"} <= moe
-    assert {phase for layer, phase in map(where, times) if layer == 0} == {"attention", "rest", "dense"}
-    assert {phase for layer, phase in map(where, times) if layer is None} == {"embedding", "rest", "output"}
+    assert {phase for layer, phase in map(layer_and_phase, times) if layer == 0} == {"attention", "rest", "dense"}
+    assert {phase for layer, phase in map(layer_and_phase, times) if layer is None} == {"embedding", "rest", "output"}
     assert ("wait_metadata" in moe) == (lab.ranks.world_size > 1)
-    assert min(times[at(layer, "attention")] for layer in range(3)) > 0
+    assert min(times[layer, "attention"] for layer in range(3)) > 0
 
 
 @law
@@ -251,7 +253,7 @@ def a_slow_attention_shows_as_waiting_on_the_others_in_that_layer(lab: Lab) -> N
 
     last = built.layers[2].self_attention
     passed = passing_where_late(lab.ranks.device, last, "forward", run, is_slow=is_slow)
-    assert passed == all_in(at(2, "attention" if is_slow else "wait_metadata")), passed
+    assert passed == all_in((2, "attention" if is_slow else "wait_metadata")), passed
 
 
 @law

@@ -15,7 +15,6 @@ from policy_cases import Arguments, Spec, context_of, fitted
 from torch import Tensor
 
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
-from moe_ep_bench.policies.steps import TORCH
 
 Select = Callable[[Policy, Tensor, RoutingContext, Tensor | None], Routing]
 Stats = Callable[[Policy, Tensor, RoutingContext], Tensor]
@@ -29,8 +28,8 @@ def assert_routes_like_torch(
     The twin is called with statistics of its own making, with those of the torch form, and with none.
     """
     policy = make_policy(fitted(spec, scores_TE, case))
-    stats_SE = policy.stats_by(TORCH, scores_TE, context_of(case))
-    expected = policy.select_by(TORCH, scores_TE, context_of(case), stats_SE)
+    stats_SE = policy.batch_stats(scores_TE, context_of(case))
+    expected = policy.route(scores_TE, context_of(case), stats_SE)
     given = [None]
     if stats is not None:
         ours_SE = stats(policy, scores_TE, context_of(case))

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,23 +19,22 @@ import torch
 from layer_laws import ALL_PARTS, BATCH_WIDE, FOUR_EXPERTS, POLICIES, SIGMOID_MODEL
 from torch import Tensor
 
-from moe_ep_bench.layer.build import DEFAULT_PARTS
+from moe_ep_bench.bench.plan import VIRTUAL, plan
+from moe_ep_bench.bench.rank_timers import MeasuredRanks
+from moe_ep_bench.bench.traffic import CaseRouter, RankBatches, Shares, Traffic, traffic_of
+from moe_ep_bench.layer.build import SingleLayer
+from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.experts import seeded_generator
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import initialize_expert_parallel
-from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
 from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
-from moe_ep_bench.layer.slots import Slots
-from moe_ep_bench.layer.virtual import VirtualRanks
+from moe_ep_bench.layer.virtual import Announced, VirtualRanks, with_slots
 from moe_ep_bench.models import ModelSpec, load_preset
-from moe_ep_bench.placement import make_placement
+from moe_ep_bench.placement import make_placement, replicate
 from moe_ep_bench.policies import Policy, Routing, make_policy
-from moe_ep_bench.ranks import Ranks, join
-from moe_ep_bench.replication import replicate
-from moe_ep_bench.scopes.planning import plan_emulation
-from moe_ep_bench.scopes.traffic import CaseRouter, RankBatches, Shares, traffic_of
-from moe_ep_bench.scopes.virtual_timing import MeasuredRanks
+from moe_ep_bench.runtime.ranks import Ranks, join
 
 SEED = 3
 
@@ -52,7 +52,10 @@ class Lab:
         num_slots: int | None = None,
     ) -> None:
         self.model, self.device = model, ranks.device
-        self.virtual = VirtualRanks(model, torch.float32, ranks.device, num_ranks, SEED, parts, num_slots)
+        built = model if num_slots is None else with_slots(model, num_slots)
+        build = partial(SingleLayer, built, torch.float32, ranks.device, seed=SEED, parts=parts)
+        self.virtual = VirtualRanks(build, num_ranks)
+        self.pair = self.virtual.subject.pairs[None]
         generator = torch.Generator().manual_seed(7)
         logits_TE = torch.randn(num_tokens, model.num_experts, generator=generator)
         logits_TE += 1.5 * torch.randn(model.num_experts, generator=generator)
@@ -67,45 +70,49 @@ class Lab:
 
     def context(self, rank: int):
         return replace(
-            self.virtual.layers.policy_router.context,
+            self.pair.policy_router.context,
             rank=rank,
             generator=seeded_generator(self.device, 5, rank),
             request_id_T=torch.arange(len(self.hidden[rank]), device=self.device) // 5 + 1000 * rank,
         )
 
     def routings(self, policy: Policy | None) -> list[Routing]:
-        """What each rank's router chooses, worked out outside the layer."""
+        """What each rank's router chooses, worked out outside the layer, and announced."""
         policy = policy or make_policy({"name": "topk"})
         stats = [policy.batch_stats(self.scores[r], self.context(r)) for r in range(self.virtual.num_ranks)]
         total = None if stats[0] is None else torch.stack(stats).sum(0)
-        self.virtual.exchange.stats_SE = total
-        return [policy.route(self.scores[r], self.context(r), total) for r in range(self.virtual.num_ranks)]
+        routings = [policy.route(self.scores[r], self.context(r), total) for r in range(self.virtual.num_ranks)]
+        self.announce(routings, total)
+        return routings
+
+    def announce(self, routings: list[Routing], stats_SE: Tensor | None = None) -> None:
+        counts_RP = torch.stack([routing.map_TE.sum(0) for routing in routings])
+        self.virtual.announced = {None: Announced(counts_RP, stats_SE)}
 
     def prepare(self, policy: Policy | None, rank: int) -> contextlib.AbstractContextManager[None]:
-        layers = self.virtual.layers
-        router = layers.native_router if policy is None else layers.policy_router
+        self.virtual.subject.take(() if policy is None else (None,))
+        router = self.virtual.subject.moe_layers[None].router
         router.replay_TE = logits_from_scores(self.scores[rank], self.model.score_function)
         if policy is not None:
-            layers.policy_router.policy, layers.policy_router.context = policy, self.context(rank)
+            router.policy, router.context = policy, self.context(rank)
         return contextlib.nullcontext()
 
-    def check(self, policy: Policy | None, what: str, slots: Slots | None = None) -> None:
+    def check(self, policy: Policy | None, what: str, slots: ExpertPlacement | None = None) -> None:
         """Hold all ranks' outputs against the reference; layers with ``slots`` are given their routing."""
         routings = self.routings(policy)
-        layer = self.virtual.layers.native if policy is None else self.virtual.layers.policy
-        if slots is None:
-            on_slots = routings
-        else:
+        on_slots = routings
+        if slots is not None:
             maps = [slots.spread(routing.map_TE, rank) for rank, routing in enumerate(routings)]
             weights = [slots.spread_weights(routing.weights_TE, m) for routing, m in zip(routings, maps, strict=True)]
             on_slots = [Routing(map_TP, weights_TP) for map_TP, weights_TP in zip(maps, weights, strict=True)]
-        self.virtual.exchange.counts_RP = torch.stack([routing.map_TE.sum(0) for routing in on_slots])
+            self.announce(on_slots)
+            self.virtual.subject.take(() if policy is None else (None,))
 
         def prepare(rank: int) -> contextlib.AbstractContextManager[None]:
-            return self.prepare(policy, rank) if slots is None else self.virtual.routed(layer, on_slots[rank])
+            return self.prepare(policy, rank) if slots is None else self.virtual.routed({None: on_slots[rank]})
 
         hidden: list[Tensor] = [hidden_TD.unsqueeze(1) for hidden_TD in self.hidden]
-        outputs = self.virtual.whole_layer(layer, hidden, prepare)
+        outputs = self.virtual.side_by_side(hidden, prepare)
         for rank, (output_T1D, routing) in enumerate(zip(outputs, routings, strict=True)):
             reference = DenseReference(self.model, self.hidden[rank], SEED)
             error = reference.worst_error(output_T1D[:, 0], routing.weights_TE)
@@ -132,11 +139,11 @@ def experts_in_slots_equal_the_dense_reference(ranks: Ranks) -> None:
     load_E = torch.arange(model.num_experts).numpy() ** 2.0
     plan = replicate(load_E, num_slots=model.num_experts + 8, num_ranks=4)
     for slots in (
-        Slots.of_placement(make_placement("strided", model.num_experts, 4)),
-        Slots.of_replication(plan),
+        ExpertPlacement.of_placement(make_placement("strided", model.num_experts, 4)),
+        ExpertPlacement.of_replication(plan),
     ):
         lab = Lab(ranks, model, 4, 61, num_slots=slots.num_slots)
-        lab.virtual.slots = slots
+        lab.virtual.placement = slots
         for spec in (
             None,
             {"name": "token_drop", "capacity_factor": 1.0},
@@ -159,14 +166,13 @@ def timed_runs_see_the_rows_that_real_ranks_would(ranks: Ranks) -> None:
     routings = lab.routings(policy)
     counts_RE = torch.stack([routing.map_TE.sum(0) for routing in routings])
     virtual = lab.virtual
-    virtual.exchange.counts_RP = counts_RE
     seen = []
-    hook = virtual.layers.policy.experts.register_forward_pre_hook(lambda module, args: seen.append(args))
+    hook = lab.pair.policy.experts.register_forward_pre_hook(lambda module, args: seen.append(args))
     with virtual.connected():
         for rank in range(8):
             virtual.become(rank)
             lab.prepare(policy, rank)
-            output_T1D = virtual.run(virtual.layers.policy, lab.hidden[rank].unsqueeze(1))
+            output_T1D = virtual.subject.run(lab.hidden[rank].unsqueeze(1))
             assert output_T1D.shape == (len(lab.hidden[rank]), 1, lab.model.hidden_size)
     hook.remove()
     for rank, (hidden_ND, counts_L, weights_N) in enumerate(seen):
@@ -189,24 +195,25 @@ def chunks_and_slots_compute_what_was_worked_out(ranks: Ranks) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         config.write_text(CONFIG)
-        (comparison,) = plan_emulation(config, [], on_cpu=True)
-    plain = Slots.contiguous(64, 4)
-    spare = Slots.of_replication(replicate(torch.arange(64).numpy(), num_slots=68, num_ranks=4))
-    batches = RankBatches(comparison, 0)
+        (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
+    plain = ExpertPlacement.contiguous(64, 4)
+    spare = ExpertPlacement.of_replication(replicate(torch.arange(64).numpy(), num_slots=68, num_ranks=4))
+    batches = RankBatches(comparison.subject, 0)
     for case, slots, num_chunks in itertools.product(comparison.cases[:4], (plain, spare), (1, 3)):
         router = CaseRouter(case, slots, seed=0)
-        (traffic,) = traffic_of(comparison, [router], batches, 0, ranks.device, num_chunks)
-        timer = MeasuredRanks(comparison, ranks.device, num_chunks, 60)
+        (of_layer,) = traffic_of(comparison.subject, [router], batches, 0, ranks.device, num_chunks)
+        traffic = Traffic(0, {None: of_layer})
+        timer = MeasuredRanks(comparison, ranks.device, num_chunks)
         in_one = num_chunks == 1 and slots is plain
         for rank, tokens in enumerate(batches):
-            share = Shares(comparison, tokens, rank, ranks.device).of(case)
-            timer.time(router, traffic, rank, share, 0)  # builds the layers
-            layer = timer._virtual(slots.num_slots).layers.native
+            shares = {None: Shares(comparison.subject, tokens, rank, ranks.device).of(case)}
+            timer.time(router, traffic, rank, shares)  # builds the layers
+            layer = timer._virtual(slots.num_slots).subject.pairs[None].native
             seen: list[Tensor] = []
             hook = layer.experts.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[1].cpu()))
-            took = timer.time(router, traffic, rank, share, 0, first=True)
+            took = timer.time(router, traffic, rank, shares, first=True)
             hook.remove()
-            assert torch.equal(torch.stack(seen), torch.from_numpy(traffic.received(rank))), (case.label, rank)
+            assert torch.equal(torch.stack(seen), torch.from_numpy(of_layer.received(rank))), (case.label, rank)
             meetings = ["wait_metadata", "wait_dispatch", "wait_combine"]
             assert took.meetings == (["wait_policy"] if case.name == "lynx" else []) + meetings
             assert len(took.legs) == len(took.meetings) + 1
@@ -218,14 +225,14 @@ def chunks_and_slots_compute_what_was_worked_out(ranks: Ranks) -> None:
 def counts_other_than_announced_are_noticed(ranks: Ranks) -> None:
     lab = Lab(ranks, FOUR_EXPERTS, 2, 37)
     counts_RE = torch.stack([routing.map_TE.sum(0) for routing in lab.routings(None)])
-    lab.virtual.exchange.counts_RP = counts_RE.roll(1, dims=1)
+    lab.virtual.announced = {None: Announced(counts_RE.roll(1, dims=1))}
     lab.prepare(None, 0)
     with lab.virtual.connected():
         lab.virtual.exchange.checks_counts = False
-        lab.virtual.run(lab.virtual.layers.native, lab.hidden[0].unsqueeze(1))
+        lab.virtual.subject.run(lab.hidden[0].unsqueeze(1))
         lab.virtual.exchange.checks_counts = True
         with pytest.raises(RuntimeError, match="sends other counts"):
-            lab.virtual.run(lab.virtual.layers.native, lab.hidden[0].unsqueeze(1))
+            lab.virtual.subject.run(lab.hidden[0].unsqueeze(1))
 
 
 LAWS = (

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ep_bench.layer.phases import replaced
-from moe_ep_bench.records import TOTAL
+from moe_ep_bench.schema import TOTAL
 
 
 class HandClock:

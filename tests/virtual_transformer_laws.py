@@ -9,6 +9,7 @@ import contextlib
 import sys
 import traceback
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -16,23 +17,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ep_bench.devices import load_device
-from moe_ep_bench.layer.depth import instrumented_model, phases_in_depth
+from moe_ep_bench.cost_model.devices import load_device
+from moe_ep_bench.cost_model.layer import RankWork
+from moe_ep_bench.cost_model.timeline import Leg, compose, legs_of, phase_of_meeting
+from moe_ep_bench.cost_model.whole_model import PassWork, modelled_pass
+from moe_ep_bench.layer.build import Transformer
+from moe_ep_bench.layer.depth import phases_in_depth
 from moe_ep_bench.layer.experts import seeded_generator
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import initialize_expert_parallel
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Pass, Prefill
 from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
-from moe_ep_bench.layer.transformer import Transformer, build_transformer
-from moe_ep_bench.layer.virtual_transformer import Announced, VirtualTransformer
-from moe_ep_bench.measure.modelled import RankWork
-from moe_ep_bench.measure.modelled_pass import PassWork, modelled_pass
-from moe_ep_bench.measure.timeline import Leg, compose, legs_of, phase_of_meeting
+from moe_ep_bench.layer.virtual import Announced, VirtualRanks
 from moe_ep_bench.models import load_model
 from moe_ep_bench.policies import Policy, Routing, make_policy
-from moe_ep_bench.ranks import Ranks, join
-from moe_ep_bench.records import TOTAL, UNACCOUNTED, at, where
-from moe_ep_bench.timer import PhaseRecorder, clock_for
+from moe_ep_bench.runtime.ranks import Ranks, join
+from moe_ep_bench.schema import TOTAL, UNACCOUNTED, layer_and_phase
+from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
 
 SEED, CONTEXT = 3, 8
 # Latent attention, a dense layer and shared experts; norms of queries and keys; grouped queries.
@@ -52,7 +53,10 @@ class Lab:
         self.device = ranks.device
         self.model = load_model(name).scaled(1 / 32).model_copy(update={"vocab_size": 256})
         self.num_layers = self.model.first_dense_layers + 2
-        self.virtual = VirtualTransformer(self.model, self.num_layers, torch.float32, ranks.device, num_ranks, SEED, 64)
+        self.build = partial(
+            Transformer, self.model, torch.float32, ranks.device, seed=SEED, num_layers=self.num_layers, max_length=64
+        )
+        self.virtual = VirtualRanks(self.build, num_ranks)
         self.sizes = [sum(lengths) for lengths in LENGTHS[num_ranks]]
         caches: list[KeyValueCache | None] = [None, None]
         if decodes:
@@ -60,7 +64,7 @@ class Lab:
         self.cache = caches[0]
         generator = torch.Generator().manual_seed(7)
         self.ids = [torch.randint(256, (size,), generator=generator).to(self.device) for size in self.sizes]
-        self.scores = {layer: self._scores(layer) for layer in self.virtual.transformer.pairs}
+        self.scores = {layer: self._scores(layer) for layer in self.virtual.subject.pairs}
 
     def _scores(self, layer: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(layer)
@@ -80,7 +84,7 @@ class Lab:
 
     def context(self, layer: int, rank: int):
         return replace(
-            self.virtual.transformer.pairs[layer].policy_router.context,
+            self.virtual.subject.pairs[layer].policy_router.context,
             rank=rank,
             generator=seeded_generator(self.device, 5, rank, layer),
             request_id_T=torch.arange(self.sizes[rank], device=self.device) + 1000 * rank,
@@ -88,12 +92,12 @@ class Lab:
 
     def announce(self, spec: dict | None, policy_layers: tuple[int, ...] | None = None) -> dict[int, list[Routing]]:
         """Work out all ranks' routing of every layer, and let the exchange answer with it."""
-        pairs = self.virtual.transformer.pairs
+        pairs = self.virtual.subject.pairs
         taken = pairs.keys() if policy_layers is None else policy_layers
         self.policies: dict[int, Policy | None] = {
             layer: make_policy(spec) if spec is not None and layer in taken else None for layer in pairs
         }
-        self.virtual.transformer.take([layer for layer, policy in self.policies.items() if policy is not None])
+        self.virtual.subject.take([layer for layer, policy in self.policies.items() if policy is not None])
         routings, announced = {}, {}
         for layer, policy in self.policies.items():
             rule, numbers = policy or make_policy({"name": "topk"}), range(len(self.sizes))
@@ -105,18 +109,19 @@ class Lab:
         self.virtual.announced = announced
         return routings
 
-    def prepare(self, rank: int) -> None:
-        for layer, moe in self.virtual.transformer.moe_layers.items():
+    def prepare(self, rank: int) -> contextlib.AbstractContextManager[None]:
+        for layer, moe in self.virtual.subject.moe_layers.items():
             moe.router.replay_TE = logits_from_scores(self.scores[layer][rank], self.model.score_function)
             if self.policies[layer] is not None:
                 moe.router.policy, moe.router.context = self.policies[layer], self.context(layer, rank)
+        return contextlib.nullcontext()
 
     def work(self, rank: int) -> PassWork:
         """What a modelled rank is told of the pass that this one runs."""
         per_rank = self.model.num_experts // len(self.sizes)
         mine = slice(rank * per_rank, (rank + 1) * per_rank)
         layers = {
-            layer: RankWork(self.sizes[rank], int(one.counts_RE[rank].sum()), one.counts_RE[:, mine].sum(0).numpy())
+            layer: RankWork(self.sizes[rank], int(one.counts_RP[rank].sum()), one.counts_RP[:, mine].sum(0).numpy())
             for layer, one in self.virtual.announced.items()
         }
         if self.cache is not None:
@@ -126,7 +131,7 @@ class Lab:
     def alone(self, ranks: Ranks) -> Transformer:
         """The same model on one real rank, which has all experts."""
         group = initialize_expert_parallel(1, 60)
-        return build_transformer(self.model, self.num_layers, torch.float32, ranks.device, group, SEED, 64)
+        return self.build(ep_group=group)
 
 
 def expected_logits(lab: Lab, one: Transformer, routings: dict[int, list[Routing]], rank: int, cache) -> Tensor:
@@ -149,7 +154,7 @@ def ranks_that_exchange_rows_give_the_logits_of_one_rank(ranks: Ranks) -> None:
             cache.fill_(one.gpt, ranks.device, SEED)
         for spec in specs:
             routings = lab.announce(spec)
-            found = lab.virtual.whole_pass([lab.run(rank) for rank in range(num_ranks)], lab.prepare)
+            found = lab.virtual.side_by_side([lab.run(rank) for rank in range(num_ranks)], lab.prepare)
             for rank, logits_SV in enumerate(found):
                 expected_SV = expected_logits(lab, one, routings, rank, cache)
                 assert expected_SV.std() > 0.1
@@ -162,13 +167,13 @@ def timed_legs(lab: Lab, recorder: PhaseRecorder, rank: int) -> tuple[list[Leg],
     """A rank's pass, cut at its meetings; what was cut away is what was not sent, and where nobody was waited for."""
     lab.virtual.become(rank)
     lab.prepare(rank)
-    with lab.virtual.connected(), instrumented_model(lab.virtual.transformer, recorder, lambda: None):
+    with lab.virtual.connected(), lab.virtual.subject.instrumented(recorder, lambda: None):
         recorder.begin()
-        lab.run(rank)(lab.virtual.transformer.gpt)
+        lab.virtual.subject.run(lab.run(rank))
         recorder.end()
     legs, meetings = legs_of(recorder.segments_us())
     times = recorder.times_us()
-    cut = {phase for phase in times if where(phase)[1] in ("dispatch", "combine") or phase in meetings}
+    cut = {phase for phase in times if layer_and_phase(phase)[1] in ("dispatch", "combine") or phase in meetings}
     kept_us = times[TOTAL] - sum(times[phase] for phase in cut)
     assert abs(sum(sum(leg.values()) for leg in legs) - kept_us) < 1.0
     return legs, meetings
@@ -181,7 +186,7 @@ def a_pass_is_cut_at_the_meetings_of_all_layers_in_order(ranks: Ranks) -> None:
         lab.announce(spec)
         (first, meetings), (second, others) = (timed_legs(lab, recorder, rank) for rank in range(2))
         own = [*(["wait_policy"] if spec else []), "wait_metadata", "wait_dispatch", "wait_combine"]
-        assert meetings == others == [at(layer, wait) for layer in sorted(lab.scores) for wait in own]
+        assert meetings == others == [(layer, wait) for layer in sorted(lab.scores) for wait in own]
         assert len(first) == len(second) == len(meetings) + 1
         assert "embedding" in first[0]
         assert "output" in first[-1]
@@ -201,7 +206,7 @@ def a_pass_is_cut_at_the_meetings_of_all_layers_in_order(ranks: Ranks) -> None:
 def topk_sends_what_native_sends_and_a_layers_policy_changes_that_layer_alone(ranks: Ranks) -> None:
     lab = Lab(ranks, "deepseek-v2-lite", 2)
     lab.announce(None)
-    native = {layer: announced.counts_RE for layer, announced in lab.virtual.announced.items()}
+    native = {layer: announced.counts_RP for layer, announced in lab.virtual.announced.items()}
     first, second = sorted(native)
     assert not torch.equal(native[first], native[second]), "layers are routed alike"
     for spec, taken, changed in (
@@ -211,13 +216,13 @@ def topk_sends_what_native_sends_and_a_layers_policy_changes_that_layer_alone(ra
     ):
         lab.announce(spec, taken)
         for layer, announced in lab.virtual.announced.items():
-            assert torch.equal(announced.counts_RE, native[layer]) == (layer not in changed), (spec, layer)
+            assert torch.equal(announced.counts_RP, native[layer]) == (layer not in changed), (spec, layer)
         lab.virtual.exchange.checks_counts = True  # Every layer's own router says the same, or it is an error.
         for rank in range(2):
             lab.virtual.become(rank)
             lab.prepare(rank)
             with lab.virtual.connected():
-                lab.run(rank)(lab.virtual.transformer.gpt)
+                lab.virtual.subject.run(lab.run(rank))
 
 
 def counts_of_another_layer_are_noticed(ranks: Ranks) -> None:
@@ -229,7 +234,7 @@ def counts_of_another_layer_are_noticed(ranks: Ranks) -> None:
     lab.virtual.become(0)
     lab.prepare(0)
     with lab.virtual.connected(), pytest.raises(RuntimeError, match="sends other counts"):
-        lab.run(0)(lab.virtual.transformer.gpt)
+        lab.virtual.subject.run(lab.run(0))
 
 
 LAWS = (

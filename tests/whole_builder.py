@@ -15,7 +15,8 @@ import pandas as pd
 import pyarrow.parquet as pq
 from results_builder import FakeCase, FakeComparison, write_run
 
-from moe_ep_bench.records import LAYER_SCHEMA, TOTAL, UNACCOUNTED, RunDirectory
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.schema import TOTAL, UNACCOUNTED
 
 ELSEWHERE_US = {"embedding": 50.0, "attention": 600.0, "dense": 150.0, "rest": 100.0, "output": 100.0}
 ELSEWHERE_TOTAL_US = sum(ELSEWHERE_US.values())
@@ -62,19 +63,15 @@ def write_whole(
         if case.status != "ok":
             continue
         case_id = comparison.case_id(case)
-        samples = pq.read_table(files.case_path(case_id)).to_pandas()
-        layers = _layers(samples, moe_layers)
-        _write(files.write_case, case_id, _with_elsewhere(samples, elsewhere_noise, generator))
-        _write(files.write_layers, case_id, layers)
-        routing = pq.read_table(files.routing_path(case_id)).to_pandas()
+        samples = pq.read_table(files.path("samples", case_id)).to_pandas()
+        of_pass = _with_elsewhere(samples, elsewhere_noise, generator)
+        rows = pd.concat([of_pass[of_pass.phase.isin([TOTAL, UNACCOUNTED])], _layers(samples, moe_layers)])
+        for launch, own in rows.astype({"layer": "Int64"}).groupby("launch"):
+            files.write("samples", case_id, _columns(own.drop(columns="launch")), launch)
+        routing = pq.read_table(files.path("routing", case_id)).to_pandas()
         of_all = pd.concat([routing.assign(layer=layer) for layer in moe_layers])
-        files.write_model_routing(case_id, _columns(of_all))
+        files.write("routing", case_id, _columns(of_all))
     return root
-
-
-def _write(write: Any, case_id: str, rows: pd.DataFrame) -> None:
-    for launch, own in rows.groupby("launch"):
-        write(case_id, launch, _columns(own.drop(columns="launch")))
 
 
 def _columns(rows: pd.DataFrame) -> dict[str, list[Any]]:
@@ -108,4 +105,4 @@ def _layers(samples: pd.DataFrame, moe_layers: Sequence[int]) -> pd.DataFrame:
         its = (None,) if phase in _OF_NONE else (0,) if phase in _OF_LAYER_0 else (0, *moe_layers)
         found += [rows.assign(layer=layer, time_us=rows.time_us / len(its)) for layer in its]
     rows = pd.concat(found, ignore_index=True)
-    return rows.assign(layer=rows.layer.astype("Int64"))[LAYER_SCHEMA.names]
+    return rows.assign(layer=rows.layer.astype("Int64"))

@@ -1,4 +1,4 @@
-"""What ``moe-ep-bench accuracy`` prints: tasks under policies, beside the unpatched model's and the paper's numbers.
+"""What ``moe-ep-bench quality`` prints of tasks: scores beside the unpatched model's and the paper's numbers.
 
 Policies are set against the unpatched model question by question, where the mean over questions is the harness' own
 number: the questions' own difficulty drops out. A paper's number stands only beside one of the same task, shots, metric
@@ -7,7 +7,6 @@ and policy; the difference is given in our standard errors, for papers state non
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
 from collections.abc import Sequence
@@ -16,12 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from moe_ep_bench.analysis.parts import ResultsError
-from moe_ep_bench.analysis.quality_report import WIDTH, label_lines, short_label
-from moe_ep_bench.records import ACCURACY_ANSWERS_SCHEMA, ACCURACY_SCHEMA, RunDirectory
+from moe_ep_bench.analysis.quality_report import WIDTH, finished_comparisons, label_lines, short_label
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,37 +73,23 @@ class Line:
 
 
 def load_accuracy_results(directory: Path) -> list[AnsweredTask]:
-    """Read what is done in a directory that ``accuracy`` wrote, in the order of its config.
+    """Read what is done of tasks in a directory that ``quality`` wrote, in the order of its config.
 
     Raises:
-        ResultsError: it is not such a directory, is damaged, or has nothing yet.
+        ResultsError: see ``finished_comparisons``.
     """
-    files = RunDirectory(directory)
-    try:
-        described = json.loads(files.run_json.read_text())
-        comparisons = sorted(described["comparisons"].items(), key=lambda item: item[1]["order"])
-        cases = sorted(described["cases"].items(), key=lambda item: item[1]["order"])
-        found = []
-        for comparison_id, facts in comparisons:
-            answered = [
-                _case(files, case_id, case)
-                for case_id, case in cases
-                if case["comparison_id"] == comparison_id and files.is_answered(case_id)
-            ]
-            answered.sort(key=lambda case: case.role != "baseline")
-            if answered and answered[0].role == "baseline":
-                found.append(AnsweredTask(facts, answered))
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-        raise ResultsError(f"{directory}: damaged, or not written by `accuracy`: {error}") from None
-    if not found:
-        raise ResultsError(f"{directory}: no task has its unpatched model yet; the same command goes on")
-    return found
+    return [
+        AnsweredTask(facts, [_case(case, scores) for case, scores, _ in cases])
+        for facts, cases in finished_comparisons(directory)
+        if "task" in facts
+    ]
 
 
-def _case(files: RunDirectory, case_id: str, case: dict[str, Any]) -> AnsweredCase:
-    scores = pq.read_table(files.accuracy_path(case_id), schema=ACCURACY_SCHEMA).to_pandas()
-    answers = pq.read_table(files.answers_path(case_id), schema=ACCURACY_ANSWERS_SCHEMA).to_pandas()
-    return AnsweredCase(case["label"], case["role"], case["policy"], case["policy_params"], scores, answers)
+def _case(case: dict[str, Any], rows: pd.DataFrame) -> AnsweredCase:
+    whole, of_questions = rows[rows["item"].isna()], rows[rows["item"].notna()]
+    routing = whole[whole["filter"].isna()].set_index("metric")["value"]
+    scores = whole[whole["filter"].notna()].assign(**routing)
+    return AnsweredCase(case["label"], case["role"], case["policy"], case["policy_params"], scores, of_questions)
 
 
 def lines_of(task: AnsweredTask) -> list[Line]:
@@ -117,7 +98,7 @@ def lines_of(task: AnsweredTask) -> list[Line]:
 
 
 def _lines(task: AnsweredTask, case: AnsweredCase) -> list[Line]:
-    asked = case.scores[case.scores["is_asked"]]
+    asked = case.scores[case.scores["is_asked"].astype(bool)]
     if task.facts["metric"] is not None and (asked["metric"] == task.facts["metric"]).any():
         asked = asked[asked["metric"] == task.facts["metric"]]
     found = []
@@ -161,7 +142,7 @@ def _added(native: AnsweredCase, case: AnsweredCase, row: Any) -> tuple[float | 
         answers = one.answers[(one.answers["metric"] == row.metric) & (one.answers["filter"] == row.filter)]
         if (answers["task"] == row.task).any():
             answers = answers[answers["task"] == row.task]
-        values.append(answers.set_index(["task", "document"])["value"])
+        values.append(answers.set_index(["task", "item"])["value"])
     ours, theirs = values
     if len(ours) < 2 or not ours.index.equals(theirs.index):
         return added, None
@@ -187,7 +168,9 @@ _HEADER = (
 
 
 def accuracy_text(tasks: Sequence[AnsweredTask]) -> str:
-    """Every task as a table, means over tasks where there are several, and what the numbers are."""
+    """Every task as a table, means over tasks where there are several, and what the numbers are; may be empty."""
+    if not tasks:
+        return ""
     blocks = [_block(task) for task in tasks]
     means = _means(tasks)
     return "\n\n".join([*blocks, *([means] if means else []), *_notes(tasks)])

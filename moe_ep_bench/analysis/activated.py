@@ -28,8 +28,8 @@ from moe_ep_bench.analysis.rates import pairs_by_rank
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
 from moe_ep_bench.analysis.style import INK, MUTED, Drawing, Look, panel_title, sheet
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED, footer_lines
-from moe_ep_bench.devices import VALUE_BYTES
-from moe_ep_bench.measure.linear import CostFit, LinearFit, cost_fit, linear_fit
+from moe_ep_bench.cost_model.devices import VALUE_BYTES
+from moe_ep_bench.timing.linear import CostFit, LinearFit, cost_fit, linear_fit
 
 # A run is a decode run where this share of the experts, on the fullest rank, lies idle in some batch.
 _LEAST_IDLE = 0.05

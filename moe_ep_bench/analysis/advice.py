@@ -39,7 +39,7 @@ from moe_ep_bench.analysis.words import (
     percent,
     scale_words,
 )
-from moe_ep_bench.measure.statistics import MIN_BATCHES
+from moe_ep_bench.timing.statistics import MIN_BATCHES
 
 _WIDTH = 110
 # Shares are sums of float32.

@@ -1,4 +1,4 @@
-"""Papers' numbers beside ours, as ``reproduce`` left them; claims_text.py prints them, claims_report.py draws them.
+"""Papers' numbers beside ours, as ``papers`` left them; claims_text.py prints them, claims_report.py draws them.
 
 One row for each claim and policy; its columns are what the same layer gives under each traffic, or the same whole model
 (``scope: model``). One of the two is ours, by the device and links that stand above the table, and where the paper
@@ -26,12 +26,12 @@ from moe_ep_bench.analysis.whole_claims import (
     all_layers_value,
     whole_value,
 )
-from moe_ep_bench.claims import (
+from moe_ep_bench.papers.claims import (
     PHASE_METRICS,
     Claim,
     claims_path,
 )
-from moe_ep_bench.measure.statistics import estimate_median, paired_ratios
+from moe_ep_bench.timing.statistics import estimate_median, paired_ratios
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Ours:
 
 @dataclass(frozen=True)
 class Needed:
-    """See ``scopes.reproduce.Needed``."""
+    """See ``papers.reproduce.Needed``."""
 
     placement: str
     found: bool
@@ -128,7 +128,7 @@ class Claims:
 
 
 def load_claims(directory: Path) -> Claims:
-    """Read what ``reproduce`` left.
+    """Read what ``papers`` left.
 
     Raises:
         ResultsError: one line that names the file and what is wrong with it.
@@ -138,7 +138,7 @@ def load_claims(directory: Path) -> Claims:
         content = json.loads(path.read_text())
         rows = content["claims"]
     except OSError:
-        raise ResultsError(f"{path}: missing; a directory with claims is one that `reproduce` has written") from None
+        raise ResultsError(f"{path}: missing; a directory with claims is one that `papers` has written") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ResultsError(f"{path}: damaged: {error}") from None
     run, by_id = (_whole_comparisons if is_whole(directory) else _layer_comparisons)(directory)

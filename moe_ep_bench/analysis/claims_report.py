@@ -36,14 +36,14 @@ from moe_ep_bench.analysis.style import (
     wrap,
 )
 from moe_ep_bench.analysis.words import mode_words, origins_of, scale_words
-from moe_ep_bench.claims import (
+from moe_ep_bench.files import atomic_path
+from moe_ep_bench.papers.claims import (
     NATIVE_METRICS,
     OWN_METRICS,
     PASS_METRICS,
     PLACEMENTS,
     Claim,
 )
-from moe_ep_bench.records import atomic_path
 
 _LOOKS = (
     {"color": "#009E73", "marker": "o"},

@@ -16,7 +16,7 @@ from moe_ep_bench.analysis.whole_claims import (
     share_cells,
 )
 from moe_ep_bench.analysis.words import NONE, aligned, hardware_words, milliseconds, mode_words, percent
-from moe_ep_bench.claims import (
+from moe_ep_bench.papers.claims import (
     NATIVE_METRICS,
     OWN_METRICS,
     PASS_METRICS,
@@ -56,7 +56,7 @@ METRIC_WORDS = {
     "native_layer_us": "native's layer (us)",
     "native_activated_experts": "native's activated experts",
 }
-_PHASES = ("gate", "permute", "comm", "experts", "waiting")
+_PHASES = (*PHASE_METRICS.values(), "waiting")
 _WIDTH = 120
 _COLUMNS = "Under each traffic: ours (ours - paper's), share of the top-k pairs that are dropped in %."
 

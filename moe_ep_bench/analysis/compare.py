@@ -3,7 +3,7 @@
 Cases are paired by case id, which is a hash of all that defines them, so that only like is set against like.
 Of each pair are compared: the time of the layer, or of a whole model's pass; what it consists of
 (``quantities``); and the speedup over native. Times of two jobs share no moment; how they
-are estimated all the same is told in ``measure.changes``. Each change is held against the noise floors of both
+are estimated all the same is told in ``timing.changes``. Each change is held against the noise floors of both
 runs, of the same quantity: what native differs by from itself.
 
 A time has one weakness that no interval shows: the whole machine may have been slower. Native is the control. A case
@@ -27,8 +27,8 @@ from moe_ep_bench.analysis.notes import warnings_of
 from moe_ep_bench.analysis.quantities import ALL, MOE, PARTS, times_of
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.words import MODE_WORDS
-from moe_ep_bench.measure.changes import estimate_change, joint_floor
-from moe_ep_bench.measure.statistics import (
+from moe_ep_bench.timing.changes import estimate_change, joint_floor
+from moe_ep_bench.timing.statistics import (
     MIN_BATCHES,
     Estimate,
     NoiseFloor,

@@ -17,8 +17,8 @@ from moe_ep_bench.analysis.differences import Difference
 from moe_ep_bench.analysis.load import Case
 from moe_ep_bench.analysis.quantities import PARTS
 from moe_ep_bench.analysis.words import NONE, aligned, hardware_words, milliseconds, mode_words, percent
-from moe_ep_bench.measure.statistics import Estimate
-from moe_ep_bench.records import PHASES
+from moe_ep_bench.schema import LAYER_PHASES
+from moe_ep_bench.timing.statistics import Estimate
 
 Outcome = Literal["slower", "open", "passed"]
 
@@ -159,7 +159,7 @@ def _block(change: RunChange, comparison: ComparisonChange) -> str:
         lines += ["", "change of a pass's parts in %, on its slowest rank, and of the MoE layers' speedup (breakdown)"]
         rows = [(case.new.label, *_part_cells(case)) for case in measured]
         lines += aligned([("policy", *PARTS, "MoE speedup base", "new", "change %"), *rows], left=(0, 1, 2, 3, 6))
-    phases = [phase for phase in PHASES if any(phase in case.phases for case in measured)]
+    phases = [phase for phase in LAYER_PHASES if any(phase in case.phases for case in measured)]
     if phases:
         of_what = "" if facts.whole is None else " of all MoE layers together"
         lines += ["", f"change of phases{of_what} in %, on the rank that spends most in each (breakdown iterations)"]

@@ -63,7 +63,7 @@ def fit_text(run: Run, preset: str | None = None) -> str:
             raise ResultsError(f"{run.directory}: --preset {preset}: expected a model of {', '.join(there)}")
     entries = [_entry(run, steps) for steps in pools]
     key = "decode:" if any(is_figure for is_figure, _ in entries) else "# decode:"
-    return "\n".join([f"# {run.device_name}, by `moe-ep-bench fit`", key, *(text for _, text in entries)])
+    return "\n".join([f"# {run.device_name}, by `moe-ep-bench calibrate --from`", key, *(text for _, text in entries)])
 
 
 def _entry(run: Run, steps: Steps) -> tuple[bool, str]:

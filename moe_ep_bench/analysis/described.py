@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from moe_ep_bench.analysis.parts import ResultsError, check_version, one_line
-from moe_ep_bench.machine import MachineState
-from moe_ep_bench.records import RunDirectory
+from moe_ep_bench.machine.monitor import MachineState
+from moe_ep_bench.results import RunDirectory
 
 Role = Literal["baseline", "noise", "ceiling", "policy", "replication"]
 # Roles that several cases of a comparison may hold.
@@ -30,7 +30,7 @@ class _Described(BaseModel):
 
 
 class Padding(_Described):
-    """See ``scopes.padding.describe_padding``."""
+    """See ``bench.words.describe_padding``."""
 
     per_rank: int
     of: tuple[int, int]
@@ -59,7 +59,7 @@ class Part(_Described):
 
 
 class Whole(_Described):
-    """Of a comparison of whole models: see ``scopes.model_comparison``."""
+    """Of a comparison of whole models: see ``bench.subjects``."""
 
     num_layers: int  # that were built
     of_layers: int  # that the model has
@@ -127,7 +127,7 @@ class Comparison(_Described):
 
 
 class WarmUp(_Described):
-    """See ``measure.protocol.WarmUp``."""
+    """See ``timing.protocol.WarmUp``."""
 
     rounds: int
     change: float | None
@@ -135,7 +135,7 @@ class WarmUp(_Described):
 
 
 class Ceilings(_Described):
-    """See ``measure.ceilings.Ceilings``."""
+    """See ``timing.ceilings.Ceilings``."""
 
     matmul_size: int
     matmul_tflops: float

@@ -18,7 +18,7 @@ import numpy as np
 
 from moe_ep_bench.analysis.load import Comparison, Conditions, Part, Run
 from moe_ep_bench.analysis.words import part_words
-from moe_ep_bench.records import RunDirectory
+from moe_ep_bench.results import RunDirectory
 
 Weight = Literal["all", "times", "none"]
 

@@ -22,7 +22,6 @@ from moe_ep_bench.analysis.load import (
     Comparison,
     Conditions,
     Run,
-    is_accuracy,
     is_quality,
     is_route,
     is_whole,
@@ -67,14 +66,14 @@ def gather(directories: Sequence[Path]) -> Gathered:
     qualities: dict[str, list[JudgedComparison]] = {}
     for name, directory in _named(directories).items():
         try:
-            if is_accuracy(directory):
-                raise ResultsError(
-                    f"{directory}: holds tasks' accuracies, of which there are no figures; `summary` prints their table"
-                )
             if is_quality(directory):
                 from moe_ep_bench.analysis.quality_report import load_quality_results
 
-                qualities[name] = load_quality_results(directory)
+                if not (texts := load_quality_results(directory)):
+                    raise ResultsError(
+                        f"{directory}: holds scores of tasks, of which there are no figures; `show` prints them"
+                    )
+                qualities[name] = texts
             elif is_route(directory):
                 from moe_ep_bench.analysis.route_load import load_route  # it imports torch
 

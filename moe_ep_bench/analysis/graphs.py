@@ -30,7 +30,7 @@ from moe_ep_bench.analysis.style import INK, MUTED, NOISE_FILL, Drawing, Legend,
 from moe_ep_bench.analysis.sweep import key_words, value_of, value_words
 from moe_ep_bench.analysis.timing import host_time_us, layer_time_us
 from moe_ep_bench.analysis.words import NONE, OVERSUBSCRIBED, aligned, estimate_words, footer_lines, percent
-from moe_ep_bench.measure.statistics import Estimate, estimate_median, paired_ratios
+from moe_ep_bench.timing.statistics import Estimate, estimate_median, paired_ratios
 
 GRAPH_KEY = "layer.cuda_graph"
 _TOKEN_KEYS = ("workload.num_tokens", "workload.tokens_per_rank")

@@ -24,10 +24,9 @@ from moe_ep_bench.analysis.marks import mark, table
 from moe_ep_bench.analysis.speedups import ComparisonResult
 from moe_ep_bench.analysis.style import INK, MUTED, NATIVE_FILL, Drawing, Look, case_name, looks_of, panel_title, sheet
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED, footer_lines, percent
-from moe_ep_bench.records import PHASES, TOTAL
+from moe_ep_bench.schema import TOTAL, WAITING_PHASES
 
 _ITERATION = ["launch", "batch", "iteration"]
-_WAITS = [phase for phase in PHASES if phase.startswith("wait_")]
 _LEVELS = (0.1, 0.5, 0.9, 0.99)
 # Above this bars of ranks join.
 _MAX_BARS = 24
@@ -117,7 +116,7 @@ def work_by_rank_us(case: Case) -> pd.Series:
     rows = case.timings[case.timings["kind"] == "breakdown"]
     keys = ["rank", *_ITERATION]
     totals = rows[rows["phase"] == TOTAL].set_index(keys)["time_us"]
-    waits = rows[rows["phase"].isin(_WAITS)].groupby(keys)["time_us"].sum()
+    waits = rows[rows["phase"].isin(WAITING_PHASES)].groupby(keys)["time_us"].sum()
     return (totals - waits.reindex(totals.index, fill_value=0.0)).droplevel(_ITERATION)
 
 

@@ -35,21 +35,15 @@ from moe_ep_bench.analysis.parts import (
     check_routing,
     launches_of,
     one_line,
+    over_layers,
     read_part,
     timings_of,
 )
-from moe_ep_bench.records import (
-    CASE_SCHEMA,
-    MODEL_PHASES,
-    MODEL_ROUTING_SCHEMA,
-    PHASES,
-    ROUTING_SCHEMA,
-    RunDirectory,
-)
-from moe_ep_bench.scopes.validation_directory import ValidationDirectory
+from moe_ep_bench.bench.validation_directory import ValidationDirectory
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.schema import LAYER_PHASES, METRICS, PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA
 
-# What parts of whole models hold in place of those of layers.
-_WHOLE_PARTS = MODEL_ROUTING_SCHEMA, (*PHASES, *MODEL_PHASES)
+_OF_IMAGES = [name for name, metric in METRICS.items() if metric.of == "images"]  # ``route``'s alone
 _OF_LAYERS = "holds no times of whole models (scope: model)"
 _OF_MODELS = "holds times of whole models, which this does not read (docs/model.md says what does); expected layers'"
 
@@ -61,8 +55,10 @@ class Case:
     Attributes:
         status: one of ``STATUSES``; ``reason`` says why when it is not ok. A case that failed in one launch failed.
         run_ids: the job that wrote each launch.
-        timings: launch, rank, batch, iteration, kind, phase, time_us, host_us; no rows unless ok.
-        routing: one row per rank x batch, as in ``ROUTING_SCHEMA``; no rows unless ok.
+        timings: launch, rank, batch, iteration, kind, phase, time_us, host_us; no rows unless ok. Of a whole model
+            each phase is the sum over its layers.
+        routing: one row per rank x batch, of a whole model x ``layer``, as in ``ROUTING_SCHEMA``; no rows unless ok.
+        layers: of a whole model, the phases of every layer in breakdown iterations; None of a layer alone.
         extra_bytes_per_rank: memory that a rank needs beyond native's, for replicas of experts; None without any.
     """
 
@@ -79,6 +75,7 @@ class Case:
     timings: pd.DataFrame
     routing: pd.DataFrame
     extra_bytes_per_rank: float | None = None
+    layers: pd.DataFrame | None = None
 
     @property
     def is_ok(self) -> bool:
@@ -156,17 +153,14 @@ def load_run(directory: Path | str, passed_over: list[str] | None = None, *, who
 
 def is_route(directory: Path | str) -> bool:
     """Whether ``run.json`` there says that it is routing only, and no samples of time lie beside it."""
-    return _said(directory, "mode") == "route" and not RunDirectory(Path(directory)).case_path("any").parent.exists()
+    return (
+        _said(directory, "mode") == "route" and not RunDirectory(Path(directory)).path("samples", "any").parent.exists()
+    )
 
 
 def is_quality(directory: Path | str) -> bool:
     """Whether ``quality`` wrote a directory."""
     return _said(directory, "mode") == "quality"
-
-
-def is_accuracy(directory: Path | str) -> bool:
-    """Whether ``accuracy`` wrote a directory."""
-    return _said(directory, "mode") == "accuracy"
 
 
 def is_whole(directory: Path | str) -> bool:
@@ -185,7 +179,6 @@ def _said(directory: Path | str, key: str) -> Any:
 _UNTIMED = (
     (is_route, "routing"),
     (is_quality, "what policies do to a model's answers,"),
-    (is_accuracy, "tasks' accuracies"),
 )
 
 
@@ -219,7 +212,7 @@ def _place_in_sweep(comparison: Comparison) -> list[tuple[bool, Any]]:
 
 def _check_known_parts(files: RunDirectory, description: RunDescription, tried: Tried) -> None:
     listed = json.loads(files.run_json.read_text(encoding="utf-8")).get("cases", {})  # those left out too
-    for folder in (files.case_path("any").parent, files.routing_path("any").parent):
+    for folder in (files.path("samples", "any").parent, files.path("routing", "any").parent):
         for path in sorted(folder.glob("*.parquet")):
             if path.stem not in description.cases and path.stem not in listed:
                 tried.error(ResultsError(f"{path}: foreign, run.json lists no case {path.stem!r}"))
@@ -229,19 +222,23 @@ def _read_case(files: RunDirectory, case_id: str, description: RunDescription) -
     case = description.cases[case_id]
     comparison = description.comparisons[case.comparison_id]
     identity = {"case_id": case_id, "comparison_id": case.comparison_id, "mode": description.mode}
-    path, routing_path = files.case_path(case_id), files.routing_path(case_id)
-    samples = read_part(_there(path, case), CASE_SCHEMA, identity, ["run_id", "status", "reason", *SAMPLE])
-    launches = launches_of(samples)
+    path, routing_path = files.path("samples", case_id), files.path("routing", case_id)
+    part = read_part(_there(path, case), SAMPLES_SCHEMA, identity, ["run_id", "status", "reason", *SAMPLE])
+    launches = launches_of(part)
     status, reason = _outcome(launches)
+    layers = None
     if status == "ok":
-        schema, phases = (ROUTING_SCHEMA, PHASES) if comparison.whole is None else _WHOLE_PARTS
-        timings = timings_of(path, samples, comparison.world_size, phases)
-        routing = read_part(_there(routing_path, case), schema, identity).to_pandas()
+        is_whole = comparison.whole is not None
+        samples = timings_of(path, part, comparison.world_size, tuple(PHASES) if is_whole else LAYER_PHASES)
+        if is_whole:
+            layers = samples[(samples["kind"] == "breakdown") & samples["phase"].isin(PHASES)]
+        routing = read_part(_there(routing_path, case), ROUTING_SCHEMA, identity).to_pandas()
+        routing = routing.drop(columns=_OF_IMAGES if is_whole else [*_OF_IMAGES, "layer"])
         sizes = {"num_experts": comparison.num_experts, "num_ranks": comparison.num_ranks}
-        for _, rows in [(None, routing)] if comparison.whole is None else routing.groupby("layer"):
+        for _, rows in routing.groupby("layer") if is_whole else [(None, routing)]:
             check_routing(routing_path, rows, world_size=comparison.world_size, **sizes)
     else:
-        timings = samples.select(SAMPLE).slice(0, 0).to_pandas()
+        samples = part.select(SAMPLE).slice(0, 0).to_pandas()
         routing = pd.DataFrame(columns=ROUTING_SCHEMA.names)
     params = {key: value for key, value in case.policy_params.items() if key != "name"}
     return Case(
@@ -250,8 +247,9 @@ def _read_case(files: RunDirectory, case_id: str, description: RunDescription) -
         status=status,
         reason=reason,
         run_ids=launches["run_id"].to_dict(),
-        timings=timings,
+        timings=over_layers(samples),
         routing=routing,
+        layers=layers,
     )
 
 
@@ -282,10 +280,11 @@ def _of_one_job(files: RunDirectory, cases: tuple[Case, ...], tried: Tried) -> t
             other, other_id = first.setdefault((case.comparison_id, launch), (case, run_id))
             if run_id != other_id and case.case_id not in strangers:
                 strangers.add(case.case_id)
+                path, other_path = (files.path("samples", one.case_id) for one in (case, other))
                 tried.error(
                     ResultsError(
-                        f"{files.case_path(case.case_id)}: of another job than {files.case_path(other.case_id).name}, "
-                        f"so their iterations are no pairs ({run_id}, {other_id}): run the comparison again"
+                        f"{path}: of another job than {other_path.name}, so their iterations are no pairs "
+                        f"({run_id}, {other_id}): run the comparison again"
                     )
                 )
     return tuple(case for case in cases if case.case_id not in strangers)

@@ -16,8 +16,8 @@ import pandas as pd
 
 from moe_ep_bench.analysis.load import Comparison, Run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
-from moe_ep_bench.measure.statistics import Estimate
-from moe_ep_bench.records import atomic_path
+from moe_ep_bench.files import atomic_path
+from moe_ep_bench.timing.statistics import Estimate
 
 _LAST = ("origin", "workload")
 # More digits than any of these numbers has, fewer than those in which two machines' sums differ.

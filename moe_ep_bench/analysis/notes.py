@@ -11,8 +11,8 @@ from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.padding import padding_notes
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.words import MODEL_CAVEAT, NOT_FUSED, OVERSUBSCRIBED, part_words, percent, workload_words
-from moe_ep_bench.machine import disturbances, remarks
-from moe_ep_bench.measure.statistics import MIN_BATCHES
+from moe_ep_bench.machine.monitor import disturbances, remarks
+from moe_ep_bench.timing.statistics import MIN_BATCHES
 
 # Aims of the timing protocol: above these a breakdown is told apart from what it breaks down.
 MAX_UNACCOUNTED = 0.01

@@ -15,7 +15,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-# As long as a tag is read; ``records.MODES`` and modelled devices, in the words of ``marks.origin``.
+# As long as a tag is read; ``schema.MODES`` and modelled devices, in the words of ``marks.origin``.
 HOW = ("measured", "emulated", "modelled", "routed")
 WORKLOADS = ("recorded", "synthetic")
 

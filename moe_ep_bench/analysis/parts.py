@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from moe_ep_bench.records import PHASES, SCHEMA_VERSION, STATUSES, TOTAL, UNACCOUNTED, VERSION_KEY, completed
+from moe_ep_bench.schema import LAYER_PHASES, SCHEMA_VERSION, STATUSES, TOTAL, UNACCOUNTED
 
 _KINDS = ("plain", "breakdown")
 ITERATION = ["launch", "batch", "iteration", "kind"]
-SAMPLE = ["rank", *ITERATION, "phase", "time_us", "host_us"]
+SAMPLE = ["rank", *ITERATION, "layer", "phase", "time_us", "host_us"]
 # What a measured routing row must hold: the columns that fidelity is computed from. The two ratios of masses are
 # exempt: a rank without valid tokens has none.
 _ROUTING_NEEDS = ["rank", "batch", "num_tokens", "load_E", "load_R", "num_topk_pairs", "num_dropped_pairs"]
@@ -40,24 +40,16 @@ def check_version(path: Path, version: object) -> None:
         raise ResultsError(f"{path}: schema_version: expected {SCHEMA_VERSION}, got {version}{hint}")
 
 
-def check_part_version(path: Path, schema: pa.Schema) -> None:
-    """Raise ResultsError where a part says that it is of another version; those of older programs say nothing."""
-    said = (schema.metadata or {}).get(VERSION_KEY)
-    if said is not None:
-        check_version(path, int(said) if said.isdigit() else said.decode(errors="replace"))
-
-
 def read_table(path: Path, schema: pa.Schema) -> pa.Table:
     """Read a whole part that must have exactly these columns.
 
     Raises:
-        ResultsError: it is damaged, foreign or of another version.
+        ResultsError: it is damaged or foreign.
     """
     try:
-        table = completed(pq.read_table(path, partitioning=None), schema)
+        table = pq.read_table(path, partitioning=None)
     except (OSError, pa.ArrowException) as error:
         raise ResultsError(f"{path}: damaged, not Parquet: {one_line(error)}") from None
-    check_part_version(path, table.schema)
     if not table.schema.equals(schema):
         raise ResultsError(f"{path}: foreign, expected the columns {', '.join(schema.names)}")
     return table
@@ -73,22 +65,20 @@ def read_part(
         columns: those to return; None = all.
 
     Raises:
-        ResultsError: it is damaged, foreign or of another version.
+        ResultsError: it is damaged or foreign.
     """
     try:
         with pq.ParquetFile(path) as file:
             found = file.schema_arrow
-            check_part_version(path, found)
             wanted = None
             if columns is not None:
                 needed = dict.fromkeys([*columns, *identity, "status", *(["launch"] * ("launch" in schema.names))])
                 wanted = [name for name in needed if name in found.names]
             table = file.read(columns=wanted)
-            known = completed(found.empty_table(), schema).schema
     except (OSError, pa.ArrowException) as error:
         raise ResultsError(f"{path}: damaged, not Parquet: {one_line(error)}") from error
     for field in schema:
-        if field.name not in known.names or known.field(field.name).type != field.type:
+        if field.name not in found.names or found.field(field.name).type != field.type:
             raise ResultsError(f"{path}: foreign, expected a column {field.name} of type {field.type}")
     if table.num_rows == 0:
         raise ResultsError(f"{path}: damaged, it has no rows")
@@ -97,7 +87,7 @@ def read_part(
         if others:
             raise ResultsError(f"{path}: foreign, {column}: expected {expected!r}, got {others[0]!r}")
     _check_statuses(path, table)
-    return completed(table, schema) if columns is None else table.select(list(columns))
+    return table.select(list(columns or schema.names))
 
 
 def _check_statuses(path: Path, table: pa.Table) -> None:
@@ -119,8 +109,8 @@ def launches_of(table: pa.Table) -> pd.DataFrame:
     return rows.take(pa.array(first)).to_pandas().set_index("launch")
 
 
-def timings_of(path: Path, table: pa.Table, world_size: int, phases: Sequence[str] = PHASES) -> pd.DataFrame:
-    """The samples of a measured case: rank, launch, batch, iteration, kind, phase, time_us, host_us.
+def timings_of(path: Path, table: pa.Table, world_size: int, phases: Sequence[str] = LAYER_PHASES) -> pd.DataFrame:
+    """The samples of a measured case: ``SAMPLE``; ``over_layers`` sums them.
 
     Args:
         phases: that may occur, beside the total and what is unaccounted for.
@@ -135,9 +125,9 @@ def timings_of(path: Path, table: pa.Table, world_size: int, phases: Sequence[st
     if any(table[name].null_count for name in ("rank", *ITERATION)) or _has_nan(table["time_us"]):
         raise ResultsError(f"{path}: damaged, a measured row lacks its rank, batch, iteration or time_us")
     iteration_N = _numbered([_codes(table[name]) for name in ITERATION])
-    samples = [iteration_N, _codes(table["rank"]), _codes(table["phase"])]
+    samples = [iteration_N, *(_codes(table[name]) for name in ("rank", "layer", "phase"))]
     if len(np.unique(_numbered(samples))) != table.num_rows:
-        raise ResultsError(f"{path}: damaged, one rank, iteration and phase stands there twice")
+        raise ResultsError(f"{path}: damaged, one rank, iteration, layer and phase stands there twice")
     is_total_N = pc.equal(table["phase"], TOTAL).to_numpy()
     if not (table["time_us"].to_numpy()[is_total_N] > 0).all():
         raise ResultsError(f"{path}: damaged, a total is not above 0")
@@ -153,12 +143,21 @@ def timings_of(path: Path, table: pa.Table, world_size: int, phases: Sequence[st
     return table.select(SAMPLE).to_pandas()
 
 
+def over_layers(samples: pd.DataFrame) -> pd.DataFrame:
+    """Samples with each phase once, the sum of it over all layers that have it; ``layer`` goes."""
+    if samples["layer"].isna().all():
+        return samples.drop(columns="layer")
+    by = ["rank", *ITERATION, "phase"]
+    return samples.groupby(by, sort=False).agg({"time_us": "sum", "host_us": "first"}).reset_index()
+
+
 def _has_nan(column: pa.ChunkedArray) -> bool:
     return column.null_count > 0 or bool(pc.any(pc.is_nan(column)).as_py())
 
 
 def _codes(column: pa.ChunkedArray) -> np.ndarray:
     """Numbers from 0 for a column's values, in the order of the values where these are numbers: [N]."""
+    column = pc.fill_null(column, -1) if column.null_count else column
     if pa.types.is_string(column.type):
         return column.combine_chunks().dictionary_encode().indices.to_numpy()
     return np.unique(column.to_numpy(), return_inverse=True)[1]

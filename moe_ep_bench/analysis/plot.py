@@ -20,8 +20,8 @@ from moe_ep_bench.analysis.sizes import SIZES
 from moe_ep_bench.analysis.style import FORMATS
 from moe_ep_bench.analysis.validation import is_validation
 from moe_ep_bench.analysis.whole_figure import OF_SOME_SWEEPS, WHOLE_FIGURES, draw_whole_figures
-from moe_ep_bench.exit_codes import CASES_FAILED, OK, USER_ERROR
-from moe_ep_bench.records import check_folder
+from moe_ep_bench.files import check_folder
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
 _Rows = TypeVar("_Rows")
 

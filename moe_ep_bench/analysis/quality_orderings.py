@@ -260,7 +260,7 @@ def find_over_checkpoints(comparisons: Sequence[JudgedComparison]) -> list[Sever
 
 
 def quality_text(comparisons: Sequence[JudgedComparison]) -> str:
-    """What ``quality`` and ``summary`` print: tables, and the orderings below those that differ in the checkpoint."""
+    """What ``quality`` and ``show`` print: tables, and the orderings below those that differ in the checkpoint."""
     parts = []
     for alike in by_checkpoint(comparisons):
         parts += [quality_table([comparison]) for comparison in alike]

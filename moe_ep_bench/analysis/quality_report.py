@@ -1,4 +1,4 @@
-"""What ``moe-ep-bench quality`` prints: what each policy costs a model's answers, and what it does to loads.
+"""What ``moe-ep-bench quality`` prints of texts: what each policy costs a model's answers, and what it does to loads.
 
 Cross-entropies are compared sequence by sequence, with the unpatched model's on the same sequence: the text's own noise
 drops out. Intervals are Student's t over sequences, from ten of them on. Routing is of one batch (or step) of one
@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from scipy import stats
 
-from moe_ep_bench.analysis.parts import ResultsError, check_part_version
-from moe_ep_bench.records import QUALITY_ROUTING_SCHEMA, QUALITY_SCHEMA, RunDirectory
+from moe_ep_bench.analysis.parts import ResultsError, read_table
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.schema import QUALITY_ROUTING_SCHEMA, QUALITY_SCHEMA
 
 WIDTH = 120
 LEAST_SEQUENCES = 10
@@ -59,26 +59,48 @@ class JudgedComparison:
 
 
 def load_quality_results(directory: Path) -> list[JudgedComparison]:
-    """Read what is done in a directory that ``quality`` wrote, in the order of its config.
+    """Read what is done of texts in a directory that ``quality`` wrote, in the order of its config.
 
     Raises:
-        ResultsError: it is not such a directory, is damaged, or has nothing to compare yet.
+        ResultsError: see ``finished_comparisons``.
+    """
+    found = []
+    for facts, cases in finished_comparisons(directory):
+        if "text" in facts:
+            native, *others = [_case(*parts) for parts in cases]
+            found.append(JudgedComparison(facts, native, others))
+    return found
+
+
+Finished = tuple[dict[str, Any], list[tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]]]
+"""A comparison's facts and its finished cases: what each is, its scores, and its routing, which is empty of tasks."""
+
+
+def finished_comparisons(directory: Path) -> list[Finished]:
+    """All comparisons whose unpatched model is done, which comes first among their cases.
+
+    Raises:
+        ResultsError: the directory is not one of ``quality``, is damaged, or has nothing to compare yet.
     """
     files = RunDirectory(directory)
+    found: list[Finished] = []
     try:
         described = json.loads(files.run_json.read_text())
-        comparisons = sorted(described["comparisons"].items(), key=lambda item: item[1]["order"])
-        cases = sorted(described["cases"].items(), key=lambda item: item[1]["order"])
-        found = []
-        for comparison_id, facts in comparisons:
-            judged = [
-                _case(files, case_id, case)
+        cases = sorted(described["cases"].items(), key=lambda item: (item[1]["role"] != "baseline", item[1]["order"]))
+        for comparison_id, facts in sorted(described["comparisons"].items(), key=lambda item: item[1]["order"]):
+            done = [
+                (
+                    case,
+                    _read(files.path("quality", case_id), QUALITY_SCHEMA),
+                    _read(files.path("quality_routing", case_id), QUALITY_ROUTING_SCHEMA)
+                    if "text" in facts
+                    else pd.DataFrame(),
+                )
                 for case_id, case in cases
-                if case["comparison_id"] == comparison_id and files.is_judged(case_id)
+                if case["comparison_id"] == comparison_id and files.is_done("quality", case_id)
             ]
-            natives = [case for case in judged if case.role == "baseline"]
-            if natives:
-                found.append(JudgedComparison(facts, natives[0], [case for case in judged if case.role != "baseline"]))
+            if done and done[0][0]["role"] == "baseline":
+                found.append((facts, done))
     except ResultsError:
         raise
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
@@ -88,11 +110,12 @@ def load_quality_results(directory: Path) -> list[JudgedComparison]:
     return found
 
 
-def _case(files: RunDirectory, case_id: str, case: dict[str, Any]) -> JudgedCase:
-    for path in (files.quality_path(case_id), files.routing_path(case_id)):
-        check_part_version(path, pq.read_schema(path))
-    answers = pq.read_table(files.quality_path(case_id), schema=QUALITY_SCHEMA).to_pandas()
-    routing = pq.read_table(files.routing_path(case_id), schema=QUALITY_ROUTING_SCHEMA).to_pandas()
+def _read(path: Path, schema: pa.Schema) -> pd.DataFrame:
+    return read_table(path, schema).to_pandas()
+
+
+def _case(case: dict[str, Any], scores: pd.DataFrame, routing: pd.DataFrame) -> JudgedCase:
+    answers = scores.pivot(index="item", columns="metric", values="value").rename_axis("sequence").reset_index()
     return JudgedCase(
         case["label"], case["role"], case["policy"], case["policy_params"], case["phase"], answers, routing
     )
@@ -222,6 +245,7 @@ __all__ = [
     "JudgedCase",
     "JudgedComparison",
     "added_cross_entropy",
+    "finished_comparisons",
     "half_interval",
     "label_lines",
     "load_quality_results",

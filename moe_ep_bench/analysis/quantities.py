@@ -12,7 +12,7 @@ import pandas as pd
 from moe_ep_bench.analysis.load import Case
 from moe_ep_bench.analysis.timing import layer_time_us
 from moe_ep_bench.analysis.whole import MOE_PHASES, slowest_us
-from moe_ep_bench.records import PHASES, TOTAL
+from moe_ep_bench.schema import LAYER_PHASES, TOTAL
 
 # The layer, or the pass of a whole model: from plain iterations, as the speedup is.
 ALL = "all"
@@ -29,10 +29,10 @@ def times_of(case: Case, is_whole: bool) -> dict[str, pd.Series]:
         ``ALL``, then ``PARTS`` of a whole model, then every phase that occurred; ``ALL`` alone without breakdown
         iterations.
     """
-    rows = case.timings[(case.timings["kind"] == "breakdown") & case.timings["phase"].isin(PHASES)]
+    rows = case.timings[(case.timings["kind"] == "breakdown") & case.timings["phase"].isin(LAYER_PHASES)]
     most = rows.groupby(["phase", *_ITERATION])["time_us"].max()
     present = set(rows["phase"])
-    phases = {phase: most.loc[phase] for phase in PHASES if phase in present}
+    phases = {phase: most.loc[phase] for phase in LAYER_PHASES if phase in present}
     return {ALL: layer_time_us(case), **(_parts(case) if is_whole else {}), **phases}
 
 

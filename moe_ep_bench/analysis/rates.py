@@ -25,7 +25,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.load import Case, Comparison, Conditions
 from moe_ep_bench.analysis.parts import source_loads
-from moe_ep_bench.devices import VALUE_BYTES
+from moe_ep_bench.cost_model.devices import VALUE_BYTES
 
 # Beside each pair's hidden state its routing weight travels, in float32.
 _WEIGHT_BYTES = 4

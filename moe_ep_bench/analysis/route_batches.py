@@ -30,9 +30,8 @@ from moe_ep_bench.analysis.route_parts import (
 )
 from moe_ep_bench.analysis.style import INK, Drawing, looks_of, panel_title, sheet
 from moe_ep_bench.metrics import uniform_activated_experts
+from moe_ep_bench.policies import POLICIES
 
-# Policies that read fewer experts, and the field by which they do.
-_SAVERS = {"pruned": "k0", "oea": "k0", "xshare": "budget", "lynx": "num_dropped"}
 _MAX_SIZES = 6
 # k0 and a budget -> the value of a field -> the case on every layer.
 _Grid = dict[tuple[int, int], dict[float, list[RoutedCase]]]
@@ -210,7 +209,8 @@ def mass_figure(run: RouteRun) -> Drawing | None:
     found = []
     for group in nearest_to_papers(run):
         series = {}
-        for policy, field in _SAVERS.items():
+        savers = {name: policy.fewer_experts_by for name, policy in POLICIES.items() if policy.fewer_experts_by}
+        for policy, field in savers.items():
             wanted = {"scope": "batch"} if policy == "xshare" else {}
             for label, values in by_field(group, field, [policy], **wanted).items():
                 if len(values) > 1:

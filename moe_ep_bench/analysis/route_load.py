@@ -27,14 +27,15 @@ from moe_ep_bench.analysis.load import is_route as is_route  # beside what it gu
 from moe_ep_bench.analysis.parts import ResultsError, one_line, read_table
 from moe_ep_bench.metrics import imbalance
 from moe_ep_bench.placement import Placement, make_placement
-from moe_ep_bench.plurals import tokens_words
-from moe_ep_bench.records import OVERLAP_SCHEMA, ROUTE_SCHEMA, SCORES_SCHEMA, RunDirectory
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.schema import METRICS, OVERLAP_SCHEMA, ROUTING_SCHEMA, SCORE_CURVES_SCHEMA
+from moe_ep_bench.workload.formatting import tokens_words
 
 _COUNTS = [
     "num_tokens", "num_pairs", "padding_pairs", "num_topk_pairs", "num_dropped_pairs", "tokens_without_expert",
     "crossing_pairs",
 ]  # fmt: skip
-_SHARES = ["topk_share", "entropy", "regime_single_head", "regime_smooth", "regime_plateau"]
+_SHARES = [name for name, metric in METRICS.items() if metric.of == "scores"]
 
 
 class _Described(BaseModel):
@@ -262,8 +263,8 @@ def _layer(files: RunDirectory, comparison_id: str, facts: Facts, cases: list[Ro
         comparison_id,
         facts,
         {case.label: case for case in cases},
-        _read_table(files.scores_path(comparison_id), SCORES_SCHEMA),
-        _read_table(files.overlap_path(comparison_id), OVERLAP_SCHEMA, optional=True),
+        _read_table(files.path("score_curves", comparison_id), SCORE_CURVES_SCHEMA),
+        _read_table(files.path("overlap", comparison_id), OVERLAP_SCHEMA, optional=True),
     )
 
 
@@ -290,8 +291,8 @@ def _read_table(path: Path, schema: pa.Schema, *, optional: bool = False) -> pd.
 
 
 def _read_case(files: RunDirectory, case_id: str, case: _CaseFacts, facts: Facts, placement: Placement) -> RoutedCase:
-    path = files.routing_path(case_id)
-    rows = _read_table(path, ROUTE_SCHEMA)
+    path = files.path("routing", case_id)
+    rows = _read_table(path, ROUTING_SCHEMA)
     if set(rows["case_id"]) != {case_id}:
         raise ResultsError(f"{path}: foreign, case_id: expected {case_id!r} in all rows")
     if len(rows) != facts.num_ranks * facts.num_batches or rows.duplicated(["rank", "batch"]).any():

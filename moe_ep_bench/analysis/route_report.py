@@ -20,7 +20,6 @@ from moe_ep_bench.metrics import uniform_activated_experts
 WIDTH = 120
 _GAP = "  "
 _LABEL_WIDTH = 54
-_CHOOSING_ANEW = {"oea", "laser", "load_only", "xshare", "expanded_drop"}
 
 # Heading in two lines, and a case's numbers per batch: [B].
 _COLUMNS: tuple[tuple[tuple[str, str], Callable[[RoutedCase], np.ndarray], Callable[[float], str]], ...] = (
@@ -68,7 +67,7 @@ def _block(group: RouteGroup) -> str:
         f"activated: experts with a token, of {facts.num_experts} ({uniform:.1f} if tokens chose independently and "
         "uniformly), and on the rank with most of them",
     ]
-    if any(case.policy in _CHOOSING_ANEW for case in group.layers[0].cases.values()):
+    if any(case.looks_past_top_k for case in group.layers[0].cases.values()):
         notes.append("dropped: of the model's own pairs, also where a policy computes others in their place")
     if facts.workload.padding is not None:
         notes.append(READING)

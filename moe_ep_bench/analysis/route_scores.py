@@ -23,7 +23,7 @@ from moe_ep_bench.analysis.route_parts import (
     workload_name,
 )
 from moe_ep_bench.analysis.style import INK, MUTED, NOISE_FILL, Drawing, looks_of, panel_title, sheet
-from moe_ep_bench.plurals import tokens_words
+from moe_ep_bench.workload.formatting import tokens_words
 
 _BANDS = ("early", "middle", "final")
 _REGIMES = {"single_head": "#0072B2", "smooth": "#B9D8EC", "plateau": "#E69F00"}

@@ -25,7 +25,7 @@ from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.style import INK, NOISE_FILL, Drawing, Legend, Look, case_name, panel_title, sheet
 from moe_ep_bench.analysis.sweep import EP_SIZE, key_words, value_of, value_words
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED, footer_lines, interval_words, milliseconds, origin_word
-from moe_ep_bench.plurals import tokens_words
+from moe_ep_bench.workload.formatting import tokens_words
 
 _TOKEN_KEYS = ("workload.num_tokens", "workload.tokens_per_rank")
 _SIZES = (EP_SIZE, *_TOKEN_KEYS)

@@ -1,7 +1,7 @@
 """Cases set against their baseline: how much faster, how sure, and at what cost in fidelity.
 
 Speedup = native / case, both the slowest rank's time of one layer in the same (launch, batch, iteration);
-the estimate is the median of these pairs (``measure.statistics``). The verdict holds its interval
+the estimate is the median of these pairs (``timing.statistics``). The verdict holds its interval
 against the noise floor of the same comparison, which comes from native run a second time.
 """
 
@@ -16,7 +16,7 @@ from moe_ep_bench.analysis.fidelity import Fidelity, fidelity
 from moe_ep_bench.analysis.load import Case, Comparison, Conditions, Run
 from moe_ep_bench.analysis.rates import Rates, rates
 from moe_ep_bench.analysis.timing import Breakdown, break_down, host_bound_share, layer_time_us
-from moe_ep_bench.measure.statistics import (
+from moe_ep_bench.timing.statistics import (
     Estimate,
     NoiseFloor,
     Outliers,

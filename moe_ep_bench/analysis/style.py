@@ -28,7 +28,8 @@ from moe_ep_bench.analysis.origins import Footer, Origin, frame, tag_look, tags_
 from moe_ep_bench.analysis.refit import mend_labels, refit
 from moe_ep_bench.analysis.sizes import FONT, current_size, sized, text_width, wrap
 from moe_ep_bench.analysis.speedups import CaseResult
-from moe_ep_bench.records import atomic_path
+from moe_ep_bench.files import atomic_path
+from moe_ep_bench.schema import PHASES, UNACCOUNTED
 
 # What a file of each format would otherwise say of its making; the date changes, the rest is noise.
 FORMATS = {
@@ -101,20 +102,20 @@ _TITLE_SIZE, _SUBTITLE_SIZE, _FOOTER_SIZE, _TAG_SIZE = 13, 9, 8, 7.5
 _SLIDE_WIDTH, _SLIDE_BODY = 0.75, 0.7
 _STACKED_TITLE = 0.8  # of a column's width
 
-# Time that a rank works has a plain or lightly hatched colour; waiting must not be taken for work.
-PHASE_LOOKS = {
-    "shared": {"facecolor": "#CC79A7", "edgecolor": "white", "hatch": "xx"},
-    "gate": {"facecolor": "#56B4E9", "edgecolor": "white"},
-    "permute": {"facecolor": "#009E73", "edgecolor": "white", "hatch": "\\\\\\"},
-    "comm": {"facecolor": "#D55E00", "edgecolor": "white", "hatch": "..."},
-    "experts": {"facecolor": "#0072B2", "edgecolor": "white"},
-    "waiting": {"facecolor": "#F0E442", "edgecolor": INK, "hatch": "////"},
-    "unaccounted": {"facecolor": "white", "edgecolor": MUTED},
-    # Of a whole model: what is no MoE layer is grey, and choosing experts stands apart from the gate.
-    "attention": {"facecolor": "#7F7F7F", "edgecolor": "white"},
-    "rest": {"facecolor": "#C9C9C9", "edgecolor": "white"},
-    "policy": {"facecolor": "#E69F00", "edgecolor": "white"},
-}
+# Time that a rank works has a plain or lightly hatched colour; waiting must not be taken for work. Of a whole model
+# what is no MoE layer is grey.
+_HATCHES = {"shared": "xx", "permute": "\\\\\\", "comm": "...", "waiting": "////"}
+_EDGES = {"waiting": INK, UNACCOUNTED: MUTED}
+
+
+def _look(group: str, colour: str) -> dict:
+    hatch = {"hatch": _HATCHES[group]} if group in _HATCHES else {}
+    return {"facecolor": colour, "edgecolor": _EDGES.get(group, "white"), **hatch}
+
+
+# By group. Where the whole model is shown, choosing experts stands apart from the gate.
+PHASE_LOOKS = {phase.group: _look(phase.group, phase.colour) for phase in reversed(PHASES.values())}
+PHASE_LOOKS["policy"] = _look("policy", PHASES["policy"].colour)
 # What was not timed but follows from what was: a hatch on white, which no phase has.
 EXTRAPOLATED_LOOK = {"facecolor": "white", "edgecolor": MUTED, "hatch": "++"}
 
@@ -143,22 +144,6 @@ _LINES = ("-", "--", "-.", (0, (1, 1.2)))
 _HATCHES = ("", "////", "....", "xxxx", "----")
 
 
-# A policy is known by its colour and marker wherever it is drawn. There are more policies than colours that all can
-# tell apart, so that those which rarely stand in one figure share a colour, never the marker as well.
-POLICY_LOOKS = {
-    "topk": ("#0072B2", "o"),
-    "token_drop": ("#D55E00", "s"),
-    "expanded_drop": ("#009E73", "^"),
-    "expert_drop": ("#CC79A7", "D"),
-    "megatron_drop": ("#E69F00", "v"),
-    "pruned": ("#56B4E9", "P"),
-    "oea": ("#CC79A7", "X"),
-    "laser": ("#0072B2", "<"),
-    "load_only": ("#E69F00", ">"),
-    "xshare": ("#009E73", "D"),
-    "lynx": ("#56B4E9", "v"),
-    "dynamic_skip": ("#D55E00", "P"),
-}
 _LIGHTER = (0.0, 0.3, 0.5)  # of a policy's variants, in turn
 
 
@@ -184,19 +169,22 @@ class Look:
 def looks_of(labels: Mapping[str, str]) -> dict[str, Look]:
     """Give each family (key -> label) a look.
 
-    A key that begins with a policy's name has that policy's colour and marker, in every figure of every run. Variants
-    of one policy share its colour, each lighter than the one before, and have other markers and lines. What is no
-    policy takes colours in turn.
+    A key that begins with a policy's name has that policy's colour and marker (``Policy.look``), in every figure of
+    every run. Variants of one policy share its colour, each lighter than the one before, and have other markers and
+    lines. What is no policy takes colours in turn.
     """
+    from moe_ep_bench.policies import POLICIES  # imports torch, which what only reads results need not wait for
+
     looks, variants, others = {}, Counter(), 0
     for number, (family, label) in enumerate(labels.items()):
-        policy = family.split()[0].rstrip(",:") if family.split() else family
-        if policy in POLICY_LOOKS:
-            colour, marker = POLICY_LOOKS[policy]
-            variant = variants[policy]
-            variants[policy] += 1
+        policy = POLICIES.get(family.split()[0].rstrip(",:")) if family.split() else None
+        if policy is not None and policy.look is not None:
+            colour, marker = policy.look
+            variant = variants[policy.name]
+            variants[policy.name] += 1
             colour = _lighter(colour, _LIGHTER[variant % len(_LIGHTER)])
-            marker = _MARKERS[(_MARKERS.index(marker) + variant) % len(_MARKERS)]
+            markers = _MARKERS if marker in _MARKERS else (marker, *_MARKERS)
+            marker = markers[(markers.index(marker) + variant) % len(markers)]
         else:
             colour, marker = _COLOURS[others % len(_COLOURS)], _MARKERS[others % len(_MARKERS)]
             others += 1

@@ -1,6 +1,6 @@
 """Results as tables for a paper (LaTeX, Markdown) and as tidy CSV for one's own analysis.
 
-The tables for people hold what ``summary`` shows, and no speed without its fidelity; the noise floor stands in the
+The tables for people hold what ``show`` prints, and no speed without its fidelity; the noise floor stands in the
 caption. CSV is one row per case of every comparison with unrounded numbers, or every single sample.
 """
 
@@ -16,7 +16,7 @@ import pandas as pd
 from moe_ep_bench.analysis.load import Case, Run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.words import NONE, estimate_words, hardware_words, milliseconds, mode_words, percent
-from moe_ep_bench.measure.statistics import MIN_BATCHES
+from moe_ep_bench.timing.statistics import MIN_BATCHES
 
 _HEADER = ("policy", "p50 ms", "p90 ms", "p99 ms", "speedup", "verdict", "dropped %", "mass kept %")
 Comparisons = Sequence[ComparisonResult]  # of one run, as ``speedups.analyse`` gives them

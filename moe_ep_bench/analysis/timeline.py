@@ -37,9 +37,8 @@ from moe_ep_bench.analysis.words import (
     milliseconds,
     percent,
 )
-from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
+from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES
 
-_WAITS = [phase for phase in PHASES if phase.startswith("wait_")]
 _GROUP_OF = {phase: group for group, phases in GROUPS.items() for phase in phases}
 _MAX_LANES, _SHOWN_LANES = 24, 16
 _END_LINE = {"color": MUTED, "linewidth": 1.0, "linestyle": (0, (4, 2))}
@@ -69,12 +68,12 @@ class Iteration:
     @property
     def work_us(self) -> pd.Series:
         """By rank: its time without what it waited."""
-        return self.times_us[TOTAL] - self.times_us[_WAITS].sum(axis=1)
+        return self.times_us[TOTAL] - self.times_us[list(WAITING_PHASES)].sum(axis=1)
 
     @property
     def waiting_share(self) -> float:
         """Of the time of all ranks, as if each held its device until the slowest is done."""
-        return float(self.times_us[_WAITS].to_numpy().sum() / (self.layer_us * len(self.times_us)))
+        return float(self.times_us[list(WAITING_PHASES)].to_numpy().sum() / (self.layer_us * len(self.times_us)))
 
 
 def timeline_figure(
@@ -148,7 +147,7 @@ def typical_iteration(
         launch, batch, iteration = (here_us - median_us).abs().idxmin()
     here = rows[(rows["launch"] == launch) & (rows["batch"] == batch) & (rows["iteration"] == iteration)]
     times_us = here.pivot(index="rank", columns="phase", values="time_us").fillna(0.0).sort_index()
-    times_us = times_us.reindex(columns=[*PHASES, UNACCOUNTED, TOTAL], fill_value=0.0)
+    times_us = times_us.reindex(columns=[*LAYER_PHASES, UNACCOUNTED, TOTAL], fill_value=0.0)
     group = int(times_us[TOTAL].idxmax()) // facts.num_together
     times_us = times_us[times_us.index // facts.num_together == group]
     return Iteration(int(launch), int(batch), int(iteration), times_us, critical_rank(times_us), median_us)
@@ -160,13 +159,13 @@ def critical_rank(times_us: pd.DataFrame) -> int:
     Args:
         times_us: a row per rank, a column per phase, and ``total``.
     """
-    waits_us = times_us[_WAITS].sum(axis=1)
+    waits_us = times_us[list(WAITING_PHASES)].sum(axis=1)
     return min((int(rank) for rank in times_us.index), key=lambda r: (waits_us[r], -times_us.loc[r, TOTAL], r))
 
 
 def _has_phases(case: Case) -> bool:
     rows = case.timings
-    return bool(((rows["kind"] == "breakdown") & rows["phase"].isin(_WAITS)).any())
+    return bool(((rows["kind"] == "breakdown") & rows["phase"].isin(WAITING_PHASES)).any())
 
 
 def _lanes(before: Iteration, after: Iteration) -> list[int]:
@@ -244,7 +243,7 @@ def _legend_groups(before: Iteration, after: Iteration, run: Run, facts: Compari
 def _draw(axes: Axes, shown: Iteration, ranks: list[int], modelled: set[str]) -> None:
     times_ms = shown.times_us.loc[ranks] / 1e3
     places, ends = np.arange(len(ranks)), np.zeros(len(ranks))
-    for phase in (*PHASES, UNACCOUNTED):
+    for phase in (*LAYER_PHASES, UNACCOUNTED):
         widths = times_ms[phase].to_numpy()
         group = _GROUP_OF[phase]
         look = phase_look(group, modelled=group in modelled)
@@ -267,7 +266,7 @@ def _rows(run: Run, comparison: ComparisonResult, result: CaseResult, shown: Ite
     rows = []
     for rank in ranks:
         begin = 0.0
-        for phase in (*PHASES, UNACCOUNTED):
+        for phase in (*LAYER_PHASES, UNACCOUNTED):
             time_us = float(shown.times_us.loc[rank, phase])
             if time_us > 0:
                 values = {

@@ -17,19 +17,11 @@ from dataclasses import dataclass
 import pandas as pd
 
 from moe_ep_bench.analysis.load import Case
-from moe_ep_bench.records import PHASES, TOTAL, UNACCOUNTED
+from moe_ep_bench.schema import LAYER_PHASES, PHASES, TOTAL, UNACCOUNTED, phase_groups
 
-# The capacity-aware paper's four groups (arXiv 2503.05066, Figure 2), and what it does not have: shared experts,
-# waiting, and what no phase covers.
-GROUPS = {
-    "shared": ("shared",),
-    "gate": ("gate", "policy"),
-    "permute": ("permute", "metadata"),
-    "comm": ("dispatch", "combine"),
-    "experts": ("experts",),
-    "waiting": ("wait_policy", "wait_metadata", "wait_dispatch", "wait_combine"),
-    "unaccounted": (UNACCOUNTED,),
-}
+# Groups of a layer's phases, and what no phase covers.
+MODEL_GROUPS = phase_groups("model")
+GROUPS = {**phase_groups("layer"), UNACCOUNTED: (UNACCOUNTED,)}
 
 _ITERATION = ["launch", "batch", "iteration"]
 
@@ -91,13 +83,13 @@ def break_down(case: Case) -> Breakdown | None:
         return None
     # One row per (launch, batch, iteration, rank), a column per phase; a phase that did not occur took no time.
     times_us = rows.pivot(index=[*_ITERATION, "rank"], columns="phase", values="time_us").fillna(0.0)
-    times_us = times_us.reindex(columns=[*PHASES, UNACCOUNTED, TOTAL], fill_value=0.0)
+    times_us = times_us.reindex(columns=[*LAYER_PHASES, UNACCOUNTED, TOTAL], fill_value=0.0)
     slowest_us = times_us.loc[times_us.groupby(level=_ITERATION)[TOTAL].idxmax()]
     per_batch_us = slowest_us.groupby(level="batch").sum()
     mean_us = times_us.groupby(level=_ITERATION).mean()
     return Breakdown(
         group_ms={name: float(mean_us[list(phases)].sum(axis=1).median()) / 1e3 for name, phases in GROUPS.items()},
-        slowest_phase=phase_words(str(slowest_us[list(PHASES)].median().idxmax())),
+        slowest_phase=phase_words(str(slowest_us[list(LAYER_PHASES)].median().idxmax())),
         unaccounted_share=float((per_batch_us[UNACCOUNTED] / per_batch_us[TOTAL]).median()),
         policy_share=float((per_batch_us["policy"] / per_batch_us[TOTAL]).median()),
         layer_ms=float(slowest_us[TOTAL].median()) / 1e3,
@@ -106,4 +98,5 @@ def break_down(case: Case) -> Breakdown | None:
 
 def phase_words(phase: str) -> str:
     """Name a phase for a reader: waiting is not the phase that it stands before."""
-    return f"waiting ({phase.removeprefix('wait_')})" if phase.startswith("wait_") else phase
+    meets = PHASES[phase].meets if phase in PHASES else None
+    return phase if meets is None else f"waiting ({meets})"

@@ -26,7 +26,7 @@ import pandas as pd
 from moe_ep_bench.analysis.choice import ITERATION, IterationChoice
 from moe_ep_bench.analysis.load import Case, ResultsError, Run
 from moe_ep_bench.analysis.words import mode_words
-from moe_ep_bench.records import MOE_REST, PHASES, TOTAL, UNACCOUNTED
+from moe_ep_bench.schema import LAYER_PHASES, MOE_REST, TOTAL, UNACCOUNTED, WAITING_PHASES
 
 # Between iterations, so that they can be told apart at a glance.
 _GAP_SHARE = 0.05
@@ -49,7 +49,7 @@ _HOW_EMULATED = (
 
 # Of a pass, what is in no layer: before and after all of them.
 _BEFORE, _AFTER = ("embedding",), ("rest", "output")
-_IN_LAYER = ("rest", "attention", "dense", *PHASES, MOE_REST)
+_IN_LAYER = ("rest", "attention", "dense", *LAYER_PHASES, MOE_REST)
 
 
 def perfetto_trace(
@@ -61,7 +61,7 @@ def perfetto_trace(
     """Return the trace of these cases' iterations, one after the other, as JSON.
 
     Args:
-        layers: of whole models, by case, the phases of every layer (``LAYER_SCHEMA``).
+        layers: of whole models, by case, the phases of every layer (``WholeRun.layers``).
 
     Raises:
         ResultsError: a case has no breakdown iterations.
@@ -84,7 +84,7 @@ def perfetto_trace(
         "traceEvents": [*_processes(ranks, "layer" if layers is None else "pass"), *events],
         "displayTimeUnit": "ms",
         "otherData": {
-            "producer": "moe-ep-bench export",
+            "producer": "moe-ep-bench show",
             "mode": run.mode,
             "scope": run.scope,
             "device": run.device_name,
@@ -105,8 +105,8 @@ def _times(run: Run, case: Case, layers: Mapping[str, pd.DataFrame] | None) -> t
         raise ResultsError(f"{run.directory}: {case.label}: no breakdown iterations; expected some to draw phases of")
     times_us = rows.pivot(index=[*ITERATION, "rank"], columns="phase", values="time_us").fillna(0.0).sort_index()
     if layers is None:
-        bars = [(-1, phase) for phase in PHASES]
-        bars_us = times_us.reindex(columns=list(PHASES), fill_value=0.0)
+        bars = [(-1, phase) for phase in LAYER_PHASES]
+        bars_us = times_us.reindex(columns=list(LAYER_PHASES), fill_value=0.0)
     else:
         of_case = layers[case.case_id]
         numbered = of_case.assign(layer=of_case["layer"].fillna(-1).astype(int))
@@ -158,7 +158,7 @@ def _iteration_events(
 def _meeting_spread_us(bars_us: pd.DataFrame) -> float:
     """Of the waits that occurred, the widest spread of their reconstructed ends over ranks."""
     ends_us = bars_us.cumsum(axis=1)
-    waits = [bar for bar in bars_us.columns if bar[1].startswith("wait_") and (bars_us[bar] > 0).any()]
+    waits = [bar for bar in bars_us.columns if bar[1] in WAITING_PHASES and (bars_us[bar] > 0).any()]
     return max((float(ends_us[wait].max() - ends_us[wait].min()) for wait in waits), default=0.0)
 
 
@@ -183,7 +183,7 @@ def _bar(
 
 
 def _category(phase: str) -> str:
-    return "unaccounted" if phase == UNACCOUNTED else "waiting" if phase.startswith("wait_") else "phase"
+    return "unaccounted" if phase == UNACCOUNTED else "waiting" if phase in WAITING_PHASES else "phase"
 
 
 def _rounded(time_us: float) -> float:

@@ -29,8 +29,8 @@ from moe_ep_bench.analysis.validation_times import (
 )
 from moe_ep_bench.analysis.whole import moe_time_us
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED
-from moe_ep_bench.measure.statistics import Estimate, NoiseFloor, estimate_median, noise_floor, paired_ratios
-from moe_ep_bench.scopes.validation_directory import ValidationDirectory
+from moe_ep_bench.bench.validation_directory import ValidationDirectory
+from moe_ep_bench.timing.statistics import Estimate, NoiseFloor, estimate_median, noise_floor, paired_ratios
 
 Agreement = Literal["agrees", "differs", "cannot say"]
 
@@ -179,7 +179,7 @@ def check_comparison(
 
     Args:
         threads: of each real rank and of the emulated one.
-        alone: rows of ``scopes.experts_alone``, of any comparisons.
+        alone: rows of ``bench.experts_alone``, of any comparisons.
 
     Raises:
         ResultsError: one run has a case that the other does not know.

@@ -39,7 +39,7 @@ from moe_ep_bench.analysis.words import (
     percent,
     scale_words,
 )
-from moe_ep_bench.records import atomic_path
+from moe_ep_bench.files import atomic_path
 
 # The times that are printed, a whole model's pass before its MoE layers; all that there are stand in the CSV.
 PRINTED = (

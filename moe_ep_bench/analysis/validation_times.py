@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.load import Case
-from moe_ep_bench.analysis.timing import GROUPS, layer_time_us
-from moe_ep_bench.measure.linear import LinearFit, linear_fit
-from moe_ep_bench.records import MODEL_PHASES, MOE_REST, PHASES, UNACCOUNTED
+from moe_ep_bench.analysis.timing import GROUPS, MODEL_GROUPS, layer_time_us
+from moe_ep_bench.schema import LAYER_PHASES, MODEL_PHASES, MOE_REST, UNACCOUNTED
+from moe_ep_bench.timing.linear import LinearFit, linear_fit
 
 _SUMS = {
     "gate and policy": GROUPS["gate"],
@@ -26,14 +26,14 @@ _SUMS = {
     "waiting and comm": (*GROUPS["waiting"], *GROUPS["comm"]),
 }
 # What is reported of a layer's time: every phase alone, and sums of some.
-TIMES = {**{phase: (phase,) for phase in (*PHASES, UNACCOUNTED)}, **_SUMS}
+TIMES = {**{phase: (phase,) for phase in (*LAYER_PHASES, UNACCOUNTED)}, **_SUMS}
 # Of a whole model's pass, its MoE layers together.
 PASS_TIMES = {
-    **{phase: (phase,) for phase in (*MODEL_PHASES, *PHASES)},
+    **{phase: (phase,) for phase in (*MODEL_PHASES, *LAYER_PHASES)},
     UNACCOUNTED: (MOE_REST, UNACCOUNTED),
     **_SUMS,
-    "dense, norms and ends": ("embedding", "dense", "rest", "output"),
-    "MoE layers": (*PHASES, MOE_REST),
+    "dense, norms and ends": MODEL_GROUPS["rest"],
+    "MoE layers": (*LAYER_PHASES, MOE_REST),
 }
 
 # Of a phase's times those below this quantile met no disturbance; where they agree, it is noise that differs elsewhere.
@@ -102,7 +102,7 @@ def phase_errors(pairs: list[tuple[Case, Case]]) -> list[PhaseError]:
     """
     measured = [pair for pair in pairs if all(case.is_ok for case in pair)]
     found = []
-    for phase in (phase for phase in (*MODEL_PHASES, *PHASES) if phase not in GROUPS["waiting"]):
+    for phase in (phase for phase in (*MODEL_PHASES, *LAYER_PHASES) if phase not in GROUPS["waiting"]):
         errors = {
             quantile: [
                 emulated_us / real_us - 1

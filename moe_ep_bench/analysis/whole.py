@@ -19,10 +19,9 @@ import pandas as pd
 from moe_ep_bench.analysis.graphs import graph_pairs, graph_words
 from moe_ep_bench.analysis.load import Case, Run, load_run
 from moe_ep_bench.analysis.notes import spread_words, warnings_of
-from moe_ep_bench.analysis.parts import ResultsError, read_part
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.tables import aligned
-from moe_ep_bench.analysis.timing import GROUPS
+from moe_ep_bench.analysis.timing import GROUPS, MODEL_GROUPS
 from moe_ep_bench.analysis.whole_layers import MOE_PHASES, LayerTimes, by_layer_ms, layer_lines, layer_times
 from moe_ep_bench.analysis.words import (
     MODEL_CAVEAT,
@@ -37,20 +36,20 @@ from moe_ep_bench.analysis.words import (
     scale_words,
     workload_words,
 )
-from moe_ep_bench.measure.statistics import Estimate, estimate_median, paired_ratios
-from moe_ep_bench.plurals import tokens_words
-from moe_ep_bench.records import LAYER_SCHEMA, MOE_REST, TOTAL, UNACCOUNTED, RunDirectory
+from moe_ep_bench.schema import TOTAL, UNACCOUNTED
+from moe_ep_bench.timing.statistics import Estimate, estimate_median, paired_ratios
+from moe_ep_bench.workload.formatting import tokens_words
 
 _ITERATION = ["launch", "batch", "iteration"]
 
 # What a pass consists of, in the order in which figures stack it: what no policy changes, then the MoE layers.
 PASS_PARTS = {
-    "attention": ("attention",),
-    "rest": ("embedding", "dense", "rest", "output"),
+    "attention": MODEL_GROUPS["attention"],
+    "rest": MODEL_GROUPS["rest"],
     "policy": ("policy",),
-    "gate": ("gate",),
-    **{name: GROUPS[name] for name in ("shared", "permute", "comm", "experts", "waiting")},
-    "unaccounted": (MOE_REST, UNACCOUNTED),
+    "gate": tuple(phase for phase in GROUPS["gate"] if phase != "policy"),
+    **{name: phases for name, phases in GROUPS.items() if name not in ("gate", UNACCOUNTED)},
+    UNACCOUNTED: (*MODEL_GROUPS[UNACCOUNTED], UNACCOUNTED),
 }
 
 
@@ -115,33 +114,11 @@ class WholeComparison:
 
 
 def load_whole(directory: Path | str, passed_over: list[str] | None = None) -> WholeRun:
-    """Read and check a directory of whole models.
-
-    Args:
-        passed_over: as for ``load_run``; a case whose parts by layer cannot be trusted lacks these alone.
-
-    Raises:
-        ResultsError: as ``load_run``; or the parts by layer are missing or damaged.
-    """
+    """Read and check a directory of whole models; arguments and errors as ``load_run``."""
     run = load_run(directory, passed_over, whole=True)
-    files = RunDirectory(Path(directory))
-    layers = {}
-    for case in run.cases:
-        if case.is_ok and (case.timings["kind"] == "breakdown").any():
-            try:
-                layers[case.case_id] = _read_layers(files, case)
-            except ResultsError as error:
-                if passed_over is None:
-                    raise
-                passed_over.append(str(error))
-    return WholeRun(run, layers)
-
-
-def _read_layers(files: RunDirectory, case: Case) -> pd.DataFrame:
-    path = files.layers_path(case.case_id)
-    if not path.is_file():
-        raise ResultsError(f"{path}: missing; it holds the phases of every layer of {case.label}")
-    return read_part(path, LAYER_SCHEMA, {"case_id": case.case_id}).to_pandas()
+    return WholeRun(
+        run, {case.case_id: case.layers for case in run.cases if case.layers is not None and len(case.layers)}
+    )
 
 
 def analyse_whole(whole: WholeRun) -> list[WholeComparison]:

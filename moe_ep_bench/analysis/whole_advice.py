@@ -15,7 +15,7 @@ from moe_ep_bench.analysis.load import is_whole, load_run
 from moe_ep_bench.analysis.speedups import CaseResult
 from moe_ep_bench.analysis.whole import WholeComparison, WholeResult, WholeRun, analyse_whole, load_whole
 from moe_ep_bench.analysis.words import estimate_words, percent
-from moe_ep_bench.measure.statistics import judge, noise_floor
+from moe_ep_bench.timing.statistics import judge, noise_floor
 
 # A pass that keeps less than this of its layers' gain is worth a sentence.
 _KEPT = 0.5

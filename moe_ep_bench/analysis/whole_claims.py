@@ -18,8 +18,8 @@ from moe_ep_bench.analysis.load import Case, Comparison
 from moe_ep_bench.analysis.timing import layer_time_us
 from moe_ep_bench.analysis.whole import WholeComparison, WholeResult, moe_time_us
 from moe_ep_bench.analysis.words import NONE, percent
-from moe_ep_bench.claims import PASS_METRICS, Claim
-from moe_ep_bench.measure.statistics import estimate_median, paired_ratios
+from moe_ep_bench.papers.claims import PASS_METRICS, Claim
+from moe_ep_bench.timing.statistics import estimate_median, paired_ratios
 
 
 def whole_value(

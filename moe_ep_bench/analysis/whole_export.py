@@ -29,7 +29,7 @@ from moe_ep_bench.analysis.whole import (
     whole_header,
 )
 from moe_ep_bench.analysis.words import NONE
-from moe_ep_bench.measure.statistics import Estimate
+from moe_ep_bench.timing.statistics import Estimate
 
 
 def whole_layout(comparisons: Sequence[WholeComparison]) -> Layout:
@@ -103,5 +103,5 @@ def _samples(whole: WholeRun, case: Case) -> pd.DataFrame:
     if layers is None:
         return case.timings.assign(layer=pd.NA)
     of_pass = case.timings[~case.timings["phase"].isin(set(layers["phase"]))].assign(layer=pd.NA)
-    of_layers = layers.assign(kind="breakdown", host_us=float("nan"))[list(of_pass.columns)]
+    of_layers = layers[list(of_pass.columns)]
     return pd.concat([of_pass.astype({"layer": "Int32"}), of_layers.astype({"layer": "Int32"})], ignore_index=True)

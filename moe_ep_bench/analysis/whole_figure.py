@@ -45,7 +45,7 @@ from moe_ep_bench.analysis.style import (
 )
 from moe_ep_bench.analysis.whole import PASS_PARTS, WholeComparison, WholeResult, WholeRun, analyse_whole
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED, footer_lines, interval_words, is_modelled_phase, milliseconds
-from moe_ep_bench.measure.statistics import Estimate
+from moe_ep_bench.timing.statistics import Estimate
 
 Looks = dict[str, Look]
 

@@ -1,7 +1,7 @@
 """The layers of a whole model one by one: as wide as a page, however many policies were timed.
 
 Under native each layer's attention and, where it has one, its dense layer; its MoE layer under native and under the
-few policies that gain most from end to end. All others are in the rows: ``export --to csv --samples``.
+few policies that gain most from end to end. All others are in the rows: ``show --format csv --samples``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import pandas as pd
 
 from moe_ep_bench.analysis.load import Case
 from moe_ep_bench.analysis.words import NONE, milliseconds
-from moe_ep_bench.records import MOE_REST, PHASES
+from moe_ep_bench.schema import LAYER_PHASES, MOE_REST
 
 # What an MoE layer's time consists of.
-MOE_PHASES = (*PHASES, MOE_REST)
+MOE_PHASES = (*LAYER_PHASES, MOE_REST)
 MOST_POLICIES = 4
 _ITERATION = ["launch", "batch", "iteration"]
 _PAGE = 120
@@ -52,7 +52,7 @@ def layer_times(layers: Mapping[str, pd.DataFrame], native: Case, policies: Sequ
     """The table of some cases' layers.
 
     Args:
-        layers: of each case ``LAYER_SCHEMA``; cases without are passed over.
+        layers: of each case ``WholeRun.layers``; cases without are passed over.
         policies: the first of them are shown, as many as ``MOST_POLICIES``.
     """
     known = [case for case in policies if case.case_id in layers]
@@ -71,7 +71,7 @@ def by_layer_ms(rows: pd.DataFrame) -> pd.DataFrame:
     """Milliseconds of each layer: columns attention, moe, dense and rest; mean over ranks, median over iterations.
 
     Args:
-        rows: as ``LAYER_SCHEMA``; what is of no layer is left out.
+        rows: as ``Case.layers``; what is of no layer is left out.
     """
     rows = rows[rows["layer"].notna()]
     kinds = rows["phase"].where(~rows["phase"].isin(MOE_PHASES), "moe")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from moe_ep_bench.analysis.load import Comparison, Part, Run
 from moe_ep_bench.analysis.marks import origin
 from moe_ep_bench.analysis.origins import Footer, Origin
-from moe_ep_bench.measure.statistics import MIN_BATCHES, Estimate
+from moe_ep_bench.timing.statistics import MIN_BATCHES, Estimate
 
 MODE_WORDS = {
     "run": "measured",

@@ -268,12 +268,12 @@ def _weights(
 
 
 def laser(policy: Laser, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-    """``Laser.select_by``; the inputs have been checked, ``stats_SE`` is None."""
+    """``Laser.select``; the inputs have been checked, ``stats_SE`` is None."""
     return _route(scores_TE, context, *policy.rule(scores_TE, context), is_everyone=False)
 
 
 def load_only(policy: LoadOnly, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-    """``LoadOnly.select_by``; the inputs have been checked, ``stats_SE`` is None."""
+    """``LoadOnly.select``; the inputs have been checked, ``stats_SE`` is None."""
     return _route(scores_TE, context, policy.rule(scores_TE, context), None, is_everyone=True)
 
 

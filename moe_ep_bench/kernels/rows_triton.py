@@ -124,19 +124,19 @@ def _choose(scores_ptr, bias_ptr, valid_ptr, map_ptr, weights_ptr, num_tokens, s
 
 
 def topk(policy: Policy, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-    """``TopK.select_by``, as all functions of this module for inputs that were checked before."""
+    """``TopK.select``, as all functions of this module for inputs that were checked before."""
     return _chosen(scores_TE, context, COUNT=context.top_k)
 
 
 def pruned(policy: Pruned, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-    """``Pruned.select_by``."""
+    """``Pruned.select``."""
     return _chosen(scores_TE, context, COUNT=min(policy.k0, scores_TE.shape[1]), SHARE=policy.p)
 
 
 def dynamic_skip(
     policy: DynamicSkip, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None
 ) -> Routing:
-    """``DynamicSkip.select_by``."""
+    """``DynamicSkip.select``."""
     return _chosen(scores_TE, context, COUNT=context.top_k, BETA=policy.beta)
 
 

@@ -376,42 +376,42 @@ def _routing(
 def expert_drop(
     policy: ExpertDrop, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None
 ) -> Routing:
-    """``ExpertDrop.select_by``. As in all functions here, inputs were checked, and without statistics its own serve."""
+    """``ExpertDrop.select``. As in all functions here, inputs were checked, and without statistics its own serve."""
     return _routing(_expert_drop_rule(policy, scores_TE.shape[1], context), scores_TE, context, stats_SE, None)
 
 
 def expert_drop_stats(policy: ExpertDrop, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-    """``ExpertDrop.stats_by``: float64 [1, E]."""
+    """``ExpertDrop.stats``: float64 [1, E]."""
     return _statistics(_expert_drop_rule(policy, scores_TE.shape[1], context), scores_TE, context, None)
 
 
 def lynx(policy: Lynx, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-    """``Lynx.select_by``."""
+    """``Lynx.select``."""
     return _routing(_lynx_rule(policy, scores_TE.shape[1], context), scores_TE, context, stats_SE, None)
 
 
 def lynx_stats(policy: Lynx, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-    """``Lynx.stats_by``: float64 [1, E]."""
+    """``Lynx.stats``: float64 [1, E]."""
     return _statistics(_lynx_rule(policy, scores_TE.shape[1], context), scores_TE, context, None)
 
 
 def oea(policy: OEA, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-    """``OEA.select_by``."""
+    """``OEA.select``."""
     return _routing(_oea_rule(policy, scores_TE.shape[1], context), scores_TE, context, stats_SE, None)
 
 
 def oea_stats(policy: OEA, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-    """``OEA.stats_by``: float64 [1, E], with ``rank_fill`` [2, E]."""
+    """``OEA.stats``: float64 [1, E], with ``rank_fill`` [2, E]."""
     return _statistics(_oea_rule(policy, scores_TE.shape[1], context), scores_TE, context, None)
 
 
 def xshare(policy: XShare, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-    """``XShare.select_by``; in request scope the requests' sets are one launch more."""
+    """``XShare.select``; in request scope the requests' sets are one launch more."""
     sets_TE = request_sets(policy, scores_TE, context) if stats_SE is None else None
     return _routing(_xshare_rule(policy, scores_TE.shape[1], context), scores_TE, context, stats_SE, sets_TE)
 
 
 def xshare_stats(policy: XShare, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-    """``XShare.stats_by``: float64 [2, E]."""
+    """``XShare.stats``: float64 [2, E]."""
     sets_TE = request_sets(policy, scores_TE, context)
     return _statistics(_xshare_rule(policy, scores_TE.shape[1], context), scores_TE, context, sets_TE)

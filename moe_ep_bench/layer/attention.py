@@ -1,26 +1,30 @@
-"""Core attention by torch's ``scaled_dot_product_attention``, in Megatron-Core's place for one.
+"""Core attention by torch's ``scaled_dot_product_attention``, and which of torch's kernels ran it.
 
-Megatron-Core's own, without Transformer Engine, writes the scores of all pairs of tokens to memory, knows neither
-packed prompts nor latent attention's unequal heads, and is what nobody serves with. This one computes the same numbers
-with the kernels that torch has for the device. Projections, norms, rotary positions and the cache stay Megatron-Core's.
+Without Transformer Engine, Megatron-Core's own writes the scores of all pairs of tokens to memory, supports neither
+packed prompts nor latent attention's unequal heads, and serves nobody. This one computes the same numbers with torch's
+kernels for the device. Projections, norms, rotary positions and the cache stay Megatron-Core's.
+
+torch selects among several kernels by device, dtype, shape and version, and does not report which. The selected kernel
+shows as the operator that gets the work, so one run is watched for it (``kernels_of_attention``).
 
 Shapes: T = tokens of all prompts, Q = queries, S = keys, B = requests, H = heads, G = key-value heads, D = head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class SdpaAttention(torch.nn.Module):
     """Causal attention over whole prompts, or of one new token per request over its cache.
 
-    Built and called with Megatron-Core's arguments; those that say nothing at inference are passed over.
+    Built and called with Megatron-Core's arguments; those without effect at inference are ignored.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class SdpaAttention(torch.nn.Module):
 
 
 def _runs(lengths: Iterable[int]) -> list[tuple[int, int]]:
-    """Prompts of one length that follow each other, as (how many, length): they are one call."""
+    """Neighbouring prompts of one length, as (how many, length): each is one call."""
     runs: list[tuple[int, int]] = []
     for length in lengths:
         if runs and runs[-1][1] == length:
@@ -84,3 +88,40 @@ def _runs(lengths: Iterable[int]) -> list[tuple[int, int]]:
         else:
             runs.append((1, length))
     return runs
+
+
+_PREFIX = "aten::_scaled_dot_product_"
+_NAMES = {
+    "flash_attention": "flash",
+    "flash_attention_for_cpu": "flash on the CPU",
+    "efficient_attention": "memory-efficient",
+    "cudnn_attention": "cuDNN",
+    "attention_math": "math",
+}
+
+
+def kernels_of_attention(run: Callable[[], object]) -> list[str]:
+    """Return the kernels that attention uses in ``run``, sorted; empty where there is no attention.
+
+    An operator without a name here keeps torch's own.
+    """
+    # Outside of inference mode torch decomposes attention before any dispatch mode sees it.
+    with torch.inference_mode(), _Seen() as seen:
+        run()
+    found = {name.removeprefix(_PREFIX) for name in seen.names if name.startswith(_PREFIX)}
+    return sorted(_NAMES.get(name, name) for name in found)
+
+
+class _Seen(TorchDispatchMode):
+    """Record the names of all operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._schema.name)
+        if func is torch.ops.aten.scaled_dot_product_attention.default:
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))

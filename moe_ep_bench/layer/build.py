@@ -1,43 +1,60 @@
-"""Build the layers that are compared: Megatron-Core's own, and the same one with a policy inside.
+"""Build what is compared: an MoE layer alone or a whole model, with Megatron-Core's router and with a policy.
 
-``native`` is the baseline of every speedup: Megatron-Core's router and its dropless path, which
-knows its buffer sizes beforehand. ``policy`` takes the dynamic path, which any number of experts
-per token needs and which costs a host sync before the first permutation. Both share one set of
-weights.
+Every MoE layer is built twice. ``native`` is the baseline of every speedup: Megatron-Core's router on its dropless
+path, which knows its buffer sizes beforehand. ``policy`` takes the dynamic path, which any number of experts per token
+needs and which costs a host sync before the first permutation. Both share one set of weights. Everything else of a
+whole model is built once, and ``take`` selects which of the two runs in each layer.
+
+Weights are random. They follow from the seed, the layer and the expert's global id, not from the number of ranks.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from moe_ep_bench.layer.attention import SdpaAttention
 from moe_ep_bench.layer.backends import experts_submodule, fill_experts_
-from moe_ep_bench.layer.experts import GATE, ROUTED, SHARED, expert_weights, fill_mlp_, seeded_generator
-from moe_ep_bench.layer.flex import FlexDispatcher
-from moe_ep_bench.layer.gathering import MapDispatcher
-from moe_ep_bench.layer.megatron import MoELayer, TransformerConfig, default_groups, moe_submodules
-from moe_ep_bench.layer.parts import Parts
-from moe_ep_bench.layer.permutation import IndexedAlltoAllDispatcher
+from moe_ep_bench.layer.configs import megatron_config
+from moe_ep_bench.layer.depth import instrumented_model
+from moe_ep_bench.layer.dispatchers import own_dispatcher
+from moe_ep_bench.layer.experts import DEPTH, GATE, REST, ROUTED, SHARED, expert_weights, fill_mlp_, seeded_generator
+from moe_ep_bench.layer.megatron import (
+    MoELayer,
+    TransformerConfig,
+    build_gpt,
+    decoder_spec,
+    default_groups,
+    moe_submodules,
+)
+from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
+from moe_ep_bench.layer.phases import instrumented
 from moe_ep_bench.layer.router import PolicyRouter, ReplayRouter
-from moe_ep_bench.layer.tensor_group import TensorGroupDispatcher
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.policies import RoutingContext, make_policy
-
-DEFAULT_PARTS = Parts()
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from moe_ep_bench.policies import Policy, RoutingContext, make_policy
+from moe_ep_bench.timing.timer import PhaseRecorder
 
 
 @dataclass(frozen=True)
 class LayerPair:
-    """The two layers on this rank, sharing their weights, and the group that they talk in."""
+    """The two forms of an MoE layer on this rank, which share their weights."""
 
     native: MoELayer
     policy: MoELayer
-    ep_group: dist.ProcessGroup
+
+    @property
+    def both(self) -> tuple[MoELayer, MoELayer]:
+        return self.native, self.policy
 
     @property
     def native_router(self) -> ReplayRouter:
@@ -48,177 +65,206 @@ class LayerPair:
         return self.policy.router
 
 
-def build_layers(
-    model: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    ep_group: dist.ProcessGroup,
-    seed: int,
-    parts: Parts = DEFAULT_PARTS,
-    groups: Any = None,
-) -> LayerPair:
-    """Build both layers of ``model`` on this rank with seeded weights, ready for inference.
+class Subject(ABC):
+    """What is measured on this rank, ready for inference: an MoE layer alone, or a whole model.
 
-    Enter ``host.device_scope()`` first. The experts must divide over the ranks of ``ep_group``.
+    Enter ``host.device_scope()`` before building one. The experts must divide over the ranks of ``ep_group``.
 
-    Args:
-        groups: Megatron-Core's process groups; None = those that ``initialize_expert_parallel`` formed.
+    Attributes:
+        pairs: both forms of every MoE layer, by layer. Layers count from 0 through the whole depth, dense ones
+            included; None is the key of a layer that stands alone.
+        moe_layers: the form of each that runs now.
     """
-    groups = default_groups() if groups is None else groups
-    native = _build(model, dtype, device, ep_group, ReplayRouter, parts, groups, capacity_factor=None)
-    pair = pair_with_policy(native, model, dtype, device, ep_group, parts, groups)
-    seed_weights(native, model, dtype, device, seed)
-    return pair
 
+    def __init__(
+        self,
+        model: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        ep_group: dist.ProcessGroup,
+        seed: int,
+        parts: Parts = DEFAULT_PARTS,
+        groups: Any = None,
+    ) -> None:
+        """``groups``: Megatron-Core's process groups; None = those that ``initialize_expert_parallel`` formed."""
+        self.model, self.dtype, self.device, self.seed, self.parts = model, dtype, device, seed, parts
+        self.ep_group = ep_group
+        self._groups = default_groups() if groups is None else groups
+        self.pairs: dict[int | None, LayerPair] = {}
+        self.moe_layers: dict[int | None, MoELayer] = {}
 
-def pair_with_policy(
-    native: MoELayer,
-    model: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    ep_group: dist.ProcessGroup,
-    parts: Parts = DEFAULT_PARTS,
-    groups: Any = None,
-) -> LayerPair:
-    """Build the layer that takes policies beside a native one, whose weights it shares; arguments as above."""
-    groups = default_groups() if groups is None else groups
-    context = RoutingContext(
-        top_k=model.top_k,
-        num_ranks=ep_group.size(),
-        rank=ep_group.rank(),
-        normalize=model.normalize,
-        scale=model.routed_scale,
-        num_groups=model.num_groups,
-        top_groups=model.top_groups,
-    )
-    top_k = make_policy({"name": "topk"})
-    # Experts that are cut see the tokens of all ranks that hold a slice.
-    together = ep_group if parts.expert_tensor_parallel == 1 else groups.tp_ep
-    router = functools.partial(PolicyRouter, policy=top_k, context=context, ep_group=together, kernel=parts.kernel)
-    policy = _build(model, dtype, device, ep_group, router, parts, groups, capacity_factor=1.0)
-    policy.experts, policy.shared_experts = native.experts, native.shared_experts
-    policy.router.weight = native.router.weight
-    return LayerPair(native=native, policy=policy, ep_group=ep_group)
+    def take(self, policy_layers: Container[int | None]) -> None:
+        """Run the policy's form of these layers, and the native form of all others."""
+        for layer, pair in self.pairs.items():
+            self.moe_layers[layer] = pair.policy if layer in policy_layers else pair.native
 
+    def route(
+        self, layer: int | None, logits_TE: Tensor, policy: Policy | None = None, context: RoutingContext | None = None
+    ) -> None:
+        """Replay these logits in a layer from now on, under ``policy`` where its policy form runs.
 
-def _build(
-    model: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    ep_group: dist.ProcessGroup,
-    router: Any,
-    parts: Parts,
-    groups: Any,
-    capacity_factor: float | None,
-) -> MoELayer:
-    config = transformer_config(model, dtype, ep_group.size(), capacity_factor, parts, on_cpu=device.type == "cpu")
-    submodules = moe_submodules(model.num_experts, router, experts_submodule(parts, model.num_experts))
-    layer = MoELayer(config, submodules, layer_number=1, pg_collection=groups)
-    layer.set_layer_number(1)
-    put_own_dispatcher(layer, parts, groups)
-    return layer.to(device).eval()
+        Args:
+            context: what the policy may know of the next batch.
+        """
+        moe = self.moe_layers[layer]
+        moe.router.replay_TE = logits_TE
+        if policy is not None:
+            assert context is not None
+            moe.router.policy, moe.router.context = policy, context
+            if hasattr(moe.token_dispatcher, "most_experts"):
+                moe.token_dispatcher.most_experts = policy.most_experts(logits_TE.shape[1], context)
 
+    @abstractmethod
+    def run(self, batch: Any) -> Tensor:
+        """Run on a batch of this rank."""
 
-def put_own_dispatcher(layer: MoELayer, parts: Parts, groups: Any) -> None:
-    """Ours in place of the one that Megatron-Core has built, where ``parts`` say so."""
-    own = _own_dispatcher(parts)
-    if own is not None:
-        layer.token_dispatcher = own(
-            layer.num_local_experts, layer.local_expert_indices, config=layer.config, pg_collection=groups
+    @abstractmethod
+    def instrumented(self, recorder: PhaseRecorder, meet: Callable[[], object]) -> contextlib.AbstractContextManager:
+        """Time every phase with ``recorder``, and probe the waiting with ``meet``, while the block runs."""
+
+    def _config(self, capacity_factor: float | None, num_layers: int | None = None) -> TransformerConfig:
+        size, on_cpu = self.ep_group.size(), self.device.type == "cpu"
+        return megatron_config(
+            self.model, self.dtype, size, capacity_factor, self.parts, on_cpu=on_cpu, num_layers=num_layers
         )
 
+    def _submodules(self, router: Any) -> Any:
+        num_experts = self.model.num_experts
+        return moe_submodules(num_experts, router, experts_submodule(self.parts, num_experts))
 
-def _own_dispatcher(parts: Parts) -> Any:
-    """Ours, in place of the one that Megatron-Core has built; None = it stays."""
-    if parts.dispatcher == "flex":
-        return FlexDispatcher
-    if parts.by_map:
-        return MapDispatcher
-    if parts.permute == "indexed":
-        return IndexedAlltoAllDispatcher
-    cut = parts.expert_tensor_parallel > 1 and parts.dispatcher == "alltoall"
-    return TensorGroupDispatcher if cut else None
+    def _new_layer(self, router: Any, capacity_factor: float | None) -> MoELayer:
+        config = self._config(capacity_factor)
+        layer = MoELayer(config, self._submodules(router), layer_number=1, pg_collection=self._groups)
+        layer.set_layer_number(1)
+        return layer.to(self.device).eval()
 
-
-def transformer_config(
-    model: ModelSpec,
-    dtype: torch.dtype,
-    ep_size: int,
-    capacity_factor: float | None,
-    parts: Parts = DEFAULT_PARTS,
-    *,
-    on_cpu: bool,
-) -> TransformerConfig:
-    """Megatron-Core's config for one MoE layer of ``model``.
-
-    Args:
-        capacity_factor: None for the dropless path; any number for the dynamic one, where the
-            dispatcher counts its buffers (the factor itself is used by nobody: a policy routes).
-    """
-    fields = config_fields(model, dtype, ep_size, capacity_factor, parts, on_cpu=on_cpu)
-    return TransformerConfig(num_layers=1, num_attention_heads=1, **fields)
-
-
-def config_fields(
-    model: ModelSpec,
-    dtype: torch.dtype,
-    ep_size: int,
-    capacity_factor: float | None,
-    parts: Parts = DEFAULT_PARTS,
-    *,
-    on_cpu: bool,
-) -> dict[str, Any]:
-    """What Megatron-Core's config says of ``model``'s MoE layers, wherever they stand; arguments as above."""
-    softmax = model.score_function == "softmax"
-    return {
-        "hidden_size": model.hidden_size,
-        "moe_ffn_hidden_size": model.ffn_hidden_size,
-        "num_moe_experts": model.num_experts,
-        "moe_router_topk": model.top_k,
-        "moe_router_score_function": model.score_function,
-        # Softmax before the selection leaves weights as they are; after it, they sum to 1.
-        "moe_router_pre_softmax": softmax and not model.normalize,
-        "moe_router_topk_scaling_factor": model.routed_scale if model.routed_scale != 1.0 else None,
-        "moe_router_num_groups": model.num_groups,
-        "moe_router_group_topk": model.top_groups,
-        # Its value is zero: replayed scores stand for what the biased selection sees.
-        "moe_router_enable_expert_bias": model.selection_bias,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_expert_capacity_factor": capacity_factor,
-        "moe_token_dispatcher_type": parts.dispatcher,
-        "moe_permute_fusion": parts.permute == "fused",
-        "moe_grouped_gemm": parts.experts == "te",
-        "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size or None,
-        # Overlap moves the shared experts' GEMMs onto a side stream inside other phases.
-        "moe_shared_expert_overlap": False,
-        "expert_model_parallel_size": ep_size,
-        "expert_tensor_parallel_size": parts.expert_tensor_parallel,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
-        "bf16": dtype == torch.bfloat16,
-        "params_dtype": dtype,
-        "use_cpu_initialization": on_cpu,
-        "perform_initialization": False,
-    }
-
-
-@torch.no_grad()
-def seed_weights(layer: MoELayer, model: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-    """Fill gate, routed and shared experts with what follows from the seed and their global ids."""
-    gate = seeded_generator(device, seed, GATE)
-    weight_ED = torch.randn(model.num_experts, model.hidden_size, generator=gate, device=device)
-    layer.router.weight.data.copy_(weight_ED * model.hidden_size**-0.5)
-    sizes = model.hidden_size, model.ffn_hidden_size
-    weights = (expert_weights(seed, ROUTED, e, *sizes, device, dtype) for e in layer.local_expert_indices)
-    dispatcher = layer.token_dispatcher
-    if dispatcher.tp_size > 1:
-        weights = (one.sliced(dispatcher.tp_rank, dispatcher.tp_size) for one in weights)
-    fill_experts_(layer.experts, weights)
-    if layer.shared_experts is not None:
-        fill_mlp_(
-            layer.shared_experts,
-            expert_weights(seed, SHARED, 0, model.hidden_size, model.shared_ffn_hidden_size, device, dtype),
+    def _add(self, layer: int | None, native: MoELayer) -> None:
+        """Build the policy's form beside a native one, whose weights it shares."""
+        model, parts = self.model, self.parts
+        context = RoutingContext(
+            top_k=model.top_k,
+            num_ranks=self.ep_group.size(),
+            rank=self.ep_group.rank(),
+            normalize=model.normalize,
+            scale=model.routed_scale,
+            num_groups=model.num_groups,
+            top_groups=model.top_groups,
         )
+        # Ranks that hold slices of the same experts decide together about the tokens of all.
+        deciding = self.ep_group if parts.expert_tensor_parallel == 1 else self._groups.tp_ep
+        topk = make_policy({"name": "topk"})
+        router = partial(PolicyRouter, policy=topk, context=context, ep_group=deciding, kernel=parts.kernel)
+        policy = self._new_layer(router, capacity_factor=1.0)
+        policy.experts, policy.shared_experts = native.experts, native.shared_experts
+        policy.router.weight = native.router.weight
+        pair = self.pairs[layer] = LayerPair(native, policy)
+        dispatcher = own_dispatcher(parts)
+        if dispatcher is not None:
+            for moe in pair.both:
+                experts = moe.num_local_experts, moe.local_expert_indices
+                moe.token_dispatcher = dispatcher(*experts, config=moe.config, pg_collection=self._groups)
+
+    @torch.no_grad()
+    def _seed_layer(self, layer: int | None) -> None:
+        """Fill gate, routed and shared experts of a layer."""
+        model, device, dtype, moe = self.model, self.device, self.dtype, self.pairs[layer].native
+        seed = layer_seed(self.seed, layer)
+        gate = seeded_generator(device, seed, GATE)
+        weight_ED = torch.randn(model.num_experts, model.hidden_size, generator=gate, device=device)
+        moe.router.weight.data.copy_(weight_ED * model.hidden_size**-0.5)
+        sizes = model.hidden_size, model.ffn_hidden_size
+        weights = (expert_weights(seed, ROUTED, e, *sizes, device, dtype) for e in moe.local_expert_indices)
+        dispatcher = moe.token_dispatcher
+        if dispatcher.tp_size > 1:
+            weights = (one.sliced(dispatcher.tp_rank, dispatcher.tp_size) for one in weights)
+        fill_experts_(moe.experts, weights)
+        if moe.shared_experts is not None:
+            sizes = model.hidden_size, model.shared_ffn_hidden_size
+            fill_mlp_(moe.shared_experts, expert_weights(seed, SHARED, 0, *sizes, device, dtype))
+
+
+def layer_seed(seed: int, layer: int | None) -> int:
+    """The seed of one layer's weights; None = the layer that stands alone."""
+    return seed if layer is None else int(np.random.SeedSequence((seed, DEPTH, layer)).generate_state(1)[0])
+
+
+class SingleLayer(Subject):
+    """An MoE layer of ``model`` alone. Its batch is hidden states [T, 1, D], its output too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take ``Subject``'s arguments."""
+        super().__init__(*args, **kwargs)
+        self._add(None, self._new_layer(ReplayRouter, capacity_factor=None))
+        self._seed_layer(None)
+        self.take(())
+
+    @property
+    def pair(self) -> LayerPair:
+        return self.pairs[None]
+
+    def run(self, batch: Tensor) -> Tensor:
+        return self.moe_layers[None](batch)[0]
+
+    def instrumented(self, recorder: PhaseRecorder, meet: Callable[[], object]) -> contextlib.AbstractContextManager:
+        return instrumented(self.moe_layers[None], recorder, meet)
+
+
+class Transformer(Subject):
+    """The first layers of ``model`` with embedding and output layer. Its batch is a ``Pass``, its output logits.
+
+    Attributes:
+        gpt: Megatron-Core's model; every rank has all of it but the experts, which are spread over ranks.
+    """
+
+    def __init__(
+        self, *args: Any, num_layers: int, max_length: int, core_attention: Any = SdpaAttention, **kwargs: Any
+    ) -> None:
+        """Take ``Subject``'s arguments and:
+
+        max_length: positions that a sequence may have.
+        core_attention: None = Megatron-Core's own ``DotProductAttention``.
+        """
+        super().__init__(*args, **kwargs)
+        model, config = self.model, self._config(None, num_layers)
+        assert model.vocab_size is not None
+        spec, group = decoder_spec(config, core_attention, self._submodules(ReplayRouter)), self._groups.ep
+        self.gpt = build_gpt(
+            config, spec, model.vocab_size, max_length=max_length, tied=model.tied_embeddings, ep_group=group
+        )
+        self.gpt.to(self.device).eval()
+        for norm in (module for module in self.gpt.modules() if isinstance(module, torch.nn.RMSNorm)):
+            norm.to(self.dtype)
+        for layer in range(model.first_dense_layers, num_layers):
+            self._add(layer, self.layers[layer].mlp)
+        self._seed()
+        self.take(())
+
+    @property
+    def layers(self) -> Any:
+        return self.gpt.decoder.layers
+
+    def take(self, policy_layers: Container[int | None]) -> None:
+        super().take(policy_layers)
+        for layer, moe in self.moe_layers.items():
+            self.layers[layer].mlp = moe
+
+    def run(self, batch: Callable[[Any], Tensor]) -> Tensor:
+        return batch(self.gpt)
+
+    def instrumented(self, recorder: PhaseRecorder, meet: Callable[[], object]) -> contextlib.AbstractContextManager:
+        return instrumented_model(self, recorder, meet)
+
+    @torch.no_grad()
+    def _seed(self) -> None:
+        """Fill matrices so that activations keep their size, norms with ones, and the MoE layers."""
+        for name, parameter in self.gpt.named_parameters():
+            if ".experts." in name:
+                continue
+            if parameter.ndim == 1:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            generator = seeded_generator(self.device, self.seed, REST, zlib.crc32(name.encode()))
+            values = torch.randn(parameter.shape, generator=generator, device=self.device)
+            parameter.copy_(values * parameter.shape[1] ** -0.5)
+        for layer in self.pairs:
+            self._seed_layer(layer)

@@ -1,6 +1,6 @@
 """Timers through the depth of a model: every phase of every layer, and what stands outside of them.
 
-A phase is recorded with its layer as ``3:experts``; what belongs to none (embedding, last norm, output layer) without.
+A phase of a layer is recorded as (layer, phase); what belongs to none (embedding, last norm, output layer) by its name.
 MoE layers are instrumented as a layer alone is (``phases``), waiting probes included. Attention and dense layers are
 timed as a whole; ``rest`` is what of a layer, and of the decoder around them, is neither: norms and residual additions.
 """
@@ -9,32 +9,34 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_ep_bench.layer.phases import instrumented, replaced
-from moe_ep_bench.layer.transformer import Transformer
-from moe_ep_bench.records import MOE_REST, PHASES, at
-from moe_ep_bench.timer import PhaseRecorder
+from moe_ep_bench.schema import LAYER_PHASES, MOE_REST, PhaseKey
+from moe_ep_bench.timing.timer import PhaseRecorder
+
+if TYPE_CHECKING:
+    from moe_ep_bench.layer.build import Transformer
 
 
-def phases_in_depth(num_layers: int, moe_layers: Collection[int]) -> list[str]:
+def phases_in_depth(num_layers: int, moe_layers: Collection[int]) -> list[PhaseKey]:
     """All phases that a model of so many layers may pass, in their order."""
-    names = ["embedding"]
+    names: list[PhaseKey] = ["embedding"]
     for layer in range(num_layers):
-        own = (*PHASES, MOE_REST) if layer in moe_layers else ("dense",)
-        names += [at(layer, phase) for phase in ("rest", "attention", *own)]
+        own = (*LAYER_PHASES, MOE_REST) if layer in moe_layers else ("dense",)
+        names += [(layer, phase) for phase in ("rest", "attention", *own)]
     return [*names, "rest", "output"]
 
 
 class _AtLayer:
-    """A recorder's ``wrap`` that adds the layer to a phase's name."""
+    """A recorder's ``wrap`` that adds the layer to a phase."""
 
     def __init__(self, recorder: PhaseRecorder, layer: int) -> None:
         self._recorder = recorder
         self._layer = layer
 
     def wrap(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return self._recorder.wrap(at(self._layer, phase), function)
+        return self._recorder.wrap((self._layer, phase), function)
 
 
 @contextlib.contextmanager

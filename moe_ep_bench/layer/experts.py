@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Streams of random numbers that must not overlap: routed experts, shared experts, the gate; hidden states, and what
-# policies draw.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# Streams of random numbers that must not overlap: routed experts, shared experts, the gate; hidden states and policies.
 ROUTED, SHARED, GATE = 0, 1, 2
 HIDDEN, DRAWS = 10, 11
-# Of a whole model: a layer's seed, all weights outside of MoE layers, token ids, cached keys and values.
+# Of a whole model: layers' seeds, weights outside of MoE layers, token ids, cached keys and values.
 DEPTH, REST, TOKENS, CACHE = 20, 21, 22, 23
 
 

@@ -1,32 +1,32 @@
-"""Who computes experts, who moves and permutes tokens, who routes: what a config may ask for, and what runs here.
+"""Which implementations of experts, dispatcher and permutation a config may ask for, and which run here.
 
 Experts (``backends``), whole or in slices (``expert_tensor_parallel``)
 
 ``sequential``  Megatron-Core's ``SequentialMLP``: one expert after the other
 ``grouped``     ours: all experts in two calls of ``torch.nn.functional.grouped_mm``
-``decode``      ours, for few tokens: each activated expert's weights read once (Triton on a GPU)
+``decode``      ours, for few tokens: each activated expert's weights are read once (Triton on a GPU)
 ``te``          Megatron-Core's ``TEGroupedMLP``; needs Transformer Engine and a GPU
 
-Dispatcher
+Dispatcher (``dispatchers``)
 
 ``alltoall``    Megatron-Core's: each pair travels to its expert's rank; waits for the host
 ``allgather``   Megatron-Core's: every rank gets all tokens, and the sums are scattered back. With ``decode`` experts no
-                token is permuted and nothing waits for the host (``gathering``), which a CUDA graph needs
-``flex``        Megatron-Core's, with DeepEP's kernels: a token travels to a rank once (``flex``); needs DeepEP, a GPU
-                and several ranks
+                token is permuted and nothing waits for the host, which a CUDA graph needs
+``flex``        Megatron-Core's with DeepEP's kernels: a token travels to a rank once; needs DeepEP, a GPU and several
+                ranks
 
 Permutation
 
 ``megatron``    Megatron-Core's own, without Transformer Engine
-``indexed``     ours, by index (``permutation``); of the all-to-all dispatcher
+``indexed``     ours, by index, in the all-to-all dispatcher
 ``fused``       Transformer Engine's kernels through Megatron-Core; needs Transformer Engine and a GPU
-``none``        what runs where nothing is permuted; not asked for by name
+``none``        nothing is permuted; cannot be asked for by name
 
-Routing by a policy: see ``kernels.twins``, for what can run depends on the policy.
+Which form of a policy can run depends on the policy: see ``kernels.dispatch``.
 
-``auto`` takes Transformer Engine where it is, else ours; ``decode`` where a CUDA graph needs it, and where the device's
-file states below how many rows an expert it was measured faster, and there are fewer (``devices.takes_decode``). What
-was asked for, what ran and why are recorded.
+``auto`` takes Transformer Engine where it is installed, else ours. It takes ``decode`` where a CUDA graph needs it, and
+where the device's file says that it was measured faster at so few rows an expert (``devices.takes_decode``). The record
+says what was asked for, what ran and why.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from moe_ep_bench.environment import package_versions
+from moe_ep_bench.machine.provenance import package_versions
 
 # Megatron-Core takes Transformer Engine's permutation kernels from this version on.
 _FUSED_PERMUTE_SINCE = (2, 1)
@@ -42,19 +42,19 @@ _FUSED_PERMUTE_SINCE = (2, 1)
 
 @dataclass(frozen=True)
 class Parts:
-    """What runs, after ``auto`` was decided."""
+    """What runs, with ``auto`` decided."""
 
     experts: str = "grouped"
     permute: str = "indexed"
     kernel: str = "auto"
-    """Of routing, as it was asked for."""
+    """Of routing, as asked for."""
     dispatcher: str = "alltoall"
     cuda_graph: bool = False
-    """Timed runs are replayed from CUDA graphs (``graphs``)."""
+    """Replay timed runs from CUDA graphs (``graphs``)."""
     experts_why: str = ""
-    """Why these experts; empty where nothing was left open."""
+    """Why these experts; empty where they were asked for by name."""
     expert_tensor_parallel: int = 1
-    """Ranks among which every expert is cut (``tensor_group``)."""
+    """Ranks among which every expert is cut."""
 
     @property
     def by_map(self) -> bool:
@@ -62,7 +62,7 @@ class Parts:
         return self.dispatcher == "allgather" and self.experts == "decode"
 
     def held_by_graphs(self, ep_size: int, scope: str) -> str | None:
-        """What of a layer or model (``scope``) is replayed, in words; None where it is run eagerly."""
+        """Describe what of a layer or model (``scope``) is replayed; None where it runs eagerly."""
         if not self.cuda_graph:
             return None
         return f"the whole {scope}" if ep_size == 1 else "all between the collectives"
@@ -79,7 +79,7 @@ class Parts:
         decode: tuple[bool, str] = (False, ""),
         expert_tensor_parallel: int = 1,
     ) -> Parts:
-        """Decide what was left to this machine.
+        """Decide every ``auto`` for this machine.
 
         Args:
             decode: whether ``auto`` takes the decode experts where there is a GPU, and why (``devices.takes_decode``).
@@ -111,6 +111,9 @@ class Parts:
             expert_tensor_parallel=expert_tensor_parallel,
         )
         return replace(parts, permute=_permute(permute, parts, version, lacking))
+
+
+DEFAULT_PARTS = Parts()
 
 
 def _check_slices(experts: str, dispatcher: str, num_slices: int, *, cuda_graph: bool) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_ep_bench.kernels import compiled
 from moe_ep_bench.layer.megatron import TopKRouter
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 
@@ -69,7 +70,7 @@ class PolicyRouter(ReplayRouter):
         policy: what routes.
         context: what the policy may know of these tokens; set together with the batch.
         ep_group: the ranks over which a batch-wide policy's statistics are summed.
-        kernel: which form of the policy runs (``kernels.twins``).
+        kernel: which form of the policy runs (``kernels.dispatch``).
     """
 
     def __init__(
@@ -83,10 +84,11 @@ class PolicyRouter(ReplayRouter):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scores_TE = scores_from_logits(logits.view(-1, self.config.num_moe_experts), self.score_function)
-        stats_SE = self.policy.batch_stats(scores_TE, self.context, self.kernel)
+        policy = compiled(self.policy, scores_TE.device, self.kernel)
+        stats_SE = policy.stats(scores_TE, self.context)
         if stats_SE is not None:
             stats_SE = self.sum_over_ranks(stats_SE)
-        routing: Routing = self.policy.select(scores_TE, self.context, stats_SE, self.kernel)
+        routing: Routing = policy.select(scores_TE, self.context, stats_SE)
         return routing.weights_TE, routing.map_TE
 
     def sum_over_ranks(self, stats_SE: Tensor) -> Tensor:

@@ -18,11 +18,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-
-from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
 from moe_ep_bench.policies.field_checks import decimal, real, require_choice, require_count
+from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import (
     integer_keys,
     num_valid_tokens,
@@ -31,7 +29,7 @@ from moe_ep_bench.policies.selection import (
     weighted,
     without_padding,
 )
-from moe_ep_bench.policies.steps import Steps, lowest
+from moe_ep_bench.policies.steps import lowest
 
 Metric = Literal["score", "order", "reverse_order", "random"]
 Granularity = Literal["expert", "device"]
@@ -54,7 +52,7 @@ def expert_capacity(capacity_factor: float, num_tokens: int, top_k: int, num_exp
 
 
 @dataclass(frozen=True, kw_only=True)
-class CapacityPolicy(Policy):
+class CapacityPolicy(SteppedPolicy):
     """What ``token_drop`` and ``expanded_drop`` share.
 
     Attributes:
@@ -86,9 +84,7 @@ class CapacityPolicy(Policy):
         if self.modality != "uniform" and context.modality_T is None:
             raise ValueError(f"modality_T: modality={self.modality} needs the tokens' modality, got None")
 
-    def within_capacity(
-        self, steps: Steps, candidates_TE: Tensor, scores_TE: Tensor, context: RoutingContext
-    ) -> Tensor:
+    def within_capacity(self, candidates_TE: Tensor, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         """Keep of the candidate pairs what the experts (or devices) have room for: bool [T, E]."""
         num_experts = candidates_TE.shape[1]
         num_shared = num_experts // context.num_ranks if self.granularity == "device" else 1
@@ -100,7 +96,7 @@ class CapacityPolicy(Policy):
         )
         # Keys come first and always: what a random metric draws must not depend on the data.
         keys_TE = self._keys(scores_TE, context)
-        return steps.within_capacity(candidates_TE, keys_TE, capacity, num_shared)
+        return self.steps.within_capacity(candidates_TE, keys_TE, capacity, num_shared)
 
     def _keys(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         """What an expert orders its pairs by, the largest first: [T, E], float32 or int64."""
@@ -126,14 +122,16 @@ class TokenDrop(CapacityPolicy):
     """Capacity-aware Token Drop (arXiv 2503.05066, Algorithm 1)."""
 
     name: ClassVar[str] = "token_drop"
+    look: ClassVar[tuple[str, str]] = ("#D55E00", "s")
+    acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         return context.top_k
 
-    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-        top_k_TE = top_k_map(scores_TE, context, steps)
-        map_TE = self.within_capacity(steps, top_k_TE, scores_TE, context)
-        return weighted(scores_TE, map_TE, top_k_TE, context, steps)
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        top_k_TE = top_k_map(scores_TE, context, self.steps)
+        map_TE = self.within_capacity(top_k_TE, scores_TE, context)
+        return weighted(scores_TE, map_TE, top_k_TE, context, self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +151,8 @@ class ExpandedDrop(CapacityPolicy):
     """
 
     name: ClassVar[str] = "expanded_drop"
+    look: ClassVar[tuple[str, str]] = ("#009E73", "^")
+    acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
     looks_past_top_k: ClassVar[bool] = True
 
     num_candidates: int | None = None
@@ -175,26 +175,26 @@ class ExpandedDrop(CapacityPolicy):
         wanted = min(context.top_k + more, num_experts)
         return wanted if self.max_experts_per_token is None else min(wanted, self.max_experts_per_token)
 
-    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-        top_k_TE = top_k_map(scores_TE, context, steps)
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        top_k_TE = top_k_map(scores_TE, context, self.steps)
         preference_TE = preference(scores_TE, context)
-        candidates_TE = self._expand(steps, top_k_TE, preference_TE, context)
-        map_TE = self.within_capacity(steps, candidates_TE, scores_TE, context)
+        candidates_TE = self._expand(top_k_TE, preference_TE, context)
+        map_TE = self.within_capacity(candidates_TE, scores_TE, context)
         if self.max_experts_per_token is not None:
             keys_TE = preference_TE.masked_fill(~map_TE, lowest(preference_TE))
-            map_TE = map_TE & steps.best_per_row(keys_TE, self.max_experts_per_token)
-        return weighted(scores_TE, map_TE, top_k_TE, context, steps)
+            map_TE = map_TE & self.steps.best_per_row(keys_TE, self.max_experts_per_token)
+        return weighted(scores_TE, map_TE, top_k_TE, context, self.steps)
 
-    def _expand(self, steps: Steps, top_k_TE: Tensor, preference_TE: Tensor, context: RoutingContext) -> Tensor:
+    def _expand(self, top_k_TE: Tensor, preference_TE: Tensor, context: RoutingContext) -> Tensor:
         """Add the further experts that each token considers: bool [T, E]."""
         num_experts = top_k_TE.shape[1]
         if self.scope == "global":
             count = min(self.num_candidates or 0, num_experts)
-            others_TE = steps.best_per_row(preference_TE.masked_fill(top_k_TE, -torch.inf), count)
+            others_TE = self.steps.best_per_row(preference_TE.masked_fill(top_k_TE, -torch.inf), count)
             return top_k_TE | without_padding(others_TE, context)
         num_local = num_experts // context.num_ranks
         local = slice(context.rank * num_local, (context.rank + 1) * num_local)
         count = num_local if self.num_candidates is None else min(self.num_candidates, num_local)
         expanded_TE = top_k_TE.clone()
-        expanded_TE[:, local] |= steps.best_per_row(preference_TE[:, local], count)
+        expanded_TE[:, local] |= self.steps.best_per_row(preference_TE[:, local], count)
         return without_padding(expanded_TE, context)

@@ -11,16 +11,14 @@ S = rows of batch statistics.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Literal, Self
 
-import torch
-from torch import Tensor
+from moe_ep_bench.policies.lazy import Tensor, torch
+from moe_ep_bench.policies.steps import TORCH, Steps
 
-from moe_ep_bench.policies.steps import Steps
-
-if TYPE_CHECKING:
-    from moe_ep_bench.kernels.twins import Twin
+Phase = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,48 +71,28 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Base of all policies.
+    """What a policy does, and what it states about itself.
 
-    A subclass names itself and implements ``select_by`` and, where it decides for the whole batch,
-    ``stats_by``: both are handed the hot steps by which to work (``policies.steps.TORCH``, or compiled
-    ones that return the same bits). ``select`` and ``batch_stats`` run the fastest form for the device, be it
-    these or a compiled twin of the whole policy, or the one that is named (``kernels.twins``).
+    A policy of your own implements ``route`` and, where it decides for the whole batch, ``batch_stats``.
 
     Attributes:
         name: what users write.
+        look: colour and marker in every figure; None = the next free ones. Policies that rarely stand in one figure
+            may share a colour, never the marker as well.
+        acts_in: the phases in which it acts unless told otherwise. Capacities bound the straggler of prefill,
+            batch-wide sets the weights that a decode step reads.
         looks_past_top_k: scores beyond the model's top-k decide, so that a recording which holds
             only the top-k needs a model of the others.
+        fewer_experts_by: the field by which a batch activates fewer experts; None = that is not what it is for.
     """
 
     name: ClassVar[str]
+    look: ClassVar[tuple[str, str] | None] = None
+    acts_in: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     looks_past_top_k: ClassVar[bool] = False
+    fewer_experts_by: ClassVar[str | None] = None
 
-    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-        """The rule. ``stats_SE`` is None only where ``stats_by`` returns None."""
-        raise NotImplementedError
-
-    def stats_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
-        """What the rule must know of all ranks' tokens: float64 [S, E], to be summed over ranks; None = nothing."""
-        return None
-
-    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
-        """The most experts that a token may be given: all, unless a policy promises less.
-
-        A dispatcher that sets aside places for a token's experts asks for it (DeepEP's).
-        """
-        return num_experts
-
-    def batch_stats(self, scores_TE: Tensor, context: RoutingContext, kernel: str = "auto") -> Tensor | None:
-        """Return float64 [S, E] statistics that the caller sums over ranks, or None if ``select`` needs none."""
-        return self._twin(kernel, scores_TE).stats(self, scores_TE, context)
-
-    def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
-        """Raise ValueError when this policy cannot route these scores in this context."""
-        check_inputs(scores_TE, context)
-
-    def route(
-        self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None, kernel: str = "auto"
-    ) -> Routing:
+    def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         """Route one batch of tokens.
 
         Args:
@@ -122,26 +100,26 @@ class Policy:
                 model's score function (softmax over E, or sigmoid).
             context: see RoutingContext.
             stats_SE: ``batch_stats`` summed over all ranks; without it this rank's own are used.
-            kernel: torch, numba, triton, or auto, the fastest of them that there is (``kernels.twins``).
 
         Raises:
-            ValueError: for scores or a context that break the contract, before any work; for a kernel that
-                cannot run this policy here.
+            ValueError: for scores or a context that break the contract, before any work.
         """
-        self.check(scores_TE, context)
-        return self.select(scores_TE, context, stats_SE, kernel)
+        raise NotImplementedError
 
-    def select(
-        self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None, kernel: str = "auto"
-    ) -> Routing:
-        """``route`` for inputs that were checked before: what a timed layer calls."""
-        return self._twin(kernel, scores_TE).select(self, scores_TE, context, stats_SE)
+    def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
+        """Return what ``route`` must know of all ranks' tokens: float64 [S, E], summed over ranks; None = nothing."""
+        return None
 
-    def _twin(self, kernel: str, scores_TE: Tensor) -> Twin:
-        # The table of twins imports all policies: hence here and not above.
-        from moe_ep_bench.kernels.twins import twin_for
+    def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
+        """Raise ValueError when this policy cannot route these scores in this context."""
+        check_inputs(scores_TE, context)
 
-        return twin_for(self, kernel, scores_TE)
+    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
+        """The most experts that a token may be given: all, unless a policy promises less.
+
+        A dispatcher that sets aside places for a token's experts asks for it (DeepEP's).
+        """
+        return num_experts
 
     def params(self) -> dict[str, object]:
         """The fields as a JSON-ready dict, without the name."""
@@ -152,6 +130,36 @@ class Policy:
         """Name and the fields that differ from their defaults, for tables and figures."""
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
         return " ".join([self.name, *(f"{f.name}={getattr(self, f.name)}" for f in changed)])
+
+
+class SteppedPolicy(Policy):
+    """A policy that works by the hot steps of ``policies.steps``, so that exact, faster ones can take their place.
+
+    A subclass implements ``select`` and, where it decides for the whole batch, ``stats``: ``route`` and
+    ``batch_stats`` for inputs that were checked before, which is what a timed layer calls.
+    """
+
+    steps: ClassVar[Steps] = TORCH
+
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        raise NotImplementedError
+
+    def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
+        return None
+
+    def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        self.check(scores_TE, context)
+        return self.select(scores_TE, context, stats_SE)
+
+    def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
+        self.check(scores_TE, context)
+        return self.stats(scores_TE, context)
+
+    def by(self, steps: Steps) -> Self:
+        """The same policy by other steps, which return the same bits."""
+        other = copy.copy(self)
+        object.__setattr__(other, "steps", steps)  # no field: it is no part of the value
+        return other
 
 
 def check_inputs(scores_TE: Tensor, context: RoutingContext) -> None:

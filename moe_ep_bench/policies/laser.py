@@ -19,13 +19,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
-import torch
-from torch import Tensor
-
-from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.contract import Routing, RoutingContext, SteppedPolicy
 from moe_ep_bench.policies.field_checks import real, require_choice, require_count
+from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import list_keys, weighted
-from moe_ep_bench.policies.steps import LeastLoaded, Steps
+from moe_ep_bench.policies.steps import LeastLoaded
 
 Trim = Literal["top", "random"]
 
@@ -43,7 +41,7 @@ class Bands(tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadAwarePolicy(Policy):
+class LoadAwarePolicy(SteppedPolicy):
     """What ``laser`` and ``load_only`` share: tokens in order, loads carried from one to the next."""
 
     looks_past_top_k: ClassVar[bool] = True
@@ -52,22 +50,22 @@ class LoadAwarePolicy(Policy):
         return context.top_k
 
     def route_by_load(
-        self, steps: Steps, scores_TE: Tensor, context: RoutingContext, rule: LeastLoaded, random_TE: Tensor | None
+        self, scores_TE: Tensor, context: RoutingContext, rule: LeastLoaded, random_TE: Tensor | None
     ) -> Routing:
         """Start from the loads of earlier batches and go through this rank's valid tokens."""
         if context.load_E is None:
             load_E = scores_TE.new_zeros(scores_TE.shape[1], dtype=torch.float64)
         else:
             load_E = context.load_E.to(scores_TE.device, torch.float64)
-        map_TE = steps.least_loaded(
+        map_TE = self.steps.least_loaded(
             scores_TE,
-            list_keys(scores_TE, context, steps),
+            list_keys(scores_TE, context, self.steps),
             load_E,
             rule,
             valid_T=context.token_mask_T,
             random_TE=random_TE,
         )
-        return weighted(scores_TE, map_TE, map_TE, context, steps)
+        return weighted(scores_TE, map_TE, map_TE, context, self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +86,7 @@ class Laser(LoadAwarePolicy):
     """
 
     name: ClassVar[str] = "laser"
+    look: ClassVar[tuple[str, str]] = ("#0072B2", "<")
 
     eps_high: float
     t_fix: float
@@ -153,9 +152,9 @@ class Laser(LoadAwarePolicy):
         )
         return rule, random_TE
 
-    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         rule, random_TE = self.rule(scores_TE, context)
-        return self.route_by_load(steps, scores_TE, context, rule, random_TE)
+        return self.route_by_load(scores_TE, context, rule, random_TE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +166,7 @@ class LoadOnly(LoadAwarePolicy):
     """
 
     name: ClassVar[str] = "load_only"
+    look: ClassVar[tuple[str, str]] = ("#E69F00", ">")
 
     chunk_size: int = 1
 
@@ -183,5 +183,5 @@ class LoadOnly(LoadAwarePolicy):
             chunk_size=self.chunk_size,
         )
 
-    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-        return self.route_by_load(steps, scores_TE, context, self.rule(scores_TE, context), None)
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        return self.route_by_load(scores_TE, context, self.rule(scores_TE, context), None)

@@ -13,19 +13,16 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-
-from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
 from moe_ep_bench.policies.field_checks import real, require_choice, require_flag
+from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import num_valid_tokens, top_k_map, weighted, without_padding
-from moe_ep_bench.policies.steps import Steps
 
 DropPolicy = Literal["probs", "position"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronDrop(Policy):
+class MegatronDrop(SteppedPolicy):
     """Each expert keeps its best C = ceil(T * K / E * gamma) top-k pairs, T counting valid tokens.
 
     Attributes:
@@ -35,6 +32,8 @@ class MegatronDrop(Policy):
     """
 
     name: ClassVar[str] = "megatron_drop"
+    look: ClassVar[tuple[str, str]] = ("#E69F00", "v")
+    acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
 
     capacity_factor: float
     drop_policy: DropPolicy = "probs"
@@ -45,18 +44,18 @@ class MegatronDrop(Policy):
         require_choice("drop_policy", self.drop_policy, DropPolicy)
         require_flag("pad_to_capacity", self.pad_to_capacity)
 
-    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-        top_k_TE = top_k_map(scores_TE, context, steps)
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        top_k_TE = top_k_map(scores_TE, context, self.steps)
         num_tokens, num_experts = num_valid_tokens(scores_TE, context), scores_TE.shape[1]
         # In doubles, as there: a floor of the exact decimal would be another rule.
         capacity = math.ceil(min(num_tokens * context.top_k / num_experts * self.capacity_factor, num_tokens))
         keys_TE = torch.ones_like(scores_TE)
         if self.drop_policy == "probs":
-            keys_TE = weighted(scores_TE, top_k_TE, top_k_TE, context, steps).weights_TE
+            keys_TE = weighted(scores_TE, top_k_TE, top_k_TE, context, self.steps).weights_TE
         candidates_TE = top_k_TE
         if self.pad_to_capacity:
             keys_TE = keys_TE.masked_fill(~top_k_TE, -1.0)
             candidates_TE = without_padding(torch.ones_like(top_k_TE), context)
-        map_TE = steps.within_capacity(candidates_TE, keys_TE, capacity, num_shared=1)
-        kept = weighted(scores_TE, map_TE & top_k_TE, top_k_TE, context, steps)
+        map_TE = self.steps.within_capacity(candidates_TE, keys_TE, capacity, num_shared=1)
+        kept = weighted(scores_TE, map_TE & top_k_TE, top_k_TE, context, self.steps)
         return Routing(map_TE=map_TE, weights_TE=kept.weights_TE)

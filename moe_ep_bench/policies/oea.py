@@ -14,17 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
 from moe_ep_bench.policies.field_checks import real, require_count, require_flag
+from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import list_keys, summed_scores, weighted, without_padding
-from moe_ep_bench.policies.steps import Steps, lowest, place_in_row
+from moe_ep_bench.policies.steps import lowest, place_in_row
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pruned(Policy):
+class Pruned(SteppedPolicy):
     """A token takes the first n of its list: k0, or fewer if these hold share p of its row sum.
 
     Attributes:
@@ -33,6 +31,9 @@ class Pruned(Policy):
     """
 
     name: ClassVar[str] = "pruned"
+    look: ClassVar[tuple[str, str]] = ("#56B4E9", "P")
+    acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
+    fewer_experts_by: ClassVar[str] = "k0"
 
     k0: int
     p: float = 1.0
@@ -44,15 +45,15 @@ class Pruned(Policy):
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         return min(self.k0, num_experts)
 
-    def base(self, steps: Steps, scores_TE: Tensor, keys_TE: Tensor, context: RoutingContext) -> Tensor:
+    def base(self, scores_TE: Tensor, keys_TE: Tensor, context: RoutingContext) -> Tensor:
         """The first n of every list: bool [T, E]."""
         if self.p == 1:
-            return without_padding(steps.best_per_row(keys_TE, self.k0), context)
-        return without_padding(steps.fewest_reaching(scores_TE, keys_TE, self.k0, self.p), context)
+            return without_padding(self.steps.best_per_row(keys_TE, self.k0), context)
+        return without_padding(self.steps.fewest_reaching(scores_TE, keys_TE, self.k0, self.p), context)
 
-    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-        map_TE = self.base(steps, scores_TE, list_keys(scores_TE, context, steps), context)
-        return weighted(scores_TE, map_TE, map_TE, context, steps, width=self.k0)
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        map_TE = self.base(scores_TE, list_keys(scores_TE, context, self.steps), context)
+        return weighted(scores_TE, map_TE, map_TE, context, self.steps, width=self.k0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ class OEA(Pruned):
     """
 
     name: ClassVar[str] = "oea"
+    look: ClassVar[tuple[str, str]] = ("#CC79A7", "X")
     looks_past_top_k: ClassVar[bool] = True
 
     k_max: int | None = None
@@ -88,30 +90,30 @@ class OEA(Pruned):
         k_max = context.top_k if self.k_max is None else self.k_max
         return min(max(self.k0, k_max), num_experts)
 
-    def stats_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-        base_TE = self.base(steps, scores_TE, list_keys(scores_TE, context, steps), context)
-        rows = [steps.load_of(base_TE)]
+    def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        base_TE = self.base(scores_TE, list_keys(scores_TE, context, self.steps), context)
+        rows = [self.steps.load_of(base_TE)]
         if self.rank_fill:
             rows.append(summed_scores(scores_TE, context))
         return torch.stack(rows)
 
-    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-        assert stats_SE is not None
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        stats_SE = self.stats(scores_TE, context) if stats_SE is None else stats_SE
         shared_E = stats_SE[0] > 0
         if self.rank_fill:
             shared_E = fill_ranks(shared_E, stats_SE[1], context.num_ranks)
-        keys_TE = list_keys(scores_TE, context, steps)
+        keys_TE = list_keys(scores_TE, context, self.steps)
         k_max = context.top_k if self.k_max is None else self.k_max
         if self.max_rank is None or self.max_rank >= scores_TE.shape[1]:
-            map_TE = steps.best_per_row(keys_TE, k_max, shared_E)
+            map_TE = self.steps.best_per_row(keys_TE, k_max, shared_E)
         else:
-            within_TE = steps.best_per_row(keys_TE, self.max_rank) & shared_E
-            map_TE = steps.best_per_row(keys_TE.masked_fill(~within_TE, lowest(keys_TE)), k_max) & within_TE
+            within_TE = self.steps.best_per_row(keys_TE, self.max_rank) & shared_E
+            map_TE = self.steps.best_per_row(keys_TE.masked_fill(~within_TE, lowest(keys_TE)), k_max) & within_TE
         map_TE = without_padding(map_TE, context)
         if self.k0 > k_max or self.max_rank is not None:
             # Otherwise the base, which opens the list and lies in S, is among the first k_max of S.
-            map_TE = map_TE | self.base(steps, scores_TE, keys_TE, context)
-        return weighted(scores_TE, map_TE, map_TE, context, steps, width=max(self.k0, k_max))
+            map_TE = map_TE | self.base(scores_TE, keys_TE, context)
+        return weighted(scores_TE, map_TE, map_TE, context, self.steps, width=max(self.k0, k_max))
 
 
 def fill_ranks(active_E: Tensor, sums_E: Tensor, num_ranks: int) -> Tensor:

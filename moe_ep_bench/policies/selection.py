@@ -5,10 +5,8 @@ Shapes: T = tokens, E = experts, K = top_k.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from moe_ep_bench.policies.contract import Routing, RoutingContext
+from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.steps import TORCH, Steps
 
 

@@ -18,33 +18,31 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
 from moe_ep_bench.policies.field_checks import decimal, real, require_count
+from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import top_k_map, weighted
 from moe_ep_bench.policies.steps import Steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClosingPolicy(Policy):
+class ClosingPolicy(SteppedPolicy):
     """What ``expert_drop`` and ``lynx`` share: experts are closed by their load in the batch."""
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         return context.top_k
 
-    def closed(self, steps: Steps, load_E: Tensor) -> Tensor:
+    def closed(self, load_E: Tensor) -> Tensor:
         """Which experts nobody may use: bool [E], from the batch's top-k pairs per expert (float64)."""
         raise NotImplementedError
 
-    def stats_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-        return steps.load_of(top_k_map(scores_TE, context, steps)).unsqueeze(0)
+    def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        return self.steps.load_of(top_k_map(scores_TE, context, self.steps)).unsqueeze(0)
 
-    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-        assert stats_SE is not None
-        top_k_TE = top_k_map(scores_TE, context, steps)
-        return weighted(scores_TE, top_k_TE & ~self.closed(steps, stats_SE[0]), top_k_TE, context, steps)
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        stats_SE = self.stats(scores_TE, context) if stats_SE is None else stats_SE
+        top_k_TE = top_k_map(scores_TE, context, self.steps)
+        return weighted(scores_TE, top_k_TE & ~self.closed(stats_SE[0]), top_k_TE, context, self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +55,8 @@ class ExpertDrop(ClosingPolicy):
     """
 
     name: ClassVar[str] = "expert_drop"
+    look: ClassVar[tuple[str, str]] = ("#CC79A7", "D")
+    acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
 
     fraction: float = 0.1
     count: int | None = None
@@ -66,8 +66,8 @@ class ExpertDrop(ClosingPolicy):
         if self.count is not None:
             require_count("count", self.count, minimum=0)
 
-    def closed(self, steps: Steps, load_E: Tensor) -> Tensor:
-        return least(steps, load_E, self.num_closed(load_E.numel()))
+    def closed(self, load_E: Tensor) -> Tensor:
+        return least(self.steps, load_E, self.num_closed(load_E.numel()))
 
     def num_closed(self, num_experts: int) -> int:
         """How many experts are skipped."""
@@ -85,19 +85,22 @@ class Lynx(ClosingPolicy):
     """
 
     name: ClassVar[str] = "lynx"
+    look: ClassVar[tuple[str, str]] = ("#56B4E9", "v")
+    acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
+    fewer_experts_by: ClassVar[str] = "num_dropped"
 
     num_dropped: int
 
     def __post_init__(self) -> None:
         require_count("num_dropped", self.num_dropped, minimum=0)
 
-    def closed(self, steps: Steps, load_E: Tensor) -> Tensor:
+    def closed(self, load_E: Tensor) -> Tensor:
         is_activated_E = load_E > 0
-        return is_activated_E & least(steps, load_E.masked_fill(~is_activated_E, torch.inf), self.num_dropped)
+        return is_activated_E & least(self.steps, load_E.masked_fill(~is_activated_E, torch.inf), self.num_dropped)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicSkip(Policy):
+class DynamicSkip(SteppedPolicy):
     """A token skips those of its top-k whose score is below ``beta`` times the best score among them.
 
     Attributes:
@@ -105,6 +108,7 @@ class DynamicSkip(Policy):
     """
 
     name: ClassVar[str] = "dynamic_skip"
+    look: ClassVar[tuple[str, str]] = ("#D55E00", "P")
 
     beta: float
 
@@ -114,11 +118,11 @@ class DynamicSkip(Policy):
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         return context.top_k
 
-    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-        top_k_TE = top_k_map(scores_TE, context, steps)
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        top_k_TE = top_k_map(scores_TE, context, self.steps)
         best_T1 = (scores_TE * top_k_TE).amax(dim=1, keepdim=True).double()
         map_TE = top_k_TE & (scores_TE >= self.beta * best_T1)
-        return weighted(scores_TE, map_TE, map_TE, context, steps)
+        return weighted(scores_TE, map_TE, map_TE, context, self.steps)
 
 
 def least(steps: Steps, load_E: Tensor, count: int) -> Tensor:

@@ -1,9 +1,8 @@
 """The hot steps of routing, in torch: what a compiled twin may replace.
 
-A policy is a short sequence of these steps and of cheap operations on [E] vectors. It is handed
-the steps by whoever calls it, so that it stays a pure function of torch while the caller takes
-the fastest exact form for the device (``moe_ep_bench.kernels.policy_steps``). A twin overrides a
-method and returns the same bits; the methods here are its definition.
+A policy is a short sequence of these steps and of cheap operations on [E] vectors. It works by
+``self.steps``, which are these unless a caller swaps in faster ones (``SteppedPolicy.by``). A twin
+overrides a method and returns the same bits; the methods here are its definition.
 
 Every choice is exact about ties: the lower index wins. ``torch.topk`` promises no order among
 equals, so it serves only to find a threshold; who stands at the threshold is decided here.
@@ -19,8 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
+from moe_ep_bench.policies.lazy import Tensor, torch
 
 # Below this many winners torch.topk finds the threshold sooner than a selection by rank (kthvalue).
 _TOPK_LIMIT = 64

@@ -15,13 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-
-from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
 from moe_ep_bench.policies.field_checks import real, require_choice, require_count
+from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import list_keys, summed_scores, weighted, without_padding
-from moe_ep_bench.policies.steps import Steps, best_first, place_in_row, share_of
+from moe_ep_bench.policies.steps import best_first, place_in_row, share_of
 
 Scope = Literal["batch", "request", "rank"]
 
@@ -34,7 +32,7 @@ _READS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class XShare(Policy):
+class XShare(SteppedPolicy):
     """S0 = union of the tokens' first k0; S = S0 and a budget of further experts; top-k inside S.
 
     Among equal sums the lower expert comes first. A token of which S holds fewer than K experts
@@ -56,6 +54,9 @@ class XShare(Policy):
     """
 
     name: ClassVar[str] = "xshare"
+    look: ClassVar[tuple[str, str]] = ("#009E73", "D")
+    acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
+    fewer_experts_by: ClassVar[str] = "budget"
     looks_past_top_k: ClassVar[bool] = True
 
     k0: int
@@ -91,16 +92,16 @@ class XShare(Policy):
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         return context.top_k
 
-    def stats_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-        wanted_TE = steps.best_per_row(list_keys(scores_TE, context, steps), self.k0)
+    def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        wanted_TE = self.steps.best_per_row(list_keys(scores_TE, context, self.steps), self.k0)
         wanted_TE = without_padding(wanted_TE, context)
         if self.scope == "request":
-            wanted_E = self._requests_sets(steps, scores_TE, wanted_TE, context).sum(dim=0).double()
+            wanted_E = self._requests_sets(scores_TE, wanted_TE, context).sum(dim=0).double()
         else:
-            wanted_E = steps.load_of(wanted_TE)
+            wanted_E = self.steps.load_of(wanted_TE)
         return torch.stack([wanted_E, summed_scores(scores_TE, context)])
 
-    def _requests_sets(self, steps: Steps, scores_TE: Tensor, wanted_TE: Tensor, context: RoutingContext) -> Tensor:
+    def _requests_sets(self, scores_TE: Tensor, wanted_TE: Tensor, context: RoutingContext) -> Tensor:
         """S_r of every request that has a valid token: bool [Q, E]."""
         assert context.request_id_T is not None
         assert self.request_budget is not None
@@ -111,23 +112,23 @@ class XShare(Policy):
         # A request's tokens lie together, mostly: there are fewer runs of equal ids to sort than tokens.
         ids_N, run_T = id_T.unique_consecutive(return_inverse=True)
         ids_Q, request_N = ids_N.unique(return_inverse=True)
-        wanted_QE, sums_QE = steps.by_request(scores_TE, wanted_TE, request_N[run_T], ids_Q.numel())
-        return wanted_QE | steps.best_per_row(sums_QE.masked_fill(wanted_QE, -1.0), self.request_budget)
+        wanted_QE, sums_QE = self.steps.by_request(scores_TE, wanted_TE, request_N[run_T], ids_Q.numel())
+        return wanted_QE | self.steps.best_per_row(sums_QE.masked_fill(wanted_QE, -1.0), self.request_budget)
 
-    def select_by(self, steps: Steps, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-        assert stats_SE is not None
-        shared_E = self._shared(steps, stats_SE[0] > 0, stats_SE[1], context.num_ranks)
-        map_TE = steps.best_per_row(list_keys(scores_TE, context, steps), context.top_k, shared_E)
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        stats_SE = self.stats(scores_TE, context) if stats_SE is None else stats_SE
+        shared_E = self._shared(stats_SE[0] > 0, stats_SE[1], context.num_ranks)
+        map_TE = self.steps.best_per_row(list_keys(scores_TE, context, self.steps), context.top_k, shared_E)
         map_TE = without_padding(map_TE, context)
-        return weighted(scores_TE, map_TE, map_TE, context, steps)
+        return weighted(scores_TE, map_TE, map_TE, context, self.steps)
 
-    def _shared(self, steps: Steps, start_E: Tensor, sums_E: Tensor, num_ranks: int) -> Tensor:
+    def _shared(self, start_E: Tensor, sums_E: Tensor, num_ranks: int) -> Tensor:
         """S, from what it starts from and the experts' summed scores: bool [E]."""
         if self.mass_threshold is not None:
             return start_E | most_mass(start_E, sums_E, self.mass_threshold)
         if self.rank_budget is not None:
             return start_E | in_rounds(start_E, sums_E, self.rank_budget, num_ranks)
-        return start_E | steps.best_per_row(sums_E.masked_fill(start_E, -1.0).unsqueeze(0), self.budget or 0)[0]
+        return start_E | self.steps.best_per_row(sums_E.masked_fill(start_E, -1.0).unsqueeze(0), self.budget or 0)[0]
 
 
 def most_mass(start_E: Tensor, sums_E: Tensor, threshold: float) -> Tensor:

@@ -25,12 +25,16 @@ Every workload describes itself (``describe``) in words and numbers for ``run.js
 
 from __future__ import annotations
 
-from moe_ep_bench.workload.batch import TokenBatch, Workload, deal
-from moe_ep_bench.workload.recorded import RecordedWorkload, Source
-from moe_ep_bench.workload.skew import peak_load, top_k_load, top_k_share
-from moe_ep_bench.workload.synthetic import SyntheticWorkload
-from moe_ep_bench.workload.tail import TAILS
-from moe_ep_bench.workload.trace import Trace, open_trace
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_ep_bench.workload.batch import TokenBatch, Workload, deal
+    from moe_ep_bench.workload.recorded import RecordedWorkload, Source
+    from moe_ep_bench.workload.skew import peak_load, top_k_load, top_k_share
+    from moe_ep_bench.workload.synthetic import SyntheticWorkload
+    from moe_ep_bench.workload.tail import TAILS
+    from moe_ep_bench.workload.trace import Trace, open_trace
 
 __all__ = [
     "TAILS",
@@ -46,3 +50,12 @@ __all__ = [
     "top_k_load",
     "top_k_share",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import a name of ``__all__`` when it is first used: a config opens recordings, and must not wait for torch."""
+    for module in ("tail", "trace", "batch", "recorded", "skew", "synthetic") if name in __all__ else ():
+        found = importlib.import_module(f"{__name__}.{module}")
+        if hasattr(found, name):
+            return getattr(found, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,7 +50,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import safe_open
 
-from moe_ep_bench.plurals import tokens_words
+from moe_ep_bench.workload.formatting import tokens_words
 from moe_ep_bench.workload.trace import Trace, open_trace
 
 BATCH_SIZES = tuple(2**power for power in range(11))  # 1 to 1024

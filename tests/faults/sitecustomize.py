@@ -53,7 +53,7 @@ HANGS = {"hang": lambda: True, "hang_later": lambda: _left("cases"), "hang_once"
 def _is_timed() -> bool:
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "_timed" and "measure" in frame.f_code.co_filename:
+        if frame.f_code.co_name == "_timed" and frame.f_code.co_filename.endswith("protocol.py"):
             return True
         frame = frame.f_back
     return False
@@ -92,22 +92,22 @@ def _inject() -> None:
 
 
 def _shorten_joining() -> None:
-    from moe_ep_bench import meeting
-    from moe_ep_bench.scopes import run
+    from moe_ep_bench.bench import run
+    from moe_ep_bench.runtime import rendezvous
 
-    run._JOIN_TIMEOUT_S = meeting._MEET_S = meeting._END_S = float(FAULTS["join"])
+    run._JOIN_TIMEOUT_S = rendezvous._MEET_S = rendezvous._END_S = float(FAULTS["join"])
 
 
 def _change_versions() -> None:
-    from moe_ep_bench import environment
+    from moe_ep_bench.machine import provenance
 
-    package_versions = environment.package_versions
+    package_versions = provenance.package_versions
     changed = {name: FAULTS[name] for name in VERSIONS & set(FAULTS)}
-    environment.package_versions = lambda: {**package_versions(), **changed}
+    provenance.package_versions = lambda: {**package_versions(), **changed}
 
 
 def _hang_in_setup() -> None:
-    from moe_ep_bench.scopes import run
+    from moe_ep_bench.bench import run
 
     run._SETUP_TIMEOUT_S = float(FAULTS["setup"])
 
@@ -115,16 +115,16 @@ def _hang_in_setup() -> None:
         time.sleep(3600)
 
     if _is_last_rank():
-        run.plan_comparisons = hangs
+        run.plan = hangs
 
 
 if int(os.environ.get("SLURM_RESTART_COUNT", "0")) < int(FAULTS.pop("until", "1")):
-    if {"run", "launch"} & set(sys.orig_argv):
+    if "run" in sys.orig_argv:
         if "join" in FAULTS:
             _shorten_joining()
         if VERSIONS & set(FAULTS) and _is_last_rank():
             _change_versions()
-    if "run" in sys.orig_argv:
+    if "run" in sys.orig_argv and "RANK" in os.environ:
         if "setup" in FAULTS:
             _hang_in_setup()
         if set(FAULTS) - {"join", "setup", *VERSIONS}:

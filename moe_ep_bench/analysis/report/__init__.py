@@ -1,4 +1,4 @@
-"""``report``: a results directory as one HTML file that can be sent to somebody and needs no network.
+"""``show --format html``: a results directory as one HTML file that can be sent to somebody and needs no network.
 
 ``said`` decides what is said of a run, ``routing`` of a route directory, ``models`` of whole models: plain data
 (``parts``), which tests read and ``page`` sets with a template. Of these ``answer`` words the two sentences that come

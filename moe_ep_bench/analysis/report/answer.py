@@ -15,7 +15,7 @@ from moe_ep_bench.analysis.report.parts import Answer
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.sweep import key_words, sweeps_along, swept_keys
 from moe_ep_bench.analysis.words import device_words, estimate_words, mode_words, percent
-from moe_ep_bench.measure.statistics import MIN_BATCHES
+from moe_ep_bench.timing.statistics import MIN_BATCHES
 
 # Those of ``advise`` where it is not told others.
 BOUNDS = Bounds(max_dropped=0.10, min_retained=0.95)

@@ -20,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from moe_ep_bench.analysis.load import ResultsError, is_accuracy, is_quality, is_whole
+from moe_ep_bench.analysis.load import ResultsError, is_quality, is_whole
 from moe_ep_bench.analysis.report.models import whole_report_of
 from moe_ep_bench.analysis.report.parts import Picture, Report
 from moe_ep_bench.analysis.report.routing import route_report_of
@@ -28,7 +28,7 @@ from moe_ep_bench.analysis.report.said import report_of
 from moe_ep_bench.analysis.route_load import is_route
 from moe_ep_bench.analysis.style import FORMATS, house_style
 from moe_ep_bench.analysis.validation import is_validation
-from moe_ep_bench.records import atomic_path, check_folder
+from moe_ep_bench.files import atomic_path, check_folder
 
 MAX_SVG_BYTES = 400_000
 
@@ -71,12 +71,11 @@ def write_report(directory: Path, out: Path | None = None) -> tuple[Path, list[s
         raise ResultsError(f"--out {out}: expected a file to write, got a directory")
     if is_validation(directory):
         raise ResultsError(f"{directory}: holds two runs side by side; report {directory}/real or {directory}/emulated")
-    for is_other, what, shown_by in (
-        (is_quality, "what policies do to a model's answers", "`moe-ep-bench summary` and `plot` show"),
-        (is_accuracy, "tasks' accuracies", "`moe-ep-bench summary` shows"),
-    ):
-        if is_other(directory):
-            raise ResultsError(f"{directory}: holds {what}, of which there is no page; {shown_by} it")
+    if is_quality(directory):
+        raise ResultsError(
+            f"{directory}: holds what policies do to a model's answers, of which there is no page; "
+            "`moe-ep-bench show` and `plot` show it"
+        )
     passed_over: list[str] = []
     page = page_of(_report_of(directory)(directory, passed_over))
     with atomic_path(out) as temporary:

@@ -20,7 +20,7 @@ import yaml
 from moe_ep_bench.analysis.load import Conditions, Run
 from moe_ep_bench.analysis.report.parts import Cell, Column, Step, Table, number_cell, text_cell
 from moe_ep_bench.analysis.words import NONE
-from moe_ep_bench.records import RunDirectory
+from moe_ep_bench.results import RunDirectory
 
 # Of more ranks and launches the first are shown.
 MAX_ROWS = 256
@@ -318,7 +318,7 @@ def reproduction(facts: Provenance) -> list[Step]:
     steps.append(Step(f"Save the config above as {', '.join(names)}{beside}."))
     out = shlex.quote(f"results/{_config_name(facts)}")
     steps.append(Step(_where_words(facts), "\n".join(_command(facts, shlex.quote(name), out) for name in names)))
-    steps.append(Step("Set this page again:", f"moe-ep-bench report {out}"))
+    steps.append(Step("Set this page again:", f"moe-ep-bench show {out} --format html"))
     return steps
 
 

@@ -15,8 +15,8 @@ from moe_ep_bench.analysis.report.parts import Cell, Column, Table, number_cell,
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.timing import GROUPS
 from moe_ep_bench.analysis.words import NONE, milliseconds
-from moe_ep_bench.measure.statistics import Estimate
-from moe_ep_bench.records import TOTAL
+from moe_ep_bench.schema import TOTAL
+from moe_ep_bench.timing.statistics import Estimate
 
 # Of more ranks the slowest are shown: a page of a thousand rows a comparison is read by nobody.
 MAX_RANKS = 64

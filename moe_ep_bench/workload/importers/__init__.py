@@ -27,8 +27,8 @@ from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 
+from moe_ep_bench.files import atomic_path
 from moe_ep_bench.models import load_model
-from moe_ep_bench.records import atomic_path
 from moe_ep_bench.workload.importers import esft, gpt_oss, megatron, sglang, vllm
 from moe_ep_bench.workload.importers.options import ImportOptions
 from moe_ep_bench.workload.importers.sources import sha256_of

@@ -1,0 +1,99 @@
+"""Whether a results directory may take more results: it holds one mode and scope, obtained under one set of
+conditions.
+
+Figures and tables read a directory as a whole, so that what does not belong together must not get into it: timed
+beside emulated rows, or two versions of torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from moe_ep_bench.bench.plan import Comparison
+from moe_ep_bench.machine import provenance
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.runtime import locks
+
+
+def check_agreement(
+    directory: RunDirectory, mode: str, conditions: Mapping[str, Any], *, force: bool, scope: str = "layer"
+) -> None:
+    """Raise unless results can be written here and earlier ones are of the same mode, scope, conditions and code.
+
+    Args:
+        mode: what the rows to come will have as theirs: one of ``schema.MODES``.
+        conditions: the keys of the environment that must be as they were, and what they are now.
+        force: all is done anew, so that the code may be another than it was.
+        scope: what was timed: one of ``schema.SCOPES``.
+
+    Raises:
+        ValueError: one line naming the directory, what differs and what helps.
+    """
+    _check_writable(directory)
+    if not directory.run_json.exists():
+        return
+    try:
+        earlier = json.loads(directory.run_json.read_text())
+        kind = {"mode": earlier["mode"], "scope": earlier.get("scope", "layer")}
+        then = {**kind, **earlier["environment"], "code": earlier["hashes"]["code"]}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{directory.run_json}: damaged, or not written by this program") from None
+    now = {"mode": mode, "scope": scope, **conditions} | ({} if force else {"code": provenance.code_hash()})
+    for key, value in now.items():
+        if then.get(key) != value:
+            raise ValueError(
+                f"--out {directory.root}: holds results with {key} {then.get(key)}, here it is {value}; "
+                "choose another directory" + (" or --force" if key == "code" else "")
+            )
+
+
+def hold_comparisons(directory: RunDirectory, comparisons: Iterable[Comparison]) -> AbstractContextManager[None]:
+    """Keep other jobs from these comparisons while the block lasts. Jobs on others may fill the directory too.
+
+    Raises:
+        ValueError: another job is at one of them; one line that says which and whose.
+    """
+    return locks.hold(directory.root, {one.comparison_id: one.title for one in comparisons})
+
+
+def keep_other_policies(directory: RunDirectory, description: dict[str, Any], is_done: Callable[[str], bool]) -> None:
+    """Keep in ``description`` what is there of the same comparisons under policies that this config does not name.
+
+    For modes without times: cases of a comparison saw the same batches whenever they were done.
+    """
+    earlier = json.loads(directory.run_json.read_text())["cases"] if directory.run_json.exists() else {}
+    others = {
+        case_id: {**case, "order": len(description["cases"]) + case["order"]}
+        for case_id, case in earlier.items()
+        if case["comparison_id"] in description["comparisons"]
+        and case_id not in description["cases"]
+        and is_done(case_id)
+    }
+    description["cases"] |= others
+
+
+def _check_writable(directory: RunDirectory) -> None:
+    if directory.root.exists() and not directory.root.is_dir():
+        raise ValueError(f"--out {directory.root}: expected a directory, new or not; got a file")
+    try:
+        directory.root.mkdir(parents=True, exist_ok=True)
+        # What an earlier run left may belong to somebody else, or be no folder any more.
+        for folder in (directory.root, *filter(Path.exists, directory.folders)):
+            probe = folder / f".writable-{os.getpid()}"
+            try:
+                probe.write_bytes(b"x")
+            finally:
+                probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(cannot_write(directory.root, error)) from None
+
+
+def cannot_write(root: Path, error: OSError) -> str:
+    """One line for a user whose results directory cannot be written."""
+    # pyarrow's own errors say it in their text.
+    return f"--out {root}: cannot write {error.filename or 'there'}: {error.strerror or error}"

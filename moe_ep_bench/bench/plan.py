@@ -1,0 +1,659 @@
+"""Plan a measurement: subject x backend, for every point of a config's sweep, before anything runs.
+
+A *comparison* is one point: a subject (``subjects``: an MoE layer, or a whole model) on a backend, with its cases. A
+*case* is a policy, or a reference beside them. A *plan* is all comparisons of a config on one backend:
+
+``ranks``     real processes; times them
+``virtual``   this device in place of every rank, one after another, behind modelled links
+``modelled``  the same on a device that is not here: nothing runs
+``routing``   nothing is timed; what policies do to loads, work and score mass
+
+Whatever the backend, the same config gives the same cases on the same batches.
+
+Shapes: T = tokens, E = experts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moe_ep_bench.bench import checks, words
+from moe_ep_bench.bench.subjects import SUBJECTS, LayerSubject, ep_size_on
+from moe_ep_bench.config import MEASURED, ConfigError, Experiment, ReplicationConfig, SyntheticConfig, load_experiments
+from moe_ep_bench.cost_model.devices import (
+    VALUE_BYTES,
+    Device,
+    device_of_gpu,
+    load_device,
+    modelled_experts,
+    takes_decode,
+)
+from moe_ep_bench.cost_model.links import Links, load_links
+from moe_ep_bench.files import stable_hash
+from moe_ep_bench.kernels import compiled
+from moe_ep_bench.kernels.dispatch import KERNELS
+from moe_ep_bench.layer.expert_placement import ExpertPlacement
+from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.placement import Placement, Replication, replicate
+from moe_ep_bench.policies import Policy, RoutingContext, make_policy
+from moe_ep_bench.workload import RecordedWorkload, Workload
+from moe_ep_bench.workload.formatting import tokens_words
+
+RANKS, VIRTUAL, MODELLED, ROUTING = "ranks", "virtual", "modelled", "routing"
+
+BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
+# Native routing on replicated experts: what spare memory buys in place of a policy.
+REPLICATION = "replication"
+
+# What the baseline computes.
+NATIVE = make_policy({"name": "topk"})
+
+
+@dataclass(frozen=True)
+class CaseSpec:
+    """One policy, or one of the three references, on a comparison's workload."""
+
+    case_id: str
+    role: str
+    name: str
+    policy: Policy | None
+    """None for the references and replication, which take Megatron-Core's own router."""
+    replication: ReplicationConfig | None = None
+    masks_padding: bool = False
+    """What routes the case is told which tokens are padding; no router of Megatron-Core's own is."""
+
+    def told(self, context: RoutingContext) -> RoutingContext:
+        """What is so of some tokens, as far as what routes the case knows it."""
+        return context if self.masks_padding else replace(context, token_mask_T=None)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        if self.replication is not None:
+            return self.replication.model_dump(mode="json")
+        return self.policy.params() if self.policy else {}
+
+    @property
+    def label(self) -> str:
+        if self.replication is not None:
+            return f"EPLB, {self.replication.spare_per_rank} spare per rank"
+        return (
+            self.policy.label
+            if self.policy
+            else {NOISE: "native again", CEILING: "native, balanced scores"}.get(self.role, self.name)
+        )
+
+    def describe(self, comparison_id: str) -> dict[str, Any]:
+        return {
+            "comparison_id": comparison_id,
+            "policy": self.name,
+            "policy_params": self.params,
+            "label": self.label,
+            "role": self.role,
+            "looks_past_top_k": self.policy is not None and self.policy.looks_past_top_k,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """One experiment, at one point of its sweep, on one backend: cases that see the same batches.
+
+    Attributes:
+        parts: what computes the experts and what permutes; nothing does in ``routing``.
+        slots: where experts stand, but for cases that replicate them; real ranks hold them contiguously.
+        links: what stands between virtual ranks; None on real ones.
+        device: what stands for each virtual rank; None = the device that is here.
+    """
+
+    subject: LayerSubject
+    backend: str
+    parts: Parts
+    slots: ExpertPlacement
+    links: Links | None = None
+    device: Device | None = None
+
+    @classmethod
+    def of(cls, experiment: Experiment, backend: str, world_size: int | None = None, *, on_cpu: bool) -> Comparison:
+        """Check that the experiment fits its subject and backend, and open its workloads; no batch is made.
+
+        Args:
+            backend: ``virtual`` is ``modelled`` where the config names a device (``emulate.device``).
+            world_size: real ranks. Other backends have ``layer.ep_size`` ranks, or ``default_ep_size``.
+
+        Raises:
+            ValueError: naming the key whose value does not fit.
+        """
+        links, device, model = None, None, experiment.model.spec()
+        if backend == ROUTING:
+            checks.check_scope(experiment)
+        if backend != RANKS:
+            command = "route lays out" if backend == ROUTING else "emulate and advise lay out"
+            checks.check_whole_experts(experiment, command)
+            world_size = experiment.layer.ep_size or default_ep_size(model.num_experts)
+        if backend in (VIRTUAL, MODELLED):
+            checks.check_emulated(experiment)
+            links, device = _load_models(experiment)
+            backend = VIRTUAL if device is None else MODELLED
+        assert world_size is not None
+        ep_size = ep_size_on(experiment, world_size)
+        checks.check_ranks(experiment, world_size, ep_size)
+        if backend != ROUTING:
+            checks.check_baseline(experiment, ep_size)
+        parts = _parts(experiment, backend, world_size, on_cpu, device)
+        subject = SUBJECTS[experiment.scope].of(experiment, world_size)
+        comparison = cls(subject, backend, parts, ExpertPlacement.contiguous(model.num_experts, ep_size), links, device)
+        on_host = on_cpu or backend == ROUTING
+        comparison.describe_kernels(comparison.cases, "cpu" if on_host else "cuda")  # Finds those that cannot run.
+        return comparison._placed()
+
+    def _placed(self) -> Comparison:
+        """The same with experts where the config has them, found to fit."""
+        if self.backend == RANKS:
+            return self
+        placement = self.placement
+        if self.links is None:
+            return self  # A placement is applied to what routing counted.
+        try:
+            placed = replace(self, slots=ExpertPlacement.of_placement(placement))
+        except ValueError as problem:
+            raise ValueError(f"route.placement: {problem}") from None
+        self.subject.check_emulation(placed.slots)
+        for wanted in self.experiment.emulate.replication:
+            try:
+                self.replicate(wanted, np.ones(self.model.num_experts))
+            except ValueError as problem:
+                raise ValueError(f"emulate.replication: {problem}") from None
+        try:
+            self.links.all_gather_us(0, self.ep_size)
+        except ValueError as problem:
+            raise ValueError(f"emulate.links, layer.ep_size: {problem}") from None
+        return placed
+
+    # ---- the subject -------------------------------------------------------------------------------------------------
+
+    @property
+    def scope(self) -> str:
+        """What is measured: one of ``schema.SCOPES``."""
+        return self.subject.name
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.subject.experiment
+
+    @property
+    def world_size(self) -> int:
+        return self.subject.world_size
+
+    @property
+    def workloads(self) -> Mapping[int | None, Workload]:
+        """By MoE layer, in order; the key is None where a layer stands alone."""
+        return self.subject.workloads
+
+    @property
+    def workload(self) -> Workload:
+        """The first layer's."""
+        return self.subject.workload
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.subject.model
+
+    @property
+    def ep_size(self) -> int:
+        return self.subject.ep_size
+
+    @property
+    def num_slices(self) -> int:
+        """Ranks among which every expert is cut."""
+        return self.subject.num_slices
+
+    @property
+    def num_together(self) -> int:
+        """Ranks whose tokens meet in the same experts."""
+        return self.ep_size * self.num_slices
+
+    @property
+    def num_tokens(self) -> int:
+        return self.subject.num_tokens
+
+    @property
+    def layer(self) -> int | None:
+        """Which layer of a recording; None where scores are synthetic, or a whole model's."""
+        recorded = self.scope == "layer" and isinstance(self.workload, RecordedWorkload)
+        return self.workload.layer if recorded else None
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Shares of every expert's load by rank, as the config has them."""
+        return self.experiment.route.make_placement(self.model.num_experts, self.ep_size)
+
+    # ---- cases and ids -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def cases(self) -> list[CaseSpec]:
+        """The baseline, its repetition for the noise floor, all policies, replications, and the ceiling.
+
+        Routing needs neither noise nor ceiling, and ``topk`` only where it is told of padding: else it is the baseline.
+        """
+        policies, config = self.experiment.make_policies(), self.experiment.workload
+        if self.backend == ROUTING:
+            masks_padding = config.mask_padding and config.padding_per_rank > 0
+            wanted = [self.case(POLICY, one.name, one) for one in policies if one != NATIVE or masks_padding]
+            return [self.case(BASELINE, "native"), *wanted]
+        replications = () if self.backend == RANKS else self.experiment.emulate.replication
+        return [
+            self.case(BASELINE, "native"),
+            self.case(NOISE, "native"),
+            *(self.case(POLICY, policy.name, policy) for policy in policies),
+            *(self.case(REPLICATION, "eplb", None, wanted) for wanted in replications),
+            self.case(CEILING, "native_balanced"),
+        ]
+
+    def case(
+        self, role: str, name: str, policy: Policy | None = None, replication: ReplicationConfig | None = None
+    ) -> CaseSpec:
+        masks_padding = policy is not None and self.experiment.workload.mask_padding
+        spec = CaseSpec("", role, name, policy, replication, masks_padding)
+        return replace(spec, case_id=stable_hash([self.comparison_id, role, name, spec.params]))
+
+    @cached_property
+    def definition(self) -> dict[str, Any]:
+        """All that decides what is measured, and nothing of where: equal on any machine; JSON-ready."""
+        experiment, layer = self.experiment, self.experiment.layer
+        found = {
+            "subject": self.scope,
+            "backend": self.backend,
+            "model": self.model.model_dump(mode="json"),
+            "workload": self._workload_definition(),
+            **self.subject.definition,
+        }
+        if self.backend == ROUTING:  # A placement decides nothing: it is applied to what was counted.
+            routed = {"ep_size": self.ep_size, "seed": layer.seed}
+            return {**found, "layer": routed, "image_share": experiment.route.image_share}
+        found |= {
+            "layer": {**layer.model_dump(mode="json"), "ep_size": self.ep_size},
+            "measure": experiment.measure.model_dump(mode="json", exclude={"timeout_s", "launches"}),
+            "world_size": self.world_size,
+        }
+        if self.links is None:
+            return found
+        return {
+            **found,
+            "links": self.links.model_dump(mode="json"),
+            "device": self.device and self.device.model_dump(mode="json"),
+            "slots": self.slots.expert_P.tolist(),
+            "chunk_tokens": experiment.emulate.chunk_tokens,
+        }
+
+    def _workload_definition(self) -> dict[str, Any]:
+        """All that decides what the batches are."""
+        config = self.experiment.workload
+        workload = config.model_dump(mode="json")
+        if isinstance(config, SyntheticConfig):
+            # What a skew's name stands for may change; what is measured then does too.
+            workload |= config.targets(self.experiment.model.preset)
+        if isinstance(self.workload, RecordedWorkload):
+            workload["trace"] = [
+                {"trace": trace.sha256(), "share": source.share}
+                for source, trace in zip(self.workload.sources, self.workload.traces, strict=True)
+            ]
+        return {**workload, "num_tokens": self.num_tokens, "tokens_per_rank": None}
+
+    @cached_property
+    def comparison_id(self) -> str:
+        return stable_hash(self.definition)
+
+    def alike_but_for(self, *keys: str) -> str:
+        """Equal for comparisons that differ in these keys of their workload only."""
+        workload = {key: value for key, value in self.definition["workload"].items() if key not in keys}
+        return stable_hash({**self.definition, "workload": workload})
+
+    # ---- found to work -----------------------------------------------------------------------------------------------
+
+    def try_out(self) -> None:
+        """Make a batch and route by every policy: finds what only then can be seen not to fit.
+
+        Raises:
+            ValueError: naming the key, or the policy and its field.
+        """
+        checks.check_padding(self.experiment, self.workload, self.world_size)
+        # Finds skews that cannot be had; a batch of all virtual ranks may not fit into memory.
+        if self.links is None:
+            self.workload.batch(0)
+        else:
+            next(self.workload.rank_batches(0, self.ep_size))
+        if self.parts.dispatcher == "allgather" and self.num_together > 1:
+            checks.check_gathering(self.experiment, self.workload, self.world_size)
+        self.try_policies()
+
+    def try_policies(self) -> None:
+        """Route two tokens by every policy: finds fields that do not suit the model, and compiles what is compiled.
+
+        Raises:
+            ValueError: naming the policy and its field.
+        """
+        scores_TE = torch.rand(2, self.model.num_experts, generator=torch.Generator().manual_seed(0))
+        requests_T = torch.zeros(2, dtype=torch.int64)
+        assumes_images = self.backend == ROUTING and self.experiment.route.image_share is not None
+        modality_T = torch.zeros(2, dtype=torch.int64) if assumes_images else None
+        context = replace(self.subject.context(0, requests_T, None), modality_T=modality_T, generator=torch.Generator())
+        for policy in self.experiment.make_policies():
+            try:
+                compiled(policy, "cpu").route(scores_TE, context)
+            except ValueError as problem:
+                asks = self.backend == ROUTING and "modality_T" in str(problem)
+                hint = "; route.image_share assumes images" if asks else ""
+                raise ValueError(f"policies: {policy.name}: {problem}{hint}") from None
+
+    def kernel_of(self, case: CaseSpec, device_type: str) -> str | None:
+        """What routes by a case's policy for scores on a "cpu" or "cuda" device; None where Megatron-Core routes.
+
+        Raises:
+            ValueError: ``layer.kernel`` asks for what cannot run this policy here.
+        """
+        if case.policy is None:
+            return None
+        tokens, asked = self.subject.fullest_tokens, self.experiment.layer.kernel
+        try:
+            return compiled(case.policy, device_type, asked).runs(tokens, self.model.num_experts)
+        except ValueError as problem:
+            raise ValueError(f"layer.kernel: {problem}") from None
+
+    def describe_kernels(self, cases: Iterable[CaseSpec], device_type: str) -> dict[str, str]:
+        """What was asked for, and all that ran."""
+        ran = [self.kernel_of(case, device_type) for case in cases]
+        return {"requested": self.experiment.layer.kernel, "ran": ", ".join(one for one in KERNELS if one in ran)}
+
+    # ---- words -------------------------------------------------------------------------------------------------------
+
+    @property
+    def title(self) -> str:
+        name, experiment = self.model.name, self.experiment
+        ranks = f"EP {self.ep_size}" + (f" x TP {self.num_slices}" if self.num_slices > 1 else "")
+        sizes = f"{ranks}, {tokens_words(self.num_tokens)}"
+        if self.backend == ROUTING:
+            layer = "" if self.layer is None else f", layer {self.layer}"
+            return f"{name}, {sizes}, {words.traffic(experiment, self.workload)}{layer}"
+        scaled = f" x {self.model.scale:g}" if self.model.scale != 1 else ""
+        padding, graph = words.padding_in_title(experiment), ", CUDA graph" if self.parts.cuda_graph else ""
+        return f"{name}{scaled}, {self.subject.extent}{sizes}, {self.subject.workload_in_short}{padding}{graph}"
+
+    def describe(self) -> dict[str, Any]:
+        """What ``run.json`` says of this subject beside what it says of all."""
+        return self.subject.describe(modelled=self.backend == MODELLED)
+
+    def describe_case(self, case: CaseSpec) -> dict[str, Any]:
+        """What ``run.json`` says of a case."""
+        return {**case.describe(self.comparison_id), "subject": self.scope, "backend": self.backend}
+
+    def describe_workload(self) -> dict[str, Any]:
+        """See ``words.describe_workload``."""
+        return words.describe_workload(self.experiment, self.workload, self.world_size)
+
+    def describe_device(self) -> str:
+        """What stands for each rank, where that is modelled."""
+        assert self.device is not None
+        return self.device.describe(self.parts.experts, whole=self.scope == "model")
+
+    # ---- how much ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_launches(self) -> int:
+        return self.experiment.measure.launches
+
+    def num_iterations(self) -> int:
+        """Runs of one real rank in one launch: looked at, least warm-up, plain and breakdown, of all cases and batches.
+
+        Once more each case is checked after it was timed; where it is kept as CUDA graphs, and checked replayed, twice.
+        """
+        measure = self.experiment.measure
+        rounds = 1 + measure.warmup + measure.iterations + measure.breakdown_iterations
+        checked = 3 if self.parts.cuda_graph else 1
+        return (rounds * self.workload.num_batches + checked) * len(self.cases)
+
+    def num_runs(self, cases: Sequence[CaseSpec]) -> int:
+        """Runs of all virtual ranks' subject, checks included, and the routing of a model's layers ahead of them."""
+        measure, num_layers, num_batches = self.experiment.measure, len(self.workloads), self.workload.num_batches
+        rounds = 1 if self.device is not None else 1 + measure.warmup + measure.iterations
+        checked = 0 if self.device is not None else num_layers * len(cases)
+        routed = num_layers * num_batches if self.scope == "model" else 0
+        return rounds * num_batches * self.ep_size * len(cases) + checked + routed
+
+    def memory_bytes_per_rank(self) -> int:
+        """What a rank needs at the fullest, roughly."""
+        return self.subject.memory_bytes_per_rank(len(self.cases), **self._held)
+
+    def hint_for(self, available: int) -> str:
+        """What fits into this much memory instead; empty where nothing is known to."""
+        return self.subject.hint_for(available, len(self.cases), **self._held)
+
+    @property
+    def _held(self) -> dict[str, Any]:
+        """What is in memory at once: real ranks hold all batches."""
+        held_batches = self.workload.num_batches if self.links is None else 1
+        return {"held_batches": held_batches, "cuda_graph": self.parts.cuda_graph}
+
+    def flops_per_rank(self) -> float:
+        """Floating-point operations of one iteration on the average rank."""
+        return self.subject.flops_per_rank()
+
+    def shortage(self, available: int) -> str:
+        """What of a virtual rank does not fit into so many bytes, and what would; empty where all does."""
+        need = self.memory_bytes_per_rank()
+        if self.subject.in_chunks or self.device is not None or need <= available:
+            return ""
+        gib = 2**30
+        return f"needs about {need / gib:.1f} GiB, {available / gib:.1f} GiB are free{self.hint_for(available)}"
+
+    def memory_words(self, available: int) -> str:
+        """For a dry run: how much of the memory a virtual rank needs."""
+        gib = 2**30
+        if self.subject.in_chunks:
+            rows = self.num_tokens * self.model.top_k / self.ep_size
+            return f"rows of a rank take about {rows * self.bytes_per_row / gib:.1f} GiB where loads are even"
+        return f"memory about {self.memory_bytes_per_rank() / gib:.1f} GiB of {available / gib:.1f} GiB"
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Memory that a (token, expert) pair takes while a rank computes it: permuted twice, and inside the FFN."""
+        values = 4 * self.model.hidden_size + 3 * self.model.ffn_hidden_size
+        return values * VALUE_BYTES[self.experiment.layer.dtype]
+
+    # ---- replication -------------------------------------------------------------------------------------------------
+
+    def replicate(self, wanted: ReplicationConfig, load_E: NDArray[np.float64]) -> Replication:
+        """Place replicas for a load; see ``placement.replicate``."""
+        return replicate(
+            load_E,
+            num_slots=self.model.num_experts + wanted.spare_per_rank * self.ep_size,
+            num_ranks=self.ep_size,
+            num_nodes=wanted.num_nodes,
+            num_groups=self.model.num_groups or 1,
+            policy=wanted.policy,
+        )
+
+    def extra_bytes_per_rank(self, case: CaseSpec) -> float | None:
+        """Memory that a case's spare slots take on every rank, in all layers of the model; None for other cases."""
+        if case.replication is None:
+            return None
+        replicas = self.replicate(case.replication, np.ones(self.model.num_experts))
+        return replicas.extra_bytes_per_rank(self.model, VALUE_BYTES[self.experiment.layer.dtype])
+
+
+@dataclass(frozen=True, eq=False)
+class Plan(Sequence[Comparison]):
+    """What a config asks of one backend: a comparison for each point of its sweep, in the sweep's order.
+
+    Attributes:
+        overrides: of the config's keys (``--set``).
+    """
+
+    config: Path
+    overrides: tuple[str, ...]
+    comparisons: tuple[Comparison, ...]
+
+    def __len__(self) -> int:
+        return len(self.comparisons)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.comparisons[index]
+
+    def find_case(self, wanted: str) -> tuple[Comparison, CaseSpec]:
+        """The one case whose id, label or policy name is ``wanted``.
+
+        Raises:
+            ValueError: none or several are; the message lists them.
+        """
+        cases = [(comparison, case) for comparison in self.comparisons for case in comparison.cases]
+        for key in ("case_id", "label", "name"):
+            found = [(comparison, case) for comparison, case in cases if getattr(case, key) == wanted]
+            if len(found) == 1:
+                return found[0]
+            if found:
+                cases = found
+                break
+        titles = len({comparison.title for comparison, _ in cases}) > 1
+        listed = "; ".join(
+            f"{case.case_id} ({case.label}{f', {comparison.title}' if titles else ''})" for comparison, case in cases
+        )
+        raise ValueError(
+            f"--profile {wanted}: expected {'one' if found else 'a case: its id, label or policy'} of {listed}"
+        )
+
+
+def plan(
+    config: Path,
+    overrides: Iterable[str],
+    backend: str,
+    world_size: int | None = None,
+    *,
+    on_cpu: bool = False,
+    point: int | None = None,
+    before: Callable[[Experiment], object] = lambda experiment: None,
+    try_out: bool = True,
+) -> Plan:
+    """Plan a config on a backend: every comparison is found to fit, and its workload found to be there.
+
+    Args:
+        backend, world_size: see ``Comparison.of``.
+        on_cpu: the config's ``on_cpu`` section is applied, which makes layers small enough for a CPU; not where no
+            layer runs.
+        point: only this point of the sweep, from 0 in the order of ``load_experiments``.
+        before: called ahead of each comparison, which may take long to make: batches are solved for, recordings read.
+        try_out: make a batch of each (``Comparison.try_out``).
+
+    Raises:
+        ValueError: one line naming the file, the key and what is allowed.
+    """
+    overrides = tuple(overrides)
+    experiments = _experiments(config, overrides, backend, on_cpu)
+    if point is not None:
+        if not 0 <= point < len(experiments):
+            raise ValueError(
+                f"--point: expected 0 to {len(experiments) - 1} (the points of {config}'s sweep), got {point}"
+            )
+        experiments = [experiments[point]]
+    comparisons = []
+    try:
+        for experiment in experiments:
+            before(experiment)
+            comparison = Comparison.of(experiment, backend, world_size, on_cpu=on_cpu)
+            if try_out:
+                comparison.try_out()
+            comparisons.append(comparison)
+        if backend == ROUTING:
+            num_layers = Counter(comparison.alike_but_for("layer") for comparison in comparisons)
+            for comparison in comparisons:
+                checks.check_layer_weights(comparison.experiment, num_layers[comparison.alike_but_for("layer")])
+    except ValueError as problem:
+        raise ValueError(f"{config}: {problem}") from None
+    _check_distinct(config, comparisons)
+    return Plan(config, overrides, tuple(comparisons))
+
+
+def default_ep_size(num_experts: int) -> int:
+    """Virtual ranks where a config leaves them open: the largest number up to 8, a node's, that divides the experts."""
+    return max(size for size in range(1, 9) if num_experts % size == 0)
+
+
+def _experiments(config: Path, overrides: Sequence[str], backend: str, on_cpu: bool) -> list[Experiment]:
+    """The config's points, made small enough for a CPU where any runs on one."""
+    if backend == RANKS:
+        return load_experiments(config, overrides, on_cpu=on_cpu)
+    experiments = load_experiments(config, overrides, on_cpu=False)
+    if backend != ROUTING and on_cpu and any(one.emulate.device == MEASURED for one in experiments):
+        return load_experiments(config, overrides, on_cpu=True)
+    return experiments
+
+
+def _check_distinct(config: Path, comparisons: Sequence[Comparison]) -> None:
+    """Refuse a sweep whose points are one and the same comparison here: they would overwrite each other.
+
+    Such is a repeated value, and a key that this backend does not read.
+
+    Raises:
+        ConfigError: one line naming the file, the swept key and its values.
+    """
+    first: dict[str, Comparison] = {}
+    for comparison in comparisons:
+        other = first.setdefault(comparison.comparison_id, comparison)
+        if other is comparison:
+            continue
+        points = zip(other.experiment.point, comparison.experiment.point, strict=True)
+        differing = [(key, one, two) for (key, one), (_, two) in points if one != two]
+        if not differing:
+            point = ", ".join(f"{key}={value}" for key, value in comparison.experiment.point)
+            raise ConfigError(f"{config}: sweep: expected every value once, got {point} twice")
+        keys, ones, twos = ([str(part) for part in parts] for parts in zip(*differing, strict=True))
+        raise ConfigError(
+            f"{config}: sweep.{', sweep.'.join(keys)}: {', '.join(ones)} and {', '.join(twos)} are one and the same "
+            f"comparison for this command; expected values that it measures differently, or one (--set {keys[0]}=VALUE)"
+        )
+
+
+def _load_models(experiment: Experiment) -> tuple[Links, Device | None]:
+    """What stands between virtual ranks, and for each of them; ValueError naming the key of a file that is bad."""
+    config = experiment.emulate
+    assert config.links is not None
+    try:
+        links = load_links(config.links).scaled(config.bandwidth_scale)
+    except ValueError as problem:
+        raise ValueError(f"emulate.links: {problem}") from None
+    try:
+        return links, None if config.device == MEASURED else load_device(config.device)
+    except ValueError as problem:
+        raise ValueError(f"emulate.device: {problem}; {MEASURED} is the device that is here") from None
+
+
+def _parts(experiment: Experiment, backend: str, world_size: int, on_cpu: bool, modelled: Device | None) -> Parts:
+    """What computes and permutes here; on a modelled device what it is modelled with, whatever this machine has."""
+    asked, model = experiment.layer, experiment.model.spec()
+    if backend == ROUTING:
+        return Parts(experts="none", permute="none", kernel=asked.kernel)
+    together = ep_size_on(experiment, world_size) * asked.expert_tensor_parallel
+    mean_rows = experiment.workload.total_tokens(world_size) / world_size * together
+    mean_rows *= model.top_k / model.num_experts
+    if modelled is not None:
+        ran, why = modelled_experts(modelled, asked.experts, mean_rows)
+        return Parts(experts=ran, permute="indexed", kernel=asked.kernel, experts_why=why)
+    has_gpu = not on_cpu and torch.cuda.is_available()
+    here = device_of_gpu(torch.cuda.get_device_name()) if has_gpu and asked.experts == "auto" else None
+    return Parts.choose(
+        asked.experts,
+        asked.permute,
+        asked.kernel,
+        asked.dispatcher,
+        cuda_graph=asked.cuda_graph,
+        on_cpu=on_cpu,
+        decode=takes_decode(here, mean_rows),
+        expert_tensor_parallel=asked.expert_tensor_parallel,
+    )

@@ -1,0 +1,249 @@
+"""How long each virtual rank's run of a layer or a whole model takes: measured here, or modelled for another device.
+
+``MeasuredRanks`` runs the very layer or model that real ranks run, as one rank after another. In most cases that is one
+run from beginning to end. Where a layer's rows are too many to be held at once, or experts stand in slots, it is two:
+the router on all of the rank's tokens, and then the rest of the layer with that routing, chunk by chunk.
+
+Shapes: T = tokens of a rank, E = experts, P = slots, L = slots of a rank, C = chunks, D = hidden size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from moe_ep_bench.bench.plan import Comparison
+from moe_ep_bench.bench.traffic import CaseRouter, LayerTraffic, Share, Traffic, chunks_of
+from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.cost_model.layer import RankWork, modelled_legs
+from moe_ep_bench.cost_model.timeline import Leg, legs_of
+from moe_ep_bench.cost_model.whole_model import PassWork, modelled_pass
+from moe_ep_bench.layer.build import SingleLayer, Transformer
+from moe_ep_bench.layer.experts import DTYPES, HIDDEN, TOKENS, seeded_generator
+from moe_ep_bench.layer.passes import Decode, Pass, Prefill
+from moe_ep_bench.layer.virtual import VirtualRanks, with_slots
+from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.policies import Routing
+from moe_ep_bench.schema import PhaseKey
+from moe_ep_bench.timing.cache import CacheFlush, RotatingInput
+from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
+
+# What the router's own run has taken.
+_ROUTING = ("gate", "policy")
+
+# One rank's tokens of a batch in every MoE layer.
+RankShares = Mapping[int | None, Share]
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """What one rank's run took, between its meetings with others.
+
+    Attributes:
+        legs, meetings: see ``cost_model.timeline.legs_of``.
+        host_us: host time to issue it all; ``thread_cpu_us`` is CPU time of the issuing thread.
+    """
+
+    legs: list[Leg]
+    meetings: list[PhaseKey]
+    host_us: float = 0.0
+    thread_cpu_us: float = 0.0
+
+
+class RankTimer(Protocol):
+    """Says what a rank's run of a case takes.
+
+    Attributes:
+        needs_tokens: whether it wants the rank's shares; else it is given none.
+    """
+
+    needs_tokens: bool
+
+    def time(
+        self, router: CaseRouter, traffic: Traffic, rank: int, shares: RankShares, *, first: bool = False
+    ) -> RankTime: ...
+
+
+@dataclass(frozen=True)
+class ModelledRanks:
+    """Ranks on a device that is not here: nothing runs."""
+
+    comparison: Comparison
+    device: Device
+    needs_tokens: ClassVar[bool] = False
+
+    def time(
+        self, router: CaseRouter, traffic: Traffic, rank: int, shares: RankShares, *, first: bool = False
+    ) -> RankTime:
+        """See ``cost_model.layer`` and ``cost_model.whole_model``; the same whenever it is asked."""
+        comparison, subject = self.comparison, self.comparison.subject
+        layers = {layer: _rank_work(one, rank) for layer, one in traffic.layers.items()}
+        how: dict[str, Any] = {
+            "by_policy": router.case.policy is not None,
+            "batch_wide": traffic.is_batch_wide,
+            "alone": comparison.ep_size == 1,
+            "bytes_per_value": DTYPES[comparison.experiment.layer.dtype].itemsize,
+            "experts": comparison.parts.experts,
+        }
+        if traffic.lengths_R is None:
+            return RankTime(*modelled_legs(self.device, comparison.model, layers[None], **how))
+        lengths, context_length = traffic.lengths_R[rank], subject.context_length
+        work = PassWork((), len(lengths), context_length, layers) if context_length else PassWork(lengths, 0, 0, layers)
+        return RankTime(*modelled_pass(self.device, comparison.model, subject.num_layers, work, **how))
+
+
+def _rank_work(traffic: LayerTraffic, rank: int) -> RankWork:
+    """What a rank does in one run of a layer."""
+    sent = int(traffic.counts_CRP[:, rank].sum())
+    return RankWork(traffic.num_tokens_R[rank], sent, traffic.received(rank).sum(0))
+
+
+class MeasuredRanks:
+    """Ranks that this device stands in for, one after another."""
+
+    needs_tokens = True
+
+    def __init__(self, comparison: Comparison, device: torch.device, num_chunks: int = 1) -> None:
+        """``num_chunks``: of a rank's tokens; more than one of a layer alone."""
+        self._comparison, self._device, self._num_chunks = comparison, device, num_chunks
+        self._seed, self._dtype = comparison.experiment.layer.seed, DTYPES[comparison.experiment.layer.dtype]
+        self._recorder = PhaseRecorder(clock_for(device))
+        self._flush = CacheFlush(device) if comparison.experiment.measure.flush_l2 else None
+        self._built: dict[int, VirtualRanks] = {}
+        subject, virtual = comparison.subject, self._virtual(comparison.model.num_experts)
+        self._hidden = self._cache = None
+        if subject.name == "layer":
+            self._hidden = RotatingInput(self._hidden_states(subject.most_tokens), len(comparison.cases))
+        elif subject.context_length:
+            self._cache = virtual.new_cache(subject.most_tokens, subject.context_length)
+
+    def time(
+        self, router: CaseRouter, traffic: Traffic, rank: int, shares: RankShares, *, first: bool = False
+    ) -> RankTime:
+        """Run as the rank whose shares these are.
+
+        Args:
+            first: look whether every layer's router sends what ``traffic`` says; waits for the device.
+        """
+        assert all(share.context.rank == rank for share in shares.values())
+        batch = self._batch(traffic, rank, shares)
+        virtual = self._as_rank(self._comparison.model.num_experts, router, traffic, rank, shares)
+        self._announce(virtual, traffic, 0, check=first)
+        if not router.slots.is_contiguous or self._num_chunks > 1:
+            return self._in_parts(virtual, router, traffic, rank, shares, batch, check=first)
+        with virtual.connected():
+            return self._timed(virtual, lambda: virtual.subject.run(batch))
+
+    def _in_parts(
+        self,
+        virtual: VirtualRanks,
+        router: CaseRouter,
+        traffic: Traffic,
+        rank: int,
+        shares: RankShares,
+        hidden_T1D: Tensor,
+        *,
+        check: bool,
+    ) -> RankTime:
+        with virtual.connected():
+            routed = self._timed(virtual, lambda: virtual.subject.moe_layers[None].router(hidden_T1D))
+        share = shares[None]
+        on_slots = router.on_slots(router.route(share, traffic.index, traffic.layers[None].stats_SE), rank)
+        virtual = self._as_rank(router.slots.num_slots, router, traffic, rank, shares)
+        bodies = []
+        for number, chunk in enumerate(chunks_of(share.num_tokens, self._num_chunks)):
+            self._announce(virtual, traffic, number, check=check)
+            routing = Routing(on_slots.map_TE[chunk], on_slots.weights_TE[chunk])
+            with virtual.connected(), virtual.routed({None: routing}):
+                bodies.append(self._timed(virtual, lambda chunk=chunk: virtual.subject.run(hidden_T1D[chunk])))
+        return _joined(routed, bodies)
+
+    def _announce(self, virtual: VirtualRanks, traffic: Traffic, chunk: int, *, check: bool) -> None:
+        """Put what all ranks send onto the device, where a gather would leave it, before the clock runs."""
+        virtual.announced = {layer: one.announced(chunk, self._device) for layer, one in traffic.layers.items()}
+        virtual.exchange.checks_counts = check
+
+    def _as_rank(
+        self, num_slots: int, router: CaseRouter, traffic: Traffic, rank: int, shares: RankShares
+    ) -> VirtualRanks:
+        """Layers of so many slots, seen from a rank, with a case's routing in them."""
+        virtual = self._virtual(num_slots)
+        virtual.become(rank)
+        router.enter(virtual.subject, shares, traffic.index)
+        return virtual
+
+    def _virtual(self, num_slots: int) -> VirtualRanks:
+        """Layers of so many slots, built when they are first asked for."""
+        if num_slots not in self._built:
+            comparison, subject = self._comparison, self._comparison.subject
+            build: Callable[..., SingleLayer | Transformer] = SingleLayer
+            if subject.name == "model":
+                longest = subject.context_length + subject.most_tokens
+                build = partial(Transformer, num_layers=subject.num_layers, max_length=longest)
+            model = slotted(comparison.model, num_slots)
+            build = partial(build, model, self._dtype, self._device, seed=self._seed, parts=comparison.parts)
+            self._built[num_slots] = VirtualRanks(build, comparison.ep_size)
+        return self._built[num_slots]
+
+    def _timed(self, virtual: VirtualRanks, run: Callable[[], object]) -> RankTime:
+        """One run, cut at its meetings; waits for the device."""
+        recorder = self._recorder
+        with virtual.subject.instrumented(recorder, lambda: None):
+            if self._flush is not None:
+                self._flush()
+            recorder.clock.wait()
+            cpu_start, host_start = time.thread_time_ns(), time.perf_counter_ns()
+            recorder.begin()
+            run()
+            recorder.end()
+            host_us, cpu_us = (time.perf_counter_ns() - host_start) / 1e3, (time.thread_time_ns() - cpu_start) / 1e3
+        return RankTime(*legs_of(recorder.segments_us()), host_us, cpu_us)
+
+    def _batch(self, traffic: Traffic, rank: int, shares: RankShares) -> Tensor | Pass:
+        """What the subject runs on: hidden states [T, 1, D] of a layer, a model's pass."""
+        if self._hidden is not None:
+            return self._hidden.next()[: shares[None].num_tokens]
+        assert traffic.lengths_R is not None
+        lengths, vocabulary = traffic.lengths_R[rank], self._comparison.model.vocab_size
+        generator = seeded_generator(self._device, self._seed, TOKENS, traffic.index, rank)
+        ids_T = torch.randint(vocabulary, (sum(lengths),), generator=generator, device=self._device)
+        return Prefill(ids_T, lengths) if self._cache is None else Decode(ids_T, self._cache)
+
+    def _hidden_states(self, num_tokens: int) -> Tensor:
+        generator = seeded_generator(self._device, self._seed, HIDDEN, num_tokens)
+        shape = num_tokens, self._comparison.model.hidden_size
+        hidden_TD = torch.randn(*shape, generator=generator, device=self._device)
+        return hidden_TD.to(self._dtype).unsqueeze(1)
+
+
+def slotted(model: ModelSpec, num_slots: int) -> ModelSpec:
+    """``model`` with so many slots for its experts; itself where every expert has one."""
+    return model if num_slots == model.num_experts else with_slots(model, num_slots)
+
+
+def _joined(routed: RankTime, bodies: Sequence[RankTime]) -> RankTime:
+    """One run of the layer: the router's, then the rest, whose chunks follow each other between the same meetings."""
+    rest: list[Leg] = [defaultdict(float) for _ in bodies[0].legs]
+    for body in bodies:
+        assert body.meetings == bodies[0].meetings
+        for leg, part in zip(rest, body.legs, strict=True):
+            for phase, time_us in part.items():
+                leg[phase] += time_us
+    for phase in _ROUTING:
+        rest[0].pop(phase, None)
+    for phase, time_us in routed.legs[-1].items():
+        rest[0][phase] += time_us
+    every = (routed, *bodies)
+    return RankTime(
+        [*routed.legs[:-1], *rest],
+        [*routed.meetings, *bodies[0].meetings],
+        sum(one.host_us for one in every),
+        sum(one.thread_cpu_us for one in every),
+    )

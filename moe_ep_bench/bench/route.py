@@ -1,0 +1,262 @@
+"""``route``: what policies do to loads, work and score mass, on any number of virtual ranks; nothing is timed.
+
+A routing decision needs scores and nothing else, so that a laptop can answer how many experts a batch activates
+or how full the fullest of 256 ranks would be. Batches are made and dealt to virtual ranks exactly as ``run`` deals
+them to real ones, and a policy sees what it would see there: one rank's tokens, and statistics summed over all
+ranks where it decides for the whole batch. One config serves both commands; ``on_cpu`` is not applied, for a
+size that is too much work for a CPU's experts is none for routing.
+
+Without ``layer.ep_size`` there are 8 ranks, one node's worth, or as many as divide the model's experts.
+
+Shapes: T = tokens of a rank, E = experts, K = top_k, R = EP ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from moe_ep_bench.bench import words
+from moe_ep_bench.bench.directory import check_agreement, hold_comparisons, keep_other_policies
+from moe_ep_bench.bench.job import identity
+from moe_ep_bench.bench.plan import ROUTING, CaseSpec, Comparison, plan
+from moe_ep_bench.bench.run import describe_experiment
+from moe_ep_bench.bench.traffic import CaseRouter, Share, case_metrics, one_thread
+from moe_ep_bench.config import Experiment
+from moe_ep_bench.files import stable_hash
+from moe_ep_bench.kernels import compiled
+from moe_ep_bench.machine import provenance
+from moe_ep_bench.metrics import score_order, token_overlap
+from moe_ep_bench.policies.capacity import IMAGE
+from moe_ep_bench.policies.selection import top_k_map
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.runtime.exit_codes import OK
+from moe_ep_bench.runtime.progress import progress_bar
+from moe_ep_bench.schema import SCHEMA_VERSION
+from moe_ep_bench.workload import RecordedWorkload, TokenBatch, deal
+
+_CPU = torch.device("cpu")
+
+
+def describe(comparison: Comparison) -> dict[str, Any]:
+    """What ``run.json`` says of a comparison."""
+    experiment, placement = comparison.experiment, comparison.placement
+    return {
+        "title": comparison.title,
+        "model": comparison.model.name,
+        "num_experts": comparison.model.num_experts,
+        "top_k": comparison.model.top_k,
+        "num_ranks": comparison.ep_size,
+        "num_tokens": comparison.num_tokens,
+        "num_batches": comparison.workload.num_batches,
+        "layer": comparison.layer,
+        "traffic": words.traffic(experiment, comparison.workload),
+        "phase": words.phase(experiment, comparison.workload),
+        # Equal for layers that are routed alike.
+        "group": comparison.alike_but_for("layer"),
+        "family": comparison.alike_but_for("layer", "num_tokens", "num_batches"),
+        "placement": {
+            "name": placement.name,
+            "shares": placement.share_RE.tolist() if placement.name == "matrix" else None,
+        },
+        "layer_weights": experiment.route.layer_weights,
+        "image_share": experiment.route.image_share,
+        "kernel": comparison.describe_kernels(comparison.cases, "cpu"),
+        "workload": comparison.describe_workload(),
+    }
+
+
+def _shares(comparison: Comparison, batch: TokenBatch) -> list[Share]:
+    """Every virtual rank's tokens of a batch."""
+    experiment, shares = comparison.experiment, []
+    image_share = experiment.route.image_share
+    for rank, tokens_T in enumerate(deal(batch, comparison.ep_size, experiment.workload.rank_shares)):
+        tokens = batch.rows(tokens_T).with_padding(experiment.workload.padding_per_rank)
+        context = comparison.subject.context(rank, tokens.sequence_id_T, tokens.valid_T)
+        if image_share is not None:
+            context = replace(context, modality_T=assumed_modality(tokens.sequence_id_T, image_share))
+        shares.append(Share(None, tokens.scores_TE, context))
+    return shares
+
+
+def assumed_modality(sequence_id_T: Tensor, image_share: float) -> Tensor:
+    """Call the first tokens of every sequence images, rounded to whole tokens: int64 [T], 0 = text.
+
+    Vision-language models put an image's tokens before the question about it. The recordings at hand are of
+    text, so the scores of these tokens are those of text.
+    """
+    _, sequence_T, length_S = torch.unique_consecutive(sequence_id_T, return_inverse=True, return_counts=True)
+    first_S = length_S.cumsum(0) - length_S
+    place_T = torch.arange(len(sequence_id_T)) - first_S[sequence_T]
+    return torch.where(place_T < (image_share * length_S).round()[sequence_T], IMAGE, 0)
+
+
+def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False) -> RunDirectory:
+    """Route every batch of every comparison of ``config`` by every policy and write the rows.
+
+    Args:
+        out: results directory; cases whose rows are in it are not routed again unless ``force``.
+
+    Raises:
+        ValueError: one line naming the file, the key and what is allowed; or why ``out`` cannot be used.
+    """
+    comparisons = plan(config, overrides, ROUTING)
+    directory = RunDirectory(out)
+    check_agreement(directory, "route", {"torch": torch.__version__}, force=force)
+    with hold_comparisons(directory, comparisons):
+        _route_all(directory, comparisons, force)
+    return directory
+
+
+def _route_all(directory: RunDirectory, comparisons: Sequence[Comparison], force: bool) -> None:
+    """Route what is not there yet, or all of it where ``force``."""
+    todo = [
+        [case for case in comparison.cases if force or not directory.is_done("routing", case.case_id)]
+        for comparison in comparisons
+    ]
+    # What a comparison leaves beside its cases stands under the same rule.
+    statistics = [
+        force or bool(cases) or not directory.is_done("score_curves", comparison.comparison_id)
+        for comparison, cases in zip(comparisons, todo, strict=True)
+    ]
+    run_id = stable_hash([time.time_ns()])
+    description = _run_description(run_id, comparisons)
+    is_routed = partial(directory.is_done, "routing")
+    keep_other_policies(directory, description, is_routed)
+    directory.write_run(description, is_routed)
+    if not any(statistics):
+        print("moe-ep-bench: all cases were routed before; --force routes them again", file=sys.stderr)
+    wanted_batches = zip(comparisons, statistics, strict=True)
+    total = sum(comparison.workload.num_batches for comparison, wanted in wanted_batches if wanted)
+    progress = progress_bar(total, "batch")
+    with progress, one_thread(), torch.inference_mode():
+        for comparison, cases, wanted in zip(comparisons, todo, statistics, strict=True):
+            if wanted:
+                progress.set_description(comparison.title)
+                _route_comparison(directory, run_id, comparison, cases, progress)
+
+
+def dry_run(config: Path, overrides: Sequence[str]) -> int:
+    """Print the cases; route nothing."""
+    for comparison in plan(config, overrides, ROUTING):
+        print(f"{comparison.title}: {comparison.workload.num_batches} batches, {comparison.placement.name} placement")
+        for case in comparison.cases:
+            print(f"  {case.case_id}  {case.role:8}  {case.label}")
+    return OK
+
+
+def _route_comparison(
+    directory: RunDirectory, run_id: str, comparison: Comparison, cases: Sequence[CaseSpec], progress: tqdm
+) -> None:
+    """Route ``cases`` and write their parts; one batch is in memory at a time."""
+    layer = comparison.experiment.layer
+    rows_of: dict[str, dict[str, list[Any]]] = {case.case_id: defaultdict(list) for case in cases}
+    scores: dict[str, list[Any]] = defaultdict(list)
+    overlap: dict[str, list[Any]] = defaultdict(list)
+    for index in range(comparison.workload.num_batches):
+        batch = comparison.workload.batch(index)
+        shares = _shares(comparison, batch)
+        for case in cases:
+            router = CaseRouter(case, comparison.slots, layer.seed)
+            for rank, row in enumerate(_route_batch(router, shares, index, layer.kernel)):
+                _append(rows_of[case.case_id], {**row, "rank": rank, "batch": index, "layer": comparison.layer})
+        for row in _score_rows(batch):
+            _append(scores, {**row, "batch": index, "comparison_id": comparison.comparison_id})
+        for row in _overlap_rows(comparison, batch, index):
+            _append(overlap, {**row, "batch": index, "comparison_id": comparison.comparison_id})
+        progress.update()
+    for case in cases:
+        rows = rows_of[case.case_id]
+        named = identity("route", run_id, comparison, case, len(rows["rank"]))
+        directory.write("routing", case.case_id, {**named, **rows})
+    if overlap:
+        directory.write("overlap", comparison.comparison_id, overlap)
+    directory.write("score_curves", comparison.comparison_id, scores)
+
+
+def _route_batch(router: CaseRouter, shares: Sequence[Share], index: int, kernel: str) -> list[dict[str, Any]]:
+    """Route one batch by one case as its ranks would together: the metrics of every source rank."""
+    contexts = [router.context(share, index) for share in shares]
+    routings = compiled(router.rule, _CPU, kernel).select_all([share.scores_TE for share in shares], contexts)
+    rows = []
+    for share, routing in zip(shares, routings, strict=True):
+        row = case_metrics(router.case, routing, share)
+        if share.context.modality_T is not None:
+            is_image_T = share.context.modality_T == IMAGE
+            valid_T = share.context.token_mask_T
+            row["num_image_tokens"] = int((is_image_T if valid_T is None else is_image_T & valid_T).sum())
+            row["image_load_E"] = routing.map_TE[is_image_T].sum(dim=0).tolist()
+        rows.append(row)
+    return rows
+
+
+def _score_rows(batch: TokenBatch) -> list[dict[str, Any]]:
+    columns = score_order(batch.scores_TE)
+    return [
+        {"position": place + 1, **{name: float(values[place]) for name, values in columns.items()}}
+        for place in range(batch.scores_TE.shape[1])
+    ]
+
+
+def _overlap_rows(comparison: Comparison, batch: TokenBatch, index: int) -> list[dict[str, Any]]:
+    map_TE = top_k_map(batch.scores_TE, comparison.subject.context(0, batch.sequence_id_T, None))
+    domain_T = None
+    if isinstance(comparison.workload, RecordedWorkload):
+        token_T, _ = comparison.workload.draw(index)
+        ends = np.cumsum([trace.num_tokens for trace in comparison.workload.traces])
+        domain_T = torch.from_numpy(np.searchsorted(ends, token_T, side="right"))
+    found = token_overlap(map_TE, batch.sequence_id_T, domain_T)
+    return [{"kind": kind, "num_pairs": pairs, "shared_experts": shared} for kind, (pairs, shared) in found.items()]
+
+
+def _append(rows: dict[str, list[Any]], row: Mapping[str, Any]) -> None:
+    for name, value in row.items():
+        rows[name].append(value)
+
+
+def _run_description(run_id: str, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": run_id,
+        "mode": "route",
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "config": [describe_route(comparison.experiment) for comparison in comparisons],
+        "environment": provenance.describe(_CPU),
+        "hashes": {
+            "code": provenance.code_hash(),
+            "config": stable_hash([comparison.definition for comparison in comparisons]),
+            "workload": {comparison.comparison_id: comparison.workload.fingerprint() for comparison in comparisons},
+        },
+        # JSON's keys are sorted, and ids say nothing: "order" is the config's.
+        "comparisons": {
+            comparison.comparison_id: {
+                **describe(comparison),
+                "order": order,
+            }
+            for order, comparison in enumerate(comparisons)
+        },
+        "cases": {
+            case.case_id: {**comparison.describe_case(case), "order": order}
+            for comparison in comparisons
+            for order, case in enumerate(comparison.cases)
+        },
+    }
+
+
+def describe_route(experiment: Experiment) -> dict[str, Any]:
+    """The resolved experiment for ``run.json``, without folders of this machine."""
+    described = describe_experiment(experiment)
+    if isinstance(experiment.route.placement, Path):
+        described["route"]["placement"] = experiment.route.placement.name
+    return described

@@ -1,0 +1,615 @@
+"""Measure one comparison on this rank: what is run, checks, timing, samples.
+
+Native and policy share all weights, and a case puts one of the two into the place of every MoE layer (``layer.build``).
+Each layer's routing is replayed from its own scores, and each layer's output is held against the dense reference for
+the input that it got. A layer that stands alone has the key None.
+
+Shapes: T = this rank's tokens, E = experts, D = hidden size, N = tokens checked against the
+dense reference, V = cases, S = steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ep_bench.bench.job import Job
+from moe_ep_bench.bench.plan import BASELINE, CEILING, CaseSpec, Comparison
+from moe_ep_bench.bench.rows import packed_metrics, routing_columns, write_case
+from moe_ep_bench.bench.words import tokens_of_ranks
+from moe_ep_bench.files import write_json
+from moe_ep_bench.kernels.dispatch import oracle_for
+from moe_ep_bench.layer.attention import kernels_of_attention
+from moe_ep_bench.layer.build import SingleLayer, Subject, Transformer, layer_seed
+from moe_ep_bench.layer.depth import phases_in_depth
+from moe_ep_bench.layer.experts import DRAWS, DTYPES, HIDDEN, TOKENS, seeded_generator
+from moe_ep_bench.layer.graphs import CapturedRun, Graph, make_graphs
+from moe_ep_bench.layer.host import device_scope, free_memory
+from moe_ep_bench.layer.megatron import initialize_expert_parallel, meeting_group
+from moe_ep_bench.layer.passes import Decode, KeyValueCache, Prefill
+from moe_ep_bench.layer.phases import Rendezvous
+from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
+from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
+from moe_ep_bench.machine import provenance
+from moe_ep_bench.machine.monitor import MachineSampler
+from moe_ep_bench.metrics import routing_metrics
+from moe_ep_bench.policies import Routing, RoutingContext
+from moe_ep_bench.runtime.ranks import Ranks
+from moe_ep_bench.schema import PhaseKey
+from moe_ep_bench.timing.cache import CacheFlush, RotatingInput
+from moe_ep_bench.timing.ceilings import measure_ceilings
+from moe_ep_bench.timing.protocol import COLUMNS, Step, measure, plan, sample_keys, warm_up
+from moe_ep_bench.timing.timer import Clock, PhaseRecorder, clock_for
+from moe_ep_bench.workload import TokenBatch
+from moe_ep_bench.workload.balanced import balanced_scores
+
+NUM_CHECKED_TOKENS = 16
+
+
+# ---- What is run, and on what --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """This rank's share of a batch, on its device."""
+
+    next_input: Callable[[], Any]
+    """Returns what the layer or model is run on."""
+    logits: dict[int | None, tuple[Tensor, Tensor]]
+    """By layer what its router is to see, [T, E]: the workload's logits, and the same balanced."""
+    request_id_T: Tensor
+    """A sequence's tokens are one request's: a text at prefill, the tokens of one step at decode."""
+    valid_T: Tensor | None
+    """False = padding; None = all are valid."""
+
+
+class OnRank(ABC):
+    """What runs on this rank, and this rank's share of all batches.
+
+    Attributes:
+        subject: the layer or model.
+        columns: of a sample.
+        meet: where the ranks that talk to each other are waited for.
+    """
+
+    def __init__(self, job: Job, comparison: Comparison, ep_group: dist.ProcessGroup) -> None:
+        self.comparison, self.ranks, self.device = comparison, job.ranks, job.ranks.device
+        self.seed, self.dtype = comparison.experiment.layer.seed, DTYPES[comparison.experiment.layer.dtype]
+        self.meet = Rendezvous(meeting_group(), self.device)
+        self.layers = comparison.subject.layers()
+        self.subject, self.columns = self._build(ep_group)
+        self.batches = [self._share(number, job.watchdog.feed) for number in range(comparison.workload.num_batches)]
+
+    @abstractmethod
+    def _build(self, ep_group: dist.ProcessGroup) -> tuple[Subject, Sequence[PhaseKey]]: ...
+
+    @abstractmethod
+    def _new_input(self, number: int, mine: TokenBatch) -> Callable[[], Any]:
+        """What hands out the input for this rank's tokens of a batch."""
+
+    def _share(self, number: int, feed: Callable[[], object]) -> RankBatch:
+        model, workload = self.comparison.model, self.comparison.experiment.workload
+        logits: dict[int | None, tuple[Tensor, Tensor]] = {}
+        mine: TokenBatch | None = None
+        for layer, of_layer in self.comparison.workloads.items():
+            feed()
+            rank_batches = of_layer.rank_batches(number, self.ranks.world_size, workload.rank_shares)
+            tokens = next(islice(rank_batches, self.ranks.rank, None)).with_padding(workload.padding_per_rank)
+            assert mine is None or torch.equal(tokens.sequence_id_T, mine.sequence_id_T), "layers see other tokens"
+            mine, scores_TE = tokens, tokens.scores_TE.to(self.device)
+            balanced_TE = balanced_scores(scores_TE, model.top_k)
+            own, even = (logits_from_scores(one, model.score_function) for one in (scores_TE, balanced_TE))
+            logits[layer] = own, even
+        assert mine is not None
+        valid_T = None if mine.valid_T is None else mine.valid_T.to(self.device)
+        return RankBatch(self._new_input(number, mine), logits, mine.sequence_id_T.to(self.device), valid_T)
+
+    def context_for(self, batch: int, layer: int | None) -> RoutingContext:
+        """What is so of this rank's tokens in a layer; randomness starts anew with every call."""
+        share, rank = self.batches[batch], self.subject.ep_group.rank()
+        place = batch, self.ranks.rank, *(() if layer is None else (layer,))
+        draws = seeded_generator(self.device, self.seed, DRAWS, *place)
+        return replace(self.layers[layer].context(rank, share.request_id_T, share.valid_T), generator=draws)
+
+
+class LayerOnRank(OnRank):
+    """An MoE layer alone, on hidden states that do not depend on the number of ranks."""
+
+    def _build(self, ep_group: dist.ProcessGroup) -> tuple[Subject, Sequence[PhaseKey]]:
+        comparison = self.comparison
+        layer = SingleLayer(comparison.model, self.dtype, self.device, ep_group, self.seed, comparison.parts)
+        return layer, COLUMNS
+
+    def _new_input(self, number: int, mine: TokenBatch) -> Callable[[], Any]:
+        size, device = self.comparison.model.hidden_size, self.device
+        hidden = [torch.empty(0, size, device=device)]
+        for sequence, length in zip(*torch.unique_consecutive(mine.sequence_id_T, return_counts=True), strict=True):
+            generator = seeded_generator(device, self.seed, HIDDEN, number, int(sequence))
+            hidden.append(torch.randn(int(length), size, generator=generator, device=device))
+        # Cases follow each other on one batch; none is to find its input in the cache.
+        return RotatingInput(torch.cat(hidden).to(self.dtype).unsqueeze(1), len(self.comparison.cases)).next
+
+
+class ModelOnRank(OnRank):
+    """A whole model, on prompts or on decode steps of random tokens."""
+
+    def _build(self, ep_group: dist.ProcessGroup) -> tuple[Subject, Sequence[PhaseKey]]:
+        comparison, config = self.comparison, self.comparison.subject
+        transformer = Transformer(
+            comparison.model,
+            self.dtype,
+            self.device,
+            ep_group,
+            self.seed,
+            comparison.parts,
+            num_layers=config.num_layers,
+            max_length=config.context_length + comparison.num_tokens,
+        )
+        if config.context_length:
+            tokens_BR = tokens_of_ranks(comparison.experiment, comparison.workload, comparison.world_size)
+            self._cache = KeyValueCache(int(tokens_BR[:, self.ranks.rank].max()), config.context_length)
+            self._cache.fill_(transformer.gpt, self.device, self.seed)
+        return transformer, sample_keys(phases_in_depth(config.num_layers, config.moe_layers))
+
+    def _new_input(self, number: int, mine: TokenBatch) -> Callable[[], Any]:
+        generator = seeded_generator(self.device, self.seed, TOKENS, number, self.ranks.rank)
+        size = (mine.num_tokens,)
+        ids_T = torch.randint(self.comparison.model.vocab_size, size, generator=generator, device=self.device)
+        if self.comparison.subject.context_length:
+            run = Decode(ids_T, self._cache)
+        else:
+            run = Prefill(ids_T, torch.unique_consecutive(mine.sequence_id_T, return_counts=True)[1].tolist())
+        return lambda: run
+
+
+ON_RANK: dict[str, type[OnRank]] = {"layer": LayerOnRank, "model": ModelOnRank}
+"""By scope."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A case that can run any batch; see ``timing.protocol.Runnable``.
+
+    Attributes:
+        captured: runs as CUDA graphs by batch and whether their phases are timed; where there are any, they are what
+            is run.
+    """
+
+    spec: CaseSpec
+    there: OnRank
+    captured: dict[tuple[int, bool], CapturedRun] = field(default_factory=dict)
+
+    @property
+    def case_id(self) -> str:
+        return self.spec.case_id
+
+    def _logits(self, batch: int, layer: int | None) -> Tensor:
+        own_TE, balanced_TE = self.there.batches[batch].logits[layer]
+        return balanced_TE if self.spec.role == CEILING else own_TE
+
+    def scores(self, batch: int, layer: int | None) -> Tensor:
+        """The scores that a layer's router sees: float32 [T, E]."""
+        return scores_from_logits(self._logits(batch, layer), self.there.comparison.model.score_function)
+
+    def told(self, batch: int, layer: int | None) -> RoutingContext:
+        """What the policy is told of this rank's tokens."""
+        return self.spec.told(self.there.context_for(batch, layer))
+
+    def prepare(self, batch: int) -> Any:
+        """Put this case's MoE layers and the batch's routing in place, and return the batch's input."""
+        subject, policy = self.there.subject, self.spec.policy
+        subject.take(() if policy is None else subject.pairs)
+        for layer in subject.pairs:
+            context = None if policy is None else self.told(batch, layer)
+            subject.route(layer, self._logits(batch, layer), policy, context)
+        return self.there.batches[batch].next_input()
+
+    @contextlib.contextmanager
+    def ready(self, batch: int, recorder: PhaseRecorder | None = None) -> Iterator[Callable[[], object]]:
+        by_phase = recorder is not None
+        if (batch, by_phase) in self.captured:
+            yield partial(self.captured[batch, by_phase].replay, recorder)
+            return
+        inputs, subject = self.prepare(batch), self.there.subject
+        with subject.instrumented(recorder, self.there.meet) if by_phase else contextlib.nullcontext():
+            yield partial(subject.run, inputs)
+
+    def capture(self, batch: int, new_graph: Callable[[], Graph], clock: Clock, *, by_phase: bool) -> None:
+        """Keep the run of a batch as graphs; ``by_phase``: a second time, with its phases timed.
+
+        Raises:
+            RuntimeError: as ``CapturedRun``.
+        """
+        there = self.there
+        for timed in (False, True)[: 1 + by_phase]:
+            run = CapturedRun(there.subject, self.prepare(batch), new_graph, clock, there.meet, by_phase=timed)
+            if timed:
+                run.forget()
+            self.captured[batch, timed] = run
+
+
+# ---- What is seen of it --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerLook:
+    """What was seen of one MoE layer in an untimed run."""
+
+    routing: Routing
+    gated_TE: Tensor
+    """The gate's own logits, which the workload's scores replace."""
+    input_ND: Tensor
+    output_ND: Tensor
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One untimed run of a case on a batch."""
+
+    output: Tensor
+    layers: dict[int | None, LayerLook]
+
+    @property
+    def problem(self) -> str:
+        """What of it is no number; empty where all is well."""
+        for layer, look in self.layers.items():
+            for what, values in (
+                ("the gate's logits", look.gated_TE),
+                ("routing weights", look.routing.weights_TE),
+                ("output", look.output_ND),
+            ):
+                if not bool(values.isfinite().all()):
+                    return f"NaN or Inf in {what}" + ("" if layer is None else f", layer {layer}")
+        whole = "output" if None in self.layers else "the logits"
+        return "" if bool(self.output.isfinite().all()) else f"NaN or Inf in {whole}"
+
+
+def look(case: Case, batch: int) -> Observation:
+    """Run a case once, untimed, and look at what its MoE layers were given, chose and returned."""
+    inputs, subject = case.prepare(batch), case.there.subject
+    rows_N = rows_to_check(len(case.there.batches[batch].request_id_T)).to(case.there.device)
+    routed: dict[int | None, Routing] = {}
+    gated: dict[int | None, Tensor] = {}
+    ends: dict[int | None, tuple[Tensor, Tensor]] = {}
+
+    def note_routing(layer: int | None, module: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        routed[layer] = Routing(map_TE=output[1], weights_TE=output[0])
+
+    def note_ends(layer: int | None, module: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> None:
+        ends[layer] = inputs[0].flatten(0, 1)[rows_N].clone(), output[0].flatten(0, 1)[rows_N].clone()
+
+    with contextlib.ExitStack() as hooks:
+        for layer, moe in subject.moe_layers.items():
+            hooks.callback(moe.router.register_forward_hook(partial(note_routing, layer)).remove)
+            hooks.callback(moe.register_forward_hook(partial(note_ends, layer)).remove)
+            moe.router.look = partial(gated.__setitem__, layer)
+            hooks.callback(setattr, moe.router, "look", None)
+        output = subject.run(inputs)
+    return Observation(output, {layer: LayerLook(routed[layer], gated[layer], *ends[layer]) for layer in routed})
+
+
+def replay(case: Case, batch: int) -> tuple[Tensor, dict[int | None, Routing]]:
+    """Run a case once from its graphs: its output, and what its layers chose."""
+    captured = case.captured[batch, False]
+    captured.replay()
+    assert captured.output is not None
+    routed = {
+        layer: Routing(map_TE=map_TE.clone(), weights_TE=weights_TE.clone())
+        for layer, (weights_TE, map_TE) in captured.routing.items()
+    }
+    return captured.output.clone(), routed
+
+
+def rows_to_check(num_tokens: int) -> Tensor:
+    """Indices of a rank's tokens that are held against the dense reference: int64 [N]."""
+    return torch.linspace(0, max(num_tokens - 1, 0), min(NUM_CHECKED_TOKENS, num_tokens)).long()
+
+
+# ---- The measurement -----------------------------------------------------------------------------------------------
+
+
+def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
+    """Measure ``cases`` and write their parts; every rank calls this alike."""
+    job.enter(comparison)
+    shortage = _memory_shortage(job, comparison)
+    if shortage:
+        if job.ranks.is_first:
+            for case in cases:
+                job.write_unmeasured(comparison, case, "skipped", shortage)
+        job.check_written()
+        return
+    with device_scope(), torch.inference_mode():
+        session = Session(job, comparison, cases)
+        session.observe_all()
+        session.drop_failing("before timing")
+        if session.cases and comparison.parts.cuda_graph:
+            session.capture_all()
+            session.check_again()
+            session.drop_failing("replayed from CUDA graphs")
+        if session.cases:  # All ranks agree on them.
+            session.warm_up()
+            samples_VSC = session.time()
+            session.check_again()
+            session.drop_failing("after timing")
+            job.enter(comparison)
+            session.write_conditions()
+            session.write(samples_VSC)
+    del session
+    free_memory(job.ranks.device)
+
+
+def _memory_shortage(job: Job, comparison: Comparison) -> str:
+    """Why this comparison does not fit some rank's memory; empty if it fits all. Agreed by all ranks."""
+    need = comparison.memory_bytes_per_rank()
+    available = provenance.available_memory_bytes(job.ranks.device, job.ranks.local_world_size)
+    gib = 2**30
+    short = ""
+    if need > available:
+        short = f"needs about {need / gib:.1f} GiB per rank, {available / gib:.1f} GiB are free"
+        short += comparison.hint_for(available)
+    return _first_word(job.ranks, short)
+
+
+def _first_word(ranks: Ranks, text: str) -> str:
+    """What the first rank that has something to say says; empty where none has. Every rank calls this."""
+    return next((f"rank {rank}: {said}" for rank, said in enumerate(ranks.texts(text)) if said), "")
+
+
+class Session:
+    """The state of one comparison's measurement on this rank."""
+
+    def __init__(self, job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
+        self.job, self.comparison, self.device = job, comparison, job.ranks.device
+        measure = comparison.experiment.measure
+        # The watchdog is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.
+        ep_group = initialize_expert_parallel(comparison.ep_size, measure.timeout_s + 60, comparison.num_slices)
+        provenance.forget_peak_memory(self.device)
+        self.there = ON_RANK[comparison.scope](job, comparison, ep_group)
+        self.cases = [Case(case, self.there) for case in cases]
+        self.timed: list[Case] = []
+        self.flush = CacheFlush(self.device) if measure.flush_l2 else None
+        self.conditions: dict[str, Any] = {}
+        self.routing_rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self.errors: dict[str, float] = {}
+        self.problems: dict[str, str] = {}
+        self._new_graph: Callable[[], Graph] | None = None
+        self._alone: DenseReference | None = None
+
+    @property
+    def num_batches(self) -> int:
+        return self.comparison.workload.num_batches
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.there.dtype]
+
+    def observe_all(self) -> None:
+        """Run every case on every batch once: shapes are seen, routing metrics taken, every layer's output checked."""
+        last = self.comparison.subject.moe_layers[-1]
+        for batch in range(self.num_batches):
+            native: Tensor | None = None
+            for case in self.cases:
+                self.job.begin(case.case_id)
+                seen = self._look(case, batch)
+                if case.spec.role == BASELINE:
+                    native = seen.output
+                for layer, of_layer in seen.layers.items():
+                    self.job.watchdog.feed()
+                    row = routing_metrics(
+                        of_layer.routing,
+                        case.scores(batch, layer),
+                        self.there.context_for(batch, layer),
+                        num_slices=self.comparison.num_slices,
+                        **capacity_factor(case.spec),
+                    )
+                    row["reference_error"] = self.reference_error(case, layer, of_layer) if batch == 0 else None
+                    compared = layer == last and case.spec.role != CEILING and native is not None
+                    valid_T = self.there.batches[batch].valid_T
+                    row["output_error"] = relative_error(seen.output, native, valid_T) if compared else None
+                    self.routing_rows[case.case_id].append(row)
+        if self.comparison.scope == "model":
+            self._note_attention()
+
+    def _note_attention(self) -> None:
+        """Which kernels torch takes for attention here, in one pass more."""
+        self.job.watchdog.feed()
+        run = partial(self.there.subject.run, self.cases[0].prepare(0))
+        of_ranks = [json.loads(text) for text in self.job.ranks.texts(json.dumps(kernels_of_attention(run)))]
+        self.conditions["attention"] = sorted({name for names in of_ranks for name in names})
+
+    def _look(self, case: Case, batch: int) -> Observation:
+        """Look at one run. The reference is held against few tokens of one batch; what is no number is found in all."""
+        seen = look(case, batch)
+        if seen.problem:
+            self.problems.setdefault(case.case_id, f"{seen.problem}, batch {batch}")
+        return seen
+
+    def reference_error(self, case: Case, layer: int | None, seen: LayerLook) -> float:
+        """Compare a layer's run on batch 0 with the dense reference; a policy's map also with the policy itself.
+
+        Not so the map of a policy whose statistics are summed over other ranks.
+        """
+        rows_N = rows_to_check(len(seen.routing.map_TE)).to(self.device)
+        error = self._reference(layer, seen.input_ND).worst_error(seen.output_ND, seen.routing.weights_TE[rows_N])
+        policy, scores_TE = case.spec.policy, case.scores(0, layer)
+        if policy is not None and (
+            self.comparison.num_together == 1 or policy.batch_stats(scores_TE, self.there.context_for(0, layer)) is None
+        ):
+            expected = oracle_for(policy, self.device).route(scores_TE, case.told(0, layer))
+            if not torch.equal(expected.map_TE, seen.routing.map_TE):
+                error = float("inf")
+        self.errors[case.case_id] = max(error, self.errors.get(case.case_id, 0.0))
+        return error
+
+    def _reference(self, layer: int | None, input_ND: Tensor) -> DenseReference:
+        new = partial(DenseReference, self.comparison.model, input_ND, layer_seed(self.there.seed, layer))
+        if layer is not None:
+            return new()
+        if self._alone is None:  # All cases give a layer alone the same input.
+            self._alone = new()
+        return self._alone
+
+    def check_again(self) -> None:
+        """Hold every layer of every case against the reference once more, after it was timed."""
+        for case in self.cases:
+            self.job.begin(case.case_id)
+            seen = self._look(case, 0)
+            if case.captured:
+                seen = self._replayed(case, seen)
+            for row, (layer, of_layer) in zip(self.routing_rows[case.case_id], seen.layers.items(), strict=False):
+                self.job.watchdog.feed()
+                row["reference_error"] = max(self.reference_error(case, layer, of_layer), row["reference_error"])
+
+    def _replayed(self, case: Case, eager: Observation) -> Observation:
+        """Hold a replay of batch 0 against an eager run, and take from it what can be seen."""
+        output, routed = replay(case, 0)
+        problem = self._unlike(eager, output, routed, 0)
+        if problem:
+            self.problems.setdefault(case.case_id, problem)
+        if None not in routed:
+            return eager
+        rows_N = rows_to_check(len(routed[None].map_TE)).to(self.device)
+        alone = replace(eager.layers[None], routing=routed[None], output_ND=output.flatten(0, 1)[rows_N])
+        return Observation(output, {None: alone})
+
+    def capture_all(self) -> None:
+        """Keep every case's runs as CUDA graphs; those that cannot be kept are recorded as failed."""
+        for case in list(self.cases):
+            self.job.begin(case.case_id)
+            reason = _first_word(self.job.ranks, self._capture(case))
+            self.job.mark.withdraw()
+            if reason:
+                case.captured.clear()
+                self.cases.remove(case)
+                if self.job.ranks.is_first:
+                    self.job.write_unmeasured(self.comparison, case.spec, "failed", reason)
+
+    def _capture(self, case: Case) -> str:
+        """Keep a case's runs of all batches, and say why they cannot be kept; empty where they are."""
+        by_phase, clock = self.comparison.experiment.measure.breakdown_iterations > 0, clock_for(self.device)
+        if self._new_graph is None:
+            self._new_graph = make_graphs(self.device)
+        problem = ""
+        for batch in range(self.num_batches):
+            self.job.watchdog.feed()
+            eager = look(case, batch)
+            try:
+                case.capture(batch, self._new_graph, clock, by_phase=by_phase)
+            except (torch.OutOfMemoryError, torch.distributed.DistBackendError):
+                raise
+            except RuntimeError as error:
+                self._new_graph = None  # A capture that failed may leave its memory in use.
+                problem = f"cannot be captured as a CUDA graph: {str(error).splitlines()[0]}"
+                # Where others wait in a collective that this rank has left, the job is lost, and this is why.
+                self.job.mark.explain(f"failed: {problem}")
+                return problem
+            # Ranks go on together, whichever of them finds a difference.
+            output, routed = replay(case, batch)
+            problem = problem or self._unlike(eager, output, routed, batch)
+            if batch:  # The first is looked at again after timing.
+                case.captured[batch, False].forget()
+        return problem
+
+    def _unlike(self, eager: Observation, output: Tensor, routed: dict[int | None, Routing], batch: int) -> str:
+        """In what a replayed run differs from the same one run eagerly; empty where it does not."""
+        if not all(torch.equal(look.routing.map_TE, routed[layer].map_TE) for layer, look in eager.layers.items()):
+            return f"replayed from a CUDA graph, it routes batch {batch} otherwise"
+        gap, size = (float(x.float().norm()) for x in (output - eager.output, eager.output))
+        if not gap <= self.tolerance * size:
+            return f"replayed from a CUDA graph, its output on batch {batch} is off by {gap:.2g} of {size:.2g}"
+        return ""
+
+    def drop_failing(self, when: str) -> None:
+        """Record cases whose output is wrong on any rank as failed, and go on without them."""
+        mine = torch.tensor([self.errors[case.case_id] for case in self.cases], dtype=torch.float64)
+        worst_V = torch.stack(self.job.ranks.gather(mine, everywhere=True)).max(dim=0).values
+        problems = [json.loads(text) for text in self.job.ranks.texts(json.dumps(self.problems))]
+        for case, worst in zip(list(self.cases), worst_V.tolist(), strict=True):
+            found = [f"rank {rank}: {of[case.case_id]}" for rank, of in enumerate(problems) if case.case_id in of]
+            if not found and worst <= self.tolerance:
+                continue
+            self.cases.remove(case)
+            if self.job.ranks.is_first:
+                what = f"output differs from the dense reference by {worst:.2g}, allowed is {self.tolerance:g}"
+                reason = f"{when}: {found[0] if found else what}"
+                self.job.write_unmeasured(self.comparison, case.spec, "failed", reason)
+        self.job.check_written()
+
+    def warm_up(self) -> None:
+        settings = self.comparison.experiment.measure
+        rounds = settings.warmup, settings.max_warmup
+        result = warm_up(self.cases, self.num_batches, rounds, clock_for(self.device), self._slowest, self.job.begin)
+        self.job.progress.total += (result.rounds - settings.warmup) * self.num_batches * len(self.cases)
+        self.conditions["warm_up"] = asdict(result)
+
+    def _slowest(self, times_B: np.ndarray) -> np.ndarray:
+        return torch.stack(self.job.ranks.gather(torch.from_numpy(times_B), everywhere=True)).amax(dim=0).numpy()
+
+    def time(self) -> np.ndarray:
+        self.timed = list(self.cases)  # Later checks may take cases away; samples stay in this order.
+        ceilings = measure_ceilings(self.device, self.there.dtype)
+        with MachineSampler(self.device) as sampler:
+            order = self.timed, self.steps, clock_for(self.device), self.there.meet
+            samples_VSC = measure(*order, self.job.begin, self.flush, self.there.columns)
+        mine = {
+            "hostname": socket.gethostname(),
+            "machine": sampler.stop().as_dict(),
+            "ceilings": asdict(ceilings),
+            "peak_memory_bytes": provenance.peak_memory_bytes(self.device),
+        }
+        self.conditions["ranks"] = [json.loads(text) for text in self.job.ranks.texts(json.dumps(mine))]
+        return samples_VSC
+
+    def write_conditions(self) -> None:
+        """Say under which conditions this launch was timed."""
+        if self.job.ranks.is_first:
+            path = self.job.directory.conditions_path(self.comparison.comparison_id, self.job.launch)
+            with self.job.writing():
+                write_json(path, {"run_id": self.job.run_id, **self.conditions})
+
+    @property
+    def steps(self) -> list[Step]:
+        settings = self.comparison.experiment.measure
+        return plan(self.num_batches, settings.iterations, settings.breakdown_iterations)
+
+    def write(self, samples_VSC: np.ndarray) -> None:
+        """Gather all ranks' samples and metrics on rank 0, which writes them case by case."""
+        times = self.job.ranks.gather(torch.from_numpy(samples_VSC))
+        keys, metrics_VBM = packed_metrics([self.routing_rows[case.case_id] for case in self.timed])
+        metrics = self.job.ranks.gather(metrics_VBM)
+        layers = self.comparison.subject.moe_layers
+        with self.job.writing():
+            for index, case in enumerate(self.timed):
+                if self.job.ranks.is_first and case in self.cases:
+                    self.job.watchdog.feed()
+                    timed = self.steps, [ranked.numpy()[index] for ranked in times], self.there.columns
+                    routing = routing_columns(keys, [ranked[index] for ranked in metrics])
+                    write_case(self.job, self.comparison, case.spec, *timed, routing, layers)
+        self.job.check_written()
+
+
+def capacity_factor(case: CaseSpec) -> dict[str, float]:
+    """The policy's own, for ``routing_metrics``; empty where it has none."""
+    factor = case.params.get("capacity_factor")
+    return {"capacity_factor": factor} if isinstance(factor, float) else {}
+
+
+def relative_error(output_TD: Tensor, native_TD: Tensor, valid_T: Tensor | None) -> float:
+    """|output - native| / |native| over valid tokens; None = all are."""
+    if valid_T is not None:
+        output_TD, native_TD = output_TD[valid_T], native_TD[valid_T]
+    size = float(native_TD.float().norm())
+    return float((output_TD.float() - native_TD.float()).norm()) / size if size else 0.0

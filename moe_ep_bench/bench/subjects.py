@@ -1,0 +1,450 @@
+"""What is measured: one MoE layer, or a whole model, on a number of expert-parallel ranks.
+
+A batch of the workload is a batch of the model. Its sequences are the prompts of a prefill; with
+``whole.context_length`` it is the next token of each request. Every MoE layer of a model has scores of its own: of a
+recording that layer's, of a synthetic workload the same targets solved for with another seed. So each layer has its
+own skew, and its own busiest rank.
+
+Shapes: S = sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from moe_ep_bench.bench import checks, words
+from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
+from moe_ep_bench.cost_model.devices import VALUE_BYTES
+from moe_ep_bench.layer.expert_placement import ExpertPlacement
+from moe_ep_bench.models import Attention, LatentAttention, ModelSpec
+from moe_ep_bench.policies import RoutingContext
+from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
+from moe_ep_bench.workload.batch import deal_sequences
+from moe_ep_bench.workload.formatting import tokens_words
+from moe_ep_bench.workload.streamed import StreamedWorkload
+
+_COPIES_BYTES = 2**27
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSubject:
+    """One MoE layer on ``world_size`` ranks.
+
+    Attributes:
+        workloads: by MoE layer, in order; the key is None where a layer stands alone.
+    """
+
+    experiment: Experiment
+    world_size: int
+    workloads: Mapping[int | None, Workload]
+
+    name: ClassVar[str] = "layer"
+    """One of ``schema.SCOPES``."""
+    in_chunks: ClassVar[bool] = True
+    """Virtual ranks run it in chunks of tokens where memory is short."""
+
+    @classmethod
+    def of(cls, experiment: Experiment, world_size: int) -> LayerSubject:
+        """Open the workload; ValueError where it cannot be had."""
+        return cls(experiment, world_size, {None: make_workload(experiment, world_size)})
+
+    @cached_property
+    def model(self) -> ModelSpec:
+        return self.experiment.model.spec()
+
+    @property
+    def workload(self) -> Workload:
+        """The first layer's."""
+        return next(iter(self.workloads.values()))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are built, dense ones too."""
+        return 1
+
+    @property
+    def moe_layers(self) -> tuple[int | None, ...]:
+        """Which of them are MoE layers."""
+        return tuple(self.workloads)
+
+    @property
+    def context_length(self) -> int:
+        """Tokens in the cache of each request that decodes; 0 where a batch is no decode step of a model."""
+        return self.experiment.whole.context_length
+
+    @property
+    def num_slices(self) -> int:
+        """Ranks among which every expert is cut."""
+        return self.experiment.layer.expert_tensor_parallel
+
+    @property
+    def ep_size(self) -> int:
+        return ep_size_on(self.experiment, self.world_size)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.experiment.workload.total_tokens(self.world_size)
+
+    @property
+    def fullest_share(self) -> float:
+        """Tokens of the rank that holds most, over the mean."""
+        shares = self.experiment.workload.rank_shares or (1.0,)
+        of_ranks = [shares[rank % len(shares)] for rank in range(self.world_size)]
+        return max(of_ranks) * self.world_size / sum(of_ranks)
+
+    @property
+    def fullest_tokens(self) -> int:
+        """Tokens of the rank that holds most, by its share."""
+        return -(-int(self.num_tokens * self.fullest_share) // self.world_size)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the rank that has most of them in any batch."""
+        return int(words.tokens_of_ranks(self.experiment, self.workload, self.world_size).max())
+
+    def fraction_of(self, layer: int | None) -> float:
+        """Where in the depth of the model's MoE layers one of them stands: 0 to below 1; 0 where that is unknown."""
+        if layer is not None:
+            return (layer - self.model.first_dense_layers) / self.model.num_moe_layers
+        if not isinstance(self.workload, RecordedWorkload):
+            return 0.0
+        return self.workload.layer / self.workload.traces[0].num_layers
+
+    @property
+    def layer_fraction(self) -> float:
+        """``fraction_of`` the first layer."""
+        return self.fraction_of(next(iter(self.workloads)))
+
+    def layers(self) -> dict[int | None, LayerSubject]:
+        """Each MoE layer as a subject of its own, with its scores and its place in the depth."""
+        return {
+            layer: LayerSubject(self.experiment, self.world_size, {layer: workload})
+            for layer, workload in self.workloads.items()
+        }
+
+    def context(self, rank: int, request_id_T: Tensor, valid_T: Tensor | None) -> RoutingContext:
+        """What is so of a rank's tokens, but for modality and randomness; ``CaseSpec.told`` is what is known of it."""
+        return RoutingContext(
+            top_k=self.model.top_k,
+            num_ranks=self.ep_size,
+            rank=rank,
+            normalize=self.model.normalize,
+            scale=self.model.routed_scale,
+            num_groups=self.model.num_groups,
+            top_groups=self.model.top_groups,
+            token_mask_T=valid_T,
+            request_id_T=request_id_T,
+            layer_fraction=self.layer_fraction,
+        )
+
+    def check_emulation(self, slots: ExpertPlacement) -> None:
+        """Raise ValueError where virtual ranks cannot do what ``emulate`` and ``route`` ask of this subject."""
+        checks.check_spare(self.experiment, self.ep_size)
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """What of the definition this subject adds."""
+        return {}
+
+    @property
+    def extent(self) -> str:
+        """What of the model is measured, in a title; ends in a comma."""
+        return ""
+
+    @property
+    def workload_in_short(self) -> str:
+        return words.workload_in_short(self.experiment)
+
+    @property
+    def departures(self) -> tuple[str, ...]:
+        """Where what is run is simpler than the model."""
+        return self.model.departures
+
+    def describe(self, *, modelled: bool) -> dict[str, Any]:
+        """What ``run.json`` says of this subject beside what it says of all."""
+        return {}
+
+    def memory_bytes_per_rank(self, num_cases: int, *, held_batches: int, cuda_graph: bool) -> int:
+        """What a rank needs at the fullest, roughly: weights, inputs of all batches, one layer's buffers.
+
+        The load assumed is the workload's peak on one rank, as if its hot experts lay together.
+        """
+        model, size, tokens = self.model, VALUE_BYTES[self.experiment.layer.dtype], self.fullest_tokens
+        pairs, slice_size = self._pairs, model.ffn_hidden_size // self.num_slices
+        weights = (model.num_experts // self.ep_size) * 3 * model.hidden_size * slice_size
+        weights += 3 * model.hidden_size * model.shared_ffn_hidden_size
+        # Small inputs are held in copies, up to some caches' size (measure.cache).
+        hidden = tokens * model.hidden_size * size
+        hidden += min((num_cases - 1) * hidden, _COPIES_BYTES)
+        inputs = held_batches * (hidden + 2 * tokens * model.num_experts * 4)
+        buffers = pairs * (4 * model.hidden_size + 3 * slice_size) * size
+        if self.num_slices > 1:
+            buffers += pairs * 4 * model.hidden_size  # what is summed over slices, in float32
+        return 2 * weights * size + inputs + buffers + self._routing_bytes
+
+    @property
+    def _pairs(self) -> int:
+        """(token, expert) pairs of the fullest rank at the workload's peak load, over all slices."""
+        peak = min(getattr(self.experiment.workload, "peak_load", None) or 2.0, self.ep_size)
+        return int(self.fullest_tokens * self.model.top_k * peak) * self.num_slices
+
+    @property
+    def _routing_bytes(self) -> int:
+        """Scores, keys and indices while a policy routes."""
+        return self.fullest_tokens * self.model.num_experts * 8 * 6
+
+    def hint_for(self, available: int, num_cases: int, *, held_batches: int, cuda_graph: bool) -> str:
+        """What fits into this much memory instead; empty where nothing is known to."""
+        return ""
+
+    def flops_per_rank(self) -> float:
+        """Floating-point operations of one iteration on the average rank."""
+        tokens = self.num_tokens / self.world_size
+        expert = 6 * self.model.hidden_size * self.model.ffn_hidden_size * self.model.top_k
+        shared = 6 * self.model.hidden_size * self.model.shared_ffn_hidden_size
+        return tokens * (expert + shared + 2 * self.model.hidden_size * self.model.num_experts)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSubject(LayerSubject):
+    """A whole model, or its first layers."""
+
+    name: ClassVar[str] = "model"
+    in_chunks: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, experiment: Experiment, world_size: int) -> ModelSubject:
+        """Check the model, and open every MoE layer's workload.
+
+        Raises:
+            ValueError: naming the key whose value does not fit.
+        """
+        checks.check_model(experiment.model.spec(), experiment)
+        checks.check_batches(experiment)
+        subject = cls(experiment, world_size, layer_workloads(experiment, world_size))
+        checks.check_dealing(experiment, subject.workload, world_size)
+        return subject
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are built: the first ones of the model."""
+        return self.experiment.whole.num_layers or self.model.num_layers
+
+    def check_emulation(self, slots: ExpertPlacement) -> None:
+        checks.check_emulated_model(self.experiment, slots)
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        return {"whole": {**self.experiment.whole.model_dump(mode="json"), "num_layers": self.num_layers}}
+
+    @property
+    def extent(self) -> str:
+        of_layers = self.model.num_layers
+        cut = f"first {self.num_layers} of {of_layers}" if self.num_layers < of_layers else f"all {of_layers}"
+        step = f"decode after {tokens_words(self.context_length)}" if self.context_length else "prefill"
+        return f"{cut} layers, {step}, "
+
+    @property
+    def workload_in_short(self) -> str:
+        if isinstance(self.experiment.workload, RecordedConfig):
+            return f"recorded layer by layer, {self.experiment.workload.tail_words}"
+        return f"{super().workload_in_short} in each layer"
+
+    @property
+    def departures(self) -> tuple[str, ...]:
+        return (*super().departures, *_departures(self.model, self.context_length))
+
+    def describe(self, *, modelled: bool) -> dict[str, Any]:
+        achieved = [workload.achieved() for workload in self.workloads.values()]
+        # What adjacent tokens share in layers where that is more than was asked for.
+        overlaps = (
+            one["neighbour_overlap"]
+            for one, workload in zip(achieved, self.workloads.values(), strict=True)
+            if isinstance(workload, SyntheticWorkload) and workload.shares_by_chance
+        )
+        return {
+            "whole": {
+                "num_layers": self.num_layers,
+                "of_layers": self.model.num_layers,
+                "moe_layers": list(self.moe_layers),
+                "of_moe_layers": self.model.num_moe_layers,
+                "context_length": self.context_length,
+                "attention": "modelled" if modelled else "torch scaled_dot_product_attention",
+                "peak_loads": [one["peak_load"] for one in achieved],
+                "shared_by_chance": [float(overlap) for overlap in overlaps if overlap is not None],
+            }
+        }
+
+    def memory_bytes_per_rank(self, num_cases: int, *, held_batches: int, cuda_graph: bool) -> int:
+        """Weights, one layer's experts twice (while it is built), scores, cache, a pass's buffers.
+
+        With CUDA graphs the buffers once more: all graphs share one pool, which is not the allocator's own.
+        """
+        return self._memory_bytes(self.num_layers, num_cases, held_batches, cuda_graph)
+
+    def hint_for(self, available: int, num_cases: int, *, held_batches: int, cuda_graph: bool) -> str:
+        """How many layers fit into this much memory."""
+        counts = range(self.model.first_dense_layers + 1, self.num_layers)
+        fitting = [one for one in counts if self._memory_bytes(one, num_cases, held_batches, cuda_graph) <= available]
+        return f"; whole.num_layers={fitting[-1]} fits" if fitting else ""
+
+    def _memory_bytes(self, num_layers: int, num_cases: int, held_batches: int, cuda_graph: bool) -> int:
+        model, size, tokens = self.model, VALUE_BYTES[self.experiment.layer.dtype], self.fullest_tokens
+        assert model.attention is not None
+        assert model.vocab_size is not None
+        num_moe = num_layers - model.first_dense_layers
+        slice_size = model.ffn_hidden_size // self.num_slices
+        experts = model.num_experts // self.ep_size * 3 * model.hidden_size * slice_size
+        moe = experts + model.hidden_size * (3 * model.shared_ffn_hidden_size + model.num_experts)
+        block = model.attention.num_parameters(model.hidden_size)
+        dense = model.first_dense_layers * 3 * model.hidden_size * model.dense_ffn_hidden_size
+        embeddings = (1 if model.tied_embeddings else 2) * model.vocab_size * model.hidden_size
+        weights = num_layers * block + num_moe * moe + experts + dense + embeddings
+        scores = num_moe * held_batches * 2 * tokens * model.num_experts * 4
+        heads, cached = _widths(model.attention)
+        cache = num_layers * tokens * (self.context_length + 1) * cached if self.context_length else 0
+        pairs = self._pairs
+        buffers = pairs * (4 * model.hidden_size + 3 * slice_size) + tokens * (6 * heads + 4 * model.hidden_size)
+        summed = pairs * 4 * model.hidden_size if self.num_slices > 1 else 0  # over slices, in float32
+        if self.context_length:
+            buffers += 3 * tokens * self.context_length * cached  # the cache of one layer, rotated and for all heads
+        last = self.most_prompts * model.vocab_size * 2
+        graphs = buffers + num_cases * last + self._kept_by_graphs(num_moe, num_cases) if cuda_graph else 0
+        return (weights + cache + buffers + last + graphs) * size + summed + scores + self._routing_bytes
+
+    def _kept_by_graphs(self, num_moe: int, num_cases: int) -> int:
+        """Values that graphs keep for the collectives between them, of all cases and batches, timed by phase or not."""
+        if self.ep_size == 1:
+            return 0
+        runs = num_cases * self.workload.num_batches * (1 + (self.experiment.measure.breakdown_iterations > 0))
+        # A gather and a reduce-scatter, each of which takes in the ones and brings the others.
+        return runs * num_moe * 2 * self.fullest_tokens * (1 + self.ep_size) * self.model.hidden_size
+
+    def lengths_of_ranks(self, index: int) -> list[tuple[int, ...]]:
+        """Tokens of each sequence that each rank has of batch ``index``, in order."""
+        assert isinstance(self.workload, StreamedWorkload)
+        length_S = self.workload.sequence_lengths(index)
+        rank_S = deal_sequences(length_S, self.world_size, self.experiment.workload.rank_shares)
+        return [tuple(length_S[rank_S == rank].tolist()) for rank in range(self.world_size)]
+
+    @cached_property
+    def most_prompts(self) -> int:
+        """Prompts, or requests that decode, of the rank that has most of them in any batch."""
+        batches = range(self.workload.num_batches)
+        return max(len(lengths) for number in batches for lengths in self.lengths_of_ranks(number))
+
+    def flops_per_rank(self) -> float:
+        model = self.model
+        assert model.attention is not None
+        tokens = self.num_tokens / self.world_size
+        dense = 6 * model.first_dense_layers * model.hidden_size * model.dense_ffn_hidden_size
+        attention = 2 * self.num_layers * model.attention.num_parameters(model.hidden_size)
+        return len(self.moe_layers) * super().flops_per_rank() + tokens * (dense + attention)
+
+
+SUBJECTS: dict[str, type[LayerSubject]] = {one.name: one for one in (LayerSubject, ModelSubject)}
+
+
+def ep_size_on(experiment: Experiment, world_size: int) -> int:
+    """Expert-parallel ranks of a group: ``layer.ep_size``, or all ranks that hold whole experts."""
+    return experiment.layer.ep_size or world_size // experiment.layer.expert_tensor_parallel
+
+
+def make_workload(experiment: Experiment, world_size: int, *, or_chance: bool = False) -> Workload:
+    """Open the workload that an experiment names; ValueError where it cannot be had.
+
+    Args:
+        or_chance: see ``SyntheticWorkload``.
+    """
+    config, model = experiment.workload, experiment.model.spec()
+    num_tokens = config.total_tokens(world_size)
+    shape = {"num_experts": model.num_experts, "top_k": model.top_k, "num_tokens": num_tokens}
+    try:
+        if isinstance(config, SyntheticConfig):
+            targets = config.targets(experiment.model.preset)
+            rank_load = targets.pop("rank_load")
+            return SyntheticWorkload(
+                **shape,
+                **targets,
+                num_batches=config.num_batches,
+                sequence_length=config.sequence_length,
+                seed=config.seed,
+                or_chance=or_chance,
+                rank_load=(rank_load["ep_size"], rank_load["load"]) if rank_load else None,
+                num_groups=model.num_groups,
+                top_groups=model.top_groups,
+            )
+        assert isinstance(config, RecordedConfig)
+        return RecordedWorkload(
+            [(recording.trace, recording.share) for recording in config.trace],
+            **shape,
+            layer=config.layer,
+            num_batches=config.num_batches,
+            tail=config.tail,
+            topk_share=config.topk_share,
+            arrangement=config.arrangement,
+            tokens_per_request=config.tokens_per_request,
+            seed=config.seed,
+        )
+    except ValueError as error:
+        raise ValueError(f"workload: {error}") from None
+
+
+def layer_workloads(experiment: Experiment, world_size: int) -> dict[int | None, Workload]:
+    """A workload for every MoE layer that is built.
+
+    Layers differ in seed, and under some seeds of a skew independent tokens share more experts than its target: of many
+    layers one would often be such, and stand in the way of the model.
+    """
+    model, config = experiment.model.spec(), experiment.workload
+    num_moe = (experiment.whole.num_layers or model.num_layers) - model.first_dense_layers
+    made: dict[int | None, Workload] = {}
+    for number in range(num_moe):
+        if isinstance(config, SyntheticConfig):
+            seed = int(np.random.SeedSequence((config.seed, number)).generate_state(1)[0])
+            own = config.model_copy(update={"seed": seed})
+        else:
+            own = config.model_copy(update={"layer": number})
+        of_layer = experiment.model_copy(update={"workload": own})
+        workload = make_workload(of_layer, world_size, or_chance=True)
+        if isinstance(workload, RecordedWorkload):
+            checks.check_whole_recording(model, num_moe, workload.traces[0].num_layers)
+        made[model.first_dense_layers + number] = workload
+    return made
+
+
+def _departures(model: ModelSpec, context_length: int) -> list[str]:
+    """Where attention as it is built is simpler than the model's, or than an engine's."""
+    found = ["Rotary positions have the base 10,000 and are not scaled; every layer attends to all earlier tokens."]
+    attention = model.attention
+    if isinstance(attention, Attention):
+        if attention.sinks:
+            found.append("Attention's sinks are left out.")
+        if attention.bias == "all":
+            found.append("The bias of attention's output is left out.")
+        if attention.qk_norm == "all_heads":
+            found.append("Queries and keys are normalised head by head, the model's over all heads together.")
+    if context_length:
+        found.append(
+            "The cache is Megatron-Core's static one: "
+            + (
+                "it holds whole keys and values, not their latent."
+                if isinstance(attention, LatentAttention)
+                else "it holds keys without positions, which every step gives to all of them anew."
+            )
+        )
+    return found
+
+
+def _widths(attention: Attention | LatentAttention) -> tuple[int, int]:
+    """Numbers of a token in attention: queries of all heads, and what is cached of it in one layer."""
+    if isinstance(attention, LatentAttention):
+        queries = attention.qk_nope_head_dim + attention.qk_rope_head_dim
+        return attention.num_heads * queries, attention.num_heads * (queries + attention.v_head_dim)
+    return attention.num_heads * attention.head_dim, 2 * attention.num_kv_heads * attention.head_dim

@@ -1,0 +1,314 @@
+"""What all ranks' routing amounts to: in each MoE layer, how many pairs each rank sends to each slot of the experts.
+
+A layer's work on any rank follows from this and from the rank's own tokens. Layers, and in each the ranks, route one
+after another: memory holds one rank's tokens and the counts of all. A layer that stands alone is a model of one MoE
+layer, whose key is None.
+
+Shapes: R = ranks, T = tokens of one rank, E = experts, P = slots (``layer.expert_placement``), C = chunks of a rank's
+tokens, S = rows of a batch-wide policy's statistics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_ep_bench.bench.plan import CEILING, NATIVE, CaseSpec
+from moe_ep_bench.bench.rows import PackedMetrics
+from moe_ep_bench.bench.subjects import LayerSubject
+from moe_ep_bench.kernels import compiled
+from moe_ep_bench.layer.build import Subject
+from moe_ep_bench.layer.expert_placement import ExpertPlacement
+from moe_ep_bench.layer.experts import DRAWS, seeded_generator
+from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
+from moe_ep_bench.layer.virtual import Announced
+from moe_ep_bench.metrics import ScoreMetrics, routing_metrics, score_metrics
+from moe_ep_bench.policies import Policy, Routing, RoutingContext
+from moe_ep_bench.workload import TokenBatch
+from moe_ep_bench.workload.balanced import balanced_scores
+
+# Scores of a batch that are kept rather than made again: of one layer, and of all together.
+_HELD_BYTES, _HELD_BYTES_OF_ALL = 2**28, 2**32
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Work in one thread: a rank's share of a batch is small, and handing it out costs more than it saves."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """One rank's tokens of a batch in one MoE layer, on the device that routes them.
+
+    Attributes:
+        layer: None = it stands alone.
+        scores_TE: what a policy sees: the logits through the model's score function.
+        context: what is so of the tokens, but for randomness; a policy knows of it ``CaseRouter.context``.
+        logits_TE: what the layer's router sees in place of its gate's output; None where no layer is asked for.
+    """
+
+    layer: int | None
+    scores_TE: Tensor
+    context: RoutingContext
+    logits_TE: Tensor | None = None
+
+    @cached_property
+    def of_scores(self) -> ScoreMetrics:
+        return score_metrics(self.scores_TE, self.context)
+
+    @staticmethod
+    def of(
+        layer: LayerSubject, tokens: TokenBatch, rank: int, device: torch.device, *, balanced: bool = False
+    ) -> Share:
+        """What ``rank`` knows of its tokens; ``balanced`` as the ceiling of balancing has them."""
+        model, (key,) = layer.model, layer.workloads
+        scores_TE = tokens.scores_TE.to(device)
+        if balanced:
+            scores_TE = balanced_scores(scores_TE, model.top_k)
+        logits_TE = logits_from_scores(scores_TE, model.score_function)
+        valid_T = None if tokens.valid_T is None else tokens.valid_T.to(device)
+        context = layer.context(rank, tokens.sequence_id_T.to(device), valid_T)
+        return Share(key, scores_from_logits(logits_TE, model.score_function), context, logits_TE)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.scores_TE)
+
+
+class Shares:
+    """One rank's tokens as the cases of a comparison see them: made once, for all cases."""
+
+    def __init__(self, layer: LayerSubject, tokens: TokenBatch, rank: int, device: torch.device) -> None:
+        self._of_case = functools.lru_cache(2)(
+            lambda balanced: Share.of(layer, tokens, rank, device, balanced=balanced)
+        )
+
+    def of(self, case: CaseSpec) -> Share:
+        return self._of_case(case.role == CEILING)
+
+
+@dataclass(frozen=True, eq=False)
+class CaseRouter:
+    """How a case routes on virtual ranks, as on real ones; its experts stand in ``slots``."""
+
+    case: CaseSpec
+    slots: ExpertPlacement
+    seed: int
+
+    @property
+    def rule(self) -> Policy:
+        """What routes: the policy, or the model's own top-k."""
+        return self.case.policy or NATIVE
+
+    def context(self, share: Share, index: int) -> RoutingContext:
+        """What the rule knows of a rank's tokens of batch ``index``, its randomness at its start."""
+        place = () if share.layer is None else (share.layer,)
+        draws = seeded_generator(share.scores_TE.device, self.seed, DRAWS, index, share.context.rank, *place)
+        return replace(self.case.told(share.context), generator=draws)
+
+    def route(self, share: Share, index: int, stats_SE: Tensor | None) -> Routing:
+        """Over experts; ``on_slots`` sends pairs on."""
+        rule = compiled(self.rule, share.scores_TE.device)
+        return rule.route(share.scores_TE, self.context(share, index), stats_SE)
+
+    def on_slots(self, routing: Routing, rank: int) -> Routing:
+        """A rank's routing over slots."""
+        map_TP: Tensor = self.slots.spread(routing.map_TE, rank)
+        return Routing(map_TP, self.slots.spread_weights(routing.weights_TE, map_TP))
+
+    def enter(self, subject: Subject, shares: Mapping[int | None, Share], index: int) -> None:
+        """Put the case's routing of a rank's tokens of batch ``index`` into the MoE layers of ``subject``."""
+        policy = self.case.policy
+        subject.take(() if policy is None else subject.pairs)
+        for layer, share in shares.items():
+            assert share.logits_TE is not None
+            subject.route(layer, share.logits_TE, policy, None if policy is None else self.context(share, index))
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTraffic:
+    """All ranks' routing of one case on one batch in one MoE layer.
+
+    Attributes:
+        num_tokens_R: tokens of each rank.
+        counts_CRP: int64 on the host, pairs that the tokens of each rank's chunk send to each slot.
+        stats_SE: what a batch-wide policy's statistics sum up to over ranks; None where it has none.
+        metrics: of each rank's tokens, [R] rows: ``metrics.routing_metrics``, and empty columns for what a layer's
+            output is compared with.
+    """
+
+    num_tokens_R: list[int]
+    counts_CRP: Tensor
+    stats_SE: Tensor | None
+    metrics: PackedMetrics
+
+    @property
+    def num_ranks(self) -> int:
+        return self.counts_CRP.shape[1]
+
+    @cached_property
+    def rank_pairs(self) -> NDArray[np.int64]:
+        """Pairs that each rank (row) sends to each (column): int64 [R, R]."""
+        return self.counts_CRP.sum(0).view(self.num_ranks, self.num_ranks, -1).sum(2).numpy()
+
+    def received(self, rank: int) -> NDArray[np.int64]:
+        """Rows that arrive at each of a rank's slots, chunk by chunk: int64 [C, P / R]."""
+        per_rank = self.counts_CRP.shape[2] // self.num_ranks
+        mine = slice(rank * per_rank, (rank + 1) * per_rank)
+        return self.counts_CRP[:, :, mine].sum(1).numpy()
+
+    def announced(self, chunk: int, device: torch.device) -> Announced:
+        """What the exchange answers a rank's chunk of tokens with."""
+        return Announced(self.counts_CRP[chunk].to(device), self.stats_SE)
+
+    def work(self, rank: int) -> tuple[Any, ...]:
+        """Equal for ranks that have the same to do: their tokens, the pairs they send, the rows of every slot."""
+        sent_C = tuple(self.counts_CRP[:, rank].sum(1).tolist())
+        return self.num_tokens_R[rank], sent_C, *map(tuple, self.received(rank).tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """All ranks' routing of one case on batch ``index``, in every MoE layer.
+
+    Attributes:
+        lengths_R: of each rank, the tokens of each of its sequences; None where no attention depends on them.
+    """
+
+    index: int
+    layers: Mapping[int | None, LayerTraffic]
+    lengths_R: list[tuple[int, ...]] | None = None
+
+    @property
+    def is_batch_wide(self) -> bool:
+        """Whether the case's policy sums statistics over ranks."""
+        return any(traffic.stats_SE is not None for traffic in self.layers.values())
+
+    def work(self, rank: int) -> tuple[Any, ...]:
+        """Equal for ranks that have the same to do, in all layers and between them."""
+        return self.lengths_R and self.lengths_R[rank], *(traffic.work(rank) for traffic in self.layers.values())
+
+
+@one_thread()
+def traffic_of(
+    layer: LayerSubject,
+    routers: Sequence[CaseRouter],
+    ranks: Iterable[TokenBatch],
+    index: int,
+    device: torch.device,
+    num_chunks: int = 1,
+) -> list[LayerTraffic]:
+    """Route batch ``index`` on all ranks in one layer, by every case.
+
+    Args:
+        ranks: every rank's tokens, in order; gone through twice where a policy decides for the whole batch.
+        num_chunks: C; chunks are of tokens that follow each other, as even as can be (``chunks_of``).
+    """
+    stats = _statistics(layer, routers, ranks, index, device)
+    num_tokens: list[int] = []
+    # One array each for all ranks: many small ones between the large ones that come and go would scatter memory.
+    counts = [torch.zeros(num_chunks, layer.ep_size, router.slots.num_slots, dtype=torch.int64) for router in routers]
+    metrics = [PackedMetrics(layer.ep_size) for _ in routers]
+    for rank, tokens in enumerate(ranks):
+        shares = Shares(layer, tokens, rank, device)
+        num_tokens.append(tokens.num_tokens)
+        for number, router in enumerate(routers):
+            share, slots = shares.of(router.case), router.slots
+            routing = router.route(share, index, stats[number])
+            map_TP = slots.spread(routing.map_TE, rank)
+            for chunk_number, chunk in enumerate(chunks_of(share.num_tokens, num_chunks)):
+                counts[number][chunk_number, rank] = map_TP[chunk].sum(0)
+            row = case_metrics(router.case, routing, share)
+            if not slots.is_contiguous:
+                row |= placed_metrics(map_TP, slots, rank)
+            metrics[number].put((rank,), {**row, "reference_error": None, "output_error": None})
+    return [LayerTraffic(num_tokens, counts[number], stats[number], metrics[number]) for number in range(len(routers))]
+
+
+def _statistics(
+    layer: LayerSubject, routers: Sequence[CaseRouter], ranks: Iterable[TokenBatch], index: int, device: torch.device
+) -> list[Tensor | None]:
+    """What each batch-wide policy's statistics sum up to over all ranks, float64 [S, E]; None where there are none."""
+    total: list[Tensor | None] = [None] * len(routers)
+    asked = list(range(len(routers)))
+    for rank, tokens in enumerate(ranks):
+        shares = Shares(layer, tokens, rank, device)
+        for number in list(asked):
+            share = shares.of(routers[number].case)
+            rule = compiled(routers[number].rule, device)
+            stats_SE = rule.batch_stats(share.scores_TE, routers[number].context(share, index))
+            if stats_SE is None:
+                asked.remove(number)
+                continue
+            so_far_SE = total[number]
+            total[number] = stats_SE if so_far_SE is None else so_far_SE + stats_SE
+        if not asked:
+            break
+    return total
+
+
+def case_metrics(case: CaseSpec, routing: Routing, share: Share) -> dict[str, Any]:
+    """``routing_metrics`` of a case's routing; excess load by the case's own capacity factor, if it has one."""
+    factor = case.params.get("capacity_factor")
+    extra = {"capacity_factor": factor} if isinstance(factor, float) else {}
+    return routing_metrics(routing, share.scores_TE, share.context, of_scores=share.of_scores, **extra)
+
+
+def chunks_of(num_tokens: int, num_chunks: int) -> list[slice]:
+    """Cut a rank's tokens into pieces that differ by one token at most; some are empty where there are few tokens."""
+    bounds = [num_tokens * number // num_chunks for number in range(num_chunks + 1)]
+    return [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
+
+
+def placed_metrics(map_TP: Tensor, slots: ExpertPlacement, rank: int) -> dict[str, Any]:
+    """Those metrics of ``routing_metrics`` that depend on where experts stand, for experts that stand in slots."""
+    counts_RS = map_TP.sum(0).view(slots.num_ranks, -1)
+    to_rank_TR = map_TP.unflatten(1, (slots.num_ranks, -1)).any(2)
+    load_R = counts_RS.sum(1)
+    return {
+        "load_R": load_R.tolist(),
+        "activated_experts_fullest_rank": int((counts_RS > 0).sum(1).max()),
+        "crossing_pairs": int(load_R.sum() - load_R[rank]),
+        "crossing_copies": int(to_rank_TR.sum() - to_rank_TR[:, rank].sum()),
+    }
+
+
+class RankBatches:
+    """The ranks' tokens of one batch in one of ``num_layers`` MoE layers, rank by rank, padding marked.
+
+    They may be gone through any number of times.
+
+    Small batches are held; larger ones are made anew each time, one rank's tokens after the other's, where the workload
+    can (``Workload.rank_batches``).
+    """
+
+    def __init__(self, layer: LayerSubject, index: int, num_layers: int = 1) -> None:
+        self._workload, self.index = layer.workload, index
+        self._shares = layer.ep_size, layer.experiment.workload.rank_shares
+        self._padding = layer.experiment.workload.padding_per_rank
+        most_bytes = min(_HELD_BYTES, _HELD_BYTES_OF_ALL // num_layers)
+        num_bytes = layer.workload.num_tokens * layer.workload.num_experts * torch.float32.itemsize
+        self._held = list(self._made()) if num_bytes <= most_bytes else None
+
+    def __iter__(self) -> Iterator[TokenBatch]:
+        return self._made() if self._held is None else iter(self._held)
+
+    def _made(self) -> Iterator[TokenBatch]:
+        ranks = self._workload.rank_batches(self.index, *self._shares)
+        return (tokens.with_padding(self._padding) for tokens in ranks)

@@ -1,0 +1,71 @@
+"""The files of one ``validate``: two results directories, and what sets them against each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_ep_bench.files import write_json
+
+
+@dataclass(frozen=True)
+class ValidationDirectory:
+    """Where things are; ``pairs`` says which comparison of ``real`` is which of ``emulated``, whose ids differ."""
+
+    root: Path
+
+    @property
+    def links(self) -> Path:
+        return self.root / "links.yaml"
+
+    @property
+    def real(self) -> Path:
+        return self.root / "real"
+
+    @property
+    def emulated(self) -> Path:
+        return self.root / "emulated"
+
+    @property
+    def experts_alone(self) -> Path:
+        return self.root / "experts-alone.parquet"
+
+    @property
+    def pairs(self) -> Path:
+        return self.root / "validation.json"
+
+    @property
+    def text(self) -> Path:
+        return self.root / "validation.txt"
+
+    @property
+    def cases_table(self) -> Path:
+        return self.root / "validation.csv"
+
+    @property
+    def phases_table(self) -> Path:
+        return self.root / "validation-phases.csv"
+
+    @property
+    def figures(self) -> Path:
+        return self.root / "figures"
+
+    def write_pairs(self, pairs: Sequence[tuple[str, str]], links: str) -> None:
+        """Say which comparisons belong together, (real, emulated) ids, and where the links are from, in words."""
+        write_json(self.pairs, {"pairs": list(map(list, pairs)), "links": links})
+
+    def read_pairs(self) -> tuple[list[tuple[str, str]], str]:
+        """What ``write_pairs`` wrote.
+
+        Raises:
+            ValueError: one line that names the file: it is missing or damaged.
+        """
+        try:
+            described = json.loads(self.pairs.read_text())
+            return [(real, emulated) for real, emulated in described["pairs"]], described["links"]
+        except OSError:
+            raise ValueError(f"{self.pairs}: missing; `moe-ep-bench validate` writes it after both runs") from None
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{self.pairs}: damaged, or not written by this program") from None

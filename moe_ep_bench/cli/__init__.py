@@ -1,0 +1,373 @@
+"""The commands. Each parses its arguments and calls the module that does the work.
+
+torch, Megatron-Core, pandas and matplotlib are imported inside commands: help and a mistake in a config wait for none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_ep_bench.cli.arguments import SUCCESSORS, make_parser
+from moe_ep_bench.runtime.errors import complain, tolerant_stderr
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.runtime.parent import end_with_parent
+
+if TYPE_CHECKING:
+    from moe_ep_bench.runtime.rendezvous import Nodes
+
+# Above 0 where a job begins again: Slurm's count of requeues, torchrun's of its own restarts.
+_RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status. User mistakes are one line on stderr and status 2 (``complain``)."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    with tolerant_stderr():
+        if arguments and arguments[0] in SUCCESSORS:
+            instead = f"use: moe-ep-bench {SUCCESSORS[arguments[0]]}"
+            print(f"moe-ep-bench: there is no command {arguments[0]} any more; {instead}", file=sys.stderr)
+            return USER_ERROR
+        parser = make_parser()
+        options = parser.parse_args(arguments)
+        if options.command is None:
+            parser.print_help(sys.stderr)
+            return USER_ERROR
+        try:
+            _drop_force_after_restart(options)
+            return COMMANDS[options.command](options)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        except Exception as error:
+            if isinstance(error, BrokenPipeError) and _only_prints(options):
+                _end_output()
+                return OK
+            return complain(error)
+
+
+def _drop_force_after_restart(options: argparse.Namespace) -> None:
+    """Drop --force where a cluster or torchrun has restarted the job: its command line is as it was the first time."""
+    restarts = [f"{name}={os.environ[name]}" for name in _RESTARTS if os.environ.get(name, "0") not in ("", "0")]
+    if restarts and getattr(options, "force", False):
+        options.force = False
+        if os.environ.get("RANK", "0") == "0" and getattr(options, "node_rank", 0) == 0:
+            why = f"{restarts[0]}: the job was restarted and goes on with what is left"
+            print(f"moe-ep-bench: --force is passed over, {why}", file=sys.stderr)
+
+
+def _only_prints(options: argparse.Namespace) -> bool:
+    """Whether the command's result is what it prints, and not what it measures."""
+    measures = options.command in ("run", "emulate", "validate", "papers", "calibrate")
+    return not measures or any(getattr(options, name, None) for name in ("dry_run", "list_points", "run_directory"))
+
+
+def _end_output() -> None:
+    """Drop what is still buffered: the reader of standard output has closed it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _out(options: argparse.Namespace, suffix: str = "") -> Path:
+    return options.out or Path("results", f"{options.config.stem}{suffix}")
+
+
+def _check_config(options: argparse.Namespace) -> None:
+    """Find mistakes in a config before torch is imported, which takes seconds.
+
+    What is wrong on GPUs alone, or on the CPU alone, is found later: only torch knows which of them is here.
+    """
+    from moe_ep_bench.config import ConfigError, load_experiments
+
+    try:
+        load_experiments(options.config, options.overrides, on_cpu=False)
+    except ConfigError:
+        load_experiments(options.config, options.overrides, on_cpu=True)
+
+
+def _nodes(options: argparse.Namespace) -> Nodes:
+    """Where ranks are to be started.
+
+    Raises:
+        ValueError: there would be none.
+    """
+    from moe_ep_bench.runtime.launcher import Nodes, default_nproc
+
+    nproc = options.nproc if options.nproc is not None else default_nproc()
+    return Nodes(nproc, options.nnodes, options.node_rank, options.master)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.list_points:
+        return _list_points(options)
+    is_rank = "RANK" in os.environ  # torchrun's, or our own launcher's
+    if is_rank:
+        end_with_parent()
+    elif options.launch is not None:
+        raise ValueError("--launch: only for ranks that torchrun started; without it, run does all of measure.launches")
+    else:
+        _check_config(options)
+    from moe_ep_bench.bench import run
+
+    nodes = None if is_rank else _nodes(options)
+    if options.dry_run:
+        num_ranks = int(os.environ.get("WORLD_SIZE", "1")) if nodes is None else nodes.nproc * nodes.count
+        return run.dry_run(options.config, options.overrides, num_ranks, options.point)
+    what = (options.config, _out(options), options.overrides)
+    how = {"force": options.force, "profile": options.profile, "point": options.point}
+    if nodes is None:
+        return run.run(*what, launch=options.launch or 0, **how)
+    from moe_ep_bench.runtime.launcher import launch
+
+    return launch(*what, nodes, **how)
+
+
+def _list_points(options: argparse.Namespace) -> int:
+    import json
+
+    from moe_ep_bench.config import load_experiments
+
+    for number, experiment in enumerate(load_experiments(options.config, options.overrides, on_cpu=options.on_cpu)):
+        print(number, *(f"{key}={json.dumps(value, default=str)}" for key, value in experiment.point))
+    return OK
+
+
+def _emulate(options: argparse.Namespace) -> int:
+    _check_config(options)
+    from moe_ep_bench.bench.emulate import dry_run, emulate
+
+    if options.dry_run:
+        return dry_run(options.config, options.overrides)
+    out = _out(options)
+    status = emulate(options.config, out, options.overrides, force=options.force)
+
+    def report() -> str:
+        from moe_ep_bench.analysis.show import text_of
+
+        return f"{text_of(out)}\n\nin {out}; moe-ep-bench plot {out} draws it"
+
+    return _shown(status, report)
+
+
+def _shown(status: int, report: Callable[[], str]) -> int:
+    """Print what a command that ended with ``status`` found, where there is anything; the status to end with."""
+    from moe_ep_bench.analysis.load import ResultsError
+
+    if status not in (OK, CASES_FAILED):
+        return status
+    try:
+        print(report(), flush=True)
+    except BrokenPipeError:  # All was measured all the same.
+        _end_output()
+    except ResultsError as error:  # All was run: that cases lack is not the user's mistake.
+        print(f"moe-ep-bench: nothing to show: {error}", file=sys.stderr)
+        return CASES_FAILED
+    return status
+
+
+def _route(options: argparse.Namespace) -> int:
+    _check_config(options)
+    from moe_ep_bench.analysis.route_figures import draw_route_figures
+    from moe_ep_bench.analysis.route_load import load_route
+    from moe_ep_bench.analysis.route_report import drawn_words, route_table
+    from moe_ep_bench.bench import route
+
+    if options.dry_run:
+        return route.dry_run(options.config, options.overrides)
+    directory = route.route(options.config, _out(options), options.overrides, force=options.force)
+    loaded = load_route(directory.root)
+    print(route_table(loaded))
+    print(drawn_words(*draw_route_figures(loaded, directory.root / "figures")))
+    return OK
+
+
+def _advise(options: argparse.Namespace) -> int:
+    if not options.config.is_dir():
+        _check_config(options)
+    from moe_ep_bench.analysis.advice import Bounds
+    from moe_ep_bench.analysis.load import check_timed
+    from moe_ep_bench.analysis.whole_advice import advice_of
+
+    bounds = Bounds(options.max_dropped, options.min_retained)
+    if not options.config.is_dir():
+        from moe_ep_bench.bench.emulate import emulate
+
+        out = _out(options)
+        status = emulate(options.config, out, options.overrides, force=options.force)
+        return _shown(status, lambda: advice_of(out, bounds))
+    if options.out or options.overrides or options.force:
+        raise ValueError(f"{options.config}: a directory is only read; --out, --set and --force go with a config")
+    check_timed(options.config)
+    print(advice_of(options.config, bounds))
+    return OK
+
+
+def _validate(options: argparse.Namespace) -> int:
+    _check_config(options)
+    from moe_ep_bench.analysis.validation import load_validation
+    from moe_ep_bench.analysis.validation_report import validation_text, write_report
+    from moe_ep_bench.bench.validate import validate
+    from moe_ep_bench.runtime import launcher
+
+    out = _out(options, "-validated")
+    nproc = options.nproc if options.nproc is not None else launcher.default_nproc()
+    status = validate(options.config, out, options.overrides, nproc, force=options.force)
+
+    def report() -> str:
+        validation = load_validation(out)
+        write_report(validation)
+        return validation_text(validation)
+
+    return _shown(status, report)
+
+
+def _papers(options: argparse.Namespace) -> int:
+    _check_config(options)
+    from moe_ep_bench.analysis.claims import load_claims
+    from moe_ep_bench.analysis.claims_report import write_claims
+    from moe_ep_bench.analysis.claims_text import claims_text
+    from moe_ep_bench.papers.reproduce import reproduce
+
+    out = _out(options)
+    status = reproduce(options.config, out, options.overrides, force=options.force, nproc=options.nproc)
+
+    def report() -> str:
+        claims = load_claims(out)
+        write_claims(claims)
+        return claims_text(claims)
+
+    return _shown(status, report)
+
+
+def _quality(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.quality_show import show_quality
+    from moe_ep_bench.quality import run_quality
+
+    out = _out(options)
+    run_quality(options.config, out, options.overrides, force=options.force, dry_run=options.dry_run)
+    if not options.dry_run:
+        print(show_quality(out))
+    return OK
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    if options.run_directory is not None:
+        from moe_ep_bench.analysis.decode_fit import fit_text
+        from moe_ep_bench.analysis.load import check_timed, load_run
+
+        check_timed(options.run_directory)
+        print(fit_text(load_run(options.run_directory), options.preset))
+        return OK
+    if options.preset is not None:
+        raise ValueError("--preset: goes with --from DIR")
+    end_with_parent()
+    out = options.out or Path("results", "calibration", "links.yaml")
+    if "RANK" in os.environ:  # torchrun's, or our own launcher's below
+        from moe_ep_bench.cost_model.calibrate import calibrate
+
+        return calibrate(out, max_bytes=options.max_bytes, repetitions=options.repetitions)
+    from moe_ep_bench.runtime import launcher
+
+    arguments = ["--out", str(out.absolute()), "--repetitions", str(options.repetitions)]
+    arguments += ["--max-bytes", str(options.max_bytes)] if options.max_bytes is not None else []
+    return launcher.launch_calibrate(arguments, _nodes(options))
+
+
+def _trace_info(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.trace_report import trace_info
+
+    print(trace_info(options.file, options.out))
+    return OK
+
+
+def _trace_thresholds(options: argparse.Namespace) -> int:
+    import yaml
+
+    from moe_ep_bench.workload.thresholds import laser_thresholds
+
+    derived = laser_thresholds(options.file, options.keep)
+    print(yaml.safe_dump([{"name": "laser", **derived}], sort_keys=False, default_flow_style=None), end="")
+    return OK
+
+
+def _trace_record(options: argparse.Namespace) -> int:
+    from moe_ep_bench.quality.recording import RecordOptions, record_trace
+
+    out = options.out or Path("recordings", f"{options.model.resolve().name}-{options.text.stem}.safetensors")
+    chosen = {field.name: getattr(options, field.name) for field in dataclasses.fields(RecordOptions)}
+    print(record_trace(options.model, options.text, out, RecordOptions(**chosen)).text())
+    return OK
+
+
+def _trace_import(options: argparse.Namespace) -> int:
+    from moe_ep_bench.workload.importers import ImportOptions, import_trace
+
+    # All but top_k, which only a preset gives.
+    names = [field.name for field in dataclasses.fields(ImportOptions) if field.name != "top_k"]
+    chosen = {name: getattr(options, name) for name in names}
+    print(import_trace(options.kind, options.source, options.out, ImportOptions(**chosen)).text())
+    return OK
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from moe_ep_bench.machine.doctor.examine import Request, doctor
+
+    out = _out(options) if options.config else options.out or Path("results")
+    request = Request(out, options.config, options.overrides, options.nproc, options.nnodes)
+    return doctor(request, as_json_text=options.json)
+
+
+def _show(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.show import show
+
+    return show(
+        options.directory,
+        options.format,
+        options.out,
+        cases=options.case,
+        iterations=options.iteration,
+        samples=options.samples,
+    )
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.plot import plot
+
+    return plot(options, lambda line: print(f"moe-ep-bench: {line}", file=sys.stderr))
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.compare import compare_directories
+    from moe_ep_bench.analysis.compare_report import compare_json, compare_text, exit_status, parse_limit
+
+    limit = None if options.fail_over is None else parse_limit(options.fail_over)
+    if options.strict and limit is None:
+        raise ValueError("--strict: expected --fail-over beside it")
+    changed = [key for key in options.changed.split(",") if key]
+    change = compare_directories(options.base, options.new, intended=changed, same_machine=options.same_machine)
+    print(compare_json(change, limit, strict=options.strict) if options.json else compare_text(change, limit))
+    return exit_status(change, limit, strict=options.strict)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "run": _run,
+    "emulate": _emulate,
+    "route": _route,
+    "advise": _advise,
+    "validate": _validate,
+    "papers": _papers,
+    "quality": _quality,
+    "calibrate": _calibrate,
+    "trace info": _trace_info,
+    "trace thresholds": _trace_thresholds,
+    "trace record": _trace_record,
+    "trace import": _trace_import,
+    "doctor": _doctor,
+    "show": _show,
+    "plot": _plot,
+    "compare": _compare,
+}

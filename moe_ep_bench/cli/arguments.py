@@ -1,0 +1,207 @@
+"""The commands' names, arguments and help."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+# What took the place of commands that there were.
+SUCCESSORS = {
+    "launch": "run CONFIG",
+    "points": "run CONFIG --list-points",
+    "reproduce": "papers CONFIG",
+    "accuracy": "quality CONFIG",
+    "fit": "calibrate --from DIR",
+    "summary": "show DIR",
+    "export": "show DIR --format md|latex|csv|json|perfetto",
+    "report": "show DIR --format html",
+}
+
+_ITERATION = "median (default), slowest, fastest or [LAUNCH/]BATCH/ITERATION"
+_FORMATS = "text, md, latex, csv, json, html or perfetto"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; ``command`` of what it parses is the name of one, or None.
+
+    An action of ``trace`` is part of its name.
+    """
+    package = __import__("moe_ep_bench")
+    parser = argparse.ArgumentParser(prog="moe-ep-bench", description=package.__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {package.__version__}")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        added.set_defaults(command=name)
+        return added
+
+    run = add("run", "time an expert-parallel layer or model on real ranks, which it starts")
+    _add_config(run, dry_run="print cases, memory and time to expect; run nothing")
+    run.add_argument("--profile", metavar="CASE", help="trace one iteration of a case (id, label or policy) per rank")
+    run.add_argument("--list-points", action="store_true", help="print the points of the sweep, one per line, and end")
+    run.add_argument("--on-cpu", action="store_true", help="with --list-points: apply the config's on_cpu section")
+    run.add_argument(
+        "--point", type=int, metavar="I", help="run one point of --list-points, from 0; other jobs may run the others"
+    )
+    run.add_argument("--launch", type=int, metavar="I", help="under torchrun: which of measure.launches, from 0")
+    _add_nodes(run)
+
+    emulate = add("emulate", "time one rank after the other on this device; model the links, or all")
+    _add_config(emulate, dry_run="print cases and the number of layer runs; run nothing")
+    route = add("route", "route without timing: loads, drops, activated experts")
+    _add_config(route, dry_run="print cases; route nothing")
+
+    advise = add("advise", "say which policy is fastest within bounds on what it drops")
+    _add_config(advise, config="a config, which is emulated first, or a results directory")
+    _add_float(advise, "--max-dropped", 0.10, "SHARE", "most top-k pairs dropped, 0 to 1")
+    _add_float(advise, "--min-retained", 0.95, "SHARE", "least score mass of the top-k kept, 0 to 1")
+
+    validate = add("validate", "compare emulated ranks with real ones on this machine")
+    _add_config(validate, suffix="-validated")
+    _add_nproc(validate)
+
+    papers = add("papers", "emulate or run a config and print papers' numbers beside ours")
+    _add_config(papers)
+    papers.add_argument("--nproc", type=int, metavar="N", help="run it on N real ranks instead of emulating it")
+
+    quality = add("quality", "measure what policies do to a language model's answers, or to its tasks")
+    _add_config(quality, dry_run="print cases; load no weights and no data")
+
+    calibrate = add("calibrate", "measure this machine's all-to-all, or fit a device to a decode run")
+    calibrate.add_argument("--out", type=Path, metavar="FILE", help="default: results/calibration/links.yaml")
+    calibrate.add_argument("--max-bytes", type=int, metavar="N", help="largest message (default: 2^30; CPU: 2^26)")
+    calibrate.add_argument("--repetitions", type=int, default=20, metavar="N", help="of each message (%(default)s)")
+    _add_nodes(calibrate)
+    calibrate.add_argument(
+        "--from", type=Path, metavar="DIR", dest="run_directory", help="print figures for configs/devices/ of this run"
+    )
+    calibrate.add_argument("--preset", metavar="NAME", help="with --from: only this model of configs/models/")
+
+    _add_trace(add("trace", "inspect, record or import routing recordings"))
+
+    doctor = add("doctor", "check this machine: what works, and what each missing part costs")
+    doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a config to be run here")
+    doctor.add_argument("--out", type=Path, metavar="DIR", help="results directory (default: results/<config's name>)")
+    _add_overrides(doctor)
+    _add_nproc(doctor)
+    doctor.add_argument("--nnodes", type=int, default=1, help="number of nodes, each like this one")
+    doctor.add_argument("--json", action="store_true", help="print findings and facts as JSON")
+
+    show = add("show", "print the table of a results directory, or write it in another format")
+    show.add_argument("directory", type=Path, metavar="DIR")
+    show.add_argument("--format", default="text", metavar="FORMAT", help=f"{_FORMATS} (%(default)s)")
+    show.add_argument(
+        "--out", type=Path, metavar="FILE", help="file to write (default: standard output; html: DIR/report.html)"
+    )
+    show.add_argument(
+        "--case", action="append", default=[], metavar="CASE", help="only this id, label or policy; may be repeated"
+    )
+    show.add_argument(
+        "--iteration", action="append", default=[], metavar="WHICH", help=f"perfetto: {_ITERATION}, or all; repeatable"
+    )
+    show.add_argument("--samples", action="store_true", help="csv, json: every sample instead of the results")
+
+    plot = add("plot", "draw the figures of one or several results directories")
+    plot.add_argument("directories", metavar="DIR", type=Path, nargs="+", help="results directories")
+    plot.add_argument("--format", default="png,svg", help="comma-separated (%(default)s); a CSV is written beside each")
+    plot.add_argument("--figures", help="comma-separated (default: all for which there are rows)")
+    plot.add_argument("--out", type=Path, metavar="DIR", help="default: DIR/figures of one directory, else figures")
+    plot.add_argument("--size", default="page", help="page, column (3.3 inches) or slide (16:9) (%(default)s)")
+    plot.add_argument("--case", metavar="CASE", help="of timeline and latency (default: the fastest significant one)")
+    plot.add_argument("--iteration", default="median", metavar="WHICH", help=f"of timeline: {_ITERATION}")
+
+    compare = add("compare", "compare two results directories of the same cases")
+    compare.add_argument("base", type=Path, metavar="BASE")
+    compare.add_argument("new", type=Path, metavar="NEW")
+    compare.add_argument("--fail-over", metavar="PERCENT", help="exit 1 where a policy is slower by more, e.g. 3%%")
+    compare.add_argument("--strict", action="store_true", help="exit 3 where that is inconclusive")
+    compare.add_argument(
+        "--changed", metavar="KEYS", default="", help="conditions that differ on purpose, e.g. torch,driver"
+    )
+    compare.add_argument("--same-machine", action="store_true", help="count changes of native too: it is no control")
+    compare.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _add_config(
+    parser: argparse.ArgumentParser, *, config: str = "a YAML file (configs/)", suffix: str = "", dry_run: str = ""
+) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", help=config)
+    out = f"results directory (default: results/<config's name>{suffix})"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=out)
+    _add_overrides(parser)
+    parser.add_argument("--force", action="store_true", help="repeat finished cases")
+    if dry_run:
+        parser.add_argument("--dry-run", action="store_true", help=dry_run)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="replace a value of the config, e.g. workload.peak_load=4; may be repeated",
+    )
+
+
+def _add_nproc(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nproc", type=int, help="ranks on this node (default: all GPUs, else one per core, 2 to 4)")
+
+
+def _add_nodes(parser: argparse.ArgumentParser) -> None:
+    _add_nproc(parser)
+    parser.add_argument("--nnodes", type=int, default=1, help="number of nodes")
+    parser.add_argument("--node-rank", type=int, default=0, help="this node, from 0")
+    parser.add_argument("--master", default="127.0.0.1:0", help="host:port of node 0 (one node: any free port)")
+
+
+def _add_float(parser: argparse.ArgumentParser, name: str, default: float, metavar: str, text: str) -> None:
+    parser.add_argument(name, type=float, default=default, metavar=metavar, help=f"{text} (%(default)s)")
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    info = actions.add_parser("info", help="print loads, scores and neighbours of a recording")
+    info.add_argument("file", type=Path, metavar="FILE", help="a moe-trace-v1 file, or a .json of expert loads")
+    info.add_argument("--out", type=Path, metavar="DIR", help="draw figures into this directory")
+    info.set_defaults(command="trace info")
+
+    thresholds = actions.add_parser("thresholds", help="derive the fields of the policy laser from a recording")
+    thresholds.add_argument("file", type=Path, metavar="FILE", help="a moe-trace-v1 file")
+    _add_float(thresholds, "--keep", 0.25, "SHARE", "share of tokens that keep their top-k")
+    thresholds.set_defaults(command="trace thresholds")
+
+    record = actions.add_parser("record", help="record a checkpoint's routing of a text")
+    record.add_argument("model", type=Path, metavar="MODEL", help="a checkpoint's folder (transformers)")
+    record.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text")
+    record.add_argument("--out", type=Path, metavar="FILE", help="default: recordings/MODEL-TEXT.safetensors")
+    record.add_argument("--sequence-length", type=int, default=512, metavar="N", help="in tokens (%(default)s)")
+    record.add_argument("--num-sequences", type=int, metavar="N", help="default: as many as the text has")
+    record.add_argument("--batch", type=int, default=8, metavar="N", help="sequences at a time (%(default)s)")
+    record.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="(%(default)s)")
+    record.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(%(default)s)")
+    record.add_argument("--domain", help="subject of the text (default: its file's name)")
+    record.add_argument("--licence", default="unstated", help="of the text (%(default)s)")
+    record.set_defaults(command="trace record")
+
+    imported = actions.add_parser("import", help="convert another program's recording to moe-trace-v1")
+    imported.add_argument("kind", metavar="KIND", help="esft, gpt-oss, megatron, sglang or vllm")
+    imported.add_argument("source", type=Path, metavar="SOURCE", help="a checkout, directory or file")
+    imported.add_argument("out", type=Path, metavar="OUT", help="the file to write; must not exist")
+    for name, text in (
+        ("preset", "a model of configs/models/"),
+        ("model", "name of the model, without a preset"),
+        ("domain", "part of a published recording; of others, the subject of the texts"),
+        ("phase", "prefill, decode, 'prefill and decode' or training"),
+        ("licence", "of a recording of your own"),
+        ("score-function", "softmax or sigmoid, for recorded logits"),
+    ):
+        imported.add_argument(f"--{name}", help=text)
+    imported.add_argument("--num-experts", type=int, help="without a preset")
+    imported.add_argument("--micro-batch-size", type=int, default=1, help="sequences interleaved in a forward pass")
+    imported.add_argument("--assume-equal-scores", action="store_true", help="accept a recording of expert ids only")
+    imported.set_defaults(command="trace import")

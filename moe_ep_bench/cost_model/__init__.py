@@ -1,0 +1,1 @@
+"""Model what is not here: links between ranks, devices, and their timeline side by side."""

@@ -1,0 +1,366 @@
+"""``calibrate``: measure the all-to-all of this machine's ranks and write it as a links file.
+
+Under torchrun the ranks exchange messages of 1 KB and up, evenly and with one hot rank that receives four times as
+much as the others. A message's size is the most that any rank sends to, or receives from, other ranks. Of each size
+the median over repetitions of the slowest rank's time counts. Latency and bandwidth are fitted to both splits
+together, for full and for half duplex, and the better fit is kept: only skewed splits tell the two apart. The curve is
+that of even splits, so its error on skewed ones tests the model.
+
+With several ranks on each of several nodes, messages inside nodes and between them are measured apart. All-to-alls
+over both, small all-gathers and small all-reduces are measured to test predictions.
+
+Shapes: R = ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+import yaml
+from scipy.optimize import isotonic_regression
+
+from moe_ep_bench.cost_model.links import Duplex, Fit, Link, Links, busy_bytes, fit_errors, fit_link
+from moe_ep_bench.files import atomic_path
+from moe_ep_bench.machine import provenance
+from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
+from moe_ep_bench.runtime.ranks import NotMetError, Ranks, join
+from moe_ep_bench.runtime.watchdog import Watchdog
+from moe_ep_bench.timing.timer import clock_for
+
+MIN_BYTES = 2**10
+DEFAULT_MAX_BYTES = {"cuda": 2**30, "cpu": 2**26}
+
+# Splits: all messages alike, or one rank of each node that receives this many times what others do.
+EVEN, HOT = "even", "hot"
+_HOT_SHARE = 4
+DUPLEXES: tuple[Duplex, ...] = ("full", "half")
+# Which messages: those inside nodes, those between nodes, or both.
+INSIDE, BETWEEN, BOTH = "inside", "between", "both"
+
+_JOIN_TIMEOUT_S = 120.0
+_WARM_UP = 3
+# Repetitions are spread over this many passes through all messages, so that no message has a disturbance to itself.
+_PASSES = 4
+# Below this R2 two numbers do not describe what was measured.
+_POOR_R2 = 0.9
+
+SAMPLES_SCHEMA = pa.schema(
+    [
+        ("collective", pa.string()),  # all_to_all, all_gather, all_reduce
+        ("scope", pa.string()),  # inside, between, both
+        ("split", pa.string()),  # even, hot
+        ("num_bytes", pa.int64()),  # all_to_all: of the fullest rank, to or from others; else what each rank gives
+        ("repetition", pa.int32()),
+        ("rank", pa.int32()),
+        ("time_us", pa.float64()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective that is measured."""
+
+    collective: str
+    scope: str
+    split: str
+    num_bytes: int
+
+    def matrix(self, num_ranks: int, ranks_per_node: int) -> np.ndarray:
+        return byte_matrix(self.num_bytes, num_ranks, ranks_per_node, self.scope, self.split)
+
+
+def byte_matrix(num_bytes: int, num_ranks: int, ranks_per_node: int, scope: str, split: str) -> np.ndarray:
+    """Bytes from each rank (row) to each (column), int64 [R, R]: the fullest rank has ``num_bytes`` to or from others.
+
+    Every rank also keeps its own share, as in a dispatch; it does not count. Shares are rounded up to whole bytes.
+    """
+    node_R = np.arange(num_ranks) // ranks_per_node
+    same_RR = node_R[:, None] == node_R
+    share_RR = np.ones((num_ranks, num_ranks))
+    if split == HOT:
+        share_RR[:, ::ranks_per_node] = _HOT_SHARE
+    if scope != BOTH:
+        share_RR[same_RR if scope == BETWEEN else ~same_RR] = 0
+    return np.ceil(share_RR * num_bytes / fullest_bytes(share_RR)).astype(np.int64)
+
+
+def fullest_bytes(bytes_RR: np.ndarray, duplex: Duplex = "full") -> float:
+    """Bytes of the fullest rank's link: what it sends to or receives from others, or with half duplex both."""
+    crossing_RR = bytes_RR * ~np.eye(len(bytes_RR), dtype=bool)
+    return float(busy_bytes(crossing_RR.sum(axis=1), crossing_RR.sum(axis=0), duplex).max())
+
+
+def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20, timeout_s: float = 300.0) -> int:
+    """Measure the all-to-all of the ranks that torchrun started; return the exit status.
+
+    Args:
+        out: the links file to write, which ends in .yaml; all samples land beside it as ``<name>.samples.parquet``.
+        max_bytes: the largest message (default: 1 GB on GPUs, 64 MB on the CPU).
+        repetitions: timed runs of every message.
+        timeout_s: no message may take longer.
+    """
+    try:
+        ranks = join(_JOIN_TIMEOUT_S)
+    except (ValueError, NotMetError) as error:
+        print(f"moe-ep-bench: {error}", file=sys.stderr)
+        return LOST if isinstance(error, NotMetError) else USER_ERROR
+    try:
+        most_bytes = DEFAULT_MAX_BYTES[ranks.device.type] if max_bytes is None else max_bytes
+        alike = not ranks.differing(json.dumps([str(out), most_bytes, repetitions, ranks.local_world_size]))
+        if ranks.complain(what_to_change(ranks, out, most_bytes, repetitions, alike=alike)):
+            return USER_ERROR
+        watchdog = Watchdog(timeout_s, lambda reason: None)
+        samples = _measure(ranks, _exchanges(ranks, most_bytes), repetitions, watchdog.feed)
+        watchdog.stop()
+        error = ""
+        if ranks.is_first:
+            try:
+                _write(ranks, out, samples)
+            except (OSError, ValueError) as problem:
+                error = str(problem)
+        return USER_ERROR if ranks.complain(error) else OK
+    except Exception:
+        traceback.print_exc()
+        return LOST
+    finally:
+        ranks.close()
+
+
+def what_to_change(ranks: Ranks, out: Path, most_bytes: int, repetitions: int, *, alike: bool) -> str:
+    """What a user has to change before anything can be measured, in one line; empty if nothing."""
+    if not alike:
+        return "calibrate: expected the same options and as many ranks on every node; start all ranks alike"
+    if ranks.world_size < 2:
+        return f"calibrate: expected at least 2 ranks, got {ranks.world_size}"
+    if most_bytes < 2 * MIN_BYTES:
+        return f"--max-bytes: expected at least {2 * MIN_BYTES}, got {most_bytes}"
+    if repetitions < 1:
+        return f"--repetitions: expected at least 1, got {repetitions}"
+    if out.suffix != ".yaml":
+        return f"--out: expected a path that ends in .yaml, got {out}"
+    # What is sent and what is received, each with the rank's own share.
+    needed, available = 4 * most_bytes, provenance.available_memory_bytes(ranks.device, ranks.local_world_size)
+    if needed > available:
+        return (
+            f"--max-bytes {most_bytes}: needs {needed / 2**30:.1f} GiB on each rank, {available / 2**30:.1f} are free"
+        )
+    if ranks.is_first:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return f"--out {out}: cannot be written: {error.strerror}"
+        if out.is_dir() or not os.access(out.parent, os.W_OK):
+            return f"--out {out}: cannot be written"
+    return ""
+
+
+def _exchanges(ranks: Ranks, most_bytes: int) -> list[Exchange]:
+    """What is measured, small messages first; sizes double."""
+    per_node, several = ranks.local_world_size, ranks.world_size > ranks.local_world_size
+    scopes = [*([INSIDE] if per_node > 1 else []), *([BETWEEN] if several else [])]
+    sizes = [MIN_BYTES << step for step in range((most_bytes // MIN_BYTES).bit_length())]
+    if len(scopes) == 2:
+        scopes.append(BOTH)
+    found = [Exchange("all_to_all", scope, split, size) for size in sizes for scope in scopes for split in (EVEN, HOT)]
+    small = [Exchange(kind, BOTH, EVEN, MIN_BYTES) for kind in ("all_gather", "all_reduce")]
+    return [*found, *small]
+
+
+@torch.inference_mode()
+def _measure(
+    ranks: Ranks, exchanges: Sequence[Exchange], repetitions: int, before: Callable[[], None]
+) -> dict[Exchange, np.ndarray]:
+    """Microseconds of every exchange, [repetitions, R]; the same on all ranks."""
+    clock = clock_for(ranks.device)
+    token = torch.zeros(1, device=ranks.device)
+    samples = defaultdict(list)
+    for number in range(min(_PASSES, repetitions)):
+        count = len(range(number, repetitions, _PASSES))
+        for exchange in exchanges:
+            before()
+            run = _runnable(ranks, exchange)
+            for _ in range(_WARM_UP):
+                run()
+            stamps = []
+            for _ in range(count):
+                dist.all_reduce(token)  # All ranks have come when it ends; on CUDA it is the stream that waits.
+                start = clock.stamp()
+                run()
+                stamps.append((start, clock.stamp()))
+            clock.wait()
+            times_us = torch.tensor([clock.between_us(start, end) for start, end in stamps], dtype=torch.float64)
+            samples[exchange].append(torch.stack(ranks.gather(times_us, everywhere=True), dim=1).numpy())
+            del run  # and with it its buffers, before others are made
+    return {exchange: np.concatenate(passes) for exchange, passes in samples.items()}
+
+
+def _runnable(ranks: Ranks, exchange: Exchange) -> Callable[[], object]:
+    """The collective with buffers of its own."""
+
+    def buffer(num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=ranks.device)
+
+    if exchange.collective == "all_gather":
+        given = buffer(exchange.num_bytes)
+        gathered = [torch.empty_like(given) for _ in range(ranks.world_size)]
+        return lambda: dist.all_gather(gathered, given)
+    if exchange.collective == "all_reduce":
+        summed = torch.zeros(exchange.num_bytes // 8, dtype=torch.float64, device=ranks.device)
+        return lambda: dist.all_reduce(summed)
+    bytes_RR = exchange.matrix(ranks.world_size, ranks.local_world_size)
+    to_R, from_R = bytes_RR[ranks.rank].tolist(), bytes_RR[:, ranks.rank].tolist()
+    sent, received = buffer(sum(to_R)), buffer(sum(from_R))
+    return lambda: dist.all_to_all_single(received, sent, from_R, to_R)
+
+
+def slowest_us(samples_NR: np.ndarray) -> float:
+    """Median over repetitions of the slowest rank's microseconds."""
+    return float(np.median(samples_NR.max(axis=1)))
+
+
+def links_from(
+    name: str, source: str, ranks_per_node: int, num_ranks: int, medians_us: Mapping[Exchange, float]
+) -> tuple[Links, dict[str, Fit]]:
+    """Fit links to the median time of every all-to-all; also the fits, by scope.
+
+    Raises:
+        ValueError: times that do not grow with the bytes.
+    """
+    fits: dict[str, Fit] = {}
+    fitted: dict[str, Link] = {}
+    for scope in (INSIDE, BETWEEN):
+        points = {e: us for e, us in medians_us.items() if e.collective == "all_to_all" and e.scope == scope}
+        if not points:
+            continue
+        bytes_of = {d: [fullest_bytes(e.matrix(num_ranks, ranks_per_node), d) for e in points] for d in DUPLEXES}
+        choices = {duplex: fit_link(sizes, list(points.values())) for duplex, sizes in bytes_of.items()}
+        duplex = min(DUPLEXES, key=lambda duplex: choices[duplex].rms_error)
+        fit = fits[scope] = choices[duplex]
+        even_bytes, even_us = zip(
+            *((size, us) for size, (e, us) in zip(bytes_of[duplex], points.items(), strict=True) if e.split == EVEN),
+            strict=True,
+        )
+        # More bytes cannot take less time: where a larger message was faster, that is noise.
+        curve_us = np.exp(isotonic_regression(np.log(even_us)).x)
+        fitted[scope] = Link(
+            latency_us=round(fit.latency_us, 3),
+            latency_basis="measured",
+            bandwidth_gbps=float(f"{fit.bandwidth_gbps:.5g}"),
+            efficiency=1.0,
+            efficiency_basis="measured",
+            duplex=duplex,
+            curve=tuple((size, round(float(us), 3)) for size, us in zip(even_bytes, curve_us, strict=True)),
+        )
+    sides = {"intra": fitted.get(INSIDE), "inter": fitted.get(BETWEEN)}
+    return Links(name=name, source=source, ranks_per_node=ranks_per_node, **sides), fits
+
+
+def predicted_us(links: Links, exchange: Exchange, num_ranks: int) -> float:
+    """What ``links`` say that an exchange takes."""
+    if exchange.collective == "all_gather":
+        return links.all_gather_us(exchange.num_bytes, num_ranks)
+    if exchange.collective == "all_reduce":
+        return links.all_reduce_us(exchange.num_bytes, num_ranks)
+    return links.slowest_all_to_all_us(exchange.matrix(num_ranks, links.ranks_per_node))
+
+
+def without_curves(links: Links) -> Links:
+    """The same links as two numbers each."""
+    sides = {"intra": links.intra, "inter": links.inter}
+    return links.model_copy(
+        update={side: link and link.model_copy(update={"curve": None}) for side, link in sides.items()}
+    )
+
+
+def report(links: Links, fits: Mapping[str, Fit], medians_us: Mapping[Exchange, float], num_ranks: int) -> str:
+    """A table of what was measured and predicted, the fits, and the errors of each prediction."""
+    models = {"fit": without_curves(links), "curve": links}
+    lines = [
+        f"{'collective':11}{'scope':8}{'split':6}{'bytes':>14}{'us':>12}{'GB/s':>9}"
+        + "".join(f"{name:>12}{'error':>7}" for name in models)
+    ]
+    pairs: dict[tuple[str, str, str, str], list[tuple[float, float]]] = defaultdict(list)
+    for exchange, us in medians_us.items():
+        line = f"{exchange.collective:11}{exchange.scope:8}{exchange.split:6}"
+        line += f"{exchange.num_bytes:14,}{us:12,.1f}{exchange.num_bytes / us / 1e3:9.2f}"
+        for name, model in models.items():
+            predicted = predicted_us(model, exchange, num_ranks)
+            pairs[exchange.collective, exchange.scope, exchange.split, name].append((predicted, us))
+            line += f"{predicted:12,.1f}{predicted / us - 1:+7.0%}"
+        lines.append(line)
+    for scope, fit in fits.items():
+        link = links.intra if scope == INSIDE else links.inter
+        assert link is not None
+        lines.append(
+            f"{scope}: {fit.latency_us:,.1f} us + bytes / {fit.bandwidth_gbps:.4g} GB/s, {link.duplex} duplex,"
+            f" fitted to even and hot splits: {_errors(fit.median_error, fit.worst_error)}, R2 {fit.r2:.4f}"
+        )
+        if fit.r2 < _POOR_R2:
+            lines.append(f"{scope}: a poor fit; measure again while the machine is idle, or with more --repetitions")
+    for (collective, scope, split, name), found in pairs.items():
+        # A curve is made of even splits: there it has no error to tell.
+        if (name, split, scope in fits) != ("curve", EVEN, True):
+            median, worst, _ = fit_errors(*zip(*found, strict=True))
+            lines.append(f"{name} on {collective} {scope} {split}: {_errors(median, worst)}")
+    return "\n".join(lines)
+
+
+def _errors(median: float, worst: float) -> str:
+    return f"median error {median:.0%}, {worst:.0%} at worst"
+
+
+def _write(ranks: Ranks, out: Path, samples: Mapping[Exchange, np.ndarray]) -> None:
+    medians_us = {exchange: slowest_us(times_NR) for exchange, times_NR in samples.items()}
+    _write_samples(out.with_suffix(".samples.parquet"), samples)
+    links, fits = links_from(out.stem, _source(ranks), ranks.local_world_size, ranks.world_size, medians_us)
+    write_links(out, links, fits)
+    print(report(links, fits, medians_us, ranks.world_size))
+    print(f"{links.describe()}\nwritten to {out}", flush=True)
+
+
+def _source(ranks: Ranks) -> str:
+    device, versions = provenance.hardware(ranks.device), provenance.package_versions()
+    backend = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if ranks.backend == "nccl" else ranks.backend
+    shared = ", which share cores" if ranks.oversubscribed else ""
+    return (
+        f"measured on {time.strftime('%Y-%m-%d', time.gmtime())}: {device['device_name']}, {ranks.world_size} ranks,"
+        f" {ranks.local_world_size} on a node{shared}; {backend}, torch {versions['torch']}"
+        f"{', CUDA ' + versions['cuda'] if versions['cuda'] else ''}"
+    )
+
+
+def write_links(out: Path, links: Links, fits: Mapping[str, Fit]) -> None:
+    """Write a links file that ``load_links`` reads."""
+    comments = [
+        f"# {scope}: latency and bandwidth fit with a median error of {fit.median_error:.1%},"
+        f" {fit.worst_error:.1%} at worst, R2 {fit.r2:.5f}"
+        for scope, fit in fits.items()
+    ]
+    fields = json.loads(links.model_dump_json())
+    text = yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=100)
+    with atomic_path(out) as temporary:
+        temporary.write_text("\n".join(["# Written by moe-ep-bench calibrate.", *comments, text]))
+
+
+def _write_samples(path: Path, samples: Mapping[Exchange, np.ndarray]) -> None:
+    rows = [
+        {**asdict(exchange), "repetition": repetition, "rank": rank, "time_us": time_us}
+        for exchange, times_NR in samples.items()
+        for (repetition, rank), time_us in np.ndenumerate(times_NR)
+    ]
+    with atomic_path(path) as temporary:
+        pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLES_SCHEMA), temporary, compression="zstd")

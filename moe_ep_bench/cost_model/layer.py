@@ -1,0 +1,155 @@
+"""Model one rank's run of the layer on a device that is not here, cut into legs as a measured run is.
+
+Each phase has a formula over the figures of a device file (``devices``), in microseconds:
+
+gate      roofline of T x D times D x E: 2 T D E operations; b (T D + D E) + 4 T E bytes
+policy    T E scores x picoseconds per score, of the model's own top-k or of Token Drop in plain torch, which stands
+          for all policies
+permute   bytes / (memory bandwidth x share that permutation reaches), of four steps:
+          rows gathered for sending, 2 N D b bytes; sorted by local expert as they arrive, 2 M D b; put back after
+          the experts, 2 M D b; summed per token at the end, (N + T) D b. The middle two only where L > 1 and there
+          are other ranks
+metadata  nothing: host syncs and counting are left out
+experts   overhead of a pass + the sum over local experts of the roofline of a gated FFN on its rows m:
+          6 m D F operations; b (3 D F + m (2 D + 6 F)) bytes: the weights of an expert that has rows, and rows in
+          and out of two GEMMs with an activation between them. A device file's fit of decode steps gives the base
+          and the time to read an expert's weights (``Device.experts_us``)
+shared    roofline of a gated FFN on T rows, with S in place of F; at the end its output is added to the routed
+          experts', 3 T D b bytes through memory
+
+The layer has grouped experts (or those of which the device file has a fit), permutation by index
+(``layer.dispatchers``) and a gate that multiplies values as they are, as with Transformer Engine. Megatron-Core's own
+gate works in float32 and takes longer. The time per score does not depend on the number of experts. Launches take no
+time apart from the experts' overhead, so batches of few tokens come out too fast. All-to-alls and other collectives
+are the link model's (``links``).
+
+A batch-wide policy meets the other ranks in the middle of its routing: the model's own top-k comes before, the rest
+after.
+
+Shapes: T = tokens of the rank, E = experts of the model (all are scored, however many slots there are), N = pairs that
+it sends, L = its local experts or slots, M = rows that arrive, D = hidden size, F = expert FFN size, S = FFN size of
+the shared experts, b = bytes per value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_ep_bench.cost_model.devices import Device, gated_ffn
+from moe_ep_bench.cost_model.timeline import PHASE_OF_MEETING, Leg, legs_of
+from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.schema import UNACCOUNTED
+
+# The gate's output is float32 whatever the layer's values are.
+_LOGIT_BYTES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class RankWork:
+    """What one rank does in one run of the layer.
+
+    Attributes:
+        num_tokens: T, its own tokens.
+        num_sent: N, pairs that it sends to anyone, itself included.
+        received_L: int64 [L], rows that arrive at each of its local experts or slots.
+
+    Raises:
+        ValueError: numbers below zero, pairs without tokens, no local expert, or rows that are not whole numbers.
+    """
+
+    num_tokens: int
+    num_sent: int
+    received_L: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        for name, value in (("num_tokens", self.num_tokens), ("num_sent", self.num_sent)):
+            if value < 0:
+                raise ValueError(f"{name}: expected at least 0, got {value}")
+        if self.num_sent > 0 and self.num_tokens == 0:
+            raise ValueError(f"num_sent: expected 0 where there are no tokens, got {self.num_sent}")
+        rows_L = np.asarray(self.received_L)
+        if rows_L.dtype.kind not in "iu" or rows_L.ndim != 1 or len(rows_L) == 0:
+            raise ValueError(
+                "received_L: expected whole numbers of rows, one of each local expert,"
+                f" got {rows_L.dtype} of shape {rows_L.shape}"
+            )
+        if rows_L.min() < 0:
+            raise ValueError(f"received_L: expected at least 0 rows, got {rows_L.min()}")
+
+    @property
+    def num_received(self) -> int:
+        """M, rows that arrive."""
+        return int(np.sum(self.received_L))
+
+
+def modelled_legs(
+    device: Device,
+    model: ModelSpec,
+    work: RankWork,
+    *,
+    by_policy: bool,
+    batch_wide: bool,
+    alone: bool = False,
+    bytes_per_value: int = 2,
+    experts: str = "grouped",
+) -> tuple[list[Leg], list[str]]:
+    """Microseconds by phase between the meetings of one run, and the meetings, as ``legs_of`` gives them.
+
+    A stage without work takes no time; a rank without tokens still runs the experts on the rows that it is sent.
+
+    Args:
+        by_policy: a policy routes; otherwise the model's own top-k.
+        batch_wide: the policy sums statistics over ranks.
+        alone: there is no other rank: nobody is met, and rows lie as the experts want them.
+        bytes_per_value: b, of weights and hidden states; arithmetic is bfloat16's whatever it is.
+        experts: what computes them, of which the device file may have a fit.
+
+    Raises:
+        ValueError: batch-wide without a policy, more pairs than tokens x experts, no bytes, or a lone rank that
+            receives other than it sends.
+    """
+    T, N, M, b = work.num_tokens, work.num_sent, work.num_received, bytes_per_value
+    E, D, F, S = model.num_experts, model.hidden_size, model.ffn_hidden_size, model.shared_ffn_hidden_size
+    if batch_wide and not by_policy:
+        raise ValueError("batch_wide: expected a policy with it, got the model's own routing")
+    if N > T * E:
+        raise ValueError(f"num_sent: expected at most {T} tokens x {E} experts, got {N}")
+    if alone and M != N:
+        raise ValueError(f"received_L: expected the {N} pairs that a lone rank sends itself, got {M}")
+    if b < 1:
+        raise ValueError(f"bytes_per_value: expected at least 1, got {b}")
+
+    gate_us = device.work_us(2 * T * D * E, b * (T * D + D * E) + _LOGIT_BYTES * T * E, T) if T else 0.0
+    routing_us = device.routing_us(T * E, by_policy=by_policy)
+    top_k_us = min(device.routing_us(T * E, by_policy=False), routing_us) if batch_wide else routing_us
+    sort_us = 0.0 if alone or len(work.received_L) == 1 else device.permute_us(2 * M * D * b)
+    shared_us = device.work_us(*gated_ffn(D, S, T, b))
+    add_us = device.work_us(0, 3 * T * D * b, T)
+    # In the order in which a measured run records them; stages that take no time stand where it has them.
+    segments = [
+        (UNACCOUNTED, 0.0),
+        *([("shared", shared_us)] if S else []),
+        ("gate", gate_us),
+        ("policy", top_k_us),
+        *([("wait_policy", 0.0), ("policy", routing_us - top_k_us)] if batch_wide else []),
+        (UNACCOUNTED, 0.0),
+        ("permute", 0.0),
+        ("wait_metadata", 0.0),
+        ("permute", device.permute_us(2 * N * D * b)),
+        ("metadata", 0.0),
+        (UNACCOUNTED, 0.0),
+        ("wait_dispatch", 0.0),
+        (UNACCOUNTED, 0.0),
+        ("metadata", 0.0),
+        ("permute", sort_us),
+        ("experts", device.experts_us(D, F, work.received_L, b, experts=experts)),
+        ("permute", sort_us),
+        ("wait_combine", 0.0),
+        (UNACCOUNTED, 0.0),
+        *([("shared", add_us)] if S else []),
+        ("permute", device.permute_us((N + T) * D * b)),
+    ]
+    return legs_of([one for one in segments if not (alone and one[0] in PHASE_OF_MEETING)])

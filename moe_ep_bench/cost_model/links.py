@@ -1,0 +1,283 @@
+"""Model how long a collective takes between ranks that are not there.
+
+A file of configs/links/ states two links of each rank: one inside its node, one between nodes. Each has a latency and a
+bandwidth per rank and direction. A message of x bytes takes latency + x / bandwidth (Hockney, Parallel Computing 20(3),
+1994). A file from ``calibrate`` also holds the measured curve, since caches and protocol changes need more than two
+numbers.
+
+The bandwidth is nominal; ``efficiency`` is the share that large messages reach. Left out: congestion between nodes,
+latency that grows with the number of peers, and reductions inside the switch.
+
+Shapes: R = ranks, N = measured points.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+from pydantic import Field, PositiveFloat, model_validator
+from scipy.optimize import nnls
+
+from moe_ep_bench.models.presets import CONFIGS_DIR, Strict, load_yaml, names_in
+
+LINKS_DIR = CONFIGS_DIR / "links"
+
+Basis = Literal["measured", "published", "assumed"]
+"""Measured by ``calibrate``, published by others (the file says by whom), or assumed."""
+
+Duplex = Literal["full", "half"]
+"""Whether both directions have the bandwidth, or share it, as where a processor copies both."""
+
+
+class Link(Strict):
+    """One rank's way to others."""
+
+    latency_us: float = Field(ge=0)
+    """Of a nearly empty collective, its launch included."""
+    latency_basis: Basis
+    bandwidth_gbps: PositiveFloat
+    """Nominal, per rank and direction, in 1e9 bytes per second."""
+    efficiency: float = Field(gt=0, le=1)
+    """Share of the bandwidth that large messages reach."""
+    efficiency_basis: Basis
+    duplex: Duplex = "full"
+    """With ``half`` the bandwidth counts bytes sent and received together."""
+    curve: tuple[tuple[PositiveFloat, PositiveFloat], ...] | None = Field(None, min_length=2)
+    """Measured (bytes, microseconds), both rising. It replaces latency and bandwidth up to its last point."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Link:
+        for before, after in pairwise(self.curve or ()):
+            if after[0] <= before[0] or after[1] < before[1]:
+                raise ValueError(
+                    f"curve: expected rising bytes and times that do not fall, got {list(after)} after {list(before)}"
+                )
+        return self
+
+    @property
+    def reached_gbps(self) -> float:
+        return self.bandwidth_gbps * self.efficiency
+
+    def exchange_us(self, sent: ArrayLike, received: ArrayLike) -> np.ndarray:
+        """Microseconds that a rank needs to send and receive so many bytes, elementwise."""
+        return self.time_us(busy_bytes(sent, received, self.duplex))
+
+    def time_us(self, num_bytes: ArrayLike) -> np.ndarray:
+        """Microseconds that the link carries ``num_bytes``, elementwise; nothing takes no time.
+
+        latency + bytes / (bandwidth x efficiency). A curve is interpolated linearly over the logarithms of bytes and
+        time. Below it the first point's time holds; beyond it bytes take the link's bandwidth.
+        """
+        sizes = np.asarray(num_bytes, dtype=np.float64)
+        if self.curve is None:
+            times = self.latency_us + sizes / (self.reached_gbps * 1e3)
+        else:
+            curve_bytes, curve_us = np.asarray(self.curve).T
+            inside = np.exp(np.interp(np.log(np.maximum(sizes, 1)), np.log(curve_bytes), np.log(curve_us)))
+            times = inside + np.maximum(sizes - curve_bytes[-1], 0) / (self.reached_gbps * 1e3)
+        return np.where(sizes > 0, times, 0.0)
+
+    def scaled(self, factor: float) -> Link:
+        """The same link with ``factor`` times the bandwidth, and the same latency."""
+        curve = self.curve and tuple((num_bytes * factor, us) for num_bytes, us in self.curve)
+        return self.model_copy(update={"bandwidth_gbps": self.bandwidth_gbps * factor, "curve": curve})
+
+    def describe(self) -> str:
+        half = ", half duplex" if self.duplex == "half" else ""
+        curve = "" if self.curve is None else f", as a curve of {len(self.curve)} sizes"
+        return (
+            f"{self.latency_us:.4g} us ({self.latency_basis})"
+            f" + bytes at {self.bandwidth_gbps:.4g} GB/s x {self.efficiency:.3g} ({self.efficiency_basis}){half}{curve}"
+        )
+
+
+class Links(Strict):
+    """The links of a cluster whose ranks fill its nodes in order: rank r is on node r // ranks_per_node."""
+
+    name: str = Field(min_length=1)
+    source: str = Field(min_length=1)
+    ranks_per_node: int = Field(ge=1)
+    intra: Link | None
+    """Inside a node; null only with one rank per node."""
+    inter: Link | None
+    """Between nodes; null = there is one node."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Links:
+        if self.intra is None and self.ranks_per_node > 1:
+            raise ValueError(f"intra: expected a link with ranks_per_node={self.ranks_per_node}, got null")
+        if self.intra is None and self.inter is None:
+            raise ValueError("inter: expected a link where intra is null, got null")
+        return self
+
+    def scaled(self, factor: float) -> Links:
+        """The same links with ``factor`` times the bandwidth; the name says so."""
+        if factor == 1:
+            return self
+        return self.model_copy(
+            update={
+                "name": f"{self.name}, bandwidth x {factor:g}",
+                "intra": self.intra and self.intra.scaled(factor),
+                "inter": self.inter and self.inter.scaled(factor),
+            }
+        )
+
+    def describe(self) -> str:
+        """Which model made a number: to stand beside it."""
+        sides = ((f"inside a node of {self.ranks_per_node}", self.intra), ("between nodes", self.inter))
+        parts = [f"{where} {link.describe()}" for where, link in sides if link is not None]
+        return f"modelled by links/{self.name}: {'; '.join(parts)}"
+
+    def all_to_all_us(self, bytes_RR: ArrayLike) -> np.ndarray:
+        """Microseconds that an all-to-all keeps each rank busy, float64 [R].
+
+        Rank r sends s_r bytes to other ranks over a link and receives d_r. The link then takes
+        latency + max(s_r, d_r) / bandwidth (half duplex: s_r + d_r), or nothing where both are 0. Both links work at
+        once, so a rank takes the longer of the two. What a rank keeps does not cross.
+
+        Args:
+            bytes_RR: what each rank (row) has for each rank (column).
+
+        Raises:
+            ValueError: not a square matrix of finite sizes, or more ranks than there are links for.
+        """
+        bytes_RR = np.array(bytes_RR, dtype=np.float64)
+        if bytes_RR.ndim != 2 or bytes_RR.shape[0] != bytes_RR.shape[1]:
+            raise ValueError(f"bytes: expected a square matrix, got shape {bytes_RR.shape}")
+        if not np.all(np.isfinite(bytes_RR) & (bytes_RR >= 0)):
+            raise ValueError("bytes: expected finite sizes of at least 0, got others")
+        num_ranks = len(bytes_RR)
+        self._check_ranks(num_ranks)
+        np.fill_diagonal(bytes_RR, 0)
+        node_R = np.arange(num_ranks) // self.ranks_per_node
+        inside_RR = node_R[:, None] == node_R
+        times_us_R = np.zeros(num_ranks)
+        for link, uses_RR in ((self.intra, inside_RR), (self.inter, ~inside_RR)):
+            if link is not None:
+                carried_RR = np.where(uses_RR, bytes_RR, 0.0)
+                busy_us_R = link.exchange_us(carried_RR.sum(axis=1), carried_RR.sum(axis=0))
+                times_us_R = np.maximum(times_us_R, busy_us_R)
+        return times_us_R
+
+    def slowest_all_to_all_us(self, bytes_RR: ArrayLike) -> float:
+        """Microseconds of the whole all-to-all: its slowest rank's."""
+        return float(self.all_to_all_us(bytes_RR).max(initial=0.0))
+
+    def all_gather_us(self, num_bytes: float, num_ranks: int) -> float:
+        """Microseconds until every rank has the ``num_bytes`` of every other.
+
+        Recursive doubling, or Bruck's algorithm where m is no power of two (Thakur, Rabenseifner, Gropp, Int. J. High
+        Perform. Comput. Appl. 19(1), 2005), first between nodes, then inside. Among m partners with c bytes each,
+        step k moves min(2^k, m - 2^k) c bytes: ceil(log2 m) steps and (m - 1) c bytes in all.
+        """
+        (intra, inside), (inter, nodes) = self._levels(num_ranks)
+        return _doubling_us(inter, nodes, num_bytes) + _doubling_us(intra, inside, nodes * num_bytes)
+
+    def all_reduce_us(self, num_bytes: float, num_ranks: int) -> float:
+        """Microseconds of a sum of ``num_bytes`` over all ranks, inside nodes and then between them.
+
+        Each level of m partners takes the faster of two algorithms (Thakur et al., as above). Recursive doubling has
+        ceil(log2 m) steps of all bytes. Rabenseifner's is a reduce-scatter by recursive halving and an all-gather by
+        doubling, each of ceil(log2 m) steps and (m - 1) / m of the bytes. Adding is free.
+        """
+        total = 0.0
+        for link, partners in self._levels(num_ranks):
+            if link is not None and partners > 1:
+                short_us = math.ceil(math.log2(partners)) * float(link.exchange_us(num_bytes, num_bytes))
+                total += min(short_us, 2 * _doubling_us(link, partners, num_bytes / partners))
+        return total
+
+    def _levels(self, num_ranks: int) -> tuple[tuple[Link | None, int], tuple[Link | None, int]]:
+        """Each link, with the ranks of the fullest node and the nodes."""
+        self._check_ranks(num_ranks)
+        inside, nodes = min(num_ranks, self.ranks_per_node), math.ceil(num_ranks / self.ranks_per_node)
+        return (self.intra, inside), (self.inter, nodes)
+
+    def _check_ranks(self, num_ranks: int) -> None:
+        if num_ranks < 1:
+            raise ValueError(f"ranks: expected at least 1, got {num_ranks}")
+        if self.inter is None and num_ranks > self.ranks_per_node:
+            raise ValueError(
+                f"links/{self.name}: expected at most {self.ranks_per_node} ranks (inter is null: one node),"
+                f" got {num_ranks}"
+            )
+
+
+def _doubling_us(link: Link | None, partners: int, num_bytes: float) -> float:
+    """Recursive doubling among ``partners`` that have ``num_bytes`` each."""
+    if link is None:
+        return 0.0
+    held = 2 ** np.arange(math.ceil(math.log2(partners)))
+    passed_on = np.minimum(held, partners - held) * num_bytes
+    return float(link.exchange_us(passed_on, passed_on).sum())
+
+
+def busy_bytes(sent: ArrayLike, received: ArrayLike, duplex: Duplex) -> np.ndarray:
+    """The bytes that a link must carry: the larger of both directions, or with half duplex their sum."""
+    return np.maximum(sent, received) if duplex == "full" else np.add(sent, received)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A latency and a bandwidth fitted to measured times.
+
+    Errors are |predicted / measured - 1|. R2 is of the times themselves, so large messages decide it.
+    """
+
+    latency_us: float
+    bandwidth_gbps: float
+    rms_error: float
+    median_error: float
+    worst_error: float
+    r2: float
+
+
+def fit_link(bytes_N: ArrayLike, times_us_N: ArrayLike) -> Fit:
+    """Fit latency + bytes / bandwidth to measured times: least squares in relative error, neither below zero.
+
+    Raises:
+        ValueError: fewer than two sizes, times that are not above zero, or times that do not grow with the bytes.
+    """
+    sizes_N, times_N = np.asarray(bytes_N, dtype=np.float64), np.asarray(times_us_N, dtype=np.float64)
+    if len(np.unique(sizes_N)) < 2:
+        raise ValueError(f"fit: expected at least 2 message sizes, got {len(np.unique(sizes_N))}")
+    if not np.all(np.isfinite(times_N) & (times_N > 0)):
+        raise ValueError("fit: expected finite times above 0, got others")
+    # Each residual is predicted / measured - 1. Scaled bytes give both columns one magnitude.
+    scale = sizes_N.max()
+    columns = np.stack([1 / times_N, sizes_N / scale / times_N], axis=1)
+    (latency_us, largest_us), _ = nnls(columns, np.ones(len(times_N)))
+    if largest_us <= 1e-9 * latency_us:
+        raise ValueError(
+            f"fit: expected times that grow with the bytes, got none up to {scale:,.0f} bytes; measure larger ones"
+        )
+    predicted_N = latency_us + largest_us * sizes_N / scale
+    rms_error = float(np.sqrt(np.mean((predicted_N / times_N - 1) ** 2)))
+    return Fit(float(latency_us), float(scale / largest_us / 1e3), rms_error, *fit_errors(predicted_N, times_N))
+
+
+def fit_errors(predicted_N: ArrayLike, measured_N: ArrayLike) -> tuple[float, float, float]:
+    """Median and worst relative error, and R2 of the times (NaN where they do not vary)."""
+    predicted_N, measured_N = np.asarray(predicted_N, dtype=np.float64), np.asarray(measured_N, dtype=np.float64)
+    errors_N = np.abs(predicted_N / measured_N - 1)
+    spread = float(((measured_N - measured_N.mean()) ** 2).sum())
+    r2 = 1 - float(((predicted_N - measured_N) ** 2).sum()) / spread if spread > 0 else math.nan
+    return float(np.median(errors_N)), float(errors_N.max()), r2
+
+
+def links_names() -> list[str]:
+    return names_in(LINKS_DIR)
+
+
+def load_links(name_or_path: str) -> Links:
+    """Load links of configs/links/ by name, or a file of the same form by its path, which ends in .yaml.
+
+    Raises:
+        ValueError: one line: no such links (it lists those there are), or what is wrong with the file.
+    """
+    return load_yaml(Links, LINKS_DIR, name_or_path)

@@ -1,0 +1,262 @@
+"""What one rank's pass of a whole model takes on a device that is not here, cut into legs as a measured pass is.
+
+MoE layers are ``modelled``'s. What stands between them has a formula each over the figures of a device file
+(``devices``), in microseconds. Phases are those of ``layer.depth``: (layer, phase) within a layer.
+
+embedding  T rows gathered: 2 T D b bytes at the share of the bandwidth that permutation reaches
+attention  projections, one GEMM after another: rooflines of 2 T I O operations and b (I O + T (I + O)) bytes;
+           norms of queries and keys, or of latents, and rotary positions: what they read and write;
+           core attention: the larger of its operations, at the device's ``attention_efficiency``, and of its bytes
+dense      roofline of a gated FFN on T rows
+rest       norms, 2 T D b bytes each, and residual additions, 3 T D b each: two of both in a layer, and the last norm
+output     roofline of the output layer on P rows, a prompt's or request's last token each: its weights are read once
+
+*Core attention at prefill.* Two GEMMs over each prompt's causal half, S^2 / 2 pairs of tokens: H S^2 (Q + V)
+operations; queries, keys, values and output pass memory once. *At decode.* Each request's C tokens and its new one,
+as Megatron-Core's static cache holds them: keys and values of G heads, or of all H heads whole where attention is
+latent. They are read once, b (C + 1) G (Q + V) bytes a request, with H (C + 1) 2 (Q + V) operations. Keys of grouped
+queries lie there without positions, so that each step also reads and writes them all for these.
+
+Nothing is in it for launches: little of a prefill of many tokens, but much of a decode step that is not replayed from a
+graph, which comes out too fast by whatever they take. A GEMM of few rows takes what a tile of them does, as experts do:
+on a device of little arithmetic a decode step's projections come out slow. Biases, sampling and what ``modelled``
+leaves out are not in it either.
+
+Shapes: T = tokens of the rank, P = prompts or requests, S = a prompt's length, C = tokens in the cache, D = hidden
+size, I, O = what a projection takes and gives, H = heads, G = key-value heads (H where attention is latent), Q, V =
+size of a head's keys and values, b = bytes per value.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moe_ep_bench.cost_model.devices import Device, gated_ffn
+from moe_ep_bench.cost_model.layer import RankWork, modelled_legs
+from moe_ep_bench.cost_model.timeline import Leg
+from moe_ep_bench.models import LatentAttention, ModelSpec
+from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, PhaseKey, layer_and_phase
+
+
+@dataclass(frozen=True, eq=False)
+class PassWork:
+    """What one rank does in one pass: the prefill of its prompts, or one decode step of its requests.
+
+    Attributes:
+        prompt_lengths: tokens of each prompt; () at decode.
+        num_requests: that add a token; 0 at prefill.
+        context_length: C, tokens of each request in the cache; 0 at prefill.
+        layers: by MoE layer that is built, what the rank does there.
+
+    Raises:
+        ValueError: prompts beside requests, an empty prompt, requests without a cache, or a layer with other tokens.
+    """
+
+    prompt_lengths: tuple[int, ...]
+    num_requests: int
+    context_length: int
+    layers: Mapping[int, RankWork]
+
+    def __post_init__(self) -> None:
+        for name, value in (("num_requests", self.num_requests), ("context_length", self.context_length)):
+            if value < 0:
+                raise ValueError(f"{name}: expected at least 0, got {value}")
+        if self.prompt_lengths and (self.num_requests or self.context_length):
+            raise ValueError(
+                f"prompt_lengths: expected none at decode, got {len(self.prompt_lengths)} beside"
+                f" num_requests={self.num_requests}, context_length={self.context_length}"
+            )
+        if min(self.prompt_lengths, default=1) < 1:
+            raise ValueError(f"prompt_lengths: expected at least 1 token each, got {min(self.prompt_lengths)}")
+        if self.num_requests and not self.context_length:
+            raise ValueError("context_length: expected at least 1 where requests decode, got 0")
+        for layer, moe in self.layers.items():
+            if moe.num_tokens != self.num_tokens:
+                raise ValueError(f"layers: expected {self.num_tokens} tokens in layer {layer}, got {moe.num_tokens}")
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return sum(self.prompt_lengths) + self.num_requests
+
+    @property
+    def num_last_tokens(self) -> int:
+        """P, of which the output layer makes logits."""
+        return len(self.prompt_lengths) + self.num_requests
+
+
+def modelled_pass(
+    device: Device,
+    model: ModelSpec,
+    num_layers: int,
+    work: PassWork,
+    *,
+    by_policy: bool,
+    batch_wide: bool,
+    alone: bool = False,
+    bytes_per_value: int = 2,
+    experts: str = "grouped",
+) -> tuple[list[Leg], list[PhaseKey]]:
+    """Microseconds by phase between the meetings of one pass, and the meetings, in order.
+
+    Those of a layer are (layer, name), as (3, "experts"). Stages without work take no
+    time, and stand where a measured pass has them.
+
+    Args:
+        num_layers: that are built, the first ones of the model.
+        by_policy, batch_wide, alone, bytes_per_value, experts: of every MoE layer, as ``modelled_legs``.
+
+    Raises:
+        ValueError: the model's attention or vocabulary, or the device's share for attention, is not stated; MoE layers
+            other than those that are built; or as ``modelled_legs``.
+    """
+    timed = _Formulas(device, model, work, bytes_per_value)
+    moe_layers = range(model.first_dense_layers, num_layers)
+    if sorted(work.layers) != list(moe_layers):
+        raise ValueError(f"layers: expected the MoE layers {list(moe_layers)}, got {sorted(work.layers)}")
+    legs: list[Leg] = [defaultdict(float)]
+    meetings: list[PhaseKey] = []
+
+    def spend(phase: PhaseKey, time_us: float) -> None:
+        legs[-1][phase] += time_us
+
+    spend(UNACCOUNTED, 0.0)
+    spend("embedding", timed.embedding_us)
+    for layer in range(num_layers):
+        spend("rest", 0.0)
+        spend((layer, "rest"), timed.layer_rest_us / 2)
+        spend((layer, "attention"), timed.attention_us)
+        spend((layer, "rest"), timed.norm_us)
+        if layer in work.layers:
+            moe_legs, moe_meetings = modelled_legs(
+                device, model, work.layers[layer], by_policy=by_policy, batch_wide=batch_wide, alone=alone,
+                bytes_per_value=bytes_per_value, experts=experts,
+            )  # fmt: skip
+            for number, leg in enumerate(moe_legs):
+                if number:
+                    meetings.append((layer, layer_and_phase(moe_meetings[number - 1])[1]))
+                    legs.append(defaultdict(float))
+                for key, time_us in leg.items():
+                    _, phase = layer_and_phase(key)
+                    spend((layer, MOE_REST if phase == UNACCOUNTED else phase), time_us)
+        else:
+            spend((layer, "dense"), timed.dense_us)
+        spend((layer, "rest"), timed.layer_rest_us / 2 - timed.norm_us)
+    spend("rest", timed.norm_us)
+    spend("output", timed.output_us)
+    spend(UNACCOUNTED, 0.0)
+    return legs, meetings
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Numbers of a token in attention, and what makes them.
+
+    Attributes:
+        queries, keys, values, output: of all heads together; keys and values as they are cached.
+        projections: what each takes and gives.
+        normed: numbers that attention's own norms read.
+        rotates_cache: each step gives all cached keys their positions.
+    """
+
+    queries: int
+    keys: int
+    values: int
+    output: int
+    projections: tuple[tuple[int, int], ...]
+    normed: int
+    rotates_cache: bool
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> _Heads:
+        attention, hidden = model.attention, model.hidden_size
+        if attention is None:
+            raise ValueError(f"model: {model.name}: a modelled pass needs its attention, which is not stated")
+        if isinstance(attention, LatentAttention):
+            return cls._latent(attention, hidden)
+        queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+        normed = 0 if attention.qk_norm == "none" else queries + keys
+        return cls(queries, keys, keys, queries, ((hidden, queries + 2 * keys), (queries, hidden)), normed, True)
+
+    @classmethod
+    def _latent(cls, attention: LatentAttention, hidden: int) -> _Heads:
+        heads, latent, rotary = attention.num_heads, attention.kv_lora_rank, attention.qk_rope_head_dim
+        queries, values = heads * (attention.qk_nope_head_dim + rotary), heads * attention.v_head_dim
+        compressed = attention.q_lora_rank
+        to_queries = ((hidden, queries),) if compressed is None else ((hidden, compressed), (compressed, queries))
+        from_latent = (latent, heads * attention.qk_nope_head_dim + values)
+        projections = (*to_queries, (hidden, latent + rotary), from_latent, (values, hidden))
+        normed = (compressed or 0) + latent
+        return cls(queries, queries, values, values, projections, normed, False)
+
+
+@dataclass(frozen=True)
+class _Formulas:
+    """The module's table, in microseconds."""
+
+    device: Device
+    model: ModelSpec
+    work: PassWork
+    value_bytes: int
+
+    @property
+    def embedding_us(self) -> float:
+        return self.device.permute_us(2 * self._hidden_bytes)
+
+    @property
+    def norm_us(self) -> float:
+        return self._moved_us(2 * self._hidden_bytes)
+
+    @property
+    def layer_rest_us(self) -> float:
+        """Two norms and two residual additions."""
+        return 2 * self.norm_us + 2 * self._moved_us(3 * self._hidden_bytes)
+
+    @property
+    def dense_us(self) -> float:
+        sizes = self.model.hidden_size, self.model.dense_ffn_hidden_size or self.model.ffn_hidden_size
+        return self.device.work_us(*gated_ffn(*sizes, self.work.num_tokens, self.value_bytes))
+
+    @property
+    def output_us(self) -> float:
+        if self.model.vocab_size is None:
+            raise ValueError(f"model: {self.model.name}: a modelled pass needs its vocab_size, which is not stated")
+        return self._gemm_us(self.work.num_last_tokens, self.model.hidden_size, self.model.vocab_size)
+
+    @property
+    def attention_us(self) -> float:
+        heads, tokens = _Heads.of(self.model), self.work.num_tokens
+        projections_us = sum(self._gemm_us(tokens, *sizes) for sizes in heads.projections)
+        rotated = tokens * heads.queries + (self._cached_tokens if heads.rotates_cache else tokens) * heads.keys
+        elementwise_us = self._moved_us(2 * self.value_bytes * (tokens * heads.normed + rotated))
+        return projections_us + elementwise_us + self._core_us(heads)
+
+    def _core_us(self, heads: _Heads) -> float:
+        of_a_pair = 2 * (heads.queries + heads.output)
+        pairs = sum(length**2 / 2 for length in self.work.prompt_lengths) + self.work.num_requests * (
+            self.work.context_length + 1
+        )
+        passed = self.work.num_tokens * (heads.queries + heads.output)
+        num_bytes = self.value_bytes * (passed + self._cached_tokens * (heads.keys + heads.values))
+        return self.device.attention_us(of_a_pair * pairs, num_bytes)
+
+    @property
+    def _cached_tokens(self) -> int:
+        """Tokens whose keys and values are read, the new ones included."""
+        return sum(self.work.prompt_lengths) + self.work.num_requests * (self.work.context_length + 1)
+
+    @property
+    def _hidden_bytes(self) -> int:
+        """Of all tokens' hidden states."""
+        return self.value_bytes * self.work.num_tokens * self.model.hidden_size
+
+    def _gemm_us(self, rows: int, takes: int, gives: int) -> float:
+        if rows == 0:
+            return 0.0
+        num_bytes = self.value_bytes * (takes * gives + rows * (takes + gives))
+        return self.device.work_us(2.0 * rows * takes * gives, num_bytes, rows)
+
+    def _moved_us(self, num_bytes: float) -> float:
+        return self.device.work_us(0, num_bytes, 1)

@@ -1,0 +1,234 @@
+"""Which form of a policy runs: its own torch operations, or a compiled twin that routes alike.
+
+==========  ==================  =====================================================================================
+kernel      scores lie on       policies
+==========  ==================  =====================================================================================
+``torch``   any device          all: the definition of what is right
+``numba``   the host            all of this package, step by step (``policy_steps``)
+``numba``   a GPU               ``laser`` and ``load_only``: the sequential rule on the host, with copies there and back
+``triton``  a CUDA GPU          all but ``megatron_drop``, in a launch or a few (``triton_twins`` below)
+==========  ==================  =====================================================================================
+
+``auto`` is the first of triton, numba and torch that there is. A twin equals the policy in torch: the same pairs to
+the bit, weights within rounding (numba's to the bit too). Where numba or Triton cannot be imported that is said once,
+and the next one runs. Nothing here imports either before it is chosen.
+
+Shapes: T = tokens, E = experts, S = rows of batch statistics.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from moe_ep_bench.policies import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.capacity import CapacityPolicy, ExpandedDrop, TokenDrop
+from moe_ep_bench.policies.contract import SteppedPolicy
+from moe_ep_bench.policies.laser import Laser, LoadAwarePolicy, LoadOnly
+from moe_ep_bench.policies.oea import OEA, Pruned
+from moe_ep_bench.policies.skipping import DynamicSkip, ExpertDrop, Lynx
+from moe_ep_bench.policies.steps import TORCH, Steps
+from moe_ep_bench.policies.topk import TopK
+from moe_ep_bench.policies.xshare import XShare
+
+AUTO = "auto"
+KERNELS = ("triton", "numba", "torch")
+"""The fastest first."""
+
+Select = Callable[[Policy, Tensor, RoutingContext, Tensor | None], Routing]
+Stats = Callable[[Policy, Tensor, RoutingContext], Tensor | None]
+
+
+Form = tuple[Callable[..., Routing], Callable[..., Tensor | None]]
+"""What ``Compiled.select`` and ``Compiled.stats`` call."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A policy in its fastest exact form: ``route`` and ``batch_stats``, and both for inputs that were checked before.
+
+    Attributes:
+        device_type: "cpu" or "cuda", where the scores lie.
+        kernel: one of ``KERNELS``, or ``auto``.
+    """
+
+    policy: Policy
+    device_type: str
+    kernel: str
+
+    def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        """``Policy.route``; also a ValueError for a kernel that cannot run this policy here."""
+        self.policy.check(scores_TE, context)
+        return self.select(scores_TE, context, stats_SE)
+
+    def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
+        """``Policy.batch_stats``."""
+        self.policy.check(scores_TE, context)
+        return self.stats(scores_TE, context)
+
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        """``route`` unchecked: what a timed layer calls."""
+        return self._form(scores_TE)[0](scores_TE, context, stats_SE)
+
+    def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
+        """``batch_stats`` unchecked."""
+        return self._form(scores_TE)[1](scores_TE, context)
+
+    def _form(self, scores_TE: Tensor) -> Form:
+        num_tokens, num_experts = scores_TE.shape
+        return _form(self, num_tokens, num_experts)
+
+    def select_all(self, scores: Sequence[Tensor], contexts: Sequence[RoutingContext]) -> list[Routing]:
+        """``select`` for all ranks at once, where one process holds every rank's scores.
+
+        Args:
+            scores: every rank's float32 [T, E]; T differs from rank to rank and may be 0.
+            contexts: every rank's, in the same order. Statistics draw nothing, so that one generator serves both steps.
+        """
+        pairs = list(zip(scores, contexts, strict=True))
+        known = [stats_SE for pair in pairs if (stats_SE := self.stats(*pair)) is not None]
+        summed_SE = torch.stack(known).sum(dim=0) if known else None
+        return [self.select(*pair, summed_SE) for pair in pairs]
+
+    def runs(self, num_tokens: int, num_experts: int) -> str:
+        """What runs: the kernel that was asked for, and for ``auto`` the fastest that there is.
+
+        Raises:
+            ValueError: there is no such kernel, or asked for by name it cannot run; the message says why.
+        """
+        if self.kernel not in (AUTO, *KERNELS):
+            raise ValueError(f"kernel: expected one of {AUTO}, {', '.join(KERNELS)}; got {self.kernel!r}")
+
+        def objection(one: str) -> str:
+            return _objection(self.policy, one, self.device_type, num_tokens, num_experts)
+
+        if self.kernel == AUTO:
+            return next(one for one in KERNELS if not objection(one))
+        if reason := objection(self.kernel):
+            possible = ", ".join([AUTO, *(one for one in KERNELS if not objection(one))])
+            raise ValueError(f"{self.kernel} cannot run {self.policy.name}: {reason}; expected {possible}")
+        return self.kernel
+
+
+# A timed layer asks anew in every iteration.
+@functools.lru_cache(maxsize=1024)
+def compiled(policy: Policy, device: torch.device | str, kernel: str = AUTO) -> Compiled:
+    """The fastest exact form of a policy for scores on a device, or the one that is named."""
+    return Compiled(policy, torch.device(device).type, kernel)
+
+
+@functools.lru_cache(maxsize=4096)
+def _form(compiled: Compiled, num_tokens: int, num_experts: int) -> Form:
+    """What runs for scores of this shape."""
+    kernel, policy = compiled.runs(num_tokens, num_experts), compiled.policy
+    if kernel == "triton":
+        twin = triton_twins()[type(policy)]
+        return functools.partial(twin.select, policy), functools.partial(twin.stats, policy)
+    if not _is_stepped(policy):
+        return policy.route, policy.batch_stats
+    stepped = policy.by(_steps(kernel, compiled.device_type) or TORCH)
+    return stepped.select, stepped.stats
+
+
+def oracle_for(policy: Policy, device: torch.device | str) -> Compiled:
+    """The form to hold others against: torch, but where torch would go token by token, numba's loop."""
+    device_type = torch.device(device).type
+    by_numba = isinstance(policy, LoadAwarePolicy) and _steps("numba", device_type)
+    return compiled(policy, device_type, "numba" if by_numba else "torch")
+
+
+def _objection(policy: Policy, kernel: str, device_type: str, num_tokens: int, num_experts: int) -> str:
+    """Why a kernel cannot run a policy here; nothing where it can."""
+    if kernel == "triton":
+        if device_type != "cuda":
+            return "Triton compiles for CUDA GPUs, and the scores lie on the host"
+        if not triton_twins():
+            return "Triton is not installed"
+        if type(policy) not in triton_twins():
+            return "there is no Triton form of it"
+        from moe_ep_bench.kernels import standings_triton, tiles_triton
+
+        if num_experts > tiles_triton.MOST_EXPERTS:
+            return f"it takes {tiles_triton.MOST_EXPERTS:,} experts at most"
+        if isinstance(policy, CapacityPolicy) and num_tokens * num_experts > standings_triton.MOST_PAIRS:
+            return f"it takes {standings_triton.MOST_PAIRS:,} scores at most"
+    elif kernel == "numba":
+        if not _is_stepped(policy):
+            return "there is no numba form of it"
+        if _steps(kernel, device_type) is None:
+            return "numba is not installed"
+        if device_type != "cpu" and not isinstance(policy, LoadAwarePolicy):
+            return "numba runs on the host, and the scores lie on a GPU"
+    return ""
+
+
+def _is_stepped(policy: Policy) -> TypeGuard[SteppedPolicy]:
+    """Whether its rule is that of ``select`` and not a ``route`` of its own."""
+    return type(policy).route is SteppedPolicy.route
+
+
+@functools.cache
+def _steps(kernel: str, device_type: str) -> Steps | None:
+    """The steps of torch or numba; None where numba is missing."""
+    if kernel == "torch":
+        return TORCH
+    try:
+        import numba  # noqa: F401 - is it there?
+    except ImportError as error:
+        warnings.warn(
+            f"numba cannot be imported ({error}): policies run as torch operations, which is exact but slower, "
+            "for laser and load_only by orders of magnitude",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    from moe_ep_bench.kernels.policy_steps import DeviceSteps, HostSteps
+
+    return HostSteps() if device_type == "cpu" else DeviceSteps()
+
+
+def _no_stats(policy: Policy, scores_TE: Tensor, context: RoutingContext) -> None:
+    return None
+
+
+class Twin(NamedTuple):
+    """A compiled ``select`` and ``stats``; without statistics the first takes those of its own scores."""
+
+    select: Select
+    stats: Stats = _no_stats
+
+
+@functools.cache
+def triton_twins() -> Mapping[type[Policy], Twin]:
+    """The policies that have a Triton form; none where Triton is missing."""
+    try:
+        import triton  # noqa: F401 - is it there?
+    except ImportError as error:
+        warnings.warn(
+            f"Triton cannot be imported ({error}): on the GPU policies run as torch operations, which is exact but "
+            "several times slower",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return {}
+    from moe_ep_bench.kernels import capacity_triton, laser_triton, rows_triton, sets_triton
+
+    return {
+        TopK: Twin(rows_triton.topk),
+        TokenDrop: Twin(capacity_triton.capacity),
+        ExpandedDrop: Twin(capacity_triton.capacity),
+        ExpertDrop: Twin(sets_triton.expert_drop, sets_triton.expert_drop_stats),
+        Pruned: Twin(rows_triton.pruned),
+        OEA: Twin(sets_triton.oea, sets_triton.oea_stats),
+        Laser: Twin(laser_triton.laser),
+        LoadOnly: Twin(laser_triton.load_only),
+        XShare: Twin(sets_triton.xshare, sets_triton.xshare_stats),
+        Lynx: Twin(sets_triton.lynx, sets_triton.lynx_stats),
+        DynamicSkip: Twin(rows_triton.dynamic_skip),
+    }

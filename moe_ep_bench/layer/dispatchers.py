@@ -1,0 +1,234 @@
+"""Token dispatchers of ours, each Megatron-Core's own with one part replaced.
+
+``TensorGroupDispatcher``     all-to-all for experts that are cut into slices (expert tensor parallelism)
+``IndexedAlltoAllDispatcher`` the same with permutations by index, where Transformer Engine's fused ones are missing
+``MapDispatcher``             all-gather without permutations, for experts that take a map (``backends.MappedExperts``)
+``FlexDispatcher``            DeepEP's, with room for policies that give a token more than K experts
+
+Shapes: T = local tokens (of all ranks after a gather), E = experts, N = pairs, R = EP ranks (times those that an expert
+is cut among), L = local experts, D = hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ep_bench.layer.megatron import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    MoEFlexTokenDispatcher,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from moe_ep_bench.layer.parts import Parts
+
+
+def own_dispatcher(parts: Parts) -> Any:
+    """Return the class that replaces Megatron-Core's dispatcher; None = Megatron-Core's stays."""
+    if parts.dispatcher == "flex":
+        return FlexDispatcher
+    if parts.by_map:
+        return MapDispatcher
+    if parts.permute == "indexed":
+        return IndexedAlltoAllDispatcher
+    cut = parts.expert_tensor_parallel > 1 and parts.dispatcher == "alltoall"
+    return TensorGroupDispatcher if cut else None
+
+
+class TensorGroupDispatcher(MoEAlltoAllTokenDispatcher):
+    """All-to-all for cut experts, with the transfers inside a tensor group in methods of their own.
+
+    The ranks of a *tensor group* hold slices of the same experts and, attention being data-parallel, tokens of their
+    own. The all-to-all brings a rank the rows that its column of ranks sent. An all-gather in the tensor group then
+    gives every slice the rows of all columns, and a reduce-scatter sums the slices' outputs and returns each column's.
+    Megatron-Core does both inside its permutations; here they can be timed as transfers, and their waiting probed.
+    """
+
+    @property
+    def meeting_groups(self) -> dict[str, dist.ProcessGroup]:
+        """The ranks that meet in each method, where these are not all ranks of the layer."""
+        if self.tp_size == 1:
+            return {}
+        across = dict.fromkeys(("token_dispatch", "token_combine"), self.ep_group)
+        return across | dict.fromkeys(("gather_rows", "sum_slices"), self.tp_group)
+
+    def gather_rows(self, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather rows and weights of the tensor group's ranks, one rank after the other."""
+        hidden_ND, probs_N = (
+            gather_from_sequence_parallel_region(rows, group=self.tp_group, output_split_sizes=self._rows_of_ranks())
+            for rows in (hidden_ND, probs_N)
+        )
+        return hidden_ND, probs_N
+
+    def sum_slices(self, hidden_ND: Tensor) -> Tensor:
+        """Sum the slices' outputs for the rows of this rank; in the weights' float32, as Megatron-Core does."""
+        summed_ND = reduce_scatter_to_sequence_parallel_region(
+            hidden_ND.to(self.probs.dtype), group=self.tp_group, input_split_sizes=self._rows_of_ranks()
+        )
+        return summed_ND.to(hidden_ND.dtype)
+
+    def _rows_of_ranks(self) -> list[int]:
+        assert self.output_splits_tp is not None
+        return self.output_splits_tp.tolist()
+
+    def dispatch_postprocess(self, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden_ND, probs_N = self.gather_rows(hidden_ND, probs_N)
+        with self._only_permuting():
+            return super().dispatch_postprocess(hidden_ND, probs_N)
+
+    def combine_preprocess(self, hidden_ND: Tensor) -> Tensor:
+        with self._only_permuting():
+            hidden_ND = super().combine_preprocess(hidden_ND)
+        return self.sum_slices(hidden_ND)
+
+    @contextlib.contextmanager
+    def _only_permuting(self) -> Iterator[None]:
+        """Keep Megatron-Core's method from transferring: it does so only where the tensor group is larger than 1."""
+        size, self.tp_size = self.tp_size, 1
+        try:
+            yield
+        finally:
+            self.tp_size = size
+
+
+class IndexedAlltoAllDispatcher(TensorGroupDispatcher):
+    """All-to-all with permutations by index; counts, splits and syncs are Megatron-Core's.
+
+    Tokens are permuted twice: on their own rank into one run of rows per expert (*expert-major* order, which the
+    all-to-all sends), and on the experts' rank from one run per (source rank, local expert) into one per local expert.
+    Without Transformer Engine, Megatron-Core 0.19 sorts all T x E entries of the map for the first, cuts the rows into
+    R x L pieces and joins them for the second, and adds them up with atomics at the end. Here each step is one gather
+    by an index, and the end one sum per token, so that users without Transformer Engine do not measure an artefact.
+    """
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        self.hidden_shape, self.routing_map, self.probs = hidden_states.shape, routing_map, probs
+        counts_L = self.preprocess(routing_map)
+        # Taken before the copy to the host, which Megatron-Core's splitting needs and ours does not.
+        self._counts_RL = self.num_global_tokens_per_local_expert if self.num_local_experts > 1 else None
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts_L)
+        expert_N, token_N = expert_major_pairs(routing_map, int(self.num_out_tokens))
+        self._flat_N = token_N * self.num_experts + expert_N
+        hidden_TD = hidden_states.view(-1, hidden_states.shape[-1])
+        return hidden_TD.index_select(0, token_N), probs.flatten().index_select(0, self._flat_N)
+
+    def dispatch_postprocess(self, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.tp_size > 1:
+            hidden_ND, probs_N = self.gather_rows(hidden_ND, probs_N)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
+        # With one source rank, or one local expert, the rows are in order already.
+        in_order = self._counts_RL is None or len(self._counts_RL) == 1
+        self._from_rank_major_N = None if in_order else rank_major_index(self._counts_RL, len(probs_N))
+        if self._from_rank_major_N is not None:
+            hidden_ND = hidden_ND.index_select(0, self._from_rank_major_N)
+            probs_N = probs_N.index_select(0, self._from_rank_major_N)
+        counts_L = self._maybe_dtoh_and_synchronize("before_finish", self.tokens_per_expert)
+        self.tokens_per_expert = None
+        return hidden_ND, counts_L, probs_N
+
+    def combine_preprocess(self, hidden_ND: Tensor) -> Tensor:
+        if self._from_rank_major_N is not None:
+            hidden_ND = torch.empty_like(hidden_ND).index_copy_(0, self._from_rank_major_N, hidden_ND)
+        return self.sum_slices(hidden_ND) if self.tp_size > 1 else hidden_ND
+
+    def combine_postprocess(self, hidden_ND: Tensor) -> Tensor:
+        return sum_per_token(hidden_ND, self.routing_map, self._flat_N).view(self.hidden_shape)
+
+
+def expert_major_pairs(map_TE: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
+    """Expert and token of every pair, int64 [N] each, sorted by expert and then by token."""
+    expert_N, token_N = _marked(map_TE.T.contiguous(), num_pairs).unbind(1)
+    return expert_N, token_N
+
+
+def rank_major_index(counts_RL: Tensor, num_rows: int) -> Tensor:
+    """Index that sorts rows by (local expert, source rank), from rows sorted by (source rank, local expert).
+
+    Args:
+        counts_RL: rows of each source rank and local expert, on the device of the rows.
+        num_rows: their sum, known to the host.
+    """
+    counts_LR = counts_RL.T.reshape(-1)
+    ends_RL = counts_RL.reshape(-1).cumsum(0).view_as(counts_RL)
+    begins_LR = (ends_RL - counts_RL).T.reshape(-1)
+    shift_LR = begins_LR - (counts_LR.cumsum(0) - counts_LR)
+    rows_N = torch.arange(num_rows, device=counts_RL.device)
+    return rows_N + shift_LR.repeat_interleave(counts_LR, output_size=num_rows)
+
+
+def sum_per_token(hidden_ND: Tensor, map_TE: Tensor, flat_N: Tensor) -> Tensor:
+    """Sum the rows of each token: [T, D]; a token without pairs gets zeros.
+
+    Args:
+        hidden_ND: rows of pairs in expert-major order.
+        flat_N: token * E + expert of each.
+    """
+    num_pairs = len(hidden_ND)
+    if num_pairs == 0:
+        return hidden_ND.new_zeros(len(map_TE), hidden_ND.shape[1])
+    row_of_pair = torch.empty(map_TE.numel(), dtype=torch.int64, device=map_TE.device)
+    row_of_pair[flat_N] = torch.arange(num_pairs, device=map_TE.device)
+    token_major_N = row_of_pair[_marked(map_TE.reshape(-1), num_pairs).squeeze(1)]
+    counts_T = map_TE.sum(dim=1)
+    # embedding_bag sums bags of rows: one kernel, in a fixed order.
+    return torch.nn.functional.embedding_bag(token_major_N, hidden_ND, counts_T.cumsum(0) - counts_T, mode="sum")
+
+
+def _marked(mask: Tensor, num_marked: int) -> Tensor:
+    """Indices of the true entries, [num_marked, dimensions], in order; on CUDA without waiting for the device."""
+    return torch.nonzero_static(mask, size=num_marked) if mask.is_cuda else mask.nonzero()
+
+
+class MapDispatcher(MoEAllGatherTokenDispatcher):
+    """All-gather and reduce-scatter with nothing sorted between them.
+
+    Megatron-Core sorts the gathered tokens by expert and waits for the host to learn how many rows there are. Experts
+    that take a map need no sorted rows. What is left is an all-gather of tokens, weights and map, and a reduce-scatter
+    of the ranks' partial sums; on one rank nothing at all. No shape follows from the routing, so that a CUDA graph can
+    hold it. It suits the few tokens of a decode step, because every token travels to every rank.
+    """
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.routing_map is not None
+        hidden_states, probs, self.routing_map = self.gathered(hidden_states, probs, self.routing_map)
+        return hidden_states, probs
+
+    def gathered(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gather all ranks' tokens [T, D], weights and map [T, E], rank by rank."""
+        self.routing_map = routing_map
+        hidden_states, probs = super().token_dispatch(hidden_states, probs)
+        return hidden_states, probs, self.routing_map
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return all tokens [T, D], the local experts of each (bool [T, L]) and their weights (float32 [T, L])."""
+        local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+        # The reduce-scatter sums in the dtype of these.
+        self.local_probs = probs[:, local]
+        map_TL, self.routing_map = self.routing_map[:, local], None
+        return hidden_states, map_TL, self.local_probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+
+class FlexDispatcher(MoEFlexTokenDispatcher):
+    """DeepEP's, which sends a token to a rank once, however many of its experts live there.
+
+    Megatron-Core gives DeepEP a table of each token's experts, made from its K largest routing weights: experts beyond
+    K would be lost silently. So the table is made as wide as the policy needs (``Policy.most_experts``).
+    """
+
+    @property
+    def most_experts(self) -> int:
+        """Experts of a token that are sent, those with the largest weights."""
+        return self._comm_manager.router_topk
+
+    @most_experts.setter
+    def most_experts(self, count: int) -> None:
+        self._comm_manager.router_topk = count

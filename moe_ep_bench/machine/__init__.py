@@ -1,0 +1,1 @@
+"""Say what this machine is and what it can do."""

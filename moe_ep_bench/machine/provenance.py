@@ -1,0 +1,277 @@
+"""What a result was obtained on, as plain values for ``run.json``: code, packages, hardware, topology, settings, job.
+
+A number that surprises is explained by what stood around it: another NCCL, a capped GPU, a variable that somebody set
+months ago. So all of that is written down with the result, once per run, by its first rank; of the other ranks who they
+were (``describe_rank``). Clocks while it was timed are ``machine``'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_ep_bench.machine.nvidia_smi import query_gpus, query_topology, rdma_ports
+from moe_ep_bench.machine.subprocesses import CommandError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+# Variables that change what is measured. A fixed list, for others may hold secrets.
+_VARIABLE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "NVSHMEM_", "NVTE_", "GLOO_", "OMP_")
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING",
+    "MKL_NUM_THREADS",
+    "NUMBA_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_CPP_LOG_LEVEL",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "TRITON_INTERPRET",
+)
+_SLURM = (
+    "SLURM_CLUSTER_NAME",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_PARTITION",
+    "SLURM_JOB_NODELIST",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_ARRAY_JOB_ID",
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_RESTART_COUNT",
+)
+
+# By controller: version 2 has none, version 1 one for memory. Files of a limit and of use; how its statistics begin.
+_CGROUPS = {
+    "": ("memory.max", "memory.current", ""),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
+
+# What must be equal for results to lie in one directory, and what besides where ranks ran on GPUs.
+_COMPARED = ("device_name", "python", "torch", "megatron_core", "transformer_engine", "apex", "cuda")
+_COMPARED_ON_GPUS = ("nccl", "triton", "deep_ep")
+
+
+def code_hash() -> str:
+    """Hash of this package's source: equal on ranks that run the same code."""
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(path.relative_to(_PACKAGE).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def package_versions() -> dict[str, str | None]:
+    """Versions of what the numbers depend on; None = not installed."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron_core": _version("megatron-core"),
+        "transformer_engine": _version("transformer-engine"),
+        "apex": nvidia_apex_version(),
+        "cuda": torch.version.cuda,
+        "nccl": nccl_version(),
+        "triton": _version("triton") or _version("pytorch-triton"),
+        "deep_ep": _version("deep_ep"),
+        "transformers": _version("transformers"),
+    }
+
+
+def nccl_version() -> str | None:
+    """Version of the NCCL that torch has loaded; None where torch was built without."""
+    if not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def nvidia_apex_version() -> str | None:
+    """Version of NVIDIA Apex. Another project holds the name ``apex`` on the package index."""
+    if importlib.util.find_spec("apex") is None or importlib.util.find_spec("apex.optimizers") is None:
+        return None
+    return _version("apex") or "unknown"
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """Names and sizes of the device and its host."""
+    on_cuda = device.type == "cuda"
+    return {
+        "device_type": device.type,
+        "device_name": torch.cuda.get_device_name(device) if on_cuda else cpu_name(),
+        "num_devices": torch.cuda.device_count() if on_cuda else len(os.sched_getaffinity(0)),
+        "cpu_name": cpu_name(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def available_memory_bytes(device: torch.device, ranks_per_node: int) -> int:
+    """Memory that one rank may still take on its device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(meminfo["MemAvailable"].split()[0]) * 1024
+    return min([free, *cgroup_free_bytes()]) // ranks_per_node
+
+
+def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup"), own_groups: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """What this process's control groups still let it take, as a batch system or a container limits it.
+
+    One number for each group with a limit, from the own one up. Cached files count as free, as in MemAvailable.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        for line in own_groups.read_text().splitlines():
+            _, controllers, own = line.split(":", 2)
+            layout = _CGROUPS.get(controllers)
+            if layout is None:
+                continue
+            top, (limit, used, prefix) = root / controllers, layout
+            folder = top / own.lstrip("/")
+            for group in [group for group in (folder, *folder.parents) if group.is_relative_to(top)]:
+                with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or no limit ("max")
+                    free = int((group / limit).read_text()) - int((group / used).read_text())
+                    cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                    free += sum(int(cached[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
+                    found.append(max(0, free))
+    return found
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most memory that this process held: on the device since ``forget_peak_memory``, on a CPU ever."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(status["VmHWM"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Size of the device's last-level cache; an assumed 64 MiB where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+        return int(text.removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return 64 * 2**20
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Everything for ``run.json`` that one rank can say; clocks, commit and load are those of this moment."""
+    return {
+        **hardware(device),
+        **package_versions(),
+        **(describe_gpus() if device.type == "cuda" else {}),
+        "rdma_ports": [asdict(port) for port in rdma_ports()],
+        "variables": relevant_variables(),
+        "slurm": slurm_job(),
+        "hostname": socket.gethostname(),
+        "kernel": platform.release(),
+        "load_average": list(os.getloadavg()),
+        "git_commit": _git("rev-parse", "HEAD"),
+        # Of this package: results and notes beside it do not change what is measured.
+        "git_dirty": bool(_git("status", "--porcelain", "--", ".")),
+        "threads_per_rank": torch.get_num_threads(),
+    }
+
+
+def describe_gpus() -> dict[str, Any]:
+    """The node's GPUs, driver and topology; what cannot be had is None, and ``gpus_why`` says why."""
+    described: dict[str, Any] = {"gpus": None, "driver": None, "topology": None, "gpus_why": None}
+    try:
+        gpus = query_gpus()
+        described |= {"gpus": [asdict(gpu) for gpu in gpus], "driver": gpus[0].driver if gpus else None}
+        described["topology"] = query_topology().as_dict()
+    except CommandError as error:
+        described["gpus_why"] = str(error)
+    return described
+
+
+def describe_rank(device: torch.device, *, several_nodes: bool) -> dict[str, Any]:
+    """Which process a rank was: its host, its share of that, and its GPU; a later node's first rank also tells of it.
+
+    The first node's is in ``describe``: where there is one, ranks say nothing twice.
+    """
+    on_cuda = device.type == "cuda"
+    speaks = several_nodes and on_cuda and os.environ.get("LOCAL_RANK") == "0"
+    return {
+        "hostname": socket.gethostname(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "gpu_name": torch.cuda.get_device_name(device) if on_cuda else None,
+        "gpu_uuid": f"GPU-{torch.cuda.get_device_properties(device).uuid}" if on_cuda else None,
+        "slurm_procid": os.environ.get("SLURM_PROCID"),
+        **({"node": describe_gpus()} if speaks else {}),
+    }
+
+
+def relevant_variables(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment variables that change what is measured, of a fixed list: others may hold secrets."""
+    return {
+        name: value
+        for name, value in sorted(variables.items())
+        if name.startswith(_VARIABLE_PREFIXES) or name in _VARIABLES
+    }
+
+
+def slurm_job(variables: Mapping[str, str] = os.environ) -> dict[str, str] | None:
+    """The Slurm job that this process belongs to, by Slurm's own names; None outside of one."""
+    job = {name: variables[name] for name in _SLURM if name in variables}
+    return job if "SLURM_JOB_ID" in job else None
+
+
+def comparable(environment: dict[str, Any]) -> dict[str, Any]:
+    """The part of an environment that must be equal for results to lie in one directory."""
+    on_gpus = environment.get("device_type") == "cuda"
+    return {key: environment.get(key) for key in (*_COMPARED, *(_COMPARED_ON_GPUS if on_gpus else ()))}
+
+
+def conditions(device: torch.device) -> dict[str, Any]:
+    """``comparable`` of here and now."""
+    return comparable({**hardware(device), **package_versions()})
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(_PACKAGE), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()

@@ -1,1 +1,0 @@
-"""How time is taken and what may be concluded from it."""

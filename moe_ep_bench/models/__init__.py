@@ -1,0 +1,262 @@
+"""Model shapes: what decides how a model's MoE layers behave under expert parallelism.
+
+A preset is a YAML file in configs/models/, each figure with its source. A Hugging Face config.json serves as well
+(``hf_config``). ``scaled`` shrinks the hidden sizes, so that CPU ranks can run a layer; experts, top-k and routing
+stay, and results say that it was scaled. ``sharded`` takes one tensor-parallel rank's slice of each expert's FFN, and
+the name says so.
+
+A spec states the model as it is. Where the benchmark's layer is simpler, its ``departures`` say so.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import Field, PositiveFloat, model_validator
+
+from moe_ep_bench.models.hf_config import read_hf_config
+from moe_ep_bench.models.presets import CONFIGS_DIR, Strict, named_path, names_in, validated
+
+PRESET_DIR = CONFIGS_DIR / "models"
+
+# Kernels want hidden sizes that are multiples of this.
+_SIZE_MULTIPLE = 16
+
+_Size = Annotated[int, Field(ge=1)]
+
+
+class Attention(Strict):
+    """Multi-head or grouped-query attention."""
+
+    num_heads: _Size
+    num_kv_heads: _Size
+    head_dim: _Size
+    bias: Literal["none", "qkv", "all"] = "none"
+    """Which projections have a bias: none, those of queries, keys and values, or the output's too."""
+    qk_norm: Literal["none", "head", "all_heads"] = "none"
+    """Queries and keys are normalised: not, each head alone, or all heads together."""
+    sinks: bool = False
+    """Each head has a learned logit that takes weight from the tokens'."""
+
+    def num_parameters(self, hidden_size: int) -> int:
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        weights = hidden_size * (2 * queries + 2 * keys)
+        biases = {"none": 0, "qkv": queries + 2 * keys, "all": queries + 2 * keys + hidden_size}[self.bias]
+        norms = {"none": 0, "head": 2 * self.head_dim, "all_heads": queries + keys}[self.qk_norm]
+        return weights + biases + norms + self.num_heads * self.sinks
+
+
+class LatentAttention(Strict):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    num_heads: _Size
+    kv_lora_rank: _Size
+    """Width of the latent that keys and values are made from, and that is cached."""
+    q_lora_rank: _Size | None = None
+    """Width of the latent that queries are made from; null = queries come from the hidden state."""
+    qk_nope_head_dim: _Size
+    qk_rope_head_dim: _Size
+    v_head_dim: _Size
+
+    def num_parameters(self, hidden_size: int) -> int:
+        queries = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        if self.q_lora_rank is None:
+            to_queries = hidden_size * queries
+        else:
+            to_queries = self.q_lora_rank * (hidden_size + 1 + queries)  # 1: the latent's norm
+        to_latent = hidden_size * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
+        from_latent = self.kv_lora_rank * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return to_queries + to_latent + from_latent + self.num_heads * self.v_head_dim * hidden_size
+
+
+class ModelSpec(Strict):
+    """One MoE layer's shape, and the model in which such layers stand."""
+
+    name: str
+    source: str
+    num_layers: _Size
+    first_dense_layers: int = Field(0, ge=0)
+    """Layers at the bottom with a dense FFN; all others are MoE layers."""
+    dense_ffn_hidden_size: int = Field(0, ge=0)
+    """Width of the dense layers' gated FFN; 0 = not stated, or no such layer."""
+    hidden_size: _Size
+    vocab_size: _Size | None = None
+    tied_embeddings: bool = False
+    """The output layer shares the embedding's weights."""
+    attention: Attention | LatentAttention | None = None
+
+    num_experts: _Size
+    top_k: _Size
+    ffn_hidden_size: _Size
+    """Width of one routed expert's gated FFN."""
+    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    expert_bias: bool = False
+    """The experts' linear layers have biases."""
+    shared_ffn_hidden_size: int = Field(0, ge=0)
+    """Width of all shared experts together; 0 = none."""
+    shared_expert_gate: bool = False
+    """The shared experts' output is multiplied by the sigmoid of one learned projection."""
+
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    router_bias: bool = False
+    """The router's linear layer has a bias: part of the logits, and so of the weights."""
+    selection_bias: bool = False
+    """A learned bias per expert is added to the scores for selecting, never to the weights."""
+    num_groups: int | None = Field(None, ge=2)
+    top_groups: _Size | None = None
+    """The top-k looks only into the ``top_groups`` best of ``num_groups`` equal groups of experts; null = no groups."""
+    group_score_experts: _Size | None = None
+    """A group's score is the sum of this many of its best experts' scores."""
+    normalize: bool
+    """Weights of the selected experts are divided by their sum (norm_topk_prob)."""
+    routed_scale: PositiveFloat = 1.0
+    """Factor on the combine weights (routed_scaling_factor)."""
+    scale: float = Field(1.0, gt=0, le=1)
+    """Hidden sizes as a share of the true ones."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Of so many tensor-parallel ranks this is one: its FFN sizes are the shard's."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSpec:
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k: expected at most num_experts={self.num_experts}, got {self.top_k}")
+        if self.first_dense_layers >= self.num_layers:
+            raise ValueError(
+                f"first_dense_layers: expected fewer than num_layers={self.num_layers}, got {self.first_dense_layers}"
+            )
+        self._check_groups()
+        return self
+
+    def _check_groups(self) -> None:
+        groups, top, scored = self.num_groups, self.top_groups, self.group_score_experts
+        if groups is None or top is None or scored is None:
+            if (groups, top, scored) != (None, None, None):
+                raise ValueError(
+                    "expected all of num_groups, top_groups, group_score_experts or none,"
+                    f" got {groups}, {top}, {scored}"
+                )
+            return
+        size = self.num_experts // groups
+        if self.num_experts % groups:
+            raise ValueError(f"num_groups: expected a divisor of num_experts={self.num_experts}, got {groups}")
+        if top > groups or top * size < self.top_k:
+            raise ValueError(
+                f"top_groups: expected at most num_groups={groups}, with room for top_k={self.top_k}"
+                f" in groups of {size}, got {top}"
+            )
+        if scored > size:
+            raise ValueError(f"group_score_experts: expected at most the {size} experts of a group, got {scored}")
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - self.first_dense_layers
+
+    @property
+    def departures(self) -> tuple[str, ...]:
+        """Where the benchmark's layer is simpler than the model: short sentences, to be shown with results."""
+        sums = self.top_k // self.top_groups if self.top_groups else None
+        sentences = {
+            f"One of {self.tensor_parallel} tensor-parallel ranks, with its slice of every expert; the all-reduce"
+            " of their outputs is not in it.": self.tensor_parallel > 1,
+            "The experts' biases are left out.": self.expert_bias,
+            "The clamped SwiGLU is computed as plain SwiGLU.": self.activation == "clamped_swiglu",
+            "The router's bias is left out.": self.router_bias,
+            "The shared experts' gate is left out.": self.shared_expert_gate,
+            "The selection bias is zero: its trained values are part of the weights.": self.selection_bias,
+            f"A group's score sums its best {sums} experts, as Megatron-Core has it,"
+            f" where the model's sums {self.group_score_experts}.": sums != self.group_score_experts,
+        }
+        return tuple(sentence for sentence, holds in sentences.items() if holds)
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Weights of the whole language model; None for a shard, or where attention, vocabulary or dense FFN is not
+        stated."""
+        return self._count(experts=self.num_experts, embeddings=1 if self.tied_embeddings else 2)
+
+    @property
+    def num_active_parameters(self) -> int | None:
+        """Weights that one token is multiplied by: top-k experts, and no embedding table, which is only looked up."""
+        return self._count(experts=self.top_k, embeddings=1)
+
+    def _count(self, experts: int, embeddings: int) -> int | None:
+        dense_known = self.dense_ffn_hidden_size > 0 or self.first_dense_layers == 0
+        if self.attention is None or self.vocab_size is None or not dense_known or self.tensor_parallel > 1:
+            return None
+        hidden = self.hidden_size
+        expert = 3 * hidden * self.ffn_hidden_size
+        if self.expert_bias:
+            expert += 2 * self.ffn_hidden_size + hidden
+        router = self.num_experts * (hidden + self.router_bias + self.selection_bias)
+        shared = 3 * hidden * self.shared_ffn_hidden_size + hidden * self.shared_expert_gate
+        moe = experts * expert + router + shared
+        block = self.attention.num_parameters(hidden) + 2 * hidden  # two norms
+        ffn = self.num_moe_layers * moe + self.first_dense_layers * 3 * hidden * self.dense_ffn_hidden_size
+        return embeddings * self.vocab_size * hidden + self.num_layers * block + ffn + hidden
+
+    def sharded(self, tensor_parallel: int) -> ModelSpec:
+        """Return one rank's shard of so many: the FFN of routed and shared experts is cut.
+
+        Raises:
+            ValueError: their sizes cannot be divided so.
+        """
+        if tensor_parallel == 1:
+            return self
+        sizes = {key: getattr(self, key) for key in ("ffn_hidden_size", "shared_ffn_hidden_size")}
+        for key, size in sizes.items():
+            if size % tensor_parallel:
+                raise ValueError(f"tensor_parallel: expected a divisor of {key}={size}, got {tensor_parallel}")
+        shards = {key: size // tensor_parallel for key, size in sizes.items()}
+        name = f"{self.name}, 1 of {tensor_parallel} TP ranks"
+        return self.model_copy(update={**shards, "name": name, "tensor_parallel": tensor_parallel})
+
+    def scaled(self, scale: float) -> ModelSpec:
+        """Return this model with its hidden sizes multiplied by ``scale`` (rounded to multiples of 16).
+
+        Attention keeps its heads and latent sizes: only what enters and leaves it shrinks.
+        """
+        if scale == 1.0:
+            return self
+        sizes = {
+            key: max(_SIZE_MULTIPLE, round(getattr(self, key) * scale / _SIZE_MULTIPLE) * _SIZE_MULTIPLE)
+            for key in ("hidden_size", "ffn_hidden_size", "shared_ffn_hidden_size", "dense_ffn_hidden_size")
+            if getattr(self, key)
+        }
+        return self.model_copy(update={**sizes, "scale": scale})
+
+
+def preset_names() -> list[str]:
+    return names_in(PRESET_DIR)
+
+
+def load_model(name_or_path: str) -> ModelSpec:
+    """Load a preset by name, or a Hugging Face config.json by path: a file that ends in .json, or its folder.
+
+    Raises:
+        ValueError: see ``load_preset`` and ``load_hf_model``.
+    """
+    path = Path(name_or_path)
+    if name_or_path not in preset_names() and (path.suffix == ".json" or path.exists()):
+        return load_hf_model(path)
+    return load_preset(name_or_path)
+
+
+def load_preset(name: str) -> ModelSpec:
+    """Load a preset of configs/models/ by name.
+
+    Raises:
+        ValueError: there is no such preset; the message lists those there are.
+    """
+    path = named_path(PRESET_DIR, name)
+    return validated(ModelSpec, yaml.safe_load(path.read_text()), path)
+
+
+def load_hf_model(path: Path) -> ModelSpec:
+    """Load a model from a Hugging Face config.json, or from a folder that holds one.
+
+    Raises:
+        ValueError: one line that names the file, the key, the value and what is allowed.
+    """
+    return validated(ModelSpec, read_hf_config(path), path)

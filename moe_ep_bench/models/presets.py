@@ -1,0 +1,160 @@
+"""Read YAML files into strict pydantic models, with one line for every error.
+
+Presets are the YAML files of a folder of configs/. Users name them without the ending, or give a path.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+
+CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
+
+
+class ConfigError(ValueError):
+    """A user's mistake in a file or an override; its text is the one line to show."""
+
+
+class Strict(BaseModel):
+    """Frozen, without unknown keys, infinities or NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+_Kind = TypeVar("_Kind", bound=Strict)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def named_path(folder: Path, name: str, otherwise: str = "") -> Path:
+    """The preset of ``folder`` with this name.
+
+    Raises:
+        ValueError: there is none; the message lists ``otherwise`` and those there are.
+    """
+    names = names_in(folder)
+    if name not in names:
+        raise ValueError(f"expected {otherwise}one of {', '.join(names)}; got {name!r}{_hint(name, names)}")
+    return folder / f"{name}.yaml"
+
+
+def load_yaml(kind: type[_Kind], folder: Path, name_or_path: str) -> _Kind:
+    """Load a preset of ``folder`` by name, or any YAML file by its path, which ends in .yaml.
+
+    Raises:
+        ValueError: one line that names the file and key, or lists the names there are.
+    """
+    path = Path(name_or_path)
+    if path.suffix != ".yaml":
+        path = named_path(folder, name_or_path, "a path of a .yaml or ")
+    return validated(kind, read_yaml(path), path)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses repeated keys; PyYAML takes the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} stands here twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML whose keys are unique.
+
+    Raises:
+        ValueError: the text is not valid YAML.
+    """
+    try:
+        return yaml.load(text, _UniqueKeyLoader)
+    except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for an impossible date.
+        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def read_yaml(path: Path, unreadable: str = "cannot be read") -> dict[str, Any]:
+    """Read the keys and values of a YAML file.
+
+    Raises:
+        ConfigError: one line that names the file.
+    """
+    try:
+        fields = parse_yaml(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {unreadable}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path}: expected keys with values, got {type(fields).__name__}")
+    return fields
+
+
+def validated(kind: type[_Kind], fields: dict[str, Any], where: Path, beside: Iterable[str] = ()) -> _Kind:
+    """Check the fields of a file.
+
+    Args:
+        beside: keys of the file that are not fields of ``kind``, to list where a key is unknown.
+
+    Raises:
+        ConfigError: one line: the file, the first wrong key, what was expected and its value.
+    """
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_first_error(error, kind, beside)}") from None
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models of a field's annotation: the annotation itself, or members of its union or tuple."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in models_in(part)]
+
+
+def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable[str]) -> str:
+    """The first error as ``key: problem, got value``."""
+    problem = error.errors(include_url=False)[0]
+    location = list(problem["loc"])
+    unknown = str(location.pop()) if problem["type"] == "extra_forbidden" else None
+    models, keys = [kind], []
+    for part in location:
+        fields = _fields(models)
+        if isinstance(part, int):
+            keys.append(str(part))
+        elif part in fields:
+            keys.append(part)
+            models = models_in(fields[part].annotation)
+        else:  # Pydantic's name for a member of a union, no key of the file.
+            models = [model for model in models if model.model_fields["kind"].default == part]
+    key = ".".join(keys)
+    if unknown is not None:
+        known = [*_fields(models), *(() if keys else beside)]
+        key = ".".join([*keys, unknown])
+        return f"{key}: no such key; expected one of {', '.join(known)}{_hint(unknown, known)}"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        message = "missing"
+    elif problem["type"] != "value_error":
+        message = f"{message[0].lower()}{message[1:]}, got {problem['input']!r}"
+    return f"{key}: {message}" if key else message
+
+
+def _fields(models: Iterable[type[BaseModel]]) -> dict[str, FieldInfo]:
+    return {name: field for model in models for name, field in model.model_fields.items()}
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -1,0 +1,1 @@
+"""Numbers that papers publish, and ours beside them."""

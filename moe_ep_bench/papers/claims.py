@@ -1,0 +1,166 @@
+"""What a paper says of policies, so that it can be set beside what a layer, or a whole model, does here.
+
+A config lists claims under ``claims``: a number with its figure or table, of one of the config's policies. They decide
+nothing that is measured; ``papers`` reads them.
+
+A published share of dropped pairs bounds what dropping can have gained. With loads over their mean, a capacity factor
+g drops max(load - g, 0) of each of E experts, d of all pairs, so that one expert alone has at most g + d E
+(``most_peak``). Where each rank has one expert, a layer's time grows with its fullest rank's load, and what is left of
+that rank is g, the gain is at most that peak over g (``most_gain``). Capacities that every source rank applies to its
+own tokens drop as much or more, for max(x, 0) is convex: the bound on the peak holds for them too, that on the gain
+where ranks' tokens are alike.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Metric = Literal[
+    "speedup", "layer_time", "activated_experts", "dropped_fraction", "retained_mass",
+    "gate_time", "permute_time", "comm_time", "experts_time",
+    "native_layer_us", "native_activated_experts", "moe_speedup", "step_time", "tokens_per_s",
+]  # fmt: skip
+# Of a whole pass, from end to end.
+PASS_METRICS = ("speedup", "step_time", "tokens_per_s")
+# Of whole models (``scope: model``), and of them alone.
+MODEL_METRICS = (*PASS_METRICS, "moe_speedup", "activated_experts", "dropped_fraction", "retained_mass")
+ONLY_MODEL_METRICS = ("moe_speedup", "step_time", "tokens_per_s")
+# Times of a group of phases, mean over ranks, over those of native.
+PHASE_METRICS = {f"{phase}_time": phase for phase in ("gate", "permute", "comm", "experts")}
+assert set(PHASE_METRICS) < set(get_args(Metric))
+# Metrics of a policy alone: nothing is set against native.
+OWN_METRICS = ("dropped_fraction", "retained_mass")
+# Metrics of native itself: numbers with a unit, and no policy.
+NATIVE_METRICS = ("native_layer_us", "native_activated_experts")
+
+# Where the busiest experts of a skew that is looked for lie: on ranks as drawn, or side by side.
+PLACEMENTS = ("scattered", "adjacent")
+
+_PAPER = "expected a number, [low, high] with null for an open end, or null where it is not at hand"
+
+
+class Claim(BaseModel):
+    """One published number, or what a publication says of a number."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: str = Field(min_length=1)
+    """Publication, and its figure, table or section."""
+    policy: dict[str, Any] | None = None
+    """One of the config's policies; a list in place of a value makes one claim for each. None for a native_ metric."""
+    metric: Metric = "speedup"
+    """Time of native over the policy's, of a layer or, with scope model, of a pass; a share; the time of the layer or
+    of a group of phases, or the activated experts of the rank with most, over native's; or native's own, in
+    microseconds or experts. Of whole models alone: the speedup of all MoE layers in a pass; a decode step's time, or
+    tokens per second, over native's."""
+    paper: tuple[float | None, float | None] | None
+    """From and to; a number is both, null is an open end. null alone: the number is not at hand."""
+    of: Literal["layer", "end_to_end", "not_stated"] = "layer"
+    """What the paper measured; here it is what ``scope`` says."""
+    versus: dict[str, Any] | None = None
+    """Another of the config's policies in place of native."""
+    where: dict[str, Any] = {}
+    """Dotted keys with values: only comparisons that have them."""
+    note: str = Field(min_length=1)
+    """Why our number may differ, and what was inferred."""
+
+    @field_validator("paper", mode="before")
+    @classmethod
+    def _as_range(cls, value: object) -> object:
+        if value is None:
+            return None
+        ends = list(value) if isinstance(value, list | tuple) else [value, value]
+        numbers = [end for end in ends if end is not None]
+        if len(ends) != 2 or not numbers or not all(_is_number(end) for end in numbers) or numbers != sorted(numbers):
+            raise ValueError(f"{_PAPER}; got {value!r}")
+        return tuple(ends)
+
+    @model_validator(mode="after")
+    def _check(self) -> Claim:
+        if self.metric in NATIVE_METRICS and (self.policy, self.versus) != (None, None):
+            raise ValueError(f"policy, versus: expected none with {self.metric}, which is native's own")
+        if self.metric not in NATIVE_METRICS and self.policy is None:
+            raise ValueError(f"policy: expected one of the config's with {self.metric}, got none")
+        if self.versus is not None and self.metric in OWN_METRICS:
+            raise ValueError(f"versus: expected none with {self.metric}, which is of one policy alone")
+        return self
+
+    def check_scope(self, scope: str, *, decodes: bool) -> None:
+        """Raise ValueError where what is timed here has no such number.
+
+        Args:
+            scope: ``layer`` or ``model``.
+            decodes: whether a pass of the model is a decode step.
+        """
+        if scope == "layer":
+            if self.metric in ONLY_MODEL_METRICS:
+                raise ValueError(f"metric: expected a layer's without scope: model, got {self.metric}, a whole model's")
+            return
+        if self.metric not in MODEL_METRICS:
+            raise ValueError(
+                f"metric: expected one of {', '.join(MODEL_METRICS)} with scope: model, got {self.metric}, a layer's"
+            )
+        if self.metric in PASS_METRICS and self.of == "layer":
+            raise ValueError(
+                f"of: expected end_to_end or not_stated with {self.metric}, which is a whole pass's with scope: model;"
+                " got layer (moe_speedup is the layers')"
+            )
+        if self.metric == "moe_speedup" and self.of == "end_to_end":
+            raise ValueError("of: expected layer or not_stated with moe_speedup, got end_to_end")
+        if self.metric == "step_time" and not decodes:
+            raise ValueError("metric: expected whole.context_length above 0 with step_time, a decode step's; got 0")
+
+    @property
+    def number(self) -> float | None:
+        """The published number, where it is one and not a range."""
+        return self.paper[0] if self.paper is not None and self.paper[0] == self.paper[1] else None
+
+    def difference(self, ours: float) -> float | None:
+        """Ours minus the paper's; 0 inside a range, and from its nearest end outside. None where it is not at hand."""
+        if self.paper is None:
+            return None
+        low, high = self.paper
+        if low is not None and ours < low:
+            return ours - low
+        return ours - high if high is not None and ours > high else 0.0
+
+
+def claims_path(directory: Path) -> Path:
+    """What ``papers`` writes beside a directory's results."""
+    return directory / "claims.json"
+
+
+def most_peak(dropped: float, capacity_factor: float, num_experts: int) -> float:
+    """The highest load that an expert can have had, over the mean: g + d E, and never above E.
+
+    Args:
+        dropped: d, share of all (token, expert) pairs that a capacity of every expert dropped.
+        capacity_factor: g.
+
+    Raises:
+        ValueError: a share that is not within 0 and 1, or a negative factor.
+    """
+    if not 0 <= dropped <= 1:
+        raise ValueError(f"dropped: expected 0 to 1, got {dropped}")
+    if not 0 <= capacity_factor < math.inf:
+        raise ValueError(f"capacity_factor: expected at least 0, got {capacity_factor}")
+    return min(capacity_factor + dropped * num_experts, float(num_experts))
+
+
+def most_gain(dropped: float, capacity_factor: float, num_experts: int) -> float:
+    """The highest speedup of a layer with one expert on each rank: ``most_peak`` over g, or 1 where nothing is above g.
+
+    Raises:
+        ValueError: as ``most_peak``, and where the factor is 0.
+    """
+    if capacity_factor == 0:
+        raise ValueError("capacity_factor: expected more than 0, got 0")
+    return max(1.0, most_peak(dropped, capacity_factor, num_experts) / capacity_factor)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,249 @@
+"""Read a language model, its tokenizer and its text from disk.
+
+A checkpoint is a folder as ``save_pretrained`` and the Hugging Face hub leave it; nothing is fetched, no code of its
+own is run. What is wrong is found before the weights are read: the model is first built without any (on torch's meta
+device), to see whether its routers are known. Weights that the folder lacks are an error, for transformers would
+make up random ones and go on.
+
+Text is cut into sequences of one length, one after the other, across its lines: the usual way to take a language
+model's cross-entropy on a file. It is read in pieces of whole lines, so that a file may be larger than memory.
+
+Shapes: S = tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from moe_ep_bench.quality.families import Seat, find_seats
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+_CHARACTERS_AT_ONCE = 2**20
+_HASHED_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with a model whose routers are known; ``load`` reads its weights.
+
+    Attributes:
+        name: the folder's.
+    """
+
+    path: Path
+
+    @staticmethod
+    def open(path: Path) -> Checkpoint:
+        """Look at a folder, without reading weights.
+
+        Raises:
+            ValueError: one line that says what is missing or wrong, and what is allowed; transformers is not installed.
+        """
+        if not path.is_dir():
+            raise ValueError(f"{path}: expected a checkpoint's folder, {'got a file' if path.exists() else 'got none'}")
+        file = path / "config.json"
+        if not file.is_file():
+            raise ValueError(f"{path}: expected a checkpoint's folder, got one without config.json")
+        checkpoint = Checkpoint(path)
+        _ = checkpoint.skeleton, checkpoint.weight_files, checkpoint.tokenizer
+        return checkpoint
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @cached_property
+    def config(self) -> Any:
+        """The model's configuration, as transformers reads it."""
+        transformers = import_transformers()
+        try:
+            return transformers.AutoConfig.from_pretrained(self.path, local_files_only=True)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path}: cannot read config.json: {_one_line(error)}") from None
+
+    @cached_property
+    def skeleton(self) -> list[Seat]:
+        """The MoE layers of the model, without weights."""
+        transformers = import_transformers()
+        try:
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(self.config)
+            return find_seats(model)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path}: {_one_line(error)}") from None
+
+    @property
+    def num_experts(self) -> int:
+        return self.skeleton[0].num_experts
+
+    @property
+    def top_k(self) -> int:
+        return self.skeleton[0].top_k
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        transformers = import_transformers()
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        except Exception as error:  # The library raises whatever a reader of some format raises.
+            raise ValueError(f"{self.path}: expected a tokenizer beside the model; {_one_line(error)}") from None
+        if not tokenizer("words", add_special_tokens=False)["input_ids"]:  # made up, without a vocabulary
+            raise ValueError(f"{self.path}: expected a tokenizer beside the model, got no vocabulary")
+        return tokenizer
+
+    @cached_property
+    def weight_files(self) -> list[Path]:
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"{self.path}: expected weights in *.safetensors, got none")
+        return files
+
+    def check_length(self, length: int, name: str) -> None:
+        """Raise ValueError where the model does not know so many positions."""
+        most = getattr(self.config, "max_position_embeddings", None)
+        if most is not None and length > most:
+            raise ValueError(f"{name}: expected at most {most}, the positions that {self.name} knows, got {length}")
+
+    def load(self, dtype: Dtype, device: torch.device) -> Any:
+        """The model with its weights, for inference.
+
+        Raises:
+            ValueError: weights that cannot be read, or lack some.
+        """
+        transformers = import_transformers()
+        try:
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(
+                self.path, local_files_only=True, dtype=dtype, output_loading_info=True
+            )
+        except Exception as error:  # As for tokenizers.
+            raise ValueError(f"{self.path}: cannot load the model: {_one_line(error)}") from None
+        for kind in ("missing_keys", "mismatched_keys"):
+            if found[kind]:
+                names = sorted(map(str, found[kind]))
+                raise ValueError(
+                    f"{self.path}: expected all weights of {type(model).__name__}; {kind.split('_')[0]}: {names[0]}"
+                    + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+                )
+        return model.to(device).eval().requires_grad_(False)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits of what the folder holds: its small files; of weights their sizes, first and last MiB."""
+        digest = hashlib.sha256()
+        for file in sorted(self.path.glob("*.json")):
+            digest.update(file.name.encode() + file.read_bytes())
+        for file in self.weight_files:
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}".encode())
+            with file.open("rb") as weights:
+                digest.update(weights.read(_HASHED_BYTES))
+                weights.seek(max(0, size - _HASHED_BYTES))
+                digest.update(weights.read())
+        return digest.hexdigest()[:16]
+
+
+def import_transformers() -> Any:
+    """The package, told to speak of errors only.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(
+            f"expected the package transformers, which checkpoints need: pip install 'moe-ep-bench[models]' ({error})"
+        ) from None
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def pick_device(device: str) -> torch.device:
+    """``auto`` is a GPU where there is one.
+
+    Raises:
+        ValueError: a GPU is asked for and there is none.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: expected cpu or auto, because there is no CUDA device here; got cuda")
+    return torch.device(device)
+
+
+def token_sequences(file: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
+    """The text's tokens in sequences of ``length``, without special tokens; what is left at the end is dropped.
+
+    Raises:
+        ValueError: the file cannot be read as UTF-8.
+    """
+    tokens: list[int] = []
+    for piece in _pieces(file):
+        tokens += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        for first in range(0, len(tokens) - length + 1, length):
+            yield tokens[first : first + length]
+        del tokens[: len(tokens) // length * length]
+
+
+def text_sequences(file: Path, tokenizer: Any, num_sequences: int, length: int) -> torch.Tensor:
+    """The first sequences of a text: int64 [num_sequences, S].
+
+    Raises:
+        ValueError: the file cannot be read, or is too short.
+    """
+    rows = list(itertools.islice(token_sequences(file, tokenizer, length), num_sequences))
+    check_enough(file, len(rows), num_sequences, length)
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def redundant_prefixes(
+    text_BS: torch.Tensor, num_tokens: int, num_patterns: int, pattern_length: int, seed: int
+) -> torch.Tensor:
+    """Synthetic image tokens, int64 [B, ``num_tokens``]: for each sequence a row of patterns, drawn from a few.
+
+    Patterns are tokens of the text, drawn at random: redundant as an image's patches are, without anything to see.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    known_N = text_BS.unique()
+    pattern_PL = known_N[torch.randint(len(known_N), (num_patterns, pattern_length), generator=generator)]
+    per_sequence = -(-num_tokens // pattern_length)
+    drawn_BK = torch.randint(num_patterns, (len(text_BS), per_sequence), generator=generator)
+    return pattern_PL[drawn_BK].flatten(1)[:, :num_tokens]
+
+
+def check_enough(file: Path, got: int, num_sequences: int, length: int) -> None:
+    """Raise ValueError where a text has fewer sequences than are needed."""
+    if got < num_sequences:
+        raise ValueError(f"{file}: expected a text of at least {num_sequences} sequences of {length} tokens, got {got}")
+
+
+def text_hash(tokens_BS: torch.Tensor) -> str:
+    return hashlib.sha256(json.dumps(tokens_BS.tolist()).encode()).hexdigest()[:16]
+
+
+def _pieces(file: Path) -> Iterator[str]:
+    """A text in pieces that end with a line, where lines are not longer than a piece."""
+    try:
+        with file.open(encoding="utf-8") as text:
+            while piece := text.read(_CHARACTERS_AT_ONCE):
+                yield piece + text.readline(_CHARACTERS_AT_ONCE)
+    except OSError as error:
+        raise ValueError(f"{file}: cannot read the text: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: expected UTF-8 text; {error.reason} at byte {error.start}") from None
+
+
+def _one_line(error: BaseException) -> str:
+    """The first line of what a library says, without its advice to look online."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].strip()

@@ -1,0 +1,145 @@
+"""Read the YAML config of ``quality``: a checkpoint, a text or tasks (or both), virtual ranks and policies.
+
+Policies are written as in every other config, so that ``run`` can time the list that is judged here. All paths are
+relative to the config's own folder.
+
+Shapes: B = sequences that are routed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from moe_ep_bench.config import FILE, SweepPoint, expand_policies, load_points
+from moe_ep_bench.models.presets import Strict
+from moe_ep_bench.policies import Policy
+
+
+class CheckpointConfig(Strict):
+    checkpoint: Annotated[Path, FILE]
+    """Folder written by save_pretrained."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the weights; auto = the checkpoint's own."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class ImagePrefixConfig(Strict):
+    """Synthetic image tokens before every sequence: as redundant as an image's patches, but of no real image."""
+
+    tokens: int = Field(576, ge=1)
+    """Image tokens of each sequence. The example of arXiv 2503.05066, Table 8, has 576, and a question of 31."""
+    num_patterns: int = Field(4, ge=1)
+    """Number of patterns, each drawn from the text's own tokens."""
+    pattern_length: int = Field(16, ge=1)
+    """Tokens of a pattern. A prefix is a row of patterns, each drawn from all."""
+    seed: int = Field(0, ge=0)
+
+
+class TextConfig(Strict):
+    file: Annotated[Path, FILE]
+    """Text in UTF-8."""
+    num_sequences: int = Field(64, ge=1)
+    """Number of sequences, from the beginning of the text."""
+    sequence_length: int = Field(512, ge=2)
+    batch_size: int = Field(8, ge=1)
+    """B: sequences that are routed together, on all ranks."""
+    image_prefix: ImagePrefixConfig | None = None
+    """Prefix of every sequence; only the sequence's own tokens are judged. null = no prefix."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TextConfig:
+        if self.num_sequences % self.batch_size:
+            raise ValueError(
+                f"num_sequences: expected a multiple of batch_size={self.batch_size}, got {self.num_sequences}"
+            )
+        return self
+
+
+class TaskConfig(Strict):
+    name: str = Field(min_length=1)
+    """A task, group or tag of the lm-evaluation-harness, or one of ``include``."""
+    num_fewshot: int | None = Field(None, ge=0)
+    """Number of examples in the prompt; null = the task's own."""
+    metric: str | None = None
+    """Metric that tables show, as "acc_norm"; null = all of the task's. All are stored either way."""
+
+
+class PublishedConfig(Strict):
+    table: Annotated[Path, FILE]
+    """File of configs/papers/accuracy/."""
+    model: str
+    """The checkpoint's name in the table."""
+
+
+class RanksConfig(Strict):
+    ep_size: int | None = Field(None, ge=1)
+    """Virtual expert-parallel ranks; null = the largest number up to 8 that divides the number of experts."""
+    seed: int = Field(0, ge=0)
+    """Seed of random policies."""
+
+
+class QualityExperiment(SweepPoint):
+    """A config file of ``quality`` at one point of its ``sweep``."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    model: CheckpointConfig
+    text: TextConfig | None = None
+    tasks: tuple[TaskConfig, ...] | None = Field(None, min_length=1)
+    include: Annotated[Path | None, FILE] = None
+    """Folder with your own tasks, in the harness' YAML."""
+    limit: int | None = Field(None, ge=1)
+    """Questions of each task, from its beginning; null = all."""
+    batch_size: int = Field(8, ge=1)
+    """Requests of a task that are routed together, on all ranks."""
+    published: PublishedConfig | None = None
+    """A paper's numbers for the tasks."""
+    layer: RanksConfig = RanksConfig()
+    arrangement: Literal["auto", "prefill", "decode"] = "auto"
+    """Tokens that are routed together: all of a batch (prefill), or those of each position (decode); auto = each
+    policy's own phase (``quality.passes``), prefill for policies of both. Where a task's answers are generated,
+    prefill and decode are told apart as they run."""
+    policies: tuple[dict[str, Any], ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> QualityExperiment:
+        self.make_policies()
+        if self.tasks is None:
+            if self.text is None:
+                raise ValueError("text, tasks: expected at least one of them, got neither")
+            for key in ("include", "limit", "batch_size", "published"):
+                if key in self.model_fields_set:
+                    hint = " (of a text: text.batch_size)" if key == "batch_size" else ""
+                    raise ValueError(f"{key}: expected tasks beside it, got none{hint}")
+        keys = [(task.name, task.num_fewshot) for task in self.tasks or ()]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ValueError(f"tasks: expected each task once at each number of shots, got {key[0]} twice")
+        return self
+
+    def make_policies(self) -> list[Policy]:
+        return expand_policies(self.policies)
+
+    def described(self) -> dict[str, Any]:
+        """JSON-ready values for ``run.json``, with only the last part of every path."""
+        described = self.model_dump(mode="json")
+        described["model"]["checkpoint"] = self.model.checkpoint.resolve().name
+        if self.text is not None:
+            described["text"]["file"] = self.text.file.name
+        if self.include is not None:
+            described["include"] = self.include.name
+        if self.published is not None:
+            described["published"]["table"] = self.published.table.name
+        return described
+
+
+def load_quality(path: Path, overrides: Iterable[str] = ()) -> list[QualityExperiment]:
+    """Read a config file: one experiment per point of its ``sweep``.
+
+    Raises:
+        ConfigError: one line naming file, key, value and what is allowed.
+    """
+    return load_points(path, QualityExperiment, overrides)

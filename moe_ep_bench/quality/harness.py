@@ -1,0 +1,307 @@
+"""Run tasks of EleutherAI's lm-evaluation-harness with a policy patched into the model's routers.
+
+The harness makes a task's prompts and judges the answers. It takes the model as a subclass of its own class for
+transformers' models. That class pads scored sequences without a mask, so that padding would take experts' capacity and
+count as tokens; ours passes one. As there, a prompt is read once for all its continuations of one token: equal prompts
+would otherwise compete for the same experts.
+
+What is routed together is what the harness hands over together: ``batch_size`` requests, longest first, so that the
+options of a question mostly stand side by side. Where answers are scored, a pass is prefill, or each of its positions a
+step of decoding; where they are generated, prefill and steps are told apart as they run (``passes``).
+
+Shapes: B = sequences of a batch, S = tokens of the longest, D = hidden size, N = scored tokens, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.metadata
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moe_ep_bench.policies import Policy
+from moe_ep_bench.quality.comparison import Row
+from moe_ep_bench.quality.loads import pass_metrics
+from moe_ep_bench.quality.passes import judged_phase
+from moe_ep_bench.quality.routed import Seen, routed
+
+
+@dataclass
+class Routed:
+    """How a model is routed while a task runs, and what came of it: means over passes and layers, by their pairs.
+
+    Attributes:
+        arrangement: of sequences that are scored; see ``passes.judged_phase``.
+    """
+
+    policy: Policy | None
+    num_ranks: int = 1
+    arrangement: Literal["auto", "prefill", "decode"] = "auto"
+    seed: int = 0
+    _sums: dict[str, float] = field(default_factory=dict)
+
+    def scoring(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """While whole sequences are scored."""
+        phase = judged_phase(self.policy, self.arrangement)
+        return routed(model, self.policy, num_ranks=self.num_ranks, arrangement=phase, seed=self.seed, look=self._look)
+
+    def generating(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """While answers are generated: the policy acts in its own phases."""
+        return routed(model, self.policy, num_ranks=self.num_ranks, seed=self.seed, look=self._look)
+
+    def _look(self, seen: Seen) -> None:
+        metrics = pass_metrics(seen)
+        topk = metrics["num_topk_pairs"]
+        for name, value in (
+            ("topk", topk),
+            ("dropped", metrics["num_dropped_pairs"]),
+            ("mass", metrics["retained_mass_topk"] * topk),
+            ("tokens", metrics["num_tokens"]),
+            ("pairs", metrics["num_pairs"]),
+        ):
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def summary(self) -> dict[str, float | None]:
+        """What of the model's own choice was computed; None where nothing ran."""
+        sums = self._sums
+        if not sums.get("topk"):
+            return {"dropped_fraction": None, "retained_mass_topk": None, "experts_per_token": None}
+        return {
+            "dropped_fraction": sums["dropped"] / sums["topk"],
+            "retained_mass_topk": sums["mass"] / sums["topk"],
+            "experts_per_token": sums["pairs"] / sums["tokens"],
+        }
+
+
+def import_harness() -> ModuleType:
+    """The package, told to speak of errors only.
+
+    Raises:
+        ValueError: it is not installed, or lacks what it needs for transformers' models.
+    """
+    try:
+        harness = importlib.import_module("lm_eval")
+        for part in ("lm_eval.tasks", "lm_eval.models.huggingface"):
+            importlib.import_module(part)
+    except ImportError as error:
+        raise ValueError(
+            f"expected the package lm_eval, which tasks need: pip install 'moe-ep-bench[harness]' ({error})"
+        ) from None
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    return harness
+
+
+def harness_version() -> str | None:
+    try:
+        return importlib.metadata.version("lm_eval")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def find_tasks(names: Iterable[str], include: Path | None) -> Any:
+    """The harness' index of tasks, in which all of ``names`` are.
+
+    Reading its own thousands takes a while, and is left out where a folder of one's own has all.
+
+    Raises:
+        ValueError: a task that is not there, or a folder that is none.
+    """
+    import_harness()
+    manager = importlib.import_module("lm_eval.tasks").TaskManager
+    if include is not None and not include.is_dir():
+        raise ValueError(f"include: expected a folder with tasks, got {include}")
+    path = None if include is None else str(include)
+    missing = list(names)
+    if path is not None:
+        own = manager(include_path=path, include_defaults=False)
+        if all(name in own.all_tasks for name in missing):
+            return own
+    everything = manager(include_path=path)
+    for name in missing:
+        if name not in everything.all_tasks:
+            raise ValueError(f"tasks: expected a task of lm_eval (`lm_eval ls tasks`) or of include, got {name!r}")
+    return everything
+
+
+def folder_hash(folder: Path | None) -> str | None:
+    """16 hex digits of all files in a folder of tasks, data included; not of what Python compiles there."""
+    if folder is None:
+        return None
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__"):
+        digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def routed_lm(model: Any, tokenizer: Any, routing: Routed, batch_size: int) -> Any:
+    """The model as the harness takes it, under a policy.
+
+    Raises:
+        ValueError: a tokenizer whose texts have no end: the harness puts it before texts, and ends answers with it.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError("model.checkpoint: expected a tokenizer with an end-of-text token, got none")
+    base = importlib.import_module("lm_eval.models.huggingface").HFLM
+
+    class RoutedLM(base):  # type: ignore[misc, valid-type]
+        """The harness' own class, but for what ``quality.harness`` says."""
+
+        def _loglikelihood_tokens(
+            self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
+        ) -> list[tuple[float, bool]]:
+            pairs = [(list(context), list(continuation)) for _, context, continuation in requests]
+            with routing.scoring(self.model), torch.inference_mode():
+                return score_continuations(self.model, pairs, self.max_length, override_bs or batch_size)
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            with routing.generating(self.model):
+                return super().generate_until(requests, disable_tqdm=disable_tqdm)
+
+    return RoutedLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+
+
+def score_continuations(
+    model: Any, pairs: Sequence[tuple[list[int], list[int]]], max_length: int, batch_size: int
+) -> list[tuple[float, bool]]:
+    """Log-probability of continuations of contexts, in nats, and whether greedy decoding would give them.
+
+    Args:
+        pairs: token ids of each context and its continuation, none empty; what is too long loses its beginning.
+        max_length: the most tokens that the model reads.
+        batch_size: B, different sequences that go through the model together, longest first.
+
+    Raises:
+        ValueError: a continuation that the model cannot read whole.
+    """
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number, (context, continuation) in enumerate(pairs):
+        if len(continuation) > max_length:
+            raise ValueError(f"a continuation has {len(continuation)} tokens; the model reads {max_length}")
+        tokens = (context + continuation)[-(max_length + 1) :][:-1]
+        alike.setdefault(tuple(tokens), []).append(number)
+    answers: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
+    sequences = sorted(alike, key=lambda tokens: (-len(tokens), tokens))
+    for first in range(0, len(sequences), batch_size):
+        batch = sequences[first : first + batch_size]
+        for tokens, hidden_SD in zip(batch, _hidden_states(model, batch), strict=True):
+            for number in alike[tokens]:
+                answers[number] = _score(model, hidden_SD[: len(tokens)], pairs[number][1])
+    return answers
+
+
+def _hidden_states(model: Any, batch: Sequence[tuple[int, ...]]) -> Tensor:
+    """What logits are made of, [B, S, D]; padding is on the right, and masked."""
+    device = next(model.parameters()).device
+    longest = max(map(len, batch))
+    tokens_BS = torch.zeros(len(batch), longest, dtype=torch.int64)
+    mask_BS = torch.zeros_like(tokens_BS)
+    for row, tokens in enumerate(batch):
+        tokens_BS[row, : len(tokens)] = torch.tensor(tokens)
+        mask_BS[row, : len(tokens)] = 1
+    mask = mask_BS.to(device)
+    return model.base_model(tokens_BS.to(device), attention_mask=mask, use_cache=False).last_hidden_state
+
+
+def _score(model: Any, hidden_SD: Tensor, continuation: Sequence[int]) -> tuple[float, bool]:
+    logits_NV = model.get_output_embeddings()(hidden_SD[-len(continuation) :]).float()
+    next_N = torch.tensor(continuation, device=logits_NV.device)
+    chosen_N = logits_NV.log_softmax(dim=-1).gather(1, next_N.unsqueeze(1))[:, 0]
+    return float(chosen_N.double().sum()), bool((logits_NV.argmax(dim=-1) == next_N).all())
+
+
+def run_task(
+    lm: Any, task: str, manager: Any, *, num_fewshot: int | None = None, limit: int | None = None
+) -> list[Row]:
+    """Let the harness run a task, group or tag on a model.
+
+    Returns:
+        Rows of ``schema.QUALITY_SCHEMA``: one per metric of the task and, of a group, of its parts; then one per metric
+        of every question. Values are the harness' own: accuracies are shares.
+
+    Raises:
+        ValueError: one line that says why the task cannot be run (its data cannot be had, say), or gives no numbers.
+    """
+    harness = import_harness()
+    with _as_one_line(task):
+        found = harness.simple_evaluate(
+            model=lm, tasks=[task], num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=True
+        )
+    scores = list(_scores(found))
+    if not scores:
+        raise ValueError(f"tasks: {task}: expected numbers from the harness, got none")
+    # A name that stands for several tasks and is no group has no results of its own.
+    has_own = any(score["task"] == task for score in scores)
+    for score in scores:
+        score["is_asked"] = score["task"] == task or not has_own
+    return [*scores, *_of_questions(found)]
+
+
+@contextlib.contextmanager
+def _as_one_line(task: str) -> Iterator[None]:
+    """Tasks fail in as many ways as their data are read; what a policy or the device has to say passes."""
+    try:
+        yield
+    except (OSError, LookupError, AttributeError, TypeError, ImportError, ValueError) as error:
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"tasks: {task}: cannot be run: {type(error).__name__}: {words}") from error
+
+
+def _scores(found: Any) -> Iterator[Row]:
+    # A group's own results stand among all, and again apart.
+    for task, values in {**found["results"], **found.get("groups", {})}.items():
+        counts = found.get("n-samples", {})
+        parts = [task] if task in counts else _leaves(task, found.get("group_subtasks", {}))
+        number = sum(counts[part]["effective"] for part in parts if part in counts)
+        version = found.get("versions", {}).get(task)
+        for key, value in values.items():
+            metric, comma, answers_filter = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not _is_number(value):
+                continue
+            stderr = values.get(f"{metric}_stderr,{answers_filter}")
+            yield {
+                "task": task,
+                "version": None if version in (None, "N/A") else str(version),
+                "num_fewshot": _one(found.get("n-shot", {}).get(part) for part in (task, *parts)),
+                "num_samples": number or None,
+                "metric": metric,
+                "filter": answers_filter,
+                "value": float(value),
+                "stderr": float(stderr) if _is_number(stderr) else None,
+                "higher_is_better": found.get("higher_is_better", {}).get(task, {}).get(metric),
+            }
+
+
+def _one(numbers: Iterable[int | None]) -> int | None:
+    """What all say that say anything; None where they disagree, or nothing is said."""
+    said = {number for number in numbers if number is not None}
+    return said.pop() if len(said) == 1 else None
+
+
+def _leaves(group: str, members: Any) -> list[str]:
+    """The tasks below a group, each once."""
+    if not members.get(group):
+        return [group]
+    return list(dict.fromkeys(leaf for member in members[group] for leaf in _leaves(member, members)))
+
+
+def _of_questions(found: Any) -> Iterator[Row]:
+    for task, samples in (found.get("samples") or {}).items():
+        for sample in samples:
+            row = {"task": task, "item": int(sample["doc_id"]), "filter": sample["filter"]}
+            for metric in sample["metrics"]:
+                if _is_number(sample[metric]):
+                    yield {**row, "metric": metric, "value": float(sample[metric])}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or type(value).__module__ == "numpy"

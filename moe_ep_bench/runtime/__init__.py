@@ -1,0 +1,1 @@
+"""Start processes, let ranks find each other, and end every hang with a reason."""

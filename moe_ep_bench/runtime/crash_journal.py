@@ -1,0 +1,174 @@
+"""What was running when a job was lost, so that the next one goes on without it.
+
+A failure inside a case takes the process group with it, and a rank that was killed can say
+nothing more. Every rank therefore keeps a *mark*: a small memory-mapped file that names the case
+it is running. Writing it is a memory copy, outside of anything timed; the kernel keeps it even
+when the process is killed. A rank that ends in order clears its
+mark, or says in it that it was stopped. Any other mark that is still there when the next job starts
+is an attempt that was lost. Several jobs may fill one directory, each with comparisons of its own;
+a job is named by the first of its comparisons, and collects the marks of those alone, which it has locked.
+
+``<out>/attempts/now-<job>-<rank>``  the mark
+``<out>/attempts/<case_id>.json``    reasons of the attempts that were lost, oldest first
+
+While a comparison is built or written no single case is running; its own id stands for it then.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import signal
+from collections.abc import Container, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_ep_bench.files import write_json
+
+MAX_ATTEMPTS = 2
+
+# What a rank leaves that was ended by its peers' end, and one that was asked to end: neither is to blame.
+PEER_LOST, STOPPED = "peer lost", "stopped"
+# What a rank leaves that waited for others until its time was up.
+WAITED = f"{PEER_LOST}: other ranks did not come within"
+
+_MARK_BYTES = 64
+_REASON_BYTES = 512
+
+
+class Mark:
+    """This rank's mark. ``set`` costs a memory copy.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, folder: Path, job: str, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"now-{job}-{rank}"
+        self._path.write_bytes(bytes(_MARK_BYTES + _REASON_BYTES))
+        with open(self._path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+
+    def set(self, case_id: str) -> None:
+        self._map[:_MARK_BYTES] = case_id.encode().ljust(_MARK_BYTES, b"\0")
+
+    def explain(self, reason: str) -> None:
+        """Say why the case is being lost, for the next job to record; the first reason stays."""
+        if self._map[_MARK_BYTES] == 0:
+            data = " ".join(reason.split()).encode()[:_REASON_BYTES]
+            self._map[_MARK_BYTES : _MARK_BYTES + len(data)] = data
+            self._map.flush()  # Also where the results are on other machines: node 0's launcher reads all marks.
+
+    def withdraw(self) -> None:
+        """Take the reason back: nothing was lost for it."""
+        self._map[_MARK_BYTES:] = bytes(_REASON_BYTES)
+
+    def clear(self) -> None:
+        """End in order: nothing was lost."""
+        self._map.close()
+        self._path.unlink(missing_ok=True)
+
+
+def collect_lost(folder: Path, jobs: Container[str], *, stopped: bool = False) -> None:
+    """Turn the marks that earlier jobs of these names left into recorded attempts.
+
+    Called by one process, which knows that these jobs have ended, before there are new marks.
+
+    Args:
+        stopped: these jobs were asked to end; who died silently was killed because it did not, and is not blamed.
+    """
+    left: dict[str, list[_Left]] = {}
+    for job, mark in _marks(folder):
+        if job in jobs:
+            left.setdefault(job, []).append(mark)
+    for marks in left.values():
+        for case_id, reason in _blamed([mark for mark in marks if mark.reason or not stopped]).items():
+            write_json(_reasons_path(folder, case_id), [*lost_attempts(folder, case_id), reason])
+        for mark in marks:
+            mark.path.unlink(missing_ok=True)
+
+
+def stopped_by(folder: Path, job: str) -> int | None:
+    """The signal that asked a job to end, by the marks that it left; None where it was lost otherwise."""
+    marks = [mark for name, mark in _marks(folder) if name == job]
+    signals = [int(mark.reason.split()[-1]) for mark in marks if mark.reason.startswith(STOPPED)]
+    if not signals or _blamed(marks):
+        return None
+    # When one rank has ended its agent ends the others with SIGTERM: what is another signal came first.
+    return next((number for number in signals if number != signal.SIGTERM), signals[0])
+
+
+def stopped_reason(signal_number: int) -> str:
+    """What a rank leaves that was asked to end."""
+    return f"{STOPPED} by signal {signal_number}"
+
+
+def lost_attempts(folder: Path, case_id: str) -> list[str]:
+    """Reasons of the earlier attempts at this case that were lost, oldest first; none where the file is damaged."""
+    try:
+        return [str(reason) for reason in json.loads(_reasons_path(folder, case_id).read_text())]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def forget_lost(folder: Path, case_ids: Iterable[str]) -> None:
+    """Let these be tried anew."""
+    for case_id in case_ids:
+        _reasons_path(folder, case_id).unlink(missing_ok=True)
+
+
+def num_lost(folder: Path, job: str, case_ids: Iterable[str]) -> list[tuple[str, int]]:
+    """What was lost so far, and how often; marks of ``job`` that were not collected yet count once."""
+    collected = [(case_id, len(lost_attempts(folder, case_id))) for case_id in case_ids]
+    marks = sorted({mark.case_id for name, mark in _marks(folder) if name == job})
+    return [*collected, *((f"now {case_id}", 1) for case_id in marks if case_id)]
+
+
+class _Left(NamedTuple):
+    """A mark as it was left."""
+
+    path: Path
+    rank: int
+    case_id: str
+    reason: str
+
+
+def _marks(folder: Path) -> Iterable[tuple[str, _Left]]:
+    """All marks, with the names of their jobs."""
+    for path in sorted(folder.glob("now-*-*")):
+        _, job, rank = path.name.split("-")
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            continue  # Of another job, which has just ended.
+        case_id, reason = (
+            part.rstrip(b"\0").decode(errors="replace") for part in (data[:_MARK_BYTES], data[_MARK_BYTES:])
+        )
+        yield job, _Left(path, int(rank), case_id, reason)
+
+
+def _blamed(marks: list[_Left]) -> dict[str, str]:
+    """{case_id: one line} of what the ranks of a job left: who failed on its own is the cause, else who died silently.
+
+    Ranks may have been at different cases: nobody is blamed for where the others were.
+    """
+    marks = [mark for mark in marks if mark.case_id]
+    causes = [mark for mark in marks if mark.reason and not mark.reason.startswith((PEER_LOST, STOPPED))]
+    silent = [mark for mark in marks if not mark.reason]
+    if causes:
+        return {mark.case_id: f"{mark.reason} (rank {mark.rank})" for mark in reversed(causes)}
+    if silent:
+        who = "all ranks" if len(silent) == len(marks) else f"rank {', '.join(str(mark.rank) for mark in silent)}"
+        return {mark.case_id: f"failed: {who} ended without a word (killed, or out of memory)" for mark in silent}
+    if any(mark.reason.startswith(STOPPED) for mark in marks):
+        return {}
+    if marks and all(mark.reason.startswith(WAITED) for mark in marks):
+        # Ranks that wait for each other in different collectives, or a network that stands still.
+        limit = marks[0].reason.removeprefix(WAITED).strip()
+        return {mark.case_id: f"timeout: every rank waited for others for {limit}" for mark in reversed(marks)}
+    return {mark.case_id: mark.reason for mark in reversed(marks)}
+
+
+def _reasons_path(folder: Path, case_id: str) -> Path:
+    return folder / f"{case_id}.json"

@@ -1,0 +1,320 @@
+"""Start the ranks of ``run`` under torchrun's agent, and start them again when the process group was lost.
+
+A rank that dies takes its process group with it; the ranks record what they can and end. The
+launcher then starts a new job in the same results directory, which goes on with the next
+comparison and leaves out a case that was lost too often. It gives up when a job changed nothing. A
+rank that was asked to end (SIGTERM, SIGINT) ends the launcher too: whoever asked means the job.
+
+On several nodes each has its launcher, and all do the same: they agree on every start, loss and end through node 0's
+(``meeting``). Only node 0 decides, when all ranks of all nodes have ended. A node that loses its ranks tells the others
+within a second, so that the next attempt begins as soon as the slowest has ended its own: not after a timeout, and
+never beside what is left of the attempt before.
+
+Signals: SIGTERM and SIGINT end the ranks at once, SIGUSR1 after the comparison that they are measuring (``closing``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from moe_ep_bench.bench.directory import hold_comparisons
+from moe_ep_bench.bench.plan import RANKS, Comparison, plan
+from moe_ep_bench.files import stable_hash
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.runtime.closing import closing_on_signal
+from moe_ep_bench.runtime.crash_journal import collect_lost, num_lost, stopped_by
+from moe_ep_bench.runtime.errors import status_of
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
+from moe_ep_bench.runtime.parent import LAUNCHER
+from moe_ep_bench.runtime.rendezvous import AGAIN, ApartError, Meeting, Nodes, OthersLostError, meet
+
+# How a node's job ended whose ranks its launcher ended because another node had lost its own; never an exit status.
+_ENDED = 1000
+# How long the agent of a node whose ranks ended well waits for the others'. It takes a lost one for a slow one; nodes
+# that end apart wait for each other in the meeting.
+_AGENTS_END_S = 20.0
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# Which signals torchrun's agent installs handlers for.
+_AGENTS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
+def default_nproc() -> int:
+    """All GPUs of this node; without any, one CPU rank per core, 2 to 4."""
+    return torch.cuda.device_count() or min(max(len(os.sched_getaffinity(0)), 2), 4)
+
+
+def launch(
+    config: Path,
+    out: Path,
+    overrides: Sequence[str],
+    nodes: Nodes,
+    *,
+    force: bool,
+    profile: str | None = None,
+    point: int | None = None,
+) -> int:
+    """Run ``config`` on this node's ranks until all its cases have all their launches; return the exit status.
+
+    With ``profile`` one job profiles that case; nothing is timed and nothing tried again. With ``point`` only that
+    point of the config's sweep is measured, from 0; other jobs may measure others into ``out`` meanwhile.
+
+    Raises:
+        ValueError: the config cannot be run on these ranks; found before any is started.
+    """
+    on_cpu = not torch.cuda.is_available()
+    comparisons = plan(config, overrides, RANKS, nodes.nproc * nodes.count, on_cpu=on_cpu, point=point)
+    arguments = [str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
+    left = _Left(RunDirectory(out), comparisons)
+    if point is not None:
+        arguments += ["--point", str(point)]
+    if profile is not None:
+        comparisons.find_case(profile)  # Raises, and lists what there is.
+        launches = [["--profile", profile]]
+        force = False
+    else:
+        launches = [["--launch", str(number)] for number in range(max(one.num_launches for one in comparisons))]
+
+    nodes = _of_job(nodes, config.read_text(), *arguments[1:], profile or "")
+
+    def measure(meeting: Meeting) -> int:
+        worst = OK
+        for own in launches:
+            status = _one_launch([*arguments, *own], left, nodes, meeting, force=force)
+            if status not in (OK, CASES_FAILED):
+                return status
+            worst = max(worst, status)
+        return worst
+
+    with closing_on_signal():
+        return _together(nodes, measure)
+
+
+def _of_job(nodes: Nodes, *parts: str) -> Nodes:
+    """Nodes that know what their job is, and whose."""
+    return replace(nodes, job=stable_hash([*parts, os.environ.get("SLURM_JOB_ID", "")]))
+
+
+def _together(nodes: Nodes, work: Callable[[Meeting], int]) -> int:
+    """Do ``work`` among the launchers of all nodes; return its exit status, or that of what kept it from being done."""
+    with _stoppable():
+        try:
+            with meet(nodes) as meeting:
+                try:
+                    return work(meeting)
+                except SignalException as stopped:  # Between two jobs.
+                    return meeting.agree(-int(stopped.sigval), _first_stop)
+                except Exception as error:
+                    meeting.give_up(status_of(error))
+                    raise
+        except ApartError as error:
+            print(f"moe-ep-bench: {error}", file=sys.stderr)
+            return LOST
+        except SignalException as stopped:
+            return 128 + int(stopped.sigval)
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Raise SignalException at the first signal that asks this launcher to end, and pass over all later ones.
+
+    Clusters send several; the agent's own handlers, which these replace, would leave ranks behind at the second.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        for each in _STOPPING:
+            signal.signal(each, signal.SIG_IGN)
+        raise SignalException(f"process {os.getpid()} was asked to end", signal.Signals(number))
+
+    # Who started this with nohup means it.
+    stopping = [each for each in _STOPPING if (each, signal.getsignal(each)) != (signal.SIGHUP, signal.SIG_IGN)]
+    earlier = {each: signal.signal(each, stop) for each in stopping}
+    os.environ[_AGENTS_SIGNALS] = ""
+    try:
+        yield
+    finally:
+        del os.environ[_AGENTS_SIGNALS]
+        for each, handler in earlier.items():
+            signal.signal(each, handler)
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Let a signal that asks this launcher to end do so after the block.
+
+    Not by the kernel's mask, which ranks that are started in the block would inherit.
+    """
+    came: list[int] = []
+    handlers = {each: handler for each in _STOPPING if callable(handler := signal.getsignal(each))}
+    for each in handlers:
+        signal.signal(each, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
+def _first_stop(statuses: Sequence[int]) -> int:
+    return 128 - min(statuses)
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What jobs of these comparisons have left in the results directory, in which others may be busy too."""
+
+    directory: RunDirectory
+    comparisons: Sequence[Comparison]
+
+    @property
+    def job(self) -> str:
+        return self.comparisons[0].comparison_id
+
+    def progress(self) -> tuple[list[tuple[str, int]], list[int]]:
+        """What a job can have moved: attempts that were lost, and parts that were written."""
+        case_ids = [case.case_id for comparison in self.comparisons for case in comparison.cases]
+        ids = [*(comparison.comparison_id for comparison in self.comparisons), *case_ids]
+        parts = filter(Path.exists, (self.directory.path("samples", case_id) for case_id in case_ids))
+        return num_lost(self.directory.attempts, self.job, ids), [path.stat().st_mtime_ns for path in parts]
+
+    def stopped_by(self) -> int | None:
+        return stopped_by(self.directory.attempts, self.job)
+
+    def clear(self) -> None:
+        """Take away what ranks left that were asked to end, unless another job has already begun."""
+        with contextlib.suppress(ValueError, OSError), hold_comparisons(self.directory, self.comparisons):
+            collect_lost(self.directory.attempts, [self.job], stopped=True)
+
+
+def _one_launch(arguments: Sequence[str], left: _Left, nodes: Nodes, meeting: Meeting, *, force: bool) -> int:
+    """One repetition of the process, started again while it is lost and leaves something to go on from."""
+    while True:
+        before = left.progress() if nodes.rank == 0 else None
+        status = _one_job([*arguments, *(["--force"] if force else [])], nodes, meeting)
+        verdict = meeting.agree(status, partial(_decide, left, before))
+        if verdict != AGAIN:
+            if verdict > 128 and verdict != CLOSED and nodes.rank == 0:
+                left.clear()
+            return verdict
+        force = False  # A restarted job goes on; it does not begin anew.
+        if nodes.rank == 0:
+            print("moe-ep-bench: the process group was lost; starting again with what is left", file=sys.stderr)
+
+
+def _decide(left: _Left, before: object, statuses: Sequence[int]) -> int:
+    """The verdict on an attempt, by how the ranks of every node ended and what they left."""
+    for agreed in (USER_ERROR, CLOSED, CASES_FAILED):
+        # All ranks had agreed on it, whatever became of the others while they ended.
+        if agreed in statuses:
+            return agreed
+    if set(statuses) == {OK}:
+        return OK
+    if min(statuses) < 0:
+        return _first_stop(statuses)
+    # Ranks that a launcher ended on behalf of another node say that they were asked to; nobody had asked the job.
+    stopped = left.stopped_by() if _ENDED not in statuses else None
+    if stopped is not None:
+        return 128 + stopped
+    if left.progress() == before:
+        print("moe-ep-bench: the job was lost and left nothing to go on from; giving up", file=sys.stderr)
+        return LOST
+    return AGAIN
+
+
+def launch_calibrate(arguments: Sequence[str], nodes: Nodes) -> int:
+    """Measure the all-to-all on this node's ranks in one job; nothing is tried again. Return the exit status."""
+
+    nodes = _of_job(nodes, *arguments)
+
+    def measure(meeting: Meeting) -> int:
+        return meeting.agree(_one_job(arguments, nodes, meeting, command="calibrate"), _of_one_job)
+
+    return _together(nodes, measure)
+
+
+def _of_one_job(statuses: Sequence[int]) -> int:
+    if min(statuses) < 0:
+        return _first_stop(statuses)
+    return next((status for status in (USER_ERROR, CASES_FAILED) if status in statuses), LOST if any(statuses) else OK)
+
+
+def _one_job(arguments: Sequence[str], nodes: Nodes, meeting: Meeting, command: str = "run") -> int:
+    """One job of ranks under torchrun's agent, from the nodes' meeting to the end of this node's ranks.
+
+    Returns:
+        A rank's exit status (one that all agreed on, or the first to fail), ``_ENDED`` where another node had lost its
+        ranks, or minus the signal that stopped the launcher.
+    """
+    from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    class Agent(LocalElasticAgent):
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            # It knows its ranks when all are started: a signal that came between would leave some behind.
+            os.environ[LAUNCHER] = str(os.getpid())
+            try:
+                with _signals_wait():
+                    return super()._start_workers(worker_group)
+            finally:
+                del os.environ[LAUNCHER]
+
+    # What torchrun's agent says of a failure, the ranks and this launcher say better.
+    agents = logging.getLogger("torch.distributed.elastic")
+    agents.addHandler(logging.NullHandler())
+    agents.propagate = False  # Its modules set levels of their own.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        # The agent and its config make a folder for the logs of every job, and would leave it.
+        with tempfile.TemporaryDirectory(prefix="moe-ep-bench-") as logs:
+            into = DefaultLogsSpecs(log_dir=logs)
+            nproc, count = nodes.nproc, nodes.count
+            usual = LaunchConfig(min_nodes=count, max_nodes=count, nproc_per_node=nproc, logs_specs=into)
+            spec = WorkerSpec(
+                role="default",
+                local_world_size=nodes.nproc,
+                entrypoint=sys.executable,
+                args=("-m", "moe_ep_bench", command, *arguments),
+                rdzv_handler=meeting,
+                max_restarts=0,
+                monitor_interval=0.1,
+                numa_options=usual.numa_options,
+            )
+            agent = Agent(spec, into, exit_barrier_timeout=_AGENTS_END_S)
+            result = agent.run()
+    except OthersLostError:
+        return _ENDED
+    except torch.distributed.DistError as error:
+        print(f"moe-ep-bench: {' '.join(str(error).split())[:200]}", file=sys.stderr)
+        return LOST
+    except SignalException as stopped:
+        return -int(stopped.sigval)
+    if not result.is_failed():
+        return OK
+    statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
+    for agreed in (USER_ERROR, CLOSED, CASES_FAILED):
+        # All ranks had agreed on it, whatever became of the others while they ended.
+        if agreed in statuses.values():
+            return agreed
+    if set(statuses.values()) <= {128 + signal.SIGTERM, -signal.SIGTERM}:
+        # They were told to stop before this launcher was: a cluster signals all processes of a job at once.
+        return -signal.SIGTERM
+    listed = ", ".join(f"rank {rank}: {status}" for rank, status in sorted(statuses.items()))
+    print(f"moe-ep-bench: exit status of {listed}", file=sys.stderr, flush=True)
+    return LOST

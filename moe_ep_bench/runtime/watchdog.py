@@ -1,0 +1,86 @@
+"""An end to every hang: a thread that ends the process when nothing has moved for too long."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from moe_ep_bench.runtime.crash_journal import PEER_LOST, WAITED
+from moe_ep_bench.runtime.exit_codes import LOST
+
+# A rank that waits for others ends later than the one that keeps it waiting: once a rank has ended,
+# the agent stops the others, and the culprit could no longer say what it was doing.
+_GRACE_S = 3.0
+
+
+class Watchdog:
+    """Ends the process with ``LOST`` when ``feed`` was not called for ``timeout_s`` seconds.
+
+    Args:
+        on_timeout: told the reason first. It begins with "peer lost" where this rank was waiting
+            for others, with "timeout" where it was itself what took so long.
+    """
+
+    def __init__(self, timeout_s: float, on_timeout: Callable[[str], None]) -> None:
+        self._timeout_s = timeout_s
+        self._on_timeout = on_timeout
+        self._fed = time.monotonic()
+        self._paused = False
+        self._stopped = threading.Event()
+        self._watched = threading.get_ident()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def feed(self) -> None:
+        self._fed = time.monotonic()
+
+    def allow(self, timeout_s: float) -> None:
+        """From now on wait so long, if that is longer."""
+        self._timeout_s = max(self._timeout_s, timeout_s)
+        self.feed()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave it to another watchdog while the block lasts."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self.feed()
+            self._paused = False
+
+    def is_overdue(self) -> bool:
+        return not self._paused and time.monotonic() - self._fed > self._timeout_s
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(min(1.0, self._timeout_s / 10)):
+            if self.is_overdue():
+                self._end()
+
+    def _end(self) -> NoReturn:
+        # Whatever cannot be said or noted: this thread is all that ends the process.
+        try:
+            reason = self._reason()
+            self._on_timeout(reason)
+            if reason.startswith(PEER_LOST):
+                time.sleep(_GRACE_S)
+            print(f"moe-ep-bench: {reason}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(LOST)
+
+    def _reason(self) -> str:
+        frame = sys._current_frames().get(self._watched)
+        stack = traceback.extract_stack(frame) if frame else []
+        # On CUDA a rank that waits for others waits for its device.
+        if any("distributed_c10d" in entry.filename or "/torch/cuda/" in entry.filename for entry in stack):
+            return f"{WAITED} {self._timeout_s:g} s"
+        where = f" in {stack[-1].name}" if stack else ""
+        return f"timeout: no progress for {self._timeout_s:g} s{where}"

@@ -1,0 +1,295 @@
+"""The tables that commands write and analysis reads: columns, phases, modes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pyarrow as pa
+
+SCHEMA_VERSION = 3
+
+MODES = ("run", "emulated", "route", "quality")
+# What was timed. ``run.json`` names it; without a word it is a layer.
+SCOPES = ("layer", "model")
+# What gave the rows: real ranks, one device in turn for each rank, a formula, or routing alone. The rows of ``quality``
+# have none of these.
+BACKENDS = ("ranks", "virtual", "modelled", "routing")
+STATUSES = ("ok", "failed", "oom", "timeout", "skipped")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of an iteration that is timed as one.
+
+    Attributes:
+        group: what figures sum it into. The four of the capacity-aware paper (arXiv 2503.05066, Figure 2) are gate,
+            permute, comm and experts.
+        colour: in figures; of a group that of its first phase.
+        meets: of a waiting phase, the phase of what ranks do once the slowest has come; None = it is no waiting.
+        of: whether an MoE layer has it, or a whole model beside these.
+    """
+
+    name: str
+    group: str
+    colour: str
+    meets: str | None = None
+    of: Literal["layer", "model"] = "layer"
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.meets is not None
+
+
+# Beside the phases: the whole layer or model, and what of a breakdown iteration no phase covers.
+TOTAL, UNACCOUNTED = "total", "unaccounted"
+# What of an MoE layer in a whole model no other phase covers.
+MOE_REST = "moe_rest"
+
+# All phases, by name. Those of a layer stand in the order in which it passes them (DESIGN: timing protocol); ``rest``
+# is norms and residual additions.
+PHASES = {
+    phase.name: phase
+    for phase in (
+        Phase("shared", "shared", "#CC79A7"),
+        Phase("gate", "gate", "#56B4E9"),
+        Phase("wait_policy", "waiting", "#F0E442", meets="policy"),
+        Phase("policy", "gate", "#E69F00"),
+        Phase("permute", "permute", "#009E73"),
+        Phase("wait_metadata", "waiting", "#F0E442", meets="metadata"),
+        Phase("metadata", "permute", "#009E73"),
+        Phase("wait_dispatch", "waiting", "#F0E442", meets="dispatch"),
+        Phase("dispatch", "comm", "#D55E00"),
+        Phase("experts", "experts", "#0072B2"),
+        Phase("wait_combine", "waiting", "#F0E442", meets="combine"),
+        Phase("combine", "comm", "#D55E00"),
+        Phase("embedding", "rest", "#C9C9C9", of="model"),
+        Phase("attention", "attention", "#7F7F7F", of="model"),
+        Phase("dense", "rest", "#C9C9C9", of="model"),
+        Phase("rest", "rest", "#C9C9C9", of="model"),
+        Phase(MOE_REST, UNACCOUNTED, "white", of="model"),
+        Phase("output", "rest", "#C9C9C9", of="model"),
+    )
+}
+LAYER_PHASES = tuple(name for name, phase in PHASES.items() if phase.of == "layer")
+MODEL_PHASES = tuple(name for name, phase in PHASES.items() if phase.of == "model")
+WAITING_PHASES = tuple(name for name, phase in PHASES.items() if phase.is_waiting)
+
+# Under what a phase is recorded: its name, and in the depth of a model its layer before it.
+PhaseKey = str | tuple[int, str]
+
+
+def layer_and_phase(key: PhaseKey) -> tuple[int | None, str]:
+    """The layer of a recorded phase, None where it is of none, and its name."""
+    return (None, key) if isinstance(key, str) else key
+
+
+def phase_groups(of: Literal["layer", "model"]) -> dict[str, tuple[str, ...]]:
+    """The phases of every group in the order in which figures stack them: waiting last."""
+    rows = sorted((phase for phase in PHASES.values() if phase.of == of), key=lambda phase: phase.is_waiting)
+    return {row.group: tuple(phase.name for phase in rows if phase.group == row.group) for row in rows}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of how tokens were routed: a column of ``routing``.
+
+    Attributes:
+        dtype: integers are exact.
+        unit: of the value; '' = a ratio or a share.
+        better: which way is better; None = neither.
+        format: how tables print it.
+        of: what it is computed from: the routing, the scores alone (no policy changes it), the layer's output, or
+            image tokens, which not every workload has.
+    """
+
+    name: str
+    dtype: pa.DataType
+    unit: str = ""
+    better: Literal["lower", "higher"] | None = None
+    format: str = "{:.3f}"
+    of: Literal["routing", "scores", "output", "images"] = "routing"
+
+    @property
+    def is_integer(self) -> bool:
+        return pa.types.is_integer(self.dtype.value_type if pa.types.is_list(self.dtype) else self.dtype)
+
+
+_COUNTS = pa.list_(pa.int64())
+# Loads and traffic are of all that is computed, padding included; drops, masses and shares are of valid tokens.
+# ``metrics`` says what each is.
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("num_tokens", pa.int64(), "tokens", format="{:d}"),  # valid tokens of this rank
+        Metric("load_E", _COUNTS, "pairs", format="{:d}"),  # per expert, from this source rank
+        Metric("load_R", _COUNTS, "pairs", format="{:d}"),  # per expert rank, from this source rank
+        Metric("num_pairs", pa.int64(), "pairs", format="{:d}"),
+        Metric("padding_pairs", pa.int64(), "pairs", "lower", "{:d}"),  # of num_pairs, those of padding tokens
+        Metric("num_topk_pairs", pa.int64(), "pairs", format="{:d}"),
+        Metric("num_dropped_pairs", pa.int64(), "pairs", "lower", "{:d}"),  # top-k pairs that are not computed
+        Metric("dropped_fraction", pa.float64(), "", "lower"),  # of top-k pairs
+        Metric("retained_mass_topk", pa.float64(), "", "higher"),  # selected score mass over the top-k mass
+        Metric("retained_mass_all", pa.float64(), "", "higher"),  # selected score mass over all score mass
+        Metric("peak_load", pa.float64(), "", "lower", "{:.2f}"),  # fullest expert over mean, this source rank
+        Metric("max_violation", pa.float64(), "", "lower", "{:.2f}"),  # peak_load - 1
+        Metric("load_cv", pa.float64(), "", "lower"),  # coefficient of variation over experts
+        Metric("excess_load", pa.float64(), "", "lower"),  # arXiv 2503.05066, Eq. 11
+        Metric("tokens_without_expert", pa.int64(), "tokens", "lower", "{:d}"),
+        Metric("experts_per_token", pa.float64(), "experts", None, "{:.2f}"),
+        Metric("activated_experts", pa.int64(), "experts", "lower", "{:d}"),
+        Metric("activated_experts_fullest_rank", pa.int64(), "experts", "lower", "{:d}"),
+        Metric("crossing_pairs", pa.int64(), "pairs", "lower", "{:d}"),  # whose expert lives on another rank
+        Metric("crossing_copies", pa.int64(), "copies", "lower", "{:d}"),  # to other ranks, one per (token, rank)
+        Metric("topk_share", pa.float64(), of="scores"),
+        Metric("entropy", pa.float64(), of="scores"),  # normalised to 0..1
+        Metric("regime_single_head", pa.float64(), of="scores"),  # shares of tokens
+        Metric("regime_smooth", pa.float64(), of="scores"),
+        Metric("regime_plateau", pa.float64(), of="scores"),
+        # Worst token: |layer - dense reference| / |reference|.
+        Metric("reference_error", pa.float64(), "", "lower", "{:.1e}", "output"),
+        # |layer - native layer| / |native layer|, all valid tokens; of a whole model of the logits, in its last layer.
+        Metric("output_error", pa.float64(), "", "lower", "{:.3f}", "output"),
+        Metric("num_image_tokens", pa.int64(), "tokens", format="{:d}", of="images"),  # valid ones
+        Metric("image_load_E", _COUNTS, "pairs", format="{:d}", of="images"),  # of load_E
+    )
+}
+# What ``metrics.routing_metrics`` returns, in this order.
+ROUTING_METRICS = tuple(name for name, metric in METRICS.items() if metric.of in ("routing", "scores"))
+
+_IDENTITY = [
+    ("run_id", pa.string()),
+    ("case_id", pa.string()),
+    ("comparison_id", pa.string()),
+    ("mode", pa.string()),
+    ("subject", pa.string()),  # SCOPES
+    ("backend", pa.string()),  # BACKENDS
+    ("model", pa.string()),
+    ("policy", pa.string()),
+    ("policy_params", pa.string()),  # JSON
+    ("num_ranks", pa.int32()),  # expert-parallel size
+    ("status", pa.string()),
+    ("reason", pa.string()),  # null when ok
+    ("rank", pa.int32()),  # global rank
+    ("batch", pa.int32()),
+]
+
+# One row per case x launch x rank x batch x iteration x kind x layer x phase. A case that could not be measured in a
+# launch has one row there, of nulls, with its status and reason.
+SAMPLES_SCHEMA = pa.schema(
+    [
+        *_IDENTITY,
+        ("launch", pa.int32()),
+        ("iteration", pa.int32()),
+        ("kind", pa.string()),  # plain (two clock readings) or breakdown (every phase)
+        ("layer", pa.int32()),  # of a whole model, from 0, dense ones included; null = of none, or timed alone
+        ("phase", pa.string()),  # PHASES, total, unaccounted
+        ("time_us", pa.float64()),
+        ("host_us", pa.float64()),  # total rows: host time to issue the iteration
+        ("thread_cpu_us", pa.float64()),  # total rows: CPU time of the issuing thread
+    ]
+)
+
+# One row per case x rank x batch x layer. Virtual ranks are rows like any others.
+ROUTING_SCHEMA = pa.schema(
+    [
+        *_IDENTITY,
+        ("layer", pa.int32()),  # of the model or the recording; null = a layer alone, or synthetic scores
+        *((name, metric.dtype) for name, metric in METRICS.items()),
+    ]
+)
+
+# What ``route`` leaves of the scores, which no policy changes: one row per batch and rank in the token's own order.
+SCORE_CURVES_SCHEMA = pa.schema(
+    [
+        ("comparison_id", pa.string()),
+        ("batch", pa.int32()),
+        ("position", pa.int32()),  # 1 = the best expert of a token, up to E
+        ("mean_score", pa.float64()),  # over tokens, of the score at this position
+        ("min_score", pa.float64()),
+        ("max_score", pa.float64()),
+    ]
+)
+
+# How alike tokens are: mean number of top-k experts that two tokens share (``metrics.token_overlap``).
+OVERLAP_SCHEMA = pa.schema(
+    [
+        ("comparison_id", pa.string()),
+        ("batch", pa.int32()),
+        ("kind", pa.string()),  # neighbours, same_sequence, same_domain, cross_domain
+        ("num_pairs", pa.int64()),  # unordered pairs of tokens that the mean is over
+        ("shared_experts", pa.float64()),
+    ]
+)
+
+# What ``quality`` leaves of a model's answers: one row per metric of each sequence of a text, of each question of a
+# task, and of each whole task. ``rank`` is null, the model ran as a whole. A task's rows without a filter are ours:
+# ``dropped_fraction``, ``retained_mass_topk`` and ``experts_per_token`` of all its passes and layers.
+QUALITY_SCHEMA = pa.schema(
+    [
+        *_IDENTITY,
+        ("phase", pa.string()),  # of a text: in which the policy acted, prefill or decode
+        ("task", pa.string()),  # null = the text
+        ("item", pa.int64()),  # sequence of the text, question of the task; null = the whole task
+        ("metric", pa.string()),  # of a text: cross_entropy and kl (nats per token), agreement (share of tokens)
+        ("filter", pa.string()),  # of a task's answers, as the harness names it; null = the metric is ours
+        ("value", pa.float64()),
+        ("stderr", pa.float64()),  # the harness' own; null where it gives none
+        ("higher_is_better", pa.bool_()),
+        ("num_tokens", pa.int64()),  # of a sequence, that were predicted: all but its first
+        ("num_samples", pa.int64()),  # questions of a whole task
+        ("num_fewshot", pa.int32()),
+        ("version", pa.string()),  # of the task; null where it has none
+        ("is_asked", pa.bool_()),  # of a whole task: the config names it; False = a part of a group
+    ]
+)
+
+# And of its routing: one row per batch and layer, all virtual ranks together. Where the tokens of each position were
+# a batch of their own (``decode``), what is called a mean is over these steps.
+QUALITY_ROUTING_SCHEMA = pa.schema(
+    [
+        *_IDENTITY,
+        ("phase", pa.string()),
+        ("layer", pa.int32()),  # of the decoder
+        ("num_steps", pa.int64()),
+        ("num_tokens", pa.int64()),
+        ("load_E", pa.list_(pa.int64())),
+        ("num_pairs", pa.int64()),
+        ("num_topk_pairs", pa.int64()),
+        ("num_dropped_pairs", pa.int64()),
+        ("dropped_fraction", pa.float64()),
+        ("retained_mass_topk", pa.float64()),
+        ("retained_mass_all", pa.float64()),
+        ("tokens_without_expert", pa.int64()),
+        ("experts_per_token", pa.float64()),
+        ("peak_load", pa.float64()),  # fullest expert over mean, mean
+        ("rank_peak_load", pa.float64()),  # fullest rank over mean, mean
+        ("activated_experts", pa.float64()),  # mean
+        ("activated_experts_fullest_rank", pa.float64()),  # mean
+        ("num_image_tokens", pa.int64()),  # null where tokens have no modality
+        ("num_dropped_image_pairs", pa.int64()),  # of num_dropped_pairs; null likewise
+    ]
+)
+
+
+def backend_of(mode: str, *, is_modelled: bool) -> str | None:
+    """Which of ``BACKENDS`` gives the rows of a mode; ``is_modelled``: by a device file."""
+    return {"run": "ranks", "emulated": "modelled" if is_modelled else "virtual", "route": "routing"}.get(mode)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table on disk: a Parquet part per case, or per comparison, in a folder of a results directory."""
+
+    folder: str
+    schema: pa.Schema
+
+
+TABLES = {
+    "samples": Table("cases", SAMPLES_SCHEMA),
+    "routing": Table("routing", ROUTING_SCHEMA),
+    "score_curves": Table("scores", SCORE_CURVES_SCHEMA),  # per comparison
+    "overlap": Table("overlap", OVERLAP_SCHEMA),  # per comparison
+    "quality": Table("quality", QUALITY_SCHEMA),
+    "quality_routing": Table("routing", QUALITY_ROUTING_SCHEMA),
+}

@@ -1,0 +1,1 @@
+"""Take times, and say what may be concluded from them."""

@@ -1,0 +1,63 @@
+"""What this device can do at best, measured beside the run: the yardsticks for the experts' rates.
+
+A data sheet's number is no yardstick: it depends on clocks, power and the shapes. A large square
+matmul in the layer's dtype and a large copy are what this device reaches today.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moe_ep_bench.timing.timer import clock_for
+
+_MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
+_COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
+_REPETITIONS = {"cuda": 20, "cpu": 5}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Medians over repetitions, all ranks at once.
+
+    Attributes:
+        matmul_tflops: square matmul of ``matmul_size``.
+        copy_gbps: bytes read and written per second by a copy, in 1e9.
+        read_gbps: bytes read per second by a sum, in 1e9: what weights that are read once can hope for.
+    """
+
+    matmul_size: int
+    matmul_tflops: float
+    copy_gbps: float
+    read_gbps: float
+
+
+@torch.inference_mode()
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    size = _MATMUL_SIZE[device.type]
+    left = torch.randn(size, size, device=device).to(dtype)
+    product = torch.empty_like(left)
+    matmul_us = _median_us(lambda: torch.mm(left, left, out=product), device)
+    source = torch.zeros(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_us = _median_us(lambda: target.copy_(source), device)
+    numbers = source.view(torch.float32)
+    read_us = _median_us(numbers.sum, device)
+    return Ceilings(size, 2 * size**3 / matmul_us / 1e6, 2 * len(source) / copy_us / 1e3, len(source) / read_us / 1e3)
+
+
+def _median_us(function: Callable[[], object], device: torch.device) -> float:
+    clock = clock_for(device)
+    for _ in range(3):
+        function()
+    times = []
+    for _ in range(_REPETITIONS[device.type]):
+        start = clock.stamp()
+        function()
+        end = clock.stamp()
+        clock.wait()
+        times.append(clock.between_us(start, end))
+    return statistics.median(times)

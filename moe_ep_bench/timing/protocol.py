@@ -1,0 +1,219 @@
+"""The order in which things are timed, so that differences between cases are the cases' own.
+
+All cases of a comparison run interleaved on the same batches, in an order that changes from step
+to step so that each takes every place and follows every other equally often. Before each timed
+iteration ranks are aligned by a collective on the stream. Before anything is timed, rounds over
+all cases go on until one takes as long as the one before it. Plain iterations (two clock readings)
+give speedups; breakdown iterations (every phase, waiting probed) explain them; the two alternate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from moe_ep_bench.layer.phases import Rendezvous
+from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED, PhaseKey
+from moe_ep_bench.timing.timer import Clock, PhaseRecorder
+
+PLAIN, BREAKDOWN = "plain", "breakdown"
+
+# Two rounds that differ by less are the same.
+SETTLED_CHANGE = 0.02
+
+# Columns of a sample: every phase (NaN where it did not occur), then what concerns the whole iteration.
+HOST, THREAD_CPU = "host", "thread_cpu"
+
+
+def sample_keys(phases: Sequence[PhaseKey]) -> tuple[PhaseKey, ...]:
+    """Columns of a sample: phases, then what concerns the whole iteration."""
+    return (*phases, UNACCOUNTED, TOTAL, HOST, THREAD_CPU)
+
+
+COLUMNS = sample_keys(LAYER_PHASES)
+
+
+class Runnable(Protocol):
+    """A case that can be run on any batch of the comparison."""
+
+    @property
+    def case_id(self) -> str: ...
+
+    def ready(
+        self, batch: int, recorder: PhaseRecorder | None = None
+    ) -> contextlib.AbstractContextManager[Callable[[], object]]:
+        """Put the batch's routing into the layer and hand out what runs it, while the block lasts. Not timed.
+
+        Args:
+            recorder: gets the phases of the run; None = it is run without any of that.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """One timed iteration of every case on one batch."""
+
+    batch: int
+    iteration: int
+    kind: str
+
+
+def plan(num_batches: int, iterations: int, breakdown_iterations: int) -> list[Step]:
+    """All steps: in every round each batch once, plain, and in the first rounds once more broken down."""
+    steps = []
+    for iteration in range(iterations):
+        for batch in range(num_batches):
+            steps.append(Step(batch, iteration, PLAIN))
+            if iteration < breakdown_iterations:
+                steps.append(Step(batch, iteration, BREAKDOWN))
+    return steps
+
+
+def order(num_cases: int, turn: int) -> list[int]:
+    """The order of cases in a turn: a row of a Williams design (Aust. J. Sci. Res. A 2, 149, 1949).
+
+    Over ``num_cases`` turns (twice as many if odd) every case takes every place equally often and
+    follows every other case equally often, so that neither place nor predecessor favours any.
+    """
+    zigzag = [(k + 1) // 2 if k % 2 else -(k // 2) for k in range(num_cases)]
+    row = [(case + turn) % num_cases for case in zigzag]
+    return row[::-1] if num_cases % 2 and (turn // num_cases) % 2 else row
+
+
+def turn_of(step: Step, num_batches: int, num_cases: int) -> int:
+    """Which turn's order a step takes: consecutive ones within a round, and from round to round another for a batch."""
+    period = num_cases * (1 + num_cases % 2)
+    stride = next(stride for stride in range(num_batches, num_batches + period) if math.gcd(stride, period) == 1)
+    return step.iteration * stride + step.batch
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """How warming up went.
+
+    Attributes:
+        rounds: untimed rounds over all batches and cases.
+        change: how much longer (+) or shorter (-) the last round took than the one before it, median
+            over batches, slowest rank; None with fewer than two rounds.
+        settled: whether that was within ``SETTLED_CHANGE``.
+    """
+
+    rounds: int
+    change: float | None
+    settled: bool
+
+
+@torch.inference_mode()
+def warm_up(
+    cases: Sequence[Runnable],
+    num_batches: int,
+    rounds: tuple[int, int],
+    clock: Clock,
+    slowest: Callable[[np.ndarray], np.ndarray],
+    before: Callable[[str], None],
+) -> WarmUp:
+    """Run all cases on all batches until a round takes as long as the one before it.
+
+    Args:
+        rounds: the fewest and the most.
+        slowest: the element-wise maximum over ranks, so that all ranks stop together.
+    """
+    fewest, most = rounds
+    earlier_B: np.ndarray | None = None
+    change = None
+    for number in range(1, most + 1):
+        times_B = np.empty(num_batches)
+        for batch in range(num_batches):
+            start = time.perf_counter()
+            for case in cases:
+                before(case.case_id)
+                with case.ready(batch) as run:
+                    run()
+            clock.wait()
+            times_B[batch] = time.perf_counter() - start
+        times_B = slowest(times_B)
+        if earlier_B is not None:
+            change = float(np.median(times_B / earlier_B)) - 1
+            if number >= fewest and abs(change) <= SETTLED_CHANGE:
+                return WarmUp(number, change, settled=True)
+        earlier_B = times_B
+    return WarmUp(most, change, settled=False)
+
+
+@contextlib.contextmanager
+def collections_between() -> Iterator[None]:
+    """Keep the garbage collector from running by itself: in the middle of an iteration a phase would be charged."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@torch.inference_mode()
+def measure(
+    cases: Sequence[Runnable],
+    steps: Sequence[Step],
+    clock: Clock,
+    meet: Rendezvous,
+    before: Callable[[str], None],
+    flush: Callable[[], None] | None = None,
+    columns: Sequence[PhaseKey] = COLUMNS,
+) -> np.ndarray:
+    """Time every case at every step.
+
+    Args:
+        meet: aligns the ranks that talk to each other, on the stream.
+        before: called with the case's id ahead of each iteration, untimed (progress, marks, the watchdog).
+        flush: empties the cache ahead of each iteration, untimed.
+        columns: all phases that may occur, and what concerns the whole iteration.
+
+    Returns:
+        float64 [cases, steps, columns], microseconds.
+    """
+    samples = np.full((len(cases), len(steps), len(columns)), np.nan)
+    places = {name: place for place, name in enumerate(columns)}
+    recorder = PhaseRecorder(clock)
+    with collections_between():
+        num_batches = 1 + max(step.batch for step in steps)
+        for number, step in enumerate(steps):
+            for index in order(len(cases), turn_of(step, num_batches, len(cases))):
+                case = cases[index]
+                before(case.case_id)
+                with case.ready(step.batch, recorder if step.kind == BREAKDOWN else None) as run:
+                    if flush is not None:
+                        flush()
+                    clock.open_range(f"{case.case_id} batch {step.batch} {step.kind} {step.iteration}")
+                    times = _timed(run, recorder, meet)
+                    clock.close_range()
+                if step.kind == PLAIN:
+                    del times[UNACCOUNTED]  # Nothing was to be accounted for.
+                for name, value in times.items():
+                    samples[index, number, places[name]] = value
+            gc.collect(0)
+    return samples
+
+
+def _timed(run: Callable[[], object], recorder: PhaseRecorder, meet: Rendezvous) -> dict[PhaseKey, float]:
+    recorder.clock.wait()
+    meet()
+    cpu_start, host_start = time.thread_time_ns(), time.perf_counter_ns()
+    recorder.begin()
+    run()
+    recorder.end()
+    host_end, cpu_end = time.perf_counter_ns(), time.thread_time_ns()
+    times = recorder.times_us()
+    times[HOST] = (host_end - host_start) / 1e3
+    times[THREAD_CPU] = (cpu_end - cpu_start) / 1e3
+    return times

@@ -1,0 +1,154 @@
+"""Clocks, and a recorder that splits an iteration into exclusive phases.
+
+A recorder keeps one mark per change of phase: a clock reading and the phase that begins there.
+The time between two marks belongs to exactly one phase, so nested stages are exclusive by
+construction and the phases plus ``unaccounted`` add up to the total.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from moe_ep_bench.schema import TOTAL, UNACCOUNTED, PhaseKey
+
+
+class Clock(Protocol):
+    """Stamps taken now and read later, so that reading never disturbs what is timed."""
+
+    def stamp(self) -> Any: ...
+
+    def wait(self) -> None:
+        """Return once every stamp so far can be read."""
+        ...
+
+    def between_us(self, start: Any, end: Any) -> float: ...
+
+    def open_range(self, name: str) -> None:
+        """Begin a named range for a profiler that may be looking on; ranges nest."""
+        ...
+
+    def close_range(self) -> None: ...
+
+
+class HostClock:
+    """perf_counter, for work that runs on the calling thread."""
+
+    def stamp(self) -> int:
+        return time.perf_counter_ns()
+
+    def wait(self) -> None:
+        pass
+
+    def between_us(self, start: int, end: int) -> float:
+        return (end - start) / 1e3
+
+    def open_range(self, name: str) -> None:
+        pass
+
+    def close_range(self) -> None:
+        pass
+
+
+class CudaClock:
+    """CUDA events on the current stream, and NVTX ranges.
+
+    A stamp that is taken while a graph is captured is set anew by each of its replays.
+    """
+
+    def stamp(self) -> torch.cuda.Event:
+        inside = {"external": True} if torch.cuda.is_current_stream_capturing() else {}
+        event = torch.cuda.Event(enable_timing=True, **inside)
+        event.record()
+        return event
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+    def between_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return start.elapsed_time(end) * 1e3
+
+    def open_range(self, name: str) -> None:
+        torch.cuda.nvtx.range_push(name)
+
+    def close_range(self) -> None:
+        torch.cuda.nvtx.range_pop()
+
+
+def clock_for(device: torch.device) -> Clock:
+    return CudaClock() if device.type == "cuda" else HostClock()
+
+
+# A clock's stamp, and the phase that begins there.
+Mark = tuple[Any, PhaseKey]
+
+
+class PhaseRecorder:
+    """Marks of one iteration. ``begin``, then nested ``enter``/``leave``, then ``end``.
+
+    Attributes:
+        marks: so far.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.marks: list[Mark] = []
+        self._stack: list[PhaseKey] = []
+
+    def begin(self) -> None:
+        self.marks.clear()
+        self._stack = [UNACCOUNTED]
+        self._mark()
+
+    def enter(self, phase: PhaseKey) -> None:
+        self._stack.append(phase)
+        self._mark()
+        self.clock.open_range(phase if isinstance(phase, str) else f"{phase[1]} of layer {phase[0]}")
+
+    def leave(self) -> None:
+        self.clock.close_range()
+        self._stack.pop()
+        self._mark()
+
+    def end(self) -> None:
+        self._mark()
+
+    def splice(self, marks: Sequence[Mark]) -> None:
+        """Take over marks whose stamps were set by something else, since the last mark of one's own."""
+        self.marks += marks
+
+    def _mark(self) -> None:
+        self.marks.append((self.clock.stamp(), self._stack[-1]))
+
+    def wrap(self, phase: PhaseKey, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` with its time credited to ``phase``, less what it calls that is wrapped too."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.enter(phase)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.leave()
+
+        return timed
+
+    def segments_us(self) -> list[tuple[PhaseKey, float]]:
+        """Phase and microseconds of every stretch between two marks, in order; waits for the clock."""
+        self.clock.wait()
+        return [
+            (phase, self.clock.between_us(start, end)) for (start, phase), (end, _) in itertools.pairwise(self.marks)
+        ]
+
+    def times_us(self) -> dict[PhaseKey, float]:
+        """Microseconds per phase, with ``unaccounted`` and ``total``; waits for the clock."""
+        times: dict[PhaseKey, float] = defaultdict(float)
+        for phase, time_us in self.segments_us():
+            times[phase] += time_us
+        times[UNACCOUNTED] += 0.0
+        times[TOTAL] = self.clock.between_us(self.marks[0][0], self.marks[-1][0])
+        return dict(times)

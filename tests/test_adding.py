@@ -1,0 +1,134 @@
+"""What is added stands in the places that are promised, and in no other."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pandas as pd
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from moe_ep_bench.analysis.route_batches import activated_figure
+from moe_ep_bench.analysis.route_load import load_route
+from moe_ep_bench.cli import main
+from moe_ep_bench.policies import POLICIES, Policy, Routing, RoutingContext
+from moe_ep_bench.runtime.exit_codes import OK
+
+CONFIG = {
+    "name": "tiny",
+    "model": {"preset": "deepseek-v2-lite"},
+    "workload": {"kind": "synthetic", "num_batches": 2, "peak_load": 4.0, "sequence_length": 8},
+    "layer": {"ep_size": 4},
+    "policies": [{"name": "best_only", "scale": 0.5}],
+    "sweep": {"workload.num_tokens": [16, 48, 96]},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestOnly(Policy):
+    """Every token goes to its best expert alone."""
+
+    name: ClassVar[str] = "best_only"
+    look: ClassVar[tuple[str, str]] = ("#123456", "*")
+
+    scale: float
+
+    def route(self, scores_TE: Tensor, context: RoutingContext, stats: Tensor | None = None) -> Routing:
+        map_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, scores_TE.argmax(dim=1, keepdim=True), True)
+        return Routing(map_TE=map_TE, weights_TE=self.scale * scores_TE * map_TE)
+
+
+def test_a_policy_is_added_in_its_module_and_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "best_only", BestOnly)
+    config, out = tmp_path / "config.yaml", tmp_path / "out"
+    config.write_text(yaml.safe_dump(CONFIG))
+    assert main(["route", str(config), "--out", str(out)]) == OK
+
+    run = load_route(out)
+    cases = [case for group in run.groups for case in group.layers[0].cases.values() if case.policy == "best_only"]
+    assert [case.params for case in cases] == 3 * [{"scale": 0.5}]
+    assert sorted(int(case.load_BE.sum()) for case in cases) == [2 * 16, 2 * 48, 2 * 96]
+
+    drawing = activated_figure(run)
+    assert drawing is not None
+    (legend,) = drawing.figure.legends
+    drawn = dict(zip((text.get_text() for text in legend.get_texts()), legend.legend_handles, strict=True))
+    line = drawn["best_only scale=0.5"]
+    assert (line.get_color(), line.get_marker()) == BestOnly.look
+
+
+TREE = Path(__file__).parents[1]
+RUN_CONFIG = {
+    "name": "tiny",
+    "model": {"preset": "deepseek-v2-lite", "scale": 0.03125},
+    "workload": {"kind": "synthetic", "num_tokens": 64, "num_batches": 1, "peak_load": 4.0},
+    "layer": {"dtype": "float32"},
+    "policies": [{"name": "topk"}],
+    "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 0, "max_warmup": 1},
+}
+
+
+def insert(path: Path, before: str, row: str) -> None:
+    text = path.read_text()
+    assert text.count(before) == 1
+    path.write_text(text.replace(before, f"{row}\n{before}"))
+
+
+def test_a_phase_is_added_by_one_row_and_the_hook_that_times_it(tmp_path: Path) -> None:
+    """The router's own glue, which no other phase covers, as a phase and a group of its own."""
+    shutil.copytree(TREE / "moe_ep_bench", tmp_path / "moe_ep_bench", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "configs").symlink_to(TREE / "configs")
+    package = tmp_path / "moe_ep_bench"
+    gate = 'Phase("gate", '
+    insert(package / "schema.py", f"        {gate}", '        Phase("glue", "router", "#999933"),')
+    gating = '    Stage("router", "gating", '
+    insert(package / "layer/stages.py", gating, '    Stage("router", "forward", "glue"),')
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(RUN_CONFIG))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for command in (
+        ["run", "--nproc", "1", "config.yaml", "--out", "out"],
+        ["plot", "out", "--figures", "phases", "--format", "svg"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "moe_ep_bench", *command],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    samples = pd.concat(map(pd.read_parquet, (tmp_path / "out" / "cases").glob("*.parquet")))
+    broken = samples[samples.kind == "breakdown"]
+    assert (broken[broken.phase == "glue"].groupby("case_id").time_us.sum() > 0).all()
+    assert set(broken[broken.phase == "glue"].case_id) == set(broken.case_id)
+    figure = pd.read_csv(tmp_path / "out" / "figures" / "phases.csv")
+    assert (figure[figure.phases == "router"].time_ms > 0).all()
+    assert set(figure[figure.phases == "router"].policy) >= {"native", "topk"}
+
+
+def test_a_preset_is_added_by_one_yaml(tmp_path: Path) -> None:
+    """A model of a new name, as a file of configs/models/, routes and is drawn."""
+    shutil.copytree(TREE / "moe_ep_bench", tmp_path / "moe_ep_bench", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(TREE / "configs" / "models", tmp_path / "configs" / "models")
+    preset = yaml.safe_load((TREE / "configs" / "models" / "olmoe-1b-7b.yaml").read_text())
+    (tmp_path / "configs" / "models" / "own-moe.yaml").write_text(
+        yaml.safe_dump({**preset, "name": "Own MoE", "num_experts": 12, "top_k": 3})
+    )
+    config = {**CONFIG, "name": "own", "model": {"preset": "own-moe"}, "policies": [{"name": "topk"}], "sweep": {}}
+    config["workload"] = {**config["workload"], "num_tokens": 48}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_ep_bench", "route", "config.yaml", "--out", "out"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    routed = pd.concat(map(pd.read_parquet, (tmp_path / "out" / "routing").glob("*.parquet")))
+    assert set(routed.model) == {"Own MoE"}
+    assert {len(load_E) for load_E in routed.load_E} == {12}
+    assert routed.num_topk_pairs.sum() == 3 * 48 * 2 * routed.case_id.nunique()
+    assert "Own MoE" in "".join(path.read_text() for path in (tmp_path / "out" / "figures").glob("*.csv"))

@@ -1,0 +1,109 @@
+"""The commands' names, and what they wait for: help and mistakes in a config need neither torch nor pandas."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from moe_ep_bench import cli
+from moe_ep_bench.cli.arguments import SUCCESSORS
+from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+
+COMMANDS = (
+    "run", "emulate", "route", "advise", "validate", "papers", "quality", "calibrate", "trace", "doctor", "show",
+    "plot", "compare",
+)  # fmt: skip
+ROOT = Path(__file__).parents[1]
+HEAVY = {"torch", "megatron", "pandas", "matplotlib"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: moe-ep-bench {command}" in capsys.readouterr().out
+
+
+def test_there_are_no_other_commands() -> None:
+    assert {name.split()[0] for name in cli.COMMANDS} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", SUCCESSORS)
+def test_a_command_that_went_names_its_successor(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "configs/quickstart.yaml", "--any", "thing"]) == USER_ERROR
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert SUCCESSORS[command].split()[0] in COMMANDS
+    assert f"moe-ep-bench {SUCCESSORS[command]}" in said
+
+
+MISTAKES = {
+    "wrong key": ({"measure": {"iterashuns": 3}}, "measure.iterashuns: no such key"),
+    "wrong policy": ({"policies": [{"name": "tokendrop"}]}, "did you mean token_drop?"),
+    "wrong field": ({"policies": [{"name": "token_drop", "gamma": 1}]}, "gamma: token_drop has no such field"),
+    "wrong value": ({"policies": [{"name": "token_drop", "capacity_factor": -1}]}, "capacity_factor: expected"),
+    "no such model": ({"model": {"preset": "olmoe"}}, "model: preset: expected one of"),
+}
+
+
+def loaded_by(*commands: list[object]) -> tuple[set[str], list[int], list[str]]:
+    """The heavy packages that commands import, run one after the other, their statuses and what they said."""
+    program = (
+        "import json, sys; from moe_ep_bench.cli import main\n"
+        "def status(command):\n"
+        "    try: return main(command)\n"
+        "    except SystemExit as end: return end.code\n"
+        "statuses = [status(command) for command in json.loads(sys.argv[1])]\n"
+        "print(); print(json.dumps([statuses, list(sys.modules)]))"
+    )
+    texts = json.dumps([list(map(str, command)) for command in commands])
+    done = subprocess.run([sys.executable, "-c", program, texts], capture_output=True, text=True, check=True, cwd=ROOT)
+    statuses, modules = json.loads(done.stdout.splitlines()[-1])
+    return HEAVY.intersection(modules), statuses, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_a_config_is_found_without_torch(name: str, tmp_path: Path) -> None:
+    change, expected = MISTAKES[name]
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text()) | change))
+    commands = ["run", "emulate", "route", "advise", "validate", "papers"]
+    loaded, statuses, said = loaded_by(*([command, config, "--out", tmp_path / "out"] for command in commands))
+    assert statuses == [USER_ERROR] * len(commands), said
+    assert len(said) == len(commands)
+    assert all(expected in line for line in said), said
+    assert loaded == set()
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_and_the_points_of_a_sweep_need_no_torch() -> None:
+    points = ["run", "configs/whatif-skew.yaml", "--list-points"]
+    assert loaded_by(["--help"], ["run", "--help"], points) == (set(), [OK] * 3, [])
+
+
+def test_tables_are_shown_without_torch() -> None:
+    names = ("quickstart-2cpu", "quality-small-2cpu", "validate-2cpu")
+    loaded, statuses, said = loaded_by(*(["show", f"results/reference/{name}"] for name in names))
+    assert statuses == [OK] * len(names), said
+    assert "torch" not in loaded
+
+
+def test_results_go_below_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    fake = SimpleNamespace(dry_run=None, emulate=lambda config, out, *_, **__: seen.append(out) or USER_ERROR)
+    monkeypatch.setitem(sys.modules, "moe_ep_bench.bench.emulate", fake)
+    assert cli.main(["emulate", str(ROOT / "configs/quickstart.yaml")]) == USER_ERROR
+    assert seen == [Path("results/quickstart")]
+
+
+def test_one_repetition_alone_is_for_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert cli.main(["run", "configs/quickstart.yaml", "--launch", "0"]) == USER_ERROR
+    assert "--launch: only for ranks" in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""Experts in slots: every pair finds one slot of its expert, replicas share evenly, metrics follow."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ep_bench.bench.traffic import chunks_of, placed_metrics
+from moe_ep_bench.layer.expert_placement import ExpertPlacement
+from moe_ep_bench.metrics import routing_metrics
+from moe_ep_bench.placement import Placement, make_placement, replicate
+from moe_ep_bench.policies import RoutingContext, make_policy
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ExpertPlacement, torch.Tensor, int]:
+    """Slots of a random plan, a random map [T, E] and a source rank."""
+    num_ranks = draw(st.sampled_from([1, 2, 4]))
+    num_experts = num_ranks * draw(st.integers(1, 4))
+    spare = draw(st.integers(0, 3))
+    generator = np.random.default_rng(draw(st.integers(0, 10**6)))
+    load_E = generator.exponential(size=num_experts)
+    slots = ExpertPlacement.of_replication(
+        replicate(load_E, num_slots=num_experts + spare * num_ranks, num_ranks=num_ranks, policy="global")
+    )
+    map_TE = torch.from_numpy(generator.random((draw(st.integers(0, 40)), num_experts)) < 0.4)
+    return slots, map_TE, draw(st.integers(0, num_ranks - 1))
+
+
+@given(cases())
+def test_every_pair_goes_to_one_slot_of_its_expert_and_replicas_share_evenly(case) -> None:
+    slots, map_TE, rank = case
+    map_TP = slots.spread(map_TE, rank)
+    for expert in range(slots.num_experts):
+        of_expert_TC = map_TP[:, slots.expert_P == expert]
+        assert torch.equal(of_expert_TC.sum(1), map_TE[:, expert].long())
+        loads = of_expert_TC.sum(0)
+        assert int(loads.max() - loads.min()) <= 1
+    weights_TE = torch.rand(map_TE.shape) * map_TE
+    weights_TP = slots.spread_weights(weights_TE, map_TP)
+    assert torch.equal(weights_TP != 0, map_TP & (weights_TP != 0))
+    torch.testing.assert_close(weights_TP.sum(1), weights_TE.sum(1))
+
+
+@given(cases())
+def test_metrics_of_placed_experts_are_those_of_a_slow_count(case) -> None:
+    slots, map_TE, rank = case
+    map_TP = slots.spread(map_TE, rank)
+    per_rank = slots.num_slots // slots.num_ranks
+    pairs = [(token, int(slot) // per_rank, int(slot)) for token, slot in map_TP.nonzero()]
+    found = placed_metrics(map_TP, slots, rank)
+    assert found["load_R"] == [sum(to == other for _, to, _ in pairs) for other in range(slots.num_ranks)]
+    assert found["crossing_pairs"] == sum(to != rank for _, to, _ in pairs)
+    assert found["crossing_copies"] == len({(int(token), to) for token, to, _ in pairs if to != rank})
+    activated = [len({slot for _, to, slot in pairs if to == other}) for other in range(slots.num_ranks)]
+    assert found["activated_experts_fullest_rank"] == max(activated)
+
+
+def test_contiguous_slots_change_no_metric() -> None:
+    scores_TE = torch.rand(33, 8, generator=torch.Generator().manual_seed(1)).softmax(1)
+    context = RoutingContext(top_k=2, num_ranks=4, rank=1)
+    routing = make_policy({"name": "topk"}).route(scores_TE, context)
+    slots = ExpertPlacement.contiguous(8, 4)
+    assert slots.is_contiguous
+    map_TP = slots.spread(routing.map_TE, 1)
+    assert torch.equal(map_TP, routing.map_TE)
+    metrics = routing_metrics(routing, scores_TE, context)
+    placed = placed_metrics(map_TP, slots, 1)
+    assert placed == {key: metrics[key] for key in placed}
+
+
+def test_few_pairs_of_many_ranks_do_not_meet_in_one_replica() -> None:
+    slots = ExpertPlacement(torch.tensor([0, 1, 0, 0]), num_experts=2, num_ranks=2)
+    one_pair = torch.tensor([[True, False]])
+    assert {int(slots.spread(one_pair, rank).nonzero()[0, 1]) for rank in range(3)} == {0, 2, 3}
+
+
+def test_a_placement_becomes_slots() -> None:
+    slots = ExpertPlacement.of_placement(make_placement("strided", 6, 3))
+    assert slots.expert_P.tolist() == [0, 3, 1, 4, 2, 5]
+    assert not slots.is_contiguous
+    replicated = ExpertPlacement.of_placement(make_placement([[1, 1, 0], [0, 1, 1]], 3, 2))
+    assert replicated.expert_P.tolist() == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ([[1, 1, 1], [0, 0, 1]], "as many experts on every rank, where a layer is run; got 1 to 3"),
+        ([[1, 0.25, 0], [0, 0.75, 1]], "even shares"),
+    ],
+)
+def test_placements_that_no_layer_can_run_are_refused(shares: list[list[float]], message: str) -> None:
+    share_RE = np.array(shares, dtype=float)
+    with pytest.raises(ValueError, match=message):
+        ExpertPlacement.of_placement(Placement("matrix", share_RE / share_RE.sum(0)))
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_chunks_are_all_tokens_in_order_and_even(num_tokens: int, num_chunks: int) -> None:
+    chunks = chunks_of(num_tokens, num_chunks)
+    assert [token for chunk in chunks for token in range(num_tokens)[chunk]] == list(range(num_tokens))
+    sizes = [chunk.stop - chunk.start for chunk in chunks]
+    assert len(sizes) == num_chunks
+    assert max(sizes) - min(sizes) <= 1

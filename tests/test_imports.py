@@ -1,0 +1,81 @@
+"""Imports run one way: no circle among modules, those inside functions included."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "moe_ep_bench"
+MOST_LOOSE_MODULES = 10
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(source: str, known: set[str]) -> set[str]:
+    """The package's own modules that a source imports anywhere but for type checkers."""
+    tree = ast.parse(source)
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            # A name that is no module of its own comes from the package's __init__.
+            found |= (submodules & known) | ({node.module} if submodules - known else set())
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & known
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """One circle of imports, its first module once more at its end; empty where there is none."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for imported in sorted(graph[module]):
+            if circle := visit(imported, [*path, module]):
+                return circle
+        done.add(module)
+        return []
+
+    return next((circle for module in sorted(graph) if (circle := visit(module, []))), [])
+
+
+def test_imports_have_no_circle() -> None:
+    paths = modules()
+    graph = {name: imports_of(path.read_text(), set(paths)) - {name} for name, path in paths.items()}
+    assert len(graph) > 50
+    assert circle_in(graph) == []
+
+
+def test_a_circle_would_be_found() -> None:
+    inside = "def later():\n    from package.b import thing\n"
+    graph = {
+        "package.a": imports_of(inside, {"package.a", "package.b"}),
+        "package.b": imports_of("import package.a\n", {"package.a", "package.b"}),
+    }
+    assert circle_in(graph) == ["package.a", "package.b", "package.a"]
+    for_types = f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {inside.splitlines()[1].strip()}\n"
+    assert imports_of(for_types, {"package.b"}) == set()
+
+
+def test_at_most_ten_modules_lie_loose() -> None:
+    loose = sorted(path.name for path in PACKAGE.glob("*.py"))
+    assert len(loose) <= MOST_LOOSE_MODULES, loose

@@ -1,0 +1,123 @@
+"""One config planned on every backend and for both subjects: the same cases on the same batches."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from moe_ep_bench.bench.plan import MODELLED, NOISE, RANKS, REPLICATION, ROUTING, VIRTUAL, Comparison, plan
+
+CONFIG = {
+    "name": "tiny",
+    "model": {"preset": "deepseek-v2-lite", "scale": 0.03125},
+    "workload": {"kind": "synthetic", "num_tokens": 96, "num_batches": 2, "peak_load": 4.0, "sequence_length": 8},
+    "layer": {"dtype": "float32", "ep_size": 4},
+    "policies": [{"name": "topk"}, {"name": "token_drop", "capacity_factor": [1.0, 1.5]}],
+    "emulate": {"links": "h100-nvlink4"},
+    "sweep": {"workload.seed": [0, 1]},
+}
+SUBJECTS = {"layer": {}, "model": {"scope": "model", "whole": {"num_layers": 3}}}
+DEVICE = "emulate.device=h100-sxm"
+NUM_RANKS = 4
+
+
+@pytest.fixture(params=SUBJECTS)
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**CONFIG, **SUBJECTS[request.param]}))
+    return path
+
+
+def on(backend: str, config: Path, *overrides: str) -> list[Comparison]:
+    device = [DEVICE] if backend == MODELLED else []
+    return list(plan(config, [*overrides, *device], backend, NUM_RANKS, on_cpu=True))
+
+
+def cases(comparison: Comparison) -> list[tuple[str, str, dict]]:
+    return [(case.role, case.label, case.params) for case in comparison.cases]
+
+
+def test_a_plan_has_the_same_cases_and_workloads_on_ranks_and_on_virtual_ones(config: Path) -> None:
+    planned = {backend: on(backend, config) for backend in (RANKS, VIRTUAL, MODELLED)}
+    for backend, comparisons in planned.items():
+        assert [one.backend for one in comparisons] == [backend] * 2
+        for one, real in zip(comparisons, planned[RANKS], strict=True):
+            assert cases(one) == cases(real)
+            assert one.ep_size == one.world_size == real.world_size == NUM_RANKS
+            assert one.workloads.keys() == real.workloads.keys()
+            for mine, theirs in zip(one.workloads.values(), real.workloads.values(), strict=True):
+                assert torch.equal(mine.batch(1).scores_TE, theirs.batch(1).scores_TE)
+            assert one.describe_workload() == real.describe_workload()
+
+
+def test_ids_tell_points_backends_and_cases_apart(config: Path) -> None:
+    comparisons = [one for backend in (RANKS, VIRTUAL, MODELLED) for one in on(backend, config)]
+    ids = [*(one.comparison_id for one in comparisons), *(case.case_id for one in comparisons for case in one.cases)]
+    assert len(set(ids)) == len(ids)
+    again = [one for backend in (RANKS, VIRTUAL, MODELLED) for one in on(backend, config)]
+    assert [one.comparison_id for one in again] == [one.comparison_id for one in comparisons]
+
+
+def test_rows_say_subject_and_backend(config: Path) -> None:
+    for backend in (RANKS, VIRTUAL):
+        (one, _) = on(backend, config)
+        described = one.describe_case(one.cases[0])
+        assert (described["subject"], described["backend"]) == (one.scope, backend)
+
+
+def test_a_model_is_planned_layer_by_layer(config: Path) -> None:
+    (one, _) = on(VIRTUAL, config)
+    layers = one.subject.layers()
+    assert list(layers) == ([None] if one.scope == "layer" else [1, 2])
+    for (layer, own), workload in zip(layers.items(), one.workloads.values(), strict=True):
+        assert (own.name, own.workload) == ("layer", workload)
+        assert own.layer_fraction == one.subject.fraction_of(layer)
+        context = own.context(1, torch.zeros(2, dtype=torch.int64), None)
+        assert (context.rank, context.num_ranks, context.layer_fraction) == (1, NUM_RANKS, own.layer_fraction)
+    for mine, theirs in itertools.pairwise(one.workloads.values()):
+        assert not torch.equal(mine.batch(0).scores_TE, theirs.batch(0).scores_TE)
+
+
+def test_routing_has_a_baseline_and_policies_that_differ_from_it(config: Path) -> None:
+    if yaml.safe_load(config.read_text()).get("scope") == "model":
+        with pytest.raises(ValueError, match=r"config.yaml: scope: expected layer for this command, got model"):
+            on(ROUTING, config)
+        return
+    routed, real = on(ROUTING, config)[0], on(RANKS, config)[0]
+    assert [case.label for case in routed.cases] == ["native", *(case.label for case in real.cases[3:5])]
+    assert torch.equal(routed.workload.batch(0).scores_TE, real.workload.batch(0).scores_TE)
+
+
+def test_only_virtual_ranks_replicate_experts(config: Path) -> None:
+    wanted = "emulate.replication=[{spare_per_rank: 4}]"
+    assert REPLICATION not in {case.role for case in on(RANKS, config, wanted)[0].cases}
+    if on(RANKS, config)[0].scope == "model":
+        with pytest.raises(ValueError, match=r"emulate.replication: expected none with scope model"):
+            on(VIRTUAL, config, wanted)
+        return
+    (one, _) = on(VIRTUAL, config, wanted)
+    (case,) = (case for case in one.cases if case.role == REPLICATION)
+    assert one.extra_bytes_per_rank(case) > 0
+
+
+def test_a_point_is_one_of_the_sweep(config: Path) -> None:
+    seen = []
+    (second,) = plan(config, [], RANKS, NUM_RANKS, on_cpu=True, point=1, before=seen.append)
+    assert [experiment.point for experiment in seen] == [second.experiment.point] == [(("workload.seed", 1),)]
+    with pytest.raises(ValueError, match=r"--point: expected 0 to 1 \(the points of .*config.yaml's sweep\), got 2"):
+        plan(config, [], RANKS, NUM_RANKS, on_cpu=True, point=2)
+
+
+def test_a_case_is_found_by_id_label_or_name_where_it_is_one(config: Path) -> None:
+    planned = plan(config, ["workload.seed=0"], RANKS, NUM_RANKS, on_cpu=True)
+    (comparison,) = planned
+    for wanted in (comparison.cases[3].case_id, comparison.cases[3].label):
+        assert planned.find_case(wanted) == (comparison, comparison.cases[3])
+    assert planned.find_case("topk")[1].name == "topk"
+    for wanted, expected in (("token_drop", "expected one of"), (NOISE, "expected a case: its id, label or policy of")):
+        with pytest.raises(ValueError, match=f"--profile {wanted}: {expected}"):
+            planned.find_case(wanted)

@@ -1,0 +1,589 @@
+"""``quality`` with ``tasks``: the lm-evaluation-harness under policies, beside papers' numbers; by the package where it
+is installed, and by a stand-in everywhere."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import py_compile
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import hf_models
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+
+from moe_ep_bench.analysis.accuracy_report import (
+    WIDTH,
+    AnsweredCase,
+    AnsweredTask,
+    accuracy_text,
+    lines_of,
+    load_accuracy_results,
+)
+from moe_ep_bench.analysis.quality_report import load_quality_results
+from moe_ep_bench.cli import main
+from moe_ep_bench.papers.published import load_table
+from moe_ep_bench.policies import make_policy
+from moe_ep_bench.quality import harness
+from moe_ep_bench.quality.checkpoint import Checkpoint
+from moe_ep_bench.quality.config import load_quality
+from moe_ep_bench.quality.harness import Routed, score_continuations
+from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+from moe_ep_bench.schema import QUALITY_SCHEMA
+
+REPOSITORY = Path(__file__).parents[1]
+TABLES = sorted((REPOSITORY / "configs" / "papers" / "accuracy").glob("*.yaml"))
+CONFIGS = sorted((REPOSITORY / "configs").glob("quality-tasks-*.yaml"))
+DROP = {"name": "token_drop", "capacity_factor": 0.5}
+CONFIG: dict[str, Any] = {
+    "name": "tiny",
+    "model": {"checkpoint": "tiny-olmoe", "device": "cpu"},
+    "tasks": [{"name": "sums", "num_fewshot": 2, "metric": "acc"}],
+    "include": "tasks",
+    "batch_size": 4,
+    "layer": {"ep_size": 2},
+    "policies": [DROP],
+    "published": {"table": "table.yaml", "model": "Tiny"},
+}
+TABLE = {
+    "source": "a paper, Table 1",
+    "note": "Made up.",
+    "columns": [
+        {"name": "Sums", "task": "sums", "num_fewshot": 2, "metric": "acc"},
+        {"name": "Sums", "task": "sums", "num_fewshot": 5, "metric": "acc"},
+        {"name": "Other"},
+    ],
+    "models": {
+        "Tiny": [
+            {"policy": None, "accuracy": [50.0, 60.0, 70.0]},
+            {"policy": DROP, "accuracy": [40.0, 61.0, None]},
+        ]
+    },
+}
+QUESTIONS = [
+    {"q": f"{n} and {n + 1} are", "options": [str(2 * n + 1), str(2 * n), "none"], "gold": n % 3} for n in range(12)
+]
+SUMS = """task: sums
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+fewshot_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{q}}}}"
+doc_to_choice: options
+doc_to_target: gold
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+metadata: {{version: 1.0}}
+"""
+WRITTEN = """task: written
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{q}}}}"
+doc_to_target: "{{{{options[0]}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 3, do_sample: false}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, tasks, a published table and a config side by side."""
+    folder = tmp_path_factory.mktemp("quality")
+    hf_models.checkpoint(folder / "tiny-olmoe", "olmoe")
+    tasks = folder / "tasks"
+    tasks.mkdir()
+    data = tasks / "questions.jsonl"
+    data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    (tasks / "sums.yaml").write_text(SUMS.format(data=data))
+    (tasks / "written.yaml").write_text(WRITTEN.format(data=data))
+    (tasks / "group.yaml").write_text(
+        "group: together\ntask: [sums]\naggregate_metric_list:\n  - {metric: acc, weight_by_size: true}\n"
+    )
+    (folder / "table.yaml").write_text(yaml.safe_dump(TABLE))
+    (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder: Path) -> Checkpoint:
+    return Checkpoint.open(folder / "tiny-olmoe")
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Checkpoint) -> Any:
+    return checkpoint.load("auto", torch.device("cpu"))
+
+
+def encoded(text: str) -> list[int]:
+    return [3 + byte for byte in text.encode()]
+
+
+# --- Scores beside an oracle ---------------------------------------------------------------------
+
+PAIRS = [
+    (encoded(question["q"]), encoded(" " + option))
+    for question in QUESTIONS[:3]
+    for option in [*question["options"], "x", "y"]
+]
+
+
+def one_by_one(model: Any, pairs: Any, max_length: int = 4096) -> list[tuple[float, bool]]:
+    """Every continuation in a pass of its own, without padding."""
+    found = []
+    for context, continuation in pairs:
+        tokens = (context + continuation)[-(max_length + 1) :]
+        logits_SV = model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0].log_softmax(-1)
+        rows = logits_SV[-len(continuation) :]
+        value = sum(float(row[token]) for row, token in zip(rows, continuation, strict=True))
+        found.append((value, rows.argmax(-1).tolist() == continuation))
+    return found
+
+
+@pytest.mark.parametrize(("batch_size", "max_length"), [(1, 4096), (4, 4096), (64, 4096), (4, 7)])
+def test_scores_are_those_of_every_continuation_alone(batch_size: int, max_length: int, model: Any) -> None:
+    with torch.inference_mode():
+        found = score_continuations(model, PAIRS, max_length, batch_size)
+        expected = one_by_one(model, PAIRS, max_length)
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], rel=1e-4, abs=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
+def test_padding_takes_no_capacity_and_prompts_that_are_alike_are_read_once(model: Any) -> None:
+    lengths: list[int] = []
+    routing = Routed(make_policy({"name": "topk"}), num_ranks=2)
+    with torch.inference_mode(), routing.scoring(model):
+        handle = model.base_model.register_forward_pre_hook(
+            lambda _, args, kwargs: lengths.extend(kwargs["attention_mask"].sum(dim=1).tolist()), with_kwargs=True
+        )
+        score_continuations(model, PAIRS, 4096, 4)
+        handle.remove()
+    different = {tuple((context + continuation)[:-1]) for context, continuation in PAIRS}
+    assert sorted(lengths) == sorted(map(len, different)), "of x and y only what stands before them is read"
+    assert len(different) < len(PAIRS)
+    assert routing._sums["topk"] == 2 * 3 * sum(lengths), "two layers, three experts a token, no padding"
+    assert routing.summary() == {"dropped_fraction": 0.0, "retained_mass_topk": 1.0, "experts_per_token": 3.0}
+
+
+def test_policies_act_where_answers_are_scored_in_the_phase_that_they_are_for(model: Any) -> None:
+    def scored(spec: dict[str, Any] | None, phase: Any = "auto") -> tuple[list[tuple[float, bool]], Routed]:
+        routing = Routed(None if spec is None else make_policy(spec), 2, phase)
+        with torch.inference_mode(), routing.scoring(model):
+            return score_continuations(model, PAIRS, 4096, 8), routing
+
+    native, nothing = scored(None)
+    assert nothing.summary()["dropped_fraction"] == 0
+    assert scored({"name": "topk"})[0] == native
+    for spec in (DROP, {"name": "oea", "k0": 1}):
+        answers, routing = scored(spec)
+        assert answers != native
+        assert 0 < (routing.summary()["dropped_fraction"] or 0) < 1
+    assert scored(DROP, "decode")[0] != scored(DROP)[0]
+    assert scored(DROP, "prefill")[0] == scored(DROP)[0]
+
+
+# --- The command, with a stand-in for the package ------------------------------------------------
+
+
+class StandIn:
+    """What our side takes for the harness: a task of scored options, judged by the highest score."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int | None, int | None]] = []
+        self.shift = 0.0
+
+    def simple_evaluate(
+        self, model: Any, tasks: list[str], num_fewshot: int | None, limit: int | None, **_: Any
+    ) -> dict[str, Any]:
+        self.asked.append((tasks[0], num_fewshot, limit))
+        if tasks[0] == "broken":
+            raise ConnectionError("no\nroute")
+        questions = QUESTIONS[:limit]
+        requests = [
+            (("", ""), encoded(question["q"]), encoded(" " + option))
+            for question in questions
+            for option in question["options"]
+        ]
+        scores = [value for value, _ in model._loglikelihood_tokens(requests)]
+        hits = [
+            float(max(range(3), key=lambda option: scores[3 * number + option]) == question["gold"])
+            for number, question in enumerate(questions)
+        ]
+        mean = sum(hits) / len(hits)
+        stderr = math.sqrt(mean * (1 - mean) / (len(hits) - 1))
+        values = {"alias": "sums", "acc,none": mean, "acc_stderr,none": stderr, "f1,none": 0.5, "f1_stderr,none": "N/A"}
+        samples = [
+            {"doc_id": number, "filter": "none", "metrics": ["acc"], "acc": hit} for number, hit in enumerate(hits)
+        ]
+        return {
+            "results": {tasks[0]: values},
+            "n-shot": {tasks[0]: num_fewshot},
+            "n-samples": {tasks[0]: {"original": 12, "effective": len(hits)}},
+            "versions": {tasks[0]: 1.0},
+            "higher_is_better": {tasks[0]: {"acc": True}},
+            "samples": {tasks[0]: samples},
+        }
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    stand_in = StandIn()
+
+    class Model:
+        def __init__(self, pretrained: Any, tokenizer: Any, batch_size: int) -> None:
+            self.model, self.tokenizer, self.max_length = pretrained, tokenizer, 4096
+
+    class Tasks:
+        def __init__(self, include_path: str | None = None, include_defaults: bool = True) -> None:
+            own = {file.stem for file in Path(include_path).glob("*.yaml")} if include_path else set()
+            self.all_tasks = sorted(own | ({"piqa", "broken"} if include_defaults else set()))
+
+    for name, members in {
+        "lm_eval": {"simple_evaluate": stand_in.simple_evaluate},
+        "lm_eval.tasks": {"TaskManager": Tasks},
+        "lm_eval.models": {},
+        "lm_eval.models.huggingface": {"HFLM": Model},
+    }.items():
+        module = ModuleType(name)
+        module.__dict__.update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    return stand_in
+
+
+def scores(directory: Path) -> dict[str, pd.DataFrame]:
+    """Every case's rows by its label."""
+    described = json.loads((directory / "run.json").read_text())
+    return {
+        case["label"]: pq.read_table(directory / "quality" / f"{case_id}.parquet").to_pandas()
+        for case_id, case in described["cases"].items()
+    }
+
+
+def of_questions(rows: pd.DataFrame) -> pd.Series:
+    return rows[rows["item"].notna()].set_index("item")["value"]
+
+
+def test_rows_are_the_harnesss_numbers_and_a_second_time_nothing_is_run(
+    folder: Path, stand_in: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quality", str(folder / "config.yaml"), "--out", str(tmp_path)]) == OK
+    assert stand_in.asked == [("sums", 2, None)] * 2
+    rows = scores(tmp_path)
+    for label in ("native", make_policy(DROP).label):
+        assert list(rows[label]) == QUALITY_SCHEMA.names
+        assert (rows[label]["task"] == "sums").all()
+        whole = rows[label][rows[label]["item"].isna()].set_index("metric")
+        assert whole.index.tolist() == ["acc", "f1", "dropped_fraction", "retained_mass_topk", "experts_per_token"]
+        assert whole["filter"].isna().tolist() == [False, False, True, True, True]
+        assert whole["stderr"].isna().tolist() == [False, True, True, True, True]
+        assert (whole["num_samples"][:2] == 12).all()
+        assert len(of_questions(rows[label])) == 12
+        assert of_questions(rows[label]).mean() == whole["value"]["acc"]
+    dropped = {label: table.set_index("metric")["value"]["dropped_fraction"] for label, table in rows.items()}
+    assert dropped["native"] == 0
+    assert dropped[make_policy(DROP).label] > 0.3
+    first = capsys.readouterr().out
+    assert main(["quality", str(folder / "config.yaml"), "--out", str(tmp_path)]) == OK
+    again = capsys.readouterr()
+    assert len(stand_in.asked) == 2
+    assert "all cases are there from before" in again.err
+    assert again.out == first
+    assert main(["show", str(tmp_path)]) == OK
+    assert capsys.readouterr().out == first
+    assert main(["plot", str(tmp_path)]) == USER_ERROR
+    assert "holds scores of tasks, of which there are no figures; `show` prints them" in capsys.readouterr().err
+    assert max(map(len, first.splitlines())) <= WIDTH
+    described = json.loads((tmp_path / "run.json").read_text())
+    assert str(folder) not in json.dumps([described["config"], described["comparisons"]])
+
+
+def test_a_text_and_tasks_of_one_config_lie_in_one_directory_and_are_shown_together(
+    folder: Path, stand_in: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "words.txt").write_text("a few words, again and again\n" * 20)
+    text = "text={file: words.txt, num_sequences: 4, sequence_length: 16, batch_size: 2}"
+    arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path), "--set"]
+    assert main([*arguments, text]) == OK
+    said = capsys.readouterr().out
+    assert "words.txt, 4 sequences of 16 tokens" in said
+    assert "sums, 2-shot: 2 shots, 12 questions" in said
+    assert "quality_fronts" in said
+    (judged,), (answered,) = load_quality_results(tmp_path), load_accuracy_results(tmp_path)
+    assert [judged.native.policy, *(case.policy for case in judged.cases)] == ["native", "token_drop"]
+    assert [case.policy for case in answered.cases] == ["native", "token_drop"]
+    assert len(list((tmp_path / "quality").iterdir())) == 4
+    assert len(list((tmp_path / "routing").iterdir())) == 2, "of the text alone"
+
+
+def test_the_papers_number_stands_beside_the_same_task_shots_metric_and_policy_only(
+    folder: Path, stand_in: StandIn, tmp_path: Path
+) -> None:
+    arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path), "--set"]
+    tasks = "tasks=[{name: sums, num_fewshot: 2}, {name: sums, num_fewshot: 3}, {name: sums, num_fewshot: 5}]"
+    policies = "policies=[{name: token_drop, capacity_factor: 0.5}, {name: token_drop, capacity_factor: 0.25}]"
+    assert main([*arguments, tasks, "--set", policies]) == OK
+    found = load_accuracy_results(tmp_path)
+    papers = {
+        (line.num_fewshot, line.label, line.metric): line.paper
+        for task in found
+        for line in lines_of(task)
+        if line.paper is not None
+    }
+    label = make_policy(DROP).label
+    assert papers == {
+        (2, "native", "acc"): 0.5,
+        (2, label, "acc"): 0.4,
+        (5, "native", "acc"): 0.6,
+        (5, label, "acc"): 0.61,
+    }
+    line = next(line for line in lines_of(found[0]) if line.label == label and line.metric == "acc")
+    assert line.stderr is not None
+    assert line.standard_errors == pytest.approx((line.value - 0.4) / line.stderr)
+    text = accuracy_text(found)
+    assert f"{100 * (line.value - 0.4):+.1f} ({line.standard_errors:+.1f})" in text
+    assert "the paper states none. Made up." in text.replace("\n    ", " ")
+    means = next(row.split() for row in text.splitlines() if row.startswith("native ") and " 2 " in row)
+    assert means[-3] == "55.0", "the mean of the paper's 50 and 60"
+
+
+def answered(task: str, by_filter: dict[str, float], paper: float, *, paper_shots: int | None = 5) -> AnsweredTask:
+    """The unpatched model's numbers of one metric, one for each filter of answers, beside a paper's."""
+    common = {"task": task, "is_asked": True, "num_fewshot": 5, "num_samples": 9, "metric": "exact_match"}
+    none = {"stderr": 0.01, "dropped_fraction": 0.0, "retained_mass_topk": 1.0}
+    rows = [{**common, **none, "filter": name, "value": value} for name, value in by_filter.items()]
+    number = {"policy": "native", "policy_params": {}, "metric": "exact_match", "num_fewshot": paper_shots}
+    published = {"source": "a paper", "model": "Tiny", "note": "Made up.", "numbers": [{**number, "percent": paper}]}
+    facts = {"task": task, "title": task, "metric": None, "limit": None, "batch_size": 4, "num_ranks": 2}
+    native = AnsweredCase("native", "baseline", "native", {}, pd.DataFrame(rows), pd.DataFrame())
+    return AnsweredTask({**facts, "published": published}, [native])
+
+
+def test_a_task_with_several_numbers_for_the_papers_one_is_left_out_of_the_means_and_named() -> None:
+    single = [answered("one", {"none": 0.2}, 30.0), answered("two", {"none": 0.4}, 40.0)]
+    double = answered("gsm8k", {"strict-match": 0.9, "flexible-extract": 0.8}, 90.0)
+    means = accuracy_text([*single, double]).split("mean over tasks")[1].split("\n\n")[0]
+    assert means.splitlines()[1].split()[:3] == ["native", "2", "30.0"]
+    assert "35.0" in means, "the mean of the paper's 30 and 40"
+    assert "gsm8k: left out of the means" in means
+    assert "left out" not in accuracy_text(single)
+
+
+def test_no_number_of_a_paper_stands_where_the_paper_states_no_shots() -> None:
+    stated, unstated = (answered("one", {"none": 0.2}, 30.0, paper_shots=shots) for shots in (5, None))
+    unstated.native.scores["num_fewshot"] = None
+    assert [line.paper for line in lines_of(stated)] == [0.3]
+    assert [line.paper for line in lines_of(unstated)] == [None]
+
+
+def test_what_python_compiles_beside_tasks_makes_no_other_tasks_of_them(tmp_path: Path) -> None:
+    """The harness imports a task's functions from there: the second time it is the same comparison."""
+    code = tmp_path / "utils.py"
+    code.write_text("def gold(doc):\n    return 0\n")
+    before = harness.folder_hash(tmp_path)
+    assert py_compile.compile(str(code), doraise=True)
+    assert list(tmp_path.rglob("*.pyc"))
+    assert harness.folder_hash(tmp_path) == before
+    code.write_text("def gold(doc):\n    return 1\n")
+    assert harness.folder_hash(tmp_path) != before
+
+
+def test_policies_are_set_against_the_unpatched_model_question_by_question(
+    folder: Path, stand_in: StandIn, tmp_path: Path
+) -> None:
+    assert main(["quality", str(folder / "config.yaml"), "--out", str(tmp_path)]) == OK
+    rows = scores(tmp_path)
+    paired = of_questions(rows[make_policy(DROP).label]) - of_questions(rows["native"])
+    native, drop = lines_of(load_accuracy_results(tmp_path)[0])
+    assert (native.added, native.added_stderr) == (None, None)
+    assert drop.added == pytest.approx(paired.mean())
+    assert drop.added_stderr == pytest.approx(paired.std() / math.sqrt(12))
+
+
+def test_a_task_that_fails_is_one_line_and_what_is_done_stays(
+    folder: Path, stand_in: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path), "--set"]
+    assert main([*arguments, "tasks=[{name: sums}, {name: broken}]"]) == USER_ERROR
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "moe-ep-bench: tasks: broken: cannot be run: ConnectionError: no route"
+    )
+    assert len(list((tmp_path / "quality").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["tasks=[{name: piqua}]"],
+            "tasks: expected a task of lm_eval (`lm_eval ls tasks`) or of include, got",
+        ),
+        (["tasks=[]"], "tasks: tuple should have at least 1 item"),
+        (["tasks=null"], "text, tasks: expected at least one of them, got neither"),
+        (["tasks=null", "text={file: words.txt}"], "include: expected tasks beside it, got none"),
+        (["tasks=[{name: sums, shots: 2}]"], "tasks.0.shots: no such key; expected one of name, num_fewshot, metric"),
+        (["tasks=[{name: sums}, {name: sums}]"], "expected each task once at each number of shots, got sums twice"),
+        (["include=nowhere"], "include: expected a folder with tasks, got {folder}/nowhere"),
+        (["layer.ep_size=3"], "layer.ep_size: expected a divisor of the 8 experts of tiny-olmoe, got 3"),
+        (["policies=[{name: oea}]"], "k0: oea needs it"),
+        (["model.checkpoint=none"], "model.checkpoint: {folder}/none: expected a checkpoint's folder, got none"),
+        (["published.model=Huge"], "published.model: expected one of Tiny, got 'Huge'"),
+        (["published.table=none.yaml"], "published.table: {folder}/none.yaml: cannot read the table: No such file"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line_and_leaves_nothing(
+    overrides: list[str],
+    expected: str,
+    folder: Path,
+    stand_in: StandIn,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    arguments = [part for one in overrides for part in ("--set", one)]
+    assert main(["quality", str(folder / "config.yaml"), "--out", str(out), *arguments]) == USER_ERROR
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert said.startswith(f"moe-ep-bench: {folder}/config.yaml: ")
+    assert expected.format(folder=folder) in said
+    assert not out.exists()
+
+
+def test_a_missing_package_is_one_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main(["quality", str(folder / "config.yaml"), "--out", str(tmp_path / "out")]) == USER_ERROR
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert "expected the package lm_eval, which tasks need: pip install 'moe-ep-bench[harness]'" in said
+    assert not (tmp_path / "out").exists()
+    assert main(["quality", str(folder / "config.yaml"), "--dry-run"]) == OK
+    assert make_policy(DROP).label in capsys.readouterr().out
+
+
+def test_answers_of_another_device_are_refused(
+    folder: Path, stand_in: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path)]
+    assert main(arguments) == OK
+    described = json.loads((tmp_path / "run.json").read_text())
+    described["environment"] |= {"device_type": "cuda", "device_name": "NVIDIA H100 80GB HBM3"}
+    (tmp_path / "run.json").write_text(json.dumps(described))
+    capsys.readouterr()
+    assert main(arguments) == USER_ERROR
+    assert "holds results with device_name NVIDIA H100 80GB HBM3, here it is " in capsys.readouterr().err
+
+
+# --- The papers' numbers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", TABLES, ids=lambda file: file.stem)
+def test_published_averages_are_the_means_of_what_was_copied(file: Path) -> None:
+    """To within what is printed: one decimal."""
+    table = load_table(file)
+    for model, rows in table.models.items():
+        for row in rows:
+            numbers = [number for number in row.accuracy if number is not None]
+            if row.average is not None and len(numbers) == len(row.accuracy):
+                assert sum(numbers) / len(numbers) == pytest.approx(row.average, abs=0.11), (model, row.policy)
+
+
+@pytest.mark.parametrize(
+    "config", sorted((REPOSITORY / "configs").glob("quality-tasks-*.yaml")), ids=lambda file: file.stem
+)
+def test_configs_ask_what_their_tables_hold(config: Path) -> None:
+    """Every task, shots, metric and policy of the config has its number in the table that it names."""
+    (experiment,) = load_quality(config)
+    assert experiment.published is not None
+    cells = list(load_table(experiment.published.table).cells(experiment.published.model))
+    for task in experiment.tasks:
+        for policy in (None, *experiment.make_policies()):
+            alike = [
+                cell
+                for cell in cells
+                if (cell.column.task, cell.column.num_fewshot, cell.column.metric)
+                == (task.name, task.num_fewshot, task.metric)
+                and cell.policy == policy
+            ]
+            assert len(alike) == 1, (task.name, policy)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"models": {"Tiny": [{"policy": None, "accuracy": [1.0]}]}}, "expected 3 values, one for each column, got 1"),
+        ({"models": {"Tiny": [{"policy": None, "accuracy": [1.0, 2.0, 101]}]}}, "expected percent, 0 to 100, got 101"),
+        ({"models": {"Tiny": [{"policy": {"name": "token_drop"}, "accuracy": [1, 2, 3]}]}}, "capacity_factor"),
+        ({"sauce": "x"}, "sauce: Extra inputs are not permitted"),
+    ],
+)
+def test_a_wrong_table_is_one_line(change: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    file = tmp_path / "table.yaml"
+    file.write_text(yaml.safe_dump({**TABLE, **change}))
+    with pytest.raises(ValueError, match=r"table\.yaml: ") as raised:
+        load_table(file)
+    assert expected in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+# --- With the package itself ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The harness, with its data in a folder of this test's, and without its long look at the machine."""
+    pytest.importorskip("lm_eval", reason="the extra `harness` is not installed")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    module = harness.import_harness()
+    monkeypatch.setattr(importlib.import_module("lm_eval.evaluator"), "add_env_info", lambda _: None)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_without_a_policy_the_harness_gets_what_its_own_class_answers(
+    package: Any, folder: Path, checkpoint: Checkpoint, model: Any
+) -> None:
+    tasks = harness.find_tasks(["sums", "written", "together"], folder / "tasks")
+    its_own = importlib.import_module("lm_eval.models.huggingface").HFLM(
+        pretrained=model, tokenizer=checkpoint.tokenizer, batch_size=4
+    )
+    ours = harness.routed_lm(model, checkpoint.tokenizer, Routed(None), 4)
+    for task, shots in (("sums", 2), ("written", None)):
+        expected = package.simple_evaluate(model=its_own, tasks=[task], num_fewshot=shots, task_manager=tasks)
+        found = harness.run_task(ours, task, tasks, num_fewshot=shots)
+        whole, questions = ([row for row in found if ("item" in row) == is_one] for is_one in (False, True))
+        for row in whole:
+            assert row["value"] == expected["results"][task][f"{row['metric']},{row['filter']}"]
+        assert {row["metric"] for row in whole} == ({"acc", "acc_norm"} if shots else {"exact_match"})
+        assert {row["num_samples"] for row in whole} == {12}
+        assert len(questions) == 12 * len(whole)
+    group = harness.run_task(ours, "together", tasks, num_fewshot=2)
+    asked = {(row["task"], row["num_fewshot"], row["is_asked"]) for row in group if "item" not in row}
+    assert asked == {("together", 2, True), ("sums", 2, False)}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_command_runs_the_packages_tasks_under_policies(
+    package: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path / "out"), "--set"]
+    tasks = "tasks=[{name: sums, num_fewshot: 2}, {name: written}]"
+    assert main([*arguments, tasks, "--set", "limit=4"]) == OK
+    found = load_accuracy_results(tmp_path / "out")
+    assert [task.facts["task"] for task in found] == ["sums", "written"]
+    for task in found:
+        native, drop = task.cases
+        assert (native.scores["dropped_fraction"] == 0).all()
+        assert (drop.scores["dropped_fraction"] > 0).all()
+        assert (drop.scores["num_samples"] == 4).all()
+    assert "the first 4 of each task only" in capsys.readouterr().out

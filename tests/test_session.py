@@ -1,0 +1,83 @@
+"""What becomes of a comparison whose cases are lost before they are timed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep_bench.bench import session
+from moe_ep_bench.bench.session import Session, measure_comparison
+
+
+class Lost:
+    """A session of which no case stands its checks."""
+
+    def __init__(self, *_: Any) -> None:
+        self.cases = ["native"]
+
+    def observe_all(self) -> None: ...
+
+    def drop_failing(self, when: str) -> None:
+        assert when == "before timing"
+        self.cases.clear()
+
+
+def test_where_no_case_is_left_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_memory_shortage", lambda job, comparison: "")
+    monkeypatch.setattr(session, "Session", Lost)
+    entered = []
+    job = SimpleNamespace(enter=entered.append, ranks=SimpleNamespace(device=torch.device("cpu")))
+    comparison = SimpleNamespace(parts=SimpleNamespace(cuda_graph=True))
+    measure_comparison(job, comparison, ["native"])
+    assert entered == [comparison]
+
+
+class Uncapturable:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def capture(self, *_: Any, **__: Any) -> None:
+        raise self._error
+
+
+def session_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> tuple[Session, list[str]]:
+    """One of a batch, and the reasons that it leaves in its mark."""
+    found, reasons = Session.__new__(Session), []
+    mark = SimpleNamespace(explain=reasons.append)
+    found.job = SimpleNamespace(mark=mark, watchdog=SimpleNamespace(feed=lambda: None))
+    measure = SimpleNamespace(breakdown_iterations=0)
+    found.comparison = SimpleNamespace(
+        workload=SimpleNamespace(num_batches=1), experiment=SimpleNamespace(measure=measure)
+    )
+    found.device, found._new_graph = torch.device("cpu"), SimpleNamespace()
+    monkeypatch.setattr(session, "look", lambda case, batch: None)
+    return found, reasons
+
+
+def test_what_cannot_be_captured_is_said_and_kept_for_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, reasons = session_of_a_batch(monkeypatch)
+    said = found._capture(Uncapturable(RuntimeError("it waits for the host\nand more")))
+    assert said == "cannot be captured as a CUDA graph: it waits for the host"
+    assert reasons == [f"failed: {said}"]
+
+
+def test_memory_that_runs_out_while_capturing_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, reasons = session_of_a_batch(monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError):
+        found._capture(Uncapturable(torch.OutOfMemoryError("20 GiB")))
+    assert reasons == []
+
+
+def test_a_rank_that_found_a_difference_replays_the_later_batches_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = session_of_a_batch(monkeypatch)
+    found.comparison.workload.num_batches = 3
+    found._unlike = lambda eager, output, routed, batch: f"unlike in batch {batch}"
+    replayed = []
+    monkeypatch.setattr(session, "replay", lambda case, batch: (replayed.append(batch), {}))
+    runs = {(batch, False): SimpleNamespace(forget=lambda: None) for batch in range(3)}
+    case = SimpleNamespace(capture=lambda *_, **__: None, captured=runs)
+    assert found._capture(case) == "unlike in batch 0"
+    assert replayed == [0, 1, 2]  # Others wait in their collectives.

@@ -12,7 +12,7 @@ from moe_ep_bench.analysis.activated import Steps, activated_by_case, decode_ste
 from moe_ep_bench.analysis.figures import draw_figures
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.speedups import analyse
-from moe_ep_bench.analysis.summary import summary_table
+from moe_ep_bench.analysis.tables import run_text
 
 FIXED_US, EXPERT_US, READ_GBPS = 80.0, 200.0, 2.0
 NATIVE_US = 2000.0  # of which the experts take 0.44 on the slowest rank
@@ -102,7 +102,7 @@ def test_the_table_counts_the_fullest_rank_s_experts_over_all_source_ranks(
     lost = FakeCase("laser", status="failed", reason="wrong")
     replicated = FakeCase("eplb", role="replication")
     comparison = decode(facts=facts, cases=[*STEPS, apart, lost, replicated])
-    text = summary_table(load_run(write_run(tmp_path, [comparison], mode)))
+    text = run_text(load_run(write_run(tmp_path, [comparison], mode)))
     found = activated_column(text)
     assert {name: found[name] for name in ("native", "oea", "lynx", "xshare", "pruned", "eplb")} == {
         **{"native": "4.0", "oea": "3.0", "lynx": "1.0", "xshare": "2.0", "pruned": "3.0"},
@@ -118,7 +118,7 @@ def test_the_table_has_no_such_column_where_all_are_activated_or_ranks_hold_othe
     comparison = FakeComparison(cases=standard_cases()) if facts is None else decode(facts=facts)
     run = load_run(write_run(tmp_path, [comparison]))
     assert activated_by_case(analyse(run)[0]) == {}
-    assert "activated" not in summary_table(run).split("\n\n")[1]
+    assert "activated" not in run_text(run).split("\n\n")[1]
 
 
 def test_a_run_whose_steps_activate_everything_has_no_such_figure(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_what_is_modelled_or_placed_otherwise_is_left_out(facts: dict[str, str],
 
 def test_the_summary_and_the_figure_say_it(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path, [decode()]))
-    text = summary_table(run)
+    text = run_text(run)
     assert "experts' time = 80.0 us + 200.00 us x activated experts of the fullest rank" in text
     assert f"bound: {3 * HIDDEN_SIZE * FFN_SIZE * 2 / READ_GBPS / 1e3:.2f} us an expert" in text
     written, lacking = draw_figures(run, tmp_path / "figures", ["png"], ["activated"])

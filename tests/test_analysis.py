@@ -35,7 +35,7 @@ from moe_ep_bench.analysis.figures import FIGURES, draw_figures
 from moe_ep_bench.analysis.load import ResultsError, load_run
 from moe_ep_bench.analysis.speedups import analyse, family_labels
 from moe_ep_bench.analysis.style import house_style, looks_of
-from moe_ep_bench.analysis.summary import summary_table
+from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.schema import SAMPLES_SCHEMA
 
 ROOT = Path(plot_results.__file__).parent
@@ -215,7 +215,7 @@ def test_variants_of_one_policy_are_told_apart_by_what_differs(tmp_path):
 
 def table_of(directory: Path) -> tuple[str, dict[str, str]]:
     """The table's text, and its rows by label."""
-    text = summary_table(load_run(directory))
+    text = run_text(load_run(directory))
     rows = [line for line in text.splitlines() if line and not line.startswith(" ")]
     found: dict[str, str] = {}
     for line in rows:  # The first table is that of speedups.
@@ -317,7 +317,7 @@ TAIL = {"kind": "recorded", "description": "ShareGPT", "tail_model": "geometric"
     ],
 )
 def test_what_weakens_a_result_is_said(tmp_path, changes, warning):
-    text = summary_table(load_run(run_of(tmp_path, noise=0.0, **changes)))
+    text = run_text(load_run(run_of(tmp_path, noise=0.0, **changes)))
     warnings = [line for line in text.splitlines() if "warning:" in line]
     assert len(warnings) == 1
     assert warning in warnings[0]
@@ -334,7 +334,7 @@ def test_what_looks_past_a_recorded_top_k_is_said_to_rest_on_the_tail_model(tmp_
             )
             for number, (tail, recording) in enumerate(zip(tails, recordings, strict=False))
         ]
-        text = summary_table(load_run(write_run(root, comparisons)))
+        text = run_text(load_run(write_run(root, comparisons)))
         return [line.partition("warning: ")[2] for line in text.splitlines() if "are modelled" in line]
 
     begin = "scores past the recorded top-k are modelled (popularity tail), and what laser did rests on them: "
@@ -352,7 +352,7 @@ def test_time_that_no_phase_covers_is_warned_of(tmp_path):
     for path in (directory / "cases").glob("*.parquet"):
         rows = pq.read_table(path).to_pylist()
         edit_part(path, time_us=[row["time_us"] * (3 if row["phase"] == "unaccounted" else 1) for row in rows])
-    text = summary_table(load_run(directory))
+    text = run_text(load_run(directory))
     assert "unaccounted time: at worst 3.0 %" in text
     assert "warning: phases leave more than 1.0 % of the time unaccounted for" in text
 
@@ -368,17 +368,17 @@ def test_native_that_differs_from_itself_is_warned_of(tmp_path):
 
 def test_scale_mode_and_weights_are_named(tmp_path):
     directory = run_of(tmp_path, mode="emulated", facts={"scale": 0.25, "num_replicas": 2})
-    text = summary_table(load_run(directory))
+    text = run_text(load_run(directory))
     assert "sizes x 0.25 of the true ones" in text
     assert "emulated (one device for all ranks, the all-to-all is modelled)" in text
     assert "EP 2 x 2 replicas" in text
     assert "output error: relative to native, with random weights" in text
-    trained = summary_table(load_run(run_of(tmp_path / "trained", facts={"random_weights": False})))
+    trained = run_text(load_run(run_of(tmp_path / "trained", facts={"random_weights": False})))
     assert "random weights" not in trained
 
 
 def test_the_host_is_no_limit_on_the_cpu_where_it_is_the_device(tmp_path):
-    text = summary_table(load_run(run_of(tmp_path, noise=0.0, host_share=1.0, facts={"backend": "gloo"})))
+    text = run_text(load_run(run_of(tmp_path, noise=0.0, host_share=1.0, facts={"backend": "gloo"})))
     assert "launch-bound" not in text
 
 
@@ -390,9 +390,9 @@ def test_launches_are_all_used_and_their_scatter_widens_the_interval(tmp_path):
     assert len(three.case.timings) == 3 * len(one.case.timings)
     assert three.speedup.high - three.speedup.low > 3 * (one.speedup.high - one.speedup.low)
     assert three.detectable > one.detectable > 1
-    text = summary_table(load_run(tmp_path / "three"))
+    text = run_text(load_run(tmp_path / "three"))
     assert "and Student's t over 3 launches" in text
-    assert "of this launch only" in summary_table(load_run(tmp_path / "one"))
+    assert "of this launch only" in run_text(load_run(tmp_path / "one"))
 
 
 def test_a_case_that_failed_in_one_launch_failed(tmp_path):
@@ -407,7 +407,7 @@ def test_a_case_that_failed_in_one_launch_failed(tmp_path):
 
 
 def test_drift_outliers_warm_up_and_memory_stand_under_the_table(tmp_path):
-    text = summary_table(load_run(run_of(tmp_path, noise=0.0)))
+    text = run_text(load_run(run_of(tmp_path, noise=0.0)))
     assert "native over the run: drift +0.0 % (pairs cancel it), 0.0 % of its iterations far out" in text
     assert "warm-up: 3 rounds" in text
     assert "peak memory: 3.00 GiB on the fullest rank (on the device)" in text
@@ -454,7 +454,7 @@ def test_several_comparisons_have_a_table_each_and_floors_of_their_own(tmp_path)
     first, second = analyse(load_run(directory))
     assert first.floor.high == pytest.approx(1)
     assert second.floor.high > 1.01
-    text = summary_table(load_run(directory))
+    text = run_text(load_run(directory))
     assert text.index("Calm") < text.index("Wild")
     assert text.count("token_drop gamma 1 ") >= 2
 
@@ -581,7 +581,7 @@ def test_phases_need_breakdown_iterations(tmp_path):
         table = pq.read_table(path)
         pq.write_table(table.filter([kind == "plain" for kind in table.column("kind").to_pylist()]), path)
     assert draw_figures(load_run(directory), tmp_path, ["svg"], ["phases"]) == ([], ["phases"])
-    assert "probe overhead" not in summary_table(load_run(directory))
+    assert "probe overhead" not in run_text(load_run(directory))
 
 
 def test_chosen_formats_and_figures_only(tmp_path, capsys):

@@ -15,7 +15,7 @@ import pytest
 from test_run import cases_of, environment, launch, statuses, write_config
 
 from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.analysis.summary import summary_table
+from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.bench.plan import VIRTUAL, plan
 from moe_ep_bench.bench.rows import PackedMetrics
 from moe_ep_bench.cli import main
@@ -110,12 +110,12 @@ def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(
 
 def test_a_finished_command_prints_its_table_and_where_it_is(finished: Path) -> None:
     done = emulate(finished.parent / "config.yaml", "--out", finished)
-    assert summary_table(load_run(finished)) in done.stdout
+    assert run_text(load_run(finished)) in done.stdout
     assert f"moe-ep-bench plot {finished}" in done.stdout
 
 
 def test_the_table_says_that_it_is_emulated_and_by_which_links(finished: Path) -> None:
-    text = summary_table(load_run(finished))
+    text = run_text(load_run(finished))
     assert "emulated (one device for all ranks, the all-to-all is modelled)" in text
     assert "in place of 4 ranks" in text
     assert "links/h100-nvlink4" in text
@@ -214,7 +214,7 @@ def modelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_modelled_device_runs_nothing_and_says_so(modelled: Path, finished: Path) -> None:
-    text = summary_table(load_run(modelled))
+    text = run_text(load_run(modelled))
     assert "modelled (nothing was run)" in text
     assert "devices/h20" in text
     assert not (modelled / "conditions").exists()

@@ -15,8 +15,8 @@ import pytest
 from results_builder import FAST_RANK, FakeCase, FakeComparison, standard_cases, write_run
 
 from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.render import escape_latex, escape_markdown
 from moe_ep_bench.analysis.speedups import analyse
-from moe_ep_bench.analysis.table_export import escape_latex, escape_markdown
 from moe_ep_bench.cli import main
 from moe_ep_bench.schema import LAYER_PHASES, UNACCOUNTED
 

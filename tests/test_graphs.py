@@ -14,11 +14,11 @@ from results_builder import FakeCase, FakeComparison, write_run
 
 import plot_results
 from moe_ep_bench.analysis.figures import draw_figures
-from moe_ep_bench.analysis.graphs import GRAPH_KEY, Pair, graph_pairs, graph_words, graphs_figure
+from moe_ep_bench.analysis.graphs import GRAPH_KEY, Pair, graph_pairs, graph_table, graphs_figure
 from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.speedups import analyse, family_labels
 from moe_ep_bench.analysis.style import house_style, looks_of
-from moe_ep_bench.analysis.summary import summary_table
+from moe_ep_bench.analysis.tables import run_text
 
 EAGER_US, REPLAYED_US = 300.0, 120.0
 TOKENS = "workload.num_tokens"
@@ -117,7 +117,7 @@ def test_a_case_that_lacks_one_side_is_left_out_by_name(tmp_path: Path) -> None:
     assert [case.label for case in pair.cases] == ["native", "native again", "oea k0=3"]
     words = "lynx (eager: ok, replayed: failed), laser (eager: not asked for, replayed: ok)"
     assert pair.left_out == words.replace("), ", ")|").split("|")
-    assert f"  left out: {words}" in graph_words(pair)
+    assert f"  left out: {words}" in graph_table(pair)
     none = [FakeCase("native", role="baseline", status="oom", reason="too large"), FakeCase("laser")]
     assert pairs_of(tmp_path / "none", eager(), replayed(cases=none)) == []
 
@@ -133,8 +133,8 @@ def row_of(lines: list[str], label: str) -> list[str]:
 def test_the_summary_has_a_row_per_case_and_says_what_was_compared(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path, [eager(num_batches=10), replayed(num_batches=10)]))
     (pair,) = graph_pairs(analyse(run))
-    lines = graph_words(pair)
-    assert "\n".join(lines) in summary_table(run)
+    lines = graph_table(pair)
+    assert "\n".join(lines) in run_text(run)
     cells = [cell.strip() for cell in row_of(lines, "oea k0=3") if cell.strip()]
     replay_us = REPLAYED_US / 1.5
     assert cells == [
@@ -145,13 +145,13 @@ def test_the_summary_has_a_row_per_case_and_says_what_was_compared(tmp_path: Pat
     text = "\n".join(lines)
     assert "the graphs hold the whole layer; comparisons eager (eager) and replayed (replayed)" in text
     assert "timed one after the other, not interleaved" in text
-    assert "replayed from CUDA graphs, which hold the whole layer" in summary_table(run)
+    assert "replayed from CUDA graphs, which hold the whole layer" in run_text(run)
 
 
 def test_the_host_is_no_limit_where_it_is_the_device(tmp_path: Path) -> None:
     gloo = {"backend": "gloo"}
     (pair,) = pairs_of(tmp_path, eager(facts=gloo), replayed(facts=gloo))
-    assert row_of(graph_words(pair), "oea k0=3").count("100.0") == 0
+    assert row_of(graph_table(pair), "oea k0=3").count("100.0") == 0
 
 
 def test_an_all_gather_has_no_bandwidth_of_an_all_to_all(tmp_path: Path) -> None:
@@ -163,8 +163,8 @@ def test_an_all_gather_has_no_bandwidth_of_an_all_to_all(tmp_path: Path) -> None
     assert found["alltoall"].dispatch_gbps > 0
     assert found["allgather"].dispatch_gbps is found["allgather"].combine_bus_gbps is None
     assert found["allgather"].experts_tflops == pytest.approx(found["alltoall"].experts_tflops)
-    assert "dispatcher: allgather" in summary_table(runs["allgather"])
-    assert "dispatcher: allgather" not in summary_table(runs["alltoall"])
+    assert "dispatcher: allgather" in run_text(runs["allgather"])
+    assert "dispatcher: allgather" not in run_text(runs["alltoall"])
 
 
 # ---- figure ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.maps import map_figure, sweep_figure
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse, family_labels
 from moe_ep_bench.analysis.style import house_style, looks_of
-from moe_ep_bench.analysis.summary import summary_table
 from moe_ep_bench.analysis.sweep import (
     crossings,
     in_order,
@@ -31,6 +30,7 @@ from moe_ep_bench.analysis.sweep import (
     value_of,
     value_words,
 )
+from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.bench.plan import RANKS, Comparison
 from moe_ep_bench.bench.run import describe_experiment, describe_point
 from moe_ep_bench.config import ConfigError, load_experiments
@@ -179,7 +179,7 @@ def test_run_json_without_points_links_or_device_is_read_as_before(tmp_path: Pat
 def test_comparisons_stand_in_the_order_of_the_sweep(peaks: Path) -> None:
     run = load_run(peaks)
     assert [facts.point[PEAK] for facts in run.comparisons.values()] == [1, 2, 2.5, 4]
-    text = summary_table(run)
+    text = run_text(run)
     assert [text.index(f"Tiny {number}:") for number in (1, 3, 2, 0)] == sorted(
         text.index(f"Tiny {number}:") for number in range(4)
     )
@@ -385,7 +385,7 @@ def test_a_case_that_failed_is_an_empty_cell_with_its_status(tmp_path: Path) -> 
 
 
 def test_replication_is_in_the_table_with_its_memory(peaks: Path) -> None:
-    text = summary_table(load_run(peaks))
+    text = run_text(load_run(peaks))
     assert "EPLB, 1 spare per rank: more memory per rank, by how much was not recorded" in text
 
 
@@ -402,7 +402,7 @@ def test_several_replications_are_allowed_and_their_memory_is_said(tmp_path: Pat
     (result,) = analysed(directory)
     assert [one.case.extra_bytes_per_rank for one in result.replications] == [3e9, 3e9]
     assert [one.case.label for one in result.results[-3:]] == [*(c.label for c in spare), "native, balanced scores"]
-    assert "EPLB, 2 spare per rank: 2.79 GiB more memory per rank" in summary_table(load_run(directory))
+    assert "EPLB, 2 spare per rank: 2.79 GiB more memory per rank" in run_text(load_run(directory))
 
 
 @pytest.mark.parametrize("draw", [map_figure, sweep_figure])

@@ -13,7 +13,8 @@ import yaml
 from test_run import TESTS, environment
 
 from moe_ep_bench.analysis.graphs import graph_pairs
-from moe_ep_bench.analysis.whole import analyse_whole, load_whole
+from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.whole import analyse_whole
 from moe_ep_bench.bench.plan import RANKS, plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
@@ -144,7 +145,7 @@ def test_eager_and_replayed_passes_stand_side_by_side(
     lines = printed[printed.index("run eagerly, and") :].splitlines()
     header, native = (next(line for line in lines if line.startswith(name)) for name in ("policy", "native "))
     assert "eager / replayed" in header
-    (pair,) = graph_pairs([one.comparison for one in analyse_whole(load_whole(out))])
+    (pair,) = graph_pairs([one.comparison for one in analyse_whole(load_run(out, whole=True))])
     (case,) = (case for case in pair.cases if case.label == "native")
     assert case.eager.layer is not None
     assert f"{case.eager.layer.median_ms * 1e3:.1f}" in native

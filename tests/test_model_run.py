@@ -15,7 +15,8 @@ import torch
 import yaml
 from safetensors.numpy import save_file
 
-from moe_ep_bench.analysis.whole import analyse_whole, load_whole
+from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.whole import analyse_whole
 from moe_ep_bench.bench.plan import RANKS, plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
@@ -186,7 +187,7 @@ def test_the_summary_sets_the_pass_beside_its_moe_layers(finished: Path, capsys:
     printed = capsys.readouterr().out
     for text in ("pass ms", "end to end", "MoE speedup", "by Amdahl", "tokens/s", "extrapolated", "By layer"):
         assert text in printed
-    (one,) = analyse_whole(load_whole(finished))
+    (one,) = analyse_whole(load_run(finished, whole=True))
     assert "what was built is simpler than DeepSeek-V2-Lite's: Rotary positions" in printed
     assert one.results[0].result.rates is None, "bytes and operations of one layer over the time of all"
     native, policy = one.results[0], next(r for r in one.results if r.result.case.policy == "token_drop")
@@ -205,7 +206,7 @@ def test_the_pass_and_its_parts_are_drawn_and_reported(
     assert main(["plot", str(finished), "--out", str(tmp_path / "figures"), "--format", "svg"]) == OK
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["whole.csv", "whole.svg"]
     marks = pd.read_csv(tmp_path / "figures" / "whole.csv")
-    (one,) = analyse_whole(load_whole(finished))
+    (one,) = analyse_whole(load_run(finished, whole=True))
     drawn = marks[(marks.role == "baseline") & (marks.shows == "part")].set_index("part").time_ms
     parts_ms = one.results[0].parts_ms
     assert drawn.to_dict() == pytest.approx(parts_ms)

@@ -21,7 +21,7 @@ from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.padding import READING
 from moe_ep_bench.analysis.route_load import load_route
 from moe_ep_bench.analysis.route_report import route_table
-from moe_ep_bench.analysis.summary import summary_table
+from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.bench.plan import RANKS, ROUTING, VIRTUAL, Comparison, plan
 from moe_ep_bench.bench.route import route
 from moe_ep_bench.cli import main
@@ -277,7 +277,7 @@ def test_image_tokens_are_counted_where_they_are_valid(tmp_path: Path) -> None:
 
 
 def test_the_table_says_what_padding_costs_from_the_rows(outs: dict[str, Path]) -> None:
-    text = summary_table(load_run(outs["run"]))
+    text = run_text(load_run(outs["run"]))
     rows = rows_of(outs["run"])
     for masked, known in ((True, "masked from policies"), (False, "of which policies are not told")):
         assert f"3 of 12 tokens a rank are padding, {known}" in text
@@ -317,7 +317,7 @@ def fake(padding: dict | None, *policies: FakeCase, **changes: object) -> FakeCo
 
 def test_the_cost_of_padding_has_the_verdict_of_the_noise_floor(tmp_path: Path) -> None:
     few = FakeCase("topk", speedup=1.25, expert_load=np.array([2.0, 2, 0, 0, 2, 2, 0, 0]))
-    text = summary_table(load_run(write_run(tmp_path, [fake(PADDED, few)])))
+    text = run_text(load_run(write_run(tmp_path, [fake(PADDED, few)])))
     assert "native activates 4.0 experts on the fullest rank (2.0 with padding masked: topk), and spends 25.0 %" in text
     (line,) = (line for line in text.splitlines() if line.strip().startswith("padding:"))
     assert "layer time native over topk 1.2" in line
@@ -326,13 +326,13 @@ def test_the_cost_of_padding_has_the_verdict_of_the_noise_floor(tmp_path: Path) 
 
 
 def test_experts_that_are_placed_otherwise_are_counted_on_all_ranks(tmp_path: Path) -> None:
-    text = summary_table(load_run(write_run(tmp_path, [fake(PADDED, placement="strided")])))
+    text = run_text(load_run(write_run(tmp_path, [fake(PADDED, placement="strided")])))
     assert "padding: native activates 8.0 experts, and spends 25.0 % of its pairs on padding\n" in text
 
 
 @pytest.mark.parametrize("padding", [None, PADDED])
 def test_nothing_is_said_of_padding_where_there_is_none(padding: dict | None, tmp_path: Path) -> None:
-    text = summary_table(load_run(write_run(tmp_path, [fake(padding, FakeCase("topk"))])))
+    text = run_text(load_run(write_run(tmp_path, [fake(padding, FakeCase("topk"))])))
     assert ("padding" in text) is (padding is not None)
 
 

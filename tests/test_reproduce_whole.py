@@ -18,7 +18,7 @@ from moe_ep_bench.analysis.claims_report import claims_figure, write_claims
 from moe_ep_bench.analysis.claims_text import claims_text
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.style import house_style, settle_layout
-from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, load_whole
+from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole
 from moe_ep_bench.analysis.whole_claims import needed_moe_speedup
 from moe_ep_bench.bench.subjects import layer_workloads
 from moe_ep_bench.cli import main
@@ -147,7 +147,7 @@ def compared(directory: Path) -> Claims:
 
 
 def whole(root: Path) -> WholeComparison:
-    (found,) = analyse_whole(load_whole(root))
+    (found,) = analyse_whole(load_run(root, whole=True))
     return found
 
 

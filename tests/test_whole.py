@@ -10,10 +10,12 @@ import pytest
 from results_builder import FakeCase, FakeComparison, standard_cases, write_run
 from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, whole_facts, write_whole
 
+from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.report.models import whole_report_of
 from moe_ep_bench.analysis.report.parts import Report, Table
 from moe_ep_bench.analysis.style import EXTRAPOLATED_LOOK, house_style
-from moe_ep_bench.analysis.whole import PASS_PARTS, analyse_whole, load_whole, whole_table
+from moe_ep_bench.analysis.tables import run_text
+from moe_ep_bench.analysis.whole import PASS_PARTS, analyse_whole
 from moe_ep_bench.analysis.whole_figure import whole_figure
 from moe_ep_bench.cli import main
 
@@ -55,7 +57,7 @@ def cases() -> list[FakeCase]:
 def drawn(directory: Path) -> tuple[pd.DataFrame, list[str], int]:
     """The marks, all texts on the sheet, and how many bars are hatched as extrapolated."""
     with house_style():
-        drawing = whole_figure(load_whole(directory))
+        drawing = whole_figure(load_run(directory, whole=True))
         assert drawing is not None
         texts = [text.get_text() for text in drawing.figure.texts]
         texts += [axes.get_xlabel() for axes in drawing.figure.axes]
@@ -72,8 +74,8 @@ def test_layers_whose_neighbours_share_more_than_asked_for_are_said(directory: P
     facts["whole"]["shared_by_chance"] = [2.5, 2.72]
     write_whole(tmp_path, cases(), facts=facts)
     words = "in 2 of its MoE layers neighbours share 2.50 to 2.72 experts, more than asked for"
-    assert words in whole_table(load_whole(tmp_path))
-    assert "neighbours share" not in whole_table(load_whole(directory))
+    assert words in run_text(load_run(tmp_path, whole=True))
+    assert "neighbours share" not in run_text(load_run(directory, whole=True))
 
 
 def test_the_pass_its_layers_and_the_law_stand_side_by_side(directory: Path) -> None:
@@ -184,7 +186,7 @@ def test_what_reads_layers_alone_refuses_whole_models(
 
 
 def test_the_summary_still_reads_what_the_figure_draws(directory: Path) -> None:
-    (one,) = analyse_whole(load_whole(directory))
+    (one,) = analyse_whole(load_run(directory, whole=True))
     native = one.results[0]
     assert native.parts_ms is not None
     assert native.moe_share == pytest.approx(SHARE, rel=0.01)

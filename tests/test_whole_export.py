@@ -13,7 +13,8 @@ import pytest
 from results_builder import FakeCase, standard_cases
 from whole_builder import ELSEWHERE_US, write_whole
 
-from moe_ep_bench.analysis.whole import analyse_whole, load_whole
+from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.whole import analyse_whole
 from moe_ep_bench.cli import main
 from moe_ep_bench.schema import LAYER_PHASES
 
@@ -55,9 +56,9 @@ def parents(bars: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 def test_a_trace_holds_every_phase_in_its_layer_in_its_pass(directory: Path, exported: Exported) -> None:
     text = exported("--format", "perfetto", "--case", DROP, "--iteration", "3/1")
-    whole = load_whole(directory)
-    case = next(case for case in whole.run.cases if case.label == DROP)
-    rows = whole.layers[case.case_id]
+    whole = load_run(directory, whole=True)
+    case = next(case for case in whole.cases if case.label == DROP)
+    rows = case.layers
     rows = rows[(rows.batch == 3) & (rows.iteration == 1) & (rows.time_us > 0)]
     for rank in (0, 1):
         nested = parents(bars_of(text, rank))
@@ -122,7 +123,7 @@ def test_tables_say_what_the_summary_says(
 
 def test_csv_has_a_row_per_case_with_unrounded_numbers(directory: Path, exported: Exported) -> None:
     rows = pd.read_csv(io.StringIO(exported("--format", "csv"))).set_index("label")
-    (one,) = analyse_whole(load_whole(directory))
+    (one,) = analyse_whole(load_run(directory, whole=True))
     drop = next(each for each in one.results if each.result.case.label == DROP)
     told = rows.loc[DROP]
     assert told.median_ms == drop.result.layer.median_ms

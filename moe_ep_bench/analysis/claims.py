@@ -21,7 +21,7 @@ from moe_ep_bench.analysis.load import ResultsError, Run, is_whole, load_run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.sweep import key_words
 from moe_ep_bench.analysis.timing import layer_time_us
-from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, load_whole
+from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole
 from moe_ep_bench.analysis.whole_claims import (
     all_layers_value,
     whole_value,
@@ -159,8 +159,8 @@ def _layer_comparisons(directory: Path) -> tuple[Run, _ById]:
 
 
 def _whole_comparisons(directory: Path) -> tuple[Run, _ById]:
-    whole = load_whole(directory)
-    return whole.run, dict(zip(whole.run.comparisons, analyse_whole(whole), strict=True))
+    run = load_run(directory, whole=True)
+    return run, dict(zip(run.comparisons, analyse_whole(run), strict=True))
 
 
 def _result(row: dict[str, Any], by_id: _ById) -> ClaimResult:

@@ -32,7 +32,6 @@ from moe_ep_bench.analysis.parts import ResultsError
 if TYPE_CHECKING:
     from moe_ep_bench.analysis.quality_report import JudgedComparison
     from moe_ep_bench.analysis.route_load import RouteRun
-    from moe_ep_bench.analysis.whole import WholeRun
 
 
 @dataclass(eq=False)
@@ -47,7 +46,7 @@ class Gathered:
 
     runs: dict[str, Run] = field(default_factory=dict)
     routes: dict[str, RouteRun] = field(default_factory=dict)
-    wholes: dict[str, WholeRun] = field(default_factory=dict)
+    wholes: dict[str, Run] = field(default_factory=dict)
     qualities: dict[str, list[JudgedComparison]] = field(default_factory=dict)
     passed_over: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -62,7 +61,7 @@ def gather(directories: Sequence[Path]) -> Gathered:
     found = Gathered()
     runs: dict[str, Run] = {}
     routes: dict[str, RouteRun] = {}
-    wholes: dict[str, WholeRun] = {}
+    wholes: dict[str, Run] = {}
     qualities: dict[str, list[JudgedComparison]] = {}
     for name, directory in _named(directories).items():
         try:
@@ -79,9 +78,7 @@ def gather(directories: Sequence[Path]) -> Gathered:
 
                 routes[name] = load_route(directory, found.passed_over)
             elif is_whole(directory):
-                from moe_ep_bench.analysis.whole import load_whole
-
-                wholes[name] = load_whole(directory, found.passed_over)
+                wholes[name] = load_run(directory, found.passed_over, whole=True)
             else:
                 runs[name] = load_run(directory, found.passed_over)
         except ResultsError as error:
@@ -105,7 +102,7 @@ def gather(directories: Sequence[Path]) -> Gathered:
         found.routes["" if is_alone else name] = route if is_alone else route.named(f"from {name}")
     for name, whole in wholes.items():
         kept_apart += [] if is_alone else [f"{name} (whole models)"]
-        named = whole if is_alone else replace(whole, run=replace(whole.run, named=f"from {name}"))
+        named = whole if is_alone else replace(whole, named=f"from {name}")
         found.wholes["" if is_alone else name] = named
     for name, judged in qualities.items():
         kept_apart += [] if is_alone else [f"{name} (quality)"]

@@ -14,13 +14,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullLocator
 
+from moe_ep_bench.analysis import render
 from moe_ep_bench.analysis.activated import layer_words
 from moe_ep_bench.analysis.load import Comparison, Run
 from moe_ep_bench.analysis.marks import cost_values, floor_row, mark, speedup_values, table
@@ -29,7 +32,7 @@ from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.style import INK, MUTED, NOISE_FILL, Drawing, Legend, Look, case_name, panel_title, sheet
 from moe_ep_bench.analysis.sweep import key_words, value_of, value_words
 from moe_ep_bench.analysis.timing import host_time_us, layer_time_us
-from moe_ep_bench.analysis.words import NONE, OVERSUBSCRIBED, aligned, estimate_words, footer_lines, percent
+from moe_ep_bench.analysis.words import OVERSUBSCRIBED, footer_lines, percent
 from moe_ep_bench.timing.statistics import Estimate, estimate_median, paired_ratios
 
 GRAPH_KEY = "layer.cuda_graph"
@@ -118,42 +121,46 @@ def _pair(eager: ComparisonResult, replayed: ComparisonResult) -> Pair:
     return Pair(eager, replayed, cases, left_out)
 
 
-def graph_words(pair: Pair) -> list[str]:
-    """A pair as lines of text: a table with a row per case, and what has to be known to read it."""
-    header = (
-        *("policy", "eager us", "its host us", "launch-bound %", "replayed us", "its host us", "launch-bound %"),
-        *("eager / replayed", "speedup eager", "speedup replayed", "dropped %", "mass kept %"),
-    )
+def graph_table(pair: Pair) -> render.Table:
+    """A pair as a table with a row per case, and what has to be known to read it."""
+    facts = pair.eager.comparison
     identities = [comparison.results[0].case.comparison_id for comparison in (pair.eager, pair.replayed)]
-    return [
-        f"{pair.eager.comparison.title}, {layer_words(pair.eager.comparison)}: {_EAGER}, and {_REPLAYED}",
-        *aligned([header, *(_cells(case, pair.eager.comparison) for case in pair.cases)], left=(0, 7, 8, 9)),
-        f"  the graphs hold {pair.held}; comparisons {identities[0]} (eager) and {identities[1]} (replayed)",
-        f"  {_NOT_INTERLEAVED}",
-        "  host: time to issue an iteration on the slowest rank, median; launch-bound: iterations that it issued "
-        "until their end",
-        *([f"  left out: {', '.join(pair.left_out)}"] if pair.left_out else []),
+    notes = [
+        f"the graphs hold {pair.held}; comparisons {identities[0]} (eager) and {identities[1]} (replayed)",
+        _NOT_INTERLEAVED,
+        "host: time to issue an iteration on the slowest rank, median; launch-bound: iterations that it issued until "
+        "their end",
+        *([f"left out: {', '.join(pair.left_out)}"] if pair.left_out else []),
     ]
+    columns = [render.text("policy")]
+    for which in ("eager", "replayed"):
+        columns += [render.number(f"{which}_us", f"{which} us", "{:.1f}")]
+        columns += [
+            render.number(f"{which}_host_us", "its host us", "{:.1f}"),
+            render.percentage(f"{which}_bound", "launch-bound %"),
+        ]
+    columns += [render.interval("ratio", "eager / replayed")]
+    columns += [
+        render.interval(f"{which}_speedup", f"speedup {which}", one="baseline") for which in ("eager", "replayed")
+    ]
+    columns += [render.percentage("dropped_share", "dropped %"), render.percentage("retained_mass", "mass kept %")]
+    title = f"{facts.title}, {layer_words(facts)}: {_EAGER}, and {_REPLAYED}"
+    return render.Table(pd.DataFrame([_table_row(case, facts) for case in pair.cases]), columns, title, notes)
 
 
-def _cells(pair: CasePair, facts: Comparison) -> tuple[str, ...]:
+def _table_row(pair: CasePair, facts: Comparison) -> dict[str, Any]:
     role, fidelity = pair.eager.case.role, pair.eager.fidelity
-    speedups = ("1", "1") if role == "baseline" else tuple(estimate_words(one.speedup) for one in pair.both)
+    row: dict[str, Any] = {"policy": pair.label, "role": role}
+    for which, result in (("eager", pair.eager), ("replayed", pair.replayed)):
+        row[f"{which}_us"] = _layer_us(result)
+        row[f"{which}_host_us"] = float(host_time_us(result.case).median())
+        row[f"{which}_bound"] = result.host_bound_share if facts.backend == "nccl" else None
+    estimates = {"ratio": pair.ratio, "eager_speedup": pair.eager.speedup, "replayed_speedup": pair.replayed.speedup}
+    for name, estimate in estimates.items():
+        row |= {f"{name}_{end}": getattr(estimate, end, None) for end in ("median", "low", "high", "is_interval")}
     # The ceiling's scores are not the model's, so keeping them whole says nothing about the model.
-    known = fidelity is not None and role != "ceiling"
-    kept = (percent(fidelity.dropped_share), percent(fidelity.retained_mass)) if known else (NONE, NONE)
-    times = [cell for one in pair.both for cell in _time_cells(one, facts)]
-    return (pair.label, *times, estimate_words(pair.ratio), *speedups, *kept)
-
-
-def _time_cells(result: CaseResult, facts: Comparison) -> tuple[str, str, str]:
-    host_us = float(host_time_us(result.case).median())
-    bound = result.host_bound_share if facts.backend == "nccl" else None
-    return (
-        f"{_layer_us(result):.1f}",
-        NONE if np.isnan(host_us) else f"{host_us:.1f}",
-        NONE if bound is None else percent(bound),
-    )
+    known = fidelity if role != "ceiling" else None
+    return row | {name: getattr(known, name, None) for name in ("dropped_share", "retained_mass")}
 
 
 def _layer_us(result: CaseResult) -> float:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import pandas as pd
-
+from moe_ep_bench.analysis import frames
 from moe_ep_bench.analysis.choice import TYPICAL, IterationChoice
 from moe_ep_bench.analysis.load import (
     Case,
@@ -21,12 +20,9 @@ from moe_ep_bench.analysis.load import (
     is_whole,
     load_run,
 )
-from moe_ep_bench.analysis.speedups import analyse
-from moe_ep_bench.analysis.summary import summary_table
-from moe_ep_bench.analysis.table_export import LAYERS, results_csv, samples_csv
+from moe_ep_bench.analysis.render import PROGRAMS, Table, render
+from moe_ep_bench.analysis.tables import run_tables, run_text
 from moe_ep_bench.analysis.trace_export import perfetto_trace
-from moe_ep_bench.analysis.whole import analyse_whole, load_whole, whole_table
-from moe_ep_bench.analysis.whole_export import whole_csv, whole_layout, whole_samples_csv
 from moe_ep_bench.bench.validation_directory import ValidationDirectory
 from moe_ep_bench.files import atomic_path, check_folder
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
@@ -83,11 +79,7 @@ def show(
         text = f"{text_of(directory)}\n"
     else:
         check_timed(directory)
-        export = _of_models if is_whole(directory) else _of_layers
-        text = export(directory, "csv" if to == "json" else to, cases, choices, samples)
-    if to == "json":
-        rows = pd.read_csv(io.StringIO(text)).to_json(orient="records", lines=True, double_precision=15)
-        text = "[\n" + ",\n".join(rows.splitlines()) + "\n]\n"
+        text = _of_run(directory, to, cases, choices, samples)
     if out is None:
         sys.stdout.write(text)
         return OK
@@ -112,36 +104,25 @@ def text_of(directory: Path) -> str:
         from moe_ep_bench.analysis.quality_show import quality_summary
 
         return quality_summary(directory)
-    return whole_table(load_whole(directory)) if is_whole(directory) else summary_table(load_run(directory))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return run_text(load_run(directory, whole=is_whole(directory)), width)
 
 
-def _of_layers(
-    directory: Path, to: str, names: Sequence[str], choices: Sequence[IterationChoice], samples: bool
-) -> str:
-    run = load_run(directory)
-    comparisons = analyse(run)
-    chosen = find_cases(run, [result.case for one in comparisons for result in one.results], names)
+def _of_run(directory: Path, to: str, names: Sequence[str], choices: Sequence[IterationChoice], samples: bool) -> str:
+    """A run's results, samples or trace in one of ``FORMATS`` but text and html."""
+    run = load_run(directory, whole=is_whole(directory))
+    tables = run_tables(run)
+    order = [case_id for table in tables for case_id in table.frame["case_id"]]
+    by_id = {case.case_id: case for case in run.cases}
+    chosen = find_cases(run, [by_id[case_id] for case_id in order], names)
     if to == "perfetto":
         return perfetto_trace(run, [case for case in chosen if case.is_ok], choices)
-    if to == "csv":
-        return samples_csv(run, chosen) if samples else results_csv(run, comparisons, chosen)
-    return (LAYERS.latex if to == "latex" else LAYERS.markdown)(run, comparisons, chosen)
-
-
-def _of_models(
-    directory: Path, to: str, names: Sequence[str], choices: Sequence[IterationChoice], samples: bool
-) -> str:
-    whole = load_whole(directory)
-    comparisons = analyse_whole(whole)
-    chosen = find_cases(whole.run, [each.result.case for one in comparisons for each in one.results], names)
-    if to == "perfetto":
-        return perfetto_trace(whole.run, [case for case in chosen if case.is_ok], choices, whole.layers)
-    if to == "csv":
-        return whole_samples_csv(whole, chosen) if samples else whole_csv(whole.run, comparisons, chosen)
-    layout = whole_layout(comparisons)
-    return (layout.latex if to == "latex" else layout.markdown)(
-        whole.run, [one.comparison for one in comparisons], chosen
-    )
+    if samples:
+        return render([Table(frames.samples(run, chosen), ())], to)
+    if to in PROGRAMS:
+        frame = frames.speedups(run)
+        return render([Table(frame[frame["case_id"].isin([case.case_id for case in chosen])], ())], to)
+    return render(run_tables(run, chosen), to)
 
 
 def find_cases(run: Run, cases: Sequence[Case], wanted: Sequence[str]) -> list[Case]:

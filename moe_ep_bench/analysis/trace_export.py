@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -56,12 +56,8 @@ def perfetto_trace(
     run: Run,
     cases: Sequence[Case],
     choices: Sequence[IterationChoice],
-    layers: Mapping[str, pd.DataFrame] | None = None,
 ) -> str:
     """Return the trace of these cases' iterations, one after the other, as JSON.
-
-    Args:
-        layers: of whole models, by case, the phases of every layer (``WholeRun.layers``).
 
     Raises:
         ResultsError: a case has no breakdown iterations.
@@ -71,7 +67,7 @@ def perfetto_trace(
     ranks: set[int] = set()
     begin_us = 0.0
     for case in cases:
-        total_us, bars_us = _times(run, case, layers)
+        total_us, bars_us = _times(run, case)
         layer_us = total_us.groupby(level=ITERATION).max()
         for key in dict.fromkeys(key for choice in choices for key in choice.of(layer_us, case.label)):
             own = (total_us.xs(key, level=ITERATION), bars_us.xs(key, level=ITERATION))
@@ -79,9 +75,9 @@ def perfetto_trace(
             ranks |= set(own[0].index)
             begin_us += float(own[0].max()) * (1 + _GAP_SHARE)
     how = [_HOW_EMULATED] if run.mode == "emulated" else []
-    how += [_HOW] if layers is None else [_HOW, _HOW_WHOLE]
+    how += [_HOW] if run.scope == "layer" else [_HOW, _HOW_WHOLE]
     trace = {
-        "traceEvents": [*_processes(ranks, "layer" if layers is None else "pass"), *events],
+        "traceEvents": [*_processes(ranks, "layer" if run.scope == "layer" else "pass"), *events],
         "displayTimeUnit": "ms",
         "otherData": {
             "producer": "moe-ep-bench show",
@@ -95,7 +91,7 @@ def perfetto_trace(
     return json.dumps(trace, separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def _times(run: Run, case: Case, layers: Mapping[str, pd.DataFrame] | None) -> tuple[pd.Series, pd.DataFrame]:
+def _times(run: Run, case: Case) -> tuple[pd.Series, pd.DataFrame]:
     """The total, and a column for each bar in the order of time: its layer (-1 = none) and its phase.
 
     A row per (launch, batch, iteration, rank); a phase that did not occur took no time.
@@ -104,11 +100,11 @@ def _times(run: Run, case: Case, layers: Mapping[str, pd.DataFrame] | None) -> t
     if rows.empty:
         raise ResultsError(f"{run.directory}: {case.label}: no breakdown iterations; expected some to draw phases of")
     times_us = rows.pivot(index=[*ITERATION, "rank"], columns="phase", values="time_us").fillna(0.0).sort_index()
-    if layers is None:
+    if case.layers is None:
         bars = [(-1, phase) for phase in LAYER_PHASES]
         bars_us = times_us.reindex(columns=list(LAYER_PHASES), fill_value=0.0)
     else:
-        of_case = layers[case.case_id]
+        of_case = case.layers
         numbered = of_case.assign(layer=of_case["layer"].fillna(-1).astype(int))
         bars_us = numbered.pivot(index=[*ITERATION, "rank"], columns=["layer", "phase"], values="time_us")
         bars = [(-1, phase) for phase in _BEFORE]

@@ -12,28 +12,17 @@ those that were timed, with its attention. Such numbers stand in columns of thei
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pandas as pd
 
-from moe_ep_bench.analysis.graphs import graph_pairs, graph_words
-from moe_ep_bench.analysis.load import Case, Run, load_run
-from moe_ep_bench.analysis.notes import spread_words, warnings_of
+from moe_ep_bench.analysis.load import Case, Run
+from moe_ep_bench.analysis.notes import spread_words
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
-from moe_ep_bench.analysis.tables import aligned
 from moe_ep_bench.analysis.timing import GROUPS, MODEL_GROUPS
-from moe_ep_bench.analysis.whole_layers import MOE_PHASES, LayerTimes, by_layer_ms, layer_lines, layer_times
+from moe_ep_bench.analysis.whole_layers import MOE_PHASES, LayerTimes, by_layer_ms, layer_times
 from moe_ep_bench.analysis.words import (
     MODEL_CAVEAT,
-    NONE,
-    count_words,
-    estimate_words,
-    hardware_words,
-    milliseconds,
-    mode_words,
     part_words,
-    percent,
-    scale_words,
     workload_words,
 )
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED
@@ -51,18 +40,6 @@ PASS_PARTS = {
     **{name: phases for name, phases in GROUPS.items() if name not in ("gate", UNACCOUNTED)},
     UNACCOUNTED: (*MODEL_GROUPS[UNACCOUNTED], UNACCOUNTED),
 }
-
-
-@dataclass(frozen=True, eq=False)
-class WholeRun:
-    """What a directory of whole models holds.
-
-    Attributes:
-        layers: by case, the phases of every layer in breakdown iterations; empty where there are none.
-    """
-
-    run: Run
-    layers: dict[str, pd.DataFrame]
 
 
 @dataclass(frozen=True)
@@ -113,33 +90,23 @@ class WholeComparison:
         return whole.num_layers < whole.of_layers
 
 
-def load_whole(directory: Path | str, passed_over: list[str] | None = None) -> WholeRun:
-    """Read and check a directory of whole models; arguments and errors as ``load_run``."""
-    run = load_run(directory, passed_over, whole=True)
-    return WholeRun(
-        run, {case.case_id: case.layers for case in run.cases if case.layers is not None and len(case.layers)}
-    )
-
-
-def analyse_whole(whole: WholeRun) -> list[WholeComparison]:
+def analyse_whole(run: Run) -> list[WholeComparison]:
     """Set every case against its baseline, from end to end and in its MoE layers."""
-    return [_analyse(whole, comparison) for comparison in analyse(whole.run)]
+    return [_analyse(comparison) for comparison in analyse(run)]
 
 
-def _analyse(whole: WholeRun, comparison: ComparisonResult) -> WholeComparison:
+def _analyse(comparison: ComparisonResult) -> WholeComparison:
     baseline = comparison.of_role("baseline")
-    native = _whole_result(whole, comparison, baseline, None) if baseline is not None else None
+    native = _whole_result(comparison, baseline, None) if baseline is not None else None
     results = tuple(
-        native if native is not None and result is baseline else _whole_result(whole, comparison, result, native)
+        native if native is not None and result is baseline else _whole_result(comparison, result, native)
         for result in comparison.results
     )
     share = native.moe_share if native is not None else None
     return WholeComparison(comparison, results, None if share is None else 1 / (1 - share))
 
 
-def _whole_result(
-    whole: WholeRun, comparison: ComparisonResult, result: CaseResult, native: WholeResult | None
-) -> WholeResult:
+def _whole_result(comparison: ComparisonResult, result: CaseResult, native: WholeResult | None) -> WholeResult:
     facts, case = comparison.comparison, result.case
     times_us = slowest_us(case)
     if result.layer is None or times_us is None:
@@ -151,7 +118,7 @@ def _whole_result(
     if native is not None and native.moe_share is not None:
         speedup = estimate_median(paired_ratios(moe_time_us(native.result.case), moe_us))
         expected = None if speedup is None else 1 / (1 - native.moe_share + native.moe_share / speedup.median)
-    all_ms = _all_layers_ms(whole, comparison, result)
+    all_ms = _all_layers_ms(comparison, result)
     native_ms = None if native is None else native.all_layers_ms
     return WholeResult(
         result=result,
@@ -198,97 +165,17 @@ def moe_time_us(case: Case) -> pd.Series:
     return times_us.reindex(columns=list(MOE_PHASES), fill_value=0.0).sum(axis=1).droplevel("rank")
 
 
-def _all_layers_ms(whole: WholeRun, comparison: ComparisonResult, result: CaseResult) -> float | None:
+def _all_layers_ms(comparison: ComparisonResult, result: CaseResult) -> float | None:
     """The pass with all layers, from plain iterations of the built ones and their shares in breakdown iterations."""
     facts = comparison.comparison.whole
     assert facts is not None
     missing = facts.of_layers - facts.num_layers
-    rows = whole.layers.get(result.case.case_id)
-    if not missing or rows is None or result.layer is None or result.breakdown is None:
+    rows = result.case.layers
+    if not missing or rows is None or rows.empty or result.layer is None or result.breakdown is None:
         return None
     moe_layers = by_layer_ms(rows).loc[facts.moe_layers]
     of_one = float(moe_layers.sum(axis=1).mean()) / result.breakdown.layer_ms
     return result.layer.median_ms * (1 + missing * of_one)
-
-
-_HEADER = (
-    "policy",
-    "pass ms",
-    "p90",
-    "end to end",
-    "verdict",
-    "MoE ms",
-    "MoE share %",
-    "MoE speedup",
-    "by Amdahl",
-    "policy ms",
-    "tokens/s",
-    "per rank",
-    "dropped %",
-    "mass kept %",
-)
-_CUT_HEADER = "all layers ms, extrapolated", "end to end, extrapolated"
-LEFT = ("policy", "end to end", "verdict", "MoE speedup")
-
-
-def whole_table(whole: WholeRun) -> str:
-    """Render every comparison of whole models as a table, with what it was measured on and its layers one by one."""
-    found = analyse_whole(whole)
-    blocks = [_block(whole, one) for one in found]
-    blocks += ["\n".join(graph_words(pair)) for pair in graph_pairs([one.comparison for one in found])]
-    return "\n\n".join([*blocks, count_words(whole.run)])
-
-
-def _block(whole: WholeRun, one: WholeComparison) -> str:
-    facts = one.comparison.comparison
-    assert facts.whole is not None
-    title = (
-        f"{facts.title}: {mode_words(whole.run, facts)}, {hardware_words(whole.run, facts)}, {facts.ranks_words}, "
-        f"{facts.dtype}, {scale_words(facts.scale)}"
-    )
-    rows = [whole_cells(result, facts.world_size, one.is_cut) for result in one.results]
-    lines = [title, "", *aligned(whole_header(one.is_cut), rows, LEFT), "", *(f"  {note}" for note in whole_notes(one))]
-    lines += [f"  warning: {line}" for line in warnings_of(one.comparison, whole.run)]
-    layers = layers_ms(whole, one)
-    return "\n".join([*lines, *(["", *layer_lines(layers)] if layers is not None else [])])
-
-
-def whole_header(is_cut: bool) -> tuple[str, ...]:
-    """Columns of the table; where layers were left out, what is extrapolated has two of its own."""
-    return (*_HEADER, *_CUT_HEADER) if is_cut else _HEADER
-
-
-def whole_cells(one: WholeResult, world_size: int, is_cut: bool) -> tuple[str, ...]:
-    """A case's row of the table, or its label and why it was not measured."""
-    result, case = one.result, one.result.case
-    if not case.is_ok or result.layer is None:
-        return case.label, f"{case.status}: {case.reason or 'no reason was recorded'}"
-    fidelity = None if case.role == "ceiling" else result.fidelity
-    verdicts = {"baseline": "baseline", "noise": "noise floor"}
-    cells = (
-        case.label,
-        milliseconds(result.layer.median_ms),
-        milliseconds(result.layer.p90_ms),
-        "1" if case.role == "baseline" else estimate_words(result.speedup),
-        verdicts.get(case.role, result.verdict),
-        _or_none(one.moe_ms, milliseconds),
-        _or_none(one.moe_share, percent),
-        "1" if case.role == "baseline" else estimate_words(one.moe_speedup),
-        _or_none(one.expected, "{:.3f}".format),
-        _or_none(one.policy_ms, milliseconds),
-        _or_none(one.tokens_per_s, "{:,.0f}".format),
-        _or_none(one.tokens_per_s and one.tokens_per_s / world_size, "{:,.0f}".format),
-        NONE if fidelity is None else percent(fidelity.dropped_share),
-        NONE if fidelity is None else percent(fidelity.retained_mass),
-    )
-    if not is_cut:
-        return cells
-    return (*cells, _or_none(one.all_layers_ms, milliseconds), _or_none(one.all_layers_speedup, "{:.3f}".format))
-
-
-def _or_none(value: float | None, words: object) -> str:
-    assert callable(words)
-    return NONE if value is None else str(words(value))
 
 
 def whole_notes(one: WholeComparison) -> list[str]:
@@ -355,12 +242,12 @@ def extrapolated_words(one: WholeComparison) -> str:
     )
 
 
-def layers_ms(whole: WholeRun, one: WholeComparison) -> LayerTimes | None:
+def layers_ms(one: WholeComparison) -> LayerTimes | None:
     """Every layer's parts under native, and its MoE layer under the policies that gain most; None without native's."""
     native = one.comparison.of_role("baseline")
-    if native is None or native.case.case_id not in whole.layers:
+    if native is None or native.case.layers is None or native.case.layers.empty:
         return None
-    return layer_times(whole.layers, native.case, [result.case for result in _fastest(one)])
+    return layer_times(native.case, [result.case for result in _fastest(one)])
 
 
 def _fastest(one: WholeComparison) -> list[CaseResult]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from moe_ep_bench.analysis.advice import LAYER, Answer, Bounds, Subject, advice
-from moe_ep_bench.analysis.load import is_whole, load_run
+from moe_ep_bench.analysis.load import Run, is_whole, load_run
 from moe_ep_bench.analysis.speedups import CaseResult
-from moe_ep_bench.analysis.whole import WholeComparison, WholeResult, WholeRun, analyse_whole, load_whole
+from moe_ep_bench.analysis.whole import WholeComparison, WholeResult, analyse_whole
 from moe_ep_bench.analysis.words import estimate_words, percent
 from moe_ep_bench.timing.statistics import judge, noise_floor
 
@@ -28,13 +28,13 @@ def advice_of(directory: Path, bounds: Bounds) -> str:
         ResultsError: it cannot be read or trusted.
     """
     if is_whole(directory):
-        return whole_advice(load_whole(directory), bounds)
+        return whole_advice(load_run(directory, whole=True), bounds)
     return advice(load_run(directory), bounds, LAYER)
 
 
-def whole_advice(whole: WholeRun, bounds: Bounds) -> str:
+def whole_advice(run: Run, bounds: Bounds) -> str:
     """The answers of all comparisons of whole models; see the module."""
-    found = analyse_whole(whole)
+    found = analyse_whole(run)
     in_comparison = {one.comparison.results[0].case.comparison_id: one for one in found}
 
     def beside(answer: Answer) -> list[str]:
@@ -43,7 +43,7 @@ def whole_advice(whole: WholeRun, bounds: Bounds) -> str:
 
     said = "Speedups are of a whole model's pass, from end to end; what its MoE layers alone gain stands beside them."
     speed = "{} from end to end".format
-    return advice(whole.run, bounds, Subject(said, lambda result: speed(estimate_words(result.speedup)), beside))
+    return advice(run, bounds, Subject(said, lambda result: speed(estimate_words(result.speedup)), beside))
 
 
 def _beside(one: WholeComparison, answer: Answer) -> list[str]:

@@ -43,7 +43,7 @@ from moe_ep_bench.analysis.style import (
     row_title,
     sheet,
 )
-from moe_ep_bench.analysis.whole import PASS_PARTS, WholeComparison, WholeResult, WholeRun, analyse_whole
+from moe_ep_bench.analysis.whole import PASS_PARTS, WholeComparison, WholeResult, analyse_whole
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED, footer_lines, interval_words, is_modelled_phase, milliseconds
 from moe_ep_bench.timing.statistics import Estimate
 
@@ -59,14 +59,14 @@ _AMDAHL_LOOK = {"color": INK, "marker": "|", "markersize": 13, "markeredgewidth"
 _MOST_STRETCH = 2.0
 
 
-def whole_figure(whole: WholeRun) -> Drawing | None:
+def whole_figure(run: Run) -> Drawing | None:
     """Speedup from end to end beside that of the MoE layers, and the parts of a pass; None without both."""
-    comparisons = [one for one in analyse_whole(whole) if _shown(one)]
+    comparisons = [one for one in analyse_whole(run) if _shown(one)]
     if not comparisons:
         return None
     looks = looks_of(family_labels([one.comparison for one in comparisons]))
     panels = in_panels([one.comparison for one in comparisons])
-    rows = [_Row(whole.run, one, _shown(one)) for one in comparisons if one.comparison in panels.shown]
+    rows = [_Row(run, one, _shown(one)) for one in comparisons if one.comparison in panels.shown]
     facts = [row.one.comparison.comparison for row in rows]
     has_cut = any(row.is_cut for row in rows)
     lines = max(bar_label(each.result, looks).count("\n") + 1 for row in rows for each in row.results)
@@ -74,7 +74,7 @@ def whole_figure(whole: WholeRun) -> Drawing | None:
     figure = sheet(
         "What faster MoE layers come to in a whole model",
         _subtitle(rows),
-        footer_lines(whole.run, facts, [*_notes(rows), *panels.note]),
+        footer_lines(run, facts, [*_notes(rows), *panels.note]),
         _legend(rows),
         width=14.0 if has_cut else 12.0,
         body=sum(heights),
@@ -83,24 +83,22 @@ def whole_figure(whole: WholeRun) -> Drawing | None:
     grid = figure.add_gridspec(len(rows), len(widths), width_ratios=widths, height_ratios=heights)
     for number, row in enumerate(rows):
         _draw_row(figure, [grid[number, column] for column in range(2 + row.is_cut)], row, looks)
-    return Drawing(
-        figure, table(line for one in comparisons for line in _rows_of(whole.run, _Row(whole.run, one, _shown(one))))
-    )
+    return Drawing(figure, table(line for one in comparisons for line in _rows_of(run, _Row(run, one, _shown(one)))))
 
 
-def whole_graphs_figure(whole: WholeRun) -> Drawing | None:
+def whole_graphs_figure(run: Run) -> Drawing | None:
     """``graphs_figure`` of whole models; None where no comparison was measured both eagerly and replayed."""
-    comparisons = [one.comparison for one in analyse_whole(whole)]
-    return graphs_figure(whole.run, comparisons, looks_of(family_labels(comparisons)))
+    comparisons = [one.comparison for one in analyse_whole(run)]
+    return graphs_figure(run, comparisons, looks_of(family_labels(comparisons)))
 
 
-WHOLE_FIGURES: dict[str, Callable[[WholeRun], Drawing | None]] = {"whole": whole_figure, "graphs": whole_graphs_figure}
+WHOLE_FIGURES: dict[str, Callable[[Run], Drawing | None]] = {"whole": whole_figure, "graphs": whole_graphs_figure}
 # Their rows are in some sweeps, and not missed in others.
 OF_SOME_SWEEPS = ("graphs",)
 
 
 def draw_whole_figures(
-    whole: WholeRun,
+    run: Run,
     directory: Path,
     formats: Sequence[str] = DEFAULT_FORMATS,
     names: Iterable[str] = tuple(WHOLE_FIGURES),
@@ -117,7 +115,7 @@ def draw_whole_figures(
     Returns:
         The files written, and the names of the figures for which the rows hold nothing.
     """
-    return draw_named(WHOLE_FIGURES, whole, directory, formats, names, size)
+    return draw_named(WHOLE_FIGURES, run, directory, formats, names, size)
 
 
 @dataclass(frozen=True, eq=False)

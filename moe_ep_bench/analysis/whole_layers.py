@@ -6,20 +6,18 @@ few policies that gain most from end to end. All others are in the rows: ``show 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pandas as pd
 
 from moe_ep_bench.analysis.load import Case
-from moe_ep_bench.analysis.words import NONE, milliseconds
 from moe_ep_bench.schema import LAYER_PHASES, MOE_REST
 
 # What an MoE layer's time consists of.
 MOE_PHASES = (*LAYER_PHASES, MOE_REST)
 MOST_POLICIES = 4
 _ITERATION = ["launch", "batch", "iteration"]
-_PAGE = 120
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,15 +46,15 @@ class LayerTimes:
         )
 
 
-def layer_times(layers: Mapping[str, pd.DataFrame], native: Case, policies: Sequence[Case]) -> LayerTimes:
-    """The table of some cases' layers.
+def layer_times(native: Case, policies: Sequence[Case]) -> LayerTimes:
+    """The table of some cases' layers; cases without are passed over.
 
     Args:
-        layers: of each case ``WholeRun.layers``; cases without are passed over.
         policies: the first of them are shown, as many as ``MOST_POLICIES``.
     """
-    known = [case for case in policies if case.case_id in layers]
-    times = {case.label: by_layer_ms(layers[case.case_id]) for case in (native, *known[:MOST_POLICIES])}
+    known = [case for case in policies if case.layers is not None and len(case.layers)]
+    shown = (native, *known[:MOST_POLICIES])
+    times = {case.label: by_layer_ms(case.layers) for case in shown if case.layers is not None}
     of_native = times[native.label]
     parts = {kind: of_native[kind] for kind in ("attention", "dense") if kind in of_native}
     moe = {label: of_case.get("moe") for label, of_case in times.items()}
@@ -78,28 +76,3 @@ def by_layer_ms(rows: pd.DataFrame) -> pd.DataFrame:
     sums = rows.groupby([rows["layer"].astype(int), kinds, *_ITERATION, rows["rank"]])["time_us"].sum()
     means = sums.groupby(level=["layer", "phase", *_ITERATION]).mean()
     return means.groupby(level=["layer", "phase"]).median().unstack("phase") / 1e3
-
-
-def layer_lines(times: LayerTimes) -> list[str]:
-    """The table as text; labels are stacked in the head, and policies that the page has no room for are left out."""
-    shown = times
-    while len(shown.moe.columns) > 2 and max(map(len, _table(shown))) > _PAGE:
-        shown = LayerTimes(times.parts, shown.moe.iloc[:, :-1], times.num_policies)
-    return [f"By layer, ms ({shown.shown_words})", *_table(shown)]
-
-
-def _table(times: LayerTimes) -> list[str]:
-    heads = [["layer"], *([kind] for kind in times.parts), *(["MoE", *label.split()] for label in times.moe)]
-    depth = max(map(len, heads))
-    columns = [
-        [str(layer) for layer in times.moe.index],
-        *([_cell(value) for value in frame[name]] for frame in (times.parts, times.moe) for name in frame),
-    ]
-    cells = [[*[""] * (depth - len(head)), *head, *column] for head, column in zip(heads, columns, strict=True)]
-    widths = [max(map(len, column)) for column in cells]
-    lines = ["  ".join(map(str.rjust, row, widths)) for row in zip(*cells, strict=True)]
-    return [*lines[:depth], "  ".join("-" * width for width in widths), *lines[depth:]]
-
-
-def _cell(value: float) -> str:
-    return NONE if pd.isna(value) else milliseconds(float(value))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.report.answer import answer_of, answer_of_all, speed_and_cost
 from moe_ep_bench.analysis.report.captions import subtitle_of, title_of
 from moe_ep_bench.analysis.report.parts import Cell, Column, Picture, Report, Section, Table, Warned, number_cell
@@ -24,11 +25,9 @@ from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.whole import (
     WholeComparison,
     WholeResult,
-    WholeRun,
     analyse_whole,
     extrapolated_words,
     layers_ms,
-    load_whole,
     whole_notes,
 )
 from moe_ep_bench.analysis.whole_figure import WHOLE_FIGURES
@@ -44,33 +43,33 @@ def whole_report_of(directory: Path, passed_over: list[str]) -> Report:
     Raises:
         ResultsError: one line that names the file and what is wrong with it.
     """
-    whole = load_whole(directory, passed_over)
-    found = analyse_whole(whole)
+    run = load_run(directory, passed_over, whole=True)
+    found = analyse_whole(run)
     comparisons = [one.comparison for one in found]
-    facts = read_provenance(whole.run.directory, max(one.comparison.world_size for one in comparisons))
+    facts = read_provenance(run.directory, max(one.comparison.world_size for one in comparisons))
     told, several = _told(found), len(found) > 1
     models = ", ".join(dict.fromkeys(one.comparison.model for one in comparisons))
     anchors = [f"comparison-{number}" for number in range(1, len(found) + 1)]
     return Report(
         title=f"{len(found)} comparisons of whole models: {models}" if several else comparisons[0].comparison.title,
         subtitle=subtitle(facts),
-        answer=answer_of_all(whole.run, comparisons, told),
+        answer=answer_of_all(run, comparisons, told),
         overview=_overview(found, anchors) if several else None,
-        pictures=_pictures(whole, found),
+        pictures=_pictures(run, found),
         sections=[
             Section(
                 anchor,
                 one.comparison.comparison.title,
-                answer_of(whole.run, one.comparison, told) if several else None,
-                [_cases(one), *_by_layer(whole, one)],
+                answer_of(run, one.comparison, told) if several else None,
+                [_cases(one), *_by_layer(run, one)],
                 whole_notes(one),
             )
             for one, anchor in zip(found, anchors, strict=True)
         ],
         facts=fact_tables(facts),
-        environment=environment_tables(facts, whole.run),
+        environment=environment_tables(facts, run),
         configs=config_files(facts),
-        warnings=[*left_out(passed_over), *_cut(found), *weaknesses(whole.run, comparisons)],
+        warnings=[*left_out(passed_over), *_cut(found), *weaknesses(run, comparisons)],
         steps=reproduction(facts),
     )
 
@@ -87,11 +86,11 @@ def _told(found: Sequence[WholeComparison]) -> Callable[[CaseResult], str]:
     return told
 
 
-def _pictures(whole: WholeRun, found: Sequence[WholeComparison]) -> list[Picture]:
+def _pictures(run: Run, found: Sequence[WholeComparison]) -> list[Picture]:
     pictures = []
     with house_style():
         for name, draw in WHOLE_FIGURES.items():
-            drawing = draw(whole)
+            drawing = draw(run)
             if drawing is not None:
                 figure = drawn(drawing)
                 caption = _caption(found) if name == "whole" else ""
@@ -212,8 +211,8 @@ def _row(each: WholeResult, world_size: int, is_cut: bool) -> tuple[Cell, ...]:
     return (*cells, _time_cell(each.all_layers_ms), number_cell(each.all_layers_speedup, "{:.3f}"))
 
 
-def _by_layer(whole: WholeRun, one: WholeComparison) -> list[Table]:
-    times = layers_ms(whole, one)
+def _by_layer(run: Run, one: WholeComparison) -> list[Table]:
+    times = layers_ms(one)
     if times is None:
         return []
     names = [f"{kind} ms" for kind in times.parts] + [f"MoE ms, {label}" for label in times.moe]

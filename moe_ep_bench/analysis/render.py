@@ -1,0 +1,261 @@
+"""Render frames as tables: for a terminal, Markdown, LaTeX and HTML; as CSV and JSON with all columns, unrounded.
+
+A ``Table`` is a frame, the columns that people read, a title and notes. Every command prints its results through
+``render``, so that a number stands alike wherever it is read.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+PEOPLE = ("text", "md", "latex", "html")
+PROGRAMS = ("csv", "json")
+# Of ``render(..., "json")``: raised when a column changes its name or meaning, not when one is added.
+JSON_VERSION = 1
+NONE = "-"
+
+Row = dict[str, Any]
+_GAP = "  "
+_LATEX = str.maketrans(
+    {
+        **{character: f"\\{character}" for character in "&%$#_{}"},
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+    }
+)
+_MARKDOWN = str.maketrans({character: f"\\{character}" for character in "\\|*_`<>[]#~$"})
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column that people read: its header, what a row's cell says, and whether it holds words, which stand left."""
+
+    header: str
+    cell: Callable[[Row], str]
+    is_words: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A frame with what people read of it.
+
+    Attributes:
+        instead: the name of a column whose text, where it is not empty, takes the place of a row's numbers.
+        notes: lines that are needed to read the numbers.
+    """
+
+    frame: pd.DataFrame
+    columns: Sequence[Column]
+    title: str = ""
+    notes: Sequence[str] = ()
+    instead: str | None = None
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.frame.to_dict("records")
+
+
+def missing(value: Any) -> bool:
+    """Whether a frame's value is none."""
+    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
+
+
+def text(name: str, header: str | None = None) -> Column:
+    """The column ``name`` as it is."""
+    return Column(header or name, lambda row: NONE if missing(row[name]) else str(row[name]), is_words=True)
+
+
+def number(name: str, header: str | None = None, form: str | Callable[[Any], str] = "{:.3f}") -> Column:
+    """The column ``name``, each number in a form."""
+    shown = form.format if isinstance(form, str) else form
+    return Column(header or name, lambda row: NONE if missing(row[name]) else shown(row[name]))
+
+
+def percentage(name: str, header: str) -> Column:
+    """A share as a percentage with one decimal; the header has the sign."""
+    return number(name, header, lambda share: f"{100 * share:.1f}")
+
+
+def milliseconds(value: float, digits: int = 4) -> str:
+    """A time with as many digits as count, whatever its size."""
+    decimals = digits - 1 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:.{min(max(decimals, 0), 4)}f}"
+
+
+def interval(name: str, header: str, *, one: str | None = None) -> Column:
+    """``1.23 [1.20, 1.26]`` of ``NAME_median``, ``_low`` and ``_high``; ``(1.10..1.31)`` where it is no interval.
+
+    Args:
+        one: a role whose cell is 1, for all is set against it.
+    """
+
+    def cell(row: Row) -> str:
+        if one is not None and row["role"] == one:
+            return "1"
+        if missing(row[f"{name}_median"]):
+            return NONE
+        median, low, high = (f"{row[f'{name}_{end}']:.3f}" for end in ("median", "low", "high"))
+        return f"{median} [{low}, {high}]" if row[f"{name}_is_interval"] else f"{median} ({low}..{high})"
+
+    return Column(header, cell, is_words=True)
+
+
+def render(tables: Sequence[Table], to: str, *, width: int | None = None) -> str:
+    """Render tables in one of ``PEOPLE`` or ``PROGRAMS``.
+
+    Args:
+        width: of a terminal, in characters; wider tables of text go on below. None = as wide as they are.
+    """
+    if to == "csv":
+        return frame_of(tables).to_csv(index=False, lineterminator="\n")
+    if to == "json":
+        rows = [{name: _plain(value) for name, value in row.items()} for row in frame_of(tables).to_dict("records")]
+        lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
+        return f'{{"version": {JSON_VERSION}, "rows": [\n{lines}\n]}}\n'
+    if to == "text":
+        return "\n\n".join(_text(table, width) for table in tables)
+    blocks = {"md": _markdown, "latex": _latex, "html": _html}[to]
+    head = "% \\usepackage{booktabs}\n" if to == "latex" else ""
+    return head + "\n\n".join(blocks(table) for table in tables) + "\n"
+
+
+def frame_of(tables: Sequence[Table]) -> pd.DataFrame:
+    """The frames of all tables as one."""
+    frames = [table.frame for table in tables if len(table.frame)]
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if not isinstance(value, list | dict) and missing(value):
+        return None
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cells(table: Table, row: Row) -> list[str]:
+    """A row's cells; of a row without numbers the first and the text that takes their place."""
+    if table.instead is not None and not missing(row[table.instead]):
+        return [table.columns[0].cell(row), row[table.instead]]
+    return [column.cell(row) for column in table.columns]
+
+
+def _text(table: Table, width: int | None) -> str:
+    lines = [table.title] if table.title else []
+    if len(table.columns):
+        lines += [*([""] if lines else []), *_aligned(table, width)]
+    if table.notes:
+        lines += [*([""] if lines else []), *(f"  {note}" for note in table.notes)]
+    return "\n".join(lines)
+
+
+def _aligned(table: Table, width: int | None) -> list[str]:
+    """Lines of a table; columns for which a terminal has no room follow below, each time beside the first."""
+    rows = [_cells(table, row) for row in table.rows]
+    full = [row for row in rows if len(row) == len(table.columns)]
+    sizes = [
+        max(len(cell) for cell in (column.header, *(row[place] for row in full)))
+        for place, column in enumerate(table.columns)
+    ]
+    sizes[0] = max([len(table.columns[0].header), *(len(row[0]) for row in rows)])
+    blocks: list[list[int]] = [[0]]
+    for place in range(1, len(sizes)):
+        taken = sum(sizes[other] + len(_GAP) for other in blocks[-1])
+        if width is not None and len(blocks[-1]) > 1 and taken + sizes[place] > width:
+            blocks.append([0])
+        blocks[-1].append(place)
+    lines: list[str] = []
+    for block in blocks:
+        lines += [""] if lines else []
+        lines.append(_line(table, [table.columns[place].header for place in block], block, sizes))
+        lines.append(_GAP.join("-" * sizes[place] for place in block))
+        for row in rows:
+            if len(row) == len(table.columns):
+                lines.append(_line(table, [row[place] for place in block], block, sizes))
+            elif block is blocks[0]:
+                lines.append(f"{row[0]:<{sizes[0]}}{_GAP}{row[1]}")
+    return lines
+
+
+def _line(table: Table, cells: Sequence[str], block: Sequence[int], sizes: Sequence[int]) -> str:
+    shown = (
+        cell.ljust(sizes[place]) if table.columns[place].is_words else cell.rjust(sizes[place])
+        for cell, place in zip(cells, block, strict=True)
+    )
+    return _GAP.join(shown).rstrip()
+
+
+def escape_latex(text: str) -> str:
+    """A text that LaTeX prints as it is."""
+    return text.translate(_LATEX)
+
+
+def escape_markdown(text: str) -> str:
+    """A text that Markdown shows as it is, in one line."""
+    return " ".join(text.translate(_MARKDOWN).split())
+
+
+def _filled(table: Table) -> list[list[str]]:
+    """The cells of all rows, as many in each."""
+    rows = (_cells(table, row) for row in table.rows)
+    return [[*row, *[""] * (len(table.columns) - len(row))] for row in rows]
+
+
+def _latex(table: Table) -> str:
+    """One ``table`` with booktabs rules; its title and notes are the caption."""
+    rows = [[escape_latex(cell) for cell in row] for row in _filled(table)]
+    frame = pd.DataFrame(rows, columns=[escape_latex(column.header) for column in table.columns])
+    return frame.style.hide(axis="index").to_latex(
+        hrules=True,
+        column_format="".join("l" if column.is_words else "r" for column in table.columns),
+        position="tbp",
+        position_float="centering",
+        caption=escape_latex(_caption(table)),
+    )
+
+
+def _caption(table: Table) -> str:
+    """The title and the notes, a sentence each."""
+    return " ".join(f"{part.rstrip('.')}." for part in (table.title, *table.notes) if part)
+
+
+def _markdown(table: Table) -> str:
+    """One table in GitHub's dialect, under its title and above its notes."""
+    cells = [[column.header for column in table.columns], *_filled(table)]
+    rows = [[escape_markdown(cell) for cell in row] for row in cells]
+    rule = ["---" if column.is_words else "---:" for column in table.columns]
+    lines = [f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:])] if len(table.columns) else []
+    parts = [escape_markdown(table.title), "\n".join(lines), "\n".join(f"- {escape_markdown(n)}" for n in table.notes)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _html(table: Table) -> str:
+    """One ``table`` with the numbers behind its cells as ``data-value``, by which a page can sort."""
+    head = "".join(f"<th{'' if c.is_words else ' class=number'}>{html.escape(c.header)}</th>" for c in table.columns)
+    body = []
+    for row in table.rows:
+        cells = [html.escape(cell) for cell in _cells(table, row)]
+        if len(cells) < len(table.columns):
+            body.append(f"<tr><td>{cells[0]}</td><td colspan={len(table.columns) - 1}>{cells[1]}</td></tr>")
+            continue
+        tags = ["<td>" if column.is_words else "<td class=number>" for column in table.columns]
+        body.append("<tr>" + "".join(f"{tag}{cell}</td>" for tag, cell in zip(tags, cells, strict=True)) + "</tr>")
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in table.notes)
+    return "\n".join(
+        [
+            *([f"<h3>{html.escape(table.title)}</h3>"] if table.title else []),
+            *([f"<table><thead><tr>{head}</tr></thead><tbody>", *body, "</tbody></table>"] if table.columns else []),
+            *([f"<ul>{notes}</ul>"] if notes else []),
+        ]
+    )

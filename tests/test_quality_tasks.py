@@ -172,7 +172,7 @@ def test_padding_takes_no_capacity_and_prompts_that_are_alike_are_read_once(mode
     different = {tuple((context + continuation)[:-1]) for context, continuation in PAIRS}
     assert sorted(lengths) == sorted(map(len, different)), "of x and y only what stands before them is read"
     assert len(different) < len(PAIRS)
-    assert routing._sums["topk"] == 2 * 3 * sum(lengths), "two layers, three experts a token, no padding"
+    assert routing.sums["num_topk_pairs"] == 2 * 3 * sum(lengths), "two layers, three experts a token, no padding"
     assert routing.summary() == {"dropped_fraction": 0.0, "retained_mass_topk": 1.0, "experts_per_token": 3.0}
 
 
@@ -390,12 +390,12 @@ def test_what_python_compiles_beside_tasks_makes_no_other_tasks_of_them(tmp_path
     """The harness imports a task's functions from there: the second time it is the same comparison."""
     code = tmp_path / "utils.py"
     code.write_text("def gold(doc):\n    return 0\n")
-    before = harness.folder_hash(tmp_path)
+    before = harness.TaskIndex(tmp_path).own_hash
     assert py_compile.compile(str(code), doraise=True)
     assert list(tmp_path.rglob("*.pyc"))
-    assert harness.folder_hash(tmp_path) == before
+    assert harness.TaskIndex(tmp_path).own_hash == before
     code.write_text("def gold(doc):\n    return 1\n")
-    assert harness.folder_hash(tmp_path) != before
+    assert harness.TaskIndex(tmp_path).own_hash != before
 
 
 def test_policies_are_set_against_the_unpatched_model_question_by_question(
@@ -553,21 +553,23 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_without_a_policy_the_harness_gets_what_its_own_class_answers(
     package: Any, folder: Path, checkpoint: Checkpoint, model: Any
 ) -> None:
-    tasks = harness.find_tasks(["sums", "written", "together"], folder / "tasks")
+    tasks = harness.TaskIndex(folder / "tasks")
     its_own = importlib.import_module("lm_eval.models.huggingface").HFLM(
         pretrained=model, tokenizer=checkpoint.tokenizer, batch_size=4
     )
     ours = harness.routed_lm(model, checkpoint.tokenizer, Routed(None), 4)
     for task, shots in (("sums", 2), ("written", None)):
-        expected = package.simple_evaluate(model=its_own, tasks=[task], num_fewshot=shots, task_manager=tasks)
-        found = harness.run_task(ours, task, tasks, num_fewshot=shots)
+        expected = package.simple_evaluate(
+            model=its_own, tasks=[task], num_fewshot=shots, task_manager=tasks.find(task)
+        )
+        found = harness.run_task(ours, task, tasks.find(task), num_fewshot=shots)
         whole, questions = ([row for row in found if ("item" in row) == is_one] for is_one in (False, True))
         for row in whole:
             assert row["value"] == expected["results"][task][f"{row['metric']},{row['filter']}"]
         assert {row["metric"] for row in whole} == ({"acc", "acc_norm"} if shots else {"exact_match"})
         assert {row["num_samples"] for row in whole} == {12}
         assert len(questions) == 12 * len(whole)
-    group = harness.run_task(ours, "together", tasks, num_fewshot=2)
+    group = harness.run_task(ours, "together", tasks.find("together"), num_fewshot=2)
     asked = {(row["task"], row["num_fewshot"], row["is_asked"]) for row in group if "item" not in row}
     assert asked == {("together", 2, True), ("sums", 2, False)}
 

@@ -253,18 +253,16 @@ def test_other_policies_of_the_same_comparison_join_what_is_there(folder: Path, 
     assert costs(tmp_path)[label]["kl"].tolist() == costs(done)[label]["kl"].tolist()
 
 
-def test_a_sweep_is_a_comparison_for_each_of_its_points(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_is_a_comparison_for_each_of_its_points_and_a_dry_run_reads_no_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Checkpoint, "load", None)
     config = str(folder / "config.yaml")
     assert main(["quality", config, "--dry-run", "--set", "sweep.text.batch_size=[1, 2, 6]"]) == OK
     said = capsys.readouterr().out
     assert [f"{size} at a time" in said for size in (1, 2, 3, 6)] == [True, True, False, True]
     planned = plan_quality(folder / "config.yaml", ["sweep.text.batch_size=[1, 2, 6]"])
     assert len({case.case_id for one in planned for case in one.cases}) == 3 * 6
-
-
-def test_a_dry_run_reads_no_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Checkpoint, "load", None)
-    assert main(["quality", str(folder / "config.yaml"), "--dry-run"]) == OK
 
 
 @pytest.mark.parametrize("arrangement", ["prefill", "decode"])
@@ -530,25 +528,31 @@ def test_text_that_is_not_utf8_is_said(folder: Path, tmp_path: Path) -> None:
         plan_quality(folder / "config.yaml", [f"text.file={tmp_path / 'latin.txt'}"])
 
 
-def test_a_directory_of_another_mode_is_refused(folder: Path, done: Path, tmp_path: Path) -> None:
-    described = json.loads((done / "run.json").read_text())
-    (tmp_path / "run.json").write_text(json.dumps({**described, "mode": "route"}))
-    with pytest.raises(ValueError, match="holds results with mode route, here it is quality"):
-        run_quality(folder / "config.yaml", tmp_path, [])
-
-
-def test_answers_of_another_device_are_refused_and_nothing_is_judged(
-    folder: Path, done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"mode": "route"}, "mode route, here it is quality"),
+        ({"environment": {"device_name": "NVIDIA H100 80GB HBM3"}}, "device_name NVIDIA H100 80GB HBM3, here it is "),
+    ],
+)
+def test_results_of_another_mode_or_device_are_refused_and_nothing_is_judged(
+    change: dict[str, Any],
+    expected: str,
+    folder: Path,
+    done: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     described = json.loads((done / "run.json").read_text())
-    described["environment"] |= {"device_type": "cuda", "device_name": "NVIDIA H100 80GB HBM3"}
-    (tmp_path / "run.json").write_text(json.dumps(described))
+    environment = described["environment"] | change.get("environment", {})
+    (tmp_path / "run.json").write_text(json.dumps({**described, **change, "environment": environment}))
     monkeypatch.setattr(Checkpoint, "load", None)
     arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path)]
     for more in ([], ["--force"]):
         assert main([*arguments, *more]) == USER_ERROR
         (said,) = capsys.readouterr().err.strip().splitlines()
-        assert f"{tmp_path}: holds results with device_name NVIDIA H100 80GB HBM3, here it is " in said
+        assert f"{tmp_path}: holds results with {expected}" in said
         assert said.endswith("; choose another directory")
 
 

@@ -73,17 +73,20 @@ class TaskIndex:
     """
 
     include: Path | None
-
-    def check(self) -> None:
-        """Raise ValueError where the folder is none."""
-        if self.include is not None and not self.include.is_dir():
-            raise ValueError(f"include: expected a folder with tasks, got {self.include}")
+    _managers: dict[bool, Any] = field(default_factory=dict)
+    """The harness' managers of tasks, by whether they know its own."""
 
     @cached_property
-    def own_hash(self) -> str | None:
-        """16 hex digits of all files in the folder, data included; not of what Python compiles there."""
+    def folder_hash(self) -> str | None:
+        """16 hex digits of all files in the folder, data included; not of what Python compiles there.
+
+        Raises:
+            ValueError: the folder is none.
+        """
         if self.include is None:
             return None
+        if not self.include.is_dir():
+            raise ValueError(f"include: expected a folder with tasks, got {self.include}")
         digest = hashlib.sha256()
         for file in sorted(path for path in self.include.rglob("*") if path.is_file()):
             if file.parent.name != "__pycache__":
@@ -96,36 +99,23 @@ class TaskIndex:
         Raises:
             ValueError: there is no such task, or the harness is not installed.
         """
-        for manager in self._managers():
-            if name in manager.all_tasks:
-                return manager
+        import_harness()
+        new_manager = importlib.import_module("lm_eval.tasks").TaskManager
+        folder = None if self.include is None else str(self.include)
+        # Of the folder alone first: reading the harness' own thousands takes a while.
+        for defaults in (True,) if folder is None else (False, True):
+            if defaults not in self._managers:
+                self._managers[defaults] = new_manager(include_path=folder, include_defaults=defaults)
+            if name in self._managers[defaults].all_tasks:
+                return self._managers[defaults]
         raise ValueError(f"tasks: expected a task of lm_eval (`lm_eval ls tasks`) or of include, got {name!r}")
-
-    def _managers(self) -> Iterator[Any]:
-        """Of the folder alone first: reading the harness' own thousands takes a while."""
-        if self.include is not None:
-            yield self._own
-        yield self._all
-
-    @cached_property
-    def _own(self) -> Any:
-        return _task_manager(include_path=str(self.include), include_defaults=False)
-
-    @cached_property
-    def _all(self) -> Any:
-        return _task_manager(include_path=self.include and str(self.include))
-
-
-def _task_manager(**options: Any) -> Any:
-    import_harness()
-    return importlib.import_module("lm_eval.tasks").TaskManager(**options)
 
 
 # ---- The model under a policy ----------------------------------------------------------------------------------------
 
 
 @dataclass
-class Routed:
+class TaskRouting:
     """How a model is routed while a task runs, and what came of it.
 
     Attributes:
@@ -148,8 +138,14 @@ class Routed:
         return self._routed(model, "as_run")
 
     def _routed(self, model: torch.nn.Module, arrangement: Arrangement) -> contextlib.AbstractContextManager[None]:
-        how = {"num_ranks": self.num_ranks, "arrangement": arrangement, "seed": self.seed}
-        return routed(model, self.policy, **how, observe=self._add)
+        return routed(
+            model,
+            self.policy,
+            num_ranks=self.num_ranks,
+            arrangement=arrangement,
+            seed=self.seed,
+            observe=self._add,
+        )
 
     def _add(self, call: RouterCall) -> None:
         metrics = pass_metrics(call)
@@ -170,7 +166,7 @@ class Routed:
         }
 
 
-def routed_lm(model: Any, tokenizer: Any, routing: Routed, batch_size: int) -> Any:
+def routed_lm(model: Any, tokenizer: Any, routing: TaskRouting, batch_size: int) -> Any:
     """The model as the harness takes it, under a policy.
 
     Raises:
@@ -258,28 +254,34 @@ def run_task(
         ValueError: one line that says why the task cannot be run (its data cannot be had, say), or gives no numbers.
     """
     harness = import_harness()
-    with _as_one_line(task):
+    try:
         found = harness.simple_evaluate(
             model=lm, tasks=[task], num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=True
         )
+    # Tasks fail in as many ways as their data are read; what a policy or the device has to say passes.
+    except (OSError, LookupError, AttributeError, TypeError, ImportError, ValueError) as error:
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"tasks: {task}: cannot be run: {type(error).__name__}: {words}") from error
     scores = list(_scores(found))
     if not scores:
         raise ValueError(f"tasks: {task}: expected numbers from the harness, got none")
     # A name that stands for several tasks and is no group has no results of its own.
     has_own = any(score["task"] == task for score in scores)
-    for score in scores:
-        score["is_asked"] = score["task"] == task or not has_own
-    return [*scores, *_of_questions(found)]
-
-
-@contextlib.contextmanager
-def _as_one_line(task: str) -> Iterator[None]:
-    """Tasks fail in as many ways as their data are read; what a policy or the device has to say passes."""
-    try:
-        yield
-    except (OSError, LookupError, AttributeError, TypeError, ImportError, ValueError) as error:
-        words = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"tasks: {task}: cannot be run: {type(error).__name__}: {words}") from error
+    scores = [{**score, "is_asked": score["task"] == task or not has_own} for score in scores]
+    questions = [
+        {
+            "task": part,
+            "item": int(sample["doc_id"]),
+            "filter": sample["filter"],
+            "metric": metric,
+            "value": float(sample[metric]),
+        }
+        for part, samples in (found.get("samples") or {}).items()
+        for sample in samples
+        for metric in sample["metrics"]
+        if _is_number(sample[metric])
+    ]
+    return scores + questions
 
 
 def _scores(found: Any) -> Iterator[Row]:
@@ -314,15 +316,6 @@ def _leaves(group: str, members: Any) -> list[str]:
     if not members.get(group):
         return [group]
     return list(dict.fromkeys(leaf for member in members[group] for leaf in _leaves(member, members)))
-
-
-def _of_questions(found: Any) -> Iterator[Row]:
-    for task, samples in (found.get("samples") or {}).items():
-        for sample in samples:
-            row = {"task": task, "item": int(sample["doc_id"]), "filter": sample["filter"]}
-            for metric in sample["metrics"]:
-                if _is_number(sample[metric]):
-                    yield {**row, "metric": metric, "value": float(sample[metric])}
 
 
 def _is_number(value: object) -> bool:

@@ -142,7 +142,6 @@ def _comparisons(
     if experiment.text is not None:
         evaluated.append(Text.of(experiment, ep_size, checkpoint, experiment.text))
     if experiment.tasks is not None:
-        index.check()
         for task in experiment.tasks:
             published = published_numbers(experiment, task.name)
             evaluated.append(Task(experiment, ep_size, task, checkpoint.tokenizer, index, published))

@@ -12,7 +12,7 @@ from typing import Any
 from moe_ep_bench.bench.plan import CaseSpec
 from moe_ep_bench.papers.published import load_table
 from moe_ep_bench.quality.config import QualityExperiment, TaskConfig
-from moe_ep_bench.quality.harness import Routed, TaskIndex, routed_lm, run_task
+from moe_ep_bench.quality.harness import TaskIndex, TaskRouting, routed_lm, run_task
 from moe_ep_bench.quality.loads import Tables
 
 
@@ -33,7 +33,7 @@ class Task:
 
     @property
     def definition(self) -> dict[str, Any]:
-        asked = {"name": self.config.name, "num_fewshot": self.config.num_fewshot, "own": self.index.own_hash}
+        asked = {"name": self.config.name, "num_fewshot": self.config.num_fewshot, "own": self.index.folder_hash}
         return {"task": asked, "limit": self.experiment.limit, "batch_size": self.experiment.batch_size}
 
     @property
@@ -62,7 +62,7 @@ class Task:
         """Run the task under one case after the other; ``model`` has its weights and is unpatched."""
         experiment, name = self.experiment, self.config.name
         for case in cases:
-            routing = Routed(case.policy, self.num_ranks, experiment.arrangement, experiment.layer.seed)
+            routing = TaskRouting(case.policy, self.num_ranks, experiment.arrangement, experiment.layer.seed)
             lm = routed_lm(model, self.tokenizer, routing, experiment.batch_size)
             shots, manager = self.config.num_fewshot, self.index.find(name)
             rows = run_task(lm, name, manager, num_fewshot=shots, limit=experiment.limit)

@@ -65,11 +65,9 @@ class Text:
         Raises:
             ValueError: naming the key whose value does not fit.
         """
-        length, prefix = config.sequence_length, config.image_prefix
-        if prefix is None:
-            checkpoint.check_length(length, "text.sequence_length")
-        else:
-            checkpoint.check_length(prefix.tokens + length, "text.image_prefix.tokens + text.sequence_length")
+        length, images = config.sequence_length, 0 if config.image_prefix is None else config.image_prefix.tokens
+        prefix_key = "text.image_prefix.tokens + " if images else ""
+        checkpoint.check_length(images + length, f"{prefix_key}text.sequence_length")
         try:
             tokens_BS = text_sequences(config.file, checkpoint.tokenizer, config.num_sequences, length)
         except ValueError as problem:

@@ -23,7 +23,7 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences, token_sequences
 from moe_ep_bench.quality.recording import RecordOptions, record_trace, shares
-from moe_ep_bench.quality.routed import Seen, routed
+from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.workload import RecordedWorkload, open_trace
 from moe_ep_bench.workload.tail import keep_top_k_ahead
@@ -51,12 +51,12 @@ def recording(olmoe: Path, text: Path, tmp_path_factory: pytest.TempPathFactory)
     return out
 
 
-def in_the_model(folder: Path, text: Path, policy: Any = None) -> list[Seen]:
+def in_the_model(folder: Path, text: Path, policy: Any = None) -> list[RouterCall]:
     """What the routers do with the whole text at once."""
     checkpoint = Checkpoint.open(folder)
     model = checkpoint.load("auto", torch.device("cpu"))
-    seen: list[Seen] = []
-    with torch.inference_mode(), routed(model, policy, look=seen.append):
+    seen: list[RouterCall] = []
+    with torch.inference_mode(), routed(model, policy, observe=seen.append):
         model(text_sequences(text, checkpoint.tokenizer, NUM, LENGTH), use_cache=False)
     return seen
 
@@ -251,9 +251,8 @@ def test_a_recording_of_the_top_k_needs_a_tail_model(recording: Path, tmp_path: 
 
 def test_shares_of_a_softmax_are_recorded_to_the_bit_and_of_a_sigmoid_sum_to_1(olmoe: Path, text: Path) -> None:
     seen = in_the_model(olmoe, text)[0]
-    assert np.array_equal(shares(seen), seen.scores_TE.numpy())
-    sigmoid = Seen(seen.seat, seen.what, seen.scores_TE * 3, seen.own_TE, None, seen.context)
-    np.testing.assert_allclose(shares(sigmoid).sum(axis=1), 1, rtol=1e-6)
+    assert np.array_equal(shares(seen.scores_TE), seen.scores_TE.numpy())
+    np.testing.assert_allclose(shares(seen.scores_TE * 3).sum(axis=1), 1, rtol=1e-6)
 
 
 def test_text_is_cut_into_sequences_across_lines_and_pieces(

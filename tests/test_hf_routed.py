@@ -17,9 +17,9 @@ from torch import Tensor
 
 from moe_ep_bench.policies import POLICIES, make_policy
 from moe_ep_bench.policies.topk import TopK
-from moe_ep_bench.quality.families import find_seats
-from moe_ep_bench.quality.passes import Pass
-from moe_ep_bench.quality.routed import Seen, routed
+from moe_ep_bench.quality.families import find_moe_layers
+from moe_ep_bench.quality.passes import ForwardPass
+from moe_ep_bench.quality.routed import RouterCall, routed
 
 TOPK = make_policy({"name": "topk"})
 DROP = make_policy({"name": "token_drop", "capacity_factor": 0.5})
@@ -37,9 +37,9 @@ def unpatched(model: Any, ids_BS: Tensor, **arguments: Any) -> Tensor:
         return model(ids_BS, use_cache=False, **arguments).logits
 
 
-def looked_at(model: Any, ids_BS: Tensor, policy: Any = None, **arguments: Any) -> list[Seen]:
-    seen: list[Seen] = []
-    logits(model, ids_BS, policy, look=seen.append, **arguments)
+def looked_at(model: Any, ids_BS: Tensor, policy: Any = None, **arguments: Any) -> list[RouterCall]:
+    seen: list[RouterCall] = []
+    logits(model, ids_BS, policy, observe=seen.append, **arguments)
     return seen
 
 
@@ -61,15 +61,15 @@ def test_what_is_said_of_a_router_gives_its_own_ids_and_weights(family: str) -> 
     model, ids_BS = tiny(family), tokens(4, 32)
     own: dict[str, tuple[Tensor, Tensor]] = {}
     hooks = [
-        seat.router.register_forward_hook(lambda _, __, output, name=seat.name: own.update({name: output[1:]}))
-        for seat in find_seats(model)
+        layer.router.register_forward_hook(lambda _, __, output, name=layer.name: own.update({name: output[1:]}))
+        for layer in find_moe_layers(model)
     ]
     seen = looked_at(model, ids_BS, TOPK)
     for hook in hooks:
         hook.remove()
-    assert {one.seat.name for one in seen} == set(own)
+    assert {one.layer.name for one in seen} == set(own)
     for one in seen:
-        weights_TK, ids_TK = own[one.seat.name]
+        weights_TK, ids_TK = own[one.layer.name]
         assert one.routing is not None
         assert torch.equal(one.routing.map_TE, one.own_TE)
         torch.testing.assert_close(one.routing.weights_TE.gather(1, ids_TK), weights_TK.float(), rtol=1e-5, atol=1e-7)
@@ -88,34 +88,34 @@ def test_groups_that_policies_compare_otherwise_are_the_models_own() -> None:
 def test_groups_that_no_policy_can_follow_are_refused() -> None:
     model = tiny("deepseek_v3", num_experts_per_tok=2, topk_group=2)
     with pytest.raises(ValueError, match=r"top_k \(2\) over topk_group \(2\) to be 2, by which DeepSeek-V3"):
-        find_seats(model)
+        find_moe_layers(model)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
 def test_scores_that_tie_in_bfloat16_keep_the_models_choice(family: str) -> None:
     model, ids_BS = tiny(family, dtype=torch.bfloat16), tokens(8, 64)
-    for seat in find_seats(model):
-        seat.router.weight.copy_((seat.router.weight * 8).round() / 8 * 0.25)  # coarse, so that many scores tie
+    for layer in find_moe_layers(model):
+        layer.router.weight.copy_((layer.router.weight * 8).round() / 8 * 0.25)  # coarse, so that many scores tie
     seen = looked_at(model, ids_BS, TOPK)
     kth_T = [one.scores_TE.sort(dim=1, descending=True).values for one in seen]
-    assert any((s[:, k - 1] - s[:, k] < 1e-6).any() for s, k in zip(kth_T, [o.seat.top_k for o in seen], strict=True))
+    assert any((s[:, k - 1] - s[:, k] < 1e-6).any() for s, k in zip(kth_T, [o.layer.top_k for o in seen], strict=True))
     assert all(one.routing is not None and torch.equal(one.routing.map_TE, one.own_TE) for one in seen)
     assert torch.equal(logits(model, ids_BS, TOPK), unpatched(model, ids_BS))
 
 
-def test_seats_know_their_decoder_layer_and_their_place_among_moe_layers() -> None:
+def test_moe_layers_know_their_decoder_layer_and_their_place_among_each_other() -> None:
     deep = tiny("deepseek_v2", num_hidden_layers=3)
-    assert [(seat.layer, seat.fraction) for seat in find_seats(deep)] == [(1, 0.0), (2, 0.5)]
+    assert [(layer.number, layer.fraction) for layer in find_moe_layers(deep)] == [(1, 0.0), (2, 0.5)]
 
 
 def test_a_model_without_known_routers_is_refused_with_those_that_are() -> None:
     with pytest.raises(ValueError, match=r"LlamaForCausalLM: expected routers of Mixtral \(.*GPT-OSS.*no mixture"):
-        find_seats(hf_models.dense())
+        find_moe_layers(hf_models.dense())
     model = tiny("mixtral")
     with mock.patch.dict("moe_ep_bench.quality.families.FAMILIES") as known:
         del known["MixtralTopKRouter"]
         with pytest.raises(ValueError, match="got the routers MixtralTopKRouter"):
-            find_seats(model)
+            find_moe_layers(model)
 
 
 # --- What the experts compute --------------------------------------------------------------------
@@ -130,12 +130,12 @@ def computed(model: Any, run: Callable[[], object]) -> dict[str, list[int]]:
     """Rows of every call of the experts' activation, by layer: no routing table can hide there what is computed."""
     rows: dict[str, list[int]] = {}
     with contextlib.ExitStack() as stack:
-        for seat in find_seats(model):
-            experts: Any = seat.experts
-            owner, name = (experts, "_apply_gate") if seat.family.name == "GPT-OSS" else (experts.act_fn, "forward")
-            rows[seat.name] = []
+        for layer in find_moe_layers(model):
+            experts: Any = layer.experts
+            owner, name = (experts, "_apply_gate") if layer.family.name == "GPT-OSS" else (experts.act_fn, "forward")
+            rows[layer.name] = []
 
-            counted = functools.partial(_count, getattr(owner, name), rows[seat.name])
+            counted = functools.partial(_count, getattr(owner, name), rows[layer.name])
             stack.enter_context(mock.patch.object(owner, name, counted))
         run()
     return rows
@@ -150,10 +150,10 @@ def test_a_dropped_pair_is_not_computed(family: str, experts: str) -> None:
     whole = computed(model, lambda: unpatched(model, ids_BS))
     for one in seen:
         assert one.routing is not None
-        assert sum(rows[one.seat.name]) == int(one.routing.map_TE.sum()) < sum(whole[one.seat.name])
+        assert sum(rows[one.layer.name]) == int(one.routing.map_TE.sum()) < sum(whole[one.layer.name])
         if experts == "eager":  # one call for each expert that has tokens, in their order
             load_E = one.routing.map_TE.sum(0)
-            assert rows[one.seat.name] == load_E[load_E > 0].tolist()
+            assert rows[one.layer.name] == load_E[load_E > 0].tolist()
 
 
 def test_the_published_generic_patch_computes_what_it_dropped_and_ours_does_not() -> None:
@@ -163,17 +163,17 @@ def test_the_published_generic_patch_computes_what_it_dropped_and_ours_does_not(
     def published() -> None:
         def fall_back(_: Any, __: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
             scores_TE, ids_TK = output[0].softmax(1), output[2]
-            context = find_seats(model)[0].context(1)
+            context = find_moe_layers(model)[0].context(1)
             map_TE = DROP.route(scores_TE, context).map_TE
             kept_TK = map_TE.gather(1, ids_TK)
             return output[0], output[1] * kept_TK, torch.where(kept_TK, ids_TK, ids_TK)
 
-        hooks = [seat.router.register_forward_hook(fall_back) for seat in find_seats(model)]
+        hooks = [layer.router.register_forward_hook(fall_back) for layer in find_moe_layers(model)]
         unpatched(model, ids_BS)
         for hook in hooks:
             hook.remove()
 
-    first = find_seats(model)[0].name
+    first = find_moe_layers(model)[0].name
     original = computed(model, lambda: unpatched(model, ids_BS))[first]
     assert computed(model, published)[first] == original
     ours = computed(model, lambda: logits(model, ids_BS, DROP))[first]
@@ -181,12 +181,12 @@ def test_the_published_generic_patch_computes_what_it_dropped_and_ours_does_not(
     assert max(ours) <= 0.5 * 32 * 3 / 8
 
 
-def reference(one: Seen, hidden_TD: Tensor) -> Tensor:
+def reference(one: RouterCall, hidden_TD: Tensor) -> Tensor:
     """The weighted sum of the selected experts, each called alone for one token."""
     assert one.routing is not None
     sum_TD = torch.zeros_like(hidden_TD)
     for token, expert in one.routing.map_TE.nonzero().tolist():
-        row = one.seat.experts(hidden_TD[token : token + 1], torch.tensor([[expert]]), torch.ones(1, 1))
+        row = one.layer.experts(hidden_TD[token : token + 1], torch.tensor([[expert]]), torch.ones(1, 1))
         sum_TD[token] += one.routing.weights_TE[token, expert] * row[0]
     return sum_TD
 
@@ -211,23 +211,23 @@ def test_any_number_of_experts_per_token_is_computed_like_one_at_a_time(
     policy = make_policy(spec)
     inputs: dict[str, tuple[Tensor, Tensor]] = {}
     hooks = [
-        seat.experts.register_forward_hook(lambda _, args, output, n=seat.name: inputs.update({n: (args[0], output)}))
-        for seat in find_seats(model)
+        layer.experts.register_forward_hook(lambda _, args, output, n=layer.name: inputs.update({n: (args[0], output)}))
+        for layer in find_moe_layers(model)
     ]
     seen = looked_at(model, ids_BS, policy, num_ranks=2, acts_in=("prefill",))
     for hook in hooks:
         hook.remove()
     with torch.inference_mode():
         for one in seen:
-            hidden_TD, output_TD = inputs[one.seat.name]
+            hidden_TD, output_TD = inputs[one.layer.name]
             torch.testing.assert_close(output_TD, reference(one, hidden_TD), rtol=1e-4, atol=1e-5)
     counts = torch.cat([one.routing.map_TE.sum(1) for one in seen if one.routing is not None])
     if spec.get("capacity_factor") == 0:
         assert int(counts.max()) == 0
     elif spec["name"] == "token_drop":
-        assert int(counts.min()) < seen[0].seat.top_k
+        assert int(counts.min()) < seen[0].layer.top_k
     else:
-        assert int(counts.max()) > seen[0].seat.top_k
+        assert int(counts.max()) > seen[0].layer.top_k
 
 
 # --- Prefill, decode, padding, ranks -------------------------------------------------------------
@@ -259,11 +259,11 @@ def steps(model: Any, ids_BS: Tensor, prompt: int) -> Tensor:
 def test_capacities_act_on_prefill_and_batch_wide_policies_on_decode(spec: dict[str, Any], acting: str) -> None:
     model, ids_BS = tiny("mixtral"), tokens(4, 10)
     for acts_in, expected in ((None, (acting,)), (("prefill", "decode"), ("prefill", "decode"))):
-        seen: list[Seen] = []
-        with torch.inference_mode(), routed(model, make_policy(spec), look=seen.append, acts_in=acts_in):
+        seen: list[RouterCall] = []
+        with torch.inference_mode(), routed(model, make_policy(spec), observe=seen.append, acts_in=acts_in):
             steps(model, ids_BS, 6)
-        assert [one.what.phase for one in seen] == ["prefill"] * 2 + ["decode"] * 2 * 4
-        assert all((one.routing is not None) == (one.what.phase in expected) for one in seen)
+        assert [one.forward_pass.phase for one in seen] == ["prefill"] * 2 + ["decode"] * 2 * 4
+        assert all((one.routing is not None) == (one.forward_pass.phase in expected) for one in seen)
 
 
 @pytest.mark.parametrize("spec", [{"name": "oea", "k0": 1}, {"name": "xshare", "k0": 1, "budget": 1}], ids=str)
@@ -291,8 +291,8 @@ def test_padding_selects_nothing_and_changes_no_other_tokens_routing(side: str) 
     for one, other in zip(plain[:1], padded[:1], strict=True):  # deeper layers see positions, which left padding moves
         assert one.routing is not None
         assert other.routing is not None
-        assert torch.equal(other.routing.map_TE[other.what.valid_T], one.routing.map_TE)
-        assert not other.routing.map_TE[~other.what.valid_T].any()
+        assert torch.equal(other.routing.map_TE[other.forward_pass.valid_T], one.routing.map_TE)
+        assert not other.routing.map_TE[~other.forward_pass.valid_T].any()
     expected = unpatched(model, padded_BS, attention_mask=mask_BS)[:, valid]
     answer = logits(model, padded_BS, TOPK, attention_mask=mask_BS)[:, valid]
     torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-5)
@@ -306,7 +306,7 @@ def test_capacity_is_each_ranks_own() -> None:
     for rank in (0, 1):
         alone, _ = looked_at(model, ids_BS[rank::2], DROP)
         assert alone.routing is not None
-        of_rank_T = both.what.sequence_T % 2 == rank
+        of_rank_T = both.forward_pass.sequence_T % 2 == rank
         assert torch.equal(both.routing.map_TE[of_rank_T], alone.routing.map_TE)
         capacity = 0.5 * 32 * 2 / 8
         assert int(both.routing.map_TE[of_rank_T].sum(0).max()) <= capacity
@@ -318,7 +318,7 @@ def test_local_expansion_stays_on_a_tokens_rank() -> None:
     one, _ = looked_at(model, ids_BS, policy, num_ranks=4)
     assert one.routing is not None
     added_TE = one.routing.map_TE & ~one.own_TE
-    rank_T = one.what.sequence_T % 4
+    rank_T = one.forward_pass.sequence_T % 4
     assert added_TE.any()
     assert (added_TE.nonzero()[:, 1] // 2 == rank_T[added_TE.nonzero()[:, 0]]).all()
 
@@ -337,10 +337,12 @@ def test_batch_wide_statistics_are_of_all_ranks() -> None:
 def test_sequences_are_dealt_to_ranks_by_their_valid_tokens() -> None:
     valid_BS = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0]], dtype=torch.bool)
     ranks = {
-        int(token) // 4: rank for rank, token_N in Pass("prefill", valid_BS, False).batches(2)[0] for token in token_N
+        int(token) // 4: rank
+        for rank, token_N in ForwardPass("prefill", valid_BS, False).batches(2)[0]
+        for token in token_N
     }
     assert ranks == {0: 0, 1: 1, 2: 1, 3: 1}
-    by_position = Pass("decode", valid_BS, True).batches(2)
+    by_position = ForwardPass("decode", valid_BS, True).batches(2)
     assert [sum(len(token_N) for _, token_N in batch) for batch in by_position] == [4, 2, 1, 1]
     assert [int(token) % 4 for rank, token_N in by_position[1] for token in token_N] == [1, 1]
 
@@ -389,10 +391,10 @@ def test_generate_goes_through_prefill_and_then_decode_with_padding_left_out() -
     model, ids_BS = tiny("mixtral"), tokens(3, 6)
     mask_BS = torch.ones_like(ids_BS)
     mask_BS[0, :2] = 0
-    seen: list[Seen] = []
-    with routed(model, DROP, look=seen.append):
+    seen: list[RouterCall] = []
+    with routed(model, DROP, observe=seen.append):
         model.generate(ids_BS, attention_mask=mask_BS, max_new_tokens=3, min_new_tokens=3, do_sample=False)
-    phases = [one.what.phase for one in seen[::2]]
+    phases = [one.forward_pass.phase for one in seen[::2]]
     assert phases == ["prefill", "decode", "decode"]
-    assert [int(one.what.valid_T.sum()) for one in seen[::2]] == [16, 3, 3]
+    assert [int(one.forward_pass.valid_T.sum()) for one in seen[::2]] == [16, 3, 3]
     assert [one.routing is not None for one in seen[::2]] == [True, False, False]

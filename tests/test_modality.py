@@ -20,11 +20,11 @@ from moe_ep_bench.analysis.quality_report import WIDTH, JudgedCase, JudgedCompar
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.policies.capacity import IMAGE
-from moe_ep_bench.quality import run_quality
 from moe_ep_bench.quality.checkpoint import Checkpoint, redundant_prefixes
-from moe_ep_bench.quality.routed import Seen, routed
-from moe_ep_bench.quality.session import plan_quality
-from moe_ep_bench.quality.text import TextComparison
+from moe_ep_bench.quality.plan import plan_quality
+from moe_ep_bench.quality.routed import RouterCall, routed
+from moe_ep_bench.quality.session import run_quality
+from moe_ep_bench.quality.text import Text
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
@@ -75,11 +75,11 @@ def test_an_expert_drops_the_favoured_modality_only_when_nothing_of_the_other_is
     is_image_T = images_first(4).flatten() == IMAGE
     dropped_text = {}
     for modality in MODALITIES:
-        seen: list[Seen] = []
+        seen: list[RouterCall] = []
         policy = make_policy({"name": "token_drop", "capacity_factor": gamma, "modality": modality})
         with (
             torch.inference_mode(),
-            routed(model, policy, num_ranks=2, modality_BS=images_first(4), look=seen.append),
+            routed(model, policy, num_ranks=2, modality_BS=images_first(4), observe=seen.append),
         ):
             model(tokens_BS, use_cache=False)
         assert len(seen) == 2
@@ -87,7 +87,7 @@ def test_an_expert_drops_the_favoured_modality_only_when_nothing_of_the_other_is
         both_dropped = 0
         for one in seen:
             assert one.routing is not None
-            for (_, token_N), expert in ((share, e) for share in one.what.batches(2)[0] for e in range(8)):
+            for (_, token_N), expert in ((share, e) for share in one.forward_pass.batches(2)[0] for e in range(8)):
                 own_N = one.own_TE[token_N, expert]
                 kept_N = one.routing.map_TE[token_N, expert]
                 image_N = is_image_T[token_N]
@@ -112,8 +112,8 @@ def test_a_modality_of_other_tokens_is_refused_and_what_is_generated_is_text(mod
         pytest.raises(ValueError, match=r"modality_BS: expected \[2, 32\], .* got \[3, 32\]"),
     ):
         model(tokens_BS)
-    seen: list[Seen] = []
-    with routed(model, policy, modality_BS=images_first(2), acts_in=("prefill", "decode"), look=seen.append):
+    seen: list[RouterCall] = []
+    with routed(model, policy, modality_BS=images_first(2), acts_in=("prefill", "decode"), observe=seen.append):
         model.generate(tokens_BS, max_new_tokens=3, min_new_tokens=3, do_sample=False)
     images = [int((one.context.modality_T == IMAGE).sum()) for one in seen if one.context.modality_T is not None]
     assert images == [2 * PREFIX] * 2 + [0] * 4
@@ -132,22 +132,24 @@ def test_prefixes_are_rows_of_a_few_patterns_of_the_texts_own_tokens() -> None:
 
 def test_the_texts_loss_alone_is_counted(folder: Path, tmp_path: Path) -> None:
     (comparison,) = plan_quality(folder / "config.yaml", [])
-    assert isinstance(comparison, TextComparison)
+    assert isinstance(comparison.evaluated, Text)
     run_quality(folder / "config.yaml", tmp_path)
     directory = RunDirectory(tmp_path)
     model = Checkpoint.open(folder / "tiny-olmoe").load("auto", torch.device("cpu"))
     policy = make_policy({"name": "token_drop", "capacity_factor": 0.5, "modality": "image_first"})
     with torch.inference_mode():
-        logits = {"native": model(comparison.sequences, use_cache=False).logits}
+        logits = {"native": model(comparison.evaluated.sequences, use_cache=False).logits}
         with routed(model, policy, num_ranks=2, modality_BS=images_first(4)):
-            parts = [model(batch, use_cache=False).logits for batch in comparison.sequences.split(4)]
+            parts = [model(batch, use_cache=False).logits for batch in comparison.evaluated.sequences.split(4)]
         logits[policy.label] = torch.cat(parts)
     for case in comparison.cases:
         if case.label in logits:
             rows = pq.read_table(directory.path("quality", case.case_id)).to_pandas()
             assert (rows["num_tokens"] == TEXT - 1).all()
             expected = functional.cross_entropy(
-                logits[case.label][:, PREFIX:-1].flatten(0, 1), comparison.tokens_BS[:, 1:].flatten(), reduction="none"
+                logits[case.label][:, PREFIX:-1].flatten(0, 1),
+                comparison.evaluated.tokens_BS[:, 1:].flatten(),
+                reduction="none",
             )
             rows = rows.pivot(index="item", columns="metric", values="value")
             np.testing.assert_allclose(rows["cross_entropy"], expected.view(12, TEXT - 1).mean(dim=1), rtol=1e-5)

@@ -42,14 +42,15 @@ from moe_ep_bench.analysis.quality_report import (
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
-from moe_ep_bench.quality import run_quality, session
+from moe_ep_bench.quality import plan as plan_module
 from moe_ep_bench.quality import text as text_module
 from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences
 from moe_ep_bench.quality.config import load_quality
 from moe_ep_bench.quality.loads import pass_metrics
-from moe_ep_bench.quality.routed import Seen, routed
-from moe_ep_bench.quality.session import plan_quality
-from moe_ep_bench.quality.text import TextComparison, hidden_states, token_costs
+from moe_ep_bench.quality.plan import plan_quality
+from moe_ep_bench.quality.routed import RouterCall, routed
+from moe_ep_bench.quality.session import run_quality
+from moe_ep_bench.quality.text import Text, hidden_states, token_costs
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import QUALITY_ROUTING_SCHEMA, QUALITY_SCHEMA
 
@@ -141,12 +142,12 @@ def test_costs_of_answers_are_torchs_own(
 def test_routing_metrics_are_those_of_every_step_counted_one_by_one(
     spec: dict[str, Any], arrangement: Any, model: Any, words: Tensor
 ) -> None:
-    seen: list[Seen] = []
+    seen: list[RouterCall] = []
     mask_BS = torch.ones_like(words)
     mask_BS[0, 10:] = 0
     with (
         torch.inference_mode(),
-        routed(model, make_policy(spec), num_ranks=2, arrangement=arrangement, look=seen.append),
+        routed(model, make_policy(spec), num_ranks=2, arrangement=arrangement, observe=seen.append),
     ):
         model(words, attention_mask=mask_BS, use_cache=False)
     for one in seen:
@@ -220,15 +221,15 @@ def test_a_killed_command_goes_on_with_the_cases_that_are_not_done(
     folder: Path, done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged: list[str] = []
-    judge_batch = TextComparison._judge_batch
+    judge_batch = Text._judge_batch
 
-    def dying(self: Any, rows: Any, *rest: Any) -> None:
-        judged.append(rows.case.label)
+    def dying(self: Any, model: Any, case: Any, *rest: Any) -> Any:
+        judged.append(case.label)
         if len(judged) == 8:  # native and topk have their three batches
             raise KeyboardInterrupt
-        judge_batch(self, rows, *rest)
+        return judge_batch(self, model, case, *rest)
 
-    monkeypatch.setattr(TextComparison, "_judge_batch", dying)
+    monkeypatch.setattr(Text, "_judge_batch", dying)
     with pytest.raises(KeyboardInterrupt):
         run_quality(folder / "config.yaml", tmp_path, [])
     assert len(list((tmp_path / "quality").iterdir())) == 2
@@ -252,18 +253,16 @@ def test_other_policies_of_the_same_comparison_join_what_is_there(folder: Path, 
     assert costs(tmp_path)[label]["kl"].tolist() == costs(done)[label]["kl"].tolist()
 
 
-def test_a_sweep_is_a_comparison_for_each_of_its_points(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_is_a_comparison_for_each_of_its_points_and_a_dry_run_reads_no_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Checkpoint, "load", None)
     config = str(folder / "config.yaml")
     assert main(["quality", config, "--dry-run", "--set", "sweep.text.batch_size=[1, 2, 6]"]) == OK
     said = capsys.readouterr().out
     assert [f"{size} at a time" in said for size in (1, 2, 3, 6)] == [True, True, False, True]
     planned = plan_quality(folder / "config.yaml", ["sweep.text.batch_size=[1, 2, 6]"])
     assert len({case.case_id for one in planned for case in one.cases}) == 3 * 6
-
-
-def test_a_dry_run_reads_no_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Checkpoint, "load", None)
-    assert main(["quality", str(folder / "config.yaml"), "--dry-run"]) == OK
 
 
 @pytest.mark.parametrize("arrangement", ["prefill", "decode"])
@@ -529,32 +528,38 @@ def test_text_that_is_not_utf8_is_said(folder: Path, tmp_path: Path) -> None:
         plan_quality(folder / "config.yaml", [f"text.file={tmp_path / 'latin.txt'}"])
 
 
-def test_a_directory_of_another_mode_is_refused(folder: Path, done: Path, tmp_path: Path) -> None:
-    described = json.loads((done / "run.json").read_text())
-    (tmp_path / "run.json").write_text(json.dumps({**described, "mode": "route"}))
-    with pytest.raises(ValueError, match="holds results with mode route, here it is quality"):
-        run_quality(folder / "config.yaml", tmp_path, [])
-
-
-def test_answers_of_another_device_are_refused_and_nothing_is_judged(
-    folder: Path, done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"mode": "route"}, "mode route, here it is quality"),
+        ({"environment": {"device_name": "NVIDIA H100 80GB HBM3"}}, "device_name NVIDIA H100 80GB HBM3, here it is "),
+    ],
+)
+def test_results_of_another_mode_or_device_are_refused_and_nothing_is_judged(
+    change: dict[str, Any],
+    expected: str,
+    folder: Path,
+    done: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     described = json.loads((done / "run.json").read_text())
-    described["environment"] |= {"device_type": "cuda", "device_name": "NVIDIA H100 80GB HBM3"}
-    (tmp_path / "run.json").write_text(json.dumps(described))
+    environment = described["environment"] | change.get("environment", {})
+    (tmp_path / "run.json").write_text(json.dumps({**described, **change, "environment": environment}))
     monkeypatch.setattr(Checkpoint, "load", None)
     arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path)]
     for more in ([], ["--force"]):
         assert main([*arguments, *more]) == USER_ERROR
         (said,) = capsys.readouterr().err.strip().splitlines()
-        assert f"{tmp_path}: holds results with device_name NVIDIA H100 80GB HBM3, here it is " in said
+        assert f"{tmp_path}: holds results with {expected}" in said
         assert said.endswith("; choose another directory")
 
 
 def test_a_sweep_over_devices_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(session, "pick_device", lambda device: torch.device("cuda" if device == "cuda" else "cpu"))
+    monkeypatch.setattr(plan_module, "pick_device", lambda device: torch.device("cuda" if device == "cuda" else "cpu"))
     arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path / "out"), "--set"]
     assert main([*arguments, "sweep.model.device=[cpu, cuda]"]) == USER_ERROR
     (said,) = capsys.readouterr().err.strip().splitlines()
@@ -600,7 +605,7 @@ def test_the_small_models_script_leaves_a_checkpoint_and_text_that_it_was_not_tr
         assert (folder / "heldout.txt").read_text() == "".join(held_out[:2])
         assert (folder / "sample.txt").read_text().startswith("def ")
         checkpoint = Checkpoint.open(folder)
-        assert (checkpoint.num_experts, checkpoint.top_k, len(checkpoint.skeleton)) == (32, 4, 4)
+        assert [(layer.num_experts, layer.top_k) for layer in checkpoint.moe_layers] == [(32, 4)] * 4
         assert text_sequences(folder / "heldout.txt", checkpoint.tokenizer, 4, 32).shape == (4, 32)
         # As `quality` finds it: the weights of the folder, on its text.
         model = checkpoint.load("float32", torch.device("cpu"))

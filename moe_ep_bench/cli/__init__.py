@@ -245,7 +245,7 @@ def _papers(options: argparse.Namespace) -> int:
 
 def _quality(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.quality_show import show_quality
-    from moe_ep_bench.quality import run_quality
+    from moe_ep_bench.quality.session import run_quality
 
     out = _out(options)
     run_quality(options.config, out, options.overrides, force=options.force, dry_run=options.dry_run)

@@ -13,6 +13,7 @@ Shapes: S = tokens of a sequence.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -24,20 +25,18 @@ from typing import Any, Literal
 
 import torch
 
-from moe_ep_bench.quality.families import Seat, find_seats
+from moe_ep_bench.quality.families import MoELayer, find_moe_layers
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 _CHARACTERS_AT_ONCE = 2**20
 _HASHED_BYTES = 2**20
+# What transformers raises for a config.json that it cannot follow.
+_WRONG_CONFIG = (OSError, ValueError, KeyError, TypeError)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with a model whose routers are known; ``load`` reads its weights.
-
-    Attributes:
-        name: the folder's.
-    """
+    """A folder with a model whose routers are known; ``load`` reads its weights."""
 
     path: Path
 
@@ -50,11 +49,10 @@ class Checkpoint:
         """
         if not path.is_dir():
             raise ValueError(f"{path}: expected a checkpoint's folder, {'got a file' if path.exists() else 'got none'}")
-        file = path / "config.json"
-        if not file.is_file():
+        if not (path / "config.json").is_file():
             raise ValueError(f"{path}: expected a checkpoint's folder, got one without config.json")
         checkpoint = Checkpoint(path)
-        _ = checkpoint.skeleton, checkpoint.weight_files, checkpoint.tokenizer
+        _ = checkpoint.moe_layers, checkpoint.weight_files, checkpoint.tokenizer
         return checkpoint
 
     @property
@@ -65,37 +63,21 @@ class Checkpoint:
     def config(self) -> Any:
         """The model's configuration, as transformers reads it."""
         transformers = import_transformers()
-        try:
+        with _one_line(f"{self.path}: cannot read config.json: ", _WRONG_CONFIG):
             return transformers.AutoConfig.from_pretrained(self.path, local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.path}: cannot read config.json: {_one_line(error)}") from None
 
     @cached_property
-    def skeleton(self) -> list[Seat]:
+    def moe_layers(self) -> list[MoELayer]:
         """The MoE layers of the model, without weights."""
-        transformers = import_transformers()
-        try:
-            with torch.device("meta"):
-                model = transformers.AutoModelForCausalLM.from_config(self.config)
-            return find_seats(model)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.path}: {_one_line(error)}") from None
-
-    @property
-    def num_experts(self) -> int:
-        return self.skeleton[0].num_experts
-
-    @property
-    def top_k(self) -> int:
-        return self.skeleton[0].top_k
+        config, transformers = self.config, import_transformers()
+        with _one_line(f"{self.path}: ", _WRONG_CONFIG), torch.device("meta"):
+            return find_moe_layers(transformers.AutoModelForCausalLM.from_config(config))
 
     @cached_property
     def tokenizer(self) -> Any:
         transformers = import_transformers()
-        try:
+        with _one_line(f"{self.path}: expected a tokenizer beside the model; "):
             tokenizer = transformers.AutoTokenizer.from_pretrained(self.path, local_files_only=True)
-        except Exception as error:  # The library raises whatever a reader of some format raises.
-            raise ValueError(f"{self.path}: expected a tokenizer beside the model; {_one_line(error)}") from None
         if not tokenizer("words", add_special_tokens=False)["input_ids"]:  # made up, without a vocabulary
             raise ValueError(f"{self.path}: expected a tokenizer beside the model, got no vocabulary")
         return tokenizer
@@ -120,12 +102,10 @@ class Checkpoint:
             ValueError: weights that cannot be read, or lack some.
         """
         transformers = import_transformers()
-        try:
+        with _one_line(f"{self.path}: cannot load the model: "):
             model, found = transformers.AutoModelForCausalLM.from_pretrained(
                 self.path, local_files_only=True, dtype=dtype, output_loading_info=True
             )
-        except Exception as error:  # As for tokenizers.
-            raise ValueError(f"{self.path}: cannot load the model: {_one_line(error)}") from None
         for kind in ("missing_keys", "mismatched_keys"):
             if found[kind]:
                 names = sorted(map(str, found[kind]))
@@ -243,7 +223,14 @@ def _pieces(file: Path) -> Iterator[str]:
         raise ValueError(f"{file}: expected UTF-8 text; {error.reason} at byte {error.start}") from None
 
 
-def _one_line(error: BaseException) -> str:
-    """The first line of what a library says, without its advice to look online."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].strip()
+@contextlib.contextmanager
+def _one_line(what: str, errors: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+    """Raise a library's error as ``what`` and the error's first line, without its advice to look online.
+
+    The default is any error: readers of tokenizers and weights raise whatever those of some format raise.
+    """
+    try:
+        yield
+    except errors as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{what}{lines[0].strip()}") from None

@@ -8,19 +8,23 @@ Shapes: B = sequences that are routed together.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainSerializer, model_validator
 
 from moe_ep_bench.config import FILE, SweepPoint, expand_policies, load_points
 from moe_ep_bench.models.presets import Strict
 from moe_ep_bench.policies import Policy
 
+# ``run.json`` has only the last part of a path.
+NAME = PlainSerializer(lambda path: path and path.resolve().name, when_used="json")
+
 
 class CheckpointConfig(Strict):
-    checkpoint: Annotated[Path, FILE]
+    checkpoint: Annotated[Path, FILE, NAME]
     """Folder written by save_pretrained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights; auto = the checkpoint's own."""
@@ -40,7 +44,7 @@ class ImagePrefixConfig(Strict):
 
 
 class TextConfig(Strict):
-    file: Annotated[Path, FILE]
+    file: Annotated[Path, FILE, NAME]
     """Text in UTF-8."""
     num_sequences: int = Field(64, ge=1)
     """Number of sequences, from the beginning of the text."""
@@ -69,7 +73,7 @@ class TaskConfig(Strict):
 
 
 class PublishedConfig(Strict):
-    table: Annotated[Path, FILE]
+    table: Annotated[Path, FILE, NAME]
     """File of configs/papers/accuracy/."""
     model: str
     """The checkpoint's name in the table."""
@@ -89,7 +93,7 @@ class QualityExperiment(SweepPoint):
     model: CheckpointConfig
     text: TextConfig | None = None
     tasks: tuple[TaskConfig, ...] | None = Field(None, min_length=1)
-    include: Annotated[Path | None, FILE] = None
+    include: Annotated[Path | None, FILE, NAME] = None
     """Folder with your own tasks, in the harness' YAML."""
     limit: int | None = Field(None, ge=1)
     """Questions of each task, from its beginning; null = all."""
@@ -114,26 +118,14 @@ class QualityExperiment(SweepPoint):
                 if key in self.model_fields_set:
                     hint = " (of a text: text.batch_size)" if key == "batch_size" else ""
                     raise ValueError(f"{key}: expected tasks beside it, got none{hint}")
-        keys = [(task.name, task.num_fewshot) for task in self.tasks or ()]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ValueError(f"tasks: expected each task once at each number of shots, got {key[0]} twice")
+        counts = Counter((task.name, task.num_fewshot) for task in self.tasks or ())
+        for (name, _), count in counts.items():
+            if count > 1:
+                raise ValueError(f"tasks: expected each task once at each number of shots, got {name} twice")
         return self
 
     def make_policies(self) -> list[Policy]:
         return expand_policies(self.policies)
-
-    def described(self) -> dict[str, Any]:
-        """JSON-ready values for ``run.json``, with only the last part of every path."""
-        described = self.model_dump(mode="json")
-        described["model"]["checkpoint"] = self.model.checkpoint.resolve().name
-        if self.text is not None:
-            described["text"]["file"] = self.text.file.name
-        if self.include is not None:
-            described["include"] = self.include.name
-        if self.published is not None:
-            described["published"]["table"] = self.published.table.name
-        return described
 
 
 def load_quality(path: Path, overrides: Iterable[str] = ()) -> list[QualityExperiment]:

@@ -1,4 +1,4 @@
-"""Describe how each known class of routers chooses its experts.
+"""Find the routers of a Hugging Face model; ``FAMILIES`` says how each known class of them chooses its experts.
 
 In transformers 5 every family of MoE models has its router in a module of its own, which returns logits, weights and
 expert ids; the experts, a sibling module, take the latter two. So a router is found by its class, and what a policy
@@ -12,7 +12,6 @@ Shapes: T = tokens, E = experts, K = top_k, G = groups.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,84 +28,89 @@ class Family:
 
     Attributes:
         name: what people call the models.
+        normalizes: whether a router divides a token's weights by their sum; None = its ``norm_topk_prob`` says.
         score_function: ``softmax`` over the experts, or ``sigmoid``.
-        normalizes: whether a router divides a token's weights by their sum.
         scales: it multiplies the weights by ``routed_scaling_factor``.
         biased: it adds ``e_score_correction_bias`` to the scores for choosing.
         group_scored_by: how many of a group's best experts make up the group's value; None = no groups.
     """
 
     name: str
-    normalizes: Callable[[Any], bool]
+    normalizes: bool | None = None
     score_function: str = "softmax"
     scales: bool = False
     biased: bool = False
     group_scored_by: int | None = None
 
 
-def _as_stated(router: Any) -> bool:
-    return bool(router.norm_topk_prob)
-
-
-def _always(router: Any) -> bool:
-    return True  # Mixtral divides; GPT-OSS takes a softmax over the chosen logits, which is the same
-
-
-def _never(router: Any) -> bool:
-    return False  # transformers' DeepSeek-V2 does not read norm_topk_prob
-
-
 # By the name of the router's class.
 FAMILIES: dict[str, Family] = {
-    "MixtralTopKRouter": Family("Mixtral", _always),
-    "OlmoeTopKRouter": Family("OLMoE", _as_stated),
-    "Qwen2MoeTopKRouter": Family("Qwen2-MoE", _as_stated),
-    "Qwen3MoeTopKRouter": Family("Qwen3-MoE", _as_stated),
-    "DeepseekV2TopkRouter": Family("DeepSeek-V2", _never, scales=True, group_scored_by=1),
+    "MixtralTopKRouter": Family("Mixtral", normalizes=True),
+    "OlmoeTopKRouter": Family("OLMoE"),
+    "Qwen2MoeTopKRouter": Family("Qwen2-MoE"),
+    "Qwen3MoeTopKRouter": Family("Qwen3-MoE"),
+    # transformers' DeepSeek-V2 does not read norm_topk_prob.
+    "DeepseekV2TopkRouter": Family("DeepSeek-V2", normalizes=False, scales=True, group_scored_by=1),
     "DeepseekV3TopkRouter": Family(
-        "DeepSeek-V3", _as_stated, score_function="sigmoid", scales=True, biased=True, group_scored_by=2
+        "DeepSeek-V3", score_function="sigmoid", scales=True, biased=True, group_scored_by=2
     ),
-    "GptOssTopKRouter": Family("GPT-OSS", _always),
+    # A softmax over the chosen logits: the same as normalised scores.
+    "GptOssTopKRouter": Family("GPT-OSS", normalizes=True),
 }
 
 
 @dataclass(frozen=True, eq=False)
-class Seat:
+class MoELayer:
     """One MoE layer of a model: its router, and the experts that take what it chooses.
 
     Attributes:
         name: of the router among the model's modules.
-        layer: of the decoder, dense layers counted.
+        number: of the decoder layer, dense layers counted.
         fraction: where among the model's MoE layers this one stands, 0 to below 1.
     """
 
     name: str
-    layer: int
+    number: int
     fraction: float
-    router: torch.nn.Module
-    experts: torch.nn.Module
+    router: Any
+    experts: Any
     family: Family
 
     @property
     def num_experts(self) -> int:
-        return int(getattr(self.router, "num_experts"))  # noqa: B009 (torch types attributes as tensors)
+        return int(self.router.num_experts)
 
     @property
     def top_k(self) -> int:
-        return int(getattr(self.router, "top_k"))  # noqa: B009
+        return int(self.router.top_k)
+
+    @property
+    def groups(self) -> tuple[int, int] | None:
+        """Number of groups, and how many of them a token may choose from; None = no restriction."""
+        router = self.router
+        if self.family.group_scored_by is None or getattr(router, "topk_method", "") == "greedy":
+            return None
+        if router.num_group in (None, 1, router.topk_group):
+            return None
+        return int(router.num_group), int(router.topk_group)
+
+    @property
+    def policies_know_groups(self) -> bool:
+        """Policies value a group by its best K // top_groups experts, as Megatron-Core does."""
+        return self.groups is not None and self.top_k // self.groups[1] == self.family.group_scored_by
 
     def context(self, num_ranks: int) -> RoutingContext:
         """What is so of all tokens of this layer."""
-        router: Any = self.router
-        groups = self._groups if self._groups_as_policies_do else None
+        num_groups, top_groups = self.groups if self.groups and self.policies_know_groups else (None, None)
+        normalize = self.family.normalizes
         return RoutingContext(
             top_k=self.top_k,
             num_ranks=num_ranks,
-            normalize=self.family.normalizes(router),
-            bias_E=router.e_score_correction_bias.float() if self.family.biased else None,
-            num_groups=groups[0] if groups else None,
-            top_groups=groups[1] if groups else None,
-            scale=float(router.routed_scaling_factor) if self.family.scales else 1.0,
+            normalize=bool(self.router.norm_topk_prob) if normalize is None else normalize,
+            bias_E=self.router.e_score_correction_bias.float() if self.family.biased else None,
+            num_groups=num_groups,
+            top_groups=top_groups,
+            scale=float(self.router.routed_scaling_factor) if self.family.scales else 1.0,
             layer_fraction=self.fraction,
         )
 
@@ -119,40 +123,15 @@ class Seat:
         if self.family.score_function == "sigmoid":
             return logits_TE.float().sigmoid()
         scores_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
-        groups = self._groups
-        if groups is None or self._groups_as_policies_do:
+        if self.groups is None or self.policies_know_groups:
             return scores_TE
-        scores_TGe = scores_TE.unflatten(1, (groups[0], -1))
-        inside_TG = TORCH.best_per_row(scores_TGe.amax(dim=-1), groups[1])
+        num_groups, top_groups = self.groups
+        scores_TGe = scores_TE.unflatten(1, (num_groups, -1))
+        inside_TG = TORCH.best_per_row(scores_TGe.amax(dim=-1), top_groups)
         return scores_TGe.masked_fill(~inside_TG.unsqueeze(-1), 0.0).flatten(1)
 
-    def check(self) -> None:
-        """Raise ValueError where the router chooses in a way that policies cannot follow."""
-        if self._groups is None or self._groups_as_policies_do or self.family.score_function == "softmax":
-            return
-        groups, top = self._groups
-        raise ValueError(
-            f"{self.name}: expected top_k ({self.top_k}) over topk_group ({top}) to be {self.family.group_scored_by},"
-            f" by which {self.family.name} compares its {groups} groups"
-        )
 
-    @property
-    def _groups(self) -> tuple[int, int] | None:
-        """Groups, and how many of them a token may choose from; None where there is nothing to restrict."""
-        router: Any = self.router
-        if self.family.group_scored_by is None or getattr(router, "topk_method", "") == "greedy":
-            return None
-        if router.num_group is None or router.num_group == 1 or router.topk_group == router.num_group:
-            return None
-        return int(router.num_group), int(router.topk_group)
-
-    @property
-    def _groups_as_policies_do(self) -> bool:
-        """Policies value a group by its best K // top_groups experts, as Megatron-Core does."""
-        return self._groups is not None and self.top_k // self._groups[1] == self.family.group_scored_by
-
-
-def find_seats(model: torch.nn.Module) -> list[Seat]:
+def find_moe_layers(model: torch.nn.Module) -> list[MoELayer]:
     """All MoE layers of a model, in its order.
 
     Raises:
@@ -161,20 +140,21 @@ def find_seats(model: torch.nn.Module) -> list[Seat]:
     found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in FAMILIES]
     if not found:
         known = ", ".join(f"{family.name} ({name})" for name, family in FAMILIES.items())
-        others = sorted({type(module).__name__ for module in model.modules() if _looks_like_a_router(module)})
+        classes = sorted({type(module).__name__ for module in model.modules()})
+        others = [name for name in classes if re.search("router|gating|moegate", name, re.IGNORECASE)]
         got = f"the routers {', '.join(others)}" if others else "none: no mixture of experts"
         raise ValueError(f"{type(model).__name__}: expected routers of {known}; got {got}")
-    seats = []
+    layers = []
     for place, (name, router) in enumerate(found):
         experts = model.get_submodule(name.rpartition(".")[0]).experts
-        layer = re.search(r"\.layers\.(\d+)\.", f".{name}")
-        assert isinstance(experts, torch.nn.Module)
-        assert layer is not None, name
-        seat = Seat(name, int(layer[1]), place / len(found), router, experts, FAMILIES[type(router).__name__])
-        seat.check()
-        seats.append(seat)
-    return seats
-
-
-def _looks_like_a_router(module: torch.nn.Module) -> bool:
-    return bool(re.search("router|gating|moegate", type(module).__name__, re.IGNORECASE))
+        number = re.search(r"\.layers\.(\d+)\.", f".{name}")
+        assert number is not None, name
+        family = FAMILIES[type(router).__name__]
+        layer = MoELayer(name, int(number[1]), place / len(found), router, experts, family)
+        if layer.groups and not layer.policies_know_groups and family.score_function == "sigmoid":
+            raise ValueError(
+                f"{name}: expected top_k ({layer.top_k}) over topk_group ({layer.groups[1]}) to be "
+                f"{family.group_scored_by}, by which {family.name} compares its {layer.groups[0]} groups"
+            )
+        layers.append(layer)
+    return layers

@@ -19,68 +19,24 @@ import hashlib
 import importlib
 import importlib.metadata
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from moe_ep_bench.policies import Policy
-from moe_ep_bench.quality.comparison import Row
-from moe_ep_bench.quality.loads import pass_metrics
-from moe_ep_bench.quality.passes import judged_phase
-from moe_ep_bench.quality.routed import Seen, routed
+from moe_ep_bench.quality.loads import Row, pass_metrics
+from moe_ep_bench.quality.passes import Arrangement, judged_phase
+from moe_ep_bench.quality.routed import RouterCall, routed
 
-
-@dataclass
-class Routed:
-    """How a model is routed while a task runs, and what came of it: means over passes and layers, by their pairs.
-
-    Attributes:
-        arrangement: of sequences that are scored; see ``passes.judged_phase``.
-    """
-
-    policy: Policy | None
-    num_ranks: int = 1
-    arrangement: Literal["auto", "prefill", "decode"] = "auto"
-    seed: int = 0
-    _sums: dict[str, float] = field(default_factory=dict)
-
-    def scoring(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """While whole sequences are scored."""
-        phase = judged_phase(self.policy, self.arrangement)
-        return routed(model, self.policy, num_ranks=self.num_ranks, arrangement=phase, seed=self.seed, look=self._look)
-
-    def generating(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """While answers are generated: the policy acts in its own phases."""
-        return routed(model, self.policy, num_ranks=self.num_ranks, seed=self.seed, look=self._look)
-
-    def _look(self, seen: Seen) -> None:
-        metrics = pass_metrics(seen)
-        topk = metrics["num_topk_pairs"]
-        for name, value in (
-            ("topk", topk),
-            ("dropped", metrics["num_dropped_pairs"]),
-            ("mass", metrics["retained_mass_topk"] * topk),
-            ("tokens", metrics["num_tokens"]),
-            ("pairs", metrics["num_pairs"]),
-        ):
-            self._sums[name] = self._sums.get(name, 0.0) + value
-
-    def summary(self) -> dict[str, float | None]:
-        """What of the model's own choice was computed; None where nothing ran."""
-        sums = self._sums
-        if not sums.get("topk"):
-            return {"dropped_fraction": None, "retained_mass_topk": None, "experts_per_token": None}
-        return {
-            "dropped_fraction": sums["dropped"] / sums["topk"],
-            "retained_mass_topk": sums["mass"] / sums["topk"],
-            "experts_per_token": sums["pairs"] / sums["tokens"],
-        }
+# ---- The package and its tasks ---------------------------------------------------------------------------------------
 
 
 def import_harness() -> ModuleType:
@@ -108,42 +64,109 @@ def harness_version() -> str | None:
         return None
 
 
-def find_tasks(names: Iterable[str], include: Path | None) -> Any:
-    """The harness' index of tasks, in which all of ``names`` are.
+@dataclass(frozen=True, eq=False)
+class TaskIndex:
+    """The harness' own tasks and those of a folder.
 
-    Reading its own thousands takes a while, and is left out where a folder of one's own has all.
-
-    Raises:
-        ValueError: a task that is not there, or a folder that is none.
+    Attributes:
+        include: the folder with the user's own tasks.
     """
-    import_harness()
-    manager = importlib.import_module("lm_eval.tasks").TaskManager
-    if include is not None and not include.is_dir():
-        raise ValueError(f"include: expected a folder with tasks, got {include}")
-    path = None if include is None else str(include)
-    missing = list(names)
-    if path is not None:
-        own = manager(include_path=path, include_defaults=False)
-        if all(name in own.all_tasks for name in missing):
-            return own
-    everything = manager(include_path=path)
-    for name in missing:
-        if name not in everything.all_tasks:
-            raise ValueError(f"tasks: expected a task of lm_eval (`lm_eval ls tasks`) or of include, got {name!r}")
-    return everything
+
+    include: Path | None
+    _managers: dict[bool, Any] = field(default_factory=dict)
+    """The harness' managers of tasks, by whether they know its own."""
+
+    @cached_property
+    def folder_hash(self) -> str | None:
+        """16 hex digits of all files in the folder, data included; not of what Python compiles there.
+
+        Raises:
+            ValueError: the folder is none.
+        """
+        if self.include is None:
+            return None
+        if not self.include.is_dir():
+            raise ValueError(f"include: expected a folder with tasks, got {self.include}")
+        digest = hashlib.sha256()
+        for file in sorted(path for path in self.include.rglob("*") if path.is_file()):
+            if file.parent.name != "__pycache__":
+                digest.update(str(file.relative_to(self.include)).encode() + file.read_bytes())
+        return digest.hexdigest()[:16]
+
+    def find(self, name: str) -> Any:
+        """A ``TaskManager`` of the harness that has the task.
+
+        Raises:
+            ValueError: there is no such task, or the harness is not installed.
+        """
+        import_harness()
+        new_manager = importlib.import_module("lm_eval.tasks").TaskManager
+        folder = None if self.include is None else str(self.include)
+        # Of the folder alone first: reading the harness' own thousands takes a while.
+        for defaults in (True,) if folder is None else (False, True):
+            if defaults not in self._managers:
+                self._managers[defaults] = new_manager(include_path=folder, include_defaults=defaults)
+            if name in self._managers[defaults].all_tasks:
+                return self._managers[defaults]
+        raise ValueError(f"tasks: expected a task of lm_eval (`lm_eval ls tasks`) or of include, got {name!r}")
 
 
-def folder_hash(folder: Path | None) -> str | None:
-    """16 hex digits of all files in a folder of tasks, data included; not of what Python compiles there."""
-    if folder is None:
-        return None
-    digest = hashlib.sha256()
-    for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__"):
-        digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
+# ---- The model under a policy ----------------------------------------------------------------------------------------
 
 
-def routed_lm(model: Any, tokenizer: Any, routing: Routed, batch_size: int) -> Any:
+@dataclass
+class TaskRouting:
+    """How a model is routed while a task runs, and what came of it.
+
+    Attributes:
+        arrangement: of sequences that are scored; see ``passes.judged_phase``.
+        sums: of ``pass_metrics`` over passes and layers; ``mass`` in units of top-k pairs.
+    """
+
+    policy: Policy | None
+    num_ranks: int = 1
+    arrangement: Literal["auto", "prefill", "decode"] = "auto"
+    seed: int = 0
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def scoring(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """While whole sequences are scored."""
+        return self._routed(model, judged_phase(self.policy, self.arrangement))
+
+    def generating(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """While answers are generated: the policy acts in its own phases."""
+        return self._routed(model, "as_run")
+
+    def _routed(self, model: torch.nn.Module, arrangement: Arrangement) -> contextlib.AbstractContextManager[None]:
+        return routed(
+            model,
+            self.policy,
+            num_ranks=self.num_ranks,
+            arrangement=arrangement,
+            seed=self.seed,
+            observe=self._add,
+        )
+
+    def _add(self, call: RouterCall) -> None:
+        metrics = pass_metrics(call)
+        metrics["mass"] = metrics["retained_mass_topk"] * metrics["num_topk_pairs"]
+        for name in ("num_topk_pairs", "num_dropped_pairs", "num_tokens", "num_pairs", "mass"):
+            self.sums[name] += metrics[name]
+
+    def summary(self) -> dict[str, float | None]:
+        """Means over passes and layers, by their pairs; None where nothing ran."""
+        shares = {
+            "dropped_fraction": ("num_dropped_pairs", "num_topk_pairs"),
+            "retained_mass_topk": ("mass", "num_topk_pairs"),
+            "experts_per_token": ("num_pairs", "num_tokens"),
+        }
+        return {
+            name: self.sums[part] / self.sums[whole] if self.sums[whole] else None
+            for name, (part, whole) in shares.items()
+        }
+
+
+def routed_lm(model: Any, tokenizer: Any, routing: TaskRouting, batch_size: int) -> Any:
     """The model as the harness takes it, under a policy.
 
     Raises:
@@ -154,7 +177,7 @@ def routed_lm(model: Any, tokenizer: Any, routing: Routed, batch_size: int) -> A
     base = importlib.import_module("lm_eval.models.huggingface").HFLM
 
     class RoutedLM(base):  # type: ignore[misc, valid-type]
-        """The harness' own class, but for what ``quality.harness`` says."""
+        """The harness' own class, but for what this module's text says."""
 
         def _loglikelihood_tokens(
             self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
@@ -202,14 +225,10 @@ def score_continuations(
 def _hidden_states(model: Any, batch: Sequence[tuple[int, ...]]) -> Tensor:
     """What logits are made of, [B, S, D]; padding is on the right, and masked."""
     device = next(model.parameters()).device
-    longest = max(map(len, batch))
-    tokens_BS = torch.zeros(len(batch), longest, dtype=torch.int64)
-    mask_BS = torch.zeros_like(tokens_BS)
-    for row, tokens in enumerate(batch):
-        tokens_BS[row, : len(tokens)] = torch.tensor(tokens)
-        mask_BS[row, : len(tokens)] = 1
-    mask = mask_BS.to(device)
-    return model.base_model(tokens_BS.to(device), attention_mask=mask, use_cache=False).last_hidden_state
+    tokens_BS = pad_sequence([torch.tensor(tokens, device=device) for tokens in batch], batch_first=True)
+    length_B1 = torch.tensor([[len(tokens)] for tokens in batch], device=device)
+    mask_BS = (torch.arange(tokens_BS.shape[1], device=device) < length_B1).long()
+    return model.base_model(tokens_BS, attention_mask=mask_BS, use_cache=False).last_hidden_state
 
 
 def _score(model: Any, hidden_SD: Tensor, continuation: Sequence[int]) -> tuple[float, bool]:
@@ -217,6 +236,9 @@ def _score(model: Any, hidden_SD: Tensor, continuation: Sequence[int]) -> tuple[
     next_N = torch.tensor(continuation, device=logits_NV.device)
     chosen_N = logits_NV.log_softmax(dim=-1).gather(1, next_N.unsqueeze(1))[:, 0]
     return float(chosen_N.double().sum()), bool((logits_NV.argmax(dim=-1) == next_N).all())
+
+
+# ---- What the harness returns ----------------------------------------------------------------------------------------
 
 
 def run_task(
@@ -232,59 +254,61 @@ def run_task(
         ValueError: one line that says why the task cannot be run (its data cannot be had, say), or gives no numbers.
     """
     harness = import_harness()
-    with _as_one_line(task):
+    try:
         found = harness.simple_evaluate(
             model=lm, tasks=[task], num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=True
         )
+    # Tasks fail in as many ways as their data are read; what a policy or the device has to say passes.
+    except (OSError, LookupError, AttributeError, TypeError, ImportError, ValueError) as error:
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"tasks: {task}: cannot be run: {type(error).__name__}: {words}") from error
     scores = list(_scores(found))
     if not scores:
         raise ValueError(f"tasks: {task}: expected numbers from the harness, got none")
     # A name that stands for several tasks and is no group has no results of its own.
     has_own = any(score["task"] == task for score in scores)
-    for score in scores:
-        score["is_asked"] = score["task"] == task or not has_own
-    return [*scores, *_of_questions(found)]
-
-
-@contextlib.contextmanager
-def _as_one_line(task: str) -> Iterator[None]:
-    """Tasks fail in as many ways as their data are read; what a policy or the device has to say passes."""
-    try:
-        yield
-    except (OSError, LookupError, AttributeError, TypeError, ImportError, ValueError) as error:
-        words = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"tasks: {task}: cannot be run: {type(error).__name__}: {words}") from error
+    scores = [{**score, "is_asked": score["task"] == task or not has_own} for score in scores]
+    questions = [
+        {
+            "task": part,
+            "item": int(sample["doc_id"]),
+            "filter": sample["filter"],
+            "metric": metric,
+            "value": float(sample[metric]),
+        }
+        for part, samples in (found.get("samples") or {}).items()
+        for sample in samples
+        for metric in sample["metrics"]
+        if _is_number(sample[metric])
+    ]
+    return scores + questions
 
 
 def _scores(found: Any) -> Iterator[Row]:
+    counts = found.get("n-samples", {})
     # A group's own results stand among all, and again apart.
     for task, values in {**found["results"], **found.get("groups", {})}.items():
-        counts = found.get("n-samples", {})
         parts = [task] if task in counts else _leaves(task, found.get("group_subtasks", {}))
-        number = sum(counts[part]["effective"] for part in parts if part in counts)
         version = found.get("versions", {}).get(task)
+        shots = {found.get("n-shot", {}).get(part) for part in (task, *parts)} - {None}
+        row = {
+            "task": task,
+            "version": None if version in (None, "N/A") else str(version),
+            "num_fewshot": shots.pop() if len(shots) == 1 else None,  # None where the parts disagree
+            "num_samples": sum(counts[part]["effective"] for part in parts if part in counts) or None,
+        }
         for key, value in values.items():
             metric, comma, answers_filter = key.partition(",")
-            if not comma or metric.endswith("_stderr") or not _is_number(value):
-                continue
-            stderr = values.get(f"{metric}_stderr,{answers_filter}")
-            yield {
-                "task": task,
-                "version": None if version in (None, "N/A") else str(version),
-                "num_fewshot": _one(found.get("n-shot", {}).get(part) for part in (task, *parts)),
-                "num_samples": number or None,
-                "metric": metric,
-                "filter": answers_filter,
-                "value": float(value),
-                "stderr": float(stderr) if _is_number(stderr) else None,
-                "higher_is_better": found.get("higher_is_better", {}).get(task, {}).get(metric),
-            }
-
-
-def _one(numbers: Iterable[int | None]) -> int | None:
-    """What all say that say anything; None where they disagree, or nothing is said."""
-    said = {number for number in numbers if number is not None}
-    return said.pop() if len(said) == 1 else None
+            if comma and not metric.endswith("_stderr") and _is_number(value):
+                stderr = values.get(f"{metric}_stderr,{answers_filter}")
+                yield {
+                    **row,
+                    "metric": metric,
+                    "filter": answers_filter,
+                    "value": float(value),
+                    "stderr": float(stderr) if _is_number(stderr) else None,
+                    "higher_is_better": found.get("higher_is_better", {}).get(task, {}).get(metric),
+                }
 
 
 def _leaves(group: str, members: Any) -> list[str]:
@@ -292,15 +316,6 @@ def _leaves(group: str, members: Any) -> list[str]:
     if not members.get(group):
         return [group]
     return list(dict.fromkeys(leaf for member in members[group] for leaf in _leaves(member, members)))
-
-
-def _of_questions(found: Any) -> Iterator[Row]:
-    for task, samples in (found.get("samples") or {}).items():
-        for sample in samples:
-            row = {"task": task, "item": int(sample["doc_id"]), "filter": sample["filter"]}
-            for metric in sample["metrics"]:
-                if _is_number(sample[metric]):
-                    yield {**row, "metric": metric, "value": float(sample[metric])}
 
 
 def _is_number(value: object) -> bool:

@@ -21,7 +21,7 @@ Shapes: B = sequences, S = tokens of each in this pass, T = B * S, R = ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -40,38 +40,31 @@ def judged_phase(policy: Policy | None, arrangement: Literal["auto", "prefill", 
     return "prefill" if policy is None else policy.acts_in[0]
 
 
-class RankTokens(NamedTuple):
-    """Tokens that are routed together and live on one rank: int64 indices into the pass's T."""
-
-    rank: int
-    token_N: Tensor
-
-
-class Pass:
+class ForwardPass:
     """One forward pass.
 
     Attributes:
         phase: what it is.
-        goes_on: it goes on with sequences that an earlier pass began.
+        continues: it goes on with sequences that an earlier pass began.
         num_steps: batches into which its tokens fall: its positions where each of them is a batch, else 1.
         valid_BS, valid_T: bool, False = padding.
         sequence_T: int64, the row of the pass that a token is from.
         step_T: int64, the batch that a token is routed in.
     """
 
-    def __init__(self, phase: Phase, valid_BS: Tensor, by_position: bool, *, goes_on: bool = False) -> None:
+    def __init__(self, phase: Phase, valid_BS: Tensor, by_position: bool, *, continues: bool = False) -> None:
         self.phase: Phase = phase
-        self.goes_on = goes_on
+        self.continues = continues
         self.valid_BS, self.valid_T = valid_BS, valid_BS.flatten()
         num_sequences, length = valid_BS.shape
         token_T = torch.arange(num_sequences * length, device=valid_BS.device)
         self.num_steps = length if by_position else 1
         self.sequence_T = token_T // max(1, length)
         self.step_T = token_T % self.num_steps if by_position else torch.zeros_like(token_T)
-        self._dealt: dict[int, list[list[RankTokens]]] = {}
+        self._batches: dict[int, list[list[tuple[int, Tensor]]]] = {}
 
-    @staticmethod
-    def of(arguments: Mapping[str, Any], arrangement: Arrangement) -> Pass:
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], arrangement: Arrangement) -> ForwardPass:
         """Read a pass off the arguments that the model's body was called with.
 
         Raises:
@@ -80,36 +73,31 @@ class Pass:
         tokens = arguments.get("input_ids")
         tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         assert tokens is not None, "a model is called with input_ids or inputs_embeds"
-        num_sequences, length = tokens.shape[:2]
         mask = arguments.get("attention_mask")
         if mask is None:
-            valid_BS = torch.ones(num_sequences, length, dtype=torch.bool, device=tokens.device)
+            valid_BS = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         elif isinstance(mask, Tensor) and mask.dim() == 2:
-            valid_BS = mask[:, -length:].bool()  # the mask covers the cache too
+            valid_BS = mask[:, -tokens.shape[1] :].bool()  # the mask covers the cache too
         else:
             raise ValueError("attention_mask: expected two dimensions [sequences, tokens], which say what is padding")
         cache = arguments.get("past_key_values")
-        goes_on = cache is not None and int(cache.get_seq_length()) > 0
+        continues = cache is not None and int(cache.get_seq_length()) > 0
         if arrangement != "as_run":
-            return Pass(arrangement, valid_BS, arrangement == "decode", goes_on=goes_on)
-        return Pass("decode" if goes_on else "prefill", valid_BS, False, goes_on=goes_on)
+            return cls(arrangement, valid_BS, arrangement == "decode", continues=continues)
+        return cls("decode" if continues else "prefill", valid_BS, False, continues=continues)
 
-    def batches(self, num_ranks: int) -> list[list[RankTokens]]:
-        """Which tokens are routed together, and of them which live on which rank; ranks without tokens are left out."""
-        if num_ranks not in self._dealt:
-            self._dealt[num_ranks] = self._deal(num_ranks)
-        return self._dealt[num_ranks]
-
-    def _deal(self, num_ranks: int) -> list[list[RankTokens]]:
+    def batches(self, num_ranks: int) -> list[list[tuple[int, Tensor]]]:
+        """Which tokens are routed together: a batch lists each rank that has tokens with their int64 indices in T."""
+        if num_ranks in self._batches:  # by an earlier layer
+            return self._batches[num_ranks]
         rank_B = torch.from_numpy(deal_sequences(self.valid_BS.sum(dim=1).cpu().numpy(), num_ranks))
         rank_T = rank_B.to(self.valid_BS.device)[self.sequence_T]
-        place_T = self.step_T * num_ranks + rank_T
         token_V = self.valid_T.nonzero()[:, 0]
-        place_V = place_T[token_V]
-        order_V = place_V.argsort(stable=True)
+        place_V = (self.step_T * num_ranks + rank_T)[token_V]
         counts = torch.bincount(place_V, minlength=self.num_steps * num_ranks).tolist()
-        batches: list[list[RankTokens]] = [[] for _ in range(self.num_steps)]
-        for place, token_N in enumerate(token_V[order_V].split(counts)):
+        batches: list[list[tuple[int, Tensor]]] = [[] for _ in range(self.num_steps)]
+        for place, token_N in enumerate(token_V[place_V.argsort(stable=True)].split(counts)):
             if len(token_N):
-                batches[place // num_ranks].append(RankTokens(place % num_ranks, token_N))
-        return [batch for batch in batches if batch]
+                batches[place // num_ranks].append((place % num_ranks, token_N))
+        self._batches[num_ranks] = [batch for batch in batches if batch]
+        return self._batches[num_ranks]

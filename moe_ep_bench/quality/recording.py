@@ -34,7 +34,7 @@ from moe_ep_bench.quality.checkpoint import (
     pick_device,
     token_sequences,
 )
-from moe_ep_bench.quality.routed import Seen, routed
+from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.runtime import locks
 from moe_ep_bench.runtime.progress import progress_bar
 from moe_ep_bench.workload.importers.sources import sha256_of
@@ -100,29 +100,32 @@ def record_trace(model: Path, text: Path, out: Path, options: RecordOptions) -> 
     )
     folder.mkdir(parents=True, exist_ok=True)
     with locks.hold(folder, {"recording": str(out)}):
-        writer = TraceWriter(folder, text)
-        writer.sources = [text]
-        _describe(writer, checkpoint, text, options)
+        writer = _writer(folder, checkpoint, text, options)
         num_done = _resume(writer, folder, asked)
+        loaded: Any = None
+        rest = itertools.islice(sequences(), num_done, None)
         with progress_bar(total, "sequence") as progress:
             progress.update(num_done)
-            rest = itertools.islice(sequences(), num_done, None)
-            for num_added in _record(writer, checkpoint, rest, num_done, options, device):
-                num_done += num_added
-                noted = {"asked": asked, "sequences": num_done, "writer": writer.progress()}
-                write_json(folder / _PROGRESS, noted)
-                progress.update(num_added)
+            while batch := list(itertools.islice(rest, options.batch)):
+                if loaded is None:  # Not before there is something to do: a recording may lack its last step only.
+                    loaded = checkpoint.load(options.dtype, device)
+                _record(writer, loaded, batch, num_done)
+                num_done += len(batch)
+                write_json(folder / _PROGRESS, {"asked": asked, "sequences": num_done, "writer": writer.progress()})
+                progress.update(len(batch))
         with atomic_path(out) as temporary:
             summary = writer.write(temporary, out, "transformers", digest)
     shutil.rmtree(folder)
     return summary
 
 
-def _describe(writer: TraceWriter, checkpoint: Checkpoint, text: Path, options: RecordOptions) -> None:
-    sigmoid = checkpoint.skeleton[0].family.score_function == "sigmoid"
+def _writer(folder: Path, checkpoint: Checkpoint, text: Path, options: RecordOptions) -> TraceWriter:
+    writer, layer = TraceWriter(folder, text), checkpoint.moe_layers[0]
+    writer.sources = [text]
+    sigmoid = layer.family.score_function == "sigmoid"
     writer.describe(
-        num_experts=checkpoint.num_experts,
-        top_k=checkpoint.top_k,
+        num_experts=layer.num_experts,
+        top_k=layer.top_k,
         where=str(checkpoint.path),
         model=checkpoint.name,
         score="sigmoid over its sum over all experts" if sigmoid else "softmax, not renormalised",
@@ -132,6 +135,7 @@ def _describe(writer: TraceWriter, checkpoint: Checkpoint, text: Path, options: 
         licence=options.licence,
     )
     writer.notes.append(f"sequences of {options.sequence_length} tokens, {options.dtype} weights")
+    return writer
 
 
 def _resume(writer: TraceWriter, folder: Path, asked: str) -> int:
@@ -152,40 +156,26 @@ def _resume(writer: TraceWriter, folder: Path, asked: str) -> int:
     return noted["sequences"]
 
 
-def _record(
-    writer: TraceWriter,
-    checkpoint: Checkpoint,
-    sequences: Iterator[list[int]],
-    first: int,
-    options: RecordOptions,
-    device: torch.device,
-) -> Iterator[int]:
-    """Send sequences through the model, a batch at a time; yields how many, when all of them is in the spools."""
-    model: Any = None
-    while batch := list(itertools.islice(sequences, options.batch)):
-        if model is None:  # Not before there is something to do: a recording may lack its last step only.
-            model = checkpoint.load(options.dtype, device)
-        with torch.inference_mode(), routed(model, None, look=lambda seen, first=first: _add(writer, seen, first)):
-            model.base_model(torch.tensor(batch, device=device), use_cache=False)
-        for number in range(first, first + len(batch)):
-            writer.add_tokens(number, np.arange(options.sequence_length), f"sequence {number}")
-        first += len(batch)
-        yield len(batch)
+def _record(writer: TraceWriter, model: Any, batch: list[list[int]], first: int) -> None:
+    """Send sequences through the model, the number ``first`` and those after it, and spool what its routers do."""
+
+    def add(call: RouterCall) -> None:
+        full_TE = shares(call.scores_TE)
+        ids_TK = call.own_TE.nonzero()[:, 1].view(len(full_TE), -1).cpu().numpy()
+        best_TK = np.take_along_axis(full_TE, ids_TK, axis=1)
+        where = f"{call.layer.name}, from sequence {first}"
+        writer.add(call.layer.number, ids_TK, best_TK, where, np.arange(len(full_TE)), full_TE)
+
+    with torch.inference_mode(), routed(model, None, observe=add):
+        model.base_model(torch.tensor(batch, device=model.device), use_cache=False)
+    for number, tokens in enumerate(batch, first):
+        writer.add_tokens(number, np.arange(len(tokens)), f"sequence {number}")
 
 
-def _add(writer: TraceWriter, seen: Seen, first_sequence: int) -> None:
-    """Add what one router did with a batch."""
-    full_TE = shares(seen)
-    ids_TK = seen.own_TE.nonzero()[:, 1].view(len(full_TE), -1).cpu().numpy()
-    where = f"{seen.seat.name}, from sequence {first_sequence}"
-    best_TK = np.take_along_axis(full_TE, ids_TK, axis=1)
-    writer.add(seen.seat.layer, ids_TK, best_TK, where, np.arange(len(full_TE)), full_TE)
-
-
-def shares(seen: Seen) -> NDArray[np.float32]:
+def shares(scores_TE: torch.Tensor) -> NDArray[np.float32]:
     """Every expert's share of a token's score mass: [T, E]."""
-    scores_TE = seen.scores_TE.cpu().numpy()
-    sum_T1 = scores_TE.sum(axis=1, keepdims=True, dtype=np.float64)
+    full_TE = scores_TE.cpu().numpy()
+    sum_T1 = full_TE.sum(axis=1, keepdims=True, dtype=np.float64)
     if np.abs(sum_T1 - 1).max(initial=0) < 1e-4:  # A softmax: as the router has it, to the bit.
-        return scores_TE
-    return (scores_TE / sum_T1).astype(np.float32)
+        return full_TE
+    return (full_TE / sum_T1).astype(np.float32)

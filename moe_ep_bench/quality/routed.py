@@ -23,6 +23,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -34,12 +35,12 @@ from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.contract import check_inputs
 from moe_ep_bench.policies.selection import top_k_map
-from moe_ep_bench.quality.families import Seat, find_seats
-from moe_ep_bench.quality.passes import Arrangement, Pass, Phase
+from moe_ep_bench.quality.families import MoELayer, find_moe_layers
+from moe_ep_bench.quality.passes import PHASES, Arrangement, ForwardPass, Phase
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class RouterCall:
     """What one router did in one pass.
 
     Attributes:
@@ -49,8 +50,8 @@ class Seen:
         context: what is so of all tokens.
     """
 
-    seat: Seat
-    what: Pass
+    layer: MoELayer
+    forward_pass: ForwardPass
     scores_TE: Tensor
     own_TE: Tensor
     routing: Routing | None
@@ -67,49 +68,49 @@ def routed(
     acts_in: tuple[Phase, ...] | None = None,
     seed: int = 0,
     modality_BS: Tensor | None = None,
-    look: Callable[[Seen], None] | None = None,
+    observe: Callable[[RouterCall], None] | None = None,
 ) -> Iterator[None]:
     """Let ``policy`` route in all MoE layers of ``model`` while the block lasts.
 
     Args:
         model: one of transformers' language models, in evaluation mode.
-        policy: None only looks.
+        policy: None only observes.
         num_ranks: virtual expert-parallel ranks; sequences are dealt to them.
         arrangement: see ``passes``.
         acts_in: the phases in which the policy acts, in others the model's own choice stands; None = its own phases
             (``Policy.acts_in``), or whatever the arrangement says.
         seed: of what random policies draw.
-        modality_BS: int64, 1 = image, 0 = text, of the sequences that begin here; steps that go on with them are text.
+        modality_BS: int64, 1 = image, 0 = text, of the sequences that begin here; steps that continue them are text.
             None = no token has a modality.
-        look: is shown what every router did, pass by pass and layer by layer.
+        observe: gets every call of a router, pass by pass and layer by layer.
 
     Raises:
         ValueError: no known routers, or experts that cannot be shared among the ranks; from within the model's
             forward: scores that are no numbers, a mask that does not say what is padding, or a modality of other
             tokens than these.
     """
-    seats = find_seats(model)
-    for seat in seats:
-        if seat.num_experts % num_ranks:
-            raise ValueError(f"num_ranks: expected a divisor of the {seat.num_experts} experts, got {num_ranks}")
+    layers = find_moe_layers(model)
+    for layer in layers:
+        if layer.num_experts % num_ranks:
+            raise ValueError(f"num_ranks: expected a divisor of the {layer.num_experts} experts, got {num_ranks}")
     if acts_in is None:
-        told = policy is None or arrangement != "as_run"
-        acts_in = ("prefill", "decode") if told else policy.acts_in
-    patch = _Patch(seats, policy, num_ranks, arrangement, acts_in, seed, modality_BS, look)
+        acts_in = policy.acts_in if policy and arrangement == "as_run" else PHASES
+    patch = _Patch(layers, policy, num_ranks, arrangement, acts_in, seed, modality_BS, observe)
     body: Any = model.base_model
     with contextlib.ExitStack() as stack:
         for hook in (
             body.register_forward_pre_hook(patch.begin, with_kwargs=True),
             body.register_forward_hook(patch.end),
-            *(seat.router.register_forward_hook(patch.chooser(seat)) for seat in seats),
+            *(layer.router.register_forward_hook(partial(patch.choose, layer)) for layer in layers),
         ):
             stack.callback(hook.remove)
-        for seat in seats:
-            stack.enter_context(mock.patch.object(seat.experts, "forward", patch.computer(seat)))
+        for layer in layers:
+            compute = partial(patch.compute, layer, layer.experts.forward)
+            stack.enter_context(mock.patch.object(layer.experts, "forward", compute))
         yield
 
 
-def try_policies(seat: Seat, policies: Iterable[Policy], num_ranks: int, *, has_images: bool = False) -> None:
+def try_policies(layer: MoELayer, policies: Iterable[Policy], num_ranks: int, *, has_images: bool = False) -> None:
     """Route two tokens by every policy in the shape of a layer, which may have no weights yet.
 
     Args:
@@ -119,13 +120,13 @@ def try_policies(seat: Seat, policies: Iterable[Policy], num_ranks: int, *, has_
         ValueError: naming the policy, and what it does not fit.
     """
     context = replace(
-        seat.context(num_ranks),
+        layer.context(num_ranks),
         bias_E=None,  # a layer without weights has no values
         request_id_T=torch.zeros(2, dtype=torch.int64),
         modality_T=torch.zeros(2, dtype=torch.int64) if has_images else None,
         generator=torch.Generator(),
     )
-    scores_TE = torch.rand(2, seat.num_experts, generator=torch.Generator().manual_seed(0))
+    scores_TE = torch.rand(2, layer.num_experts, generator=torch.Generator().manual_seed(0))
     for policy in policies:
         try:
             policy.route(scores_TE, context)
@@ -137,85 +138,80 @@ def try_policies(seat: Seat, policies: Iterable[Policy], num_ranks: int, *, has_
 class _Patch:
     """State that the hooks share: the running pass, and what was chosen for experts that are not called yet."""
 
-    seats: list[Seat]
+    layers: list[MoELayer]
     policy: Policy | None
     num_ranks: int
     arrangement: Arrangement
     acts_in: tuple[Phase, ...]
     seed: int
     modality_BS: Tensor | None
-    look: Callable[[Seen], None] | None
+    observe: Callable[[RouterCall], None] | None
     number: int = -1
-    what: Pass | None = None
+    forward_pass: ForwardPass = field(init=False)
     chosen: dict[str, Routing | None] = field(default_factory=dict)
     computed: set[str] = field(default_factory=set)
 
     def begin(self, body: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.number += 1
-        self.what = Pass.of(inspect.signature(body.forward).bind_partial(*args, **kwargs).arguments, self.arrangement)
+        arguments = inspect.signature(body.forward).bind_partial(*args, **kwargs).arguments
+        self.forward_pass = ForwardPass.of(arguments, self.arrangement)
         self.chosen.clear()
         self.computed.clear()
 
     def end(self, *_: Any) -> None:
         """Refuse a model that compiled or fused layers led around the patched modules."""
-        missing = [seat.name for seat in self.seats if seat.name not in self.computed]
+        missing = [layer.name for layer in self.layers if layer.name not in self.computed]
         if missing:
             raise RuntimeError(f"the model ran without its modules {', '.join(missing)}: expected unfused MoE layers")
 
-    def chooser(self, seat: Seat) -> Callable[..., None]:
-        def choose(router: torch.nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-            assert self.what is not None
-            logits_TE, _, ids_TK = output
-            own_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter(1, ids_TK, True)
-            context = replace(seat.context(self.num_ranks), modality_T=self._modality(self.what))
-            scores_TE = _settled(seat.scores(logits_TE), own_TE, context)
-            routing = None
-            if self.policy is not None and self.what.phase in self.acts_in:
-                routing = self._route(self.policy, seat, scores_TE, context)
-            if self.look is not None:
-                self.look(Seen(seat, self.what, scores_TE, own_TE, routing, context))
-            # Padding selects nothing under a policy; that alone is no change of what anybody reads.
-            is_own = routing is None or torch.equal(routing.map_TE, own_TE & self.what.valid_T.unsqueeze(1))
-            self.chosen[seat.name] = None if is_own else routing
+    def choose(self, layer: MoELayer, router: Any, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Route what the router has just scored."""
+        logits_TE, _, ids_TK = output
+        own_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter(1, ids_TK, True)
+        context = replace(layer.context(self.num_ranks), modality_T=self._modality())
+        scores_TE = _settled(layer.scores(logits_TE), own_TE, context)
+        routing = None
+        if self.policy is not None and self.forward_pass.phase in self.acts_in:
+            routing = self._route(self.policy, layer, scores_TE, context)
+        if self.observe is not None:
+            self.observe(RouterCall(layer, self.forward_pass, scores_TE, own_TE, routing, context))
+        # Padding selects nothing under a policy; that alone is no change of what anybody reads.
+        is_own = routing is None or torch.equal(routing.map_TE, own_TE & self.forward_pass.valid_T.unsqueeze(1))
+        self.chosen[layer.name] = None if is_own else routing
 
-        return choose
-
-    def _modality(self, what: Pass) -> Tensor | None:
-        """Of the tokens of a pass: int64 [T]."""
+    def _modality(self) -> Tensor | None:
+        """Of the tokens of the pass: int64 [T]."""
+        valid_BS = self.forward_pass.valid_BS
         if self.modality_BS is None:
             return None
-        if what.valid_BS.shape == self.modality_BS.shape:
-            return self.modality_BS.to(what.valid_T.device).flatten()
-        if what.goes_on:
-            return torch.zeros_like(what.step_T)
+        if valid_BS.shape == self.modality_BS.shape:
+            return self.modality_BS.to(valid_BS.device).flatten()
+        if self.forward_pass.continues:
+            return torch.zeros_like(self.forward_pass.step_T)
         raise ValueError(
-            f"modality_BS: expected {list(what.valid_BS.shape)}, sequences and tokens of this pass, "
+            f"modality_BS: expected {list(valid_BS.shape)}, sequences and tokens of this pass, "
             f"got {list(self.modality_BS.shape)}"
         )
 
-    def _route(self, policy: Policy, seat: Seat, scores_TE: Tensor, context: RoutingContext) -> Routing:
-        """Every batch of the pass, as its ranks would route it together."""
-        assert self.what is not None
-        number = self.seats.index(seat)
-        generators: dict[int, torch.Generator] = {}
+    def _route(self, policy: Policy, layer: MoELayer, scores_TE: Tensor, context: RoutingContext) -> Routing:
+        """Route every batch of the pass as its ranks would together."""
+        # A rank's draws of a layer go on from batch to batch of the pass.
+        key = self.seed, DRAWS, self.number, self.layers.index(layer)
+        generators = [seeded_generator(scores_TE.device, *key, rank) for rank in range(self.num_ranks)]
         check_inputs(scores_TE, context)
         routing = Routing(torch.zeros_like(scores_TE, dtype=torch.bool), torch.zeros_like(scores_TE))
-        for batch in self.what.batches(self.num_ranks):
-            scores, contexts = [], []
-            for rank, token_N in batch:
-                if rank not in generators:
-                    key = self.seed, DRAWS, self.number, number, rank
-                    generators[rank] = seeded_generator(scores_TE.device, *key)
-                scores.append(scores_TE[token_N])
-                contexts.append(
-                    replace(
-                        context,
-                        rank=rank,
-                        request_id_T=self.what.sequence_T[token_N],
-                        modality_T=None if context.modality_T is None else context.modality_T[token_N],
-                        generator=generators[rank],
-                    )
+        for batch in self.forward_pass.batches(self.num_ranks):
+            scores = [scores_TE[token_N] for _, token_N in batch]
+            contexts = [
+                replace(
+                    context,
+                    rank=rank,
+                    request_id_T=self.forward_pass.sequence_T[token_N],
+                    modality_T=None if context.modality_T is None else context.modality_T[token_N],
+                    generator=generators[rank],
                 )
+                for rank, token_N in batch
+            ]
             policy.check(scores[0], contexts[0])
             routings = compiled(policy, scores_TE.device).select_all(scores, contexts)
             for (_, token_N), of_rank in zip(batch, routings, strict=True):
@@ -223,17 +219,20 @@ class _Patch:
                 routing.weights_TE[token_N] = of_rank.weights_TE
         return routing
 
-    def computer(self, seat: Seat) -> Callable[..., Tensor]:
-        forward = seat.experts.forward
-
-        def compute(hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-            self.computed.add(seat.name)
-            routing = self.chosen.pop(seat.name)
-            if routing is None:
-                return forward(hidden_TD, ids_TK, weights_TK)
-            return _by_pairs(forward, hidden_TD, routing, weights_TK.dtype)
-
-        return compute
+    def compute(
+        self,
+        layer: MoELayer,
+        forward: Callable[..., Tensor],
+        hidden_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+    ) -> Tensor:
+        """Call the experts with what was chosen, in place of their own ``forward``."""
+        self.computed.add(layer.name)
+        routing = self.chosen.pop(layer.name)
+        if routing is None:
+            return forward(hidden_TD, ids_TK, weights_TK)
+        return _by_pairs(forward, hidden_TD, routing, weights_TK.dtype)
 
 
 def _by_pairs(forward: Callable[..., Tensor], hidden_TD: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from moe_ep_bench.bench.directory import check_agreement, hold_comparisons, keep_other_policies
 from moe_ep_bench.bench.job import identity
-from moe_ep_bench.bench.plan import CaseSpec
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.quality.checkpoint import Checkpoint, pick_device
-from moe_ep_bench.quality.comparison import MODE, QualityComparison, Row
-from moe_ep_bench.quality.config import QualityExperiment, load_quality
-from moe_ep_bench.quality.harness import find_tasks, harness_version
-from moe_ep_bench.quality.tasks import TaskComparison
-from moe_ep_bench.quality.text import TextComparison
+from moe_ep_bench.quality.checkpoint import pick_device
+from moe_ep_bench.quality.harness import harness_version
+from moe_ep_bench.quality.plan import MODE, QualityComparison, plan_quality
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.progress import progress_bar
 from moe_ep_bench.schema import SCHEMA_VERSION
@@ -52,7 +49,11 @@ def run_quality(
                 print(f"  {case.case_id}  {case.role:8}  {one.phase(case):7}  {case.label}")
         return
     device = pick_device(comparisons[0].experiment.model.device)
-    tasks = _find_tasks(config, comparisons)
+    try:
+        for one in comparisons:
+            one.evaluated.prepare()
+    except ValueError as problem:
+        raise ValueError(f"{config}: {problem}") from None
     environment = {**provenance.describe(device), "lm_eval": harness_version()}
     directory, run_id = RunDirectory(out), stable_hash([time.time_ns()])
     check_agreement(directory, MODE, {key: environment[key] for key in _DECISIVE}, force=force)
@@ -72,76 +73,14 @@ def run_quality(
                 progress.set_description(one.title)
                 if loaded != one.experiment.model:
                     model = None  # Two models may be too many for the memory.
-                    model, loaded = one.checkpoint.load(one.experiment.model.dtype, device), one.experiment.model
-                for case, scores, routing in one.judge(model, cases, tasks.get(one.experiment.include)):
-                    if routing:
-                        directory.write("quality_routing", case.case_id, _columns(run_id, one, case, routing))
-                    # The part with the scores is what makes a case done: last.
-                    directory.write("quality", case.case_id, _columns(run_id, one, case, scores))
+                    model, loaded = one.model.load(one.experiment.model.dtype, device), one.experiment.model
+                for case, tables in one.evaluated.judge(model, cases):
+                    # The scores make a case done: last.
+                    for table, rows in tables.items():
+                        named = identity(MODE, run_id, one, case, len(rows))
+                        values = {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows))}
+                        directory.write(table, case.case_id, named | values)
                     progress.update()
-
-
-def _columns(run_id: str, comparison: QualityComparison, case: CaseSpec, rows: Sequence[Row]) -> dict[str, list[Any]]:
-    names = dict.fromkeys(name for row in rows for name in row)
-    values = {name: [row.get(name) for row in rows] for name in names}
-    return {**identity(MODE, run_id, comparison, case, len(rows)), **values}
-
-
-def plan_quality(config: Path, overrides: Iterable[str]) -> list[QualityComparison]:
-    """All comparisons of a config file, each found to fit its model; no weights are read.
-
-    Raises:
-        ValueError: one line naming the file, the key and what is allowed.
-    """
-    experiments = load_quality(config, overrides)
-    planned: dict[str, QualityComparison] = {}
-    checkpoints: dict[Path, Checkpoint] = {}
-    try:
-        asked = sorted({experiment.model.device for experiment in experiments})
-        if len({pick_device(device).type for device in asked}) > 1:
-            raise ValueError(
-                f"model.device: expected one device for all comparisons of a directory, got {', '.join(asked)}"
-            )
-        for experiment in experiments:
-            path = experiment.model.checkpoint
-            if path not in checkpoints:
-                checkpoints[path] = _open_checkpoint(path)
-            for one in _comparisons(experiment, checkpoints[path]):
-                planned.setdefault(one.comparison_id, one)
-    except ValueError as problem:
-        raise ValueError(f"{config}: {problem}") from None
-    return list(planned.values())
-
-
-def _open_checkpoint(path: Path) -> Checkpoint:
-    try:
-        return Checkpoint.open(path)
-    except ValueError as problem:
-        raise ValueError(f"model.checkpoint: {problem}") from None
-
-
-def _comparisons(experiment: QualityExperiment, checkpoint: Checkpoint) -> list[QualityComparison]:
-    ep_size = experiment.layer.ep_size or 1
-    for seat in checkpoint.skeleton:
-        if seat.num_experts % ep_size:
-            raise ValueError(
-                f"layer.ep_size: expected a divisor of the {seat.num_experts} experts of {checkpoint.name}, "
-                f"got {ep_size}"
-            )
-    text = [] if experiment.text is None else [TextComparison.of(experiment, checkpoint, experiment.text)]
-    return [*text, *TaskComparison.all_of(experiment, checkpoint)]
-
-
-def _find_tasks(config: Path, comparisons: Iterable[QualityComparison]) -> dict[Path | None, Any]:
-    """The harness' index of tasks, by the folder with the user's own."""
-    names: dict[Path | None, list[str]] = {}
-    for one in comparisons:
-        if isinstance(one, TaskComparison):
-            names.setdefault(one.experiment.include, []).append(one.task.name)
-    try:
-        return {include: find_tasks(several, include) for include, several in names.items()}
-    except ValueError as problem:
-        raise ValueError(f"{config}: {problem}") from None
 
 
 def _run_description(
@@ -153,12 +92,12 @@ def _run_description(
         "run_id": run_id,
         "mode": MODE,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "config": [experiment.described() for experiment in experiments.values()],
+        "config": [experiment.model_dump(mode="json") for experiment in experiments.values()],
         "environment": environment,
         "hashes": {
             "code": provenance.code_hash(),
             "config": stable_hash([one.definition for one in comparisons]),
-            "workload": {one.comparison_id: one.workload_hash for one in comparisons},
+            "workload": {one.comparison_id: stable_hash(one.evaluated.definition) for one in comparisons},
         },
         "comparisons": {one.comparison_id: {**one.describe(), "order": order} for order, one in enumerate(comparisons)},
         "cases": {

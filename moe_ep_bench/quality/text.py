@@ -29,11 +29,10 @@ from moe_ep_bench.bench.plan import CaseSpec
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.quality.checkpoint import Checkpoint, redundant_prefixes, text_hash, text_sequences
-from moe_ep_bench.quality.comparison import Judged, QualityComparison, Row
 from moe_ep_bench.quality.config import QualityExperiment, TextConfig
-from moe_ep_bench.quality.loads import pass_metrics
-from moe_ep_bench.quality.passes import PHASES, Pass
-from moe_ep_bench.quality.routed import Seen, routed, try_policies
+from moe_ep_bench.quality.loads import Row, Tables, pass_metrics
+from moe_ep_bench.quality.passes import PHASES, ForwardPass, judged_phase
+from moe_ep_bench.quality.routed import RouterCall, routed
 
 _LOGITS_AT_ONCE = 2**24
 
@@ -47,48 +46,43 @@ class Costs(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TextComparison(QualityComparison):
-    """Cases that read the same text in the same batches."""
+class Text:
+    """A text, in the batches in which every case reads it; see ``plan.QualityComparison.evaluated``.
 
-    text: TextConfig
+    Attributes:
+        tokens_BS: all of the text that is read, int64 on the CPU.
+    """
+
+    experiment: QualityExperiment
+    num_ranks: int
+    config: TextConfig
     tokens_BS: Tensor
-    """All of the text that is read, int64 on the CPU."""
 
-    @staticmethod
-    def of(experiment: QualityExperiment, checkpoint: Checkpoint, text: TextConfig) -> TextComparison:
-        """Check that the text fits the model, and that every policy can route it.
+    @classmethod
+    def of(cls, experiment: QualityExperiment, num_ranks: int, checkpoint: Checkpoint, config: TextConfig) -> Text:
+        """Check that the text fits the model.
 
         Raises:
             ValueError: naming the key whose value does not fit.
         """
-        prefix = text.image_prefix
-        if prefix is None:
-            checkpoint.check_length(text.sequence_length, "text.sequence_length")
-        else:
-            key = "text.image_prefix.tokens + text.sequence_length"
-            checkpoint.check_length(prefix.tokens + text.sequence_length, key)
+        length, images = config.sequence_length, 0 if config.image_prefix is None else config.image_prefix.tokens
+        prefix_key = "text.image_prefix.tokens + " if images else ""
+        checkpoint.check_length(images + length, f"{prefix_key}text.sequence_length")
         try:
-            tokens_BS = text_sequences(text.file, checkpoint.tokenizer, text.num_sequences, text.sequence_length)
+            tokens_BS = text_sequences(config.file, checkpoint.tokenizer, config.num_sequences, length)
         except ValueError as problem:
             raise ValueError(f"text.file: {problem}") from None
-        comparison = TextComparison(experiment, checkpoint, text, tokens_BS)
-        policies = experiment.make_policies()
-        try:
-            try_policies(checkpoint.skeleton[0], policies, comparison.ep_size, has_images=prefix is not None)
-        except ValueError as problem:
-            hint = "; text.image_prefix puts image tokens before the text" if "modality_T" in str(problem) else ""
-            raise ValueError(f"{problem}{hint}") from None
-        return comparison
+        return cls(experiment, num_ranks, config, tokens_BS)
 
     @property
     def num_image_tokens(self) -> int:
         """Of each sequence; they come first."""
-        return 0 if self.text.image_prefix is None else self.text.image_prefix.tokens
+        return 0 if self.config.image_prefix is None else self.config.image_prefix.tokens
 
     @cached_property
     def sequences(self) -> Tensor:
         """What the model reads, int64 [sequences, tokens]: the text, after synthetic image tokens if any."""
-        prefix = self.text.image_prefix
+        prefix = self.config.image_prefix
         if prefix is None:
             return self.tokens_BS
         image_BP = redundant_prefixes(
@@ -96,70 +90,73 @@ class TextComparison(QualityComparison):
         )
         return torch.cat([image_BP, self.tokens_BS], dim=1)
 
-    @cached_property
-    def workload_hash(self) -> str:
-        return text_hash(self.sequences)
-
-    def asked(self) -> dict[str, Any]:
+    @property
+    def definition(self) -> dict[str, Any]:
         images = {"image_tokens": self.num_image_tokens} if self.num_image_tokens else {}
-        return {"text": {"tokens": self.workload_hash, "batch_size": self.text.batch_size, **images}}
+        return {"text": {"tokens": text_hash(self.sequences), "batch_size": self.config.batch_size, **images}}
 
-    def facts(self) -> dict[str, Any]:
-        return {"text": self.text.file.name, **self.text.model_dump(exclude={"file"})}
+    def describe(self) -> dict[str, Any]:
+        return {"text": self.config.file.name, **self.config.model_dump(exclude={"file"})}
 
     @property
     def title(self) -> str:
-        text = self.text
+        text = self.config
         size = f"{text.num_sequences} sequences of {text.sequence_length} tokens, {text.batch_size} at a time"
         images = f", each after {self.num_image_tokens} synthetic image tokens" if self.num_image_tokens else ""
-        return f"{self.model.name}, EP {self.ep_size}, {text.file.name}, {size}{images}"
+        return f"{text.file.name}, {size}{images}"
+
+    def prepare(self) -> None:
+        """The text is read already."""
 
     @torch.inference_mode()
-    def judge(self, model: Any, cases: Sequence[CaseSpec], tasks: Any = None) -> Iterator[Judged]:
-        batches = [batch_BS.to(model.device) for batch_BS in self.sequences.split(self.text.batch_size)]
+    def judge(self, model: Any, cases: Sequence[CaseSpec]) -> Iterator[tuple[CaseSpec, Tables]]:
+        """Read the text under one case after the other; ``model`` has its weights and is unpatched."""
+        batches = [batch_BS.to(model.device) for batch_BS in self.sequences.split(self.config.batch_size)]
         natives = [hidden_states(model, tokens_BS)[:, self.num_image_tokens :].cpu() for tokens_BS in batches]
         for case in cases:
-            judged = Judged(case, [], [])
+            tables: Tables = {"quality_routing": [], "quality": []}
             for number, (tokens_BS, native_BSD) in enumerate(zip(batches, natives, strict=True)):
-                self._judge_batch(judged, model, number, tokens_BS, native_BSD.to(model.device))
-            yield judged
+                routing, costs = self._judge_batch(model, case, number, tokens_BS, native_BSD.to(model.device))
+                tables["quality_routing"] += routing
+                tables["quality"] += costs
+            yield case, tables
 
-    def _judge_batch(self, judged: Judged, model: Any, number: int, tokens_BS: Tensor, native_BSD: Tensor) -> None:
-        """Add the rows of one batch."""
-        case, phase = judged.case, self.phase(judged.case)
+    def _judge_batch(
+        self, model: Any, case: CaseSpec, number: int, tokens_BS: Tensor, native_BSD: Tensor
+    ) -> tuple[list[Row], list[Row]]:
+        """The rows of one batch: of its routing, and of its answers."""
+        routing: list[Row] = []
+        phase = judged_phase(case.policy, self.experiment.arrangement)
 
-        def add_routing(seen: Seen) -> None:
+        def add_routing(call: RouterCall) -> None:
             # The unpatched model makes one choice; its loads depend on what is routed together.
-            for told in PHASES if case.policy is None else (phase,):
-                metrics = pass_metrics(replace(seen, what=Pass(told, seen.what.valid_BS, told == "decode")))
-                judged.routing.append({"batch": number, "phase": told, "layer": seen.seat.layer, **metrics})
+            for one in PHASES if case.policy is None else (phase,):
+                read_so = ForwardPass(one, call.forward_pass.valid_BS, one == "decode")
+                metrics = pass_metrics(replace(call, forward_pass=read_so))
+                routing.append({"batch": number, "phase": one, "layer": call.layer.number, **metrics})
 
+        modality_BS = torch.zeros_like(tokens_BS)
+        modality_BS[:, : self.num_image_tokens] = IMAGE
         with routed(
             model,
             case.policy,
-            num_ranks=self.ep_size,
+            num_ranks=self.num_ranks,
             arrangement=phase,
             # A random policy's draws for a batch must not depend on what was done before.
             seed=int(stable_hash([self.experiment.layer.seed, number])[:8], 16),
-            modality_BS=self._modality(tokens_BS),
-            look=add_routing,
+            modality_BS=modality_BS if self.num_image_tokens else None,
+            observe=add_routing,
         ):
             hidden_BSD = hidden_states(model, tokens_BS)
         of_text = slice(self.num_image_tokens, None)
         costs = token_costs(model, hidden_BSD[:, of_text], native_BSD, tokens_BS[:, of_text])
-        for place in range(len(tokens_BS)):
-            row: Row = {"batch": number, "phase": phase, "item": number * self.text.batch_size + place}
-            row["num_tokens"] = costs.kl.shape[1]
-            for metric, cost_BS in costs._asdict().items():
-                judged.scores.append({**row, "metric": metric, "value": float(cost_BS[place].double().mean())})
-
-    def _modality(self, tokens_BS: Tensor) -> Tensor | None:
-        """Of a batch's tokens; None without image tokens."""
-        if self.text.image_prefix is None:
-            return None
-        modality_BS = torch.zeros_like(tokens_BS)
-        modality_BS[:, : self.num_image_tokens] = IMAGE
-        return modality_BS
+        item = number * self.config.batch_size
+        row = {"batch": number, "phase": phase, "num_tokens": costs.kl.shape[1]}
+        return routing, [
+            {**row, "item": item + place, "metric": metric, "value": float(cost_S.double().mean())}
+            for metric, cost_BS in costs._asdict().items()
+            for place, cost_S in enumerate(cost_BS)
+        ]
 
 
 def hidden_states(model: Any, tokens_BS: Tensor) -> Tensor:

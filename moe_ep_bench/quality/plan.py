@@ -1,0 +1,157 @@
+"""Plan ``quality``: a comparison for the text and for each task of every point of a config's sweep.
+
+A comparison evaluates one thing, a text or a task; a case is the unpatched model or one policy. All cases of a
+comparison read the same in the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from moe_ep_bench.bench.plan import BASELINE, POLICY, CaseSpec, default_ep_size
+from moe_ep_bench.files import stable_hash
+from moe_ep_bench.policies import Policy
+from moe_ep_bench.quality.checkpoint import Checkpoint, pick_device
+from moe_ep_bench.quality.config import QualityExperiment, load_quality
+from moe_ep_bench.quality.harness import TaskIndex
+from moe_ep_bench.quality.passes import Phase, judged_phase
+from moe_ep_bench.quality.routed import try_policies
+from moe_ep_bench.quality.tasks import Task, published_numbers
+from moe_ep_bench.quality.text import Text
+
+MODE = "quality"
+
+
+@dataclass(frozen=True, eq=False)
+class QualityComparison:
+    """One text or task at one point of a sweep.
+
+    Attributes:
+        evaluated: what all cases are asked. Both kinds have a ``title``; a ``definition``, all that decides what is
+            asked; ``describe()``, what analysis needs to know; ``prepare()``, which raises ValueError where it cannot
+            be asked here; and ``judge()``, which yields the rows of every case.
+    """
+
+    experiment: QualityExperiment
+    model: Checkpoint
+    ep_size: int
+    evaluated: Text | Task
+
+    @property
+    def title(self) -> str:
+        return f"{self.model.name}, EP {self.ep_size}, {self.evaluated.title}"
+
+    @cached_property
+    def definition(self) -> dict[str, Any]:
+        """All that decides the answers, except versions of packages and data that the harness fetches."""
+        return {
+            "mode": MODE,
+            "model": {"fingerprint": self.model.fingerprint, "dtype": self.experiment.model.dtype},
+            **self.evaluated.definition,
+            "layer": {"ep_size": self.ep_size, "seed": self.experiment.layer.seed},
+            "arrangement": self.experiment.arrangement,
+        }
+
+    @cached_property
+    def comparison_id(self) -> str:
+        return stable_hash(self.definition)
+
+    @cached_property
+    def cases(self) -> list[CaseSpec]:
+        """The unpatched model, and all policies."""
+        policies = self.experiment.make_policies()
+        return [self._case(BASELINE, "native"), *(self._case(POLICY, policy.name, policy) for policy in policies)]
+
+    def _case(self, role: str, name: str, policy: Policy | None = None) -> CaseSpec:
+        spec = CaseSpec("", role, name, policy)
+        return replace(spec, case_id=stable_hash([self.comparison_id, role, name, spec.params]))
+
+    def phase(self, case: CaseSpec) -> Phase:
+        """The phase in which known text is judged under a case."""
+        return judged_phase(case.policy, self.experiment.arrangement)
+
+    def describe(self) -> dict[str, Any]:
+        """What analysis needs to know of the comparison, JSON-ready."""
+        layers = self.model.moe_layers
+        return {
+            "title": self.title,
+            "num_experts": layers[0].num_experts,
+            "top_k": layers[0].top_k,
+            "num_layers": len(layers),  # with experts
+            "model": self.model.name,
+            "num_ranks": self.ep_size,
+            "arrangement": self.experiment.arrangement,
+            "dtype": self.experiment.model.dtype,
+            "seed": self.experiment.layer.seed,
+            **self.evaluated.describe(),
+        }
+
+    def describe_case(self, case: CaseSpec) -> dict[str, Any]:
+        """What analysis needs to know of a case, JSON-ready."""
+        return {**case.describe(self.comparison_id), "phase": self.phase(case)}
+
+
+def plan_quality(config: Path, overrides: Iterable[str]) -> list[QualityComparison]:
+    """All comparisons of a config file, each found to fit its model; neither weights nor the harness are read.
+
+    Raises:
+        ValueError: one line naming the file, the key and what is allowed.
+    """
+    experiments = load_quality(config, overrides)
+    planned: dict[str, QualityComparison] = {}
+    checkpoints: dict[Path, Checkpoint] = {}
+    indexes: dict[Path | None, TaskIndex] = {}
+    try:
+        asked = sorted({experiment.model.device for experiment in experiments})
+        if len({pick_device(device).type for device in asked}) > 1:
+            raise ValueError(
+                f"model.device: expected one device for all comparisons of a directory, got {', '.join(asked)}"
+            )
+        for experiment in experiments:
+            path, include = experiment.model.checkpoint, experiment.include
+            if path not in checkpoints:
+                try:
+                    checkpoints[path] = Checkpoint.open(path)
+                except ValueError as problem:
+                    raise ValueError(f"model.checkpoint: {problem}") from None
+            index = indexes.setdefault(include, TaskIndex(include))
+            for one in _comparisons(experiment, checkpoints[path], index):
+                planned.setdefault(one.comparison_id, one)
+    except ValueError as problem:
+        raise ValueError(f"{config}: {problem}") from None
+    return list(planned.values())
+
+
+def _comparisons(
+    experiment: QualityExperiment, checkpoint: Checkpoint, index: TaskIndex
+) -> Iterator[QualityComparison]:
+    """The comparisons of one point of the sweep."""
+    layers = checkpoint.moe_layers
+    ep_size = experiment.layer.ep_size or default_ep_size(layers[0].num_experts)
+    for layer in layers:
+        if layer.num_experts % ep_size:
+            raise ValueError(
+                f"layer.ep_size: expected a divisor of the {layer.num_experts} experts of {checkpoint.name}, "
+                f"got {ep_size}"
+            )
+    evaluated: list[Text | Task] = []
+    if experiment.text is not None:
+        evaluated.append(Text.of(experiment, ep_size, checkpoint, experiment.text))
+    if experiment.tasks is not None:
+        for task in experiment.tasks:
+            published = published_numbers(experiment, task.name)
+            evaluated.append(Task(experiment, ep_size, task, checkpoint.tokenizer, index, published))
+    for one in evaluated:
+        is_text = isinstance(one, Text)
+        has_images = is_text and one.num_image_tokens > 0
+        try:
+            try_policies(layers[0], experiment.make_policies(), ep_size, has_images=has_images)
+        except ValueError as problem:
+            needs_images = is_text and "modality_T" in str(problem)
+            hint = "; text.image_prefix puts image tokens before the text" if needs_images else ""
+            raise ValueError(f"{problem}{hint}") from None
+        yield QualityComparison(experiment, checkpoint, ep_size, one)

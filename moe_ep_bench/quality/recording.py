@@ -101,7 +101,6 @@ def record_trace(model: Path, text: Path, out: Path, options: RecordOptions) -> 
     folder.mkdir(parents=True, exist_ok=True)
     with locks.hold(folder, {"recording": str(out)}):
         writer = TraceWriter(folder, text)
-        writer.sources = [text]
         _describe(writer, checkpoint, text, options)
         num_done = _resume(writer, folder, asked)
         with progress_bar(total, "sequence") as progress:
@@ -113,7 +112,7 @@ def record_trace(model: Path, text: Path, out: Path, options: RecordOptions) -> 
                 write_json(folder / _PROGRESS, noted)
                 progress.update(num_added)
         with atomic_path(out) as temporary:
-            summary = writer.write(temporary, out, "transformers", digest)
+            summary = writer.write(temporary, out)
     shutil.rmtree(folder)
     return summary
 

@@ -27,12 +27,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
 
 from moe_ep_bench.workload.draws import Pool, apportion, draw_sequences, draw_steps
-from moe_ep_bench.workload.randomness import Stream, generator
-from moe_ep_bench.workload.rows import Run, draw_rows, in_chunks, row_numbers, rows_at_once
-from moe_ep_bench.workload.streamed import StreamedWorkload
+from moe_ep_bench.workload.randomness import Run, Stream, draw_rows, generator, in_chunks, row_numbers, rows_at_once
 from moe_ep_bench.workload.tail import (
     RECORDED,
     TAILS,
@@ -44,6 +41,7 @@ from moe_ep_bench.workload.tail import (
     tail_weights,
 )
 from moe_ep_bench.workload.trace import Trace, open_trace
+from moe_ep_bench.workload.workload import Workload
 
 ARRANGEMENTS = ("sequences", "decode")
 
@@ -56,7 +54,7 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class RecordedWorkload(StreamedWorkload):
+class RecordedWorkload(Workload):
     """Batches of one layer of one or several ``moe-trace-v1`` recordings.
 
     A recording that is shorter than a batch is gone through again, in a fresh order, as often as it takes.
@@ -331,10 +329,8 @@ class RecordedWorkload(StreamedWorkload):
         """What is drawn from: sequences, but for those that are too short for a request's step."""
         pools = []
         for source, trace, offset in zip(self.sources, self.traces, self._offsets.tolist(), strict=False):
-            start_S, end_S = trace.start_S[:-1], trace.start_S[1:]
-            if self.tokens_per_request > 1:
-                bound_S = _consecutive(trace)
-                start_S, end_S = bound_S[:-1], bound_S[1:]
+            bound_S = trace.start_S if self.tokens_per_request == 1 else trace.consecutive_starts()
+            start_S, end_S = bound_S[:-1], bound_S[1:]
             length_S = end_S - start_S
             enough_S = length_S >= self.tokens_per_request
             if not enough_S.any():
@@ -372,13 +368,6 @@ class RecordedWorkload(StreamedWorkload):
         """The first token of every request in every decoding step."""
         random = generator(self.seed, Stream.SEQUENCES)
         return draw_steps(self._pools, self._num_requests, self.tokens_per_request, self.num_batches, random)
-
-
-def _consecutive(trace: Trace) -> NDArray[np.int64]:
-    """Where runs of tokens without a gap start, and their end, as ``Trace.start_S`` has it of sequences."""
-    with safe_open(trace.path, "np") as file:
-        position_T = file.get_tensor("position").astype(np.int64)
-    return np.union1d(trace.start_S, np.flatnonzero(np.diff(position_T) != 1) + 1)
 
 
 def _mixture_words(sources: Sequence[dict[str, Any]]) -> str:

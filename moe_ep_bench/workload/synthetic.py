@@ -42,10 +42,9 @@ from moe_ep_bench.workload.popularity import (
     placed,
     placed_for_rank_load,
 )
-from moe_ep_bench.workload.randomness import Stream, generator, separate_ties
-from moe_ep_bench.workload.rows import Run, rows_at_once
-from moe_ep_bench.workload.selection import TopK
-from moe_ep_bench.workload.streamed import StreamedWorkload
+from moe_ep_bench.workload.randomness import Run, Stream, generator, rows_at_once, separate_ties
+from moe_ep_bench.workload.skew import TopK
+from moe_ep_bench.workload.workload import Workload
 
 # A batch's peak load is met to within this share of the target, or to one token.
 TOLERANCE = 0.01
@@ -85,7 +84,7 @@ class Recipe(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SyntheticWorkload(StreamedWorkload):
+class SyntheticWorkload(Workload):
     """Batches solved to targets; a target that is None is left to chance.
 
     Attributes:

@@ -59,7 +59,7 @@ def tell(random: np.random.Generator) -> int:
 
 
 class Run(NamedTuple):
-    """The rows ``first`` to ``end - 1`` of a batch."""
+    """The rows ``first`` to ``end - 1`` of a batch, or the tokens of a recording."""
 
     first: int
     end: int

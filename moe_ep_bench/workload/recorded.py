@@ -94,11 +94,7 @@ class RecordedWorkload(Workload):
     tokens_per_request: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "num_batches", "tokens_per_request"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"seed: expected at least 0, got {self.seed}")
+        self._check_counts("num_tokens", "num_batches", "tokens_per_request")
         for name, allowed in (("tail", (*TAILS, RECORDED)), ("arrangement", ARRANGEMENTS)):
             if getattr(self, name) not in allowed:
                 words = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
@@ -145,10 +141,7 @@ class RecordedWorkload(Workload):
                     f"{first.path}: topk_share: needed, because the recorded scores are normalised over the top-k; "
                     f"expected a number between {least:g} and 1"
                 )
-            if not least < self.topk_share < 1:
-                raise ValueError(
-                    f"topk_share: expected a number between {least:g} (top_k / experts) and 1, got {self.topk_share:g}"
-                )
+            self._check_topk_share()
         elif self.topk_share is not None:
             raise ValueError(
                 f"{first.path}: topk_share: expected none, because the recorded scores are not normalised over the "
@@ -185,17 +178,19 @@ class RecordedWorkload(Workload):
         first_S, length_S = self._spans(index)
         end_S = length_S.cumsum()
         offset_S = first_S + length_S - end_S
+
+        def tokens(chunk: list[Run]) -> NDArray[np.int64]:
+            row_T = row_numbers(chunk)
+            return row_T + offset_S[np.searchsorted(end_S, row_T, side="right")]
+
         if self.tail == RECORDED:
-            full_TE = self._full.scores_TE
             for chunk in in_chunks(runs, rows_at_once(self.num_experts)):
-                row_T = row_numbers(chunk)
-                yield full_TE[row_T + offset_S[np.searchsorted(end_S, row_T, side="right")]]
+                yield self._full.scores_TE[tokens(chunk)]
             return
         ids_TK, fitted, weights_E = self._routing
         random = generator(self.seed, Stream.TAIL, index)
         for chunk, jitter_TE in draw_rows(random, runs, self.num_experts, random.random):
-            row_T = row_numbers(chunk)
-            token_T = row_T + offset_S[np.searchsorted(end_S, row_T, side="right")]
+            token_T = tokens(chunk)
             yield fill_tail(ids_TK[token_T].astype(np.int64), fitted.scores_TK[token_T], weights_E, jitter_TE)
 
     def draw(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -37,6 +37,8 @@ class Workload(ABC):
     num_batches: int
     num_experts: int
     top_k: int
+    seed: int
+    topk_share: float | None
     num_groups: int | None = None
     top_groups: int | None = None
 
@@ -128,6 +130,19 @@ class Workload(ABC):
             scores_TE[first : first + len(piece_TE)] = piece_TE
             first += len(piece_TE)
         return TokenBatch(torch.from_numpy(scores_TE), torch.from_numpy(sequence_id_T))
+
+    def _check_counts(self, *names: str) -> None:
+        """Refuse a number of things below 1, and a negative seed."""
+        for name, least in (*((name, 1) for name in names), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+
+    def _check_topk_share(self) -> None:
+        least = self.top_k / self.num_experts
+        if self.topk_share is not None and not least < self.topk_share < 1:
+            raise ValueError(
+                f"topk_share: expected a number between {least:g} (top_k / experts) and 1, got {self.topk_share:g}"
+            )
 
     def fingerprint(self) -> str:
         """16 hex digits of the sha256 over the bytes of all batches; makes every batch once."""

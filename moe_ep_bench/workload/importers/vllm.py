@@ -50,7 +50,7 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
     if options.phase == "training":
         raise ValueError("phase: expected prefill, decode, or prefill and decode; got 'training'")
     shape: tuple[int, ...] = ()
-    layers: list[int] = []
+    layers: list[int] | None = None
     for piece in _from_npz(source) if source.suffix == ".npz" else _from_lines(source):
         if options.phase in ("prefill", "decode") and piece.is_prompt != (options.phase == "prefill"):
             writer.left_out += len(piece.ids_TLK)
@@ -73,8 +73,8 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
         writer.notes.append(f"{shape[0] - len(layers)} layers that route nothing left out")
 
 
-def _add(piece: Piece, layers: list[int], writer: TraceWriter) -> list[int]:
-    """Add a piece; return the layers that route, which the first recorded tokens tell (none before these)."""
+def _add(piece: Piece, layers: list[int] | None, writer: TraceWriter) -> list[int] | None:
+    """Add a piece; return the layers that route, which the first recorded tokens tell."""
     unknown_TLK = piece.ids_TLK == -1
     known_T = ~unknown_TLK.any(axis=(1, 2))
     half_T = ~known_T & ~(unknown_TLK | (piece.ids_TLK == 0)).all(axis=(1, 2))
@@ -85,7 +85,7 @@ def _add(piece: Piece, layers: list[int], writer: TraceWriter) -> list[int]:
     ids_TLK = piece.ids_TLK[known_T]
     if not len(ids_TLK):
         return layers
-    if not layers:
+    if layers is None:
         # One expert K times over is no routing: the buffer of a layer that never wrote to it.
         idle_L = (ids_TLK == 0).all(axis=(0, 2)) if ids_TLK.shape[2] > 1 else np.zeros(ids_TLK.shape[1], bool)
         layers = np.flatnonzero(~idle_L).tolist()

@@ -31,7 +31,7 @@ from moe_ep_bench.timing.protocol import (
 )
 from moe_ep_bench.timing.timer import PhaseRecorder
 from moe_ep_bench.workload import peak_load, top_k_load
-from moe_ep_bench.workload.balanced import balanced_scores
+from moe_ep_bench.workload.skew import balanced_scores
 
 
 def test_nested_phases_are_taken_out_of_what_surrounds_them() -> None:

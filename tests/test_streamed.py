@@ -20,11 +20,19 @@ from scipy.special import log_ndtr
 
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, TokenBatch, Workload, deal
 from moe_ep_bench.workload import noise as noise_module
-from moe_ep_bench.workload import rows as rows_module
+from moe_ep_bench.workload import randomness as randomness_module
 from moe_ep_bench.workload import synthetic as synthetic_module
 from moe_ep_bench.workload.noise import CorrelatedNoise, IndependentNoise
-from moe_ep_bench.workload.randomness import Stream, generator, seek, tell
-from moe_ep_bench.workload.rows import Run, in_chunks, row_numbers, runs_of
+from moe_ep_bench.workload.randomness import (
+    Run,
+    Stream,
+    generator,
+    in_chunks,
+    row_numbers,
+    runs_of,
+    seek,
+    tell,
+)
 from moe_ep_bench.workload.skew import entropy, peak_load, rank_load, top_k_load, top_k_share
 
 few_examples = settings(max_examples=25)
@@ -32,7 +40,7 @@ few_examples = settings(max_examples=25)
 
 @contextmanager
 def sizes(chunk_scores=2**16, solved_scores=2**26):
-    chunks = patch.object(rows_module, "_CHUNK_SCORES", chunk_scores)
+    chunks = patch.object(randomness_module, "_CHUNK_SCORES", chunk_scores)
     with chunks, patch.object(synthetic_module, "SOLVED_SCORES", solved_scores):
         yield
 
@@ -58,7 +66,6 @@ def assert_ranks_are_dealt(streamed: Workload, whole: Workload, index, num_ranks
         assert torch.equal(rank.sequence_id_T, batch.sequence_id_T[tokens_T])
     tokens_R = [tokens.num_tokens for tokens in ranks]
     assert streamed.tokens_of_ranks(index, num_ranks, shares).tolist() == tokens_R
-    assert Workload.tokens_of_ranks(whole, index, num_ranks, shares).tolist() == tokens_R
 
 
 def assert_blocks_are_the_batch(streamed: Workload, whole: Workload, index):
@@ -219,17 +226,6 @@ def workloads(recordings):
     yield synthetic(sequence_length=1)
     yield recorded(recordings)
     yield recorded(recordings, arrangement="decode")
-
-
-def test_the_default_of_a_workload_is_to_deal_and_to_be_one_block(recordings):
-    for workload in workloads(recordings):
-        batch = workload.batch(1)
-        ranks = Workload.make_rank_batches(workload, 1, 3, [1, 0, 2])
-        for rank, tokens_T in zip(ranks, deal(batch, 3, [1, 0, 2]), strict=True):
-            assert torch.equal(rank.scores_TE, batch.scores_TE[tokens_T])
-            assert torch.equal(rank.sequence_id_T, batch.sequence_id_T[tokens_T])
-        (block,) = Workload.make_blocks(workload, 1)
-        assert torch.equal(block.scores_TE, batch.scores_TE)
 
 
 def test_wrong_batches_ranks_and_shares_are_refused_as_ever(recordings):

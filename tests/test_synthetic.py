@@ -14,8 +14,8 @@ from scipy.stats import gumbel_r, kstest
 from moe_ep_bench.workload import SyntheticWorkload, deal
 from moe_ep_bench.workload.noise import CorrelatedNoise
 from moe_ep_bench.workload.popularity import FAMILIES, drawn_popularity, log_odds, placed, placed_for_rank_load
-from moe_ep_bench.workload.rows import Run
-from moe_ep_bench.workload.selection import TopK
+from moe_ep_bench.workload.randomness import Run
+from moe_ep_bench.workload.skew import TopK
 
 few_examples = settings(max_examples=40)
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from moe_ep_bench.analysis import trace_figures
@@ -175,7 +176,7 @@ def test_every_statistic_equals_a_plain_loop(chunk, fields):
         trace = open_trace(write_trace(Path(folder) / "tiny.safetensors", **fields))
         recording = trace_statistics(trace)
         layers = [tuple(of.tolist() for of in trace.read_layer(index)) for index in range(trace.num_layers)]
-        with module.safe_open(trace.path, "np") as file:
+        with safe_open(trace.path, "np") as file:
             sequence_id, position = (file.get_tensor(name).tolist() for name in ("sequence_id", "position"))
     num_experts, top_k = fields["num_experts"], fields["top_k"]
     by_id: dict[int, list[int]] = {}
@@ -248,7 +249,7 @@ def test_uniform_choices_meet_their_expectations(tmp_path):
     num_tokens, num_experts, top_k = 1 << 16, 16, 4
     ids_TK = random.permuted(np.tile(np.arange(num_experts), (num_tokens, 1)), axis=1)[:, :top_k]
     path = write_trace(tmp_path / "t.safetensors", length_S=[num_tokens], num_layers=1, num_experts=16, top_k=4)
-    with module.safe_open(path, "np") as file:
+    with safe_open(path, "np") as file:
         content = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata()
     save_file({**content, "expert_ids": np.ascontiguousarray(ids_TK[None].astype(np.uint8))}, path, metadata)

@@ -54,7 +54,7 @@ from moe_ep_bench.timing.ceilings import measure_ceilings
 from moe_ep_bench.timing.protocol import COLUMNS, Step, measure, plan, sample_keys, warm_up
 from moe_ep_bench.timing.timer import Clock, PhaseRecorder, clock_for
 from moe_ep_bench.workload import TokenBatch
-from moe_ep_bench.workload.balanced import balanced_scores
+from moe_ep_bench.workload.skew import balanced_scores
 
 NUM_CHECKED_TOKENS = 16
 

@@ -27,7 +27,6 @@ from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
 from moe_ep_bench.workload.batch import deal_sequences
 from moe_ep_bench.workload.formatting import tokens_words
-from moe_ep_bench.workload.streamed import StreamedWorkload
 
 _COPIES_BYTES = 2**27
 
@@ -328,7 +327,6 @@ class ModelSubject(LayerSubject):
 
     def lengths_of_ranks(self, index: int) -> list[tuple[int, ...]]:
         """Tokens of each sequence that each rank has of batch ``index``, in order."""
-        assert isinstance(self.workload, StreamedWorkload)
         length_S = self.workload.sequence_lengths(index)
         rank_S = deal_sequences(length_S, self.world_size, self.experiment.workload.rank_shares)
         return [tuple(length_S[rank_S == rank].tolist()) for rank in range(self.world_size)]

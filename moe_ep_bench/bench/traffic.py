@@ -35,7 +35,7 @@ from moe_ep_bench.layer.virtual import Announced
 from moe_ep_bench.metrics import ScoreMetrics, routing_metrics, score_metrics
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.workload import TokenBatch
-from moe_ep_bench.workload.balanced import balanced_scores
+from moe_ep_bench.workload.skew import balanced_scores
 
 # Scores of a batch that are kept rather than made again: of one layer, and of all together.
 _HELD_BYTES, _HELD_BYTES_OF_ALL = 2**28, 2**32

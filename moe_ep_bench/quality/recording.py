@@ -114,7 +114,7 @@ def record_trace(model: Path, text: Path, out: Path, options: RecordOptions) -> 
                 write_json(folder / _PROGRESS, {"asked": asked, "sequences": num_done, "writer": writer.progress()})
                 progress.update(len(batch))
         with atomic_path(out) as temporary:
-            summary = writer.write(temporary, out, "transformers", digest)
+            summary = writer.write(temporary, out)
     shutil.rmtree(folder)
     return summary
 

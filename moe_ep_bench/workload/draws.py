@@ -33,6 +33,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_ep_bench.workload.randomness import Run
+
 
 class Pool(NamedTuple):
     """The sequences of one recording, and the share of all tokens that are to come from it.
@@ -45,25 +47,21 @@ class Pool(NamedTuple):
     share: float
 
 
-class Piece(NamedTuple):
-    """The tokens ``first`` to ``end - 1``."""
+def draw_sequences(pools: Sequence[Pool], num_tokens: int, randoms: Iterable[np.random.Generator]) -> list[list[Run]]:
+    """Draw runs of recorded tokens, whole sequences, for one batch of ``num_tokens`` from each of ``randoms``.
 
-    first: int
-    end: int
-
-
-def draw_sequences(pools: Sequence[Pool], num_tokens: int, randoms: Iterable[np.random.Generator]) -> list[list[Piece]]:
-    """Draw whole sequences for one batch of ``num_tokens`` from each of ``randoms``; batch n depends on the first n."""
+    Batch n depends on the first n of ``randoms``.
+    """
     taken = [0] * len(pools)
     batches = []
     for random in randoms:
         queues = [_whole(random, pool) for pool in pools]
-        pieces: list[Piece] = []
+        pieces: list[Run] = []
         missing = num_tokens
         while missing:
             behind = min(range(len(pools)), key=lambda index: taken[index] / pools[index].share)
             first, end = next(queues[behind])
-            pieces.append(Piece(first, min(end, first + missing)))
+            pieces.append(Run(first, min(end, first + missing)))
             taken[behind] += pieces[-1].end - first
             missing -= pieces[-1].end - first
         if len(pools) > 1:
@@ -117,18 +115,18 @@ def apportion(shares: Sequence[float], num_requests: int) -> list[int]:
     return seats
 
 
-def _whole(random: np.random.Generator, pool: Pool) -> Iterator[Piece]:
+def _whole(random: np.random.Generator, pool: Pool) -> Iterator[Run]:
     """All sequences in a random order, then all in a fresh one, and so on; nothing is drawn before it is asked for."""
     while True:
         for sequence in random.permutation(pool.start_S.size).tolist():
-            yield Piece(int(pool.start_S[sequence]), int(pool.end_S[sequence]))
+            yield Run(int(pool.start_S[sequence]), int(pool.end_S[sequence]))
 
 
-def _openings(random: np.random.Generator, pool: Pool, tokens_per_request: int) -> Iterator[Piece]:
+def _openings(random: np.random.Generator, pool: Pool, tokens_per_request: int) -> Iterator[Run]:
     """Rests of sequences, from a random place on; long sequences tend to come early, each once before any again."""
     places_S = pool.end_S - pool.start_S - tokens_per_request + 1
     while True:
         # The first of exponentials with rates w is number s with odds w_s (Efraimidis and Spirakis 2006).
         for sequence in np.argsort(random.exponential(size=places_S.size) / places_S).tolist():
             place = random.integers(places_S[sequence])
-            yield Piece(int(pool.start_S[sequence] + place), int(pool.end_S[sequence]))
+            yield Run(int(pool.start_S[sequence] + place), int(pool.end_S[sequence]))

@@ -28,9 +28,18 @@ from numpy.typing import NDArray
 from scipy.signal import lfilter
 from scipy.special import log_ndtr
 
-from moe_ep_bench.workload.randomness import Stream, generator, seek, tell
-from moe_ep_bench.workload.rows import Run, draw_rows, in_chunks, joined, rows_at_once
-from moe_ep_bench.workload.selection import TopK
+from moe_ep_bench.workload.randomness import (
+    Run,
+    Stream,
+    draw_rows,
+    generator,
+    in_chunks,
+    joined,
+    rows_at_once,
+    seek,
+    tell,
+)
+from moe_ep_bench.workload.skew import TopK
 
 _NUM_PAIRS = 4096
 _BISECTIONS = 12

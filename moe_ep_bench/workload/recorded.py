@@ -27,12 +27,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
 
 from moe_ep_bench.workload.draws import Pool, apportion, draw_sequences, draw_steps
-from moe_ep_bench.workload.randomness import Stream, generator
-from moe_ep_bench.workload.rows import Run, draw_rows, in_chunks, row_numbers, rows_at_once
-from moe_ep_bench.workload.streamed import StreamedWorkload
+from moe_ep_bench.workload.randomness import Run, Stream, draw_rows, generator, in_chunks, row_numbers, rows_at_once
 from moe_ep_bench.workload.tail import (
     RECORDED,
     TAILS,
@@ -44,6 +41,7 @@ from moe_ep_bench.workload.tail import (
     tail_weights,
 )
 from moe_ep_bench.workload.trace import Trace, open_trace
+from moe_ep_bench.workload.workload import Workload
 
 ARRANGEMENTS = ("sequences", "decode")
 
@@ -56,7 +54,7 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class RecordedWorkload(StreamedWorkload):
+class RecordedWorkload(Workload):
     """Batches of one layer of one or several ``moe-trace-v1`` recordings.
 
     A recording that is shorter than a batch is gone through again, in a fresh order, as often as it takes.
@@ -96,11 +94,7 @@ class RecordedWorkload(StreamedWorkload):
     tokens_per_request: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "num_batches", "tokens_per_request"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"seed: expected at least 0, got {self.seed}")
+        self._check_counts("num_tokens", "num_batches", "tokens_per_request")
         for name, allowed in (("tail", (*TAILS, RECORDED)), ("arrangement", ARRANGEMENTS)):
             if getattr(self, name) not in allowed:
                 words = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
@@ -147,10 +141,7 @@ class RecordedWorkload(StreamedWorkload):
                     f"{first.path}: topk_share: needed, because the recorded scores are normalised over the top-k; "
                     f"expected a number between {least:g} and 1"
                 )
-            if not least < self.topk_share < 1:
-                raise ValueError(
-                    f"topk_share: expected a number between {least:g} (top_k / experts) and 1, got {self.topk_share:g}"
-                )
+            self._check_topk_share()
         elif self.topk_share is not None:
             raise ValueError(
                 f"{first.path}: topk_share: expected none, because the recorded scores are not normalised over the "
@@ -187,17 +178,19 @@ class RecordedWorkload(StreamedWorkload):
         first_S, length_S = self._spans(index)
         end_S = length_S.cumsum()
         offset_S = first_S + length_S - end_S
+
+        def tokens(chunk: list[Run]) -> NDArray[np.int64]:
+            row_T = row_numbers(chunk)
+            return row_T + offset_S[np.searchsorted(end_S, row_T, side="right")]
+
         if self.tail == RECORDED:
-            full_TE = self._full.scores_TE
             for chunk in in_chunks(runs, rows_at_once(self.num_experts)):
-                row_T = row_numbers(chunk)
-                yield full_TE[row_T + offset_S[np.searchsorted(end_S, row_T, side="right")]]
+                yield self._full.scores_TE[tokens(chunk)]
             return
         ids_TK, fitted, weights_E = self._routing
         random = generator(self.seed, Stream.TAIL, index)
         for chunk, jitter_TE in draw_rows(random, runs, self.num_experts, random.random):
-            row_T = row_numbers(chunk)
-            token_T = row_T + offset_S[np.searchsorted(end_S, row_T, side="right")]
+            token_T = tokens(chunk)
             yield fill_tail(ids_TK[token_T].astype(np.int64), fitted.scores_TK[token_T], weights_E, jitter_TE)
 
     def draw(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -331,10 +324,8 @@ class RecordedWorkload(StreamedWorkload):
         """What is drawn from: sequences, but for those that are too short for a request's step."""
         pools = []
         for source, trace, offset in zip(self.sources, self.traces, self._offsets.tolist(), strict=False):
-            start_S, end_S = trace.start_S[:-1], trace.start_S[1:]
-            if self.tokens_per_request > 1:
-                bound_S = _consecutive(trace)
-                start_S, end_S = bound_S[:-1], bound_S[1:]
+            bound_S = trace.start_S if self.tokens_per_request == 1 else trace.consecutive_starts()
+            start_S, end_S = bound_S[:-1], bound_S[1:]
             length_S = end_S - start_S
             enough_S = length_S >= self.tokens_per_request
             if not enough_S.any():
@@ -372,13 +363,6 @@ class RecordedWorkload(StreamedWorkload):
         """The first token of every request in every decoding step."""
         random = generator(self.seed, Stream.SEQUENCES)
         return draw_steps(self._pools, self._num_requests, self.tokens_per_request, self.num_batches, random)
-
-
-def _consecutive(trace: Trace) -> NDArray[np.int64]:
-    """Where runs of tokens without a gap start, and their end, as ``Trace.start_S`` has it of sequences."""
-    with safe_open(trace.path, "np") as file:
-        position_T = file.get_tensor("position").astype(np.int64)
-    return np.union1d(trace.start_S, np.flatnonzero(np.diff(position_T) != 1) + 1)
 
 
 def _mixture_words(sources: Sequence[dict[str, Any]]) -> str:

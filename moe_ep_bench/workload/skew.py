@@ -1,4 +1,4 @@
-"""How skewed a batch is under the model's own top-k: the numbers that workloads aim at and report.
+"""The model's own top-k, and how skewed a batch is under it: the numbers that workloads aim at and report.
 
 *Peak load* is the load of the busiest expert over the mean load T * K / E: 1 when all experts are
 equally busy, E / K when some expert is chosen by every token. Without expert parallelism it is a
@@ -10,9 +10,51 @@ Shapes: T = tokens, E = experts, K = top_k.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Top-k over all experts, or over those of the best groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+
+    Attributes:
+        top_k: experts per token.
+        num_groups, top_groups: the top-k looks only into the ``top_groups`` best of ``num_groups`` equal groups
+            of experts; a group's value is the sum of its best ``top_k // top_groups`` scores. None = no groups.
+    """
+
+    top_k: int
+    num_groups: int | None = None
+    top_groups: int | None = None
+
+    def chosen(self, logits_TE: NDArray[np.floating], factor: float = 1.0) -> NDArray[np.bool_]:
+        """Which experts each token goes to, bool [T, E], where its scores are the softmax of ``factor * logits_TE``.
+
+        Rows without ties are assumed.
+        """
+        if self.num_groups is not None and self.top_groups is not None:
+            logits_TE = np.where(self._in_best_groups(logits_TE, factor), logits_TE, -np.inf)
+        kth = logits_TE.shape[1] - self.top_k
+        return logits_TE >= np.partition(logits_TE, kth, axis=1)[:, kth, None]
+
+    def _in_best_groups(self, logits_TE: NDArray[np.floating], factor: float) -> NDArray[np.bool_]:
+        assert self.num_groups is not None
+        assert self.top_groups is not None
+        num_tokens, num_experts = logits_TE.shape
+        odds_TE = np.exp(factor * (logits_TE - logits_TE.max(axis=1, keepdims=True)))
+        size, counted = num_experts // self.num_groups, self.top_k // self.top_groups
+        odds_TGE = odds_TE.reshape(num_tokens, self.num_groups, size)
+        value_TG = np.partition(odds_TGE, size - counted, axis=2)[:, :, size - counted :].sum(axis=2)
+        # Groups may tie, at zero say: the order of a stable sort decides, and exactly top_groups are taken.
+        best_TG = np.argsort(-value_TG, axis=1, kind="stable")[:, : self.top_groups]
+        in_best_TG = np.zeros(value_TG.shape, dtype=bool)
+        np.put_along_axis(in_best_TG, best_TG, True, axis=1)
+        return in_best_TG.repeat(size, axis=1)
 
 
 def top_k_load(scores_TE: Tensor, top_k: int) -> Tensor:
@@ -54,3 +96,22 @@ def shared_by_neighbours(map_TE: Tensor, sequence_id_T: Tensor) -> tuple[int, in
     """How many of the experts of ``map_TE`` adjacent tokens of a sequence share, over all such pairs, and the pairs."""
     adjacent_T = sequence_id_T[1:] == sequence_id_T[:-1]
     return int((map_TE[1:] & map_TE[:-1])[adjacent_T].sum()), int(adjacent_T.sum())
+
+
+def balanced_scores(scores_TE: Tensor, top_k: int) -> Tensor:
+    """Permute each token's scores so that top-k loads differ by at most one pair between experts.
+
+    A token's values stay the same, so its weights do too; only which expert holds which value
+    changes: token t's K best go to experts t*K, t*K + 1, ... modulo E.
+
+    Args:
+        scores_TE: float32 [T, E].
+
+    Returns:
+        float32 [T, E].
+    """
+    num_tokens, num_experts = scores_TE.shape
+    first_T1 = (torch.arange(num_tokens, device=scores_TE.device) * top_k).unsqueeze(1)
+    expert_TE = (first_T1 + torch.arange(num_experts, device=scores_TE.device)) % num_experts
+    descending_TE = scores_TE.sort(dim=1, descending=True).values
+    return torch.empty_like(scores_TE).scatter_(1, expert_TE, descending_TE)

@@ -42,10 +42,9 @@ from moe_ep_bench.workload.popularity import (
     placed,
     placed_for_rank_load,
 )
-from moe_ep_bench.workload.randomness import Stream, generator, separate_ties
-from moe_ep_bench.workload.rows import Run, rows_at_once
-from moe_ep_bench.workload.selection import TopK
-from moe_ep_bench.workload.streamed import StreamedWorkload
+from moe_ep_bench.workload.randomness import Run, Stream, generator, rows_at_once, separate_ties
+from moe_ep_bench.workload.skew import TopK
+from moe_ep_bench.workload.workload import Workload
 
 # A batch's peak load is met to within this share of the target, or to one token.
 TOLERANCE = 0.01
@@ -85,7 +84,7 @@ class Recipe(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SyntheticWorkload(StreamedWorkload):
+class SyntheticWorkload(Workload):
     """Batches solved to targets; a target that is None is left to chance.
 
     Attributes:
@@ -133,13 +132,9 @@ class SyntheticWorkload(StreamedWorkload):
     top_groups: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "num_tokens", "num_batches", "sequence_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        self._check_counts("num_experts", "num_tokens", "num_batches", "sequence_length")
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"top_k: expected 1 to {self.num_experts} (the experts), got {self.top_k}")
-        if self.seed < 0:
-            raise ValueError(f"seed: expected at least 0, got {self.seed}")
         self._check_skew()
         self._check_sharpness()
         if self.neighbour_overlap is not None and self.sequence_length == 1:
@@ -186,11 +181,7 @@ class SyntheticWorkload(StreamedWorkload):
     def _check_sharpness(self) -> None:
         if self.topk_share is not None and self.entropy is not None:
             raise ValueError("topk_share, entropy: expected one of the two at most; both say how sharp scores are")
-        least = self.top_k / self.num_experts
-        if self.topk_share is not None and not least < self.topk_share < 1:
-            raise ValueError(
-                f"topk_share: expected a number between {least:g} (top_k / experts) and 1, got {self.topk_share:g}"
-            )
+        self._check_topk_share()
         if self.entropy is not None and not 0 < self.entropy < 1:
             raise ValueError(f"entropy: expected a number between 0 and 1, got {self.entropy:g}")
 
@@ -281,11 +272,8 @@ class SyntheticWorkload(StreamedWorkload):
         """Noise of the expert at each index, in chunks."""
         for noise_TE in self._noises(index).chunks(runs):
             # An expert takes its noise along.
-            yield noise_TE if self._is_as_drawn else np.take(noise_TE, self._placement, axis=1)
-
-    @property
-    def _is_as_drawn(self) -> bool:
-        return self.rank_load is None and self.placement == "scattered"
+            is_as_drawn = self.rank_load is None and self.placement == "scattered"
+            yield noise_TE if is_as_drawn else np.take(noise_TE, self._placement, axis=1)
 
     @cached_property
     def _noises(self) -> Callable[[int], Noise]:

@@ -71,6 +71,10 @@ class Trace:
     """Whether the scores of all experts were recorded, not of the top-k alone."""
 
     @property
+    def num_sequences(self) -> int:
+        return len(self.start_S) - 1
+
+    @property
     def scores_are_normalised(self) -> bool:
         """Whether every row sums to 1 over the top-k, so that their share of all score mass is unknown."""
         return scores_are_normalised(self.metadata["score"])
@@ -86,11 +90,7 @@ class Trace:
         Raises:
             ValueError: no such layer, or routing that no router makes; the message names the file and what is wrong.
         """
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(f"{self.path}: layer: expected 0 to {self.num_layers - 1}, got {layer}")
-        with _opened(self.path) as file:
-            ids_TK = np.asarray(file.get_slice("expert_ids")[layer])
-            scores_TK = np.asarray(file.get_slice("scores")[layer])
+        ids_TK, scores_TK = self._read(layer, "expert_ids"), self._read(layer, "scores")
         for first in range(0, self.num_tokens, ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
             problem = find_problem(ids_TK[rows], scores_TK[rows], self.num_experts, self.scores_are_normalised)
@@ -105,10 +105,7 @@ class Trace:
         Raises:
             ValueError: no such layer, or scores that no router gives.
         """
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(f"{self.path}: layer: expected 0 to {self.num_layers - 1}, got {layer}")
-        with _opened(self.path) as file:
-            full_TE = np.asarray(file.get_slice(FULL_SCORES)[layer])
+        full_TE = self._read(layer, FULL_SCORES)
         with np.errstate(invalid="ignore"):
             wrong_T = ~((full_TE >= 0).all(axis=1) & (np.abs(full_TE.sum(axis=1) - 1) <= SUM_TOLERANCE))
         if wrong_T.any():
@@ -118,6 +115,18 @@ class Trace:
                 f"got sum {full_TE[token].sum():.4g}, least {full_TE[token].min():.4g}"
             )
         return full_TE
+
+    def _read(self, layer: int, name: str) -> NDArray[Any]:
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"{self.path}: layer: expected 0 to {self.num_layers - 1}, got {layer}")
+        with _opened(self.path) as file:
+            return np.asarray(file.get_slice(name)[layer])
+
+    def consecutive_starts(self) -> NDArray[np.int64]:
+        """Where runs of tokens without a gap start, and their end, as ``start_S`` has it of sequences."""
+        with _opened(self.path) as file:
+            position_T = file.get_tensor("position")
+        return np.union1d(self.start_S, np.flatnonzero(np.diff(position_T) != 1) + 1)
 
     def sha256(self) -> str:
         """Hash of the whole file, read piece by piece."""
@@ -216,7 +225,7 @@ def open_trace(path: str | Path) -> Trace:
         if has_full:
             shape = _shape(path, file, FULL_SCORES, "F32", 3)
             _agree(path, FULL_SCORES, (num_layers, num_tokens, counts["num_experts"]), shape)
-        start_S = _sequences(path, file, num_tokens)
+        start_S = _sequences(path, file)
     return Trace(path, metadata, num_layers, num_tokens, counts["num_experts"], top_k, start_S, has_full)
 
 
@@ -246,30 +255,23 @@ def _header_problem(path: Path) -> str | None:
     return None if length <= most else f"header length: expected at most {most} bytes, got {length}"
 
 
-def _sequences(path: Path, file: Any, num_tokens: int) -> NDArray[np.int64]:
-    """Where sequences start, and their end, as ``Trace.start_S``; checks ids and positions piece by piece."""
-    stored_ids, stored_positions = file.get_slice("sequence_id"), file.get_slice("position")
-    starts, names = [np.zeros(1, np.int64)], []
-    for first in range(0, num_tokens, ROWS_AT_ONCE):
-        before, end = max(first - 1, 0), min(first + ROWS_AT_ONCE, num_tokens)  # one more in front, to compare with
-        sequence_id_T = np.asarray(stored_ids[before:end])
-        position_T = np.asarray(stored_positions[before:end])
-        for name, values_T in (("sequence_id", sequence_id_T), ("position", position_T)):
-            if (values_T < 0).any():
-                token = int((values_T < 0).argmax())
-                raise ValueError(f"{path}: {name}: token {before + token}: expected 0 or more, got {values_T[token]}")
-        new_T = np.diff(sequence_id_T) != 0
-        back_T = ~new_T & (np.diff(position_T) <= 0)
-        if back_T.any():
-            token = int(back_T.argmax())
-            raise ValueError(
-                f"{path}: position: token {before + token + 1}: expected more than {position_T[token]}, "
-                f"the one before it in its sequence, got {position_T[token + 1]}"
-            )
-        starts.append(before + 1 + np.flatnonzero(new_T))
-        names.append(sequence_id_T[1:][new_T] if first else np.append(sequence_id_T[:1], sequence_id_T[1:][new_T]))
-    start_S = np.concatenate([*starts, [num_tokens]]).astype(np.int64)
-    if np.unique(np.concatenate(names)).size != start_S.size - 1:
+def _sequences(path: Path, file: Any) -> NDArray[np.int64]:
+    """Where sequences start, and their end, as ``Trace.start_S``; checks ids and positions."""
+    sequence_id_T, position_T = file.get_tensor("sequence_id"), file.get_tensor("position")
+    for name, values_T in (("sequence_id", sequence_id_T), ("position", position_T)):
+        if (values_T < 0).any():
+            token = int((values_T < 0).argmax())
+            raise ValueError(f"{path}: {name}: token {token}: expected 0 or more, got {values_T[token]}")
+    new_T = np.diff(sequence_id_T) != 0
+    back_T = ~new_T & (np.diff(position_T) <= 0)
+    if back_T.any():
+        token = int(back_T.argmax())
+        raise ValueError(
+            f"{path}: position: token {token + 1}: expected more than {position_T[token]}, "
+            f"the one before it in its sequence, got {position_T[token + 1]}"
+        )
+    start_S = np.concatenate([[0], np.flatnonzero(new_T) + 1, [len(new_T) + 1]])
+    if np.unique(sequence_id_T[start_S[:-1]]).size != start_S.size - 1:
         raise ValueError(
             f"{path}: sequence_id: expected the tokens of a sequence side by side, got one in several runs"
         )

@@ -48,7 +48,6 @@ from typing import Annotated
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from safetensors import safe_open
 
 from moe_ep_bench.workload.formatting import tokens_words
 from moe_ep_bench.workload.trace import Trace, open_trace
@@ -199,12 +198,8 @@ def trace_statistics(trace: Trace, batch_sizes: Sequence[int] = BATCH_SIZES) -> 
         ValueError: a damaged layer; the message names the file, the layer and what is wrong.
     """
     facts = trace.metadata
-    with safe_open(trace.path, "np") as file:
-        position_T = file.get_tensor("position").astype(np.int64)
-    # The first of each pair of adjacent tokens: one position apart, and not across a sequence's start.
-    adjacent_T = np.diff(position_T) == 1
-    adjacent_T[trace.start_S[1:-1] - 1] = False
-    first_N = np.flatnonzero(adjacent_T)
+    # The first of each pair of adjacent tokens, one position apart in a sequence.
+    first_N = np.setdiff1d(np.arange(trace.num_tokens), trace.consecutive_starts() - 1)
     token_NB_of = {size: batches(trace.start_S, facts["phase"], size) for size in batch_sizes}
     token_NB_of = {size: token_NB for size, token_NB in token_NB_of.items() if len(token_NB)}
 

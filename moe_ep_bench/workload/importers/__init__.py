@@ -1,4 +1,4 @@
-"""From recordings as others publish and write them to ``moe-trace-v1``.
+"""Convert other programs' recordings to ``moe-trace-v1``.
 
 ========  ==========================================================================  ==================
 kind      source                                                                      scores
@@ -10,100 +10,140 @@ sglang    a per_token dump of SGLang's expert distribution recorder, as npz     
 vllm      vLLM's returned routed experts, as npz or JSON lines                        none
 ========  ==========================================================================  ==================
 
-Every reader streams: what it holds at a time is a line, a document or a block of tokens, never the
-recording. Nothing is unpickled. What comes out is checked as a router's work before it is written,
-counted again after, and appears under its name only when it is whole; its metadata has the hash of
-what it was made from.
+An importer is a row of ``IMPORTERS`` and a function ``read(source, options, writer)`` that hands the writer
+blocks of (layer, experts, scores) and the tokens that they belong to. All else is shared. Importers stream: they
+hold a line, a document or an array at a time. Nothing is unpickled. The writer checks every block, counts the
+experts again after writing, and the file appears under its name only when it is whole; its metadata has the hash
+of the source.
 
-Without scores a recording says which experts worked, and how much, but not how willingly. Such
-sources are imported only where the user accepts it (``assume_equal_scores``); the trace then says
-``assumed`` where others name their score function, and every result that is made from it repeats it.
+Without scores a recording says which experts worked but not how willingly. Such sources are imported only with
+``assume_equal_scores``; the trace's score is then ``assumed``, and every result that is made from it says so.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 
 from moe_ep_bench.files import atomic_path
-from moe_ep_bench.models import load_model
 from moe_ep_bench.workload.importers import esft, gpt_oss, megatron, sglang, vllm
 from moe_ep_bench.workload.importers.options import ImportOptions
-from moe_ep_bench.workload.importers.sources import sha256_of
-from moe_ep_bench.workload.importers.writer import ImportSummary, TraceWriter, spooled
+from moe_ep_bench.workload.importers.writer import ImportSummary, TraceWriter
 
-READERS: Mapping[str, Callable[[Path, ImportOptions, TraceWriter], None]] = MappingProxyType(
+__all__ = ["IMPORTERS", "ImportOptions", "ImportSummary", "import_trace"]
+
+
+@dataclass(frozen=True)
+class Importer:
+    """How one kind of source is imported.
+
+    Attributes:
+        read: hands the writer what the source holds; its module describes the format.
+        recorder: who made the source: the trace's ``source``.
+        expects: what the source is, for the error where it is a file and should be a folder, or the reverse.
+        is_folder: whether the source is a folder; None = either.
+        takes: the options that suit it.
+        needs: those that must be given, or follow from ``preset``.
+        has_scores: whether scores are recorded; None = the reader finds out.
+    """
+
+    read: Callable[[Path, ImportOptions, TraceWriter], None]
+    recorder: str
+    expects: str
+    is_folder: bool | None = False
+    takes: tuple[str, ...] = ("domain",)
+    needs: tuple[str, ...] = ()
+    has_scores: bool | None = True
+
+
+_OWN = ("preset", "model", "num_experts", "domain", "licence", "assume_equal_scores")
+IMPORTERS: Mapping[str, Importer] = MappingProxyType(
     {
-        "esft": esft.read,
-        "gpt-oss": gpt_oss.read,
-        "megatron": megatron.read,
-        "sglang": sglang.read,
-        "vllm": vllm.read,
+        "esft": Importer(
+            esft.read, "deepseek-ai/ESFT results/expert_scores", "a checkout of deepseek-ai/ESFT", is_folder=True
+        ),
+        "gpt-oss": Importer(
+            gpt_oss.read,
+            "AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting",
+            "a checkout of GPT-OSS-MoE-ExpertFingerprinting",
+            is_folder=True,
+        ),
+        "megatron": Importer(
+            megatron.read,
+            "Megatron-Core router trace",
+            "router_trace_rank<rank>.jsonl",
+            is_folder=None,
+            takes=(*_OWN, "phase", "score_function", "micro_batch_size"),
+            needs=("model", "phase"),
+            has_scores=None,
+        ),
+        "sglang": Importer(
+            sglang.read,
+            "SGLang expert distribution recorder",
+            "one dump's npz file",
+            takes=_OWN,
+            needs=("model",),
+            has_scores=False,
+        ),
+        "vllm": Importer(
+            vllm.read,
+            "vLLM routed experts",
+            "an npz or JSONL file",
+            takes=(*_OWN, "phase"),
+            needs=("model", "num_experts"),
+            has_scores=False,
+        ),
     }
 )
-_MODEL = ("preset", "model", "num_experts")
-_OWN = (*_MODEL, "domain", "licence", "assume_equal_scores")
-TAKES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "esft": ("domain",),
-        "gpt-oss": ("domain",),
-        "megatron": (*_OWN, "phase", "score_function", "micro_batch_size"),
-        "sglang": _OWN,
-        "vllm": (*_OWN, "phase"),
-    }
-)
-
-__all__ = ["READERS", "TAKES", "ImportOptions", "ImportSummary", "import_trace"]
 
 
 def import_trace(kind: str, source: Path, out: Path, options: ImportOptions | None = None) -> ImportSummary:
     """Write the recording at ``source`` as the ``moe-trace-v1`` file ``out``.
 
     Args:
-        kind: which of ``READERS``.
-        source: file or directory, see the reader's module.
+        kind: one of ``IMPORTERS``.
+        source: file or directory, see the importer's module.
         out: must not exist yet; parent directories are made.
-        options: facts that the source does not hold; ``TAKES`` says which suit which kind.
+        options: facts that the source does not hold.
 
     Raises:
         ValueError: an unknown kind, an option that does not suit it, a source that is missing, damaged or not
             what a router makes; one line that names the file, the place in it, the value and what is allowed.
     """
-    options = options or ImportOptions()
-    if kind not in READERS:
-        raise ValueError(f"kind: expected one of {', '.join(READERS)}; got {kind!r}")
+    if kind not in IMPORTERS:
+        raise ValueError(f"kind: expected one of {', '.join(IMPORTERS)}; got {kind!r}")
+    importer, options = IMPORTERS[kind], options or ImportOptions()
     for field in fields(options):
-        if getattr(options, field.name) != field.default and field.name not in TAKES[kind]:
+        value = getattr(options, field.name)
+        if value != field.default and field.name not in importer.takes:
             raise ValueError(
-                f"{field.name}: not for {kind} recordings, which take {', '.join(TAKES[kind])}; "
-                f"got {getattr(options, field.name)!r}"
+                f"{field.name}: not for {kind} recordings, which take {', '.join(importer.takes)}; got {value!r}"
             )
-    options = _with_preset(options)
+    options = options.with_preset()
     source, out = Path(source), Path(out)
     if not source.exists():
         raise ValueError(f"{source}: no such file or directory")
     if out.exists():
         raise ValueError(f"{out}: expected a name that is free, but there is such a file already")
+    for name in importer.needs:
+        options.need(name, f"{kind} recordings do not say it")
+    if importer.is_folder not in (None, source.is_dir()):
+        raise ValueError(
+            f"{source}: expected {importer.expects}, got a {'file' if importer.is_folder else 'directory'}"
+        )
+    metadata = options.metadata() | {"source": importer.recorder}
+    if importer.has_scores is False:
+        metadata["score"] = options.accept_no_scores(str(source))
     try:
-        with atomic_path(out) as temporary, spooled(out.parent) as directory:
-            writer = TraceWriter(directory, source)
-            READERS[kind](source, options, writer)
-            digest = sha256_of(writer.sources, source)
-            return writer.write(temporary, out, kind, digest)
+        with (
+            atomic_path(out) as temporary,
+            tempfile.TemporaryDirectory(dir=out.parent, prefix=".importing.") as directory,
+        ):
+            writer = TraceWriter(Path(directory), source, metadata)
+            importer.read(source, options, writer)
+            return writer.write(temporary, out)
     except OSError as error:
         raise ValueError(f"{error.filename or source}: {error.strerror or error}") from None
-
-
-def _with_preset(options: ImportOptions) -> ImportOptions:
-    if options.preset is None:
-        return options
-    for name in ("model", "num_experts", "score_function"):
-        if getattr(options, name) is not None:
-            raise ValueError(f"{name}: expected none beside preset, which says it; got {getattr(options, name)!r}")
-    try:
-        spec = load_model(options.preset)
-    except ValueError as error:
-        raise ValueError(f"preset: {error}") from None
-    return options.with_model(spec)

@@ -44,7 +44,6 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
         score="softmax, not renormalised",
         phase="prefill",
         domain="+".join(domains),
-        source="deepseek-ai/ESFT results/expert_scores",
         licence="MIT",
     )
     writer.notes.append("first token of each sequence left out")
@@ -102,8 +101,6 @@ def _domains(source: Path, domain: str | None) -> dict[str, Path]:
     """Directories by domain."""
     root = source / "results" / "expert_scores"
     root = root if root.is_dir() else source
-    if not root.is_dir():
-        raise ValueError(f"{source}: expected a checkout of deepseek-ai/ESFT, got a file")
     name = f"expert_weights_{LAYERS[0]}.txt"
     is_one = (root / name).is_file()
     found = [root] if is_one else sorted(path.parent for path in root.glob(f"*/{name}"))

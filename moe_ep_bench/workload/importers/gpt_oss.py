@@ -37,8 +37,6 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
         source: the checkout, or its ``data``.
     """
     root = source / "data" if (source / "data").is_dir() else source
-    if not root.is_dir():
-        raise ValueError(f"{source}: expected a checkout of GPT-OSS-MoE-ExpertFingerprinting, got a file")
     documents = sorted(root.rglob("*_examples.json"))
     if options.domain is not None:
         chosen = [path for path in documents if _is_in(path.relative_to(root).parent, options.domain)]
@@ -56,7 +54,6 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
         score="softmax over the top-k",
         phase="decode",
         domain=options.domain or "mixed",
-        source="AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting",
         licence="Apache-2.0",
     )
     num_empty = 0

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,13 +52,6 @@ class Record(NamedTuple):
     """Offset into the sidecar, and number of experts."""
 
 
-@dataclass
-class Passes:
-    """Tokens of each pass of a step, by layer: all layers must agree."""
-
-    num_tokens: dict[int, list[int]] = field(default_factory=dict)
-
-
 def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
     """Import one rank.
 
@@ -67,40 +59,49 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
         source: the JSONL file, or a directory with one.
     """
     path = _file(source)
-    model = str(options.need("model", "the trace does not name its model (or preset)"))
-    phase = str(options.need("phase", "the trace does not say what its forward passes were"))
     sidecar = path.with_name(path.name.replace("router_trace", "logits").replace(".jsonl", ".bin"))
-    writer.sources.append(path)
+    writer.sources = [path]
 
     layers: set[int] = set()
-    step, passes = None, Passes()
+    step, passes = None, {}  # tokens of each pass of the step, by layer
     num_mtp = num_other = sequence = 0
     first: Record | None = None
     for record in _records(path):
         if record is None:
             num_mtp += 1
             continue
+        num_tokens, top_k = record.ids_TK.shape
         if first is None:
             first = record
-            if record.logits:
-                writer.sources.append(sidecar)
-            score = _describe(record, options, writer, model, phase)
-        elif record.ids_TK.shape[1] != writer.top_k or (record.logits is None) != (first.logits is None):
+            writer.sources += [sidecar] if record.logits else []
+            _describe(record, options, writer)
+        elif top_k != writer.top_k or (record.logits is None) != (first.logits is None):
             expected = f"topk {writer.top_k} {'with' if first.logits else 'without'} logits"
             raise ValueError(f"{record.where}: expected {expected}, as in the first record")
         if record.step != step:
-            _check_step(path, step, passes, layers)
-            step, passes = record.step, Passes()
-        passes.num_tokens.setdefault(record.layer, []).append(len(record.ids_TK))
-        order_T = _order(len(record.ids_TK), options.micro_batch_size, record.where)
+            layers = _check_step(path, step, passes, layers)
+            step, passes = record.step, {}
+        passes.setdefault(record.layer, []).append(num_tokens)
+        if num_tokens % options.micro_batch_size:
+            raise ValueError(
+                f"{record.where}: num_tokens: expected a multiple of micro_batch_size ({options.micro_batch_size}), "
+                f"got {num_tokens}"
+            )
+        # Interleaved sequences come one after the other.
+        order_T = np.arange(num_tokens).reshape(-1, options.micro_batch_size).T.ravel()
         if record.layer == first.layer:
-            sequence = _add_sequences(writer, sequence, len(order_T), phase, options.micro_batch_size, record.where)
-        num_other += _add(record, order_T, sidecar, score, writer)
+            place_T, sequence_T = np.divmod(order_T, options.micro_batch_size)
+            if options.phase == "decode":
+                place_T, sequence_T = np.zeros_like(order_T), np.arange(num_tokens)
+            writer.add_tokens(sequence + sequence_T, place_T, record.where)
+            sequence += num_tokens if options.phase == "decode" else options.micro_batch_size
+        num_other += _add(record, order_T, sidecar, options.score_function, writer)
     if first is None:
         raise ValueError(f"{path}: expected records of block decoder, got none")
     _check_step(path, step, passes, layers)
 
-    writer.notes.append("a token is a sequence" if phase == "decode" else "a sequence is a forward pass or part of one")
+    is_decode = options.phase == "decode"
+    writer.notes.append("a token is a sequence" if is_decode else "a sequence is a forward pass or part of one")
     if num_other:
         writer.notes.append(f"in {num_other} rows of all layers others than the largest logits were chosen")
     if num_mtp:
@@ -153,93 +154,59 @@ def _logits(record: dict[str, Any], num_tokens: int, where: str) -> tuple[int, i
     return offset, shape[1]
 
 
-def _describe(record: Record, options: ImportOptions, writer: TraceWriter, model: str, phase: str) -> str | None:
-    """Describe the trace by its first record; return the score function, None without scores."""
+def _describe(record: Record, options: ImportOptions, writer: TraceWriter) -> None:
+    """Describe the trace by its first record."""
     top_k = record.ids_TK.shape[1]
     options.check_top_k(top_k, record.where)
     if record.logits is None:
-        remedy = "record with --moe-routing-trace-capture-logits, or "
-        score, function = options.accept_no_scores(record.where, remedy), None
-        num_experts = int(options.need("num_experts", "the trace has no logits to tell it by (or preset)"))
+        score = options.accept_no_scores(record.where, "record with --moe-routing-trace-capture-logits, or ")
+        num_experts = int(options.need("num_experts", "the trace has no logits to tell it by"))
     else:
-        function = str(options.need("score_function", "the trace has logits before the score function (or preset)"))
+        function = options.need("score_function", "the trace has logits before the score function")
         num_experts = record.logits[1]
         if options.num_experts not in (None, num_experts):
             raise ValueError(f"{record.where}: num_experts: expected {options.num_experts}, got {num_experts} logits")
         score = "softmax" if function == "softmax" else "sigmoid, divided by the sum over all experts"
         score += ", not renormalised, from bfloat16 logits"
-    writer.describe(
-        num_experts=num_experts,
-        top_k=top_k,
-        where=record.where,
-        model=model,
-        score=score,
-        phase=phase,
-        domain=options.domain or "unstated",
-        source="Megatron-Core router trace",
-        licence=options.licence or "unstated",
-    )
-    return function
+    writer.describe(num_experts=num_experts, top_k=top_k, where=record.where, score=score)
 
 
-def _check_step(path: Path, step: int | None, passes: Passes, layers: set[int]) -> None:
-    """Every layer must have seen the same passes in a step, and every step the same layers."""
+def _check_step(path: Path, step: int | None, passes: dict[int, list[int]], layers: set[int]) -> set[int]:
+    """Every layer must have seen the same passes in a step, and every step the same layers; return these."""
     if step is None:
-        return
-    here = passes.num_tokens
-    layers |= set() if layers else set(here)
-    if set(here) != layers:
-        odd = min(set(here) ^ layers)
+        return layers
+    layers = layers or set(passes)
+    if set(passes) != layers:
+        odd = min(set(passes) ^ layers)
         raise ValueError(
             f"{path}: step {step}: layer {odd}: expected the layers of the first step, "
-            f"got {'one more' if odd in here else 'one less'} (cut the file after its last whole step)"
+            f"got {'one more' if odd in passes else 'one less'} (cut the file after its last whole step)"
         )
-    expected = here[min(here)]
-    for layer, num_tokens in here.items():
-        if num_tokens != expected:
+    least = min(passes)
+    for layer, num_tokens in passes.items():
+        if num_tokens != passes[least]:
             raise ValueError(
-                f"{path}: step {step}: layer {layer}: expected passes of {brief(expected)} tokens like layer "
-                f"{min(here)}, got {brief(num_tokens)}"
+                f"{path}: step {step}: layer {layer}: expected passes of {brief(passes[least])} tokens like layer "
+                f"{least}, got {brief(num_tokens)}"
             )
+    return layers
 
 
-def _order(num_tokens: int, micro_batch_size: int, where: str) -> NDArray[np.int64]:
-    """Which token comes where, so that interleaved sequences come one after the other."""
-    if num_tokens % micro_batch_size:
-        raise ValueError(
-            f"{where}: num_tokens: expected a multiple of micro_batch_size ({micro_batch_size}), got {num_tokens}"
-        )
-    return np.arange(num_tokens).reshape(-1, micro_batch_size).T.ravel()
-
-
-def _add_sequences(
-    writer: TraceWriter, sequence: int, num_tokens: int, phase: str, micro_batch_size: int, where: str
-) -> int:
-    """Add a pass's tokens; return the number of the next sequence."""
-    if phase == "decode":
-        writer.add_tokens(sequence + np.arange(num_tokens), np.zeros(num_tokens, np.int64), where)
-        return sequence + num_tokens
-    place = np.arange(num_tokens // micro_batch_size)
-    for index in range(micro_batch_size):
-        writer.add_tokens(sequence + index, place, where)
-    return sequence + micro_batch_size
-
-
-def _add(record: Record, order_T: NDArray[np.int64], sidecar: Path, score: str | None, writer: TraceWriter) -> int:
+def _add(record: Record, order_T: NDArray[np.int64], sidecar: Path, function: str | None, writer: TraceWriter) -> int:
     """Add a layer's pass; return in how many rows an expert was chosen before one with a larger logit."""
     num_other = 0
     for first in range(0, len(order_T), ROWS_AT_ONCE):
         rows = order_T[first : first + ROWS_AT_ONCE]
         ids_TK, scores_TK = record.ids_TK[rows], None
         where = f"{record.where}: layer {record.layer}"
-        if score is not None:
+        if record.logits is not None:
             outside_TK = (ids_TK < 0) | (ids_TK >= writer.num_experts)
             if outside_TK.any():
                 raise ValueError(
                     f"{where}: expert_ids: expected 0 to {writer.num_experts - 1}, got {ids_TK[outside_TK][0]}"
                 )
             logits_TE = _read_logits(record, rows, sidecar, writer.num_experts)
-            scores_TE = _scores(logits_TE, score)
+            scores_TE = _scores(logits_TE, function)
             scores_TK = np.take_along_axis(scores_TE, ids_TK, axis=1)
             others_TE = logits_TE.copy()
             np.put_along_axis(others_TE, ids_TK, -np.inf, axis=1)
@@ -267,7 +234,7 @@ def _read_logits(record: Record, rows: NDArray[np.int64], sidecar: Path, num_exp
     return logits_TE
 
 
-def _scores(logits_TE: NDArray[np.float64], function: str) -> NDArray[np.float64]:
+def _scores(logits_TE: NDArray[np.float64], function: str | None) -> NDArray[np.float64]:
     """Shares of a token's whole score mass."""
     if function == "softmax":
         scores_TE = np.exp(logits_TE - logits_TE.max(axis=1, keepdims=True))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.models import load_model
 from moe_ep_bench.workload.trace import MAX_EXPERTS
 
 PHASES = ("prefill", "decode", "prefill and decode", "training")
 ASSUMED = "assumed equal over the top-k: the source holds expert ids only"
+_OF_MODEL = ("model", "num_experts", "score_function")
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class ImportOptions:
         model: name of the model, where there is no preset.
         num_experts: of one layer, 2 to 256.
         top_k: from the preset; the recording must agree.
-        domain: of which texts; a part of a published recording, words of one's own for others.
-        phase: prefill, decode, both, or training; see the reader.
+        domain: part of a published recording; of others, the subject of the texts.
+        phase: prefill, decode, both, or training; see the importer.
         licence: under which the recording may be used.
         score_function: softmax or sigmoid: turns recorded logits into scores.
         micro_batch_size: sequences that one forward pass interleaves.
@@ -53,7 +54,21 @@ class ImportOptions:
             if words is not None and not (words.strip() and words.isprintable()):
                 raise ValueError(f"{name}: expected words on one line, got {words!r}")
 
-    def with_model(self, spec: ModelSpec) -> ImportOptions:
+    def with_preset(self) -> ImportOptions:
+        """The same with the facts of ``preset``, where there is one.
+
+        Raises:
+            ValueError: no such preset, or a fact given beside it.
+        """
+        if self.preset is None:
+            return self
+        for name in _OF_MODEL:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: expected none beside preset, which says it; got {getattr(self, name)!r}")
+        try:
+            spec = load_model(self.preset)
+        except ValueError as error:
+            raise ValueError(f"preset: {error}") from None
         return replace(
             self,
             model=spec.name,
@@ -61,6 +76,11 @@ class ImportOptions:
             top_k=spec.top_k,
             score_function=spec.score_function,
         )
+
+    def metadata(self) -> dict[str, str]:
+        """The trace's metadata as far as the user gives it."""
+        stated = {name: getattr(self, name) or "unstated" for name in ("domain", "licence")}
+        return stated | {name: getattr(self, name) for name in ("model", "phase") if getattr(self, name) is not None}
 
     def need(self, name: str, why: str) -> object:
         """The option of that name.
@@ -70,7 +90,7 @@ class ImportOptions:
         """
         value = getattr(self, name)
         if value is None:
-            raise ValueError(f"{name}: needed, because {why}")
+            raise ValueError(f"{name}: needed, because {why}{' (or preset)' if name in _OF_MODEL else ''}")
         return value
 
     def check_top_k(self, top_k: int, where: str) -> None:
@@ -79,7 +99,7 @@ class ImportOptions:
             raise ValueError(f"{where}: top_k: the model has {self.top_k}, the recording {top_k}")
 
     def accept_no_scores(self, where: str, remedy: str = "") -> str:
-        """The ``score`` of a trace that was made from ids alone.
+        """The ``score`` of a trace that is made from ids alone.
 
         Raises:
             ValueError: the user has not accepted that.

@@ -17,7 +17,6 @@ prompt that was prefilled in chunks, and the tokens of a decode pass, each stand
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -45,68 +44,60 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
     Args:
         source: the npz file.
     """
-    model = str(options.need("model", "the dump does not name its model (or preset)"))
-    if not source.is_file():
-        raise ValueError(f"{source}: expected one dump's npz file, got a directory")
     if source.suffix == ".pt":
         raise ValueError(f"{source}: a pickle, which is not read; convert it where SGLang runs: {CONVERT}")
     with opened_npz(source) as npz:
         passes = _passes(npz)
-        logical = _map(npz, passes[0])
+        logical = _map(npz)
         num_experts = options.num_experts or int(logical.max()) + 1
         if logical.max() >= num_experts:
             raise ValueError(f"{npz.where(MAP)}: expected experts 0 to {num_experts - 1}, got {logical.max()}")
-        score = options.accept_no_scores(str(source))
-        phases = {"prefill" if f"{index}.{LENGTHS}" in npz else "decode" for index in passes}
-        top_k = None
-        sequence = 0
+        phases = {"prefill" if f"{index}.{LENGTHS}" in npz.names else "decode" for index in passes}
+        top_k = sequence = 0
         for index in passes:
+            name = f"{index}.{IDS}"
             sequence_T, position_T, num_sequences = _tokens(npz, index)
-            valid_T = None
-            for layer, ids_TK in enumerate(_layers(npz, index, len(position_T), logical)):
-                chosen_TK = ids_TK >= 0
-                if not chosen_TK.any():
-                    continue
-                where = f"{npz.where(f'{index}.{IDS}')}: layer {layer}"
-                if top_k is None:
-                    top_k = int(chosen_TK.sum(axis=1).max())
-                    options.check_top_k(top_k, where)
-                    writer.describe(
-                        num_experts=num_experts,
-                        top_k=top_k,
-                        where=where,
-                        model=model,
-                        score=score,
-                        phase=" and ".join(sorted(phases, reverse=True)),
-                        domain=options.domain or "unstated",
-                        source="SGLang expert distribution recorder",
-                        licence=options.licence or "unstated",
-                    )
-                if valid_T is None:
-                    valid_T = chosen_TK.any(axis=1)
-                    stray_T = valid_T & (sequence_T == num_sequences)
-                    if stray_T.any():
-                        token = int(stray_T.argmax())
-                        raise ValueError(f"{where}: token {token}: expected -1 beyond {LENGTHS}, got experts")
-                    writer.add_tokens(sequence + sequence_T[valid_T], position_T[valid_T], where)
-                    writer.left_out += int((~valid_T).sum())
-                wrong_T = chosen_TK != (valid_T[:, None] & (np.arange(ids_TK.shape[1]) < top_k))
+            ids_LTK = npz.array(name, 3)
+            if ids_LTK.shape[:2] != (len(logical), len(position_T)) or not ids_LTK.shape[2]:
+                raise ValueError(
+                    f"{npz.where(name)}: expected {len(logical)} layers of {len(position_T)} tokens, "
+                    f"got shape {ids_LTK.shape}"
+                )
+            chosen_LTK = ids_LTK >= 0
+            layers = np.flatnonzero(chosen_LTK.any(axis=(1, 2))).tolist()
+            if not layers:
+                writer.left_out += len(position_T)
+                sequence += num_sequences
+                continue
+            where = f"{npz.where(name)}: layer {layers[0]}"
+            if not top_k:
+                top_k = int(chosen_LTK[layers[0]].sum(axis=1).max())
+                options.check_top_k(top_k, where)
+                phase = " and ".join(sorted(phases, reverse=True))
+                writer.describe(num_experts=num_experts, top_k=top_k, where=where, phase=phase)
+            valid_T = chosen_LTK[layers[0]].any(axis=1)
+            stray_T = valid_T & (sequence_T == num_sequences)
+            if stray_T.any():
+                token = int(stray_T.argmax())
+                raise ValueError(f"{where}: token {token}: expected -1 beyond {LENGTHS}, got experts")
+            writer.add_tokens(sequence + sequence_T[valid_T], position_T[valid_T], where)
+            writer.left_out += int((~valid_T).sum())
+            expected_TK = valid_T[:, None] & (np.arange(ids_LTK.shape[2]) < top_k)
+            for layer in layers:
+                where = f"{npz.where(name)}: layer {layer}"
+                wrong_T = (chosen_LTK[layer] != expected_TK).any(axis=1)
                 if wrong_T.any():
-                    token = int(wrong_T.any(axis=1).argmax())
+                    token = int(wrong_T.argmax())
                     expected = f"{top_k} experts and then -1" if valid_T[token] else "-1 as in the first layer"
-                    raise ValueError(f"{where}: token {token}: expected {expected}, got {ids_TK[token].tolist()}")
-                physical_TK = ids_TK[valid_T, :top_k]
+                    got = ids_LTK[layer, token].tolist()
+                    raise ValueError(f"{where}: token {token}: expected {expected}, got {got}")
+                physical_TK = ids_LTK[layer, valid_T, :top_k]
                 if physical_TK.max() >= logical.shape[1]:
                     raise ValueError(
                         f"{where}: expected physical experts 0 to {logical.shape[1] - 1}, got {physical_TK.max()}"
                     )
                 writer.add(layer, logical[layer][physical_TK], None, where, np.flatnonzero(valid_T))
-            if valid_T is None:
-                writer.left_out += len(position_T)
             sequence += num_sequences
-    writer.sources.append(source)
-    if top_k is None:
-        raise ValueError(f"{source}: expected at least one token, got none ({writer.left_out} left out)")
     writer.notes.append("a sequence is a prompt or a chunk of one" if "prefill" in phases else "a token is a sequence")
     if writer.left_out:
         writer.notes.append("tokens that only fill up a batch left out")
@@ -131,35 +122,23 @@ def _passes(npz: Npz) -> list[int]:
     return sorted(indices)
 
 
-def _map(npz: Npz, first: int) -> NDArray[np.int64]:
+def _map(npz: Npz) -> NDArray[np.integer]:
     """Logical experts by layer and physical expert."""
-    num_layers = npz.shape(f"{first}.{IDS}", 3)[0]
-    shape = npz.shape(MAP, 2)
-    if shape[0] != num_layers or not 0 < shape[1] <= 2**16:
-        raise ValueError(f"{npz.where(MAP)}: expected {num_layers} layers and 1 to {2**16} experts, got shape {shape}")
-    logical = np.concatenate(list(npz.blocks(MAP, 1)))
+    logical = npz.array(MAP, 2)
+    if not 0 < logical.shape[1] <= 2**16 or not len(logical):
+        raise ValueError(f"{npz.where(MAP)}: expected layers of 1 to {2**16} experts, got shape {logical.shape}")
     if logical.min() < 0:
         raise ValueError(f"{npz.where(MAP)}: expected experts from 0, got {logical.min()}")
     return logical
 
 
-def _layers(npz: Npz, index: int, num_tokens: int, logical: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Each layer's ids [tokens, 8] of one pass."""
-    name = f"{index}.{IDS}"
-    shape = npz.shape(name, 3)
-    if shape[:2] != (len(logical), num_tokens) or not shape[2]:
-        raise ValueError(f"{npz.where(name)}: expected {len(logical)} layers of {num_tokens} tokens, got shape {shape}")
-    for block in npz.blocks(name, 1):
-        yield block[0]
-
-
-def _tokens(npz: Npz, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+def _tokens(npz: Npz, index: int) -> tuple[NDArray[np.int64], NDArray[np.integer], int]:
     """Of one pass: the sequence and the position of each token, and how many sequences there are."""
-    position_T = npz.vector(f"{index}.{POSITIONS}")
+    position_T = npz.array(f"{index}.{POSITIONS}", 1)
     name = f"{index}.{LENGTHS}"
-    if name not in npz:
+    if name not in npz.names:
         return np.arange(len(position_T)), position_T, len(position_T)
-    lengths = npz.vector(name)
+    lengths = npz.array(name, 1)
     if (lengths < 0).any() or lengths.sum() > len(position_T):
         raise ValueError(
             f"{npz.where(name)}: expected lengths of {len(position_T)} tokens in all, got {brief(lengths)}"

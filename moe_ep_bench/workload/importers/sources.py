@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 # A line of text or a JSON document; the largest of the published recordings are below 4 MiB.
 MAX_PIECE_BYTES = 2**28
+# An array of one request or forward pass: 128k tokens of 94 layers, top-8, as int32, are 0.4 GiB.
+MAX_ARRAY_BYTES = 2**30
 
 
 def lines(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -40,7 +42,8 @@ def parse_json(text: bytes, where: str) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: expected JSON, got {_start(text)} ({' '.join(str(error).split())})") from None
+        start = brief(text[:40].decode(errors="replace")) if text else "nothing"
+        raise ValueError(f"{where}: expected JSON, got {start} ({' '.join(str(error).split())})") from None
 
 
 def read_json(path: Path) -> Any:
@@ -90,88 +93,59 @@ def sha256_of(paths: Sequence[Path], root: Path) -> str:
     return hashlib.sha256(listing.encode()).hexdigest()
 
 
+_NPZ_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError, MemoryError)
+
+
+@dataclass(frozen=True)
 class Npz:
-    """Arrays of whole numbers in an npz file, read a few rows at a time.
+    """Arrays of whole numbers in an npz file, read one at a time and never unpickled."""
 
-    ``numpy.load`` believes what an array's header says of its size, and allocates it; here the
-    header is first held against the size of the member, and then only blocks of it are read.
-    """
+    path: Path
+    _archive: np.lib.npyio.NpzFile
 
-    def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
-        self.path = path
-        self._archive = archive
-        self.names = [name.removesuffix(".npy") for name in archive.namelist()]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.names
+    @property
+    def names(self) -> list[str]:
+        return self._archive.files
 
     def where(self, name: str) -> str:
         return f"{self.path}: {name}"
 
-    def shape(self, name: str, num_dims: int) -> tuple[int, ...]:
-        """The shape of an array of ``num_dims`` dimensions."""
-        with self._member(name) as (_, shape, _):
-            if len(shape) != num_dims:
-                raise ValueError(f"{self.where(name)}: expected {num_dims} dimensions, got shape {shape}")
-            return shape
+    def array(self, name: str, num_dims: int) -> NDArray[np.integer]:
+        """An array of ``num_dims`` dimensions, of whatever integers are stored.
 
-    def blocks(self, name: str, rows: int) -> Iterator[NDArray[np.int64]]:
-        """The array, at most ``rows`` of its first dimension at a time."""
-        with self._member(name) as (file, shape, dtype):
-            row_bytes = math.prod(shape[1:]) * dtype.itemsize
-            for first in range(0, shape[0], rows):
-                here = min(rows, shape[0] - first)
-                data = file.read(here * row_bytes)
-                if len(data) != here * row_bytes:
-                    raise ValueError(f"{self.where(name)}: expected {here * row_bytes} more bytes, got {len(data)}")
-                values = np.frombuffer(data, dtype) if data else np.zeros(0, np.int64)
-                yield values.reshape(here, *shape[1:]).astype(np.int64)
-
-    def vector(self, name: str) -> NDArray[np.int64]:
-        """All of a one-dimensional array."""
-        self.shape(name, 1)
-        return np.concatenate([np.zeros(0, np.int64), *self.blocks(name, 2**20)])
-
-    @contextmanager
-    def _member(self, name: str) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype]]:
+        Raises:
+            ValueError: no such array, a damaged or pickled one, or one of other things or dimensions.
+        """
         if name not in self.names:
             raise ValueError(f"{self.path}: missing array: {name}")
         try:
-            info = self._archive.getinfo(f"{name}.npy")
-            with self._archive.open(info) as file:
-                version = np.lib.format.read_magic(file)
-                if version == (1, 0):
-                    shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
-                else:
-                    shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(file)
-                # An empty list becomes an array of floats.
-                if dtype.hasobject or (dtype.kind not in "iu" and math.prod(shape)):
-                    raise ValueError(f"expected whole numbers, got dtype {dtype}")
-                if is_fortran and len(shape) > 1:
-                    raise ValueError("expected C order, got Fortran order (save numpy.ascontiguousarray of it)")
-                expected = file.tell() + math.prod(shape) * dtype.itemsize
-                if expected != info.file_size:
-                    raise ValueError(f"expected {expected} bytes for shape {shape} of {dtype}, got {info.file_size}")
-                yield file, shape, dtype
+            array = self._archive[name]
         except _NPZ_ERRORS as error:
-            text = " ".join(str(error).split())
-            raise ValueError(text if text.startswith(str(self.path)) else f"{self.where(name)}: {text}") from None
-
-
-_NPZ_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError)
+            raise ValueError(f"{self.where(name)}: {' '.join(str(error).split())}") from None
+        if not isinstance(array, np.ndarray) or (array.dtype.kind not in "iu" and array.size):
+            got = f"dtype {array.dtype}" if isinstance(array, np.ndarray) else "no array"
+            raise ValueError(f"{self.where(name)}: expected whole numbers, got {got}")
+        if array.ndim != num_dims:
+            raise ValueError(f"{self.where(name)}: expected {num_dims} dimensions, got shape {array.shape}")
+        return array if array.size else array.astype(np.int64)  # an empty list becomes an array of floats
 
 
 @contextmanager
 def opened_npz(path: Path) -> Iterator[Npz]:
     """Open an npz file; what is no such file, a pickle among them, is refused."""
-    try:
-        archive = zipfile.ZipFile(path)
-    except _NPZ_ERRORS as error:
-        raise ValueError(f"{path}: not a whole, readable npz file ({' '.join(str(error).split())})") from None
-    with archive:
-        strange = [name for name in archive.namelist() if not name.endswith(".npy")]
-        if strange:
-            raise ValueError(f"{path}: expected arrays only (*.npy), got {brief(strange[0])}")
+    with path.open("rb") as file:  # numpy leaves a damaged file open
+        try:
+            archive = np.load(file, allow_pickle=False)
+        except _NPZ_ERRORS as error:
+            raise ValueError(f"{path}: not a whole, readable npz file ({' '.join(str(error).split())})") from None
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError(f"{path}: not a whole, readable npz file (one array)")
+        for info in archive.zip.infolist():
+            name, size = info.filename, info.file_size
+            if not name.endswith(".npy"):
+                raise ValueError(f"{path}: expected arrays only (*.npy), got {brief(name)}")
+            if size > MAX_ARRAY_BYTES:
+                raise ValueError(f"{path}: {name}: expected at most {MAX_ARRAY_BYTES} bytes, got {size}")
         yield Npz(path, archive)
 
 
@@ -193,7 +167,3 @@ def _numbers(value: Any, where: str, shape: tuple[int | None, ...], kinds: str, 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
-
-
-def _start(text: bytes) -> str:
-    return brief(text[:40].decode(errors="replace")) if text else "nothing"

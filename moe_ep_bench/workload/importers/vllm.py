@@ -28,7 +28,6 @@ from moe_ep_bench.workload.importers.sources import brief, integers, lines, open
 from moe_ep_bench.workload.importers.writer import TraceWriter
 
 PROMPT, GENERATED = "prompt_routed_experts", "routed_experts"
-ROWS_AT_ONCE = 4096
 
 
 class Piece(NamedTuple):
@@ -39,7 +38,7 @@ class Piece(NamedTuple):
     is_prompt: bool
     position: int
     """Of the first of them."""
-    ids_TLK: NDArray[np.int64]
+    ids_TLK: NDArray[np.integer]
 
 
 def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
@@ -48,43 +47,29 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
     Args:
         source: the npz or JSONL file.
     """
-    model = str(options.need("model", "the recording does not name its model (or preset)"))
-    num_experts = int(options.need("num_experts", "the recording does not say it (or preset)"))
     if options.phase == "training":
         raise ValueError("phase: expected prefill, decode, or prefill and decode; got 'training'")
-    if not source.is_file():
-        raise ValueError(f"{source}: expected an npz or JSONL file, got a directory")
-    score = options.accept_no_scores(str(source))
-    pieces = _from_npz(source) if source.suffix == ".npz" else _from_lines(source)
-    shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...] = ()
     layers: list[int] | None = None
-    for piece in pieces:
+    for piece in _from_npz(source) if source.suffix == ".npz" else _from_lines(source):
         if options.phase in ("prefill", "decode") and piece.is_prompt != (options.phase == "prefill"):
             writer.left_out += len(piece.ids_TLK)
             continue
-        if shape is None:
+        if not shape:
             shape = piece.ids_TLK.shape[1:]
             options.check_top_k(shape[1], piece.where)
             writer.describe(
-                num_experts=num_experts,
+                num_experts=options.num_experts,
                 top_k=shape[1],
                 where=piece.where,
-                model=model,
-                score=score,
                 phase=options.phase or "prefill and decode",
-                domain=options.domain or "unstated",
-                source="vLLM routed experts",
-                licence=options.licence or "unstated",
             )
         elif piece.ids_TLK.shape[1:] != shape:
             raise ValueError(f"{piece.where}: expected layers and top-k {shape}, got {piece.ids_TLK.shape[1:]}")
         layers = _add(piece, layers, writer)
-    writer.sources.append(source)
-    if layers is None:
-        raise ValueError(f"{source}: expected at least one token, got none ({writer.left_out} left out)")
     if writer.left_out:
         writer.notes.append("tokens of the other phase, or whose routing was not recorded, left out")
-    if shape is not None and len(layers) < shape[0]:
+    if layers and len(layers) < shape[0]:
         writer.notes.append(f"{shape[0] - len(layers)} layers that route nothing left out")
 
 
@@ -128,10 +113,9 @@ def _from_npz(path: Path) -> Iterator[Piece]:
             position = 0
             for kind in sorted(requests[request]):  # the prompt's name comes first
                 name = f"{request}.{kind}"
-                npz.shape(name, 3)
-                for block in npz.blocks(name, ROWS_AT_ONCE):
-                    yield Piece(npz.where(name), sequence, kind == PROMPT, position, block)
-                    position += len(block)
+                ids_TLK = npz.array(name, 3)
+                yield Piece(npz.where(name), sequence, kind == PROMPT, position, ids_TLK)
+                position += len(ids_TLK)
 
 
 def _from_lines(path: Path) -> Iterator[Piece]:
@@ -148,9 +132,9 @@ def _from_lines(path: Path) -> Iterator[Piece]:
             length = len(ids_TLK)
             yield Piece(f"{where}: {PROMPT}", sequence, True, 0, ids_TLK)
         for index, choice in enumerate(choices):
-            if choice.get(GENERATED) is None:
-                raise ValueError(f"{where}: choices: {index}: {GENERATED}: expected lists of experts, got none")
             place = f"{where}: choices: {index}: {GENERATED}"
+            if choice.get(GENERATED) is None:
+                raise ValueError(f"{place}: expected lists of experts, got none")
             ids_TLK = integers(choice[GENERATED], place, (None, None, None))
             yield Piece(place, sequence, False, length, ids_TLK)
             sequence += 1

@@ -1,4 +1,4 @@
-"""Write a ``moe-trace-v1`` file without holding it: the one way out for every importer.
+"""Write a ``moe-trace-v1`` file without holding it, for every importer.
 
 Readers hand over blocks of tokens in whatever order their source has them, layer by layer or
 token by token. Each layer's blocks go to files of their own (spools) beside the output; at the
@@ -13,20 +13,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_ep_bench.workload.importers.sources import sha256_of
 from moe_ep_bench.workload.trace import (
     FORMAT,
     FULL_SCORES,
     MAX_EXPERTS,
+    Trace,
     find_problem,
     open_trace,
     scores_are_normalised,
@@ -45,58 +45,49 @@ _LAYERED = (FULL_SCORES, "scores", "expert_ids")
 
 @dataclass(frozen=True)
 class ImportSummary:
-    """What was written, for people and for checks."""
+    """What was written.
 
-    path: Path
-    kind: str
-    model: str
-    domain: str
-    phase: str
-    score: str
-    num_layers: int
-    num_tokens: int
-    num_sequences: int
-    num_experts: int
-    top_k: int
+    Attributes:
+        trace: opened, under the name that it has in the end.
+        left_out: tokens of the source that are not in the trace; its ``note`` says which.
+    """
+
+    trace: Trace
     left_out: int
-    """Tokens of the source that are not in the trace; ``note`` says which."""
-    note: str
-    num_source_files: int
-    source_sha256: str
 
     def text(self) -> str:
         """A few lines for the terminal."""
-        pairs = self.num_tokens * self.top_k
+        trace, facts = self.trace, self.trace.metadata
+        pairs = trace.num_tokens * trace.top_k
         return "\n".join(
             (
-                f"{self.path}: {self.model}, {self.domain}, {self.phase}",
-                f"  {self.num_layers} layers x {self.num_experts} experts, top-{self.top_k}; "
-                f"{self.num_tokens} tokens in {self.num_sequences} sequences; {pairs} pairs in every layer, all kept",
-                f"  scores: {self.score}",
-                f"  left out: {self.left_out} tokens; {self.note}",
-                f"  made from {self.num_source_files} file(s), sha256 {self.source_sha256}",
+                f"{trace.path}: {facts['model']}, {facts['domain']}, {facts['phase']}",
+                f"  {trace.num_layers} layers x {trace.num_experts} experts, top-{trace.top_k}; {trace.num_tokens} "
+                f"tokens in {trace.num_sequences} sequences; {pairs} pairs in every layer, all kept",
+                f"  scores: {facts['score']}",
+                f"  left out: {self.left_out} tokens; {facts['note']}",
+                f"  made from {facts['source_files']} file(s), sha256 {facts['source_sha256']}",
             )
         )
-
-
-@contextmanager
-def spooled(parent: Path) -> Iterator[Path]:
-    """A directory for spools that vanishes with all in it."""
-    with tempfile.TemporaryDirectory(dir=parent, prefix=".importing.") as name:
-        yield Path(name)
 
 
 class TraceWriter:
     """Collects a recording and writes it.
 
     A reader calls ``describe`` once, then ``add_tokens`` for every token and ``add`` for every
-    (token, layer), the tokens in one order throughout; it lists what it read in ``sources``, counts
-    in ``left_out`` the tokens that it passed over, and says in ``notes`` what a user should know.
+    (token, layer), the tokens in one order throughout; it lists what it read in ``sources`` (but for ``source``
+    itself), counts in ``left_out`` the tokens that it passed over, and says in ``notes`` what a user should know.
+
+    Args:
+        directory: for spools.
+        source: file or directory.
+        metadata: of the trace, as far as it is known; ``describe`` gives the rest.
     """
 
-    def __init__(self, directory: Path, source: Path) -> None:
+    def __init__(self, directory: Path, source: Path, metadata: Mapping[str, str] | None = None) -> None:
         self.source = source
-        self.sources: list[Path] = []
+        self.sources = [source] if source.is_file() else []
+        self.metadata = dict(metadata or {})
         self.left_out = 0
         self.notes: list[str] = []
         self.num_tokens = 0
@@ -105,7 +96,7 @@ class TraceWriter:
         self._tokens: dict[int, int] = {}
 
     def describe(self, *, num_experts: int, top_k: int, where: str, **metadata: str) -> None:
-        """Say what is recorded: the format's metadata but for what follows from the rest.
+        """Say what is recorded; ``metadata`` completes, or replaces, what was known before.
 
         Raises:
             ValueError: more experts than the format can name, or none to choose from.
@@ -115,8 +106,9 @@ class TraceWriter:
                 f"{where}: num_experts: expected {top_k + 1} (more than top_k) to {MAX_EXPERTS} (ids are one byte), "
                 f"got {num_experts}"
             )
-        self.num_experts, self.top_k, self.metadata = num_experts, top_k, metadata
-        self._normalised = scores_are_normalised(metadata["score"])
+        self.num_experts, self.top_k = num_experts, top_k
+        self.metadata |= metadata
+        self._normalised = scores_are_normalised(self.metadata["score"])
 
     def add_tokens(self, sequence_id: NDArray[np.integer] | int, position_T: NDArray[np.integer], where: str) -> None:
         """Add tokens: the sequence that each (or all) of them are from, and their places in it."""
@@ -149,6 +141,7 @@ class TraceWriter:
         Raises:
             ValueError: routing that no router makes.
         """
+        ids_TK = ids_TK.astype(np.int64, copy=False)
         if scores_TK is None:
             scores_TK = np.full(ids_TK.shape, 1 / self.top_k)
         order_TK = np.argsort(-scores_TK, axis=1, kind="stable")
@@ -185,7 +178,7 @@ class TraceWriter:
         for name, size in progress["spools"].items():
             os.truncate(self._directory / name, size)
 
-    def write(self, path: Path, out: Path, kind: str, digest: str) -> ImportSummary:
+    def write(self, path: Path, out: Path) -> ImportSummary:
         """String the spools together in the file ``path``, later known as ``out``, and read it back.
 
         Raises:
@@ -204,11 +197,11 @@ class TraceWriter:
             "format": FORMAT,
             "num_experts": str(self.num_experts),
             "top_k": str(self.top_k),
-            **self.metadata,
+            **{name: self.metadata[name] for name in ("model", "score", "phase", "domain", "source", "licence")},
             "note": "; ".join(self.notes) or "nothing",
             "source_layers": ",".join(map(str, layers)),
             "source_files": str(len(self.sources)),
-            "source_sha256": digest,
+            "source_sha256": sha256_of(self.sources, self.source),
         }
         self._string_together(path, layers, metadata)
         trace = open_trace(path)
@@ -216,23 +209,7 @@ class TraceWriter:
             written_E = np.bincount(trace.read_layer(index)[0].ravel(), minlength=self.num_experts)
             if not np.array_equal(written_E, self._load_E[layer]):
                 raise RuntimeError(f"layer {layer} was written with other experts than it was read with")
-        return ImportSummary(
-            path=out,
-            kind=kind,
-            model=metadata["model"],
-            domain=metadata["domain"],
-            phase=metadata["phase"],
-            score=metadata["score"],
-            num_layers=trace.num_layers,
-            num_tokens=trace.num_tokens,
-            num_sequences=trace.start_S.size - 1,
-            num_experts=trace.num_experts,
-            top_k=trace.top_k,
-            left_out=self.left_out,
-            note=metadata["note"],
-            num_source_files=len(self.sources),
-            source_sha256=digest,
-        )
+        return ImportSummary(replace(trace, path=out), self.left_out)
 
     def _string_together(self, path: Path, layers: list[int], metadata: dict[str, str]) -> None:
         header, end = {"__metadata__": metadata}, 0

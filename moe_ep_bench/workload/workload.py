@@ -1,0 +1,253 @@
+"""What every source of batches has in common.
+
+Any rows of a batch can be made alone, so a workload need not hold a batch to give a rank its tokens. A thousand
+ranks of 16,384 tokens and 1,024 experts have 64 GiB of scores together, one of them 64 MiB. Which sequences are a
+rank's depends on their lengths only (``batch.deal_sequences``), and a row's scores on the random numbers at its own
+place in the batch's stream (``randomness``).
+
+Shapes: T = tokens, E = experts, R = ranks, S = sequences of a batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moe_ep_bench.workload.batch import TokenBatch, deal_sequences
+from moe_ep_bench.workload.randomness import Run, runs_of
+from moe_ep_bench.workload.skew import TopK, entropy, mass_share, peak_load, rank_load, shared_by_neighbours
+
+
+class Workload(ABC):
+    """A source of ``num_batches`` batches that are the same bytes whenever and wherever they are made.
+
+    A subclass makes scores and describes them. What it keeps between batches changes none, and it knows nothing of
+    ranks. Sequences are numbered from 0 in the order of their rows.
+    """
+
+    num_tokens: int
+    num_batches: int
+    num_experts: int
+    top_k: int
+    seed: int
+    topk_share: float | None
+    num_groups: int | None = None
+    top_groups: int | None = None
+
+    @abstractmethod
+    def sequence_lengths(self, index: int) -> NDArray[np.int64]:
+        """Tokens of each sequence of batch ``index``: int64 [S], all above 0."""
+
+    @abstractmethod
+    def make_scores(self, index: int, runs: Sequence[Run]) -> Iterator[NDArray[np.float32]]:
+        """Make some rows of batch ``index``, in order: pieces of the scores, float32 [some rows, E].
+
+        Args:
+            runs: ascending; each starts where a sequence does.
+        """
+
+    @abstractmethod
+    def describe(self) -> dict[str, object]:
+        """Say in JSON-ready words and numbers what the batches are; makes every batch once.
+
+        Keys: ``kind`` (synthetic or recorded), ``description`` (one line for readers),
+        ``tail_model`` (how scores below a recorded top-k were filled in, else None), ``targets``
+        (what was asked for), ``achieved`` (see ``achieved``), ``recording`` (provenance, else None).
+        """
+
+    @property
+    def selection(self) -> TopK:
+        """The model's own top-k."""
+        return TopK(self.top_k, self.num_groups, self.top_groups)
+
+    def batch(self, index: int) -> TokenBatch:
+        """Return batch ``index``, 0 to ``num_batches - 1``."""
+        start_S = self._starts(index)
+        return self._tokens(index, np.arange(len(start_S) - 1), start_S)
+
+    def rank_batches(self, index: int, num_ranks: int, shares: Sequence[float] | None = None) -> Iterator[TokenBatch]:
+        """Yield each rank's tokens of batch ``index``, rank by rank: those that ``deal`` gives it of ``batch(index)``.
+
+        One rank's tokens are held at a time.
+
+        Raises:
+            IndexError: no such batch.
+            ValueError: see ``deal``; raised when the first rank is asked for.
+        """
+        start_S = self._starts(index)
+        if num_ranks == 1 and index in self._kept:
+            return iter([self._kept.pop(index)])
+        return self._rank_batches(index, start_S, num_ranks, shares)
+
+    def _rank_batches(
+        self, index: int, start_S: NDArray[np.int64], num_ranks: int, shares: Sequence[float] | None
+    ) -> Iterator[TokenBatch]:
+        rank_S = deal_sequences(np.diff(start_S), num_ranks, shares)
+        by_rank_S = np.argsort(rank_S, kind="stable")
+        end_R = np.bincount(rank_S, minlength=num_ranks).cumsum()
+        for sequences in np.split(by_rank_S, end_R[:-1]):
+            yield self._tokens(index, sequences, start_S)
+
+    def tokens_of_ranks(self, index: int, num_ranks: int, shares: Sequence[float] | None = None) -> NDArray[np.int64]:
+        """How many tokens each rank gets of batch ``index`` (``rank_batches``): int64 [R]; arguments as there."""
+        length_S = np.diff(self._starts(index))
+        tokens_R = np.zeros(num_ranks, dtype=np.int64)
+        np.add.at(tokens_R, deal_sequences(length_S, num_ranks, shares), length_S)
+        return tokens_R
+
+    def blocks(self, index: int) -> Iterator[TokenBatch]:
+        """Yield batch ``index`` a few rows at a time, in order; a sequence may go on in the next block."""
+        return self._blocks(index, self._starts(index))
+
+    def _blocks(self, index: int, start_S: NDArray[np.int64]) -> Iterator[TokenBatch]:
+        first = 0
+        for scores_TE in self.make_scores(index, [Run(0, int(start_S[-1]))]):
+            row_T = np.arange(first, first + len(scores_TE))
+            sequence_id_T = np.searchsorted(start_S, row_T, side="right") - 1
+            yield TokenBatch(torch.from_numpy(scores_TE), torch.from_numpy(sequence_id_T))
+            first += len(scores_TE)
+
+    def _starts(self, index: int) -> NDArray[np.int64]:
+        """Where each sequence starts, and where the last one ends: int64 [S + 1]."""
+        if not 0 <= index < self.num_batches:
+            raise IndexError(f"batch: expected 0 to {self.num_batches - 1}, got {index}")
+        return np.concatenate([[0], self.sequence_lengths(index).cumsum()])
+
+    def _tokens(self, index: int, sequences: NDArray[np.int64], start_S: NDArray[np.int64]) -> TokenBatch:
+        """The tokens of some sequences, which are given ascending."""
+        sequence_id_T = np.repeat(sequences, np.diff(start_S)[sequences])
+        scores_TE = np.empty((len(sequence_id_T), self.num_experts), dtype=np.float32)
+        first = 0
+        for piece_TE in self.make_scores(index, runs_of(sequences, start_S)):
+            scores_TE[first : first + len(piece_TE)] = piece_TE
+            first += len(piece_TE)
+        return TokenBatch(torch.from_numpy(scores_TE), torch.from_numpy(sequence_id_T))
+
+    def _check_counts(self, *names: str) -> None:
+        """Refuse a number of things below 1, and a negative seed."""
+        for name, least in (*((name, 1) for name in names), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+
+    def _check_topk_share(self) -> None:
+        least = self.top_k / self.num_experts
+        if self.topk_share is not None and not least < self.topk_share < 1:
+            raise ValueError(
+                f"topk_share: expected a number between {least:g} (top_k / experts) and 1, got {self.topk_share:g}"
+            )
+
+    def fingerprint(self) -> str:
+        """16 hex digits of the sha256 over the bytes of all batches; makes every batch once."""
+        return self._survey["fingerprint"]
+
+    def achieved(self) -> dict[str, object]:
+        """What the batches turned out to be under the model's own top-k; makes every batch once.
+
+        Means over batches: ``peak_load`` (max_E(load) / mean load; ``peak_load_range`` its least and
+        greatest), ``rank_load`` (the same of contiguous ranks, by their number: powers of two that divide the
+        experts), ``activated_experts`` (with at least one token), ``topk_share`` of the score mass, ``entropy``
+        of the scores over log E, and ``neighbour_overlap`` (experts that adjacent tokens of a sequence share;
+        None without such tokens).
+        """
+        batches = self._survey["batches"]
+        peaks = [batch["peak_load"] for batch in batches]
+        overlaps = [batch["neighbour_overlap"] for batch in batches if batch["neighbour_overlap"] is not None]
+        return {
+            "peak_load": fmean(peaks),
+            "peak_load_range": [min(peaks), max(peaks)],
+            "rank_load": {
+                ranks: fmean(batch["rank_load"][ranks] for batch in batches) for ranks in batches[0]["rank_load"]
+            },
+            **{
+                name: fmean(batch[name] for batch in batches) for name in ("activated_experts", "topk_share", "entropy")
+            },
+            "neighbour_overlap": fmean(overlaps) if overlaps else None,
+        }
+
+    def keep_batches(self) -> None:
+        """Keep every batch that is gone through until one rank, which has all of it, asks for it once."""
+        self.__dict__["_keeps"] = True
+
+    @cached_property
+    def _kept(self) -> dict[int, TokenBatch]:
+        return {}
+
+    def findings(self) -> dict[str, Any]:
+        """What going through all batches once has shown, JSON-ready, for others to take over; goes through them."""
+        return {**self._survey, "solved": self.solved()}
+
+    def take_findings(self, findings: Mapping[str, Any]) -> None:
+        """Take over the ``findings`` of an equal workload elsewhere, in place of going through all batches."""
+        self.__dict__["_survey"] = findings
+        self.take_solved(findings["solved"])
+
+    def solved(self) -> dict[str, Any]:
+        """What was solved for while batches were made, JSON-ready; a subclass that solves for something says it."""
+        return {}
+
+    def take_solved(self, solved: Mapping[str, Any]) -> None:
+        """Take over what an equal workload has ``solved`` for."""
+        assert not solved, "a subclass that solves for something takes it over"
+
+    @cached_property
+    def _survey(self) -> Mapping[str, Any]:
+        """The ``fingerprint``, and of all ``batches`` what they turned out to be: one pass, one block in memory."""
+        digest, batches = hashlib.sha256(), []
+        for index in range(self.num_batches):
+            tally, ids, scores = _Tally(self.num_experts, self.selection), [], []
+            digest.update(repr((self.num_tokens, self.num_experts)).encode())
+            for block in self.blocks(index):
+                digest.update(block.scores_TE.numpy().data.cast("B"))
+                ids.append(block.sequence_id_T)
+                tally.add(block)
+                scores += [block.scores_TE] if "_keeps" in self.__dict__ else []
+            if scores:
+                self._kept[index] = TokenBatch(torch.cat(scores), torch.cat(ids))
+            for sequence_id_T in ids:
+                digest.update(sequence_id_T.numpy().data.cast("B"))
+            batches.append(tally.result())
+        return {"fingerprint": digest.hexdigest()[:16], "batches": batches}
+
+
+class _Tally:
+    """Takes in a batch block by block, in order, and says what it turned out to be (``Workload.achieved``)."""
+
+    def __init__(self, num_experts: int, selection: TopK) -> None:
+        self.selection = selection
+        self.load_E = torch.zeros(num_experts, dtype=torch.int64)
+        self.num_tokens = self.num_neighbours = self.num_shared = 0
+        self.topk_share = self.entropy = 0.0
+        # The last token's, whose neighbour is in the block to come.
+        self.map_1E = torch.zeros(0, num_experts, dtype=torch.bool)
+        self.sequence_id_1 = torch.zeros(0, dtype=torch.int64)
+
+    def add(self, block: TokenBatch) -> None:
+        map_TE = torch.from_numpy(self.selection.chosen(np.log(block.scores_TE.numpy())))
+        self.load_E += map_TE.sum(0)
+        self.num_tokens += block.num_tokens
+        self.topk_share += block.num_tokens * mass_share(block.scores_TE, map_TE)
+        self.entropy += block.num_tokens * entropy(block.scores_TE)
+        sequence_id_T = torch.cat([self.sequence_id_1, block.sequence_id_T])
+        num_shared, num_neighbours = shared_by_neighbours(torch.cat([self.map_1E, map_TE]), sequence_id_T)
+        self.num_shared += num_shared
+        self.num_neighbours += num_neighbours
+        self.map_1E, self.sequence_id_1 = map_TE[-1:], sequence_id_T[-1:]
+
+    def result(self) -> dict[str, Any]:
+        counts = [2**power for power in range(1, 9) if len(self.load_E) % 2**power == 0]
+        return {
+            "peak_load": peak_load(self.load_E),
+            "rank_load": {str(num_ranks): rank_load(self.load_E, num_ranks) for num_ranks in counts},
+            "activated_experts": int((self.load_E > 0).sum()),
+            "topk_share": self.topk_share / self.num_tokens,
+            "entropy": self.entropy / self.num_tokens,
+            "neighbour_overlap": self.num_shared / self.num_neighbours if self.num_neighbours else None,
+        }

@@ -16,11 +16,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, Field, PrivateAttr, field_validator, model_validator
 
-from moe_ep_bench.models import ModelSpec, load_hf_model, load_preset
-from moe_ep_bench.models.presets import ConfigError, Strict, models_in, parse_yaml, read_yaml, validated
+from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import PLACEMENTS, Placement, make_placement
 from moe_ep_bench.policies import Policy, make_policy
+from moe_ep_bench.presets import ConfigError, Strict, models_in, parse_yaml, read_yaml, validated
 from moe_ep_bench.workload.skews import RankLoad, load_skew
 from moe_ep_bench.workload.tail import TAILS
 from moe_ep_bench.workload.trace import open_trace
@@ -78,7 +78,7 @@ class ModelConfig(Strict):
         else:
             assert self.preset is not None
             try:
-                whole = load_preset(self.preset)
+                whole = ModelSpec.named(self.preset)
             except ValueError as problem:
                 raise ValueError(f"preset: {problem}") from None
         return whole.sharded(self.tensor_parallel).scaled(self.scale)

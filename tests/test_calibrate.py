@@ -28,7 +28,7 @@ from moe_ep_bench.cost_model.calibrate import (
     without_curves,
     write_links,
 )
-from moe_ep_bench.cost_model.links import load_links
+from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.runtime.ranks import Ranks
 
@@ -137,7 +137,7 @@ def test_noise_never_makes_larger_messages_faster() -> None:
 def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:
     links, fits = links_from("mine", "measured: here, 'quoted' #1", 4, 8, made_up(4, 8, (12, 3e5), (30, 4e4), 0.1))
     write_links(tmp_path / "mine.yaml", links, fits)
-    assert load_links(str(tmp_path / "mine.yaml")) == links
+    assert Links.load(str(tmp_path / "mine.yaml")) == links
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
     assert f"R2 {fits['inside'].r2:.5f}" in (tmp_path / "mine.yaml").read_text()
 
@@ -195,7 +195,7 @@ def test_two_ranks_measure_their_links(per_node: int, tmp_path: Path) -> None:
     out = tmp_path / "new" / "mine.yaml"
     first, second = start(out, [{"max_bytes": 2**21, "repetitions": 5}] * 2, per_node=per_node)
     assert (first.returncode, second.returncode) == (OK, OK), first.stderr + second.stderr
-    links = load_links(str(out))
+    links = Links.load(str(out))
     link, other = (links.intra, links.inter) if per_node == 2 else (links.inter, links.intra)
     assert other is None
     assert links.ranks_per_node == per_node

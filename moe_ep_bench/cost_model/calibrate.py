@@ -344,7 +344,7 @@ def _source(ranks: Ranks) -> str:
 
 
 def write_links(out: Path, links: Links, fits: Mapping[str, Fit]) -> None:
-    """Write a links file that ``load_links`` reads."""
+    """Write a links file that ``Links.load`` reads."""
     comments = [
         f"# {scope}: latency and bandwidth fit with a median error of {fit.median_error:.1%},"
         f" {fit.worst_error:.1%} at worst, R2 {fit.r2:.5f}"

@@ -23,9 +23,7 @@ from numpy.typing import ArrayLike
 from pydantic import Field, PositiveFloat, model_validator
 from scipy.optimize import nnls
 
-from moe_ep_bench.models.presets import CONFIGS_DIR, Strict, load_yaml, names_in
-
-LINKS_DIR = CONFIGS_DIR / "links"
+from moe_ep_bench.presets import Preset, Strict
 
 Basis = Literal["measured", "published", "assumed"]
 """Measured by ``calibrate``, published by others (the file says by whom), or assumed."""
@@ -96,8 +94,10 @@ class Link(Strict):
         )
 
 
-class Links(Strict):
+class Links(Preset):
     """The links of a cluster whose ranks fill its nodes in order: rank r is on node r // ranks_per_node."""
+
+    FOLDER = "links"
 
     name: str = Field(min_length=1)
     source: str = Field(min_length=1)
@@ -268,16 +268,3 @@ def fit_errors(predicted_N: ArrayLike, measured_N: ArrayLike) -> tuple[float, fl
     spread = float(((measured_N - measured_N.mean()) ** 2).sum())
     r2 = 1 - float(((predicted_N - measured_N) ** 2).sum()) / spread if spread > 0 else math.nan
     return float(np.median(errors_N)), float(errors_N.max()), r2
-
-
-def links_names() -> list[str]:
-    return names_in(LINKS_DIR)
-
-
-def load_links(name_or_path: str) -> Links:
-    """Load links of configs/links/ by name, or a file of the same form by its path, which ends in .yaml.
-
-    Raises:
-        ValueError: one line: no such links (it lists those there are), or what is wrong with the file.
-    """
-    return load_yaml(Links, LINKS_DIR, name_or_path)

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from moe_ep_bench.config import FILE, SweepPoint, expand_policies, load_points
-from moe_ep_bench.models.presets import Strict
 from moe_ep_bench.policies import Policy
+from moe_ep_bench.presets import Strict
 
 
 class CheckpointConfig(Strict):

@@ -1,6 +1,11 @@
 """Read YAML files into strict pydantic models, with one line for every error.
 
-Presets are the YAML files of a folder of configs/. Users name them without the ending, or give a path.
+A preset is a YAML file of a folder of configs/ that users name without its ending. Its class says the folder:
+
+``models``   ``models.ModelSpec``           shape of a model
+``devices``  ``cost_model.devices.Device``  roofline of a device that is not here
+``links``    ``cost_model.links.Links``     links between ranks that are not there
+``skews``    ``workload.skews.Skews``       targets for synthetic workloads, by the model's name
 """
 
 from __future__ import annotations
@@ -8,13 +13,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, Self, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
-CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS_DIR = Path(__file__).resolve().parents[1] / "configs"
 
 
 class ConfigError(ValueError):
@@ -27,35 +32,48 @@ class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class Preset(Strict):
+    """What a YAML file of ``configs/<FOLDER>/`` holds."""
+
+    FOLDER: ClassVar[str]
+
+    @classmethod
+    def folder(cls) -> Path:
+        return CONFIGS_DIR / cls.FOLDER
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return sorted(path.stem for path in cls.folder().glob("*.yaml"))
+
+    @classmethod
+    def named(cls, name: str, otherwise: str = "") -> Self:
+        """Load a preset by its name.
+
+        Raises:
+            ValueError: one line: what is wrong with the file, or that there is none; then it lists ``otherwise`` and
+                the names there are.
+        """
+        names = cls.names()
+        if name not in names:
+            raise ValueError(f"expected {otherwise}one of {', '.join(names)}; got {name!r}{_hint(name, names)}")
+        return cls._read(cls.folder() / f"{name}.yaml")
+
+    @classmethod
+    def load(cls, name_or_path: str) -> Self:
+        """Load a preset by its name, or any file of the same form by its path, which ends in .yaml.
+
+        Raises:
+            ValueError: as ``named``.
+        """
+        path = Path(name_or_path)
+        return cls._read(path) if path.suffix == ".yaml" else cls.named(name_or_path, "a path of a .yaml or ")
+
+    @classmethod
+    def _read(cls, path: Path) -> Self:
+        return validated(cls, read_yaml(path), path)
+
+
 _Kind = TypeVar("_Kind", bound=Strict)
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.stem for path in folder.glob("*.yaml"))
-
-
-def named_path(folder: Path, name: str, otherwise: str = "") -> Path:
-    """The preset of ``folder`` with this name.
-
-    Raises:
-        ValueError: there is none; the message lists ``otherwise`` and those there are.
-    """
-    names = names_in(folder)
-    if name not in names:
-        raise ValueError(f"expected {otherwise}one of {', '.join(names)}; got {name!r}{_hint(name, names)}")
-    return folder / f"{name}.yaml"
-
-
-def load_yaml(kind: type[_Kind], folder: Path, name_or_path: str) -> _Kind:
-    """Load a preset of ``folder`` by name, or any YAML file by its path, which ends in .yaml.
-
-    Raises:
-        ValueError: one line that names the file and key, or lists the names there are.
-    """
-    path = Path(name_or_path)
-    if path.suffix != ".yaml":
-        path = named_path(folder, name_or_path, "a path of a .yaml or ")
-    return validated(kind, read_yaml(path), path)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -136,8 +154,10 @@ def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable
         elif part in fields:
             keys.append(part)
             models = models_in(fields[part].annotation)
-        else:  # Pydantic's name for a member of a union, no key of the file.
-            models = [model for model in models if model.model_fields["kind"].default == part]
+        elif members := [model for model in models if part in (model.__name__, _kind_of(model))]:
+            models = members  # Pydantic's name for a member of a union, no key of the file.
+        else:
+            keys.append(part)  # an alias
     key = ".".join(keys)
     if unknown is not None:
         known = [*_fields(models), *(() if keys else beside)]
@@ -153,6 +173,11 @@ def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable
 
 def _fields(models: Iterable[type[BaseModel]]) -> dict[str, FieldInfo]:
     return {name: field for model in models for name, field in model.model_fields.items()}
+
+
+def _kind_of(model: type[BaseModel]) -> object:
+    """Which word of a file stands for this member of a union."""
+    return model.model_fields["kind"].default if "kind" in model.model_fields else None
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ Shapes: R = ranks, N = measured points.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -119,12 +120,16 @@ class Links(Preset):
         """The same links with ``factor`` times the bandwidth; the name says so."""
         if factor == 1:
             return self
+        scaled = self.each(lambda link: link.scaled(factor))
+        return scaled.model_copy(update={"name": f"{self.name}, bandwidth x {factor:g}"})
+
+    def without_curves(self) -> Links:
+        """The same links as two numbers each."""
+        return self.each(lambda link: link.model_copy(update={"curve": None}))
+
+    def each(self, change: Callable[[Link], Link]) -> Links:
         return self.model_copy(
-            update={
-                "name": f"{self.name}, bandwidth x {factor:g}",
-                "intra": self.intra and self.intra.scaled(factor),
-                "inter": self.inter and self.inter.scaled(factor),
-            }
+            update={"intra": self.intra and change(self.intra), "inter": self.inter and change(self.inter)}
         )
 
     def describe(self) -> str:
@@ -163,10 +168,6 @@ class Links(Preset):
                 busy_us_R = link.exchange_us(carried_RR.sum(axis=1), carried_RR.sum(axis=0))
                 times_us_R = np.maximum(times_us_R, busy_us_R)
         return times_us_R
-
-    def slowest_all_to_all_us(self, bytes_RR: ArrayLike) -> float:
-        """Microseconds of the whole all-to-all: its slowest rank's."""
-        return float(self.all_to_all_us(bytes_RR).max(initial=0.0))
 
     def all_gather_us(self, num_bytes: float, num_ranks: int) -> float:
         """Microseconds until every rank has the ``num_bytes`` of every other.

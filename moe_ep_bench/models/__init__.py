@@ -11,7 +11,7 @@ A spec states the model as it is. Where the benchmark's layer is simpler, its ``
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -20,6 +20,17 @@ from moe_ep_bench.presets import Preset, Strict, validated
 
 # Kernels want hidden sizes that are multiples of this.
 _SIZE_MULTIPLE = 16
+
+
+class Widths(NamedTuple):
+    """Numbers of a token in attention, of all heads together; keys and values as a static cache holds them."""
+
+    queries: int
+    keys: int
+    values: int
+    output: int
+    normed: int
+    """Those that attention's own norms read."""
 
 
 class Attention(Strict):
@@ -35,12 +46,22 @@ class Attention(Strict):
     sinks: bool = False
     """Each head has a learned logit that takes weight from the tokens'."""
 
-    def num_parameters(self, hidden_size: int) -> int:
+    @property
+    def widths(self) -> Widths:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        weights = hidden_size * (2 * queries + 2 * keys)
-        biases = {"none": 0, "qkv": queries + 2 * keys, "all": queries + 2 * keys + hidden_size}[self.bias]
-        norms = {"none": 0, "head": 2 * self.head_dim, "all_heads": queries + keys}[self.qk_norm]
-        return weights + biases + norms + self.num_heads * self.sinks
+        return Widths(queries, keys, keys, queries, normed=0 if self.qk_norm == "none" else queries + keys)
+
+    def projections(self, hidden_size: int) -> list[tuple[int, int]]:
+        """What each projection takes and gives."""
+        queries, keys, values, output, _ = self.widths
+        return [(hidden_size, queries + keys + values), (output, hidden_size)]
+
+    def num_parameters(self, hidden_size: int) -> int:
+        queries, keys, values, _, normed = self.widths
+        to_heads = queries + keys + values
+        biases = {"none": 0, "qkv": to_heads, "all": to_heads + hidden_size}[self.bias]
+        norms = 2 * self.head_dim if self.qk_norm == "head" else normed
+        return _weights(self.projections(hidden_size)) + biases + norms + self.num_heads * self.sinks
 
 
 class LatentAttention(Strict):
@@ -55,15 +76,31 @@ class LatentAttention(Strict):
     qk_rope_head_dim: PositiveInt
     v_head_dim: PositiveInt
 
+    @property
+    def widths(self) -> Widths:
+        queries, values = (
+            self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim),
+            self.num_heads * self.v_head_dim,
+        )
+        return Widths(queries, queries, values, values, normed=(self.q_lora_rank or 0) + self.kv_lora_rank)
+
+    def projections(self, hidden_size: int) -> list[tuple[int, int]]:
+        """What each projection takes and gives."""
+        queries, _, values, output, _ = self.widths
+        compressed, latent = self.q_lora_rank, self.kv_lora_rank
+        return [
+            *([(hidden_size, queries)] if compressed is None else [(hidden_size, compressed), (compressed, queries)]),
+            (hidden_size, latent + self.qk_rope_head_dim),
+            (latent, self.num_heads * self.qk_nope_head_dim + values),
+            (output, hidden_size),
+        ]
+
     def num_parameters(self, hidden_size: int) -> int:
-        queries = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
-        if self.q_lora_rank is None:
-            to_queries = hidden_size * queries
-        else:
-            to_queries = self.q_lora_rank * (hidden_size + 1 + queries)  # 1: the latent's norm
-        to_latent = hidden_size * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
-        from_latent = self.kv_lora_rank * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
-        return to_queries + to_latent + from_latent + self.num_heads * self.v_head_dim * hidden_size
+        return _weights(self.projections(hidden_size)) + self.widths.normed
+
+
+def _weights(projections: list[tuple[int, int]]) -> int:
+    return sum(takes * gives for takes, gives in projections)
 
 
 class ModelSpec(Preset):

@@ -6,18 +6,23 @@ A preset is a YAML file of a folder of configs/ that users name without its endi
 ``devices``  ``cost_model.devices.Device``  roofline of a device that is not here
 ``links``    ``cost_model.links.Links``     links between ranks that are not there
 ``skews``    ``workload.skews.Skews``       targets for synthetic workloads, by the model's name
+
+Policies stand in all files alike: a name and fields, where a list in place of a value means one policy for each.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
+
+from moe_ep_bench.policies import Policy, make_policy
 
 CONFIGS_DIR = Path(__file__).resolve().parents[1] / "configs"
 
@@ -132,6 +137,27 @@ def validated(kind: type[_Kind], fields: dict[str, Any], where: Path, beside: It
         return kind.model_validate(fields)
     except ValidationError as error:
         raise ConfigError(f"{where}: {_first_error(error, kind, beside)}") from None
+
+
+def expand_policies(entries: Iterable[Mapping[str, Any]]) -> list[Policy]:
+    """Make every policy of a file's entries once, in their order, with lists as values expanded.
+
+    Raises:
+        ValueError: naming the field and what is allowed.
+    """
+    found = []
+    for entry in entries:
+        choices = [value if isinstance(value, list) else [value] for value in entry.values()]
+        found += [make_policy(dict(zip(entry, values, strict=True))) for values in itertools.product(*choices)]
+    return list(dict.fromkeys(found))
+
+
+def _check_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    expand_policies([entry])
+    return entry
+
+
+PolicyEntry = Annotated[dict[str, Any], AfterValidator(_check_entry)]
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from moe_ep_bench.presets import Strict
+from moe_ep_bench.presets import PolicyEntry, Strict
 from moe_ep_bench.schema import phase_groups
 
 Metric = Literal[
@@ -50,7 +50,7 @@ class Claim(Strict):
 
     source: str = Field(min_length=1)
     """Publication, and its figure, table or section."""
-    policy: dict[str, Any] | None = None
+    policy: PolicyEntry | None = None
     """One of the config's policies; a list in place of a value makes one claim for each. None for a native_ metric."""
     metric: Metric = "speedup"
     """Time of native over the policy's, of a layer or, with scope model, of a pass; a share; the time of the layer or
@@ -61,7 +61,7 @@ class Claim(Strict):
     """From and to; a number is both, null is an open end. null alone: the number is not at hand."""
     of: Literal["layer", "end_to_end", "not_stated"] = "layer"
     """What the paper measured; here it is what ``scope`` says."""
-    versus: dict[str, Any] | None = None
+    versus: PolicyEntry | None = None
     """Another of the config's policies in place of native."""
     where: dict[str, Any] = Field({})
     """Dotted keys with values: only comparisons that have them."""

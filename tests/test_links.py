@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 
 import numpy as np
@@ -197,16 +196,6 @@ def test_what_cannot_be_fitted_is_said_in_one_line(sizes: list, times_us: list, 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", Links.names())
-def test_every_file_loads_and_its_figures_have_sources(name: str) -> None:
-    found = Links.load(name)
-    assert found.name == name
-    assert "modelled by links/" + name in found.describe()
-    for number, line in enumerate((Links.folder() / f"{name}.yaml").read_text().splitlines(), 1):
-        if re.match(r"\s*(- )?\w+: *[\d.]+", line):
-            assert re.search(r"#\s+\S+ \S+", line), f"{name}.yaml:{number}: a figure without its source: {line}"
-
-
 def test_the_links_that_are_promised_are_there_with_their_nominal_figures() -> None:
     nominal = {
         "h100-nvlink4": 450, "h20-nvlink4": 450, "a100-nvlink3": 300,
@@ -276,13 +265,6 @@ def test_a_wrong_file_is_told_in_one_line(text: object, words: str, tmp_path: Pa
         Links.load(str(path))
     assert str(error.value).startswith(f"{path}: ")
     assert "\n" not in str(error.value)
-
-
-def test_an_unknown_name_lists_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"h100-nvlink4-ndr.*got 'h100-nvlink' \(did you mean h100-nvlink4\?\)"):
-        Links.load("h100-nvlink")
-    with pytest.raises(ValueError, match="cannot be read: No such file"):
-        Links.load(str(tmp_path / "absent.yaml"))
 
 
 def test_scaled_links_carry_more_in_the_same_time_and_keep_their_latency() -> None:

@@ -16,11 +16,20 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, Field, PrivateAttr, field_validator, model_validator
 
-from moe_ep_bench.models import ModelSpec, load_hf_model, load_preset
-from moe_ep_bench.models.presets import ConfigError, Strict, models_in, parse_yaml, read_yaml, validated
+from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import PLACEMENTS, Placement, make_placement
-from moe_ep_bench.policies import Policy, make_policy
+from moe_ep_bench.policies import Policy
+from moe_ep_bench.presets import (
+    ConfigError,
+    PolicyEntry,
+    Strict,
+    expand_policies,
+    models_in,
+    parse_yaml,
+    read_yaml,
+    validated,
+)
 from moe_ep_bench.workload.skews import RankLoad, load_skew
 from moe_ep_bench.workload.tail import TAILS
 from moe_ep_bench.workload.trace import open_trace
@@ -78,7 +87,7 @@ class ModelConfig(Strict):
         else:
             assert self.preset is not None
             try:
-                whole = load_preset(self.preset)
+                whole = ModelSpec.named(self.preset)
             except ValueError as problem:
                 raise ValueError(f"preset: {problem}") from None
         return whole.sharded(self.tensor_parallel).scaled(self.scale)
@@ -135,12 +144,12 @@ class SyntheticConfig(_Workload):
     """Peak load of a burst's batch."""
 
     def targets(self, preset: str | None) -> dict[str, Any]:
-        """All targets, those of ``skew`` included.
+        """All targets of a ``SyntheticWorkload``, those of ``skew`` included.
 
         Raises:
             ValueError: there is no such skew of the model.
         """
-        own = self.model_dump(include=set(_TARGETS))
+        own = self.model_dump(exclude={*_Workload.model_fields, "kind", "skew", "sequence_length"})
         if self.skew is None:
             return own
         if preset is None:
@@ -159,13 +168,6 @@ class SyntheticConfig(_Workload):
         if self.entropy is not None:
             calibrated.pop("topk_share", None)
         return {**own, **{key: value for key, value in calibrated.items() if key not in self.model_fields_set}}
-
-
-# Keys that are targets of SyntheticWorkload, under the same names.
-_TARGETS = (
-    "peak_load", "family", "placement", "rank_load", "topk_share", "entropy", "neighbour_overlap", "drift",
-    "burst_every", "burst_peak_load",
-)  # fmt: skip
 
 
 class RecordingConfig(Strict):
@@ -318,7 +320,7 @@ class Experiment(SweepPoint):
     model: ModelConfig
     workload: Annotated[SyntheticConfig | RecordedConfig, Field(discriminator="kind")]
     layer: LayerConfig = LayerConfig()
-    policies: tuple[dict[str, Any], ...] = Field(min_length=1)
+    policies: tuple[PolicyEntry, ...] = Field(min_length=1)
     """Policies by name and fields; a list in place of a value means one policy for each."""
     whole: WholeConfig = WholeConfig()
     measure: MeasureConfig = MeasureConfig()
@@ -334,7 +336,6 @@ class Experiment(SweepPoint):
         unused = self.whole.model_dump(exclude_defaults=True)
         if self.scope == "layer" and unused:
             raise ValueError(f"whole.{next(iter(unused))}: expected with scope: model alone; one layer is timed")
-        self.make_policies()
         for number, claim in enumerate(self.claims):
             self.claimed_policies(number)
             try:
@@ -358,40 +359,17 @@ class Experiment(SweepPoint):
             return [(None, None)]
         found: dict[str, list[Policy]] = {}
         for key, entry in (("policy", claim.policy), ("versus", claim.versus)):
-            where = f"claims.{number}.{key}"
-            try:
-                found[key] = [] if entry is None else list(_expand_policy(entry))
-            except ValueError as problem:
-                raise ValueError(f"{where}: {problem}") from None
+            found[key] = [] if entry is None else expand_policies([entry])
             for policy in found[key]:
                 if policy not in known:
                     labels = ", ".join(one.label for one in known)
-                    raise ValueError(f"{where}: expected one of the config's policies ({labels}); got {policy.label}")
+                    raise ValueError(
+                        f"claims.{number}.{key}: expected one of the config's policies ({labels}); got {policy.label}"
+                    )
         if len(found["versus"]) > 1:
             raise ValueError(f"claims.{number}.versus: expected one policy, got {len(found['versus'])}")
         versus = found["versus"][0] if found["versus"] else None
         return [(policy, versus) for policy in found["policy"]]
-
-
-def expand_policies(entries: Iterable[Mapping[str, Any]]) -> list[Policy]:
-    """Make every policy of a config's list once, in its order, with lists as values expanded.
-
-    Raises:
-        ValueError: naming the entry, its field and what is allowed.
-    """
-    found: list[Policy] = []
-    for number, entry in enumerate(entries):
-        try:
-            found += _expand_policy(entry)
-        except ValueError as problem:
-            raise ValueError(f"policies.{number}: {problem}") from None
-    return list(dict.fromkeys(found))
-
-
-def _expand_policy(entry: Mapping[str, Any]) -> Iterable[Policy]:
-    choices = [value if isinstance(value, list) else [value] for value in entry.values()]
-    for values in itertools.product(*choices):
-        yield make_policy(dict(zip(entry, values, strict=True)))
 
 
 def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool) -> list[Experiment]:

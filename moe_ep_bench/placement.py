@@ -200,7 +200,7 @@ class Replication:
 
 
 def expert_bytes(model: ModelSpec, bytes_per_weight: float) -> float:
-    """Memory of one routed expert of one layer: a gated FFN's three matrices, and biases where the model has them.
+    """Memory of one routed expert of one layer.
 
     Args:
         bytes_per_weight: 2 for bfloat16, 1 for fp8, 0.5 for four bits; scales of quantised blocks are not counted.
@@ -210,10 +210,7 @@ def expert_bytes(model: ModelSpec, bytes_per_weight: float) -> float:
     """
     if not (math.isfinite(bytes_per_weight) and bytes_per_weight > 0):
         raise ValueError(f"bytes_per_weight: expected a finite number above 0, got {bytes_per_weight}")
-    weights = 3 * model.hidden_size * model.ffn_hidden_size
-    if model.expert_bias:
-        weights += 2 * model.ffn_hidden_size + model.hidden_size
-    return weights * bytes_per_weight
+    return model.expert_parameters * bytes_per_weight
 
 
 def replicate(

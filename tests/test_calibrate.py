@@ -18,17 +18,15 @@ from hypothesis import strategies as st
 from moe_ep_bench.cost_model.calibrate import (
     SAMPLES_SCHEMA,
     Exchange,
-    byte_matrix,
     fullest_bytes,
     links_from,
     predicted_us,
     report,
     slowest_us,
     what_to_change,
-    without_curves,
     write_links,
 )
-from moe_ep_bench.cost_model.links import load_links
+from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.runtime.ranks import Ranks
 
@@ -48,7 +46,7 @@ def test_the_fullest_rank_has_the_bytes_that_were_asked_for(
     num_ranks = per_node * nodes
     if {"inside": per_node, "between": nodes, "both": num_ranks}[scope] == 1:
         return
-    bytes_RR = byte_matrix(num_bytes, num_ranks, per_node, scope, split)
+    bytes_RR = Exchange("all_to_all", scope, split, num_bytes).matrix(num_ranks, per_node)
     assert num_bytes <= fullest_bytes(bytes_RR) < num_bytes + num_ranks
     node_R = np.arange(num_ranks) // per_node
     same_RR = node_R[:, None] == node_R
@@ -58,9 +56,9 @@ def test_the_fullest_rank_has_the_bytes_that_were_asked_for(
 
 
 def test_a_hot_rank_receives_four_times_what_others_do() -> None:
-    bytes_RR = byte_matrix(12_000, 4, 4, "inside", "hot")
+    bytes_RR = Exchange("all_to_all", "inside", "hot", 12_000).matrix(4, 4)
     assert bytes_RR.tolist() == [[4000, 1000, 1000, 1000]] * 4
-    assert byte_matrix(12_000, 4, 4, "inside", "even").tolist() == [[4000] * 4] * 4
+    assert Exchange("all_to_all", "inside", "even", 12_000).matrix(4, 4).tolist() == [[4000] * 4] * 4
 
 
 def test_the_slowest_rank_counts_and_of_repetitions_the_median() -> None:
@@ -90,7 +88,7 @@ def made_up(
 def test_links_that_were_measured_without_noise_are_found_again() -> None:
     times = made_up(4, 8, (12.0, 3.0e5), (30.0, 4.0e4))
     links, fits = links_from("mine", "a test", 4, 8, times)
-    plain = without_curves(links)
+    plain = links.without_curves()
     assert (plain.intra.latency_us, plain.intra.bandwidth_gbps) == pytest.approx((12, 300), rel=1e-3)
     assert (plain.inter.latency_us, plain.inter.bandwidth_gbps) == pytest.approx((30, 40), rel=1e-3)
     assert set(fits) == {"inside", "between"}
@@ -115,7 +113,9 @@ def test_skewed_splits_tell_full_from_half_duplex(duplex: str, num_ranks: int) -
 
 
 def test_a_half_duplex_rank_carries_both_directions() -> None:
-    bytes_RR = byte_matrix(12_000, 4, 4, "inside", "hot")  # the hot rank sends 3 x 1000 and receives 3 x 4000
+    bytes_RR = Exchange("all_to_all", "inside", "hot", 12_000).matrix(
+        4, 4
+    )  # the hot rank sends 3 x 1000 and receives 3 x 4000
     assert fullest_bytes(bytes_RR) == 12_000
     assert fullest_bytes(bytes_RR, "half") == 15_000
 
@@ -137,7 +137,7 @@ def test_noise_never_makes_larger_messages_faster() -> None:
 def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:
     links, fits = links_from("mine", "measured: here, 'quoted' #1", 4, 8, made_up(4, 8, (12, 3e5), (30, 4e4), 0.1))
     write_links(tmp_path / "mine.yaml", links, fits)
-    assert load_links(str(tmp_path / "mine.yaml")) == links
+    assert Links.load(str(tmp_path / "mine.yaml")) == links
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
     assert f"R2 {fits['inside'].r2:.5f}" in (tmp_path / "mine.yaml").read_text()
 
@@ -195,7 +195,7 @@ def test_two_ranks_measure_their_links(per_node: int, tmp_path: Path) -> None:
     out = tmp_path / "new" / "mine.yaml"
     first, second = start(out, [{"max_bytes": 2**21, "repetitions": 5}] * 2, per_node=per_node)
     assert (first.returncode, second.returncode) == (OK, OK), first.stderr + second.stderr
-    links = load_links(str(out))
+    links = Links.load(str(out))
     link, other = (links.intra, links.inter) if per_node == 2 else (links.inter, links.intra)
     assert other is None
     assert links.ranks_per_node == per_node

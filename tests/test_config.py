@@ -12,8 +12,8 @@ from moe_ep_bench.bench import plan as module
 from moe_ep_bench.bench.plan import RANKS, Comparison
 from moe_ep_bench.bench.run import describe_experiment
 from moe_ep_bench.config import ConfigError, SyntheticConfig, load_experiments
-from moe_ep_bench.cost_model.devices import load_device
-from moe_ep_bench.models import preset_names
+from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.workload.skews import SKEWS, load_skew
 
 
@@ -34,7 +34,7 @@ def comparison(folder: Path, world_size: int = 1, **sections: dict) -> Compariso
     return Comparison.of(experiment(folder, **sections), RANKS, world_size, on_cpu=True)
 
 
-@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize("preset", ModelSpec.names())
 @pytest.mark.parametrize("skew", SKEWS)
 def test_every_model_has_every_skew_and_it_can_be_met(preset: str, skew: str, tmp_path: Path) -> None:
     sections = {"model": {"preset": preset, "scale": 0.03125}, "workload": {"skew": skew, "num_tokens": 2048}}
@@ -55,7 +55,7 @@ def test_every_model_has_every_skew_and_it_can_be_met(preset: str, skew: str, tm
 
 
 def test_skews_grow_from_mixed_to_the_worst_layer() -> None:
-    for preset in preset_names():
+    for preset in ModelSpec.names():
         peaks = [load_skew(preset, skew).peak_load for skew in SKEWS]
         assert peaks == sorted(peaks), preset
 
@@ -170,7 +170,7 @@ def test_auto_takes_decode_where_the_gpu_s_file_says_that_a_step_has_few_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows an expert are those of an expert-parallel group: replicas have experts of their own."""
-    made = load_device("h100-sxm").model_copy(update={"decode_below_rows": 1.5, "gpu_names": ("Test GPU",)})
+    made = Device.load("h100-sxm").model_copy(update={"decode_below_rows": 1.5, "gpu_names": ("Test GPU",)})
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Test GPU")
     monkeypatch.setattr(module, "device_of_gpu", {"Test GPU": made}.get)

@@ -15,7 +15,7 @@ from test_devices import FIGURES, NO_MEMORY
 from moe_ep_bench.analysis.decode_fit import fit_text
 from moe_ep_bench.analysis.load import ResultsError, load_run
 from moe_ep_bench.cli import main
-from moe_ep_bench.cost_model.devices import Device, load_device
+from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
 REFERENCE = Path(__file__).parents[1] / "results" / "reference"
@@ -52,7 +52,7 @@ def test_what_is_printed_goes_into_a_devices_file_as_it_stands(tmp_path: Path) -
     path = tmp_path / "device.yaml"
     figures = {**FIGURES, **NO_MEMORY, "memory_tbps": 2.0}
     path.write_text(f"{yaml.safe_dump(figures)}{text}\n")
-    (fit,) = load_device(str(path)).decode
+    (fit,) = Device.load(str(path)).decode
     assert (fit.base_us, fit.per_expert_us, fit.per_pair_us, fit.r2) == (FIXED_US, EXPERT_US, None, 1.0)
     assert (fit.experts, fit.model, fit.dtype, fit.tokens) == ("te", "Tiny-MoE", "bfloat16", (64,))
     assert (fit.hidden_size, fit.ffn_hidden_size, fit.basis) == (HIDDEN_SIZE, FFN_SIZE, "measured")

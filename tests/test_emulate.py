@@ -20,7 +20,7 @@ from moe_ep_bench.bench.plan import VIRTUAL, plan
 from moe_ep_bench.bench.rows import PackedMetrics
 from moe_ep_bench.cli import main
 from moe_ep_bench.files import write_json
-from moe_ep_bench.models import load_preset
+from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.runtime.crash_journal import Mark, stopped_by
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
@@ -234,7 +234,7 @@ def test_replicas_relieve_the_fullest_rank_drop_nothing_and_cost_memory(modelled
     assert [list(load) for load in of_eplb.load_E] == [list(load) for load in of_native.load_E]
     cases = json.loads((modelled / "run.json").read_text())["cases"].values()
     extra = {case["label"]: case["extra_bytes_per_rank"] for case in cases}
-    model = load_preset("deepseek-v2-lite").scaled(1 / 32)
+    model = ModelSpec.named("deepseek-v2-lite").scaled(1 / 32)
     one_expert = 3 * model.hidden_size * model.ffn_hidden_size * 4
     assert extra.pop(label) == one_expert * model.num_moe_layers
     assert set(extra.values()) == {None}

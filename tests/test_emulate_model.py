@@ -17,7 +17,7 @@ from moe_ep_bench.bench.plan import VIRTUAL, plan
 from moe_ep_bench.bench.run import left_of
 from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.cli import main
-from moe_ep_bench.cost_model.links import load_links
+from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import LAYER_PHASES, MODEL_PHASES, PHASES, TOTAL, UNACCOUNTED
@@ -94,7 +94,7 @@ def test_a_layers_transfers_take_what_its_own_bytes_take_on_the_links(finished: 
     routing, layers = parts(finished, "routing"), phases_of(finished)
     run = json.loads((finished / "run.json").read_text())
     assert (run["mode"], run["scope"]) == ("emulated", "model")
-    row_bytes, links = next(iter(run["comparisons"].values()))["hidden_size"] * 4, load_links("h100-nvlink4")
+    row_bytes, links = next(iter(run["comparisons"].values()))["hidden_size"] * 4, Links.load("h100-nvlink4")
     found = layers[layers.phase.isin(["dispatch", "combine"])].set_index(["case_id", "batch", "layer"]).sort_index()
     seen = set()
     for place, rows in routing.sort_values("rank").groupby(["case_id", "batch", "layer"]):

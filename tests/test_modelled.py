@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ep_bench.cost_model.devices import DecodeFit, Device, device_names, load_device
+from moe_ep_bench.cost_model.devices import DecodeFit, Device
 from moe_ep_bench.cost_model.layer import RankWork, modelled_legs
 from moe_ep_bench.cost_model.timeline import Leg, compose
-from moe_ep_bench.models import ModelSpec, load_preset
+from moe_ep_bench.models import ModelSpec
 
 # Arithmetic 5e7 operations per us, memory 1e6 bytes per us, permutation 5e5 bytes per us.
 DEVICE = Device(
@@ -34,8 +34,8 @@ MODEL = ModelSpec(
     normalize=True,
 )  # fmt: skip
 WITH_SHARED = MODEL.model_copy(update={"shared_ffn_hidden_size": 200})
-DEVICES = {name: load_device(name) for name in device_names()}
-PRESETS = {name: load_preset(name) for name in ("olmoe-1b-7b", "mixtral-8x7b", "deepseek-v2-lite")}
+DEVICES = {name: Device.load(name) for name in Device.names()}
+PRESETS = {name: ModelSpec.named(name) for name in ("olmoe-1b-7b", "mixtral-8x7b", "deepseek-v2-lite")}
 WORK = RankWork(num_tokens=1000, num_sent=2000, received_L=np.array([1000, 3000]))
 
 

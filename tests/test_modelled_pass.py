@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ep_bench.cost_model.devices import Device, device_names, load_device
+from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.layer import RankWork, modelled_legs
 from moe_ep_bench.cost_model.whole_model import PassWork, modelled_pass
 from moe_ep_bench.layer.depth import phases_in_depth
-from moe_ep_bench.models import Attention, LatentAttention, ModelSpec, load_preset
+from moe_ep_bench.models import Attention, LatentAttention, ModelSpec
 from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, layer_and_phase
 
 # Arithmetic 5e7 operations per us, of attention 2e7; memory 1e6 bytes per us, permutation 5e5.
@@ -37,8 +37,8 @@ LATENT = MODEL.model_copy(
         )
     }
 )
-PRESETS = {name: load_preset(name) for name in ("olmoe-1b-7b", "deepseek-v2-lite", "qwen3-30b-a3b")}
-DEVICES = {name: load_device(name) for name in device_names()}
+PRESETS = {name: ModelSpec.named(name) for name in ("olmoe-1b-7b", "deepseek-v2-lite", "qwen3-30b-a3b")}
+DEVICES = {name: Device.load(name) for name in Device.names()}
 
 
 def moe_work(tokens: int, model: ModelSpec, ranks: int = 2) -> RankWork:

@@ -25,7 +25,7 @@ from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.bench.plan import RANKS, ROUTING, VIRTUAL, Comparison, plan
 from moe_ep_bench.bench.route import route
 from moe_ep_bench.cli import main
-from moe_ep_bench.papers.reproduce import _Solver
+from moe_ep_bench.papers.needed_skew import SkewSolver
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
@@ -222,7 +222,7 @@ def test_a_claims_skew_is_looked_for_at_the_same_share_of_padding(
 ) -> None:
     config = write_config(tmp_path, sweep={}, tokens_per_rank=tokens, padding_per_rank=padding, mask_padding=False)
     (planned,) = plan(config, [], VIRTUAL, on_cpu=True, try_out=False)
-    workload = _Solver(planned, "h20", [])._at("scattered", None).experiment.workload
+    workload = SkewSolver(planned, "h20", [])._at("scattered", None).experiment.workload
     assert (workload.tokens_per_rank, workload.padding_per_rank) == solved
     assert workload.mask_padding is False
 

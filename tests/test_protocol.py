@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import HandClock
 
-from moe_ep_bench.models import load_model, preset_names
+from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED
 from moe_ep_bench.timing import cache, ceilings
 from moe_ep_bench.timing.protocol import (
@@ -216,7 +216,7 @@ def test_balanced_scores_keep_their_values_and_level_the_load(num_tokens: int, n
     assert num_tokens * top_k % num_experts or peak_load(load_E) == 1
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", ModelSpec.names())
 def test_a_preset_scales_its_sizes_and_nothing_else(name: str) -> None:
     model = load_model(name)
     small = model.scaled(0.25)

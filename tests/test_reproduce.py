@@ -28,9 +28,9 @@ from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.bench.plan import VIRTUAL, Comparison
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import ConfigError, load_experiments
-from moe_ep_bench.cost_model.devices import DEVICES_DIR
+from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.papers.claims import Claim, claims_path, most_gain, most_peak
-from moe_ep_bench.papers.reproduce import TOLERANCE, Reached, modelled_once, solve
+from moe_ep_bench.papers.needed_skew import TOLERANCE, Reached, modelled_once, solve
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import LAYER_PHASES
 
@@ -464,7 +464,7 @@ def test_modelled_experts_are_those_of_the_device_and_refuse_nothing_for_lack_of
 
 
 def test_a_fit_of_decode_experts_in_a_file_of_ones_own_is_used_when_they_are_asked_for(tmp_path: Path) -> None:
-    figures = yaml.safe_load((DEVICES_DIR / "h100-sxm.yaml").read_text())
+    figures = yaml.safe_load((Device.folder() / "h100-sxm.yaml").read_text())
     (grouped,) = figures["decode"]
     figures["decode"].append({**grouped, "experts": "decode", "base_us": 5.0, "per_expert_us": 3.2})
     figures["decode_below_rows"] = 3
@@ -630,7 +630,7 @@ def test_a_second_call_emulates_and_solves_nothing(
 ) -> None:
     before = json.loads(claims_path(finished).read_text())
     config = write(finished.parent, CLAIMS)
-    monkeypatch.setattr("moe_ep_bench.papers.reproduce.modelled_once", lambda *_: pytest.fail("solved again"))
+    monkeypatch.setattr("moe_ep_bench.papers.needed_skew.modelled_once", lambda *_: pytest.fail("solved again"))
     assert main(["papers", str(config), "--out", str(finished)]) == OK
     assert "all cases were finished before" in capsys.readouterr().err
     assert json.loads(claims_path(finished).read_text()) == before
@@ -639,7 +639,7 @@ def test_a_second_call_emulates_and_solves_nothing(
 def test_a_narrowed_sweep_leaves_out_the_claims_that_it_has_nothing_for(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_ep_bench.papers.reproduce._target", lambda row: None)
+    monkeypatch.setattr("moe_ep_bench.papers.run._Row.target", None)
     config, out = write(tmp_path, CLAIMS), tmp_path / "out"
     assert main(["papers", str(config), "--out", str(out), "--set", "workload.skew=mixed"]) == OK
     assert "left out: Table 4: no comparison has workload.skew worst_layer" in capsys.readouterr().err

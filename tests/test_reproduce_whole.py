@@ -23,7 +23,7 @@ from moe_ep_bench.analysis.whole_claims import needed_moe_speedup
 from moe_ep_bench.bench.subjects import layer_workloads
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import ConfigError, load_experiments
-from moe_ep_bench.cost_model.links import load_links
+from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.files import write_json
 from moe_ep_bench.papers.claims import Claim, claims_path
 from moe_ep_bench.runtime.exit_codes import OK
@@ -279,7 +279,7 @@ def test_configs_of_whole_models_are_sound(config: Path) -> None:
     emulated = experiments[0].emulate
     assert emulated.device == ("h20" if config.stem.startswith("whole-capacity") else "h100-sxm")
     assert emulated.links is not None
-    load_links(emulated.links)
+    Links.load(emulated.links)
     dumped = [experiment.model_dump(mode="json") for experiment in experiments]
     for one in experiments[0].claims:
         assert any(all(_at(values, key) == value for key, value in one.where.items()) for values in dumped)

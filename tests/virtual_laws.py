@@ -31,7 +31,7 @@ from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
 from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
 from moe_ep_bench.layer.virtual import Announced, VirtualRanks, with_slots
-from moe_ep_bench.models import ModelSpec, load_preset
+from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import make_placement, replicate
 from moe_ep_bench.policies import Policy, Routing, make_policy
 from moe_ep_bench.runtime.ranks import Ranks, join
@@ -120,7 +120,7 @@ class Lab:
 
 
 def every_policy_equals_the_dense_reference(ranks: Ranks) -> None:
-    for model, num_ranks in ((load_preset("deepseek-v2-lite").scaled(1 / 32), 8), (SIGMOID_MODEL, 4)):
+    for model, num_ranks in ((ModelSpec.named("deepseek-v2-lite").scaled(1 / 32), 8), (SIGMOID_MODEL, 4)):
         lab = Lab(ranks, model, num_ranks, 61)
         for spec in [None, *POLICIES, *BATCH_WIDE]:
             lab.check(None if spec is None else make_policy(spec), f"{model.name} {spec}")
@@ -135,7 +135,7 @@ def every_part_equals_the_dense_reference(ranks: Ranks) -> None:
 
 
 def experts_in_slots_equal_the_dense_reference(ranks: Ranks) -> None:
-    model = load_preset("deepseek-v2-lite").scaled(1 / 32)
+    model = ModelSpec.named("deepseek-v2-lite").scaled(1 / 32)
     load_E = torch.arange(model.num_experts).numpy() ** 2.0
     plan = replicate(load_E, num_slots=model.num_experts + 8, num_ranks=4)
     for slots in (
@@ -154,14 +154,14 @@ def experts_in_slots_equal_the_dense_reference(ranks: Ranks) -> None:
 
 def a_rank_without_tokens_takes_part(ranks: Ranks) -> None:
     for num_tokens in (0, 3):
-        lab = Lab(ranks, load_preset("deepseek-v2-lite").scaled(1 / 32), 4, num_tokens)
+        lab = Lab(ranks, ModelSpec.named("deepseek-v2-lite").scaled(1 / 32), 4, num_tokens)
         assert len(lab.hidden[0]) == 0
         for spec in (None, {"name": "expanded_drop", "capacity_factor": 1.0}):
             lab.check(None if spec is None else make_policy(spec), f"{num_tokens} tokens, {spec}")
 
 
 def timed_runs_see_the_rows_that_real_ranks_would(ranks: Ranks) -> None:
-    lab = Lab(ranks, load_preset("deepseek-v2-lite").scaled(1 / 32), 8, 97)
+    lab = Lab(ranks, ModelSpec.named("deepseek-v2-lite").scaled(1 / 32), 8, 97)
     policy = make_policy({"name": "token_drop", "capacity_factor": 1.5})
     routings = lab.routings(policy)
     counts_RE = torch.stack([routing.map_TE.sum(0) for routing in routings])

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ep_bench.cost_model.devices import load_device
+from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.layer import RankWork
 from moe_ep_bench.cost_model.timeline import Leg, compose, legs_of, phase_of_meeting
 from moe_ep_bench.cost_model.whole_model import PassWork, modelled_pass
@@ -191,7 +191,7 @@ def a_pass_is_cut_at_the_meetings_of_all_layers_in_order(ranks: Ranks) -> None:
         assert "embedding" in first[0]
         assert "output" in first[-1]
         modelled, modelled_meetings = modelled_pass(
-            load_device("h100-sxm"), lab.model, lab.num_layers, lab.work(0), by_policy=spec is not None,
+            Device.load("h100-sxm"), lab.model, lab.num_layers, lab.work(0), by_policy=spec is not None,
             batch_wide=spec is not None, bytes_per_value=4,
         )  # fmt: skip
         assert modelled_meetings == meetings

@@ -61,7 +61,7 @@ class Ours:
 
 @dataclass(frozen=True)
 class Needed:
-    """See ``papers.reproduce.Needed``."""
+    """See ``papers.needed_skew``."""
 
     placement: str
     found: bool

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from moe_ep_bench.analysis.activated import Steps, decode_steps
 from moe_ep_bench.analysis.load import ResultsError, Run
-from moe_ep_bench.models import load_preset
+from moe_ep_bench.models import ModelSpec
 
 Interval = tuple[float, float]
 
@@ -55,7 +55,7 @@ def fit_text(run: Run, preset: str | None = None) -> str:
             " (measure.breakdown_iterations above 0) and not modelled; see configs/decode.yaml"
         )
     if preset is not None:
-        wanted = load_preset(preset).name
+        wanted = ModelSpec.named(preset).name
         there = list(dict.fromkeys(steps.comparisons[0].model for steps in pools))
         # A shard's name begins with its model's.
         pools = [steps for steps in pools if steps.comparisons[0].model.split(", ")[0] == wanted]

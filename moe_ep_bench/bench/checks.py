@@ -10,7 +10,7 @@ import numpy as np
 from moe_ep_bench.bench.words import tokens_of_ranks
 from moe_ep_bench.config import Experiment, SyntheticConfig
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
-from moe_ep_bench.cost_model.links import links_names
+from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.workload import Workload
@@ -116,7 +116,7 @@ def check_emulated(experiment: Experiment) -> None:
     """Refuse what only real ranks do, and a config without links."""
     if experiment.emulate.links is None:
         raise ValueError(
-            f"emulate.links: expected one of {', '.join(links_names())}, or a path to such a file; got none"
+            f"emulate.links: expected one of {', '.join(Links.names())}, or a path to such a file; got none"
         )
     if experiment.measure.launches != 1:
         raise ValueError(f"measure.launches: emulate makes one launch; expected 1, got {experiment.measure.launches}")

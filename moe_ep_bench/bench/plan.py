@@ -29,15 +29,8 @@ from numpy.typing import NDArray
 from moe_ep_bench.bench import checks, words
 from moe_ep_bench.bench.subjects import SUBJECTS, LayerSubject, ep_size_on
 from moe_ep_bench.config import MEASURED, ConfigError, Experiment, ReplicationConfig, SyntheticConfig, load_experiments
-from moe_ep_bench.cost_model.devices import (
-    VALUE_BYTES,
-    Device,
-    device_of_gpu,
-    load_device,
-    modelled_experts,
-    takes_decode,
-)
-from moe_ep_bench.cost_model.links import Links, load_links
+from moe_ep_bench.cost_model.devices import VALUE_BYTES, Device, device_of_gpu, modelled_experts, takes_decode
+from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import compiled
 from moe_ep_bench.kernels.dispatch import KERNELS
@@ -625,11 +618,11 @@ def _load_models(experiment: Experiment) -> tuple[Links, Device | None]:
     config = experiment.emulate
     assert config.links is not None
     try:
-        links = load_links(config.links).scaled(config.bandwidth_scale)
+        links = Links.load(config.links).scaled(config.bandwidth_scale)
     except ValueError as problem:
         raise ValueError(f"emulate.links: {problem}") from None
     try:
-        return links, None if config.device == MEASURED else load_device(config.device)
+        return links, None if config.device == MEASURED else Device.load(config.device)
     except ValueError as problem:
         raise ValueError(f"emulate.device: {problem}; {MEASURED} is the device that is here") from None
 

@@ -28,7 +28,7 @@ from moe_ep_bench.bench.plan import RANKS, VIRTUAL, Comparison, Plan, plan
 from moe_ep_bench.bench.validation_directory import ValidationDirectory
 from moe_ep_bench.config import EmulateConfig, RouteConfig
 from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, MIN_BYTES
-from moe_ep_bench.cost_model.links import links_names, load_links
+from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime import launcher
@@ -110,7 +110,7 @@ def _plan(config: Path, overrides: Sequence[str], num_ranks: int) -> Plan:
         except ValueError as problem:
             raise ValueError(f"{config}: {problem}") from None
     # Links that are still to be measured cannot be wrong: any will do to find what else is.
-    _emulated(real, num_ranks, _given_links(real) or links_names()[0])
+    _emulated(real, num_ranks, _given_links(real) or Links.names()[0])
     return real
 
 
@@ -166,7 +166,7 @@ def _check_directory(files: ValidationDirectory, num_ranks: int, given_links: st
     if not os.access(out, os.W_OK):
         raise ValueError(f"--out {out}: cannot write there")
     if given_links is None and (files.links).exists() and not force:
-        measured_on = load_links(str(files.links)).ranks_per_node
+        measured_on = Links.load(str(files.links)).ranks_per_node
         if measured_on != num_ranks:
             raise ValueError(
                 f"--out {out}: holds links measured on {measured_on} ranks, here are {num_ranks}; "
@@ -188,7 +188,7 @@ def _calibrated(path: Path, nodes: launcher.Nodes, most_bytes: int, *, force: bo
 
 
 def _links_words(given: str | None, links: str) -> str:
-    described = load_links(links).describe()
+    described = Links.load(links).describe()
     return (
         f"{'calibrated on these ranks' if given is None else f'given as emulate.links {Path(given).name}'}, {described}"
     )

@@ -230,10 +230,10 @@ def _papers(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.claims import load_claims
     from moe_ep_bench.analysis.claims_report import write_claims
     from moe_ep_bench.analysis.claims_text import claims_text
-    from moe_ep_bench.papers.reproduce import reproduce
+    from moe_ep_bench.papers.run import run_claims
 
     out = _out(options)
-    status = reproduce(options.config, out, options.overrides, force=options.force, nproc=options.nproc)
+    status = run_claims(options.config, out, options.overrides, force=options.force, nproc=options.nproc)
 
     def report() -> str:
         claims = load_claims(out)

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -80,22 +81,18 @@ class Exchange:
     num_bytes: int
 
     def matrix(self, num_ranks: int, ranks_per_node: int) -> np.ndarray:
-        return byte_matrix(self.num_bytes, num_ranks, ranks_per_node, self.scope, self.split)
+        """Bytes from each rank (row) to each (column), int64 [R, R]: the fullest has ``num_bytes`` to or from others.
 
-
-def byte_matrix(num_bytes: int, num_ranks: int, ranks_per_node: int, scope: str, split: str) -> np.ndarray:
-    """Bytes from each rank (row) to each (column), int64 [R, R]: the fullest rank has ``num_bytes`` to or from others.
-
-    Every rank also keeps its own share, as in a dispatch; it does not count. Shares are rounded up to whole bytes.
-    """
-    node_R = np.arange(num_ranks) // ranks_per_node
-    same_RR = node_R[:, None] == node_R
-    share_RR = np.ones((num_ranks, num_ranks))
-    if split == HOT:
-        share_RR[:, ::ranks_per_node] = _HOT_SHARE
-    if scope != BOTH:
-        share_RR[same_RR if scope == BETWEEN else ~same_RR] = 0
-    return np.ceil(share_RR * num_bytes / fullest_bytes(share_RR)).astype(np.int64)
+        Every rank also keeps its own share, as in a dispatch; it does not count. Shares are rounded up to whole bytes.
+        """
+        node_R = np.arange(num_ranks) // ranks_per_node
+        same_RR = node_R[:, None] == node_R
+        share_RR = np.ones((num_ranks, num_ranks))
+        if self.split == HOT:
+            share_RR[:, ::ranks_per_node] = _HOT_SHARE
+        if self.scope != BOTH:
+            share_RR[same_RR if self.scope == BETWEEN else ~same_RR] = 0
+        return np.ceil(share_RR * self.num_bytes / fullest_bytes(share_RR)).astype(np.int64)
 
 
 def fullest_bytes(bytes_RR: np.ndarray, duplex: Duplex = "full") -> float:
@@ -243,19 +240,18 @@ def links_from(
     fits: dict[str, Fit] = {}
     fitted: dict[str, Link] = {}
     for scope in (INSIDE, BETWEEN):
-        points = {e: us for e, us in medians_us.items() if e.collective == "all_to_all" and e.scope == scope}
-        if not points:
+        exchanges = [one for one in medians_us if (one.collective, one.scope) == ("all_to_all", scope)]
+        if not exchanges:
             continue
-        bytes_of = {d: [fullest_bytes(e.matrix(num_ranks, ranks_per_node), d) for e in points] for d in DUPLEXES}
-        choices = {duplex: fit_link(sizes, list(points.values())) for duplex, sizes in bytes_of.items()}
+        times_us = np.array([medians_us[one] for one in exchanges])
+        is_even = np.array([one.split == EVEN for one in exchanges])
+        matrices = [one.matrix(num_ranks, ranks_per_node) for one in exchanges]
+        sizes = {duplex: np.array([fullest_bytes(one, duplex) for one in matrices]) for duplex in DUPLEXES}
+        choices = {duplex: fit_link(sizes[duplex], times_us) for duplex in DUPLEXES}
         duplex = min(DUPLEXES, key=lambda duplex: choices[duplex].rms_error)
         fit = fits[scope] = choices[duplex]
-        even_bytes, even_us = zip(
-            *((size, us) for size, (e, us) in zip(bytes_of[duplex], points.items(), strict=True) if e.split == EVEN),
-            strict=True,
-        )
         # More bytes cannot take less time: where a larger message was faster, that is noise.
-        curve_us = np.exp(isotonic_regression(np.log(even_us)).x)
+        curve_us = np.exp(isotonic_regression(np.log(times_us[is_even])).x)
         fitted[scope] = Link(
             latency_us=round(fit.latency_us, 3),
             latency_basis="measured",
@@ -263,7 +259,7 @@ def links_from(
             efficiency=1.0,
             efficiency_basis="measured",
             duplex=duplex,
-            curve=tuple((size, round(float(us), 3)) for size, us in zip(even_bytes, curve_us, strict=True)),
+            curve=tuple(zip(sizes[duplex][is_even], curve_us.round(3), strict=True)),
         )
     sides = {"intra": fitted.get(INSIDE), "inter": fitted.get(BETWEEN)}
     return Links(name=name, source=source, ranks_per_node=ranks_per_node, **sides), fits
@@ -275,33 +271,20 @@ def predicted_us(links: Links, exchange: Exchange, num_ranks: int) -> float:
         return links.all_gather_us(exchange.num_bytes, num_ranks)
     if exchange.collective == "all_reduce":
         return links.all_reduce_us(exchange.num_bytes, num_ranks)
-    return links.slowest_all_to_all_us(exchange.matrix(num_ranks, links.ranks_per_node))
-
-
-def without_curves(links: Links) -> Links:
-    """The same links as two numbers each."""
-    sides = {"intra": links.intra, "inter": links.inter}
-    return links.model_copy(
-        update={side: link and link.model_copy(update={"curve": None}) for side, link in sides.items()}
-    )
+    return float(links.all_to_all_us(exchange.matrix(num_ranks, links.ranks_per_node)).max())
 
 
 def report(links: Links, fits: Mapping[str, Fit], medians_us: Mapping[Exchange, float], num_ranks: int) -> str:
     """A table of what was measured and predicted, the fits, and the errors of each prediction."""
-    models = {"fit": without_curves(links), "curve": links}
-    lines = [
-        f"{'collective':11}{'scope':8}{'split':6}{'bytes':>14}{'us':>12}{'GB/s':>9}"
-        + "".join(f"{name:>12}{'error':>7}" for name in models)
-    ]
-    pairs: dict[tuple[str, str, str, str], list[tuple[float, float]]] = defaultdict(list)
-    for exchange, us in medians_us.items():
-        line = f"{exchange.collective:11}{exchange.scope:8}{exchange.split:6}"
-        line += f"{exchange.num_bytes:14,}{us:12,.1f}{exchange.num_bytes / us / 1e3:9.2f}"
-        for name, model in models.items():
-            predicted = predicted_us(model, exchange, num_ranks)
-            pairs[exchange.collective, exchange.scope, exchange.split, name].append((predicted, us))
-            line += f"{predicted:12,.1f}{predicted / us - 1:+7.0%}"
-        lines.append(line)
+    models = {"fit": links.without_curves(), "curve": links}
+    table = pd.DataFrame(map(asdict, medians_us)).assign(us=list(medians_us.values()))
+    table["GB/s"] = table["num_bytes"] / table["us"] / 1e3
+    for name, model in models.items():
+        table[name] = [predicted_us(model, exchange, num_ranks) for exchange in medians_us]
+        table[f"{name} error"] = table[name] / table["us"] - 1
+    formats = {"num_bytes": "{:,}", "us": "{:,.1f}", "GB/s": "{:.2f}"}
+    formats |= {column: "{:+.0%}" if "error" in column else "{:,.1f}" for column in table.columns[6:]}
+    lines = [table.to_string(index=False, formatters={column: text.format for column, text in formats.items()})]
     for scope, fit in fits.items():
         link = links.intra if scope == INSIDE else links.inter
         assert link is not None
@@ -311,11 +294,12 @@ def report(links: Links, fits: Mapping[str, Fit], medians_us: Mapping[Exchange, 
         )
         if fit.r2 < _POOR_R2:
             lines.append(f"{scope}: a poor fit; measure again while the machine is idle, or with more --repetitions")
-    for (collective, scope, split, name), found in pairs.items():
-        # A curve is made of even splits: there it has no error to tell.
-        if (name, split, scope in fits) != ("curve", EVEN, True):
-            median, worst, _ = fit_errors(*zip(*found, strict=True))
-            lines.append(f"{name} on {collective} {scope} {split}: {_errors(median, worst)}")
+    for (collective, scope, split), rows in table.groupby(["collective", "scope", "split"], sort=False):
+        for name in models:
+            # A curve is made of even splits: there it has no error to tell.
+            if (name, split, scope in fits) != ("curve", EVEN, True):
+                median, worst, _ = fit_errors(rows[name], rows["us"])
+                lines.append(f"{name} on {collective} {scope} {split}: {_errors(median, worst)}")
     return "\n".join(lines)
 
 
@@ -344,14 +328,13 @@ def _source(ranks: Ranks) -> str:
 
 
 def write_links(out: Path, links: Links, fits: Mapping[str, Fit]) -> None:
-    """Write a links file that ``load_links`` reads."""
+    """Write a links file that ``Links.load`` reads."""
     comments = [
         f"# {scope}: latency and bandwidth fit with a median error of {fit.median_error:.1%},"
         f" {fit.worst_error:.1%} at worst, R2 {fit.r2:.5f}"
         for scope, fit in fits.items()
     ]
-    fields = json.loads(links.model_dump_json())
-    text = yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=100)
+    text = yaml.safe_dump(links.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=100)
     with atomic_path(out) as temporary:
         temporary.write_text("\n".join(["# Written by moe-ep-bench calibrate.", *comments, text]))
 

@@ -23,9 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from moe_ep_bench.cost_model.links import Basis
-from moe_ep_bench.models.presets import CONFIGS_DIR, Strict, load_yaml, names_in
-
-DEVICES_DIR = CONFIGS_DIR / "devices"
+from moe_ep_bench.presets import Preset, Strict
 
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -75,8 +73,10 @@ class DecodeFit(Strict):
         )
 
 
-class Device(Strict):
+class Device(Preset):
     """A roofline, and the share of it that is reached."""
+
+    FOLDER = "devices"
 
     name: _Text
     source: _Text
@@ -272,22 +272,9 @@ def gated_ffn(
     return 6 * rows * hidden * ffn, num_bytes, rows
 
 
-def device_names() -> list[str]:
-    return names_in(DEVICES_DIR)
-
-
-def load_device(name_or_path: str) -> Device:
-    """Load a device of configs/devices/ by name, or a file of the same form by its path, which ends in .yaml.
-
-    Raises:
-        ValueError: one line: no such device (it lists those there are), or what is wrong with the file.
-    """
-    return load_yaml(Device, DEVICES_DIR, name_or_path)
-
-
 def device_of_gpu(gpu_name: str) -> Device | None:
     """The device of configs/devices/ whose ``gpu_names`` have this name; None where there is none."""
-    devices = (load_device(name) for name in device_names())
+    devices = (Device.named(name) for name in Device.names())
     return next((device for device in devices if gpu_name in device.gpu_names), None)
 
 

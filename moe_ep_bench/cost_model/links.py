@@ -14,6 +14,7 @@ Shapes: R = ranks, N = measured points.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -23,9 +24,7 @@ from numpy.typing import ArrayLike
 from pydantic import Field, PositiveFloat, model_validator
 from scipy.optimize import nnls
 
-from moe_ep_bench.models.presets import CONFIGS_DIR, Strict, load_yaml, names_in
-
-LINKS_DIR = CONFIGS_DIR / "links"
+from moe_ep_bench.presets import Preset, Strict
 
 Basis = Literal["measured", "published", "assumed"]
 """Measured by ``calibrate``, published by others (the file says by whom), or assumed."""
@@ -96,8 +95,10 @@ class Link(Strict):
         )
 
 
-class Links(Strict):
+class Links(Preset):
     """The links of a cluster whose ranks fill its nodes in order: rank r is on node r // ranks_per_node."""
+
+    FOLDER = "links"
 
     name: str = Field(min_length=1)
     source: str = Field(min_length=1)
@@ -119,12 +120,16 @@ class Links(Strict):
         """The same links with ``factor`` times the bandwidth; the name says so."""
         if factor == 1:
             return self
+        scaled = self.each(lambda link: link.scaled(factor))
+        return scaled.model_copy(update={"name": f"{self.name}, bandwidth x {factor:g}"})
+
+    def without_curves(self) -> Links:
+        """The same links as two numbers each."""
+        return self.each(lambda link: link.model_copy(update={"curve": None}))
+
+    def each(self, change: Callable[[Link], Link]) -> Links:
         return self.model_copy(
-            update={
-                "name": f"{self.name}, bandwidth x {factor:g}",
-                "intra": self.intra and self.intra.scaled(factor),
-                "inter": self.inter and self.inter.scaled(factor),
-            }
+            update={"intra": self.intra and change(self.intra), "inter": self.inter and change(self.inter)}
         )
 
     def describe(self) -> str:
@@ -163,10 +168,6 @@ class Links(Strict):
                 busy_us_R = link.exchange_us(carried_RR.sum(axis=1), carried_RR.sum(axis=0))
                 times_us_R = np.maximum(times_us_R, busy_us_R)
         return times_us_R
-
-    def slowest_all_to_all_us(self, bytes_RR: ArrayLike) -> float:
-        """Microseconds of the whole all-to-all: its slowest rank's."""
-        return float(self.all_to_all_us(bytes_RR).max(initial=0.0))
 
     def all_gather_us(self, num_bytes: float, num_ranks: int) -> float:
         """Microseconds until every rank has the ``num_bytes`` of every other.
@@ -268,16 +269,3 @@ def fit_errors(predicted_N: ArrayLike, measured_N: ArrayLike) -> tuple[float, fl
     spread = float(((measured_N - measured_N.mean()) ** 2).sum())
     r2 = 1 - float(((predicted_N - measured_N) ** 2).sum()) / spread if spread > 0 else math.nan
     return float(np.median(errors_N)), float(errors_N.max()), r2
-
-
-def links_names() -> list[str]:
-    return names_in(LINKS_DIR)
-
-
-def load_links(name_or_path: str) -> Links:
-    """Load links of configs/links/ by name, or a file of the same form by its path, which ends in .yaml.
-
-    Raises:
-        ValueError: one line: no such links (it lists those there are), or what is wrong with the file.
-    """
-    return load_yaml(Links, LINKS_DIR, name_or_path)

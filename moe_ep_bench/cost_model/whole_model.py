@@ -151,48 +151,6 @@ def modelled_pass(
 
 
 @dataclass(frozen=True)
-class _Heads:
-    """Numbers of a token in attention, and what makes them.
-
-    Attributes:
-        queries, keys, values, output: of all heads together; keys and values as they are cached.
-        projections: what each takes and gives.
-        normed: numbers that attention's own norms read.
-        rotates_cache: each step gives all cached keys their positions.
-    """
-
-    queries: int
-    keys: int
-    values: int
-    output: int
-    projections: tuple[tuple[int, int], ...]
-    normed: int
-    rotates_cache: bool
-
-    @classmethod
-    def of(cls, model: ModelSpec) -> _Heads:
-        attention, hidden = model.attention, model.hidden_size
-        if attention is None:
-            raise ValueError(f"model: {model.name}: a modelled pass needs its attention, which is not stated")
-        if isinstance(attention, LatentAttention):
-            return cls._latent(attention, hidden)
-        queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-        normed = 0 if attention.qk_norm == "none" else queries + keys
-        return cls(queries, keys, keys, queries, ((hidden, queries + 2 * keys), (queries, hidden)), normed, True)
-
-    @classmethod
-    def _latent(cls, attention: LatentAttention, hidden: int) -> _Heads:
-        heads, latent, rotary = attention.num_heads, attention.kv_lora_rank, attention.qk_rope_head_dim
-        queries, values = heads * (attention.qk_nope_head_dim + rotary), heads * attention.v_head_dim
-        compressed = attention.q_lora_rank
-        to_queries = ((hidden, queries),) if compressed is None else ((hidden, compressed), (compressed, queries))
-        from_latent = (latent, heads * attention.qk_nope_head_dim + values)
-        projections = (*to_queries, (hidden, latent + rotary), from_latent, (values, hidden))
-        normed = (compressed or 0) + latent
-        return cls(queries, queries, values, values, projections, normed, False)
-
-
-@dataclass(frozen=True)
 class _Formulas:
     """The module's table, in microseconds."""
 
@@ -227,25 +185,22 @@ class _Formulas:
 
     @property
     def attention_us(self) -> float:
-        heads, tokens = _Heads.of(self.model), self.work.num_tokens
-        projections_us = sum(self._gemm_us(tokens, *sizes) for sizes in heads.projections)
-        rotated = tokens * heads.queries + (self._cached_tokens if heads.rotates_cache else tokens) * heads.keys
-        elementwise_us = self._moved_us(2 * self.value_bytes * (tokens * heads.normed + rotated))
-        return projections_us + elementwise_us + self._core_us(heads)
-
-    def _core_us(self, heads: _Heads) -> float:
-        of_a_pair = 2 * (heads.queries + heads.output)
-        pairs = sum(length**2 / 2 for length in self.work.prompt_lengths) + self.work.num_requests * (
-            self.work.context_length + 1
-        )
-        passed = self.work.num_tokens * (heads.queries + heads.output)
-        num_bytes = self.value_bytes * (passed + self._cached_tokens * (heads.keys + heads.values))
-        return self.device.attention_us(of_a_pair * pairs, num_bytes)
-
-    @property
-    def _cached_tokens(self) -> int:
-        """Tokens whose keys and values are read, the new ones included."""
-        return sum(self.work.prompt_lengths) + self.work.num_requests * (self.work.context_length + 1)
+        attention, work, value_bytes = self.model.attention, self.work, self.value_bytes
+        if attention is None:
+            raise ValueError(f"model: {self.model.name}: a modelled pass needs its attention, which is not stated")
+        queries, keys, values, output, normed = attention.widths
+        tokens = work.num_tokens
+        # Tokens whose keys and values are read, the new ones included.
+        cached = sum(work.prompt_lengths) + work.num_requests * (work.context_length + 1)
+        projections_us = sum(self._gemm_us(tokens, *sizes) for sizes in attention.projections(self.model.hidden_size))
+        # Each step gives all cached keys of grouped queries their positions.
+        rotated = tokens * queries + (tokens if isinstance(attention, LatentAttention) else cached) * keys
+        elementwise_us = self._moved_us(2 * value_bytes * (tokens * normed + rotated))
+        pairs = sum(length**2 / 2 for length in work.prompt_lengths)
+        pairs += work.num_requests * (work.context_length + 1)
+        core_bytes = value_bytes * (tokens * (queries + output) + cached * (keys + values))
+        core_us = self.device.attention_us(2 * (queries + output) * pairs, core_bytes)
+        return projections_us + elementwise_us + core_us
 
     @property
     def _hidden_bytes(self) -> int:

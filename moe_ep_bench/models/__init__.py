@@ -11,28 +11,34 @@ A spec states the model as it is. Where the benchmark's layer is simpler, its ``
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal, NamedTuple
 
-import yaml
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from moe_ep_bench.models.hf_config import read_hf_config
-from moe_ep_bench.models.presets import CONFIGS_DIR, Strict, named_path, names_in, validated
-
-PRESET_DIR = CONFIGS_DIR / "models"
+from moe_ep_bench.presets import Preset, Strict, validated
 
 # Kernels want hidden sizes that are multiples of this.
 _SIZE_MULTIPLE = 16
 
-_Size = Annotated[int, Field(ge=1)]
+
+class Widths(NamedTuple):
+    """Numbers of a token in attention, of all heads together; keys and values as a static cache holds them."""
+
+    queries: int
+    keys: int
+    values: int
+    output: int
+    normed: int
+    """Those that attention's own norms read."""
 
 
 class Attention(Strict):
     """Multi-head or grouped-query attention."""
 
-    num_heads: _Size
-    num_kv_heads: _Size
-    head_dim: _Size
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
     bias: Literal["none", "qkv", "all"] = "none"
     """Which projections have a bias: none, those of queries, keys and values, or the output's too."""
     qk_norm: Literal["none", "head", "all_heads"] = "none"
@@ -40,61 +46,89 @@ class Attention(Strict):
     sinks: bool = False
     """Each head has a learned logit that takes weight from the tokens'."""
 
-    def num_parameters(self, hidden_size: int) -> int:
+    @property
+    def widths(self) -> Widths:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        weights = hidden_size * (2 * queries + 2 * keys)
-        biases = {"none": 0, "qkv": queries + 2 * keys, "all": queries + 2 * keys + hidden_size}[self.bias]
-        norms = {"none": 0, "head": 2 * self.head_dim, "all_heads": queries + keys}[self.qk_norm]
-        return weights + biases + norms + self.num_heads * self.sinks
+        return Widths(queries, keys, keys, queries, normed=0 if self.qk_norm == "none" else queries + keys)
+
+    def projections(self, hidden_size: int) -> list[tuple[int, int]]:
+        """What each projection takes and gives."""
+        queries, keys, values, output, _ = self.widths
+        return [(hidden_size, queries + keys + values), (output, hidden_size)]
+
+    def num_parameters(self, hidden_size: int) -> int:
+        queries, keys, values, _, normed = self.widths
+        to_heads = queries + keys + values
+        biases = {"none": 0, "qkv": to_heads, "all": to_heads + hidden_size}[self.bias]
+        norms = 2 * self.head_dim if self.qk_norm == "head" else normed
+        return _weights(self.projections(hidden_size)) + biases + norms + self.num_heads * self.sinks
 
 
 class LatentAttention(Strict):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
-    num_heads: _Size
-    kv_lora_rank: _Size
+    num_heads: PositiveInt
+    kv_lora_rank: PositiveInt
     """Width of the latent that keys and values are made from, and that is cached."""
-    q_lora_rank: _Size | None = None
+    q_lora_rank: PositiveInt | None = None
     """Width of the latent that queries are made from; null = queries come from the hidden state."""
-    qk_nope_head_dim: _Size
-    qk_rope_head_dim: _Size
-    v_head_dim: _Size
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt
+    v_head_dim: PositiveInt
+
+    @property
+    def widths(self) -> Widths:
+        queries, values = (
+            self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim),
+            self.num_heads * self.v_head_dim,
+        )
+        return Widths(queries, queries, values, values, normed=(self.q_lora_rank or 0) + self.kv_lora_rank)
+
+    def projections(self, hidden_size: int) -> list[tuple[int, int]]:
+        """What each projection takes and gives."""
+        queries, _, values, output, _ = self.widths
+        compressed, latent = self.q_lora_rank, self.kv_lora_rank
+        return [
+            *([(hidden_size, queries)] if compressed is None else [(hidden_size, compressed), (compressed, queries)]),
+            (hidden_size, latent + self.qk_rope_head_dim),
+            (latent, self.num_heads * self.qk_nope_head_dim + values),
+            (output, hidden_size),
+        ]
 
     def num_parameters(self, hidden_size: int) -> int:
-        queries = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
-        if self.q_lora_rank is None:
-            to_queries = hidden_size * queries
-        else:
-            to_queries = self.q_lora_rank * (hidden_size + 1 + queries)  # 1: the latent's norm
-        to_latent = hidden_size * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
-        from_latent = self.kv_lora_rank * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
-        return to_queries + to_latent + from_latent + self.num_heads * self.v_head_dim * hidden_size
+        return _weights(self.projections(hidden_size)) + self.widths.normed
 
 
-class ModelSpec(Strict):
+def _weights(projections: list[tuple[int, int]]) -> int:
+    return sum(takes * gives for takes, gives in projections)
+
+
+class ModelSpec(Preset):
     """One MoE layer's shape, and the model in which such layers stand."""
+
+    FOLDER = "models"
 
     name: str
     source: str
-    num_layers: _Size
-    first_dense_layers: int = Field(0, ge=0)
+    num_layers: PositiveInt
+    first_dense_layers: NonNegativeInt = 0
     """Layers at the bottom with a dense FFN; all others are MoE layers."""
-    dense_ffn_hidden_size: int = Field(0, ge=0)
+    dense_ffn_hidden_size: NonNegativeInt = 0
     """Width of the dense layers' gated FFN; 0 = not stated, or no such layer."""
-    hidden_size: _Size
-    vocab_size: _Size | None = None
+    hidden_size: PositiveInt
+    vocab_size: PositiveInt | None = None
     tied_embeddings: bool = False
     """The output layer shares the embedding's weights."""
     attention: Attention | LatentAttention | None = None
 
-    num_experts: _Size
-    top_k: _Size
-    ffn_hidden_size: _Size
+    num_experts: PositiveInt
+    top_k: PositiveInt
+    ffn_hidden_size: PositiveInt
     """Width of one routed expert's gated FFN."""
     activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
     expert_bias: bool = False
     """The experts' linear layers have biases."""
-    shared_ffn_hidden_size: int = Field(0, ge=0)
+    shared_ffn_hidden_size: NonNegativeInt = 0
     """Width of all shared experts together; 0 = none."""
     shared_expert_gate: bool = False
     """The shared experts' output is multiplied by the sigmoid of one learned projection."""
@@ -105,9 +139,9 @@ class ModelSpec(Strict):
     selection_bias: bool = False
     """A learned bias per expert is added to the scores for selecting, never to the weights."""
     num_groups: int | None = Field(None, ge=2)
-    top_groups: _Size | None = None
+    top_groups: PositiveInt | None = None
     """The top-k looks only into the ``top_groups`` best of ``num_groups`` equal groups of experts; null = no groups."""
-    group_score_experts: _Size | None = None
+    group_score_experts: PositiveInt | None = None
     """A group's score is the sum of this many of its best experts' scores."""
     normalize: bool
     """Weights of the selected experts are divided by their sum (norm_topk_prob)."""
@@ -115,7 +149,7 @@ class ModelSpec(Strict):
     """Factor on the combine weights (routed_scaling_factor)."""
     scale: float = Field(1.0, gt=0, le=1)
     """Hidden sizes as a share of the true ones."""
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: PositiveInt = 1
     """Of so many tensor-parallel ranks this is one: its FFN sizes are the shard's."""
 
     @model_validator(mode="after")
@@ -171,30 +205,26 @@ class ModelSpec(Strict):
         return tuple(sentence for sentence, holds in sentences.items() if holds)
 
     @property
+    def expert_parameters(self) -> int:
+        """Weights of one routed expert: a gated FFN's three matrices, and biases where the model has them."""
+        biases = 2 * self.ffn_hidden_size + self.hidden_size
+        return 3 * self.hidden_size * self.ffn_hidden_size + biases * self.expert_bias
+
+    @property
     def num_parameters(self) -> int | None:
         """Weights of the whole language model; None for a shard, or where attention, vocabulary or dense FFN is not
         stated."""
-        return self._count(experts=self.num_experts, embeddings=1 if self.tied_embeddings else 2)
-
-    @property
-    def num_active_parameters(self) -> int | None:
-        """Weights that one token is multiplied by: top-k experts, and no embedding table, which is only looked up."""
-        return self._count(experts=self.top_k, embeddings=1)
-
-    def _count(self, experts: int, embeddings: int) -> int | None:
         dense_known = self.dense_ffn_hidden_size > 0 or self.first_dense_layers == 0
         if self.attention is None or self.vocab_size is None or not dense_known or self.tensor_parallel > 1:
             return None
         hidden = self.hidden_size
-        expert = 3 * hidden * self.ffn_hidden_size
-        if self.expert_bias:
-            expert += 2 * self.ffn_hidden_size + hidden
         router = self.num_experts * (hidden + self.router_bias + self.selection_bias)
         shared = 3 * hidden * self.shared_ffn_hidden_size + hidden * self.shared_expert_gate
-        moe = experts * expert + router + shared
+        moe = self.num_experts * self.expert_parameters + router + shared
         block = self.attention.num_parameters(hidden) + 2 * hidden  # two norms
         ffn = self.num_moe_layers * moe + self.first_dense_layers * 3 * hidden * self.dense_ffn_hidden_size
-        return embeddings * self.vocab_size * hidden + self.num_layers * block + ffn + hidden
+        embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * hidden
+        return embeddings + self.num_layers * block + ffn + hidden
 
     def sharded(self, tensor_parallel: int) -> ModelSpec:
         """Return one rank's shard of so many: the FFN of routed and shared experts is cut.
@@ -227,30 +257,16 @@ class ModelSpec(Strict):
         return self.model_copy(update={**sizes, "scale": scale})
 
 
-def preset_names() -> list[str]:
-    return names_in(PRESET_DIR)
-
-
 def load_model(name_or_path: str) -> ModelSpec:
     """Load a preset by name, or a Hugging Face config.json by path: a file that ends in .json, or its folder.
 
     Raises:
-        ValueError: see ``load_preset`` and ``load_hf_model``.
+        ValueError: see ``ModelSpec.named`` and ``load_hf_model``.
     """
     path = Path(name_or_path)
-    if name_or_path not in preset_names() and (path.suffix == ".json" or path.exists()):
+    if name_or_path not in ModelSpec.names() and (path.suffix == ".json" or path.exists()):
         return load_hf_model(path)
-    return load_preset(name_or_path)
-
-
-def load_preset(name: str) -> ModelSpec:
-    """Load a preset of configs/models/ by name.
-
-    Raises:
-        ValueError: there is no such preset; the message lists those there are.
-    """
-    path = named_path(PRESET_DIR, name)
-    return validated(ModelSpec, yaml.safe_load(path.read_text()), path)
+    return ModelSpec.named(name_or_path)
 
 
 def load_hf_model(path: Path) -> ModelSpec:
@@ -259,4 +275,4 @@ def load_hf_model(path: Path) -> ModelSpec:
     Raises:
         ValueError: one line that names the file, the key, the value and what is allowed.
     """
-    return validated(ModelSpec, read_hf_config(path), path)
+    return validated(ModelSpec, read_hf_config(path, ModelSpec.model_fields), path)

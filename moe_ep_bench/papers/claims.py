@@ -17,7 +17,10 @@ import math
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from moe_ep_bench.presets import PolicyEntry, Strict
+from moe_ep_bench.schema import phase_groups
 
 Metric = Literal[
     "speedup", "layer_time", "activated_experts", "dropped_fraction", "retained_mass",
@@ -30,8 +33,7 @@ PASS_METRICS = ("speedup", "step_time", "tokens_per_s")
 MODEL_METRICS = (*PASS_METRICS, "moe_speedup", "activated_experts", "dropped_fraction", "retained_mass")
 ONLY_MODEL_METRICS = ("moe_speedup", "step_time", "tokens_per_s")
 # Times of a group of phases, mean over ranks, over those of native.
-PHASE_METRICS = {f"{phase}_time": phase for phase in ("gate", "permute", "comm", "experts")}
-assert set(PHASE_METRICS) < set(get_args(Metric))
+PHASE_METRICS = {f"{group}_time": group for group in phase_groups("layer") if f"{group}_time" in get_args(Metric)}
 # Metrics of a policy alone: nothing is set against native.
 OWN_METRICS = ("dropped_fraction", "retained_mass")
 # Metrics of native itself: numbers with a unit, and no policy.
@@ -43,14 +45,12 @@ PLACEMENTS = ("scattered", "adjacent")
 _PAPER = "expected a number, [low, high] with null for an open end, or null where it is not at hand"
 
 
-class Claim(BaseModel):
+class Claim(Strict):
     """One published number, or what a publication says of a number."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: str = Field(min_length=1)
     """Publication, and its figure, table or section."""
-    policy: dict[str, Any] | None = None
+    policy: PolicyEntry | None = None
     """One of the config's policies; a list in place of a value makes one claim for each. None for a native_ metric."""
     metric: Metric = "speedup"
     """Time of native over the policy's, of a layer or, with scope model, of a pass; a share; the time of the layer or
@@ -61,9 +61,9 @@ class Claim(BaseModel):
     """From and to; a number is both, null is an open end. null alone: the number is not at hand."""
     of: Literal["layer", "end_to_end", "not_stated"] = "layer"
     """What the paper measured; here it is what ``scope`` says."""
-    versus: dict[str, Any] | None = None
+    versus: PolicyEntry | None = None
     """Another of the config's policies in place of native."""
-    where: dict[str, Any] = {}
+    where: dict[str, Any] = Field({})
     """Dotted keys with values: only comparisons that have them."""
     note: str = Field(min_length=1)
     """Why our number may differ, and what was inferred."""

@@ -7,22 +7,19 @@ and metric; what a paper does not state is null. A column without a task is data
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from moe_ep_bench.policies import Policy, make_policy
+from moe_ep_bench.presets import Strict, read_yaml, validated
+
+_Percent = Annotated[float, Field(ge=0, le=100)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Column(_Strict):
+class Column(Strict):
     """One task of a table."""
 
     name: str = Field(min_length=1)
@@ -33,31 +30,26 @@ class Column(_Strict):
     metric: str | None = None
 
 
-class Row(_Strict):
+class Row(Strict):
     """One policy on one model, in percent."""
 
     policy: dict[str, Any] | None
     """As configs have it, with one value for each field; null = the unpatched model."""
-    accuracy: tuple[float | None, ...]
+    accuracy: tuple[_Percent | None, ...]
     """By column."""
-    average: float | None = None
+    average: _Percent | None = None
     """As printed."""
 
     @model_validator(mode="after")
     def _check(self) -> Row:
-        if self.policy is not None:
-            make_policy(self.policy)
-        for value in (*self.accuracy, self.average):
-            if value is not None and not (math.isfinite(value) and 0 <= value <= 100):
-                raise ValueError(f"accuracy, average: expected percent, 0 to 100, got {value}")
+        self.make_policy()
         return self
 
-    @property
-    def as_policy(self) -> Policy | None:
+    def make_policy(self) -> Policy | None:
         return None if self.policy is None else make_policy(self.policy)
 
 
-class Table(_Strict):
+class Table(Strict):
     """A published table.
 
     Attributes:
@@ -87,7 +79,7 @@ class Table(_Strict):
         for row in self.models[model]:
             for column, percent in zip(self.columns, row.accuracy, strict=True):
                 if percent is not None:
-                    yield Cell(row.as_policy, column, percent)
+                    yield Cell(row.make_policy(), column, percent)
 
 
 class Cell(NamedTuple):
@@ -104,13 +96,4 @@ def load_table(file: Path) -> Table:
     Raises:
         ValueError: one line naming the file, the key and what is allowed.
     """
-    try:
-        return Table.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ValueError(f"{file}: cannot read the table: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{file}: expected YAML; {' '.join(str(error).split())}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{file}: {key + ': ' if key else ''}{first['msg'].removeprefix('Value error, ')}") from None
+    return validated(Table, read_yaml(file, "cannot read the table"), file)

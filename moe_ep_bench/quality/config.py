@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer, model_validator
 
-from moe_ep_bench.config import FILE, SweepPoint, expand_policies, load_points
-from moe_ep_bench.models.presets import Strict
+from moe_ep_bench.config import FILE, SweepPoint, load_points
 from moe_ep_bench.policies import Policy
+from moe_ep_bench.presets import PolicyEntry, Strict, expand_policies
 
 # ``run.json`` has only the last part of a path.
 NAME = PlainSerializer(lambda path: path and path.resolve().name, when_used="json")
@@ -106,11 +106,10 @@ class QualityExperiment(SweepPoint):
     """Tokens that are routed together: all of a batch (prefill), or those of each position (decode); auto = each
     policy's own phase (``quality.passes``), prefill for policies of both. Where a task's answers are generated,
     prefill and decode are told apart as they run."""
-    policies: tuple[dict[str, Any], ...] = Field(min_length=1)
+    policies: tuple[PolicyEntry, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _check(self) -> QualityExperiment:
-        self.make_policies()
         if self.tasks is None:
             if self.text is None:
                 raise ValueError("text, tasks: expected at least one of them, got neither")

@@ -12,29 +12,22 @@ rest of its shape is the generator's.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-SKEW_DIR = Path(__file__).resolve().parents[2] / "configs" / "skews"
-SKEWS = ("mixed", "single_domain", "worst_layer")
+from moe_ep_bench.presets import Preset, Strict
 
 
-class RankLoad(BaseModel):
+class RankLoad(Strict):
     """A load of the fullest of ``ep_size`` contiguous ranks, over the mean."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     ep_size: int = Field(ge=2)
     load: float = Field(ge=1)
 
 
-class Skew(BaseModel):
+class Skew(Strict):
     """Targets for ``SyntheticWorkload``; None = not known, left to the generator."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     basis: Literal["recorded", "published", "assumed"]
     """What the numbers were taken from: a recording of this model, a publication on it, or another model's."""
@@ -49,17 +42,27 @@ class Skew(BaseModel):
         return self.model_dump(exclude={"basis", "source"}, exclude_none=True)
 
 
+class Skews(Preset):
+    """The file of one model."""
+
+    FOLDER = "skews"
+
+    mixed: Skew
+    single_domain: Skew
+    worst_layer: Skew
+
+
+SKEWS = tuple(Skews.model_fields)
+
+
 def load_skew(preset: str, name: str) -> Skew:
     """Load a skew of a preset's file.
 
     Raises:
-        ValueError: the model has no file, or there is no such skew; the message says what there is.
+        ValueError: the model has no file.
     """
-    path = SKEW_DIR / f"{preset}.yaml"
-    if name not in SKEWS:
-        raise ValueError(f"expected one of {', '.join(SKEWS)}; got {name!r}")
-    if not path.is_file():
+    if preset not in Skews.names():
         raise ValueError(
             f"there is no configs/skews/{preset}.yaml to calibrate to; give peak_load and the like instead"
         )
-    return Skew(**yaml.safe_load(path.read_text())[name])
+    return getattr(Skews.named(preset), name)

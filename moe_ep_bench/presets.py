@@ -1,20 +1,30 @@
 """Read YAML files into strict pydantic models, with one line for every error.
 
-Presets are the YAML files of a folder of configs/. Users name them without the ending, or give a path.
+A preset is a YAML file of a folder of configs/ that users name without its ending. Its class says the folder:
+
+``models``   ``models.ModelSpec``           shape of a model
+``devices``  ``cost_model.devices.Device``  roofline of a device that is not here
+``links``    ``cost_model.links.Links``     links between ranks that are not there
+``skews``    ``workload.skews.Skews``       targets for synthetic workloads, by the model's name
+
+Policies stand in all files alike: a name and fields, where a list in place of a value means one policy for each.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
-CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
+from moe_ep_bench.policies import Policy, make_policy
+
+CONFIGS_DIR = Path(__file__).resolve().parents[1] / "configs"
 
 
 class ConfigError(ValueError):
@@ -27,35 +37,48 @@ class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class Preset(Strict):
+    """What a YAML file of ``configs/<FOLDER>/`` holds."""
+
+    FOLDER: ClassVar[str]
+
+    @classmethod
+    def folder(cls) -> Path:
+        return CONFIGS_DIR / cls.FOLDER
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return sorted(path.stem for path in cls.folder().glob("*.yaml"))
+
+    @classmethod
+    def named(cls, name: str, otherwise: str = "") -> Self:
+        """Load a preset by its name.
+
+        Raises:
+            ValueError: one line: what is wrong with the file, or that there is none; then it lists ``otherwise`` and
+                the names there are.
+        """
+        names = cls.names()
+        if name not in names:
+            raise ValueError(f"expected {otherwise}one of {', '.join(names)}; got {name!r}{_hint(name, names)}")
+        return cls._read(cls.folder() / f"{name}.yaml")
+
+    @classmethod
+    def load(cls, name_or_path: str) -> Self:
+        """Load a preset by its name, or any file of the same form by its path, which ends in .yaml.
+
+        Raises:
+            ValueError: as ``named``.
+        """
+        path = Path(name_or_path)
+        return cls._read(path) if path.suffix == ".yaml" else cls.named(name_or_path, "a path of a .yaml or ")
+
+    @classmethod
+    def _read(cls, path: Path) -> Self:
+        return validated(cls, read_yaml(path), path)
+
+
 _Kind = TypeVar("_Kind", bound=Strict)
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.stem for path in folder.glob("*.yaml"))
-
-
-def named_path(folder: Path, name: str, otherwise: str = "") -> Path:
-    """The preset of ``folder`` with this name.
-
-    Raises:
-        ValueError: there is none; the message lists ``otherwise`` and those there are.
-    """
-    names = names_in(folder)
-    if name not in names:
-        raise ValueError(f"expected {otherwise}one of {', '.join(names)}; got {name!r}{_hint(name, names)}")
-    return folder / f"{name}.yaml"
-
-
-def load_yaml(kind: type[_Kind], folder: Path, name_or_path: str) -> _Kind:
-    """Load a preset of ``folder`` by name, or any YAML file by its path, which ends in .yaml.
-
-    Raises:
-        ValueError: one line that names the file and key, or lists the names there are.
-    """
-    path = Path(name_or_path)
-    if path.suffix != ".yaml":
-        path = named_path(folder, name_or_path, "a path of a .yaml or ")
-    return validated(kind, read_yaml(path), path)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -116,6 +139,27 @@ def validated(kind: type[_Kind], fields: dict[str, Any], where: Path, beside: It
         raise ConfigError(f"{where}: {_first_error(error, kind, beside)}") from None
 
 
+def expand_policies(entries: Iterable[Mapping[str, Any]]) -> list[Policy]:
+    """Make every policy of a file's entries once, in their order, with lists as values expanded.
+
+    Raises:
+        ValueError: naming the field and what is allowed.
+    """
+    found = []
+    for entry in entries:
+        choices = [value if isinstance(value, list) else [value] for value in entry.values()]
+        found += [make_policy(dict(zip(entry, values, strict=True))) for values in itertools.product(*choices)]
+    return list(dict.fromkeys(found))
+
+
+def _check_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    expand_policies([entry])
+    return entry
+
+
+PolicyEntry = Annotated[dict[str, Any], AfterValidator(_check_entry)]
+
+
 def models_in(annotation: Any) -> list[type[BaseModel]]:
     """The models of a field's annotation: the annotation itself, or members of its union or tuple."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -136,8 +180,10 @@ def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable
         elif part in fields:
             keys.append(part)
             models = models_in(fields[part].annotation)
-        else:  # Pydantic's name for a member of a union, no key of the file.
-            models = [model for model in models if model.model_fields["kind"].default == part]
+        elif members := [model for model in models if part in (model.__name__, _kind_of(model))]:
+            models = members  # Pydantic's name for a member of a union, no key of the file.
+        else:
+            keys.append(part)  # an alias
     key = ".".join(keys)
     if unknown is not None:
         known = [*_fields(models), *(() if keys else beside)]
@@ -153,6 +199,11 @@ def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable
 
 def _fields(models: Iterable[type[BaseModel]]) -> dict[str, FieldInfo]:
     return {name: field for model in models for name, field in model.model_fields.items()}
+
+
+def _kind_of(model: type[BaseModel]) -> object:
+    """Which word of a file stands for this member of a union."""
+    return model.model_fields["kind"].default if "kind" in model.model_fields else None
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

@@ -1,0 +1,53 @@
+"""Presets of every kind: they load, their figures have sources, and what is not there is told in one line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.presets import Preset
+from moe_ep_bench.workload.skews import Skews
+
+KINDS = (ModelSpec, Device, Links)
+# One link alone is no figure.
+FIGURE = r"(?!inter: null)\s*(- )?(\[|\w+: *)(\d|null|true|false)"
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in kind.names()])
+def test_every_preset_loads_and_its_figures_have_sources(kind: type[Preset], name: str) -> None:
+    found = kind.named(name)
+    lines = (kind.folder() / f"{name}.yaml").read_text().splitlines()
+    figures = [line for line in lines if re.match(FIGURE, line)]
+    assert len(figures) >= (8 if kind is ModelSpec else 3)
+    source = r"#\s+\S+" if kind is ModelSpec else r"#\s+\S+ \S+"  # of a model its key in config.json is enough
+    assert [line for line in figures if not re.search(source, line)] == []
+    if kind is ModelSpec:
+        assert "config.json" in lines[0]
+    else:
+        assert found.name == name
+        assert found.describe().startswith(f"modelled by {kind.FOLDER}/{name}: ")
+
+
+def test_every_model_has_its_skews() -> None:
+    assert [Skews.named(name) for name in ModelSpec.names()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "unknown", "close"),
+    [(ModelSpec, "deepseek-v4", "deepseek-v3"), (Device, "h1000", "h100-sxm"), (Links, "h100-nvlink", "h100-nvlink4")],
+)
+def test_an_unknown_name_lists_what_there_is(kind: type[Preset], unknown: str, close: str) -> None:
+    with pytest.raises(ValueError, match=f"{', '.join(kind.names())}; got '{unknown}'") as error:
+        kind.named(unknown)
+    assert close in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^[^\n]*absent.yaml: cannot be read: No such file[^\n]*$"):
+        Links.load(str(tmp_path / "absent.yaml"))

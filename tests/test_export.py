@@ -15,7 +15,7 @@ import pytest
 from results_builder import FAST_RANK, FakeCase, FakeComparison, standard_cases, write_run
 
 from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.analysis.render import escape_latex, escape_markdown
+from moe_ep_bench.analysis.render import JSON_VERSION, escape_latex, escape_markdown
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.cli import main
 from moe_ep_bench.schema import LAYER_PHASES, UNACCOUNTED
@@ -186,7 +186,7 @@ def test_latex_escapes_what_latex_takes_for_its_own(exported):
     rows = [line for line in body.splitlines() if line.endswith(r"\\")]
     assert len(rows) == 7
     # Unescaped ampersands are columns, and nothing else stands unescaped.
-    assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {7}
+    assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {10}
     for row in rows:
         assert not re.search(r"(?<!\\)[%$#_]", row)
     assert text.startswith("% \\usepackage{booktabs}")
@@ -196,7 +196,7 @@ def test_latex_escapes_what_latex_takes_for_its_own(exported):
 def test_markdown_keeps_its_columns_whatever_a_label_holds(exported):
     lines = [line for line in exported("--format", "md").splitlines() if line.startswith("|")]
     assert len(lines) == 9
-    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {9}
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {12}
     assert any(escape_markdown(NASTY) in line for line in lines)
 
 
@@ -246,9 +246,10 @@ def test_samples_are_all_there(directory, exported):
 
 @pytest.mark.parametrize("samples", [[], ["--samples"]])
 def test_json_is_the_csvs_rows(exported, samples):
-    rows = json.loads(exported("--format", "json", *samples), parse_constant=pytest.fail)
+    found = json.loads(exported("--format", "json", *samples), parse_constant=pytest.fail)
+    assert found["version"] == JSON_VERSION
     expected = pd.read_csv(io.StringIO(exported("--format", "csv", *samples)))
-    found = pd.DataFrame(rows).replace({None: float("nan")})
+    found = pd.DataFrame(found["rows"]).replace({None: float("nan")})
     pd.testing.assert_frame_equal(found, expected, check_dtype=False)
 
 

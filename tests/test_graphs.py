@@ -16,6 +16,7 @@ import plot_results
 from moe_ep_bench.analysis.figures import draw_figures
 from moe_ep_bench.analysis.graphs import GRAPH_KEY, Pair, graph_pairs, graph_table, graphs_figure
 from moe_ep_bench.analysis.load import Run, load_run
+from moe_ep_bench.analysis.render import render
 from moe_ep_bench.analysis.speedups import analyse, family_labels
 from moe_ep_bench.analysis.style import house_style, looks_of
 from moe_ep_bench.analysis.tables import run_text
@@ -117,7 +118,7 @@ def test_a_case_that_lacks_one_side_is_left_out_by_name(tmp_path: Path) -> None:
     assert [case.label for case in pair.cases] == ["native", "native again", "oea k0=3"]
     words = "lynx (eager: ok, replayed: failed), laser (eager: not asked for, replayed: ok)"
     assert pair.left_out == words.replace("), ", ")|").split("|")
-    assert f"  left out: {words}" in graph_table(pair)
+    assert f"left out: {words}" in graph_table(pair).notes
     none = [FakeCase("native", role="baseline", status="oom", reason="too large"), FakeCase("laser")]
     assert pairs_of(tmp_path / "none", eager(), replayed(cases=none)) == []
 
@@ -125,24 +126,23 @@ def test_a_case_that_lacks_one_side_is_left_out_by_name(tmp_path: Path) -> None:
 # ---- words -------------------------------------------------------------------------------------------------------
 
 
-def row_of(lines: list[str], label: str) -> list[str]:
-    (row,) = (line for line in lines if line.startswith(f"{label}  "))
+def row_of(text: str, label: str) -> list[str]:
+    (row,) = (line for line in text.splitlines() if line.startswith(f"{label}  "))
     return row.removeprefix(label).split("  ")
 
 
 def test_the_summary_has_a_row_per_case_and_says_what_was_compared(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path, [eager(num_batches=10), replayed(num_batches=10)]))
     (pair,) = graph_pairs(analyse(run))
-    lines = graph_table(pair)
-    assert "\n".join(lines) in run_text(run)
-    cells = [cell.strip() for cell in row_of(lines, "oea k0=3") if cell.strip()]
+    text = render([graph_table(pair)], "text")
+    assert text in run_text(run)
+    cells = [cell.strip() for cell in row_of(text, "oea k0=3") if cell.strip()]
     replay_us = REPLAYED_US / 1.5
     assert cells == [
         *(f"{EAGER_US / 1.05:.1f}", f"{EAGER_US / 1.05:.1f}", "100.0"),  # the host took as long as the layer
         *(f"{replay_us:.1f}", f"{0.05 * replay_us:.1f}", "0.0"),
         *("3.571 [3.571, 3.571]", "1.050 [1.050, 1.050]", "1.500 [1.500, 1.500]", "50.0", "75.0"),
     ]
-    text = "\n".join(lines)
     assert "the graphs hold the whole layer; comparisons eager (eager) and replayed (replayed)" in text
     assert "timed one after the other, not interleaved" in text
     assert "replayed from CUDA graphs, which hold the whole layer" in run_text(run)
@@ -151,7 +151,7 @@ def test_the_summary_has_a_row_per_case_and_says_what_was_compared(tmp_path: Pat
 def test_the_host_is_no_limit_where_it_is_the_device(tmp_path: Path) -> None:
     gloo = {"backend": "gloo"}
     (pair,) = pairs_of(tmp_path, eager(facts=gloo), replayed(facts=gloo))
-    assert row_of(graph_table(pair), "oea k0=3").count("100.0") == 0
+    assert row_of(render([graph_table(pair)], "text"), "oea k0=3").count("100.0") == 0
 
 
 def test_an_all_gather_has_no_bandwidth_of_an_all_to_all(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ class Table:
     Attributes:
         instead: the name of a column whose text, where it is not empty, takes the place of a row's numbers.
         notes: lines that are needed to read the numbers.
+        caption: those of them that a caption has room for (LaTeX).
     """
 
     frame: pd.DataFrame
@@ -60,6 +61,7 @@ class Table:
     title: str = ""
     notes: Sequence[str] = ()
     instead: str | None = None
+    caption: Sequence[str] = ()
 
     @property
     def rows(self) -> list[Row]:
@@ -213,7 +215,7 @@ def _filled(table: Table) -> list[list[str]]:
 
 
 def _latex(table: Table) -> str:
-    """One ``table`` with booktabs rules; its title and notes are the caption."""
+    """One ``table`` with booktabs rules; its title and the shortest notes are the caption."""
     rows = [[escape_latex(cell) for cell in row] for row in _filled(table)]
     frame = pd.DataFrame(rows, columns=[escape_latex(column.header) for column in table.columns])
     return frame.style.hide(axis="index").to_latex(
@@ -226,8 +228,8 @@ def _latex(table: Table) -> str:
 
 
 def _caption(table: Table) -> str:
-    """The title and the notes, a sentence each."""
-    return " ".join(f"{part.rstrip('.')}." for part in (table.title, *table.notes) if part)
+    """The title and the notes that a caption has room for, a sentence each."""
+    return " ".join(f"{part.rstrip('.')}." for part in (table.title, *table.caption) if part)
 
 
 def _markdown(table: Table) -> str:

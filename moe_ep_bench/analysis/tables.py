@@ -30,6 +30,8 @@ from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, layers_m
 from moe_ep_bench.analysis.words import count_words, hardware_words, mode_words, scale_words
 
 _REASON_WIDTH = 90
+# What a speedup is, how certain it is, and what is extrapolated: even a caption says it.
+_CAPTION = ("speedup:", "end to end:", "noise floor:", "extrapolated:")
 
 
 def _kept(column: Column) -> Column:
@@ -113,7 +115,8 @@ def run_tables(run: Run, cases: Sequence[Case] | None = None) -> list[Table]:
         warnings = [f"warning: {line}" for line in warnings_of(comparison, run)]
         instead = [_reason(row) for row in rows.to_dict("records")]
         rows = rows.assign(instead=pd.Series(instead, index=rows.index, dtype=object))
-        tables.append(Table(rows, columns, _title(run, comparison), [*notes, *warnings], "instead"))
+        caption = [note for note in notes if note.startswith(_CAPTION)]
+        tables.append(Table(rows, columns, _title(run, comparison), [*notes, *warnings], "instead", caption))
     return tables
 
 

@@ -237,8 +237,8 @@ def extrapolated_words(one: WholeComparison) -> str:
     if not one.is_cut:
         return ""
     return (
-        f"{whole.num_layers} of {whole.of_layers} layers were built and timed; extrapolated: each further layer like "
-        "the mean MoE layer that was"
+        f"extrapolated: {whole.num_layers} of {whole.of_layers} layers were built and timed; each further layer is "
+        "taken to be like the mean MoE layer that was"
     )
 
 

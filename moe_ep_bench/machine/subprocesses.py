@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO, Any, Self
 
 # What was killed is waited for this long, then left to the kernel.
 _KILLED_S = 2.0
@@ -52,7 +52,7 @@ class Command:
             self._files.close()
             raise CommandError(f"{command[0]}: {error.strerror or error}") from None
 
-    def __enter__(self) -> Command:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,9 +117,6 @@ class Question(Command):
         program = [sys.executable, "-m", __name__, function, json.dumps(arguments), str(timeout_s + _GRACE_S)]
         paths = os.pathsep.join(path for path in sys.path if path)
         super().__init__(program, {**os.environ, "PYTHONPATH": paths})
-
-    def __enter__(self) -> Question:
-        return self
 
     def answer(self) -> Any:
         """What the function returned.

@@ -179,8 +179,8 @@ def _gpu_findings(gpu: Gpu) -> list[Finding]:
     limit, default, errors = gpu.power_limit_w or 0.0, gpu.power_default_w or 0.0, gpu.ecc_errors or 0.0
     reasons = [words for reason, words in _SLOWED.items() if (gpu.throttle_reasons or 0) & THROTTLE_REASONS[reason]]
     clocks = f"{gpu.sm_clock_mhz or 0:.0f} of {gpu.sm_clock_limit_mhz or 0:.0f} MHz, {gpu.temperature_c or 0:.0f} C"
-    known = gpu.memory_mib and gpu.memory_free_mib is not None
-    used = 100 * (1 - gpu.memory_free_mib / gpu.memory_mib) if known else 0.0
+    free, total = gpu.memory_free_mib, gpu.memory_mib
+    used = 100 * (1 - free / total) if total and free is not None else 0.0
     busy = gpu.utilization_percent or 0.0
     table: list[tuple[bool, Any, str, str, str]] = [
         (
@@ -208,7 +208,7 @@ def _gpu_findings(gpu: Gpu) -> list[Finding]:
             "another process uses it and disturbs the times", "nvidia-smi lists it",
         ),
     ]  # fmt: skip
-    return [Finding("GPU", *rest) for is_so, *rest in table if is_so]
+    return [Finding("GPU", status, what, means, remedy) for is_so, status, what, means, remedy in table if is_so]
 
 
 # ---- topology, NICs, NCCL

@@ -144,14 +144,9 @@ def test_a_child_that_fails_is_an_error_and_no_hang(function: str, limit_s: floa
 
 def test_a_child_that_nobody_waits_for_ends_itself() -> None:
     program = [sys.executable, "-m", "moe_ep_bench.machine.subprocesses", "doctor_children:hangs", "[]", "1"]
-    done = subprocess.run(program, capture_output=True, timeout=600, env=path_of_tests(), check=False)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(program, capture_output=True, timeout=600, env=env, check=False)
     assert done.returncode == 1
-
-
-def path_of_tests() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def test_the_doctor_itself_loads_neither_torch_nor_megatron() -> None:

@@ -18,18 +18,29 @@ from test_run import write_config
 from moe_ep_bench.cli import main
 from moe_ep_bench.files import write_json
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.machine.doctor import directory, examine, facts, network
-from moe_ep_bench.machine.doctor.child import ask
+from moe_ep_bench.machine.doctor import checks, directory, examine, facts
+from moe_ep_bench.machine.doctor.checks import (
+    NOTE,
+    OK,
+    PROBLEM,
+    Finding,
+    available_bytes,
+    cpu_findings,
+    gpu_findings,
+    memory_findings,
+    nccl_findings,
+    nic_findings,
+    package_findings,
+    ranks_findings,
+    shared_memory_findings,
+    topology_findings,
+)
 from moe_ep_bench.machine.doctor.directory import directory_findings, earlier_findings
+from moe_ep_bench.machine.doctor.examine import text, verdict
 from moe_ep_bench.machine.doctor.exchange import exchange_findings
-from moe_ep_bench.machine.doctor.findings import NOTE, OK, PROBLEM, Finding, text, verdict
-from moe_ep_bench.machine.doctor.gpus import cpu_findings, gpu_findings
-from moe_ep_bench.machine.doctor.memory import available_bytes, memory_findings, ranks_findings
-from moe_ep_bench.machine.doctor.network import nccl_findings, nic_findings, shared_memory_findings, topology_findings
-from moe_ep_bench.machine.doctor.packages import package_findings
 from moe_ep_bench.machine.monitor import THROTTLE_REASONS
 from moe_ep_bench.machine.nvidia_smi import Gpu, Port, parse_nvlinks, parse_topology, query_gpus
-from moe_ep_bench.machine.subprocesses import Command, CommandError, output_of
+from moe_ep_bench.machine.subprocesses import Command, CommandError, ask, output_of
 from moe_ep_bench.runtime import locks
 from moe_ep_bench.runtime.crash_journal import Mark
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, USER_ERROR
@@ -132,15 +143,10 @@ def test_a_child_that_fails_is_an_error_and_no_hang(function: str, limit_s: floa
 
 
 def test_a_child_that_nobody_waits_for_ends_itself() -> None:
-    program = [sys.executable, "-m", "moe_ep_bench.machine.doctor.child", "doctor_children:hangs", "[]", "1"]
-    done = subprocess.run(program, capture_output=True, timeout=600, env=path_of_tests(), check=False)
+    program = [sys.executable, "-m", "moe_ep_bench.machine.subprocesses", "doctor_children:hangs", "[]", "1"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(program, capture_output=True, timeout=600, env=env, check=False)
     assert done.returncode == 1
-
-
-def path_of_tests() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def test_the_doctor_itself_loads_neither_torch_nor_megatron() -> None:
@@ -349,15 +355,15 @@ def test_an_unknown_topology_is_a_note() -> None:
 
 
 def test_rdma_ports_are_counted_and_those_that_are_down_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    unlimited = (network.resource.RLIM_INFINITY,) * 2
-    monkeypatch.setattr(network.resource, "getrlimit", lambda limit: unlimited)
+    unlimited = (checks.resource.RLIM_INFINITY,) * 2
+    monkeypatch.setattr(checks.resource, "getrlimit", lambda limit: unlimited)
     up = Port("mlx5_0", 1, True, "400 Gb/sec (4X NDR)", "InfiniBand")
     down = replace(up, nic="mlx5_1", is_active=False)
     assert [finding.status for finding in nic_findings([up, up])] == [OK]
     assert "2 x 400 Gb/sec" in nic_findings([up, up])[0].what
     assert "mlx5_1:1" in worded(nic_findings([up, down]))
     assert worst(nic_findings([down])) == worst(nic_findings([])) == NOTE
-    monkeypatch.setattr(network.resource, "getrlimit", lambda limit: (65536, 65536))
+    monkeypatch.setattr(checks.resource, "getrlimit", lambda limit: (65536, 65536))
     assert "ulimit -l unlimited" in worded(nic_findings([up]))
 
 
@@ -381,7 +387,7 @@ def test_settings_that_cost_are_noted_and_all_of_nccls_shown(name: str, value: s
 
 def test_little_shared_memory_is_noted_for_several_gpus_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     small = type("Space", (), {"f_bavail": 2**14, "f_frsize": 2**12})
-    monkeypatch.setattr(network.os, "statvfs", lambda folder: small)
+    monkeypatch.setattr(checks.os, "statvfs", lambda folder: small)
     assert worst(shared_memory_findings(8)) == NOTE
     assert shared_memory_findings(1) == []
     monkeypatch.undo()

@@ -27,8 +27,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from moe_ep_bench.runtime import launcher, rendezvous
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
-from moe_ep_bench.runtime.parent import LAUNCHER
 from moe_ep_bench.runtime.rendezvous import AGAIN, Nodes
+from moe_ep_bench.runtime.signals import LAUNCHER, signals_wait
 
 LIMIT_S = 400  # For a test: nothing here takes long, on a machine that is not busy.
 STOPPED = 128 + signal.SIGTERM
@@ -75,7 +75,7 @@ def be_a_launcher(nodes: Nodes, rank_program: str, moves: bool, limit_s: float) 
     rendezvous._STORE_TIMEOUT = datetime.timedelta(seconds=limit_s)
     left = Left(moves=moves)
 
-    def work(met: rendezvous.Meeting) -> int:
+    def work(met: rendezvous.Rendezvous) -> int:
         return launcher._one_launch([], left, nodes, met, force=False)
 
     try:
@@ -218,7 +218,7 @@ def test_a_signal_while_ranks_are_started_comes_after_and_once() -> None:
     started = []
 
     def start() -> None:
-        with launcher._stoppable(), launcher._signals_wait():
+        with launcher._stoppable(), signals_wait(launcher._STOPPING):
             for _ in range(2):
                 signal.raise_signal(signal.SIGTERM)
                 started.append("a rank")
@@ -226,13 +226,13 @@ def test_a_signal_while_ranks_are_started_comes_after_and_once() -> None:
     with pytest.raises(SignalException, match="asked to end"):
         start()
     assert len(started) == 2
-    with launcher._signals_wait():  # And leaves handlers as they were.
+    with signals_wait(launcher._STOPPING):  # And leaves handlers as they were.
         pass
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_rank_whose_launcher_was_gone_before_it_began_ends_at_once() -> None:
-    code = "from moe_ep_bench.runtime.parent import end_with_parent; end_with_parent(); print('goes on')"
+    code = "from moe_ep_bench.runtime.signals import end_with_parent; end_with_parent(); print('goes on')"
     for launcher_id, status, said in (os.getpid(), 0, "goes on\n"), (1, STOPPED, ""):
         env = {**environment(), "TORCHELASTIC_RUN_ID": "x", LAUNCHER: str(launcher_id)}
         done = subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True, check=False)
@@ -291,11 +291,11 @@ def test_another_jobs_node_is_sent_away_and_disturbs_nobody(job, tmp_path: Path)
 
 
 @pytest.fixture
-def met() -> tuple[rendezvous.Meeting, rendezvous.Meeting]:
+def met() -> tuple[rendezvous.Rendezvous, rendezvous.Rendezvous]:
     """Two nodes of which both are this process, after an attempt that both have lost; node 1 is still to read so."""
     master = f"127.0.0.1:{free_port()}"
     nodes = [Nodes(1, 2, node, master) for node in range(2)]
-    node_0, node_1 = (rendezvous.Meeting(each, rendezvous._find_store(each)) for each in nodes)
+    node_0, node_1 = (rendezvous.Rendezvous(each, rendezvous._find_store(each)) for each in nodes)
     node_0.admit()
     node_1.admit()
     node_1._set("status/1", LOST)
@@ -308,7 +308,7 @@ def decide(statuses: Sequence[int]) -> int:
     return launcher._decide(left, left.progress(), statuses)
 
 
-def test_a_node_that_is_stopped_between_two_attempts_stops_the_job(met: tuple[rendezvous.Meeting, ...]) -> None:
+def test_a_node_that_is_stopped_between_two_attempts_stops_the_job(met: tuple[rendezvous.Rendezvous, ...]) -> None:
     node_0, node_1 = met
     assert node_1.agree(-signal.SIGTERM, decide) == STOPPED
     with pytest.raises(rendezvous.OthersLostError):
@@ -317,7 +317,7 @@ def test_a_node_that_is_stopped_between_two_attempts_stops_the_job(met: tuple[re
 
 
 def test_a_node_that_fails_between_two_attempts_is_named_and_waited_for_by_nobody(
-    met: tuple[rendezvous.Meeting, ...],
+    met: tuple[rendezvous.Rendezvous, ...],
 ) -> None:
     node_0, node_1 = met
     node_1.give_up(LOST)
@@ -345,7 +345,7 @@ def test_other_nodes_are_told_whether_a_defect_or_a_mistake_ended_this_one(
 
 @pytest.mark.parametrize(("status", "verdict"), [(-signal.SIGTERM, STOPPED), (USER_ERROR, USER_ERROR)])
 def test_a_node_0_that_ends_between_two_attempts_leaves_a_verdict(
-    status: int, verdict: int, met: tuple[rendezvous.Meeting, ...]
+    status: int, verdict: int, met: tuple[rendezvous.Rendezvous, ...]
 ) -> None:
     node_0, node_1 = met
     node_1._attempt += 1  # It has read that there is another attempt.

@@ -47,11 +47,11 @@ class FakeGpu:
         self.closed = False
         self.sampled_again = threading.Event()
         self.calls = 0
-        for name, reading in {**READINGS, **readings}.items():
-            setattr(self, name, lambda reading=reading: self._read(reading))
+        self.readings = {**READINGS, **readings}
 
-    def _read(self, reading):
+    def read(self, name):
         self.calls += 1
+        reading = self.readings[name]
         if self.calls > 3 * len(READINGS):
             self.sampled_again.set()
         if isinstance(reading, Exception):
@@ -340,8 +340,9 @@ def test_units_are_those_of_the_names(library, monkeypatch):
     )
     monkeypatch.setattr(pynvml, "nvmlDeviceGetEnforcedPowerLimit", lambda handle: 700_000)
     gpu = NvmlGpu(CUDA)
-    assert (gpu.power_w(), gpu.power_violation_s(), gpu.thermal_violation_s()) == (654.321, 2.5, 0)
-    assert gpu.power_limit_w() == 700
+    readings = {name: gpu.read(name) for name in ("power_w", "power_violation_s", "thermal_violation_s")}
+    assert readings == {"power_w": 654.321, "power_violation_s": 2.5, "thermal_violation_s": 0}
+    assert gpu.read("power_limit_w") == 700
 
 
 def test_an_older_driver_is_asked_by_the_older_name(library, monkeypatch):
@@ -350,11 +351,12 @@ def test_an_older_driver_is_asked_by_the_older_name(library, monkeypatch):
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", absent)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda handle: 4)
-    assert NvmlGpu(CUDA).throttle_reasons() == 4
+    assert NvmlGpu(CUDA).read("throttle_reasons") == 4
 
 
 def test_a_fake_gpu_has_what_the_real_one_has():
-    assert set(READINGS) | {"close"} == {name for name in vars(NvmlGpu) if not name.startswith("_")}
+    assert set(READINGS) == set(monitor._READINGS)
+    assert {"read", "close"} == {name for name in vars(NvmlGpu) if not name.startswith("_")}
 
 
 # ---- judging

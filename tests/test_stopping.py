@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from test_run import environment
 
-from moe_ep_bench.runtime import stopping
+from moe_ep_bench.runtime import signals
 from moe_ep_bench.runtime.crash_journal import stopped_by
 
 ASKED = """
 import ctypes, sys, time
 from pathlib import Path
-from moe_ep_bench.runtime import stopping
+from moe_ep_bench.runtime import signals
 from moe_ep_bench.runtime.crash_journal import Mark, stopped_reason
 
-stopping._STUCK_S, stopping._LEAVE_S = 4.0, 4.0
+signals._STUCK_S, signals._LEAVE_S = 4.0, 4.0
 mark = Mark(Path(sys.argv[1]), "job", 0)
 mark.set("case")
 
@@ -36,16 +36,16 @@ def sleeps():
     time.sleep(60)
 
 try:
-    with stopping.stoppable():
+    with signals.stoppable():
         try:
-            with stopping.explaining(mark.explain):
+            with signals.explaining(mark.explain):
                 (stuck if sys.argv[2] == "stuck" else sleeps)()
-        except stopping.Stopped as stopped:
+        except signals.Stopped as stopped:
             mark.explain(stopped_reason(stopped.args[0]))
             if sys.argv[2] == "leaves":
                 stuck()
             raise
-except stopping.Stopped as stopped:
+except signals.Stopped as stopped:
     time.sleep(5.0)  # Whoever has left in time is not ended any more.
     sys.exit(100)
 """
@@ -53,7 +53,7 @@ except stopping.Stopped as stopped:
 
 def test_a_signal_after_the_end_is_not_for_the_run_any_more() -> None:
     earlier = signal.getsignal(signal.SIGTERM)
-    with stopping.stoppable():
+    with signals.stoppable():
         assert signal.getsignal(signal.SIGTERM) != earlier
     assert signal.getsignal(signal.SIGTERM) == earlier
     assert signal.set_wakeup_fd(-1) == -1

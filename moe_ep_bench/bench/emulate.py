@@ -32,7 +32,7 @@ from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.runtime.ranks import Ranks, join
-from moe_ep_bench.runtime.stopping import Stopped, stoppable
+from moe_ep_bench.runtime.signals import Stopped, stoppable
 
 _JOIN_TIMEOUT_S = 120.0
 

@@ -21,7 +21,7 @@ from moe_ep_bench.runtime.crash_journal import PEER_LOST, Mark, stopped_reason
 from moe_ep_bench.runtime.exit_codes import LOST
 from moe_ep_bench.runtime.progress import progress_bar
 from moe_ep_bench.runtime.ranks import Ranks
-from moe_ep_bench.runtime.stopping import Stopped, explaining
+from moe_ep_bench.runtime.signals import Stopped, explaining
 from moe_ep_bench.runtime.watchdog import Watchdog
 from moe_ep_bench.schema import backend_of
 

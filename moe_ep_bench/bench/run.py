@@ -27,11 +27,10 @@ from moe_ep_bench.config import Experiment
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime.closing import asked_to_close
 from moe_ep_bench.runtime.crash_journal import MAX_ATTEMPTS, PEER_LOST, collect_lost, forget_lost, lost_attempts
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.ranks import NotMetError, Ranks, join
-from moe_ep_bench.runtime.stopping import Stopped, stoppable
+from moe_ep_bench.runtime.signals import Stopped, asked_to_close, stoppable
 from moe_ep_bench.runtime.watchdog import Watchdog
 from moe_ep_bench.schema import SCHEMA_VERSION
 from moe_ep_bench.workload import Workload

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from moe_ep_bench.cli.arguments import SUCCESSORS, make_parser
 from moe_ep_bench.runtime.errors import complain, tolerant_stderr
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
-from moe_ep_bench.runtime.parent import end_with_parent
+from moe_ep_bench.runtime.signals import end_with_parent
 
 if TYPE_CHECKING:
     from moe_ep_bench.runtime.rendezvous import Nodes

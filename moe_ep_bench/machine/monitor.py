@@ -1,13 +1,11 @@
-"""Was the machine quiet while a comparison was timed?
+"""Was the machine quiet while a comparison was timed? Watching it never ends a run.
 
-A comparison takes its cases in turns, so a slow drift hits all of them alike. What it cannot divide
-out is a machine that changes from one moment to the next: another process on the cores, a hypervisor
-that lends them elsewhere, a GPU that lowers its clock because it is hot. None of these shows in the
-samples of time, where each looks like noise or, worse, like an effect. So the machine is watched beside
-the run. Most of it costs nothing, because the kernel counts anyway: read at begin and end, the CPU time
-of all processes less that of our ranks is what others used. A GPU's clock, power and reasons of
-throttling are sampled on a thread, a few calls into NVML per period. What cannot be read is said in
-words; it never ends a run.
+A comparison takes its cases in turns, so a slow drift hits all of them alike. It cannot divide out a machine that
+changes from one moment to the next: another process on the cores, a hypervisor that lends them elsewhere, a GPU that
+lowers its clock because it is hot. In the samples of time each looks like noise or, worse, like an effect. The kernel
+counts CPU time anyway: read at begin and end, that of all processes less that of our ranks is what others used. A
+thread samples a GPU's clock, power and reasons of throttling, by a few calls into NVML per period. What cannot be read
+becomes a note.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,25 +56,49 @@ _SLOWDOWNS = {
     "hw_slowdown": "its hardware (heat or power)",
 }
 
-# Methods of NvmlGpu, in words: what every sample has, and what only the first and the last one have.
-_SAMPLED = {
-    "sm_clock_mhz": "the SM clock",
-    "memory_clock_mhz": "the memory clock",
-    "power_w": "the power draw",
-    "temperature_c": "the temperature",
-    "throttle_reasons": "the reasons of throttling",
+
+def _throttle_reasons(gpu: Any) -> int:
+    try:
+        return pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
+    except pynvml.nvmlExceptionClass(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
+        # Older drivers have it under its first name only.
+        return pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
+
+
+def _violation_s(gpu: Any, policy: int) -> float:
+    status: Any = pynvml.nvmlDeviceGetViolationStatus(gpu, policy)
+    return status.violationTime / 1e9
+
+
+# What is read, in words and from NVML: by every sample, and by the first and the last one only.
+_SAMPLED: dict[str, tuple[str, Callable[[Any], float]]] = {
+    "sm_clock_mhz": ("the SM clock", lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)),
+    "memory_clock_mhz": ("the memory clock", lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM)),
+    "power_w": ("the power draw", lambda gpu: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),
+    "temperature_c": (
+        "the temperature",
+        lambda gpu: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
+    ),
+    "throttle_reasons": ("the reasons of throttling", _throttle_reasons),
 }
-_AT_ENDS = {
-    "power_violation_s": "the time throttled for power",
-    "thermal_violation_s": "the time throttled for heat",
-    "sm_clock_limit_mhz": "the highest SM clock",
-    "power_limit_w": "the power limit",
+_AT_ENDS: dict[str, tuple[str, Callable[[Any], float]]] = {
+    "power_violation_s": ("the time throttled for power", lambda gpu: _violation_s(gpu, pynvml.NVML_PERF_POLICY_POWER)),
+    "thermal_violation_s": (
+        "the time throttled for heat",
+        lambda gpu: _violation_s(gpu, pynvml.NVML_PERF_POLICY_THERMAL),
+    ),
+    "sm_clock_limit_mhz": (
+        "the highest SM clock",
+        lambda gpu: pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+    ),
+    "power_limit_w": ("the power limit", lambda gpu: pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3),
 }
+_READINGS = _SAMPLED | _AT_ENDS
 
 # A call into the driver of a lost GPU may never come back; the run does not wait for it.
 _PATIENCE_S = 5.0
 
-GpuSample = Mapping[str, float]  # by method of NvmlGpu; without what could not be read
+GpuSample = Mapping[str, float]  # by name in _READINGS; without what could not be read
 
 
 @dataclass(frozen=True)
@@ -91,9 +114,7 @@ class MachineState:
     load_average_begin: float | None = None  # over one minute
     load_average_end: float | None = None
     num_samples: int = 0
-    sm_clock_mhz: tuple[float, float, float] | None = (
-        None  # 5 %, 50 % and 95 % of samples in which the GPU was not idle
-    )
+    sm_clock_mhz: tuple[float, float, float] | None = None  # quantiles 5, 50 and 95 % where the GPU was not idle
     sm_clock_limit_mhz: float | None = None
     sm_clock_begin_mhz: float | None = None  # idle or not
     sm_clock_end_mhz: float | None = None
@@ -152,7 +173,7 @@ def read_counters(problems: dict[str, str], proc_stat: Path = Path("/proc/stat")
 
 
 class NvmlGpu:
-    """One GPU as NVML, the driver's monitor, sees it. Every method may raise ``pynvml.NVMLError``."""
+    """One GPU as NVML, the driver's monitor, sees it. Every call may raise ``pynvml.NVMLError``."""
 
     def __init__(self, device: torch.device) -> None:
         import torch  # Analysis judges states without it.
@@ -166,47 +187,17 @@ class NvmlGpu:
             self.close()
             raise
 
+    def read(self, name: str) -> float:
+        """One of ``_READINGS``; its name has the unit."""
+        _, ask = _READINGS[name]
+        return ask(self._gpu)
+
     def close(self) -> None:
         pynvml.nvmlShutdown()
 
-    def sm_clock_mhz(self) -> float:
-        return pynvml.nvmlDeviceGetClockInfo(self._gpu, pynvml.NVML_CLOCK_SM)
-
-    def memory_clock_mhz(self) -> float:
-        return pynvml.nvmlDeviceGetClockInfo(self._gpu, pynvml.NVML_CLOCK_MEM)
-
-    def power_w(self) -> float:
-        return pynvml.nvmlDeviceGetPowerUsage(self._gpu) / 1e3
-
-    def temperature_c(self) -> float:
-        return pynvml.nvmlDeviceGetTemperature(self._gpu, pynvml.NVML_TEMPERATURE_GPU)
-
-    def throttle_reasons(self) -> int:
-        try:
-            return pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._gpu)
-        except pynvml.nvmlExceptionClass(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
-            # Older drivers have it under its first name only.
-            return pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._gpu)
-
-    def power_violation_s(self) -> float:
-        return self._violation_s(pynvml.NVML_PERF_POLICY_POWER)
-
-    def thermal_violation_s(self) -> float:
-        return self._violation_s(pynvml.NVML_PERF_POLICY_THERMAL)
-
-    def _violation_s(self, policy: int) -> float:
-        status: Any = pynvml.nvmlDeviceGetViolationStatus(self._gpu, policy)
-        return status.violationTime / 1e9
-
-    def sm_clock_limit_mhz(self) -> float:
-        return pynvml.nvmlDeviceGetMaxClockInfo(self._gpu, pynvml.NVML_CLOCK_SM)
-
-    def power_limit_w(self) -> float:
-        return pynvml.nvmlDeviceGetEnforcedPowerLimit(self._gpu) / 1e3
-
 
 class MachineSampler:
-    """Watches the machine from ``__enter__`` to ``stop`` or ``__exit__``; from then on ``state`` says how it was.
+    """Watches the machine from ``__enter__`` to ``stop`` or ``__exit__``; then ``state`` says how it was.
 
     Args:
         open_gpu: what is sampled on a CUDA device. On the CPU the counters say all, and there is no thread.
@@ -250,15 +241,15 @@ class MachineSampler:
         return self.state
 
     def _watch(self, gpu: Any) -> None:
-        self._sample(gpu, _SAMPLED | _AT_ENDS)
+        self._sample(gpu, _READINGS)
         while not self._stopped.wait(self._period_s):
             self._sample(gpu, _SAMPLED)
-        self._sample(gpu, _SAMPLED | _AT_ENDS)
+        self._sample(gpu, _READINGS)
         with contextlib.suppress(Exception):
             gpu.close()
 
     def _sample(self, gpu: Any, names: Iterable[str]) -> None:
-        values = {name: _attempt(name, getattr(gpu, name), self._problems) for name in names}
+        values = {name: _attempt(name, partial(gpu.read, name), self._problems) for name in names}
         self._samples.append({name: value for name, value in values.items() if value is not None})
 
 
@@ -287,7 +278,7 @@ def state_between(
         return counts[-1] - counts[0] if len(counts) > 1 else None
 
     def note(what: str, why: str) -> str:
-        words = (_SAMPLED | _AT_ENDS).get(what, what)
+        words, _ = _READINGS.get(what, (what, None))
         return f"{words} could not {'always ' if values(what) else ''}be read: {why}"
 
     idle = pynvml.nvmlClocksEventReasonGpuIdle
@@ -328,7 +319,7 @@ def disturbances(states: Sequence[tuple[str, MachineState]]) -> list[str]:
         states: host name and state of every rank, in order of rank.
     """
     foreign, stolen, slowed, varied = [], [], [], []
-    for host in dict.fromkeys(host for host, _ in states):
+    for host in dict(states):
         its_states = [state for its_host, state in states if its_host == host]
         state = its_states[0]  # all ranks of a host see the same machine
         foreign_s = max(0.0, (state.machine_cpu_s or 0.0) - sum(of_rank.own_cpu_s for of_rank in its_states))
@@ -372,10 +363,8 @@ def _cores_taken(who: str, cpu_s: float, host: str, state: MachineState) -> tupl
 
 def _worst(found: Sequence[tuple[float, str]], limit: float, kind: str) -> list[str]:
     """The line with the highest share if that is above ``limit``, and how many others are."""
-    above = [share for share, _ in found if share > limit]
-    if not above:
-        return []
-    return [max(found)[1] + (f" ({len(above)} {kind} in all)" if len(above) > 1 else "")]
+    above = [line for share, line in sorted(found, reverse=True) if share > limit]
+    return [above[0] + (f" ({len(above)} {kind} in all)" if len(above) > 1 else "")] if above else []
 
 
 def _percent(share: float) -> str:

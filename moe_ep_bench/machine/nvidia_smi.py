@@ -1,14 +1,14 @@
-"""What the driver says of a node's GPUs and of what connects them, by ``nvidia-smi`` and the kernel's list of NICs.
+"""What the driver says of a node's GPUs and their topology, by ``nvidia-smi``, and the kernel's list of NICs.
 
-``nvidia-smi`` is a process of its own, so that a driver that does not answer holds up nobody (``commands``), and it
-sees all GPUs of the node, whatever CUDA_VISIBLE_DEVICES hides. Clocks beside a run are ``machine``'s.
+``nvidia-smi`` is a process of its own: a driver that does not answer holds up nobody. It sees all GPUs of the node,
+whatever CUDA_VISIBLE_DEVICES hides. Clocks beside a run are ``monitor``'s.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,53 +16,40 @@ from moe_ep_bench.machine.subprocesses import CommandError, output_of
 
 TIMEOUT_S = 20.0
 
-Run = Callable[[list[str], float], str]  # as ``commands.output_of``
+Run = Callable[[list[str], float], str]  # as ``subprocesses.output_of``
 
-# Of ``Gpu``, with what nvidia-smi calls them; the last two are one thing by its new and its old name.
-_FIELDS = {
-    "index": "index",
-    "name": "name",
-    "uuid": "uuid",
-    "driver": "driver_version",
-    "memory_mib": "memory.total",
-    "memory_free_mib": "memory.free",
-    "utilization_percent": "utilization.gpu",
-    "temperature_c": "temperature.gpu",
-    "sm_clock_mhz": "clocks.sm",
-    "sm_clock_limit_mhz": "clocks.max.sm",
-    "power_w": "power.draw",
-    "power_limit_w": "power.limit",
-    "power_default_w": "power.default_limit",
-    "compute_mode": "compute_mode",
-    "mig": "mig.mode.current",
-    "ecc_errors": "ecc.errors.uncorrected.volatile.total",
-    "event_reasons": "clocks_event_reasons.active",
-    "throttle_reasons": "clocks_throttle_reasons.active",
-}
-_TEXTS = ("name", "uuid", "driver", "compute_mode", "mig")
+
+def _asked(query: str) -> Any:
+    """A field of ``Gpu`` that nvidia-smi calls ``query``."""
+    return field(default=None, metadata={"query": query})
 
 
 @dataclass(frozen=True)
 class Gpu:
     """One GPU of this node at a moment. None: the driver does not say."""
 
-    index: int
-    name: str
-    uuid: str
-    driver: str
-    memory_mib: float | None = None
-    memory_free_mib: float | None = None
-    utilization_percent: float | None = None
-    temperature_c: float | None = None
-    sm_clock_mhz: float | None = None
-    sm_clock_limit_mhz: float | None = None
-    power_w: float | None = None
-    power_limit_w: float | None = None
-    power_default_w: float | None = None
-    compute_mode: str | None = None
-    mig: str | None = None
-    ecc_errors: float | None = None  # uncorrected ones since the driver was loaded
-    throttle_reasons: int | None = None  # bits, as in machine.THROTTLE_REASONS
+    index: int = field(metadata={"query": "index"})
+    name: str = field(metadata={"query": "name"})
+    uuid: str = field(metadata={"query": "uuid"})
+    driver: str = field(metadata={"query": "driver_version"})
+    memory_mib: float | None = _asked("memory.total")
+    memory_free_mib: float | None = _asked("memory.free")
+    utilization_percent: float | None = _asked("utilization.gpu")
+    temperature_c: float | None = _asked("temperature.gpu")
+    sm_clock_mhz: float | None = _asked("clocks.sm")
+    sm_clock_limit_mhz: float | None = _asked("clocks.max.sm")
+    power_w: float | None = _asked("power.draw")
+    power_limit_w: float | None = _asked("power.limit")
+    power_default_w: float | None = _asked("power.default_limit")
+    compute_mode: str | None = _asked("compute_mode")
+    mig: str | None = _asked("mig.mode.current")
+    ecc_errors: float | None = _asked("ecc.errors.uncorrected.volatile.total")  # since the driver was loaded
+    throttle_reasons: int | None = _asked("clocks_throttle_reasons.active")  # bits of monitor.THROTTLE_REASONS
+
+
+# The last one is what newer drivers call throttle_reasons.
+_FIELDS = {f.name: f.metadata["query"] for f in fields(Gpu)} | {"event_reasons": "clocks_event_reasons.active"}
+_TEXTS = ("name", "uuid", "driver", "compute_mode", "mig")
 
 
 def query_gpus(run: Run = output_of) -> list[Gpu]:
@@ -74,34 +61,27 @@ def query_gpus(run: Run = output_of) -> list[Gpu]:
     asked = dict(_FIELDS)
     while True:
         try:
-            text = run(
-                ["nvidia-smi", f"--query-gpu={','.join(asked.values())}", "--format=csv,noheader,nounits"], TIMEOUT_S
-            )
+            query = f"--query-gpu={','.join(asked.values())}"
+            text = run(["nvidia-smi", query, "--format=csv,noheader,nounits"], TIMEOUT_S)
         except CommandError as error:
             # Drivers differ in what they can be asked.
             unknown = re.search(r'Field "([^"]+)" is not a valid field', str(error))
             if unknown is None or unknown[1] not in asked.values():
                 raise
-            asked = {key: field for key, field in asked.items() if field != unknown[1]}
+            asked = {key: query for key, query in asked.items() if query != unknown[1]}
             continue
-        return [_gpu(dict(zip(asked, _cells(line), strict=False))) for line in text.splitlines() if line.strip()]
-
-
-def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.split(",")]
+        lines = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
+        return [_gpu(dict(zip(asked, cells, strict=False))) for cells in lines]
 
 
 def _gpu(cells: Mapping[str, str]) -> Gpu:
-    values: dict[str, Any] = {}
-    for key, cell in cells.items():
-        known = cell if not re.match(r"\[|N/A", cell) else None
-        values[key] = known if known is None or key in _TEXTS else _number(known)
-    reasons = [values.pop(key, None) for key in ("event_reasons", "throttle_reasons")]
+    known = {key: cell for key, cell in cells.items() if not re.match(r"\[|N/A", cell)}
+    values: dict[str, Any] = {key: cell if key in _TEXTS else _number(cell) for key, cell in known.items()}
+    older, newer = values.pop("throttle_reasons", None), values.pop("event_reasons", None)
+    reasons = older if newer is None else newer
     try:
-        return Gpu(
-            **{**values, "index": int(values["index"])},
-            throttle_reasons=next((int(reason) for reason in reasons if reason is not None), None),
-        )
+        values["index"] = int(values["index"])
+        return Gpu(**values, throttle_reasons=None if reasons is None else int(reasons))
     except (KeyError, TypeError):
         raise CommandError(f"nvidia-smi: expected a line per GPU, got {', '.join(cells.values())[:100]!r}") from None
 

@@ -1,8 +1,8 @@
 """What a result was obtained on, as plain values for ``run.json``: code, packages, hardware, topology, settings, job.
 
-A number that surprises is explained by what stood around it: another NCCL, a capped GPU, a variable that somebody set
-months ago. So all of that is written down with the result, once per run, by its first rank; of the other ranks who they
-were (``describe_rank``). Clocks while it was timed are ``machine``'s.
+A surprising number is explained by what stood around it: another NCCL, a capped GPU, a variable that somebody set
+months ago. The first rank writes it once per run; of the other ranks who they were (``describe_rank``). Clocks while a
+run is timed are ``monitor``'s.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import importlib.util
 import os
 import platform
 import socket
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -23,37 +22,21 @@ from typing import Any
 import torch
 
 from moe_ep_bench.machine.nvidia_smi import query_gpus, query_topology, rdma_ports
-from moe_ep_bench.machine.subprocesses import CommandError
+from moe_ep_bench.machine.subprocesses import CommandError, output_of
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 # Variables that change what is measured. A fixed list, for others may hold secrets.
 _VARIABLE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "NVSHMEM_", "NVTE_", "GLOO_", "OMP_")
 _VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_MODULE_LOADING",
-    "MKL_NUM_THREADS",
-    "NUMBA_NUM_THREADS",
-    "NVIDIA_TF32_OVERRIDE",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCH_CPP_LOG_LEVEL",
-    "TORCH_DISTRIBUTED_DEBUG",
-    "TRITON_INTERPRET",
-)
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF", "TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG", "TRITON_INTERPRET",
+)  # fmt: skip
 _SLURM = (
-    "SLURM_CLUSTER_NAME",
-    "SLURM_JOB_ID",
-    "SLURM_JOB_PARTITION",
-    "SLURM_JOB_NODELIST",
-    "SLURM_JOB_NUM_NODES",
-    "SLURM_ARRAY_JOB_ID",
-    "SLURM_ARRAY_TASK_ID",
-    "SLURM_RESTART_COUNT",
-)
+    "SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_JOB_PARTITION", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES",
+    "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT",
+)  # fmt: skip
 
 # By controller: version 2 has none, version 1 one for memory. Files of a limit and of use; how its statistics begin.
 _CGROUPS = {
@@ -119,12 +102,11 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def available_memory_bytes(device: torch.device, ranks_per_node: int) -> int:
@@ -218,10 +200,7 @@ def describe_gpus() -> dict[str, Any]:
 
 
 def describe_rank(device: torch.device, *, several_nodes: bool) -> dict[str, Any]:
-    """Which process a rank was: its host, its share of that, and its GPU; a later node's first rank also tells of it.
-
-    The first node's is in ``describe``: where there is one, ranks say nothing twice.
-    """
+    """Which process a rank was: its host, cores and GPU; of several nodes each one's first rank describes its GPUs."""
     on_cuda = device.type == "cuda"
     speaks = several_nodes and on_cuda and os.environ.get("LOCAL_RANK") == "0"
     return {
@@ -236,11 +215,8 @@ def describe_rank(device: torch.device, *, several_nodes: bool) -> dict[str, Any
 
 def relevant_variables(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Environment variables that change what is measured, of a fixed list: others may hold secrets."""
-    return {
-        name: value
-        for name, value in sorted(variables.items())
-        if name.startswith(_VARIABLE_PREFIXES) or name in _VARIABLES
-    }
+    kept = [name for name in sorted(variables) if name.startswith(_VARIABLE_PREFIXES) or name in _VARIABLES]
+    return {name: variables[name] for name in kept}
 
 
 def slurm_job(variables: Mapping[str, str] = os.environ) -> dict[str, str] | None:
@@ -269,9 +245,6 @@ def _version(distribution: str) -> str | None:
 
 def _git(*arguments: str) -> str | None:
     try:
-        result = subprocess.run(
-            ["git", "-C", str(_PACKAGE), *arguments], capture_output=True, text=True, timeout=10, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
+        return output_of(["git", "-C", str(_PACKAGE), *arguments], 10).strip()
+    except CommandError:
         return None
-    return result.stdout.strip()

@@ -1,22 +1,32 @@
-"""Run another program within a time limit, whatever becomes of it.
+"""Run a program, or a function in a subprocess, with a timeout that holds whatever becomes of it.
 
-A driver that lost its GPU keeps whoever asks it, and such a process may not even die when it is killed. So what asks
-is always another process; who waits for it waits so long and no longer, and goes on without it. Its output goes to
-temporary files: a pipe fills up, and stays open as long as any grandchild lives.
+A driver that lost its GPU hangs whoever asks it, and such a process may survive SIGKILL. So another process asks, and
+this one goes on without it after the timeout. Output goes to temporary files: a pipe fills up, and stays open as long
+as any grandchild lives.
+
+A function's process (``Question``) is ``python -m moe_ep_bench.machine.subprocesses MODULE:FUNCTION ARGUMENTS
+SECONDS``. Arguments and answer are JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import importlib
+import json
 import os
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from tempfile import TemporaryFile
-from typing import IO
+from typing import IO, Any, Self
 
 # What was killed is waited for this long, then left to the kernel.
 _KILLED_S = 2.0
+# A function's process ends itself this long after its timeout: it does not outlive whoever asked, who gives up first.
+_GRACE_S = 10.0
 
 
 class CommandError(RuntimeError):
@@ -42,7 +52,7 @@ class Command:
             self._files.close()
             raise CommandError(f"{command[0]}: {error.strerror or error}") from None
 
-    def __enter__(self) -> Command:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,7 +67,7 @@ class Command:
         """Its exit status (minus the signal that ended it).
 
         Args:
-            allowed_s: all the time that it had, to say so; of which ``timeout_s`` is what is left.
+            allowed_s: all the time that it had, of which ``timeout_s`` is left; for the error.
 
         Raises:
             CommandError: it runs longer.
@@ -93,3 +103,50 @@ def output_of(command: Sequence[str], timeout_s: float) -> str:
             said = " ".join((started.output + " " + started.errors).split())
             raise CommandError(f"ended with status {status}{': ' + said[:300] if said else ''}")
         return started.output
+
+
+class Question(Command):
+    """A function (``module:function``) at work in a subprocess; ``with`` ends that.
+
+    Raises:
+        CommandError: the process cannot be started.
+    """
+
+    def __init__(self, function: str, *arguments: Any, timeout_s: float) -> None:
+        self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
+        program = [sys.executable, "-m", __name__, function, json.dumps(arguments), str(timeout_s + _GRACE_S)]
+        paths = os.pathsep.join(path for path in sys.path if path)
+        super().__init__(program, {**os.environ, "PYTHONPATH": paths})
+
+    def answer(self) -> Any:
+        """What the function returned.
+
+        Raises:
+            CommandError: it took too long from its start on, raised, or died.
+        """
+        status = self.wait(self._deadline - time.monotonic(), self._timeout_s)
+        if status != 0:
+            said = [line.strip() for line in self.errors.splitlines() if line.strip()]
+            raise CommandError(said[-1][:300] if said and status > 0 else f"died of signal {-status}")
+        return json.loads(self.output)
+
+
+def ask(function: str, *arguments: Any, timeout_s: float) -> Any:
+    """Call a function in a subprocess with a timeout: a ``Question`` and its answer."""
+    with Question(function, *arguments, timeout_s=timeout_s) as question:
+        return question.answer()
+
+
+def _answer(function: str, arguments: str, limit_s: str) -> None:
+    faulthandler.dump_traceback_later(float(limit_s), exit=True)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # What the function prints is no answer.
+    module, _, name = function.partition(":")
+    answer = getattr(importlib.import_module(module), name)(*json.loads(arguments))
+    json.dump(answer, answers)
+    answers.flush()
+    os._exit(0)  # Destructors of process groups wait for peers.
+
+
+if __name__ == "__main__":
+    _answer(*sys.argv[1:])

@@ -1,25 +1,24 @@
-"""What was running when a job was lost, so that the next one goes on without it.
+"""What a killed rank was doing is known to the next job, which goes on without it.
 
-A failure inside a case takes the process group with it, and a rank that was killed can say
-nothing more. Every rank therefore keeps a *mark*: a small memory-mapped file that names the case
-it is running. Writing it is a memory copy, outside of anything timed; the kernel keeps it even
-when the process is killed. A rank that ends in order clears its
-mark, or says in it that it was stopped. Any other mark that is still there when the next job starts
-is an attempt that was lost. Several jobs may fill one directory, each with comparisons of its own;
-a job is named by the first of its comparisons, and collects the marks of those alone, which it has locked.
+A failure inside a case takes the process group with it, and a killed rank can say nothing more. So every rank keeps a
+*mark*: a small memory-mapped file that names its case. Writing it is a memory copy, outside of anything timed, and
+survives the process. A rank that ends in order clears its mark, or says in it that it was stopped; any other mark that
+the next job finds is a lost attempt. Several jobs may fill one directory: a job is named by the first of its
+comparisons, and collects the marks of those alone, which it has locked.
 
-``<out>/attempts/now-<job>-<rank>``  the mark
-``<out>/attempts/<case_id>.json``    reasons of the attempts that were lost, oldest first
+    <out>/attempts/now-<job>-<rank>  the mark
+    <out>/attempts/<case_id>.json    reasons of the attempts that were lost, oldest first
 
 While a comparison is built or written no single case is running; its own id stands for it then.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import signal
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,11 +77,8 @@ def collect_lost(folder: Path, jobs: Container[str], *, stopped: bool = False) -
     Args:
         stopped: these jobs were asked to end; who died silently was killed because it did not, and is not blamed.
     """
-    left: dict[str, list[_Left]] = {}
-    for job, mark in _marks(folder):
-        if job in jobs:
-            left.setdefault(job, []).append(mark)
-    for marks in left.values():
+    for _, of_job in itertools.groupby(_marks(folder), key=lambda mark: mark.job):
+        marks = [mark for mark in of_job if mark.job in jobs]
         for case_id, reason in _blamed([mark for mark in marks if mark.reason or not stopped]).items():
             write_json(_reasons_path(folder, case_id), [*lost_attempts(folder, case_id), reason])
         for mark in marks:
@@ -91,7 +87,7 @@ def collect_lost(folder: Path, jobs: Container[str], *, stopped: bool = False) -
 
 def stopped_by(folder: Path, job: str) -> int | None:
     """The signal that asked a job to end, by the marks that it left; None where it was lost otherwise."""
-    marks = [mark for name, mark in _marks(folder) if name == job]
+    marks = [mark for mark in _marks(folder) if mark.job == job]
     signals = [int(mark.reason.split()[-1]) for mark in marks if mark.reason.startswith(STOPPED)]
     if not signals or _blamed(marks):
         return None
@@ -121,31 +117,30 @@ def forget_lost(folder: Path, case_ids: Iterable[str]) -> None:
 def num_lost(folder: Path, job: str, case_ids: Iterable[str]) -> list[tuple[str, int]]:
     """What was lost so far, and how often; marks of ``job`` that were not collected yet count once."""
     collected = [(case_id, len(lost_attempts(folder, case_id))) for case_id in case_ids]
-    marks = sorted({mark.case_id for name, mark in _marks(folder) if name == job})
-    return [*collected, *((f"now {case_id}", 1) for case_id in marks if case_id)]
+    marked = sorted({mark.case_id for mark in _marks(folder) if mark.job == job} - {""})
+    return [*collected, *((f"now {case_id}", 1) for case_id in marked)]
 
 
 class _Left(NamedTuple):
     """A mark as it was left."""
 
     path: Path
+    job: str
     rank: int
     case_id: str
     reason: str
 
 
-def _marks(folder: Path) -> Iterable[tuple[str, _Left]]:
-    """All marks, with the names of their jobs."""
+def _marks(folder: Path) -> Iterator[_Left]:
+    """All marks, by job."""
     for path in sorted(folder.glob("now-*-*")):
         _, job, rank = path.name.split("-")
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             continue  # Of another job, which has just ended.
-        case_id, reason = (
-            part.rstrip(b"\0").decode(errors="replace") for part in (data[:_MARK_BYTES], data[_MARK_BYTES:])
-        )
-        yield job, _Left(path, int(rank), case_id, reason)
+        parts = (data[:_MARK_BYTES], data[_MARK_BYTES:])
+        yield _Left(path, job, int(rank), *(part.rstrip(b"\0").decode(errors="replace") for part in parts))
 
 
 def _blamed(marks: list[_Left]) -> dict[str, str]:

@@ -1,11 +1,11 @@
-"""What is said on standard error is a service: a job of hours does not end because nobody listens any more.
+"""Writing to a closed stderr must never kill a run; a user's mistake is one line, a defect of ours a traceback.
 
-A terminal is closed, ``tee`` is killed, the disk of a log file is full: from then on every write to standard error
-raises. A progress bar, a traceback or a thread that is about to end the process would die of it, and with them what
-they were there for. So commands write through a stream that drops what cannot be written.
+A terminal is closed, ``tee`` is killed, the disk of a log file is full: then every write to standard error raises, in
+a progress bar, a traceback or the thread that is about to end a hung process. So commands write through a stream that
+drops what cannot be written.
 
-What a user can correct is a ``ValueError`` that this package raised, for then its text was written for the user. One
-that a library or the interpreter raised (shapes that do not match, say) is a defect of ours and is shown whole.
+What a user can correct is a ``ValueError`` that this package raised: its text was written for the user. One that a
+library or the interpreter raised (shapes that do not match, say) is a defect.
 """
 
 from __future__ import annotations
@@ -65,6 +65,11 @@ def is_mistake(error: Exception) -> bool:
     # What the interpreter raises in our own lines (int("x"), a strict zip) begins at another instruction.
     is_raise = code.co_code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"]
     return is_raise and module.partition(".")[0] == _PACKAGE
+
+
+def in_short(error: Exception) -> str:
+    """A library's error in one line of at most 200 characters."""
+    return " ".join(str(error).split())[:200]
 
 
 class _Tolerant:

@@ -1,16 +1,12 @@
-"""Start the ranks of ``run`` under torchrun's agent, and start them again when the process group was lost.
+"""Every case of a config is measured, or has a reason, whichever ranks are lost on the way.
 
-A rank that dies takes its process group with it; the ranks record what they can and end. The
-launcher then starts a new job in the same results directory, which goes on with the next
-comparison and leaves out a case that was lost too often. It gives up when a job changed nothing. A
-rank that was asked to end (SIGTERM, SIGINT) ends the launcher too: whoever asked means the job.
+A rank that dies takes its process group with it; the ranks record what they can and end. The launcher then starts a
+new job in the same results directory, which goes on with the next comparison and leaves out a case that was lost too
+often. It gives up when a job changed nothing. A rank that was asked to end ends the launcher too.
 
-On several nodes each has its launcher, and all do the same: they agree on every start, loss and end through node 0's
-(``meeting``). Only node 0 decides, when all ranks of all nodes have ended. A node that loses its ranks tells the others
-within a second, so that the next attempt begins as soon as the slowest has ended its own: not after a timeout, and
-never beside what is left of the attempt before.
-
-Signals: SIGTERM and SIGINT end the ranks at once, SIGUSR1 after the comparison that they are measuring (``closing``).
+On several nodes each has its launcher. They agree on every start, loss and end through node 0's (``rendezvous``), and
+only node 0 decides, when all ranks of all nodes have ended: the next attempt begins as soon as the slowest node has
+ended its ranks, not after a timeout, and never beside what is left of the attempt before.
 """
 
 from __future__ import annotations
@@ -21,12 +17,11 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -35,17 +30,16 @@ from moe_ep_bench.bench.directory import hold_comparisons
 from moe_ep_bench.bench.plan import RANKS, Comparison, plan
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime.closing import closing_on_signal
 from moe_ep_bench.runtime.crash_journal import collect_lost, num_lost, stopped_by
-from moe_ep_bench.runtime.errors import status_of
+from moe_ep_bench.runtime.errors import in_short, status_of
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
-from moe_ep_bench.runtime.parent import LAUNCHER
-from moe_ep_bench.runtime.rendezvous import AGAIN, ApartError, Meeting, Nodes, OthersLostError, meet
+from moe_ep_bench.runtime.rendezvous import AGAIN, ApartError, Nodes, OthersLostError, Rendezvous, meet
+from moe_ep_bench.runtime.signals import LAUNCHER, closing_on_signal, raise_at_first, set_handlers, signals_wait
 
 # How a node's job ended whose ranks its launcher ended because another node had lost its own; never an exit status.
 _ENDED = 1000
 # How long the agent of a node whose ranks ended well waits for the others'. It takes a lost one for a slow one; nodes
-# that end apart wait for each other in the meeting.
+# that end apart wait for each other in the rendezvous.
 _AGENTS_END_S = 20.0
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Which signals torchrun's agent installs handlers for.
@@ -90,10 +84,10 @@ def launch(
 
     nodes = _of_job(nodes, config.read_text(), *arguments[1:], profile or "")
 
-    def measure(meeting: Meeting) -> int:
+    def measure(rendezvous: Rendezvous) -> int:
         worst = OK
         for own in launches:
-            status = _one_launch([*arguments, *own], left, nodes, meeting, force=force)
+            status = _one_launch([*arguments, *own], left, nodes, rendezvous, force=force)
             if status not in (OK, CASES_FAILED):
                 return status
             worst = max(worst, status)
@@ -108,17 +102,17 @@ def _of_job(nodes: Nodes, *parts: str) -> Nodes:
     return replace(nodes, job=stable_hash([*parts, os.environ.get("SLURM_JOB_ID", "")]))
 
 
-def _together(nodes: Nodes, work: Callable[[Meeting], int]) -> int:
+def _together(nodes: Nodes, work: Callable[[Rendezvous], int]) -> int:
     """Do ``work`` among the launchers of all nodes; return its exit status, or that of what kept it from being done."""
     with _stoppable():
         try:
-            with meet(nodes) as meeting:
+            with meet(nodes) as rendezvous:
                 try:
-                    return work(meeting)
+                    return work(rendezvous)
                 except SignalException as stopped:  # Between two jobs.
-                    return meeting.agree(-int(stopped.sigval), _first_stop)
+                    return rendezvous.agree(-int(stopped.sigval), _first_stop)
                 except Exception as error:
-                    meeting.give_up(status_of(error))
+                    rendezvous.give_up(status_of(error))
                     raise
         except ApartError as error:
             print(f"moe-ep-bench: {error}", file=sys.stderr)
@@ -131,47 +125,31 @@ def _together(nodes: Nodes, work: Callable[[Meeting], int]) -> int:
 def _stoppable() -> Iterator[None]:
     """Raise SignalException at the first signal that asks this launcher to end, and pass over all later ones.
 
-    Clusters send several; the agent's own handlers, which these replace, would leave ranks behind at the second.
+    The agent's own handlers, which these replace, would leave ranks behind at the second.
     """
 
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        for each in _STOPPING:
-            signal.signal(each, signal.SIG_IGN)
-        raise SignalException(f"process {os.getpid()} was asked to end", signal.Signals(number))
+    def asked(number: int) -> SignalException:
+        return SignalException(f"process {os.getpid()} was asked to end", signal.Signals(number))
 
     # Who started this with nohup means it.
-    stopping = [each for each in _STOPPING if (each, signal.getsignal(each)) != (signal.SIGHUP, signal.SIG_IGN)]
-    earlier = {each: signal.signal(each, stop) for each in stopping}
+    ignored = signal.SIGHUP if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else None
+    earlier = raise_at_first([number for number in _STOPPING if number != ignored], asked)
     os.environ[_AGENTS_SIGNALS] = ""
     try:
         yield
     finally:
         del os.environ[_AGENTS_SIGNALS]
-        for each, handler in earlier.items():
-            signal.signal(each, handler)
-
-
-@contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Let a signal that asks this launcher to end do so after the block.
-
-    Not by the kernel's mask, which ranks that are started in the block would inherit.
-    """
-    came: list[int] = []
-    handlers = {each: handler for each in _STOPPING if callable(handler := signal.getsignal(each))}
-    for each in handlers:
-        signal.signal(each, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
-        if came:
-            signal.raise_signal(came[0])
+        set_handlers(earlier)
 
 
 def _first_stop(statuses: Sequence[int]) -> int:
     return 128 - min(statuses)
+
+
+def _agreed(statuses: Collection[int]) -> int | None:
+    """The status on which all ranks had agreed, whatever became of some while they ended; None where there is none."""
+    agreed = next((status for status in (USER_ERROR, CLOSED, CASES_FAILED) if status in statuses), None)
+    return OK if set(statuses) == {OK} else agreed
 
 
 @dataclass(frozen=True)
@@ -201,12 +179,12 @@ class _Left:
             collect_lost(self.directory.attempts, [self.job], stopped=True)
 
 
-def _one_launch(arguments: Sequence[str], left: _Left, nodes: Nodes, meeting: Meeting, *, force: bool) -> int:
+def _one_launch(arguments: Sequence[str], left: _Left, nodes: Nodes, rendezvous: Rendezvous, *, force: bool) -> int:
     """One repetition of the process, started again while it is lost and leaves something to go on from."""
     while True:
         before = left.progress() if nodes.rank == 0 else None
-        status = _one_job([*arguments, *(["--force"] if force else [])], nodes, meeting)
-        verdict = meeting.agree(status, partial(_decide, left, before))
+        status = _one_job([*arguments, *(["--force"] if force else [])], nodes, rendezvous)
+        verdict = rendezvous.agree(status, partial(_decide, left, before))
         if verdict != AGAIN:
             if verdict > 128 and verdict != CLOSED and nodes.rank == 0:
                 left.clear()
@@ -218,12 +196,8 @@ def _one_launch(arguments: Sequence[str], left: _Left, nodes: Nodes, meeting: Me
 
 def _decide(left: _Left, before: object, statuses: Sequence[int]) -> int:
     """The verdict on an attempt, by how the ranks of every node ended and what they left."""
-    for agreed in (USER_ERROR, CLOSED, CASES_FAILED):
-        # All ranks had agreed on it, whatever became of the others while they ended.
-        if agreed in statuses:
-            return agreed
-    if set(statuses) == {OK}:
-        return OK
+    if (agreed := _agreed(statuses)) is not None:
+        return agreed
     if min(statuses) < 0:
         return _first_stop(statuses)
     # Ranks that a launcher ended on behalf of another node say that they were asked to; nobody had asked the job.
@@ -238,23 +212,22 @@ def _decide(left: _Left, before: object, statuses: Sequence[int]) -> int:
 
 def launch_calibrate(arguments: Sequence[str], nodes: Nodes) -> int:
     """Measure the all-to-all on this node's ranks in one job; nothing is tried again. Return the exit status."""
-
     nodes = _of_job(nodes, *arguments)
 
-    def measure(meeting: Meeting) -> int:
-        return meeting.agree(_one_job(arguments, nodes, meeting, command="calibrate"), _of_one_job)
+    def decide(statuses: Sequence[int]) -> int:
+        if min(statuses) < 0:
+            return _first_stop(statuses)
+        agreed = _agreed(statuses)
+        return LOST if agreed is None else agreed
+
+    def measure(rendezvous: Rendezvous) -> int:
+        return rendezvous.agree(_one_job(arguments, nodes, rendezvous, command="calibrate"), decide)
 
     return _together(nodes, measure)
 
 
-def _of_one_job(statuses: Sequence[int]) -> int:
-    if min(statuses) < 0:
-        return _first_stop(statuses)
-    return next((status for status in (USER_ERROR, CASES_FAILED) if status in statuses), LOST if any(statuses) else OK)
-
-
-def _one_job(arguments: Sequence[str], nodes: Nodes, meeting: Meeting, command: str = "run") -> int:
-    """One job of ranks under torchrun's agent, from the nodes' meeting to the end of this node's ranks.
+def _one_job(arguments: Sequence[str], nodes: Nodes, rendezvous: Rendezvous, command: str = "run") -> int:
+    """One job of ranks under torchrun's agent, from the nodes' rendezvous to the end of this node's ranks.
 
     Returns:
         A rank's exit status (one that all agreed on, or the first to fail), ``_ENDED`` where another node had lost its
@@ -270,7 +243,7 @@ def _one_job(arguments: Sequence[str], nodes: Nodes, meeting: Meeting, command: 
             # It knows its ranks when all are started: a signal that came between would leave some behind.
             os.environ[LAUNCHER] = str(os.getpid())
             try:
-                with _signals_wait():
+                with signals_wait(_STOPPING):
                     return super()._start_workers(worker_group)
             finally:
                 del os.environ[LAUNCHER]
@@ -291,7 +264,7 @@ def _one_job(arguments: Sequence[str], nodes: Nodes, meeting: Meeting, command: 
                 local_world_size=nodes.nproc,
                 entrypoint=sys.executable,
                 args=("-m", "moe_ep_bench", command, *arguments),
-                rdzv_handler=meeting,
+                rdzv_handler=rendezvous,
                 max_restarts=0,
                 monitor_interval=0.1,
                 numa_options=usual.numa_options,
@@ -301,17 +274,15 @@ def _one_job(arguments: Sequence[str], nodes: Nodes, meeting: Meeting, command: 
     except OthersLostError:
         return _ENDED
     except torch.distributed.DistError as error:
-        print(f"moe-ep-bench: {' '.join(str(error).split())[:200]}", file=sys.stderr)
+        print(f"moe-ep-bench: {in_short(error)}", file=sys.stderr)
         return LOST
     except SignalException as stopped:
         return -int(stopped.sigval)
     if not result.is_failed():
         return OK
     statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
-    for agreed in (USER_ERROR, CLOSED, CASES_FAILED):
-        # All ranks had agreed on it, whatever became of the others while they ended.
-        if agreed in statuses.values():
-            return agreed
+    if (agreed := _agreed(statuses.values())) is not None:
+        return agreed
     if set(statuses.values()) <= {128 + signal.SIGTERM, -signal.SIGTERM}:
         # They were told to stop before this launcher was: a cluster signals all processes of a job at once.
         return -signal.SIGTERM

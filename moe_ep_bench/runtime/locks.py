@@ -1,12 +1,11 @@
-"""One writer per comparison: jobs in one results directory keep out of each other's way.
+"""Every comparison has one writer, and a dead job holds nothing.
 
-A job locks every comparison that it may write, not the directory, so that jobs on other comparisons, such as the
-tasks of an array, fill one directory together. A lock is the kernel's (flock) on a small file that says whose it is,
-``<out>/.locks/<name>``. The kernel gives it back when its holder ends, however that ends, so that a lock of a dead
-job is never in anybody's way; what the file says is for people. Files go with the last lock.
+A job locks every comparison that it may write, not the directory, so that jobs on other comparisons, such as the tasks
+of an array, fill one directory at once. A lock is the kernel's (flock) on a small file, ``<out>/.locks/<name>``, and
+ends with its holder, however that ends. What the file says is for people.
 
-File systems that have no such locks (Lustre mounted without ``-o flock``) are named on standard error: there it is up
-to the user that no two jobs write the same comparison.
+File systems without such locks (Lustre mounted without ``-o flock``) are named on standard error: there it is up to
+the user that no two jobs write the same comparison.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The processes of one run: who this rank is, and how ranks agree before they do anything costly.
+"""Ranks agree before they do anything costly, and a mistake of one is told once and ends all.
 
-Two groups: the default one carries the measured traffic (NCCL between GPUs, gloo between CPU
-ranks); a gloo side group carries agreement and results, so that it neither disturbs the measured
-one nor dies with it.
+Two groups: the default one carries the measured traffic (NCCL between GPUs, gloo between CPU ranks). A gloo side group
+carries agreement and results: it neither disturbs the measured one nor dies with it.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from moe_ep_bench.runtime.errors import in_short
 
 # Ranks may wait for one that reads a recording or writes results; a hang is the watchdog's to end.
 _SIDE_TIMEOUT_S = 3600
@@ -50,11 +51,9 @@ class Ranks:
 
     def texts(self, text: str) -> list[str]:
         """Every rank's text, in order of rank, on every rank."""
-        data = text.encode()
-        lengths = [int(length) for length in self.gather(torch.tensor([len(data)]), everywhere=True)]
-        buffer = torch.frombuffer(bytearray(data.ljust(max(*lengths, 1), b"\0")), dtype=torch.uint8)
-        rows = self.gather(buffer, everywhere=True)
-        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+        texts = [""] * self.world_size
+        dist.all_gather_object(texts, text, group=self.side_group)
+        return texts
 
     def gather(self, tensor: Tensor, *, everywhere: bool = False) -> list[Tensor]:
         """Every rank's tensor (equal shapes) in order of rank; on rank 0 only unless ``everywhere``."""
@@ -117,12 +116,11 @@ def join(timeout_s: float) -> Ranks:
             dist.barrier(meeting)
             dist.destroy_process_group(meeting)
         except (dist.DistError, RuntimeError, ValueError) as error:
-            rank, world_size, host, port = (
-                os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-            )
+            names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+            rank, world_size, host, port = (os.environ.get(name, "?") for name in names)
             raise NotMetError(
                 f"rank {rank} of {world_size} did not meet the others at {host}:{port} within {timeout_s:g} s; "
-                f"expected {world_size} ranks, all started with that WORLD_SIZE: {_in_short(error)}"
+                f"expected {world_size} ranks, all started with that WORLD_SIZE: {in_short(error)}"
             ) from None
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -133,7 +131,3 @@ def join(timeout_s: float) -> Ranks:
         device=device,
         side_group=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_SIDE_TIMEOUT_S)),
     )
-
-
-def _in_short(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

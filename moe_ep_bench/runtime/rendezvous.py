@@ -1,23 +1,20 @@
-"""Where the launchers of a job's nodes agree: that an attempt begins, that it was lost, and what comes next.
+"""The launchers of a job's nodes agree on every attempt: that it begins, that it was lost, and what comes next.
 
-A launcher sees the ranks of its own node only. Had each of them decided alone, a node that lost its ranks early would
-have begun again while another was still ending, and would have met what was left of the earlier job. So node 0's
-launcher keeps a small store (torch's TCPStore, at ``--master``) for as long as it lives, and every *attempt*, one job
-of ranks, goes through it in these steps:
+A launcher sees the ranks of its own node only. Deciding alone, a node that lost its ranks early would begin again
+while another is still ending, and meet what is left of the earlier job. So node 0's launcher keeps a store (torch's
+TCPStore, at ``--master``) for as long as it lives. Every *attempt*, one job of ranks, goes through it in these steps:
 
-- before all, each node makes sure that the store is its own job's: another job at the same port stays undisturbed.
-- *here*: each node says that it has come and how it was started. When all have, node 0 opens another store, for the
-  ranks of this attempt alone, and publishes its port: what is left of an earlier attempt can neither wait for nor
-  disturb this one.
-- *lost*: a node whose ranks ended otherwise than with status 0 says so. The others look every second; they leave their
-  ranks a moment to notice it themselves, which makes the better record, and then end them.
-- *status*: each node says how its ranks ended, however long that took.
-- *verdict*: node 0 knows all of it, decides once, and keeps its store until the others have read it.
+    job       before all: each node makes sure that the store is its own job's
+    here      each node says that it has come and how it was started. When all have, node 0 opens another store for the
+              ranks of this attempt alone and publishes its *port*: what is left of an earlier attempt cannot reach it
+    lost      a node whose ranks ended otherwise than with status 0 says so. The others look every second, leave their
+              ranks a moment to notice it themselves, which makes the better record, and then end them
+    status    each node says how its ranks ended, however long that took
+    verdict   node 0 knows all of it, decides once, and keeps its store until the others have *read* it
+    gone      a node that is stopped or fails, also between two attempts, says so to all
 
-A node that is stopped or fails, also between two attempts, says so to all (*gone*).
-
-A node may come minutes after another (``_MEET_S``), and end up to ``_END_S`` after another; only then is it taken for
-gone, and so is the job. On one node there is nothing to agree on, and only the store of the ranks is opened.
+A node may come ``_MEET_S`` after another and end ``_END_S`` after another; then it is taken for gone, and so is the
+job. On one node there is nothing to agree on, and only the store of the ranks is opened.
 """
 
 from __future__ import annotations
@@ -36,6 +33,7 @@ from typing import TypeVar
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from moe_ep_bench.runtime.errors import in_short
 from moe_ep_bench.runtime.exit_codes import LOST, OK
 
 # Nodes of one job come up apart: modules, containers, packages from a cold file system.
@@ -94,7 +92,7 @@ class Nodes:
         return self.master.rpartition(":")[0].strip("[]") if self.count > 1 else "127.0.0.1"
 
 
-class Meeting(RendezvousHandler):
+class Rendezvous(RendezvousHandler):
     """This node's launcher among those of all nodes; as torchrun's agent knows it, the rendezvous of its ranks.
 
     Args:
@@ -127,10 +125,12 @@ class Meeting(RendezvousHandler):
             return decide([status])
         if status < 0:
             self._answer_s = _STOP_S
-            with contextlib.suppress(ApartError):  # Whoever is asked to end ends, with or without the others.
-                self._say(status, decide)
-            return 128 - status
-        return self._say(status, decide)
+        try:
+            return self._say(status, decide)
+        except ApartError:
+            if status >= 0:
+                raise
+            return 128 - status  # Whoever is asked to end ends, with or without the others.
 
     def _say(self, status: int, decide: Callable[[Sequence[int]], int]) -> int:
         if status != OK:
@@ -246,10 +246,8 @@ class Meeting(RendezvousHandler):
         if self._is_lost():
             raise OthersLostError
         for node, key in others.items():
-            if self._get(key) != self._started():
-                refusal = (
-                    f"node {node} was started with {self._get(key)}, node 0 with {self._started()}; start all alike"
-                )
+            if (its := self._get(key)) != self._started():
+                refusal = f"node {node} was started with {its}, node 0 with {self._started()}; start all alike"
                 self._set("port", refusal)
                 self._attempt += 1
                 raise ValueError(refusal)
@@ -318,6 +316,8 @@ class Meeting(RendezvousHandler):
                 raise OthersLostError
         return 0
 
+    # The rest of torch's interface. Nothing asks these for more: nodes neither join late nor shut others out.
+
     @property
     def use_agent_store(self) -> bool:
         return True
@@ -325,8 +325,7 @@ class Meeting(RendezvousHandler):
     def get_backend(self) -> str:
         return "moe-ep-bench"
 
-    def get_run_id(self) -> str:
-        return "moe-ep-bench"
+    get_run_id = get_backend
 
     def is_closed(self) -> bool:
         return False
@@ -362,7 +361,7 @@ class Meeting(RendezvousHandler):
                 raise TimeoutError(self._gone)
             return _in_time(lambda: question(store), self._answer_s)
         except (DistError, RuntimeError, TimeoutError) as error:
-            self._gone = _in_short(error)
+            self._gone = in_short(error)
             raise ApartError(f"node 0's launcher at {self._nodes.master} is gone: {self._gone}") from None
 
     @staticmethod
@@ -376,7 +375,7 @@ class Meeting(RendezvousHandler):
 
 
 @contextlib.contextmanager
-def meet(nodes: Nodes) -> Iterator[Meeting]:
+def meet(nodes: Nodes) -> Iterator[Rendezvous]:
     """A launcher's place among those of all nodes, until it ends.
 
     Raises:
@@ -386,7 +385,7 @@ def meet(nodes: Nodes) -> Iterator[Meeting]:
     store = None
     if nodes.count > 1:
         store = _find_store(nodes)
-    meeting = Meeting(nodes, store)
+    meeting = Rendezvous(nodes, store)
     meeting.admit()
     try:
         yield meeting
@@ -427,13 +426,13 @@ def _open_store(host: str, port: int, *, serves: bool) -> TCPStore:
     except (DistError, RuntimeError, TimeoutError) as error:
         whose = "node 0 did not meet itself" if serves else "the nodes did not meet"
         hint = "; expected --master to name node 0 and a port that is free there" if serves else ""
-        raise ApartError(f"{whose} at {host}:{port}{hint}: {_in_short(error)}") from None
+        raise ApartError(f"{whose} at {host}:{port}{hint}: {in_short(error)}") from None
 
 
 def _in_time(ask: Callable[[], _T], limit_s: float) -> _T:
     """What ``ask`` returns or raises, in a thread of its own.
 
-    A store whose server stands still answers never and heeds no time limit, and signals would have to wait for it.
+    A store whose server stands still never answers and heeds no timeout, and signals would have to wait for it.
 
     Raises:
         TimeoutError: not within ``limit_s``; the thread is left behind.
@@ -447,12 +446,7 @@ def _in_time(ask: Callable[[], _T], limit_s: float) -> _T:
             answer.set_exception(error)
 
     threading.Thread(target=thread, name="asking", daemon=True).start()
-    deadline = time.monotonic() + limit_s
-    while not concurrent.futures.wait([answer], _LOOK_S).done:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no answer for {limit_s:g} s")
-    return answer.result()
-
-
-def _in_short(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+    try:
+        return answer.result(limit_s)
+    except TimeoutError:
+        raise TimeoutError(f"no answer for {limit_s:g} s") from None

@@ -1,8 +1,9 @@
-"""An end to every hang: a thread that ends the process when nothing has moved for too long."""
+"""No hang lasts: a thread ends the process when nothing has moved for too long, and shows where it stood."""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import sys
 import threading
@@ -20,7 +21,7 @@ _GRACE_S = 3.0
 
 
 class Watchdog:
-    """Ends the process with ``LOST`` when ``feed`` was not called for ``timeout_s`` seconds.
+    """Ends the process with ``LOST`` when ``feed`` was not called for ``timeout_s`` seconds; all stacks go to stderr.
 
     Args:
         on_timeout: told the reason first. It begins with "peer lost" where this rank was waiting
@@ -73,6 +74,7 @@ class Watchdog:
             if reason.startswith(PEER_LOST):
                 time.sleep(_GRACE_S)
             print(f"moe-ep-bench: {reason}", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(sys.stderr)
         finally:
             os._exit(LOST)
 

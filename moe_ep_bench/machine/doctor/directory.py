@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ep_bench.machine.doctor.findings import NOTE, OK, PROBLEM, Finding
+from moe_ep_bench.files import atomic_path
+from moe_ep_bench.machine.doctor.checks import NOTE, OK, PROBLEM, Finding
 from moe_ep_bench.results import RUN_JSON
 from moe_ep_bench.runtime import locks
 
@@ -29,17 +30,19 @@ def directory_findings(out: Path, comparisons: Sequence[Mapping[str, Any]], worl
         comparisons: of ``facts.plan``; empty without a config.
         world_size: ranks in all.
     """
-    made: list[Path] = []
+    missing = [folder for folder in (out, *out.parents) if not folder.exists()]
+    probe = out / f".doctor.{uuid.uuid4()}"
     try:
-        made = _make(out)
-        _write_and_rename(out)
+        with atomic_path(probe) as temporary:
+            temporary.write_bytes(bytes(_PROBE_BYTES))
+        probe.unlink()
         space = os.statvfs(out)
     except OSError as error:
         what = f"{out}: cannot be written ({error.strerror})"
         return [Finding("results", PROBLEM, what, "a run would measure and could not keep it", _CHOOSE)]
     finally:
-        for folder in reversed(made):
-            with contextlib.suppress(OSError):  # somebody else has begun to use it
+        for folder in missing:
+            with contextlib.suppress(OSError):  # it was not made, or somebody else has begun to use it
                 folder.rmdir()
     free = space.f_bavail * space.f_frsize
     iterations = sum(one["iterations"] for one in comparisons)
@@ -49,7 +52,7 @@ def directory_findings(out: Path, comparisons: Sequence[Mapping[str, Any]], worl
         what = f"{out}: {room}, a run may write {needed / 2**30:.2f} GiB"
         status = PROBLEM if free < needed else NOTE
         return [Finding("results", status, what, "a full disk ends it between cases", _CHOOSE)]
-    new = ", not there yet" if made else ""
+    new = ", not there yet" if missing else ""
     findings = [Finding("results", OK, f"{out}{new}: can be written, files appear whole or not at all, {room}")]
     return [*findings, *_busy(out, comparisons)]
 
@@ -60,9 +63,8 @@ def _busy(out: Path, comparisons: Sequence[Mapping[str, Any]]) -> list[Finding]:
     for one in comparisons:
         if one["comparison_id"] in held:
             what = f"{one['title']}: another job is writing this, {held[one['comparison_id']]}"
-            return [
-                Finding("results", PROBLEM, what, "a run would be refused", "wait for it, stop it, or another --out")
-            ]
+            fix = "wait for it, stop it, or another --out"
+            return [Finding("results", PROBLEM, what, "a run would be refused", fix)]
     if held:
         jobs = "; ".join(sorted(set(held.values())))
         what = f"another job is writing {len(held)} other comparison(s) there, {jobs}"
@@ -74,41 +76,8 @@ def _busy(out: Path, comparisons: Sequence[Mapping[str, Any]]) -> list[Finding]:
     return []
 
 
-def _make(folder: Path) -> list[Path]:
-    """Make a directory; return what was not there before, outermost first."""
-    if folder.is_dir():
-        return []
-    made = _make(folder.parent) if folder.parent != folder else []
-    try:
-        folder.mkdir()
-    except OSError:
-        for other in reversed(made):
-            other.rmdir()
-        raise
-    return [*made, folder]
-
-
-def _write_and_rename(folder: Path) -> None:
-    """As ``files.atomic_path`` does: a file beside, flushed, then renamed over."""
-    handle, name = tempfile.mkstemp(dir=folder, prefix=".doctor.")
-    temporary, final = Path(name), Path(f"{name}.renamed")
-    try:
-        with open(handle, "wb") as file:
-            file.write(bytes(_PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(final)
-    finally:
-        temporary.unlink(missing_ok=True)
-        final.unlink(missing_ok=True)
-
-
 def earlier_findings(out: Path, refusal: str, comparisons: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """What is there of earlier runs.
-
-    Args:
-        refusal: of ``facts.agreement``.
-    """
+    """What is there of earlier runs; ``refusal`` is of ``facts.agreement``."""
     if refusal:
         what = refusal.removeprefix(f"--out {out}: ")
         return [Finding("results", PROBLEM, f"{out}: {what}", "a run would refuse to mix results")]

@@ -1,29 +1,34 @@
-"""All checks in their order, a topic at a time."""
+"""Examine a machine before the night that a run may take: what is so, what that means for a run, and what to do.
+
+Nothing here may hang or take the rest down with it, not even a driver that never answers or a torch that cannot be
+imported. So this process imports neither torch nor Megatron-Core and asks no driver: what does runs in subprocesses
+with a timeout (``facts``, ``exchange``, nvidia-smi). ``checks`` judges what they say.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moe_ep_bench.machine.doctor.child import Question, ask
+from moe_ep_bench.machine.doctor import checks
+from moe_ep_bench.machine.doctor.checks import NOTE, PROBLEM, Finding
 from moe_ep_bench.machine.doctor.directory import directory_findings, earlier_findings
 from moe_ep_bench.machine.doctor.exchange import exchange_findings
-from moe_ep_bench.machine.doctor.findings import PROBLEM, Finding, as_json, text, verdict
-from moe_ep_bench.machine.doctor.gpus import cpu_findings, gpu_findings
-from moe_ep_bench.machine.doctor.memory import available_bytes, memory_findings, ranks_findings
-from moe_ep_bench.machine.doctor.network import nccl_findings, nic_findings, shared_memory_findings, topology_findings
-from moe_ep_bench.machine.doctor.packages import package_findings
 from moe_ep_bench.machine.nvidia_smi import query_gpus, query_nvlinks, query_topology, rdma_ports
-from moe_ep_bench.machine.subprocesses import CommandError
+from moe_ep_bench.machine.subprocesses import CommandError, Question, ask
 from moe_ep_bench.runtime import exit_codes
 
 _FACTS = "moe_ep_bench.machine.doctor.facts"
 # The first look at a GPU may wait for its driver to wake up; importing Transformer Engine takes half a minute at worst.
 _MACHINE_S, _IMPORTS_S, _PLAN_S, _AGREEMENT_S = 120.0, 180.0, 300.0, 60.0
 
+_WIDTH, _INDENT = 120, " " * 20
 _T = TypeVar("_T")
 
 
@@ -65,20 +70,20 @@ class Examination:
                 return
             self.nproc = self.request.nproc or machine["default_nproc"]
             planned = list(self._plan())
-            yield from cpu_findings(machine)
+            yield from checks.cpu_findings(machine)
             yield from self._gpus(machine)
             try:
                 broken = imports.answer()
             except CommandError as error:
                 yield Finding("packages", PROBLEM, f"importing them failed ({error})", "a run imports them too")
                 broken = {}
-            yield from package_findings(machine, broken)
-        yield from nccl_findings(machine)
+            yield from checks.package_findings(machine, broken)
+        yield from checks.nccl_findings(machine)
         yield from exchange_findings(len(machine["gpus"]))
-        yield from ranks_findings(machine, self.nproc)
+        yield from checks.ranks_findings(machine, self.nproc)
         yield from planned
         if self.comparisons:
-            yield from memory_findings(self.comparisons, available_bytes(machine, self.nproc))
+            yield from checks.memory_findings(self.comparisons, checks.available_bytes(machine, self.nproc))
         yield from self._directory(machine)
 
     def _plan(self) -> Iterator[Finding]:
@@ -96,17 +101,16 @@ class Examination:
         self.comparisons = self.facts["comparisons"] = plan["comparisons"]
 
     def _gpus(self, machine: dict[str, Any]) -> Iterator[Finding]:
-        gpus = _or_why(query_gpus)
+        gpus, ports = _or_why(query_gpus), rdma_ports()
         self.facts["gpus"] = [asdict(gpu) for gpu in gpus] if isinstance(gpus, list) else []
-        yield from gpu_findings(machine, gpus)
-        ports = rdma_ports()
         self.facts["rdma_ports"] = [asdict(port) for port in ports]
+        yield from checks.gpu_findings(machine, gpus)
         if machine["gpus"]:
             topology = _or_why(query_topology)
-            self.facts["topology"] = topology if isinstance(topology, str) else topology.as_dict()
-            yield from topology_findings(topology, _or_why(query_nvlinks))
-            yield from shared_memory_findings(len(machine["gpus"]))
-            yield from nic_findings(ports)
+            self.facts["topology"] = topology if isinstance(topology, str) else asdict(topology)
+            yield from checks.topology_findings(topology, _or_why(query_nvlinks))
+            yield from checks.shared_memory_findings(len(machine["gpus"]))
+            yield from checks.nic_findings(ports)
 
     def _directory(self, machine: dict[str, Any]) -> Iterator[Finding]:
         out = self.request.out
@@ -124,6 +128,22 @@ def _or_why(query: Callable[[], _T]) -> _T | str:
         return query()
     except CommandError as error:
         return str(error)
+
+
+def text(finding: Finding) -> str:
+    """Status and check, then in words what is so, what it means and what to do."""
+    words = finding.what + (f": {finding.means}" if finding.means else "")
+    words += f" -> {finding.remedy}" if finding.remedy else ""
+    lines = textwrap.wrap(words, _WIDTH - len(_INDENT), break_long_words=False, break_on_hyphens=False)
+    return f"{finding.status:8}{finding.check:12}" + f"\n{_INDENT}".join(lines)
+
+
+def verdict(findings: Iterable[Finding]) -> str:
+    """All findings in a line."""
+    counts = Counter(finding.status for finding in findings)
+    problems, notes = counts[PROBLEM], counts[NOTE]
+    said = f"{problems or 'no'} problem{'' if problems == 1 else 's'}, {notes or 'no'} note{'' if notes == 1 else 's'}"
+    return said + ("; a run would fail, or not be what it seems" if problems else "; runs can start")
 
 
 def doctor(request: Request, *, as_json_text: bool = False) -> int:
@@ -145,7 +165,9 @@ def doctor(request: Request, *, as_json_text: bool = False) -> int:
     problems = any(finding.status == PROBLEM for finding in found)
     status = exit_codes.CASES_FAILED if problems else exit_codes.OK
     if as_json_text:
-        print(as_json(found, {"status": status, "nproc": examination.nproc, **examination.facts}))
+        listed = [asdict(finding) for finding in found]
+        report = {"findings": listed, "status": status, "nproc": examination.nproc, **examination.facts}
+        print(json.dumps(report, indent=2))
     else:
         print(f"\n{verdict(found)}")
     sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""Two processes exchange all-to-alls and look at what arrived: not that bytes came, but that they are the right ones.
+"""Two processes exchange all-to-alls, over NCCL where there are two GPUs, else over gloo, and check every value.
 
-Over NCCL where there are two GPUs, else over gloo, as a run would. Every value says which rank sent it, to whom, and
-where in the message it stood, so that a swapped, stale or truncated one is found; splits are uneven, as in a dispatch.
+Every value says which rank sent it, to whom, and where in the message it stood: a swapped, stale or truncated one is
+found. Splits are uneven, as in a dispatch.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_ep_bench.machine.doctor.child import Question
-from moe_ep_bench.machine.doctor.findings import OK, PROBLEM, Finding
-from moe_ep_bench.machine.subprocesses import CommandError
+from moe_ep_bench.machine.doctor.checks import OK, PROBLEM, Finding
+from moe_ep_bench.machine.subprocesses import CommandError, Question
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,10 @@ TIMEOUT_S = 90.0
 _RANKS = 2
 # From one to a million values of 8 bytes: what travels inside of a packet, and what does not.
 _COUNTS = (0, 1, 1000, 2**20)
+_LOOK_AT = {
+    "nccl": "NCCL_DEBUG=INFO says where it stands; then GPU peer access, /dev/shm and NCCL_SOCKET_IFNAME",
+    "gloo": "does this host's name resolve to an address of its own? else set GLOO_SOCKET_IFNAME, e.g. to lo",
+}
 _RANK = "moe_ep_bench.machine.doctor.exchange:exchange"
 
 
@@ -75,13 +79,10 @@ def exchange_findings(num_gpus: int, *, rank: str = _RANK, timeout_s: float = TI
         name += " (NCCL needs two GPUs)"
     answers, errors = [], []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        store = str(Path(folder) / "store")
+        asked = [partial(Question, rank, number, backend, store, timeout_s) for number in range(_RANKS)]
         try:
-            ranks = [
-                stack.enter_context(
-                    Question(rank, number, backend, str(Path(folder) / "store"), timeout_s, timeout_s=timeout_s)
-                )
-                for number in range(_RANKS)
-            ]
+            ranks = [stack.enter_context(start(timeout_s=timeout_s)) for start in asked]
         except CommandError as error:
             ranks, errors = [], [str(error)]
         for number, one in enumerate(ranks):
@@ -91,18 +92,8 @@ def exchange_findings(num_gpus: int, *, rank: str = _RANK, timeout_s: float = TI
                 errors.append(f"rank {number}: {error}")
     wrong = [answer["wrong"] for answer in answers if answer["wrong"]]
     what = f"two ranks over {name}"
-    if errors:
-        return [_failed(f"{what} did not get through ({'; '.join(errors)})", backend)]
-    if wrong:
-        return [_failed(f"{what} received wrong data ({wrong[0]})", backend)]
-    mebibytes = sum(answer["received_bytes"] for answer in answers) / 2**20
-    return [Finding("all-to-all", OK, f"{what} exchanged {mebibytes:.0f} MiB, and every value was right")]
-
-
-def _failed(what: str, backend: str) -> Finding:
-    look = (
-        "NCCL_DEBUG=INFO says where it stands; then GPU peer access, /dev/shm and NCCL_SOCKET_IFNAME"
-        if backend == "nccl"
-        else "does this host's name resolve to an address of its own? else set GLOO_SOCKET_IFNAME, e.g. to lo"
-    )
-    return Finding("all-to-all", PROBLEM, what, "no expert-parallel run can be trusted here", look)
+    if not errors and not wrong:
+        mebibytes = sum(answer["received_bytes"] for answer in answers) / 2**20
+        return [Finding("all-to-all", OK, f"{what} exchanged {mebibytes:.0f} MiB, and every value was right")]
+    what += f" did not get through ({'; '.join(errors)})" if errors else f" received wrong data ({wrong[0]})"
+    return [Finding("all-to-all", PROBLEM, what, "no expert-parallel run can be trusted here", _LOOK_AT[backend])]

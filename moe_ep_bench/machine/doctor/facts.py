@@ -1,4 +1,4 @@
-"""What torch and the packages say of this machine; asked in processes of their own (``child``)."""
+"""What torch and the packages say of this machine; called in subprocesses (``subprocesses.ask``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-# Of ``environment.package_versions``, what to import to know that it works.
+# Of ``provenance.package_versions``, what to import to know that it works.
 MODULES = {
     "megatron_core": "megatron.core",
     "transformer_engine": "transformer_engine.pytorch",

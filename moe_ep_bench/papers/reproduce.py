@@ -222,7 +222,7 @@ def _earlier(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _solved_tokens(comparison: Comparison) -> int:
-    return min(SOLVED_TOKENS, max(1, comparison.num_tokens // comparison.world_size))
+    return min(SOLVED_TOKENS, max(1, comparison.subject.num_tokens // comparison.subject.world_size))
 
 
 class _Solver:
@@ -261,7 +261,8 @@ class _Solver:
         targets |= {"drift": 0.0, "burst_every": None, "burst_peak_load": None}
         workload = SyntheticConfig(
             tokens_per_rank=tokens,
-            padding_per_rank=config.padding_per_rank * tokens * like.world_size // like.num_tokens,  # The same share.
+            # The same share.
+            padding_per_rank=config.padding_per_rank * tokens * like.subject.world_size // like.subject.num_tokens,
             mask_padding=config.mask_padding,
             num_batches=1,
             seed=config.seed,

@@ -147,8 +147,11 @@ class Emulation:
         """Time one batch; of ``rounds`` the last ``kept`` count."""
         routers = self._routers(index)
         batches, traffic = self._routed(index, routers, keep=timer.needs_tokens)
-        for number, one in enumerate(traffic):
-            self._put_metrics(number, one)
+        for case, metrics, of_case in zip(self.cases, self.metrics, traffic, strict=True):
+            for row, (layer, one) in enumerate(of_case.layers.items(), index * len(self.layers)):
+                metrics.put_all((slice(None), row), one.metrics)
+                if index == 0:
+                    metrics.column("reference_error")[:, row] = self.errors.get((case.case_id, layer), np.nan)
         times: list[list[list[RankTime]]] = [[[] for _ in range(self.num_ranks)] for _ in routers]
         for round_number in range(rounds):
             gc.collect(0)
@@ -196,14 +199,6 @@ class Emulation:
             own = zip(batches, tokens, strict=True)
             yield {layer: Shares(self.layers[layer], one, rank, self.device) for layer, one in own}
 
-    def _put_metrics(self, number: int, traffic: Traffic) -> None:
-        """Keep a case's routing metrics of one batch."""
-        metrics, case_id = self.metrics[number], self.cases[number].case_id
-        for row, (layer, one) in enumerate(traffic.layers.items(), traffic.index * len(self.layers)):
-            metrics.put_all((slice(None), row), one.metrics)
-            if traffic.index == 0:
-                metrics.column("reference_error")[:, row] = self.errors.get((case_id, layer), np.nan)
-
     def _store(
         self,
         number: int,
@@ -222,16 +217,13 @@ class Emulation:
         return [CaseRouter(case, self._slots(case, index), self.seed) for case in self.cases]
 
     def _slots(self, case: CaseSpec, index: int) -> ExpertPlacement:
-        """Where a case's experts stand for one batch."""
-        wanted = case.replication
-        if wanted is None:
+        """Where a case's experts stand for one batch: replicas are placed for the mean load of all other batches."""
+        if case.replication is None:
             return self.comparison.slots
-        return ExpertPlacement.of_replication(self.comparison.replicate(wanted, self._forecast(index)))
-
-    def _forecast(self, index: int) -> NDArray[np.float64]:
-        """The load that replicas are placed for, [E]: that of all other batches; of the batch itself if it is alone."""
         loads_BE = self._native_loads
-        return (np.delete(loads_BE, index, axis=0) if self.num_batches > 1 else loads_BE).mean(axis=0)
+        if self.num_batches > 1:  # One that is alone is placed for itself.
+            loads_BE = np.delete(loads_BE, index, axis=0)
+        return ExpertPlacement.of_replication(self.comparison.replicate(case.replication, loads_BE.mean(axis=0)))
 
     @cached_property
     def _native_loads(self) -> NDArray[np.float64]:
@@ -269,25 +261,21 @@ class Emulation:
 
     def _link_us(self, traffic: Traffic) -> dict[PhaseKey, NDArray[np.float64]]:
         """What each meeting takes on the modelled links, [R] microseconds."""
-        return {
-            phase_key(layer, meeting): link_us
-            for layer, one in traffic.layers.items()
-            for meeting, link_us in self._layer_link_us(one).items()
-        }
-
-    def _layer_link_us(self, traffic: LayerTraffic) -> dict[str, NDArray[np.float64]]:
         links, num_ranks = self.comparison.links, self.num_ranks
         assert links is not None
         row_bytes = self.comparison.model.hidden_size * DTYPES[self.comparison.experiment.layer.dtype].itemsize
-        # Chunks are this device's need; ranks of their own send all at once.
-        pairs_RR = traffic.rank_pairs.astype(np.float64)
-        everyone = np.ones(num_ranks)
-        stats_bytes = 0 if traffic.stats_SE is None else traffic.stats_SE.numel() * _STATISTIC_BYTES
-        count_bytes = traffic.counts_CRP.shape[2] * _COUNT_BYTES
-        return {
-            "wait_policy": everyone * links.all_reduce_us(stats_bytes, num_ranks),
-            "wait_metadata": everyone * links.all_gather_us(count_bytes, num_ranks),
+        everyone, found = np.ones(num_ranks), {}
+        for layer, one in traffic.layers.items():
+            # Chunks are this device's need; ranks of their own send all at once.
+            pairs_RR = one.rank_pairs.astype(np.float64)
+            stats_bytes = 0 if one.stats_SE is None else one.stats_SE.numel() * _STATISTIC_BYTES
             # Rows and their weights travel one after the other.
-            "wait_dispatch": links.all_to_all_us(pairs_RR * row_bytes) + links.all_to_all_us(pairs_RR * _WEIGHT_BYTES),
-            "wait_combine": links.all_to_all_us(pairs_RR.T * row_bytes),
-        }
+            dispatch_R = links.all_to_all_us(pairs_RR * row_bytes) + links.all_to_all_us(pairs_RR * _WEIGHT_BYTES)
+            found |= {
+                phase_key(layer, "wait_policy"): everyone * links.all_reduce_us(stats_bytes, num_ranks),
+                phase_key(layer, "wait_metadata"): everyone
+                * links.all_gather_us(one.counts_CRP.shape[2] * _COUNT_BYTES, num_ranks),
+                phase_key(layer, "wait_dispatch"): dispatch_R,
+                phase_key(layer, "wait_combine"): links.all_to_all_us(pairs_RR.T * row_bytes),
+            }
+        return found

@@ -18,10 +18,10 @@ from moe_ep_bench.models import ModelSpec
 _GEMM_ALIGNMENT = 16
 
 
-def check_scope(experiment: Experiment, scope: str = "layer") -> None:
-    """Refuse a config of another subject than a command has."""
-    if experiment.scope != scope:
-        raise ValueError(f"scope: expected {scope} for this command, got {experiment.scope}")
+def check_scope(experiment: Experiment) -> None:
+    """Refuse a whole model for a command that routes layers."""
+    if experiment.scope != "layer":
+        raise ValueError(f"scope: expected layer for this command, got {experiment.scope}")
 
 
 def check_ranks(experiment: Experiment, world_size: int, ep_size: int) -> None:

@@ -84,6 +84,11 @@ def layer_and_phase(key: PhaseKey) -> tuple[int | None, str]:
     return (None, key) if isinstance(key, str) else key
 
 
+def phase_key(layer: int | None, phase: str) -> PhaseKey:
+    """Under what a phase of a layer is recorded; None = of no layer, or of one that stands alone."""
+    return phase if layer is None else (layer, phase)
+
+
 def phase_groups(of: Literal["layer", "model"]) -> dict[str, tuple[str, ...]]:
     """The phases of every group in the order in which figures stack them: waiting last."""
     rows = sorted((phase for phase in PHASES.values() if phase.of == of), key=lambda phase: phase.is_waiting)

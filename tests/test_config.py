@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from moe_ep_bench.bench import plan as module
+from moe_ep_bench.bench.description import describe_experiment
 from moe_ep_bench.bench.plan import RANKS, Comparison
-from moe_ep_bench.bench.run import describe_experiment
 from moe_ep_bench.config import ConfigError, SyntheticConfig, load_experiments
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.models import ModelSpec

@@ -13,8 +13,8 @@ import pytest
 import torch
 from test_model_run import KEY, parts, write_config
 
+from moe_ep_bench.bench.directory import left_of
 from moe_ep_bench.bench.plan import VIRTUAL, plan
-from moe_ep_bench.bench.run import left_of
 from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model.links import Links
@@ -173,11 +173,11 @@ def test_a_pass_takes_what_its_layers_and_the_rest_take(preset: str, changes: di
     config = write_config(tmp_path, model={"preset": preset}, layer__ep_size=4, emulate=MODELLED, **changes)
     (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
     lengths_R = comparison.subject.lengths_of_ranks(0)
-    assert sum(map(sum, lengths_R)) == comparison.num_tokens
+    assert sum(map(sum, lengths_R)) == comparison.subject.num_tokens
     begun: list[str] = []
     emulation = Emulation(comparison, comparison.cases, torch.device("cpu"), begun.append)
     assert emulation.measure() is None
-    assert len(begun) == comparison.num_runs(comparison.cases)
+    assert len(begun) == comparison.num_iterations()
     native_us, again_us, topk_us, drop_us, _ = emulation.layer_us
     assert (native_us == again_us).all()
     assert (native_us > 0).all()
@@ -219,5 +219,5 @@ def test_what_does_not_fit_is_said_with_the_layers_that_do(tmp_path: Path, capsy
     assert comparison.shortage(need) == ""
     assert "; whole.num_layers=2 fits" in comparison.shortage(need - 1)
     assert main(["emulate", str(config), "--dry-run"]) == OK
-    runs = comparison.num_runs(comparison.cases)
+    runs = comparison.num_iterations()
     assert f"{runs:,} runs of a rank's model at most" in capsys.readouterr().out

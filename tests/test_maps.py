@@ -31,8 +31,8 @@ from moe_ep_bench.analysis.sweep import (
     value_words,
 )
 from moe_ep_bench.analysis.tables import run_text
+from moe_ep_bench.bench.description import describe_experiment, describe_point
 from moe_ep_bench.bench.plan import RANKS, Comparison
-from moe_ep_bench.bench.run import describe_experiment, describe_point
 from moe_ep_bench.config import ConfigError, load_experiments
 
 PEAK, LINKS, EP_SIZE = "workload.peak_load", "emulate.links", "layer.ep_size"

@@ -318,10 +318,10 @@ def test_every_layer_takes_its_own_of_a_recording_for_the_same_tokens(tmp_path: 
     workload = {"kind": "recorded", "trace": str(trace), "tail": "popularity", "num_tokens": 200, "num_batches": 1}
     config = write_config(tmp_path, workload=workload)
     (one,) = plan(config, [], RANKS, 2, on_cpu=True)
-    first, second = (workload.batch(0) for workload in one.workloads.values())
+    first, second = (workload.batch(0) for workload in one.subject.workloads.values())
     assert torch.equal(first.sequence_id_T, second.sequence_id_T)
     assert not torch.equal(first.scores_TE.topk(6).indices, second.scores_TE.topk(6).indices)
-    assert [one.subject.fraction_of(layer) for layer in MOE] == [0, 1 / 26]
+    assert [own.layer_fraction for own in one.subject.layers().values()] == [0, 1 / 26]
     # A rank computes the logits of its prompts' last tokens, not of every token.
     prompts_R = [len(first.sequence_id_T[tokens_T].unique()) for tokens_T in deal(first, 2)]
     assert one.subject.most_prompts == max(prompts_R) < sum(prompts_R) == 4
@@ -357,8 +357,9 @@ def test_one_token_is_no_plural(tmp_path: Path) -> None:
 def test_what_fits_into_memory_is_named(tmp_path: Path) -> None:
     (one,) = plan(write_config(tmp_path, whole__num_layers=5), [], RANKS, 2, on_cpu=True)
     enough, short = one.memory_bytes_per_rank(), one.memory_bytes_per_rank() - 1
-    assert one.hint_for(short) == "; whole.num_layers=4 fits"
-    assert one.hint_for(0) == ""
+    assert one.shortage(enough) == ""
+    assert one.shortage(short).endswith("GiB are free; whole.num_layers=4 fits")
+    assert one.shortage(0).endswith("GiB are free")
     (fewer,) = plan(write_config(tmp_path, whole__num_layers=4), [], RANKS, 2, on_cpu=True)
     assert fewer.memory_bytes_per_rank() < enough
     assert fewer.comparison_id != one.comparison_id

@@ -177,7 +177,7 @@ def test_every_scope_routes_padded_batches_alike(other: str, outs: dict[str, Pat
 def routings(planned: Comparison, spec: dict, index: int, kept: int) -> Iterator[Routing]:
     """All ranks' routing of the first ``kept`` tokens of each, as if there were no others."""
     policy, model = make_policy(spec), planned.model
-    ranks = list(planned.workload.rank_batches(index, planned.world_size))
+    ranks = list(planned.workload.rank_batches(index, planned.subject.world_size))
     scores = [tokens.scores_TE[:kept] for tokens in ranks]
     contexts = [
         RoutingContext(

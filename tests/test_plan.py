@@ -47,9 +47,9 @@ def test_a_plan_has_the_same_cases_and_workloads_on_ranks_and_on_virtual_ones(co
         assert [one.backend for one in comparisons] == [backend] * 2
         for one, real in zip(comparisons, planned[RANKS], strict=True):
             assert cases(one) == cases(real)
-            assert one.ep_size == one.world_size == real.world_size == NUM_RANKS
-            assert one.workloads.keys() == real.workloads.keys()
-            for mine, theirs in zip(one.workloads.values(), real.workloads.values(), strict=True):
+            assert one.ep_size == one.subject.world_size == real.subject.world_size == NUM_RANKS
+            assert one.subject.workloads.keys() == real.subject.workloads.keys()
+            for mine, theirs in zip(one.subject.workloads.values(), real.subject.workloads.values(), strict=True):
                 assert torch.equal(mine.batch(1).scores_TE, theirs.batch(1).scores_TE)
             assert one.describe_workload() == real.describe_workload()
 
@@ -66,19 +66,19 @@ def test_rows_say_subject_and_backend(config: Path) -> None:
     for backend in (RANKS, VIRTUAL):
         (one, _) = on(backend, config)
         described = one.describe_case(one.cases[0])
-        assert (described["subject"], described["backend"]) == (one.scope, backend)
+        assert (described["subject"], described["backend"]) == (one.subject.name, backend)
 
 
 def test_a_model_is_planned_layer_by_layer(config: Path) -> None:
     (one, _) = on(VIRTUAL, config)
     layers = one.subject.layers()
-    assert list(layers) == ([None] if one.scope == "layer" else [1, 2])
-    for (layer, own), workload in zip(layers.items(), one.workloads.values(), strict=True):
+    assert list(layers) == ([None] if one.subject.name == "layer" else [1, 2])
+    for (layer, own), workload in zip(layers.items(), one.subject.workloads.values(), strict=True):
         assert (own.name, own.workload) == ("layer", workload)
-        assert own.layer_fraction == one.subject.fraction_of(layer)
+        assert own.layer_fraction == (0 if layer is None else (layer - 1) / one.model.num_moe_layers)
         context = own.context(1, torch.zeros(2, dtype=torch.int64), None)
         assert (context.rank, context.num_ranks, context.layer_fraction) == (1, NUM_RANKS, own.layer_fraction)
-    for mine, theirs in itertools.pairwise(one.workloads.values()):
+    for mine, theirs in itertools.pairwise(one.subject.workloads.values()):
         assert not torch.equal(mine.batch(0).scores_TE, theirs.batch(0).scores_TE)
 
 
@@ -95,7 +95,7 @@ def test_routing_has_a_baseline_and_policies_that_differ_from_it(config: Path) -
 def test_only_virtual_ranks_replicate_experts(config: Path) -> None:
     wanted = "emulate.replication=[{spare_per_rank: 4}]"
     assert REPLICATION not in {case.role for case in on(RANKS, config, wanted)[0].cases}
-    if on(RANKS, config)[0].scope == "model":
+    if on(RANKS, config)[0].subject.name == "model":
         with pytest.raises(ValueError, match=r"emulate.replication: expected none with scope model"):
             on(VIRTUAL, config, wanted)
         return

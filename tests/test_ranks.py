@@ -73,7 +73,9 @@ def test_no_moment_of_a_job_is_unwatched(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "moe_ep_bench.bench.profile", profile)
     monkeypatch.setattr(run, "open_job", open_job)
     comparisons = SimpleNamespace(find_case=lambda wanted: (comparison, None))
-    monkeypatch.setattr(run, "_first_can", lambda *arguments: True)
-    assert run._profile(None, setup, SimpleNamespace(profiles=None), comparisons, "case", contextlib.ExitStack()) == OK
+    monkeypatch.setattr(run._Launch, "_on_first", lambda *arguments: None)
+    directory = SimpleNamespace(profiles=None)
+    launch = run._Launch(None, setup, contextlib.ExitStack(), directory, number=0, force=False)
+    assert launch.profile(comparisons, "case") == OK
     setup.stop()
     assert seen == [("opens", False), ("works", True), ("closes", False)]

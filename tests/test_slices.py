@@ -130,8 +130,8 @@ def test_a_whole_model_in_slices_is_right_in_every_layer(tmp_path: Path) -> None
 def test_ranks_are_expert_parallel_ranks_times_slices_times_replicas(tmp_path: Path) -> None:
     for layer, expected in (({}, (4, 2, 8)), ({"ep_size": 2}, (2, 2, 4)), ({"expert_tensor_parallel": 4}, (2, 4, 8))):
         one = planned(tmp_path, 8, layer)
-        assert (one.ep_size, one.num_slices, one.num_together) == expected
-        assert one.parts.expert_tensor_parallel == one.num_slices
+        assert (one.ep_size, one.subject.num_slices, one.subject.num_together) == expected
+        assert one.parts.expert_tensor_parallel == one.subject.num_slices
 
 
 def test_slices_are_another_comparison(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_slices_cost_the_weights_of_as_many_experts_and_buffers_for_the_rows_of_
     alone = planned(tmp_path, 1, {"expert_tensor_parallel": 1}, workload={**many, "num_tokens": 8000})
     both = planned(tmp_path, 2, workload=many)
     assert both.memory_bytes_per_rank() > alone.memory_bytes_per_rank(), "two ranks' rows on each"
-    assert cut.flops_per_rank() == whole.flops_per_rank()
+    assert cut.subject.flops_per_rank() == whole.subject.flops_per_rank()
 
 
 BAD = {

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_ep_bench.bench.run import survey_together
+from moe_ep_bench.bench.description import survey_together
 from moe_ep_bench.workload import SyntheticWorkload, Workload
 
 SIZES = {"num_experts": 16, "top_k": 2, "num_tokens": 600, "num_batches": 2, "sequence_length": 20, "peak_load": 3.0}

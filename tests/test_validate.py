@@ -31,8 +31,8 @@ from moe_ep_bench.analysis.validation import (
 from moe_ep_bench.analysis.validation_report import validation_text, verdict_line, write_report
 from moe_ep_bench.analysis.validation_times import load_laws, phase_errors, phase_times_ms, received_rows
 from moe_ep_bench.bench import validate as validate_module
-from moe_ep_bench.bench.experts_alone import ALONE_SCHEMA, REPETITIONS, chosen_cases, counts_of
 from moe_ep_bench.bench.plan import RANKS, plan
+from moe_ep_bench.bench.validate import ALONE_SCHEMA, REPETITIONS, chosen_cases, counts_of
 from moe_ep_bench.bench.validation_directory import ValidationDirectory
 from moe_ep_bench.cli import main
 from moe_ep_bench.results import RunDirectory

@@ -179,7 +179,7 @@ def check_comparison(
 
     Args:
         threads: of each real rank and of the emulated one.
-        alone: rows of ``bench.experts_alone``, of any comparisons.
+        alone: rows of ``bench.validate``, of any comparisons.
 
     Raises:
         ResultsError: one run has a case that the other does not know.

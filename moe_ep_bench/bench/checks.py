@@ -6,23 +6,22 @@ Shapes: B = batches, R = ranks.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from moe_ep_bench.bench.words import tokens_of_ranks
 from moe_ep_bench.config import Experiment, SyntheticConfig
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.workload import Workload
 
 # Of a row, in bytes: what grouped_mm wants.
 _GEMM_ALIGNMENT = 16
 
 
-def check_scope(experiment: Experiment, scope: str = "layer") -> None:
-    """Refuse a config of another subject than a command has."""
-    if experiment.scope != scope:
-        raise ValueError(f"scope: expected {scope} for this command, got {experiment.scope}")
+def check_scope(experiment: Experiment) -> None:
+    """Refuse a whole model for a command that routes layers."""
+    if experiment.scope != "layer":
+        raise ValueError(f"scope: expected layer for this command, got {experiment.scope}")
 
 
 def check_ranks(experiment: Experiment, world_size: int, ep_size: int) -> None:
@@ -85,12 +84,8 @@ def check_baseline(experiment: Experiment, ep_size: int) -> None:
         )
 
 
-def check_padding(experiment: Experiment, workload: Workload, num_ranks: int) -> None:
+def check_padding(padding: int, tokens_BR: NDArray[np.int64]) -> None:
     """Refuse padding that leaves a rank with tokens no valid one, in any batch."""
-    padding = experiment.workload.padding_per_rank
-    if not padding:
-        return
-    tokens_BR = tokens_of_ranks(experiment, workload, num_ranks)
     for batch, rank in np.argwhere((tokens_BR > 0) & (tokens_BR <= padding)):
         raise ValueError(
             f"workload.padding_per_rank: expected less than the {tokens_BR[batch, rank]} tokens that rank {rank} has"
@@ -98,9 +93,8 @@ def check_padding(experiment: Experiment, workload: Workload, num_ranks: int) ->
         )
 
 
-def check_gathering(experiment: Experiment, workload: Workload, world_size: int) -> None:
+def check_gathering(tokens_BR: NDArray[np.int64]) -> None:
     """Refuse unequal numbers of tokens on ranks, which the allgather dispatcher cannot have."""
-    tokens_BR = tokens_of_ranks(experiment, workload, world_size)
     for number, tokens_R in enumerate(tokens_BR):
         if min(tokens_R) < max(tokens_R):
             raise ValueError(
@@ -129,10 +123,13 @@ def check_emulated(experiment: Experiment) -> None:
         )
 
 
-def check_spare(experiment: Experiment, ep_size: int) -> None:
-    """Refuse more spare experts on a rank than the model has others."""
+def check_placed(experiment: Experiment, slots: ExpertPlacement) -> None:
+    """Refuse more spare experts than the model has others; of a whole model replicas, placements and chunks."""
+    if experiment.scope == "model":
+        _check_placed_model(experiment, slots)
+        return
     num_experts = experiment.model.spec().num_experts
-    most = num_experts - num_experts // ep_size
+    most = num_experts - num_experts // slots.num_ranks
     for wanted in experiment.emulate.replication:
         if wanted.spare_per_rank > most:
             raise ValueError(
@@ -141,8 +138,7 @@ def check_spare(experiment: Experiment, ep_size: int) -> None:
             )
 
 
-def check_emulated_model(experiment: Experiment, slots: ExpertPlacement) -> None:
-    """Refuse replicas, placements and chunks, which are for one layer."""
+def _check_placed_model(experiment: Experiment, slots: ExpertPlacement) -> None:
     if experiment.emulate.replication:
         raise ValueError("emulate.replication: expected none with scope model, where experts are not replicated")
     if not slots.is_contiguous:
@@ -218,9 +214,9 @@ def check_batches(experiment: Experiment) -> None:
         )
 
 
-def check_dealing(experiment: Experiment, workload: Workload, world_size: int) -> None:
+def check_dealing(tokens_BR: NDArray[np.int64]) -> None:
     """Refuse batches that leave a rank without tokens: its attention has nothing to do."""
-    for number, tokens_R in enumerate(tokens_of_ranks(experiment, workload, world_size)):
+    for number, tokens_R in enumerate(tokens_BR):
         if min(tokens_R) == 0:
             raise ValueError(
                 f"workload: expected tokens for every rank, but batch {number} has none for rank "

@@ -1,23 +1,26 @@
-"""Whether a results directory may take more results: it holds one mode and scope, obtained under one set of
-conditions.
+"""Check whether a results directory may take more results, and find what is left to measure in it.
 
-Figures and tables read a directory as a whole, so that what does not belong together must not get into it: timed
-beside emulated rows, or two versions of torch.
+Figures and tables read a directory as a whole. So it holds one mode and scope, obtained under one set of conditions:
+no timed rows beside emulated ones, nor two versions of torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from moe_ep_bench.bench.plan import Comparison
+import torch
+
+from moe_ep_bench.bench.plan import CaseSpec, Comparison
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime import locks
+from moe_ep_bench.runtime.crash_journal import MAX_ATTEMPTS, collect_lost, forget_lost, lost_attempts
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 
 
 def check_agreement(
@@ -52,6 +55,12 @@ def check_agreement(
             )
 
 
+def check_timing(directory: RunDirectory, comparison: Comparison, device: torch.device, *, force: bool) -> None:
+    """Raise unless such times can be written here, and earlier ones are of this machine, code and packages."""
+    conditions = provenance.conditions(device)
+    check_agreement(directory, comparison.mode, conditions, force=force, scope=comparison.subject.name)
+
+
 def hold_comparisons(directory: RunDirectory, comparisons: Iterable[Comparison]) -> AbstractContextManager[None]:
     """Keep other jobs from these comparisons while the block lasts. Jobs on others may fill the directory too.
 
@@ -59,6 +68,52 @@ def hold_comparisons(directory: RunDirectory, comparisons: Iterable[Comparison])
         ValueError: another job is at one of them; one line that says which and whose.
     """
     return locks.hold(directory.root, {one.comparison_id: one.title for one in comparisons})
+
+
+def left_of(
+    directory: RunDirectory, comparisons: Sequence[Comparison], launch: int = 0, *, force: bool = False
+) -> list[list[CaseSpec]]:
+    """What is left to run, per comparison. What lost jobs left behind is noted and removed.
+
+    Cases of a comparison are paired, so a launch that is incomplete is measured whole again, except for cases that were
+    lost too often.
+    """
+    ids = [one.comparison_id for one in comparisons]
+    collect_lost(directory.attempts, ids)
+    directory.remove_unfinished([*ids, *(case.case_id for one in comparisons for case in one.cases)])
+    left = []
+    for comparison in comparisons:
+        # The first launch begins anew; later ones were forgotten with it.
+        if force and launch == 0:
+            _forget(directory, comparison)
+        tried = [case for case in comparison.cases if not given_up(directory, comparison, case)]
+        finished = all(directory.is_finished(case.case_id, launch) for case in tried)
+        left.append([] if finished or launch >= comparison.experiment.measure.launches else tried)
+    return left
+
+
+def _forget(directory: RunDirectory, comparison: Comparison) -> None:
+    """Remove what is there of a comparison, so that it is measured anew."""
+    for case in comparison.cases:
+        directory.remove_case(case.case_id)
+    directory.remove_conditions(comparison.comparison_id)
+    forget_lost(directory.attempts, [comparison.comparison_id, *(case.case_id for case in comparison.cases)])
+
+
+def given_up(directory: RunDirectory, comparison: Comparison, case: CaseSpec) -> list[str]:
+    """The reasons for which this case is not tried again; empty while it may be."""
+    for lost_id in (case.case_id, comparison.comparison_id):
+        reasons = lost_attempts(directory.attempts, lost_id)
+        if len(reasons) >= MAX_ATTEMPTS:
+            return reasons
+    return []
+
+
+def status_of(directory: RunDirectory, comparisons: Sequence[Comparison], launch: int = 0) -> int:
+    """The exit status: whether this launch measured all cases that it should have."""
+    meant = [one for one in comparisons if launch < one.experiment.measure.launches]
+    failed = any(directory.statuses(case.case_id).get(launch) != "ok" for one in meant for case in one.cases)
+    return CASES_FAILED if failed else OK
 
 
 def keep_other_policies(directory: RunDirectory, description: dict[str, Any], is_done: Callable[[str], bool]) -> None:

@@ -1,33 +1,36 @@
-"""What the parts of a job share: its ranks, where it writes, the columns that name a case, how it ends."""
+"""Measure comparisons one after another under a watchdog: a job's ranks, where it writes, how it ends."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import socket
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
 
-from moe_ep_bench.bench.directory import cannot_write
+from moe_ep_bench.bench.directory import cannot_write, given_up
 from moe_ep_bench.bench.plan import CaseSpec, Comparison
+from moe_ep_bench.machine import provenance
+from moe_ep_bench.machine.monitor import MachineSampler
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.crash_journal import PEER_LOST, Mark, stopped_reason
 from moe_ep_bench.runtime.exit_codes import LOST
 from moe_ep_bench.runtime.progress import progress_bar
 from moe_ep_bench.runtime.ranks import Ranks
-from moe_ep_bench.runtime.signals import Stopped, explaining
+from moe_ep_bench.runtime.signals import Stopped, asked_to_close, explaining
 from moe_ep_bench.runtime.watchdog import Watchdog
-from moe_ep_bench.schema import backend_of
+from moe_ep_bench.timing.ceilings import measure_ceilings
 
 
-class CannotWriteError(Exception):
-    """Results cannot be written; all ranks know, and the user was told."""
+class ToldError(Exception):
+    """The job ends on all ranks, and the user was told why: the config is wrong, or results cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,6 @@ class Job:
     mark: Mark
     watchdog: Watchdog
     progress: tqdm
-    mode: str = "run"
     unwritten: list[str] = field(default_factory=list)
     """What this rank could not write, in words."""
 
@@ -65,7 +67,7 @@ class Job:
 
     def identity(self, comparison: Comparison, case: CaseSpec, num_rows: int) -> dict[str, list[Any]]:
         """See ``identity``."""
-        return identity(self.mode, self.run_id, comparison, case, num_rows)
+        return identity(comparison.mode, self.run_id, comparison, case, num_rows)
 
     def write_unmeasured(self, comparison: Comparison, case: CaseSpec, status: str, reason: str) -> None:
         """Write the one row of a case that has no measurements; rank 0 calls this."""
@@ -87,24 +89,29 @@ class Job:
         Going on would measure for nothing, and no case is to blame.
 
         Raises:
-            CannotWriteError: after one line to the user.
+            ToldError: after one line to the user.
         """
         said = self.unwritten[0] if self.unwritten else ""
         if said:
             self.progress.close()  # So that what is said begins a line.
         if self.ranks.complain(f"{said}; what is finished stays, the same command goes on from there" if said else ""):
-            raise CannotWriteError
+            raise ToldError
 
 
 def identity(mode: str, run_id: str, comparison: Any, case: CaseSpec, num_rows: int) -> dict[str, list[Any]]:
-    """The columns that say which case rows belong to, repeated for ``num_rows`` rows."""
+    """The columns that say which case rows belong to, repeated for ``num_rows`` rows.
+
+    Args:
+        comparison: a ``Comparison``, or one of ``quality``, whose checkpoint answers as a whole.
+    """
+    planned = comparison if isinstance(comparison, Comparison) else None
     values = {
         "run_id": run_id,
         "case_id": case.case_id,
         "comparison_id": comparison.comparison_id,
         "mode": mode,
-        "subject": getattr(comparison, "scope", "model"),  # a checkpoint answers as a whole
-        "backend": backend_of(mode, is_modelled=getattr(comparison, "device", None) is not None),
+        "subject": planned.subject.name if planned else "model",
+        "backend": planned.backend if planned else None,
         "model": comparison.model.name,
         "policy": case.name,
         "policy_params": json.dumps(case.params, sort_keys=True),
@@ -124,7 +131,6 @@ def open_job(
     run_id: str = "",
     launch: int = 0,
     num_iterations: int = 0,
-    mode: str = "run",
 ) -> Iterator[Job]:
     """A job under a watchdog, with a mark in the folder ``marks``, named by the first of its comparisons.
 
@@ -132,7 +138,7 @@ def open_job(
     with ``LOST`` at once, because destructors would wait for peers that may never come.
 
     Raises:
-        CannotWriteError: results cannot be written; on all ranks, after one line to the user.
+        ToldError: results cannot be written; on all ranks, after one line to the user.
     """
     try:
         mark, error = Mark(marks, comparisons[0].comparison_id, ranks.rank), ""
@@ -141,16 +147,16 @@ def open_job(
     if ranks.complain(error) or mark is None:
         if mark is not None:
             mark.clear()
-        raise CannotWriteError
+        raise ToldError
     timeout_s = max(one.experiment.measure.timeout_s for one in comparisons)
     watchdog = Watchdog(timeout_s, mark.explain)
     progress = progress_bar(num_iterations, "iteration", shown=ranks.is_first)
-    job = Job(ranks, directory, run_id, launch, mark, watchdog, progress, mode)
+    job = Job(ranks, directory, run_id, launch, mark, watchdog, progress)
     try:
         try:
             with explaining(mark.explain):
                 yield job
-        except CannotWriteError:
+        except ToldError:
             watchdog.stop()
             mark.clear()
             progress.close()
@@ -167,6 +173,68 @@ def open_job(
     watchdog.stop()
     mark.clear()
     progress.close()
+
+
+def measure_each(
+    ranks: Ranks,
+    directory: RunDirectory,
+    comparisons: Sequence[Comparison],
+    todo: Sequence[Sequence[CaseSpec]],
+    run_id: str,
+    measure: Callable[[Job, Comparison, Sequence[CaseSpec]], object],
+    *,
+    meanwhile: contextlib.AbstractContextManager | None = None,
+    launch: int = 0,
+) -> bool:
+    """Measure what is to do, comparison by comparison; whether it was all done before the job was asked to end.
+
+    Args:
+        todo: the cases of each comparison that are to be measured.
+        meanwhile: entered once the job's own watchdog is there, and left before it ends.
+    """
+    counts = [comparison.num_iterations(cases) for comparison, cases in zip(comparisons, todo, strict=True)]
+    opened = open_job(
+        ranks, directory, comparisons, directory.attempts, run_id=run_id, launch=launch, num_iterations=sum(counts)
+    )
+    with opened as job, meanwhile or contextlib.nullcontext():
+        for comparison, cases, count in zip(comparisons, todo, counts, strict=True):
+            if ranks.is_first:
+                _record_lost(job, comparison, cases)
+            job.check_written()
+            if not cases:
+                continue
+            if ranks.gather(torch.tensor([asked_to_close()]), everywhere=True)[0]:
+                return False
+            launches = comparison.experiment.measure.launches
+            repetition = f", launch {launch + 1} of {launches}" if launches > 1 else ""
+            job.progress.set_description(comparison.title + repetition)
+            with job.counting(count):
+                measure(job, comparison, cases)
+    return True
+
+
+def _record_lost(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
+    """Give every case that was lost too often its row."""
+    for case in comparison.cases:
+        reasons = given_up(job.directory, comparison, case)
+        if case not in cases and reasons and not job.directory.is_finished(case.case_id, job.launch):
+            status, _, reason = reasons[-1].partition(": ")
+            status = status if status in ("oom", "timeout") else "failed"
+            job.write_unmeasured(comparison, case, status, f"{reason or reasons[-1]} ({len(reasons)} attempts)")
+
+
+@contextlib.contextmanager
+def watched_machine(device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """Yield a dict that says, once the block has run, what this rank's machine can do and did meanwhile."""
+    ceilings, found = measure_ceilings(device, dtype), {}
+    with MachineSampler(device) as sampler:
+        yield found
+    found |= {
+        "hostname": socket.gethostname(),
+        "machine": sampler.stop().as_dict(),
+        "ceilings": asdict(ceilings),
+        "peak_memory_bytes": provenance.peak_memory_bytes(device),
+    }
 
 
 def is_of_peers(error: Exception) -> bool:

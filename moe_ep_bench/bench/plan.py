@@ -15,8 +15,9 @@ Shapes: T = tokens, E = experts.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -66,7 +67,7 @@ class CaseSpec:
     """What routes the case is told which tokens are padding; no router of Megatron-Core's own is."""
 
     def told(self, context: RoutingContext) -> RoutingContext:
-        """What is so of some tokens, as far as what routes the case knows it."""
+        """What of ``context`` the case's router is told."""
         return context if self.masks_padding else replace(context, token_mask_T=None)
 
     @property
@@ -76,14 +77,18 @@ class CaseSpec:
         return self.policy.params() if self.policy else {}
 
     @property
+    def capacity_factor(self) -> float:
+        """By which its excess load is counted: the policy's own, 1 where it has none."""
+        factor = self.params.get("capacity_factor")
+        return factor if isinstance(factor, float) else 1.0
+
+    @property
     def label(self) -> str:
         if self.replication is not None:
             return f"EPLB, {self.replication.spare_per_rank} spare per rank"
-        return (
-            self.policy.label
-            if self.policy
-            else {NOISE: "native again", CEILING: "native, balanced scores"}.get(self.role, self.name)
-        )
+        if self.policy is not None:
+            return self.policy.label
+        return {NOISE: "native again", CEILING: "native, balanced scores"}.get(self.role, self.name)
 
     def describe(self, comparison_id: str) -> dict[str, Any]:
         return {
@@ -145,7 +150,7 @@ class Comparison:
         subject = SUBJECTS[experiment.scope].of(experiment, world_size)
         comparison = cls(subject, backend, parts, ExpertPlacement.contiguous(model.num_experts, ep_size), links, device)
         on_host = on_cpu or backend == ROUTING
-        comparison.describe_kernels(comparison.cases, "cpu" if on_host else "cuda")  # Finds those that cannot run.
+        comparison.describe_kernels("cpu" if on_host else "cuda")  # Finds those that cannot run.
         return comparison._placed()
 
     def _placed(self) -> Comparison:
@@ -155,41 +160,24 @@ class Comparison:
         placement = self.placement
         if self.links is None:
             return self  # A placement is applied to what routing counted.
-        try:
+        with _named("route.placement"):
             placed = replace(self, slots=ExpertPlacement.of_placement(placement))
-        except ValueError as problem:
-            raise ValueError(f"route.placement: {problem}") from None
-        self.subject.check_emulation(placed.slots)
-        for wanted in self.experiment.emulate.replication:
-            try:
+        checks.check_placed(self.experiment, placed.slots)
+        with _named("emulate.replication"):
+            for wanted in self.experiment.emulate.replication:
                 self.replicate(wanted, np.ones(self.model.num_experts))
-            except ValueError as problem:
-                raise ValueError(f"emulate.replication: {problem}") from None
-        try:
+        with _named("emulate.links, layer.ep_size"):
             self.links.all_gather_us(0, self.ep_size)
-        except ValueError as problem:
-            raise ValueError(f"emulate.links, layer.ep_size: {problem}") from None
         return placed
 
-    # ---- the subject -------------------------------------------------------------------------------------------------
-
     @property
-    def scope(self) -> str:
-        """What is measured: one of ``schema.SCOPES``."""
-        return self.subject.name
+    def mode(self) -> str:
+        """Of its rows: one of ``schema.MODES``."""
+        return {RANKS: "run", ROUTING: "route"}.get(self.backend, "emulated")
 
     @property
     def experiment(self) -> Experiment:
         return self.subject.experiment
-
-    @property
-    def world_size(self) -> int:
-        return self.subject.world_size
-
-    @property
-    def workloads(self) -> Mapping[int | None, Workload]:
-        """By MoE layer, in order; the key is None where a layer stands alone."""
-        return self.subject.workloads
 
     @property
     def workload(self) -> Workload:
@@ -205,23 +193,9 @@ class Comparison:
         return self.subject.ep_size
 
     @property
-    def num_slices(self) -> int:
-        """Ranks among which every expert is cut."""
-        return self.subject.num_slices
-
-    @property
-    def num_together(self) -> int:
-        """Ranks whose tokens meet in the same experts."""
-        return self.ep_size * self.num_slices
-
-    @property
-    def num_tokens(self) -> int:
-        return self.subject.num_tokens
-
-    @property
     def layer(self) -> int | None:
         """Which layer of a recording; None where scores are synthetic, or a whole model's."""
-        recorded = self.scope == "layer" and isinstance(self.workload, RecordedWorkload)
+        recorded = self.subject.name == "layer" and isinstance(self.workload, RecordedWorkload)
         return self.workload.layer if recorded else None
 
     @cached_property
@@ -263,7 +237,7 @@ class Comparison:
         """All that decides what is measured, and nothing of where: equal on any machine; JSON-ready."""
         experiment, layer = self.experiment, self.experiment.layer
         found = {
-            "subject": self.scope,
+            "subject": self.subject.name,
             "backend": self.backend,
             "model": self.model.model_dump(mode="json"),
             "workload": self._workload_definition(),
@@ -275,7 +249,7 @@ class Comparison:
         found |= {
             "layer": {**layer.model_dump(mode="json"), "ep_size": self.ep_size},
             "measure": experiment.measure.model_dump(mode="json", exclude={"timeout_s", "launches"}),
-            "world_size": self.world_size,
+            "world_size": self.subject.world_size,
         }
         if self.links is None:
             return found
@@ -299,7 +273,7 @@ class Comparison:
                 {"trace": trace.sha256(), "share": source.share}
                 for source, trace in zip(self.workload.sources, self.workload.traces, strict=True)
             ]
-        return {**workload, "num_tokens": self.num_tokens, "tokens_per_rank": None}
+        return {**workload, "num_tokens": self.subject.num_tokens, "tokens_per_rank": None}
 
     @cached_property
     def comparison_id(self) -> str:
@@ -318,22 +292,19 @@ class Comparison:
         Raises:
             ValueError: naming the key, or the policy and its field.
         """
-        checks.check_padding(self.experiment, self.workload, self.world_size)
+        if self.experiment.workload.padding_per_rank:
+            checks.check_padding(self.experiment.workload.padding_per_rank, self.subject.rank_tokens)
         # Finds skews that cannot be had; a batch of all virtual ranks may not fit into memory.
         if self.links is None:
             self.workload.batch(0)
         else:
             next(self.workload.rank_batches(0, self.ep_size))
-        if self.parts.dispatcher == "allgather" and self.num_together > 1:
-            checks.check_gathering(self.experiment, self.workload, self.world_size)
-        self.try_policies()
+        if self.parts.dispatcher == "allgather" and self.subject.num_together > 1:
+            checks.check_gathering(self.subject.rank_tokens)
+        self._try_policies()
 
-    def try_policies(self) -> None:
-        """Route two tokens by every policy: finds fields that do not suit the model, and compiles what is compiled.
-
-        Raises:
-            ValueError: naming the policy and its field.
-        """
+    def _try_policies(self) -> None:
+        """Route two tokens by every policy: finds fields that do not suit the model, and compiles what is compiled."""
         scores_TE = torch.rand(2, self.model.num_experts, generator=torch.Generator().manual_seed(0))
         requests_T = torch.zeros(2, dtype=torch.int64)
         assumes_images = self.backend == ROUTING and self.experiment.route.image_share is not None
@@ -356,14 +327,12 @@ class Comparison:
         if case.policy is None:
             return None
         tokens, asked = self.subject.fullest_tokens, self.experiment.layer.kernel
-        try:
+        with _named("layer.kernel"):
             return compiled(case.policy, device_type, asked).runs(tokens, self.model.num_experts)
-        except ValueError as problem:
-            raise ValueError(f"layer.kernel: {problem}") from None
 
-    def describe_kernels(self, cases: Iterable[CaseSpec], device_type: str) -> dict[str, str]:
+    def describe_kernels(self, device_type: str) -> dict[str, str]:
         """What was asked for, and all that ran."""
-        ran = [self.kernel_of(case, device_type) for case in cases]
+        ran = [self.kernel_of(case, device_type) for case in self.cases]
         return {"requested": self.experiment.layer.kernel, "ran": ", ".join(one for one in KERNELS if one in ran)}
 
     # ---- words -------------------------------------------------------------------------------------------------------
@@ -371,8 +340,8 @@ class Comparison:
     @property
     def title(self) -> str:
         name, experiment = self.model.name, self.experiment
-        ranks = f"EP {self.ep_size}" + (f" x TP {self.num_slices}" if self.num_slices > 1 else "")
-        sizes = f"{ranks}, {tokens_words(self.num_tokens)}"
+        slices = f" x TP {self.subject.num_slices}" if self.subject.num_slices > 1 else ""
+        sizes = f"EP {self.ep_size}{slices}, {tokens_words(self.subject.num_tokens)}"
         if self.backend == ROUTING:
             layer = "" if self.layer is None else f", layer {self.layer}"
             return f"{name}, {sizes}, {words.traffic(experiment, self.workload)}{layer}"
@@ -380,80 +349,69 @@ class Comparison:
         padding, graph = words.padding_in_title(experiment), ", CUDA graph" if self.parts.cuda_graph else ""
         return f"{name}{scaled}, {self.subject.extent}{sizes}, {self.subject.workload_in_short}{padding}{graph}"
 
-    def describe(self) -> dict[str, Any]:
-        """What ``run.json`` says of this subject beside what it says of all."""
-        return self.subject.describe(modelled=self.backend == MODELLED)
-
     def describe_case(self, case: CaseSpec) -> dict[str, Any]:
         """What ``run.json`` says of a case."""
-        return {**case.describe(self.comparison_id), "subject": self.scope, "backend": self.backend}
+        return {**case.describe(self.comparison_id), "subject": self.subject.name, "backend": self.backend}
 
     def describe_workload(self) -> dict[str, Any]:
         """See ``words.describe_workload``."""
-        return words.describe_workload(self.experiment, self.workload, self.world_size)
+        return words.describe_workload(self.experiment, self.workload, self.subject.rank_tokens)
 
     def describe_device(self) -> str:
         """What stands for each rank, where that is modelled."""
         assert self.device is not None
-        return self.device.describe(self.parts.experts, whole=self.scope == "model")
+        return self.device.describe(self.parts.experts, whole=self.subject.name == "model")
 
     # ---- how much ----------------------------------------------------------------------------------------------------
 
-    @property
-    def num_launches(self) -> int:
-        return self.experiment.measure.launches
+    def num_iterations(self, cases: Sequence[CaseSpec] | None = None) -> int:
+        """Runs of ``cases`` (None = all) in one launch, checks included: of one real rank, or of all virtual ones.
 
-    def num_iterations(self) -> int:
-        """Runs of one real rank in one launch: looked at, least warm-up, plain and breakdown, of all cases and batches.
-
-        Once more each case is checked after it was timed; where it is kept as CUDA graphs, and checked replayed, twice.
+        A real rank's case is run once to be looked at and once more to be checked after it was timed; where it is kept
+        as CUDA graphs it is checked twice, replayed. Of a model on virtual ranks routing the layers ahead counts too.
         """
-        measure = self.experiment.measure
-        rounds = 1 + measure.warmup + measure.iterations + measure.breakdown_iterations
-        checked = 3 if self.parts.cuda_graph else 1
-        return (rounds * self.workload.num_batches + checked) * len(self.cases)
+        num_cases, measure = len(self.cases if cases is None else cases), self.experiment.measure
+        num_batches, num_layers = self.workload.num_batches, len(self.subject.workloads)
+        rounds = 1 + measure.warmup + measure.iterations
+        if self.links is None:
+            checked = 3 if self.parts.cuda_graph else 1
+            return ((rounds + measure.breakdown_iterations) * num_batches + checked) * num_cases
+        routed = num_layers * num_batches if self.subject.name == "model" else 0
+        if self.device is not None:
+            return num_batches * self.ep_size * num_cases + routed
+        return (rounds * num_batches * self.ep_size + num_layers) * num_cases + routed
 
-    def num_runs(self, cases: Sequence[CaseSpec]) -> int:
-        """Runs of all virtual ranks' subject, checks included, and the routing of a model's layers ahead of them."""
-        measure, num_layers, num_batches = self.experiment.measure, len(self.workloads), self.workload.num_batches
-        rounds = 1 if self.device is not None else 1 + measure.warmup + measure.iterations
-        checked = 0 if self.device is not None else num_layers * len(cases)
-        routed = num_layers * num_batches if self.scope == "model" else 0
-        return rounds * num_batches * self.ep_size * len(cases) + checked + routed
-
-    def memory_bytes_per_rank(self) -> int:
-        """What a rank needs at the fullest, roughly."""
-        return self.subject.memory_bytes_per_rank(len(self.cases), **self._held)
-
-    def hint_for(self, available: int) -> str:
-        """What fits into this much memory instead; empty where nothing is known to."""
-        return self.subject.hint_for(available, len(self.cases), **self._held)
+    def memory_bytes_per_rank(self, num_layers: int | None = None) -> int:
+        """What a rank needs at the fullest, roughly; with so many layers of a whole model (None = as in the config)."""
+        return self.subject.memory_bytes_per_rank(
+            len(self.cases),
+            held_batches=self.workload.num_batches if self.links is None else 1,  # Real ranks hold all batches.
+            cuda_graph=self.parts.cuda_graph,
+            num_layers=num_layers,
+        )
 
     @property
-    def _held(self) -> dict[str, Any]:
-        """What is in memory at once: real ranks hold all batches."""
-        held_batches = self.workload.num_batches if self.links is None else 1
-        return {"held_batches": held_batches, "cuda_graph": self.parts.cuda_graph}
-
-    def flops_per_rank(self) -> float:
-        """Floating-point operations of one iteration on the average rank."""
-        return self.subject.flops_per_rank()
+    def in_chunks(self) -> bool:
+        """Whether virtual ranks run this in as many chunks of tokens as memory asks for."""
+        return self.backend == VIRTUAL and self.subject.name == "layer"
 
     def shortage(self, available: int) -> str:
-        """What of a virtual rank does not fit into so many bytes, and what would; empty where all does."""
-        need = self.memory_bytes_per_rank()
-        if self.subject.in_chunks or self.device is not None or need <= available:
+        """What of a rank does not fit into so many bytes, and how many layers would; empty where all does."""
+        need, gib = self.memory_bytes_per_rank(), 2**30
+        if self.in_chunks or self.device is not None or need <= available:
             return ""
-        gib = 2**30
-        return f"needs about {need / gib:.1f} GiB, {available / gib:.1f} GiB are free{self.hint_for(available)}"
+        counts = range(self.model.first_dense_layers + 1, self.subject.num_layers)
+        fitting = [one for one in counts if self.memory_bytes_per_rank(one) <= available]
+        hint = f"; whole.num_layers={fitting[-1]} fits" if fitting else ""
+        return f"needs about {need / gib:.1f} GiB per rank, {available / gib:.1f} GiB are free{hint}"
 
     def memory_words(self, available: int) -> str:
-        """For a dry run: how much of the memory a virtual rank needs."""
+        """For a dry run: how much of the memory a rank needs."""
         gib = 2**30
-        if self.subject.in_chunks:
-            rows = self.num_tokens * self.model.top_k / self.ep_size
+        if self.in_chunks:
+            rows = self.subject.num_tokens * self.model.top_k / self.ep_size
             return f"rows of a rank take about {rows * self.bytes_per_row / gib:.1f} GiB where loads are even"
-        return f"memory about {self.memory_bytes_per_rank() / gib:.1f} GiB of {available / gib:.1f} GiB"
+        return f"memory per rank about {self.memory_bytes_per_rank() / gib:.1f} GiB of {available / gib:.1f} GiB"
 
     @property
     def bytes_per_row(self) -> int:
@@ -556,19 +514,16 @@ def plan(
             )
         experiments = [experiments[point]]
     comparisons = []
-    try:
+    with _named(str(config)):
         for experiment in experiments:
             before(experiment)
-            comparison = Comparison.of(experiment, backend, world_size, on_cpu=on_cpu)
+            comparisons.append(Comparison.of(experiment, backend, world_size, on_cpu=on_cpu))
             if try_out:
-                comparison.try_out()
-            comparisons.append(comparison)
+                comparisons[-1].try_out()
         if backend == ROUTING:
             num_layers = Counter(comparison.alike_but_for("layer") for comparison in comparisons)
             for comparison in comparisons:
                 checks.check_layer_weights(comparison.experiment, num_layers[comparison.alike_but_for("layer")])
-    except ValueError as problem:
-        raise ValueError(f"{config}: {problem}") from None
     _check_distinct(config, comparisons)
     return Plan(config, overrides, tuple(comparisons))
 
@@ -617,14 +572,19 @@ def _load_models(experiment: Experiment) -> tuple[Links, Device | None]:
     """What stands between virtual ranks, and for each of them; ValueError naming the key of a file that is bad."""
     config = experiment.emulate
     assert config.links is not None
-    try:
+    with _named("emulate.links"):
         links = Links.load(config.links).scaled(config.bandwidth_scale)
-    except ValueError as problem:
-        raise ValueError(f"emulate.links: {problem}") from None
-    try:
+    with _named("emulate.device", f"; {MEASURED} is the device that is here"):
         return links, None if config.device == MEASURED else Device.load(config.device)
+
+
+@contextlib.contextmanager
+def _named(where: str, hint: str = "") -> Iterator[None]:
+    """Name the file or key that a ValueError in the block is about."""
+    try:
+        yield
     except ValueError as problem:
-        raise ValueError(f"emulate.device: {problem}; {MEASURED} is the device that is here") from None
+        raise ValueError(f"{where}: {problem}{hint}") from None
 
 
 def _parts(experiment: Experiment, backend: str, world_size: int, on_cpu: bool, modelled: Device | None) -> Parts:

@@ -13,23 +13,21 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from moe_ep_bench.bench.building import builder, random_pass
 from moe_ep_bench.bench.plan import Comparison
-from moe_ep_bench.bench.traffic import CaseRouter, LayerTraffic, Share, Traffic, chunks_of
+from moe_ep_bench.bench.traffic import CaseRouter, Share, Traffic, chunks_of
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.layer import RankWork, modelled_legs
 from moe_ep_bench.cost_model.timeline import Leg, legs_of
 from moe_ep_bench.cost_model.whole_model import PassWork, modelled_pass
-from moe_ep_bench.layer.build import SingleLayer, Transformer
-from moe_ep_bench.layer.experts import DTYPES, HIDDEN, TOKENS, seeded_generator
-from moe_ep_bench.layer.passes import Decode, Pass, Prefill
-from moe_ep_bench.layer.virtual import VirtualRanks, with_slots
-from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
+from moe_ep_bench.layer.passes import Pass
+from moe_ep_bench.layer.virtual import VirtualRanks
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.schema import PhaseKey
 from moe_ep_bench.timing.cache import CacheFlush, RotatingInput
@@ -57,23 +55,9 @@ class RankTime:
     thread_cpu_us: float = 0.0
 
 
-class RankTimer(Protocol):
-    """Says what a rank's run of a case takes.
-
-    Attributes:
-        needs_tokens: whether it wants the rank's shares; else it is given none.
-    """
-
-    needs_tokens: bool
-
-    def time(
-        self, router: CaseRouter, traffic: Traffic, rank: int, shares: RankShares, *, first: bool = False
-    ) -> RankTime: ...
-
-
 @dataclass(frozen=True)
 class ModelledRanks:
-    """Ranks on a device that is not here: nothing runs."""
+    """Ranks on a device that is not here: nothing runs, and no rank's shares are needed."""
 
     comparison: Comparison
     device: Device
@@ -84,7 +68,10 @@ class ModelledRanks:
     ) -> RankTime:
         """See ``cost_model.layer`` and ``cost_model.whole_model``; the same whenever it is asked."""
         comparison, subject = self.comparison, self.comparison.subject
-        layers = {layer: _rank_work(one, rank) for layer, one in traffic.layers.items()}
+        layers = {
+            layer: RankWork(one.num_tokens_R[rank], int(one.counts_CRP[:, rank].sum()), one.received(rank).sum(0))
+            for layer, one in traffic.layers.items()
+        }
         how: dict[str, Any] = {
             "by_policy": router.case.policy is not None,
             "batch_wide": traffic.is_batch_wide,
@@ -99,12 +86,6 @@ class ModelledRanks:
         return RankTime(*modelled_pass(self.device, comparison.model, subject.num_layers, work, **how))
 
 
-def _rank_work(traffic: LayerTraffic, rank: int) -> RankWork:
-    """What a rank does in one run of a layer."""
-    sent = int(traffic.counts_CRP[:, rank].sum())
-    return RankWork(traffic.num_tokens_R[rank], sent, traffic.received(rank).sum(0))
-
-
 class MeasuredRanks:
     """Ranks that this device stands in for, one after another."""
 
@@ -113,14 +94,16 @@ class MeasuredRanks:
     def __init__(self, comparison: Comparison, device: torch.device, num_chunks: int = 1) -> None:
         """``num_chunks``: of a rank's tokens; more than one of a layer alone."""
         self._comparison, self._device, self._num_chunks = comparison, device, num_chunks
-        self._seed, self._dtype = comparison.experiment.layer.seed, DTYPES[comparison.experiment.layer.dtype]
         self._recorder = PhaseRecorder(clock_for(device))
         self._flush = CacheFlush(device) if comparison.experiment.measure.flush_l2 else None
         self._built: dict[int, VirtualRanks] = {}
         subject, virtual = comparison.subject, self._virtual(comparison.model.num_experts)
         self._hidden = self._cache = None
         if subject.name == "layer":
-            self._hidden = RotatingInput(self._hidden_states(subject.most_tokens), len(comparison.cases))
+            layer, most = comparison.experiment.layer, subject.most_tokens
+            generator = seeded_generator(device, layer.seed, HIDDEN, most)
+            hidden_TD = torch.randn(most, comparison.model.hidden_size, generator=generator, device=device)
+            self._hidden = RotatingInput(hidden_TD.to(DTYPES[layer.dtype]).unsqueeze(1), len(comparison.cases))
         elif subject.context_length:
             self._cache = virtual.new_cache(subject.most_tokens, subject.context_length)
 
@@ -182,14 +165,8 @@ class MeasuredRanks:
     def _virtual(self, num_slots: int) -> VirtualRanks:
         """Layers of so many slots, built when they are first asked for."""
         if num_slots not in self._built:
-            comparison, subject = self._comparison, self._comparison.subject
-            build: Callable[..., SingleLayer | Transformer] = SingleLayer
-            if subject.name == "model":
-                longest = subject.context_length + subject.most_tokens
-                build = partial(Transformer, num_layers=subject.num_layers, max_length=longest)
-            model = slotted(comparison.model, num_slots)
-            build = partial(build, model, self._dtype, self._device, seed=self._seed, parts=comparison.parts)
-            self._built[num_slots] = VirtualRanks(build, comparison.ep_size)
+            build = builder(self._comparison, self._device, num_slots)
+            self._built[num_slots] = VirtualRanks(build, self._comparison.ep_size)
         return self._built[num_slots]
 
     def _timed(self, virtual: VirtualRanks, run: Callable[[], object]) -> RankTime:
@@ -211,21 +188,8 @@ class MeasuredRanks:
         if self._hidden is not None:
             return self._hidden.next()[: shares[None].num_tokens]
         assert traffic.lengths_R is not None
-        lengths, vocabulary = traffic.lengths_R[rank], self._comparison.model.vocab_size
-        generator = seeded_generator(self._device, self._seed, TOKENS, traffic.index, rank)
-        ids_T = torch.randint(vocabulary, (sum(lengths),), generator=generator, device=self._device)
-        return Prefill(ids_T, lengths) if self._cache is None else Decode(ids_T, self._cache)
-
-    def _hidden_states(self, num_tokens: int) -> Tensor:
-        generator = seeded_generator(self._device, self._seed, HIDDEN, num_tokens)
-        shape = num_tokens, self._comparison.model.hidden_size
-        hidden_TD = torch.randn(*shape, generator=generator, device=self._device)
-        return hidden_TD.to(self._dtype).unsqueeze(1)
-
-
-def slotted(model: ModelSpec, num_slots: int) -> ModelSpec:
-    """``model`` with so many slots for its experts; itself where every expert has one."""
-    return model if num_slots == model.num_experts else with_slots(model, num_slots)
+        index, lengths = traffic.index, traffic.lengths_R[rank]
+        return random_pass(self._comparison, self._device, index, rank, lengths, self._cache)
 
 
 def _joined(routed: RankTime, bodies: Sequence[RankTime]) -> RankTime:

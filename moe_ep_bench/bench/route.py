@@ -27,13 +27,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from moe_ep_bench.bench import words
+from moe_ep_bench.bench.description import describe_routing_run
 from moe_ep_bench.bench.directory import check_agreement, hold_comparisons, keep_other_policies
 from moe_ep_bench.bench.job import identity
 from moe_ep_bench.bench.plan import ROUTING, CaseSpec, Comparison, plan
-from moe_ep_bench.bench.run import describe_experiment
 from moe_ep_bench.bench.traffic import CaseRouter, Share, case_metrics, one_thread
-from moe_ep_bench.config import Experiment
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import compiled
 from moe_ep_bench.machine import provenance
@@ -43,38 +41,9 @@ from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.exit_codes import OK
 from moe_ep_bench.runtime.progress import progress_bar
-from moe_ep_bench.schema import SCHEMA_VERSION
 from moe_ep_bench.workload import RecordedWorkload, TokenBatch, deal
 
 _CPU = torch.device("cpu")
-
-
-def describe(comparison: Comparison) -> dict[str, Any]:
-    """What ``run.json`` says of a comparison."""
-    experiment, placement = comparison.experiment, comparison.placement
-    return {
-        "title": comparison.title,
-        "model": comparison.model.name,
-        "num_experts": comparison.model.num_experts,
-        "top_k": comparison.model.top_k,
-        "num_ranks": comparison.ep_size,
-        "num_tokens": comparison.num_tokens,
-        "num_batches": comparison.workload.num_batches,
-        "layer": comparison.layer,
-        "traffic": words.traffic(experiment, comparison.workload),
-        "phase": words.phase(experiment, comparison.workload),
-        # Equal for layers that are routed alike.
-        "group": comparison.alike_but_for("layer"),
-        "family": comparison.alike_but_for("layer", "num_tokens", "num_batches"),
-        "placement": {
-            "name": placement.name,
-            "shares": placement.share_RE.tolist() if placement.name == "matrix" else None,
-        },
-        "layer_weights": experiment.route.layer_weights,
-        "image_share": experiment.route.image_share,
-        "kernel": comparison.describe_kernels(comparison.cases, "cpu"),
-        "workload": comparison.describe_workload(),
-    }
 
 
 def _shares(comparison: Comparison, batch: TokenBatch) -> list[Share]:
@@ -121,30 +90,24 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
 
 def _route_all(directory: RunDirectory, comparisons: Sequence[Comparison], force: bool) -> None:
     """Route what is not there yet, or all of it where ``force``."""
-    todo = [
-        [case for case in comparison.cases if force or not directory.is_done("routing", case.case_id)]
-        for comparison in comparisons
-    ]
-    # What a comparison leaves beside its cases stands under the same rule.
-    statistics = [
-        force or bool(cases) or not directory.is_done("score_curves", comparison.comparison_id)
-        for comparison, cases in zip(comparisons, todo, strict=True)
-    ]
-    run_id = stable_hash([time.time_ns()])
-    description = _run_description(run_id, comparisons)
     is_routed = partial(directory.is_done, "routing")
+    todo = {}
+    for comparison in comparisons:
+        cases = [case for case in comparison.cases if force or not is_routed(case.case_id)]
+        # What a comparison leaves beside its cases stands under the same rule.
+        if force or cases or not directory.is_done("score_curves", comparison.comparison_id):
+            todo[comparison] = cases
+    run_id = stable_hash([time.time_ns()])
+    description = describe_routing_run(run_id, comparisons, provenance.describe(_CPU))
     keep_other_policies(directory, description, is_routed)
     directory.write_run(description, is_routed)
-    if not any(statistics):
+    if not todo:
         print("moe-ep-bench: all cases were routed before; --force routes them again", file=sys.stderr)
-    wanted_batches = zip(comparisons, statistics, strict=True)
-    total = sum(comparison.workload.num_batches for comparison, wanted in wanted_batches if wanted)
-    progress = progress_bar(total, "batch")
+    progress = progress_bar(sum(comparison.workload.num_batches for comparison in todo), "batch")
     with progress, one_thread(), torch.inference_mode():
-        for comparison, cases, wanted in zip(comparisons, todo, statistics, strict=True):
-            if wanted:
-                progress.set_description(comparison.title)
-                _route_comparison(directory, run_id, comparison, cases, progress)
+        for comparison, cases in todo.items():
+            progress.set_description(comparison.title)
+            _route_comparison(directory, run_id, comparison, cases, progress)
 
 
 def dry_run(config: Path, overrides: Sequence[str]) -> int:
@@ -223,40 +186,3 @@ def _overlap_rows(comparison: Comparison, batch: TokenBatch, index: int) -> list
 def _append(rows: dict[str, list[Any]], row: Mapping[str, Any]) -> None:
     for name, value in row.items():
         rows[name].append(value)
-
-
-def _run_description(run_id: str, comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "run_id": run_id,
-        "mode": "route",
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "config": [describe_route(comparison.experiment) for comparison in comparisons],
-        "environment": provenance.describe(_CPU),
-        "hashes": {
-            "code": provenance.code_hash(),
-            "config": stable_hash([comparison.definition for comparison in comparisons]),
-            "workload": {comparison.comparison_id: comparison.workload.fingerprint() for comparison in comparisons},
-        },
-        # JSON's keys are sorted, and ids say nothing: "order" is the config's.
-        "comparisons": {
-            comparison.comparison_id: {
-                **describe(comparison),
-                "order": order,
-            }
-            for order, comparison in enumerate(comparisons)
-        },
-        "cases": {
-            case.case_id: {**comparison.describe_case(case), "order": order}
-            for comparison in comparisons
-            for order, case in enumerate(comparison.cases)
-        },
-    }
-
-
-def describe_route(experiment: Experiment) -> dict[str, Any]:
-    """The resolved experiment for ``run.json``, without folders of this machine."""
-    described = describe_experiment(experiment)
-    if isinstance(experiment.route.placement, Path):
-        described["route"]["placement"] = experiment.route.placement.name
-    return described

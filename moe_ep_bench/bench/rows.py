@@ -5,29 +5,34 @@ Shapes: R = ranks, V = cases, S = steps, B = batches, C = columns of a sample, M
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from moe_ep_bench.bench.job import Job
 from moe_ep_bench.bench.plan import CaseSpec, Comparison
+from moe_ep_bench.bench.subjects import LayerSubject
+from moe_ep_bench.layer.depth import phases_in_depth
 from moe_ep_bench.schema import METRICS, TOTAL, PhaseKey, layer_and_phase
-from moe_ep_bench.timing.protocol import HOST, THREAD_CPU, Step
+from moe_ep_bench.timing.protocol import COLUMNS, HOST, THREAD_CPU, Step, sample_keys
 
 
-def sample_columns(
-    steps: Sequence[Step], times_RSC: Sequence[np.ndarray], columns: Sequence[PhaseKey]
-) -> dict[str, list[Any]]:
+def columns_of(subject: LayerSubject) -> tuple[PhaseKey, ...]:
+    """Columns of a sample: every phase that the layer or model may pass, and what concerns the whole iteration."""
+    if subject.name == "layer":
+        return COLUMNS
+    return sample_keys(phases_in_depth(subject.num_layers, subject.moe_layers))
+
+
+def _sample_columns(steps: Sequence[Step], times_RSC: np.ndarray, columns: Sequence[PhaseKey]) -> dict[str, list[Any]]:
     """Long rows of one case: every phase of every layer that occurred, of every rank and step."""
     layers, phases = zip(*map(layer_and_phase, columns), strict=True)
     host, cpu = columns.index(HOST), columns.index(THREAD_CPU)
-    times = np.stack(times_RSC)
-    occurred = ~np.isnan(times)
+    occurred = ~np.isnan(times_RSC)
     occurred[..., [host, cpu]] = False
     places = [index.tolist() for index in np.nonzero(occurred)]
     is_total = [phases[column] == TOTAL for column in places[2]]
@@ -38,10 +43,10 @@ def sample_columns(
         "kind": [steps[step].kind for step in places[1]],
         "layer": [layers[column] for column in places[2]],
         "phase": [phases[column] for column in places[2]],
-        "time_us": times[occurred].tolist(),
+        "time_us": times_RSC[occurred].tolist(),
         **{
             name: [
-                float(times[rank, step, column]) if total else None
+                float(times_RSC[rank, step, column]) if total else None
                 for rank, step, total in zip(*places[:2], is_total, strict=True)
             ]
             for name, column in (("host_us", host), ("thread_cpu_us", cpu))
@@ -54,34 +59,29 @@ def write_case(
     comparison: Comparison,
     case: CaseSpec,
     steps: Sequence[Step],
-    times_RSC: Sequence[np.ndarray],
+    times_RSC: np.ndarray,
     columns: Sequence[PhaseKey],
-    routing: dict[str, list[Any]],
-    layers: Sequence[int | None] = (None,),
+    metrics: PackedMetrics,
 ) -> None:
     """Write the parts of one case: all ranks' samples, and what they routed.
 
     Args:
         columns: of a sample.
-        routing: rows of ``routing_columns``, in which a batch has a row for each of ``layers``.
-        layers: that were routed; None = a layer alone.
+        metrics: [R, rows], of each batch a row for each MoE layer.
     """
     identify = partial(job.identity, comparison, case)
-    samples = sample_columns(steps, times_RSC, columns)
+    samples = _sample_columns(steps, times_RSC, columns)
     # Routing is the same in every launch. The part with the times is what makes a case finished: last.
     if not job.directory.is_done("routing", case.case_id):
-        places = {
-            "batch": [row // len(layers) for row in routing["batch"]],
-            "layer": [layers[row % len(layers)] for row in routing["batch"]],
-        }
-        job.directory.write("routing", case.case_id, {**identify(len(routing["rank"])), **routing, **places})
+        routing = _routing_columns(metrics, comparison.subject.moe_layers)
+        job.directory.write("routing", case.case_id, {**identify(len(routing["rank"])), **routing})
     job.directory.write("samples", case.case_id, {**identify(len(samples["rank"])), **samples}, job.launch)
 
 
 class PackedMetrics:
     """Metrics of many rows as one float64 array: lists of objects take many times the memory.
 
-    Integers below 2**53 stay exact; None is NaN.
+    Arrays can travel between ranks, where pickled objects should not. Integers below 2**53 stay exact; None is NaN.
 
     Attributes:
         keys: how many numbers each metric takes (0 = a scalar), in order; empty before the first row.
@@ -89,7 +89,6 @@ class PackedMetrics:
     """
 
     def __init__(self, *shape: int) -> None:
-        self._shape = shape
         self.keys: dict[str, int] = {}
         self.numbers = np.empty((*shape, 0))
 
@@ -107,10 +106,17 @@ class PackedMetrics:
         self._allocate(rows.keys)
         self.numbers[index] = rows.numbers
 
+    def with_numbers(self, numbers: np.ndarray) -> PackedMetrics:
+        """The same metrics of other rows."""
+        other = PackedMetrics()
+        other.keys, other.numbers = self.keys, numbers
+        return other
+
     def _allocate(self, keys: dict[str, int]) -> None:
         if not self.keys:
             self.keys = keys
-            self.numbers = np.full((*self._shape, sum(max(length, 1) for length in keys.values())), np.nan)
+            shape = *self.numbers.shape[:-1], sum(max(length, 1) for length in keys.values())
+            self.numbers = np.full(shape, np.nan)
 
     def column(self, key: str) -> np.ndarray:
         """One metric of all rows: a view, float64 [*shape], with a length of its own [*shape, length]."""
@@ -122,32 +128,18 @@ class PackedMetrics:
         raise KeyError(key)
 
 
-def packed_metrics(rows_VB: Sequence[Sequence[dict[str, Any]]]) -> tuple[dict[str, int], Tensor]:
-    """Metrics of this rank as float64 [V, B, numbers], and how many numbers each key takes (``PackedMetrics``).
-
-    Tensors travel between ranks where pickled objects should not.
-    """
-    if not rows_VB:
-        return {}, torch.empty(0, 0, 0, dtype=torch.float64)
-    packed = PackedMetrics(len(rows_VB), len(rows_VB[0]))
-    for number, rows in enumerate(rows_VB):
-        for batch, row in enumerate(rows):
-            packed.put((number, batch), row)
-    return packed.keys, torch.from_numpy(packed.numbers)
-
-
-def routing_columns(keys: dict[str, int], metrics_RBM: Sequence[Tensor]) -> dict[str, list[Any]]:
-    """Rows of one case, one per rank and batch, from what the ranks sent."""
-    rows: dict[str, list[Any]] = defaultdict(list)
-    for rank, metrics_BM in enumerate(metrics_RBM):
-        for batch, numbers in enumerate(metrics_BM.tolist()):
-            rows["rank"].append(rank)
-            rows["batch"].append(batch)
-            position = 0
-            for key, length in keys.items():
-                values = numbers[position : position + max(length, 1)]
-                position += max(length, 1)
-                kind = int if METRICS[key].is_integer else float
-                values = [None if np.isnan(value) else kind(value) for value in values]
-                rows[key].append(values if length else values[0])
-    return rows
+def _routing_columns(metrics: PackedMetrics, layers: Sequence[int | None]) -> dict[str, list[Any]]:
+    """Rows of one case, one per rank, batch and layer, from the metrics of [R, rows]."""
+    num_ranks, num_rows = metrics.numbers.shape[:2]
+    places = list(itertools.product(range(num_ranks), range(num_rows)))
+    columns: dict[str, list[Any]] = {
+        "rank": [rank for rank, _ in places],
+        "batch": [row // len(layers) for _, row in places],
+        "layer": [layers[row % len(layers)] for _, row in places],
+    }
+    for key, length in metrics.keys.items():
+        kind = int if METRICS[key].is_integer else float
+        rows = metrics.column(key).reshape(len(places), -1).tolist()
+        values = [[None if math.isnan(value) else kind(value) for value in row] for row in rows]
+        columns[key] = values if length else [value for (value,) in values]
+    return columns

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -26,32 +24,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ep_bench.bench.job import Job
+from moe_ep_bench.bench.building import builder, random_pass
+from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.plan import BASELINE, CEILING, CaseSpec, Comparison
-from moe_ep_bench.bench.rows import packed_metrics, routing_columns, write_case
-from moe_ep_bench.bench.words import tokens_of_ranks
+from moe_ep_bench.bench.rows import PackedMetrics, columns_of, write_case
 from moe_ep_bench.files import write_json
 from moe_ep_bench.kernels.dispatch import oracle_for
 from moe_ep_bench.layer.attention import kernels_of_attention
-from moe_ep_bench.layer.build import SingleLayer, Subject, Transformer, layer_seed
-from moe_ep_bench.layer.depth import phases_in_depth
-from moe_ep_bench.layer.experts import DRAWS, DTYPES, HIDDEN, TOKENS, seeded_generator
+from moe_ep_bench.layer.build import Transformer, layer_seed
+from moe_ep_bench.layer.experts import DRAWS, DTYPES, HIDDEN, seeded_generator
 from moe_ep_bench.layer.graphs import CapturedRun, Graph, make_graphs
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.megatron import initialize_expert_parallel, meeting_group
-from moe_ep_bench.layer.passes import Decode, KeyValueCache, Prefill
+from moe_ep_bench.layer.passes import KeyValueCache
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
 from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.machine.monitor import MachineSampler
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import Routing, RoutingContext
 from moe_ep_bench.runtime.ranks import Ranks
-from moe_ep_bench.schema import PhaseKey
 from moe_ep_bench.timing.cache import CacheFlush, RotatingInput
-from moe_ep_bench.timing.ceilings import measure_ceilings
-from moe_ep_bench.timing.protocol import COLUMNS, Step, measure, plan, sample_keys, warm_up
+from moe_ep_bench.timing.protocol import Step, measure, plan, warm_up
 from moe_ep_bench.timing.timer import Clock, PhaseRecorder, clock_for
 from moe_ep_bench.workload import TokenBatch
 from moe_ep_bench.workload.skew import balanced_scores
@@ -76,10 +70,11 @@ class RankBatch:
     """False = padding; None = all are valid."""
 
 
-class OnRank(ABC):
+class OnRank:
     """What runs on this rank, and this rank's share of all batches.
 
     Attributes:
+        layers: each MoE layer as a subject of its own.
         subject: the layer or model.
         columns: of a sample.
         meet: where the ranks that talk to each other are waited for.
@@ -89,24 +84,23 @@ class OnRank(ABC):
         self.comparison, self.ranks, self.device = comparison, job.ranks, job.ranks.device
         self.seed, self.dtype = comparison.experiment.layer.seed, DTYPES[comparison.experiment.layer.dtype]
         self.meet = Rendezvous(meeting_group(), self.device)
-        self.layers = comparison.subject.layers()
-        self.subject, self.columns = self._build(ep_group)
+        planned = comparison.subject
+        self.layers, self.columns = planned.layers(), columns_of(planned)
+        self.subject = builder(comparison, self.device)(ep_group=ep_group)
+        self._cache: KeyValueCache | None = None
+        if isinstance(self.subject, Transformer) and planned.context_length:
+            most_requests = int(planned.rank_tokens[:, self.ranks.rank].max())
+            self._cache = KeyValueCache(most_requests, planned.context_length)
+            self._cache.fill_(self.subject.gpt, self.device, self.seed)
         self.batches = [self._share(number, job.watchdog.feed) for number in range(comparison.workload.num_batches)]
-
-    @abstractmethod
-    def _build(self, ep_group: dist.ProcessGroup) -> tuple[Subject, Sequence[PhaseKey]]: ...
-
-    @abstractmethod
-    def _new_input(self, number: int, mine: TokenBatch) -> Callable[[], Any]:
-        """What hands out the input for this rank's tokens of a batch."""
 
     def _share(self, number: int, feed: Callable[[], object]) -> RankBatch:
         model, workload = self.comparison.model, self.comparison.experiment.workload
         logits: dict[int | None, tuple[Tensor, Tensor]] = {}
         mine: TokenBatch | None = None
-        for layer, of_layer in self.comparison.workloads.items():
+        for layer, subject in self.layers.items():
             feed()
-            rank_batches = of_layer.rank_batches(number, self.ranks.world_size, workload.rank_shares)
+            rank_batches = subject.workload.rank_batches(number, self.ranks.world_size, workload.rank_shares)
             tokens = next(islice(rank_batches, self.ranks.rank, None)).with_padding(workload.padding_per_rank)
             assert mine is None or torch.equal(tokens.sequence_id_T, mine.sequence_id_T), "layers see other tokens"
             mine, scores_TE = tokens, tokens.scores_TE.to(self.device)
@@ -117,66 +111,27 @@ class OnRank(ABC):
         valid_T = None if mine.valid_T is None else mine.valid_T.to(self.device)
         return RankBatch(self._new_input(number, mine), logits, mine.sequence_id_T.to(self.device), valid_T)
 
+    def _new_input(self, number: int, mine: TokenBatch) -> Callable[[], Any]:
+        """What hands out the input for this rank's tokens of a batch: hidden states of a layer, a model's pass."""
+        sequences, lengths = torch.unique_consecutive(mine.sequence_id_T, return_counts=True)
+        if self.comparison.subject.name == "model":
+            run = random_pass(self.comparison, self.device, number, self.ranks.rank, lengths.tolist(), self._cache)
+            return lambda: run
+        # Hidden states follow from the sequence, not from the number of ranks.
+        size, device = self.comparison.model.hidden_size, self.device
+        hidden = [torch.empty(0, size, device=device)]
+        for sequence, length in zip(sequences.tolist(), lengths.tolist(), strict=True):
+            generator = seeded_generator(device, self.seed, HIDDEN, number, sequence)
+            hidden.append(torch.randn(length, size, generator=generator, device=device))
+        # Cases follow each other on one batch; none is to find its input in the cache.
+        return RotatingInput(torch.cat(hidden).to(self.dtype).unsqueeze(1), len(self.comparison.cases)).next
+
     def context_for(self, batch: int, layer: int | None) -> RoutingContext:
         """What is so of this rank's tokens in a layer; randomness starts anew with every call."""
         share, rank = self.batches[batch], self.subject.ep_group.rank()
         place = batch, self.ranks.rank, *(() if layer is None else (layer,))
         draws = seeded_generator(self.device, self.seed, DRAWS, *place)
         return replace(self.layers[layer].context(rank, share.request_id_T, share.valid_T), generator=draws)
-
-
-class LayerOnRank(OnRank):
-    """An MoE layer alone, on hidden states that do not depend on the number of ranks."""
-
-    def _build(self, ep_group: dist.ProcessGroup) -> tuple[Subject, Sequence[PhaseKey]]:
-        comparison = self.comparison
-        layer = SingleLayer(comparison.model, self.dtype, self.device, ep_group, self.seed, comparison.parts)
-        return layer, COLUMNS
-
-    def _new_input(self, number: int, mine: TokenBatch) -> Callable[[], Any]:
-        size, device = self.comparison.model.hidden_size, self.device
-        hidden = [torch.empty(0, size, device=device)]
-        for sequence, length in zip(*torch.unique_consecutive(mine.sequence_id_T, return_counts=True), strict=True):
-            generator = seeded_generator(device, self.seed, HIDDEN, number, int(sequence))
-            hidden.append(torch.randn(int(length), size, generator=generator, device=device))
-        # Cases follow each other on one batch; none is to find its input in the cache.
-        return RotatingInput(torch.cat(hidden).to(self.dtype).unsqueeze(1), len(self.comparison.cases)).next
-
-
-class ModelOnRank(OnRank):
-    """A whole model, on prompts or on decode steps of random tokens."""
-
-    def _build(self, ep_group: dist.ProcessGroup) -> tuple[Subject, Sequence[PhaseKey]]:
-        comparison, config = self.comparison, self.comparison.subject
-        transformer = Transformer(
-            comparison.model,
-            self.dtype,
-            self.device,
-            ep_group,
-            self.seed,
-            comparison.parts,
-            num_layers=config.num_layers,
-            max_length=config.context_length + comparison.num_tokens,
-        )
-        if config.context_length:
-            tokens_BR = tokens_of_ranks(comparison.experiment, comparison.workload, comparison.world_size)
-            self._cache = KeyValueCache(int(tokens_BR[:, self.ranks.rank].max()), config.context_length)
-            self._cache.fill_(transformer.gpt, self.device, self.seed)
-        return transformer, sample_keys(phases_in_depth(config.num_layers, config.moe_layers))
-
-    def _new_input(self, number: int, mine: TokenBatch) -> Callable[[], Any]:
-        generator = seeded_generator(self.device, self.seed, TOKENS, number, self.ranks.rank)
-        size = (mine.num_tokens,)
-        ids_T = torch.randint(self.comparison.model.vocab_size, size, generator=generator, device=self.device)
-        if self.comparison.subject.context_length:
-            run = Decode(ids_T, self._cache)
-        else:
-            run = Prefill(ids_T, torch.unique_consecutive(mine.sequence_id_T, return_counts=True)[1].tolist())
-        return lambda: run
-
-
-ON_RANK: dict[str, type[OnRank]] = {"layer": LayerOnRank, "model": ModelOnRank}
-"""By scope."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -353,14 +308,8 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
 
 def _memory_shortage(job: Job, comparison: Comparison) -> str:
     """Why this comparison does not fit some rank's memory; empty if it fits all. Agreed by all ranks."""
-    need = comparison.memory_bytes_per_rank()
     available = provenance.available_memory_bytes(job.ranks.device, job.ranks.local_world_size)
-    gib = 2**30
-    short = ""
-    if need > available:
-        short = f"needs about {need / gib:.1f} GiB per rank, {available / gib:.1f} GiB are free"
-        short += comparison.hint_for(available)
-    return _first_word(job.ranks, short)
+    return _first_word(job.ranks, comparison.shortage(available))
 
 
 def _first_word(ranks: Ranks, text: str) -> str:
@@ -375,9 +324,9 @@ class Session:
         self.job, self.comparison, self.device = job, comparison, job.ranks.device
         measure = comparison.experiment.measure
         # The watchdog is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.
-        ep_group = initialize_expert_parallel(comparison.ep_size, measure.timeout_s + 60, comparison.num_slices)
+        ep_group = initialize_expert_parallel(comparison.ep_size, measure.timeout_s + 60, comparison.subject.num_slices)
         provenance.forget_peak_memory(self.device)
-        self.there = ON_RANK[comparison.scope](job, comparison, ep_group)
+        self.there = OnRank(job, comparison, ep_group)
         self.cases = [Case(case, self.there) for case in cases]
         self.timed: list[Case] = []
         self.flush = CacheFlush(self.device) if measure.flush_l2 else None
@@ -412,23 +361,19 @@ class Session:
                         of_layer.routing,
                         case.scores(batch, layer),
                         self.there.context_for(batch, layer),
-                        num_slices=self.comparison.num_slices,
-                        **capacity_factor(case.spec),
+                        num_slices=self.comparison.subject.num_slices,
+                        capacity_factor=case.spec.capacity_factor,
                     )
                     row["reference_error"] = self.reference_error(case, layer, of_layer) if batch == 0 else None
                     compared = layer == last and case.spec.role != CEILING and native is not None
                     valid_T = self.there.batches[batch].valid_T
                     row["output_error"] = relative_error(seen.output, native, valid_T) if compared else None
                     self.routing_rows[case.case_id].append(row)
-        if self.comparison.scope == "model":
-            self._note_attention()
-
-    def _note_attention(self) -> None:
-        """Which kernels torch takes for attention here, in one pass more."""
-        self.job.watchdog.feed()
-        run = partial(self.there.subject.run, self.cases[0].prepare(0))
-        of_ranks = [json.loads(text) for text in self.job.ranks.texts(json.dumps(kernels_of_attention(run)))]
-        self.conditions["attention"] = sorted({name for names in of_ranks for name in names})
+        if self.comparison.subject.name == "model":  # One pass more shows which kernels torch takes for attention.
+            self.job.watchdog.feed()
+            kernels = kernels_of_attention(partial(self.there.subject.run, self.cases[0].prepare(0)))
+            of_ranks = [json.loads(text) for text in self.job.ranks.texts(json.dumps(kernels))]
+            self.conditions["attention"] = sorted({name for names in of_ranks for name in names})
 
     def _look(self, case: Case, batch: int) -> Observation:
         """Look at one run. The reference is held against few tokens of one batch; what is no number is found in all."""
@@ -446,7 +391,8 @@ class Session:
         error = self._reference(layer, seen.input_ND).worst_error(seen.output_ND, seen.routing.weights_TE[rows_N])
         policy, scores_TE = case.spec.policy, case.scores(0, layer)
         if policy is not None and (
-            self.comparison.num_together == 1 or policy.batch_stats(scores_TE, self.there.context_for(0, layer)) is None
+            self.comparison.subject.num_together == 1
+            or policy.batch_stats(scores_TE, self.there.context_for(0, layer)) is None
         ):
             expected = oracle_for(policy, self.device).route(scores_TE, case.told(0, layer))
             if not torch.equal(expected.map_TE, seen.routing.map_TE):
@@ -560,16 +506,9 @@ class Session:
 
     def time(self) -> np.ndarray:
         self.timed = list(self.cases)  # Later checks may take cases away; samples stay in this order.
-        ceilings = measure_ceilings(self.device, self.there.dtype)
-        with MachineSampler(self.device) as sampler:
+        with watched_machine(self.device, self.there.dtype) as mine:
             order = self.timed, self.steps, clock_for(self.device), self.there.meet
             samples_VSC = measure(*order, self.job.begin, self.flush, self.there.columns)
-        mine = {
-            "hostname": socket.gethostname(),
-            "machine": sampler.stop().as_dict(),
-            "ceilings": asdict(ceilings),
-            "peak_memory_bytes": provenance.peak_memory_bytes(self.device),
-        }
         self.conditions["ranks"] = [json.loads(text) for text in self.job.ranks.texts(json.dumps(mine))]
         return samples_VSC
 
@@ -588,23 +527,21 @@ class Session:
     def write(self, samples_VSC: np.ndarray) -> None:
         """Gather all ranks' samples and metrics on rank 0, which writes them case by case."""
         times = self.job.ranks.gather(torch.from_numpy(samples_VSC))
-        keys, metrics_VBM = packed_metrics([self.routing_rows[case.case_id] for case in self.timed])
-        metrics = self.job.ranks.gather(metrics_VBM)
-        layers = self.comparison.subject.moe_layers
+        packed = PackedMetrics(len(self.timed), len(self.routing_rows[self.timed[0].case_id]))
+        for index, case in enumerate(self.timed):
+            for number, row in enumerate(self.routing_rows[case.case_id]):
+                packed.put((index, number), row)
+        metrics = self.job.ranks.gather(torch.from_numpy(packed.numbers))
         with self.job.writing():
             for index, case in enumerate(self.timed):
                 if self.job.ranks.is_first and case in self.cases:
                     self.job.watchdog.feed()
-                    timed = self.steps, [ranked.numpy()[index] for ranked in times], self.there.columns
-                    routing = routing_columns(keys, [ranked[index] for ranked in metrics])
-                    write_case(self.job, self.comparison, case.spec, *timed, routing, layers)
+                    times_RSC, metrics_RBM = (
+                        np.stack([ranked[index].numpy() for ranked in of_ranks]) for of_ranks in (times, metrics)
+                    )
+                    timed = self.steps, times_RSC, self.there.columns
+                    write_case(self.job, self.comparison, case.spec, *timed, packed.with_numbers(metrics_RBM))
         self.job.check_written()
-
-
-def capacity_factor(case: CaseSpec) -> dict[str, float]:
-    """The policy's own, for ``routing_metrics``; empty where it has none."""
-    factor = case.params.get("capacity_factor")
-    return {"capacity_factor": factor} if isinstance(factor, float) else {}
 
 
 def relative_error(output_TD: Tensor, native_TD: Tensor, valid_T: Tensor | None) -> float:

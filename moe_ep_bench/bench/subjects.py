@@ -5,7 +5,7 @@ A batch of the workload is a batch of the model. Its sequences are the prompts o
 recording that layer's, of a synthetic workload the same targets solved for with another seed. So each layer has its
 own skew, and its own busiest rank.
 
-Shapes: S = sequences.
+Shapes: B = batches, R = ranks, T = tokens of a rank, S = sequences.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.bench import checks, words
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
-from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.models import Attention, LatentAttention, ModelSpec
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
@@ -45,8 +45,6 @@ class LayerSubject:
 
     name: ClassVar[str] = "layer"
     """One of ``schema.SCOPES``."""
-    in_chunks: ClassVar[bool] = True
-    """Virtual ranks run it in chunks of tokens where memory is short."""
 
     @classmethod
     def of(cls, experiment: Experiment, world_size: int) -> LayerSubject:
@@ -75,7 +73,7 @@ class LayerSubject:
     @property
     def context_length(self) -> int:
         """Tokens in the cache of each request that decodes; 0 where a batch is no decode step of a model."""
-        return self.experiment.whole.context_length
+        return 0
 
     @property
     def num_slices(self) -> int:
@@ -87,8 +85,20 @@ class LayerSubject:
         return ep_size_on(self.experiment, self.world_size)
 
     @property
+    def num_together(self) -> int:
+        """Ranks whose tokens meet in the same experts."""
+        return self.ep_size * self.num_slices
+
+    @property
     def num_tokens(self) -> int:
         return self.experiment.workload.total_tokens(self.world_size)
+
+    @cached_property
+    def rank_tokens(self) -> NDArray[np.int64]:
+        """Tokens of every rank in every batch: int64 [B, R]."""
+        workload, shares = self.workload, self.experiment.workload.rank_shares
+        batches = range(workload.num_batches)
+        return np.stack([workload.tokens_of_ranks(index, self.world_size, shares) for index in batches])
 
     @property
     def fullest_share(self) -> float:
@@ -105,20 +115,17 @@ class LayerSubject:
     @property
     def most_tokens(self) -> int:
         """Tokens of the rank that has most of them in any batch."""
-        return int(words.tokens_of_ranks(self.experiment, self.workload, self.world_size).max())
+        return int(self.rank_tokens.max())
 
-    def fraction_of(self, layer: int | None) -> float:
-        """Where in the depth of the model's MoE layers one of them stands: 0 to below 1; 0 where that is unknown."""
+    @property
+    def layer_fraction(self) -> float:
+        """Place of the first layer in the depth of the model's MoE layers: 0 to below 1; 0 where that is unknown."""
+        layer = self.moe_layers[0]
         if layer is not None:
             return (layer - self.model.first_dense_layers) / self.model.num_moe_layers
         if not isinstance(self.workload, RecordedWorkload):
             return 0.0
         return self.workload.layer / self.workload.traces[0].num_layers
-
-    @property
-    def layer_fraction(self) -> float:
-        """``fraction_of`` the first layer."""
-        return self.fraction_of(next(iter(self.workloads)))
 
     def layers(self) -> dict[int | None, LayerSubject]:
         """Each MoE layer as a subject of its own, with its scores and its place in the depth."""
@@ -141,10 +148,6 @@ class LayerSubject:
             request_id_T=request_id_T,
             layer_fraction=self.layer_fraction,
         )
-
-    def check_emulation(self, slots: ExpertPlacement) -> None:
-        """Raise ValueError where virtual ranks cannot do what ``emulate`` and ``route`` ask of this subject."""
-        checks.check_spare(self.experiment, self.ep_size)
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -169,10 +172,15 @@ class LayerSubject:
         """What ``run.json`` says of this subject beside what it says of all."""
         return {}
 
-    def memory_bytes_per_rank(self, num_cases: int, *, held_batches: int, cuda_graph: bool) -> int:
-        """What a rank needs at the fullest, roughly: weights, inputs of all batches, one layer's buffers.
+    def memory_bytes_per_rank(
+        self, num_cases: int, *, held_batches: int, cuda_graph: bool, num_layers: int | None = None
+    ) -> int:
+        """What a rank needs at the fullest, roughly: weights, inputs of the held batches, one layer's buffers.
 
         The load assumed is the workload's peak on one rank, as if its hot experts lay together.
+
+        Args:
+            num_layers: layers that are built of a whole model; None = as the config has it.
         """
         model, size, tokens = self.model, VALUE_BYTES[self.experiment.layer.dtype], self.fullest_tokens
         pairs, slice_size = self._pairs, model.ffn_hidden_size // self.num_slices
@@ -198,10 +206,6 @@ class LayerSubject:
         """Scores, keys and indices while a policy routes."""
         return self.fullest_tokens * self.model.num_experts * 8 * 6
 
-    def hint_for(self, available: int, num_cases: int, *, held_batches: int, cuda_graph: bool) -> str:
-        """What fits into this much memory instead; empty where nothing is known to."""
-        return ""
-
     def flops_per_rank(self) -> float:
         """Floating-point operations of one iteration on the average rank."""
         tokens = self.num_tokens / self.world_size
@@ -215,7 +219,6 @@ class ModelSubject(LayerSubject):
     """A whole model, or its first layers."""
 
     name: ClassVar[str] = "model"
-    in_chunks: ClassVar[bool] = False
 
     @classmethod
     def of(cls, experiment: Experiment, world_size: int) -> ModelSubject:
@@ -227,7 +230,7 @@ class ModelSubject(LayerSubject):
         checks.check_model(experiment.model.spec(), experiment)
         checks.check_batches(experiment)
         subject = cls(experiment, world_size, layer_workloads(experiment, world_size))
-        checks.check_dealing(experiment, subject.workload, world_size)
+        checks.check_dealing(subject.rank_tokens)
         return subject
 
     @property
@@ -235,8 +238,9 @@ class ModelSubject(LayerSubject):
         """Layers that are built: the first ones of the model."""
         return self.experiment.whole.num_layers or self.model.num_layers
 
-    def check_emulation(self, slots: ExpertPlacement) -> None:
-        checks.check_emulated_model(self.experiment, slots)
+    @property
+    def context_length(self) -> int:
+        return self.experiment.whole.context_length
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -280,20 +284,14 @@ class ModelSubject(LayerSubject):
             }
         }
 
-    def memory_bytes_per_rank(self, num_cases: int, *, held_batches: int, cuda_graph: bool) -> int:
+    def memory_bytes_per_rank(
+        self, num_cases: int, *, held_batches: int, cuda_graph: bool, num_layers: int | None = None
+    ) -> int:
         """Weights, one layer's experts twice (while it is built), scores, cache, a pass's buffers.
 
         With CUDA graphs the buffers once more: all graphs share one pool, which is not the allocator's own.
         """
-        return self._memory_bytes(self.num_layers, num_cases, held_batches, cuda_graph)
-
-    def hint_for(self, available: int, num_cases: int, *, held_batches: int, cuda_graph: bool) -> str:
-        """How many layers fit into this much memory."""
-        counts = range(self.model.first_dense_layers + 1, self.num_layers)
-        fitting = [one for one in counts if self._memory_bytes(one, num_cases, held_batches, cuda_graph) <= available]
-        return f"; whole.num_layers={fitting[-1]} fits" if fitting else ""
-
-    def _memory_bytes(self, num_layers: int, num_cases: int, held_batches: int, cuda_graph: bool) -> int:
+        num_layers = num_layers or self.num_layers
         model, size, tokens = self.model, VALUE_BYTES[self.experiment.layer.dtype], self.fullest_tokens
         assert model.attention is not None
         assert model.vocab_size is not None

@@ -264,10 +264,9 @@ def _statistics(
 
 
 def case_metrics(case: CaseSpec, routing: Routing, share: Share) -> dict[str, Any]:
-    """``routing_metrics`` of a case's routing; excess load by the case's own capacity factor, if it has one."""
-    factor = case.params.get("capacity_factor")
-    extra = {"capacity_factor": factor} if isinstance(factor, float) else {}
-    return routing_metrics(routing, share.scores_TE, share.context, of_scores=share.of_scores, **extra)
+    """``routing_metrics`` of a case's routing; excess load by the case's own capacity factor."""
+    factor, of_scores = case.capacity_factor, share.of_scores
+    return routing_metrics(routing, share.scores_TE, share.context, of_scores=of_scores, capacity_factor=factor)
 
 
 def chunks_of(num_tokens: int, num_chunks: int) -> list[slice]:

@@ -4,6 +4,12 @@ Four steps into one directory, each skipped where it was finished before: calibr
 unless the config names its links; run on real ranks; emulate as many ranks; time the experts alone, of layers and not
 of whole models. Each of the last two has a process of its own, with as many compute threads as one real rank has. What
 comes of it is ``analysis.validation``'s to say.
+
+The experts alone are what the emulated expert phase is held against: the layer's own experts, built as ``emulate``
+builds them, get as many rows as the emulated run counted, outside of the layer and of any phase timer. Of every
+comparison the baseline and the first policy other than ``topk`` are timed, on every rank's counts and every batch.
+
+Shapes: B = batches, E = experts, L = experts of a rank, N = rows of a rank, D = hidden size.
 """
 
 from __future__ import annotations
@@ -12,31 +18,55 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from moe_ep_bench.bench.building import builder
 from moe_ep_bench.bench.checks import check_whole_experts
 from moe_ep_bench.bench.emulate import emulate
-from moe_ep_bench.bench.experts_alone import time_experts_alone
-from moe_ep_bench.bench.plan import RANKS, VIRTUAL, Comparison, Plan, plan
+from moe_ep_bench.bench.plan import BASELINE, POLICY, RANKS, VIRTUAL, CaseSpec, Comparison, Plan, plan
 from moe_ep_bench.bench.validation_directory import ValidationDirectory
 from moe_ep_bench.config import EmulateConfig, RouteConfig
 from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, MIN_BYTES
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.layer.experts import DTYPES
+from moe_ep_bench.files import atomic_path
+from moe_ep_bench.layer.experts import DTYPES, seeded_generator
+from moe_ep_bench.layer.host import device_scope
+from moe_ep_bench.layer.megatron import initialize_expert_parallel
+from moe_ep_bench.layer.virtual import VirtualRanks
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime import launcher
 from moe_ep_bench.runtime.errors import complain
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
+from moe_ep_bench.runtime.ranks import join
+from moe_ep_bench.timing.cache import CacheFlush
+from moe_ep_bench.timing.protocol import collections_between
+from moe_ep_bench.timing.timer import clock_for
 
-# What ``emulate`` may do otherwise without being another layer than the real ranks'.
+# Keys of ``emulate`` that do not make it another layer than the real ranks'.
 _FREE = {"links", "chunk_tokens"}
+# Rounds over all ranks' counts; a first, untimed one lets every shape be seen.
+REPETITIONS = 3
+ALONE_SCHEMA = pa.schema(
+    [
+        ("comparison_id", pa.string()),
+        ("case_id", pa.string()),
+        ("rank", pa.int32()),
+        ("batch", pa.int32()),
+        ("repetition", pa.int32()),
+        ("num_rows", pa.int64()),
+        ("time_us", pa.float64()),
+    ]
+)
+_JOIN_TIMEOUT_S = 120.0
+_ROWS = 20  # a stream of random numbers that the layer does not use
 
 
 class _FailedStepError(Exception):
@@ -74,8 +104,8 @@ def validate(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, 
 def _validate(real: Plan, files: ValidationDirectory, num_ranks: int, *, force: bool) -> int:
     for report in (files.pairs, files.text, files.cases_table, files.phases_table):
         report.unlink(missing_ok=True)  # of runs that may be about to change
-    nodes, given_links = launcher.Nodes(num_ranks), _given_links(real)
-    links = given_links or str(_calibrated(files.links, nodes, _largest_bytes(real), force=force))
+    nodes, given = launcher.Nodes(num_ranks), _given_links(real)
+    links = given or str(_calibrated(files.links, nodes, _largest_bytes(real), force=force))
 
     _announce(f"the real run on {num_ranks} ranks")
     status = launcher.launch(real.config, files.real, real.overrides, nodes, force=force)
@@ -83,20 +113,23 @@ def _validate(real: Plan, files: ValidationDirectory, num_ranks: int, *, force: 
 
     _announce(f"{num_ranks} ranks emulated on one")
     emulated = _emulated(real, num_ranks, links)
-    overrides = emulated.overrides
-    status = _in_place_of_a_rank(num_ranks, emulate, real.config, files.emulated, overrides, force=force)
+    status = _in_place_of_a_rank(num_ranks, emulate, real.config, files.emulated, emulated.overrides, force=force)
     worst = max(worst, _accept(f"the emulated run ({files.emulated})", status))
 
     # Not of whole models, whose experts stand in many layers.
-    if real[0].scope == "layer" and (force or not _timed_alone(files.experts_alone, emulated)):
+    if real[0].subject.name == "layer" and (force or not _timed_alone(files.experts_alone, emulated)):
         _announce("the experts alone")
-        arguments = real.config, files.emulated, files.experts_alone, overrides
+        arguments = real.config, files.emulated, files.experts_alone, emulated.overrides
         status = _in_place_of_a_rank(num_ranks, time_experts_alone, *arguments)
         _accept(f"timing the experts alone ({files.experts_alone})", status)
 
     pairs = [(one.comparison_id, other.comparison_id) for one, other in zip(real, emulated, strict=True)]
-    files.write_pairs(pairs, _links_words(given_links, links))
+    source = "calibrated on these ranks" if given is None else f"given as emulate.links {Path(given).name}"
+    files.write_pairs(pairs, f"{source}, {Links.load(links).describe()}")
     return worst
+
+
+# ---- what is compared ------------------------------------------------------------------------------------------------
 
 
 def _plan(config: Path, overrides: Sequence[str], num_ranks: int) -> Plan:
@@ -106,7 +139,7 @@ def _plan(config: Path, overrides: Sequence[str], num_ranks: int) -> Plan:
     real = plan(config, overrides, RANKS, num_ranks, on_cpu=not torch.cuda.is_available())
     for comparison in real:
         try:
-            _check_comparable(comparison)
+            _check_comparable(comparison, num_ranks)
         except ValueError as problem:
             raise ValueError(f"{config}: {problem}") from None
     # Links that are still to be measured cannot be wrong: any will do to find what else is.
@@ -132,17 +165,16 @@ def _largest_bytes(real: Plan) -> int:
 
     That is all (token, expert) pairs of the model's own routing; half of them cross two ranks where loads are even.
     """
-    bytes_ = [
-        one.num_tokens * one.model.top_k * one.model.hidden_size * DTYPES[one.experiment.layer.dtype].itemsize
+    most = max(
+        one.subject.num_tokens * one.model.top_k * one.model.hidden_size * DTYPES[one.experiment.layer.dtype].itemsize
         for one in real
-    ]
-    wanted = 1 << (max(bytes_) - 1).bit_length()
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return min(max(wanted, 2 * MIN_BYTES), DEFAULT_MAX_BYTES[device])
+    return min(max(1 << (most - 1).bit_length(), 2 * MIN_BYTES), DEFAULT_MAX_BYTES[device])
 
 
-def _check_comparable(comparison: Comparison) -> None:
-    experiment, num_ranks = comparison.experiment, comparison.world_size
+def _check_comparable(comparison: Comparison, num_ranks: int) -> None:
+    experiment = comparison.experiment
     check_whole_experts(experiment, "emulate lays out")
     if comparison.ep_size != num_ranks:
         raise ValueError(f"layer.ep_size: expected {num_ranks}, which are all ranks, or null; got {comparison.ep_size}")
@@ -165,13 +197,16 @@ def _check_directory(files: ValidationDirectory, num_ranks: int, given_links: st
         raise ValueError(f"--out {out}: cannot write there: {error.strerror}") from None
     if not os.access(out, os.W_OK):
         raise ValueError(f"--out {out}: cannot write there")
-    if given_links is None and (files.links).exists() and not force:
+    if given_links is None and files.links.exists() and not force:
         measured_on = Links.load(str(files.links)).ranks_per_node
         if measured_on != num_ranks:
             raise ValueError(
                 f"--out {out}: holds links measured on {measured_on} ranks, here are {num_ranks}; "
                 "choose another directory or --force"
             )
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
 
 
 def _calibrated(path: Path, nodes: launcher.Nodes, most_bytes: int, *, force: bool) -> Path:
@@ -185,13 +220,6 @@ def _calibrated(path: Path, nodes: launcher.Nodes, most_bytes: int, *, force: bo
     if status != OK:
         raise _FailedStepError("calibrating the collectives", status)
     return path.absolute()
-
-
-def _links_words(given: str | None, links: str) -> str:
-    described = Links.load(links).describe()
-    return (
-        f"{'calibrated on these ranks' if given is None else f'given as emulate.links {Path(given).name}'}, {described}"
-    )
 
 
 def _accept(step: str, status: int) -> int:
@@ -237,3 +265,82 @@ def _as_command(command: Callable[..., int], arguments: Sequence[Any], options: 
 
 def _announce(step: str) -> None:
     print(f"moe-ep-bench: validate: {step}", file=sys.stderr, flush=True)
+
+
+# ---- the experts alone -----------------------------------------------------------------------------------------------
+
+
+def time_experts_alone(config: Path, emulated: Path, out: Path, overrides: Sequence[str]) -> int:
+    """Time the experts of every comparison that ``emulated`` holds; return the exit status.
+
+    Args:
+        emulated: a finished directory of ``emulate`` with the same config and overrides.
+        out: the Parquet file to write (``ALONE_SCHEMA``).
+    """
+    comparisons = plan(config, overrides, VIRTUAL, on_cpu=not torch.cuda.is_available())
+    ranks = join(_JOIN_TIMEOUT_S)
+    try:
+        with device_scope(), torch.inference_mode(), collections_between():
+            initialize_expert_parallel(1, _JOIN_TIMEOUT_S)
+            rows = [row for one in comparisons for row in _time_alone(one, RunDirectory(emulated), ranks.device)]
+    finally:
+        ranks.close()
+    with atomic_path(out) as temporary:
+        pq.write_table(pa.Table.from_pylist(rows, schema=ALONE_SCHEMA), temporary, compression="zstd")
+    return OK
+
+
+def chosen_cases(comparison: Comparison) -> list[CaseSpec]:
+    """The baseline, and the first policy that changes the routing (topk where there is no other)."""
+    policies = sorted((case for case in comparison.cases if case.role == POLICY), key=lambda case: case.name == "topk")
+    return [*(case for case in comparison.cases if case.role == BASELINE), *policies[:1]]
+
+
+def counts_of(directory: RunDirectory, case: CaseSpec) -> np.ndarray | None:
+    """Pairs that each expert gets of each batch, from all ranks: int64 [B, E]; None where the case was not measured."""
+    path = directory.path("routing", case.case_id)
+    if not path.is_file():
+        return None
+    rows = pq.read_table(path, columns=["batch", "load_E"]).to_pandas()
+    return np.stack([np.stack(list(loads)).sum(axis=0) for _, loads in rows.groupby("batch")["load_E"]])
+
+
+def _time_alone(comparison: Comparison, directory: RunDirectory, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Rows of ``ALONE_SCHEMA``. Each is of one rank's rows of one batch under one case."""
+    model, num_ranks, settings = comparison.model, comparison.ep_size, comparison.experiment.layer
+    experts = VirtualRanks(builder(comparison, device), num_ranks).subject.pairs[None].native.experts
+    works = [
+        (case, rank, batch, torch.from_numpy(counts_L))
+        for case in chosen_cases(comparison)
+        if (counts_BE := counts_of(directory, case)) is not None
+        for batch, counts_E in enumerate(counts_BE)
+        for rank, counts_L in enumerate(counts_E.reshape(num_ranks, -1))
+    ]
+    most = max((int(counts_L.sum()) for *_, counts_L in works), default=0)
+    generator = seeded_generator(device, settings.seed, _ROWS)
+    source_ND = torch.randn(most, model.hidden_size, generator=generator, device=device).to(DTYPES[settings.dtype])
+    source_N = torch.rand(most, generator=generator, device=device)
+    clock = clock_for(device)
+    flush = CacheFlush(device) if comparison.experiment.measure.flush_l2 else None
+    for repetition in range(-1, REPETITIONS):
+        for case, rank, batch, counts_L in works:
+            num_rows = int(counts_L.sum())
+            # Written anew, as the permutation before the experts leaves them.
+            hidden_ND, weights_N = source_ND[:num_rows].clone(), source_N[:num_rows].clone()
+            if flush is not None:
+                flush()
+            clock.wait()
+            start = clock.stamp()
+            experts(hidden_ND, counts_L, weights_N)
+            end = clock.stamp()
+            clock.wait()
+            if repetition >= 0:
+                yield {
+                    "comparison_id": comparison.comparison_id,
+                    "case_id": case.case_id,
+                    "rank": rank,
+                    "batch": batch,
+                    "repetition": repetition,
+                    "num_rows": num_rows,
+                    "time_us": clock.between_us(start, end),
+                }

@@ -4,53 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ep_bench.files import write_json
 
 
-@dataclass(frozen=True)
 class ValidationDirectory:
     """Where things are; ``pairs`` says which comparison of ``real`` is which of ``emulated``, whose ids differ."""
 
-    root: Path
-
-    @property
-    def links(self) -> Path:
-        return self.root / "links.yaml"
-
-    @property
-    def real(self) -> Path:
-        return self.root / "real"
-
-    @property
-    def emulated(self) -> Path:
-        return self.root / "emulated"
-
-    @property
-    def experts_alone(self) -> Path:
-        return self.root / "experts-alone.parquet"
-
-    @property
-    def pairs(self) -> Path:
-        return self.root / "validation.json"
-
-    @property
-    def text(self) -> Path:
-        return self.root / "validation.txt"
-
-    @property
-    def cases_table(self) -> Path:
-        return self.root / "validation.csv"
-
-    @property
-    def phases_table(self) -> Path:
-        return self.root / "validation-phases.csv"
-
-    @property
-    def figures(self) -> Path:
-        return self.root / "figures"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.links = root / "links.yaml"
+        self.real, self.emulated = root / "real", root / "emulated"
+        self.experts_alone = root / "experts-alone.parquet"
+        self.pairs, self.text = root / "validation.json", root / "validation.txt"
+        self.cases_table, self.phases_table = root / "validation.csv", root / "validation-phases.csv"
+        self.figures = root / "figures"
 
     def write_pairs(self, pairs: Sequence[tuple[str, str]], links: str) -> None:
         """Say which comparisons belong together, (real, emulated) ids, and where the links are from, in words."""

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.schema import PHASES, TOTAL, PhaseKey, layer_and_phase
+from moe_ep_bench.schema import PHASES, TOTAL, PhaseKey, layer_and_phase, phase_key
 
 # The phase of what ranks do once they have met.
 PHASE_OF_MEETING = {name: phase.meets for name, phase in PHASES.items() if phase.meets is not None}
@@ -33,8 +33,7 @@ Leg = dict[PhaseKey, float]
 def phase_of_meeting(meeting: PhaseKey) -> PhaseKey:
     """The phase of what ranks do once they have met there, in the same layer."""
     layer, wait = layer_and_phase(meeting)
-    phase = PHASE_OF_MEETING[wait]
-    return phase if layer is None else (layer, phase)
+    return phase_key(layer, PHASE_OF_MEETING[wait])
 
 
 def legs_of(segments: Sequence[tuple[PhaseKey, float]]) -> tuple[list[Leg], list[PhaseKey]]:

@@ -80,7 +80,8 @@ def launch(
         launches = [["--profile", profile]]
         force = False
     else:
-        launches = [["--launch", str(number)] for number in range(max(one.num_launches for one in comparisons))]
+        most = max(one.experiment.measure.launches for one in comparisons)
+        launches = [["--launch", str(number)] for number in range(most)]
 
     nodes = _of_job(nodes, config.read_text(), *arguments[1:], profile or "")
 

@@ -84,7 +84,7 @@ def plan(config: str, overrides: list[str], world_size: int) -> dict[str, Any]:
                 "title": one.title,
                 "comparison_id": one.comparison_id,
                 "memory_bytes": one.memory_bytes_per_rank(),
-                "iterations": one.num_iterations() * one.num_launches,
+                "iterations": one.num_iterations() * one.experiment.measure.launches,
                 "cases": [case.case_id for case in one.cases],
             }
             for one in planned

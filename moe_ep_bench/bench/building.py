@@ -1,0 +1,54 @@
+"""Build a comparison's layer or model, and the passes of random tokens that a model runs on.
+
+Shapes: T = tokens of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from moe_ep_bench.bench.plan import Comparison
+from moe_ep_bench.layer.build import SingleLayer, Transformer
+from moe_ep_bench.layer.experts import DTYPES, TOKENS, seeded_generator
+from moe_ep_bench.layer.passes import Decode, KeyValueCache, Pass, Prefill
+from moe_ep_bench.layer.virtual import with_slots
+
+
+def builder(
+    comparison: Comparison, device: torch.device, num_slots: int | None = None
+) -> Callable[..., SingleLayer | Transformer]:
+    """What builds the layer or model, once it is given its process groups.
+
+    Args:
+        num_slots: for experts, whose replicas need more; None = one for each.
+    """
+    model, subject, settings = comparison.model, comparison.subject, comparison.experiment.layer
+    if num_slots not in (None, model.num_experts):
+        model = with_slots(model, num_slots)
+    known = {"seed": settings.seed, "parts": comparison.parts}
+    build: Callable[..., SingleLayer | Transformer] = SingleLayer
+    if subject.name == "model":
+        longest = subject.context_length + subject.most_tokens
+        build = partial(Transformer, num_layers=subject.num_layers, max_length=longest)
+    return partial(build, model, DTYPES[settings.dtype], device, **known)
+
+
+def random_pass(
+    comparison: Comparison,
+    device: torch.device,
+    index: int,
+    rank: int,
+    lengths: Sequence[int],
+    cache: KeyValueCache | None,
+) -> Pass:
+    """A rank's pass of a model over batch ``index``: a decode step where there is a cache, else a prefill.
+
+    Args:
+        lengths: tokens of each of the rank's sequences.
+    """
+    generator = seeded_generator(device, comparison.experiment.layer.seed, TOKENS, index, rank)
+    ids_T = torch.randint(comparison.model.vocab_size, (sum(lengths),), generator=generator, device=device)
+    return Prefill(ids_T, lengths) if cache is None else Decode(ids_T, cache)

@@ -1,0 +1,216 @@
+"""Describe a run in ``run.json``: its comparisons and cases, their workloads, and where they are measured."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any
+
+from moe_ep_bench.bench import words
+from moe_ep_bench.bench.plan import MODELLED, Comparison
+from moe_ep_bench.config import Experiment
+from moe_ep_bench.files import stable_hash
+from moe_ep_bench.machine import provenance
+from moe_ep_bench.runtime.ranks import Ranks
+from moe_ep_bench.schema import SCHEMA_VERSION
+from moe_ep_bench.workload import Workload
+
+# Memory of a rank that batches may take until they are used.
+_MOST_KEPT_BYTES = 4 * 2**30
+
+
+def describe_run(run_id: str, comparisons: Sequence[Comparison], environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``run.json`` says whatever the backend; goes through all batches for their fingerprints."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": run_id,
+        "mode": comparisons[0].mode,
+        "scope": comparisons[0].subject.name,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "config": [describe_experiment(comparison.experiment) for comparison in comparisons],
+        "environment": dict(environment),
+        "hashes": {
+            "code": provenance.code_hash(),
+            "config": stable_hash([comparison.definition for comparison in comparisons]),
+            "workload": {comparison.comparison_id: _fingerprint(comparison) for comparison in comparisons},
+        },
+        "comparisons": {comparison.comparison_id: _describe(comparison) for comparison in comparisons},
+        "cases": {
+            case.case_id: comparison.describe_case(case) for comparison in comparisons for case in comparison.cases
+        },
+    }
+
+
+def describe_timed_run(
+    ranks: Ranks,
+    run_id: str,
+    comparisons: Sequence[Comparison],
+    before: Callable[[Comparison], object] = lambda comparison: None,
+) -> dict[str, Any]:
+    """``run.json`` of real or virtual ranks, as rank 0 writes it; every rank calls this.
+
+    Args:
+        before: called ahead of each layer of a comparison whose batches are all gone through on this rank.
+
+    Raises:
+        ValueError: a batch cannot meet its targets; one line, on every rank.
+    """
+    for comparison in comparisons:
+        # Of several comparisons the last would wait long for what is kept of it; a layer has one workload.
+        keep = comparison.subject.name == "model" and len(comparisons) == comparison.subject.world_size == 1
+        try:
+            survey_together(tuple(comparison.subject.workloads.values()), ranks, partial(before, comparison), keep=keep)
+        except ValueError as problem:
+            raise ValueError(f"{comparison.title}: {problem}") from None
+    mine = provenance.describe_rank(ranks.device, several_nodes=ranks.local_world_size < ranks.world_size)
+    of_ranks = [json.loads(text) for text in ranks.texts(json.dumps(mine))]
+    # Of one rank: it asks the driver, which answers all ranks of a node alike and slowly.
+    described = provenance.describe(ranks.device) if ranks.is_first else {}
+    description = describe_run(run_id, comparisons, {**described, "ranks": of_ranks})
+    for comparison in comparisons:
+        description["comparisons"][comparison.comparison_id] |= _describe_timed(comparison, ranks)
+        for case in comparison.cases:
+            of_case = description["cases"][case.case_id]
+            of_case["kernel"] = comparison.kernel_of(case, ranks.device.type)
+            if comparison.links is not None:
+                of_case["extra_bytes_per_rank"] = comparison.extra_bytes_per_rank(case)
+    return description
+
+
+def describe_routing_run(
+    run_id: str, comparisons: Sequence[Comparison], environment: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``run.json`` of ``route``. JSON's keys are sorted, and ids say nothing: ``order`` is the config's."""
+    description = describe_run(run_id, comparisons, environment)
+    for order, comparison in enumerate(comparisons):
+        description["comparisons"][comparison.comparison_id] |= {"order": order, **_describe_routing(comparison)}
+        for number, case in enumerate(comparison.cases):
+            description["cases"][case.case_id]["order"] = number
+    return description
+
+
+def survey_together(
+    workloads: Sequence[Workload], ranks: Ranks, before: Callable[[], object], *, keep: bool = False
+) -> None:
+    """Go through all batches of all workloads, so that each knows its ``findings`` on every rank; all call this alike.
+
+    Rank r goes through workloads r, r + R, r + 2R, ... and tells the others what it found and solved for.
+
+    Args:
+        before: called ahead of each workload that is gone through here.
+        keep: where there is one rank, and memory for it, keep the batches for it.
+
+    Raises:
+        ValueError: a batch cannot meet its targets; on every rank, whichever found it.
+    """
+    size = sum(one.num_batches * one.num_tokens * one.num_experts * 4 for one in workloads)
+    if keep and ranks.world_size == 1 and size <= _MOST_KEPT_BYTES:
+        for workload in workloads:
+            workload.keep_batches()
+    mine, problem = {}, ""
+    try:
+        for number in range(ranks.rank, len(workloads), ranks.world_size):
+            before()
+            mine[number] = workloads[number].findings()
+    except ValueError as error:
+        problem = str(error)
+    told = [json.loads(text) for text in ranks.texts(json.dumps([problem, mine]))]
+    for found, _ in told:
+        if found:
+            raise ValueError(found)
+    for rank, (_, others) in enumerate(told):
+        for number, findings in others.items():
+            if rank != ranks.rank:
+                workloads[int(number)].take_findings(findings)
+
+
+def _fingerprint(comparison: Comparison) -> str:
+    of_layers = [workload.fingerprint() for workload in comparison.subject.workloads.values()]
+    return of_layers[0] if len(of_layers) == 1 else stable_hash(of_layers)
+
+
+def _describe(comparison: Comparison) -> dict[str, Any]:
+    """What ``run.json`` says of a comparison whatever its backend."""
+    model = comparison.model
+    return {
+        "title": comparison.title,
+        "model": model.name,
+        "num_experts": model.num_experts,
+        "top_k": model.top_k,
+        "num_ranks": comparison.ep_size,
+        "num_tokens": comparison.subject.num_tokens,
+        "num_batches": comparison.workload.num_batches,
+        "workload": comparison.describe_workload(),
+    }
+
+
+def _describe_timed(comparison: Comparison, ranks: Ranks) -> dict[str, Any]:
+    model, subject, parts, asked = comparison.model, comparison.subject, comparison.parts, comparison.experiment.layer
+    described = {
+        "scale": model.scale,
+        "departures": list(subject.departures),
+        "expert_tensor_parallel": subject.num_slices,
+        "num_replicas": subject.world_size // subject.num_together,
+        "world_size": subject.world_size,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "dtype": asked.dtype,
+        "backend": ranks.backend,
+        "dispatcher": parts.dispatcher,
+        "cuda_graph": parts.held_by_graphs(comparison.ep_size, subject.name),
+        "experts": {"requested": asked.experts, "ran": parts.experts, "why": parts.experts_why},
+        "permute": {"requested": asked.permute, "ran": parts.permute},
+        "kernel": comparison.describe_kernels(ranks.device.type),
+        "flush_l2": comparison.experiment.measure.flush_l2,
+        "oversubscribed": ranks.oversubscribed,
+        "random_weights": True,
+        "point": describe_point(comparison.experiment),
+        **subject.describe(modelled=comparison.backend == MODELLED),
+    }
+    if comparison.links is not None:
+        described["links"] = comparison.links.describe()
+        described["device"] = comparison.device and comparison.describe_device()
+        described["placement"] = comparison.placement.name
+    return described
+
+
+def _describe_routing(comparison: Comparison) -> dict[str, Any]:
+    experiment, placement = comparison.experiment, comparison.placement
+    return {
+        "layer": comparison.layer,
+        "traffic": words.traffic(experiment, comparison.workload),
+        "phase": words.phase(experiment, comparison.workload),
+        # Equal for layers that are routed alike.
+        "group": comparison.alike_but_for("layer"),
+        "family": comparison.alike_but_for("layer", "num_tokens", "num_batches"),
+        "placement": {
+            "name": placement.name,
+            "shares": placement.share_RE.tolist() if placement.name == "matrix" else None,
+        },
+        "layer_weights": experiment.route.layer_weights,
+        "image_share": experiment.route.image_share,
+        "kernel": comparison.describe_kernels("cpu"),
+    }
+
+
+def describe_experiment(experiment: Experiment) -> dict[str, Any]:
+    """The resolved experiment for ``run.json``, without folders of this machine."""
+    described = experiment.model_dump(mode="json")
+    if experiment.model.hf_config is not None:
+        described["model"]["hf_config"] = experiment.model.spec().source
+    if described["emulate"]["links"] is not None:
+        described["emulate"]["links"] = Path(described["emulate"]["links"]).name
+    if isinstance(experiment.route.placement, Path):
+        described["route"]["placement"] = experiment.route.placement.name
+    for recording in described["workload"].get("trace", ()):
+        recording["trace"] = Path(recording["trace"]).name
+    return described
+
+
+def describe_point(experiment: Experiment) -> dict[str, Any]:
+    """Swept keys with their values at this point of the sweep, as ``describe_experiment`` says them."""
+    described = describe_experiment(experiment)
+    return {key: reduce(lambda section, name: section[name], key.split("."), described) for key, _ in experiment.point}

@@ -49,7 +49,7 @@ class Reached:
 
 def solved_tokens(comparison: Comparison) -> int:
     """Tokens of each rank in the batches that are modelled for a comparison."""
-    return min(SOLVED_TOKENS, max(1, comparison.num_tokens // comparison.world_size))
+    return min(SOLVED_TOKENS, max(1, comparison.subject.num_tokens // comparison.subject.world_size))
 
 
 class SkewSolver:
@@ -88,7 +88,8 @@ class SkewSolver:
         targets |= {"drift": 0.0, "burst_every": None, "burst_peak_load": None}
         workload = SyntheticConfig(
             tokens_per_rank=tokens,
-            padding_per_rank=config.padding_per_rank * tokens * like.world_size // like.num_tokens,  # The same share.
+            # The same share.
+            padding_per_rank=config.padding_per_rank * tokens * like.subject.world_size // like.subject.num_tokens,
             mask_padding=config.mask_padding,
             num_batches=1,
             seed=config.seed,

@@ -73,7 +73,7 @@ class Lab:
             )
         built = self._built[name, parts]
         for pair in built.pairs.values():
-            pair.native_router.replay_TE = pair.policy_router.replay_TE = None
+            pair.native.router.replay_TE = pair.policy_router.replay_TE = None
             pair.policy_router.policy = make_policy({"name": "topk"})
         built.take(())
         return built
@@ -168,7 +168,7 @@ def replayed(lab: Lab, built: Transformer, model: ModelSpec, num_tokens: int) ->
         logits_TE = torch.randn(num_tokens, model.num_experts, generator=generator)
         logits_TE += 2 * torch.randn(model.num_experts, generator=torch.Generator().manual_seed(layer))
         scores_TE = scores_from_logits(logits_TE, model.score_function)
-        for router in (pair.native_router, pair.policy_router):
+        for router in (pair.native.router, pair.policy_router):
             router.replay_TE = logits_from_scores(scores_TE, model.score_function)
 
 
@@ -216,7 +216,7 @@ def phases_of_all_layers_and_the_rest_close_against_the_total(lab: Lab) -> None:
     recorder, meet = PhaseRecorder(clock), Rendezvous(lab.ep_group, lab.ranks.device)
     prompts(built.gpt)
     before = [set(vars(module)) for module in built.gpt.modules()]
-    with clock, instrumented_model(built, recorder, meet):
+    with clock, instrumented_model(built.gpt, recorder, meet):
         recorder.begin()
         prompts(built.gpt)
         recorder.end()
@@ -244,7 +244,7 @@ def a_slow_attention_shows_as_waiting_on_the_others_in_that_layer(lab: Lab) -> N
 
     def run(clock: Clock) -> dict[str, float]:
         recorder = PhaseRecorder(clock)
-        with instrumented_model(built, recorder, meet):
+        with instrumented_model(built.gpt, recorder, meet):
             meet()
             recorder.begin()
             prompts(built.gpt)
@@ -259,7 +259,7 @@ def a_slow_attention_shows_as_waiting_on_the_others_in_that_layer(lab: Lab) -> N
 @law
 def weights_do_not_depend_on_the_number_of_ranks_and_differ_between_layers(lab: Lab) -> None:
     built = lab.build("olmoe-1b-7b", Parts())
-    first, second = (built.pairs[layer].native_router.weight for layer in sorted(built.pairs))
+    first, second = (built.pairs[layer].native.router.weight for layer in sorted(built.pairs))
     assert not torch.equal(first, second)
     # What one rank has; a change of the seeds shows here, and so does a rank that has other weights.
     found = torch.stack([first.sum(), second.sum(), built.gpt.embedding.word_embeddings.weight.sum()])

@@ -57,10 +57,6 @@ class LayerPair:
         return self.native, self.policy
 
     @property
-    def native_router(self) -> ReplayRouter:
-        return self.native.router
-
-    @property
     def policy_router(self) -> PolicyRouter:
         return self.policy.router
 
@@ -252,7 +248,7 @@ class Transformer(Subject):
         return batch(self.gpt)
 
     def instrumented(self, recorder: PhaseRecorder, meet: Callable[[], object]) -> contextlib.AbstractContextManager:
-        return instrumented_model(self, recorder, meet)
+        return instrumented_model(self.gpt, recorder, meet)
 
     @torch.no_grad()
     def _seed(self) -> None:

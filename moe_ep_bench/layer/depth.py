@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from moe_ep_bench.layer.megatron import MoELayer
 from moe_ep_bench.layer.phases import instrumented, replaced
 from moe_ep_bench.schema import LAYER_PHASES, MOE_REST, PhaseKey
 from moe_ep_bench.timing.timer import PhaseRecorder
-
-if TYPE_CHECKING:
-    from moe_ep_bench.layer.build import Transformer
 
 
 def phases_in_depth(num_layers: int, moe_layers: Collection[int]) -> list[PhaseKey]:
@@ -40,9 +38,8 @@ class _AtLayer:
 
 
 @contextlib.contextmanager
-def instrumented_model(transformer: Transformer, recorder: PhaseRecorder, meet: Callable[[], object]) -> Iterator[None]:
-    """Time every phase of every layer with ``recorder``, and probe the waiting, while the block runs."""
-    gpt = transformer.gpt
+def instrumented_model(gpt: Any, recorder: PhaseRecorder, meet: Callable[[], object]) -> Iterator[None]:
+    """Time every phase of every layer of a GPTModel with ``recorder``, and probe the waiting, while the block runs."""
     with contextlib.ExitStack() as stack:
 
         def time(recorder: PhaseRecorder | _AtLayer, owner: Any, phase: str) -> None:
@@ -51,11 +48,11 @@ def instrumented_model(transformer: Transformer, recorder: PhaseRecorder, meet: 
         time(recorder, gpt.embedding, "embedding")
         time(recorder, gpt.decoder, "rest")
         time(recorder, gpt.output_layer, "output")
-        for layer, block in enumerate(transformer.layers):
+        for layer, block in enumerate(gpt.decoder.layers):
             there = _AtLayer(recorder, layer)
             time(there, block, "rest")
             time(there, block.self_attention, "attention")
-            if layer in transformer.pairs:
+            if isinstance(block.mlp, MoELayer):
                 stack.enter_context(instrumented(block.mlp, there, meet))
                 time(there, block.mlp, MOE_REST)
             else:

@@ -17,7 +17,7 @@ from ptx_emulator import Code, Memory, address_of, run_programs
 from twin_laws import report_of
 
 KERNELS = Path(__file__).parents[1] / "moe_ep_bench" / "kernels"
-ROUTING = ("rows", "sets", "requests", "capacity_passes", "laser")
+ROUTING = ("rows", "sets", "requests", "capacity", "capacity_passes", "laser")
 CASES = (
     "topk in groups",
     "pruned",

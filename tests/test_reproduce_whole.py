@@ -187,7 +187,7 @@ def test_passes_of_the_first_layers_say_so_and_what_all_would_give(tmp_path: Pat
     found = load_claims(root)
     text = claims_text(found)
     assert "from end to end (the first 3 of 12 layers)" in " ".join(text.split())
-    assert "[all: ...]: 3 of 12 layers were built and timed; extrapolated" in " ".join(text.split())
+    assert "[all: ...]: extrapolated: 3 of 12 layers were built and timed" in " ".join(text.split())
     ours = {one.result.case.policy: one for one in whole(root).results}["token_drop"]
     speedup = ours.all_layers_speedup
     expected = [speedup, None, 1 / speedup, speedup, None, speedup, speedup]

@@ -95,10 +95,13 @@ class ModelConfig(Strict):
 
 class _Workload(Strict):
     tokens_per_rank: int | None = Field(None, ge=1)
+    """Tokens of each rank's batch, on average; give this or num_tokens."""
     num_tokens: int | None = Field(None, ge=1)
     """Tokens of a batch over all ranks; give this or tokens_per_rank."""
     num_batches: int = Field(10, ge=1)
+    """Batches. They are the same for any number of ranks; intervals need ten."""
     seed: int = Field(0, ge=0)
+    """Seed of the batches."""
     rank_shares: tuple[Annotated[float, Field(ge=0)], ...] | None = Field(None, min_length=1)
     """Relative numbers of tokens of the ranks, repeated to the number of ranks; 0 = no tokens."""
     padding_per_rank: int = Field(0, ge=0)
@@ -118,6 +121,7 @@ class _Workload(Strict):
 
 class SyntheticConfig(_Workload):
     kind: Literal["synthetic"] = "synthetic"
+    """Scores are drawn, to meet the targets below."""
     skew: Literal["mixed", "single_domain", "worst_layer"] | None = None
     """Targets calibrated to the model (configs/skews/). Keys given beside it win, null included."""
     peak_load: float | None = Field(None, ge=1)
@@ -179,6 +183,7 @@ class RecordingConfig(Strict):
 
 class RecordedConfig(_Workload):
     kind: Literal["recorded"] = "recorded"
+    """Scores are replayed from recordings."""
     trace: Annotated[tuple[RecordingConfig, ...], FILE] = Field(min_length=1)
     """Path of a recording, or several recordings with their shares."""
     layer: int = Field(ge=0)
@@ -205,21 +210,24 @@ class RecordedConfig(_Workload):
 
 class LayerConfig(Strict):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of weights and activations."""
     ep_size: int | None = Field(None, ge=1)
     """Expert-parallel ranks; null = all ranks. Other ranks are data-parallel replicas."""
     expert_tensor_parallel: int = Field(1, ge=1)
-    """Ranks that share every expert, beside ``ep_size`` (layer.dispatchers); 1 = experts are whole."""
+    """Ranks that share every expert, beside ``ep_size``; 1 = experts are whole. Only ``run`` reads it."""
     seed: int = Field(0, ge=0)
+    """Seed of weights and of random policies."""
     experts: Literal["auto", "sequential", "grouped", "decode", "te"] = "auto"
-    """Implementation of the experts (layer.parts)."""
+    """Implementation of the experts: ``sequential`` (Megatron-Core's, one after another), ``grouped`` (ours, grouped
+    GEMMs), ``decode`` (ours, for few tokens) or ``te`` (Transformer Engine)."""
     permute: Literal["auto", "megatron", "indexed", "fused"] = "auto"
-    """Implementation of token permutation around the all-to-all (layer.parts)."""
+    """Implementation of token permutation: ``megatron``, ``indexed`` (ours) or ``fused`` (Transformer Engine)."""
     kernel: Literal["auto", "torch", "triton", "numba"] = "auto"
-    """Implementation of the policies (kernels.dispatch)."""
+    """Implementation of the policies: ``torch``, ``numba`` on the CPU, ``triton`` on a GPU."""
     dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    """Communication of tokens to their experts' ranks (layer.parts)."""
+    """Megatron-Core's dispatcher; ``flex`` needs DeepEP. Behind ``allgather``, ``decode`` experts permute nothing."""
     cuda_graph: bool = False
-    """Replay the layer from CUDA graphs where it needs no host sync (layer.graphs); needs allgather and a GPU."""
+    """Replay the layer, or a model's decode step, from CUDA graphs. Needs ``decode`` experts, ``allgather``, a GPU."""
 
 
 class WholeConfig(Strict):
@@ -287,6 +295,7 @@ class ReplicationConfig(Strict):
     num_nodes: int = Field(1, ge=1)
     """Nodes, each of neighbouring ranks; the hierarchical policy reads it."""
     policy: Literal["auto", "hierarchical", "global"] = "auto"
+    """EPLB's policy; auto = hierarchical where groups of experts fit the nodes, else global."""
 
 
 # ``emulate.device``: this machine's own.
@@ -315,10 +324,12 @@ class Experiment(SweepPoint):
     BESIDE = ("sweep", "on_cpu")
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The config's name; results carry it."""
     scope: Literal["layer", "model"] = "layer"
     """Subject of ``run``: one MoE layer, or a whole model with its attention and every MoE layer."""
     model: ModelConfig
     workload: Annotated[SyntheticConfig | RecordedConfig, Field(discriminator="kind")]
+    """Router scores, synthetic or recorded."""
     layer: LayerConfig = LayerConfig()
     policies: tuple[PolicyEntry, ...] = Field(min_length=1)
     """Policies by name and fields; a list in place of a value means one policy for each."""

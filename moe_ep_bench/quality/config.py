@@ -29,6 +29,7 @@ class CheckpointConfig(Strict):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights; auto = the checkpoint's own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the model; auto = a GPU where there is one."""
 
 
 class ImagePrefixConfig(Strict):
@@ -41,6 +42,7 @@ class ImagePrefixConfig(Strict):
     pattern_length: int = Field(16, ge=1)
     """Tokens of a pattern. A prefix is a row of patterns, each drawn from all."""
     seed: int = Field(0, ge=0)
+    """Seed of the patterns."""
 
 
 class TextConfig(Strict):
@@ -49,6 +51,7 @@ class TextConfig(Strict):
     num_sequences: int = Field(64, ge=1)
     """Number of sequences, from the beginning of the text."""
     sequence_length: int = Field(512, ge=2)
+    """Tokens of a sequence."""
     batch_size: int = Field(8, ge=1)
     """B: sequences that are routed together, on all ranks."""
     image_prefix: ImagePrefixConfig | None = None
@@ -90,9 +93,12 @@ class QualityExperiment(SweepPoint):
     """A config file of ``quality`` at one point of its ``sweep``."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The config's name; results carry it."""
     model: CheckpointConfig
     text: TextConfig | None = None
+    """Text whose next tokens are judged; give this, tasks or both."""
     tasks: tuple[TaskConfig, ...] | None = Field(None, min_length=1)
+    """Tasks of the lm-evaluation-harness."""
     include: Annotated[Path | None, FILE, NAME] = None
     """Folder with your own tasks, in the harness' YAML."""
     limit: int | None = Field(None, ge=1)
@@ -104,9 +110,10 @@ class QualityExperiment(SweepPoint):
     layer: RanksConfig = RanksConfig()
     arrangement: Literal["auto", "prefill", "decode"] = "auto"
     """Tokens that are routed together: all of a batch (prefill), or those of each position (decode); auto = each
-    policy's own phase (``quality.passes``), prefill for policies of both. Where a task's answers are generated,
+    policy's own phase prefill for policies of both. Where a task's answers are generated,
     prefill and decode are told apart as they run."""
     policies: tuple[PolicyEntry, ...] = Field(min_length=1)
+    """Policies by name and fields; a list in place of a value means one policy for each."""
 
     @model_validator(mode="after")
     def _check(self) -> QualityExperiment:

@@ -23,7 +23,9 @@ class RankLoad(Strict):
     """A load of the fullest of ``ep_size`` contiguous ranks, over the mean."""
 
     ep_size: int = Field(ge=2)
+    """Number of ranks."""
     load: float = Field(ge=1)
+    """Load of the fullest of them, over the mean."""
 
 
 class Skew(Strict):

@@ -337,6 +337,9 @@ def test_limits_that_numbers_break() -> None:
     native = by(numbers("xshare", item="Table 2", metric="activated experts", routing="native"), "task", "batch")
     assert native["IFeval", 16].value > derived.most_activated(256, 8, 16) == 128
     assert native["GSM-8K", 8].value < derived.most_activated(256, 8, 8) == 64
+    (layers,) = values("oea", "Section 4.2", what="layers")
+    preset = parse_yaml((CONFIGS.parent / "models" / "qwen3-235b-a22b.yaml").read_text())
+    assert (layers, preset["num_layers"]) == (96, 94)
     assert derived.most_imbalance(64, 6) == pytest.approx(10.67, abs=0.01)
     assert min(values("laser", "Figure 7")) < derived.most_imbalance(64, 6) < 77
     for tokens, said in ((8, 57), (32, 163)):

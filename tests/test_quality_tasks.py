@@ -29,7 +29,7 @@ from moe_ep_bench.analysis.accuracy_report import (
 )
 from moe_ep_bench.analysis.quality_report import load_quality_results
 from moe_ep_bench.cli import main
-from moe_ep_bench.papers.published import load_table
+from moe_ep_bench.papers.accuracies import load_table
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality import harness
 from moe_ep_bench.quality.checkpoint import Checkpoint

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_ep_bench.cli.arguments import SUCCESSORS, make_parser
+from moe_ep_bench.cli.arguments import PAPERS_LIST, SUCCESSORS, make_parser
 from moe_ep_bench.runtime.errors import complain, tolerant_stderr
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.runtime.signals import end_with_parent
@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             instead = f"use: moe-ep-bench {SUCCESSORS[arguments[0]]}"
             print(f"moe-ep-bench: there is no command {arguments[0]} any more; {instead}", file=sys.stderr)
             return USER_ERROR
+        if list(arguments[:2]) == PAPERS_LIST.split():
+            arguments = [PAPERS_LIST, *arguments[2:]]
         parser = make_parser()
         options = parser.parse_args(arguments)
         if options.command is None:
@@ -243,6 +245,13 @@ def _papers(options: argparse.Namespace) -> int:
     return _shown(status, report)
 
 
+def _papers_list(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.papers_list import list_json, list_text
+
+    print(list_json(options.paper) if options.json else list_text(options.paper))
+    return OK
+
+
 def _quality(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.quality_show import show_quality
     from moe_ep_bench.quality.session import run_quality
@@ -360,6 +369,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "advise": _advise,
     "validate": _validate,
     "papers": _papers,
+    PAPERS_LIST: _papers_list,
     "quality": _quality,
     "calibrate": _calibrate,
     "trace info": _trace_info,

@@ -17,6 +17,9 @@ SUCCESSORS = {
     "report": "show DIR --format html",
 }
 
+# ``papers`` takes a config; with this action in its place it is a command of its own.
+PAPERS_LIST = "papers list"
+
 _ITERATION = "median (default), slowest, fastest or [LAUNCH/]BATCH/ITERATION"
 _FORMATS = "text, md, latex, csv, json, html or perfetto"
 
@@ -65,6 +68,12 @@ def make_parser() -> argparse.ArgumentParser:
     papers = add("papers", "emulate or run a config and print papers' numbers beside ours")
     _add_config(papers)
     papers.add_argument("--nproc", type=int, metavar="N", help="run it on N real ranks instead of emulating it")
+
+    listed = add(PAPERS_LIST, "print the numbers that papers publish")
+    listed.add_argument(
+        "paper", metavar="PAPER", nargs="?", help="capacity, oea, laser, xshare or an arXiv id (default: all)"
+    )
+    listed.add_argument("--json", action="store_true", help="print a list of objects, one for each number")
 
     quality = add("quality", "measure what policies do to a language model's answers, or to its tasks")
     _add_config(quality, dry_run="print cases; load no weights and no data")

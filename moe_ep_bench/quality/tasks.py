@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ep_bench.bench.plan import CaseSpec
-from moe_ep_bench.papers.published import load_table
+from moe_ep_bench.papers.accuracies import load_table
 from moe_ep_bench.quality.config import QualityExperiment, TaskConfig
 from moe_ep_bench.quality.harness import TaskIndex, TaskRouting, routed_lm, run_task
 from moe_ep_bench.quality.loads import Tables

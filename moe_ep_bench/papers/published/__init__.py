@@ -1,0 +1,208 @@
+"""Every number that the four papers print, as data: a YAML file for each paper, beside this module.
+
+A file holds items: a table, a figure or a section, with what it measured. An item is written like the table it is:
+``rows`` names what its first cells say, ``columns`` what its other cells are. All stays as printed: ``1.30`` has two
+decimals, ``>5`` is above 5, ``~1.4`` about 1.4, ``80.0±0.59`` has a standard error, ``-`` is a cell without a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from moe_ep_bench.presets import Strict, validated
+
+FOLDER = Path(__file__).parent
+NONE = "-"
+
+# not_stated: a layer's or a whole model's, which the paper does not say; setting: what was chosen, not measured.
+Kind = Literal["layer", "end_to_end", "not_stated", "accuracy", "count", "load", "setting"]
+BOUNDS = {"<": "below", ">": "above", "~": "about"}
+_CELL = re.compile(r"(?P<bound>[<>~]?)(?P<value>[+-]?\d+(\.\d+)?(e-?\d+)?)(±(?P<stderr>\d+(\.\d+)?))?")
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """One printed number.
+
+    Attributes:
+        paper: arXiv id.
+        printed: the number as it stands in the paper; its digits say how it was rounded.
+        stderr: standard error, in the same unit.
+        bound: ``below``, ``above`` or ``about``, where the paper prints no more than that.
+        where: setting, by name.
+        read_off: whether it was read off a bar without a label.
+    """
+
+    paper: str
+    item: str
+    kind: Kind
+    metric: str
+    value: float
+    unit: str
+    model: str | None
+    where: dict[str, str | float]
+    printed: str
+    stderr: float | None = None
+    bound: str | None = None
+    hardware: str | None = None
+    read_off: bool = False
+    note: str | None = None
+
+    @property
+    def rounding(self) -> float:
+        """Half of the last printed digit: what rounding may have hidden."""
+        return 0.5 * 10 ** -len(self.printed.partition(".")[2])
+
+
+class Item(Strict):
+    """A table, a figure or what a section says, of one metric.
+
+    Attributes:
+        item: as the paper calls it.
+        where: the setting of all its numbers.
+        rows, columns: what tells its numbers apart; of ``columns``, each name has a value for each column. The name
+            ``model`` says which model it is.
+        cells: by line, the values of ``rows`` and then the numbers of the columns, or one number.
+        note: what the numbers contradict, and what the paper leaves open.
+    """
+
+    item: str = Field(min_length=1)
+    what: str = Field(min_length=1)
+    kind: Kind
+    metric: str = Field(min_length=1)
+    unit: str
+    model: str | None = None
+    hardware: str | None = None
+    where: dict[str, str] = Field({})
+    rows: tuple[str, ...] = ()
+    columns: dict[str, tuple[str, ...]] = Field({})
+    cells: tuple[tuple[str, ...], ...] = Field(min_length=1)
+    read_off: bool = False
+    note: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Item:
+        lengths = {len(values) for values in self.columns.values()} or {1}
+        if len(lengths) > 1:
+            raise ValueError(f"{self.item}: columns: expected one length, got {sorted(lengths)}")
+        expected = len(self.rows) + lengths.pop()
+        for line in self.cells:
+            if len(line) != expected:
+                raise ValueError(f"{self.item}: cells: expected {expected} in each line, got {len(line)}: {line}")
+            for cell in line[len(self.rows) :]:
+                if cell != NONE and not _CELL.fullmatch(cell):
+                    raise ValueError(f"{self.item}: cells: expected a number as printed, got {cell!r}")
+        return self
+
+    def numbers(self, paper: Paper) -> Iterator[Number]:
+        """Every number, in the order of the file."""
+        for where, cell in self._settings():
+            found = _CELL.fullmatch(cell)
+            assert found is not None
+            yield Number(
+                paper=paper.paper,
+                item=self.item,
+                kind=self.kind,
+                metric=self.metric,
+                value=float(found["value"]),
+                unit=self.unit,
+                model=where.pop("model", self.model),
+                where={name: _setting(value) for name, value in where.items()},
+                printed=found["value"],
+                stderr=None if found["stderr"] is None else float(found["stderr"]),
+                bound=BOUNDS.get(found["bound"]),
+                hardware=self.hardware or paper.hardware,
+                read_off=self.read_off,
+                note=self.note,
+            )
+
+    def _settings(self) -> Iterator[tuple[dict[str, str], str]]:
+        """The setting and the cell of every number."""
+        columns = [dict(zip(self.columns, values, strict=True)) for values in zip(*self.columns.values(), strict=True)]
+        for line in self.cells:
+            row = dict(zip(self.rows, line, strict=False))
+            for column, cell in zip(columns or [{}], line[len(self.rows) :], strict=True):
+                where = {name: value for name, value in (self.where | row | column).items() if value != NONE}
+                if cell != NONE:
+                    yield where, cell
+
+
+class Paper(Strict):
+    """A paper's numbers.
+
+    Attributes:
+        paper: arXiv id.
+        version: which text they were read in.
+        hardware: of items that name none.
+        note: what the items do not hold, and why.
+    """
+
+    paper: str = Field(pattern=r"^\d{4}\.\d{5}$")
+    title: str = Field(min_length=1)
+    version: str = Field(min_length=1)
+    hardware: str | None = None
+    note: str | None = None
+    items: tuple[Item, ...] = Field(min_length=1)
+
+    def numbers(self) -> Iterator[Number]:
+        """Every number, in the order of the file."""
+        for item in self.items:
+            yield from item.numbers(self)
+
+
+def names() -> list[str]:
+    """The papers there are, by the names of their files."""
+    return sorted(file.stem for file in FOLDER.glob("*.yaml"))
+
+
+@functools.cache
+def load(name: str) -> Paper:
+    """Read a paper's numbers.
+
+    Args:
+        name: of its file, or its arXiv id.
+
+    Raises:
+        ValueError: one line: there is no such paper, and which there are; or what is wrong with its file.
+    """
+    fields = {stem: _read(FOLDER / f"{stem}.yaml") for stem in ([name] if name in names() else names())}
+    for stem, read in fields.items():
+        if name in (stem, read["paper"]):
+            return validated(Paper, read, FOLDER / f"{stem}.yaml")
+    there = ", ".join(f"{stem} ({read['paper']})" for stem, read in fields.items())
+    raise ValueError(f"PAPER: expected one of {there}; got {name!r}")
+
+
+def numbers(name: str | None = None, **wanted: Any) -> list[Number]:
+    """Numbers of a paper, or of all.
+
+    Args:
+        wanted: only those with these values: attributes of ``Number``, or settings by name.
+    """
+    found = [number for one in ([name] if name else names()) for number in load(one).numbers()]
+    return [number for number in found if all(_value(number, key) == value for key, value in wanted.items())]
+
+
+def _value(number: Number, key: str) -> Any:
+    return getattr(number, key) if hasattr(number, key) else number.where.get(key)
+
+
+def _setting(value: str) -> str | float:
+    """A setting's value; a number where it is one."""
+    if not _NUMBER.fullmatch(value):
+        return value
+    return float(value) if "." in value else int(value)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A file's keys and values, all text: YAML's own reading would take 1.30 for 1.3."""
+    return yaml.load(file.read_text(), yaml.BaseLoader)

@@ -142,7 +142,10 @@ def test_several_comparisons_have_an_overview_of_their_fastest_policies(tmp_path
         )
         for peak, gain in ((2.0, 1.4), (1.0, 0.7))
     ]
-    content = content_of(write_run(tmp_path, comparisons), [])
+    comparisons[0].facts["permute"] = {"requested": "auto", "ran": "indexed"}
+    directory = write_run(tmp_path, comparisons)
+    assert " paper's (peak 2.0)" in Parsed(write_report(directory)[0].read_text()).text
+    content = content_of(directory, [])
     overview = content.tables[0]
     assert list(overview.frame["title"]) == ["peak 1.0", "peak 2.0"]
     assert list(overview.frame["label"]) == ["token_drop gamma 1"] * 2

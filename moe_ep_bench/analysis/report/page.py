@@ -68,7 +68,7 @@ _OVERVIEW = (
     text("verdict"),
     percentage("dropped_share", "dropped %"),
     percentage("retained_mass", "mass kept %"),
-    number("balanced", "if balanced"),
+    number("balanced", "native, if balanced"),
     number("most_by_amdahl", "at most, by Amdahl"),
     number("unmeasured", "not measured", "{:.0f}"),
 )
@@ -89,8 +89,8 @@ _PHASE_NOTES = (
     "unaccounted, choosing: shares of the slowest rank's time; probes: what they add to the median",
 )
 _RANKS = (
-    text("rank"),
     text("label", "policy"),
+    number("rank", form="{:.0f}"),
     text("host"),
     number("median_ms", "p50 ms", milliseconds),
     number("slowest_share", "slowest in %", lambda share: f"{100 * share:.0f}"),
@@ -190,14 +190,19 @@ def _html(table: Table) -> str:
 
 
 def _warnings(tables: Sequence[Table]) -> list[str]:
-    """Each warning once, with the tables that it is of where it is not of all."""
+    """Each warning once, with the comparisons that it is of where it is not of all."""
     found: dict[str, list[str]] = {}
-    warned = [table for table in tables if any(note.startswith(_WARNING) for note in table.notes)]
-    for table in warned:
+    for table in tables:
         for note in table.notes:
             if note.startswith(_WARNING):
-                found.setdefault(note.removeprefix(_WARNING), []).append(table.title.partition(": ")[0])
-    return [f"{line} ({'; '.join(of)})" if len(of) < len(warned) else line for line, of in found.items()]
+                found.setdefault(note.removeprefix(_WARNING), []).append(_name(table))
+    names = {_name(table) for table in tables if table.notes}
+    return [f"{line} ({'; '.join(of)})" if set(of) < names else line for line, of in found.items()]
+
+
+def _name(table: Table) -> str:
+    """The comparison that a table is of: its title begins with it."""
+    return table.title.partition(": ")[0]
 
 
 def _image(name: str, figure: Figure) -> dict[str, Any]:
@@ -336,8 +341,7 @@ def _overview(frames: Sequence[pd.DataFrame]) -> Table:
         row |= {"balanced": balanced["speedup_median"].squeeze() if len(balanced) else None}
         rows.append(row)
     frame = pd.DataFrame(rows).dropna(axis=1, how="all")
-    notes = ["if balanced: speedup of native on perfectly balanced scores; what balance alone could buy"]
-    return Table(frame, [column for column in _OVERVIEW if column.source in frame], "All comparisons", notes)
+    return Table(frame, [column for column in _OVERVIEW if column.source in frame], "All comparisons")
 
 
 def _fastest(frame: pd.DataFrame) -> Any:

@@ -11,10 +11,8 @@ from results_builder import FakeCase, FakeComparison, standard_cases, write_run
 from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, whole_facts, write_whole
 
 from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.analysis.report.models import whole_report_of
-from moe_ep_bench.analysis.report.parts import Report, Table
 from moe_ep_bench.analysis.style import EXTRAPOLATED_LOOK, house_style
-from moe_ep_bench.analysis.tables import run_text
+from moe_ep_bench.analysis.tables import more_tables, run_tables, run_text
 from moe_ep_bench.analysis.whole import PASS_PARTS, analyse_whole
 from moe_ep_bench.analysis.whole_figure import whole_figure
 from moe_ep_bench.cli import main
@@ -34,16 +32,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three of nine layers."""
     return write_whole(tmp_path_factory.mktemp("cut"), cases(), of_layers=9)
-
-
-@pytest.fixture(scope="module")
-def report(directory: Path) -> Report:
-    return whole_report_of(directory, [])
-
-
-@pytest.fixture(scope="module")
-def cut_report(cut: Path) -> Report:
-    return whole_report_of(cut, [])
 
 
 def cases() -> list[FakeCase]:
@@ -114,39 +102,23 @@ def test_what_was_extrapolated_is_hatched_and_said_and_nothing_else_is(cut: Path
     assert any("3 of 9 layers were built and timed" in " ".join(text.split()) for text in texts)
 
 
-def table_of(report: Report, title: str) -> Table:
-    return next(table for section in report.sections for table in section.tables if table.title == title)
-
-
-def test_the_answer_sets_the_pass_beside_its_layers_and_what_is_dropped(report: Report) -> None:
-    assert report.answer.lead == "Use token_drop gamma 2"
-    told = r"token_drop gamma 2 runs 1\.(\d+) \[.*\] times as fast as native from end to end \(its MoE layers alone "
-    found = re.match(told + r"1\.(\d+) \[.*\]\), drops 5\.0 % of top-k pairs", report.answer.why)
-    assert found is not None, report.answer.why
-    assert [float(f"1.{digits}") for digits in found.groups()] == pytest.approx([END_TO_END, LAYERS], rel=0.03)
-    assert report.answer.basis.startswith("Whole models, measured: Tiny-MoE")
-    assert "one MoE layer" not in report.answer.basis
-    (picture,) = report.pictures
-    assert picture.name == "whole"
-    assert re.search(r"so that no policy can exceed (2\.9|3\.0)", picture.caption)
-
-
-def test_the_summarys_numbers_can_be_sorted(report: Report, cut_report: Report) -> None:
-    table = table_of(report, "Cases")
-    rows = {row[0].text: dict(zip((c.label for c in table.columns), row, strict=True)) for row in table.rows}
-    policy = rows["token_drop gamma 2"]
-    assert policy["end to end"].value == pytest.approx(END_TO_END, rel=0.01)
-    assert policy["by Amdahl"].value == pytest.approx(END_TO_END, rel=0.02)
-    assert policy["verdict"].mark == "faster"
-    assert rows["native"]["MoE share %"].value == pytest.approx(100 * SHARE, rel=0.01)
-    assert rows["laser"]["verdict"].text.startswith("oom: rank 1")
-    assert rows["native, balanced"]["dropped %"].value is None
-    assert not any("extrapolated" in column.label for column in table.columns)
-    assert "all layers ms, extrapolated" in [column.label for column in table_of(cut_report, "Cases").columns]
-    assert "3 of 9 layers were built and timed" in cut_report.warnings[0].text
-    by_layer = table_of(cut_report, "By layer")
-    assert [row[0].value for row in by_layer.rows] == [0, 1, 2]
-    assert by_layer.rows[0][2].value == pytest.approx(ELSEWHERE_US["dense"] / 1e3)
+def test_the_tables_hold_the_pass_its_layers_and_what_bounds_both(directory: Path, cut: Path) -> None:
+    (table,) = run_tables(load_run(directory, whole=True))
+    rows = table.frame.set_index("label")
+    policy = rows.loc["token_drop gamma 2"]
+    assert policy["speedup_median"] == pytest.approx(END_TO_END, rel=0.01)
+    assert policy["by_amdahl"] == pytest.approx(END_TO_END, rel=0.02)
+    assert policy["moe_speedup_median"] == pytest.approx(LAYERS, rel=0.03)
+    assert policy["verdict"] == "faster"
+    assert rows.loc["native", "moe_share"] == pytest.approx(SHARE, rel=0.01)
+    assert rows.loc["laser", "instead"].startswith("oom: rank 1")
+    assert not any("extrapolated" in column.header for column in table.columns)
+    (of_cut,) = run_tables(load_run(cut, whole=True))
+    assert "all layers ms, extrapolated" in [column.header for column in of_cut.columns]
+    assert any("3 of 9 layers were built and timed" in note for note in of_cut.notes)
+    layers = more_tables(load_run(cut, whole=True))[0].frame
+    assert list(layers["layer"]) == [0, 1, 2]
+    assert layers["dense"].iloc[0] == pytest.approx(ELSEWHERE_US["dense"] / 1e3)
 
 
 def test_a_page_of_whole_models_is_written(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +126,7 @@ def test_a_page_of_whole_models_is_written(cut: Path, tmp_path: Path, capsys: py
     assert main(["show", str(cut), "--format", "html", "--out", str(out)]) == 0
     page = out.read_text()
     assert page.count("<figure") == 1
-    for words in ("from end to end", "by Amdahl", "extrapolated", "eights are random"):
+    for words in ("end to end", "by Amdahl", "extrapolated", "eights are random"):
         assert words in page
 
 

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import pandas as pd
@@ -39,11 +40,18 @@ _MARKDOWN = str.maketrans({character: f"\\{character}" for character in "\\|*_`<
 
 @dataclass(frozen=True)
 class Column:
-    """A column that people read: its header, what a row's cell says, and whether it holds words, which stand left."""
+    """A column that people read.
+
+    Attributes:
+        cell: what a row's cell says.
+        is_words: whether it stands left.
+        source: the frame's column behind it, by whose numbers a page sorts.
+    """
 
     header: str
     cell: Callable[[Row], str]
     is_words: bool = False
+    source: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +83,15 @@ def missing(value: Any) -> bool:
 
 def text(name: str, header: str | None = None) -> Column:
     """The column ``name`` as it is."""
-    return Column(header or name, lambda row: NONE if missing(row[name]) else str(row[name]), is_words=True)
+    return Column(
+        header or name, lambda row: NONE if missing(row[name]) else str(row[name]), is_words=True, source=name
+    )
 
 
 def number(name: str, header: str | None = None, form: str | Callable[[Any], str] = "{:.3f}") -> Column:
     """The column ``name``, each number in a form."""
     shown = form.format if isinstance(form, str) else form
-    return Column(header or name, lambda row: NONE if missing(row[name]) else shown(row[name]))
+    return Column(header or name, lambda row: NONE if missing(row[name]) else shown(row[name]), source=name)
 
 
 def percentage(name: str, header: str) -> Column:
@@ -110,7 +120,7 @@ def interval(name: str, header: str, *, one: str | None = None) -> Column:
         median, low, high = (f"{row[f'{name}_{end}']:.3f}" for end in ("median", "low", "high"))
         return f"{median} [{low}, {high}]" if row[f"{name}_is_interval"] else f"{median} ({low}..{high})"
 
-    return Column(header, cell, is_words=True)
+    return Column(header, cell, is_words=True, source=f"{name}_median")
 
 
 def render(tables: Sequence[Table], to: str, *, width: int | None = None) -> str:
@@ -243,21 +253,37 @@ def _markdown(table: Table) -> str:
 
 
 def _html(table: Table) -> str:
-    """One ``table`` with the numbers behind its cells as ``data-value``, by which a page can sort."""
-    head = "".join(f"<th{'' if c.is_words else ' class=number'}>{html.escape(c.header)}</th>" for c in table.columns)
+    """One ``table`` in a box that scrolls; the numbers behind its cells are ``data-value``, by which a page sorts."""
+    head = "".join(f"<th{_of_kind(column)}>{html.escape(column.header)}</th>" for column in table.columns)
     body = []
     for row in table.rows:
         cells = [html.escape(cell) for cell in _cells(table, row)]
         if len(cells) < len(table.columns):
             body.append(f"<tr><td>{cells[0]}</td><td colspan={len(table.columns) - 1}>{cells[1]}</td></tr>")
             continue
-        tags = ["<td>" if column.is_words else "<td class=number>" for column in table.columns]
+        tags = [f"<td{_of_kind(column)}{_data_value(column, row)}>" for column in table.columns]
         body.append("<tr>" + "".join(f"{tag}{cell}</td>" for tag, cell in zip(tags, cells, strict=True)) + "</tr>")
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in table.notes)
     return "\n".join(
         [
             *([f"<h3>{html.escape(table.title)}</h3>"] if table.title else []),
-            *([f"<table><thead><tr>{head}</tr></thead><tbody>", *body, "</tbody></table>"] if table.columns else []),
+            *(
+                [f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>", *body, "</tbody></table></div>"]
+                if table.columns
+                else []
+            ),
             *([f"<ul>{notes}</ul>"] if notes else []),
         ]
     )
+
+
+def _of_kind(column: Column) -> str:
+    return "" if column.is_words else " class=number"
+
+
+def _data_value(column: Column, row: Row) -> str:
+    """The number behind a cell; nothing where there is none, or where the cell does not show it."""
+    value = row.get(column.source)
+    if not isinstance(value, Real) or missing(value) or column.cell(row) == NONE:
+        return ""
+    return f' data-value="{float(value)}"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pandas as pd
 
@@ -36,7 +37,7 @@ _CAPTION = ("speedup:", "end to end:", "noise floor:", "extrapolated:")
 
 def _kept(column: Column) -> Column:
     """What a policy keeps; nothing of the ceiling, whose scores are not the model's."""
-    return Column(column.header, lambda row: NONE if row["role"] == "ceiling" else column.cell(row))
+    return replace(column, cell=lambda row: NONE if row["role"] == "ceiling" else column.cell(row))
 
 
 _COST = (_kept(percentage("dropped_share", "dropped %")), _kept(percentage("retained_mass", "mass kept %")))
@@ -121,20 +122,24 @@ def run_tables(run: Run, cases: Sequence[Case] | None = None) -> list[Table]:
 
 
 def run_text(run: Run, width: int | None = None) -> str:
-    """All of a run for a terminal: its tables, rates, layers one by one, fits, and how many cases were measured."""
+    """All of a run for a terminal: its tables, and how many cases were measured."""
+    return "\n\n".join([render([*run_tables(run), *more_tables(run)], "text", width=width), count_words(run)])
+
+
+def more_tables(run: Run) -> list[Table]:
+    """What stands below the main tables: rates, layers one by one, fits, and replayed graphs beside eager runs."""
     if run.scope == "model":
         models = analyse_whole(run)
         comparisons = [one.comparison for one in models]
-        beside = [layers for one in models if (layers := _layers_table(one)) is not None]
+        found = [layers for one in models if (layers := _layers_table(one)) is not None]
     else:
         comparisons = analyse(run)
-        beside = [rates for one in comparisons if (rates := _rates_table(run, one)) is not None]
-        beside += [
+        found = [rates for one in comparisons if (rates := _rates_table(run, one)) is not None]
+        found += [
             Table(pd.DataFrame(), (), f"{steps.title}: time and activated experts", decode_words(steps))
             for steps in decode_steps(run, comparisons)
         ]
-    beside += [graph_table(pair) for pair in graph_pairs(comparisons)]
-    return "\n\n".join([render([*run_tables(run), *beside], "text", width=width), count_words(run)])
+    return [*found, *(graph_table(pair) for pair in graph_pairs(comparisons))]
 
 
 def _title(run: Run, comparison: ComparisonResult) -> str:

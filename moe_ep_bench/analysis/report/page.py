@@ -1,9 +1,9 @@
-"""Set a report as one HTML file: the template, its style and its script, and the figures as data.
+"""Write a results directory as one HTML page: its tables, its figures, what weakens them, and where they come from.
 
-Figures are images with their bytes in the page, not SVG among the HTML: matplotlib gives the parts of every figure the
-same ids, and an image runs no script, whatever a label holds. They are SVG, sharp at every width, unless that takes
-more than ``MAX_SVG_BYTES``, as with many thousand marks: then PNG. A policy in the page forbids it to load anything,
-so that a browser itself vouches for "no network". Equal input gives equal bytes.
+The tables are those that ``show`` prints, with a few that only a page has room for. Figures are images with their bytes
+in the page, not SVG among the HTML: matplotlib gives the parts of every figure the same ids, and an image runs no
+script, whatever a label holds. They are SVG unless that takes more than ``MAX_SVG_BYTES``, as with many thousand marks:
+then PNG. A policy in the page forbids it to load anything. Equal input gives equal bytes.
 """
 
 from __future__ import annotations
@@ -11,49 +11,123 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from moe_ep_bench.analysis.load import ResultsError, is_quality, is_whole
-from moe_ep_bench.analysis.report.models import whole_report_of
-from moe_ep_bench.analysis.report.parts import Picture, Report
-from moe_ep_bench.analysis.report.routing import route_report_of
-from moe_ep_bench.analysis.report.said import report_of
-from moe_ep_bench.analysis.route_load import is_route
-from moe_ep_bench.analysis.style import FORMATS, house_style
-from moe_ep_bench.analysis.validation import is_validation
+from moe_ep_bench.analysis.figures import FIGURES
+from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_quality, is_route, is_whole, load_run
+from moe_ep_bench.analysis.render import Table, interval, milliseconds, number, percentage, render, text
+from moe_ep_bench.analysis.report.provenance import (
+    Provenance,
+    commands,
+    config_files,
+    provenance_rows,
+    read_provenance,
+)
+from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES
+from moe_ep_bench.analysis.route_load import RouteRun, load_route
+from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse, family_labels
+from moe_ep_bench.analysis.style import FORMATS, Drawing, house_style, looks_of, settle_layout
+from moe_ep_bench.analysis.tables import more_tables, run_tables
+from moe_ep_bench.analysis.timing import GROUPS
+from moe_ep_bench.analysis.validation import Validation, is_validation, load_validation
+from moe_ep_bench.analysis.validation_report import validation_figure, validation_text
+from moe_ep_bench.analysis.whole import PASS_PARTS, analyse_whole
+from moe_ep_bench.analysis.whole_figure import WHOLE_FIGURES
+from moe_ep_bench.analysis.words import MODE_WORDS, count_words, device_words, hardware_words, mode_words
 from moe_ep_bench.files import atomic_path, check_folder
+from moe_ep_bench.schema import TOTAL
 
 MAX_SVG_BYTES = 400_000
+# Of more ranks those that are slowest under native are shown.
+MAX_RANKS = 64
+# Of more tables the others are closed at first.
+MAX_OPEN = 6
 
 # CSS pixels per inch: the size at which a sheet's text has the size that it says.
 _PIXELS = 96
 # Below this share of that size labels are too small to read: the sheet's box scrolls then.
 _LEAST_SCALE = 0.72
-_FORMATS = {"svg": "image/svg+xml", "png": "image/png"}
+_WARNING = "warning: "
+_ITERATION = ["launch", "batch", "iteration"]
+
+_OVERVIEW = (
+    text("title", "comparison"),
+    number("native_ms", "native ms", milliseconds),
+    text("label", "fastest policy"),
+    interval("speedup", "speedup"),
+    text("verdict"),
+    percentage("dropped_share", "dropped %"),
+    percentage("retained_mass", "mass kept %"),
+    number("balanced", "native, if balanced"),
+    number("most_by_amdahl", "at most, by Amdahl"),
+    number("unmeasured", "not measured", "{:.0f}"),
+)
+_PHASES = (
+    text("label", "policy"),
+    number("fullest_expert", "fullest expert", "{:.2f}"),
+    number("fullest_rank", "fullest rank", "{:.2f}"),
+    number("breakdown_layer_ms", "layer ms", milliseconds),
+    *(number(f"{group}_ms", f"{group} ms", milliseconds) for group in GROUPS),
+    *(number(f"mean_rank_{part}_ms", f"{part} ms", milliseconds) for part in PASS_PARTS),
+    percentage("breakdown_unaccounted_share", "unaccounted %"),
+    percentage("breakdown_policy_share", "choosing %"),
+    percentage("probe_overhead", "probes %"),
+)
+_PHASE_NOTES = (
+    "fullest expert, fullest rank: pairs over the mean of the model's own routing",
+    "times: mean over ranks, so that waiting shows; median over iterations with probes; phases exclude each other",
+    "unaccounted, choosing: shares of the slowest rank's time; probes: what they add to the median",
+)
+_RANKS = (
+    text("label", "policy"),
+    number("rank", form="{:.0f}"),
+    text("host"),
+    number("median_ms", "p50 ms", milliseconds),
+    number("slowest_share", "slowest in %", lambda share: f"{100 * share:.0f}"),
+    number("waiting_ms", "waiting ms", "{:.3g}"),
+    number("load", form="{:.2f}"),
+    number("memory_gib", "memory GiB", "{:.2f}"),
+    number("matmul_tflops", "matmul TFLOP/s", "{:.3g}"),
+)
+_RANK_NOTES = (
+    "p50, slowest in: a rank's own time, and how often it is the slowest, in iterations without probes",
+    "waiting: for slower ranks, in iterations with probes; load: pairs over the mean rank's by the model's own routing",
+)
 
 
-@dataclass(frozen=True)
-class _Image:
-    """An image in the page; sizes in CSS pixels."""
+@dataclass(frozen=True, eq=False)
+class Content:
+    """What a directory holds, as far as a page shows it.
+
+    Attributes:
+        line: how, on what the numbers came about.
+        lost: what was not measured, a line each.
+        run: whose ranks' machines are known; None without times.
+        text: tables that are there as text alone.
+    """
 
     title: str
-    caption: str
-    name: str
-    uri: str
-    width: int
-    height: int
-    least_width: int
+    line: str
+    tables: Sequence[Table]
+    drawings: Sequence[tuple[str, Figure]]
+    source: Provenance
+    lost: Sequence[str] = ()
+    run: Run | None = None
+    text: str = ""
 
 
 def write_report(directory: Path, out: Path | None = None) -> tuple[Path, list[str]]:
-    """Write the report of what ``run``, ``emulate`` or ``route`` left; it appears whole or not at all.
+    """Write the page of what ``run``, ``emulate``, ``route`` or ``validate`` left; it appears whole or not at all.
 
     Args:
         out: the file; None = ``report.html`` in the directory.
@@ -69,30 +143,22 @@ def write_report(directory: Path, out: Path | None = None) -> tuple[Path, list[s
     out = directory / "report.html" if out is None else out
     if out.is_dir():
         raise ResultsError(f"--out {out}: expected a file to write, got a directory")
-    if is_validation(directory):
-        raise ResultsError(f"{directory}: holds two runs side by side; report {directory}/real or {directory}/emulated")
     if is_quality(directory):
         raise ResultsError(
             f"{directory}: holds what policies do to a model's answers, of which there is no page; "
             "`moe-ep-bench show` and `plot` show it"
         )
     passed_over: list[str] = []
-    page = page_of(_report_of(directory)(directory, passed_over))
+    with house_style():
+        page = page_of(content_of(directory, passed_over), passed_over)
     with atomic_path(out) as temporary:
         temporary.write_text(page, encoding="utf-8")
     return out, passed_over
 
 
-def _report_of(directory: Path) -> Callable[[Path, list[str]], Report]:
-    """What reads a directory, by what it holds."""
-    if is_route(directory):
-        return route_report_of
-    return whole_report_of if is_whole(directory) else report_of
-
-
-def page_of(report: Report) -> str:
+def page_of(content: Content, passed_over: Sequence[str] = ()) -> str:
     """The whole page as text."""
-    # Every value is escaped; what is trusted are the style and the script, which hold none.
+    # Every value is escaped, those of tables by ``render``; the script holds none.
     environment = Environment(
         loader=PackageLoader("moe_ep_bench", "analysis/report"),
         autoescape=True,
@@ -101,33 +167,280 @@ def page_of(report: Report) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    folder = files("moe_ep_bench.analysis.report")
-    style, script = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
-    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    with house_style():
-        images = [_image(picture) for picture in report.pictures]
+    script = files("moe_ep_bench.analysis.report").joinpath("report.js").read_text(encoding="utf-8")
+    warnings = [f"left out: {line}" for line in passed_over] + [f"not measured: {line}" for line in content.lost]
     return environment.get_template("report.html").render(
-        report=report, images=images, style=Markup(style), script=Markup(script), script_hash=script_hash
+        content=content,
+        warnings=warnings + _warnings(content.tables),
+        images=[_image(name, figure) for name, figure in content.drawings],
+        tables=[(table.title, Markup(_html(table))) for table in content.tables],
+        max_open=MAX_OPEN,
+        facts=provenance_rows(content.source, content.run),
+        configs=config_files(content.source),
+        commands="\n".join(commands(content.source)),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
 
 
-def _image(picture: Picture) -> _Image:
-    kind, content = "svg", _encoded(picture.figure, "svg")
+def _html(table: Table) -> str:
+    """A table without its title, which stands above, and without warnings, which are listed once for all tables."""
+    notes = [note for note in table.notes if not note.startswith(_WARNING)]
+    return render([replace(table, title="", notes=notes)], "html")
+
+
+def _warnings(tables: Sequence[Table]) -> list[str]:
+    """Each warning once, with the comparisons that it is of where it is not of all."""
+    found: dict[str, list[str]] = {}
+    for table in tables:
+        for note in table.notes:
+            if note.startswith(_WARNING):
+                found.setdefault(note.removeprefix(_WARNING), []).append(_name(table))
+    names = {_name(table) for table in tables if table.notes}
+    return [f"{line} ({'; '.join(of)})" if set(of) < names else line for line, of in found.items()]
+
+
+def _name(table: Table) -> str:
+    """The comparison that a table is of: its title begins with it."""
+    return table.title.partition(": ")[0]
+
+
+def _image(name: str, figure: Figure) -> dict[str, Any]:
+    """A figure as the template wants it: its title, its own line on how to read it, and its bytes."""
+    settle_layout(figure)  # the layout's last bits differ from run to run until it is fixed
+    kind, content = "svg+xml", _encoded(figure, "svg")
     if len(content) > MAX_SVG_BYTES:
-        kind, content = "png", _encoded(picture.figure, "png")
-    width, height = (round(inches * _PIXELS) for inches in picture.figure.get_size_inches())
-    return _Image(
-        picture.title,
-        picture.caption,
-        picture.name,
-        f"data:{_FORMATS[kind]};base64,{base64.b64encode(content).decode()}",
-        width,
-        height,
-        round(_LEAST_SCALE * width),
-    )
+        kind, content = "png", _encoded(figure, "png")
+    title, caption = (" ".join(part.get_text().split()) for part in figure.texts[:2])
+    width, height = (round(inches * _PIXELS) for inches in figure.get_size_inches())
+    uri = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    size = {"width": width, "height": height, "least_width": round(_LEAST_SCALE * width)}
+    return {"name": name, "title": title, "caption": caption, "uri": uri, **size}
 
 
 def _encoded(figure: Figure, file_format: str) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format=file_format, metadata=FORMATS[file_format])
     return buffer.getvalue()
+
+
+# ---- what a directory holds ----------------------------------------------------------------------------------------
+
+
+def content_of(directory: Path, passed_over: list[str]) -> Content:
+    """Read a directory, whatever it holds.
+
+    Args:
+        passed_over: gets a line for each thing that cannot be trusted and is left out.
+
+    Raises:
+        ResultsError: one line that names the file and what is wrong with it.
+    """
+    if is_validation(directory):
+        return _of_validation(load_validation(directory))
+    if is_route(directory):
+        return _of_route(load_route(directory, passed_over))
+    return _of_run(load_run(directory, passed_over, whole=is_whole(directory)))
+
+
+def _of_run(run: Run) -> Content:
+    is_model = run.scope == "model"
+    comparisons = [one.comparison for one in analyse_whole(run)] if is_model else analyse(run)
+    if is_model:
+        drawings = {name: draw(run) for name, draw in WHOLE_FIGURES.items()}
+    else:
+        looks = looks_of(family_labels(comparisons))
+        drawings = {name: draw(run, comparisons, looks) for name, draw in FIGURES.items()}
+    facts = [one.comparison for one in comparisons]
+    # What a model of a device or of links is made of stands behind a colon, and in the tables' titles.
+    of_links = ["" if one.links is None else f", links {one.links.partition(': ')[0]}" for one in facts]
+    on = [f"{device_words(run, one).partition(': ')[0]}{links}" for one, links in zip(facts, of_links, strict=True)]
+    what = [f"{mode_words(run, one)}: {where}" for one, where in zip(facts, on, strict=True)]
+    weights = "; weights are random" if any(one.random_weights for one in facts) else ""
+    lost = [
+        f"{case.label}, {case.status}: {case.reason or 'no reason was recorded'} "
+        f"({run.comparisons[case.comparison_id].title})"
+        for case in run.cases
+        if not case.is_ok
+    ]
+    return Content(
+        title=_title([one.title for one in facts], [one.model for one in facts]),
+        line=f"{_listed(what)}; {count_words(run)}{weights}.",
+        tables=_run_tables(run, comparisons),
+        drawings=_drawn(drawings),
+        source=read_provenance(run.directory, max(one.world_size for one in facts)),
+        lost=lost,
+        run=run,
+    )
+
+
+def _of_route(run: RouteRun) -> Content:
+    facts = [group.facts for group in run.groups]
+    return Content(
+        title=f"Routing: {_title([group.title for group in run.groups], [one.model for one in facts])}",
+        line=f"{MODE_WORDS['route'].capitalize()}: loads are no times, and no speed is claimed.",
+        tables=route_tables(run),
+        drawings=_drawn({name: draw(run) for name, draw in ROUTE_FIGURES.items()}),
+        source=read_provenance(run.directory, 1),
+    )
+
+
+def _of_validation(validation: Validation) -> Content:
+    facts = [check.real.comparison for check in validation.comparisons]
+    figure = validation_figure(validation)
+    source = read_provenance(validation.files.real, max(one.world_size for one in facts))
+    return Content(
+        title=f"Emulated against measured: {_title([one.title for one in facts], [one.model for one in facts])}",
+        line=f"Emulated on one device, and measured: {_listed([hardware_words(validation.real, o) for o in facts])}.",
+        tables=[],
+        text=validation_text(validation),
+        drawings=[] if figure is None else [("validation", figure)],
+        source=replace(source, name=validation.files.root.resolve().name, mode="validate"),
+        run=validation.real,
+    )
+
+
+def _title(titles: Sequence[str], models: Sequence[str]) -> str:
+    return titles[0] if len(titles) == 1 else f"{len(titles)} comparisons of {', '.join(dict.fromkeys(models))}"
+
+
+def _listed(lines: Sequence[str]) -> str:
+    """What differs, the first in full."""
+    different = list(dict.fromkeys(lines))
+    words = f"{different[0][:1].upper()}{different[0][1:]}"
+    return words if len(different) == 1 else f"{words}, and {len(different) - 1} more"
+
+
+def _drawn(drawings: dict[str, Drawing | None]) -> list[tuple[str, Figure]]:
+    return [(name, drawing.figure) for name, drawing in drawings.items() if drawing is not None]
+
+
+# ---- tables that only a page has -------------------------------------------------------------------------------------
+
+
+def _run_tables(run: Run, comparisons: Sequence[ComparisonResult]) -> list[Table]:
+    """An overview where there are several comparisons, the tables of ``show``, then phases and ranks."""
+    main = run_tables(run)
+    found = [_overview([table.frame for table in main])] if len(main) > 1 else []
+    found += [*main, *more_tables(run)]
+    for table, one in zip(main, comparisons, strict=True):
+        phases, ranks = _phases(one.comparison.title, table.frame), _ranks(one)
+        found += [extra for extra in (phases, ranks) if extra is not None]
+    return found
+
+
+def _overview(frames: Sequence[pd.DataFrame]) -> Table:
+    """A row per comparison: its fastest policy, or native alone."""
+    rows = []
+    for frame in frames:
+        fastest = _fastest(frame)
+        row = {"label": None, "verdict": None} if fastest is None else frame.loc[fastest].to_dict()
+        native, balanced = (frame[frame["role"] == role].iloc[:1] for role in ("baseline", "ceiling"))
+        row |= {"title": frame["title"].iloc[0], "unmeasured": (frame["status"] != "ok").sum() or None}
+        row |= {"native_ms": native["median_ms"].squeeze() if len(native) else None}
+        row |= {"balanced": balanced["speedup_median"].squeeze() if len(balanced) else None}
+        rows.append(row)
+    frame = pd.DataFrame(rows).dropna(axis=1, how="all")
+    return Table(frame, [column for column in _OVERVIEW if column.source in frame], "All comparisons")
+
+
+def _fastest(frame: pd.DataFrame) -> Any:
+    """The index of the policy with the largest speedup; ``topk`` has native's routing. None without any."""
+    speedups = frame["speedup_median"].where((frame["role"] == "policy") & (frame["policy"] != "topk")).dropna()
+    return None if speedups.empty else speedups.astype(float).idxmax()
+
+
+def _phases(title: str, frame: pd.DataFrame) -> Table | None:
+    """Loads of a comparison's cases, and where their time goes; None where nothing was broken down."""
+    rows = frame[frame["status"] == "ok"]
+    says = rows.columns[(rows.notna() & (rows != 0)).any()]
+    columns = [column for column in _PHASES if column.source in says]
+    return Table(rows, columns, f"{title}: loads and phases", _PHASE_NOTES) if len(columns) > 1 else None
+
+
+def _ranks(one: ComparisonResult) -> Table | None:
+    """What each rank had to do and how long it took, under native and the fastest policy; None without native."""
+    native = one.of_role("baseline")
+    if native is None:
+        return None
+    policies = [result for result in one.policies if result.speedup is not None and result.case.policy != "topk"]
+    fastest = max(policies, key=lambda result: result.speedup.median if result.speedup else 0.0, default=None)
+    shown = [native] if fastest is None else [native, fastest]
+    frame = pd.concat([_of_ranks(one, result) for result in shown], ignore_index=True)
+    if frame.empty:
+        return None
+    slowest = frame[frame["label"] == native.case.label].nlargest(MAX_RANKS, "median_ms")["rank"]
+    hidden = one.comparison.world_size - len(slowest)
+    notes = [*_RANK_NOTES, *([f"the {MAX_RANKS} slowest of {one.comparison.world_size} ranks"] if hidden else [])]
+    rows = frame[frame["rank"].isin(slowest)].sort_values("rank", kind="stable")
+    return Table(rows, [c for c in _RANKS if rows[c.source].notna().any()], f"{one.comparison.title}: ranks", notes)
+
+
+def _of_ranks(one: ComparisonResult, result: CaseResult) -> pd.DataFrame:
+    """A row per rank of one case."""
+    facts, times = one.comparison, _rank_times(result.case)
+    # One device in place of all ranks has one set of conditions.
+    known = one.conditions[0].ranks if one.conditions else []
+    its = [known[rank if len(known) == facts.world_size else 0] if known else None for rank in times["rank"]]
+    loads = None if result.fidelity is None else result.fidelity.rank_load
+    peaks = [None if of is None or of.peak_memory_bytes is None else of.peak_memory_bytes / 2**30 for of in its]
+    return times.assign(
+        label=result.case.label,
+        host=[of and of.hostname for of in its],
+        load=[None if loads is None else float(loads[facts.expert_rank(rank)]) for rank in times["rank"]],
+        memory_gib=peaks,
+        matmul_tflops=[of and of.ceilings.matmul_tflops for of in its],
+    )
+
+
+def _rank_times(case: Case) -> pd.DataFrame:
+    """By rank: median time, the share of iterations in which it is the slowest, median waiting."""
+    rows = case.timings
+    totals = rows[(rows["kind"] == "plain") & (rows["phase"] == TOTAL)]
+    times_us = totals.pivot(index=_ITERATION, columns="rank", values="time_us")
+    broken = rows[rows["kind"] == "breakdown"]
+    waited_us = broken["time_us"].where(broken["phase"].isin(GROUPS["waiting"]), 0.0)
+    waiting_us = waited_us.groupby([broken[name] for name in ("rank", *_ITERATION)]).sum().groupby("rank").median()
+    slowest = times_us.columns.to_numpy()[np.argmax(times_us.to_numpy(), axis=1)] if len(times_us) else []
+    shares = pd.Series(slowest, dtype=int).value_counts(normalize=True)
+    return pd.DataFrame(
+        {
+            "median_ms": times_us.median() / 1e3,
+            "slowest_share": shares.reindex(times_us.columns, fill_value=0.0),
+            "waiting_ms": waiting_us.reindex(times_us.columns) / 1e3,
+        }
+    ).reset_index(names="rank")
+
+
+def route_tables(run: RouteRun) -> list[Table]:
+    """A table per group of layers: means over batches, then over layers."""
+    columns = (
+        text("label", "policy"),
+        number("expert_imbalance", "fullest expert", "{:.2f}"),
+        number("rank_imbalance", "fullest rank", "{:.2f}"),
+        percentage("dropped_share", "dropped %"),
+        percentage("retained_mass", "mass kept %"),
+        number("experts_per_token", "experts per token", "{:.2f}"),
+        number("activated", "activated experts", "{:.1f}"),
+        number("fullest_activated", "on one rank", "{:.1f}"),
+    )
+    tables = []
+    for group in run.groups:
+        rows = [
+            {"label": label}
+            | {c.source: np.mean([getattr(case, c.source).mean() for case in group.cases(label)]) for c in columns[1:]}
+            for label in group.labels
+        ]
+        notes = [group.facts.workload.description, "each batch for itself, then means over batches and layers"]
+        looking = [label for label, case in group.layers[0].cases.items() if case.looks_past_top_k]
+        tail = group.facts.workload.tail_model
+        if tail and looking:
+            notes.append(
+                f"{_WARNING}scores past the recorded top-k are modelled ({tail} tail): {', '.join(looking)} "
+                "rest on them"
+            )
+        if group.facts.image_share is not None:
+            share = group.facts.image_share
+            notes.append(f"{_WARNING}assumed: the first {share:.0%} of every sequence's tokens are an image's")
+        tables.append(Table(pd.DataFrame(rows), columns, group.title, notes))
+    return tables

@@ -1,45 +1,38 @@
 "use strict";
 
-// Sorting: a click on a head sorts ascending, another turns the order round. Cells without a value stay last.
+// A click on a column's head sorts ascending, another turns the order round. Cells without a value stay last.
 const words = new Intl.Collator("en", { numeric: true });
 
-function keyOf(cell, isNumber) {
+function keyOf(cell) {
+  if (!cell || cell.colSpan > 1) return null; // a reason in place of numbers
   if (cell.dataset.value !== undefined) return Number(cell.dataset.value);
   const text = cell.textContent.trim();
-  return isNumber || text === "-" ? null : text;
+  return text === "-" ? null : text !== "" && !isNaN(text) ? Number(text) : text;
 }
 
 function compare(a, b) {
   return typeof a === "number" && typeof b === "number" ? a - b : words.compare(String(a), String(b));
 }
 
-function sortBy(header) {
-  const descending = header.getAttribute("aria-sort") === "ascending";
-  const body = header.closest("table").tBodies[0];
-  const isNumber = header.classList.contains("number");
-  const rows = Array.from(body.rows, (row) => ({ row, key: keyOf(row.cells[header.cellIndex], isNumber) }));
-  const known = rows.filter(({ key }) => key !== null);
-  const sign = descending ? -1 : 1;
-  known.sort((a, b) => sign * compare(a.key, b.key));
-  for (const other of header.parentElement.cells) other.setAttribute("aria-sort", "none");
-  header.setAttribute("aria-sort", descending ? "descending" : "ascending");
-  body.append(...known.map(({ row }) => row), ...rows.filter(({ key }) => key === null).map(({ row }) => row));
+function sortBy(head) {
+  const sign = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+  const body = head.closest("table").tBodies[0];
+  const rows = Array.from(body.rows, (row) => ({ row, key: keyOf(row.cells[head.cellIndex]) }));
+  rows.sort((a, b) => (a.key === null) - (b.key === null) || (a.key === null ? 0 : sign * compare(a.key, b.key)));
+  for (const other of head.parentElement.cells) other.setAttribute("aria-sort", "none");
+  head.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
+  body.append(...rows.map(({ row }) => row));
 }
 
-for (const button of document.querySelectorAll("thead button")) {
-  button.addEventListener("click", () => sortBy(button.parentElement));
+for (const head of document.querySelectorAll("thead th")) {
+  const button = document.createElement("button");
+  button.append(...head.childNodes);
+  head.append(button);
+  head.setAttribute("aria-sort", "none");
+  button.addEventListener("click", () => sortBy(head));
 }
+for (const box of document.querySelectorAll(".scroll, pre")) box.tabIndex = 0;
 
-// A link to a section that is closed opens it; on paper all are open.
-function openTarget() {
-  const target = location.hash && document.getElementById(location.hash.slice(1));
-  if (target && target.tagName === "DETAILS") {
-    target.open = true;
-    target.scrollIntoView();
-  }
-}
-addEventListener("hashchange", openTarget);
-openTarget();
 addEventListener("beforeprint", () => {
   for (const details of document.querySelectorAll("details")) details.open = true;
 });

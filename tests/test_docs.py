@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from moe_ep_bench.cli import COMMANDS
-from moe_ep_bench.cli.arguments import make_parser
+from moe_ep_bench.cli.arguments import make_parser, with_list_joined
 from moe_ep_bench.config import load_experiments
 
 ROOT = Path(__file__).parent.parent
@@ -69,7 +69,7 @@ def test_commands_parse(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
         if arguments[0] == "advise" and "--model" in arguments:
             continue  # Until advise takes --model in place of a config.
         try:
-            make_parser().parse_args(arguments)
+            make_parser().parse_args(with_list_joined(arguments))
         except SystemExit:
             pytest.fail(f"{' '.join(arguments)}: {capsys.readouterr().err}")
 

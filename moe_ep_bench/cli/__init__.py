@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_ep_bench.cli.arguments import PAPERS_LIST, SUCCESSORS, make_parser
+from moe_ep_bench.cli.arguments import PAPERS_LIST, SUCCESSORS, make_parser, with_list_joined
 from moe_ep_bench.runtime.errors import complain, tolerant_stderr
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.runtime.signals import end_with_parent
@@ -34,10 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             instead = f"use: moe-ep-bench {SUCCESSORS[arguments[0]]}"
             print(f"moe-ep-bench: there is no command {arguments[0]} any more; {instead}", file=sys.stderr)
             return USER_ERROR
-        if list(arguments[:2]) == PAPERS_LIST.split():
-            arguments = [PAPERS_LIST, *arguments[2:]]
         parser = make_parser()
-        options = parser.parse_args(arguments)
+        options = parser.parse_args(with_list_joined(arguments))
         if options.command is None:
             parser.print_help(sys.stderr)
             return USER_ERROR

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 # What took the place of commands that there were.
@@ -22,6 +23,12 @@ PAPERS_LIST = "papers list"
 
 _ITERATION = "median (default), slowest, fastest or [LAUNCH/]BATCH/ITERATION"
 _FORMATS = "text, md, latex, csv, json, html or perfetto"
+
+
+def with_list_joined(arguments: Sequence[str]) -> list[str]:
+    """``papers list`` as the one command that the parser knows."""
+    is_list = list(arguments[:2]) == PAPERS_LIST.split()
+    return [PAPERS_LIST, *arguments[2:]] if is_list else list(arguments)
 
 
 def make_parser() -> argparse.ArgumentParser:

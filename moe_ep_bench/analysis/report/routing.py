@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
+from moe_ep_bench.analysis import render
 from moe_ep_bench.analysis.report.captions import subtitle_of, title_of
 from moe_ep_bench.analysis.report.parts import Answer, Cell, Column, Picture, Report, Section, Table, Warned
 from moe_ep_bench.analysis.report.provenance import (
@@ -17,20 +16,10 @@ from moe_ep_bench.analysis.report.provenance import (
 )
 from moe_ep_bench.analysis.report.said import drawn, left_out, subtitle
 from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES
-from moe_ep_bench.analysis.route_load import RoutedCase, RouteGroup, RouteRun, load_route
+from moe_ep_bench.analysis.route_load import RouteRun, load_route
+from moe_ep_bench.analysis.route_report import route_tables
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.words import MODE_WORDS, percent
-
-# Heading, what it says, the number of a case (mean over batches and layers), how it is written.
-_COLUMNS = (
-    ("fullest expert", "pairs over the mean expert's", "expert_imbalance", "{:.2f}", 1),
-    ("fullest rank", "pairs over the mean rank's", "rank_imbalance", "{:.2f}", 1),
-    ("dropped %", "of the model's own pairs", "dropped_share", "{:.1f}", 100),
-    ("mass kept %", "score mass of what is computed over that of the top-k", "retained_mass", "{:.1f}", 100),
-    ("experts per token", "", "experts_per_token", "{:.2f}", 1),
-    ("activated experts", "experts with a token", "activated", "{:.1f}", 1),
-    ("on one rank", "activated experts of the rank with most of them", "fullest_activated", "{:.1f}", 1),
-)
 
 
 def route_report_of(directory: Path, passed_over: list[str]) -> Report:
@@ -45,7 +34,7 @@ def route_report_of(directory: Path, passed_over: list[str]) -> Report:
     run = load_route(directory, passed_over)
     facts = read_provenance(run.directory, 1)
     anchors = [f"comparison-{number}" for number in range(1, len(run.groups) + 1)]
-    tables = [_table(group) for group in run.groups]
+    tables = [_table(table) for table in route_tables(run)]
     several = len(run.groups) > 1
     models = ", ".join(dict.fromkeys(group.facts.model for group in run.groups))
     return Report(
@@ -70,24 +59,24 @@ def _answer(run: RouteRun) -> Answer:
     """Which policy evens the ranks' loads most, in the first group, and at what cost; no word of speed."""
     group = run.groups[0]
     where = f"; in {group.title}" if len(run.groups) > 1 else ""
-    native = _mean(group, "native", "rank_imbalance")
+    native = group.cases.loc["native"]
     basis = (
         f"{MODE_WORDS['route'][0].upper()}{MODE_WORDS['route'][1:]}: {group.title}, {len(group.layers)} layers, "
         f"{group.facts.num_batches} batches, {group.facts.placement.name} placement"
         + (f", and {len(run.groups) - 1} more" if len(run.groups) > 1 else "")
     )
-    labels = [label for label in group.labels if label != "native"]
-    if not labels:
+    policies = group.cases.drop(index="native")
+    if policies.empty:
         return Answer(
             "Nothing was timed, so no speed is claimed",
-            f"native's fullest rank has {native:.2f} x the mean load{where}.",
+            f"native's fullest rank has {native['rank_imbalance']:.2f} x the mean load{where}.",
             f"{basis}.",
         )
-    flattest = min(labels, key=lambda label: _mean(group, label, "rank_imbalance"))
+    flattest = policies.loc[policies["rank_imbalance"].idxmin()]
     why = (
-        f"{flattest} evens the ranks most, from {native:.2f} to {_mean(group, flattest, 'rank_imbalance'):.2f} x the "
-        f"mean load, drops {percent(_mean(group, flattest, 'dropped_share'))} % of top-k pairs and keeps "
-        f"{percent(_mean(group, flattest, 'retained_mass'))} % of their score mass{where}"
+        f"{flattest.name} evens the ranks most, from {native['rank_imbalance']:.2f} to "
+        f"{flattest['rank_imbalance']:.2f} x the mean load, drops {percent(flattest['dropped_share'])} % of top-k "
+        f"pairs and keeps {percent(flattest['retained_mass'])} % of their score mass{where}"
     )
     return Answer("Nothing was timed, so no speed is claimed", f"{why}.", f"{basis}.")
 
@@ -105,31 +94,26 @@ def _overview(run: RouteRun, anchors: list[str]) -> Table:
             Cell(group.title, target=anchor),
             Cell(f"{len(group.layers)}", float(len(group.layers))),
             *(
-                Cell(f"{_mean(group, 'native', name):.2f}", _mean(group, "native", name))
-                for name in ("expert_imbalance", "rank_imbalance")
+                Cell(f"{value:.2f}", value)
+                for value in group.cases.loc["native", ["expert_imbalance", "rank_imbalance"]]
             ),
-            Cell(f"{len(group.labels) - 1}", float(len(group.labels) - 1)),
+            Cell(f"{len(group.cases) - 1}", float(len(group.cases) - 1)),
         )
         for group, anchor in zip(run.groups, anchors, strict=True)
     ]
     return Table("All workloads", columns, rows)
 
 
-def _table(group: RouteGroup) -> Table:
-    columns = [Column("case"), *(Column(label, True, about) for label, about, *_ in _COLUMNS)]
-    rows = []
-    for label in group.labels:
-        cells = [Cell(label)]
-        for _, _, name, form, factor in _COLUMNS:
-            value = factor * _mean(group, label, name)
-            cells.append(Cell(form.format(value), value))
-        rows.append(cells)
-    return Table("Cases", columns, rows, "Each batch for itself, then means over batches and layers.")
-
-
-def _mean(group: RouteGroup, label: str, number: str) -> float:
-    of_cases: list[RoutedCase] = group.cases(label)
-    return float(np.mean([getattr(case, number).mean() for case in of_cases]))
+def _table(table: render.Table) -> Table:
+    columns = [Column(column.header, not column.is_words) for column in table.columns]
+    rows = [
+        [
+            Cell(text := column.cell(row), None if column.is_words else float(text) if text != render.NONE else None)
+            for column in table.columns
+        ]
+        for row in table.rows
+    ]
+    return Table("Cases", columns, rows, "; ".join(table.notes))
 
 
 def _pictures(run: RouteRun) -> list[Picture]:
@@ -147,7 +131,7 @@ def _warnings(run: RouteRun) -> list[Warned]:
     found: dict[str, list[str]] = {"Nothing was timed: loads are no times.": [group.title for group in run.groups]}
     for group in run.groups:
         tail = group.facts.workload.tail_model
-        looking = [label for label, case in group.layers[0].cases.items() if case.looks_past_top_k]
+        looking = list(group.cases.index[group.cases["looks_past_top_k"]])
         if tail and looking:
             line = f"Scores past the recorded top-k are modelled ({tail} tail): {', '.join(looking)} rest on them."
             found.setdefault(line, []).append(group.title)

@@ -83,20 +83,20 @@ def by_field(group: RouteGroup, field: str, *policies: str, least: int = 2, **wa
     return pd.concat(by_line) if by_line else cases.iloc[:0]
 
 
-def lines_of(groups: Iterable[RouteGroup], field: str, *policies: str, **wanted: Any) -> list[tuple]:
+def lines_of(
+    groups: Iterable[RouteGroup], field: str, *policies: str, **wanted: Any
+) -> list[tuple[RouteGroup, str, pd.DataFrame]]:
     """(group, line, cases) for every line of ``by_field``."""
     return [
-        (group, line, cases)
+        (group, str(line), cases)
         for group in groups
         for line, cases in by_field(group, field, *policies, **wanted).groupby("line", sort=False)
     ]
 
 
-def without(label: str, *fields: str) -> str:
-    """A case's label without some of its fields."""
-    for field in fields:
-        label = re.sub(rf" {field}=\S+", "", label)
-    return label
+def without(label: str, field: str) -> str:
+    """A case's label without one of its fields."""
+    return re.sub(rf" {field}=\S+", "", label)
 
 
 def figure_rows(parts: Iterable[tuple[RouteGroup, pd.DataFrame]]) -> pd.DataFrame:

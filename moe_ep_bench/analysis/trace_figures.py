@@ -129,7 +129,7 @@ def _rank_loads(recording: RecordingStatistics) -> np.ndarray:
 
 
 def _finish_loads(by_layer: Axes, by_size: Axes, recording: RecordingStatistics, peak: str) -> None:
-    layer_ticks(by_layer, [layer.name for layer in recording.layers])
+    layer_ticks(by_layer, _names(recording))
     labels = [*map(str, recording.ep_sizes), f"{recording.num_experts}{peak}"]
     by_size.set_xticks(range(len(labels)), labels)
     by_size.set_xlabel("EP size (ranks)")
@@ -198,7 +198,7 @@ def _experts_figure(recording: RecordingStatistics) -> Figure:
         axes.axvline(rank * num_experts / (ep_size or 1) - 0.5, **_EDGE)
     axes.set_xticks(ticks(num_experts, 17))
     axes.set_xlabel("expert")
-    layer_ticks(axes, [layer.name for layer in recording.layers], axis="y")
+    layer_ticks(axes, _names(recording), axis="y")
     axes.set_ylim(num_layers - 0.5, -0.5)
     axes.grid(False)
     return figure
@@ -217,7 +217,7 @@ def _scores_figure(recording: RecordingStatistics) -> Figure:
             else "Scores were normalised over the top-k: their share of the mass over all experts is not recorded."
         ),
         _footer(recording),
-        [*layer_legend([layer.name for layer in recording.layers]), ("mean over layers", Line2D([], [], **MEAN))],
+        [*layer_legend(_names(recording)), ("mean over layers", Line2D([], [], **MEAN))],
         width=10.5,
         body=3.7,
     )
@@ -239,7 +239,7 @@ def _scores_figure(recording: RecordingStatistics) -> Figure:
     for rank in range(1, recording.top_k):
         bottom_L = score_LK[:, :rank].sum(axis=1)
         share.bar(places, score_LK[:, rank], 0.8, bottom_L, color=shades[rank], edgecolor="white", linewidth=0.4)
-    layer_ticks(share, [layer.name for layer in recording.layers])
+    layer_ticks(share, _names(recording))
     share.grid(False, axis="x")
     share.set_ylabel("share of score mass" + ("" if recording.score_share_is_known else " of the top-k"))
     return figure
@@ -257,7 +257,7 @@ def _batches_figure(recording: RecordingStatistics) -> Figure:
         "that adjacent tokens of a sequence have in common. Uniform: independent, uniform choices.",
         _footer(recording),
         [
-            *layer_legend([layer.name for layer in recording.layers]),
+            *layer_legend(_names(recording)),
             ("mean over layers", Line2D([], [], **MEAN)),
             ("uniform", Line2D([], [], **UNIFORM)),
         ],
@@ -285,7 +285,7 @@ def _batches_figure(recording: RecordingStatistics) -> Figure:
     overlap.axhline(recording.uniform_overlap, **UNIFORM)
     overlap.set_ylim(bottom=0)
     overlap.set_ylabel(f"experts in common (of {recording.top_k})")
-    layer_ticks(overlap, [layer.name for layer in recording.layers], 6)
+    layer_ticks(overlap, _names(recording), 6)
     return figure
 
 
@@ -293,3 +293,7 @@ def _footer(recording: RecordingStatistics) -> list[str]:
     phase = [] if recording.phase is None else [recording.phase]
     source = f"source: {recording.source} ({recording.licence})"
     return [" | ".join([recording.token_words, *phase, source, f"{recording.file}, sha256 {recording.sha256[:12]}"])]
+
+
+def _names(recording: RecordingStatistics) -> list[str]:
+    return [layer.name for layer in recording.layers]

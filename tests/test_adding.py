@@ -53,9 +53,9 @@ def test_a_policy_is_added_in_its_module_and_one_row(tmp_path: Path, monkeypatch
     assert main(["route", str(config), "--out", str(out)]) == OK
 
     run = load_route(out)
-    cases = [case for group in run.groups for case in group.layers[0].cases.values() if case.policy == "best_only"]
-    assert [case.params for case in cases] == 3 * [{"scale": 0.5}]
-    assert sorted(int(case.load_BE.sum()) for case in cases) == [2 * 16, 2 * 48, 2 * 96]
+    (label,) = {label for group in run.groups for label in group.cases.index[group.cases["policy"] == "best_only"]}
+    assert [group.cases.loc[label, "params"] for group in run.groups] == 3 * [{"scale": 0.5}]
+    assert sorted(int(group.loads(label, "load_E").sum()) for group in run.groups) == [2 * 16, 2 * 48, 2 * 96]
 
     drawing = activated_figure(run)
     assert drawing is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -22,9 +23,10 @@ from test_trace_info import write_trace
 
 import plot_results
 from moe_ep_bench.analysis.load import ResultsError
+from moe_ep_bench.analysis.render import render
 from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES, draw_route_figures
 from moe_ep_bench.analysis.route_load import RouteRun, load_route
-from moe_ep_bench.analysis.route_report import WIDTH, route_table
+from moe_ep_bench.analysis.route_report import route_tables
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.bench.plan import ROUTING, plan
 from moe_ep_bench.bench.route import assumed_modality, route
@@ -205,19 +207,20 @@ def test_what_the_whole_batch_decides_does_not_depend_on_the_ranks(num_ranks: in
     """Native and OEA as one call over all tokens of the batch, without any ranks."""
     config = write_config(tmp_path, layer__ep_size=num_ranks)
     run = load_route(route(config, tmp_path / "out", []).root)
-    cases = run.groups[0].layers[0].cases
+    batches = run.groups[0].batches.set_index(["label", "batch"])
     workload = plan(config, [], ROUTING)[0].workload
     for label, spec in (("native", {"name": "topk"}), ("oea k0=2", {"name": "oea", "k0": 2})):
         for batch in range(2):
             scores_TE = workload.batch(batch).scores_TE
             map_TE = make_policy(spec).route(scores_TE, RoutingContext(top_k=6)).map_TE
-            assert cases[label].load_BE[batch].tolist() == map_TE.sum(dim=0).tolist()
+            found = batches.loc[(label, batch)]
+            assert found["load_E"].tolist() == map_TE.sum(dim=0).tolist()
             top_k_TE = make_policy({"name": "topk"}).route(scores_TE, RoutingContext(top_k=6)).map_TE
             mass = (scores_TE * map_TE).double().sum() / (scores_TE * top_k_TE).double().sum()
-            assert cases[label].retained_mass[batch] == pytest.approx(float(mass))
-            assert cases[label].activated[batch] == int(map_TE.any(dim=0).sum())
+            assert found["retained_mass"] == pytest.approx(float(mass))
+            assert found["activated"] == int(map_TE.any(dim=0).sum())
             dropped = float((top_k_TE & ~map_TE).sum() / top_k_TE.sum())
-            assert cases[label].dropped_share[batch] == pytest.approx(dropped)
+            assert found["dropped_share"] == pytest.approx(dropped)
 
 
 def test_a_capacity_binds_on_every_virtual_rank(tmp_path: Path) -> None:
@@ -245,7 +248,7 @@ def test_rows_are_the_schema_s_and_name_the_layer_and_the_mode(full: Path) -> No
 def test_modality_priorities_drop_the_other_kind_first(loaded: RouteRun) -> None:
     group = max(loaded.groups, key=lambda group: group.facts.num_tokens)
     kept = {
-        label: sum(case.image_load_BE.sum() for case in group.cases(f"token_drop capacity_factor=1.0{label}"))
+        label: group.loads(f"token_drop capacity_factor=1.0{label}", "image_load_E").sum()
         for label in ("", " modality=image_first", " modality=text_first")
     }
     assert kept[" modality=image_first"] < kept[""] < kept[" modality=text_first"]
@@ -257,26 +260,26 @@ def test_layers_of_a_recording_are_comparisons_of_one_group(loaded: RouteRun) ->
     for group in groups:
         assert group.layer_names == ["0", "1", "2"]
         assert group.facts.traffic == "domain a + domain b, decode, popularity tail"
-        assert group.labels[0] == "native"
-        assert group.labels[1].startswith("laser")  # The config's order.
+        assert group.cases.index[0] == "native"
+        assert group.cases.index[1].startswith("laser")  # The config's order.
     assert len({group.facts.family for group in groups}) == 1
 
 
 def test_the_load_of_ranks_goes_through_the_placement(loaded: RouteRun) -> None:
     """The directory's placement is strided; another one needs no new routing."""
-    case = loaded.groups[0].layers[0].native
-    assert case.rank_load[0].tolist() == [case.load_BE[0][rank::4].sum() for rank in range(4)]
+    native = loaded.groups[0].batches.iloc[0]
+    assert native["load_R"].tolist() == [native["load_E"][rank::4].sum() for rank in range(4)]
 
 
 def test_overlap_and_scores_are_those_of_the_batches(full: Path, loaded: RouteRun) -> None:
     comparison = plan(full.parent / "config.yaml", [], ROUTING)[0]
-    layer = loaded.groups[0].layers[0]
+    group = loaded.groups[0]
     scores_TE = comparison.workload.batch(1).scores_TE
-    rows = layer.scores[layer.scores["batch"] == 1]
+    rows = group.scores[(group.scores["layer"] == "0") & (group.scores["batch"] == 1)]
     assert rows["mean_score"].to_numpy() == pytest.approx(
         np.sort(scores_TE.numpy(), axis=1)[:, ::-1].mean(axis=0), rel=1e-5
     )
-    kinds = layer.overlap.groupby("kind")["num_pairs"].sum().to_dict()
+    kinds = group.overlap[group.overlap["layer"] == "0"].groupby("kind")["num_pairs"].sum().to_dict()
     # Four requests of two tokens in each of two batches, two of either domain.
     assert kinds == {"neighbours": 8, "same_sequence": 8, "same_domain": 16, "cross_domain": 32}
 
@@ -326,7 +329,7 @@ def test_policies_can_be_added_to_what_was_routed(tmp_path: Path) -> None:
     route(write_config(tmp_path), out, [])
     route(write_config(tmp_path, policies=[{"name": "lynx", "num_dropped": 3}]), out, [])
     (group,) = load_route(out).groups
-    assert group.labels == ["native", "lynx num_dropped=3", "token_drop capacity_factor=1.0", "oea k0=2"]
+    assert list(group.cases.index) == ["native", "lynx num_dropped=3", "token_drop capacity_factor=1.0", "oea k0=2"]
 
 
 def test_run_json_has_the_provenance_and_no_folder(full: Path) -> None:
@@ -437,17 +440,27 @@ def test_a_dry_run_lists_the_cases_and_routes_nothing(tmp_path: Path, capsys: py
 
 
 def test_the_table_shows_the_means_of_every_case(loaded: RouteRun) -> None:
-    table = route_table(loaded)
-    assert max(map(len, table.splitlines())) <= WIDTH
-    group = loaded.groups[-1]
-    for label in group.labels:
-        peaks = [load_E.max() * 64 / load_E.sum() for case in group.cases(label) for load_E in case.load_BE]
-        line = next(line for line in table.split("\n\n\n")[-1].splitlines()[::-1] if line.startswith(f"{label} "))
-        assert f" {np.mean(peaks):.2f} " in line
-    said = " ".join(table.split())
-    assert "routing only (nothing was timed)" in said
-    assert "popularity tail model" in said
-    assert "first 50% of every sequence's tokens are an image's" in said
+    tables = route_tables(loaded)
+    group, table = loaded.groups[-1], tables[-1]
+    for label, row in zip(group.cases.index, table.rows, strict=True):
+        peaks = [load_E.max() * 64 / load_E.sum() for load_BE in group.loads(label, "load_E") for load_E in load_BE]
+        assert row["expert_imbalance"] == pytest.approx(np.mean(peaks))
+        assert table.columns[0].cell(row) == label
+    said = render(tables, "text")
+    for words in ("routing only (nothing was timed)", "popularity tail model", "first 50% of every sequence's tokens"):
+        assert said.count(words) >= len(tables)
+
+
+def test_a_route_directory_is_shown_in_every_format(full: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for to in ("text", "md", "latex", "csv", "json"):
+        assert main(["show", str(full), "--format", to]) == OK
+        shown[to] = capsys.readouterr().out
+    rows = json.loads(shown["json"])["rows"]
+    frame = pd.read_csv(io.StringIO(shown["csv"]))
+    assert len(rows) == len(frame) == sum(len(group.cases) for group in load_route(full).groups)
+    assert [row["rank_imbalance"] for row in rows] == pytest.approx(frame["rank_imbalance"].tolist())
+    assert shown["md"].count("| policy |") == shown["latex"].count("tabular}") // 2 == 3
 
 
 def test_every_figure_is_drawn_where_the_rows_hold_it(loaded: RouteRun, tmp_path: Path) -> None:
@@ -467,8 +480,8 @@ def test_every_figure_is_drawn_where_the_rows_hold_it(loaded: RouteRun, tmp_path
     violation = pd.read_csv(tmp_path / "violation.csv")
     group = next(group for group in loaded.groups if group.title == violation["comparison"][0])
     native = violation[(violation["policy"] == "native") & (violation["comparison"] == group.title)]
-    expected = [case.expert_imbalance.mean() - 1 for case in group.cases("native")]
-    assert native["max_violation"].tolist() == pytest.approx(expected)
+    expected = group.of(["native"])["expert_imbalance"] - 1
+    assert native["max_violation"].tolist() == pytest.approx(expected.tolist())
 
 
 def test_beside_other_directories_a_figure_says_whose_it_is(loaded: RouteRun) -> None:
@@ -520,7 +533,7 @@ def test_rows_for_which_a_figure_has_no_room_are_counted(compared: RouteRun) -> 
     """Of each policy's many cases max violation shows six."""
     with house_style():
         figure = figure_of("violation", compared)
-    left_out = len(compared.groups[0].labels) - 1 - 6
+    left_out = len(compared.groups[0].cases) - 1 - 6
     assert left_out > 0
     texts = " ".join(text.get_text() for text in figure.texts)
     assert f"Policies in the rows that are not drawn: {left_out}." in texts
@@ -531,12 +544,9 @@ def test_a_request_s_grid_has_a_row_for_every_k0_and_budget(compared: RouteRun) 
         figure = figure_of("budgets", compared)
     rows = [[label.get_text() for label in axes.get_yticklabels()] for axes in figure.axes[:2]]
     assert rows == [["0", "1"], ["0, 0", "0, 4", "1, 0", "1, 4"]]
-    cases = {case.label: case for case in compared.groups[0].layers[0].cases.values()}
-    label = "xshare k0=1 budget=4 scope=request request_budget=4"
-    shown = {text.get_text() for text in figure.axes[1].texts}
-    mean = np.mean([case.activated.mean() for case in compared.groups[0].cases(label)])
-    assert cases[label].params["budget"] == 4
-    assert f"{mean:.1f}" in shown
+    case = compared.groups[0].cases.loc["xshare k0=1 budget=4 scope=request request_budget=4"]
+    assert case["params"]["budget"] == 4
+    assert f"{case['activated']:.1f}" in {text.get_text() for text in figure.axes[1].texts}
 
 
 def test_prefill_and_decode_stand_beside_each_other(compared: RouteRun) -> None:
@@ -591,7 +601,7 @@ def test_a_directory_that_cannot_be_trusted_is_refused(what: str, tmp_path: Path
             load_route(out, lines)
     else:
         (group,) = load_route(out, lines).groups
-        assert "native" in group.labels
+        assert "native" in group.cases.index
     assert what == "no json" or lines[0] == str(refused.value)
 
 
@@ -641,12 +651,11 @@ def test_laser_balances_a_real_recording_at_the_price_of_mass(tmp_path: Path) ->
     workload = {"kind": "recorded", "trace": str(trace), "layer": 12, "tail": "uniform", "num_tokens": 2048}
     policies = [{"name": "laser", "eps_high": 0.6, "t_fix": 0.2, "c": [6, 8, 16]}, {"name": "load_only"}]
     config = write_config(tmp_path, workload={**workload, "num_batches": 1}, policies=policies)
-    cases = list(load_route(route(config, tmp_path / "out", []).root).groups[0].layers[0].cases.values())
-    native, unwidened, *rest = cases
-    assert native.load_BE.tolist() == unwidened.load_BE.tolist()  # c = K leaves no choice.
-    ordered = [native, *rest]
-    peaks = [float(case.expert_imbalance[0]) for case in ordered]
-    mass = [float(case.retained_mass[0]) for case in ordered]
+    (group,) = load_route(route(config, tmp_path / "out", []).root).groups
+    native, unwidened = group.cases.index[:2]
+    assert (group.loads(native, "load_E") == group.loads(unwidened, "load_E")).all()  # c = K leaves no choice.
+    ordered = group.cases.drop(index=unwidened)
+    peaks, mass = ordered["expert_imbalance"].tolist(), ordered["retained_mass"].tolist()
     assert peaks == sorted(peaks, reverse=True)
     assert mass == sorted(mass, reverse=True)
     assert peaks[0] > 2.5

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from moe_ep_bench.analysis import trace_figures
+from moe_ep_bench.analysis.render import render
 from moe_ep_bench.analysis.style import house_style
-from moe_ep_bench.analysis.trace_report import WIDTH, trace_info, trace_table
+from moe_ep_bench.analysis.trace_report import WIDTH, trace_info, trace_tables
 from moe_ep_bench.workload import trace_statistics as module
 from moe_ep_bench.workload.trace import open_trace
 from moe_ep_bench.workload.trace_statistics import (
@@ -274,10 +276,10 @@ def test_counts_give_loads_and_nothing_else(tmp_path):
     assert first.layers[0].peak_load == 2.0
     assert first.layers[0].mean_score_K is first.layers[0].neighbour_overlap is None
     assert first.batch_sizes == ()
-    text = trace_table([first, second])
+    text = render(trace_tables([first, second]), "text")
     assert text.count("not recorded (counts only): top-k share, decay by rank, neighbour overlap, activated") == 2
     assert "Overview" in text
-    assert "Overview" not in trace_table([first])
+    assert "Overview" not in render(trace_tables([first]), "text")
 
 
 LOADS = {
@@ -321,47 +323,24 @@ def test_a_missing_file_is_named(tmp_path, name):
 # ---- table -------------------------------------------------------------------------------------------------------
 
 
-def layer_rows(text: str) -> dict[str, list[str]]:
-    """Cells of the table of layers by the row's name."""
-    lines = text.split("\n\n")[1].splitlines()
-    return {cells[0]: cells[1:] for cells in map(str.split, lines[1:]) if not cells[0].startswith("-")}
-
-
 def test_the_table_has_a_row_per_layer_and_closes_with_mean_worst_and_uniform(tmp_path):
     path = write_trace(tmp_path / "tiny.safetensors", length_S=[40, 30], num_layers=3, num_experts=16, top_k=4)
     recording = trace_statistics(open_trace(path))
-    rows = layer_rows(trace_info(path))
-    assert list(rows) == ["layer", "0", "1", "2", "mean", "worst", "uniform"]
-    expected = [
-        "peak",
-        "EP",
-        "2",
-        "EP",
-        "4",
-        "EP",
-        "8",
-        "CV",
-        "entropy",
-        "share",
-        "last/1st",
-        "experts",
-        "4",
-        "16",
-        "64",
-    ]
-    assert rows["layer"] == expected
+    rows = trace_tables([recording])[0].frame.set_index("layer")
+    assert list(rows.index) == ["0", "1", "2", "mean", "worst", "uniform"]
+    of_loads = ["peak", "EP 2", "EP 4", "EP 8", "CV", "entropy"]
+    assert list(rows.columns) == [*of_loads, "share", "last/1st", "overlap", "B 4", "B 16", "B 64"]
     for layer in recording.layers:
-        values = [layer.peak_load, *map(layer.rank_load, (2, 4, 8)), layer.load_cv]
-        values = [f"{value:.2f}" for value in values] + [f"{layer.load_entropy:.3f}"]
-        values += [f"{recording.topk_share(layer):.3f}", f"{layer.decay[-1]:.3f}", f"{layer.neighbour_overlap:.2f}"]
-        assert rows[layer.name] == values + [f"{layer.activated[size]:.1f}" for size in (4, 16, 64)]
-    numbers = np.array([[float(cell) for cell in rows[name]] for name in ("0", "1", "2")])
-    assert [float(cell) for cell in rows["mean"]] == pytest.approx(numbers.mean(axis=0).tolist(), abs=0.051)
+        values = [layer.peak_load, *map(layer.rank_load, (2, 4, 8)), layer.load_cv, layer.load_entropy]
+        values += [recording.topk_share(layer), layer.decay[-1], layer.neighbour_overlap]
+        assert rows.loc[layer.name].tolist() == values + [layer.activated[size] for size in (4, 16, 64)]
+    numbers = rows.loc[["0", "1", "2"]].to_numpy()
+    assert rows.loc["mean"].tolist() == pytest.approx(numbers.mean(axis=0).tolist())
     least, most = numbers.min(axis=0), numbers.max(axis=0)
-    worst = [*most[:5], least[5], None, None, least[8], *most[9:]]
-    assert [None if cell == "-" else float(cell) for cell in rows["worst"]] == worst
-    uniform = ["1.00"] * 4 + ["0.00", "1.000", "-", "-", "1.00"]
-    assert rows["uniform"] == uniform + [f"{recording.uniform_activated(size):.1f}" for size in (4, 16, 64)]
+    worst = [*most[:5], least[5], math.nan, math.nan, least[8], *most[9:]]
+    assert rows.loc["worst"].tolist() == pytest.approx(worst, nan_ok=True)
+    uniform = [1.0] * 4 + [0.0, 1.0, math.nan, math.nan, 1.0, *map(recording.uniform_activated, (4, 16, 64))]
+    assert rows.loc["uniform"].tolist() == pytest.approx(uniform, nan_ok=True)
 
 
 def test_the_heading_says_what_was_recorded(tmp_path):
@@ -382,9 +361,8 @@ def test_the_heading_says_what_was_recorded(tmp_path):
 
 
 def test_a_share_of_normalised_scores_is_not_shown(tmp_path):
-    rows = layer_rows(trace_info(write_trace(tmp_path / "tiny.safetensors", normalised=True)))
-    share = rows["layer"].index("share") - rows["layer"].count("EP")  # "EP 2" is one cell
-    assert {rows[name][share] for name in ("0", "1", "mean")} == {"-"}
+    table, *_ = trace_tables(statistics(write_trace(tmp_path / "tiny.safetensors", normalised=True)))
+    assert table.frame["share"].isna().all()
 
 
 def test_scores_that_nobody_recorded_are_not_shown(tmp_path):
@@ -392,10 +370,18 @@ def test_scores_that_nobody_recorded_are_not_shown(tmp_path):
     text = trace_info(path, tmp_path)
     assert "scores: not recorded (assumed equal)" in text
     assert "not recorded (no scores): top-k share, decay by rank" in text
-    assert layer_rows(text)["mean"][5:7] == ["-", "-"]
+    assert trace_tables(statistics(path))[0].frame[["share", "last/1st"]].isna().all(axis=None)
     assert sorted(of.name for of in tmp_path.glob("*.png")) == [
         f"ids-{name}.png" for name in ("batches", "experts", "load")
     ]
+
+
+def assert_tables_fit(recordings: list[RecordingStatistics]) -> None:
+    """In a terminal all tables but overviews, which hold domains as long as these are; titles and notes may wrap."""
+    for table in trace_tables(recordings):
+        if not table.title.startswith("Overview"):
+            lines = render([replace(table, title="", notes=())], "text", width=WIDTH).splitlines()
+            assert max(map(len, lines)) <= WIDTH
 
 
 ODD = {
@@ -411,7 +397,7 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_odd_recordings_fit_the_table_and_the_figures(tmp_path, name):
     path = write_trace(tmp_path / "odd.safetensors", **ODD[name])
-    assert max(map(len, trace_info(path).splitlines())) <= WIDTH
+    assert_tables_fit(statistics(path))
     assert_nothing_is_clipped_and_no_text_hides_another(statistics(path))
 
 
@@ -554,7 +540,6 @@ def test_recorded_batches_activate_fewer_experts_than_uniform_choices():
 @pytest.mark.parametrize("name", [*DEEPSEEK, GPT_OSS, LOADS_FILE])
 def test_every_recording_fits_the_table_and_the_figures(name):
     recordings = list(recorded(name))
-    text = trace_table(recordings)
-    assert max(map(len, text.splitlines())) <= WIDTH
-    assert str(TRACES) not in text
+    assert_tables_fit(recordings)
+    assert str(TRACES) not in render(trace_tables(recordings), "text")
     assert_nothing_is_clipped_and_no_text_hides_another(recordings)

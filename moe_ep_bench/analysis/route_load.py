@@ -1,16 +1,16 @@
-"""Read a directory that ``moe-ep-bench route`` wrote, and join its virtual ranks.
+"""Read a directory that ``moe-ep-bench route`` wrote as frames, with virtual ranks joined.
 
 Rows are per source rank; a batch is one thing to the model, to an expert and to a GPU. So ranks are joined first
 (counts are summed, shares of mass weighted by tokens), every batch of every layer for itself, and only what is
 reduced there (``metrics.imbalance``) may be averaged afterwards.
 
-Shapes: B = batches, E = experts, R = EP ranks.
+Shapes: L = layers, B = batches, E = experts, R = EP ranks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +36,17 @@ _COUNTS = [
     "crossing_pairs",
 ]  # fmt: skip
 _SHARES = [name for name, metric in METRICS.items() if metric.of == "scores"]
+# Of all ranks together.
+ROUTED = (
+    "expert_imbalance",  # pairs of the fullest expert over the mean one's
+    "rank_imbalance",
+    "dropped_share",  # of the model's own pairs
+    "retained_mass",  # selected score mass over the top-k's
+    "experts_per_token",  # of valid tokens
+    "activated",  # experts with a pair
+    "fullest_activated",  # on the rank that has most of them
+)
+_OF_CASE = ["policy", "params", "looks_past_top_k"]
 
 
 class _Described(BaseModel):
@@ -87,107 +98,50 @@ class _Description(_Described):
 
 
 @dataclass(frozen=True, eq=False)
-class RoutedCase:
-    """One policy, or the model's own top-k, on one layer: its batches, ranks joined.
+class RouteGroup:
+    """Layers that were routed alike, in the order of the layers.
 
     Attributes:
-        counts_B: one row per batch: summed counts, and means over tokens weighted by tokens.
-        load_BE: int64, pairs per expert. image_load_BE: those of image tokens; None without modality.
+        facts: the first layer's.
+        layers: None where nothing numbers the one layer.
+        batches: one row per layer, case and batch, for cases that every layer has; the baseline, ``native``, stands
+            first. Columns: ``layer`` (its name), ``label``, ``policy``, ``params``, ``looks_past_top_k``; summed
+            counts and mean shares of ``routing``; ``ROUTED``; pairs as arrays: ``load_E``, ``load_R``,
+            ``load_over_mean_E`` (over the model's mean load T * K / E) and ``image_load_E`` (of image tokens; absent
+            without modality).
+        scores, overlap: the tables of all layers, with ``layer``.
     """
 
-    case_id: str
-    comparison_id: str
-    policy: str
-    params: Mapping[str, Any]
-    label: str
-    is_baseline: bool
-    looks_past_top_k: bool
-    counts_B: pd.DataFrame
-    load_BE: NDArray[np.int64]
-    image_load_BE: NDArray[np.int64] | None
-    top_k: int
-    placement: Placement
-
-    @cached_property
-    def rank_load(self) -> NDArray[np.float64]:
-        return self.placement.rank_load(self.load_BE)
-
-    @property
-    def expert_imbalance(self) -> NDArray[np.float64]:
-        return imbalance(self.load_BE)
-
-    @property
-    def rank_imbalance(self) -> NDArray[np.float64]:
-        return imbalance(self.rank_load)
-
-    @property
-    def normalised_load(self) -> NDArray[np.float64]:
-        """Pairs over the model's mean load T * K / E, whatever the policy computes."""
-        return self.load_BE * (self.load_BE.shape[1] / self.counts_B["num_topk_pairs"].to_numpy()[:, None])
-
-    @property
-    def activated(self) -> NDArray[np.int64]:
-        return (self.load_BE > 0).sum(axis=1)
-
-    @property
-    def fullest_activated(self) -> NDArray[np.int64]:
-        """Activated experts on the rank that has most of them."""
-        return self.placement.activated_experts(self.load_BE).max(axis=1)
-
-    @property
-    def dropped_share(self) -> NDArray[np.float64]:
-        return (self.counts_B["num_dropped_pairs"] / self.counts_B["num_topk_pairs"]).to_numpy()
-
-    @property
-    def retained_mass(self) -> NDArray[np.float64]:
-        """Selected score mass over the top-k's."""
-        return (self.counts_B["selected_mass"] / self.counts_B["topk_share"]).to_numpy()
-
-    @property
-    def experts_per_token(self) -> NDArray[np.float64]:
-        """Of valid tokens."""
-        of_valid_B = self.counts_B["num_pairs"] - self.counts_B["padding_pairs"]
-        return (of_valid_B / self.counts_B["num_tokens"]).to_numpy()
-
-
-@dataclass(frozen=True, eq=False)
-class RoutedLayer:
-    """One comparison: a layer, its baseline and its policies."""
-
-    comparison_id: str
     facts: Facts
-    cases: Mapping[str, RoutedCase]
-    """By label; the baseline is ``native``."""
+    layers: tuple[int | None, ...]
+    batches: pd.DataFrame
     scores: pd.DataFrame
     overlap: pd.DataFrame
 
     @property
-    def native(self) -> RoutedCase:
-        return next(case for case in self.cases.values() if case.is_baseline)
-
-
-@dataclass(frozen=True, eq=False)
-class RouteGroup:
-    """Layers that were routed alike, in the order of the layers."""
-
-    layers: tuple[RoutedLayer, ...]
-
-    @property
-    def facts(self) -> Facts:
-        return self.layers[0].facts
-
-    @property
     def layer_names(self) -> list[str]:
-        return ["-" if layer.facts.layer is None else str(layer.facts.layer) for layer in self.layers]
+        return [_name(layer) for layer in self.layers]
 
-    @property
-    def labels(self) -> list[str]:
-        """Cases that every layer has, the baseline first."""
-        return [label for label in self.layers[0].cases if all(label in layer.cases for layer in self.layers)]
+    @cached_property
+    def by_layer(self) -> pd.DataFrame:
+        """One row per ``label`` and ``layer``: means over batches."""
+        numbers = [*_COUNTS, *_SHARES, *ROUTED]
+        return self.batches.groupby(["label", "layer"], sort=False)[numbers].mean().reset_index()
 
-    def cases(self, label: str) -> list[RoutedCase]:
-        """The same case on every layer."""
-        return [layer.cases[label] for layer in self.layers]
+    @cached_property
+    def cases(self) -> pd.DataFrame:
+        """One row per case, by label: ``policy``, ``params``, ``looks_past_top_k``; means over batches, then layers."""
+        cases = self.batches.drop_duplicates("label").set_index("label")[_OF_CASE]
+        return cases.join(self.by_layer.drop(columns="layer").groupby("label").mean())
+
+    def of(self, labels: Iterable[str]) -> pd.DataFrame:
+        """The rows of ``by_layer`` of some cases, case by case."""
+        return pd.concat([self.by_layer[self.by_layer["label"] == label] for label in labels], ignore_index=True)
+
+    def loads(self, label: str, name: str) -> NDArray[np.float64]:
+        """An array column of a case's batches: [L, B, E or R]."""
+        load_NE = np.stack(self.batches.loc[self.batches["label"] == label, name].to_list())
+        return load_NE.reshape(len(self.layers), -1, load_NE.shape[1])
 
     @property
     def title(self) -> str:
@@ -204,14 +158,12 @@ class RouteRun:
 
     def named(self, words: str) -> RouteRun:
         """The same, with ``words`` behind what every figure's footer says of the workload."""
-
-        def renamed(layer: RoutedLayer) -> RoutedLayer:
-            workload = layer.facts.workload
-            described = workload.model_copy(update={"description": f"{workload.description}, {words}"})
-            return replace(layer, facts=layer.facts.model_copy(update={"workload": described}))
-
-        groups = tuple(RouteGroup(tuple(map(renamed, group.layers))) for group in self.groups)
-        return RouteRun(self.directory, groups)
+        groups = []
+        for group in self.groups:
+            workload = group.facts.workload
+            workload = workload.model_copy(update={"description": f"{workload.description}, {words}"})
+            groups.append(replace(group, facts=group.facts.model_copy(update={"workload": workload})))
+        return RouteRun(self.directory, tuple(groups))
 
 
 def short(label: str) -> str:
@@ -233,39 +185,59 @@ def load_route(directory: Path | str, passed_over: list[str] | None = None) -> R
     files = RunDirectory(Path(directory))
     tried = Tried(passed_over)
     description = _read_description(files.run_json)
-    by_comparison: dict[str, dict[str, _CaseFacts]] = {comparison_id: {} for comparison_id in description.comparisons}
-    for case_id, case in sorted(description.cases.items(), key=lambda item: item[1].order):
-        by_comparison[case.comparison_id][case_id] = case
-    groups: dict[str, list[RoutedLayer]] = {}
+    groups: dict[str, list[RouteGroup]] = {}
     for comparison_id, facts in sorted(description.comparisons.items(), key=lambda item: item[1].order):
-        spec = facts.placement.shares or facts.placement.name
-        placement = make_placement(spec, facts.num_experts, facts.num_ranks)
-        cases = [
-            tried(_read_case, files, case_id, case, facts, placement)
-            for case_id, case in by_comparison[comparison_id].items()
-        ]
-        layer = tried(_layer, files, comparison_id, facts, [case for case in cases if case is not None])
+        layer = tried(_read_layer, files, comparison_id, description, tried)
         if layer is not None:
             groups.setdefault(facts.group, []).append(layer)
     if not groups:
         raise ResultsError(f"{files.run_json}: {'no comparison can be read' if passed_over else 'lists no comparison'}")
-    ordered = [sorted(layers, key=lambda layer: layer.facts.layer or 0) for layers in groups.values()]
-    return RouteRun(files.root, tuple(RouteGroup(tuple(layers)) for layers in ordered))
+    return RouteRun(files.root, tuple(_joined(layers) for layers in groups.values()))
 
 
-def _layer(files: RunDirectory, comparison_id: str, facts: Facts, cases: list[RoutedCase]) -> RoutedLayer:
-    if not any(case.is_baseline for case in cases):
+def _joined(layers: list[RouteGroup]) -> RouteGroup:
+    """The layers of a group as one, with the cases that every layer has."""
+    layers = sorted(layers, key=lambda layer: layer.facts.layer or 0)
+    common = set.intersection(*(set(layer.batches["label"]) for layer in layers))
+    batches = pd.concat([layer.batches for layer in layers], ignore_index=True)
+    overlaps = [layer.overlap for layer in layers if len(layer.overlap)]
+    return RouteGroup(
+        layers[0].facts,
+        tuple(layer.facts.layer for layer in layers),
+        batches[batches["label"].isin(common)],
+        pd.concat([layer.scores for layer in layers], ignore_index=True),
+        pd.concat(overlaps, ignore_index=True) if overlaps else layers[0].overlap,
+    )
+
+
+def _name(layer: int | None) -> str:
+    return "-" if layer is None else str(layer)
+
+
+def _read_layer(files: RunDirectory, comparison_id: str, description: _Description, tried: Tried) -> RouteGroup:
+    """One comparison, as a group of one layer."""
+    facts = description.comparisons[comparison_id]
+    placement = make_placement(facts.placement.shares or facts.placement.name, facts.num_experts, facts.num_ranks)
+    cases = [(case_id, case) for case_id, case in description.cases.items() if case.comparison_id == comparison_id]
+    read = [
+        (case.role, tried(_read_case, files, case_id, case, facts, placement))
+        for case_id, case in sorted(cases, key=lambda item: item[1].order)
+    ]
+    if not any(role == "baseline" and rows is not None for role, rows in read):
         raise ResultsError(
             f"{files.run_json}: comparisons.{comparison_id} ({facts.title}): its native case cannot be read, and all "
             "others are held against it"
         )
-    return RoutedLayer(
-        comparison_id,
-        facts,
-        {case.label: case for case in cases},
-        _read_table(files.path("score_curves", comparison_id), SCORE_CURVES_SCHEMA),
-        _read_table(files.path("overlap", comparison_id), OVERLAP_SCHEMA, optional=True),
+    scores = _read_table(files.path("score_curves", comparison_id), SCORE_CURVES_SCHEMA)
+    overlap_path = files.path("overlap", comparison_id)
+    overlap = (
+        _read_table(overlap_path, OVERLAP_SCHEMA)
+        if overlap_path.is_file()
+        else pd.DataFrame(columns=OVERLAP_SCHEMA.names)
     )
+    batches = pd.concat([rows for _, rows in read if rows is not None], ignore_index=True)
+    of_layer = (frame.assign(layer=_name(facts.layer)) for frame in (batches, scores, overlap))
+    return RouteGroup(facts, (facts.layer,), *of_layer)
 
 
 def _read_description(path: Path) -> _Description:
@@ -282,15 +254,14 @@ def _read_description(path: Path) -> _Description:
     return description
 
 
-def _read_table(path: Path, schema: pa.Schema, *, optional: bool = False) -> pd.DataFrame:
+def _read_table(path: Path, schema: pa.Schema) -> pd.DataFrame:
     if not path.is_file():
-        if optional:
-            return pd.DataFrame(columns=schema.names)
         raise ResultsError(f"{path}: missing; routing did not finish: start it again to go on")
     return read_table(path, schema).to_pandas()
 
 
-def _read_case(files: RunDirectory, case_id: str, case: _CaseFacts, facts: Facts, placement: Placement) -> RoutedCase:
+def _read_case(files: RunDirectory, case_id: str, case: _CaseFacts, facts: Facts, placement: Placement) -> pd.DataFrame:
+    """One row per batch, ranks joined."""
     path = files.path("routing", case_id)
     rows = _read_table(path, ROUTING_SCHEMA)
     if set(rows["case_id"]) != {case_id}:
@@ -308,21 +279,27 @@ def _read_case(files: RunDirectory, case_id: str, case: _CaseFacts, facts: Facts
     # Scores of every token sum to 1, so that a share of all mass is a mean over tokens.
     weighted["selected_mass"] = rows["retained_mass_all"] * rows["num_tokens"]
     means = weighted.groupby(rows["batch"]).sum().div(counts["num_tokens"], axis=0)
-    has_images = rows["image_load_E"].notna().all()
-    return RoutedCase(
-        case_id=case_id,
-        comparison_id=case.comparison_id,
-        policy=case.policy,
-        params=case.policy_params,
+    load_BE = _summed(grouped, "load_E")
+    load_BR = placement.rank_load(load_BE)
+    frame = pd.concat([counts, means], axis=1).assign(
         label=case.label,
-        is_baseline=case.role == "baseline",
+        policy=case.policy,
+        params=[case.policy_params] * len(counts),
         looks_past_top_k=case.looks_past_top_k,
-        counts_B=pd.concat([counts, means], axis=1),
-        load_BE=_summed(grouped, "load_E"),
-        image_load_BE=_summed(grouped, "image_load_E") if has_images else None,
-        top_k=facts.top_k,
-        placement=placement,
+        expert_imbalance=imbalance(load_BE),
+        rank_imbalance=imbalance(load_BR),
+        dropped_share=counts["num_dropped_pairs"] / counts["num_topk_pairs"],
+        retained_mass=means["selected_mass"] / means["topk_share"],
+        experts_per_token=(counts["num_pairs"] - counts["padding_pairs"]) / counts["num_tokens"],
+        activated=(load_BE > 0).sum(axis=1),
+        fullest_activated=placement.activated_experts(load_BE).max(axis=1),
+        load_E=list(load_BE),
+        load_R=list(load_BR),
+        load_over_mean_E=list(load_BE * (facts.num_experts / counts["num_topk_pairs"].to_numpy()[:, None])),
     )
+    if rows["image_load_E"].notna().all():
+        frame["image_load_E"] = list(_summed(grouped, "image_load_E"))
+    return frame.reset_index()
 
 
 def _summed(grouped: Any, column: str) -> NDArray[np.int64]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pandas as pd
 from matplotlib.colors import Normalize
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MultipleLocator
 
-from moe_ep_bench.analysis.marks import table
-from moe_ep_bench.analysis.route_load import RoutedCase, RouteGroup, RouteRun, short
+from moe_ep_bench.analysis.route_load import RouteGroup, RouteRun, short
 from moe_ep_bench.analysis.route_parts import (
     BALANCE,
     HEAT,
@@ -18,16 +20,17 @@ from moe_ep_bench.analysis.route_parts import (
     NATIVE,
     by_field,
     few,
+    figure_rows,
     footer,
+    grid,
     heading,
     largest,
     layer_legend,
     layer_ticks,
-    mean_over,
+    lines_of,
+    look_line,
     not_drawn,
     ordered_line,
-    placement_words,
-    route_mark,
     thin_line,
     ticks,
     without,
@@ -35,12 +38,9 @@ from moe_ep_bench.analysis.route_parts import (
 from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, Drawing, looks_of, panel_title, sheet
 from moe_ep_bench.metrics import imbalance_factor
 
-_P50, _P95 = 50, 95
 _TEXT_FILL, _IMAGE_FILL = "#0072B2", "#E69F00"
-_PAIRS_AND_MASS = {
-    "computed pairs": ordered_line(0, 2, color="#0072B2"),
-    "score mass": ordered_line(1, 2, color="#CC79A7"),
-}
+_IMAGES = {"facecolor": _IMAGE_FILL, "hatch": "////", "edgecolor": "white"}
+_P95 = {"linewidth": 0.9, "marker": "_", "markersize": 11, "markeredgewidth": 1.4}
 
 
 def heatmap_figure(run: RouteRun) -> Drawing | None:
@@ -48,14 +48,14 @@ def heatmap_figure(run: RouteRun) -> Drawing | None:
     groups = [group for group in largest(run) if len(group.layers) > 1]
     if not groups:
         return None
-    group = next((group for group in groups if by_field(group, "c", ["laser"])), groups[0])
-    shown = {"native": group.cases("native")}
-    for values in list(by_field(group, "c", ["laser"]).values())[:1]:
-        shown |= {f"LASER, c = {c}": values[c] for c in few([c for c in values if c > group.facts.top_k], 3)}
-    load_VLE = {name: np.stack([case.normalised_load.mean(axis=0) for case in cases]) for name, cases in shown.items()}
-    most = max(load_LE.max() for load_LE in load_VLE.values())
+    pools = lines_of(groups, "c", "laser", least=1)
+    group = pools[0][0] if pools else groups[0]
+    shown = {"native": "native"}
+    for _, _, cases in pools[:1]:
+        wider = cases.loc[cases["value"] > group.facts.top_k, "value"]
+        shown |= {f"LASER, c = {c}": label for label, c in few(list(wider.items()), 3)}
+    load_VLE = {name: group.loads(label, "load_over_mean_E").mean(axis=1) for name, label in shown.items()}
     columns = min(2, len(shown))
-    rows = -(-len(shown) // columns)
     figure = sheet(
         "Load of every expert in every layer",
         f"{group.title}. (Token, expert) pairs over the mean T K / E, mean over batches; one colour scale. Above a "
@@ -63,33 +63,30 @@ def heatmap_figure(run: RouteRun) -> Drawing | None:
         footer([group], looks_past=len(shown) > 1),
         [],
         width=10.5 if columns == 2 else 6.5,
-        body=rows * max(2.2, 0.1 * len(group.layers) + 0.9),
+        body=-(-len(shown) // columns) * max(2.2, 0.1 * len(group.layers) + 0.9),
     )
-    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    panels = grid(figure, len(shown), columns, sharex=True, sharey=True)
+    colours = Normalize(0, max(load_LE.max() for load_LE in load_VLE.values()))
     image = None
     for axes, (name, load_LE) in zip(panels.flat, load_VLE.items(), strict=False):
-        image = axes.imshow(load_LE, aspect="auto", cmap=HEAT, norm=Normalize(0, most), interpolation="nearest")
-        panel_title(axes, f"{name}: {mean_over(shown[name], 'expert_imbalance'):.2f}", 4)
+        image = axes.imshow(load_LE, aspect="auto", cmap=HEAT, norm=colours, interpolation="nearest")
+        panel_title(axes, f"{name}: {group.cases.loc[shown[name], 'expert_imbalance']:.2f}", 4)
         axes.grid(False)
-        places = ticks(len(group.layers), 9)
-        axes.set_yticks(places, [group.layer_names[place] for place in places])
+        layer_ticks(axes, group.layer_names, axis="y")
         axes.set_xticks(ticks(load_LE.shape[1], 17))
-    for axes in list(panels.flat)[len(shown) :]:
-        axes.set_visible(False)
+        axes.label_outer()
     for axes in panels[-1]:
         axes.set_xlabel("expert")
-    for axes in panels[:, 0]:
-        axes.set_ylabel("layer")
     bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.01)
     bar.set_label("load (1 = mean)")
     bar.outline.set_visible(False)
-    marks = [
-        route_mark(group, case, layer=layer, expert=expert, load_over_mean=load)
-        for name, cases in shown.items()
-        for layer, case, load_E in zip(group.layer_names, cases, load_VLE[name], strict=True)
-        for expert, load in enumerate(load_E)
+    experts = range(group.facts.num_experts)
+    rows = [
+        pd.DataFrame({"label": shown[name], "layer": layer, "expert": experts, "load_over_mean": load_E})
+        for name, load_LE in load_VLE.items()
+        for layer, load_E in zip(group.layer_names, load_LE, strict=True)
     ]
-    return Drawing(figure, table(marks))
+    return Drawing(figure, figure_rows([(group, pd.concat(rows, ignore_index=True))]))
 
 
 def violation_figure(run: RouteRun) -> Drawing | None:
@@ -98,250 +95,245 @@ def violation_figure(run: RouteRun) -> Drawing | None:
     groups = every[:MAX_PANELS]
     if not groups:
         return None
-    labels = few([label for label in groups[0].labels if label != "native"])
+    labels = few(groups[0].cases.index[1:])
     looks = looks_of({label: short(label) for label in labels})
-    legend = [("native", Line2D([], [], **NATIVE))]
-    legend += [(look.label, Line2D([], [], **_marks(look))) for look in looks.values()]
+    rows = {
+        group: group.of(["native", *labels])
+        .assign(max_violation=lambda rows: rows["expert_imbalance"] - 1)
+        .filter(["label", "layer", "max_violation"])
+        for group in groups
+    }
     figure = sheet(
         "Max violation by layer",
         heading(groups, "A panel for each workload") + "Max violation: pairs of the fullest "
         "expert over the mean expert's, less 1, of each batch, all ranks together; mean over batches.",
         footer(
             groups,
-            *not_drawn("Policies", len(groups[0].labels) - 1 - len(labels)),
+            *not_drawn("Policies", len(groups[0].cases) - 1 - len(labels)),
             *not_drawn("Workloads", len(every) - len(groups)),
-            looks_past=any(groups[0].layers[0].cases[label].looks_past_top_k for label in labels),
+            looks_past=groups[0].cases.loc[labels, "looks_past_top_k"].any(),
         ),
-        legend,
+        [
+            ("native", Line2D([], [], **NATIVE)),
+            *((look.label, Line2D([], [], **look_line(look, 1.4, 4.5))) for look in looks.values()),
+        ],
         width=10.5,
         body=3.0 * len(groups),
     )
-    panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
-    for axes, group in zip(panels, groups, strict=True):
+    panels = grid(figure, len(groups), 1)[:, 0]
+    for axes, (group, of_group) in zip(panels, rows.items(), strict=True):
         if len(groups) > 1:
             panel_title(axes, group.title, 9)
-        for label, look in looks.items():
-            if label in group.labels:
-                axes.plot([case.expert_imbalance.mean() - 1 for case in group.cases(label)], **_marks(look))
-        axes.plot([case.expert_imbalance.mean() - 1 for case in group.cases("native")], zorder=3, **NATIVE)
+        for label, line in of_group.groupby("label", sort=False):
+            style = {"zorder": 3, **NATIVE} if label == "native" else look_line(looks[label], 1.4, 4.5)
+            axes.plot(range(len(line)), line["max_violation"], **style)
         axes.set_ylim(bottom=0)
         axes.set_ylabel("max violation")
-        layer_ticks(axes, group, 26)
-    marks = [
-        route_mark(group, case, layer=layer, max_violation=case.expert_imbalance.mean() - 1)
-        for group in groups
-        for label in ("native", *looks)
-        if label in group.labels
-        for layer, case in zip(group.layer_names, group.cases(label), strict=True)
-    ]
-    return Drawing(figure, table(marks))
+        layer_ticks(axes, group.layer_names, 26)
+    return Drawing(figure, figure_rows(rows.items()))
 
 
 def imbalance_figure(run: RouteRun) -> Drawing | None:
     """LASER's imbalance factor against c: median and 95th percentile over batches, per expert and per GPU."""
-    found = [(group, families) for group in largest(run) if (families := _several(by_field(group, "c", ["laser"])))]
-    left_out = len(found) - MAX_PANELS
-    found = found[:MAX_PANELS]
-    if not found:
+    every = [(group, cases) for group in largest(run) if len(cases := by_field(group, "c", "laser"))]
+    if not every:
         return None
-    labels = list(dict.fromkeys(label for _, families in found for label in families))
-    looks = looks_of({label: short(label) for label in labels})
-    legend = [("native", Line2D([], [], **NATIVE))]
-    if any("load_only" in group.labels for group, _ in found):
-        legend.append(("load_only (balance bound)", Line2D([], [], **BALANCE)))
-    legend += [(look.label, Line2D([], [], **_marks(look))) for look in looks.values()]
-    legend += [
-        ("median", Line2D([], [], color=MUTED, linewidth=2.0, marker="o", markersize=4.5)),
-        ("95th percentile", Line2D([], [], color=MUTED, linewidth=0.9, marker="_", markersize=11, markeredgewidth=1.4)),
-    ]
-    group = found[0][0]
-    weights = "alike" if group.facts.layer_weights is None else "by route.layer_weights"
+    rows = {group: _factors(group, cases) for group, cases in every[:MAX_PANELS]}
+    groups = list(rows)
+    looks = looks_of({line: short(line) for _, cases in every[: len(rows)] for line in cases["line"].unique()})
+    facts = groups[0].facts
+    weights = "alike" if facts.layer_weights is None else "by route.layer_weights"
+    bounded = any("load_only" in group.cases.index for group in groups)
     figure = sheet(
         "Imbalance factor against c",
-        heading([group for group, _ in found], "A row for each workload")
+        heading(groups, "A row for each workload")
         + f"The fullest over the mean, of each layer and batch; layers weighted {weights}; median and 95th percentile "
-        + f"over {group.facts.num_batches} batches.",
-        footer([group for group, _ in found], *not_drawn("Workloads", left_out)),
-        legend,
+        + f"over {facts.num_batches} batches.",
+        footer(groups, *not_drawn("Workloads", len(every) - len(groups))),
+        [
+            ("native", Line2D([], [], **NATIVE)),
+            *([("load_only (balance bound)", Line2D([], [], **BALANCE))] if bounded else []),
+            *((look.label, Line2D([], [], **look_line(look, 1.4, 4.5))) for look in looks.values()),
+            ("median", Line2D([], [], color=MUTED, linewidth=2.0, marker="o", markersize=4.5)),
+            ("95th percentile", Line2D([], [], color=MUTED, **_P95)),
+        ],
         width=10.5,
-        body=3.3 * len(found),
+        body=3.3 * len(groups),
     )
-    panels = figure.subplots(len(found), 2, squeeze=False)
-    for row, (group, families) in zip(panels, found, strict=True):
-        titles = "fullest expert", f"fullest GPU ({placement_words(group)})"
-        for axes, number, title in zip(row, ("load_BE", "rank_load"), titles, strict=True):
-            panel_title(axes, title if len(found) == 1 else f"{title}; {group.facts.traffic}", 4.2)
-            for percentile, width in ((_P50, 2.0), (_P95, 0.9)):
-                axes.axhline(
-                    _factor(group, group.cases("native"), number, percentile), **{**NATIVE, "linewidth": width}
-                )
-                if "load_only" in group.labels:
-                    bound = _factor(group, group.cases("load_only"), number, percentile)
-                    axes.axhline(bound, **{**BALANCE, "linewidth": width})
-                for label, values in families.items():
-                    factors = [_factor(group, cases, number, percentile) for cases in values.values()]
-                    look = _marks(looks[label])
-                    ticks = {} if percentile == _P50 else {"marker": "_", "markersize": 11, "markeredgewidth": 1.4}
-                    edge = {} if percentile == _P50 else {"markeredgecolor": look["color"]}
-                    axes.plot(list(values), factors, **{**look, "linewidth": width, **ticks, **edge})
-            axes.set_xticks(list(next(iter(families.values()))))
+    panels = grid(figure, 2 * len(groups), 2)
+    for panels_of, (group, factors) in zip(panels, rows.items(), strict=True):
+        placed = f"{group.facts.num_ranks} GPUs, {group.facts.placement.name} placement"
+        for axes, of, title in zip(panels_of, ("expert", "GPU"), ("expert", f"GPU ({placed})"), strict=True):
+            panel_title(axes, f"fullest {title}" + ("" if len(groups) == 1 else f"; {group.facts.traffic}"), 4.2)
+            of_fullest = factors[factors["fullest"] == of]
+            for name, wide in (("imbalance_factor_median", {"linewidth": 2.0}), ("imbalance_factor_p95", _P95)):
+                for label, style in (("native", NATIVE), ("load_only", BALANCE)):
+                    for factor in of_fullest.loc[of_fullest["label"] == label, name]:
+                        axes.axhline(factor, **{**style, "linewidth": wide["linewidth"]})
+                for line, values in of_fullest.groupby("line", sort=False):
+                    look = looks[line]
+                    edge = {"markeredgecolor": look.colour} if wide is _P95 else {}
+                    axes.plot(values["c"], values[name], **{**look_line(look, 1.4, 4.5), **wide, **edge})
+            axes.set_xticks(of_fullest.loc[of_fullest["line"] == of_fullest["line"].dropna().iloc[0], "c"])
             axes.set_xlabel("c (experts a token may choose from)")
             axes.set_ylabel("imbalance factor")
             axes.set_ylim(bottom=0.95)
-    marks = []
-    for group, families in found:
-        shown = [(None, group.cases(label)) for label in ("native", "load_only") if label in group.labels]
-        shown += [(c, cases) for values in families.values() for c, cases in values.items()]
-        for c, cases in shown:
-            for of, number in (("expert", "load_BE"), ("GPU", "rank_load")):
-                p50, p95 = (_factor(group, cases, number, percentile) for percentile in (_P50, _P95))
-                factors = {"imbalance_factor_median": p50, "imbalance_factor_p95": p95}
-                marks.append(route_mark(group, cases, c=c, fullest=of, **factors))
-    return Drawing(figure, table(marks))
+    return Drawing(figure, figure_rows(rows.items()))
 
 
-def _factor(group: RouteGroup, cases: list[RoutedCase], number: str, percentile: float) -> float:
-    load_LBN = np.stack([getattr(case, number) for case in cases])
-    return float(np.percentile(imbalance_factor(load_LBN, group.facts.layer_weights), percentile))
+def _factors(group: RouteGroup, cases: pd.DataFrame) -> pd.DataFrame:
+    """Median and 95th percentile over batches, of the cases and of what they lie between."""
+    bounds: list[tuple[str, Any, Any]] = [
+        (label, None, None) for label in ("native", "load_only") if label in group.cases.index
+    ]
+    shown = [*bounds, *zip(cases.index, cases["value"], cases["line"], strict=True)]
+    rows = []
+    for label, c, line in shown:
+        for fullest, name in (("expert", "load_E"), ("GPU", "load_R")):
+            factors_B = imbalance_factor(group.loads(label, name), group.facts.layer_weights)
+            median, p95 = np.percentile(factors_B, [50, 95])
+            rows.append([label, c, line, fullest, median, p95])
+    columns = ["label", "c", "line", "fullest", "imbalance_factor_median", "imbalance_factor_p95"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def dropped_figure(run: RouteRun) -> Drawing | None:
     """Dropped share of the top-k pairs against the capacity factor, a line per layer."""
-    found = [
-        (group, label, values)
-        for group in largest(run)
-        for label, values in _several(by_field(group, "capacity_factor", ["token_drop", "expanded_drop"])).items()
-    ]
+    every = lines_of(largest(run), "capacity_factor", "token_drop", "expanded_drop")
+    found = every[: 3 * MAX_PANELS]
     if not found:
         return None
-    left_out = len(found) - 3 * MAX_PANELS
-    found = found[: 3 * MAX_PANELS]
     columns = min(3, len(found))
-    rows = -(-len(found) // columns)
-    groups = list({id(group): group for group, _, _ in found}.values())
-    one_group = len(groups) == 1
+    groups = list(dict.fromkeys(group for group, _, _ in found))
     layered = any(len(group.layers) > 1 for group in groups)
-    legend = [*layer_legend(max(groups, key=lambda group: len(group.layers)))]
-    legend.append(("mean over layers" if layered else "one layer", Line2D([], [], **MEAN)))
+    names = max((group.layer_names for group in groups), key=len)
     figure = sheet(
         f"Dropped share against the capacity factor {GAMMA}",
         heading(groups, "A panel for each workload and policy")
         + "Top-k pairs that are not computed, all ranks together; mean over batches.",
         footer(
             groups,
-            *not_drawn("Workloads and policies", left_out),
-            looks_past=any(label.startswith("expanded") for _, label, _ in found),
+            *not_drawn("Workloads and policies", len(every) - len(found)),
+            looks_past=any(line.startswith("expanded") for _, line, _ in found),
         ),
-        legend,
+        [
+            *(layer_legend(names) if len(names) > 1 else []),
+            ("mean over layers" if layered else "one layer", Line2D([], [], **MEAN)),
+        ],
         width=max(3.6 * columns + 0.4, 6.5),
-        body=2.9 * rows,
+        body=2.9 * -(-len(found) // columns),
     )
-    panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    for axes, (group, label, values) in zip(panels.flat, found, strict=False):
-        panel_title(axes, label if one_group else f"{group.facts.model}: {label}, {group.facts.traffic}", 3.2)
-        share_LG = 100 * np.array([[case.dropped_share.mean() for case in cases] for cases in values.values()]).T
-        for place, share_G in enumerate(share_LG) if len(share_LG) > 1 else ():
-            axes.plot(list(values), share_G, **thin_line(place, len(share_LG)))
-        axes.plot(list(values), share_LG.mean(axis=0), zorder=3, **MEAN)
+    panels = grid(figure, len(found), columns, sharey=True)
+    rows = []
+    for axes, (group, line, cases) in zip(panels.flat, found, strict=False):
+        panel_title(axes, line if len(groups) == 1 else f"{group.facts.model}: {line}, {group.facts.traffic}", 3.2)
+        of_layers = group.of(cases.index).assign(dropped_percent=lambda rows: 100 * rows["dropped_share"])
+        share_GL = of_layers["dropped_percent"].to_numpy().reshape(len(cases), -1)
+        for place, share_G in enumerate(share_GL.T) if share_GL.shape[1] > 1 else ():
+            axes.plot(cases["value"], share_G, **thin_line(place, share_GL.shape[1]))
+        axes.plot(cases["value"], share_GL.mean(axis=1), zorder=3, **MEAN)
         axes.set_xlabel(f"capacity factor {GAMMA}")
+        rows.append((group, of_layers[["label", "layer", "dropped_percent"]]))
     panels[0, 0].set_ylim(bottom=0)  # Of all panels; before the last is drawn it would fix their top too.
     for axes in panels[:, 0]:
         axes.set_ylabel("dropped (% of top-k pairs)")
-    for axes in list(panels.flat)[len(found) :]:
-        axes.set_visible(False)
-    marks = [
-        route_mark(group, case, layer=layer, dropped_percent=100 * case.dropped_share.mean())
-        for group, _, values in found
-        for cases in values.values()
-        for layer, case in zip(group.layer_names, cases, strict=True)
-    ]
-    return Drawing(figure, table(marks))
+    return Drawing(figure, figure_rows(rows))
 
 
 def expanded_figure(run: RouteRun) -> Drawing | None:
     """Normalised load under Expanded Drop for several numbers of candidates m."""
-    found = [
-        (group, label, values)
-        for group in largest(run)
-        for label, values in _several(by_field(group, "num_candidates", ["expanded_drop"])).items()
-    ]
-    left_out = len(found) - MAX_PANELS
-    found = found[:MAX_PANELS]
+    every = lines_of(largest(run), "num_candidates", "expanded_drop")
+    found = every[:MAX_PANELS]
     if not found:
         return None
-    group, _, first = found[0]
-    legend = [("native", Line2D([], [], **NATIVE))]
-    legend += [
-        (f"m = {m}", Line2D([], [], **ordered_line(place, len(first), marker="none"))) for place, m in enumerate(first)
-    ]
-    legend += [(f"right: {name}", Line2D([], [], **line)) for name, line in _PAIRS_AND_MASS.items()]
+    groups = [group for group, _, _ in found]
+    in_percent = {
+        "computed_percent_of_topk_pairs": ("computed pairs", ordered_line(0, 2, color="#0072B2")),
+        "retained_mass_percent": ("score mass", ordered_line(1, 2, color="#CC79A7")),
+    }
+    first = found[0][2]["value"]
     figure = sheet(
         "Load under Expanded Drop against the number of candidates m",
-        heading([group for group, _, _ in found], "A row for each workload and policy")
+        heading(groups, "A row for each workload and policy")
         + "Pairs over the model's mean T K / E. Left: experts of each batch and layer by falling load, then means. "
         "Right: means over batches and layers.",
-        footer([group for group, _, _ in found], *not_drawn("Workloads and policies", left_out)),
-        legend,
+        footer(groups, *not_drawn("Workloads and policies", len(every) - len(found))),
+        [
+            ("native", Line2D([], [], **NATIVE)),
+            *(
+                (f"m = {m}", Line2D([], [], **ordered_line(place, len(first), marker="none")))
+                for place, m in enumerate(first)
+            ),
+            *((f"right: {name}", Line2D([], [], **line)) for name, line in in_percent.values()),
+        ],
         width=10.5,
         body=3.4 * len(found),
     )
-    panels = figure.subplots(len(found), 2, squeeze=False, width_ratios=[1.5, 1])
-    for (by_expert, by_m), (group, label, values) in zip(panels, found, strict=True):
-        panel_title(by_expert, label, 5.5)
+    panels = grid(figure, 2 * len(found), 2, width_ratios=[1.5, 1])
+    rows = []
+    for (by_expert, by_m), (group, line, cases) in zip(panels, found, strict=True):
+        shown = pd.concat([group.cases.loc[["native"]], cases])
+        shown = shown.assign(
+            computed_percent_of_topk_pairs=100 * shown["experts_per_token"] / group.facts.top_k,
+            retained_mass_percent=100 * shown["retained_mass"],
+        )
+        # Sorted in every batch and layer before they are averaged.
+        falling_VE = [
+            -np.sort(-group.loads(label, "load_over_mean_E")).mean(axis=1).mean(axis=0) for label in shown.index
+        ]
+        panel_title(by_expert, line, 5.5)
         experts = range(1, group.facts.num_experts + 1)
-        for place, cases in enumerate(values.values()):
-            by_expert.plot(experts, _falling(cases), **ordered_line(place, len(values), marker="none"))
-        by_expert.plot(experts, _falling(group.cases("native")), **NATIVE)
+        for place, load_E in enumerate(falling_VE[1:]):
+            by_expert.plot(experts, load_E, **ordered_line(place, len(cases), marker="none"))
+        by_expert.plot(experts, falling_VE[0], **NATIVE)
         by_expert.axhline(1, **BALANCE)
         by_expert.set_xlabel("experts, the fullest first")
         by_expert.set_ylabel("load (1 = mean)")
         by_expert.set_ylim(bottom=0)
         panel_title(by_m, "computed pairs, and mass kept", 3.5)
-        pairs = [100 * mean_over(cases, "experts_per_token") / group.facts.top_k for cases in values.values()]
-        mass = [100 * mean_over(cases, "retained_mass") for cases in values.values()]
-        for share, line in zip((pairs, mass), _PAIRS_AND_MASS.values(), strict=True):
-            by_m.plot(list(values), share, **line)
-        by_m.set_xticks(list(values))
-        by_m.set_xlabel("candidates m, " + ("anywhere" if "scope=global" in label else "on the token's own rank"))
+        for name, (_, style) in in_percent.items():
+            by_m.plot(cases["value"], shown.loc[cases.index, name], **style)
+        by_m.set_xticks(cases["value"])
+        by_m.set_xlabel("candidates m, " + ("anywhere" if "scope=global" in line else "on the token's own rank"))
         by_m.set_ylabel("% of the top-k's")
-    marks = []
-    for group, _, values in found:
-        for m, cases in ((None, group.cases("native")), *values.items()):
-            shares = {
-                "computed_percent_of_topk_pairs": 100 * mean_over(cases, "experts_per_token") / group.facts.top_k,
-                "retained_mass_percent": 100 * mean_over(cases, "retained_mass"),
-            }
-            for place, load in enumerate(_falling(cases), start=1):
-                marks.append(route_mark(group, cases, num_candidates=m, place=place, load_over_mean=load, **shares))
-    return Drawing(figure, table(marks))
-
-
-def _falling(cases: list[RoutedCase]) -> np.ndarray:
-    """Normalised loads, sorted in every batch and layer before they are averaged: [E]."""
-    return np.mean([-np.sort(-case.normalised_load, axis=1).mean(axis=0) for case in cases], axis=0)
+        of_cases = shown.reset_index().rename(columns={"value": "num_candidates"}).assign(load_over_mean=falling_VE)
+        of_cases = of_cases[["label", "num_candidates", "load_over_mean", *in_percent]].explode("load_over_mean")
+        of_cases.insert(2, "place", of_cases.groupby("label").cumcount() + 1)
+        rows.append((group, of_cases.astype({"load_over_mean": float})))
+    return Drawing(figure, figure_rows(rows))
 
 
 def modality_figure(run: RouteRun) -> Drawing | None:
     """Text and image tokens per expert where a capacity prefers one or the other."""
     for group in largest(run):
-        favouring = [
-            label
-            for label, case in group.layers[0].cases.items()
-            if case.params.get("modality", "uniform") != "uniform" and case.image_load_BE is not None
-        ]
-        if favouring:
+        favours = group.cases["params"].map(lambda params: params.get("modality", "uniform") != "uniform")
+        favouring = group.cases.index[favours]
+        if len(favouring) and "image_load_E" in group.batches:
             break
     else:
         return None
     alike = without(favouring[0], "modality")
-    shown = ["native", *([alike] if alike in group.labels else []), *favouring][:MAX_PANELS]
-    layer = max(group.layers, key=lambda layer: layer.native.expert_imbalance.mean())
-    order_E = np.argsort(-layer.native.load_BE.sum(axis=0), kind="stable")
+    shown = ["native", *([alike] if alike in group.cases.index else []), *favouring][:MAX_PANELS]
+    place = int(np.argmax(group.of(["native"])["expert_imbalance"]))
+    layer = group.layers[place]
+    order_E = np.argsort(-group.loads("native", "load_E")[place].sum(axis=0), kind="stable")
+    rows = {}
+    for label in shown:
+        # The mean of the model's load, whatever the policy computes.
+        pairs_LB = group.loads(label, "load_over_mean_E")
+        image_BE = group.loads(label, "image_load_E")[place]
+        topk_B = group.batches.loc[group.batches["label"] == label, "num_topk_pairs"].to_numpy()
+        topk_B = topk_B.reshape(len(group.layers), -1)[place]
+        image_E = (image_BE * group.facts.num_experts / topk_B[:, None]).mean(axis=0)[order_E]
+        all_E = pairs_LB[place].mean(axis=0)[order_E]
+        of_expert = {"text_load_over_mean": all_E - image_E, "image_load_over_mean": image_E}
+        rows[label] = pd.DataFrame({"label": label, "layer": layer, "expert": order_E, **of_expert})
     # A load of 1 is as high in every panel.
-    tops = [max(1.25, 1.1 * layer.cases[label].normalised_load.mean(axis=0).max()) for label in shown]
+    loads = ["text_load_over_mean", "image_load_over_mean"]
+    tops = [max(1.25, 1.1 * of[loads].sum(axis=1).max()) for of in rows.values()]
     figure = sheet(
         "Text and image tokens per expert under modality priorities",
-        f"{group.title}; layer {layer.facts.layer}, the one with the fullest expert. Pairs over the model's mean "
+        f"{group.title}; layer {layer}, the one with the fullest expert. Pairs over the model's mean "
         "T K / E, mean over batches; experts in the order of their load under native. image_first drops images before "
         "any text, text_first text before any image.",
         footer(
@@ -350,36 +342,16 @@ def modality_figure(run: RouteRun) -> Drawing | None:
             "scores are those of text, so the figure shows what priorities do, not how images are routed.",
             looks_past=False,
         ),
-        [
-            ("text", Patch(facecolor=_TEXT_FILL)),
-            ("image (assumed)", Patch(facecolor=_IMAGE_FILL, hatch="////", edgecolor="white")),
-        ],
+        [("text", Patch(facecolor=_TEXT_FILL)), ("image (assumed)", Patch(**_IMAGES))],
         width=10.5,
         body=0.6 * len(shown) + 0.8 * sum(tops),
     )
     panels = figure.subplots(len(shown), 1, squeeze=False, sharex=True, height_ratios=tops)[:, 0]
-    marks = []
     edges = np.arange(len(order_E) + 1) + 0.5
-    for axes, label, top in zip(panels, shown, tops, strict=True):
-        case = layer.cases[label]
-        assert case.image_load_BE is not None
-        mean_B1 = case.counts_B["num_topk_pairs"].to_numpy()[:, None] / case.load_BE.shape[1]
-        image_E = (case.image_load_BE / mean_B1).mean(axis=0)[order_E]
-        text_E = ((case.load_BE - case.image_load_BE) / mean_B1).mean(axis=0)[order_E]
+    for axes, (label, of), top in zip(panels, rows.items(), tops, strict=True):
+        text_E, image_E = of["text_load_over_mean"], of["image_load_over_mean"]
         axes.stairs(text_E, edges, fill=True, color=_TEXT_FILL)
-        axes.stairs(
-            text_E + image_E,
-            edges,
-            baseline=text_E,
-            fill=True,
-            facecolor=_IMAGE_FILL,
-            hatch="////",
-            edgecolor="white",
-            linewidth=0,
-        )
-        for expert, text, image in zip(order_E, text_E, image_E, strict=True):
-            loads = {"text_load_over_mean": text, "image_load_over_mean": image}
-            marks.append(route_mark(group, case, layer=layer.facts.layer, expert=expert, **loads))
+        axes.stairs(text_E + image_E, edges, baseline=text_E, fill=True, linewidth=0, **_IMAGES)
         share = image_E.sum() / max(image_E.sum() + text_E.sum(), 1e-12)
         panel_title(axes, f"{label}: images hold {share:.0%} of the computed pairs", 9)
         axes.axhline(1, **{**BALANCE, "color": INK})
@@ -389,21 +361,4 @@ def modality_figure(run: RouteRun) -> Drawing | None:
         axes.yaxis.set_major_locator(MultipleLocator(0.5 if top < 2 else 1))
         axes.grid(False, axis="x")
     panels[-1].set_xlabel("experts, the fullest under native first")
-    return Drawing(figure, table(marks))
-
-
-def _several(families: dict[str, dict[float, list[RoutedCase]]]) -> dict[str, dict[float, list[RoutedCase]]]:
-    """Those in which a field has more than one value: a line needs two points."""
-    return {label: values for label, values in families.items() if len(values) > 1}
-
-
-def _marks(look) -> dict:
-    return {
-        "color": look.colour,
-        "linestyle": look.line,
-        "linewidth": 1.4,
-        "marker": look.marker,
-        "markersize": 4.5,
-        "markeredgecolor": "white",
-        "markeredgewidth": 0.5,
-    }
+    return Drawing(figure, figure_rows([(group, pd.concat(rows.values(), ignore_index=True))]))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from moe_ep_bench.analysis.origins import Footer, Origin
-from moe_ep_bench.analysis.route_load import RoutedCase, RouteGroup, RouteRun
-from moe_ep_bench.analysis.style import INK, MUTED
+from moe_ep_bench.analysis.style import INK, MUTED, Look
 from moe_ep_bench.analysis.words import MODE_WORDS
+
+if TYPE_CHECKING:  # It imports torch, which the figures of recordings do without.
+    from moe_ep_bench.analysis.route_load import RouteGroup, RouteRun
 
 # From no load (white) to the most.
 HEAT = LinearSegmentedColormap.from_list("heat", ["#FFFFFF", "#B9D8EC", "#56B4E9", "#0072B2", "#00334F"])
@@ -24,10 +28,10 @@ NATIVE = {"color": INK, "linewidth": 1.6, "linestyle": (0, (5, 2))}
 MEAN = {"color": INK, "linewidth": 2, "marker": "o", "markeredgecolor": "white", "markeredgewidth": 0.6}
 BALANCE = {"color": MUTED, "linewidth": 1, "linestyle": (0, (2, 2))}
 UNIFORM = {"color": MUTED, "linestyle": (0, (5, 2)), "linewidth": 1.5}
+STAR = {"color": INK, "marker": "*", "markersize": 11, "linestyle": "none"}
 
 MAX_PANELS = 4
-# Nothing was timed (``marks``).
-_ROUTED = {"origin": "routed"}
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 # Of the seven colours the last is black, and native's.
 _MAX_LINES = 6
 _MAX_DESCRIPTIONS = 2
@@ -36,7 +40,7 @@ _PAPERS_BATCH = 16
 
 
 def largest(run: RouteRun) -> list[RouteGroup]:
-    """One group of each family, that with the largest batches; as many as a sheet holds."""
+    """One group of each family, that with the largest batches."""
     return _one_of_each(run, lambda group: -group.facts.num_tokens)
 
 
@@ -45,90 +49,100 @@ def nearest_to_papers(run: RouteRun) -> list[RouteGroup]:
     return _one_of_each(run, lambda group: abs(group.facts.num_tokens - _PAPERS_BATCH))
 
 
-def _one_of_each(run: RouteRun, key: Any) -> list[RouteGroup]:
-    return [min(groups, key=key) for groups in families(run).values()]
+def _one_of_each(run: RouteRun, key: Callable[[RouteGroup], int]) -> list[RouteGroup]:
+    return [min(groups, key=key) for groups in families(run)]
 
 
-def families(run: RouteRun) -> dict[str, list[RouteGroup]]:
+def families(run: RouteRun) -> list[list[RouteGroup]]:
     """Groups that differ in the size of their batches only, the smallest batch first."""
     found: dict[str, list[RouteGroup]] = {}
     for group in run.groups:
         found.setdefault(group.facts.family, []).append(group)
-    return {family: sorted(groups, key=lambda group: group.facts.num_tokens) for family, groups in found.items()}
+    return [sorted(groups, key=lambda group: group.facts.num_tokens) for groups in found.values()]
 
 
-def by_field(
-    group: RouteGroup, field: str, policies: Iterable[str], **wanted: Any
-) -> dict[str, dict[float, list[RoutedCase]]]:
-    """Cases of some policies that differ in one field only, by label without it and by its value, ascending.
+def by_field(group: RouteGroup, field: str, *policies: str, least: int = 2, **wanted: Any) -> pd.DataFrame:
+    """Cases of some policies that differ in one field only.
 
     Args:
+        least: as many values a line must have.
         wanted: what other fields must be; a case in which ``field`` is null has no place.
 
     Returns:
-        For each label: the field's value -> the case on every layer.
+        Rows of ``group.cases`` with ``line``, the label without the field, and ``value``, the field's: line by line,
+        values ascending.
     """
-    found: dict[str, dict[float, list[RoutedCase]]] = {}
-    policies = tuple(policies)
-    for label in group.labels:
-        case = group.layers[0].cases[label]
-        if case.policy not in policies or case.params.get(field) is None:
-            continue
-        if any(case.params.get(name) != value for name, value in wanted.items()):
-            continue
-        found.setdefault(without(label, field), {})[case.params[field]] = group.cases(label)
-    return {label: dict(sorted(values.items())) for label, values in found.items()}
+    fits = [
+        policy in policies and params.get(field) is not None and wanted.items() <= params.items()
+        for policy, params in zip(group.cases["policy"], group.cases["params"], strict=True)
+    ]
+    cases = group.cases[fits]
+    lines = [without(label, field) for label in cases.index]
+    cases = cases.assign(line=lines, value=[params[field] for params in cases["params"]]).sort_values("value")
+    by_line = [cases[cases["line"] == line] for line in dict.fromkeys(lines) if lines.count(line) >= least]
+    return pd.concat(by_line) if by_line else cases.iloc[:0]
 
 
-def without(label: str, *fields: str) -> str:
-    """A case's label without some of its fields."""
-    for field in fields:
-        label = re.sub(rf" {field}=\S+", "", label)
-    return label
+def lines_of(
+    groups: Iterable[RouteGroup], field: str, *policies: str, **wanted: Any
+) -> list[tuple[RouteGroup, str, pd.DataFrame]]:
+    """(group, line, cases) for every line of ``by_field``."""
+    return [
+        (group, str(line), cases)
+        for group in groups
+        for line, cases in by_field(group, field, *policies, **wanted).groupby("line", sort=False)
+    ]
 
 
-def route_mark(group: RouteGroup, cases: Sequence[RoutedCase] | RoutedCase, **values: Any) -> dict[str, Any]:
-    """A row for a mark of a case: of one layer, or of all of the group's where it is given on each."""
-    case = cases if isinstance(cases, RoutedCase) else cases[0]
-    params = case.params
-    named = {"policy": case.label, "capacity_factor": params.get("capacity_factor")}
-    return {**workload_mark(group), **named, **values, **_ROUTED, "workload": group.facts.workload.kind}
+def without(label: str, field: str) -> str:
+    """A case's label without one of its fields."""
+    return re.sub(rf" {field}=\S+", "", label)
 
 
-def workload_mark(group: RouteGroup, **values: Any) -> dict[str, Any]:
-    """A row for a mark of a workload, whatever the policy."""
-    facts = group.facts
-    of = {
-        "comparison": group.title,
-        "model": facts.model,
-        "num_ranks": facts.num_ranks,
-        "num_tokens": facts.num_tokens,
-    }
-    return {**of, **values, **_ROUTED, "workload": facts.workload.kind}
+def figure_rows(parts: Iterable[tuple[RouteGroup, pd.DataFrame]]) -> pd.DataFrame:
+    """The frame of a figure: what each group's rows are of, then their numbers, then where these come from.
+
+    Of rows with a ``label`` it also says the policy and its capacity factor.
+    """
+    frames = []
+    for group, rows in parts:
+        facts = group.facts
+        about: dict[str, Any] = {
+            "comparison": group.title,
+            "model": facts.model,
+            "num_ranks": facts.num_ranks,
+            "num_tokens": facts.num_tokens,
+        }
+        if "label" in rows:
+            params = rows["label"].map(group.cases["params"])
+            about |= {"policy": rows["label"], "capacity_factor": params.map(lambda of: of.get("capacity_factor"))}
+        numbers = {name: rows[name] for name in rows if name != "label"}
+        # Nothing was timed (``marks``).
+        come_from = {"origin": "routed", "workload": facts.workload.kind}
+        frames.append(pd.DataFrame({**about, **numbers, **come_from}, index=rows.index))
+    return pd.concat(frames, ignore_index=True)
 
 
-def mean_over(cases: Sequence[RoutedCase], number: str) -> float:
-    """A number per batch, mean over batches and then over layers."""
-    return float(np.mean([getattr(case, number).mean() for case in cases]))
-
-
-def few(labels: Sequence[str], most: int = _MAX_LINES) -> list[str]:
+def few(labels: Sequence[Any], most: int = _MAX_LINES) -> list[Any]:
     """At most so many labels, evenly spaced in their order."""
     if len(labels) <= most:
         return list(labels)
     return [labels[place] for place in np.unique(np.linspace(0, len(labels) - 1, most).round().astype(int))]
 
 
-def shade(place: int, number: int) -> tuple:
-    """The colour of the so-manieth of ordered things."""
-    return ORDERED(place / max(1, number - 1))
+def grid(figure: Figure, number: int, columns: int, **options: Any) -> np.ndarray:
+    """Panels in rows of ``columns``, of which those beyond ``number`` are not shown: [rows, columns]."""
+    panels = figure.subplots(-(-number // columns), columns, squeeze=False, **options)
+    for axes in panels.flat[number:]:
+        axes.set_visible(False)
+    return panels
 
 
 def ordered_line(place: int, number: int, **changes: Any) -> dict:
-    markers = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+    """The line of one of several ordered things."""
     return {
-        "color": shade(place, number),
-        "marker": markers[place % len(markers)],
+        "color": ORDERED(place / max(1, number - 1)),
+        "marker": _MARKERS[place % len(_MARKERS)],
         "markersize": 4.5,
         "markeredgecolor": "white",
         "markeredgewidth": 0.5,
@@ -137,18 +151,27 @@ def ordered_line(place: int, number: int, **changes: Any) -> dict:
     }
 
 
+def look_line(look: Look, width: float = 1.3, size: float = 5) -> dict:
+    """The line of a policy."""
+    return {
+        "color": look.colour,
+        "linestyle": look.line,
+        "linewidth": width,
+        "marker": look.marker,
+        "markersize": size,
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.5,
+    }
+
+
 def thin_line(place: int, number: int) -> dict:
-    return {"color": shade(place, number), "linewidth": 0.9, "alpha": 0.8}
+    return {"color": ORDERED(place / max(1, number - 1)), "linewidth": 0.9, "alpha": 0.8}
 
 
-def layer_legend(group: RouteGroup) -> list[tuple[str, Line2D]]:
-    names = group.layer_names
-    if len(names) == 1:
-        return []
-    return [
-        (f"layer {names[0]}", Line2D([], [], **thin_line(0, 2))),
-        (f"to layer {names[-1]}", Line2D([], [], **thin_line(1, 2))),
-    ]
+def layer_legend(names: Sequence[str]) -> list[tuple[str, Line2D]]:
+    """How thin lines run from the first layer to the last."""
+    last = [(f"to layer {names[-1]}", Line2D([], [], **thin_line(1, 2)))] if len(names) > 1 else []
+    return [(f"layer {names[0]}", Line2D([], [], **thin_line(0, 2))), *last]
 
 
 def ticks(length: int, most: int) -> np.ndarray:
@@ -157,10 +180,10 @@ def ticks(length: int, most: int) -> np.ndarray:
     return np.arange(0, length, step)
 
 
-def layer_ticks(axes: Axes, group: RouteGroup, most: int = 9) -> None:
-    places = ticks(len(group.layers), most)
-    axes.set_xticks(places, [group.layer_names[place] for place in places])
-    axes.set_xlabel("layer")
+def layer_ticks(axes: Axes, names: Sequence[str], most: int = 9, axis: str = "x") -> None:
+    places = ticks(len(names), most)
+    labels = [names[place] for place in places]
+    axes.set(**{f"{axis}ticks": places, f"{axis}ticklabels": labels, f"{axis}label": "layer"})
 
 
 def size_ticks(axes: Axes, sizes: Sequence[int]) -> None:
@@ -172,15 +195,15 @@ def size_ticks(axes: Axes, sizes: Sequence[int]) -> None:
 
 def footer(groups: Sequence[RouteGroup], *notes: str, looks_past: bool = True) -> Footer:
     """What stands under a figure: how the numbers came about, which workload, and what weakens them."""
-    facts = [group.facts for group in groups]
+    workloads = [group.facts.workload for group in groups]
     described = list(dict.fromkeys(_description(group) for group in groups))
     shown = described[: _MAX_DESCRIPTIONS if len(described) <= _MAX_DESCRIPTIONS else 1]
     others = [f"and others ({len(described) - len(shown)})"] if len(described) > len(shown) else []
     lines = [" | ".join([MODE_WORDS["route"], *shown, *others])]
-    tails = dict.fromkeys(fact.workload.tail_model for fact in facts if fact.workload.tail_model)
+    tails = dict.fromkeys(workload.tail_model for workload in workloads if workload.tail_model)
     if looks_past and tails:
         lines.append(f"Scores below the recorded top-k are assumed: {' / '.join(tails)} tail model.")
-    return Footer([*lines, *notes], [Origin("routed", fact.workload.kind) for fact in facts])
+    return Footer([*lines, *notes], [Origin("routed", workload.kind) for workload in workloads])
 
 
 def not_drawn(what: str, number: int) -> list[str]:
@@ -190,15 +213,10 @@ def not_drawn(what: str, number: int) -> list[str]:
 
 def _description(group: RouteGroup) -> str:
     """The workload's own words, of all layers together."""
-    words = group.facts.workload.description
-    if len(group.layers) == 1:
+    words, names = group.facts.workload.description, group.layer_names
+    if len(names) == 1:
         return words
-    return re.sub(
-        r"layer \d+",
-        f"{len(group.layers)} layers from {group.layer_names[0]} to {group.layer_names[-1]}",
-        words,
-        count=1,
-    )
+    return re.sub(r"layer \d+", f"{len(names)} layers from {names[0]} to {names[-1]}", words, count=1)
 
 
 def heading(groups: Sequence[RouteGroup], otherwise: str) -> str:
@@ -210,8 +228,3 @@ def workload_name(group: RouteGroup, groups: Sequence[RouteGroup]) -> str:
     """What tells a group from the others of a figure: its traffic, and its model where they have several."""
     models = {one.facts.model for one in groups}
     return group.facts.traffic if len(models) == 1 else f"{group.facts.model}, {group.facts.traffic}"
-
-
-def placement_words(group: RouteGroup) -> str:
-    facts = group.facts
-    return f"{facts.num_ranks} GPUs, {facts.placement.name} placement"

@@ -1,77 +1,79 @@
-"""What ``moe-ep-bench route`` prints: a table per group of layers, and which figures were drawn.
+"""The tables of ``moe-ep-bench route``: one per group of layers; and which figures were drawn.
 
 Every number is of one batch of one layer first, all ranks together; then the mean over batches, then over layers.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from moe_ep_bench.analysis.padding import READING
-from moe_ep_bench.analysis.route_load import RoutedCase, RouteGroup, RouteRun, short
-from moe_ep_bench.analysis.words import MODE_WORDS, percent
+from moe_ep_bench.analysis.render import Column, Table, number, percentage
+from moe_ep_bench.analysis.route_load import ROUTED, RouteGroup, RouteRun, short
+from moe_ep_bench.analysis.words import MODE_WORDS
 from moe_ep_bench.metrics import uniform_activated_experts
 
-WIDTH = 120
-_GAP = "  "
-_LABEL_WIDTH = 54
-
-# Heading in two lines, and a case's numbers per batch: [B].
-_COLUMNS: tuple[tuple[tuple[str, str], Callable[[RoutedCase], np.ndarray], Callable[[float], str]], ...] = (
-    (("fullest", "expert"), lambda case: case.expert_imbalance, lambda value: f"{value:.2f}"),
-    (("fullest", "rank"), lambda case: case.rank_imbalance, lambda value: f"{value:.2f}"),
-    (("dropped", "%"), lambda case: case.dropped_share, percent),
-    (("mass", "kept %"), lambda case: case.retained_mass, percent),
-    (("experts", "/token"), lambda case: case.experts_per_token, lambda value: f"{value:.2f}"),
-    (("activated", "experts"), lambda case: case.activated, lambda value: f"{value:.1f}"),
-    (("on one", "rank"), lambda case: case.fullest_activated, lambda value: f"{value:.1f}"),
+_WIDTH = 120
+_COLUMNS = (
+    Column("policy", lambda row: short(row["label"]), is_words=True),
+    number("expert_imbalance", "fullest expert", "{:.2f}"),
+    number("rank_imbalance", "fullest rank", "{:.2f}"),
+    percentage("dropped_share", "dropped %"),
+    percentage("retained_mass", "mass kept %"),
+    number("experts_per_token", "experts/token", "{:.2f}"),
+    number("activated", "activated", "{:.1f}"),
+    number("fullest_activated", "on one rank", "{:.1f}"),
 )
 
 
-def route_table(run: RouteRun) -> str:
-    """Render every group of layers as a table of at most ``WIDTH`` columns."""
-    return "\n\n".join(_block(group) for group in run.groups)
+def route_tables(run: RouteRun) -> list[Table]:
+    """One table per group of layers; a row of the frame is a case, named as in ``frames.speedups``."""
+    return [_table(group) for group in run.groups]
 
 
-def _block(group: RouteGroup) -> str:
+def _table(group: RouteGroup) -> Table:
     facts = group.facts
-    layers = [name for name in group.layer_names if name != "-"]
+    about = {
+        "mode": "route",
+        "title": group.title,
+        "model": facts.model,
+        "num_ranks": facts.num_ranks,
+        "num_tokens": facts.num_tokens,
+        "num_batches": facts.num_batches,
+        "layers": ", ".join(group.layer_names),
+        "placement": facts.placement.name,
+        "workload": facts.workload.kind,
+        "policy": group.cases["policy"],
+        "policy_params": group.cases["params"].map(lambda params: json.dumps(params, sort_keys=True)),
+    }
+    frame = group.cases[list(ROUTED)].assign(**about)[[*about, *ROUTED]].reset_index()
+    layers = [] if group.layers == (None,) else group.layer_names
     over = f"; layer{'s' * (len(layers) > 1)} {_listed(layers)}" if layers else ""
-    heading = (
+    title = (
         f"{group.title}{over}: {MODE_WORDS['route']}, {facts.num_batches} batch{'es' * (facts.num_batches > 1)}, "
         f"{facts.placement.name} placement"
     )
-    header = [["", *(name[0] for name, _, _ in _COLUMNS)], ["policy", *(name[1] for name, _, _ in _COLUMNS)]]
-    rows = [
-        [
-            short(label) if len(short(label)) <= _LABEL_WIDTH else short(label)[: _LABEL_WIDTH - 3] + "...",
-            *(show(float(np.mean([of(case).mean() for case in group.cases(label)]))) for _, of, show in _COLUMNS),
-        ]
-        for label in group.labels
-    ]
-    widths = [max(len(row[column]) for row in [*header, *rows]) for column in range(len(header[0]))]
-    table = [
-        _GAP.join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in [*header, *rows]
-    ]
+    return Table(frame, _COLUMNS, title, _notes(group))
+
+
+def _notes(group: RouteGroup) -> list[str]:
+    facts = group.facts
+    looks_past = group.cases["looks_past_top_k"].any()
     uniform = uniform_activated_experts(facts.num_experts, facts.top_k, facts.num_tokens)
     notes = [
-        "fullest: pairs over the mean expert's or rank's, of each batch, then means over batches and layers; "
+        "fullest: pairs over the mean expert's or rank's, of each batch, then means over batches and layers",
         f"activated: experts with a token, of {facts.num_experts} ({uniform:.1f} if tokens chose independently and "
         "uniformly), and on the rank with most of them",
     ]
-    if any(case.looks_past_top_k for case in group.layers[0].cases.values()):
+    if looks_past:
         notes.append("dropped: of the model's own pairs, also where a policy computes others in their place")
     if facts.workload.padding is not None:
         notes.append(READING)
-    if facts.workload.tail_model and any(case.looks_past_top_k for case in group.layers[0].cases.values()):
+    if facts.workload.tail_model and looks_past:
         notes.append(f"scores below the recorded top-k are those of the {facts.workload.tail_model} tail model")
     if facts.placement.name != "contiguous":
         notes.append(
@@ -79,10 +81,7 @@ def _block(group: RouteGroup) -> str:
         )
     if facts.image_share is not None:
         notes.append(f"assumed: the first {facts.image_share:.0%} of every sequence's tokens are an image's")
-    wrapped = [
-        line for note in notes for line in textwrap.wrap(note, WIDTH, initial_indent="  ", subsequent_indent="    ")
-    ]
-    return "\n".join([*textwrap.wrap(heading, WIDTH, subsequent_indent="  "), "", *table, "", *wrapped])
+    return notes
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -99,4 +98,4 @@ def drawn_words(written: Sequence[Path], lacking: Sequence[str]) -> str:
     lines = [f"figures in {folder}: {', '.join(drawn)}" if drawn else "no figure was drawn"]
     if lacking:
         lines.append(f"not drawn, the rows hold nothing for them: {', '.join(lacking)}")
-    return "\n".join(["", *(line for text in lines for line in textwrap.wrap(text, WIDTH, subsequent_indent="  "))])
+    return "\n".join(["", *(line for text in lines for line in textwrap.wrap(text, _WIDTH, subsequent_indent="  "))])

@@ -77,6 +77,8 @@ def show(
         check_folder(out.parent, "--out: folder")
     if to == "text":
         text = f"{text_of(directory)}\n"
+    elif is_route(directory) and to != "perfetto" and not (cases or samples):
+        text = render(_of_route(directory), to)
     else:
         check_timed(directory)
         text = _of_run(directory, to, cases, choices, samples)
@@ -96,16 +98,29 @@ def text_of(directory: Path) -> str:
 
         return validation_text(load_validation(directory))
     if is_route(directory):
-        from moe_ep_bench.analysis.route_load import load_route
-        from moe_ep_bench.analysis.route_report import route_table
-
-        return route_table(load_route(directory))
+        return terminal_text(_of_route(directory))
     if is_quality(directory):
         from moe_ep_bench.analysis.quality_show import quality_summary
 
         return quality_summary(directory)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return run_text(load_run(directory, whole=is_whole(directory)), width)
+    return run_text(load_run(directory, whole=is_whole(directory)), terminal_width())
+
+
+def terminal_width() -> int | None:
+    """Characters in a line of the terminal; None where the output is no terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def terminal_text(tables: Sequence[Table]) -> str:
+    """Tables as text that fits the terminal."""
+    return render(tables, "text", width=terminal_width())
+
+
+def _of_route(directory: Path) -> list[Table]:
+    from moe_ep_bench.analysis.route_load import load_route  # it imports torch
+    from moe_ep_bench.analysis.route_report import route_tables
+
+    return route_tables(load_route(directory))
 
 
 def _of_run(directory: Path, to: str, names: Sequence[str], choices: Sequence[IterationChoice], samples: bool) -> str:

@@ -9,20 +9,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from moe_ep_bench.analysis.route_parts import (
+    BALANCE,
+    HEAT,
+    MEAN,
+    UNIFORM,
+    layer_legend,
+    layer_ticks,
+    look_line,
+    thin_line,
+    ticks,
+)
 from moe_ep_bench.analysis.style import (
     DEFAULT_FORMATS,
     INK,
-    MUTED,
     NOISE_FILL,
     Legend,
-    Look,
     house_style,
     looks_of,
     panel_title,
@@ -32,16 +40,12 @@ from moe_ep_bench.analysis.style import (
 )
 from moe_ep_bench.workload.trace_statistics import RecordingStatistics
 
-# From no load (white) to the most.
-_HEAT = LinearSegmentedColormap.from_list("heat", ["#FFFFFF", "#B9D8EC", "#56B4E9", "#0072B2", "#00334F"])
-# From the first layer to the last.
-_DEPTH = LinearSegmentedColormap.from_list("depth", ["#56B4E9", "#009E73", "#E69F00", "#D55E00"])
-_UNIFORM = {"color": MUTED, "linestyle": (0, (5, 2)), "linewidth": 1.5}
-_MEAN = {"color": INK, "linewidth": 2, "marker": "o", "markeredgecolor": "white", "markeredgewidth": 0.6}
-_BALANCE = {"color": INK, "linewidth": 1, "linestyle": (0, (2, 2))}
+_BALANCE = {**BALANCE, "color": INK}
 _EDGE = {"color": "#D55E00", "linewidth": 1.2}
-_MAX_LAYER_TICKS = 9
-_MAX_EXPERT_TICKS = 17
+_FULLEST = (
+    "(Token, expert) pairs of the whole recording, fullest over mean; experts are placed contiguously, and with as "
+    "many ranks as experts the rank load is the peak load."
+)
 
 
 def draw_trace_figures(
@@ -77,21 +81,26 @@ def representative_ep_size(recording: RecordingStatistics) -> int | None:
     return max((size for size in recording.ep_sizes if size <= 8), default=None)
 
 
+def by_model(recordings: Sequence[RecordingStatistics]) -> dict[tuple[str, str], list[RecordingStatistics]]:
+    """Recordings by the model's shape and their source."""
+    models: dict[tuple[str, str], list[RecordingStatistics]] = {}
+    for recording in recordings:
+        models.setdefault((recording.shape_words, recording.source), []).append(recording)
+    return models
+
+
 def _load_figure(recording: RecordingStatistics) -> Figure:
     """Fullest expert and rank over the mean: by layer, and by EP size."""
-    sizes = (*recording.ep_sizes, recording.num_experts)
-    looks = list(
-        looks_of({str(size): f"rank of EP {size}" for size in recording.ep_sizes} | {"peak": "expert"}).values()
-    )
-    load_RL = np.array([[layer.rank_load(size) for layer in recording.layers] for size in sizes])
+    names = {size: f"fullest rank of EP {size}" for size in recording.ep_sizes}
+    looks = looks_of({str(size): name for size, name in names.items()} | {"peak": "fullest expert"}).values()
+    load_RL = _rank_loads(recording)
     figure = sheet(
         "Load of the fullest expert and rank",
-        f"{recording.shape_words}; {recording.domain}. (Token, expert) pairs of the whole recording, fullest over "
-        "mean; experts are placed contiguously, and with as many ranks as experts the rank load is the peak load.",
+        f"{recording.shape_words}; {recording.domain}. {_FULLEST}",
         _footer(recording),
         [
-            *((f"fullest {look.label}", Line2D([], [], **_marks(look))) for look in looks),
-            ("mean over layers", Line2D([], [], **_MEAN)),
+            *((look.label, Line2D([], [], **look_line(look, size=5.5))) for look in looks),
+            ("mean over layers", Line2D([], [], **MEAN)),
             ("least to most of a layer", Patch(facecolor=NOISE_FILL)),
             ("balance", Line2D([], [], **_BALANCE)),
         ],
@@ -101,38 +110,46 @@ def _load_figure(recording: RecordingStatistics) -> Figure:
     by_layer, by_size = figure.subplots(1, 2, width_ratios=[1.7, 1], sharey=True)
     panel_title(by_layer, "by layer", 5)
     for load_L, look in zip(load_RL, looks, strict=True):
-        by_layer.plot(range(len(load_L)), load_L, **_marks(look, 4.5))
-    _layer_ticks(by_layer, recording)
+        by_layer.plot(range(len(load_L)), load_L, **look_line(look, size=4.5))
     by_layer.set_ylabel("load of the fullest (1 = mean)")
     panel_title(by_size, "by EP size", 3)
-    places = range(len(sizes))
+    places = range(len(load_RL))
     by_size.fill_between(places, load_RL.min(axis=1), load_RL.max(axis=1), color=NOISE_FILL, linewidth=0)
-    by_size.plot(places, load_RL.mean(axis=1), **_MEAN)
-    by_size.set_xticks(places, [*map(str, recording.ep_sizes), f"{recording.num_experts}\n(peak)"])
-    by_size.set_xlabel("EP size (ranks)")
-    by_size.set_xlim(-0.3, len(sizes) - 0.7)
+    by_size.plot(places, load_RL.mean(axis=1), **MEAN)
     by_size.set_ylabel("rank load (1 = mean)")
-    by_size.tick_params(labelleft=True)
-    for axes in (by_layer, by_size):
-        axes.axhline(1, zorder=1, **_BALANCE)
+    _finish_loads(by_layer, by_size, recording, "\n(peak)")
     by_layer.set_ylim(bottom=min(0.9, by_layer.get_ylim()[0]))
     return figure
 
 
+def _rank_loads(recording: RecordingStatistics) -> np.ndarray:
+    """Fullest rank over the mean for every EP size, the last with a rank for every expert: [sizes, L]."""
+    sizes = (*recording.ep_sizes, recording.num_experts)
+    return np.array([[layer.rank_load(size) for layer in recording.layers] for size in sizes])
+
+
+def _finish_loads(by_layer: Axes, by_size: Axes, recording: RecordingStatistics, peak: str) -> None:
+    layer_ticks(by_layer, _names(recording))
+    labels = [*map(str, recording.ep_sizes), f"{recording.num_experts}{peak}"]
+    by_size.set_xticks(range(len(labels)), labels)
+    by_size.set_xlabel("EP size (ranks)")
+    by_size.set_xlim(-0.3, len(labels) - 0.7)
+    by_size.tick_params(labelleft=True)
+    for axes in (by_layer, by_size):
+        axes.axhline(1, zorder=1, **_BALANCE)
+
+
 def _loads_figure(recordings: Sequence[RecordingStatistics]) -> Figure:
     """The same of several recordings, a row of panels per model and a line per domain."""
-    models: dict[tuple[str, str], list[RecordingStatistics]] = {}
-    for recording in recordings:
-        models.setdefault((recording.shape_words, recording.source), []).append(recording)
+    models = by_model(recordings)
     looks = looks_of({recording.domain: recording.domain for recording in recordings})
     sources = dict.fromkeys(f"{recording.source} ({recording.licence})" for recording in recordings)
     figure = sheet(
         "Load of the fullest expert and rank, by domain",
-        "(Token, expert) pairs of a whole recording, fullest over mean; experts are placed contiguously, and with as "
-        "many ranks as experts the rank load is the peak load.",
+        _FULLEST.replace("the whole", "a whole"),
         [f"{recordings[0].file}, sha256 {recordings[0].sha256[:12]} | {' / '.join(sources)}"],
         [
-            *((look.label, Line2D([], [], **_marks(look))) for look in looks.values()),
+            *((look.label, Line2D([], [], **look_line(look, size=5.5))) for look in looks.values()),
             ("balance", Line2D([], [], **_BALANCE)),
         ],
         width=11,
@@ -142,20 +159,13 @@ def _loads_figure(recordings: Sequence[RecordingStatistics]) -> Figure:
     for ((shape, source), members), (by_layer, by_size) in zip(models.items(), panels, strict=True):
         panel_title(by_layer, f"{shape}; {source}", 5.6)
         for recording in members:
-            look = looks[recording.domain]
-            sizes = (*recording.ep_sizes, recording.num_experts)
-            by_layer.plot([layer.peak_load for layer in recording.layers], **_marks(look, 4.5))
-            mean_R = [np.mean([layer.rank_load(size) for layer in recording.layers]) for size in sizes]
-            by_size.plot(range(len(sizes)), mean_R, **_marks(look, 4.5))
-        _layer_ticks(by_layer, members[0])
+            line = look_line(looks[recording.domain], size=4.5)
+            load_RL = _rank_loads(recording)
+            by_layer.plot(load_RL[-1], **line)
+            by_size.plot(load_RL.mean(axis=1), **line)
         by_layer.set_ylabel("peak load (1 = mean)")
-        by_size.set_xticks(range(len(sizes)), [*map(str, sizes[:-1]), f"{sizes[-1]} (peak)"])
-        by_size.set_xlim(-0.3, len(sizes) - 0.7)
-        by_size.set_xlabel("EP size (ranks)")
         by_size.set_ylabel("rank load, mean over layers")
-        by_size.tick_params(labelleft=True)
-        for axes in (by_layer, by_size):
-            axes.axhline(1, zorder=1, **_BALANCE)
+        _finish_loads(by_layer, by_size, members[0], " (peak)")
     return figure
 
 
@@ -179,18 +189,16 @@ def _experts_figure(recording: RecordingStatistics) -> Figure:
         np.arange(num_experts + 1) - 0.5,
         np.arange(num_layers + 1) - 0.5,
         load_LE,
-        cmap=_HEAT,
+        cmap=HEAT,
         norm=Normalize(0, load_LE.max()),
         rasterized=True,
     )
     figure.colorbar(image, ax=axes, pad=0.015, aspect=25).set_label("expert load (1 = mean)")
     for rank in range(1, ep_size or 1):
         axes.axvline(rank * num_experts / (ep_size or 1) - 0.5, **_EDGE)
-    axes.set_xticks(_ticks(num_experts, _MAX_EXPERT_TICKS))
+    axes.set_xticks(ticks(num_experts, 17))
     axes.set_xlabel("expert")
-    places = _ticks(num_layers, _MAX_LAYER_TICKS)
-    axes.set_yticks(places, [recording.layers[place].name for place in places])
-    axes.set_ylabel("layer")
+    layer_ticks(axes, _names(recording), axis="y")
     axes.set_ylim(num_layers - 0.5, -0.5)
     axes.grid(False)
     return figure
@@ -209,7 +217,7 @@ def _scores_figure(recording: RecordingStatistics) -> Figure:
             else "Scores were normalised over the top-k: their share of the mass over all experts is not recorded."
         ),
         _footer(recording),
-        [*_layer_legend(recording), ("mean over layers", Line2D([], [], **_MEAN))],
+        [*layer_legend(_names(recording)), ("mean over layers", Line2D([], [], **MEAN))],
         width=10.5,
         body=3.7,
     )
@@ -217,21 +225,21 @@ def _scores_figure(recording: RecordingStatistics) -> Figure:
     ranks = np.arange(1, recording.top_k + 1)
     panel_title(decay, "decay by rank", 3.5)
     for index, decay_K in enumerate(decays):
-        decay.plot(ranks, decay_K, **_layer_line(index, len(decays)))
+        decay.plot(ranks, decay_K, **thin_line(index, len(decays)))
     if decays:
-        decay.plot(ranks, np.mean(decays, axis=0), zorder=3, **_MEAN)
-    decay.set_xticks(_ticks(recording.top_k, 12) + 1)
+        decay.plot(ranks, np.mean(decays, axis=0), zorder=3, **MEAN)
+    decay.set_xticks(ticks(recording.top_k, 12) + 1)
     decay.set_xlabel("rank in a token's top-k")
     decay.set_ylabel("mean score (best = 1)")
     decay.set_ylim(0, 1.05)
     panel_title(share, "mean score by layer, stacked by rank (best at the bottom)", 5)
     places = np.arange(len(score_LK))
-    shades = _HEAT(np.linspace(1, 0.2, recording.top_k))
+    shades = HEAT(np.linspace(1, 0.2, recording.top_k))
     share.bar(places, score_LK[:, 0], 0.8, color=shades[0], edgecolor="white", linewidth=0.4)
     for rank in range(1, recording.top_k):
         bottom_L = score_LK[:, :rank].sum(axis=1)
         share.bar(places, score_LK[:, rank], 0.8, bottom_L, color=shades[rank], edgecolor="white", linewidth=0.4)
-    _layer_ticks(share, recording)
+    layer_ticks(share, _names(recording))
     share.grid(False, axis="x")
     share.set_ylabel("share of score mass" + ("" if recording.score_share_is_known else " of the top-k"))
     return figure
@@ -249,9 +257,9 @@ def _batches_figure(recording: RecordingStatistics) -> Figure:
         "that adjacent tokens of a sequence have in common. Uniform: independent, uniform choices.",
         _footer(recording),
         [
-            *_layer_legend(recording),
-            ("mean over layers", Line2D([], [], **_MEAN)),
-            ("uniform", Line2D([], [], **_UNIFORM)),
+            *layer_legend(_names(recording)),
+            ("mean over layers", Line2D([], [], **MEAN)),
+            ("uniform", Line2D([], [], **UNIFORM)),
         ],
         width=11,
         body=3.7,
@@ -260,66 +268,32 @@ def _batches_figure(recording: RecordingStatistics) -> Figure:
     for axes, title, values_LN in ((activated, "activated experts", activated_LN), (peak, "peak load", peak_LN)):
         panel_title(axes, f"{title} by batch size", 3)
         for index, values_N in enumerate(values_LN):
-            axes.plot(sizes, values_N, **_layer_line(index, len(values_LN)))
-        axes.plot(sizes, values_LN.mean(axis=0), zorder=3, **_MEAN)
+            axes.plot(sizes, values_N, **thin_line(index, len(values_LN)))
+        axes.plot(sizes, values_LN.mean(axis=0), zorder=3, **MEAN)
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes[::2], [str(size) for size in sizes[::2]])
         axes.minorticks_off()
         axes.set_xlabel("batch (tokens)")
     curve = np.geomspace(1, sizes[-1], 100)
-    activated.plot(curve, [recording.uniform_activated(size) for size in curve], zorder=2.5, **_UNIFORM)
+    activated.plot(curve, [recording.uniform_activated(size) for size in curve], zorder=2.5, **UNIFORM)
     activated.set_ylabel(f"distinct experts (of {recording.num_experts})")
     activated.set_ylim(0, 1.05 * recording.num_experts)
     peak.set_ylabel("load of the fullest expert (1 = mean)")
     peak.set_ylim(bottom=0)
     panel_title(overlap, "neighbour overlap by layer", 3)
     overlap.plot(overlaps, color="#0072B2", marker="o", markersize=4.5, markeredgecolor="white", markeredgewidth=0.6)
-    overlap.axhline(recording.uniform_overlap, **_UNIFORM)
+    overlap.axhline(recording.uniform_overlap, **UNIFORM)
     overlap.set_ylim(bottom=0)
     overlap.set_ylabel(f"experts in common (of {recording.top_k})")
-    _layer_ticks(overlap, recording, 6)
+    layer_ticks(overlap, _names(recording), 6)
     return figure
 
 
 def _footer(recording: RecordingStatistics) -> list[str]:
-    facts = [
-        f"{recording.token_words}",
-        *([] if recording.phase is None else [recording.phase]),
-        f"source: {recording.source} ({recording.licence})",
-        f"{recording.file}, sha256 {recording.sha256[:12]}",
-    ]
-    return [" | ".join(facts)]
+    phase = [] if recording.phase is None else [recording.phase]
+    source = f"source: {recording.source} ({recording.licence})"
+    return [" | ".join([recording.token_words, *phase, source, f"{recording.file}, sha256 {recording.sha256[:12]}"])]
 
 
-def _layer_ticks(axes: Axes, recording: RecordingStatistics, most: int = _MAX_LAYER_TICKS) -> None:
-    places = _ticks(len(recording.layers), most)
-    axes.set_xticks(places, [recording.layers[place].name for place in places])
-    axes.set_xlabel("layer")
-
-
-def _ticks(length: int, most: int) -> np.ndarray:
-    """At most ``most`` evenly spaced indices of ``length``, from 0, a round step apart."""
-    step = next(step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, length) if length <= step * most)
-    return np.arange(0, length, step)
-
-
-def _layer_line(index: int, num_layers: int) -> dict:
-    return {"color": _DEPTH(index / max(1, num_layers - 1)), "linewidth": 0.9, "alpha": 0.8}
-
-
-def _layer_legend(recording: RecordingStatistics) -> list[tuple[str, Artist]]:
-    names = [layer.name for layer in recording.layers]
-    last = [(f"to layer {names[-1]}", Line2D([], [], **_layer_line(1, 2)))] if len(names) > 1 else []
-    return [(f"layer {names[0]}", Line2D([], [], **_layer_line(0, 2))), *last]
-
-
-def _marks(look: Look, size: float = 5.5) -> dict:
-    return {
-        "color": look.colour,
-        "linestyle": look.line,
-        "linewidth": 1.3,
-        "marker": look.marker,
-        "markersize": size,
-        "markeredgecolor": "white",
-        "markeredgewidth": 0.5,
-    }
+def _names(recording: RecordingStatistics) -> list[str]:
+    return [layer.name for layer in recording.layers]

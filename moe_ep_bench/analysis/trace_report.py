@@ -1,4 +1,4 @@
-"""What ``moe-ep-bench trace info`` says of a recording: a table with one row per layer, and figures.
+"""The tables of ``moe-ep-bench trace info``: a recording by layer, by rank in the top-k and by batch size; its figures.
 
 The numbers are those of ``workload/trace_statistics.py``, which defines every term. Three rows close a
 table of layers: the mean over layers; of each column the worst layer, the one that is hardest on
@@ -8,26 +8,25 @@ is worse); and what tokens would give, in the long run, that choose independentl
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
+from typing import Literal, NamedTuple
 
 import numpy as np
+import pandas as pd
 
-from moe_ep_bench.analysis.trace_figures import draw_trace_figures, representative_ep_size
-from moe_ep_bench.analysis.words import NONE
+from moe_ep_bench.analysis.render import Table, number, render, text
+from moe_ep_bench.analysis.trace_figures import by_model, draw_trace_figures, representative_ep_size
 from moe_ep_bench.workload.trace_statistics import LayerStatistics, RecordingStatistics, statistics
 
-WIDTH = 120  # characters in a line
-_GAP = "  "
-_LABEL_WIDTH = 22
-# Batch sizes that get a column as far as there is room, the most telling first.
-_BATCH_COLUMNS = (64, 16, 256, 4, 1024)
-_MAX_RANKS = 11
+WIDTH = 120  # characters in a line of a table
+_BATCH_COLUMNS = (4, 16, 64, 256, 1024)
 _COUNTS_ONLY = "not recorded (counts only): top-k share, decay by rank, neighbour overlap, activated experts"
 _NO_SCORES = "not recorded (no scores): top-k share, decay by rank"
+_LAYERS = (
+    "peak, EP: (token, expert) pairs of the fullest expert or rank over the mean; CV, entropy: of the experts' loads",
+    "share, last/1st: of the top-k's scores; overlap: experts that adjacent tokens have in common",
+)
 
 
 def trace_info(path: Path, out: Path | None = None) -> str:
@@ -44,59 +43,101 @@ def trace_info(path: Path, out: Path | None = None) -> str:
         ValueError: a file that cannot be used, or a directory that cannot be written; the message says which and why.
     """
     recordings = statistics(path)
-    text = trace_table(recordings)
+    shown = render(trace_tables(recordings), "text", width=WIDTH)
     if out is None:
-        return text
+        return shown
     try:
         out.mkdir(parents=True, exist_ok=True)
         written = draw_trace_figures(recordings, out)
     except OSError as error:
         raise ValueError(f"{out}: figures cannot be written there ({error.strerror or error})") from None
-    return "\n".join([text, "", *map(str, written)])
+    return "\n".join([shown, "", *map(str, written)])
 
 
-def trace_table(recordings: Sequence[RecordingStatistics]) -> str:
-    """Render recordings as text of at most ``WIDTH`` columns: a block each, and an overview of several."""
-    blocks = [_block(recording) for recording in recordings]
-    return "\n\n\n".join([*blocks, *([_overview(recordings)] if len(recordings) > 1 else [])])
+def trace_tables(recordings: Sequence[RecordingStatistics]) -> list[Table]:
+    """The tables of every recording, and of several an overview."""
+    tables = []
+    for recording in recordings:
+        tables.append(_layer_table(recording))
+        if recording.has_scores:
+            tables.append(_rank_table(recording))
+        if not recording.counts_only:
+            tables.append(_batch_table(recording))
+    return [*tables, *(_overviews(recordings) if len(recordings) > 1 else [])]
 
 
-@dataclass(frozen=True)
-class _Column:
-    """A column of the table of layers.
+class _Statistic(NamedTuple):
+    """A number of a layer.
 
     Attributes:
-        group: heading that neighbouring columns share.
-        value: its cell in a layer's row; None where that is not recorded.
-        worst: ``max`` or ``min`` over layers; None where neither end is worse.
+        value: None where it is not recorded.
+        worst: the worse end over layers; None where neither is.
         uniform: what uniform choices would give.
     """
 
-    group: str
-    name: str
+    header: str
     value: Callable[[LayerStatistics], float | None]
-    decimals: int
-    worst: Callable[[Iterable[float]], float] | None = None
+    form: str = "{:.2f}"
+    worst: Literal["max", "min"] | None = "max"
     uniform: float | None = None
 
 
-def _block(recording: RecordingStatistics) -> str:
-    parts = [_heading(recording), _layer_table(recording, _columns(recording))]
-    if recording.counts_only:
-        parts.append([_COUNTS_ONLY])
-    else:
-        parts += [_rank_table(recording) if recording.has_scores else [_NO_SCORES], _batch_table(recording)]
-    return "\n\n".join("\n".join(lines) for lines in parts)
+def _of_loads(recording: RecordingStatistics, ep_sizes: Sequence[int]) -> list[_Statistic]:
+    return [
+        _Statistic("peak", lambda layer: layer.peak_load, uniform=1),
+        *(_Statistic(f"EP {size}", lambda layer, size=size: layer.rank_load(size), uniform=1) for size in ep_sizes),
+        _Statistic("CV", lambda layer: layer.load_cv, uniform=0),
+        _Statistic("entropy", lambda layer: layer.load_entropy, "{:.3f}", "min", 1),
+    ]
 
 
-def _heading(recording: RecordingStatistics) -> list[str]:
-    facts = (
-        f"{recording.shape_words}, {recording.token_words}",
+def _of_choices(recording: RecordingStatistics) -> list[_Statistic]:
+    sizes = [size for size in _BATCH_COLUMNS if size in recording.batch_sizes]
+    return [
+        _Statistic("share", recording.topk_share, "{:.3f}", None),
+        _Statistic("last/1st", lambda layer: None if layer.decay is None else layer.decay[-1], "{:.3f}", None),
+        _Statistic("overlap", lambda layer: layer.neighbour_overlap, "{:.2f}", "min", recording.uniform_overlap),
+        *(
+            _Statistic(
+                f"B {size}",
+                lambda layer, size=size: layer.activated.get(size),
+                "{:.1f}",
+                uniform=recording.uniform_activated(size),
+            )
+            for size in sizes
+        ),
+    ]
+
+
+def _by_layer(recording: RecordingStatistics, wanted: Sequence[_Statistic]) -> pd.DataFrame:
+    """A row per layer; then mean, worst and uniform."""
+    values = {of.header: [of.value(layer) for layer in recording.layers] for of in wanted}
+    layers = pd.DataFrame(values, index=[layer.name for layer in recording.layers], dtype=float)
+    closing = {
+        "mean": layers.mean(),
+        "worst": pd.Series({of.header: layers[of.header].agg(of.worst) if of.worst else np.nan for of in wanted}),
+        "uniform": pd.Series({of.header: of.uniform for of in wanted}, dtype=float),
+    }
+    return pd.concat([layers, pd.DataFrame(closing).T])
+
+
+def _layer_table(recording: RecordingStatistics) -> Table:
+    wanted = _of_loads(recording, recording.ep_sizes)
+    notes = [
         f"domain: {recording.domain}; phase: {recording.phase or 'not recorded'}; scores: {_score_words(recording)}",
         f"source: {recording.source}; licence: {recording.licence}",
         f"file: {recording.file}; sha256: {recording.sha256[:12]}",
-    )
-    return [line for fact in facts for line in textwrap.wrap(fact, WIDTH, subsequent_indent="  ")]
+        _LAYERS[0],
+    ]
+    if recording.counts_only:
+        notes.append(_COUNTS_ONLY)
+    else:
+        wanted += _of_choices(recording)
+        notes += [_LAYERS[1], f"B: experts with a token; {recording.batch_words}"]
+        notes += [] if recording.has_scores else [_NO_SCORES]
+    frame = _by_layer(recording, wanted).rename_axis("layer").reset_index()
+    columns = [text("layer"), *(number(of.header, form=of.form) for of in wanted)]
+    return Table(frame, columns, f"{recording.shape_words}, {recording.token_words}", notes)
 
 
 def _score_words(recording: RecordingStatistics) -> str:
@@ -108,147 +149,55 @@ def _score_words(recording: RecordingStatistics) -> str:
     return f"{recording.score} ({known})"
 
 
-def _columns(recording: RecordingStatistics) -> list[_Column]:
-    load, score = "load, fullest / mean", "score, top-k"
-    columns = [_Column(load, "peak", lambda layer: layer.peak_load, 2, max, 1.0)]
-    columns += [
-        _Column(load, f"EP {size}", lambda layer, size=size: layer.rank_load(size), 2, max, 1.0)
-        for size in recording.ep_sizes
-    ]
-    columns += [
-        _Column("expert load", "CV", lambda layer: layer.load_cv, 2, max, 0.0),
-        _Column("expert load", "entropy", lambda layer: layer.load_entropy, 3, min, 1.0),
-    ]
-    if recording.counts_only:
-        return columns
-    columns += [
-        _Column(score, "share", recording.topk_share, 3),
-        _Column(score, "last/1st", lambda layer: None if layer.decay is None else layer.decay[-1], 3),
-        _Column("overlap", "experts", lambda layer: layer.neighbour_overlap, 2, min, recording.uniform_overlap),
-    ]
-    fitting: list[int] = []
-    for size in _BATCH_COLUMNS:
-        tried = sorted([*fitting, size])
-        wider = [*columns, *(_activated_column(recording, each) for each in tried)]
-        if size in recording.batch_sizes and max(map(len, _layer_table(recording, wider))) <= WIDTH:
-            fitting = tried
-    return [*columns, *(_activated_column(recording, size) for size in fitting)]
+def _rank_table(recording: RecordingStatistics) -> Table:
+    """By rank in a token's top-k, over all layers."""
+    scores_LK = np.stack([layer.mean_score_K for layer in recording.layers if layer.mean_score_K is not None])
+    frame = pd.DataFrame({"rank": range(1, recording.top_k + 1), "mean score": scores_LK.mean(axis=0)})
+    decays_LK = [layer.decay for layer in recording.layers if layer.decay is not None]
+    if decays_LK:
+        frame["decay"] = np.mean(decays_LK, axis=0)
+        frame["least of a layer"], frame["most of a layer"] = np.min(decays_LK, axis=0), np.max(decays_LK, axis=0)
+    columns = [text("rank"), number("mean score", form="{:.4f}"), *(number(name) for name in frame.columns[2:])]
+    return Table(frame, columns, "Scores by rank in the top-k, mean over layers; decay: the best is 1")
 
 
-def _activated_column(recording: RecordingStatistics, size: int) -> _Column:
-    return _Column(
-        "activated, batch of",
-        str(size),
-        lambda layer: layer.activated.get(size),
-        1,
-        max,
-        recording.uniform_activated(size),
-    )
-
-
-def _layer_table(recording: RecordingStatistics, columns: Sequence[_Column]) -> list[str]:
-    """One row per layer; then mean, worst and uniform."""
-    header = ["layer", *(column.name for column in columns)]
-    cells = [[layer.name for layer in recording.layers]]
-    closing = [["mean", "worst", "uniform"]]
-    for column in columns:
-        values = [column.value(layer) for layer in recording.layers]
-        known = [value for value in values if value is not None]
-        cells.append([_number(value, column.decimals) for value in values])
-        ends = (fmean(known) if known else None, column.worst(known) if known and column.worst else None)
-        closing.append([_number(value, column.decimals) for value in (*ends, column.uniform)])
-    widths = [max(map(len, (name, *of, *end))) for name, of, end in zip(header, cells, closing, strict=True)]
-
-    # Headings over groups of columns; one that is wider than its columns widens the first of them.
-    headings, spans = [""], [widths[0]]
-    for group in dict.fromkeys(column.group for column in columns):
-        members = [index for index, column in enumerate(columns, 1) if column.group == group]
-        span = sum(widths[index] for index in members) + len(_GAP) * (len(members) - 1)
-        widths[members[0]] += max(0, len(group) - span)
-        headings.append(group)
-        spans.append(max(span, len(group)))
-    above = _GAP.join(name.center(span) for name, span in zip(headings, spans, strict=True)).rstrip()
-    rule = _GAP.join("-" * span for span in spans)
-    rows = [_line(row, widths) for row in zip(*cells, strict=True)]
-    return [
-        above,
-        _line(header, widths),
-        rule,
-        *rows,
-        rule,
-        *(_line(row, widths) for row in zip(*closing, strict=True)),
-    ]
-
-
-def _rank_table(recording: RecordingStatistics) -> list[str]:
-    """By rank in a token's top-k, over all layers; of a long top-k the first ranks and the last."""
-    ranks = [rank for rank in range(recording.top_k) if rank < _MAX_RANKS or rank == recording.top_k - 1]
-    scores = np.stack([layer.mean_score_K for layer in recording.layers if layer.mean_score_K is not None])
-    decays = [layer.decay for layer in recording.layers if layer.decay is not None]
-    rows = {"rank in top-k": [str(rank + 1) for rank in ranks], "mean score": _numbers(scores.mean(axis=0)[ranks], 4)}
-    if decays:
-        rows["decay, best = 1"] = _numbers(np.mean(decays, axis=0)[ranks], 3)
-        rows["  least of a layer"] = _numbers(np.min(decays, axis=0)[ranks], 3)
-        rows["  most of a layer"] = _numbers(np.max(decays, axis=0)[ranks], 3)
-    return ["Scores by rank, mean over layers", *_labelled(rows)]
-
-
-def _batch_table(recording: RecordingStatistics) -> list[str]:
+def _batch_table(recording: RecordingStatistics) -> Table:
     """By batch size, over all layers."""
-    sizes = recording.batch_sizes
-    activated = [[layer.activated[size] for layer in recording.layers] for size in sizes]
-    peaks = [fmean(layer.batch_peak[size] for layer in recording.layers) for size in sizes]
-    rows = {
-        "batch, tokens": list(map(str, sizes)),
-        "activated experts": _numbers(map(fmean, activated), 1),
-        "  least of a layer": _numbers(map(min, activated), 1),
-        "  most of a layer": _numbers(map(max, activated), 1),
-        "  uniform choices": _numbers(map(recording.uniform_activated, sizes), 1),
-        "peak load of a batch": _numbers(peaks, 2),
-    }
-    return [f"Batches, mean over layers; {recording.batch_words}", *_labelled(rows)]
+    sizes = list(recording.batch_sizes)
+    activated = pd.DataFrame([layer.activated for layer in recording.layers], columns=sizes)
+    peaks = pd.DataFrame([layer.batch_peak for layer in recording.layers], columns=sizes)
+    frame = pd.DataFrame(
+        {
+            "activated experts": activated.mean(),
+            "least of a layer": activated.min(),
+            "most of a layer": activated.max(),
+            "uniform choices": [recording.uniform_activated(size) for size in sizes],
+            "peak load of a batch": peaks.mean(),
+        }
+    )
+    columns = [text("tokens"), *(number(name, form="{:.1f}") for name in frame.columns[:-1])]
+    columns.append(number("peak load of a batch", form="{:.2f}"))
+    title = f"Batches, mean over layers; {recording.batch_words}"
+    return Table(frame.rename_axis("tokens").reset_index(), columns, title)
 
 
-def _overview(recordings: Sequence[RecordingStatistics]) -> str:
-    """One row per recording, those of a model together."""
-    models: dict[tuple[str, str], list[RecordingStatistics]] = {}
-    for recording in recordings:
-        models.setdefault((recording.shape_words, recording.source), []).append(recording)
-    lines = ["Overview: mean over layers, and the worst layer"]
-    for (shape, source), members in models.items():
+def _overviews(recordings: Sequence[RecordingStatistics]) -> list[Table]:
+    """One row per recording, a table per model."""
+    tables = []
+    for (shape, source), members in by_model(recordings).items():
         size = representative_ep_size(members[0])
-        header = ["domain", "tokens", "peak", "worst"]
-        header += [] if size is None else [f"EP {size}", "worst"]
-        header += ["CV", "worst", "entropy", "worst"]
+        wanted = _of_loads(members[0], [] if size is None else [size])
         rows = []
         for recording in members:
-            row = [textwrap.shorten(recording.domain, 44, placeholder="..."), f"{recording.num_tokens:,}"]
-            for column in _columns(recording):
-                if column.name in header:
-                    values = [value for layer in recording.layers if (value := column.value(layer)) is not None]
-                    assert column.worst is not None, "columns of loads have a worse end"
-                    row += _numbers([fmean(values), column.worst(values)], column.decimals)
-            rows.append(row)
-        widths = [max(map(len, cells)) for cells in zip(header, *rows, strict=True)]
-        lines += ["", f"{shape}; {source}", *(_line(row, widths) for row in (header, *rows))]
-    return "\n".join(lines)
-
-
-def _labelled(rows: Mapping[str, Sequence[str]]) -> list[str]:
-    """Rows of numbers behind labels."""
-    widths = [_LABEL_WIDTH, *(max(5, *map(len, cells)) for cells in zip(*rows.values(), strict=True))]
-    return [_line([label, *cells], widths) for label, cells in rows.items()]
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """The first cell to the left, the others to the right."""
-    first, *others = zip(cells, widths, strict=True)
-    return _GAP.join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]).rstrip()
-
-
-def _numbers(values: Iterable[float], decimals: int) -> list[str]:
-    return [_number(value, decimals) for value in values]
-
-
-def _number(value: float | None, decimals: int) -> str:
-    return NONE if value is None else f"{value:.{decimals}f}"
+            by_layer = _by_layer(recording, wanted)
+            ends = {f"{header}, {end}": by_layer.loc[end, header] for header in by_layer for end in ("mean", "worst")}
+            rows.append({"domain": recording.domain, "tokens": recording.num_tokens, **ends})
+        columns = [text("domain"), number("tokens", form="{:,}")]
+        for of in wanted:
+            columns += [
+                number(f"{of.header}, mean", of.header, of.form),
+                number(f"{of.header}, worst", "worst", of.form),
+            ]
+        title = f"Overview: mean over layers, and the worst layer; {shape}; {source}"
+        tables.append(Table(pd.DataFrame(rows), columns, title))
+    return tables

@@ -173,14 +173,15 @@ def _route(options: argparse.Namespace) -> int:
     _check_config(options)
     from moe_ep_bench.analysis.route_figures import draw_route_figures
     from moe_ep_bench.analysis.route_load import load_route
-    from moe_ep_bench.analysis.route_report import drawn_words, route_table
+    from moe_ep_bench.analysis.route_report import drawn_words, route_tables
+    from moe_ep_bench.analysis.show import terminal_text
     from moe_ep_bench.bench import route
 
     if options.dry_run:
         return route.dry_run(options.config, options.overrides)
     directory = route.route(options.config, _out(options), options.overrides, force=options.force)
     loaded = load_route(directory.root)
-    print(route_table(loaded))
+    print(terminal_text(route_tables(loaded)))
     print(drawn_words(*draw_route_figures(loaded, directory.root / "figures")))
     return OK
 

@@ -35,6 +35,7 @@ from moe_ep_bench.analysis.report.provenance import (
 )
 from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES
 from moe_ep_bench.analysis.route_load import RouteRun, load_route
+from moe_ep_bench.analysis.route_report import route_tables
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse, family_labels
 from moe_ep_bench.analysis.style import FORMATS, Drawing, house_style, looks_of, settle_layout
 from moe_ep_bench.analysis.tables import more_tables, run_tables
@@ -410,37 +411,3 @@ def _rank_times(case: Case) -> pd.DataFrame:
             "waiting_ms": waiting_us.reindex(times_us.columns) / 1e3,
         }
     ).reset_index(names="rank")
-
-
-def route_tables(run: RouteRun) -> list[Table]:
-    """A table per group of layers: means over batches, then over layers."""
-    columns = (
-        text("label", "policy"),
-        number("expert_imbalance", "fullest expert", "{:.2f}"),
-        number("rank_imbalance", "fullest rank", "{:.2f}"),
-        percentage("dropped_share", "dropped %"),
-        percentage("retained_mass", "mass kept %"),
-        number("experts_per_token", "experts per token", "{:.2f}"),
-        number("activated", "activated experts", "{:.1f}"),
-        number("fullest_activated", "on one rank", "{:.1f}"),
-    )
-    tables = []
-    for group in run.groups:
-        rows = [
-            {"label": label}
-            | {c.source: np.mean([getattr(case, c.source).mean() for case in group.cases(label)]) for c in columns[1:]}
-            for label in group.labels
-        ]
-        notes = [group.facts.workload.description, "each batch for itself, then means over batches and layers"]
-        looking = [label for label, case in group.layers[0].cases.items() if case.looks_past_top_k]
-        tail = group.facts.workload.tail_model
-        if tail and looking:
-            notes.append(
-                f"{_WARNING}scores past the recorded top-k are modelled ({tail} tail): {', '.join(looking)} "
-                "rest on them"
-            )
-        if group.facts.image_share is not None:
-            share = group.facts.image_share
-            notes.append(f"{_WARNING}assumed: the first {share:.0%} of every sequence's tokens are an image's")
-        tables.append(Table(pd.DataFrame(rows), columns, group.title, notes))
-    return tables

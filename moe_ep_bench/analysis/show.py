@@ -20,7 +20,7 @@ from moe_ep_bench.analysis.load import (
     is_whole,
     load_run,
 )
-from moe_ep_bench.analysis.render import PROGRAMS, Table, render
+from moe_ep_bench.analysis.render import PEOPLE, PROGRAMS, Table, render
 from moe_ep_bench.analysis.tables import run_tables, run_text
 from moe_ep_bench.analysis.trace_export import perfetto_trace
 from moe_ep_bench.bench.validation_directory import ValidationDirectory
@@ -77,6 +77,8 @@ def show(
         check_folder(out.parent, "--out: folder")
     if to == "text":
         text = f"{text_of(directory)}\n"
+    elif is_quality(directory) and to in (*PEOPLE, *PROGRAMS) and not cases and not samples:
+        text = quality_text(directory, to)
     else:
         check_timed(directory)
         text = _of_run(directory, to, cases, choices, samples)
@@ -101,11 +103,20 @@ def text_of(directory: Path) -> str:
 
         return route_table(load_route(directory))
     if is_quality(directory):
-        from moe_ep_bench.analysis.quality_show import quality_summary
+        return quality_text(directory)
+    return run_text(load_run(directory, whole=is_whole(directory)), _width())
 
-        return quality_summary(directory)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return run_text(load_run(directory, whole=is_whole(directory)), width)
+
+def quality_text(directory: Path, to: str = "text") -> str:
+    """Tables of what ``quality`` wrote, in a format of ``render``."""
+    from moe_ep_bench.analysis.quality_frames import read_quality
+    from moe_ep_bench.analysis.quality_tables import quality_tables
+
+    return render(quality_tables(read_quality(directory)), to, width=_width())
+
+
+def _width() -> int | None:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _of_run(directory: Path, to: str, names: Sequence[str], choices: Sequence[IterationChoice], samples: bool) -> str:

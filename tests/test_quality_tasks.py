@@ -351,12 +351,10 @@ def test_the_papers_number_stands_beside_the_same_task_shots_metric_and_policy_o
     assert means["stderr"]["native"] == pytest.approx(math.hypot(*of_native["stderr"]) / 2)
 
 
-def answered(
-    *tasks: tuple[str, dict[str, float], float], shots: int | None = 5, paper_shots: int | None = 5
-) -> Quality:
+def answered(*tasks: tuple[str, dict[str, float], float], shots: int | None = 5) -> Quality:
     """The unpatched model's numbers of one metric, one for each filter of answers, beside a paper's in percent."""
     facts, rows = {}, []
-    number = {"policy": "native", "policy_params": {}, "metric": "exact_match", "num_fewshot": paper_shots}
+    number = {"policy": "native", "policy_params": {}, "metric": "exact_match", "num_fewshot": shots}
     case = {"label": "native", "role": "baseline", "policy": "native", "policy_params": {}, "phase": "prefill"}
     for task, by_filter, paper in tasks:
         facts[task] = {"task": task, "metric": None, "published": {"numbers": [{**number, "percent": paper}]}}
@@ -380,7 +378,7 @@ def test_a_task_with_several_numbers_for_the_papers_one_is_left_out_of_the_means
 def test_no_number_of_a_paper_stands_where_the_paper_states_no_shots() -> None:
     one = ("one", {"none": 0.2}, 30.0)
     assert task_scores(answered(one))["paper"].tolist() == [0.3]
-    assert task_scores(answered(one, shots=None, paper_shots=None))["paper"].isna().all()
+    assert task_scores(answered(one, shots=None))["paper"].isna().all()
 
 
 def test_what_python_compiles_beside_tasks_makes_no_other_tasks_of_them(tmp_path: Path) -> None:

@@ -137,11 +137,11 @@ def _costs_figure(title: str, rows: pd.DataFrame) -> Drawing | None:
         axes.remove()
     for axes, (_, panel) in zip(grid.flat, panels, strict=False):
         axes.axhline(0, **CEILING_LINE)
-        for family, points in panel.sort_values("value").groupby("policy", sort=False):
+        for family, points in panel.groupby("policy", sort=False):
             look = looks[family]
             at = points["value"], points["cross_entropy_added_nats"], points["half_width_nats"]
             axes.errorbar(*at, color=look.colour, marker=look.marker, linestyle="none", capsize=2)
-            line = points[points["on_line"]]
+            line = points[points["on_line"]].sort_values("value")
             axes.plot(line["value"], line["cross_entropy_added_nats"], color=look.colour, linestyle=look.line)
         axes.set_xlabel(panel["quantity"].iloc[0])
         axes.set_ylabel("cross-entropy added, nats")

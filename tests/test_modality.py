@@ -7,16 +7,17 @@ from typing import Any
 
 import hf_models
 import numpy as np
-import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from test_quality import Judged, judged, quality_of
 from torch import Tensor
 from torch.nn import functional
 
-from moe_ep_bench.analysis.quality_orderings import find_orderings, quality_text
-from moe_ep_bench.analysis.quality_report import WIDTH, JudgedCase, JudgedComparison, load_quality_results
+from moe_ep_bench.analysis.quality_frames import read_quality, text_costs
+from moe_ep_bench.analysis.quality_orderings import orderings
+from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.policies.capacity import IMAGE
@@ -156,34 +157,34 @@ def test_the_texts_loss_alone_is_counted(folder: Path, tmp_path: Path) -> None:
         routing = pq.read_table(directory.path("routing", case.case_id)).to_pandas()
         assert (routing["num_image_tokens"] == 4 * PREFIX).all()
         assert (routing["num_tokens"] == 4 * (PREFIX + TEXT)).all()
-    text = quality_text(load_quality_results(tmp_path))
-    assert max(map(len, text.splitlines())) <= WIDTH
-    for modality in MODALITIES[::2]:
-        assert f"token_drop capacity_factor=0.5 {modality} prefill" in " ".join(text.split()), "no label is cut off"
+    of_text = text_costs(read_quality(tmp_path)).set_index(["policy", "label"])["text_dropped_fraction"]
+    image_first, uniform, text_first = of_text["token_drop"]
+    assert image_first < uniform < text_first
+    text = quality_text(tmp_path)
+    assert "of text %" in text
     assert "Token Drop: image first costs text less than uniform, synthetic images (arXiv 2503.05066" in text
     assert "every sequence follows 24 image tokens, which are synthetic" in text
 
 
 def test_orderings_by_modality_are_told_of_each_policy_at_equal_capacity() -> None:
-    def judged(policy: str, modality: str, added: float, gamma: float = 1.0) -> JudgedCase:
+    def of(policy: str, modality: str, added: float, gamma: float = 1.0) -> Judged:
         noise_B = np.random.default_rng(0).normal(size=12)
-        answers = pd.DataFrame({"sequence": range(12), "cross_entropy": 2 + noise_B + added})
-        routing = pd.DataFrame({"phase": ["prefill"], "layer": [0], "dropped_fraction": [0.1]})
-        params = {"capacity_factor": gamma, "modality": modality}
-        return JudgedCase(f"{policy} {modality}", "policy", policy, params, "prefill", answers, routing)
+        case = judged(policy, {"capacity_factor": gamma, "modality": modality}, list(noise_B + added))
+        return {**case, "label": f"{policy} {modality}"}
 
     cases = [
-        judged("token_drop", "image_first", 0.1),
-        judged("token_drop", "uniform", 0.2),
-        judged("token_drop", "text_first", 0.15),
-        judged("expanded_drop", "text_first", 0.3),
-        judged("token_drop", "text_first", 9.0, gamma=0.5),
+        of("native", "uniform", 0.0),
+        of("token_drop", "image_first", 0.1),
+        of("token_drop", "uniform", 0.2),
+        of("token_drop", "text_first", 0.15),
+        of("expanded_drop", "text_first", 0.3),
+        of("token_drop", "text_first", 9.0, gamma=0.5),
     ]
-    native = judged("native", "uniform", 0.0)
-    found = [one for one in find_orderings(JudgedComparison({}, native, cases)) if "images" in one.ordering.words]
-    assert [(one.better, one.worse, one.verdict) for one in found] == [
-        ("token_drop image_first", "token_drop uniform", "holds"),
-        ("token_drop uniform", "token_drop text_first", "does not hold"),
+    found = orderings(quality_of(({}, cases)))
+    found = found[found["ordering"].str.contains("images")]
+    assert found[["better", "worse", "verdict"]].to_numpy().tolist() == [
+        ["token_drop image_first", "token_drop uniform", "holds"],
+        ["token_drop uniform", "token_drop text_first", "does not hold"],
     ]
 
 

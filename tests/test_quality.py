@@ -22,23 +22,11 @@ from torch.nn import functional
 
 import plot_results
 from moe_ep_bench.analysis.load import is_quality
+from moe_ep_bench.analysis.parts import ResultsError
 from moe_ep_bench.analysis.quality_figures import capacity_figure
-from moe_ep_bench.analysis.quality_orderings import (
-    by_checkpoint,
-    find_orderings,
-    find_over_checkpoints,
-    orderings_text,
-    quality_text,
-)
-from moe_ep_bench.analysis.quality_report import (
-    WIDTH,
-    JudgedCase,
-    JudgedComparison,
-    added_cross_entropy,
-    load_quality_results,
-    quality_table,
-    short_label,
-)
+from moe_ep_bench.analysis.quality_frames import Quality, read_quality, text_costs
+from moe_ep_bench.analysis.quality_orderings import orderings, short_label
+from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
@@ -246,8 +234,7 @@ def test_other_policies_of_the_same_comparison_join_what_is_there(folder: Path, 
     run_quality(config, tmp_path, [])
     write(config, {**CONFIG, "policies": [{"name": "pruned", "k0": 1}]})
     run_quality(config, tmp_path, [])
-    (comparison,) = load_quality_results(tmp_path)
-    assert [case.policy for case in comparison.cases] == ["pruned", "token_drop"]
+    assert read_quality(tmp_path).cases["policy"].tolist() == ["native", "pruned", "token_drop"]
     # What a random policy draws does not depend on the cases beside it.
     label = make_policy(RANDOM).label
     assert costs(tmp_path)[label]["kl"].tolist() == costs(done)[label]["kl"].tolist()
@@ -274,28 +261,34 @@ def test_an_arrangement_holds_for_all_policies_where_it_is_named(folder: Path, a
 # --- What is shown -------------------------------------------------------------------------------
 
 
-def test_the_table_fits_and_says_what_is_beside_what(done: Path) -> None:
-    (comparison,) = load_quality_results(done)
-    table = quality_table([comparison])
-    whole = quality_text([comparison])
-    assert max(map(len, whole.splitlines())) <= WIDTH
-    assert "gamma" not in whole
-    assert "..." not in table
-    assert "dropping by score costs less than by random (arXiv 2503.05066)" in whole
-    assert table.count("\nnative ") == 2, "steps of decoding have loads of their own to be set against"
-    assert "not timed" in table.replace("\n  ", " ")
-    top, drop, _, oea, nothing = comparison.cases
-    assert added_cross_entropy(top, comparison.native) == (0.0, 0.0)
-    mean, half = added_cross_entropy(drop, comparison.native)
-    native, other = (part.answers.sort_values("sequence") for part in (comparison.native, drop))
-    paired = other["cross_entropy"].to_numpy() - native["cross_entropy"].to_numpy()
-    assert mean == pytest.approx(paired.mean())
-    assert half == pytest.approx(2.200985 * paired.std(ddof=1) / math.sqrt(12), rel=1e-5)
-    assert drop.mean("dropped_fraction") > 0.4
-    assert nothing.mean("experts_per_token") == 0
-    assert (
-        oea.mean("activated_experts") < comparison.native.routing.query("phase == 'decode'")["activated_experts"].mean()
+def test_costs_and_routing_are_means_beside_the_unpatched_model(done: Path) -> None:
+    costs_of = text_costs(read_quality(done)).set_index(["label", "phase"])
+    # Steps of decoding have loads of their own to be set against.
+    assert costs_of.index.tolist()[:3] == [("native", "prefill"), ("native", "decode"), ("topk", "prefill")]
+    assert costs_of.loc["native"]["cross_entropy_added"].isna().all()
+    top, drop, oea, nothing = (
+        costs_of.xs(make_policy(spec).label).iloc[0]
+        for spec in ({"name": "topk"}, DROP, OEA, {"name": "expanded_drop", "capacity_factor": 0})
     )
+    assert (top["cross_entropy_added"], top["cross_entropy_added_half"]) == (0.0, 0.0)
+    native, other = (costs(done)[label]["cross_entropy"] for label in ("native", make_policy(DROP).label))
+    paired = other - native
+    assert drop["cross_entropy_added"] == pytest.approx(paired.mean())
+    assert drop["cross_entropy_added_half"] == pytest.approx(2.200985 * paired.std() / math.sqrt(12), rel=1e-5)
+    assert drop["perplexity"] == pytest.approx(math.exp(other.mean()))
+    assert drop["dropped_fraction"] > 0.4
+    assert nothing["experts_per_token"] == 0
+    assert oea["activated_experts"] < costs_of.loc["native", "decode"]["activated_experts"]
+    rows = parts(done, "routing")
+    of_layers = [table.groupby("layer")[["num_pairs", "rank_peak_load"]].mean() for table in rows.values()]
+    native_rows = rows["native"][rows["native"]["phase"] == "prefill"].groupby("layer")["num_pairs"].mean()
+    of_drop = of_layers[list(rows).index(make_policy(DROP).label)]
+    expected = (of_drop["rank_peak_load"] * of_drop["num_pairs"] / native_rows).mean()
+    assert drop["fullest_rank_pairs"] == pytest.approx(expected)
+    assert costs_of["text_dropped_fraction"].isna().all()
+
+
+Judged = dict[str, Any]
 
 
 def judged(
@@ -305,30 +298,45 @@ def judged(
     dropped: float = 0.5,
     activated: float = 8.0,
     peak: float = 1.0,
-) -> JudgedCase:
+    **more: Any,
+) -> Judged:
     """A case by its costs, and by what its routing came to: a batch for each sequence."""
-    answers = pd.DataFrame({"sequence": range(len(added_B)), "cross_entropy": [2 + added for added in added_B]})
-    routing = pd.DataFrame(
-        {
-            "phase": "prefill",
-            "batch": range(len(added_B)),
-            "layer": 0,
-            "dropped_fraction": dropped,
-            "activated_experts": activated,
-            "peak_load": [peak + 0.01 * batch for batch in range(len(added_B))],
-        }
-    )
-    return JudgedCase(f"{policy} {params}", "policy", policy, params, "prefill", answers, routing)
+    routing = {"dropped_fraction": dropped, "activated_experts": activated, "peak_load": peak, **more}
+    return {"policy": policy, "params": params, "label": f"{policy} {params}", "added_B": added_B, "routing": routing}
+
+
+def quality_of(*comparisons: tuple[dict[str, Any], list[Judged]]) -> Quality:
+    """Comparisons by their facts and cases, the unpatched model first."""
+    columns = ("comparison_id", "label", "role", "policy", "policy_params", "phase")
+    facts, cases, scores, routing = {}, {}, [], []
+    for number, (about, several) in enumerate(comparisons):
+        facts[f"comparison {number}"] = {"model": "small", "title": "small", "text": "words", **about}
+        for place, case in enumerate(several):
+            ids = {"comparison_id": f"comparison {number}", "case_id": f"case {number}, {place}"}
+            role = "policy" if place else "baseline"
+            values = (ids["comparison_id"], case["label"], role, case["policy"], case["params"], "prefill")
+            cases[ids["case_id"]] = dict(zip(columns, values, strict=True))
+            for batch, added in enumerate(case["added_B"]):
+                metrics = {"cross_entropy": 2 + added, "kl": added, "agreement": 1.0}
+                scores += [{**ids, "item": batch, "metric": name, "value": value} for name, value in metrics.items()]
+                row = {name: 1.0 for name in QUALITY_ROUTING_SCHEMA.names} | {"phase": "prefill", "layer": 0}
+                row |= {"num_image_tokens": math.nan, **case["routing"], **ids, "batch": batch}
+                routing.append(row | {"peak_load": row["peak_load"] + 0.01 * batch})
+    table = pd.DataFrame.from_dict(cases, orient="index", columns=list(columns))
+    return Quality(facts, table, pd.DataFrame(scores), pd.DataFrame(routing))
+
+
+NATIVE = judged("native", {}, [0.0] * 12)
 
 
 def test_orderings_hold_fail_or_cannot_be_told_by_paired_differences() -> None:
     noise_B = np.random.default_rng(0).normal(size=12)
-    native = judged("native", {}, [0.0] * 12)
 
-    def verdicts(*cases: JudgedCase) -> list[tuple[str, float]]:
-        return [(one.verdict, one.more) for one in find_orderings(JudgedComparison({}, native, list(cases)))]
+    def verdicts(*cases: Judged, native: Judged = NATIVE) -> list[tuple[str, float]]:
+        found = orderings(quality_of(({}, [native, *cases])))
+        return [(row.verdict, row.worse_costs_more) for row in found.itertuples()]
 
-    def oea(added: float, noise: float = 0.0, **fields: Any) -> JudgedCase:
+    def oea(added: float, noise: float = 0.0, **fields: Any) -> Judged:
         plain = {"k0": 2, "p": 1.0, "k_max": None, "max_rank": None}
         return judged("oea", {**plain, **fields}, list(noise_B + added + noise * noise_B**2))
 
@@ -347,39 +355,35 @@ def test_orderings_hold_fail_or_cannot_be_told_by_paired_differences() -> None:
     ]
     assert verdicts(*drops, expert_drop) == [("holds", pytest.approx(0.3 / 0.1 - 0.4 / 0.2))]
     assert verdicts(drops[0], expert_drop) == [], "one drops four times what the other does"
-    short = JudgedComparison({}, judged("native", {}, [0.0] * 9), [oea(0.1), pruned])
-    assert find_orderings(short) == []
+    assert verdicts(oea(0.1), pruned, native=judged("native", {}, [0.0] * 9)) == [], "fewer than ten sequences"
 
 
 def test_costs_at_as_many_activated_experts_are_read_off_between_two_cases() -> None:
     plain = {"k0": 1, "p": 1.0, "k_max": None, "max_rank": None}
-    native = judged("native", {}, [0.0] * 12)
     one = judged("oea", plain, [0.4] * 12, activated=8)
     two = judged("oea", {**plain, "k0": 2}, [0.2] * 12, activated=16)
     cut = {**plain, "k0": 3, "p": 0.5}
 
-    def found(*cases: JudgedCase) -> list[tuple[str, float]]:
-        return [(one.better, one.more) for one in find_orderings(JudgedComparison({}, native, list(cases)))]
+    def found(*cases: Judged) -> pd.DataFrame:
+        return orderings(quality_of(({}, [NATIVE, *cases])))
 
-    ((label, more),) = found(two, judged("oea", cut, [0.5] * 12, activated=14), one)
-    assert label == f"{short_label(one.label)} to {short_label(two.label)}"
-    assert more == pytest.approx(0.5 - (0.25 * 0.4 + 0.75 * 0.2))
-    assert found(one, two, judged("oea", cut, [0.5] * 12, activated=20)) == [], "no case activates more"
-    assert found(one, judged("oea", cut, [0.5] * 12, activated=8)) == [], "one case is no line"
+    (row,) = found(two, judged("oea", cut, [0.5] * 12, activated=14), one).itertuples()
+    assert row.better == f"{short_label(one['label'])} to {short_label(two['label'])}"
+    assert row.worse_costs_more == pytest.approx(0.5 - (0.25 * 0.4 + 0.75 * 0.2))
+    assert found(one, two, judged("oea", cut, [0.5] * 12, activated=20)).empty, "no case activates more"
+    assert found(one, judged("oea", cut, [0.5] * 12, activated=8)).empty, "one case is no line"
 
 
 def test_laser_is_held_against_the_models_own_loads_and_a_tenth_of_load_only() -> None:
     native = judged("native", {}, [0.0] * 12, peak=3.0)
     cases = [judged("laser", {}, [0.05] * 12, peak=2.0), judged("load_only", {}, [0.8] * 12)]
-    found = find_orderings(JudgedComparison({}, native, cases))
-    assert [(one.ordering.unit.split()[0], one.verdict, pytest.approx(one.more)) for one in found] == [
-        ("fullest", "holds", 1.0),
-        ("nats", "holds", 0.75),
-        ("nats", "holds", 0.03),
-    ]
+    found = orderings(quality_of(({}, [native, *cases])))
+    assert [row.unit.split()[0] for row in found.itertuples()] == ["fullest", "nats", "nats"]
+    assert found["verdict"].tolist() == ["holds"] * 3
+    assert found["worse_costs_more"].tolist() == pytest.approx([1.0, 0.75, 0.03])
 
 
-def seeds(*added: float) -> list[JudgedComparison]:
+def seeds(*added: float, **facts: Any) -> list[tuple[dict[str, Any], list[Judged]]]:
     """The same two cases on several checkpoints."""
     noise_B = list(np.random.default_rng(1).normal(size=12) / 100)
     comparisons = []
@@ -388,45 +392,33 @@ def seeds(*added: float) -> list[JudgedComparison]:
             judged("token_drop", {"metric": metric, "granularity": "expert", "capacity_factor": 1.0}, costs_B)
             for metric, costs_B in (("score", [0.0] * 12), ("order", [more + noise for noise in noise_B]))
         )
-        facts = {"model": f"small-{number}", "title": f"small-{number} on words", "text": "words", "order": number}
-        comparisons.append(JudgedComparison(facts, judged("native", {}, [0.0] * 12), [score, order]))
+        about = {"model": f"small-{number}", "title": f"small-{number} on words", "order": number, **facts}
+        comparisons.append((about, [NATIVE, score, order]))
     return comparisons
 
 
 def test_verdicts_over_checkpoints_are_students_t_over_their_means() -> None:
-    ((overall, each),) = find_over_checkpoints(seeds(0.10, 0.12, 0.14))
-    means = [found.more for found in each.values()]
-    assert list(each) == ["small-0", "small-1", "small-2"]
-    assert overall.more == pytest.approx(np.mean(means))
-    assert overall.half == pytest.approx(4.302653 * 0.02 / math.sqrt(3), rel=1e-5)
+    found = orderings(quality_of(*seeds(0.10, 0.12, 0.14)))
+    assert found["checkpoint"].tolist() == ["all", "small-0", "small-1", "small-2"]
+    assert found["is_overall"].tolist() == [True, False, False, False]
+    overall, *each = found.itertuples()
+    assert overall.worse_costs_more == pytest.approx(np.mean([one.worse_costs_more for one in each]))
+    assert overall.half_width == pytest.approx(4.302653 * 0.02 / math.sqrt(3), rel=1e-5)
     assert overall.verdict == "holds"
     # Every checkpoint is sure of itself, and they do not agree: over checkpoints nothing can be said.
-    ((overall, each),) = find_over_checkpoints(seeds(0.10, 0.12, -0.14))
-    assert [found.verdict for found in each.values()] == ["holds", "holds", "does not hold"]
-    assert overall.verdict == "cannot say"
-    assert find_over_checkpoints(seeds(0.1))[0].overall.half == math.inf
+    found = orderings(quality_of(*seeds(0.10, 0.12, -0.14)))
+    assert found["verdict"].tolist() == ["cannot say", "holds", "holds", "does not hold"]
+    (alone,) = orderings(quality_of(*seeds(0.1))).itertuples()
+    assert (alone.checkpoint, alone.verdict, alone.is_overall) == ("small-0", "holds", True)
 
 
-def test_checkpoints_of_one_name_are_counted_apart() -> None:
-    first, second = seeds(0.1, 0.2)
-    second = JudgedComparison({**second.facts, "model": "small-0"}, second.native, second.cases)
-    ((_, each),) = find_over_checkpoints([first, second])
-    assert list(each) == ["small-0, number 1", "small-0, number 2"]
-
-
-def test_a_pair_that_one_checkpoint_lacks_is_not_spoken_of() -> None:
-    first, second = seeds(0.1, 0.2)
-    assert find_over_checkpoints([first, JudgedComparison(second.facts, second.native, second.cases[:1])]) == []
-
-
-def test_checkpoints_are_put_together_and_other_texts_are_not() -> None:
-    first, second = seeds(0.1, 0.2)
-    other = JudgedComparison({**second.facts, "text": "other"}, second.native, second.cases)
-    assert [len(alike) for alike in by_checkpoint([first, second, other])] == [2, 1]
-    text = orderings_text([first, second])
-    assert "First over 2 checkpoints" in text
-    assert [line.split()[-1] for line in text.splitlines()[-2:]] == ["small-0", "small-1"]
-    assert "checkpoints" not in orderings_text([first])
+def test_checkpoints_are_put_together_by_pairs_that_all_have_and_other_texts_are_not() -> None:
+    found = orderings(quality_of(*seeds(0.1, 0.2, model="small")))
+    assert found["checkpoint"].tolist() == ["all", "small, number 1", "small, number 2"]
+    first, (about, (native, score, _)) = seeds(0.1, 0.2)
+    assert orderings(quality_of(first, (about, [native, score]))).empty
+    quality = quality_of(*seeds(0.1, 0.2), *seeds(0.1, text="other"))
+    assert [quality.title(group) for group in quality.groups] == ["2 checkpoints on words", "small-0 on words"]
 
 
 def test_swept_checkpoints_are_one_comparison_each_and_read_as_one(folder: Path, tmp_path: Path) -> None:
@@ -436,16 +428,44 @@ def test_swept_checkpoints_are_one_comparison_each_and_read_as_one(folder: Path,
         )  # another config, as seeds' weights
         hf_models.save(model, folder / f"seed-{number}")
     run_quality(folder / "config.yaml", tmp_path, ["sweep.model.checkpoint=[seed-1, seed-2]"])
-    comparisons = load_quality_results(tmp_path)
-    assert [one.facts["model"] for one in comparisons] == ["seed-1", "seed-2"]
-    text = quality_text(comparisons)
-    assert text.count("The papers' orderings") == 1
-    assert max(map(len, text.splitlines())) <= WIDTH
+    quality = read_quality(tmp_path)
+    assert [facts["model"] for facts in quality.facts.values()] == ["seed-1", "seed-2"]
+    assert set(orderings(quality)["checkpoint"]) == {"all", "seed-1", "seed-2"}
 
 
 def test_intervals_need_ten_sequences(folder: Path, tmp_path: Path) -> None:
     run_quality(folder / "config.yaml", tmp_path, ["text.num_sequences=4", "policies=[{name: topk}]"])
-    assert "no interval below 10 sequences" in quality_table(load_quality_results(tmp_path)).replace("\n    ", " ")
+    assert text_costs(read_quality(tmp_path))["cross_entropy_added_half"].isna().all()
+    assert "no interval below 10 sequences" in quality_text(tmp_path)
+
+
+def test_formats_hold_every_row_and_say_of_which_kind(
+    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = quality_text(done)
+    assert "not timed" in text
+    assert "dropping by score costs less than by random (arXiv 2503.05066), nats per token" in text
+    assert main(["show", str(done), "--format", "csv", "--out", str(tmp_path / "rows.csv")]) == OK
+    rows = pd.read_csv(tmp_path / "rows.csv")
+    assert rows["table"].value_counts().to_dict() == {"texts": 7, "orderings": 1}
+    assert main(["show", str(done), "--format", "json"]) == OK
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 8
+    for file_format in ("md", "latex"):
+        assert main(["show", str(done), "--format", file_format]) == OK
+        assert "mass kept" in capsys.readouterr().out
+    assert main(["show", str(done), "--format", "csv", "--case", "native"]) == USER_ERROR
+    assert "without times" in capsys.readouterr().err
+
+
+def test_what_is_damaged_or_not_begun_is_one_line(done: Path, tmp_path: Path) -> None:
+    described = json.loads((done / "run.json").read_text())
+    for content, expected in (
+        ("{", "damaged, or not written by `quality`"),
+        (json.dumps({**described, "cases": {"a": {}}}), "no comparison has its unpatched model yet"),
+    ):
+        (tmp_path / "run.json").write_text(content)
+        with pytest.raises(ResultsError, match=expected):
+            read_quality(tmp_path)
 
 
 def test_the_command_and_summary_print_the_table_and_figures_are_drawn(
@@ -471,22 +491,20 @@ def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_pa
     drops = [{**DROP, "capacity_factor": [0, 1.0, 3.0]}, {**RANDOM, "capacity_factor": [1.0, 3.0]}]
     config = write(folder / "gammas.yaml", {**CONFIG, "policies": drops})
     run_quality(config, tmp_path, ["text.num_sequences=4"])
-    comparisons = load_quality_results(tmp_path)
     with house_style():
-        drawing = capacity_figure(comparisons)
+        drawing = capacity_figure(read_quality(tmp_path))
     assert drawing is not None
     assert sorted(drawing.rows["value"]) == [0.0, 1.0, 1.0, 3.0, 3.0]
-    said = " ".join(" ".join(text.get_text().split()) for text in drawing.figure.texts)
-    assert "fewer than 10 sequences give no interval" in said
-    assert "95 %" not in said, "promised where there is none"
     (axes,) = drawing.figure.axes
     lines = {tuple(line.get_xdata()): line.get_ydata() for line in axes.lines if len(line.get_xdata()) > 1}
     assert set(lines) >= {(0.0, 1.0, 3.0), (1.0, 3.0)}
-    by_gamma = {
-        case.params["capacity_factor"]: case for case in comparisons[0].cases if case.params["metric"] == "score"
-    }
-    expected = [added_cross_entropy(by_gamma[gamma], comparisons[0].native)[0] for gamma in (0, 1, 3)]
-    assert list(lines[0.0, 1.0, 3.0]) == expected
+    rows = drawing.rows[drawing.rows["policy"] == "token_drop"].sort_values("value")
+    assert rows["half_width_nats"].isna().all()
+    native = costs(tmp_path)["native"]["cross_entropy"]
+    answers = [costs(tmp_path)[make_policy({**DROP, "capacity_factor": gamma}).label] for gamma in (0, 1.0, 3.0)]
+    expected = [(one["cross_entropy"] - native).mean() for one in answers]
+    assert rows["cross_entropy_added_nats"].tolist() == pytest.approx(expected)
+    assert list(lines[0.0, 1.0, 3.0]) == rows["cross_entropy_added_nats"].tolist()
 
 
 # --- Mistakes ------------------------------------------------------------------------------------
@@ -634,17 +652,17 @@ def test_the_papers_orderings_come_out_of_a_trained_model(tmp_path: Path, monkey
         ],
     }
     run_quality(write(tmp_path / "config.yaml", config), tmp_path / "done", [])
-    (comparison,) = load_quality_results(tmp_path / "done")
-    assert comparison.native.answers["cross_entropy"].mean() < math.log(2048) - 3, "far better than a guess"
+    quality = read_quality(tmp_path / "done")
+    assert text_costs(quality)["cross_entropy"][0] < math.log(2048) - 3, "far better than a guess"
     found = {
-        (one.better.split()[0], one.worse.split()[0], one.ordering.share, one.ordering.of): one.verdict
-        for one in find_orderings(comparison)
+        (row.better.split()[0], row.worse.split()[0], row.share, row.unit): row.verdict
+        for row in orderings(quality).itertuples()
     }
     assert found == {
-        ("token_drop", "token_drop", 1.0, "cost"): "holds",
-        ("oea", "pruned", 1.0, "cost"): "holds",
-        ("laser", "native", 1.0, "peak_load"): "holds",
-        ("laser", "load_only", 1.0, "cost"): "holds",
-        ("laser", "load_only", 0.1, "cost"): "holds",
-        ("token_drop", "load_only", 1.0, "cost"): "holds",
+        ("token_drop", "token_drop", 1.0, "nats per token"): "holds",
+        ("oea", "pruned", 1.0, "nats per token"): "holds",
+        ("laser", "native", 1.0, "fullest expert over the mean"): "holds",
+        ("laser", "load_only", 1.0, "nats per token"): "holds",
+        ("laser", "load_only", 0.1, "nats per token"): "holds",
+        ("token_drop", "load_only", 1.0, "nats per token"): "holds",
     }

@@ -19,15 +19,9 @@ import pytest
 import torch
 import yaml
 
-from moe_ep_bench.analysis.accuracy_report import (
-    WIDTH,
-    AnsweredCase,
-    AnsweredTask,
-    accuracy_text,
-    lines_of,
-    load_accuracy_results,
-)
-from moe_ep_bench.analysis.quality_report import load_quality_results
+from moe_ep_bench.analysis.quality_frames import Quality, read_quality, task_scores, text_costs
+from moe_ep_bench.analysis.quality_tables import task_means
+from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.cli import main
 from moe_ep_bench.papers.accuracies import load_table
 from moe_ep_bench.policies import make_policy
@@ -303,7 +297,6 @@ def test_rows_are_the_harnesss_numbers_and_a_second_time_nothing_is_run(
     assert capsys.readouterr().out == first
     assert main(["plot", str(tmp_path)]) == USER_ERROR
     assert "holds scores of tasks, of which there are no figures; `show` prints them" in capsys.readouterr().err
-    assert max(map(len, first.splitlines())) <= WIDTH
     described = json.loads((tmp_path / "run.json").read_text())
     assert str(folder) not in json.dumps([described["config"], described["comparisons"]])
 
@@ -317,11 +310,13 @@ def test_a_text_and_tasks_of_one_config_lie_in_one_directory_and_are_shown_toget
     assert main([*arguments, text]) == OK
     said = capsys.readouterr().out
     assert "words.txt, 4 sequences of 16 tokens" in said
-    assert "sums, 2-shot: 2 shots, 12 questions" in said
+    assert "sums, 2-shot" in said
     assert "quality_fronts" in said
-    (judged,), (answered,) = load_quality_results(tmp_path), load_accuracy_results(tmp_path)
-    assert [judged.native.policy, *(case.policy for case in judged.cases)] == ["native", "token_drop"]
-    assert [case.policy for case in answered.cases] == ["native", "token_drop"]
+    quality = read_quality(tmp_path)
+    assert text_costs(quality)["policy"].tolist() == ["native", "token_drop"]
+    scores = task_scores(quality)
+    assert scores["policy"].tolist() == ["native", "token_drop"]
+    assert scores["num_samples"].tolist() == [12, 12]
     assert len(list((tmp_path / "quality").iterdir())) == 4
     assert len(list((tmp_path / "routing").iterdir())) == 2, "of the text alone"
 
@@ -333,57 +328,57 @@ def test_the_papers_number_stands_beside_the_same_task_shots_metric_and_policy_o
     tasks = "tasks=[{name: sums, num_fewshot: 2}, {name: sums, num_fewshot: 3}, {name: sums, num_fewshot: 5}]"
     policies = "policies=[{name: token_drop, capacity_factor: 0.5}, {name: token_drop, capacity_factor: 0.25}]"
     assert main([*arguments, tasks, "--set", policies]) == OK
-    found = load_accuracy_results(tmp_path)
-    papers = {
-        (line.num_fewshot, line.label, line.metric): line.paper
-        for task in found
-        for line in lines_of(task)
-        if line.paper is not None
-    }
+    found = task_scores(read_quality(tmp_path))
     label = make_policy(DROP).label
-    assert papers == {
+    beside = found[found["paper"].notna()].set_index(["num_fewshot", "label", "metric"])
+    assert beside["paper"].to_dict() == {
         (2, "native", "acc"): 0.5,
         (2, label, "acc"): 0.4,
         (5, "native", "acc"): 0.6,
         (5, label, "acc"): 0.61,
     }
-    line = next(line for line in lines_of(found[0]) if line.label == label and line.metric == "acc")
-    assert line.stderr is not None
-    assert line.standard_errors == pytest.approx((line.value - 0.4) / line.stderr)
-    text = accuracy_text(found)
-    assert f"{100 * (line.value - 0.4):+.1f} ({line.standard_errors:+.1f})" in text
-    assert "the paper states none. Made up." in text.replace("\n    ", " ")
-    means = next(row.split() for row in text.splitlines() if row.startswith("native ") and " 2 " in row)
-    assert means[-3] == "55.0", "the mean of the paper's 50 and 60"
+    row = beside.loc[2, label, "acc"]
+    assert row["paper_stderrs"] == pytest.approx((row["value"] - 0.4) / row["stderr"])
+    text = quality_text(tmp_path)
+    assert f"{100 * (row['value'] - 0.4):+.1f} ({row['paper_stderrs']:+.1f})" in text
+    assert "the paper states none. Made up." in text
+    means, left_out = task_means(found)
+    assert not left_out
+    means = means.set_index("label")
+    assert (means["tasks"] == 2).all()
+    assert means["paper"]["native"] == pytest.approx(0.55)
+    of_native = beside.xs("native", level="label")
+    assert means["stderr"]["native"] == pytest.approx(math.hypot(*of_native["stderr"]) / 2)
 
 
-def answered(task: str, by_filter: dict[str, float], paper: float, *, paper_shots: int | None = 5) -> AnsweredTask:
-    """The unpatched model's numbers of one metric, one for each filter of answers, beside a paper's."""
-    common = {"task": task, "is_asked": True, "num_fewshot": 5, "num_samples": 9, "metric": "exact_match"}
-    none = {"stderr": 0.01, "dropped_fraction": 0.0, "retained_mass_topk": 1.0}
-    rows = [{**common, **none, "filter": name, "value": value} for name, value in by_filter.items()]
-    number = {"policy": "native", "policy_params": {}, "metric": "exact_match", "num_fewshot": paper_shots}
-    published = {"source": "a paper", "model": "Tiny", "note": "Made up.", "numbers": [{**number, "percent": paper}]}
-    facts = {"task": task, "title": task, "metric": None, "limit": None, "batch_size": 4, "num_ranks": 2}
-    native = AnsweredCase("native", "baseline", "native", {}, pd.DataFrame(rows), pd.DataFrame())
-    return AnsweredTask({**facts, "published": published}, [native])
+def answered(*tasks: tuple[str, dict[str, float], float], shots: int | None = 5) -> Quality:
+    """The unpatched model's numbers of one metric, one for each filter of answers, beside a paper's in percent."""
+    facts, rows = {}, []
+    number = {"policy": "native", "policy_params": {}, "metric": "exact_match", "num_fewshot": shots}
+    case = {"label": "native", "role": "baseline", "policy": "native", "policy_params": {}, "phase": "prefill"}
+    for task, by_filter, paper in tasks:
+        facts[task] = {"task": task, "metric": None, "published": {"numbers": [{**number, "percent": paper}]}}
+        common = {"case_id": task, "task": task, "is_asked": True, "num_fewshot": shots, "num_samples": 9, "item": None}
+        common |= {"metric": "exact_match", "stderr": 0.01}
+        rows += [{**common, "filter": name, "value": value} for name, value in by_filter.items()]
+    cases = pd.DataFrame([{"case_id": task, "comparison_id": task, **case} for task in facts]).set_index("case_id")
+    return Quality(facts, cases, pd.DataFrame(rows), pd.DataFrame())
 
 
 def test_a_task_with_several_numbers_for_the_papers_one_is_left_out_of_the_means_and_named() -> None:
-    single = [answered("one", {"none": 0.2}, 30.0), answered("two", {"none": 0.4}, 40.0)]
-    double = answered("gsm8k", {"strict-match": 0.9, "flexible-extract": 0.8}, 90.0)
-    means = accuracy_text([*single, double]).split("mean over tasks")[1].split("\n\n")[0]
-    assert means.splitlines()[1].split()[:3] == ["native", "2", "30.0"]
-    assert "35.0" in means, "the mean of the paper's 30 and 40"
-    assert "gsm8k: left out of the means" in means
-    assert "left out" not in accuracy_text(single)
+    single = (("one", {"none": 0.2}, 30.0), ("two", {"none": 0.4}, 40.0))
+    double = ("gsm8k", {"strict-match": 0.9, "flexible-extract": 0.8}, 90.0)
+    means, left_out = task_means(task_scores(answered(*single, double)))
+    assert left_out == ["gsm8k"]
+    (row,) = means.itertuples()
+    assert (row.label, row.tasks, row.value, row.paper) == ("native", 2, pytest.approx(0.3), pytest.approx(0.35))
+    assert task_means(task_scores(answered(*single)))[1] == []
 
 
 def test_no_number_of_a_paper_stands_where_the_paper_states_no_shots() -> None:
-    stated, unstated = (answered("one", {"none": 0.2}, 30.0, paper_shots=shots) for shots in (5, None))
-    unstated.native.scores["num_fewshot"] = None
-    assert [line.paper for line in lines_of(stated)] == [0.3]
-    assert [line.paper for line in lines_of(unstated)] == [None]
+    one = ("one", {"none": 0.2}, 30.0)
+    assert task_scores(answered(one))["paper"].tolist() == [0.3]
+    assert task_scores(answered(one, shots=None))["paper"].isna().all()
 
 
 def test_what_python_compiles_beside_tasks_makes_no_other_tasks_of_them(tmp_path: Path) -> None:
@@ -404,8 +399,9 @@ def test_policies_are_set_against_the_unpatched_model_question_by_question(
     assert main(["quality", str(folder / "config.yaml"), "--out", str(tmp_path)]) == OK
     rows = scores(tmp_path)
     paired = of_questions(rows[make_policy(DROP).label]) - of_questions(rows["native"])
-    native, drop = lines_of(load_accuracy_results(tmp_path)[0])
-    assert (native.added, native.added_stderr) == (None, None)
+    native, drop = task_scores(read_quality(tmp_path)).itertuples()
+    assert math.isnan(native.added)
+    assert math.isnan(native.added_stderr)
     assert drop.added == pytest.approx(paired.mean())
     assert drop.added_stderr == pytest.approx(paired.std() / math.sqrt(12))
 
@@ -569,11 +565,9 @@ def test_the_command_runs_the_packages_tasks_under_policies(
     arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path / "out"), "--set"]
     tasks = "tasks=[{name: sums, num_fewshot: 2}, {name: written}]"
     assert main([*arguments, tasks, "--set", "limit=4"]) == OK
-    found = load_accuracy_results(tmp_path / "out")
-    assert [task.facts["task"] for task in found] == ["sums", "written"]
-    for task in found:
-        native, drop = task.cases
-        assert (native.scores["dropped_fraction"] == 0).all()
-        assert (drop.scores["dropped_fraction"] > 0).all()
-        assert (drop.scores["num_samples"] == 4).all()
-    assert "the first 4 of each task only" in capsys.readouterr().out
+    scores = task_scores(read_quality(tmp_path / "out"))
+    assert list(dict.fromkeys(scores["task"])) == ["sums", "written"]
+    assert (scores["num_samples"] == 4).all()
+    assert (scores["dropped_fraction"][scores["policy"] == "native"] == 0).all()
+    assert (scores["dropped_fraction"][scores["policy"] != "native"] > 0).all()
+    assert "the first 4 questions of each task only" in capsys.readouterr().out

@@ -30,7 +30,7 @@ from moe_ep_bench.analysis.load import (
 from moe_ep_bench.analysis.parts import ResultsError
 
 if TYPE_CHECKING:
-    from moe_ep_bench.analysis.quality_report import JudgedComparison
+    from moe_ep_bench.analysis.quality_frames import Quality
     from moe_ep_bench.analysis.route_load import RouteRun
 
 
@@ -47,7 +47,7 @@ class Gathered:
     runs: dict[str, Run] = field(default_factory=dict)
     routes: dict[str, RouteRun] = field(default_factory=dict)
     wholes: dict[str, Run] = field(default_factory=dict)
-    qualities: dict[str, list[JudgedComparison]] = field(default_factory=dict)
+    qualities: dict[str, Quality] = field(default_factory=dict)
     passed_over: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -62,17 +62,17 @@ def gather(directories: Sequence[Path]) -> Gathered:
     runs: dict[str, Run] = {}
     routes: dict[str, RouteRun] = {}
     wholes: dict[str, Run] = {}
-    qualities: dict[str, list[JudgedComparison]] = {}
+    qualities: dict[str, Quality] = {}
     for name, directory in _named(directories).items():
         try:
             if is_quality(directory):
-                from moe_ep_bench.analysis.quality_report import load_quality_results
+                from moe_ep_bench.analysis.quality_frames import read_quality
 
-                if not (texts := load_quality_results(directory)):
+                if not (quality := read_quality(directory)).groups:
                     raise ResultsError(
                         f"{directory}: holds scores of tasks, of which there are no figures; `show` prints them"
                     )
-                qualities[name] = texts
+                qualities[name] = quality
             elif is_route(directory):
                 from moe_ep_bench.analysis.route_load import load_route  # it imports torch
 

@@ -74,7 +74,7 @@ def _known(directories: Sequence[Path]) -> list[str]:
 
         known += [name for name in ROUTE_FIGURES if name not in known]
     if judged:
-        from moe_ep_bench.analysis.quality_figures import QUALITY_FIGURES  # likewise
+        from moe_ep_bench.analysis.quality_figures import QUALITY_FIGURES
 
         known += QUALITY_FIGURES
     return known

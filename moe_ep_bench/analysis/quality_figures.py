@@ -4,238 +4,241 @@
 - ``quality_fronts``: cross-entropy added over what a step or a batch waits for: activated experts in decode, whose
   weights it reads (arXiv 2511.02237, Figures 2, 3 and 8), and in prefill the pairs of the fullest rank. A line joins
   the cases of a policy that none of its others beats in both: its Pareto front.
-- ``quality_orderings``: which of the papers' orderings hold (``quality_orderings_figure``).
+- ``quality_orderings``: which of the papers' orderings hold, a row for each pair of cases. Costs differ a thousandfold
+  between orderings, and so do their intervals. What one pair's second case costs more than its first is therefore
+  drawn in halves of its own 95 % interval: beyond 1 the ordering holds, beyond -1 it does not, and between them nobody
+  can say. The numbers themselves stand beside the rows.
 
 One panel for each comparison (point of a sweep), and phase; comparisons that differ in the checkpoint alone are one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import NamedTuple
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import NullLocator
 
 from moe_ep_bench.analysis.figures import draw_named
-from moe_ep_bench.analysis.quality_orderings import by_checkpoint, title_of
-from moe_ep_bench.analysis.quality_orderings_figure import orderings_figure
-from moe_ep_bench.analysis.quality_report import (
-    LEAST_SEQUENCES,
-    JudgedCase,
-    JudgedComparison,
-    added_cross_entropy,
-    half_interval,
-)
+from moe_ep_bench.analysis.quality_frames import LEAST_SEQUENCES, Quality, half_interval, text_costs
+from moe_ep_bench.analysis.quality_orderings import PEAK_LOAD, PER_SHARE, orderings
+from moe_ep_bench.analysis.sizes import MIN_POINTS, current_size, wrap
 from moe_ep_bench.analysis.style import (
     CEILING_LINE,
-    DEFAULT_FORMATS,
     GAMMA,
+    MUTED,
+    NOISE_FILL,
+    RULE,
+    STYLE,
     Drawing,
-    Look,
     looks_of,
     panel_title,
     sheet,
 )
-from moe_ep_bench.policies import make_policy
 
+# Inches.
 _WIDTH, _NARROW, _BODY, _COLUMNS = 10.0, 6.5, 3.3, 2
-_SUBTITLE = "Cross-entropy added to the unpatched model's on the same sequences, nats per token"
-
-
-class Point(NamedTuple):
-    x: float
-    added: float
-    half: float | None
-    case: str = ""
-
-
-class _Panel(NamedTuple):
-    """One set of axes: points of every family."""
-
-    title: str
-    x_label: str
-    points: dict[str, list[Point]]
-    num_checkpoints: int
-
-
-def capacity_figure(comparisons: Sequence[JudgedComparison]) -> Drawing | None:
-    """None where no policy has two capacity factors."""
-    panels = []
-    for alike in by_checkpoint(comparisons):
-        points: dict[str, list[Point]] = {}
-        for cases in _in_all(alike):
-            gamma = cases[0].params.get("capacity_factor")
-            if gamma is not None:
-                family = _family(cases[0], "capacity_factor")
-                points.setdefault(family, []).append(_point(alike, cases, _capacity_factor))
-        points = {family: sorted(several) for family, several in points.items() if len(several) > 1}
-        if points:
-            panels.append(_Panel(title_of(alike), f"capacity factor {GAMMA}", points, len(alike)))
-    return _draw("What a capacity costs the answers", panels, lambda points: points)
-
-
-def fronts_figure(comparisons: Sequence[JudgedComparison]) -> Drawing | None:
-    """None where there is no policy."""
-    panels = []
-    for alike in by_checkpoint(comparisons):
-        for phase, x_label, x_of in (
-            ("decode", "activated experts of a step, mean over layers", _activated),
-            ("prefill", "pairs of the fullest rank over a rank's mean without a policy", _fullest),
-        ):
-            points: dict[str, list[Point]] = {}
-            for cases in _in_all(alike):
-                if cases[0].phase == phase and cases[0].policy != "topk":
-                    points.setdefault(cases[0].policy, []).append(_point(alike, cases, x_of))
-            if points:
-                panels.append(_Panel(f"{phase}: {title_of(alike)}", x_label, points, len(alike)))
-    return _draw("What answers cost over what it buys", panels, front)
-
-
-QUALITY_FIGURES: dict[str, Callable[[Sequence[JudgedComparison]], Drawing | None]] = {
-    "quality_orderings": orderings_figure,
-    "quality_capacity": capacity_figure,
-    "quality_fronts": fronts_figure,
+_ROWS_WIDTH, _ROW, _LINE, _EXTRA = 11.0, 0.24, 0.16, 0.9
+_LABEL, _STACKED_LABEL = 4.8, 1.1
+_POINTS = float(STYLE["ytick.labelsize"])
+_VERDICTS: dict[str, dict[str, Any]] = {
+    "holds": {"color": "#009E73", "marker": "o"},
+    "does not hold": {"color": "#D55E00", "marker": "X"},
+    "cannot say": {"color": MUTED, "marker": "o", "markerfacecolor": "white"},
 }
+_OF_ONE = {"color": "#B0B0B0", "marker": "|", "markersize": 7, "linestyle": "none"}
+_FAR = 100.0
+_TICKS = (-30, -10, -3, -1, 0, 1, 3, 10, 30, 100)
 
 
-def front(points: Iterable[Point]) -> list[Point]:
-    """The points that no other beats in both: ascending in x, descending in cost."""
-    kept: list[Point] = []
-    for point in sorted(points):
-        if not kept or point.added < kept[-1].added:
-            kept.append(point)
-    return kept
+def capacity_figure(quality: Quality) -> Drawing | None:
+    """None where no policy has two capacity factors."""
+    rows = _over_checkpoints(quality)
+    gamma = rows["policy_params"].map(json.loads).str.get("capacity_factor").astype(float)
+    family = rows["case"].str.replace(r" capacity_factor=\S+", "", regex=True)
+    rows = rows.assign(policy=family, quantity=f"capacity factor {GAMMA}", value=gamma, on_line=True)
+    rows = rows.dropna(subset="value")
+    return _costs_figure(
+        "What a capacity costs the answers", rows[rows.groupby(["group", "policy"])["value"].transform("size") > 1]
+    )
 
 
-def draw_quality_figures(
-    comparisons: Sequence[JudgedComparison],
-    directory: Path,
-    formats: Sequence[str] = DEFAULT_FORMATS,
-    names: Iterable[str] = tuple(QUALITY_FIGURES),
-    *,
-    size: str = "page",
-) -> tuple[list[Path], list[str]]:
-    """Draw figures into a directory, each with its numbers as CSV.
-
-    Returns:
-        The files written, and the names of the figures for which there is nothing.
-    """
-    return draw_named(QUALITY_FIGURES, comparisons, directory, formats, names, size)
-
-
-def _in_all(alike: Sequence[JudgedComparison]) -> list[list[JudgedCase]]:
-    """The cases that all of several checkpoints' comparisons have, each as one per checkpoint."""
-    of_each = [{(case.label, case.phase): case for case in one.cases} for one in alike]
-    return [[cases[key] for cases in of_each] for key in of_each[0] if all(key in cases for cases in of_each)]
+def fronts_figure(quality: Quality) -> Drawing | None:
+    """None where there is no policy."""
+    rows = _over_checkpoints(quality)
+    rows = rows[rows["policy"] != "topk"].sort_values(["group", "phase"], kind="stable")
+    in_decode = rows["phase"] == "decode"
+    rows = rows.assign(
+        comparison=rows["phase"] + ": " + rows["comparison"],
+        quantity=np.where(
+            in_decode,
+            "activated experts of a step, mean over layers",
+            "pairs of the fullest rank over a rank's mean without a policy",
+        ),
+        value=rows["activated_experts"].where(in_decode, rows["fullest_rank_pairs"]),
+    )
+    for _, points in rows.groupby(["group", "phase", "policy"]):
+        rows.loc[points.index, "on_line"] = is_on_front(points)
+    return _costs_figure("What answers cost over what it buys", rows)
 
 
-def _point(
-    alike: Sequence[JudgedComparison],
-    cases: Sequence[JudgedCase],
-    x_of: Callable[[JudgedCase, JudgedComparison], float],
-) -> Point:
-    """Of several checkpoints their mean, its interval over them; of one its own, over sequences."""
-    x = float(np.mean([x_of(case, one) for case, one in zip(cases, alike, strict=True)]))
-    added = [added_cross_entropy(case, one.native) for case, one in zip(cases, alike, strict=True)]
-    if len(added) == 1:
-        return Point(x, *added[0], cases[0].label)
-    means = np.array([mean for mean, _ in added])
-    return Point(x, float(means.mean()), half_interval(means), cases[0].label)
+def is_on_front(points: pd.DataFrame) -> pd.Series:
+    """Of each point whether no other beats it in both: less cost at no greater value."""
+    ascending = points.sort_values(["value", "cross_entropy_added_nats"])["cross_entropy_added_nats"]
+    return (ascending < ascending.cummin().shift(fill_value=np.inf)).reindex(points.index)
 
 
-def _family(case: JudgedCase, key: str) -> str:
-    """A case's label without one of its fields."""
-    value = f"{key}={case.params[key]}"
-    label = make_policy({"name": case.policy, **case.params}).label
-    return " ".join(word for word in label.split(" ") if word != value)
+def _over_checkpoints(quality: Quality) -> pd.DataFrame:
+    """Cases that all checkpoints of a group have: means over them and the interval over them; of one its own."""
+    costs = text_costs(quality).rename(columns={"label": "case", "cross_entropy_added_half": "half_width_nats"})
+    costs = costs.rename(columns={"cross_entropy_added": "cross_entropy_added_nats"})
+    by_case = costs[costs["role"] != "baseline"].groupby(["group", "case", "phase"], sort=False)
+    found = by_case[["comparison", "checkpoints", "policy", "policy_params", "half_width_nats"]].first()
+    found = found.join(by_case[["activated_experts", "fullest_rank_pairs", "cross_entropy_added_nats"]].mean())
+    over_them = by_case["cross_entropy_added_nats"].agg(half_interval)
+    found["half_width_nats"] = found["half_width_nats"].where(found["checkpoints"] == 1, over_them)
+    return found[by_case.size() == found["checkpoints"]].reset_index()
 
 
-def _capacity_factor(case: JudgedCase, _: JudgedComparison) -> float:
-    return float(case.params["capacity_factor"])
-
-
-def _activated(case: JudgedCase, _: JudgedComparison) -> float:
-    return case.mean("activated_experts")
-
-
-def _fullest(case: JudgedCase, one: JudgedComparison) -> float:
-    native = one.native.routing.query("phase == 'prefill'").groupby("layer")["num_pairs"].mean()
-    share = case.routing.groupby("layer")["num_pairs"].mean() / native
-    return float((case.routing.groupby("layer")["rank_peak_load"].mean() * share).mean())
-
-
-def _draw(title: str, panels: Sequence[_Panel], joined: Callable[[list[Point]], list[Point]]) -> Drawing | None:
-    if not panels:
+def _costs_figure(title: str, rows: pd.DataFrame) -> Drawing | None:
+    if rows.empty:
         return None
-    looks = looks_of({family: family for panel in panels for family in panel.points})
+    panels = list(rows.groupby(["group", "quantity"], sort=False))
+    looks = looks_of({family: family for family in rows["policy"]})
     legend = [
         (look.label, Line2D([], [], color=look.colour, marker=look.marker, linestyle=look.line))
         for look in looks.values()
     ]
     columns = min(_COLUMNS, len(panels))
     width = _WIDTH if columns > 1 else _NARROW
-    rows = -(-len(panels) // columns)
+    num_rows = -(-len(panels) // columns)
     figure = sheet(
         title,
-        _SUBTITLE + ("; the mean over checkpoints" if any(panel.num_checkpoints > 1 for panel in panels) else ""),
-        [_footer(panels)],
+        "Cross-entropy added to the unpatched model's on the same sequences, nats per token"
+        + ("; the mean over checkpoints" if (rows["checkpoints"] > 1).any() else ""),
+        [
+            "Costs are of this model on this text; whiskers: 95 % interval, Student's t over checkpoints where there "
+            f"are several, else over sequences (none below {LEAST_SEQUENCES}). Routing is that of virtual ranks; "
+            "nothing was timed."
+        ],
         legend,
         width=width,
-        body=_BODY * rows,
+        body=_BODY * num_rows,
     )
-    grid = figure.subplots(rows, columns, squeeze=False)
+    grid = figure.subplots(num_rows, columns, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.remove()
-    for axes, panel in zip(grid.flat, panels, strict=False):
-        _panel(axes, panel, looks, joined)
-        panel_title(axes, panel.title, width / columns - 0.8)
-    return Drawing(figure, _rows(panels, joined))
+    for axes, (_, panel) in zip(grid.flat, panels, strict=False):
+        axes.axhline(0, **CEILING_LINE)
+        for family, points in panel.groupby("policy", sort=False):
+            look = looks[family]
+            at = points["value"], points["cross_entropy_added_nats"], points["half_width_nats"]
+            axes.errorbar(*at, color=look.colour, marker=look.marker, linestyle="none", capsize=2)
+            line = points[points["on_line"]].sort_values("value")
+            axes.plot(line["value"], line["cross_entropy_added_nats"], color=look.colour, linestyle=look.line)
+        axes.set_xlabel(panel["quantity"].iloc[0])
+        axes.set_ylabel("cross-entropy added, nats")
+        panel_title(axes, panel["comparison"].iloc[0], width / columns - 0.8)
+    return Drawing(figure, rows.drop(columns="group"))
 
 
-def _footer(panels: Sequence[_Panel]) -> str:
-    """Intervals are promised where there are some."""
-    of_one = [panel for panel in panels if panel.num_checkpoints == 1]
-    has_interval = {p.half is not None for panel in of_one for points in panel.points.values() for p in points}
-    over = [
-        *(["over sequences"] if True in has_interval else []),
-        *(["over checkpoints where there are several"] if len(of_one) < len(panels) else []),
+def orderings_figure(quality: Quality) -> Drawing | None:
+    """None where no ordering can be looked at."""
+    rows = orderings(quality)
+    if rows.empty:
+        return None
+    rows["in_halves"] = in_halves(rows)
+    overall = rows[rows["is_overall"]]
+    labels = _labels(overall)
+    legend: list[tuple[str, Any]] = [
+        (verdict, Line2D([], [], linestyle="none", **look))
+        for verdict, look in _VERDICTS.items()
+        if (overall["verdict"] == verdict).any()
     ]
-    intervals = f"whiskers: 95 % interval, Student's t {' and '.join(over)}" if over else ""
-    few = f"fewer than {LEAST_SEQUENCES} sequences give no interval" if False in has_interval else ""
-    said = "; ".join(["Costs are of this model on this text", *filter(None, (intervals, few))])
-    return f"{said}. Routing is that of virtual ranks; nothing was timed."
-
-
-def _rows(panels: Sequence[_Panel], joined: Callable[[list[Point]], list[Point]]) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "comparison": panel.title,
-            "checkpoints": panel.num_checkpoints,
-            "policy": family,
-            "case": point.case,
-            "quantity": panel.x_label,
-            "value": point.x,
-            "cross_entropy_added_nats": point.added,
-            "half_width_nats": point.half,
-            "on_line": point in joined(points),
-        }
-        for panel in panels
-        for family, points in panel.points.items()
-        for point in points
+    legend += [("each checkpoint", Line2D([], [], **_OF_ONE))] if len(overall) < len(rows) else []
+    legend.append(("too close to say", Patch(facecolor=NOISE_FILL)))
+    panels = [panel for _, panel in rows.groupby("group", sort=False)]
+    by_panel = labels.str.count("\n").groupby(overall["group"], sort=False)
+    heights = ((_ROW + _LINE * by_panel.max()) * by_panel.size() + _EXTRA).tolist()
+    figure = sheet(
+        "Which of the papers' orderings hold",
+        "What the second of a row costs more than the first, in halves of its 95 % interval"
+        + ("" if current_size().is_stacked else "; on the right in nats per token, or in what the row speaks of"),
+        [
+            "Intervals: Student's t over checkpoints where there are several, else over sequences (of loads: over "
+            "batches). Costs are of this model on this text; routing is that of virtual ranks, and nothing was timed. "
+            "A to B: read off between these two, at as many activated experts as the second has. The orderings in full "
+            "and their sources stand in the table beside this figure."
+        ],
+        legend,
+        width=_ROWS_WIDTH,
+        body=sum(heights),
     )
+    grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
+    for axes, panel in zip(grid.flat, panels, strict=True):
+        _orderings_panel(axes, panel, labels)
+        panel_title(axes, panel["comparison"].iloc[0], 0.6 * _ROWS_WIDTH)
+    return Drawing(figure, rows.drop(columns="group"))
 
 
-def _panel(axes: Axes, panel: _Panel, looks: dict[str, Look], joined: Callable[[list[Point]], list[Point]]) -> None:
-    axes.axhline(0, **CEILING_LINE)
-    for family, points in panel.points.items():
-        look = looks[family]
-        for point in points:
-            axes.errorbar(point.x, point.added, yerr=point.half, color=look.colour, marker=look.marker, capsize=2)
-        line = joined(points)
-        axes.plot([point.x for point in line], [point.added for point in line], color=look.colour, linestyle=look.line)
-    axes.set_xlabel(panel.x_label)
-    axes.set_ylabel("cross-entropy added, nats")
+def in_halves(rows: pd.DataFrame) -> pd.Series:
+    """Differences over half the interval that their pair's row over all checkpoints has, at most ``_FAR``.
+
+    0 where two cases never differ.
+    """
+    half = rows["half_width"].where(rows["is_overall"]).ffill()
+    more = rows["worse_costs_more"]
+    return (more / half).where(more != 0, 0.0).clip(-_FAR, _FAR)
+
+
+def _orderings_panel(axes: Axes, panel: pd.DataFrame, labels: pd.Series) -> None:
+    axes.axvspan(-1, 1, color=NOISE_FILL, linewidth=0, zorder=0)
+    axes.axvline(0, color=MUTED, linewidth=1.0)
+    overall = panel[panel["is_overall"]].join(labels.rename("label")).reset_index(drop=True)
+    each = panel[~panel["is_overall"]].assign(place=panel["is_overall"].cumsum() - 1)
+    for place, ones in each.groupby("place"):
+        if overall["half_width"][place] > 0:
+            axes.plot(ones["in_halves"], ones["place"], **_OF_ONE)
+    for place, row in overall.iterrows():
+        axes.plot(row["in_halves"], place, linestyle="none", **_VERDICTS[row["verdict"]])
+        if place and row["ordering"] != overall["ordering"][place - 1]:
+            axes.axhline(place - 0.5, color=RULE, linewidth=0.9)
+        if not current_size().is_stacked:
+            number = f"{row['worse_costs_more']:+.4f} \N{PLUS-MINUS SIGN} {row['half_width']:.4f}"
+            number = number.replace("-", "\N{MINUS SIGN}")
+            axes.text(1.01, place, number, transform=axes.get_yaxis_transform(), va="center", fontsize=8, color=MUTED)
+    axes.set_yticks(range(len(overall)), overall["label"])
+    axes.set_ylim(len(overall) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.set_xscale("symlog", linthresh=1, linscale=0.8)
+    low, high = axes.get_xlim()
+    low, high = axes.set_xlim(min(low, -1.5), max(1.1 * high, 1.5))
+    axes.set_xticks([tick for tick in _TICKS if low <= tick <= high])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("what the second costs more, in halves of its 95 % interval")
+
+
+def _labels(rows: pd.DataFrame) -> pd.Series:
+    """A pair in a few words: ``per pair dropped: A < B``."""
+    kind = rows["unit"].map({PEAK_LOAD: "fullest expert: ", PER_SHARE: "per pair dropped: "}).fillna("")
+    share = rows["share"].map(lambda share: "" if share == 1 else f"{share:g} of ")
+    text = (kind + rows["better"] + " < " + share + rows["worse"]).str.replace("capacity_factor=", f"{GAMMA} ")
+    room = (_STACKED_LABEL, MIN_POINTS) if current_size().is_stacked else (_LABEL, _POINTS)
+    return text.map(lambda label: wrap(label, *room))
+
+
+QUALITY_FIGURES: dict[str, Callable[[Quality], Drawing | None]] = {
+    "quality_orderings": orderings_figure,
+    "quality_capacity": capacity_figure,
+    "quality_fronts": fronts_figure,
+}
+draw_quality_figures = partial(draw_named, QUALITY_FIGURES)

@@ -9,7 +9,7 @@ A cost is the cross-entropy that a case adds to the unpatched model's. Where two
 alike, it is divided by the share of top-k pairs that the case drops, and cases that drop nearly as much are compared;
 where they activate other numbers of experts, the cost at as many is read off between two cases.
 
-Comparisons that differ in the checkpoint alone, seeds of one training say, are put together: beside each one's verdict
+Comparisons that differ in the checkpoint alone, seeds of one training say, are put together: before each one's verdict
 stands that over checkpoints, by Student's t over their mean differences.
 """
 
@@ -17,29 +17,25 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
-from moe_ep_bench.analysis.quality_report import (
-    WIDTH,
-    JudgedCase,
-    JudgedComparison,
+from moe_ep_bench.analysis.quality_frames import (
+    LEAST_SEQUENCES,
+    Quality,
+    costs_by_sequence,
     half_interval,
-    quality_table,
-    short_label,
+    text_costs,
 )
+from moe_ep_bench.analysis.render import Row
 
-_LEAST = 10
-"""Sequences or batches below which nothing is said."""
-_OF_A_CHECKPOINT = {"name", "model", "title", "order"}
-_PHASES = ("prefill", "decode")
+PEAK_LOAD, PER_SHARE = "fullest expert over the mean", "nats per token and share of pairs dropped"
 
 
 def _is_set(value: Any) -> bool:
@@ -76,111 +72,101 @@ class Ordering:
     @property
     def unit(self) -> str:
         if self.of == "peak_load":
-            return "fullest expert over the mean"
-        return "nats per token and share of pairs dropped" if self.at_equal == "dropped" else "nats per token"
+            return PEAK_LOAD
+        return PER_SHARE if self.at_equal == "dropped" else "nats per token"
 
 
-_CAPACITY, _OEA, _LASER, _XSHARE = ("arXiv 2503.05066", "arXiv 2511.02237", "arXiv 2510.03293", "arXiv 2602.07265")
-_TOKEN_DROP = {"name": "token_drop", "metric": "score", "granularity": "expert"}
-_EXPANDED = {"name": "expanded_drop", "metric": "score", "num_candidates": None, "max_experts_per_token": None}
-_PLAIN_OEA = {"name": "oea", "p": 1.0, "k_max": None, "max_rank": None}
-ORDERINGS: tuple[Ordering, ...] = (
-    *(
-        Ordering(
-            f"dropping by score costs less than by {metric.replace('_', ' ')}",
-            _CAPACITY,
-            {"name": "token_drop", "metric": "score"},
-            {"name": "token_drop", "metric": metric},
-        )
-        for metric in ("order", "reverse_order", "random")
-    ),
-    Ordering(
-        "Expanded Drop costs less than Token Drop at the same capacity factor",
-        _CAPACITY,
-        _EXPANDED,
-        {"name": "token_drop", "metric": "score"},
+_drop = partial(dict, name="token_drop", metric="score")
+_expanded = partial(dict, name="expanded_drop", metric="score", num_candidates=None, max_experts_per_token=None)
+_oea = partial(dict, name="oea", p=1.0, k_max=None, max_rank=None)
+_laser, _load_only = {"name": "laser"}, {"name": "load_only"}
+
+
+def _of(source: str, *rows: tuple[Any, ...]) -> tuple[Ordering, ...]:
+    """Orderings of one source: words, the better kind, the worse kind, and what else is made equal."""
+    return tuple(Ordering(words, source, *kinds) for words, *kinds in rows)
+
+
+ORDERINGS = (
+    *_of(
+        "arXiv 2503.05066",
+        ("dropping by score costs less than by order", _drop(), _drop(metric="order")),
+        ("dropping by score costs less than by reverse order", _drop(), _drop(metric="reverse_order")),
+        ("dropping by score costs less than by random", _drop(), _drop(metric="random")),
+        ("Expanded Drop costs less than Token Drop at the same capacity factor", _expanded(), _drop()),
     ),
     Ordering(
         "Expanded Drop with all local candidates costs less than with fewer",
-        f"{_CAPACITY}, Table 11's m",
-        _EXPANDED,
-        {**_EXPANDED, "num_candidates": _is_set},
+        "arXiv 2503.05066, Table 11's m",
+        _expanded(),
+        _expanded(num_candidates=_is_set),
     ),
     Ordering(
         "Expanded Drop costs less than with a limit on a token's experts",
-        f"{_CAPACITY}, Table 11's max-k",
-        _EXPANDED,
-        {**_EXPANDED, "max_experts_per_token": _is_set},
+        "arXiv 2503.05066, Table 11's max-k",
+        _expanded(),
+        _expanded(max_experts_per_token=_is_set),
     ),
     Ordering(
         "a device's capacity at factor 1 costs less than an expert's at 1.5",
-        _CAPACITY,
+        "arXiv 2503.05066",
         {"name": "token_drop", "granularity": "device", "capacity_factor": 1.0},
         {"name": "token_drop", "granularity": "expert", "capacity_factor": 1.5},
     ),
     Ordering(
         "Token Drop costs less than Expert Drop, per pair that is dropped",
-        _CAPACITY,
-        _TOKEN_DROP,
+        "arXiv 2503.05066",
+        _drop(granularity="expert"),
         {"name": "expert_drop"},
         at_equal="dropped",
     ),
-    Ordering(
-        "OEA costs less than pruning to the same k0, which activates the same experts for the same inputs",
-        _OEA,
-        _PLAIN_OEA,
-        {"name": "pruned", "p": 1.0},
-    ),
-    Ordering(
-        "OEA with p = 1 costs less than with p < 1 at as many activated experts",
-        _OEA,
-        _PLAIN_OEA,
-        {**_PLAIN_OEA, "p": _below_one},
-        at_equal="activated",
-    ),
-    Ordering(
-        "OEA that fills up to k_max = K costs less than with a smaller k_max",
-        _OEA,
-        _PLAIN_OEA,
-        {**_PLAIN_OEA, "k_max": _is_set},
-    ),
-    Ordering(
-        "OEA over all ranks of a token's list costs less than with max_rank below E",
-        _OEA,
-        _PLAIN_OEA,
-        {**_PLAIN_OEA, "max_rank": _is_set},
+    *_of(
+        "arXiv 2511.02237",
+        (
+            "OEA costs less than pruning to the same k0, which activates the same experts for the same inputs",
+            _oea(),
+            {"name": "pruned", "p": 1.0},
+        ),
+        (
+            "OEA with p = 1 costs less than with p < 1 at as many activated experts",
+            _oea(),
+            _oea(p=_below_one),
+            "activated",
+        ),
+        ("OEA that fills up to k_max = K costs less than with a smaller k_max", _oea(), _oea(k_max=_is_set)),
+        ("OEA over all ranks of a token's list costs less than with max_rank below E", _oea(), _oea(max_rank=_is_set)),
     ),
     Ordering(
         "LASER evens the loads: its fullest expert has less than the model's own",
-        _LASER,
-        {"name": "laser"},
+        "arXiv 2510.03293",
+        _laser,
         {"name": "native"},
         of="peak_load",
     ),
-    Ordering("LASER costs less than balancing loads alone", _LASER, {"name": "laser"}, {"name": "load_only"}),
+    Ordering("LASER costs less than balancing loads alone", "arXiv 2510.03293", _laser, _load_only),
     Ordering(
         "LASER stays near the model's own: less than a tenth (ours) of what balancing loads alone costs",
-        _LASER,
-        {"name": "laser"},
-        {"name": "load_only"},
+        "arXiv 2510.03293",
+        _laser,
+        _load_only,
         share=0.1,
     ),
     Ordering(
         "balancing loads alone is bad: Token Drop at factor 1, which bounds loads too, costs less",
-        f"{_LASER}; Token Drop is our measure",
-        {**_TOKEN_DROP, "capacity_factor": 1.0},
-        {"name": "load_only"},
+        "arXiv 2510.03293; Token Drop is our measure",
+        _drop(granularity="expert", capacity_factor=1.0),
+        _load_only,
     ),
     Ordering(
         "XShare with every token's best expert costs less than without, at the same budget",
-        _XSHARE,
+        "arXiv 2602.07265",
         {"name": "xshare", "k0": 1},
         {"name": "xshare", "k0": 0},
     ),
     *(
         Ordering(
             f"{policy}: {better.replace('_', ' ')} costs text less than {worse.replace('_', ' ')}, synthetic images",
-            f"{_CAPACITY}, Table 4",
+            "arXiv 2503.05066, Table 4",
             {"name": name, "modality": better},
             {"name": name, "modality": worse},
         )
@@ -190,210 +176,131 @@ ORDERINGS: tuple[Ordering, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Found:
-    """One pair of cases that an ordering is about, by their short labels.
+def orderings(quality: Quality) -> pd.DataFrame:
+    """A row per pair of cases that an ordering is about: over all checkpoints, then (``is_overall`` False) for each.
 
-    Attributes:
-        more: what the worse one has more on average, in the ordering's unit.
-        half: half the mean's 95 % interval, over sequences, batches or checkpoints.
+    Only pairs that all checkpoints have. ``worse_costs_more`` is that of ``worse``, times ``share``, over ``better``,
+    and ``half_width`` half its 95 % interval, both in ``unit``; ``group`` is that of ``text_costs``.
     """
-
-    ordering: Ordering
-    better: str
-    worse: str
-    more: float
-    half: float
-
-    @property
-    def verdict(self) -> str:
-        if self.more - self.half > 0:
-            return "holds"
-        return "does not hold" if self.more + self.half < 0 else "cannot say"
-
-
-class Several(NamedTuple):
-    """The same pair on several checkpoints: each one's, and the mean of all, its interval over checkpoints."""
-
-    overall: Found
-    each: dict[str, Found]
-
-    @property
-    def shown(self) -> Found:
-        """That over checkpoints where there are several, else the one's own."""
-        return self.overall if len(self.each) > 1 else next(iter(self.each.values()))
-
-
-def find_orderings(comparison: JudgedComparison) -> list[Found]:
-    """Every pair of a comparison's cases that an ordering is about, of at least ten sequences (batches for loads)."""
-    return [found for ordering in ORDERINGS for found in _pairs(comparison, ordering)]
+    costs = text_costs(quality)
+    rows: list[Row] = []
+    for number, group in enumerate(quality.groups):
+        names = [str(quality.facts[comparison_id]["model"]) for comparison_id in group]
+        pairs: dict[tuple, list[Row]] = {}
+        for place, (name, comparison_id) in enumerate(zip(names, group, strict=True), 1):
+            # Folders of one name may stand in different places.
+            checkpoint = name if names.count(name) == 1 else f"{name}, number {place}"
+            about = {"group": number, "comparison": quality.title(group), "is_overall": len(group) == 1}
+            cases = costs[costs["comparison_id"] == comparison_id].to_dict("records")
+            for ordering, pair in _pairs(quality, comparison_id, cases):
+                # What drops or activates as much may be another case in each checkpoint.
+                better = pair["better"] if ordering.at_equal == "fields" else ""
+                row = {**about, "checkpoint": checkpoint, **pair}
+                pairs.setdefault((pair["ordering"], better, pair["worse"]), []).append(row)
+        for each in pairs.values():
+            if len(each) == len(group) > 1:
+                rows.append(_over_checkpoints(each))
+            rows += each if len(each) == len(group) else []
+    frame = pd.DataFrame(rows)
+    if len(frame):
+        more, half = frame["worse_costs_more"], frame["half_width"]
+        frame["verdict"] = np.select([more > half, more < -half], ["holds", "does not hold"], "cannot say")
+    return frame
 
 
-def find_over_checkpoints(comparisons: Sequence[JudgedComparison]) -> list[Several]:
-    """The pairs that all of several checkpoints' comparisons have.
+def _over_checkpoints(each: Sequence[Row]) -> Row:
+    more = pd.Series([row["worse_costs_more"] for row in each])
+    better = " or ".join(dict.fromkeys(row["better"] for row in each))
+    mean = {"worse_costs_more": float(more.mean()), "half_width": half_interval(more)}
+    return {**each[0], "is_overall": True, "checkpoint": "all", "better": better, **mean}
 
-    A pair is known by its worse case and, unless the better one is chosen by what it drops or activates, by that too.
+
+def _pairs(quality: Quality, comparison_id: str, cases: Sequence[Row]) -> Iterator[tuple[Ordering, Row]]:
+    """All pairs of a comparison, by their short labels.
+
+    Args:
+        cases: its rows of ``text_costs``.
     """
-    names = [comparison.facts["model"] for comparison in comparisons]
-    of_each = {
-        # Folders of one name may stand in different places.
-        name if names.count(name) == 1 else f"{name}, number {number}": {
-            _key(found): found for found in find_orderings(comparison)
-        }
-        for number, (name, comparison) in enumerate(zip(names, comparisons, strict=True), 1)
-    }
-    first, *others = of_each.values()
-    several = []
-    for key in (key for key in first if all(key in other for other in others)):
-        each = {name: found[key] for name, found in of_each.items()}
-        labels = dict.fromkeys(found.better for found in each.values())
-        differences = np.array([found.more for found in each.values()])
-        overall = Found(
-            first[key].ordering,
-            " or ".join(labels),
-            first[key].worse,
-            float(differences.mean()),
-            half_interval(differences),
-        )
-        several.append(Several(overall, each))
-    return several
+    added = costs_by_sequence(quality, comparison_id)["added"]
+    routing = quality.routing[quality.routing["comparison_id"] == comparison_id]
+    peaks = routing.pivot_table(index="batch", columns=["case_id", "phase"], values="peak_load")
+
+    def values(case: Row, ordering: Ordering) -> pd.Series:
+        """Costs by sequence, or loads by batch."""
+        if ordering.of == "peak_load":
+            return peaks[case["case_id"], case["phase"]]
+        return added[case["case_id"]] / (case["dropped_fraction"] if ordering.at_equal == "dropped" else 1.0)
+
+    for ordering in ORDERINGS:
+        for worse in (case for case in cases if _suits(case, ordering.worse)):
+            better = [case for case in cases if _suits(case, ordering.better) and _agree(case, worse, ordering)]
+            for blend in _AT_EQUAL[ordering.at_equal](better, worse):
+                of_better = sum(weight * values(case, ordering) for case, weight in blend)
+                difference = (ordering.share * values(worse, ordering) - of_better).dropna()
+                if len(difference) >= LEAST_SEQUENCES:
+                    yield (
+                        ordering,
+                        {
+                            "ordering": ordering.words,
+                            "source": ordering.source,
+                            "better": " to ".join(short_label(case["label"]) for case, _ in blend),
+                            "worse": short_label(worse["label"]),
+                            "share": ordering.share,
+                            "unit": ordering.unit,
+                            "worse_costs_more": float(difference.mean()),
+                            "half_width": half_interval(difference),
+                        },
+                    )
 
 
-def quality_text(comparisons: Sequence[JudgedComparison]) -> str:
-    """What ``quality`` and ``show`` print: tables, and the orderings below those that differ in the checkpoint."""
-    parts = []
-    for alike in by_checkpoint(comparisons):
-        parts += [quality_table([comparison]) for comparison in alike]
-        parts.append(orderings_text(alike))
-    return "\n\n".join(part for part in parts if part)
-
-
-def by_checkpoint(comparisons: Iterable[JudgedComparison]) -> list[list[JudgedComparison]]:
-    """Comparisons that differ in their checkpoints alone, together."""
-    groups: dict[str, list[JudgedComparison]] = {}
-    for comparison in comparisons:
-        facts = {key: value for key, value in comparison.facts.items() if key not in _OF_A_CHECKPOINT}
-        groups.setdefault(json.dumps(facts, sort_keys=True), []).append(comparison)
-    return list(groups.values())
-
-
-def title_of(alike: Sequence[JudgedComparison]) -> str:
-    """A comparison's title; of those that differ in the checkpoint alone one, which counts them."""
-    facts = alike[0].facts
-    if len(alike) == 1:
-        return str(facts["title"])
-    return str(facts["title"]).replace(str(facts["model"]), f"{len(alike)} checkpoints", 1)
-
-
-def orderings_text(comparisons: Sequence[JudgedComparison]) -> str:
-    """A few lines for comparisons that differ in the checkpoint alone; empty where no ordering can be looked at."""
-    found = find_over_checkpoints(comparisons)
-    if not found:
-        return ""
-    lines = ["The papers' orderings: does the first cost less than the second (what the second costs more)?"]
-    if len(comparisons) > 1:
-        number = len(comparisons)
-        note = (
-            f"First over {number} checkpoints, Student's t over their means (with {number} an interval is "
-            f"{stats.t.ppf(0.975, number - 1) / math.sqrt(number):.1f} standard deviations to either side), then each "
-            "one's, Student's t over its sequences"
-        )
-        lines += textwrap.wrap(note, WIDTH, initial_indent="  ", subsequent_indent="    ")
-    for ordering, pairs in itertools.groupby(found, lambda one: one.overall.ordering):
-        heading = f"{ordering.words} ({ordering.source}), {ordering.unit}"
-        lines += textwrap.wrap(heading, WIDTH, initial_indent="  ", subsequent_indent="    ")
-        for pair in pairs:
-            shown, each = pair.shown, pair.each
-            first, rest = f"    {_said(shown)}  {shown.better},", f" {shown.worse}"
-            indent = " " * (len(first) - len(f"{shown.better},"))
-            lines += [first + rest] if len(first + rest) <= WIDTH else [first, indent + shown.worse]
-            if len(each) > 1:
-                lines += [f"        {_said(one)}  {name}" for name, one in each.items()]
-    return "\n".join(lines)
-
-
-def _said(found: Found) -> str:
-    return f"{found.verdict:13}  {found.more:+.4f} +-{found.half:.4f}"
-
-
-def _key(found: Found) -> tuple[str, str, str]:
-    return found.ordering.words, found.better if found.ordering.at_equal == "fields" else "", found.worse
-
-
-Blend = list[tuple[JudgedCase, float]]
+Blend = list[tuple[Row, float]]
 """Cases with their weights: one case, or a place on the line between two."""
 
 
-def _pairs(comparison: JudgedComparison, ordering: Ordering) -> Iterator[Found]:
-    native = comparison.native
-    for worse in (*(replace(native, phase=phase) for phase in _PHASES), *comparison.cases):
-        if not _suits(worse, ordering.worse):
-            continue
-        better = [case for case in comparison.cases if _suits(case, ordering.better) and _agree(case, worse, ordering)]
-        for blend in _AT_EQUAL[ordering.at_equal](better, worse):
-            of_better = sum(weight * _values(case, native, ordering) for case, weight in blend)
-            difference = (ordering.share * _values(worse, native, ordering) - of_better).dropna().to_numpy()
-            if len(difference) >= _LEAST:
-                label = " to ".join(short_label(case.label) for case, _ in blend)
-                more, half = float(np.mean(difference)), half_interval(difference)
-                yield Found(ordering, label, short_label(worse.label), more, half)
-
-
-def _each(better: list[JudgedCase], worse: JudgedCase) -> list[Blend]:
+def _each(better: list[Row], worse: Row) -> list[Blend]:
     return [[(case, 1.0)] for case in better]
 
 
-def _nearest_dropped(better: list[JudgedCase], worse: JudgedCase) -> list[Blend]:
-    dropped = worse.mean("dropped_fraction")
-    if not dropped:
-        return []
-    found = [case for case in better if dropped / 2 <= case.mean("dropped_fraction") <= 2 * dropped]
-    found = sorted(found, key=lambda case: abs(case.mean("dropped_fraction") - dropped))
-    return [[(case, 1.0)] for case in found[:1]]
+def _nearest_dropped(better: list[Row], worse: Row) -> list[Blend]:
+    dropped = worse["dropped_fraction"]
+    near = [case for case in better if 0 < dropped / 2 <= case["dropped_fraction"] <= 2 * dropped]
+    return _each(sorted(near, key=lambda case: abs(case["dropped_fraction"] - dropped))[:1], worse)
 
 
-def _same_activated(better: list[JudgedCase], worse: JudgedCase) -> list[Blend]:
-    if len(better) < 2:
-        return []
-    wanted = worse.mean("activated_experts")
-    ascending = sorted(better, key=lambda case: case.mean("activated_experts"))
-    for fewer, more in itertools.pairwise(ascending):
-        low, high = fewer.mean("activated_experts"), more.mean("activated_experts")
+def _same_activated(better: list[Row], worse: Row) -> list[Blend]:
+    wanted = worse["activated_experts"]
+    for fewer, more in itertools.pairwise(sorted(better, key=lambda case: case["activated_experts"])):
+        low, high = fewer["activated_experts"], more["activated_experts"]
         if low <= wanted < high:
             share = (wanted - low) / (high - low)
             return [[(fewer, 1 - share), (more, share)]]
     return []
 
 
-_AT_EQUAL: dict[str, Callable[[list[JudgedCase], JudgedCase], list[Blend]]] = {
-    "fields": _each,
-    "dropped": _nearest_dropped,
-    "activated": _same_activated,
-}
+_AT_EQUAL = {"fields": _each, "dropped": _nearest_dropped, "activated": _same_activated}
 
 
-def _suits(case: JudgedCase, wanted: dict[str, Any]) -> bool:
-    fields = {"name": case.policy, **case.params}
+def _suits(case: Row, wanted: dict[str, Any]) -> bool:
+    fields = {"name": case["policy"], **json.loads(case["policy_params"])}
     return all(
         key in fields and (value(fields[key]) if callable(value) else fields[key] == value)
         for key, value in wanted.items()
     )
 
 
-def _agree(better: JudgedCase, worse: JudgedCase, ordering: Ordering) -> bool:
+def _agree(better: Row, worse: Row, ordering: Ordering) -> bool:
     """Fields that both have, and that are not what the ordering is about, are equal; so is the phase."""
-    if better.phase != worse.phase:
+    if better["phase"] != worse["phase"]:
         return False
     if ordering.at_equal == "dropped":
         return True
-    about = (ordering.better.keys() | ordering.worse.keys()) | ({"k0"} if ordering.at_equal == "activated" else set())
-    shared = (better.params.keys() & worse.params.keys()) - about
-    return all(better.params[key] == worse.params[key] for key in shared)
+    about = ordering.better.keys() | ordering.worse.keys() | ({"k0"} if ordering.at_equal == "activated" else set())
+    ours, theirs = json.loads(better["policy_params"]), json.loads(worse["policy_params"])
+    return all(ours[key] == theirs[key] for key in (ours.keys() & theirs.keys()) - about)
 
 
-def _values(case: JudgedCase, native: JudgedCase, ordering: Ordering) -> pd.Series:
-    """Costs by sequence, or loads by batch."""
-    if ordering.of == "peak_load":
-        return case.routing[case.routing["phase"] == case.phase].groupby("batch")["peak_load"].mean()
-    of_case, of_native = (one.answers.set_index("sequence")["cross_entropy"] for one in (case, native))
-    return (of_case - of_native) / (case.mean("dropped_fraction") if ordering.at_equal == "dropped" else 1.0)
+def short_label(label: str) -> str:
+    """A case's label with shorter names of fields."""
+    for key, short in (("granularity=", "per "), ("metric=", ""), ("modality=", ""), ("num_candidates", "m")):
+        label = label.replace(key, short)
+    return re.sub(r"(capacity_factor=\d+)\.0\b", r"\1", label)

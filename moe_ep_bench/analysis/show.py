@@ -79,6 +79,8 @@ def show(
         text = f"{text_of(directory)}\n"
     elif is_route(directory) and to != "perfetto" and not (cases or samples):
         text = render(_of_route(directory), to)
+    elif is_quality(directory) and to != "perfetto" and not (cases or samples):
+        text = quality_text(directory, to)
     else:
         check_timed(directory)
         text = _of_run(directory, to, cases, choices, samples)
@@ -100,9 +102,7 @@ def text_of(directory: Path) -> str:
     if is_route(directory):
         return terminal_text(_of_route(directory))
     if is_quality(directory):
-        from moe_ep_bench.analysis.quality_show import quality_summary
-
-        return quality_summary(directory)
+        return quality_text(directory)
     return run_text(load_run(directory, whole=is_whole(directory)), terminal_width())
 
 
@@ -121,6 +121,14 @@ def _of_route(directory: Path) -> list[Table]:
     from moe_ep_bench.analysis.route_report import route_tables
 
     return route_tables(load_route(directory))
+
+
+def quality_text(directory: Path, to: str = "text") -> str:
+    """Tables of what ``quality`` wrote, in a format of ``render``."""
+    from moe_ep_bench.analysis.quality_frames import read_quality
+    from moe_ep_bench.analysis.quality_tables import quality_tables
+
+    return render(quality_tables(read_quality(directory)), to, width=terminal_width())
 
 
 def _of_run(directory: Path, to: str, names: Sequence[str], choices: Sequence[IterationChoice], samples: bool) -> str:

@@ -252,13 +252,21 @@ def _papers_list(options: argparse.Namespace) -> int:
 
 
 def _quality(options: argparse.Namespace) -> int:
-    from moe_ep_bench.analysis.quality_show import show_quality
+    from moe_ep_bench.analysis.quality_figures import QUALITY_FIGURES, draw_quality_figures
+    from moe_ep_bench.analysis.quality_frames import read_quality
+    from moe_ep_bench.analysis.route_report import drawn_words
+    from moe_ep_bench.analysis.show import quality_text
+    from moe_ep_bench.analysis.style import DEFAULT_FORMATS
     from moe_ep_bench.quality.session import run_quality
 
     out = _out(options)
     run_quality(options.config, out, options.overrides, force=options.force, dry_run=options.dry_run)
     if not options.dry_run:
-        print(show_quality(out))
+        print(quality_text(out))
+        if (quality := read_quality(out)).groups:
+            print(
+                drawn_words(*draw_quality_figures(quality, out / "figures", DEFAULT_FORMATS, QUALITY_FIGURES, "page"))
+            )
     return OK
 
 

@@ -1,0 +1,251 @@
+"""Read what ``quality`` wrote as frames: what each policy costs on a text, and what it scores on tasks.
+
+Costs are compared with the unpatched model's on the same sequence, scores on the same questions: the text's own
+difficulty drops out. Intervals are Student's t over sequences, from ten of them on. Routing is that of one batch (or
+step) of one layer first, all ranks together; then the mean over batches, then over layers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from scipy import stats
+
+from moe_ep_bench.analysis.parts import ResultsError, read_table
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.schema import TABLES
+
+LEAST_SEQUENCES = 10
+_OF_A_CHECKPOINT = {"name", "model", "title", "order"}
+_CASE = ["comparison_id", "label", "role", "policy", "policy_params", "phase"]
+_ROUTED = ["dropped_fraction", "retained_mass_topk", "experts_per_token", "activated_experts", "peak_load"]
+_ROUTED += ["rank_peak_load", "num_pairs"]
+_SCORE = ["task", "metric", "filter", "num_fewshot", "num_samples", "value", "stderr"]
+
+
+@dataclass(frozen=True, eq=False)
+class Quality:
+    """What is done of a directory, in the order of its config; the unpatched model is each comparison's first case.
+
+    Attributes:
+        facts: what run.json says of each comparison, by its id; one of a text has ``text``, one of a task ``task``.
+        cases: comparison_id, label, role, policy, policy_params (a dict) and phase, indexed by case_id.
+        scores, routing: the tables ``quality`` and ``quality_routing`` of the schema.
+    """
+
+    facts: dict[str, dict[str, Any]]
+    cases: pd.DataFrame
+    scores: pd.DataFrame
+    routing: pd.DataFrame
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """Ids of the texts' comparisons; those that differ in the checkpoint alone together."""
+        groups: dict[str, list[str]] = {}
+        for comparison_id, facts in self.facts.items():
+            if "text" in facts:
+                others = {key: value for key, value in facts.items() if key not in _OF_A_CHECKPOINT}
+                groups.setdefault(json.dumps(others, sort_keys=True), []).append(comparison_id)
+        return list(groups.values())
+
+    def title(self, group: list[str]) -> str:
+        """A comparison's title; of several one that counts their checkpoints."""
+        facts = self.facts[group[0]]
+        title = str(facts["title"])
+        return title if len(group) == 1 else title.replace(str(facts["model"]), f"{len(group)} checkpoints", 1)
+
+
+def read_quality(directory: Path) -> Quality:
+    """Read every comparison whose unpatched model is done.
+
+    Raises:
+        ResultsError: the directory is not one of ``quality``, is damaged, or has nothing to compare yet.
+    """
+    files = RunDirectory(directory)
+    try:
+        described = json.loads(files.run_json.read_text())
+        facts = dict(sorted(described["comparisons"].items(), key=lambda item: item[1]["order"]))
+        order = list(facts)
+        rows = [
+            {"case_id": case_id, **case}
+            for case_id, case in described["cases"].items()
+            if files.is_done("quality", case_id)
+        ]
+        rows.sort(key=lambda case: (order.index(case["comparison_id"]), case["role"] != "baseline", case["order"]))
+        begun = {case["comparison_id"] for case in rows if case["role"] == "baseline"}
+        if not begun:
+            raise ResultsError(f"{directory}: no comparison has its unpatched model yet; the same command goes on")
+        cases = pd.DataFrame(case for case in rows if case["comparison_id"] in begun).set_index("case_id")[_CASE]
+        has_text = cases["comparison_id"].map(lambda comparison_id: "text" in facts[comparison_id])
+        return Quality(
+            {comparison_id: facts[comparison_id] for comparison_id in order if comparison_id in begun},
+            cases,
+            _read(files, "quality", cases.index),
+            _read(files, "quality_routing", cases.index[has_text]),
+        )
+    except ResultsError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        raise ResultsError(f"{directory}: damaged, or not written by `quality`: {error}") from None
+
+
+def _read(files: RunDirectory, table: str, case_ids: Iterable[str]) -> pd.DataFrame:
+    schema = TABLES[table].schema
+    parts = [read_table(files.path(table, case_id), schema) for case_id in case_ids]
+    return pa.concat_tables([schema.empty_table(), *parts]).to_pandas()
+
+
+def half_interval(values: pd.Series) -> float:
+    """Half of Student's 95 % interval of a mean; infinite where there is one value."""
+    if len(values) < 2:
+        return math.inf
+    return float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
+
+
+def costs_by_sequence(quality: Quality, comparison_id: str) -> pd.DataFrame:
+    """A row per sequence; columns (metric, case_id), where ``added`` is what a case adds to native's cross-entropy."""
+    rows = quality.scores[quality.scores["comparison_id"] == comparison_id]
+    costs = rows.pivot(index="item", columns=["metric", "case_id"], values="value")
+    native = quality.cases.index[quality.cases["comparison_id"] == comparison_id][0]
+    added = costs["cross_entropy"].sub(costs["cross_entropy", native], axis=0)
+    return costs.join(pd.concat({"added": added}, axis=1))
+
+
+def text_costs(quality: Quality) -> pd.DataFrame:
+    """A row per case of a text, in config order; of the unpatched model one for each phase in which others are judged.
+
+    Columns: what the case is; ``comparison`` and ``checkpoints``, the title and number of those that differ in the
+    checkpoint alone, and ``group``, which tells them apart; ``cross_entropy``, ``kl`` (nats per token), ``perplexity``,
+    ``agreement``; ``cross_entropy_added`` to the unpatched model's, and ``_half`` its interval (missing below ten
+    sequences); means of the routing; ``text_dropped_fraction`` of the text tokens' own pairs, where tokens have a
+    modality; ``fullest_rank_pairs`` over a rank's mean without a policy.
+    """
+    frames = [
+        _costs_of(quality, comparison_id).assign(
+            title=quality.facts[comparison_id]["title"],
+            group=number,
+            comparison=quality.title(group),
+            checkpoints=len(group),
+        )
+        for number, group in enumerate(quality.groups)
+        for comparison_id in group
+    ]
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+
+def _costs_of(quality: Quality, comparison_id: str) -> pd.DataFrame:
+    cases = quality.cases[quality.cases["comparison_id"] == comparison_id]
+    native, *others = cases.index
+    costs = costs_by_sequence(quality, comparison_id)
+    added = costs["added"]
+    answers = pd.DataFrame(
+        {
+            "num_sequences": costs["cross_entropy"].count(),
+            "perplexity": np.exp(costs["cross_entropy"].mean()),
+            **{name: costs[name].mean() for name in ("cross_entropy", "kl", "agreement")},
+            "cross_entropy_added": added.mean(),
+            "cross_entropy_added_half": added.apply(half_interval).where(added.count() >= LEAST_SEQUENCES),
+        }
+    )
+    answers.loc[native, ["cross_entropy_added", "cross_entropy_added_half"]] = math.nan
+    phases = dict.fromkeys(cases["phase"].iloc[1:]) or [cases["phase"].iloc[0]]
+    keys = [*((native, phase) for phase in phases), *zip(others, cases["phase"].iloc[1:], strict=True)]
+    routing = _routing_means(quality.routing[quality.routing["comparison_id"] == comparison_id], native)
+    routing = routing.reindex(pd.MultiIndex.from_tuples(keys, names=["case_id", "phase"])).reset_index()
+    of_cases = cases.drop(columns="phase").assign(policy_params=cases["policy_params"].map(json.dumps))
+    return routing[["case_id"]].join(of_cases, on="case_id").join(answers, on="case_id").join(routing.iloc[:, 1:])
+
+
+def _routing_means(routing: pd.DataFrame, native: str) -> pd.DataFrame:
+    """Means over batches, then over layers, by case and phase."""
+    case = ["case_id", "phase"]
+    by_layer = routing.groupby([*case, "layer"])[_ROUTED].mean()
+    pairs, peaks = (by_layer[name].unstack("case_id") for name in ("num_pairs", "rank_peak_load"))
+    fullest = (peaks * pairs.div(pairs[native], axis=0)).groupby("phase").mean().unstack().rename("fullest_rank_pairs")
+    of_text = pd.DataFrame(
+        {
+            "pairs": routing["num_topk_pairs"] * (1 - routing["num_image_tokens"] / routing["num_tokens"]),
+            "dropped": routing["num_dropped_pairs"] - routing["num_dropped_image_pairs"],
+        }
+    )
+    of_text = of_text.groupby([routing[name] for name in case]).sum(min_count=1)
+    means = by_layer.groupby(case).mean().join(fullest)
+    return means.assign(text_dropped_fraction=of_text["dropped"] / of_text["pairs"])
+
+
+def task_scores(quality: Quality) -> pd.DataFrame:
+    """A row per case and metric of a task that the config asks for (where it names a metric: that one); shares.
+
+    Columns: what the case is; task, metric, filter, num_fewshot, num_samples; ``value`` and ``stderr``; ``added`` to
+    the unpatched model's and ``added_stderr``, paired by question; ``paper``, the published number of the same task,
+    shots, metric and policy, and ``paper_stderrs``, the difference to it in our standard errors; the task's routing.
+    """
+    rows = []
+    for comparison_id, facts in quality.facts.items():
+        if "task" not in facts:
+            continue
+        cases = quality.cases[quality.cases["comparison_id"] == comparison_id]
+        scores = dict(list(quality.scores.groupby("case_id")))
+        of_native = scores[cases.index[0]]
+        for case_id, case in cases.iterrows():
+            of_case = scores[case_id]
+            routing = of_case[of_case["item"].isna() & of_case["filter"].isna()].set_index("metric")["value"]
+            asked = of_case[of_case["item"].isna() & of_case["filter"].notna() & of_case["is_asked"].eq(True)]
+            if (asked["metric"] == facts["metric"]).any():
+                asked = asked[asked["metric"] == facts["metric"]]
+            for row in asked.itertuples():
+                paper = _paper(facts, case, row)
+                added = _added(row, of_case, of_native) if case_id != cases.index[0] else (math.nan, math.nan)
+                rows.append(
+                    {
+                        "case_id": case_id,
+                        **case,
+                        "policy_params": json.dumps(case["policy_params"]),
+                        **{name: getattr(row, name) for name in _SCORE},
+                        **dict(zip(("added", "added_stderr"), added, strict=True)),
+                        "paper": paper,
+                        "paper_stderrs": (row.value - paper) / row.stderr if row.stderr else math.nan,
+                        **routing,
+                    }
+                )
+    return pd.DataFrame(rows).astype({"num_fewshot": "Int64", "num_samples": "Int64"}) if rows else pd.DataFrame()
+
+
+def _added(row: Any, of_case: pd.DataFrame, of_native: pd.DataFrame) -> tuple[float, float]:
+    """What a case adds to the unpatched model's number, and its standard error over questions.
+
+    The error is missing where the number is not the mean over the questions of the task and its parts.
+    """
+    values = []
+    for rows in (of_case, of_native):
+        alike = rows[(rows["metric"] == row.metric) & (rows["filter"] == row.filter)]
+        own = alike[alike["task"] == row.task]
+        questions = own if own["item"].notna().any() else alike
+        values.append(
+            (own[own["item"].isna()]["value"], questions.dropna(subset="item").set_index(["task", "item"])["value"])
+        )
+    (_, ours), (native, theirs) = values
+    if native.empty:
+        return math.nan, math.nan
+    added = float(row.value - native.iloc[0])
+    is_mean = len(ours) > 1 and ours.index.equals(theirs.index) and math.isclose(ours.mean(), row.value, abs_tol=1e-9)
+    return added, float((ours - theirs).std() / math.sqrt(len(ours))) if is_mean else math.nan
+
+
+def _paper(facts: dict[str, Any], case: pd.Series, row: Any) -> float:
+    """A share; missing where the paper states no shots, and of the parts of a task."""
+    for number in (facts.get("published") or {}).get("numbers", ()):
+        is_case = number["policy"] == case["policy"] and number["policy_params"] == case["policy_params"]
+        shots = number["num_fewshot"]
+        is_metric = number["metric"] == row.metric and shots is not None and shots == row.num_fewshot
+        if is_case and is_metric and row.task == facts["task"]:
+            return number["percent"] / 100
+    return math.nan

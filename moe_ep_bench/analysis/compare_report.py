@@ -228,7 +228,7 @@ def _notes(change: RunChange, comparison_id: str) -> list[str]:
         if row["comparison_id"] == comparison_id:
             notes.append(
                 f"warning: native itself became {row['time_verdict']} ({percent_change(row['time_ratio'])}): the "
-                "machine, or code that all cases share; where it is known to be the same machine, --same-machine says so"
+                "machine, or code that all cases share; --same-machine says that the machine is known to be the same"
             )
     for row in cases[cases["routes_differently"].notna()].to_dict("records"):
         notes.append(f"warning: {row['label']} routes differently: {row['routes_differently']}")

@@ -1,9 +1,8 @@
 """List the conditions that differ between two runs.
 
-A time that changed was changed by something. If the GPU, its driver or a package is another one, the verdicts on times
-and speedups go, unless the user names it as changed on purpose. Another clock takes the verdicts on times only: a speedup
-is paired inside its run. Other code and another host are listed and take nothing: to compare code is what
-``compare`` is mostly for.
+Another GPU, driver or package takes away the verdicts on times and speedups, unless the user names it as changed on
+purpose. Another clock takes the verdicts on times only, for a speedup is paired inside its run. Other code and another
+host are listed and take nothing: code is what ``compare`` mostly compares.
 """
 
 from __future__ import annotations

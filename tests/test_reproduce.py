@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import math
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -19,10 +19,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from test_trace import TRACES
 
-from moe_ep_bench.analysis import claims_text as tables
-from moe_ep_bench.analysis.claims import Claims, load_claims
-from moe_ep_bench.analysis.claims_report import claims_figure, write_claims
-from moe_ep_bench.analysis.claims_text import claims_text, paper_words
+from moe_ep_bench.analysis.claims import Claims, load_claims, paper_words
+from moe_ep_bench.analysis.claims_report import _ranges, claims_figure, claims_text, write_claims
 from moe_ep_bench.analysis.load import ResultsError, load_run
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.bench.plan import VIRTUAL, Comparison
@@ -314,8 +312,7 @@ def test_claims_stand_beside_real_ranks_where_these_are_asked_for(tmp_path: Path
     found = load_claims(tmp_path / "out")
     assert found.run.mode == "run"
     assert found.solved_on is None
-    assert [len(one.ours) for one in found.results] == [1, 1]
-    assert found.results[0].ours[0].value > 0
+    assert (found.frame["ours"] > 0).tolist() == [True, True]
     text = claims_text(found)
     assert "x 1 rank, gloo; decode experts, allgather; run eagerly" in " ".join(text.split())
     assert "needed" not in text
@@ -356,8 +353,16 @@ def compared(finished: Path) -> Claims:
     return load_claims(finished)
 
 
+def of_number(claims: Claims, number: int) -> pd.DataFrame:
+    return claims.frame[claims.frame["number"] == number]
+
+
 def test_every_claim_stands_beside_ours_under_each_traffic(compared: Claims) -> None:
-    found = [(r.claim.source, r.label, [one.traffic for one in r.ours]) for r in compared.results]
+    assert len(compared.measured) == len(compared.frame)
+    found = [
+        (*name, rows["traffic"].tolist())
+        for (*name, _), rows in compared.frame.groupby(["source", "policy", "number"], sort=False)
+    ]
     both = ["mixed", "worst_layer"]
     assert found == [
         ("Table 1", "token_drop capacity_factor=1.0", both),
@@ -375,40 +380,36 @@ def test_every_claim_stands_beside_ours_under_each_traffic(compared: Claims) -> 
 
 
 def test_ours_is_what_the_results_say(compared: Claims) -> None:
-    for result in compared.results:
-        for ours in result.ours:
-            cases = {r.case.label: r for r in ours.comparison.results if r.case.role in ("policy", "baseline")}
-            case = cases[result.label]
-            assert case.fidelity is not None
-            if result.claim.metric == "speedup":
-                assert case.speedup is not None
-                assert (ours.value, ours.low, ours.high) == (case.speedup.median, case.speedup.low, case.speedup.high)
-            elif result.claim.metric == "dropped_fraction":
-                assert ours.value == ours.dropped == case.fidelity.dropped_share
-            elif result.claim.metric == "comm_time":
-                against = cases["token_drop capacity_factor=1.5"]
-                expected = sum(mean_ms(case, name) for name in ("dispatch", "combine"))
-                assert ours.value == pytest.approx(
-                    expected / sum(mean_ms(against, name) for name in ("dispatch", "combine"))
-                )
-            assert ours.difference == result.claim.difference(ours.value)
+    claims = [
+        Claim.model_validate(row["claim"]) for row in json.loads(claims_path(compared.directory).read_text())["claims"]
+    ]
+    for row in compared.frame.itertuples():
+        results = compared.comparisons[row.comparison_id].results
+        cases = {r.case.label: r for r in results if r.case.role in ("policy", "baseline")}
+        case = cases[row.policy]
+        if row.metric == "speedup":
+            assert (row.ours, row.ours_low, row.ours_high) == (case.speedup.median, case.speedup.low, case.speedup.high)
+        elif row.metric == "dropped_fraction":
+            assert row.ours == row.dropped_share == case.fidelity.dropped_share
+        elif row.metric == "comm_time":
+            against = cases["token_drop capacity_factor=1.5"]
+            sums = [sum(mean_ms(one, name) for name in ("dispatch", "combine")) for one in (case, against)]
+            assert row.ours == pytest.approx(sums[0] / sums[1])
+        difference = claims[row.number - 1].difference(row.ours)
+        assert pd.isna(row.difference) if difference is None else row.difference == difference
 
 
 def test_times_and_activated_experts_are_native_s_and_over_native_s(compared: Claims) -> None:
-    by_metric = {result.claim.metric: result for result in compared.results[7:]}
-    for ours in by_metric["layer_time"].ours:
-        speedup = next(one for one in compared.results[3].ours if one.traffic == ours.traffic)
-        assert ours.value == pytest.approx(1 / speedup.value)
-        assert (ours.low, ours.high) == pytest.approx((1 / speedup.high, 1 / speedup.low))
-    for ours in by_metric["native_layer_us"].ours:
-        rows = ours.comparison.of_role("baseline").case.timings
+    times, speedups = of_number(compared, 8), of_number(compared, 4)
+    for ours, inverse in (("ours", "ours"), ("ours_low", "ours_high"), ("ours_high", "ours_low")):
+        assert times[ours].tolist() == pytest.approx((1 / speedups[inverse]).tolist())
+    for row in of_number(compared, 10).itertuples():
+        rows = compared.comparisons[row.comparison_id].of_role("baseline").case.timings
         totals_us = rows[(rows.kind == "plain") & (rows.phase == "total")].groupby("batch").time_us.max()
-        assert ours.value == pytest.approx(totals_us.median())
-    for ours in by_metric["native_activated_experts"].ours:
-        # One expert on each of eight ranks, and more than enough tokens.
-        assert ours.value == 1
-        assert ours.difference == -0.5
-    assert [ours.value for ours in by_metric["activated_experts"].ours] == [1, 1]
+        assert row.ours == pytest.approx(totals_us.median())
+    # One expert on each of eight ranks, and more than enough tokens.
+    assert of_number(compared, 11)[["ours", "difference"]].to_numpy().tolist() == [[1, -0.5]] * 2
+    assert of_number(compared, 9)["ours"].tolist() == [1, 1]
     text = claims_text(compared)
     assert "native's layer (us)" in text
     assert re.search(r"native's activated experts +native +1\.5 +1\.0 \(-0\.5\)", text)
@@ -430,16 +431,17 @@ def test_fewer_activated_experts_count_on_the_rank_that_activates_most(tmp_path:
         sweep={"workload.peak_load": [None, 10]},
     )
     assert main(["papers", str(config), "--out", str(tmp_path / "out")]) == OK
-    native, oea = load_claims(tmp_path / "out").results
-    assert [one.traffic for one in native.ours] == ["unskewed", "peak load 10"]
-    for ours, relative in zip(native.ours, oea.ours, strict=True):
+    claims = load_claims(tmp_path / "out")
+    native, oea = of_number(claims, 1), of_number(claims, 2)
+    assert native["traffic"].tolist() == ["unskewed", "peak load 10"]
+    for comparison_id, ours, relative in zip(native["comparison_id"], native["ours"], oea["ours"], strict=True):
         found = {}
         for role in ("baseline", "policy"):
-            rows = ours.comparison.of_role(role).case.routing
+            rows = claims.comparisons[comparison_id].of_role(role).case.routing
             loads_BE = [np.sum(batch.load_E.to_list(), axis=0) for _, batch in rows.groupby("batch")]
             found[role] = np.mean([max((load[:64] > 0).sum(), (load[64:] > 0).sum()) for load in loads_BE])
-        assert ours.value == found["baseline"]
-        assert relative.value == found["policy"] / found["baseline"] < 0.6
+        assert ours == found["baseline"]
+        assert relative == found["policy"] / found["baseline"] < 0.6
 
 
 @pytest.mark.parametrize(
@@ -512,29 +514,29 @@ def mean_ms(result: Any, phase: str) -> float:
 
 
 def test_needed_skews_give_the_papers_number_when_they_are_asked_for(compared: Claims, finished: Path) -> None:
-    result = compared.results[3]
-    (needed,) = result.needed  # One expert on each rank lies nowhere else.
-    assert needed.placement == "scattered"
-    assert needed.fullest_expert == pytest.approx(needed.fullest_rank)
+    row = of_number(compared, 4).iloc[0]
+    assert pd.isna(row["needed_adjacent_found"])  # One expert on each rank lies nowhere else.
+    peak = float(row["needed_scattered_fullest_expert"])
+    assert peak == pytest.approx(row["needed_scattered_fullest_rank"])
     # A gain of 1.85 over what 1.5 leaves: loads beyond all that are recorded of the model.
-    assert needed.fullest_expert > 2.46
+    assert peak > 2.46
     config = write(
         finished.parent,
         [CLAIM],
-        workload={**CONFIG["workload"], "num_batches": 1, "skew": None, "peak_load": round(needed.fullest_expert, 3)},
+        workload={**CONFIG["workload"], "num_batches": 1, "skew": None, "peak_load": round(peak, 3)},
         sweep={},
     )
     comparison = Comparison.of(load_experiments(config, on_cpu=False)[0], VIRTUAL, on_cpu=True)
     policies = [case.policy for case in comparison.cases if case.policy is not None]
     again = modelled_once(comparison, None, policies).values["token_drop capacity_factor=1.5"]
-    assert again["speedup"] == pytest.approx(needed.value, abs=0.03)
+    assert again["speedup"] == pytest.approx(row["needed_scattered_value"], abs=0.03)
 
 
 def test_what_no_skew_gives_is_said(compared: Claims) -> None:
-    (needed,) = compared.results[6].needed
-    assert not needed.found
-    assert needed.value < 9
-    assert f"not reachable: at most {needed.value:.2f}" in claims_text(compared)
+    row = of_number(compared, 7).iloc[0]
+    assert not row["needed_scattered_found"]
+    assert row["needed_scattered_value"] < 9
+    assert f"not reachable: at most {row['needed_scattered_value']:.2f}" in claims_text(compared)
 
 
 def test_the_text_says_what_it_must(compared: Claims, finished: Path) -> None:
@@ -544,8 +546,7 @@ def test_the_text_says_what_it_must(compared: Claims, finished: Path) -> None:
     assert "not at hand" in text
     assert "Table 1, end to end" in text
     words = " ".join(text.split())
-    assert "1.5 + 0.12 x 8 = 2.46" in words
-    assert "2.46 / 1.5 = 1.64, less than the 1.85" in words
+    assert re.search(r"3 +token_drop capacity_factor=1\.5 +12\.0 % +2\.46 +1\.64 +1\.20 / 1\.85 / 9\.90\n", text)
     assert "modelled on devices/h20 with 128 tokens a rank" in words
     assert "milliseconds, mean over ranks" in text
     figure_5 = next(line for line in text.splitlines() if "Figure 5" in line)
@@ -555,17 +556,15 @@ def test_the_text_says_what_it_must(compared: Claims, finished: Path) -> None:
 
 
 def test_the_table_has_a_row_for_each_claim_and_traffic(compared: Claims, finished: Path) -> None:
-    with open(finished / "claims.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == sum(len(result.ours) for result in compared.results)
-    first, ours = rows[0], compared.results[0].ours[0]
-    assert float(first["ours"]) == ours.value
-    assert float(first["difference"]) == pytest.approx(ours.value - 1.2)
-    assert float(first["paper_low"]) == float(first["paper_high"]) == 1.2
-    assert first["needed_scattered_found"] == "True"
-    assert first["needed_adjacent_found"] == ""
+    rows = pd.read_csv(finished / "claims.csv")
+    assert rows["ours"].tolist() == compared.measured["ours"].tolist()
+    first = rows.iloc[0]
+    assert first["difference"] == pytest.approx(first["ours"] - 1.2)
+    assert first["paper_low"] == first["paper_high"] == 1.2
+    assert first["needed_scattered_found"]
+    assert pd.isna(first["needed_adjacent_found"])
     assert first["device"].startswith("modelled by devices/h20")
-    assert all(float(row["fullest_expert"]) >= 1 for row in rows)
+    assert (rows["fullest_expert"] >= 1).all()
 
 
 def test_figures_are_there_and_the_same_each_time(compared: Claims, finished: Path) -> None:
@@ -577,12 +576,9 @@ def test_figures_are_there_and_the_same_each_time(compared: Claims, finished: Pa
 
 def test_nothing_is_clipped_and_no_text_hides_another(compared: Claims) -> None:
     long = "a name that goes on and on withALongWordThatHasNoPlaceToBreakAnywhereAtAll"
-    results = tuple(
-        replace(result, label=f"{long} {result.label}", claim=result.claim.model_copy(update={"source": long}))
-        for result in compared.results
-    )
+    frame = compared.frame.assign(claim=long, case=long + " " + compared.frame["case"])
     with house_style():
-        figure = claims_figure(replace(compared, results=results))
+        figure = claims_figure(replace(compared, frame=frame))
         assert figure is not None
         figure.draw_without_rendering()
         boxes = [artist.get_window_extent() for artist in (*figure.texts, *figure.legends)]
@@ -620,9 +616,10 @@ def test_the_figure_marks_the_papers_numbers_and_ours(compared: Claims) -> None:
         assert any(list(line.get_xdata()) == [1, 1] for line in axes.lines) == has_line
     assert [point for point in drawn[speedups] if point[1] == 2 and point[0] == 1.85]
     assert (12.0, 0.0) in drawn[dropped]
-    shares = {round(100 * ours.value, 6) for ours in compared.results[2].ours}
-    assert shares <= {round(x, 6) for x, _ in drawn[dropped]}
-    assert {ours.value for ours in compared.results[5].ours} == {x for x, _ in drawn[times]}
+    assert {round(100 * share, 6) for share in of_number(compared, 3)["ours"]} <= {
+        round(x, 6) for x, _ in drawn[dropped]
+    }
+    assert set(of_number(compared, 6)["ours"]) == {x for x, _ in drawn[times]}
 
 
 def test_a_second_call_emulates_and_solves_nothing(
@@ -643,7 +640,7 @@ def test_a_narrowed_sweep_leaves_out_the_claims_that_it_has_nothing_for(
     config, out = write(tmp_path, CLAIMS), tmp_path / "out"
     assert main(["papers", str(config), "--out", str(out), "--set", "workload.skew=mixed"]) == OK
     assert "left out: Table 4: no comparison has workload.skew worst_layer" in capsys.readouterr().err
-    assert "Table 4" not in [result.claim.source for result in load_claims(out).results]
+    assert "Table 4" not in set(load_claims(out).frame["source"])
 
 
 def test_a_directory_without_claims_or_with_damaged_ones_is_named(tmp_path: Path, finished: Path) -> None:
@@ -655,4 +652,4 @@ def test_a_directory_without_claims_or_with_damaged_ones_is_named(tmp_path: Path
 
 
 def test_numbers_of_claims_are_gathered() -> None:
-    assert tables._ranges([1, 2, 3, 5, 7, 8]) == "1-3, 5, 7-8"
+    assert _ranges([1, 2, 3, 5, 7, 8]) == "1-3, 5, 7-8"

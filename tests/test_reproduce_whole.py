@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import yaml
 from results_builder import standard_cases
 from whole_builder import write_whole
 
-from moe_ep_bench.analysis.claims import Claims, load_claims
-from moe_ep_bench.analysis.claims_report import claims_figure, write_claims
-from moe_ep_bench.analysis.claims_text import claims_text
+from moe_ep_bench.analysis.claims import Claims, load_claims, needed_moe_speedup
+from moe_ep_bench.analysis.claims_report import claims_figure, claims_text, write_claims
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.style import house_style, settle_layout
 from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole
-from moe_ep_bench.analysis.whole_claims import needed_moe_speedup
 from moe_ep_bench.bench.subjects import layer_workloads
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import ConfigError, load_experiments
@@ -82,14 +81,13 @@ def test_a_number_that_is_not_timed_here_is_one_line(changes: dict, config: dict
 @pytest.mark.parametrize("paper", [1.05, 1.5, 2.9])
 def test_the_needed_speedup_of_layers_gives_the_papers_number_by_amdahl(paper: float) -> None:
     needed = needed_moe_speedup(Claim.model_validate({**CLAIM, "paper": paper}), SHARE)
-    assert needed is not None
     assert 1 / (1 - SHARE + SHARE / needed) == pytest.approx(paper)
     step = Claim.model_validate({**CLAIM, "paper": 1 / paper, "metric": "step_time"})
     assert needed_moe_speedup(step, SHARE) == pytest.approx(needed)
 
 
-def test_what_no_speed_of_layers_gives_is_none() -> None:
-    assert needed_moe_speedup(Claim.model_validate({**CLAIM, "paper": 3.0}), SHARE) is None
+def test_what_no_speed_of_layers_gives_is_infinite() -> None:
+    assert needed_moe_speedup(Claim.model_validate({**CLAIM, "paper": 3.0}), SHARE) == math.inf
     with pytest.raises(ValueError, match="expected a number of a whole pass"):
         needed_moe_speedup(Claim.model_validate({**CLAIM, "paper": None}), SHARE)
 
@@ -152,7 +150,7 @@ def whole(root: Path) -> WholeComparison:
 
 
 def test_ours_is_the_pass_and_its_moe_layers(compared: Claims) -> None:
-    values = [result.ours[0].value for result in compared.results]
+    values = compared.frame["ours"].tolist()
     expected = [END_TO_END, LAYERS, 1 / END_TO_END, END_TO_END]
     assert values[:4] == pytest.approx(expected, rel=0.01)
     found = {one.result.case.policy: one for one in whole(compared.directory).results}["token_drop"]
@@ -175,7 +173,7 @@ def test_the_text_says_that_ours_are_whole_models(compared: Claims) -> None:
     share = 1 - 1 / (whole(compared.directory).most or 1)
     assert share == pytest.approx(SHARE, rel=0.02)
     table = {line.split()[0]: line for line in text.splitlines() if line[:1].isdigit() or line[:2].strip().isdigit()}
-    needed = needed_moe_speedup(compared.results[0].claim, share)
+    needed = needed_moe_speedup(Claim.model_validate({**CLAIM, **ROWS[0]}), share)
     assert table["1"].endswith(f"{needed:.2f}")
     assert table["6"].endswith("not reachable")
     assert table["2"].endswith("-")
@@ -187,11 +185,11 @@ def test_passes_of_the_first_layers_say_so_and_what_all_would_give(tmp_path: Pat
     found = load_claims(root)
     text = claims_text(found)
     assert "from end to end (the first 3 of 12 layers)" in " ".join(text.split())
-    assert "[all: ...]: extrapolated: 3 of 12 layers were built and timed" in " ".join(text.split())
+    assert "[all: ...] extrapolated: 3 of 12 layers were built and timed" in " ".join(text.split())
     ours = {one.result.case.policy: one for one in whole(root).results}["token_drop"]
     speedup = ours.all_layers_speedup
-    expected = [speedup, None, 1 / speedup, speedup, None, speedup, speedup]
-    assert [result.ours[0].all_layers for result in found.results] == pytest.approx(expected)
+    expected = [speedup, math.nan, 1 / speedup, speedup, math.nan, speedup, speedup]
+    assert found.frame["ours_extrapolated_to_all_layers"].tolist() == pytest.approx(expected, nan_ok=True)
     assert f"[all: {speedup:.2f}]" in text
     with house_style():
         figure = claims_figure(found)
@@ -260,12 +258,11 @@ def test_the_figure_says_that_ours_are_whole_models_and_hides_nothing(compared: 
 
 def test_the_csv_says_of_what_ours_is(compared: Claims, directory: Path) -> None:
     write_claims(compared)
-    with open(directory / "claims.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["ours_of"] for row in rows] == [
+    rows = pd.read_csv(directory / "claims.csv")
+    assert rows["ours_of"].tolist() == [
         "end_to_end", "layers", "end_to_end", "end_to_end", "layers", "end_to_end", "end_to_end"
     ]  # fmt: skip
-    assert all(row["mode"] == "whole models, measured" for row in rows)
+    assert set(rows["mode"]) == {"whole models, measured"}
 
 
 WHOLE = Path(__file__).parents[1] / "configs" / "papers" / "whole"
@@ -330,12 +327,11 @@ def test_whole_models_on_real_ranks_stand_beside_claims(tmp_path: Path) -> None:
     found = load_claims(out)
     assert found.is_whole
     assert found.solved_on is None
-    assert [one.needed for one in found.results] == [()] * 4
-    speedup, step, moe, activated = (one.ours[0] for one in found.results)
-    assert step.value == pytest.approx(1 / speedup.value)  # of one pair
-    assert moe.value > 0
+    speedup, step, moe, activated = found.frame["ours"]
+    assert step == pytest.approx(1 / speedup)  # of one pair
+    assert moe > 0
     # A policy that drops activates no more than native.
-    assert 0 < activated.value <= 1
+    assert 0 < activated <= 1
     assert (out / "claims.txt").read_text() == claims_text(found) + "\n"
 
 
@@ -360,14 +356,13 @@ def test_whole_models_on_a_modelled_device_stand_beside_claims_and_no_skew_is_lo
     assert "needed, scattered" not in text
     found = load_claims(tmp_path / "out")
     assert found.solved_on is None
-    passes, layers = found.results
-    for ours, moe in zip(passes.ours, layers.ours, strict=True):
+    passes, layers = (rows for _, rows in found.frame.groupby("number"))
+    for name, ours, moe in zip(passes["comparison_id"], passes["ours"], layers["ours"], strict=True):
         # What no policy touches dilutes the layers' gain, as Amdahl's law has it.
-        assert 1 < ours.value < moe.value
-        assert ours.whole is not None
-        share = 1 - 1 / (ours.whole.most or 1)
-        assert ours.value == pytest.approx(1 / (1 - share + share / moe.value), rel=0.02)
-    assert [ours.value for ours in layers.ours] == sorted(ours.value for ours in layers.ours)
+        assert 1 < ours < moe
+        share = 1 - 1 / found.wholes[name].most
+        assert ours == pytest.approx(1 / (1 - share + share / moe), rel=0.02)
+    assert layers["ours"].is_monotonic_increasing
     with house_style():
         figure = claims_figure(found)
         assert figure is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import math
@@ -22,12 +21,7 @@ from results_builder import FakeCase, FakeComparison, write_run
 from test_run import environment, write_config
 
 from moe_ep_bench.analysis.load import Case, ResultsError, load_run
-from moe_ep_bench.analysis.validation import (
-    MAX_BAND,
-    agreement_of,
-    band_of,
-    load_validation,
-)
+from moe_ep_bench.analysis.validation import MAX_BAND, Validation, agreement, load_validation
 from moe_ep_bench.analysis.validation_report import validation_text, verdict_line, write_report
 from moe_ep_bench.analysis.validation_times import load_laws, phase_errors, phase_times_ms, received_rows
 from moe_ep_bench.bench import validate as validate_module
@@ -39,13 +33,14 @@ from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime import launcher
 from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
-from moe_ep_bench.timing.statistics import Estimate, NoiseFloor
 
-FLOOR = NoiseFloor(1 / 1.05, 1.05)
+FLOOR = 1.05
 
 
-def estimate(median: float, low: float, high: float, is_interval: bool = True) -> Estimate:
-    return Estimate(median, low, high, is_interval, num_batches=10 if is_interval else 9, num_launches=1)
+def agreement_of(emulated: float, low: float, high: float, floor: float = FLOOR) -> str:
+    """The verdict on one emulated speedup beside the interval of a real one."""
+    rows = pd.DataFrame({"low": [low, 1 / floor], "high": [high, floor]}, dtype=float)
+    return agreement(rows.iloc[:1], rows.iloc[1:].reset_index(drop=True), pd.Series([emulated])).at[0, "verdict"]
 
 
 # The rule.
@@ -62,23 +57,18 @@ def estimate(median: float, low: float, high: float, is_interval: bool = True) -
     ],
 )
 def test_a_speedup_agrees_within_the_interval_widened_by_the_noise_floor(emulated: float, expected: str) -> None:
-    band = band_of(estimate(1.3, 1.29, 1.31), FLOOR)
-    assert agreement_of(estimate(emulated, 1, 10), band) == expected
+    assert agreement_of(emulated, 1.29, 1.31) == expected
 
 
 def test_a_wide_band_refutes_but_never_confirms() -> None:
-    wide = band_of(estimate(1.3, 1.1, 1.1 * MAX_BAND), FLOOR)
-    assert agreement_of(estimate(1.3, 1.3, 1.3), wide) == "cannot say"
-    assert agreement_of(estimate(1.0, 1.0, 1.0), wide) == "differs"
+    assert agreement_of(1.3, 1.1, 1.1 * MAX_BAND) == "cannot say"
+    assert agreement_of(1.0, 1.1, 1.1 * MAX_BAND) == "differs"
 
 
 def test_without_an_interval_a_floor_or_a_speedup_nothing_can_be_said() -> None:
-    narrow = estimate(1.3, 1.29, 1.31)
-    assert band_of(dataclasses.replace(narrow, is_interval=False), FLOOR) is None
-    assert band_of(narrow, None) is None
-    assert band_of(None, FLOOR) is None
-    assert agreement_of(narrow, None) == "cannot say"
-    assert agreement_of(None, band_of(narrow, FLOOR)) == "cannot say"
+    assert agreement_of(1.3, math.nan, math.nan) == "cannot say"
+    assert agreement_of(1.3, 1.29, 1.31, floor=math.nan) == "cannot say"
+    assert agreement_of(math.nan, 1.29, 1.31) == "cannot say"
 
 
 @given(
@@ -91,18 +81,12 @@ def test_without_an_interval_a_floor_or_a_speedup_nothing_can_be_said() -> None:
 def test_agreement_does_not_depend_on_which_of_the_two_is_called_the_faster(
     median: float, down: float, up: float, floor: float, emulated: float
 ) -> None:
-    real = estimate(median, median / down, median * up)
-    turned = estimate(1 / median, 1 / real.high, 1 / real.low)
-    bands = band_of(real, NoiseFloor(1 / floor, floor)), band_of(turned, NoiseFloor(1 / floor, floor))
-    assert bands[0] is not None
-    assert bands[1] is not None
-    low, high = bands[0]
+    low, high = median / down, median * up
     # Ends are only equal up to rounding.
-    if min(abs(math.log(emulated / low)), abs(math.log(emulated / high)), abs(high / low - MAX_BAND)) < 1e-9:
+    ends = low / floor, high * floor
+    if min(*(abs(math.log(emulated / end)) for end in ends), abs(ends[1] / ends[0] - MAX_BAND)) < 1e-9:
         return
-    one = estimate(emulated, emulated, emulated)
-    other = estimate(1 / emulated, 1 / emulated, 1 / emulated)
-    assert agreement_of(one, bands[0]) == agreement_of(other, bands[1])
+    assert agreement_of(emulated, low, high, floor) == agreement_of(1 / emulated, 1 / high, 1 / low, floor)
 
 
 # Built results.
@@ -145,19 +129,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(tmp_path_factory.mktemp("built"))
 
 
-def read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+def verdicts(validation: Validation) -> list[str | None]:
+    return [None if pd.isna(verdict) else verdict for verdict in validation.cases["verdict"]]
 
 
 def test_an_error_that_all_cases_share_shows_in_times_but_not_in_speedups(tmp_path: Path) -> None:
     validation = load_validation(built(tmp_path, emulated={"native_us": 1600.0}))
-    (check,) = validation.comparisons
-    for case in check.cases:
-        ratio = case.emulated.layer.median_ms / case.real.layer.median_ms
-        assert ratio == pytest.approx(0.8, rel=0.01)
-        assert case.emulated_ms["experts"] / case.real_ms["experts"] == pytest.approx(0.8, rel=0.01)
-    assert [case.agreement for case in check.cases] == [None, None, "agrees", "agrees"]
+    experts = validation.phases[validation.phases["time"] == "experts"]
+    for rows, name in ((validation.cases, "median_ms"), (experts, "ms")):
+        assert (rows[f"emulated_{name}"] / rows[f"real_{name}"]).tolist() == pytest.approx([0.8] * 4, rel=0.01)
+    assert verdicts(validation) == [None, None, "agrees", "agrees"]
     assert verdict_line(validation).startswith(
         "2 of 2 speedups agree within the real run's noise; largest difference 0."
     )
@@ -165,8 +146,7 @@ def test_an_error_that_all_cases_share_shows_in_times_but_not_in_speedups(tmp_pa
 
 def test_the_last_line_counts_and_tells_the_largest_difference(tmp_path: Path) -> None:
     validation = load_validation(built(tmp_path, emulated={"cases": cases(drop=1.5 * 0.9, balance=1.6)}))
-    (check,) = validation.comparisons
-    assert [case.agreement for case in check.claims] == ["differs", "agrees"]
+    assert verdicts(validation) == [None, None, "differs", "agrees"]
     text = validation_text(validation)
     assert text.splitlines()[-1] == "1 of 2 speedups agree within the real run's noise; largest difference 10.0 %"
     row = next(line for line in text.splitlines() if line.startswith("token_drop gamma 1"))
@@ -177,7 +157,7 @@ def test_the_last_line_counts_and_tells_the_largest_difference(tmp_path: Path) -
 
 def test_fewer_than_ten_batches_say_nothing(tmp_path: Path) -> None:
     validation = load_validation(built(tmp_path, real={"num_batches": 9}, emulated={"num_batches": 9}))
-    assert {case.agreement for case in validation.comparisons[0].claims} == {"cannot say"}
+    assert verdicts(validation) == [None, None, "cannot say", "cannot say"]
     assert verdict_line(validation).startswith("0 of 2 speedups agree within the real run's noise (2 cannot be judged)")
 
 
@@ -194,8 +174,7 @@ def test_fewer_than_ten_batches_say_nothing(tmp_path: Path) -> None:
 )
 def test_runs_that_are_not_comparable_are_not_judged(changes: dict, reason: str, tmp_path: Path) -> None:
     validation = load_validation(built(tmp_path, **changes))
-    (check,) = validation.comparisons
-    assert {case.agreement for case in check.claims} == {"cannot say"}
+    assert verdicts(validation) == [None, None, "cannot say", "cannot say"]
     assert f"warning: not comparable: {reason}" in validation_text(validation)
 
 
@@ -206,8 +185,8 @@ def test_a_case_that_failed_is_named_and_not_judged(tmp_path: Path) -> None:
     assert any(line.startswith("token_drop gamma 1") and "real: oom: too large" in line for line in text.splitlines())
     assert text.splitlines()[-1].startswith("1 of 2 speedups agree within the real run's noise (1 cannot be judged)")
     write_report(validation)
-    rows = read_csv(validation.files.cases_table)
-    assert [row["unmeasured"] for row in rows] == ["", "", "real: oom: too large", ""]
+    rows = pd.read_csv(validation.files.cases_table, keep_default_na=False)
+    assert rows["unmeasured"].tolist() == ["", "", "real: oom: too large", ""]
 
 
 def test_phase_times_are_means_over_ranks_and_medians_over_iterations(tmp_path: Path) -> None:
@@ -237,11 +216,10 @@ def test_quiet_iterations_tell_a_disturbance_from_an_error(plain: Path) -> None:
     disturbed.loc[disturbed["iteration"] >= 2, "time_us"] *= 3  # four of six
     slow = emulated.timings.assign(time_us=1.2 * emulated.timings["time_us"])
     pairs = [(dataclasses.replace(real, timings=disturbed), dataclasses.replace(emulated, timings=slow))]
-    errors = {error.phase: error for error in phase_errors(pairs)}
-    assert set(errors) == {"gate", "policy", "metadata", "permute", "dispatch", "experts", "combine"}
-    for error in errors.values():
-        assert error.quiet == pytest.approx(0.2, abs=0.01)
-        assert error.typical == pytest.approx(1.2 / 3 - 1, abs=0.01)
+    errors = phase_errors(pairs)
+    assert set(errors["phase"]) == {"gate", "policy", "metadata", "permute", "dispatch", "experts", "combine"}
+    assert errors["quiet"].tolist() == pytest.approx([0.2] * 7, abs=0.01)
+    assert errors["typical"].tolist() == pytest.approx([1.2 / 3 - 1] * 7, abs=0.01)
 
 
 def test_summary_prints_what_validate_printed(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,13 +239,12 @@ def test_both_csv_files_and_both_figures_are_written(tmp_path: Path) -> None:
         "validation.svg",
     }
     assert all(path.stat().st_size for path in written)
-    rows = {row["policy"]: row for row in read_csv(validation.files.cases_table)}
-    drop = rows["token_drop gamma 1"]
-    assert float(drop["emulated_speedup"]) == pytest.approx(1.5, rel=0.01)
-    assert float(drop["allowed_low"]) < float(drop["real_low"]) < float(drop["real_high"]) < float(drop["allowed_high"])
-    assert float(drop["dropped_share"]) == pytest.approx(0.25, abs=1e-3)
-    phases = [row for row in read_csv(validation.files.phases_table) if row["role"] == "baseline"]
-    assert [row["time"] for row in phases][: len(LAYER_PHASES)] == list(LAYER_PHASES)
+    drop = pd.read_csv(validation.files.cases_table).set_index("policy").loc["token_drop gamma 1"]
+    assert drop["emulated_speedup"] == pytest.approx(1.5, rel=0.01)
+    assert drop["allowed_low"] < drop["real_low"] < drop["real_high"] < drop["allowed_high"]
+    assert drop["dropped_share"] == pytest.approx(0.25, abs=1e-3)
+    phases = pd.read_csv(validation.files.phases_table).query("role == 'baseline'")
+    assert phases["time"].tolist()[: len(LAYER_PHASES)] == list(LAYER_PHASES)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +330,7 @@ def test_the_expert_phase_stands_beside_the_experts_alone(tmp_path: Path) -> Non
     ]
     pq.write_table(pa.Table.from_pylist(rows, schema=ALONE_SCHEMA), ValidationDirectory(tmp_path).experts_alone)
     validation = load_validation(tmp_path)
-    alone = validation.comparisons[0].alone
+    alone = validation.alone
     assert alone["label"].unique() == ["token_drop gamma 1"]
     assert alone["ratio"].tolist() == pytest.approx([0.5, 1.25])
     assert (alone["layer_ms"] / alone["alone_ms"]).tolist() == pytest.approx([0.5, 1.25])
@@ -486,10 +463,9 @@ def test_real_and_emulated_ranks_are_measured_and_compared(finished: tuple[Path,
     alone = pd.read_parquet(files.experts_alone)
     assert len(alone) == 2 * 2 * 2 * REPETITIONS  # cases, ranks, batches
     validation = load_validation(files.root)
-    (check,) = validation.comparisons
-    assert check.threads[0] == check.threads[1]
-    assert len(check.alone) == 4
-    assert check.emulated_laws.experts.num_points == 7 * 2 * 2
+    assert validation.threads[0] == validation.threads[1]
+    assert len(validation.alone) == 4
+    assert validation.laws["num_points"].iloc[0] == 7 * 2 * 2
 
 
 @pytest.mark.parametrize("force", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -59,49 +59,46 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(tmp_path_factory.mktemp("built"))
 
 
-def verdicts(validation: Validation) -> dict[str, str | None]:
-    (check,) = validation.comparisons
-    return {case.label: case.agreement for case in check.cases}
+def verdicts(validation: Validation) -> dict[str, str]:
+    """Of the claims, by label."""
+    return validation.claims.set_index("label")["verdict"].to_dict()
 
 
 def test_end_to_end_speedups_of_alike_runs_agree(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     validation = load_validation(plain)
-    assert set(verdicts(validation).values()) == {None, "agrees"}
+    assert set(verdicts(validation).values()) == {"agrees"}
     assert verdict_line(validation).startswith("3 of 3 speedups agree")
     assert "; of MoE layers alone 3 of 3, largest" in verdict_line(validation)
-    (check,) = validation.comparisons
-    undecided = [dataclasses.replace(one, agreement="cannot say") for one in check.moe]
-    silent = dataclasses.replace(validation, comparisons=[dataclasses.replace(check, moe=undecided)])
+    silent = dataclasses.replace(validation, cases=validation.cases.assign(moe_verdict="cannot say"))
     assert "; of MoE layers alone 0 of 3 (3 cannot be judged), largest" in verdict_line(silent)
-    floor = check.moe_floor
-    assert f"of MoE layers alone the measured noise floor is {floor.low:.3f} to {floor.high:.3f}" in validation_text(
-        validation
-    )
+    text, first = validation_text(validation), validation.cases.iloc[0]
+    words = f"{first['moe_floor_low']:.3f} to {first['moe_floor_high']:.3f}"
+    assert f"of MoE layers alone the measured noise floor is {words}" in text
     assert main(["show", str(plain)]) == OK
-    assert capsys.readouterr().out == validation_text(validation) + "\n"
+    assert capsys.readouterr().out == text + "\n"
 
 
 def test_an_error_in_the_moe_layers_is_diluted_in_the_pass_and_found_in_its_phase(tmp_path: Path) -> None:
     longer = 1.5
     validation = load_validation(built(tmp_path, cases=cases(phase_factors={"experts": longer})))
-    assert verdicts(validation)[DROP] == "differs"
-    drop = next(case for case in validation.comparisons[0].cases if case.label == DROP)
-    errors = {name: drop.emulated_ms[name] / ms - 1 for name, ms in drop.real_ms.items() if ms > 0}
+    claims = validation.claims.set_index("label")
+    drop = claims.loc[DROP]
+    assert drop["verdict"] == "differs"
+    times = validation.phases[validation.phases["label"] == DROP].set_index("time")
+    errors = times["emulated_ms"] / times["real_ms"] - 1
     assert errors["experts"] == pytest.approx(longer - 1, rel=0.05)
     assert errors["attention"] == pytest.approx(0, abs=0.01)
-    assert 0 < -drop.difference < errors["MoE layers"] < errors["experts"]
-    moe = {one.label: one for one in validation.comparisons[0].moe}
-    assert set(moe) == {case.label for case in validation.comparisons[0].claims}
+    assert 0 < -drop["difference"] < errors["MoE layers"] < errors["experts"]
     # Planted is a ratio of times of the same rank: 1 / (1 + error) of the MoE layers is what their speedup loses.
-    assert 1 / (1 + moe[DROP].difference) - 1 == pytest.approx(errors["MoE layers"], rel=0.15)
-    assert moe[DROP].agreement == "differs"
-    assert moe["topk"].agreement == "agrees"
+    assert 1 / (1 + drop["moe_difference"]) - 1 == pytest.approx(errors["MoE layers"], rel=0.15)
+    assert claims["moe_verdict"].notna().all()
+    assert (drop["moe_verdict"], claims.loc["topk", "moe_verdict"]) == ("differs", "agrees")
 
 
 def test_the_moe_layers_speedup_is_native_over_case_on_the_slowest_rank(plain: Path) -> None:
     """A slow reading of the rows."""
     run = load_run(plain / "real", whole=True)
-    (check,) = load_validation(plain).comparisons
+    moe = load_validation(plain).claims.set_index("label").loc[DROP].filter(like="real_moe_speedup_")
 
     def times_us(label: str) -> dict[tuple[int, int], float]:
         case = next(case for case in run.cases if case.label == label)
@@ -115,9 +112,9 @@ def test_the_moe_layers_speedup_is_native_over_case_on_the_slowest_rank(plain: P
 
     native, drop = times_us("native"), times_us(DROP)
     ratios = sorted(native[key] / drop[key] for key in native)
-    moe = next(one for one in check.moe if one.label == DROP)
-    assert ratios[0] <= moe.real.low <= moe.real.median <= moe.real.high <= ratios[-1]
-    assert moe.real.median == pytest.approx(np.median(ratios), rel=1e-3)
+    median, low, high = (moe[f"real_moe_speedup_{name}"] for name in ("median", "low", "high"))
+    assert ratios[0] <= low <= median <= high <= ratios[-1]
+    assert median == pytest.approx(np.median(ratios), rel=1e-3)
 
 
 def test_the_parts_of_a_pass_close_against_it(plain: Path) -> None:
@@ -186,7 +183,7 @@ def test_routing_that_differs_in_one_layer_is_not_judged(tmp_path: Path) -> None
     built(tmp_path)
     turn_last_layer_round(tmp_path / "emulated", "e-0")
     validation = load_validation(tmp_path)
-    assert set(verdicts(validation).values()) == {None, "cannot say"}
+    assert set(verdicts(validation).values()) == {"cannot say"}
     assert f"warning: not comparable: routing is not the same in both runs: {DROP}" in validation_text(validation)
 
 
@@ -199,10 +196,9 @@ def test_tables_and_figure_speak_of_passes(plain: Path, tmp_path: Path) -> None:
     validation = load_validation(tmp_path)
     written = write_report(validation)
     assert {"validation.png", "validation.csv", "validation-phases.csv"} < {path.name for path in written}
-    with validation.files.cases_table.open(newline="") as file:
-        assert {"real_pass_ms", "emulated_pass_ms", "real_moe_low", "moe_verdict"} < set(next(csv.DictReader(file)))
-    with validation.files.phases_table.open(newline="") as file:
-        assert {row["time"] for row in csv.DictReader(file)} == set(PASS_TIMES)
+    columns = set(pd.read_csv(validation.files.cases_table))
+    assert {"real_pass_ms", "emulated_pass_ms", "real_moe_low", "moe_verdict"} < columns
+    assert set(pd.read_csv(validation.files.phases_table)["time"]) == set(PASS_TIMES)
     assert "time of one pass (ms)" in (validation.files.figures / "validation.svg").read_text()
 
 
@@ -242,8 +238,8 @@ def test_real_and_emulated_passes_are_measured_and_compared(tmp_path: Path) -> N
     assert "not comparable" not in done.stdout, "the same routing in every layer and as many threads"
     files = ValidationDirectory(out)
     assert not files.experts_alone.exists(), "those of layers only"
-    (check,) = load_validation(out).comparisons
-    for case in check.cases:
-        for times_ms in (case.real_ms, case.emulated_ms):
-            assert times_ms["attention"] > 0
-            assert times_ms["MoE layers"] > times_ms["experts"] > 0
+    times = load_validation(out).phases.pivot(index="label", columns="time", values=["real_ms", "emulated_ms"])
+    for run in ("real_ms", "emulated_ms"):
+        assert (times[run, "attention"] > 0).all()
+        assert (times[run, "MoE layers"] > times[run, "experts"]).all()
+        assert (times[run, "experts"] > 0).all()

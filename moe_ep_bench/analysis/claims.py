@@ -1,94 +1,66 @@
-"""Papers' numbers beside ours, as ``papers`` left them; claims_text.py prints them, claims_report.py draws them.
+"""Papers' numbers beside ours, as ``papers`` left them: a frame with a row per claim, policy and traffic.
 
-One row for each claim and policy; its columns are what the same layer gives under each traffic, or the same whole model
-(``scope: model``). One of the two is ours, by the device and links that stand above the table, and where the paper
-measured the other its row says so. A paper's number that is not at hand stays empty, and no row is left out because it
-does not fit.
+Ours is a layer or, with ``scope: model``, a pass of a whole model; where the paper measured the other, the row says so.
+A paper's number that is not at hand stays empty, and no row is left out because it does not fit.
+
+A pass gains less than its MoE layers. With their share f of native's pass, a paper's n from end to end takes MoE layers
+that are f / (1 / n - (1 - f)) times as fast (Amdahl, AFIPS 1967); from 1 / (1 - f) on nothing that MoE layers do
+suffices.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from pydantic import ValidationError
 
 from moe_ep_bench.analysis.activated import mean_activated
-from moe_ep_bench.analysis.fidelity import Fidelity
-from moe_ep_bench.analysis.load import ResultsError, Run, is_whole, load_run
+from moe_ep_bench.analysis.fidelity import layers_apart
+from moe_ep_bench.analysis.load import Case, Comparison, ResultsError, Run, is_whole, load_run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.sweep import key_words
 from moe_ep_bench.analysis.timing import layer_time_us
-from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole
-from moe_ep_bench.analysis.whole_claims import (
-    all_layers_value,
-    whole_value,
-)
+from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, moe_time_us, slowest_us
+from moe_ep_bench.analysis.words import mode_words
 from moe_ep_bench.papers.claims import (
+    NATIVE_METRICS,
+    OWN_METRICS,
+    PASS_METRICS,
     PHASE_METRICS,
+    PLACEMENTS,
     Claim,
     claims_path,
+    most_gain,
+    most_peak,
 )
 from moe_ep_bench.timing.statistics import estimate_median, paired_ratios
 
-
-@dataclass(frozen=True)
-class Ours:
-    """What we have under one traffic.
-
-    Attributes:
-        traffic: name of the skew, or what the workload is called.
-        value: by the claim's metric; low and high are the ends of its interval, or of its samples where there are too
-            few batches for one, and the value itself where it has neither.
-        difference: from the paper's; None where that is not at hand.
-        dropped: share of top-k pairs that the policy does not compute.
-        whole: the comparison as one of whole models; None of layers.
-        all_layers: the value extrapolated to all layers, where a pass had only the first ones.
-    """
-
-    traffic: str
-    value: float
-    low: float
-    high: float
-    difference: float | None
-    dropped: float
-    comparison: ComparisonResult
-    whole: WholeComparison | None = None
-    all_layers: float | None = None
-
-
-@dataclass(frozen=True)
-class Needed:
-    """See ``papers.needed_skew``."""
-
-    placement: str
-    found: bool
-    value: float
-    fullest_expert: float
-    fullest_rank: float
-
-
-@dataclass(frozen=True, eq=False)
-class ClaimResult:
-    """One claim of one policy.
-
-    Attributes:
-        label, versus: of the policy and of the one in native's place.
-        others: where in the sweep it stands, apart from the skew; empty without any.
-        unmeasured: traffic for which there is nothing, with the reason.
-    """
-
-    claim: Claim
-    policy: str
-    params: dict[str, Any]
-    label: str
-    versus: str | None
-    others: str
-    ours: tuple[Ours, ...]
-    unmeasured: dict[str, str]
-    needed: tuple[Needed, ...]
+# What the paper measured, where ours is a layer, a pass, or a pass's MoE layers.
+_OF = {
+    "layer": {
+        "layer": "",
+        "end_to_end": ", end to end (ours: a layer)",
+        "not_stated": ", layer or end to end not stated (ours: a layer)",
+    },
+    "end_to_end": {
+        "end_to_end": ", end to end",
+        "not_stated": ", layer or end to end not stated (ours: end to end)",
+    },
+    "layers": {
+        "layer": ", layers",
+        "end_to_end": ", end to end (ours: all MoE layers)",
+        "not_stated": ", layer or end to end not stated (ours: all MoE layers)",
+    },
+}
+_NEEDED = ("found", "value", "fullest_expert", "fullest_rank")
+# Columns for people alone.
+NOT_IN_CSV = ("number", "comparison_id", "claim", "case", "paper", "unmeasured")
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,13 +68,22 @@ class Claims:
     """A results directory with its claims.
 
     Attributes:
+        frame: a row per claim, policy and traffic. ``number`` counts claims x policies; ``claim``, ``case`` and
+            ``paper`` are words; ``ours`` is by the claim's metric, ``ours_low`` and ``ours_high`` the ends of its
+            interval (of its samples where batches are too few, and itself where it has neither); ``difference`` from
+            the paper's; ``unmeasured`` the reason where there is no ``ours``; ``needed_*`` see
+            ``papers.needed_skew``; ``moe_speedup_needed`` see ``needed_moe_speedup``; ``peak_at_most`` and
+            ``gain_at_most`` see ``papers.claims``.
+        comparisons: those that were measured, by id; ``wholes`` the same as whole models, empty of layers.
         solved_on: device that was modelled to find needed skews; None without any.
         solved_tokens: tokens a rank for which they were found.
     """
 
     directory: Path
     run: Run
-    results: tuple[ClaimResult, ...]
+    frame: pd.DataFrame
+    comparisons: dict[str, ComparisonResult]
+    wholes: dict[str, WholeComparison]
     solved_on: str | None
     solved_tokens: int | None
 
@@ -112,19 +93,8 @@ class Claims:
         return self.run.scope == "model"
 
     @property
-    def wholes(self) -> dict[int, WholeComparison]:
-        """``comparisons`` as those of whole models, by ``id``; empty of layers."""
-        return {id(o.comparison): o.whole for r in self.results for o in r.ours if o.whole is not None}
-
-    @property
-    def comparisons(self) -> list[ComparisonResult]:
-        """Those that claims are about, once."""
-        return list({id(o.comparison): o.comparison for r in self.results for o in r.ours}.values())
-
-    @property
-    def traffics(self) -> list[str]:
-        found = dict.fromkeys(name for r in self.results for name in [*(o.traffic for o in r.ours), *r.unmeasured])
-        return list(found)
+    def measured(self) -> pd.DataFrame:
+        return self.frame[self.frame["ours"].notna()]
 
 
 def load_claims(directory: Path) -> Claims:
@@ -136,97 +106,193 @@ def load_claims(directory: Path) -> Claims:
     path = claims_path(directory)
     try:
         content = json.loads(path.read_text())
-        rows = content["claims"]
+        written = content["claims"]
     except OSError:
         raise ResultsError(f"{path}: missing; a directory with claims is one that `papers` has written") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ResultsError(f"{path}: damaged: {error}") from None
-    run, by_id = (_whole_comparisons if is_whole(directory) else _layer_comparisons)(directory)
+    run = load_run(directory, whole=is_whole(directory))
+    wholes = dict(zip(run.comparisons, analyse_whole(run), strict=True)) if run.scope == "model" else {}
+    comparisons = {name: one.comparison for name, one in wholes.items()}
+    comparisons = comparisons or dict(zip(run.comparisons, analyse(run), strict=True))
     try:
-        results = tuple(_result(row, by_id) for row in rows)
-        tokens = {row["needed_tokens_per_rank"] for row in rows} - {None}
+        rows = [
+            {"number": number, **row, "needed_device": content["solved_on"] if one["needed"] else None}
+            for number, one in enumerate(written, start=1)
+            for row in _rows(one, run, comparisons, wholes)
+        ]
+        frame = pd.DataFrame(rows)
+        about = list(dict.fromkeys(frame["comparison_id"][frame["ours"].notna()]))
+        tokens = {one["needed_tokens_per_rank"] for one in written} - {None}
     except (KeyError, TypeError, ValidationError) as error:
         raise ResultsError(f"{path}: of another run than run.json, or damaged: {error!r}"[:300]) from None
-    return Claims(directory, run, results, content["solved_on"], max(tokens, default=None))
-
-
-_ById = dict[str, ComparisonResult] | dict[str, WholeComparison]
-
-
-def _layer_comparisons(directory: Path) -> tuple[Run, _ById]:
-    run = load_run(directory)
-    return run, dict(zip(run.comparisons, analyse(run), strict=True))
-
-
-def _whole_comparisons(directory: Path) -> tuple[Run, _ById]:
-    run = load_run(directory, whole=True)
-    return run, dict(zip(run.comparisons, analyse_whole(run), strict=True))
-
-
-def _result(row: dict[str, Any], by_id: _ById) -> ClaimResult:
-    claim = Claim.model_validate(row["claim"])
-    ours, unmeasured = [], {}
-    for entry in row["entries"]:
-        found = by_id[entry["comparison_id"]]
-        whole = found if isinstance(found, WholeComparison) else None
-        comparison = found.comparison if isinstance(found, WholeComparison) else found
-        traffic = entry["traffic"] or comparison.comparison.title.rsplit(", ", 1)[-1]
-        cases = {result.case.case_id: result for result in comparison.results}
-        case, versus = cases[entry["case_id"]], entry["versus_id"] and cases[entry["versus_id"]]
-        against = versus or comparison.of_role("baseline")
-        value, all_layers = _value(claim, case, against, comparison, whole)
-        if value is None:
-            unmeasured[traffic] = case.case.reason or "it or what it is set against was not measured"
-            continue
-        assert case.fidelity is not None
-        difference, dropped = claim.difference(value[0]), case.fidelity.dropped_share
-        ours.append(Ours(traffic, *value, difference, dropped, comparison, whole, all_layers))
-    others = ", ".join(f"{key_words(key)} {value}" for key, value in row["others"].items())
-    needed = tuple(Needed(**one) for one in row["needed"])
-    params = {key: value for key, value in row["policy_params"].items() if value is not None}
-    return ClaimResult(
-        claim, row["policy"], params, row["label"], row["versus"], others, tuple(ours), unmeasured, needed
+    return Claims(
+        directory,
+        run,
+        frame,
+        {name: comparisons[name] for name in about},
+        {name: wholes[name] for name in about if name in wholes},
+        content["solved_on"],
+        max(tokens, default=None),
     )
 
 
+def _rows(
+    written: dict[str, Any],
+    run: Run,
+    comparisons: dict[str, ComparisonResult],
+    wholes: dict[str, WholeComparison],
+) -> Iterator[dict[str, Any]]:
+    """Rows of ``Claims.frame`` for one claim of one policy, a row for each traffic."""
+    claim = Claim.model_validate(written["claim"])
+    ours_of = "layer" if run.scope != "model" else "end_to_end" if claim.metric in PASS_METRICS else "layers"
+    others = ", ".join(f"{key_words(key)} {value}" for key, value in written["others"].items())
+    label, versus = written["label"], written["versus"]
+    needed = {one["placement"]: one for one in written["needed"]}
+    for entry in written["entries"]:
+        name = entry["comparison_id"]
+        comparison, whole = comparisons[name], wholes.get(name)
+        facts, native = comparison.comparison, comparison.of_role("baseline")
+        cases = {result.case.case_id: result for result in comparison.results}
+        case = cases[entry["case_id"]]
+        against = cases[entry["versus_id"]] if entry["versus_id"] else native
+        is_measured = case.case.is_ok and against is not None and against.case.is_ok
+        value = _value(claim, case, against, facts) if is_measured and case.fidelity is not None else None
+        low, high = claim.paper or (None, None)
+        yield {
+            "comparison_id": name,
+            "claim": claim.source + _OF[ours_of][claim.of] + (f" ({others})" if others and not claim.where else ""),
+            "case": f"{label} against {versus}" if versus else label,
+            "paper": paper_words(claim),
+            "source": claim.source,
+            "of": claim.of,
+            "ours_of": ours_of,
+            "metric": claim.metric,
+            "policy": label,
+            "versus": versus,
+            "comparison": facts.title,
+            "traffic": entry["traffic"] or facts.title.rsplit(", ", 1)[-1],
+            "paper_low": low,
+            "paper_high": high,
+            **dict(zip(("ours", "ours_low", "ours_high"), value or (None,) * 3, strict=True)),
+            "difference": value and claim.difference(value[0]),
+            "ours_extrapolated_to_all_layers": value and whole and _all_layers_value(claim, case, against, whole),
+            "dropped_share": value and case.fidelity and case.fidelity.dropped_share,
+            "fullest_expert": native and native.fidelity and native.fidelity.fullest_expert,
+            "fullest_rank": native and native.fidelity and native.fidelity.fullest_rank,
+            **{
+                f"needed_{placement}_{column}": needed[placement][column] if placement in needed else None
+                for placement in PLACEMENTS
+                for column in _NEEDED
+            },
+            "mode": mode_words(run, facts),
+            "device": facts.device or run.device_name,
+            "links": facts.links,
+            "note": claim.note.strip(),
+            "unmeasured": None if value else case.case.reason or "it or what it is set against was not measured",
+            "moe_speedup_needed": _needed(claim, whole) if value and whole else None,
+            **_bounds(claim, written, facts),
+        }
+
+
 def _value(
-    claim: Claim,
-    case: CaseResult,
-    against: CaseResult | None,
-    comparison: ComparisonResult,
-    whole: WholeComparison | None,
-) -> tuple[tuple[float, float, float] | None, float | None]:
-    """Value, low and high, None where one of the two was not measured; and the value of all layers (``Ours``)."""
-    if not case.case.is_ok or case.fidelity is None or against is None or not against.case.is_ok:
-        return None, None
-    if whole is not None:
-        wholes = {one.result.case.case_id: one for one in whole.results}
-        pair = wholes[case.case.case_id], wholes[against.case.case_id]
-        return whole_value(claim, *pair, comparison.comparison), all_layers_value(claim, *pair)
-    return _layer_value(claim, case, against, comparison), None
-
-
-def _layer_value(
-    claim: Claim, case: CaseResult, against: CaseResult, comparison: ComparisonResult
+    claim: Claim, case: CaseResult, against: CaseResult | None, facts: Comparison
 ) -> tuple[float, float, float] | None:
+    """Value, low and high by the claim's metric; None where it was not measured."""
     assert case.fidelity is not None
-    ours_us, native_us = layer_time_us(case.case), layer_time_us(against.case)
-    if claim.metric in ("speedup", "layer_time", "native_layer_us"):
-        pair = (native_us, ours_us) if claim.metric == "speedup" else (ours_us, native_us)
-        found = estimate_median(native_us if claim.metric == "native_layer_us" else paired_ratios(*pair))
-        return None if found is None else (found.median, found.low, found.high)
-    if claim.metric in ("activated_experts", "native_activated_experts"):
-        ours, native = (mean_activated(one.case, comparison.comparison) for one in (case, against))
+    assert against is not None
+    metric = claim.metric
+    if metric in OWN_METRICS:
+        return (case.fidelity.dropped_share if metric == "dropped_fraction" else case.fidelity.retained_mass,) * 3
+    if metric.endswith("activated_experts"):
+        ours, native = (_activated(one.case, facts) for one in (case, against))
         if ours is None or not native:  # A placement that is not ours to count, or no tokens.
             return None
-        return (native if claim.metric == "native_activated_experts" else ours / native,) * 3
-    if claim.metric in PHASE_METRICS:
-        group = PHASE_METRICS[claim.metric]
+        return (native if metric in NATIVE_METRICS else ours / native,) * 3
+    if metric in PHASE_METRICS:
+        group = PHASE_METRICS[metric]
         if case.breakdown is None or against.breakdown is None or not against.breakdown.group_ms[group]:
             return None
         return (case.breakdown.group_ms[group] / against.breakdown.group_ms[group],) * 3
-    return (_share(case.fidelity, claim.metric),) * 3
+    if metric == "moe_speedup" and (slowest_us(case.case) is None or slowest_us(against.case) is None):
+        return None
+    time_us = moe_time_us if metric == "moe_speedup" else layer_time_us
+    ours_us, against_us = time_us(case.case), time_us(against.case)
+    if metric == "native_layer_us":
+        found = estimate_median(against_us)
+    elif metric in ("layer_time", "step_time"):
+        found = estimate_median(paired_ratios(ours_us, against_us))
+    else:
+        found = estimate_median(paired_ratios(against_us, ours_us))
+    return None if found is None else (found.median, found.low, found.high)
 
 
-def _share(fidelity: Fidelity, metric: str) -> float:
-    return fidelity.dropped_share if metric == "dropped_fraction" else fidelity.retained_mass
+def _activated(case: Case, facts: Comparison) -> float | None:
+    """Of the rank that activates most, mean over batches and layers."""
+    return mean_activated(replace(case, routing=layers_apart(case.routing)), facts)
+
+
+def _all_layers_value(
+    claim: Claim, case: CaseResult, against: CaseResult | None, whole: WholeComparison
+) -> float | None:
+    """The value of a whole pass, extrapolated to all layers; None where all were built, or it is of no pass."""
+    times_ms = {one.result.case.case_id: one.all_layers_ms for one in whole.results}
+    ours_ms, against_ms = (times_ms[one.case.case_id] if one else None for one in (case, against))
+    if claim.metric not in PASS_METRICS or ours_ms is None or against_ms is None:
+        return None
+    return ours_ms / against_ms if claim.metric == "step_time" else against_ms / ours_ms
+
+
+def native_share(whole: WholeComparison) -> float | None:
+    """The MoE layers' share of native's pass."""
+    return next((one.moe_share for one in whole.results if one.result.case.role == "baseline"), None)
+
+
+def _needed(claim: Claim, whole: WholeComparison) -> float | None:
+    share = native_share(whole)
+    if claim.metric not in PASS_METRICS or claim.number is None or claim.versus is not None or share is None:
+        return None
+    return needed_moe_speedup(claim, share)
+
+
+def needed_moe_speedup(claim: Claim, share: float) -> float:
+    """How much faster MoE layers must be for a paper's number; infinity where no speed of theirs gives it.
+
+    Args:
+        share: of native's pass, f.
+
+    Raises:
+        ValueError: the claim is not about a whole pass, or has no number.
+    """
+    if claim.metric not in PASS_METRICS or claim.number is None:
+        raise ValueError(f"claims: expected a number of a whole pass, got {claim.metric} {claim.paper}")
+    pass_share = claim.number if claim.metric == "step_time" else 1 / claim.number
+    left = pass_share - (1 - share)
+    return share / left if left > 0 else math.inf
+
+
+def _bounds(claim: Claim, written: dict[str, Any], facts: Comparison) -> dict[str, float | None]:
+    """What Token Drop's published share of dropped pairs bounds, where each rank has one expert."""
+    factor, dropped = written["policy_params"].get("capacity_factor"), claim.number
+    is_bound = claim.metric == "dropped_fraction" and written["policy"] == "token_drop" and factor
+    if not is_bound or dropped is None or facts.num_experts != facts.num_ranks:
+        return {"peak_at_most": None, "gain_at_most": None}
+    arguments = dropped, factor, facts.num_experts
+    return {"peak_at_most": most_peak(*arguments), "gain_at_most": most_gain(*arguments)}
+
+
+def paper_words(claim: Claim) -> str:
+    """The number, ``above`` or ``below`` one, or from one to another."""
+    if claim.paper is None:
+        return "not at hand"
+    low, high = (None if end is None else number_words(claim.metric, end) for end in claim.paper)
+    if low is None or high is None:
+        return f"below {high}" if low is None else f"above {low}"
+    return low if low == high else f"{low} to {high}"
+
+
+def number_words(metric: str, value: float) -> str:
+    """A value by a claim's metric, with its unit where it is a share."""
+    if metric in OWN_METRICS:
+        return f"{100 * value:.1f} %"
+    return f"{value:.1f}" if metric in NATIVE_METRICS else f"{value:.2f}"

@@ -1,28 +1,33 @@
-"""Papers' claims beside ours as files: the text, the table as CSV, and the figure."""
+"""Papers' numbers beside ours as text, as CSV and as a figure."""
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable, Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from moe_ep_bench.analysis.claims import ClaimResult, Claims
-from moe_ep_bench.analysis.claims_text import (
-    METRIC_WORDS,
-    basis_words,
-    claim_words,
-    claims_text,
-    cut_words,
-    how_words,
-    policy_words,
-)
+from moe_ep_bench.analysis.claims import NOT_IN_CSV, Claims, native_share, number_words
 from moe_ep_bench.analysis.origins import Footer
+from moe_ep_bench.analysis.render import (
+    NONE,
+    Row,
+    Table,
+    milliseconds,
+    missing,
+    number,
+    percentage,
+    render,
+    text,
+)
+from moe_ep_bench.analysis.speedups import ComparisonResult
 from moe_ep_bench.analysis.style import (
     DEFAULT_FORMATS,
     INK,
@@ -35,16 +40,47 @@ from moe_ep_bench.analysis.style import (
     sheet,
     wrap,
 )
-from moe_ep_bench.analysis.words import mode_words, origins_of, scale_words
+from moe_ep_bench.analysis.whole import chance_words, extrapolated_words
+from moe_ep_bench.analysis.words import hardware_words, mode_words, origins_of, percent, scale_words
 from moe_ep_bench.files import atomic_path
-from moe_ep_bench.papers.claims import (
-    NATIVE_METRICS,
-    OWN_METRICS,
-    PASS_METRICS,
-    PLACEMENTS,
-    Claim,
-)
+from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS, PHASE_METRICS, PLACEMENTS
 
+METRIC_WORDS = {
+    "speedup": "speedup",
+    "dropped_fraction": "dropped share",
+    "retained_mass": "mass kept",
+    "gate_time": "relative time of gate and policy",
+    "permute_time": "relative time of permutation",
+    "comm_time": "relative time of communication",
+    "experts_time": "relative time of experts",
+    "layer_time": "relative time of the layer",
+    "activated_experts": "relative number of activated experts",
+    "moe_speedup": "speedup of all MoE layers in a pass",
+    "step_time": "relative time of a decode step",
+    "tokens_per_s": "relative tokens per second",
+    "native_layer_us": "native's layer (us)",
+    "native_activated_experts": "native's activated experts",
+}
+_PHASES = (*PHASE_METRICS.values(), "waiting")
+_CELLS = "under each traffic: ours (ours - paper's), share of the top-k pairs that are dropped in %"
+_NEEDED_SKEW = (
+    "needed: the mildest skew at which a layer, modelled on devices/{device} with {tokens:,} tokens a rank and one "
+    "batch, gives the paper's number: load of the busiest expert and of the fullest rank, over the mean; scattered: "
+    "experts lie as drawn; adjacent: the busiest lie side by side, on one rank"
+)
+_NEEDED_SPEEDUP = (
+    "MoE speedup needed: by Amdahl's law, f / (1 / n - (1 - f)) with the MoE layers' share f of native's pass under "
+    "each traffic and the paper's n. No skew is looked for with whole models: layers answer that (configs/papers/)"
+)
+_BOUNDS = (
+    "with E experts, one to a rank, a share d dropped at a capacity factor g bounds the busiest expert at g + d E "
+    "times the mean, and the layer's gain at that over g, if ranks' tokens are alike and time grows with the largest "
+    "load"
+)
+_DILUTED = (
+    "End to end is never more than the layer: attention and all else that dropping does not touch dilute it. The layer "
+    "behind such a number gained at least as much."
+)
 _LOOKS = (
     {"color": "#009E73", "marker": "o"},
     {"color": "#0072B2", "marker": "s"},
@@ -57,165 +93,290 @@ _PAPER_LOOK = {"color": INK, "marker": "|", "markersize": 15, "markeredgewidth":
 
 def write_claims(claims: Claims) -> list[Path]:
     """Write ``claims.txt``, ``claims.csv`` and the figure; return their paths."""
-    text, table = claims.directory / "claims.txt", claims.directory / "claims.csv"
-    with atomic_path(text) as temporary:
-        temporary.write_text(claims_text(claims) + "\n")
-    rows = [row for result in claims.results for row in _csv_rows(claims, result)]
-    if rows:
-        with atomic_path(table) as temporary, open(temporary, "w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    drawn = []
+    written = {"claims.txt": claims_text(claims) + "\n"}
+    if len(claims.measured):
+        written["claims.csv"] = render([Table(claims.measured.drop(columns=[*NOT_IN_CSV]), ())], "csv")
+    paths = [claims.directory / name for name in written]
+    for path, content in zip(paths, written.values(), strict=True):
+        with atomic_path(path) as temporary:
+            temporary.write_text(content)
     with house_style():
         figure = claims_figure(claims)
         if figure is not None:
             settle_layout(figure)
-        for file_format in DEFAULT_FORMATS if figure is not None else ():
-            assert figure is not None
-            path = claims.directory / "figures" / f"claims.{file_format}"
-            save(figure, path, file_format)
-            drawn.append(path)
-    return [text, *([table] if rows else []), *drawn]
+            for file_format in DEFAULT_FORMATS:
+                paths.append(claims.directory / "figures" / f"claims.{file_format}")
+                save(figure, paths[-1], file_format)
+    return paths
 
 
-def _csv_rows(claims: Claims, result: ClaimResult) -> Iterable[dict[str, Any]]:
-    needed = {one.placement: one for one in result.needed}
-    low, high = result.claim.paper or (None, None)
-    for ours in result.ours:
-        facts, native = ours.comparison.comparison, ours.comparison.of_role("baseline")
-        yield {
-            "source": result.claim.source,
-            "of": result.claim.of,
-            "ours_of": _ours_of(claims, result.claim),
-            "metric": result.claim.metric,
-            "policy": result.label,
-            "versus": result.versus,
-            "comparison": facts.title,
-            "traffic": ours.traffic,
-            "paper_low": low,
-            "paper_high": high,
-            "ours": ours.value,
-            "ours_low": ours.low,
-            "ours_high": ours.high,
-            "difference": ours.difference,
-            "ours_extrapolated_to_all_layers": ours.all_layers,
-            "dropped_share": ours.dropped,
-            "fullest_expert": native and native.fidelity and native.fidelity.fullest_expert,
-            "fullest_rank": native and native.fidelity and native.fidelity.fullest_rank,
-            **{
-                f"needed_{placement}_{name}": needed.get(placement) and getattr(needed[placement], name)
-                for placement in PLACEMENTS
-                for name in ("found", "value", "fullest_expert", "fullest_rank")
-            },
-            "mode": mode_words(claims.run, facts),
-            "device": facts.device or claims.run.device_name,
-            "links": facts.links,
-            "needed_device": claims.solved_on if result.needed else None,
-            "note": result.claim.note.strip(),
+def claims_text(claims: Claims) -> str:
+    """The claims, what the traffic is, phases where a claim is about them, and why numbers differ."""
+    tables = [_claims_table(claims), *_bounds_table(claims), _traffic_table(claims), *_phase_tables(claims)]
+    return render([*tables, _reasons(claims)], "text")
+
+
+def cut_words(claims: Claims) -> str:
+    """How many layers of how many passes went through; nothing where all."""
+    cut = [one.comparison.comparison.whole for one in claims.wholes.values() if one.is_cut]
+    found = dict.fromkeys(f"the first {one.num_layers} of {one.of_layers} layers" for one in cut if one)
+    return f" ({', '.join(found)})" if found else ""
+
+
+def how_words(claims: Claims) -> str:
+    """How ours came about, by which device and links."""
+    facts = [one.comparison for one in claims.comparisons.values()]
+    if claims.run.mode == "run":
+        held = [one.cuda_graph and f"replayed from CUDA graphs: {one.cuda_graph}" for one in facts]
+        parts = [
+            [mode_words(claims.run, one) for one in facts],
+            [hardware_words(claims.run, one) for one in facts],
+            [f"{one.experts.ran} experts, {one.dispatcher}" for one in facts],
+            [words or "run eagerly" for words in held],
+        ]
+    else:
+        device = [one.device or f"{claims.run.device_name} in place of {one.world_size} ranks" for one in facts]
+        parts = [[mode_words(claims.run, one) for one in facts], device, [one.links or NONE for one in facts]]
+    return "; ".join(" / ".join(dict.fromkeys(values)) for values in parts)
+
+
+def _claims_table(claims: Claims) -> Table:
+    rows = claims.frame.to_dict("records")
+    cells = claims.frame.assign(cell=[_cell(row) for row in rows], needed=[_needed_words(row) for row in rows])
+    traffics = list(dict.fromkeys(cells["traffic"]))
+    by_number = cells.groupby("number")
+    frame = by_number.first().reset_index()
+    speedup = frame["metric"] == "speedup"
+    frame["claim"] = frame["claim"].where(speedup, frame["claim"] + ": " + frame["metric"].map(METRIC_WORDS))
+    frame["needed"] = list(by_number["needed"].agg(lambda of: NONE if set(of) == {NONE} else " / ".join(of)))
+    frame = frame.join(cells.pivot_table("cell", "number", "traffic", "first"), on="number")
+    columns = [number("number", " ", "{}"), text("claim"), text("case", "policy"), number("paper", form="{}")]
+    columns += [number(traffic, form="{}") for traffic in traffics]
+    notes = [_CELLS, *(f"[all: ...] {words}" for words in _once(map(extrapolated_words, claims.wholes.values())))]
+    if claims.solved_on is not None:
+        frame = frame.assign(**{one: [_skew_words(row, one) for row in frame.to_dict("records")] for one in PLACEMENTS})
+        columns += [number(one, f"needed, {one}", "{}") for one in PLACEMENTS]
+        notes.append(_NEEDED_SKEW.format(device=claims.solved_on, tokens=claims.solved_tokens or 0))
+    if claims.is_whole:
+        columns.append(number("needed", "MoE speedup needed", "{}"))
+        notes.append(_NEEDED_SPEEDUP)
+    ours = "whole models here, from end to end" if claims.is_whole else "one layer here"
+    return Table(frame, columns, f"Papers' numbers beside {ours}{cut_words(claims)}: {how_words(claims)}", notes)
+
+
+def _once(words: Iterator[str]) -> list[str]:
+    return list(dict.fromkeys(filter(None, words)))
+
+
+def _cell(row: Row) -> str:
+    """``1.10 (-0.10), 12.0``: ours, its difference from the paper's, and the dropped share in %."""
+    metric, difference = row["metric"], row["difference"]
+    if missing(row["ours"]):
+        return "not measured"
+    words = number_words(metric, row["ours"])
+    if not missing(difference) and row["paper_low"] != row["paper_high"]:
+        words += " holds" if difference == 0 else " does not hold"
+    elif not missing(difference):
+        digits = 1 if metric in (*OWN_METRICS, *NATIVE_METRICS) else 2
+        words += f" ({100 * difference if metric in OWN_METRICS else difference:+.{digits}f})"
+    if not missing(row["ours_extrapolated_to_all_layers"]):
+        words += f" [all: {row['ours_extrapolated_to_all_layers']:.2f}]"
+    return words if metric == "dropped_fraction" else f"{words}, {percent(row['dropped_share'])}"
+
+
+def _needed_words(row: Row) -> str:
+    needed = row["moe_speedup_needed"]
+    return NONE if missing(needed) else "not reachable" if math.isinf(needed) else f"{needed:.2f}"
+
+
+def _skew_words(row: Row, placement: str) -> str:
+    found, value, *peaks = (
+        row[f"needed_{placement}_{name}"] for name in ("found", "value", "fullest_expert", "fullest_rank")
+    )
+    if missing(found):
+        return NONE
+    if found:
+        return f"peak {peaks[0]:.2f}, rank {peaks[1]:.2f}"
+    bound = "at most" if value < row["paper_low"] else "at least"
+    return f"not reachable: {bound} {number_words(row['metric'], value)}"
+
+
+def _bounds_table(claims: Claims) -> list[Table]:
+    """What published shares of dropped pairs bound, beside the speedups that are claimed for the same policy."""
+    rows = claims.measured
+    frame = rows[rows["peak_at_most"].notna()].drop_duplicates("number")
+    if frame.empty:
+        return []
+    numbers = rows[(rows["metric"] == "speedup") & (rows["paper_low"] == rows["paper_high"])]
+    claimed = [
+        sorted(set(numbers[(numbers["policy"] == policy) & (numbers["comparison_id"] == name)]["paper_low"]))
+        for policy, name in zip(frame["policy"], frame["comparison_id"], strict=True)
+    ]
+    frame = frame.assign(claimed=[" / ".join(f"{value:.2f}" for value in values) or None for values in claimed])
+    columns = (
+        number("number", " ", "{}"),
+        text("policy"),
+        number("paper", "dropped", "{}"),
+        number("peak_at_most", "busiest expert at most", "{:.2f}"),
+        number("gain_at_most", "gain at most", "{:.2f}"),
+        number("claimed", "gain claimed", "{}"),
+    )
+    return [Table(frame, columns, "What the published shares of dropped pairs bound", [_BOUNDS])]
+
+
+def _traffic_table(claims: Claims) -> Table:
+    """Loads under each traffic, what balance alone gains, and of whole models what no policy exceeds."""
+    rows, chances = [], []
+    for name, one in claims.comparisons.items():
+        native, ceiling, whole = one.of_role("baseline"), one.of_role("ceiling"), claims.wholes.get(name)
+        row = {
+            column: getattr(native and native.fidelity, column, None) for column in ("fullest_expert", "fullest_rank")
         }
+        row |= {"title": one.comparison.title, "gain": getattr(ceiling and ceiling.speedup, "median", None)}
+        rows.append(row | {"basis": basis_words(one)})
+        if whole is not None:
+            rows[-1] |= {"share": native_share(whole), "most": whole.most}
+            assert one.comparison.whole is not None
+            chances += [
+                f"{one.comparison.title}: {words}" for words in chance_words(one.comparison.whole.shared_by_chance)
+            ]
+    columns = [
+        text("title", "model and traffic" if claims.is_whole else "layer and traffic"),
+        number("fullest_expert", "fullest expert", "{:.2f}"),
+        number("fullest_rank", "fullest rank", "{:.2f}"),
+        number("gain", "balance alone gains", "{:.2f}"),
+        *([percentage("share", "MoE share %"), number("most", "at most", "{:.2f}")] if claims.is_whole else []),
+        text("basis", "what the traffic is"),
+    ]
+    return Table(pd.DataFrame(rows), columns if rows else (), notes=chances)
 
 
-def _ours_of(claims: Claims, claim: Claim) -> str:
-    if not claims.is_whole:
-        return "layer"
-    return "end_to_end" if claim.metric in PASS_METRICS else "layers"
+def basis_words(one: ComparisonResult) -> str:
+    """What a workload was calibrated to, without its other words."""
+    return one.comparison.workload.description.split("; synthetic", 1)[0].removeprefix("synthetic, ")
+
+
+def _phase_tables(claims: Claims) -> Iterator[Table]:
+    """Milliseconds by group of phases, for comparisons that a claim on phases is about."""
+    of_phases = claims.measured[claims.measured["metric"].isin(PHASE_METRICS)]
+    for name in dict.fromkeys(of_phases["comparison_id"]):
+        one = claims.comparisons[name]
+        rows = [
+            {"policy": r.case.label, **r.breakdown.group_ms, "layer": r.layer.median_ms}
+            for r in one.results
+            if r.case.role in ("baseline", "policy") and r.breakdown and r.layer
+        ]
+        phases = [number(phase, form=lambda time_ms: milliseconds(time_ms, 3)) for phase in _PHASES]
+        columns = (text("policy"), *phases, number("layer", form=milliseconds))
+        title = f"{one.comparison.title}: milliseconds, mean over ranks; layer: the slowest rank"
+        yield Table(pd.DataFrame(rows), columns, title)
+
+
+def _reasons(claims: Claims) -> Table:
+    """Each reason once, with the numbers of its claims."""
+    notes = claims.frame.drop_duplicates("number")
+    diluted = notes[(notes["of"] == "end_to_end") & (notes["paper_low"] == notes["paper_high"])]
+    reasons = [notes, *([] if claims.is_whole or diluted.empty else [diluted.assign(note=_DILUTED)])]
+    by_reason = pd.concat(reasons).groupby("note", sort=False)["number"]
+    lines = [f"{_ranges(list(numbers))}: {reason}" for reason, numbers in by_reason]
+    return Table(pd.DataFrame(), (), "Why they differ, and what was inferred", lines)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``1-3, 5`` of 1, 2, 3, 5."""
+    runs = [[one for _, one in run] for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def claims_figure(claims: Claims) -> Figure | None:
     """The paper's number as a mark and ours by traffic, a panel for each metric; None where nothing was measured."""
-    panels: dict[str, list[ClaimResult]] = {}
-    for result in claims.results:
-        if result.ours:
-            panels.setdefault(METRIC_WORDS[result.claim.metric], []).append(result)
-    if not panels:
+    rows = claims.measured
+    if rows.empty:
         return None
-    looks = dict(zip(claims.traffics, _cycle(_LOOKS, len(claims.traffics)), strict=True))
-    results = [result for panel in panels.values() for result in panel]
+    panels = [(METRIC_WORDS[name], panel) for name, panel in rows.groupby("metric", sort=False)]
+    traffics = dict.fromkeys(claims.frame["traffic"])
+    looks = dict(zip(traffics, itertools.cycle(_LOOKS), strict=False))
     legend = [
-        *([("paper", Line2D([], [], **_PAPER_LOOK))] if any(r.claim.number is not None for r in results) else []),
-        *([("paper: a range", Patch(facecolor=NOISE_FILL))] if any(_is_range(r.claim) for r in results) else []),
-        *((f"ours, {name.replace('_', ' ')}", _mark(look)) for name, look in looks.items()),
+        *([("paper", Line2D([], [], **_PAPER_LOOK))] if (rows["paper_low"] == rows["paper_high"]).any() else []),
+        *([("paper: a range", Patch(facecolor=NOISE_FILL))] if _is_range(rows).any() else []),
+        *((f"ours, {name.replace('_', ' ')}", Line2D([], [], **_style(look))) for name, look in looks.items()),
     ]
-    heights = [_row_height(panel, claims.is_whole) * len(panel) for panel in panels.values()]
+    heights = [_row_height(panel) * panel["number"].nunique() for _, panel in panels]
     figure = sheet(
         "Papers' numbers beside ours",
         f"Ours: {'whole models, a pass from end to end' if claims.is_whole else 'one layer'}; whiskers are 95 % "
         "intervals, or smallest and largest pair below ten batches. Rows without a mark: the paper's number is not at "
         "hand.",
         Footer(
-            [how_words(claims), _what(claims)], origins_of(claims.run, [one.comparison for one in claims.comparisons])
+            [how_words(claims), _what(claims)],
+            origins_of(claims.run, [one.comparison for one in claims.comparisons.values()]),
         ),
         legend,
         width=11,
         body=sum(heights) + 0.75 * len(heights),  # titles and axes
     )
     grid = figure.add_gridspec(len(panels), 1, height_ratios=heights)
-    for row, (title, panel) in enumerate(panels.items()):
-        axes = figure.add_subplot(grid[row, 0])
+    for place, (title, panel) in enumerate(panels):
+        axes = figure.add_subplot(grid[place, 0])
         panel_title(axes, title, 7.0)
-        _draw(axes, panel, looks, claims.is_whole)
+        _draw(axes, panel, looks)
     return figure
 
 
 def _what(claims: Claims) -> str:
     """Which layers, and what traffic."""
-    facts = [one.comparison for one in claims.comparisons]
+    facts = [one.comparison for one in claims.comparisons.values()]
     models = dict.fromkeys(f"{one.model}, {scale_words(one.scale)}, {one.dtype}" for one in facts)
-    traffic = dict.fromkeys(basis_words(one) for one in claims.comparisons)
+    traffic = dict.fromkeys(basis_words(one) for one in claims.comparisons.values())
     return f"{' / '.join(models)}{cut_words(claims)} | {facts[0].workload.kind} traffic, {'; '.join(traffic)}"
 
 
-def _draw(axes: Axes, panel: Sequence[ClaimResult], looks: dict[str, dict[str, Any]], is_whole: bool) -> None:
-    factor = 100 if panel[0].claim.metric in OWN_METRICS else 1
-    if panel[0].claim.metric not in (*OWN_METRICS, *NATIVE_METRICS):
+def _draw(axes: Axes, panel: pd.DataFrame, looks: dict[str, dict[str, Any]]) -> None:
+    metric = panel["metric"].iloc[0]
+    factor = 100 if metric in OWN_METRICS else 1
+    if metric not in (*OWN_METRICS, *NATIVE_METRICS):
         axes.axvline(1, color=MUTED, linewidth=1, zorder=1)
-    for place, result in enumerate(panel):
-        claim = result.claim
-        if claim.number is not None:
-            axes.plot([factor * claim.number], [place], zorder=2, **_PAPER_LOOK)
-        step = min(0.2, 0.6 / max(1, len(result.ours)))
-        for at, ours in enumerate(result.ours):
-            y = place + (at - (len(result.ours) - 1) / 2) * step
-            axes.hlines(
-                y, factor * ours.low, factor * ours.high, color=looks[ours.traffic]["color"], linewidth=1.4, zorder=3
-            )
-            axes.plot([factor * ours.value], [y], zorder=4, **_style(looks[ours.traffic]))
+    of_claims = [(place, rows) for place, (_, rows) in enumerate(panel.groupby("number"))]
+    for place, rows in of_claims:
+        first = rows.iloc[0]
+        if first["paper_low"] == first["paper_high"]:
+            axes.plot([factor * first["paper_low"]], [place], zorder=2, **_PAPER_LOOK)
+        step = min(0.2, 0.6 / len(rows))
+        for at, ours in enumerate(rows.to_dict("records")):
+            y = place + (at - (len(rows) - 1) / 2) * step
+            look = looks[ours["traffic"]]
+            ends = factor * ours["ours_low"], factor * ours["ours_high"]
+            axes.hlines(y, *ends, color=look["color"], linewidth=1.4, zorder=3)
+            axes.plot([factor * ours["ours"]], [y], zorder=4, **_style(look))
     low, high = axes.get_xlim()
-    for place, result in enumerate(panel):
-        if _is_range(result.claim) and result.claim.paper is not None:
-            begin, end = result.claim.paper
-            begin = low if begin is None else factor * begin
-            axes.barh(place, (high if end is None else factor * end) - begin, 0.7, begin, color=NOISE_FILL, zorder=0.5)
+    for place, rows in of_claims:
+        if _is_range(rows).any():
+            begin, end = (factor * rows[name].iloc[0] for name in ("paper_low", "paper_high"))
+            begin, end = low if missing(begin) else begin, high if missing(end) else end
+            axes.barh(place, end - begin, 0.7, begin, color=NOISE_FILL, zorder=0.5)
     axes.set_xlim(low, high)
-    axes.set_yticks(range(len(panel)), [_name(result, is_whole) for result in panel])
+    axes.set_yticks(range(len(of_claims)), [_name(rows) for _, rows in of_claims])
     axes.tick_params(axis="y", labelsize=8)
-    axes.set_ylim(len(panel) - 0.5, -0.5)
+    axes.set_ylim(len(of_claims) - 0.5, -0.5)
     axes.grid(False, axis="y")
-    axes.set_xlabel(f"{METRIC_WORDS[panel[0].claim.metric]}{' (%)' if factor == 100 else ''}")
+    axes.set_xlabel(f"{METRIC_WORDS[metric]}{' (%)' if factor == 100 else ''}")
 
 
-def _name(result: ClaimResult, is_whole: bool) -> str:
-    return f"{wrap(claim_words(result, is_whole), 4.0, 8)}\n{wrap(policy_words(result), 4.0, 8)}"
+def _name(rows: pd.DataFrame) -> str:
+    first = rows.iloc[0]
+    return f"{wrap(first['claim'], 4.0, 8)}\n{wrap(first['case'], 4.0, 8)}"
 
 
-def _row_height(panel: Sequence[ClaimResult], is_whole: bool) -> float:
+def _row_height(panel: pd.DataFrame) -> float:
     """Inches, enough for the longest name."""
-    most_lines = max(_name(result, is_whole).count("\n") + 1 for result in panel)
+    most_lines = max(_name(rows).count("\n") + 1 for _, rows in panel.groupby("number"))
     return max(0.52, 0.15 * most_lines + 0.12)
 
 
-def _is_range(claim: Claim) -> bool:
-    return claim.paper is not None and claim.number is None
+def _is_range(rows: pd.DataFrame) -> pd.Series:
+    has_paper = rows["paper_low"].notna() | rows["paper_high"].notna()
+    return has_paper & (rows["paper_low"] != rows["paper_high"])
 
 
 def _style(look: dict[str, Any]) -> dict[str, Any]:
     return {**look, "linestyle": "none", "markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.5}
-
-
-def _mark(look: dict[str, Any]) -> Line2D:
-    return Line2D([], [], **_style(look))
-
-
-def _cycle(looks: Sequence[dict[str, Any]], number: int) -> list[dict[str, Any]]:
-    return [looks[at % len(looks)] for at in range(number)]

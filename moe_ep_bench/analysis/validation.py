@@ -1,9 +1,10 @@
-"""Emulated ranks held against real ones: how far may the speedups of ``emulate`` be trusted?
+"""Compare emulated ranks with real ones: how far may the speedups of ``emulate`` be trusted?
 
 Both runs are of one config, on the same batches with the same routing; only the emulated one sets the ranks' runs side
 by side itself and models what moves between them. A speedup of it *agrees* where it lies within the real speedup's
-interval, widened by the real noise floor; an error that all cases share cancels in a speedup, so times and phases are
-set beside each other as well (``validation_times``).
+interval, widened by the real noise floor. An error that all cases share cancels in a speedup, so times and phases stand
+beside each other as well (``validation_times``). Of whole models the speedup of the MoE layers alone is judged too, for
+a pass dilutes their error.
 """
 
 from __future__ import annotations
@@ -11,137 +12,73 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+import numpy as np
 import pandas as pd
 
+from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_whole, load_run
-from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
+from moe_ep_bench.analysis.render import Row, missing
 from moe_ep_bench.analysis.validation_times import (
     PASS_TIMES,
     TIMES,
-    LoadLaws,
-    PhaseError,
     beside_alone,
-    load_laws,
+    law_rows,
     phase_errors,
     phase_times_ms,
 )
-from moe_ep_bench.analysis.whole import moe_time_us
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED
 from moe_ep_bench.bench.validation_directory import ValidationDirectory
-from moe_ep_bench.timing.statistics import Estimate, NoiseFloor, estimate_median, noise_floor, paired_ratios
-
-Agreement = Literal["agrees", "differs", "cannot say"]
 
 # A band whose upper end is more than this over its lower one holds too much to confirm anything.
 MAX_BAND = 1.25
-
-
-@dataclass(frozen=True, eq=False)
-class CaseCheck:
-    """One case, measured and emulated.
-
-    Attributes:
-        real, emulated: their own numbers; the baseline's speedup is None.
-        band: see ``band_of``; None for references and where the real run gives no interval or no floor.
-        agreement: None for the baseline and the noise case, whose speedup is no claim.
-        real_ms, emulated_ms: by ``TIMES`` or ``PASS_TIMES``; empty where a run has no breakdown of the case.
-    """
-
-    real: CaseResult
-    emulated: CaseResult
-    band: tuple[float, float] | None
-    agreement: Agreement | None
-    real_ms: dict[str, float]
-    emulated_ms: dict[str, float]
-
-    @property
-    def label(self) -> str:
-        return self.real.case.label
-
-    @property
-    def unmeasured(self) -> str:
-        """Why there is nothing to compare; empty where there is."""
-        for what, result in (("real", self.real), ("emulated", self.emulated)):
-            if not result.case.is_ok:
-                return f"{what}: {result.case.status}: {result.case.reason or 'no reason was recorded'}"
-        return ""
-
-    @property
-    def difference(self) -> float | None:
-        """Emulated over real speedup, minus 1; None where there is no claim or one of them lacks."""
-        if self.agreement is None or self.real.speedup is None or self.emulated.speedup is None:
-            return None
-        return self.emulated.speedup.median / self.real.speedup.median - 1
-
-
-@dataclass(frozen=True)
-class MoeCheck:
-    """The speedup of a whole model's MoE layers alone, by breakdown iterations; as ``CaseCheck``."""
-
-    label: str
-    real: Estimate | None
-    emulated: Estimate | None
-    band: tuple[float, float] | None
-    agreement: Agreement
-
-    @property
-    def difference(self) -> float | None:
-        """Emulated over real speedup, minus 1; None where one of them lacks."""
-        if self.real is None or self.emulated is None:
-            return None
-        return self.emulated.median / self.real.median - 1
-
-
-@dataclass(frozen=True, eq=False)
-class ComparisonCheck:
-    """One comparison, of a layer or of a whole model, measured and emulated.
-
-    Attributes:
-        cases: in reading order.
-        moe: of every claim of a whole model, the MoE layers alone; nothing of a layer.
-        moe_floor: by which native run twice differs from itself in them; None without both.
-        unsound: why the two runs may not be held against each other at all; empty where they may.
-        threads: of each real rank and of the emulated one.
-        phase_errors: of every phase in which ranks work or transfer.
-        real_laws, emulated_laws: loads and times.
-        alone: the expert phase beside the experts timed outside of the layer (``beside_alone``); may be empty.
-    """
-
-    real: ComparisonResult
-    emulated: ComparisonResult
-    cases: list[CaseCheck]
-    moe: list[MoeCheck]
-    moe_floor: NoiseFloor | None
-    unsound: list[str]
-    threads: tuple[int, int]
-    phase_errors: list[PhaseError]
-    real_laws: LoadLaws
-    emulated_laws: LoadLaws
-    alone: pd.DataFrame
-
-    @property
-    def timed(self) -> str:
-        """What was timed, in a word."""
-        return "layer" if self.real.comparison.whole is None else "pass"
-
-    @property
-    def claims(self) -> list[CaseCheck]:
-        """Cases whose speedup is a claim: policies, and the ceiling."""
-        return [case for case in self.cases if case.agreement is not None]
+# What names a case in both runs; ids differ, for they say how it was measured.
+_KEY = ["role", "policy", "policy_params"]
+# Of ``frames.speedups``.
+_COLUMNS = (
+    "^(comparison_id|case_id|title|label|role|policy|policy_params|status|reason|median_ms|floor_.*|(moe_)?speedup_.*"
+    "|dropped_share|retained_mass)$"
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Validation:
-    """All comparisons of a directory that ``validate`` wrote."""
+    """All comparisons of a directory that ``validate`` wrote; in every frame ``comparison_id`` is the real run's.
+
+    Attributes:
+        cases: a row per case: ``comparison`` (its title), ``label``, ``role``, ``unmeasured`` (why there is nothing to
+            compare); ``real_*`` and ``emulated_*``, the columns of ``frames.speedups``; ``allowed_low`` and
+            ``allowed_high``, ``difference`` (emulated over real speedup, minus 1) and ``verdict`` (agrees, differs,
+            cannot say; none of native, whose speedup is no claim); of whole models the same with ``moe_`` before it,
+            for claims, and ``moe_floor_*``.
+        phases: a row per case x time of ``TIMES`` or ``PASS_TIMES``: ``real_ms``, ``emulated_ms``.
+        errors: see ``phase_errors``; ``laws``: see ``law_rows``; ``alone``: see ``beside_alone``.
+        unsound: by comparison, why its runs may not be compared at all; empty where they may.
+        threads: of each real rank and of the emulated one.
+        links: where the links are from, in words.
+    """
 
     files: ValidationDirectory
     real: Run
     emulated: Run
-    comparisons: list[ComparisonCheck]
+    cases: pd.DataFrame
+    phases: pd.DataFrame
+    errors: pd.DataFrame
+    laws: pd.DataFrame
+    alone: pd.DataFrame
+    unsound: dict[str, list[str]]
+    threads: tuple[int, int]
     links: str
-    """Where the links are from, in words."""
+
+    @property
+    def claims(self) -> pd.DataFrame:
+        """Cases whose speedup is a claim: policies, and the ceiling."""
+        return self.cases[self.cases["verdict"].notna()]
+
+    @property
+    def timed(self) -> str:
+        """What was timed, in a word."""
+        return "pass" if self.real.scope == "model" else "layer"
 
 
 def is_validation(directory: Path) -> bool:
@@ -153,146 +90,131 @@ def load_validation(directory: Path) -> Validation:
     """Read both runs and set them against each other.
 
     Raises:
-        ResultsError: one line: a file is missing or cannot be trusted.
+        ResultsError: one line: a file is missing or cannot be trusted, or one run has a case that the other lacks.
     """
     files = ValidationDirectory(directory)
     try:
         pairs, links = files.read_pairs()
     except ValueError as error:
         raise ResultsError(str(error)) from None
-    real, emulated = (load_run(directory, whole=is_whole(files.real)) for directory in (files.real, files.emulated))
-    by_id = [dict(zip(run.comparisons, analyse(run), strict=True)) for run in (real, emulated)]
-    for run, ids, known in zip((real, emulated), zip(*pairs, strict=True), by_id, strict=True):
-        missing = [one for one in ids if one not in known]
-        if missing:
-            raise ResultsError(f"{run.directory}: holds no comparison {missing[0]}, which {files.pairs} names")
+    real, emulated = (load_run(one, whole=is_whole(files.real)) for one in (files.real, files.emulated))
+    for run, ids in zip((real, emulated), zip(*pairs, strict=True), strict=True):
+        unknown = [one for one in ids if one not in run.comparisons]
+        if unknown:
+            raise ResultsError(f"{run.directory}: holds no comparison {unknown[0]}, which {files.pairs} names")
     threads = _threads(real), _threads(emulated)
+    rows = _side_by_side(real, emulated, pairs)
+    by_id = {case.case_id: case for run in (real, emulated) for case in run.cases}
+    times = PASS_TIMES if real.scope == "model" else TIMES
+    by_comparison: dict[str, list[tuple[Case, Case]]] = {}
+    phases = []
+    for row in rows.to_dict("records"):
+        pair = by_id[row["real_case_id"]], by_id[row["emulated_case_id"]]
+        by_comparison.setdefault(row["comparison_id"], []).append(pair)
+        real_ms, emulated_ms = (phase_times_ms(case, times) for case in pair)
+        if real_ms and emulated_ms:
+            about = {name: row[name] for name in ("comparison_id", "comparison", "label", "role")}
+            phases += [about | {"time": one, "real_ms": real_ms[one], "emulated_ms": emulated_ms[one]} for one in times]
+    unsound = {name: _unsound(real, name, own, threads) for name, own in by_comparison.items()}
     alone = _read_alone(files.experts_alone)
-    checks = [check_comparison(by_id[0][one], by_id[1][other], threads, alone) for one, other in pairs]
-    return Validation(files, real, emulated, checks, links)
+    frames = {
+        name: (phase_errors(own), law_rows(own, real.comparisons[name]), beside_alone([case for _, case in own], alone))
+        for name, own in by_comparison.items()
+    }
+    errors, laws, alone = (
+        pd.concat([frame.assign(comparison_id=name) for name, frame in zip(frames, table, strict=True)])
+        for table in zip(*frames.values(), strict=True)
+    )
+    judged = _judged(rows, [name for name, reasons in unsound.items() if not reasons])
+    return Validation(files, real, emulated, judged, pd.DataFrame(phases), errors, laws, alone, unsound, threads, links)
 
 
-def check_comparison(
-    real: ComparisonResult, emulated: ComparisonResult, threads: tuple[int, int], alone: pd.DataFrame
-) -> ComparisonCheck:
-    """Set one comparison's two runs against each other.
+def _side_by_side(real: Run, emulated: Run, pairs: list[tuple[str, str]]) -> pd.DataFrame:
+    """A row per case of both runs, in the real one's reading order."""
+    frames = [
+        frame.filter(regex=_COLUMNS).add_prefix(f"{name}_").rename(columns={f"{name}_{key}": key for key in _KEY})
+        for name, frame in (("real", speedups(real)), ("emulated", speedups(emulated)))
+    ]
+    beside = pd.DataFrame(pairs, columns=["real_comparison_id", "emulated_comparison_id"])
+    rows = beside.merge(frames[0]).merge(frames[1], "left", [*_KEY, "emulated_comparison_id"])
+    lost = rows[rows["emulated_case_id"].isna()]
+    if len(lost):
+        raise ResultsError(f"the emulated run has no case {lost['real_label'].iloc[0]}, which the real one has")
+    unmeasured = [_unmeasured(row) for row in rows.to_dict("records")]
+    named = {"real_title": "comparison", "real_comparison_id": "comparison_id", "real_label": "label"}
+    return rows.rename(columns=named).assign(unmeasured=pd.Series(unmeasured, dtype=object))
+
+
+def _unmeasured(row: Row) -> str | None:
+    for run in ("real", "emulated"):
+        if row[f"{run}_status"] != "ok":
+            reason = row[f"{run}_reason"]
+            return f"{run}: {row[f'{run}_status']}: {'no reason was recorded' if missing(reason) else reason}"
+    return None
+
+
+def _judged(rows: pd.DataFrame, sound: list[str]) -> pd.DataFrame:
+    """The rows with what the real run allows, and verdicts. Comparisons that are not ``sound`` allow nothing."""
+    is_claim = rows["role"].isin(["policy", "ceiling"])
+    is_judged = is_claim & rows["comparison_id"].isin(sound)
+    floors = {"": rows[["real_floor_low", "real_floor_high"]].set_axis(["low", "high"], axis=1)}
+    if "real_moe_speedup_median" in rows:
+        again = rows[rows["role"] == "noise"].set_index("comparison_id")
+        ends = again[["real_moe_speedup_low", "real_moe_speedup_high"]].astype(float)
+        widest = rows["comparison_id"].map(pd.concat([ends, 1 / ends], axis=1).max(axis=1))
+        floors["moe_"] = pd.DataFrame({"low": 1 / widest, "high": widest})
+        rows = rows.assign(moe_floor_low=1 / widest, moe_floor_high=widest)
+        rows = rows.assign(**rows.filter(like="_moe_speedup_").where(is_claim))
+    for name, floor in floors.items():
+        speedup = f"{name}speedup"
+        real = rows[[f"real_{speedup}_low", f"real_{speedup}_high"]].astype(float).set_axis(["low", "high"], axis=1)
+        has_band = is_judged & rows[f"real_{speedup}_is_interval"].eq(True)
+        emulated = rows[f"emulated_{speedup}_median"].astype(float)
+        found = agreement(real.where(has_band), floor.astype(float), emulated)
+        difference = (emulated / rows[f"real_{speedup}_median"].astype(float) - 1).where(is_claim)
+        found = found.assign(difference=difference, verdict=found["verdict"].where(is_claim, None))
+        rows = rows.join(found.add_prefix(name))
+    return rows
+
+
+def agreement(real: pd.DataFrame, floor: pd.DataFrame, emulated: pd.Series) -> pd.DataFrame:
+    """Whether emulated speedups lie within what the real run allows.
 
     Args:
-        threads: of each real rank and of the emulated one.
-        alone: rows of ``bench.validate``, of any comparisons.
-
-    Raises:
-        ResultsError: one run has a case that the other does not know.
-    """
-    twins = {_key(result.case): result for result in emulated.results}
-    for result in real.results:
-        if _key(result.case) not in twins:
-            raise ResultsError(f"the emulated run has no case {result.case.label}, which the real one has")
-    pairs = [(result, twins[_key(result.case)]) for result in real.results]
-    unsound = _unsound(real, pairs, threads)
-    moe, moe_floor = _check_moe(pairs, sound=not unsound) if real.comparison.whole is not None else ([], None)
-    return ComparisonCheck(
-        real=real,
-        emulated=emulated,
-        cases=[_check_case(one, other, real, sound=not unsound) for one, other in pairs],
-        moe=moe,
-        moe_floor=moe_floor,
-        unsound=unsound,
-        threads=threads,
-        phase_errors=phase_errors([(one.case, other.case) for one, other in pairs]),
-        real_laws=load_laws([result.case for result, _ in pairs], real.comparison.num_tokens),
-        emulated_laws=load_laws([result.case for _, result in pairs], real.comparison.num_tokens),
-        alone=beside_alone([result.case for _, result in pairs], alone),
-    )
-
-
-def band_of(real: Estimate | None, floor: NoiseFloor | None) -> tuple[float, float] | None:
-    """The real speedup's interval, widened on both sides by the real noise floor's factor.
+        real: intervals, ``low`` and ``high``; NaN where there is none.
+        floor: the real noise floors likewise.
+        emulated: speedups.
 
     Returns:
-        Lowest and highest speedup that the real run does not exclude; None without an interval or a floor.
+        allowed_low and allowed_high, the real interval widened by the floor's factors, and a verdict: ``differs``
+        outside of them, however far apart they are; inside ``agrees`` where they are at most a factor of ``MAX_BAND``
+        apart. Wider ones would hold almost anything: ``cannot say``, as without any of the three.
     """
-    if real is None or floor is None or not real.is_interval:
-        return None
-    return real.low * floor.low, real.high * floor.high
+    allowed = real * floor
+    is_inside = (allowed["low"] <= emulated) & (emulated <= allowed["high"])
+    is_unknown = allowed.isna().any(axis=1) | emulated.isna()
+    is_narrow = allowed["high"] / allowed["low"] <= MAX_BAND
+    verdict = np.select([is_unknown, ~is_inside, is_narrow], ["cannot say", "differs", "agrees"], "cannot say")
+    return allowed.add_prefix("allowed_").assign(verdict=pd.Series(verdict, allowed.index, dtype=object))
 
 
-def agreement_of(emulated: Estimate | None, band: tuple[float, float] | None) -> Agreement:
-    """Whether the emulated speedup lies within what the real run allows.
-
-    ``differs`` outside of the band, however wide it is; inside, ``agrees`` where the band is at most ``MAX_BAND`` wide
-    (upper over lower end). A wider one would hold almost anything: ``cannot say``, as without any band.
-    """
-    if emulated is None or band is None:
-        return "cannot say"
-    low, high = band
-    if not low <= emulated.median <= high:
-        return "differs"
-    return "agrees" if high / low <= MAX_BAND else "cannot say"
-
-
-def _check_case(real: CaseResult, emulated: CaseResult, of: ComparisonResult, *, sound: bool) -> CaseCheck:
-    is_claim = real.case.role in ("policy", "ceiling")
-    band = band_of(real.speedup, of.floor) if is_claim and sound else None
-    times = TIMES if of.comparison.whole is None else PASS_TIMES
-    return CaseCheck(
-        real=real,
-        emulated=emulated,
-        band=band,
-        agreement=agreement_of(emulated.speedup, band) if is_claim else None,
-        real_ms=phase_times_ms(real.case, times),
-        emulated_ms=phase_times_ms(emulated.case, times),
-    )
-
-
-def _check_moe(pairs: list[tuple[CaseResult, CaseResult]], *, sound: bool) -> tuple[list[MoeCheck], NoiseFloor | None]:
-    """An error of the MoE layers is diluted in the pass; here it is not. Their own noise floor beside it."""
-    real, emulated = (_moe_speedups([pair[run].case for pair in pairs]) for run in (0, 1))
-    again = next((real.get(_key(result.case)) for result, _ in pairs if result.case.role == "noise"), None)
-    floor = noise_floor(again) if again is not None else None
-    checks = []
-    for result, _ in pairs:
-        if result.case.role in ("policy", "ceiling"):
-            one, other = (speedups.get(_key(result.case)) for speedups in (real, emulated))
-            band = band_of(one, floor) if sound else None
-            checks.append(MoeCheck(result.case.label, one, other, band, agreement_of(other, band)))
-    return checks, floor
-
-
-def _moe_speedups(cases: list[Case]) -> dict[tuple[str, str, str], Estimate]:
-    """By ``_key``, native's time in all MoE layers over each case's."""
-    times_us = {
-        _key(case): moe_time_us(case) for case in cases if case.is_ok and (case.timings["kind"] == "breakdown").any()
-    }
-    native = next((times_us.get(_key(case)) for case in cases if case.role == "baseline"), None)
-    if native is None:
-        return {}
-    found = {key: estimate_median(paired_ratios(native, of_case)) for key, of_case in times_us.items()}
-    return {key: estimate for key, estimate in found.items() if estimate is not None}
-
-
-def _unsound(real: ComparisonResult, pairs: list[tuple[CaseResult, CaseResult]], threads: tuple[int, int]) -> list[str]:
+def _unsound(real: Run, comparison_id: str, pairs: list[tuple[Case, Case]], threads: tuple[int, int]) -> list[str]:
     reasons = []
-    if real.comparison.oversubscribed:
+    if real.comparisons[comparison_id].oversubscribed:
         reasons.append(OVERSUBSCRIBED)
     if threads[0] != threads[1]:
         reasons.append(f"each real rank computed with {threads[0]} thread(s), the emulated one with {threads[1]}")
-    other = [one.case.label for one, two in pairs if one.case.is_ok and two.case.is_ok and not _same_routing(one, two)]
+    other = [one.label for one, two in pairs if one.is_ok and two.is_ok and not _same_routing(one, two)]
     if other:
         reasons.append(f"routing is not the same in both runs: {', '.join(other)}")
     return reasons
 
 
-def _same_routing(real: CaseResult, emulated: CaseResult) -> bool:
+def _same_routing(real: Case, emulated: Case) -> bool:
     """Whether every rank sent every expert as many pairs of every batch, in every layer."""
-    keys = [key for key in ("batch", "layer", "rank") if key in real.case.routing]
-    loads = [result.case.routing.set_index(keys)["load_E"].sort_index().map(tuple) for result in (real, emulated)]
+    keys = [key for key in ("batch", "layer", "rank") if key in real.routing]
+    loads = [case.routing.set_index(keys)["load_E"].sort_index().map(tuple) for case in (real, emulated)]
     return loads[0].equals(loads[1])
-
-
-def _key(case: Case) -> tuple[str, str, str]:
-    """What names a case in both runs; ids differ, for they say how it was measured."""
-    return case.role, case.policy, json.dumps(case.policy_params, sort_keys=True)
 
 
 def _threads(run: Run) -> int:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from moe_ep_bench.analysis.origins import Footer, Origin
+from moe_ep_bench.analysis.render import (
+    NONE,
+    Column,
+    Row,
+    Table,
+    interval,
+    milliseconds,
+    missing,
+    number,
+    percentage,
+    render,
+    text,
+)
 from moe_ep_bench.analysis.style import (
     DEFAULT_FORMATS,
     INK,
@@ -27,45 +40,26 @@ from moe_ep_bench.analysis.style import (
     wrap,
 )
 from moe_ep_bench.analysis.timing import GROUPS
-from moe_ep_bench.analysis.validation import MAX_BAND, CaseCheck, ComparisonCheck, MoeCheck, Validation
+from moe_ep_bench.analysis.validation import MAX_BAND, Validation
 from moe_ep_bench.analysis.validation_times import QUIET
-from moe_ep_bench.analysis.words import (
-    NONE,
-    aligned,
-    estimate_words,
-    footer_lines,
-    hardware_words,
-    milliseconds,
-    percent,
-    scale_words,
-)
+from moe_ep_bench.analysis.words import footer_lines, hardware_words, percent, scale_words
 from moe_ep_bench.files import atomic_path
 
-# The times that are printed, a whole model's pass before its MoE layers; all that there are stand in the CSV.
-PRINTED = (
-    "attention",
-    "dense, norms and ends",
-    "MoE layers",
-    "shared",
-    "gate and policy",
-    "permute and metadata",
-    "comm",
-    "experts",
-    "waiting",
-    "waiting and comm",
-    "unaccounted",
-)
-_BARS = {
+# The times that are printed, a whole model's pass before its MoE layers; and the look of their bars.
+_PRINTED = {
     "attention": "attention",
     "dense, norms and ends": "rest",
+    "MoE layers": None,
     "shared": "shared",
     "gate and policy": "gate",
     "permute and metadata": "permute",
     "comm": "comm",
     "experts": "experts",
     "waiting": "waiting",
+    "waiting and comm": None,
     "unaccounted": "unaccounted",
 }
+_BARS = {time: look for time, look in _PRINTED.items() if look is not None}
 assert set(_BARS.values()) == {"attention", "rest", *GROUPS}
 
 _VERDICT_LOOKS = {
@@ -75,320 +69,221 @@ _VERDICT_LOOKS = {
 }
 _REAL_LOOK = {"color": INK, "marker": "|", "markersize": 13, "markeredgewidth": 1.8, "linestyle": "none"}
 
+# Columns whose name in the CSV files is another than in ``Validation.cases``; ``_csv_name`` has the rule for others.
+_CSV_NAMES = {
+    "label": "policy",
+    "real_speedup_is_interval": "is_interval",
+    "real_dropped_share": "dropped_share",
+    "real_retained_mass": "retained_mass",
+}
+
+
+def write_report(validation: Validation) -> list[Path]:
+    """Write ``validation.txt``, the two CSV files and the figure; return their paths."""
+    files = validation.files
+    cases = validation.cases.drop(columns="policy").rename(columns=lambda name: _csv_name(name, validation.timed))
+    written = {files.text: f"{validation_text(validation)}\n", files.cases_table: render([Table(cases, ())], "csv")}
+    if len(validation.phases):
+        phases = validation.phases.rename(columns=_CSV_NAMES)
+        written[files.phases_table] = render([Table(phases, ())], "csv")
+    for path, content in written.items():
+        with atomic_path(path) as temporary:
+            temporary.write_text(content)
+    drawn = []
+    with house_style():
+        figure = validation_figure(validation)
+        for file_format in DEFAULT_FORMATS if figure is not None else ():
+            assert figure is not None
+            drawn.append(files.figures / f"validation.{file_format}")
+            save(figure, drawn[-1], file_format)
+    return [*written, *drawn]
+
+
+def _csv_name(name: str, timed: str) -> str:
+    """``real_low`` of ``real_speedup_low``, ``real_layer_ms`` of ``real_median_ms``."""
+    name = _CSV_NAMES.get(name, name).replace("_median_ms", f"_{timed}_ms")
+    for end, short in (("_speedup_median", "_speedup"), ("_speedup_low", "_low"), ("_speedup_high", "_high")):
+        name = name.removesuffix(end) + short if name.endswith(end) else name
+    return name
+
 
 def validation_text(validation: Validation) -> str:
     """Tables and notes of every comparison; the last line says how many speedups agree."""
-    blocks = [_block(validation, check) for check in validation.comparisons]
-    return "\n\n".join([*blocks, verdict_line(validation)])
+    tables = [table for name in validation.unsound for table in _tables(validation, name)]
+    return f"{render(tables, 'text')}\n\n{verdict_line(validation)}"
 
 
 def verdict_line(validation: Validation) -> str:
     """``k of n speedups agree within the real run's noise; largest difference x %``."""
-    claims = [case for check in validation.comparisons for case in check.claims]
-    agreeing = sum(case.agreement == "agrees" for case in claims)
-    undecided = sum(case.agreement == "cannot say" for case in claims)
-    differences = [abs(case.difference) for case in claims if case.difference is not None]
-    largest = f"; largest difference {100 * max(differences):.1f} %" if differences else ""
-    line = f"{agreeing} of {len(claims)} speedups agree within the real run's noise{_silent(undecided)}{largest}"
-    return line + _moe_verdict([one for check in validation.comparisons for one in check.moe])
+    claims = validation.claims
+    line = f"{_agreeing(claims, '')} speedups agree within the real run's noise"
+    line += _undecided(claims, "") + _largest(claims, "", "; largest difference")
+    if "moe_verdict" in claims:
+        line += f"; of MoE layers alone {_agreeing(claims, 'moe_')}{_undecided(claims, 'moe_')}"
+        line += _largest(claims, "moe_", ", largest")
+    return line
 
 
-def _moe_verdict(checks: Sequence[MoeCheck]) -> str:
-    if not checks:
-        return ""
-    differences = [abs(one.difference) for one in checks if one.difference is not None]
-    largest = f", largest {100 * max(differences):.1f} %" if differences else ""
-    agreeing, undecided = (sum(one.agreement == word for one in checks) for word in ("agrees", "cannot say"))
-    return f"; of MoE layers alone {agreeing} of {len(checks)}{_silent(undecided)}{largest}"
+def _agreeing(claims: pd.DataFrame, name: str) -> str:
+    return f"{(claims[f'{name}verdict'] == 'agrees').sum()} of {len(claims)}"
 
 
-def _silent(undecided: int) -> str:
+def _undecided(claims: pd.DataFrame, name: str) -> str:
+    undecided = (claims[f"{name}verdict"] == "cannot say").sum()
     return f" ({undecided} cannot be judged)" if undecided else ""
 
 
-def _block(validation: Validation, check: ComparisonCheck) -> str:
-    facts = check.real.comparison
-    heading = (
+def _largest(claims: pd.DataFrame, name: str, words: str) -> str:
+    largest = claims[f"{name}difference"].abs().max()
+    return "" if np.isnan(largest) else f"{words} {100 * largest:.1f} %"
+
+
+def _speedup_columns(name: str = "") -> list[Column]:
+    """What is measured, what of it is allowed, what is emulated, and the verdict."""
+
+    def allowed(row: Row) -> str:
+        low, high = row[f"{name}allowed_low"], row[f"{name}allowed_high"]
+        return NONE if missing(low) else f"{low:.3f} to {high:.3f}"
+
+    return [
+        interval(f"real_{name}speedup", "measured speedup"),
+        Column("allowed", allowed),
+        interval(f"emulated_{name}speedup", "emulated speedup"),
+        number(f"{name}difference", "difference", lambda share: f"{100 * share:+.1f} %"),
+        text(f"{name}verdict", "verdict"),
+    ]
+
+
+_POLICY = text("label", "policy")
+_CASES = (
+    _POLICY,
+    number("real_median_ms", "measured ms", milliseconds),
+    number("emulated_median_ms", "emulated ms", milliseconds),
+    number("ratio"),
+    *_speedup_columns(),
+    percentage("dropped", "dropped %"),
+    percentage("kept", "mass kept %"),
+)
+_ALONE = (
+    _POLICY,
+    number("rank", form="{}"),
+    number("rows", form="{:,.0f}"),
+    number("layer_ms", "in the layer ms", "{:.2f}"),
+    number("alone_ms", "alone ms", "{:.2f}"),
+    number("ratio"),
+)
+_LAWS = (
+    text("run"),
+    text("law"),
+    number("intercept_us", "ms at no load", lambda time_us: f"{time_us / 1e3:.3f}"),
+    interval("slope", "ms per 1,000 rows"),  # microseconds a row
+    number("r2", "R2", "{:.4f}"),
+    number("num_points", "points", "{}"),
+)
+
+
+def _tables(validation: Validation, name: str) -> Iterator[Table]:
+    """What is printed of one comparison."""
+
+    def own(frame: pd.DataFrame) -> pd.DataFrame:
+        return frame[frame["comparison_id"] == name] if len(frame) else frame
+
+    facts, cases = validation.real.comparisons[name], own(validation.cases)
+    title = (
         f"{facts.title}: emulated on one device, held against {hardware_words(validation.real, facts)}, "
         f"{facts.dtype}, {scale_words(facts.scale)}"
     )
-    parts = [
-        [heading],
-        _speedup_table(check),
-        _moe_table(check),
-        _phase_table(check),
-        _error_table(check),
-        _alone_table(check),
-    ]
-    parts.append(_law_lines(check))
-    return "\n\n".join("\n".join(lines) for lines in [*parts, _note_lines(validation, check)] if lines)
+    is_kept = cases["role"] != "ceiling"
+    shown = cases.assign(
+        ratio=cases["emulated_median_ms"] / cases["real_median_ms"],
+        verdict=cases["verdict"].fillna(cases["role"].map({"baseline": "baseline", "noise": "noise floor"})),
+        dropped=cases["real_dropped_share"].where(is_kept),
+        kept=cases["real_retained_mass"].where(is_kept),
+    )
+    yield Table(shown, _CASES, title, _notes(validation, name, cases), "unmeasured")
+    if "moe_verdict" in cases:
+        title = "MoE layers alone, the slowest rank of breakdown iterations: a pass dilutes what is wrong with them"
+        yield Table(own(validation.claims), (_POLICY, *_speedup_columns("moe_")), title)
+    phases = own(validation.phases)
+    if len(phases):
+        has_time = (phases["real_ms"] > 0) | (phases["emulated_ms"] > 0)
+        present = [time for time in _PRINTED if time in set(phases["time"][has_time])]
+        cells = phases.assign(cell=[_phase_cell(row) for row in phases.to_dict("records")])
+        by_label = cells.pivot(index="label", columns="time", values="cell").loc[list(dict.fromkeys(phases["label"]))]
+        title = "Milliseconds by phase, emulated / measured (error): mean over ranks, median over breakdown iterations"
+        yield Table(by_label.reset_index(), (_POLICY, *(number(time, form="{}") for time in present)), title)
+    errors = own(validation.errors)
+    if len(errors):
+        turned = errors.set_index("phase")[["typical", "quiet"]].T
+        frame = turned.assign(of=["median time", f"{100 * QUIET:.0f} % quantile"])
+        columns = [number(phase, form=lambda error: f"{100 * error:+.0f} %") for phase in errors["phase"]]
+        title = (
+            "Error of a rank's phase, median over cases: emulation's own in quiet iterations, the rest is disturbance"
+        )
+        yield Table(frame, (text("of", "of its"), *columns), title)
+    alone = own(validation.alone)
+    if len(alone):
+        title = "The emulated expert phase, and the experts alone on the same rows outside of it; medians over batches"
+        yield Table(alone, _ALONE, title)
+    laws = own(validation.laws)
+    if len(laws):
+        slopes = {"slope_us": "slope_median", "slope_low_us": "slope_low", "slope_high_us": "slope_high"}
+        title = "Times and loads, all cases together: least squares, slopes with their 95 % interval"
+        yield Table(laws.rename(columns=slopes).assign(slope_is_interval=True), _LAWS, title)
 
 
-def _speedup_table(check: ComparisonCheck) -> list[str]:
-    header = ["policy", "measured ms", "emulated ms", "ratio", "measured speedup", "allowed", "emulated speedup"]
-    header += ["difference", "verdict", "dropped %", "mass kept %"]
-    rows = [[case.label, case.unmeasured] if case.unmeasured else _speedup_cells(case) for case in check.cases]
-    return aligned([header, *rows], left=(0, 4, 6, 8))
+def _phase_cell(row: Row) -> str:
+    error = f" ({100 * (row['emulated_ms'] / row['real_ms'] - 1):+.0f} %)" if row["real_ms"] > 0 else ""
+    return f"{row['emulated_ms']:.2f} / {row['real_ms']:.2f}{error}"
 
 
-def _speedup_cells(case: CaseCheck) -> list[str]:
-    assert case.real.layer is not None
-    assert case.emulated.layer is not None
-    real_ms, emulated_ms = case.real.layer.median_ms, case.emulated.layer.median_ms
-    references = {"baseline": "baseline", "noise": "noise floor"}
-    return [
-        case.label,
-        milliseconds(real_ms),
-        milliseconds(emulated_ms),
-        f"{emulated_ms / real_ms:.3f}",
-        *(
-            [NONE, NONE, NONE]
-            if case.real.case.role == "baseline"
-            else [
-                estimate_words(case.real.speedup),
-                _band_words(case.band),
-                estimate_words(case.emulated.speedup),
-            ]
-        ),
-        _difference_words(case.difference),
-        case.agreement or references[case.real.case.role],
-        *_fidelity_cells(case),
-    ]
-
-
-def _moe_table(check: ComparisonCheck) -> list[str]:
-    if not check.moe:
-        return []
-    header = ["policy", "measured speedup", "allowed", "emulated speedup", "difference", "verdict"]
-    rows = [
-        [
-            one.label,
-            estimate_words(one.real),
-            _band_words(one.band),
-            estimate_words(one.emulated),
-            _difference_words(one.difference),
-            one.agreement,
-        ]
-        for one in check.moe
-    ]
-    return [
-        "MoE layers alone, the slowest rank of breakdown iterations: a pass dilutes what is wrong with them",
-        *aligned([header, *rows], left=(0, 1, 3, 5)),
-    ]
-
-
-def _band_words(band: tuple[float, float] | None) -> str:
-    return NONE if band is None else f"{band[0]:.3f} to {band[1]:.3f}"
-
-
-def _difference_words(difference: float | None) -> str:
-    return NONE if difference is None else f"{100 * difference:+.1f} %"
-
-
-def _fidelity_cells(case: CaseCheck) -> list[str]:
-    """Dropped share and mass kept; the ceiling's scores are not the model's, so it has none."""
-    fidelity = case.real.fidelity
-    if fidelity is None or case.real.case.role == "ceiling":
-        return [NONE, NONE]
-    return [percent(fidelity.dropped_share), percent(fidelity.retained_mass)]
-
-
-def _phase_table(check: ComparisonCheck) -> list[str]:
-    cases = [case for case in check.cases if case.real_ms and case.emulated_ms]
-    shown = [name for name in PRINTED if any(case.real_ms.get(name) or case.emulated_ms.get(name) for case in cases)]
-    if not shown:
-        return []
-    rows = [[case.label, *(_phase_cell(case.emulated_ms[t], case.real_ms[t]) for t in shown)] for case in cases]
-    return [
-        "Milliseconds by phase, emulated / measured (error): mean over ranks, median over breakdown iterations",
-        *aligned([["policy", *shown], *rows], left=(0,)),
-    ]
-
-
-def _phase_cell(emulated_ms: float, real_ms: float) -> str:
-    error = f" ({100 * (emulated_ms / real_ms - 1):+.0f} %)" if real_ms > 0 else ""
-    return f"{emulated_ms:.2f} / {real_ms:.2f}{error}"
-
-
-def _error_table(check: ComparisonCheck) -> list[str]:
-    if not check.phase_errors:
-        return []
-    rows = [
-        ["median time", *(f"{100 * error.typical:+.0f} %" for error in check.phase_errors)],
-        [f"{100 * QUIET:.0f} % quantile", *(f"{100 * error.quiet:+.0f} %" for error in check.phase_errors)],
-    ]
-    return [
-        "Error of a rank's phase, median over cases: emulation's own in quiet iterations, the rest is disturbance",
-        *aligned([["of its", *(error.phase for error in check.phase_errors)], *rows], left=(0,)),
-    ]
-
-
-def _alone_table(check: ComparisonCheck) -> list[str]:
-    if check.alone.empty:
-        return []
-    rows = [
-        [one.label, str(one.rank), f"{one.rows:,.0f}", f"{one.layer_ms:.2f}", f"{one.alone_ms:.2f}", f"{one.ratio:.3f}"]
-        for one in check.alone.itertuples()
-    ]
-    return [
-        "The emulated expert phase, and the experts alone on the same rows outside of the layer (medians over batches)",
-        *aligned([["policy", "rank", "rows", "in the layer ms", "alone ms", "ratio"], *rows], left=(0,)),
-    ]
-
-
-def _law_lines(check: ComparisonCheck) -> list[str]:
-    rows = []
-    if check.timed == "layer":
-        words = ("expert phase of a rank, over its rows", "layer time, over the largest load")
-    else:
-        words = ("expert phases of a rank, over its rows", "the pass, over its layers' largest loads")
-    for what, laws in (("emulated", check.emulated_laws), ("measured", check.real_laws)):
-        for law, fit in zip(words, (laws.experts, laws.layer), strict=True):
-            if fit is not None:
-                # Microseconds a row are milliseconds a thousand rows.
-                slope = f"{fit.slope_us:.3f} [{fit.slope_low_us:.3f}, {fit.slope_high_us:.3f}]"
-                rows.append([what, law, f"{fit.intercept_us / 1e3:.3f}", slope, f"{fit.r2:.4f}", str(fit.num_points)])
-        if laws.throughput_r2 is not None:
-            law = "tokens per second, over 1 / largest load"
-            rows.append([what, law, NONE, NONE, f"{laws.throughput_r2:.4f}", NONE])
-    if not rows:
-        return []
-    return [
-        "Times and loads, all cases together: least squares, slopes with their 95 % interval",
-        *aligned([["run", "law", "ms at no load", "ms per 1,000 rows", "R2", "points"], *rows], left=(0, 1, 3)),
-    ]
-
-
-def _note_lines(validation: Validation, check: ComparisonCheck) -> list[str]:
-    threads = check.threads
+def _notes(validation: Validation, name: str, cases: pd.DataFrame) -> list[str]:
+    threads, first = validation.threads, cases.iloc[0]
     notes = [
         f"links: {validation.links}",
         "waiting and comm: their sum does not depend on when exactly ranks meet; each alone does",
     ]
     if threads[0] == threads[1]:
         notes.append(f"compute threads: {threads[0]} of each real rank, and as many of the emulated one")
-    if check.real.floor is not None:
-        low, high = check.real.floor.low, check.real.floor.high
-        notes.append(
-            f"allowed: the measured 95 % interval times the measured noise floor, {low:.3f} to {high:.3f}; the verdict "
-            f"is cannot say where its ends are further apart than a factor of {MAX_BAND:g} and the emulated speedup "
-            "lies between them"
-        )
-    if check.moe_floor is not None:
-        low, high = check.moe_floor.low, check.moe_floor.high
-        notes.append(f"of MoE layers alone the measured noise floor is {low:.3f} to {high:.3f}")
-    if check.emulated.floor is not None:
-        low, high = check.emulated.floor.low, check.emulated.floor.high
-        notes.append(f"noise floor of the emulated run: {low:.3f} to {high:.3f}; the verdict does not use it")
-    return [f"  {line}" for line in notes] + [f"  warning: not comparable: {line}" for line in check.unsound]
-
-
-def write_report(validation: Validation) -> list[Path]:
-    """Write ``validation.txt``, the two CSV files and the figure; return their paths."""
-    files = validation.files
-    with atomic_path(files.text) as temporary:
-        temporary.write_text(validation_text(validation) + "\n")
-    tables = {
-        files.cases_table: [_case_row(check, case) for check, case in _all(validation)],
-        files.phases_table: [row for check, case in _all(validation) for row in _phase_rows(check, case)],
-    }
-    for path, rows in tables.items():
-        if rows:
-            _write_csv(path, rows)
-    drawn = []
-    with house_style():
-        figure = validation_figure(validation)
-        for file_format in DEFAULT_FORMATS if figure is not None else ():
-            assert figure is not None
-            path = files.figures / f"validation.{file_format}"
-            save(figure, path, file_format)
-            drawn.append(path)
-    return [files.text, *(path for path, rows in tables.items() if rows), *drawn]
-
-
-def _all(validation: Validation) -> list[tuple[ComparisonCheck, CaseCheck]]:
-    return [(check, case) for check in validation.comparisons for case in check.cases]
-
-
-def _case_row(check: ComparisonCheck, case: CaseCheck) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "comparison": check.real.comparison.title,
-        "policy": case.label,
-        "role": case.real.case.role,
-        "unmeasured": case.unmeasured or None,
-    }
-    for what, result in (("real", case.real), ("emulated", case.emulated)):
-        row[f"{what}_{check.timed}_ms"] = result.layer and result.layer.median_ms
-        speedup = result.speedup
-        row[f"{what}_speedup"] = speedup and speedup.median
-        row[f"{what}_low"] = speedup and speedup.low
-        row[f"{what}_high"] = speedup and speedup.high
-    return {
-        **row,
-        "is_interval": case.real.speedup and case.real.speedup.is_interval,
-        "allowed_low": case.band and case.band[0],
-        "allowed_high": case.band and case.band[1],
-        "difference": case.difference,
-        "verdict": case.agreement,
-        "dropped_share": case.real.fidelity and case.real.fidelity.dropped_share,
-        "retained_mass": case.real.fidelity and case.real.fidelity.retained_mass,
-        **(_moe_columns(check, case) if check.timed == "pass" else {}),
-    }
-
-
-def _moe_columns(check: ComparisonCheck, case: CaseCheck) -> dict[str, Any]:
-    one = next((moe for moe in check.moe if moe.label == case.label), None)
-    row: dict[str, Any] = {}
-    for what, speedup in (("real", one and one.real), ("emulated", one and one.emulated)):
-        row[f"{what}_moe_speedup"] = speedup and speedup.median
-        row[f"{what}_moe_low"] = speedup and speedup.low
-        row[f"{what}_moe_high"] = speedup and speedup.high
-    return {
-        **row,
-        "moe_allowed_low": one and one.band and one.band[0],
-        "moe_allowed_high": one and one.band and one.band[1],
-        "moe_verdict": one and one.agreement,
-    }
-
-
-def _phase_rows(check: ComparisonCheck, case: CaseCheck) -> list[dict[str, Any]]:
-    if not (case.real_ms and case.emulated_ms):
-        return []
-    return [
-        {
-            "comparison": check.real.comparison.title,
-            "policy": case.label,
-            "role": case.real.case.role,
-            "time": name,
-            "real_ms": case.real_ms[name],
-            "emulated_ms": case.emulated_ms[name],
-        }
-        for name in case.real_ms
-    ]
-
-
-def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    with atomic_path(path) as temporary, open(temporary, "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    for floor, words in (
+        (
+            "real_floor",
+            "allowed: the measured 95 % interval times the measured noise floor, {}; the verdict is cannot say where "
+            f"its ends are further apart than a factor of {MAX_BAND:g} and the emulated speedup lies between them",
+        ),
+        ("moe_floor", "of MoE layers alone the measured noise floor is {}"),
+        ("emulated_floor", "noise floor of the emulated run: {}; the verdict does not use it"),
+    ):
+        low, high = (first.get(f"{floor}_{end}") for end in ("low", "high"))
+        if not missing(low):
+            notes.append(words.format(f"{low:.3f} to {high:.3f}"))
+    return notes + [f"warning: not comparable: {line}" for line in validation.unsound[name]]
 
 
 def validation_figure(validation: Validation) -> Figure | None:
     """Speedups side by side with what the real run allows, and phases as pairs of bars; None without any speedup."""
-    checks = [check for check in validation.comparisons if any(case.real.speedup for case in check.claims)]
-    if not checks:
-        return None
-    facts = [check.real.comparison for check in checks]
-    verdicts = [
-        verdict for verdict in _VERDICT_LOOKS if any(c.agreement == verdict for ch in checks for c in ch.claims)
+    claims = validation.claims
+    shown = [
+        name for name, rows in claims.groupby("comparison_id", sort=False) if rows["real_speedup_median"].notna().any()
     ]
-    any_band = any(case.band is not None for check in checks for case in check.claims)
-    groups = [name for name in _BARS if any(case.real_ms.get(name) for check in checks for case in check.cases)]
-    heights = [1.0 + 0.68 * len(_drawn(check)) for check in checks]
+    if not shown:
+        return None
+    claims = claims[claims["comparison_id"].isin(shown)]
+    facts = [validation.real.comparisons[name] for name in shown]
+    phases = validation.phases
+    if len(phases):
+        phases = phases[phases["comparison_id"].isin(shown)]
+        groups = [name for name in _BARS if (phases["real_ms"][phases["time"] == name] > 0).any()]
+    else:
+        groups = []
+    # Measured cases; native stands once, for its repetition is the noise floor.
+    cases = validation.cases[validation.cases["unmeasured"].isna() & (validation.cases["role"] != "noise")]
+    drawn = {name: cases[cases["comparison_id"] == name].to_dict("records") for name in shown}
+    heights = [1.0 + 0.68 * len(rows) for rows in drawn.values()]
+    verdicts = [verdict for verdict in _VERDICT_LOOKS if verdict in set(claims["verdict"])]
     figure = sheet(
         "Emulated ranks held against real ones",
-        f"Left: speedup of the {checks[0].timed} over native; measured with its 95 % interval, the grey band widens "
+        f"Left: speedup of the {validation.timed} over native; measured with its 95 % interval, the grey band widens "
         "it by the measured noise floor. Right: mean over ranks, median over breakdown iterations; of each pair the "
         "upper bar is measured, the lower one emulated.",
         Footer(
@@ -397,75 +292,65 @@ def validation_figure(validation: Validation) -> Figure | None:
         ),
         [
             ("measured", Line2D([], [], **_REAL_LOOK)),
-            *([("allowed", Patch(facecolor=NOISE_FILL))] if any_band else []),
+            *([("allowed", Patch(facecolor=NOISE_FILL))] if claims["allowed_low"].notna().any() else []),
             *((f"emulated: {verdict}", Line2D([], [], **_marks(verdict))) for verdict in verdicts),
             *((name, Patch(**PHASE_LOOKS[_BARS[name]])) for name in groups),
         ],
         width=13,
         body=sum(heights),
     )
-    grid = figure.add_gridspec(len(checks), 2, height_ratios=heights, width_ratios=[1, 1.15])
-    for row, check in enumerate(checks):
-        speedups, phases = (figure.add_subplot(grid[row, column]) for column in (0, 1))
-        panel_title(speedups, check.real.comparison.title, 5.0)
-        cases = _drawn(check)
-        _speedup_dots(speedups, cases)
-        _phase_pairs(phases, cases, groups)
-        phases.set_xlabel(f"time of one {check.timed} (ms)")
+    grid = figure.add_gridspec(len(shown), 2, height_ratios=heights, width_ratios=[1, 1.15])
+    for place, (name, rows) in enumerate(drawn.items()):
+        speedups, times = (figure.add_subplot(grid[place, column]) for column in (0, 1))
+        panel_title(speedups, validation.real.comparisons[name].title, 5.0)
+        _speedup_dots(speedups, rows)
+        of_cases = [phases[(phases["comparison_id"] == name) & (phases["label"] == row["label"])] for row in rows]
+        _phase_pairs(times, [one.set_index("time") for one in of_cases] if len(phases) else [], groups)
+        _name_rows(times, [""] * len(rows))
+        times.set_xlabel(f"time of one {validation.timed} (ms)")
     return figure
 
 
-def _drawn(check: ComparisonCheck) -> list[CaseCheck]:
-    """Measured cases; native stands once, for its repetition is the noise floor."""
-    return [case for case in check.cases if not case.unmeasured and case.real.case.role != "noise"]
-
-
-def _speedup_dots(axes: Axes, cases: list[CaseCheck]) -> None:
+def _speedup_dots(axes: Axes, rows: Sequence[Row]) -> None:
     axes.use_sticky_edges = False  # a band that ends at the panel's rim would look cut off
     axes.axvline(1, color=INK, linewidth=1, zorder=1)
-    for place, case in enumerate(cases):
-        real, emulated = case.real.speedup, case.emulated.speedup
-        if case.agreement is None or real is None or emulated is None:
+    for place, row in enumerate(rows):
+        real, emulated = row["real_speedup_median"], row["emulated_speedup_median"]
+        if missing(row["verdict"]) or missing(real) or missing(emulated):
             continue
-        if case.band is not None:
-            low, high = case.band
+        low, high = row["allowed_low"], row["allowed_high"]
+        if not missing(low):
             axes.barh(place, high - low, left=low, height=0.5, color=NOISE_FILL, linewidth=0, zorder=1.5)
-        axes.hlines(place, real.low, real.high, color=INK, linewidth=1.4, zorder=2)
-        axes.plot([real.median], [place], zorder=2.5, **_REAL_LOOK)
-        axes.plot([emulated.median], [place], zorder=3, **_marks(case.agreement))
+        axes.hlines(place, row["real_speedup_low"], row["real_speedup_high"], color=INK, linewidth=1.4, zorder=2)
+        axes.plot([real], [place], zorder=2.5, **_REAL_LOOK)
+        axes.plot([emulated], [place], zorder=3, **_marks(row["verdict"]))
     axes.set_xlabel("speedup (native = 1)")
-    _name_rows(axes, [_row_name(case) for case in cases])
+    _name_rows(axes, [_row_name(row) for row in rows])
 
 
-def _row_name(case: CaseCheck) -> str:
-    name = wrap(case.label, 2.2, 9)
-    if case.real.case.role != "policy":
+def _row_name(row: Row) -> str:
+    name = wrap(row["label"], 2.2, 9)
+    if row["role"] != "policy":
         return name
-    dropped, kept = _fidelity_cells(case)
-    return f"{name}\n{dropped} % dropped, {kept} % mass kept"
+    return f"{name}\n{percent(row['real_dropped_share'])} % dropped, {percent(row['real_retained_mass'])} % mass kept"
 
 
-def _phase_pairs(axes: Axes, cases: list[CaseCheck], groups: Sequence[str]) -> None:
+def _phase_pairs(axes: Axes, cases: Sequence[pd.DataFrame], groups: Sequence[str]) -> None:
+    """Of each case two stacked bars."""
     most = 0.0
-    for place, case in enumerate(cases):
-        for offset, times_ms in ((-0.19, case.real_ms), (0.19, case.emulated_ms)):
+    for place, times in enumerate(cases):
+        for offset, run in ((-0.19, "real_ms"), (0.19, "emulated_ms")):
+            if times.empty:
+                continue
             end = 0.0
-            for name in groups if times_ms else ():
+            for name in groups:
                 look = PHASE_LOOKS[_BARS[name]]
-                axes.barh(place + offset, times_ms[name], left=end, height=0.34, linewidth=0.6, **look)
-                end += times_ms[name]
-            if times_ms:
-                axes.annotate(
-                    milliseconds(end, 3),
-                    (end, place + offset),
-                    xytext=(4, 0),
-                    textcoords="offset points",
-                    va="center",
-                    fontsize=7.5,
-                )
+                axes.barh(place + offset, times.at[name, run], left=end, height=0.34, linewidth=0.6, **look)
+                end += times.at[name, run]
+            label = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 7.5}
+            axes.annotate(milliseconds(end, 3), (end, place + offset), **label)
             most = max(most, end)
     axes.set_xlim(0, 1.1 * most if most else 1)
-    _name_rows(axes, [""] * len(cases))
 
 
 def _name_rows(axes: Axes, labels: Sequence[str]) -> None:

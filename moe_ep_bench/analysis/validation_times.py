@@ -8,12 +8,12 @@ Where ranks wait and where they transfer is decided by moments, so the sum of bo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.load import Case
+from moe_ep_bench.analysis.load import Case, Comparison
 from moe_ep_bench.analysis.timing import GROUPS, MODEL_GROUPS, layer_time_us
 from moe_ep_bench.schema import LAYER_PHASES, MODEL_PHASES, MOE_REST, UNACCOUNTED
 from moe_ep_bench.timing.linear import LinearFit, linear_fit
@@ -59,20 +59,6 @@ class LoadLaws:
     throughput_r2: float | None
 
 
-@dataclass(frozen=True)
-class PhaseError:
-    """Emulated over real time of one phase, minus 1: the median over cases.
-
-    Attributes:
-        typical: of each rank's median time.
-        quiet: of each rank's ``QUIET`` quantile.
-    """
-
-    phase: str
-    typical: float
-    quiet: float
-
-
 def phase_times_ms(case: Case, times: Mapping[str, Sequence[str]] = TIMES) -> dict[str, float]:
     """Sums of phases of a case's breakdown iterations: mean over ranks, then median over iterations.
 
@@ -94,35 +80,32 @@ def phase_times_ms(case: Case, times: Mapping[str, Sequence[str]] = TIMES) -> di
     }
 
 
-def phase_errors(pairs: list[tuple[Case, Case]]) -> list[PhaseError]:
-    """Errors of each phase over all cases, (real, emulated) pairs, once typical and once undisturbed.
+def phase_errors(pairs: list[tuple[Case, Case]]) -> pd.DataFrame:
+    """Emulated over real time of each phase, minus 1: the median over all cases, (real, emulated) pairs.
 
-    A phase's time is taken of each rank, as a quantile over batches and iterations, then averaged over ranks. Waiting
-    is left out: it is made of others' disturbances.
+    Waiting is left out: it is made of others' disturbances.
+
+    Returns:
+        phase, ``typical`` (of each rank's median time, mean over ranks) and ``quiet`` (of their ``QUIET`` quantile).
     """
-    measured = [pair for pair in pairs if all(case.is_ok for case in pair)]
-    found = []
-    for phase in (phase for phase in (*MODEL_PHASES, *LAYER_PHASES) if phase not in GROUPS["waiting"]):
-        errors = {
-            quantile: [
-                emulated_us / real_us - 1
-                for real_us, emulated_us in (
-                    (_phase_quantile_us(real, phase, quantile), _phase_quantile_us(emulated, phase, quantile))
-                    for real, emulated in measured
-                )
-                if real_us > 0
-            ]
-            for quantile in (0.5, QUIET)
-        }
-        if errors[QUIET]:
-            found.append(PhaseError(phase, float(np.median(errors[0.5])), float(np.median(errors[QUIET]))))
-    return found
+    errors = []
+    for pair in pairs:
+        if all(case.is_ok for case in pair):
+            real_us, emulated_us = (_phase_quantiles_us(case) for case in pair)
+            errors.append(emulated_us.reindex(real_us.index, fill_value=0.0) / real_us[real_us > 0] - 1)
+    if not errors:
+        return pd.DataFrame(columns=["phase", "typical", "quiet"])
+    medians = pd.concat(errors).groupby(level=["phase", "quantile"]).median().unstack("quantile")
+    phases = [one for one in (*MODEL_PHASES, *LAYER_PHASES) if one in medians.index and one not in GROUPS["waiting"]]
+    found = medians.loc[phases].reindex(columns=[0.5, QUIET]).set_axis(["typical", "quiet"], axis=1)
+    return found.dropna(subset="quiet").rename_axis("phase").reset_index()
 
 
-def _phase_quantile_us(case: Case, phase: str, quantile: float) -> float:
-    """Mean over ranks of the quantile of their times; 0 where the phase did not occur."""
-    rows = case.timings[(case.timings["kind"] == "breakdown") & (case.timings["phase"] == phase)]
-    return 0.0 if rows.empty else float(rows.groupby("rank")["time_us"].quantile(quantile).mean())
+def _phase_quantiles_us(case: Case) -> pd.Series:
+    """Quantiles of each rank's time over batches and iterations, mean over ranks, by (phase, quantile)."""
+    rows = case.timings[case.timings["kind"] == "breakdown"]
+    of_ranks = rows.groupby(["phase", "rank"])["time_us"].quantile([0.5, QUIET])
+    return of_ranks.rename_axis(["phase", "rank", "quantile"]).groupby(level=["phase", "quantile"]).mean()
 
 
 def load_laws(cases: list[Case], num_tokens: int) -> LoadLaws:
@@ -132,23 +115,46 @@ def load_laws(cases: list[Case], num_tokens: int) -> LoadLaws:
         num_tokens: of a batch, on all ranks.
     """
     measured = [case for case in cases if case.is_ok]
-    rows, experts_us, fullest, layer_us = [], [], [], []
-    for case in measured:
-        received = received_rows(case)
-        phase_us = _experts_us(case).reindex(received.index)
-        rows.append(received[phase_us.notna()])
-        experts_us.append(phase_us.dropna())
-        time_us = layer_time_us(case).groupby("batch").median()
-        layer_us.append(time_us)
-        fullest.append(_fullest_rows(case).reindex(time_us.index))
-    rows_N, experts_us_N, fullest_N, layer_us_N = map(_joined, (rows, experts_us, fullest, layer_us))
-    some_N = fullest_N > 0  # a policy may drop everything: there is no 1 / 0
-    throughput = _line(1 / fullest_N[some_N], num_tokens / layer_us_N[some_N] * 1e6)
+    if not measured:
+        return LoadLaws(None, None, None)
+    of_ranks = pd.concat([_beside(received_rows(case), _experts_us(case)) for case in measured])
+    of_batches = pd.concat(
+        [_beside(_fullest_rows(case), layer_time_us(case).groupby("batch").median()) for case in measured]
+    )
+    some = of_batches[of_batches["rows"] > 0]  # a policy may drop everything: there is no 1 / 0
+    throughput = _line(1 / some["rows"], num_tokens / some["time_us"] * 1e6)
     return LoadLaws(
-        experts=_line(rows_N, experts_us_N),
-        layer=_line(fullest_N, layer_us_N),
+        experts=_line(of_ranks["rows"], of_ranks["time_us"]),
+        layer=_line(of_batches["rows"], of_batches["time_us"]),
         throughput_r2=throughput and throughput.r2,
     )
+
+
+def _beside(rows: pd.Series, time_us: pd.Series) -> pd.DataFrame:
+    return pd.concat([rows.rename("rows"), time_us.rename("time_us")], axis=1, join="inner")
+
+
+def _line(x: pd.Series, y: pd.Series) -> LinearFit | None:
+    return linear_fit(x.to_numpy(), y.to_numpy()) if x.nunique() > 2 else None
+
+
+def law_rows(pairs: list[tuple[Case, Case]], facts: Comparison) -> pd.DataFrame:
+    """``load_laws`` of both runs, a row each: run, law, and the line (us, us a row, its interval, R2, points)."""
+    if facts.whole is None:
+        names = ("expert phase of a rank, over its rows", "layer time, over the largest load")
+    else:
+        names = ("expert phases of a rank, over its rows", "the pass, over its layers' largest loads")
+    rows = []
+    for run, cases in (("emulated", [two for _, two in pairs]), ("measured", [one for one, _ in pairs])):
+        laws = load_laws(cases, facts.num_tokens)
+        for law, fit in zip(names, (laws.experts, laws.layer), strict=True):
+            if fit is not None:
+                rows.append({"run": run, "law": law, **asdict(fit)})
+        if laws.throughput_r2 is not None:
+            law = "tokens per second, over 1 / largest load"
+            rows.append({"run": run, "law": law, "r2": laws.throughput_r2})
+    columns = ["run", "law", *(field.name for field in fields(LinearFit))]
+    return pd.DataFrame(rows, columns=columns).astype({"num_points": "Int64"})
 
 
 def received_rows(case: Case) -> pd.Series:
@@ -182,14 +188,6 @@ def _experts_us(case: Case) -> pd.Series:
     return rows.groupby(["batch", "rank"])["time_us"].median()
 
 
-def _joined(parts: list[pd.Series]) -> np.ndarray:
-    return np.concatenate([part.to_numpy(dtype=np.float64) for part in parts]) if parts else np.empty(0)
-
-
-def _line(x_N: np.ndarray, y_N: np.ndarray) -> LinearFit | None:
-    return linear_fit(x_N, y_N) if len(np.unique(x_N)) > 2 else None
-
-
 def beside_alone(cases: list[Case], alone: pd.DataFrame) -> pd.DataFrame:
     """The expert phase inside the layer beside the experts alone, one row per case and rank that was timed alone.
 
@@ -197,22 +195,18 @@ def beside_alone(cases: list[Case], alone: pd.DataFrame) -> pd.DataFrame:
         label, rank, rows (mean over batches), layer_ms, alone_ms (medians over batches) and ratio (median over
         batches of the phase over the experts alone on the same rows).
     """
-    found = []
+    columns = ["label", "rank", "rows", "layer_ms", "alone_ms", "ratio"]
+    found = [pd.DataFrame(columns=columns)]
     for case in cases:
         mine = alone[alone["case_id"] == case.case_id]
         if mine.empty or not case.is_ok:
             continue
-        apart = mine.groupby(["batch", "rank"]).agg(rows=("num_rows", "first"), alone_us=("time_us", "median"))
-        both = apart.join(_experts_us(case).rename("layer_us"), how="inner")
-        for rank, one in both.groupby("rank"):
-            found.append(
-                {
-                    "label": case.label,
-                    "rank": rank,
-                    "rows": float(one["rows"].mean()),
-                    "layer_ms": float(one["layer_us"].median()) / 1e3,
-                    "alone_ms": float(one["alone_us"].median()) / 1e3,
-                    "ratio": float((one["layer_us"] / one["alone_us"]).median()),
-                }
-            )
-    return pd.DataFrame(found, columns=["label", "rank", "rows", "layer_ms", "alone_ms", "ratio"])
+        apart = mine.groupby(["batch", "rank"]).agg(rows=("num_rows", "first"), alone_ms=("time_us", "median"))
+        both = apart.join(_experts_us(case).rename("layer_ms"), how="inner")
+        both[["alone_ms", "layer_ms"]] /= 1e3
+        both["ratio"] = both["layer_ms"] / both["alone_ms"]
+        of_ranks = both.groupby("rank").agg(
+            {"rows": "mean", "layer_ms": "median", "alone_ms": "median", "ratio": "median"}
+        )
+        found.append(of_ranks.reset_index().assign(label=case.label)[columns])
+    return pd.concat(found[1:] or found, ignore_index=True)

@@ -152,21 +152,3 @@ def milliseconds(value: float, digits: int = 4) -> str:
     """A time with as many digits as count, whatever its size."""
     decimals = digits - 1 - math.floor(math.log10(value)) if value > 0 else 0
     return f"{value:.{min(max(decimals, 0), 4)}f}"
-
-
-def aligned(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
-    """Lines of a table with a rule under its header; columns in ``left`` begin where the others end.
-
-    A row that is shorter than the header is a label and a text in place of its numbers.
-    """
-    full = [row for row in rows if len(row) == len(rows[0])]
-    widths = [max(len(row[column]) for row in full) for column in range(len(rows[0]))]
-    widths[0] = max(len(row[0]) for row in rows)
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column in left or len(row) < len(widths) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ).rstrip()
-        for row in rows
-    ]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]

@@ -229,8 +229,7 @@ def _validate(options: argparse.Namespace) -> int:
 def _papers(options: argparse.Namespace) -> int:
     _check_config(options)
     from moe_ep_bench.analysis.claims import load_claims
-    from moe_ep_bench.analysis.claims_report import write_claims
-    from moe_ep_bench.analysis.claims_text import claims_text
+    from moe_ep_bench.analysis.claims_report import claims_text, write_claims
     from moe_ep_bench.papers.run import run_claims
 
     out = _out(options)

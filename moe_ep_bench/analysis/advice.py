@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +107,8 @@ def advice(run: Run, bounds: Bounds, by_default: Sequence[str] = ()) -> str:
     models = analyse_whole(run) if run.scope == "model" else []
     comparisons = in_order([one.comparison for one in models] or analyse(run))
     answers = [answer(comparison, bounds) for comparison in comparisons]
-    table = render([_table(answers, bounds, models)], "text")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    table = render([_table(answers, bounds, models)], "text", width=width)
     return "\n\n".join([_assumed(run, comparisons, by_default), table, _pick(run, answers)])
 
 
@@ -120,23 +123,23 @@ def _table(answers: Sequence[Answer], bounds: Bounds, models: Sequence[WholeComp
             row = rows.setdefault(case.label, {"label": case.label, "pays": 0, "log_speed": 0.0, "limits": {}})
             row["pays"] += within and result.verdict == "faster"
             row["log_speed"] += math.log(_speed(result))
-            row["memory"] = (case.extra_bytes_per_rank or 0.0) / 2**30
+            row["memory"] = case.extra_bytes_per_rank and case.extra_bytes_per_rank / 2**30
             if case.case_id in whole:
                 parts_ms = whole[case.case_id].parts_ms or {}
                 row["limits"][max(parts_ms, key=parts_ms.__getitem__, default="-")] = None
                 row[f"moe_{place}"] = estimate_words(whole[case.case_id].moe_speedup)
             elif result.breakdown is not None:
                 row["limits"][result.breakdown.slowest_phase] = None
-            row[f"speedup_{place}"], row[f"verdict_{place}"] = estimate_words(result.speedup), result.verdict
+            row[f"speedup_{place}"] = estimate_words(result.speedup)
+            row[f"verdict_{place}"] = result.verdict if within else f"({result.verdict})"
             row[f"dropped_{place}"], row[f"kept_{place}"] = fidelity.dropped_share, fidelity.retained_mass
-            row[f"within_{place}"] = "yes" if within else "no"
     columns: list[Column] = [text("label", "policy")]
     for place, one in enumerate(answers):
         where = f"{_where(one.comparison.comparison)}: " if len(answers) > 1 else ""
         columns.append(text(f"speedup_{place}", f"{where}{'end to end' if models else 'speedup'}"))
         columns += [text(f"moe_{place}", "MoE layers")] if models else []
         columns += [text(f"verdict_{place}", "verdict"), percentage(f"dropped_{place}", "dropped %")]
-        columns += [percentage(f"kept_{place}", "mass kept %"), text(f"within_{place}", "in bounds")]
+        columns.append(percentage(f"kept_{place}", "mass kept %"))
     columns += [number("memory", "more GiB", "{:.3g}"), text("limits", "limited by")]
     best_first = sorted(rows.values(), key=lambda row: (row["pays"], row["log_speed"]), reverse=True)
     frame = pd.DataFrame([row | {"limits": ", ".join(row["limits"]) or None} for row in best_first])
@@ -146,8 +149,8 @@ def _table(answers: Sequence[Answer], bounds: Bounds, models: Sequence[WholeComp
 def _notes(answers: Sequence[Answer], bounds: Bounds, models: Sequence[WholeComparison]) -> list[str]:
     """What has to be known to read the table; a line each."""
     notes = [
-        f"in bounds: at most {100 * bounds.max_dropped:g} % of top-k pairs dropped, at least "
-        f"{100 * bounds.min_retained:g} % of the top-k's score mass kept, which is no accuracy",
+        f"verdicts in brackets: out of bounds, which are at most {100 * bounds.max_dropped:g} % of top-k pairs dropped "
+        f"and at least {100 * bounds.min_retained:g} % of the top-k's score mass kept, which is no accuracy",
         "more GiB: memory of a rank for replicas of experts, in all layers",
     ]
     if any(one.comparison.comparison.device is not None for one in answers):
@@ -171,12 +174,13 @@ def _assumed(run: Run, comparisons: Sequence[ComparisonResult], by_default: Sequ
     how = mode_words(run, facts[0])
     on = dict.fromkeys(device_words(run, one).partition(": ")[0] for one in facts)
     links = dict.fromkeys(one.links.partition(": ")[0] for one in facts if one.links is not None)
-    skews = list(dict.fromkeys(_skew(one) for one in facts))
+    models, skews = (list(dict.fromkeys(words)) for words in ([one.model for one in facts], map(_skew, facts)))
     if len(skews) > _MOST_NAMED:
         skews = [skews[0], f"{len(skews) - 2} more", skews[-1]]
-    parts = [f"{how[0].upper()}{how[1:]}", " / ".join(dict.fromkeys(one.model for one in facts)), *on, *links]
+    parts = [f"{how[0].upper()}{how[1:]}", " / ".join(models), *on, *links]
+    assumed = "" if facts[0].workload.recording or facts[0].workload.skew else f", assumed, not {models[0]}'s own"
     default = f"; by default {', '.join(by_default)}" if by_default else ""
-    return f"{', '.join(parts)}; {', '.join(skews)}{default}."
+    return f"{', '.join(parts)}; {', '.join(skews)}{assumed}{default}."
 
 
 def _skew(facts: Comparison) -> str:
@@ -193,7 +197,7 @@ def _skew(facts: Comparison) -> str:
     if "peak_load" not in workload.targets:
         return workload.description
     peak_load = workload.targets["peak_load"]
-    return "unskewed traffic assumed" if peak_load is None else f"peak load {peak_load:g} assumed"
+    return "unskewed traffic" if peak_load is None else f"peak load {peak_load:g}"
 
 
 def _plain(name: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -189,11 +190,11 @@ def ask(options: argparse.Namespace) -> Question:
         raw, sweep = _of_config(options)
     raw["emulate"] = _with_links(raw, sweep, options, assumed)
     raw["policies"] = [{"name": "topk"}]  # Any will do to find what the workloads are.
-    experiments = experiments_of(where, raw, dict(sweep))
+    experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
     raw["policies"], spare, left_out = candidates(experiments)
     raw["emulate"]["replication"] = spare
     text = yaml.safe_dump({**raw, **({"sweep": sweep} if sweep else {})}, sort_keys=False)
-    experiments = experiments_of(where, raw, dict(sweep))
+    experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
     name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
     out = options.out or Path("results", name)
     return Question(text, tuple(experiments), tuple(assumed), tuple(left_out), out)

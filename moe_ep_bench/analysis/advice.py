@@ -87,32 +87,34 @@ def how_words(run: Run, comparison: ComparisonResult) -> str:
     return " (emulated)" if run.mode == "emulated" else ""
 
 
-def advice_of(directory: Path, bounds: Bounds, by_default: Sequence[str] = ()) -> str:
+def advice_of(directory: Path, bounds: Bounds, by_default: Sequence[str] = (), left_out: Sequence[str] = ()) -> str:
     """``advice`` on a results directory.
 
     Raises:
         ResultsError: it cannot be read or trusted, or holds no times.
     """
     check_timed(directory)
-    return advice(load_run(directory, whole=is_whole(directory)), bounds, by_default)
+    return advice(load_run(directory, whole=is_whole(directory)), bounds, by_default, left_out)
 
 
-def advice(run: Run, bounds: Bounds, by_default: Sequence[str] = ()) -> str:
+def advice(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out: Sequence[str] = ()) -> str:
     """What is assumed, the table of candidates, best first, and the pick.
 
     Args:
         run: of layers, or of whole models, whose speedups are from end to end.
         by_default: what the user left open, each in a few words.
+        left_out: candidates that were not tried, each with the reason.
     """
     models = analyse_whole(run) if run.scope == "model" else []
     comparisons = in_order([one.comparison for one in models] or analyse(run))
     answers = [answer(comparison, bounds) for comparison in comparisons]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    table = render([_table(answers, bounds, models)], "text", width=width)
+    notes = [*(f"left out: {words}" for words in left_out), *_notes(answers, bounds, models)]
+    table = render([_table(answers, bounds, models, notes)], "text", width=width)
     return "\n\n".join([_assumed(run, comparisons, by_default), table, _pick(run, answers)])
 
 
-def _table(answers: Sequence[Answer], bounds: Bounds, models: Sequence[WholeComparison]) -> Table:
+def _table(answers: Sequence[Answer], bounds: Bounds, models: Sequence[WholeComparison], notes: Sequence[str]) -> Table:
     """A row for each candidate; of several comparisons each has columns of its own, side by side."""
     whole = {each.result.case.case_id: each for one in models for each in one.results}
     rows: dict[str, dict[str, Any]] = {}
@@ -143,7 +145,7 @@ def _table(answers: Sequence[Answer], bounds: Bounds, models: Sequence[WholeComp
     columns += [number("memory", "more GiB", "{:.3g}"), text("limits", "limited by")]
     best_first = sorted(rows.values(), key=lambda row: (row["pays"], row["log_speed"]), reverse=True)
     frame = pd.DataFrame([row | {"limits": ", ".join(row["limits"]) or None} for row in best_first])
-    return Table(frame, columns if rows else (), notes=_notes(answers, bounds, models))
+    return Table(frame, columns if rows else (), notes=notes)
 
 
 def _notes(answers: Sequence[Answer], bounds: Bounds, models: Sequence[WholeComparison]) -> list[str]:

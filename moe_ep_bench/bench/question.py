@@ -148,11 +148,6 @@ class Question:
         lines += [*(f"candidate: {label}" for label in labels), *(f"left out: {words}" for words in self.left_out)]
         return "\n".join([self.summary, *lines, f"config: {self.config} (not written)"])
 
-    @property
-    def notes(self) -> list[str]:
-        """What a reader of the answer has to know."""
-        return [*self.assumed, *(f"left out {words}" for words in self.left_out)]
-
     def check_out(self) -> None:
         """Refuse a directory with results of another question.
 

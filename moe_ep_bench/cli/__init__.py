@@ -210,7 +210,8 @@ def _advise(options: argparse.Namespace) -> int:
     def report() -> str:
         from moe_ep_bench.analysis.advice import advice_of
 
-        return f"{advice_of(question.out, bounds, question.notes)}\n\nconfig: {question.config}"
+        told = advice_of(question.out, bounds, question.assumed, question.left_out)
+        return f"{told}\n\nconfig: {question.config}"
 
     return _shown(status, report)
 

@@ -394,7 +394,20 @@ def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool)
     Raises:
         ConfigError: one line naming file, key, value and what is allowed.
     """
-    raw, sweep = _read(path, Experiment, overrides, Path(), on_cpu=on_cpu)
+    return experiments_of(path, *_read(path, Experiment, overrides, Path(), on_cpu=on_cpu))
+
+
+def read_config(path: Path, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read a config file's values and its sweep, overrides applied and paths absolute; ``on_cpu`` is passed over.
+
+    Raises:
+        ConfigError: see ``load_experiments``.
+    """
+    return _read(path.absolute(), Experiment, overrides, Path.cwd())
+
+
+def experiments_of(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> list[Experiment]:
+    """One experiment per point of a config's sweep; ``path`` is named in errors."""
     if "scope" in sweep:
         raise ConfigError(
             f"{path}: sweep.scope: expected one value, as scope outside of sweep: times of layers and of whole models "

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from moe_ep_bench import cli
-from moe_ep_bench.analysis.advice import Bounds
+from moe_ep_bench.bench.question import parse_share
 from moe_ep_bench.runtime.errors import is_mistake
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.progress import progress_bar
@@ -58,7 +58,7 @@ def test_a_value_error_that_we_did_not_raise_is_no_mistake_of_the_users(
 
 def test_what_a_user_can_correct_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="expected a share") as raised:
-        Bounds(2.0, 0.5)
+        parse_share("--max-dropped", "200%")
     assert is_mistake(raised.value)
     damaged = tmp_path / "config.yaml"
     damaged.write_bytes(b"\xff\xfe\x00name")

@@ -66,8 +66,6 @@ def test_commands_parse(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert arguments[0] in THIRTEEN, arguments
         if " ".join(arguments) in {*COMMANDS, *THIRTEEN}:
             continue
-        if arguments[0] == "advise" and "--model" in arguments:
-            continue  # Until advise takes --model in place of a config.
         try:
             make_parser().parse_args(with_list_joined(arguments))
         except SystemExit:

@@ -1,85 +1,42 @@
-"""``advise``: what a results directory says one should do, in words.
+"""``advise``: a table of candidates, best first, and one sentence with the pick.
 
-Of the policies that stay within bounds on what they drop, and of replication where it was measured, the fastest that
-is faster for sure; or native, and that plainly. What is taken for sure is what the table calls ``faster``: the whole
-interval of the speedup lies beyond the noise floor. How the numbers came about stands beside them, because a model
-cannot be surer than what it leaves out.
+The pick is the fastest candidate within the bounds whose verdict is ``faster``: the whole interval of its speedup lies
+beyond the noise floor. Where there is none, native stays.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import textwrap
-from collections.abc import Callable, Sequence
+import shutil
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from moe_ep_bench.analysis.load import Run
-from moe_ep_bench.analysis.notes import extra_memory_words
+import pandas as pd
+
+from moe_ep_bench.analysis.load import Comparison, Run, check_timed, is_whole, load_run
+from moe_ep_bench.analysis.render import Column, Table, number, percentage, render, text
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
-from moe_ep_bench.analysis.sweep import (
-    Sweep,
-    Value,
-    crossings,
-    in_order,
-    key_words,
-    point_words,
-    speedups_along,
-    sweeps_along,
-    swept_keys,
-    value_words,
-)
+from moe_ep_bench.analysis.sweep import in_order
+from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole
 from moe_ep_bench.analysis.words import (
     MODEL_CAVEAT,
     OVERSUBSCRIBED,
-    count_words,
+    device_words,
     estimate_words,
-    hardware_words,
     mode_words,
     percent,
-    scale_words,
 )
-from moe_ep_bench.timing.statistics import MIN_BATCHES
+from moe_ep_bench.bench.question import Bounds
 
-_WIDTH = 110
 # Shares are sums of float32.
 _ROUNDING = 1e-6
-_KEEP_NATIVE = "keep native"
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What a policy may cost.
-
-    Attributes:
-        max_dropped: share of top-k pairs that may go uncomputed.
-        min_retained: share of the top-k's score mass that must be kept.
-
-    Raises:
-        ValueError: one of them is no share; names the option.
-    """
-
-    max_dropped: float
-    min_retained: float
-
-    def __post_init__(self) -> None:
-        for option, share in (("--max-dropped", self.max_dropped), ("--min-retained", self.min_retained)):
-            if not 0 <= share <= 1:
-                raise ValueError(f"{option}: expected a share from 0 to 1, got {share:g}")
-
-    def admit(self, result: CaseResult) -> bool:
-        assert result.fidelity is not None
-        return (
-            result.fidelity.dropped_share <= self.max_dropped + _ROUNDING
-            and result.fidelity.retained_mass >= self.min_retained - _ROUNDING
-        )
-
-    @property
-    def words(self) -> str:
-        return (
-            f"at most {100 * self.max_dropped:g} % of top-k pairs dropped and at least {100 * self.min_retained:g} % of"
-            " the top-k's score mass kept"
-        )
+_KEEP_NATIVE = "keep native: no policy within the bounds is significantly faster"
+# So many points of a sweep are named one by one.
+_MOST_NAMED = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +60,7 @@ class Answer:
     def words(self) -> str:
         if self.refusal:
             return "cannot say"
-        return _KEEP_NATIVE if self.best is None else self.best.case.label
+        return "keep native" if self.best is None else self.best.case.label
 
 
 def answer(comparison: ComparisonResult, bounds: Bounds) -> Answer:
@@ -114,111 +71,13 @@ def answer(comparison: ComparisonResult, bounds: Bounds) -> Answer:
         if result.case.policy != "topk" and result.speedup is not None and result.fidelity is not None
     ]
     candidates.sort(key=_speed, reverse=True)
-    within = [result for result in candidates if bounds.admit(result)]
-    beyond = tuple(result for result in candidates if result not in within)
-    refusal = _refusal(comparison)
-    best = next((result for result in within if result.verdict == "faster" and not refusal), None)
-    return Answer(comparison, best, tuple(result for result in within if result is not best), beyond, refusal)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What speedups are of, and what has to stand beside them.
-
-    Attributes:
-        said: once, before all answers.
-        speed: a case's speedup in words.
-        beside: lines that follow an answer's first.
-    """
-
-    said: str
-    speed: Callable[[CaseResult], str]
-    beside: Callable[[Answer], list[str]]
-
-
-LAYER = Subject(
-    said="Speedups are of one MoE layer: a whole model gains less, as scope: model shows (docs/model.md).",
-    speed=lambda result: f"speedup {estimate_words(result.speedup)}",
-    beside=lambda _: [],
-)
-
-
-def advice(run: Run, bounds: Bounds, subject: Subject = LAYER) -> str:
-    """The answers of all comparisons of a run, a few lines each, and how they change along its sweep."""
-    comparisons = in_order(analyse(run))
-    answers = [answer(comparison, bounds) for comparison in comparisons]
-    sweeps = [sweep for key in swept_keys(comparisons) for sweep in sweeps_along(key, comparisons)]
-    blocks = [
-        _wrapped(
-            [
-                f"Asked: the most speed with {bounds.words}.",
-                "Score mass is no accuracy: evaluate your model under a policy before you serve with it.",
-                subject.said,
-            ]
-        )
-    ]
-    bases = [_basis_words(run, comparison) for comparison in comparisons]
-    if len(set(bases)) == 1:
-        blocks.append(_wrapped(bases[:1]))
-    for one, basis in zip(answers, bases, strict=True):
-        lines = [basis] if len(set(bases)) > 1 else []
-        own_sweeps = [sweep for sweep in sweeps if one.comparison in sweep.comparisons]
-        lines += _lines(run, one, own_sweeps, bounds, subject)
-        blocks.append("\n".join([_title(one.comparison), *_indented(lines)]))
-    by_comparison = {id(one.comparison): one for one in answers}
-    for sweep in sweeps:
-        blocks.append(_along(sweep, [by_comparison[id(comparison)] for comparison in sweep.comparisons]))
-    if any(not case.is_ok for case in run.cases):
-        blocks.append(count_words(run))
-    return "\n\n".join(blocks)
-
-
-# ---- one comparison ----------------------------------------------------------------------------------------------
-
-
-def _title(comparison: ComparisonResult) -> str:
-    where = point_words(comparison.comparison)
-    return f"{comparison.comparison.title}{f' ({where})' if where else ''}"
-
-
-def _basis_words(run: Run, comparison: ComparisonResult) -> str:
-    facts = comparison.comparison
-    return (
-        f"How: {mode_words(run, facts)}, {hardware_words(run, facts)}, {scale_words(facts.scale)}, {facts.dtype}."
-        + (f" {MODEL_CAVEAT}" if facts.device is not None else "")
-    )
-
-
-def _refusal(comparison: ComparisonResult) -> str:
+    within = [result for result in candidates if _admits(bounds, result)]
+    refusal = OVERSUBSCRIBED if comparison.comparison.oversubscribed else ""
     if comparison.of_role("baseline") is None:
-        return "the baseline was not measured, so there are no speedups"
-    return OVERSUBSCRIBED if comparison.comparison.oversubscribed else ""
-
-
-def _lines(run: Run, one: Answer, sweeps: Sequence[Sweep], bounds: Bounds, subject: Subject) -> list[str]:
-    if one.refusal:
-        return [f"Cannot say: {one.refusal}."]
-    best, label = one.best, how_words(run, one.comparison)
-    if best is not None:
-        lines = [f"Use {best.case.label}{label}: {_speed_words(one.comparison, best, subject)}."]
-        lines += [*subject.beside(one), f"Costs: {_cost_words(best)}."]
-        lines += [_tail_words(one.comparison, best)] if _rests_on_tail(one.comparison, best) else []
-    else:
-        lines = [f"{_KEEP_NATIVE.capitalize()}{label}: {_why_native(one, bounds, subject)}.", *subject.beside(one)]
-    lines.append(_ceiling_words(one.comparison))
-    # Where native is kept, its reason has named the fastest.
-    named = [best] if best is not None else list(one.others[:1])
-    runners = [result for result in one.others if result not in named and _speed(result) > 1]
-    if runners:
-        lines.append(f"Runner-up: {_named(one.comparison, runners[0], subject)}.")
-    replications = [result for result in one.others if result.case.role == "replication"]
-    if replications and not any(result in replications for result in (*named, *runners[:1])):
-        lines.append(f"Without dropping: {_named(one.comparison, replications[0], subject)}.")
-    if best is None and one.comparison.comparison.num_batches < MIN_BATCHES:
-        changes = [f"{MIN_BATCHES} batches or more (workload.num_batches): they give intervals"]
-    else:
-        changes = _changes(one, sweeps)
-    return lines + ([f"What would change this: {'; '.join(changes)}."] if changes else [])
+        refusal = "the baseline was not measured, so there are no speedups"
+    best = next((result for result in within if result.verdict == "faster" and not refusal), None)
+    others = tuple(result for result in within if result is not best)
+    return Answer(comparison, best, others, tuple(one for one in candidates if one not in within), refusal)
 
 
 def how_words(run: Run, comparison: ComparisonResult) -> str:
@@ -228,167 +87,165 @@ def how_words(run: Run, comparison: ComparisonResult) -> str:
     return " (emulated)" if run.mode == "emulated" else ""
 
 
+def advice_of(directory: Path, bounds: Bounds, by_default: Sequence[str] = (), left_out: Sequence[str] = ()) -> str:
+    """``advice`` on a results directory.
+
+    Raises:
+        ResultsError: it cannot be read or trusted, or holds no times.
+    """
+    check_timed(directory)
+    return advice(load_run(directory, whole=is_whole(directory)), bounds, by_default, left_out)
+
+
+def advice(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out: Sequence[str] = ()) -> str:
+    """What is assumed, the table of candidates, best first, and the pick.
+
+    Args:
+        run: of layers, or of whole models, whose speedups are from end to end.
+        by_default: what the user left open, each in a few words.
+        left_out: candidates that were not tried, each with the reason.
+    """
+    models = analyse_whole(run) if run.scope == "model" else []
+    comparisons = in_order([one.comparison for one in models] or analyse(run))
+    answers = [answer(comparison, bounds) for comparison in comparisons]
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    notes = [*(f"left out: {words}" for words in left_out), *_notes(answers, bounds, models)]
+    table = render([_table(answers, bounds, models, notes)], "text", width=width)
+    return "\n\n".join([_assumed(run, comparisons, by_default), table, _pick(run, answers)])
+
+
+def _table(answers: Sequence[Answer], bounds: Bounds, models: Sequence[WholeComparison], notes: Sequence[str]) -> Table:
+    """A row for each candidate; of several comparisons each has columns of its own, side by side."""
+    whole = {each.result.case.case_id: each for one in models for each in one.results}
+    rows: dict[str, dict[str, Any]] = {}
+    for place, one in enumerate(answers):
+        for result in (*filter(None, [one.best]), *one.others, *one.beyond):
+            case, fidelity, within = result.case, result.fidelity, _admits(bounds, result)
+            assert fidelity is not None
+            row = rows.setdefault(case.label, {"label": case.label, "pays": 0, "log_speed": 0.0, "limits": {}})
+            row["pays"] += within and result.verdict == "faster"
+            row["log_speed"] += math.log(_speed(result))
+            row["memory"] = case.extra_bytes_per_rank and case.extra_bytes_per_rank / 2**30
+            if case.case_id in whole:
+                parts_ms = whole[case.case_id].parts_ms or {}
+                row["limits"][max(parts_ms, key=parts_ms.__getitem__, default="-")] = None
+                row[f"moe_{place}"] = estimate_words(whole[case.case_id].moe_speedup)
+            elif result.breakdown is not None:
+                row["limits"][result.breakdown.slowest_phase] = None
+            row[f"speedup_{place}"] = estimate_words(result.speedup)
+            row[f"verdict_{place}"] = result.verdict if within else f"({result.verdict})"
+            row[f"dropped_{place}"], row[f"kept_{place}"] = fidelity.dropped_share, fidelity.retained_mass
+    columns: list[Column] = [text("label", "policy")]
+    for place, one in enumerate(answers):
+        where = f"{_where(one.comparison.comparison)}: " if len(answers) > 1 else ""
+        columns.append(text(f"speedup_{place}", f"{where}{'end to end' if models else 'speedup'}"))
+        columns += [text(f"moe_{place}", "MoE layers")] if models else []
+        columns += [text(f"verdict_{place}", "verdict"), percentage(f"dropped_{place}", "dropped %")]
+        columns.append(percentage(f"kept_{place}", "mass kept %"))
+    columns += [number("memory", "more GiB", "{:.3g}"), text("limits", "limited by")]
+    best_first = sorted(rows.values(), key=lambda row: (row["pays"], row["log_speed"]), reverse=True)
+    frame = pd.DataFrame([row | {"limits": ", ".join(row["limits"]) or None} for row in best_first])
+    return Table(frame, columns if rows else (), notes=notes)
+
+
+def _notes(answers: Sequence[Answer], bounds: Bounds, models: Sequence[WholeComparison]) -> list[str]:
+    """What has to be known to read the table; a line each."""
+    notes = [
+        f"verdicts in brackets: out of bounds, which are at most {100 * bounds.max_dropped:g} % of top-k pairs dropped "
+        f"and at least {100 * bounds.min_retained:g} % of the top-k's score mass kept, which is no accuracy",
+        "more GiB: memory of a rank for replicas of experts, in all layers",
+    ]
+    if any(one.comparison.comparison.device is not None for one in answers):
+        notes.append(MODEL_CAVEAT)
+    for one in answers:
+        ceiling = one.comparison.of_role("ceiling")
+        if ceiling is not None and ceiling.speedup is not None:
+            where = f" at {_where(one.comparison.comparison)}" if len(answers) > 1 else ""
+            notes.append(f"perfect balance{where}: {estimate_words(ceiling.speedup)}; dropping also saves work")
+    if not models:
+        return [*notes, "speedups are of one MoE layer: a whole model gains less (scope: model)"]
+    return [
+        *notes,
+        *(f"no policy exceeds {one.most:.3f} end to end (Amdahl)" for one in models if one.most is not None),
+    ]
+
+
+def _assumed(run: Run, comparisons: Sequence[ComparisonResult], by_default: Sequence[str]) -> str:
+    """How the numbers came about, on what, and whose skew they have; one line."""
+    facts = [one.comparison for one in comparisons]
+    how = mode_words(run, facts[0])
+    on = dict.fromkeys(device_words(run, one).partition(": ")[0] for one in facts)
+    links = dict.fromkeys(one.links.partition(": ")[0] for one in facts if one.links is not None)
+    models, skews = (list(dict.fromkeys(words)) for words in ([one.model for one in facts], map(_skew, facts)))
+    if len(skews) > _MOST_NAMED:
+        skews = [skews[0], f"{len(skews) - 2} more", skews[-1]]
+    parts = [f"{how[0].upper()}{how[1:]}", " / ".join(models), *on, *links]
+    assumed = "" if facts[0].workload.recording or facts[0].workload.skew else f", assumed, not {models[0]}'s own"
+    default = f"; by default {', '.join(by_default)}" if by_default else ""
+    return f"{', '.join(parts)}; {', '.join(skews)}{assumed}{default}."
+
+
+def _skew(facts: Comparison) -> str:
+    """Whose skew a comparison has."""
+    workload = facts.workload
+    if workload.recording is not None:
+        recorded = workload.recording["model"]
+        same = _plain(recorded) in _plain(facts.model) or _plain(facts.model) in _plain(recorded)
+        return f"skew of {recorded}'s recording" + ("" if same else f", not {facts.model}'s")
+    if workload.skew is not None:
+        named = workload.skew
+        not_its = f", not {facts.model}'s own" if named["basis"] == "assumed" else ""
+        return f"{named['name']} skew ({named['basis']}: {named['source']}){not_its}"
+    if "peak_load" not in workload.targets:
+        return workload.description
+    peak_load = workload.targets["peak_load"]
+    return "unskewed traffic" if peak_load is None else f"peak load {peak_load:g}"
+
+
+def _plain(name: str) -> str:
+    """A model's name without its maker and its spelling."""
+    return "".join(filter(str.isalnum, name.rpartition("/")[2].lower()))
+
+
+def _where(facts: Comparison) -> str:
+    """A comparison's place in the sweep, or its title where there is none."""
+    if not facts.point:
+        return facts.title
+    if list(facts.point) == ["workload.peak_load"]:
+        peak_load = facts.point["workload.peak_load"]
+        return "unskewed traffic" if peak_load is None else f"peak load {peak_load:g}"
+    return ", ".join(f"{key.rpartition('.')[2].replace('_', ' ')} {value}" for key, value in facts.point.items())
+
+
+def _pick(run: Run, answers: Sequence[Answer]) -> str:
+    """One sentence: what to use, and at which traffic."""
+    parts = []
+    for words, group in itertools.groupby(answers, _pick_words):
+        places = [_where(one.comparison.comparison) for one in group]
+        if len(places) > _MOST_NAMED:
+            places = [f"{places[0]} to {places[-1]}"]
+        parts.append(f"at {' and '.join(places)} {words}")
+    return f"Pick{how_words(run, answers[0].comparison)}: {'; '.join(parts)}."
+
+
+def _pick_words(one: Answer) -> str:
+    if one.refusal:
+        return f"cannot say: {one.refusal}"
+    if one.best is None:
+        return _KEEP_NATIVE
+    fidelity, extra = one.best.fidelity, one.best.case.extra_bytes_per_rank
+    assert fidelity is not None
+    cost = f"drops {percent(fidelity.dropped_share)} % and keeps {percent(fidelity.retained_mass)} % of the score mass"
+    memory = "" if extra is None else f", {extra / 2**30:.3g} GiB more on each rank"
+    return f"use {one.best.case.label}: {estimate_words(one.best.speedup)} x native, {cost}{memory}"
+
+
+def _admits(bounds: Bounds, result: CaseResult) -> bool:
+    assert result.fidelity is not None
+    dropped, kept = result.fidelity.dropped_share, result.fidelity.retained_mass
+    return dropped <= bounds.max_dropped + _ROUNDING and kept >= bounds.min_retained - _ROUNDING
+
+
 def _speed(result: CaseResult) -> float:
     assert result.speedup is not None
     return result.speedup.median
-
-
-def _speed_words(comparison: ComparisonResult, result: CaseResult, subject: Subject) -> str:
-    return f"{subject.speed(result)}, {_sure_words(comparison, result)}"
-
-
-def _sure_words(comparison: ComparisonResult, result: CaseResult) -> str:
-    """What the interval and the noise floor allow to be said."""
-    floor, speedup = comparison.floor, result.speedup
-    assert speedup is not None
-    as_modelled = ", as far as the model goes" if comparison.comparison.device is not None else ""
-    if result.verdict in ("faster", "slower"):
-        return f"{result.verdict} for sure{as_modelled}"
-    if floor is None:
-        return "cannot say: native was not run twice, so there is no noise floor"
-    within = f"the noise floor ({floor.low:.3f} to {floor.high:.3f})"
-    if result.verdict == "no difference":
-        return f"inside {within}"
-    if not speedup.is_interval:
-        return f"cannot say: fewer than {MIN_BATCHES} batches give no interval"
-    return f"cannot say: its interval reaches into {within}"
-
-
-def _cost_words(result: CaseResult) -> str:
-    fidelity = result.fidelity
-    assert fidelity is not None
-    if result.case.role == "replication":
-        return f"{extra_memory_words(result)}; drops nothing"
-    error = "output error not measured"
-    if not math.isnan(fidelity.output_error):
-        error = f"output error {fidelity.output_error:.2g} (random weights)"
-    dropped, kept = percent(fidelity.dropped_share), percent(fidelity.retained_mass)
-    return f"drops {dropped} % of top-k pairs, keeps {kept} % of the top-k's score mass; {error}"
-
-
-def _named(comparison: ComparisonResult, result: CaseResult, subject: Subject) -> str:
-    return f"{result.case.label}, {_speed_words(comparison, result, subject)}; {_cost_words(result)}"
-
-
-def _why_native(one: Answer, bounds: Bounds, subject: Subject) -> str:
-    if one.others:
-        fastest = one.others[0]
-        return (
-            f"nothing within the bounds is faster for sure; the fastest is {_named(one.comparison, fastest, subject)}"
-        )
-    if not one.beyond:
-        return "no policy was measured"
-    nearest = min(one.beyond, key=lambda result: _excess(result, bounds))
-    return f"nothing stays within the bounds; the nearest is {_named(one.comparison, nearest, subject)}"
-
-
-def _excess(result: CaseResult, bounds: Bounds) -> float:
-    """How far a case lies beyond the bounds; a mass that is not known lies farthest."""
-    assert result.fidelity is not None
-    missing = bounds.min_retained - result.fidelity.retained_mass
-    over = result.fidelity.dropped_share - bounds.max_dropped
-    return math.inf if math.isnan(missing) else max(missing, 0.0) + max(over, 0.0)
-
-
-def _ceiling_words(comparison: ComparisonResult) -> str:
-    ceiling = comparison.of_role("ceiling")
-    if ceiling is None or ceiling.speedup is None:
-        return "Perfect balance, the ceiling of balancing, was not measured."
-    return f"Perfect balance, the ceiling of balancing (dropping also saves work): {estimate_words(ceiling.speedup)}."
-
-
-def _rests_on_tail(comparison: ComparisonResult, result: CaseResult) -> bool:
-    return result.case.looks_past_top_k and comparison.comparison.workload.tail_model is not None
-
-
-def _tail_words(comparison: ComparisonResult, result: CaseResult) -> str:
-    tail = comparison.comparison.workload.tail_model
-    return f"{result.case.label} looks at scores past the recorded top-k, which are modelled ({tail} tail)."
-
-
-# ---- what would change it ----------------------------------------------------------------------------------------
-
-
-def _changes(one: Answer, sweeps: Sequence[Sweep]) -> list[str]:
-    changes = []
-    subject = one.best or next(iter((*one.others, *one.beyond)), None)
-    if subject is not None:
-        changes += [_break_even_words(subject, sweep) for sweep in sweeps if sweep.is_numeric]
-    faster = next((result for result in one.beyond if result.verdict == "faster"), None)
-    if faster is not None and (one.best is None or _speed(faster) > _speed(one.best)):
-        fidelity = faster.fidelity
-        assert fidelity is not None
-        changes.append(
-            f"looser bounds: {faster.case.label} gives {estimate_words(faster.speedup)}, drops "
-            f"{percent(fidelity.dropped_share)} % and keeps {percent(fidelity.retained_mass)} %"
-        )
-    return changes
-
-
-def _break_even_words(subject: CaseResult, sweep: Sweep) -> str:
-    """Where along a sweep of numbers a case stops or begins to be faster than native."""
-    found = speedups_along(sweep, lambda comparison: _same_case(comparison, subject))
-    values = [float(value) for value, _ in found]
-    speedups = [speedup for _, speedup in found]
-    name, label = key_words(sweep.key), subject.case.label
-    places = [f"about {about:.3g} (between {low:g} and {high:g})" for about, low, high in crossings(values, speedups)]
-    if places:
-        return f"{name}: {label} breaks even at {' and '.join(places)}"
-    where = f"from {value_words(values[0])} to {value_words(values[-1])}"
-    if speedups[0] > 1:
-        return f"no {name} {where}: {label} stays faster than native"
-    return f"no {name} {where}: {label} stays no faster than native"
-
-
-def _same_case(comparison: ComparisonResult, subject: CaseResult) -> float | None:
-    wanted = subject.case.role, subject.family, subject.capacity_factor
-    for result in (*comparison.policies, *comparison.replications):
-        if (result.case.role, result.family, result.capacity_factor) == wanted and result.speedup is not None:
-            return result.speedup.median
-    return None
-
-
-def _along(sweep: Sweep, answers: Sequence[Answer]) -> str:
-    """How the answer changes along a sweep, equal neighbours together."""
-    others = f" (with {sweep.others})" if sweep.others else ""
-    rows = []
-    for words, group in itertools.groupby(zip(sweep.values, answers, strict=True), key=lambda pair: pair[1].words):
-        pairs = list(group)
-        speedups = [_speed(one.best) for _, one in pairs if one.best is not None]
-        rows.append((_span_words(sweep, [value for value, _ in pairs]), f"{words}{_range_words(speedups)}"))
-    width = max(len(span) for span, _ in rows)
-    return "\n".join(
-        [f"Along {key_words(sweep.key)}{others}:", *(f"  {span.ljust(width)}  {words}" for span, words in rows)]
-    )
-
-
-def _span_words(sweep: Sweep, values: Sequence[Value]) -> str:
-    words = list(map(value_words, values))
-    if sweep.is_numeric and len(words) > 1:
-        return f"{words[0]} to {words[-1]}"
-    return ", ".join(words)
-
-
-def _range_words(speedups: Sequence[float]) -> str:
-    if not speedups:
-        return ""
-    low, high = f"{min(speedups):.2f}", f"{max(speedups):.2f}"
-    return f" ({low})" if low == high else f" ({low} to {high})"
-
-
-def _wrapped(lines: Sequence[str]) -> str:
-    return "\n".join(textwrap.fill(line, _WIDTH, break_long_words=False, break_on_hyphens=False) for line in lines)
-
-
-def _indented(lines: Sequence[str]) -> list[str]:
-    return [
-        textwrap.fill(
-            line,
-            _WIDTH,
-            initial_indent="  ",
-            subsequent_indent="    ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for line in lines
-    ]

@@ -42,6 +42,8 @@ class Workload(_Described):
     description: str
     tail_model: str | None
     recording: dict[str, Any] | None = None
+    skew: dict[str, Any] | None = None  # that was named: ``workload.skews.Skew``
+    targets: dict[str, Any] = {}  # of a synthetic workload
     padding: Padding | None = None  # results of older versions do not say, and had none
 
 

@@ -109,8 +109,12 @@ def _csv_name(name: str, timed: str) -> str:
 
 def validation_text(validation: Validation) -> str:
     """Tables and notes of every comparison; the last line says how many speedups agree."""
-    tables = [table for name in validation.unsound for table in _tables(validation, name)]
-    return f"{render(tables, 'text')}\n\n{verdict_line(validation)}"
+    return f"{render(validation_tables(validation), 'text')}\n\n{verdict_line(validation)}"
+
+
+def validation_tables(validation: Validation) -> list[Table]:
+    """Of every comparison: its cases, the errors of phases, the experts alone and the laws."""
+    return [table for name in validation.unsound for table in _tables(validation, name)]
 
 
 def verdict_line(validation: Validation) -> str:

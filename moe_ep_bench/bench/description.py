@@ -49,11 +49,14 @@ def describe_timed_run(
     run_id: str,
     comparisons: Sequence[Comparison],
     before: Callable[[Comparison], object] = lambda comparison: None,
+    *,
+    survey: bool = True,
 ) -> dict[str, Any]:
     """``run.json`` of real or virtual ranks, as rank 0 writes it; every rank calls this.
 
     Args:
         before: called ahead of each layer of a comparison whose batches are all gone through on this rank.
+        survey: go through all batches for their fingerprints and figures; without it a layer's ``run.json`` has none.
 
     Raises:
         ValueError: a batch cannot meet its targets; one line, on every rank.
@@ -62,7 +65,11 @@ def describe_timed_run(
         # Of several comparisons the last would wait long for what is kept of it; a layer has one workload.
         keep = comparison.subject.name == "model" and len(comparisons) == comparison.subject.world_size == 1
         try:
-            survey_together(tuple(comparison.subject.workloads.values()), ranks, partial(before, comparison), keep=keep)
+            if survey or comparison.subject.name == "model":
+                workloads = tuple(comparison.subject.workloads.values())
+                survey_together(workloads, ranks, partial(before, comparison), keep=keep)
+            else:
+                comparison.workload.skip_survey()
         except ValueError as problem:
             raise ValueError(f"{comparison.title}: {problem}") from None
     mine = provenance.describe_rank(ranks.device, several_nodes=ranks.local_world_size < ranks.world_size)
@@ -127,7 +134,7 @@ def survey_together(
                 workloads[int(number)].take_findings(findings)
 
 
-def _fingerprint(comparison: Comparison) -> str:
+def _fingerprint(comparison: Comparison) -> str | None:
     of_layers = [workload.fingerprint() for workload in comparison.subject.workloads.values()]
     return of_layers[0] if len(of_layers) == 1 else stable_hash(of_layers)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ import torch
 from moe_ep_bench.bench.description import describe_timed_run
 from moe_ep_bench.bench.directory import check_timing, hold_comparisons, left_of, status_of
 from moe_ep_bench.bench.job import Job, ToldError, measure_each
-from moe_ep_bench.bench.plan import VIRTUAL, CaseSpec, Comparison, plan
+from moe_ep_bench.bench.plan import VIRTUAL, CaseSpec, Comparison, Plan, plan
 from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.layer.host import device_scope, free_memory
@@ -42,17 +42,34 @@ def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = 
     Raises:
         ValueError: the config or the results directory cannot be used; one line.
     """
+    return _stoppable(lambda: _emulate(plan_virtual(config, overrides), RunDirectory(out), force))
+
+
+def _stoppable(measure: Callable[[], int]) -> int:
     try:
         with stoppable():
-            return _emulate(config, RunDirectory(out), overrides, force)
+            return measure()
     except Stopped as stopped:
         return 128 + stopped.args[0]
     except ToldError:
         return USER_ERROR
 
 
-def _emulate(config: Path, directory: RunDirectory, overrides: Sequence[str], force: bool) -> int:
-    comparisons = plan(config, overrides, VIRTUAL, on_cpu=not torch.cuda.is_available())
+def plan_virtual(config: Path, overrides: Sequence[str]) -> Plan:
+    """Plan a config for this device; ValueError where it does not fit."""
+    return plan(config, overrides, VIRTUAL, on_cpu=not torch.cuda.is_available())
+
+
+def emulate_plan(comparisons: Plan, out: Path, *, force: bool = False, survey: bool = True) -> int:
+    """Measure planned comparisons; see ``emulate``.
+
+    Args:
+        survey: see ``describe_timed_run``.
+    """
+    return _stoppable(lambda: _emulate(comparisons, RunDirectory(out), force, survey))
+
+
+def _emulate(comparisons: Plan, directory: RunDirectory, force: bool, survey: bool = True) -> int:
     ranks = join(_JOIN_TIMEOUT_S)
     try:
         check_timing(directory, comparisons[0], ranks.device, force=force)
@@ -62,7 +79,7 @@ def _emulate(config: Path, directory: RunDirectory, overrides: Sequence[str], fo
                 print("moe-ep-bench: all cases were finished before; --force runs them again", file=sys.stderr)
             else:
                 run_id = stable_hash([time.time_ns()])
-                directory.write_run(describe_timed_run(ranks, run_id, comparisons))
+                directory.write_run(describe_timed_run(ranks, run_id, comparisons, survey=survey))
                 measure_each(ranks, directory, comparisons, todo, run_id, _measure)
             return status_of(directory, comparisons)
     finally:
@@ -93,7 +110,7 @@ def _measure(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Non
 def dry_run(config: Path, overrides: Sequence[str]) -> int:
     """Print the cases and how often a layer would be run; run nothing."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for comparison in plan(config, overrides, VIRTUAL, on_cpu=device.type == "cpu"):
+    for comparison in plan_virtual(config, overrides):
         print(f"{comparison.title}, {comparison.describe_workload()['description']}")
         assert comparison.links is not None
         print(f"  {comparison.links.describe()}")

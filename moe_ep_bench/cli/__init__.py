@@ -187,24 +187,34 @@ def _route(options: argparse.Namespace) -> int:
 
 
 def _advise(options: argparse.Namespace) -> int:
-    if not options.config.is_dir():
+    from moe_ep_bench.bench.question import Bounds, ask, check_reading
+
+    bounds = Bounds.of(options.max_dropped, options.max_lost_mass)
+    if options.config is not None and options.config.is_dir():
+        check_reading(options)
+        from moe_ep_bench.analysis.advice import advice_of
+
+        print(advice_of(options.config, bounds))
+        return OK
+    if options.config is not None:
         _check_config(options)
-    from moe_ep_bench.analysis.advice import Bounds
-    from moe_ep_bench.analysis.load import check_timed
-    from moe_ep_bench.analysis.whole_advice import advice_of
+    question = ask(options)
+    if options.dry_run:
+        print(question.plan)
+        return OK
+    question.check_out()
+    print(f"moe-ep-bench: {question.summary}", file=sys.stderr, flush=True)
+    from moe_ep_bench.bench.advise import model_question
 
-    bounds = Bounds(options.max_dropped, options.min_retained)
-    if not options.config.is_dir():
-        from moe_ep_bench.bench.emulate import emulate
+    status = model_question(question, force=options.force)
 
-        out = _out(options)
-        status = emulate(options.config, out, options.overrides, force=options.force)
-        return _shown(status, lambda: advice_of(out, bounds))
-    if options.out or options.overrides or options.force:
-        raise ValueError(f"{options.config}: a directory is only read; --out, --set and --force go with a config")
-    check_timed(options.config)
-    print(advice_of(options.config, bounds))
-    return OK
+    def report() -> str:
+        from moe_ep_bench.analysis.advice import advice_of
+
+        told = advice_of(question.out, bounds, question.assumed, question.left_out)
+        return f"{told}\n\nconfig: {question.config}"
+
+    return _shown(status, report)
 
 
 def _validate(options: argparse.Namespace) -> int:

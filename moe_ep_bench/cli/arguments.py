@@ -63,10 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     route = add("route", "route without timing: loads, drops, activated experts")
     _add_config(route, dry_run="print cases; route nothing")
 
-    advise = add("advise", "say which policy is fastest within bounds on what it drops")
-    _add_config(advise, config="a config, which is emulated first, or a results directory")
-    _add_float(advise, "--max-dropped", 0.10, "SHARE", "most top-k pairs dropped, 0 to 1")
-    _add_float(advise, "--min-retained", 0.95, "SHARE", "least score mass of the top-k kept, 0 to 1")
+    _add_advise(add("advise", "find the fastest policy within bounds on what it drops"))
 
     validate = add("validate", "compare emulated ranks with real ones on this machine")
     _add_config(validate, suffix="-validated")
@@ -151,6 +148,27 @@ def _add_config(
     parser.add_argument("--force", action="store_true", help="repeat finished cases")
     if dry_run:
         parser.add_argument("--dry-run", action="store_true", help=dry_run)
+
+
+def _add_advise(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", type=Path, nargs="?", metavar="CONFIG", help="a YAML file, or a results directory; or give --model"
+    )
+    parser.add_argument("--model", metavar="MODEL", help="a model of configs/models/, or a Hugging Face config.json")
+    parser.add_argument("--ep", type=int, metavar="N", help="expert-parallel ranks")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens of a batch, all ranks together")
+    parser.add_argument("--device", metavar="NAME", help="of configs/devices/ (h100-sxm)")
+    parser.add_argument("--links", metavar="NAME", help="of configs/links/ (those of the device)")
+    traffic = parser.add_argument_group("traffic (default: several peak loads)")
+    traffic.add_argument("--trace", type=Path, metavar="FILE", help="a moe-trace-v1 recording")
+    traffic.add_argument("--peak-load", type=float, metavar="X", help="load of the busiest expert over the mean")
+    bounds = parser.add_argument_group("bounds (default: 10% dropped and 5% lost mass; one alone binds alone)")
+    bounds.add_argument("--max-dropped", metavar="SHARE", help="most top-k pairs dropped, e.g. 5%%")
+    bounds.add_argument("--max-lost-mass", metavar="SHARE", help="most score mass of the top-k lost, e.g. 1%%")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="results directory (default: results/advise-...)")
+    _add_overrides(parser)
+    parser.add_argument("--force", action="store_true", help="repeat finished cases")
+    parser.add_argument("--dry-run", action="store_true", help="print candidates, traffic and time; run nothing")
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:

@@ -217,18 +217,23 @@ class SyntheticWorkload(Workload):
         }
 
     def _in_words(self, achieved: Mapping[str, Any]) -> str:
-        """The targets, each with what was achieved."""
+        """The targets, each with what was achieved where that is known."""
+
+        def reached(value: float | None, words: str = "") -> str:
+            return "" if value is None else f" ({words}{value:.3g})"
+
+        peak_load = achieved.get("peak_load")
         if self.peak_load is None:
-            words = [f"no skew asked for (peak load achieved {achieved['peak_load']:.3g})"]
+            words = [f"no skew asked for{reached(peak_load, 'peak load achieved ')}"]
         else:
-            words = [f"peak load {self.peak_load:g} (achieved {achieved['peak_load']:.3g})"]
+            words = [f"peak load {self.peak_load:g}{reached(peak_load, 'achieved ')}"]
         if self.rank_load is not None:
             num_ranks, load = self.rank_load
-            reached = achieved["rank_load"].get(str(num_ranks))
-            words.append(f"fullest of {num_ranks} ranks {load:g}" + (f" ({reached:.3g})" if reached else ""))
+            of_ranks = achieved.get("rank_load", {}).get(str(num_ranks))
+            words.append(f"fullest of {num_ranks} ranks {load:g}{reached(of_ranks)}")
         for name in ("topk_share", "entropy", "neighbour_overlap"):
             if (target := getattr(self, name)) is not None:
-                words.append(f"{name.replace('_', ' ')} {target:g} ({achieved[name]:.3g})")
+                words.append(f"{name.replace('_', ' ')} {target:g}{reached(achieved.get(name))}")
         if self.drift:
             words.append(f"drift {self.drift:g} a batch")
         if self.burst_every is not None:
@@ -327,6 +332,10 @@ class SyntheticWorkload(Workload):
         if len(self._recipes) == _RECIPES_KEPT:
             del self._recipes[next(iter(self._recipes))]
         self._recipes[index] = Recipe(bias_E, factor)
+
+    def solve(self) -> None:
+        for index in range(self.num_batches):
+            self._recipe(index)
 
     def solved(self) -> dict[str, Any]:
         return {

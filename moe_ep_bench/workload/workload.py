@@ -144,8 +144,8 @@ class Workload(ABC):
                 f"topk_share: expected a number between {least:g} (top_k / experts) and 1, got {self.topk_share:g}"
             )
 
-    def fingerprint(self) -> str:
-        """16 hex digits of the sha256 over the bytes of all batches; makes every batch once."""
+    def fingerprint(self) -> str | None:
+        """16 hex digits of the sha256 over the bytes of all batches; makes every batch once. None if not surveyed."""
         return self._survey["fingerprint"]
 
     def achieved(self) -> dict[str, object]:
@@ -155,9 +155,11 @@ class Workload(ABC):
         greatest), ``rank_load`` (the same of contiguous ranks, by their number: powers of two that divide the
         experts), ``activated_experts`` (with at least one token), ``topk_share`` of the score mass, ``entropy``
         of the scores over log E, and ``neighbour_overlap`` (experts that adjacent tokens of a sequence share;
-        None without such tokens).
+        None without such tokens). Empty if not surveyed.
         """
         batches = self._survey["batches"]
+        if not batches:
+            return {}
         peaks = [batch["peak_load"] for batch in batches]
         overlaps = [batch["neighbour_overlap"] for batch in batches if batch["neighbour_overlap"] is not None]
         return {
@@ -171,6 +173,22 @@ class Workload(ABC):
             },
             "neighbour_overlap": fmean(overlaps) if overlaps else None,
         }
+
+    def skip_survey(self) -> None:
+        """Go without ``fingerprint`` and ``achieved``, for which all batches are made once more.
+
+        Raises:
+            ValueError: a batch cannot meet its targets.
+        """
+        self.__dict__["_survey"] = {"fingerprint": None, "batches": []}
+        self.solve()
+
+    def solve(self) -> None:  # noqa: B027
+        """Solve for the targets of all batches ahead of making them; a subclass that has targets does so.
+
+        Raises:
+            ValueError: a batch cannot meet them.
+        """
 
     def keep_batches(self) -> None:
         """Keep every batch that is gone through until one rank, which has all of it, asks for it once."""

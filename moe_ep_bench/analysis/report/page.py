@@ -41,7 +41,7 @@ from moe_ep_bench.analysis.style import FORMATS, Drawing, house_style, looks_of,
 from moe_ep_bench.analysis.tables import more_tables, run_tables
 from moe_ep_bench.analysis.timing import GROUPS
 from moe_ep_bench.analysis.validation import Validation, is_validation, load_validation
-from moe_ep_bench.analysis.validation_report import validation_figure, validation_text
+from moe_ep_bench.analysis.validation_report import validation_figure, validation_tables, verdict_line
 from moe_ep_bench.analysis.whole import PASS_PARTS, analyse_whole
 from moe_ep_bench.analysis.whole_figure import WHOLE_FIGURES
 from moe_ep_bench.analysis.words import MODE_WORDS, count_words, device_words, hardware_words, mode_words
@@ -114,7 +114,6 @@ class Content:
         line: how, on what the numbers came about.
         lost: what was not measured, a line each.
         run: whose ranks' machines are known; None without times.
-        text: tables that are there as text alone.
     """
 
     title: str
@@ -124,7 +123,6 @@ class Content:
     source: Provenance
     lost: Sequence[str] = ()
     run: Run | None = None
-    text: str = ""
 
 
 def write_report(directory: Path, out: Path | None = None) -> tuple[Path, list[str]]:
@@ -287,14 +285,14 @@ def _of_route(run: RouteRun) -> Content:
 
 
 def _of_validation(validation: Validation) -> Content:
-    facts = [check.real.comparison for check in validation.comparisons]
+    facts = [validation.real.comparisons[name] for name in validation.unsound]
     figure = validation_figure(validation)
     source = read_provenance(validation.files.real, max(one.world_size for one in facts))
     return Content(
         title=f"Emulated against measured: {_title([one.title for one in facts], [one.model for one in facts])}",
-        line=f"Emulated on one device, and measured: {_listed([hardware_words(validation.real, o) for o in facts])}.",
-        tables=[],
-        text=validation_text(validation),
+        line=f"Emulated on one device, and measured: {_listed([hardware_words(validation.real, o) for o in facts])}. "
+        f"{verdict_line(validation)}.",
+        tables=validation_tables(validation),
         drawings=[] if figure is None else [("validation", figure)],
         source=replace(source, name=validation.files.root.resolve().name, mode="validate"),
         run=validation.real,

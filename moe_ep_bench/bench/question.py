@@ -1,0 +1,369 @@
+"""Turn what ``advise`` is asked into a config of modelled emulation: whose layer, which traffic, which candidates.
+
+Needs no torch: mistakes are found, and the plan is printed, before it is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig, experiments_of, read_config
+from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.files import check_folder, stable_hash
+from moe_ep_bench.models import ModelSpec, load_model
+from moe_ep_bench.policies import POLICIES
+from moe_ep_bench.workload import open_trace
+
+# Those of a question that names none.
+MAX_DROPPED, MAX_LOST_MASS = 0.10, 0.05
+PEAK_LOADS = (1.2, 2.0, 4.0)
+DEVICE = "h100-sxm"
+# Inside a node of 8 ranks, and beyond it.
+_LINKS = {"a100-sxm-80gb": ("a100-nvlink3", "a100-nvlink3-hdr"), "h20": ("h20-nvlink4", "h20-nvlink4-ndr")}
+_H100_LINKS = ("h100-nvlink4", "h100-nvlink4-ndr")
+_NODE = 8
+# With fewer batches there are no intervals (``timing.statistics.MIN_BATCHES``).
+_BATCHES = 10
+_SEQUENCE_LENGTH = 128
+# Score mass of the top-k, where a recording has scores that are normalised over it.
+_TOPK_SHARE = 0.7
+# Of a token, expert, case and batch, and what comes on top: measured on one core (Xeon, 2.1 GHz).
+_SECONDS, _START_SECONDS = 3.5e-8, 10
+# Native, native again, EPLB and the ceiling.
+_OTHER_CASES = 4
+# Keys of a config that do not enter the question, or that modelled emulation reads only to refuse them.
+_UNREAD = (
+    *("policies", "measure", "claims", "claims_device", "layer.dispatcher", "layer.cuda_graph"),
+    *("emulate.replication", "emulate.chunk_tokens"),
+)
+# Options that stand in place of a config.
+_OF_MODEL = ("model", "ep", "tokens", "trace", "peak_load")
+CONFIG_NAME = "advise.yaml"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a policy may cost.
+
+    Attributes:
+        max_dropped: share of top-k pairs that may go uncomputed.
+        min_retained: share of the top-k's score mass that must be kept.
+    """
+
+    max_dropped: float
+    min_retained: float
+
+    @staticmethod
+    def of(max_dropped: str | None, max_lost_mass: str | None) -> Bounds:
+        """Read the options; where one alone is given, the other does not bind.
+
+        Raises:
+            ValueError: one of them is no share; names the option.
+        """
+        if max_dropped is None and max_lost_mass is None:
+            return Bounds(MAX_DROPPED, 1 - MAX_LOST_MASS)
+        dropped = 1.0 if max_dropped is None else parse_share("--max-dropped", max_dropped)
+        return Bounds(dropped, 0.0 if max_lost_mass is None else 1 - parse_share("--max-lost-mass", max_lost_mass))
+
+
+def parse_share(option: str, text: str) -> float:
+    """Read ``5%`` or ``0.05``.
+
+    Raises:
+        ValueError: it is no share; names the option.
+    """
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise ValueError(f"{option}: expected a share such as 5% or 0.05, 0 to 1; got {text}")
+    return share
+
+
+@dataclass(frozen=True)
+class Question:
+    """A config of modelled emulation, and what is said beside it.
+
+    Attributes:
+        text: of the config file.
+        experiments: its points.
+        assumed: what was given by default, each in a few words.
+        left_out: candidates that the workload does not allow, each with the reason.
+    """
+
+    text: str
+    experiments: tuple[Experiment, ...]
+    assumed: tuple[str, ...]
+    left_out: tuple[str, ...]
+    out: Path
+
+    @property
+    def config(self) -> Path:
+        """Where the config is written."""
+        return self.out / CONFIG_NAME
+
+    @property
+    def seconds(self) -> float:
+        """About how long modelling takes."""
+        found = float(_START_SECONDS)
+        for one in self.experiments:
+            model, num_ranks = one.model.spec(), one.layer.ep_size or _NODE
+            layers = model.num_moe_layers if one.scope == "model" else 1
+            scores = one.workload.total_tokens(num_ranks) * model.num_experts * one.workload.num_batches * layers
+            found += _SECONDS * scores * (len(one.make_policies()) + _OTHER_CASES)
+        return found
+
+    @property
+    def summary(self) -> str:
+        """What will be modelled, and in about what time; one line."""
+        first, num_points = self.experiments[0], len(self.experiments)
+        time = f"{self.seconds / 60:.0f} min" if self.seconds >= 120 else f"{self.seconds:.0f} s"
+        points = f" x {num_points} points" if num_points > 1 else ""
+        num_candidates = len(first.make_policies()) + len(first.emulate.replication)
+        return (
+            f"{first.model.spec().name}, {num_candidates} candidates x {first.workload.num_batches} batches{points}, "
+            f"modelled on {first.emulate.device} and {first.emulate.links}: about {time}, a minute more the first time"
+        )
+
+    @property
+    def plan(self) -> str:
+        """The summary, the points, the candidates and where the config would be written."""
+        first = self.experiments[0]
+        labels = [policy.label for policy in first.make_policies()] + ["EPLB, 1 spare per rank"] * bool(
+            first.emulate.replication
+        )
+        points = [", ".join(f"{key}={value}" for key, value in one.point) for one in self.experiments]
+        lines = [*(f"by default: {words}" for words in self.assumed), *(f"at {point}" for point in points if point)]
+        lines += [*(f"candidate: {label}" for label in labels), *(f"left out: {words}" for words in self.left_out)]
+        return "\n".join([self.summary, *lines, f"config: {self.config} (not written)"])
+
+    def check_out(self) -> None:
+        """Refuse a directory with results of another question.
+
+        Raises:
+            ValueError: one line that names the directory.
+        """
+        check_folder(self.out, "--out")
+        if (self.out / "run.json").exists() and not (self.config.exists() and self.config.read_text() == self.text):
+            raise ValueError(f"--out {self.out}: holds results of another question; expected another directory")
+
+
+def check_reading(options: argparse.Namespace) -> None:
+    """Refuse what goes with a question, where results are there to be read.
+
+    Raises:
+        ValueError: one line that names the option.
+    """
+    for option in (*_OF_MODEL, "device", "links", "out", "overrides", "force", "dry_run"):
+        if getattr(options, option):
+            name = "set" if option == "overrides" else option.replace("_", "-")
+            raise ValueError(f"--{name}: expected none with {options.config}: a results directory is only read")
+
+
+def ask(options: argparse.Namespace) -> Question:
+    """Read the options of ``advise``: a config, or ``--model`` with what goes with it.
+
+    Raises:
+        ValueError: one line: the option or the key, the value, what is allowed.
+    """
+    if options.config is None:
+        where = Path(CONFIG_NAME)
+        raw, sweep, assumed = _of_flags(options)
+    else:
+        where, assumed = options.config, []
+        raw, sweep = _of_config(options)
+    raw["emulate"] = _with_links(raw, sweep, options, assumed)
+    raw["policies"] = [{"name": "topk"}]  # Any will do to find what the workloads are.
+    experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
+    raw["policies"], spare, left_out = candidates(experiments)
+    raw["emulate"]["replication"] = spare
+    text = yaml.safe_dump({**raw, **({"sweep": sweep} if sweep else {})}, sort_keys=False)
+    experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
+    name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
+    out = options.out or Path("results", name)
+    return Question(text, tuple(experiments), tuple(assumed), tuple(left_out), out)
+
+
+def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """A config's values, its sweep, and what was assumed."""
+    if options.model is None:
+        raise ValueError("advise: expected a config, a results directory or --model; got none")
+    if options.overrides:
+        raise ValueError(f"--set {options.overrides[0]}: goes with a config; expected the options of --model")
+    with _named("--model"):
+        model = load_model(options.model)
+    for option, value in (("ep", options.ep), ("tokens", options.tokens)):
+        if value is None:
+            raise ValueError(f"--{option}: expected a number beside --model; got none")
+    if options.ep < 1 or model.num_experts % options.ep:
+        raise ValueError(
+            f"--ep: expected a divisor of the {model.num_experts} experts of {model.name}, got {options.ep}"
+        )
+    if options.tokens < options.ep:
+        raise ValueError(f"--tokens: expected at least one for each of the {options.ep} ranks, got {options.tokens}")
+    if options.trace is not None and options.peak_load is not None:
+        raise ValueError(
+            f"--peak-load: expected none beside --trace, which has its own skew; got {options.peak_load:g}"
+        )
+    is_preset = options.model in ModelSpec.names()
+    model_keys = {"preset": options.model} if is_preset else {"hf_config": str(Path(options.model).absolute())}
+    workload: dict[str, Any] = {"num_tokens": options.tokens, "num_batches": _BATCHES, "seed": 1}
+    sweep: dict[str, Any] = {}
+    if options.trace is not None:
+        recorded, assumed = _recorded(options.trace, model)
+        workload |= recorded
+    else:
+        length, most = min(_SEQUENCE_LENGTH, options.tokens // options.ep), model.num_experts / model.top_k
+        if options.peak_load is not None and not 1 <= options.peak_load <= most:
+            raise ValueError(f"--peak-load: expected 1 to {most:g} (experts / top-k), got {options.peak_load:g}")
+        workload |= {"kind": "synthetic", "sequence_length": length}
+        assumed = [f"prompts of {length} tokens"]
+        if options.peak_load is not None:
+            workload["peak_load"] = options.peak_load
+        else:
+            sweep["workload.peak_load"] = peak_loads(model, options.tokens)
+    raw = {"name": "advise", "model": model_keys, "workload": workload}
+    return {**raw, "layer": {"dtype": "bfloat16", "ep_size": options.ep}}, sweep, assumed
+
+
+def peak_loads(model: ModelSpec, num_tokens: int) -> list[float | None]:
+    """Peak loads to show where none is known, as far as such a batch can have them; else no skew but chance's.
+
+    Chance alone gives an expert's load a peak; Bernstein's inequality bounds it.
+    """
+    mean = num_tokens * model.top_k / model.num_experts
+    surprise = math.log(1000 * model.num_experts)
+    least = 1 + math.sqrt(2 * surprise / mean) + 2 * surprise / (3 * mean)
+    found = [load for load in PEAK_LOADS if least <= load <= model.num_experts / model.top_k]
+    return [*([None] if len(found) < len(PEAK_LOADS) else []), *found]
+
+
+def _recorded(path: Path, model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
+    """The workload of a recording, in its middle layer."""
+    with _named("--trace"):
+        trace = open_trace(path)
+    if (trace.num_experts, trace.top_k) != (model.num_experts, model.top_k):
+        raise ValueError(
+            f"--trace {path}: expected a recording of {model.num_experts} experts, top-{model.top_k}, as {model.name} "
+            f"has them; got {trace.num_experts}, top-{trace.top_k} ({trace.metadata['model']})"
+        )
+    layer = trace.num_layers // 2
+    found = {
+        "kind": "recorded",
+        "trace": str(Path(path).absolute()),
+        "layer": layer,
+        "arrangement": "decode" if trace.metadata["phase"] == "decode" else "sequences",
+        "tail": "recorded" if trace.has_full_scores else "popularity",
+    }
+    assumed = [f"recorded layer {layer} of {trace.num_layers}"]
+    if trace.scores_are_normalised:
+        found["topk_share"] = _TOPK_SHARE
+        assumed.append(f"top-k score mass {_TOPK_SHARE:g}")
+    return found, assumed
+
+
+def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A config's values and its sweep, without what does not enter the question."""
+    for option in _OF_MODEL:
+        if getattr(options, option) is not None:
+            name = option.replace("_", "-")
+            raise ValueError(f"--{name}: expected none with a config; --set KEY=VALUE changes it")
+    raw, sweep = read_config(options.config, options.overrides)
+    for key in _UNREAD:
+        section, _, name = key.rpartition(".")
+        (raw.get(section) or {} if section else raw).pop(name, None)
+    sweep = {key: values for key, values in sweep.items() if not key.startswith(_UNREAD)}
+    raw["workload"]["num_batches"] = max(raw["workload"].get("num_batches", _BATCHES), _BATCHES)
+    return raw, sweep
+
+
+def _with_links(
+    raw: dict[str, Any], sweep: dict[str, Any], options: argparse.Namespace, assumed: list[str]
+) -> dict[str, Any]:
+    """The config's section ``emulate`` with a device and links, those of an H100 by default."""
+    found = dict(raw.get("emulate") or {})
+    for key, given, kind in (("device", options.device, Device), ("links", options.links, Links)):
+        if given is not None:
+            with _named(f"--{key}"):
+                kind.load(given)
+            found[key] = str(Path(given).absolute()) if given.endswith(".yaml") else given
+            sweep.pop(f"emulate.{key}", None)
+    devices = [device for device in sweep.pop("emulate.device", []) if device != MEASURED]
+    if devices:
+        sweep["emulate.device"] = devices
+    elif found.get("device", MEASURED) == MEASURED:
+        found["device"] = DEVICE
+        assumed.append(f"device {DEVICE}")
+    if found.get("links") is None and "emulate.links" not in sweep:
+        sizes = [*sweep.get("layer.ep_size", []), (raw.get("layer") or {}).get("ep_size")]
+        beyond_node = max(size or _NODE for size in sizes) > _NODE
+        found["links"] = _LINKS.get(found.get("device", DEVICE), _H100_LINKS)[beyond_node]
+        assumed.append(f"links {found['links']}")
+    return found
+
+
+def candidates(experiments: Sequence[Experiment]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
+    """Policies of the four papers at their usual settings, spare slots for EPLB, and what the workload rules out.
+
+    Settings in experts are those of the papers' models, scaled to this one's experts and top-k. Rules that a paper only
+    compares with (``pruned``, ``expert_drop``, ``load_only``) are no candidates.
+    """
+    model = experiments[0].model.spec()
+    num_experts, top_k = model.num_experts, model.top_k
+    policies = [
+        {"name": "token_drop", "capacity_factor": [1.0, 1.5, 2.0]},
+        {"name": "token_drop", "capacity_factor": 1.0, "granularity": "device"},
+        {"name": "expanded_drop", "capacity_factor": [1.0, 1.5, 2.0]},
+        {"name": "oea", "k0": sorted({-(-3 * top_k // 8), -(-5 * top_k // 8)})},
+        {"name": "laser", "eps_high": 0.6, "t_fix": 0.3, "c": min(2 * top_k, num_experts)},
+        {"name": "xshare", "k0": 1, "budget": [max(1, num_experts // 8), max(1, num_experts // 4)]},
+        {"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": max(1, num_experts // 32)},
+        {"name": "xshare", "k0": 1, "scope": "request", "request_budget": max(1, num_experts // 32)},
+    ]
+    workloads = [one.workload for one in experiments]
+    kept, left_out = [], []
+    for entry in policies:
+        words = " ".join(str(value) for key, value in entry.items() if key in ("name", "scope"))
+        if POLICIES[entry["name"]].looks_past_top_k and any(
+            isinstance(one, RecordedConfig) and one.tail != "recorded" for one in workloads
+        ):
+            left_out.append(f"{words}: looks past the top-k, of which the recording has no scores")
+        elif entry.get("scope") == "request" and any(_request_tokens(one) == 1 for one in workloads):
+            left_out.append(f"{words}: decides for a request's tokens, of which a step has one")
+        else:
+            kept.append(entry)
+    spare = [{"spare_per_rank": 1}]
+    if any(one.scope == "model" for one in experiments):
+        left_out.append("EPLB: experts of whole models are not replicated")
+        spare = []
+    elif any(one.layer.ep_size == 1 for one in experiments):
+        left_out.append("EPLB: one rank holds all experts")
+        spare = []
+    return kept, spare, left_out
+
+
+def _request_tokens(workload: SyntheticConfig | RecordedConfig) -> int | None:
+    """Tokens of a request in a batch; None = whole sequences, as recorded."""
+    if isinstance(workload, SyntheticConfig):
+        return workload.sequence_length
+    return workload.tokens_per_request if workload.arrangement == "decode" else None
+
+
+@contextlib.contextmanager
+def _named(option: str) -> Iterator[None]:
+    """Name the option that a ValueError in the block is about."""
+    try:
+        yield
+    except ValueError as problem:
+        raise ValueError(f"{option}: {problem}") from None

@@ -12,12 +12,13 @@ from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 from results_builder import FakeComparison, standard_cases, write_run
 
-from moe_ep_bench.analysis.bars import phases_figure
-from moe_ep_bench.analysis.latency import latency_figure
-from moe_ep_bench.analysis.lines import speedup_figure
+from moe_ep_bench.analysis.figures.bars import phases_figure
+from moe_ep_bench.analysis.figures.latency import latency_figure
+from moe_ep_bench.analysis.figures.lines import speedup_figure
+from moe_ep_bench.analysis.figures.pareto import pareto_figure
+from moe_ep_bench.analysis.figures.timeline import timeline_figure
 from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.origins import mark_look
-from moe_ep_bench.analysis.pareto import pareto_figure
 from moe_ep_bench.analysis.sizes import MIN_POINTS
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse, family_labels
 from moe_ep_bench.analysis.style import (
@@ -29,7 +30,6 @@ from moe_ep_bench.analysis.style import (
     save,
     settle_layout,
 )
-from moe_ep_bench.analysis.timeline import timeline_figure
 from moe_ep_bench.analysis.timing import GROUPS
 from moe_ep_bench.policies import POLICIES
 from moe_ep_bench.schema import LAYER_PHASES, UNACCOUNTED

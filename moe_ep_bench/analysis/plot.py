@@ -14,12 +14,12 @@ from typing import TypeVar
 
 from moe_ep_bench.analysis.choice import Choice, IterationChoice
 from moe_ep_bench.analysis.figures import FIGURES, draw_figures
+from moe_ep_bench.analysis.figures.whole import OF_SOME_SWEEPS, WHOLE_FIGURES, draw_whole_figures
 from moe_ep_bench.analysis.gather import Gathered, gather
 from moe_ep_bench.analysis.load import is_quality, is_route, is_whole
 from moe_ep_bench.analysis.sizes import SIZES
 from moe_ep_bench.analysis.style import FORMATS
 from moe_ep_bench.analysis.validation import is_validation
-from moe_ep_bench.analysis.whole_figure import OF_SOME_SWEEPS, WHOLE_FIGURES, draw_whole_figures
 from moe_ep_bench.files import check_folder
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 

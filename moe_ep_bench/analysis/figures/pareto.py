@@ -17,10 +17,10 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from moe_ep_bench.analysis.figures.panels import in_panels, label_outer, lay_out
 from moe_ep_bench.analysis.labels import PointLabel, label_points
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.marks import cost_values, floor_row, mark, speedup_values, table
-from moe_ep_bench.analysis.panels import in_panels, label_outer, lay_out
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL, Drawing, Legend, Look, sheet
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED, footer_lines, interval_words

@@ -10,9 +10,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from moe_ep_bench.analysis.figures.panels import in_panels, label_outer, lay_out, one_scale
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.marks import cost_values, mark, table
-from moe_ep_bench.analysis.panels import in_panels, label_outer, lay_out, one_scale
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.style import (
     INK,

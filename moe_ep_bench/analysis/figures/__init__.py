@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import TypeVar
 
 from moe_ep_bench.analysis.activated import activated_figure
-from moe_ep_bench.analysis.bars import load_figure, phases_figure
 from moe_ep_bench.analysis.choice import Choice
+from moe_ep_bench.analysis.figures.bars import load_figure, phases_figure
+from moe_ep_bench.analysis.figures.latency import latency_figure
+from moe_ep_bench.analysis.figures.lines import dropped_figure, speedup_figure
+from moe_ep_bench.analysis.figures.maps import map_figure, sweep_figure
+from moe_ep_bench.analysis.figures.pareto import pareto_figure
+from moe_ep_bench.analysis.figures.scaling import scaling_figure
+from moe_ep_bench.analysis.figures.timeline import timeline_figure
 from moe_ep_bench.analysis.graphs import graphs_figure
-from moe_ep_bench.analysis.latency import latency_figure
-from moe_ep_bench.analysis.lines import dropped_figure, speedup_figure
 from moe_ep_bench.analysis.load import Run
-from moe_ep_bench.analysis.maps import map_figure, sweep_figure
 from moe_ep_bench.analysis.marks import write_rows
-from moe_ep_bench.analysis.pareto import pareto_figure
-from moe_ep_bench.analysis.scaling import scaling_figure
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse, family_labels
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, Drawing, Look, house_style, looks_of, save
-from moe_ep_bench.analysis.timeline import timeline_figure
 
 _Rows = TypeVar("_Rows")
 

@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from moe_ep_bench.analysis.figures.panels import in_panels, label_outer, lay_out, one_scale
+from moe_ep_bench.analysis.figures.policy_axis import PolicyAxis, marks
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.marks import cost_values, floor_row, mark, speedup_values, table
-from moe_ep_bench.analysis.panels import in_panels, label_outer, lay_out, one_scale
-from moe_ep_bench.analysis.policy_axis import PolicyAxis, marks
 from moe_ep_bench.analysis.sizes import current_size
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.style import (

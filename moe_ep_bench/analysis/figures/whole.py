@@ -18,13 +18,13 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from moe_ep_bench.analysis.bars import bar_label, name_label
 from moe_ep_bench.analysis.figures import draw_named
+from moe_ep_bench.analysis.figures.bars import bar_label, name_label
+from moe_ep_bench.analysis.figures.panels import in_panels
+from moe_ep_bench.analysis.figures.policy_axis import marks
 from moe_ep_bench.analysis.graphs import graphs_figure
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.marks import cost_values, floor_row, mark, reference, speedup_values, table
-from moe_ep_bench.analysis.panels import in_panels
-from moe_ep_bench.analysis.policy_axis import marks
 from moe_ep_bench.analysis.sizes import current_size
 from moe_ep_bench.analysis.speedups import ComparisonResult, family_labels
 from moe_ep_bench.analysis.style import (

@@ -28,13 +28,23 @@ from moe_ep_bench.analysis.quality_orderings import (
     title_of,
 )
 from moe_ep_bench.analysis.quality_report import JudgedComparison
-from moe_ep_bench.analysis.sizes import MIN_POINTS, current_size, wrap
-from moe_ep_bench.analysis.style import GAMMA, MUTED, NOISE_FILL, RULE, STYLE, Drawing, panel_title, sheet
+from moe_ep_bench.analysis.style import (
+    FONT_SIZES,
+    GAMMA,
+    MUTED,
+    NOISE_FILL,
+    RULE,
+    Drawing,
+    is_narrow,
+    panel_title,
+    sheet,
+    wrap,
+)
 
 # Inches.
 _WIDTH, _ROW, _LINE, _EXTRA = 11.0, 0.24, 0.16, 0.9
 _LABEL, _STACKED_LABEL = 4.8, 1.1
-_POINTS = float(STYLE["ytick.labelsize"])
+_POINTS = float(FONT_SIZES["ytick.labelsize"])
 _LOOKS: dict[str, dict[str, Any]] = {
     "holds": {"color": "#009E73", "marker": "o"},
     "does not hold": {"color": "#D55E00", "marker": "X"},
@@ -69,7 +79,7 @@ def orderings_figure(comparisons: Sequence[JudgedComparison]) -> Drawing | None:
     figure = sheet(
         "Which of the papers' orderings hold",
         "What the second of a row costs more than the first, in halves of its 95 % interval"
-        + ("" if current_size().is_stacked else "; on the right in nats per token, or in what the row speaks of"),
+        + ("" if is_narrow() else "; on the right in nats per token, or in what the row speaks of"),
         [
             f"Intervals: Student's t {over} (of loads: over batches). Costs are of this model on this text; routing is "
             "that of virtual ranks, and nothing was timed. A to B: read off between these two, at as many activated "
@@ -95,7 +105,7 @@ def _panel(axes: Axes, several: Sequence[Several]) -> None:
             ones = [in_halves(replace(each, half=found.half)) for each in one.each.values()]
             axes.plot(ones, [row] * len(ones), **_OF_ONE)
         axes.plot(in_halves(found), row, linestyle="none", **_LOOKS[found.verdict])
-        if not current_size().is_stacked:
+        if not is_narrow():
             number = f"{found.more:+.4f} \N{PLUS-MINUS SIGN} {found.half:.4f}".replace("-", "\N{MINUS SIGN}")
             axes.text(1.01, row, number, transform=axes.get_yaxis_transform(), va="center", fontsize=8, color=MUTED)
     groups = [len(list(pairs)) for _, pairs in itertools.groupby(several, lambda one: one.overall.ordering)]
@@ -130,7 +140,7 @@ def _label(found: Found) -> str:
         label = f"fullest expert: {label}"
     elif ordering.at_equal == "dropped":
         label = f"per pair dropped: {label}"
-    return wrap(label, *((_STACKED_LABEL, MIN_POINTS) if current_size().is_stacked else (_LABEL, _POINTS)))
+    return wrap(label, *((_STACKED_LABEL, 6.5) if is_narrow() else (_LABEL, _POINTS)))
 
 
 def _rows(panels: Sequence[tuple[Sequence[JudgedComparison], Sequence[Several]]]) -> pd.DataFrame:

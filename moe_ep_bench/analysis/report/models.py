@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from moe_ep_bench.analysis.figures.whole import WHOLE_FIGURES
+from moe_ep_bench.analysis.figures import WHOLE_FIGURES
 from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.report.answer import answer_of, answer_of_all, speed_and_cost
 from moe_ep_bench.analysis.report.captions import subtitle_of, title_of

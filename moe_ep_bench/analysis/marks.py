@@ -34,27 +34,30 @@ def origin(run: Run, facts: Comparison) -> str:
     return {"run": "measured", "emulated": "emulated", "route": "routed"}[run.mode]
 
 
-def cases(run: Run, comparisons: Sequence[ComparisonResult]) -> pd.DataFrame:
+def cases(run: Run, comparisons: Sequence[ComparisonResult], *, failed: bool = False) -> pd.DataFrame:
     """A row per measured case, in reading order; after those of a comparison its noise floor, of role ``noise``.
 
-    Columns: those of the CSV (what the case is, ``SPEEDUP``, ``COST``, ``verdict``, ``layer_time_us``, where the
-    numbers come from), and for drawing: ``place`` (of its comparison), ``family``, ``is_interval``, ``result``. Rows
-    of noise floors have neither a family nor a result.
+    Columns: those of the CSV (what the case is, ``SPEEDUP``, ``COST``, ``verdict``, ``status``, ``layer_time_us``,
+    where the numbers come from), and for drawing: ``place`` (of its comparison), ``family``, ``is_interval``,
+    ``result``. Rows of noise floors have neither a status, a family nor a result.
+
+    Args:
+        failed: also a row, without numbers, per case that was not measured.
     """
     rows = []
     for place, comparison in enumerate(comparisons):
         for result in comparison.results:
-            if result.case.is_ok:
-                about = {"place": place, "family": result.family, "result": result, "verdict": result.verdict}
+            if result.case.is_ok or failed:
+                about = {"place": place, "family": result.family, "result": result}
+                about |= {"verdict": result.verdict, "status": result.case.status}
                 about["is_interval"] = result.speedup is not None and result.speedup.is_interval
                 about["layer_time_us"] = None if result.layer is None else 1e3 * result.layer.median_ms
                 values = {**speedup_values(result.speedup), **cost_values(result)}
                 rows.append(mark(run, comparison, result, **values, **about))
         rows += floor_row(run, comparison, place=place)
-    columns = [*_CASE, *SPEEDUP, *COST, "verdict", "layer_time_us", *_LAST, "place", "family", "is_interval", "result"]
-    return pd.DataFrame(rows, columns=columns).astype(
-        {name: float for name in ("capacity_factor", *SPEEDUP[:3], *COST)}
-    )
+    about = ("verdict", "status", "layer_time_us", *_LAST, "place", "family", "is_interval", "result")
+    numbers = dict.fromkeys(("capacity_factor", *SPEEDUP[:3], *COST, "layer_time_us"), float)
+    return pd.DataFrame(rows, columns=[*_CASE, *SPEEDUP, *COST, *about]).astype(numbers)
 
 
 def as_csv(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:

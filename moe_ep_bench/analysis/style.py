@@ -295,7 +295,7 @@ def sheet(title: str, subtitle: str, footer: Sequence[str], legend: Legend, *, w
 
     below_title = _MARGIN + 0.06 * scale + _height(title, title_points)
     below_subtitle = below_title + 0.08 * scale + _height(subtitle, points)
-    header = below_subtitle + 1.5 * _LEADING * legend_points * rows + 0.08
+    header = below_subtitle + 1.55 / 72 * legend_points * rows + 0.1
     foot = _MARGIN + _height(footer_text, small) + 0.08
     height = header + body + foot
 

@@ -32,7 +32,7 @@ from moe_ep_bench.analysis.figures.panels import (
     warnings_of,
 )
 from moe_ep_bench.analysis.load import Comparison, Run
-from moe_ep_bench.analysis.marks import COST, SPEEDUP, as_csv, cases, cost_values, mark, speedup_values
+from moe_ep_bench.analysis.marks import COST, SPEEDUP, as_csv, cases
 from moe_ep_bench.analysis.speedups import ComparisonResult
 from moe_ep_bench.analysis.style import (
     CEILING_LINE,
@@ -163,25 +163,18 @@ def _panels(run: Run, comparisons: list[ComparisonResult]) -> list[_Panel]:
     keys = swept_keys(comparisons)
     panels = []
     for sweep in sweeps_along(keys[0], comparisons) if keys else []:
-        rows = cases(run, sweep.comparisons).assign(status="ok")
+        rows = cases(run, sweep.comparisons, failed=True)
         known = rows[(rows["role"] == "policy") & rows["speedup"].notna() & rows["capacity_factor"].notna()]
         for family, own in known.groupby("family", sort=False):
             factors = sorted(own["capacity_factor"].unique())
             if len(factors) > 1:
-                panels.append(_panel(run, sweep, str(family), factors, rows))
+                panels.append(_panel(sweep, str(family), factors, rows))
     return panels
 
 
-def _panel(run: Run, sweep: Sweep, family: str, factors: list[float], rows: pd.DataFrame) -> _Panel:
+def _panel(sweep: Sweep, family: str, factors: list[float], rows: pd.DataFrame) -> _Panel:
     """The rows of a family: its factors, perfect balance and replications value by value, then the noise floor."""
-    failed = [
-        mark(run, one, result, **speedup_values(None), **cost_values(result), place=place, family=family, result=result)
-        | {"status": result.case.status}
-        for place, one in enumerate(sweep.comparisons)
-        for result in one.results
-        if not result.case.is_ok and result.family == family and result.capacity_factor in factors
-    ]
-    rows = pd.concat([rows, pd.DataFrame(failed)], ignore_index=True) if failed else rows
+    rows = rows[(rows["status"] == "ok") | (rows["role"] == "policy") | rows["result"].isna()]
     line = rows["capacity_factor"].where(rows["family"] == family).astype(object)
     line = line.mask(rows["role"] == "ceiling", _BALANCE).mask(rows["role"] == "replication", rows["policy"])
     labels = list(dict.fromkeys(rows.loc[rows["role"] == "replication", "policy"]))
@@ -193,9 +186,8 @@ def _panel(run: Run, sweep: Sweep, family: str, factors: list[float], rows: pd.D
     )
     rows = rows[rows["line"].isin(list(order)) | rows["result"].isna()]
     rows = rows.iloc[np.lexsort((rows["line"].map(order).fillna(len(order)), rows["at"]))]
-    rows["verdict"] = rows["verdict"].where(rows["speedup"].notna())
-    rows["status"] = rows["status"].where(rows["result"].notna())
-    return _Panel(family, sweep, rows, factors, references)
+    verdicts = rows["verdict"].where(rows["speedup"].notna())
+    return _Panel(family, sweep, rows.assign(verdict=verdicts), factors, references)
 
 
 def _csv(rows: pd.DataFrame) -> pd.DataFrame:

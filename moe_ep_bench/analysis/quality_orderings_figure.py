@@ -35,6 +35,7 @@ from moe_ep_bench.analysis.style import (
     NOISE_FILL,
     RULE,
     Drawing,
+    fit_label,
     is_narrow,
     panel_title,
     sheet,
@@ -122,7 +123,7 @@ def _panel(axes: Axes, several: Sequence[Several]) -> None:
     axes.set_xticks([tick for tick in _TICKS if low <= tick <= high])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("what the second costs more, in halves of its 95 % interval")
+    axes.set_xlabel(fit_label("what the second costs more, in halves of its 95 % interval", 6.0))
 
 
 def in_halves(found: Found) -> float:

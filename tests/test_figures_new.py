@@ -11,13 +11,13 @@ import pytest
 from results_builder import FAST_RANK, FakeCase, FakeComparison, standard_cases, write_run
 
 from moe_ep_bench.analysis.choice import Choice, IterationChoice, choose
-from moe_ep_bench.analysis.latency import latency_figure, layer_by_rank_us, work_by_rank_us
+from moe_ep_bench.analysis.figures.latency import latency_figure, layer_by_rank_us, work_by_rank_us
+from moe_ep_bench.analysis.figures.pareto import front, pareto_figure
+from moe_ep_bench.analysis.figures.scaling import scaling_figure, scalings
+from moe_ep_bench.analysis.figures.timeline import critical_rank, timeline_figure, typical_iteration
 from moe_ep_bench.analysis.load import Run, load_run
-from moe_ep_bench.analysis.pareto import front, pareto_figure
-from moe_ep_bench.analysis.scaling import scaling_figure, scalings
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse, family_labels
 from moe_ep_bench.analysis.style import Drawing, house_style, looks_of, settle_layout
-from moe_ep_bench.analysis.timeline import critical_rank, timeline_figure, typical_iteration
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL
 
 

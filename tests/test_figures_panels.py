@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from results_builder import FakeCase, FakeComparison, write_run
 
-from moe_ep_bench.analysis.bars import load_figure, phases_figure
-from moe_ep_bench.analysis.latency import latency_figure
-from moe_ep_bench.analysis.lines import dropped_figure, speedup_figure
+from moe_ep_bench.analysis.figures.bars import load_figure, phases_figure
+from moe_ep_bench.analysis.figures.latency import latency_figure
+from moe_ep_bench.analysis.figures.lines import dropped_figure, speedup_figure
+from moe_ep_bench.analysis.figures.panels import MOST_COLUMNS, in_panels
+from moe_ep_bench.analysis.figures.pareto import pareto_figure
+from moe_ep_bench.analysis.figures.scaling import scaling_figure, scalings
 from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.analysis.panels import MOST_COLUMNS, in_panels
-from moe_ep_bench.analysis.pareto import pareto_figure
-from moe_ep_bench.analysis.scaling import scaling_figure, scalings
 from moe_ep_bench.analysis.speedups import analyse, family_labels
 from moe_ep_bench.analysis.style import Drawing, house_style, looks_of, settle_layout
 from moe_ep_bench.bench.plan import RANKS, ROUTING, Comparison

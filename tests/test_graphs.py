@@ -14,7 +14,8 @@ from results_builder import FakeCase, FakeComparison, write_run
 
 import plot_results
 from moe_ep_bench.analysis.figures import draw_figures
-from moe_ep_bench.analysis.graphs import GRAPH_KEY, Pair, graph_pairs, graph_table, graphs_figure
+from moe_ep_bench.analysis.figures.decode import graphs_figure
+from moe_ep_bench.analysis.graphs import GRAPH_KEY, Pair, graph_pairs, graph_table
 from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.render import render
 from moe_ep_bench.analysis.speedups import analyse, family_labels

@@ -16,8 +16,8 @@ from results_builder import FakeCase, FakeComparison, write_run
 
 import plot_results
 from moe_ep_bench.analysis.figures import draw_figures, expected_figures
+from moe_ep_bench.analysis.figures.maps import map_figure, sweep_figure
 from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.analysis.maps import map_figure, sweep_figure
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse, family_labels
 from moe_ep_bench.analysis.style import house_style, looks_of
 from moe_ep_bench.analysis.sweep import (

@@ -10,11 +10,11 @@ import pytest
 from results_builder import FakeCase, FakeComparison, standard_cases, write_run
 from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, whole_facts, write_whole
 
+from moe_ep_bench.analysis.figures.whole import whole_figure
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.style import EXTRAPOLATED_LOOK, house_style
 from moe_ep_bench.analysis.tables import more_tables, run_tables, run_text
 from moe_ep_bench.analysis.whole import PASS_PARTS, analyse_whole
-from moe_ep_bench.analysis.whole_figure import whole_figure
 from moe_ep_bench.cli import main
 
 # Native's MoE layers are two thirds of a pass; a policy that runs them so many times as fast gains what the law says.

@@ -14,20 +14,15 @@ Shapes: N = points.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from moe_ep_bench.analysis.load import Case, Comparison, Run
-from moe_ep_bench.analysis.marks import origin, table
 from moe_ep_bench.analysis.rates import pairs_by_rank
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
-from moe_ep_bench.analysis.style import INK, MUTED, Drawing, Look, panel_title, sheet
-from moe_ep_bench.analysis.words import OVERSUBSCRIBED, footer_lines
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.timing.linear import CostFit, LinearFit, cost_fit, linear_fit
 
@@ -197,75 +192,3 @@ def decode_words(steps: Steps) -> list[str]:
     if steps.bound_us is not None:
         lines.append(f"bound: {steps.bound_us:.2f} us an expert, its weights at the speed at which this device reads")
     return lines
-
-
-def activated_figure(run: Run, comparisons: list[ComparisonResult], looks: dict[str, Look]) -> Drawing | None:
-    """Time over activated experts: points, the fitted line, and the bound."""
-    pools = decode_steps(run, comparisons)
-    if not pools:
-        return None
-    facts = [one for steps in pools for one in steps.comparisons]
-    families = {family for steps in pools for family in steps.points["family"] if family is not None}
-    legend = [("native", _dots(INK, "o"))]
-    legend += [(look.label, _dots(look.colour, look.marker)) for family, look in looks.items() if family in families]
-    legend += [("fitted line", Line2D([], [], color=INK, linewidth=1.2))]
-    if any(steps.bound_us is not None for steps in pools):
-        legend += [("bound: weights read at this device's speed", Line2D([], [], color=MUTED, linestyle="--"))]
-    columns = min(2, len(pools))
-    rows = -(-len(pools) // columns)
-    figure = sheet(
-        "A decode step takes as long as the experts that it activates",
-        "Phase `experts` of the slowest rank, median over iterations of a batch, over the activated experts of the "
-        "rank that activates most. A point is a batch under a case.",
-        footer_lines(run, facts, [OVERSUBSCRIBED] if any(fact.oversubscribed for fact in facts) else []),
-        legend,
-        width=8.5 if columns == 1 else 12.5,
-        body=4.4 * rows,
-    )
-    grid = figure.add_gridspec(rows, columns)
-    for index, steps in enumerate(pools):
-        axes = figure.add_subplot(grid[divmod(index, columns)])
-        panel_title(axes, steps.title, 6.3 if columns == 1 else 4.6)
-        _panel(axes, steps, looks)
-    return Drawing(figure, table(row for steps in pools for row in _marks(run, steps)))
-
-
-def _marks(run: Run, steps: Steps) -> Iterator[dict[str, object]]:
-    """A row per point, then one for the fitted line and one for the bound."""
-    facts = steps.comparisons[0]
-    of_panel = {"comparison": steps.title, "model": facts.model, "num_ranks": facts.num_ranks}
-    origins = {"origin": origin(run, facts), "workload": facts.workload.kind}
-    for point in steps.points.to_dict("records"):
-        values = {"activated_experts": point["activated"], "num_pairs": point["pairs"], "time_us": point["time_us"]}
-        named = {"num_tokens": point["num_tokens"], "policy": point["label"]}
-        yield {**of_panel, **named, **values, **origins}
-    if steps.line is not None:
-        line = {"intercept_us": steps.line.intercept_us, "slope_us_per_expert": steps.line.slope_us}
-        yield {**of_panel, "policy": "fitted line", **line, **origins}
-    if steps.bound_us is not None:
-        yield {**of_panel, "policy": "bound", "intercept_us": 0.0, "slope_us_per_expert": steps.bound_us, **origins}
-
-
-def _dots(colour: str, marker: str) -> Line2D:
-    return Line2D([], [], color=colour, marker=marker, linestyle="", markersize=5)
-
-
-def _panel(axes: Axes, steps: Steps, looks: dict[str, Look]) -> None:
-    points = steps.points
-    for family, part in points.groupby("family", dropna=False):
-        look = looks.get(str(family))
-        colour, marker = (INK, "o") if look is None else (look.colour, look.marker)
-        axes.plot(
-            part["activated"], part["time_us"], linestyle="", marker=marker, color=colour, markersize=4, alpha=0.6
-        )
-    ends = np.array([0, points["activated"].max() * 1.05])
-    if steps.line is not None:
-        axes.plot(ends, steps.line.intercept_us + steps.line.slope_us * ends, color=INK, linewidth=1.2)
-        words = f"{steps.line.intercept_us:.0f} us + {steps.line.slope_us:.2f} us an expert, R2 {steps.line.r2:.3f}"
-        axes.text(0.03, 0.96, words, transform=axes.transAxes, va="top", fontsize=9)
-    if steps.bound_us is not None:
-        axes.plot(ends, steps.bound_us * ends, color=MUTED, linestyle="--", linewidth=1.2)
-    axes.set_xlim(0, ends[1])
-    axes.set_ylim(0, None)
-    axes.set_xlabel("activated experts (fullest rank)")
-    axes.set_ylabel("experts (us)")

@@ -19,6 +19,9 @@ from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.timing.statistics import Estimate
 
+SPEEDUP = ("speedup", "speedup_low", "speedup_high", "speedup_spread")
+COST = ("dropped_percent", "retained_mass_percent")
+_CASE = ("comparison", "model", "num_ranks", "num_tokens", "policy", "role", "capacity_factor")
 _LAST = ("origin", "workload")
 # More digits than any of these numbers has, fewer than those in which two machines' sums differ.
 _DIGITS = "%.9g"
@@ -31,59 +34,68 @@ def origin(run: Run, facts: Comparison) -> str:
     return {"run": "measured", "emulated": "emulated", "route": "routed"}[run.mode]
 
 
-def mark(run: Run, comparison: ComparisonResult, result: CaseResult, **values: Any) -> dict[str, Any]:
+def cases(run: Run, comparisons: Sequence[ComparisonResult], *, failed: bool = False) -> pd.DataFrame:
+    """A row per measured case, in reading order; after those of a comparison its noise floor, of role ``noise``.
+
+    Columns: those of the CSV (what the case is, ``SPEEDUP``, ``COST``, ``verdict``, ``status``, ``layer_time_us``,
+    where the numbers come from), and for drawing: ``place`` (of its comparison), ``family``, ``is_interval``,
+    ``result``. Rows of noise floors have neither a status, a family nor a result.
+
+    Args:
+        failed: also a row, without numbers, per case that was not measured.
+    """
+    rows = []
+    for place, comparison in enumerate(comparisons):
+        for result in comparison.results:
+            if result.case.is_ok or failed:
+                about = {"place": place, "family": result.family, "result": result}
+                about |= {"verdict": result.verdict, "status": result.case.status}
+                about["is_interval"] = result.speedup is not None and result.speedup.is_interval
+                about["layer_time_us"] = None if result.layer is None else 1e3 * result.layer.median_ms
+                values = {**speedup_values(result.speedup), **cost_values(result)}
+                rows.append(mark(run, comparison, result, **values, **about))
+        rows += floor_row(run, comparison, place=place)
+    about = ("verdict", "status", "layer_time_us", *_LAST, "place", "family", "is_interval", "result")
+    numbers = dict.fromkeys(("capacity_factor", *SPEEDUP[:3], *COST, "layer_time_us"), float)
+    return pd.DataFrame(rows, columns=[*_CASE, *SPEEDUP, *COST, *about]).astype(numbers)
+
+
+def as_csv(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """Of ``cases`` the columns that a figure shows."""
+    return rows[[*_CASE, *columns, *_LAST]]
+
+
+def mark(run: Run, comparison: ComparisonResult, result: CaseResult, /, **values: Any) -> dict[str, Any]:
     """A row for a mark of one case; ``values`` in the order of the columns."""
-    return {
-        **_of_comparison(comparison),
-        "policy": result.case.label,
-        "role": result.case.role,
-        "capacity_factor": result.capacity_factor,
-        **values,
-        **origins(run, comparison),
-    }
+    named = {"policy": result.case.label, "role": result.case.role, "capacity_factor": result.capacity_factor}
+    return _row(run, comparison, named | values)
 
 
 def reference(run: Run, comparison: ComparisonResult, name: str, role: str, **values: Any) -> dict[str, Any]:
     """A row for a mark that is no single case's: the noise floor, a fitted line."""
-    named = {"policy": name, "role": role, "capacity_factor": None}
-    return {**_of_comparison(comparison), **named, **values, **origins(run, comparison)}
+    return _row(run, comparison, {"policy": name, "role": role, "capacity_factor": None} | values)
 
 
-def _of_comparison(comparison: ComparisonResult) -> dict[str, Any]:
+def _row(run: Run, comparison: ComparisonResult, values: dict[str, Any]) -> dict[str, Any]:
     facts = comparison.comparison
-    return {
-        "comparison": facts.title,
-        "model": facts.model,
-        "num_ranks": facts.num_ranks,
-        "num_tokens": facts.num_tokens,
-    }
-
-
-def origins(run: Run, comparison: ComparisonResult) -> dict[str, str]:
-    facts = comparison.comparison
-    return {"origin": origin(run, facts), "workload": facts.workload.kind}
+    of_comparison = {"comparison": facts.title, "model": facts.model}
+    of_comparison |= {"num_ranks": facts.num_ranks, "num_tokens": facts.num_tokens}
+    return of_comparison | values | {"origin": origin(run, facts), "workload": facts.workload.kind}
 
 
 def speedup_values(speedup: Estimate | None) -> dict[str, Any]:
     """A speedup's columns; ``speedup_spread`` says what low and high are."""
     if speedup is None:
-        return dict.fromkeys(("speedup", "speedup_low", "speedup_high", "speedup_spread"))
+        return dict.fromkeys(SPEEDUP)
     spread = "95 % interval" if speedup.is_interval else "smallest and largest pair"
-    return {
-        "speedup": speedup.median,
-        "speedup_low": speedup.low,
-        "speedup_high": speedup.high,
-        "speedup_spread": spread,
-    }
+    return dict(zip(SPEEDUP, (speedup.median, speedup.low, speedup.high, spread), strict=True))
 
 
 def cost_values(result: CaseResult) -> dict[str, Any]:
     """What a case's speed is paid with; nothing for the ceiling, whose scores are not the model's."""
     known = result.fidelity if result.case.role != "ceiling" else None
-    return {
-        "dropped_percent": None if known is None else 100 * known.dropped_share,
-        "retained_mass_percent": None if known is None else 100 * known.retained_mass,
-    }
+    shares = (None, None) if known is None else (100 * known.dropped_share, 100 * known.retained_mass)
+    return dict(zip(COST, shares, strict=True))
 
 
 def floor_row(run: Run, comparison: ComparisonResult, **values: Any) -> list[dict[str, Any]]:
@@ -97,10 +109,8 @@ def floor_row(run: Run, comparison: ComparisonResult, **values: Any) -> list[dic
 
 def table(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """The rows as a table: columns in the order in which they first appear, where the numbers come from last."""
-    collected: Sequence[Mapping[str, Any]] = list(rows)
-    columns = dict.fromkeys(name for row in collected for name in row)
-    ordered = [*(name for name in columns if name not in _LAST), *(name for name in _LAST if name in columns)]
-    return pd.DataFrame(collected, columns=ordered)
+    frame = pd.DataFrame(list(rows))
+    return frame[[*frame.columns.difference(_LAST, sort=False), *(name for name in _LAST if name in frame)]]
 
 
 def write_rows(rows: pd.DataFrame, path: Path) -> None:

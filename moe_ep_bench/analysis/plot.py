@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from moe_ep_bench.analysis.choice import Choice, IterationChoice
-from moe_ep_bench.analysis.figures import FIGURES, draw_figures
+from moe_ep_bench.analysis.figures import FIGURES, OF_SOME, draw_figures, draw_named, figures_of
 from moe_ep_bench.analysis.gather import Gathered, gather
 from moe_ep_bench.analysis.load import is_quality, is_route, is_whole
-from moe_ep_bench.analysis.sizes import SIZES
-from moe_ep_bench.analysis.style import FORMATS
+from moe_ep_bench.analysis.style import FORMATS, SIZES
 from moe_ep_bench.analysis.validation import is_validation
-from moe_ep_bench.analysis.whole_figure import OF_SOME_SWEEPS, WHOLE_FIGURES, draw_whole_figures
 from moe_ep_bench.files import check_folder
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
-_Rows = TypeVar("_Rows")
+_KINDS = {"models": is_whole, "routing": is_route, "quality": is_quality}
 
 
 def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
@@ -64,20 +61,10 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 def _known(directories: Sequence[Path]) -> list[str]:
     """Figures of such directories."""
-    judged = {directory for directory in directories if is_quality(directory)}
-    routed = {directory for directory in directories if is_route(directory)}
-    whole = {directory for directory in directories if is_whole(directory)}
-    known = list(FIGURES) if set(directories) - judged - routed - whole else []
-    known += [name for name in WHOLE_FIGURES if name not in known] if whole else ()
-    if routed:
-        from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES  # it imports torch
-
-        known += [name for name in ROUTE_FIGURES if name not in known]
-    if judged:
-        from moe_ep_bench.analysis.quality_figures import QUALITY_FIGURES
-
-        known += QUALITY_FIGURES
-    return known
+    found = {kind: {one for one in directories if is_kind(one)} for kind, is_kind in _KINDS.items()}
+    kinds = ["layers"] if set(directories).difference(*found.values()) else []
+    kinds += [kind for kind, own in found.items() if own]
+    return list(dict.fromkeys(name for kind in kinds for name in figures_of(kind)))
 
 
 def _drawn(
@@ -89,6 +76,7 @@ def _drawn(
     choice: Choice,
     say: Callable[[str], None],
 ) -> list[Path]:
+    """Draw all figures, or those named, of every directory; say which had no rows."""
     files = []
     for folder, run in gathered.runs.items():
         names = None if figures is None else [name for name in figures if name in FIGURES]
@@ -97,47 +85,16 @@ def _drawn(
         # Of figures that nobody named those are missed only where there is no other.
         for name in lacking if figures is not None or not written else ():
             say(f"{name}: not drawn, the run has no rows for it{f' ({folder})' if folder else ''}")
-    if gathered.routes:
-        from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES, draw_route_figures
-
-        files += _drawn_each(gathered.routes, draw_route_figures, ROUTE_FIGURES, out, formats, figures, size, say)
-    if gathered.wholes:
-        files += _drawn_each(
-            gathered.wholes, draw_whole_figures, WHOLE_FIGURES, out, formats, figures, size, say, OF_SOME_SWEEPS
-        )
-    if gathered.qualities:
-        from moe_ep_bench.analysis.quality_figures import QUALITY_FIGURES, draw_quality_figures
-
-        files += _drawn_each(
-            gathered.qualities, draw_quality_figures, QUALITY_FIGURES, out, formats, figures, size, say
-        )
-    return files
-
-
-def _drawn_each(
-    found: Mapping[str, _Rows],
-    draw: Callable[..., tuple[list[Path], list[str]]],
-    table: Collection[str],
-    out: Path,
-    formats: list[str],
-    figures: list[str] | None,
-    size: str,
-    say: Callable[[str], None],
-    not_missed: Collection[str] = (),
-) -> list[Path]:
-    """Draw the figures of a table, all or those named, of every directory; say which had no rows.
-
-    Args:
-        not_missed: those of which that is said only where they were named.
-    """
-    files, names = [], [name for name in (figures or table) if name in table]
-    for folder, rows in found.items():
-        written, lacking = draw(rows, out / folder, formats, names, size=size)
-        files += written
-        for name in lacking:
-            if figures is None and name in not_missed:
-                continue
-            say(f"{name}: not drawn, the rows hold nothing for it{f' ({folder})' if folder else ''}")
+    kinds = {"routing": gathered.routes, "models": gathered.wholes, "quality": gathered.qualities}
+    for kind, found in kinds.items():
+        known = figures_of(kind) if found else {}
+        names = [name for name in (figures or known) if name in known]
+        for folder, rows in found.items():
+            written, lacking = draw_named(known, rows, out / folder, formats, names, size)
+            files += written
+            for name in lacking:
+                if figures is not None or name not in OF_SOME:
+                    say(f"{name}: not drawn, the rows hold nothing for it{f' ({folder})' if folder else ''}")
     return files
 
 

@@ -29,25 +29,27 @@ from matplotlib.ticker import NullLocator
 from moe_ep_bench.analysis.figures import draw_named
 from moe_ep_bench.analysis.quality_frames import LEAST_SEQUENCES, Quality, half_interval, text_costs
 from moe_ep_bench.analysis.quality_orderings import PEAK_LOAD, PER_SHARE, orderings
-from moe_ep_bench.analysis.sizes import MIN_POINTS, current_size, wrap
 from moe_ep_bench.analysis.style import (
     CEILING_LINE,
+    FONT_SIZES,
     GAMMA,
     MUTED,
     NOISE_FILL,
     RULE,
-    STYLE,
     Drawing,
+    fit_label,
+    is_narrow,
     looks_of,
     panel_title,
     sheet,
+    wrap,
 )
 
 # Inches.
 _WIDTH, _NARROW, _BODY, _COLUMNS = 10.0, 6.5, 3.3, 2
 _ROWS_WIDTH, _ROW, _LINE, _EXTRA = 11.0, 0.24, 0.16, 0.9
 _LABEL, _STACKED_LABEL = 4.8, 1.1
-_POINTS = float(STYLE["ytick.labelsize"])
+_POINTS = float(FONT_SIZES["ytick.labelsize"])
 _VERDICTS: dict[str, dict[str, Any]] = {
     "holds": {"color": "#009E73", "marker": "o"},
     "does not hold": {"color": "#D55E00", "marker": "X"},
@@ -170,7 +172,7 @@ def orderings_figure(quality: Quality) -> Drawing | None:
     figure = sheet(
         "Which of the papers' orderings hold",
         "What the second of a row costs more than the first, in halves of its 95 % interval"
-        + ("" if current_size().is_stacked else "; on the right in nats per token, or in what the row speaks of"),
+        + ("" if is_narrow() else "; on the right in nats per token, or in what the row speaks of"),
         [
             "Intervals: Student's t over checkpoints where there are several, else over sequences (of loads: over "
             "batches). Costs are of this model on this text; routing is that of virtual ranks, and nothing was timed. "
@@ -210,7 +212,7 @@ def _orderings_panel(axes: Axes, panel: pd.DataFrame, labels: pd.Series) -> None
         axes.plot(row["in_halves"], place, linestyle="none", **_VERDICTS[row["verdict"]])
         if place and row["ordering"] != overall["ordering"][place - 1]:
             axes.axhline(place - 0.5, color=RULE, linewidth=0.9)
-        if not current_size().is_stacked:
+        if not is_narrow():
             number = f"{row['worse_costs_more']:+.4f} \N{PLUS-MINUS SIGN} {row['half_width']:.4f}"
             number = number.replace("-", "\N{MINUS SIGN}")
             axes.text(1.01, place, number, transform=axes.get_yaxis_transform(), va="center", fontsize=8, color=MUTED)
@@ -224,7 +226,7 @@ def _orderings_panel(axes: Axes, panel: pd.DataFrame, labels: pd.Series) -> None
     axes.set_xticks([tick for tick in _TICKS if low <= tick <= high])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("what the second costs more, in halves of its 95 % interval")
+    axes.set_xlabel(fit_label("what the second costs more, in halves of its 95 % interval", 6.0))
 
 
 def _labels(rows: pd.DataFrame) -> pd.Series:
@@ -232,7 +234,7 @@ def _labels(rows: pd.DataFrame) -> pd.Series:
     kind = rows["unit"].map({PEAK_LOAD: "fullest expert: ", PER_SHARE: "per pair dropped: "}).fillna("")
     share = rows["share"].map(lambda share: "" if share == 1 else f"{share:g} of ")
     text = (kind + rows["better"] + " < " + share + rows["worse"]).str.replace("capacity_factor=", f"{GAMMA} ")
-    room = (_STACKED_LABEL, MIN_POINTS) if current_size().is_stacked else (_LABEL, _POINTS)
+    room = (_STACKED_LABEL, 6.5) if is_narrow() else (_LABEL, _POINTS)
     return text.map(lambda label: wrap(label, *room))
 
 

@@ -53,7 +53,7 @@ def draw_route_figures(
     Args:
         formats: some of ``style.FORMATS``.
         names: some of ``ROUTE_FIGURES``.
-        size: one of ``sizes.SIZES``.
+        size: one of ``style.SIZES``.
 
     Returns:
         The files written, and the names of the figures for which the rows hold nothing.

@@ -1,32 +1,38 @@
 """One look for all figures: colours, text sizes, and a sheet with title, legend and footer.
 
-Colours are those of Okabe and Ito, which most colour-blind readers tell apart; markers, line
-styles and hatches differ too, so that a grey print reads as well. Legends stand above the panels,
-never on data. A sheet is drawn for a page, a column or a slide (``sizes``) and tagged with where its
-numbers come from (``origins``). Equal input gives equal bytes: no dates, fixed salts, and no settings of the user.
+Colours are those of Okabe and Ito, which most colour-blind readers tell apart; markers, line styles and hatches differ
+too, so that a grey print reads as well. What was taken from the world is *filled* (measured times, recorded scores),
+what stands in for it is *hollow* (emulated, synthetic), what was computed is *dashed* (modelled): in the tags beside a
+title, in the frames of panels, and in marks where one panel holds several origins.
+
+A size (``SIZES``) sets matplotlib's parameters: the greatest width, fonts, dots per inch. The layout does the rest.
+Equal input gives equal bytes: no dates, fixed salts, and no settings of the user.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import matplotlib.style
 import numpy as np
 import pandas as pd
+from matplotlib import rcParams
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.legend import Legend as MatplotlibLegend
+from matplotlib.font_manager import FontProperties
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.textpath import text_to_path
 
-from moe_ep_bench.analysis.origins import Footer, Origin, frame, tag_look, tags_of
-from moe_ep_bench.analysis.refit import mend_labels, refit
-from moe_ep_bench.analysis.sizes import FONT, current_size, sized, text_width, wrap
+from moe_ep_bench.analysis.origins import HOW, Origin, tags_of
 from moe_ep_bench.analysis.speedups import CaseResult
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.schema import PHASES, UNACCOUNTED
@@ -39,22 +45,32 @@ FORMATS = {
 }
 DEFAULT_FORMATS = ("png", "svg")
 
-INK, MUTED, RULE = "#222222", "#5A5A5A", "#DDDDDD"
-NATIVE_FILL, NOISE_FILL = "#C9C9C9", "#E4E4E4"
+INK, MUTED, RULE, GREY = "#222222", "#5A5A5A", "#DDDDDD", "#C9C9C9"
+NATIVE_FILL, NOISE_FILL = GREY, "#E4E4E4"
 CEILING_LINE = {"color": MUTED, "linestyle": (0, (5, 2)), "linewidth": 1.4}
+NATIVE_LINE = {"color": INK, "linewidth": 1.2, "zorder": 1}
 GAMMA = "\N{GREEK SMALL LETTER GAMMA}"
+_DASHES = (0, (3, 2))
 
+FONT = "DejaVu Sans"  # comes with matplotlib: the same on every machine
+FONT_SIZES = {
+    "font.size": 10,  # "small" is 0.833 of it
+    "figure.titlesize": 13,
+    "figure.labelsize": 9,
+    "axes.titlesize": 10,
+    "axes.labelsize": 9.5,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "legend.fontsize": 9,
+}
 STYLE = {
-    "figure.dpi": 160,
+    **FONT_SIZES,
     "savefig.dpi": "figure",
     "font.family": FONT,
-    "font.size": 10,
     "text.color": INK,
     "text.parse_math": False,  # labels are the user's: a dollar sign is a dollar sign
-    "axes.titlesize": 10,
     "axes.titlelocation": "left",
     "axes.titleweight": "bold",
-    "axes.labelsize": 9.5,
     "axes.labelcolor": INK,
     "axes.edgecolor": MUTED,
     "axes.spines.top": False,
@@ -67,9 +83,6 @@ STYLE = {
     "ytick.color": MUTED,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "legend.fontsize": 9,
     "legend.frameon": False,
     "lines.linewidth": 1.6,
     "lines.markersize": 6,
@@ -77,39 +90,20 @@ STYLE = {
     "svg.hashsalt": "moe-ep-bench",
     "pdf.fonttype": 42,  # TrueType, which publishers ask for
 }
-_TEXTS = (
-    "font.size",
-    "axes.titlesize",
-    "axes.labelsize",
-    "xtick.labelsize",
-    "ytick.labelsize",
-    "legend.fontsize",
-)
-# Lengths in points that are matplotlib's own on the page.
-_STROKES = (
-    "axes.linewidth",
-    "axes.titlepad",
-    "axes.labelpad",
-    "grid.linewidth",
-    "hatch.linewidth",
-    *(f"{axis}tick.major.{what}" for axis in "xy" for what in ("size", "width", "pad")),
-)
-
-# Inches; points.
-_MARGIN, _HANDLE = 0.15, 0.56
-_TITLE_SIZE, _SUBTITLE_SIZE, _FOOTER_SIZE, _TAG_SIZE = 13, 9, 8, 7.5
-# A slide is made larger until it holds this much of the page's width and height.
-_SLIDE_WIDTH, _SLIDE_BODY = 0.75, 0.7
-_STACKED_TITLE = 0.8  # of a column's width
+# The greatest width in inches, text over the page's, and dots per inch.
+SIZES = {"page": (20.0, 1.0, 160), "column": (3.3, 0.73, 300), "slide": (13.33, 1.25, 144)}
+MIN_POINTS = 6.0  # of any text at any size
+_NARROW, _MARGIN, _HANDLE, _LEADING = 5.0, 0.15, 0.56, 1.4 / 72  # inches; inches per point
 
 # Time that a rank works has a plain or lightly hatched colour; waiting must not be taken for work. Of a whole model
-# what is no MoE layer is grey.
-_HATCHES = {"shared": "xx", "permute": "\\\\\\", "comm": "...", "waiting": "////"}
+# what is no MoE layer is grey. What is modelled is hollow and dashed, and waiting then keeps a tint.
+_PHASE_HATCHES = {"shared": "xx", "permute": "\\\\\\", "comm": "...", "waiting": "////"}
+_MODELLED_HATCHES = {"gate": "|||", "experts": "--", "attention": "oo"}
 _EDGES = {"waiting": INK, UNACCOUNTED: MUTED}
 
 
-def _look(group: str, colour: str) -> dict:
-    hatch = {"hatch": _HATCHES[group]} if group in _HATCHES else {}
+def _look(group: str, colour: str) -> dict[str, Any]:
+    hatch = {"hatch": _PHASE_HATCHES[group]} if group in _PHASE_HATCHES else {}
     return {"facecolor": colour, "edgecolor": _EDGES.get(group, "white"), **hatch}
 
 
@@ -119,32 +113,49 @@ PHASE_LOOKS["policy"] = _look("policy", PHASES["policy"].colour)
 # What was not timed but follows from what was: a hatch on white, which no phase has.
 EXTRAPOLATED_LOOK = {"facecolor": "white", "edgecolor": MUTED, "hatch": "++"}
 
-# Hollow and dashed, as everything that comes from a model (``origins``). Waiting keeps a tint: it is no work.
-_MODELLED_HATCHES = {"gate": "|||", "experts": "--", "attention": "oo"}
 
-
-def phase_look(group: str, *, modelled: bool) -> dict:
+def phase_look(group: str, *, modelled: bool) -> dict[str, Any]:
     """How a group of phases is drawn."""
-    look: dict = PHASE_LOOKS[group]
+    look = PHASE_LOOKS[group]
     if not modelled:
         return look
-    hatch = {"hatch": _MODELLED_HATCHES[group]} if group in _MODELLED_HATCHES else {}
     if group == "waiting":
         return {**look, "facecolor": "#FBF7C4", "linestyle": (0, (2, 1))}
-    edge = look["edgecolor"] if group == "unaccounted" else look["facecolor"]
+    hatch = {"hatch": _MODELLED_HATCHES[group]} if group in _MODELLED_HATCHES else {}
+    edge = look["edgecolor"] if group == UNACCOUNTED else look["facecolor"]
     return {**look, **hatch, "facecolor": "white", "edgecolor": edge, "linestyle": (0, (2, 1))}
+
+
+def mark_look(how: str, colour: str) -> dict[str, Any]:
+    """How marks and the line through them are drawn where a panel holds several origins."""
+    if how == "measured":
+        return {"markerfacecolor": colour, "markeredgecolor": "white", "markeredgewidth": 0.6, "linestyle": "-"}
+    line = _DASHES if how == "modelled" else "-"
+    return {"markerfacecolor": "white", "markeredgecolor": colour, "markeredgewidth": 1.3, "linestyle": line}
+
+
+def frame(axes: Axes, how: str | None) -> None:
+    """Frame a panel as its origin asks for: open if measured, closed if emulated, closed and dashed if modelled."""
+    if how in ("emulated", "modelled"):
+        for spine in axes.spines.values():
+            spine.set(visible=True, linestyle=_DASHES if how == "modelled" else "-", edgecolor=MUTED)
+
+
+def _tag_look(word: str) -> dict[str, Any]:
+    """Text and box of a tag; round boxes say how times came about, square ones on which scores."""
+    is_how = word in HOW
+    face, ink = {"measured": (INK, "white"), "recorded": (GREY, INK)}.get(word, ("white", INK if is_how else MUTED))
+    box = {
+        "boxstyle": f"{'round' if is_how else 'square'},pad=0.28",
+        "facecolor": face,
+        "edgecolor": INK if is_how else MUTED,
+        "linestyle": {"modelled": _DASHES, "routed": (0, (1, 1.5))}.get(word, "-"),
+    }
+    return {"color": ink, "bbox": box}
 
 
 # A label, and an artist or several on top of each other.
 Legend = Sequence[tuple[str, Artist | tuple[Artist, ...]]]
-
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # black is native's alone
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
-_LINES = ("-", "--", "-.", (0, (1, 1.2)))
-_HATCHES = ("", "////", "....", "xxxx", "----")
-
-
-_LIGHTER = (0.0, 0.3, 0.5)  # of a policy's variants, in turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +164,15 @@ class Drawing:
 
     figure: Figure
     rows: pd.DataFrame
+
+
+# ---- policies ------------------------------------------------------------------------------------------------------
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # black is native's alone
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+_LINES = ("-", "--", "-.", (0, (1, 1.2)))
+_HATCHES = ("", "////", "....", "xxxx", "----")
+_LIGHTER = (0.0, 0.3, 0.5)  # of a policy's variants, in turn
 
 
 @dataclass(frozen=True)
@@ -165,15 +185,24 @@ class Look:
     line: str | tuple
     hatch: str
 
+    @property
+    def marks(self) -> dict[str, Any]:
+        """Of its line and the marks on it."""
+        edge = {"markeredgecolor": "white", "markeredgewidth": 0.6}
+        return {"color": self.colour, "linestyle": self.line, "marker": self.marker, **edge}
 
-def looks_of(labels: Mapping[str, str]) -> dict[str, Look]:
+
+Looks = dict[str, Look]
+
+
+def looks_of(labels: Mapping[str, str]) -> Looks:
     """Give each family (key -> label) a look.
 
     A key that begins with a policy's name has that policy's colour and marker (``Policy.look``), in every figure of
     every run. Variants of one policy share its colour, each lighter than the one before, and have other markers and
     lines. What is no policy takes colours in turn.
     """
-    from moe_ep_bench.policies import POLICIES  # imports torch, which what only reads results need not wait for
+    from moe_ep_bench.policies import POLICIES  # what only reads results need not wait for them
 
     looks, variants, others = {}, Counter(), 0
     for number, (family, label) in enumerate(labels.items()):
@@ -182,11 +211,12 @@ def looks_of(labels: Mapping[str, str]) -> dict[str, Look]:
             colour, marker = policy.look
             variant = variants[policy.name]
             variants[policy.name] += 1
-            colour = _lighter(colour, _LIGHTER[variant % len(_LIGHTER)])
-            markers = _MARKERS if marker in _MARKERS else (marker, *_MARKERS)
+            white = _LIGHTER[variant % len(_LIGHTER)]
+            colour = to_hex([part + white * (1 - part) for part in to_rgb(colour)]).upper()
+            markers = MARKERS if marker in MARKERS else (marker, *MARKERS)
             marker = markers[(markers.index(marker) + variant) % len(markers)]
         else:
-            colour, marker = _COLOURS[others % len(_COLOURS)], _MARKERS[others % len(_MARKERS)]
+            colour, marker = _COLOURS[others % len(_COLOURS)], MARKERS[others % len(MARKERS)]
             others += 1
         looks[family] = Look(label, colour, marker, _LINES[number % len(_LINES)], _HATCHES[number % len(_HATCHES)])
     return looks
@@ -201,76 +231,43 @@ def case_name(result: CaseResult, looks: Mapping[str, Look]) -> str:
     return look.label if factor is None else f"{look.label}, {GAMMA} {factor:g}"
 
 
-def _lighter(colour: str, share: float) -> str:
-    """The colour mixed with so much white."""
-    return to_hex([part + share * (1 - part) for part in to_rgb(colour)]).upper()
+# ---- sheets --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def house_style(size: str = "page") -> Iterator[None]:
-    """Apply ``STYLE`` to matplotlib's defaults, whatever the user's own are, and restore these afterwards.
+    """Set matplotlib's parameters for one of ``SIZES``, whatever the user's own are, and restore these afterwards.
 
-    Args:
-        size: one of ``sizes.SIZES``.
+    Raises:
+        ValueError: there is no such size.
     """
-    with sized(size) as chosen, matplotlib.style.context(STYLE, after_reset=True):
-        settings = {name: chosen.points(float(STYLE[name])) for name in _TEXTS}
-        settings |= {name: matplotlib.rcParams[name] * chosen.scale for name in _STROKES}
-        with matplotlib.rc_context({**settings, "figure.dpi": chosen.dots}):
-            yield
+    if size not in SIZES:
+        raise ValueError(f"size: expected one of {', '.join(SIZES)}; got {size!r}")
+    width, scale, dots = SIZES[size]
+    fonts = {name: scale * points for name, points in FONT_SIZES.items()}
+    settings = {**STYLE, **fonts, "figure.figsize": (width, width), "figure.dpi": dots}
+    with matplotlib.style.context(settings, after_reset=True):
+        yield
+
+
+def is_narrow() -> bool:
+    """Whether panels must stand one under another."""
+    return rcParams["figure.figsize"][0] < _NARROW
+
+
+def num_columns(num_panels: int, most: int = 2) -> int:
+    """How many panels stand side by side."""
+    return 1 if is_narrow() else min(most, num_panels)
 
 
 class Sheet(Figure):
-    """A figure with a header and a footer of fixed heights, and a body for the panels.
+    """A figure with a header, a footer and panels between them.
 
     Attributes:
-        page_width, page_body: inches that the panels were designed for.
         origins: of the numbers that it shows.
-        after_layout: called once panels stand where they will be drawn; what needs their places is drawn then.
     """
 
-    page_width: float
-    page_body: float
-    origins: tuple[Origin, ...]
-    after_layout: list[Callable[[], None]]
-    _header: float
-    _foot: float
-    _hung: list[tuple[Artist, float, float | None]]  # inches from the left and from the top; None: at the bottom
-    _is_refitted: bool
-
-    def lay_out(self, body: float) -> None:
-        """Give the panels ``body`` inches of height between header and footer."""
-        width, height = self.get_size_inches()[0], self._header + body + self._foot
-        self.set_size_inches(width, height)
-        for artist, left, below_top in self._hung:
-            place = (left / width, (_MARGIN / height) if below_top is None else 1 - below_top / height)
-            if isinstance(artist, MatplotlibLegend):
-                artist.set_bbox_to_anchor(place, transform=self.transFigure)
-            else:
-                artist.set(x=place[0], y=place[1])
-        scale = current_size().scale
-        engine = self.get_layout_engine()
-        assert engine is not None
-        room = width - 2 * _MARGIN
-        rect = (_MARGIN / width, self._foot / height, room / width, body / height)
-        engine.set(rect=rect, w_pad=0.06 * scale, h_pad=0.06 * scale)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Texts of a sheet, broken into lines, and where they stand: inches from its top, or from its bottom."""
-
-    title: str
-    subtitle: str
-    footer: str
-    labels: list[str]
-    num_columns: int
-    tags_left: float
-    tags_top: float
-    subtitle_top: float
-    legend_top: float
-    header: float
-    foot: float
+    origins: tuple[Origin, ...] = ()
 
 
 def sheet(title: str, subtitle: str, footer: Sequence[str], legend: Legend, *, width: float, body: float) -> Sheet:
@@ -282,160 +279,133 @@ def sheet(title: str, subtitle: str, footer: Sequence[str], legend: Legend, *, w
         legend: labels and what is drawn beside them, laid out in rows under the subtitle.
         width, body: inches on the page; the height is what the body, the header and the footer need.
     """
-    size = current_size()
-    origins = footer.origins if isinstance(footer, Footer) else ()
-    tags = tags_of(origins)
-    own_width = width if size.width is None else size.width
-    plan = _plan(title, subtitle, footer, legend, tags, own_width)
-    own_body = body
-    if size.height is not None:
-        factor = 1.0
-        while True:
-            own_width = factor * size.width
-            plan = _plan(title, subtitle, footer, legend, tags, own_width)
-            own_body = factor * size.height - plan.header - plan.foot
-            if own_body >= _SLIDE_BODY * body and own_width >= _SLIDE_WIDTH * width:
-                break
-            factor *= 1.1
+    scale = rcParams["font.size"] / FONT_SIZES["font.size"]
+    width, body = min(width, rcParams["figure.figsize"][0]), min(1.0, scale) * body
+    room, small = width - 2 * _MARGIN, max(MIN_POINTS, 0.8 * rcParams["font.size"])
+    title_points, points, legend_points = (
+        rcParams[name] for name in ("figure.titlesize", "figure.labelsize", "legend.fontsize")
+    )
+    origins = getattr(footer, "origins", ())
+    tags = [(word, text_width(word.upper(), small) + 0.17 * scale) for word in tags_of(origins)]
+    tags_width = sum(tag_width for _, tag_width in tags)
+    title = wrap(title, room - tags_width - 0.1, title_points, "bold")
+    subtitle = wrap(subtitle, 0.99 * room, points)
+    footer_text = "\n".join(wrap(paragraph, 0.99 * room, small) for paragraph in footer)
+    labels, rows, columns = _legend_grid([label for label, _ in legend], room, _HANDLE * scale, legend_points)
 
-    figure = Sheet(figsize=(own_width, 1), layout="constrained")
+    below_title = _MARGIN + 0.06 * scale + _height(title, title_points)
+    below_subtitle = below_title + 0.08 * scale + _height(subtitle, points)
+    header = below_subtitle + 1.55 / 72 * legend_points * rows + 0.1
+    foot = _MARGIN + _height(footer_text, small) + 0.08
+    height = header + body + foot
+
+    figure = Sheet(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    if size.width is not None:
-        figure.set_dpi(size.dots * size.width / own_width)
-    figure.page_width, figure.page_body, figure.origins = width, body, origins
-    figure.after_layout = []
-    figure._header, figure._foot, figure._is_refitted = plan.header, plan.foot, False
-    small = {"color": MUTED, "linespacing": 1.3}
-    at_title = figure.text(0, 0, plan.title, fontsize=size.points(_TITLE_SIZE), weight="bold", va="top")
-    at_subtitle = figure.text(0, 0, plan.subtitle, fontsize=size.points(_SUBTITLE_SIZE), va="top", **small)
-    figure._hung = [(at_title, _MARGIN, _MARGIN), (at_subtitle, _MARGIN, plan.subtitle_top)]
-    at_footer = figure.text(0, 0, plan.footer, fontsize=_footer_points(), va="bottom", **small)
-    left = plan.tags_left
-    for tag in tags:
-        points = size.points(_TAG_SIZE)
-        text = figure.text(0, 0, tag.upper(), fontsize=points, va="center", **tag_look(tag))
-        text.set_in_layout(False)
-        figure._hung.append((text, left + 0.28 * points / 72, plan.tags_top))
-        left += _tag_width(tag)
+    figure.origins = tuple(origins)
+    texts = [
+        figure.text(_MARGIN, _MARGIN, title, fontsize=title_points, weight="bold", va="top"),
+        figure.text(_MARGIN, below_title, subtitle, fontsize=points, color=MUTED, va="top", linespacing=1.3),
+        figure.text(_MARGIN, height - _MARGIN, footer_text, fontsize=small, color=MUTED, linespacing=1.3, va="bottom"),
+    ]
+    left = width - _MARGIN - tags_width + 0.1 * scale
+    for word, tag_width in tags:
+        texts.append(figure.text(left, _MARGIN + 0.1 * scale, word.upper(), fontsize=small, va="center"))
+        texts[-1].set(**_tag_look(word))
+        left += tag_width
+    for text in texts:  # inches from the left and from the top
+        text.set(x=text.get_position()[0] / width, y=1 - text.get_position()[1] / height, in_layout=False)
     if legend:
-        drawn = figure.legend(
-            [handle for _, handle in legend],
-            plan.labels,
-            ncols=plan.num_columns,
-            loc="upper left",
-            borderaxespad=0,
-            borderpad=0,
-            columnspacing=1.6,
-        )
-        drawn.set_in_layout(False)
-        figure._hung.append((drawn, _MARGIN, plan.legend_top))
-    figure._hung.append((at_footer, _MARGIN, None))
-    figure.lay_out(own_body)
+        place = {"loc": "upper left", "bbox_to_anchor": (_MARGIN / width, 1 - (below_subtitle + 0.06) / height)}
+        spacing = {"borderaxespad": 0, "borderpad": 0, "columnspacing": 1.6}
+        handles = [handle for _, handle in legend]
+        figure.legend(handles, labels, ncols=columns, **place, **spacing).set_in_layout(False)
+    rect = (_MARGIN / width, foot / height, room / width, body / height)
+    engine = figure.get_layout_engine()
+    assert isinstance(engine, ConstrainedLayoutEngine)
+    engine.set(rect=rect, w_pad=0.06 * scale, h_pad=0.06 * scale)
     return figure
 
 
-def _plan(title: str, subtitle: str, footer: Sequence[str], legend: Legend, tags: Sequence[str], width: float) -> _Plan:
-    size = current_size()
-    room = width - 2 * _MARGIN
-    scale = size.points(_SUBTITLE_SIZE) / _SUBTITLE_SIZE
-    title_points, legend_points = size.points(_TITLE_SIZE), size.points(STYLE["legend.fontsize"])
-    title = wrap(title, room, title_points, "bold")
-    subtitle = wrap(subtitle, room, size.points(_SUBTITLE_SIZE))
-    footer_text = "\n".join(wrap(paragraph, room, _footer_points()) for paragraph in footer)
-    # Columns of a legend are as wide as its longest label, its handle and a gap.
-    handle = _HANDLE * scale
-    labels = [wrap(label, room - handle, legend_points) for label, _ in legend]
-    longest = max((text_width(label, legend_points) for label in labels), default=0.0)
-    num_rows = -(-len(labels) // max(1, int(room / (longest + handle))))
-    num_columns = -(-len(labels) // max(1, num_rows))
+def _legend_grid(labels: list[str], room: float, handle: float, points: float) -> tuple[list[str], int, int]:
+    """Labels in lines that fit; how many lines the highest column has, and how many columns there are."""
+    labels = [wrap(label, room - handle, points) for label in labels]
+    longest = max((text_width(label, points) for label in labels), default=0.0)
+    num_rows = max(1, -(-len(labels) // max(1, int(room / (longest + handle)))))
     lines = [label.count("\n") + 1 for label in labels]
-    num_legend_lines = max(
-        (sum(lines[first : first + num_rows]) for first in range(0, len(lines), max(1, num_rows))), default=0
-    )
-
-    title_height = 0.3 * scale + title_points * 1.2 / 72 * title.count("\n")
-    tags_width = sum(map(_tag_width, tags))
-    subtitle_top = _MARGIN + title_height
-    if "\n" not in title and text_width(title, title_points, "bold") + tags_width + 0.1 <= room:
-        tags_left, tags_top = _MARGIN + room - tags_width + _tag_gap(), _MARGIN + 0.1 * scale
-    else:
-        tags_left, tags_top = _MARGIN + 0.02, subtitle_top + 0.08 * scale
-        subtitle_top += 0.26 * scale if tags else 0.0
-    legend_top = subtitle_top + 0.17 * scale * (subtitle.count("\n") + 1) + 0.1 * scale
-    header = legend_top + 0.19 * scale * num_legend_lines + 0.04
-    foot = _MARGIN + 0.155 * _footer_points() / _FOOTER_SIZE * (footer_text.count("\n") + 1) + 0.08
-    return _Plan(
-        title, subtitle, footer_text, labels, num_columns, tags_left, tags_top, subtitle_top, legend_top, header, foot
-    )
+    highest = max((sum(lines[at : at + num_rows]) for at in range(0, len(lines), num_rows)), default=0)
+    return labels, highest, -(-len(labels) // num_rows)
 
 
-def _footer_points() -> float:
-    """A footer is looked up, not read from the back row."""
-    return min(_FOOTER_SIZE, current_size().points(_FOOTER_SIZE))
-
-
-def _tag_gap() -> float:
-    return 0.08 * current_size().scale
-
-
-def _tag_width(tag: str) -> float:
-    points = current_size().points(_TAG_SIZE)
-    return text_width(tag.upper(), points) + 0.56 * points / 72 + _tag_gap()
+def _height(text: str, points: float) -> float:
+    return _LEADING * points * (text.count("\n") + 1) if text else 0.0
 
 
 def panel_title(axes: Axes, text: str, inches: float) -> None:
     """Title a panel that is ``inches`` wide on the page."""
-    size, figure = current_size(), axes.figure
-    if size.is_stacked:
-        assert size.width is not None
-        inches = _STACKED_TITLE * size.width
-    elif isinstance(figure, Sheet):
-        inches *= figure.get_size_inches()[0] / figure.page_width
-    axes.set_title(wrap(text, inches, size.points(STYLE["axes.titlesize"]), STYLE["axes.titleweight"]))
+    if is_narrow():
+        inches = 0.75 * rcParams["figure.figsize"][0]
+    axes.set_title(wrap(text, inches, rcParams["axes.titlesize"], "bold"))
 
 
 def row_title(axes: Axes, others: Sequence[Axes], text: str, inches: float) -> None:
     """Title a row of panels at its first one: ``inches`` wide on the page, the whole row."""
     panel_title(axes, text, inches)
-    if current_size().is_stacked:
-        return
-    title = axes.get_title("left")
-    axes.set_title(title).set_in_layout(False)  # else the layout would make its own panel as wide
-    for other in others:
-        other.set_title("\n".join(" " for _ in title.split("\n")))
+    if not is_narrow():
+        title = axes.get_title("left")
+        axes.set_title(title).set_in_layout(False)  # else the layout would make its own panel as wide
+        for other in others:
+            other.set_title("\n".join(" " for _ in title.split("\n")))
 
 
 def settle_layout(figure: Figure) -> None:
-    """Fit the panels to the size drawn for, and fix them where the layout puts them.
-
-    Their places are rounded: the solver's last bits differ from run to run.
-    """
-    size = current_size()
-    if isinstance(figure, Sheet) and not figure._is_refitted:
-        figure._is_refitted = True
-        hows = {origin.how for origin in figure.origins}
-        for axes in figure.axes if len(hows) == 1 else ():
-            if axes.get_subplotspec() is not None:
-                frame(axes, *hows)
-        if size.name != "page":
-            body = refit(figure, size, figure.page_body)
-            if body is not None:
-                figure.lay_out(body)
-            figure.draw_without_rendering()
-            growth = mend_labels(figure, size)
-            if body is not None and growth > 1:
-                figure.lay_out(growth * body)
+    """Fix the panels where the layout puts them; rounded, for the solver's last bits differ from run to run."""
+    if not isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine):
+        return
+    hows = {origin.how for origin in getattr(figure, "origins", ())}
+    for axes in figure.axes if len(hows) == 1 else ():
+        if axes.get_subplotspec() is not None:
+            frame(axes, *hows)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     for axes in figure.axes:
         axes.set_position(np.round(axes.get_position(original=True).bounds, 6).tolist())
-    while isinstance(figure, Sheet) and figure.after_layout:
-        figure.after_layout.pop(0)()
 
 
 def save(figure: Figure, path: Path, file_format: str) -> None:
     """Write a figure; the file appears whole or not at all."""
-    if isinstance(figure, Sheet) and not figure._is_refitted:
-        settle_layout(figure)
+    settle_layout(figure)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format=file_format, metadata=FORMATS[file_format])
+
+
+# ---- text ----------------------------------------------------------------------------------------------------------
+
+
+def fit_label(text: str, inches: float) -> str:
+    """Break a tick's label into lines that are no wider than ``inches`` on the page."""
+    return wrap(text, min(inches, 0.36 * rcParams["figure.figsize"][0]), rcParams["ytick.labelsize"])
+
+
+def wrap(text: str, inches: float, points: float, weight: str = "normal") -> str:
+    """Break a text into lines that are no wider than ``inches``, inside a word if it must be."""
+    lines, line = [], ""
+    for word in text.split():
+        if text_width(f"{line} {word}", points, weight) <= inches:
+            line = f"{line} {word}".strip()
+            continue
+        lines += [line] if line else []
+        line = word
+        while len(line) > 1 and text_width(line, points, weight) > inches:
+            cut = next(
+                n for n in range(len(line) - 1, 0, -1) if n == 1 or text_width(line[:n], points, weight) <= inches
+            )
+            lines.append(line[:cut])
+            line = line[cut:]
+    return "\n".join([*lines, line])
+
+
+@lru_cache(maxsize=2**16)
+def text_width(text: str, points: float, weight: str = "normal") -> float:
+    """Width in inches of the widest line."""
+    font = FontProperties(family=FONT, size=points, weight=weight)
+    return max(text_to_path.get_text_width_height_descent(line, font, False)[0] for line in text.split("\n")) / 72

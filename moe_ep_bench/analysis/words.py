@@ -88,9 +88,9 @@ def footer_lines(run: Run, comparisons: Sequence[Comparison], warnings: Sequence
         [workload_words(comparison) for comparison in comparisons],
     ]
     lines = [" | ".join([*([run.named] if run.named else []), *(_said_once(values) for values in facts if values)])]
-    if any(not case.is_ok for case in run.cases):
-        lines.append(count_words(run))
-    lines += [f"Note: {warning}" for warning in warnings]
+    notes = [count_words(run)] if any(not case.is_ok for case in run.cases) else []
+    notes += warnings
+    lines += [f"Note: {'; '.join(note.removesuffix('.') for note in notes)}."] if notes else []
     return Footer(lines, origins_of(run, comparisons))
 
 

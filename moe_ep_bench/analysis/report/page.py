@@ -23,7 +23,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from moe_ep_bench.analysis.figures import FIGURES
+from moe_ep_bench.analysis.figures import FIGURES, WHOLE_FIGURES
 from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_quality, is_route, is_whole, load_run
 from moe_ep_bench.analysis.render import Table, interval, milliseconds, number, percentage, render, text
 from moe_ep_bench.analysis.report.provenance import (
@@ -43,7 +43,6 @@ from moe_ep_bench.analysis.timing import GROUPS
 from moe_ep_bench.analysis.validation import Validation, is_validation, load_validation
 from moe_ep_bench.analysis.validation_report import validation_figure, validation_tables, verdict_line
 from moe_ep_bench.analysis.whole import PASS_PARTS, analyse_whole
-from moe_ep_bench.analysis.whole_figure import WHOLE_FIGURES
 from moe_ep_bench.analysis.words import MODE_WORDS, count_words, device_words, hardware_words, mode_words
 from moe_ep_bench.files import atomic_path, check_folder
 from moe_ep_bench.schema import TOTAL

@@ -10,21 +10,40 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.transforms import ScaledTranslation
 
+from moe_ep_bench.analysis.figures.panels import (
+    SPEEDUP_LABEL,
+    drawn_floors,
+    num_rows,
+    pairs_of_axes,
+    reference_legend,
+    speedup_limits,
+    warnings_of,
+)
 from moe_ep_bench.analysis.load import Comparison, Run
-from moe_ep_bench.analysis.marks import mark, speedup_values, table
-from moe_ep_bench.analysis.origins import frame, mark_look
-from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
-from moe_ep_bench.analysis.style import INK, NOISE_FILL, Drawing, Legend, Look, case_name, panel_title, sheet
+from moe_ep_bench.analysis.marks import SPEEDUP, as_csv, cases
+from moe_ep_bench.analysis.speedups import ComparisonResult
+from moe_ep_bench.analysis.style import (
+    INK,
+    NATIVE_LINE,
+    NOISE_FILL,
+    Drawing,
+    Legend,
+    Looks,
+    case_name,
+    frame,
+    mark_look,
+    sheet,
+)
 from moe_ep_bench.analysis.sweep import EP_SIZE, key_words, value_of, value_words
-from moe_ep_bench.analysis.words import OVERSUBSCRIBED, footer_lines, interval_words, milliseconds, origin_word
+from moe_ep_bench.analysis.words import footer_lines, interval_words, milliseconds
 from moe_ep_bench.workload.formatting import tokens_words
 
 _TOKEN_KEYS = ("workload.num_tokens", "workload.tokens_per_rank")
@@ -56,43 +75,48 @@ class Scaling:
         return [value for value, _ in self.points]
 
 
-def scaling_figure(run: Run, comparisons: list[ComparisonResult], looks: dict[str, Look]) -> Drawing | None:
+def scaling_figure(run: Run, comparisons: list[ComparisonResult], looks: Looks) -> Drawing | None:
     """Speedup and, below it, layer time along what varies; None where nothing does."""
     found = scalings(run, comparisons)
     if not found:
         return None
     shown = found[:_MAX_PANELS]
-    families = [
-        family for family in looks if any(_case(one, family) for scaling in shown for _, one in scaling.points)
-    ][:_MAX_FAMILIES]
-    facts = list(dict.fromkeys(id(one.comparison) for scaling in shown for _, one in scaling.points))
-    by_id = {id(one.comparison): one.comparison for one in comparisons}
-    warnings = [OVERSUBSCRIBED] if any(by_id[key].oversubscribed for key in facts) else []
-    if len(found) > len(shown):
-        warnings.append(f"{len(found) - len(shown)} more combinations are not drawn.")
-    columns = min(2, len(shown))
-    rows = -(-len(shown) // columns)
+    panels = [_rows(run, scaling) for scaling in shown]
+    rows = pd.concat(panels, ignore_index=True)
+    policies = rows[rows["role"] == "policy"]
+    having = set(policies["family"])
+    families = [family for family in looks if family in having][:_MAX_FAMILIES]
+    facts = list({id(one.comparison): one.comparison for scaling in shown for _, one in scaling.points}.values())
+    more = len(found) - len(shown)
     figure = sheet(
         "How speedup and layer time scale",
         "Speedup over native; below it the slowest rank's time of one layer, median. "
-        + interval_words(_are_intervals(shown, families), "Upright lines")
+        + interval_words(list(policies.loc[policies["family"].isin(families), "is_interval"]), "Upright lines")
         + " A line connects comparisons that differ in nothing but the axis. Of each policy the smallest capacity "
         "factor.",
-        footer_lines(run, [by_id[key] for key in facts], warnings),
-        _legend(run, shown, families, looks),
-        width=8.5 if columns == 1 else 12.5,
-        body=4.8 * rows,
+        footer_lines(
+            run, facts, [*warnings_of(facts), *([f"{more} more combinations are not drawn."] if more else [])]
+        ),
+        _legend(rows, families, looks),
+        width=8.5 if len(shown) == 1 else 12.5,
+        body=4.8 * num_rows(len(shown)),
     )
-    grid = figure.add_gridspec(2 * rows, columns, height_ratios=[1.5, 1] * rows)
-    marks: list[dict] = []
-    for number, scaling in enumerate(shown):
-        row, column = divmod(number, columns)
-        above = figure.add_subplot(grid[2 * row, column])
-        below = figure.add_subplot(grid[2 * row + 1, column], sharex=above)
-        panel_title(above, scaling.held, 6.6 if columns == 1 else 4.9)
-        _draw(run, above, below, scaling, families, looks)
-        marks += _rows(run, scaling, families)
-    return Drawing(figure, table(marks))
+    axes = pairs_of_axes(figure, [scaling.held for scaling in shown], (1.5, 1))
+    for (above, below), scaling, own in zip(axes, shown, panels, strict=True):
+        _draw(above, below, scaling, own, families, looks)
+    drawn = rows[(rows["role"] == "baseline") | rows["family"].isin(families)]
+    drawn = drawn[drawn["layer_time_us"].notna()]
+    return Drawing(figure, as_csv(drawn, "quantity", "value", "layer_time_us", *SPEEDUP))
+
+
+def _rows(run: Run, scaling: Scaling) -> pd.DataFrame:
+    """Of ``marks.cases`` native, each policy with a speedup at its smallest factor, and the noise floors."""
+    rows = cases(run, [one for _, one in scaling.points])
+    is_policy = (rows["role"] == "policy") & rows["speedup"].notna()
+    rows = rows[(rows["role"] == "baseline") | is_policy | rows["result"].isna()]
+    # In reading order, so that factors ascend; noise floors have no family.
+    rows = rows[~rows.duplicated(["place", "family"]) | rows["result"].isna()]
+    return rows.assign(quantity=scaling.quantity, value=rows["place"].map(dict(enumerate(scaling.values))))
 
 
 def scalings(run: Run, comparisons: Sequence[ComparisonResult]) -> list[Scaling]:
@@ -170,48 +194,27 @@ def _held_words(facts: Comparison, quantity: str, swept: str | None) -> str:
     return ", ".join(words)
 
 
-def _case(comparison: ComparisonResult, family: str) -> CaseResult | None:
-    """The policy with its smallest capacity factor; policies stand in reading order, so factors ascend."""
-    return next((r for r in comparison.policies if r.family == family and r.speedup is not None), None)
-
-
-def _are_intervals(shown: list[Scaling], families: list[str]) -> list[bool]:
-    cases = [_case(one, family) for scaling in shown for _, one in scaling.points for family in families]
-    return [case.speedup.is_interval for case in cases if case is not None and case.speedup is not None]
-
-
-def _how(run: Run, scaling: Scaling) -> str:
-    """Where the numbers of a panel come from; comparisons of several origins are in no panel together."""
-    return origin_word(run, scaling.points[0][1].comparison)
-
-
-def _draw(run: Run, above: Axes, below: Axes, scaling: Scaling, families: list[str], looks: dict[str, Look]) -> None:
-    values = scaling.values
-    floors = [(value, one.drawn_floor) for value, one in scaling.points if one.drawn_floor is not None]
-    if floors:
-        x, low, high = zip(*((value, floor.low, floor.high) for value, floor in floors), strict=True)
-        above.fill_between(x, low, high, color=NOISE_FILL, linewidth=0, zorder=0.5)
-    above.axhline(1, color=INK, linewidth=1.2, zorder=1)
-    heights = [1.0, *(end for _, floor in floors for end in (floor.low, floor.high))]
-    natives = [(value, one.of_role("baseline")) for value, one in scaling.points]
-    how = _how(run, scaling)
-    native_ms = [(value, result.layer.median_ms) for value, result in natives if result and result.layer]
-    below.plot(*zip(*native_ms, strict=True), **_line(INK, "*", how, markersize=10))
+def _draw(above: Axes, below: Axes, scaling: Scaling, rows: pd.DataFrame, families: list[str], looks: Looks) -> None:
+    values, how = scaling.values, rows["origin"].iloc[0]
+    floors = drawn_floors(rows)
+    above.fill_between(
+        floors["value"], floors["speedup_low"], floors["speedup_high"], color=NOISE_FILL, linewidth=0, zorder=0.5
+    )
+    above.axhline(1, **NATIVE_LINE)
+    native = rows[rows["role"] == "baseline"]
+    native_ms = native["layer_time_us"] / 1e3
+    below.plot(native["value"], native_ms, **_line(INK, "*", how, markersize=10))
     for number, family in enumerate(families):
-        cases = [(value, _case(one, family)) for value, one in scaling.points]
-        known = [(value, result) for value, result in cases if result is not None and result.speedup and result.layer]
-        if not known:
-            continue
+        own = rows[(rows["role"] == "policy") & (rows["family"] == family)]
         look = _line(looks[family].colour, looks[family].marker, how)
-        x = [value for value, _ in known]
         # Beside each other: intervals at one value would lie on one another.
         aside = ScaledTranslation(_DODGE * (number - (len(families) - 1) / 2), 0, above.figure.dpi_scale_trans)
-        beside = {"transform": above.transData + aside}
-        above.plot(x, [result.speedup.median for _, result in known], zorder=3, **beside, **look)
-        low, high = zip(*((result.speedup.low, result.speedup.high) for _, result in known), strict=True)
-        above.vlines(x, low, high, color=looks[family].colour, linewidth=1.4, zorder=2.5, **beside)
-        heights += [*low, *high]
-        below.plot(x, [result.layer.median_ms for _, result in known], zorder=3, **look)
+        beside = {"transform": above.transData + aside, "zorder": 3}
+        if len(own):
+            above.plot(own["value"], own["speedup"], **beside, **look)
+            ends = own["speedup_low"], own["speedup_high"]
+            above.vlines(own["value"], *ends, color=looks[family].colour, linewidth=1.4, **beside)
+            below.plot(own["value"], own["layer_time_us"] / 1e3, zorder=3, **look)
     for axes in (above, below):
         frame(axes, how)
         axes.grid(False, axis="x")
@@ -220,17 +223,12 @@ def _draw(run: Run, above: Axes, below: Axes, scaling: Scaling, families: list[s
     above.set_xticks(values, [f"{value:,g}" for value in values])
     above.minorticks_off()
     above.margins(x=0.08)
-    pad = 0.08 * max(max(heights) - min(heights), 0.1)
-    above.set_ylim(min(heights) - pad, max(heights) + pad)
+    above.set_ylim(speedup_limits(rows[rows["family"].isin(families) | rows["result"].isna()]))
+    above.set_ylabel(SPEEDUP_LABEL)
     below.margins(y=0.08)
-    above.tick_params(labelbottom=False)
-    above.set_ylabel("speedup (native = 1)")
-    times_ms = [time_ms for _, time_ms in native_ms]
-    if min(times_ms) > 0 and max(times_ms) / min(times_ms) >= 8:
+    if native_ms.min() > 0 and native_ms.max() / native_ms.min() >= 8:
         below.set_yscale("log", base=2)
-        below.yaxis.set_major_formatter(
-            lambda time_ms, _: milliseconds(time_ms, 2) if time_ms < 10 else f"{time_ms:,.0f}"
-        )
+        below.yaxis.set_major_formatter(lambda ms, _: milliseconds(ms, 2) if ms < 10 else f"{ms:,.0f}")
         below.minorticks_off()
     else:
         below.set_ylim(0, 1.08 * below.dataLim.y1)
@@ -242,29 +240,13 @@ def _line(colour: str, marker: str, how: str, markersize: float = 6) -> dict:
     return {"color": colour, "marker": marker, "markersize": markersize, **mark_look(how, colour)}
 
 
-def _legend(run: Run, shown: list[Scaling], families: list[str], looks: dict[str, Look]) -> Legend:
+def _legend(rows: pd.DataFrame, families: list[str], looks: Looks) -> Legend:
     """Marks as the panels draw them; where panels differ in origin, as the first of them does."""
-    native = _line(INK, "*", _how(run, shown[0]), 10)
-    legend: list[tuple[str, Line2D | Patch]] = [("native", Line2D([], [], **native))]
+    legend: list = [("native", Line2D([], [], **_line(INK, "*", rows["origin"].iloc[0], 10)))]
     for family in families:
-        first = next(scaling for scaling in shown if any(_case(one, family) for _, one in scaling.points))
-        look = _line(looks[family].colour, looks[family].marker, _how(run, first))
-        legend.append((_name(shown, family, looks), Line2D([], [], **look)))
-    if any(one.drawn_floor for scaling in shown for _, one in scaling.points):
-        legend.append(("noise floor", Patch(facecolor=NOISE_FILL)))
-    return legend
-
-
-def _name(shown: list[Scaling], family: str, looks: dict[str, Look]) -> str:
-    """The family's name, with the capacity factor where all panels show the same one."""
-    cases = [_case(one, family) for scaling in shown for _, one in scaling.points]
-    names = {case_name(case, looks) for case in cases if case is not None}
-    return names.pop() if len(names) == 1 else looks[family].label
-
-
-def _rows(run: Run, scaling: Scaling, families: list[str]) -> Iterator[dict]:
-    for value, one in scaling.points:
-        for result in (one.of_role("baseline"), *(_case(one, family) for family in families)):
-            if result is not None and result.layer is not None:
-                values = {"quantity": scaling.quantity, "value": value, "layer_time_us": 1e3 * result.layer.median_ms}
-                yield mark(run, one, result, **values, **speedup_values(result.speedup))
+        own = rows[(rows["role"] == "policy") & (rows["family"] == family)]
+        # The capacity factor is named where all panels show the same one.
+        names = {case_name(result, looks) for result in own["result"]}
+        look = _line(looks[family].colour, looks[family].marker, own["origin"].iloc[0])
+        legend.append((names.pop() if len(names) == 1 else looks[family].label, Line2D([], [], **look)))
+    return [*legend, *reference_legend(rows, native=False)]

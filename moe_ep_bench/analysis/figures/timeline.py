@@ -15,33 +15,29 @@ Shapes: R = ranks of the group shown.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 
 from moe_ep_bench.analysis.choice import ITERATION, TYPICAL, Choice, Chosen, IterationChoice, choose
+from moe_ep_bench.analysis.figures.bars import phase_legend
+from moe_ep_bench.analysis.figures.panels import name_rows, warnings_of
 from moe_ep_bench.analysis.load import Case, Comparison, Run
 from moe_ep_bench.analysis.marks import mark, table
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
-from moe_ep_bench.analysis.style import INK, MUTED, Drawing, Look, case_name, panel_title, phase_look, sheet
+from moe_ep_bench.analysis.style import INK, MUTED, Drawing, Looks, case_name, panel_title, phase_look, sheet
 from moe_ep_bench.analysis.timing import GROUPS
-from moe_ep_bench.analysis.words import (
-    NOT_FUSED,
-    OVERSUBSCRIBED,
-    estimate_words,
-    footer_lines,
-    is_modelled_phase,
-    milliseconds,
-    percent,
-)
+from moe_ep_bench.analysis.words import estimate_words, footer_lines, is_modelled_phase, milliseconds, percent
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES
 
 _GROUP_OF = {phase: group for group, phases in GROUPS.items() for phase in phases}
 _MAX_LANES, _SHOWN_LANES = 24, 16
 _END_LINE = {"color": MUTED, "linewidth": 1.0, "linestyle": (0, (4, 2))}
+_BOX = {"marker": "s", "markerfacecolor": "none", "markersize": 9, "markeredgewidth": 1.8, "linestyle": "none"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +73,7 @@ class Iteration:
 
 
 def timeline_figure(
-    run: Run, comparisons: list[ComparisonResult], looks: dict[str, Look], choice: Choice | None = None
+    run: Run, comparisons: list[ComparisonResult], looks: Looks, choice: Choice | None = None
 ) -> Drawing | None:
     """One layer on every rank, before and after a policy; None where nothing was timed by phase on several ranks.
 
@@ -91,33 +87,33 @@ def timeline_figure(
     facts = chosen.comparison.comparison
     after = typical_iteration(chosen.policy.case, facts, choice.iteration)
     before = typical_iteration(chosen.native.case, facts, among=(after.launch, after.batch))
+    sides = ((before, chosen.native), (after, chosen.policy))
     ranks = _lanes(before, after)
+    rows = [_rows(run, chosen.comparison, result, shown, ranks) for shown, result in sides]
+    times_us = pd.concat([before.times_us, after.times_us])
+    groups = [group for group, phases in GROUPS.items() if times_us[list(phases)].to_numpy().any()]
     lane = 0.3 if len(ranks) <= 8 else 0.21 if len(ranks) <= _SHOWN_LANES + 2 else 0.17
-    body = 2 * (len(ranks) * lane + 0.75) + 0.2
-    groups = _legend_groups(before, after, run, facts)
-    warnings = [OVERSUBSCRIBED] if facts.oversubscribed else []
-    warnings += [NOT_FUSED] if facts.permute.is_unfused_permutation else []
     figure = sheet(
         f"Who waits for whom: native and {case_name(chosen.policy, looks)}",
         _subtitle(chosen, before, after, ranks, facts, choice.iteration),
-        footer_lines(run, [facts], warnings),
-        groups,
+        footer_lines(run, [facts], warnings_of([facts], phases=True)),
+        [
+            *phase_legend(run, [facts], groups),
+            ("critical rank", Line2D([], [], color=INK, **_BOX)),
+            ("end of the slowest rank", Line2D([], [], **_END_LINE)),
+        ],
         width=9.5,
-        body=body,
+        body=2 * (len(ranks) * lane + 0.75) + 0.2,
     )
     panels = figure.subplots(2, 1, sharex=True)
-    for axes, shown, result in zip(panels, (before, after), (chosen.native, chosen.policy), strict=True):
-        _draw(axes, shown, ranks, {group for group in GROUPS if is_modelled_phase(run, facts, group)})
+    modelled = {group: is_modelled_phase(run, facts, group) for group in GROUPS}
+    for axes, (shown, result), bars in zip(panels, sides, rows, strict=True):
+        _draw(axes, shown, pd.DataFrame(bars), ranks, modelled)
         panel_title(axes, _panel_words(result, shown, case_name(result, looks)), 8.0)
     panels[0].tick_params(labelbottom=False)
     panels[0].set_xlim(0, 1.02 * max(before.layer_us, after.layer_us) / 1e3)
     panels[1].set_xlabel("time since the layer began (ms)")
-    rows = [
-        row
-        for shown, result in ((before, chosen.native), (after, chosen.policy))
-        for row in _rows(run, chosen.comparison, result, shown, ranks)
-    ]
-    return Drawing(figure, table(rows))
+    return Drawing(figure, table(rows[0] + rows[1]))
 
 
 def typical_iteration(
@@ -187,98 +183,55 @@ def _subtitle(
     why = "as chosen" if choice.key else {"median": closest}.get(choice.text, f"its {choice.text}")
     words = (
         f"{facts.title}; {chosen.why}. {what} of the policy (launch {after.launch}, batch {after.batch}), {why}; "
-        "native is of the same batch. Starts are reconstructed: "
-        "records hold durations, so ranks are drawn to begin together and phases to follow one another. Critical: the "
-        "rank that waits least, so the one that the others wait for."
+        "native is of the same batch. Starts are reconstructed from durations: ranks begin together, phases follow one "
+        "another. Critical: the rank that waits least, so the one that the others wait for."
     )
     num_ranks = len(before.times_us)
     if len(ranks) < num_ranks:
-        words += (
-            f" {len(ranks)} of {num_ranks} ranks: evenly spaced from the most (top) to the least native work, and the "
-            "critical ones."
-        )
+        words += f" {len(ranks)} of {num_ranks} ranks, from the most (top) to the least native work."
     if facts.num_replicas > 1:
         words += f" Of {facts.num_replicas} replicas the one with the slowest rank."
     return words
 
 
 def _panel_words(result: CaseResult, shown: Iteration, name: str) -> str:
-    speedup = "" if result.speedup is None else f"speedup {estimate_words(result.speedup)}, "
-    cost = ""
+    layer_ms, median_ms = (milliseconds(time_us / 1e3, 3) for time_us in (shown.layer_us, shown.median_us))
+    words = [f"{name}: layer {layer_ms} ms (median {median_ms})"]
+    words += [] if result.speedup is None else [f"speedup {estimate_words(result.speedup)}"]
     if result.fidelity is not None and result.case.role == "policy":
-        cost = f"{percent(result.fidelity.dropped_share)} % dropped, "
-    return (
-        f"{name}: layer {milliseconds(shown.layer_us / 1e3, 3)} ms (median "
-        f"{milliseconds(shown.median_us / 1e3, 3)}), {speedup}{cost}{percent(shown.waiting_share)} % of the "
-        "ranks' time is waiting"
-    )
+        words.append(f"{percent(result.fidelity.dropped_share)} % dropped")
+    return ", ".join([*words, f"{percent(shown.waiting_share)} % of the ranks' time is waiting"])
 
 
-def _legend_groups(before: Iteration, after: Iteration, run: Run, facts: Comparison) -> list:
-    both = pd.concat([before.times_us, after.times_us])
-    groups = [group for group, phases in GROUPS.items() if both[list(phases)].to_numpy().any()]
-    legend: list = []
-    for group in groups:
-        modelled = is_modelled_phase(run, facts, group)
-        legend.append((f"{group} (modelled)" if modelled else group, Patch(**phase_look(group, modelled=modelled))))
+def _rows(
+    run: Run, comparison: ComparisonResult, result: CaseResult, shown: Iteration, ranks: list[int]
+) -> list[dict[str, Any]]:
+    """A row per bar: a phase of a rank that took time."""
+    phases = [*LAYER_PHASES, UNACCOUNTED]
+    times_us = shown.times_us.loc[ranks, phases]
+    begins_us = times_us.cumsum(axis=1) - times_us
+    where = {"launch": shown.launch, "batch": shown.batch, "iteration": shown.iteration}
     return [
-        *legend,
-        (
-            "critical rank",
-            Line2D(
-                [],
-                [],
-                color=INK,
-                marker="s",
-                markerfacecolor="none",
-                markersize=9,
-                linestyle="none",
-                markeredgewidth=1.8,
-            ),
-        ),
-        ("end of the slowest rank", Line2D([], [], **_END_LINE)),
+        mark(run, comparison, result, **where, rank=rank, is_critical=rank == shown.critical, phase=phase)
+        | {"begin_us": float(begins_us.at[rank, phase]), "time_us": float(times_us.at[rank, phase])}
+        for rank in ranks
+        for phase in phases
+        if times_us.at[rank, phase] > 0
     ]
 
 
-def _draw(axes: Axes, shown: Iteration, ranks: list[int], modelled: set[str]) -> None:
-    times_ms = shown.times_us.loc[ranks] / 1e3
-    places, ends = np.arange(len(ranks)), np.zeros(len(ranks))
-    for phase in (*LAYER_PHASES, UNACCOUNTED):
-        widths = times_ms[phase].to_numpy()
-        group = _GROUP_OF[phase]
-        look = phase_look(group, modelled=group in modelled)
-        if (widths > 0).any():
-            axes.barh(places, widths, left=ends, height=0.8, linewidth=0.4, **look)
-        ends += widths
+def _draw(axes: Axes, shown: Iteration, bars: pd.DataFrame, ranks: list[int], modelled: dict[str, bool]) -> None:
+    for phase, of_phase in bars.groupby("phase"):
+        group = _GROUP_OF[str(phase)]
+        places = [ranks.index(rank) for rank in of_phase["rank"]]
+        left = of_phase["begin_us"] / 1e3
+        look = phase_look(group, modelled=modelled[group])
+        axes.barh(places, of_phase["time_us"] / 1e3, left=left, height=0.8, linewidth=0.4, **look)
     critical = ranks.index(shown.critical)
-    box = Rectangle((0, critical - 0.47), ends[critical], 0.94, fill=False, edgecolor=INK, linewidth=1.8, zorder=4)
+    end_ms = bars.loc[bars["is_critical"], "time_us"].sum() / 1e3
+    box = Rectangle((0, critical - 0.47), end_ms, 0.94, fill=False, edgecolor=INK, linewidth=1.8, zorder=4)
     box.set_clip_on(False)
     axes.add_patch(box)
     axes.axvline(shown.layer_us / 1e3, zorder=3, **_END_LINE)
-    axes.set_yticks(places, [f"critical: rank {r}" if r == shown.critical else f"rank {r}" for r in ranks])
+    name_rows(axes, [f"critical: rank {rank}" if rank == shown.critical else f"rank {rank}" for rank in ranks])
     axes.get_yticklabels()[critical].set_fontweight("bold")
-    axes.set_ylim(len(ranks) - 0.45, -0.55)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(False, axis="y")
-
-
-def _rows(run: Run, comparison: ComparisonResult, result: CaseResult, shown: Iteration, ranks: list[int]) -> list[dict]:
-    rows = []
-    for rank in ranks:
-        begin = 0.0
-        for phase in (*LAYER_PHASES, UNACCOUNTED):
-            time_us = float(shown.times_us.loc[rank, phase])
-            if time_us > 0:
-                values = {
-                    "launch": shown.launch,
-                    "batch": shown.batch,
-                    "iteration": shown.iteration,
-                    "rank": rank,
-                    "is_critical": rank == shown.critical,
-                    "phase": phase,
-                    "begin_us": begin,
-                    "time_us": time_us,
-                }
-                rows.append(mark(run, comparison, result, **values))
-            begin += time_us
-    return rows

@@ -122,8 +122,8 @@ def test_without_a_baseline_or_with_shared_cores_nothing_is_said(tmp_path: Path)
     cases = references()
     cases[0].status, cases[0].reason = "oom", "too big"
     directory = write_run(tmp_path / "none", [FakeComparison(cases=[*cases, *USUAL], num_iterations=1)])
-    assert "cannot say: the baseline was not measured" in advice_of(directory, BOUNDS)
-    assert "cannot say: more ranks than cores" in advised(tmp_path / "shared", *USUAL, facts={"oversubscribed": True})
+    assert "inconclusive: the baseline was not measured" in advice_of(directory, BOUNDS)
+    assert "inconclusive: more ranks than cores" in advised(tmp_path / "shared", *USUAL, facts={"oversubscribed": True})
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_fewer_than_ten_batches_give_a_range_and_no_verdict(tmp_path):
     result = results_of(run_of(tmp_path, num_batches=9, noise=0.02))["token_drop gamma 1"]
     assert not result.speedup.is_interval
     assert result.speedup.low < 1.5 < result.speedup.high
-    assert result.verdict == "cannot say"
+    assert result.verdict == "inconclusive"
 
 
 def test_tail_quantiles_are_over_iterations_of_the_slowest_rank(tmp_path):
@@ -279,12 +279,12 @@ def test_without_a_measured_baseline_there_are_times_but_no_speedups(tmp_path):
     assert "timeout: no answer for 60 s" in rows["native"]
     assert "the baseline was not measured, so there are no speedups" in text
     assert rows["token_drop gamma 1"].split()[6] == "-"
-    assert "cannot say" in rows["token_drop gamma 1"]
+    assert "inconclusive" in rows["token_drop gamma 1"]
 
 
 def test_without_a_noise_case_there_is_no_verdict(tmp_path):
     text, rows = table_of(run_of(tmp_path, cases=[c for c in standard_cases() if c.role != "noise"]))
-    assert "cannot say" in rows["token_drop gamma 1"]
+    assert "inconclusive" in rows["token_drop gamma 1"]
     assert "no noise floor" in text
 
 

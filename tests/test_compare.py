@@ -199,7 +199,7 @@ def test_a_planted_change_of_one_phase_is_found_there_and_in_the_layer_and_nowhe
 def test_a_machine_that_became_slower_makes_no_case_slower(base, tmp_path):
     change, cases = compared(base, run_of(tmp_path / "new", seed=1, native_us=2000 * 1.1))
     assert verdicts(cases)["native"] == "slower"
-    assert verdicts(cases)[DROP] == verdicts(cases)["topk"] == "cannot say"
+    assert verdicts(cases)[DROP] == verdicts(cases)["topk"] == "inconclusive"
     assert re.match(r"native changed by \+(9|10)\.\d %: perhaps the machine", cases[DROP]["time_why"])
     assert cases[DROP]["speedup_verdict"] not in ("lower", "higher")
     assert exit_status(change, 0.03) == 0
@@ -220,14 +220,14 @@ def test_a_case_that_lost_on_a_slower_machine_is_slower_still(base, tmp_path):
     new = run_of(tmp_path / "new", seed=1, native_us=2000 * 1.1, drop={"speedup": 1.5 / 1.1})
     change, cases = compared(base, new)
     assert verdicts(cases)[DROP] == "slower"
-    assert verdicts(cases)["topk"] == "cannot say"
+    assert verdicts(cases)["topk"] == "inconclusive"
     assert exit_status(change, 0.03) == 1
 
 
 def test_a_case_that_did_not_follow_a_faster_native_has_a_lower_speedup_and_fails(base, tmp_path):
     new = run_of(tmp_path / "new", seed=1, native_us=2000 / 1.1, drop={"speedup": 1.5 / 1.1})
     change, cases = compared(base, new)
-    assert verdicts(cases)[DROP] == "cannot say"
+    assert verdicts(cases)[DROP] == "inconclusive"
     assert "native became faster" in cases[DROP]["time_why"]
     assert cases[DROP]["speedup_verdict"] == "lower"
     assert outcome(cases[DROP], 0.03) == "slower"
@@ -246,7 +246,7 @@ def test_a_case_that_became_faster_is_never_failed_for_its_speedup(base, tmp_pat
 def test_fewer_than_ten_batches_cannot_say(tmp_path):
     runs = [run_of(tmp_path / str(seed), seed=seed, num_batches=9) for seed in range(2)]
     change, cases = compared(*runs)
-    assert set(verdicts(cases).values()) == {"cannot say"}
+    assert set(verdicts(cases).values()) == {"inconclusive"}
     assert cases[DROP]["time_why"] == "9 batches: fewer than 10 give no interval"
     assert (exit_status(change, 0.03), exit_status(change, 0.03, strict=True)) == (0, 3)
 
@@ -278,7 +278,7 @@ def test_without_noise_floor_there_is_no_verdict(tmp_path):
         run_of(tmp_path / str(seed), seed=seed, cases=[*standard_cases()[:3], standard_cases()[4]]) for seed in (0, 1)
     ]
     _, cases = compared(*runs)
-    assert set(verdicts(cases).values()) == {"cannot say"}
+    assert set(verdicts(cases).values()) == {"inconclusive"}
     assert cases[DROP]["time_why"] == "a run lacks its noise floor"
 
 
@@ -290,7 +290,7 @@ def test_another_driver_takes_all_verdicts_away_unless_it_was_changed_on_purpose
     old = run_of(tmp_path / "old", environment={"driver": "570.1"})
     new = run_of(tmp_path / "new", environment={"driver": "580.2"}, **slower)
     change, cases = compared(old, new)
-    assert set(verdicts(cases).values()) == {"cannot say"}
+    assert set(verdicts(cases).values()) == {"inconclusive"}
     assert cases[DROP]["speedup_why"] == "conditions differ: driver"
     assert (exit_status(change, 0.03), exit_status(change, 0.03, strict=True)) == (0, 3)
     assert re.search(r"driver +570\.1  580\.2  none without --changed driver", compare_text(change))

@@ -538,7 +538,7 @@ REFERENCES = {
 COMMANDS: dict[str, str] = {}
 # What the goldens call a column, or a word in any table, that the program has another name for.
 COLUMN_NAMES: dict[str, str] = {}
-WORDS: dict[str, str] = {}
+WORDS: dict[str, str] = {"inconclusive": "cannot say"}
 
 IDENTITY = ["run_id", "case_id", "comparison_id", "mode", "subject", "backend", "model", "reason", "num_ranks"]
 CASE = ["label", "params"]

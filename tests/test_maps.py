@@ -360,7 +360,7 @@ def test_cells_inside_the_noise_floor_are_hatched(tmp_path: Path) -> None:
         if result.capacity_factor
     }
     assert set(verdicts.values()) >= {"faster"}
-    expected = {"no difference": "////", "cannot say": ".."}
+    expected = {"no difference": "////", "inconclusive": ".."}
     (axes,) = figure_of(directory).axes
     found = {(x, y): hatch for x, y, hatch in hatches_of(axes) if y < 2}
     assert found == {(x, g - 1): expected[verdict] for (x, g), verdict in verdicts.items() if verdict in expected}
@@ -372,7 +372,7 @@ def test_few_batches_leave_every_cell_undecided(tmp_path: Path) -> None:
     (axes,) = figure.axes
     assert {hatch for _, _, hatch in hatches_of(axes)} == {".."}
     assert len(hatches_of(axes)) == 4 * 4
-    assert "cannot say" in [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "inconclusive" in [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def test_a_case_that_failed_is_an_empty_cell_with_its_status(tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ def test_orderings_hold_fail_or_cannot_be_told_by_paired_differences() -> None:
     # The sequences differ by far more than the cases do: only paired differences tell.
     assert verdicts(oea(0.1), pruned) == [("holds", pytest.approx(0.2))]
     assert verdicts(oea(0.5), pruned) == [("does not hold", pytest.approx(-0.2))]
-    assert [verdict for verdict, _ in verdicts(oea(0.1, noise=0.5), pruned)] == ["cannot say"]
+    assert [verdict for verdict, _ in verdicts(oea(0.1, noise=0.5), pruned)] == ["inconclusive"]
     assert verdicts(oea(0.1, k0=3), pruned) == verdicts(oea(0.1, p=0.5), pruned) == [], "other fields"
     expert_drop = judged("expert_drop", {"fraction": 0.1, "count": None}, [0.3] * 12, dropped=0.1)
     drops = [
@@ -407,7 +407,7 @@ def test_verdicts_over_checkpoints_are_students_t_over_their_means() -> None:
     assert overall.verdict == "holds"
     # Every checkpoint is sure of itself, and they do not agree: over checkpoints nothing can be said.
     found = orderings(quality_of(*seeds(0.10, 0.12, -0.14)))
-    assert found["verdict"].tolist() == ["cannot say", "holds", "holds", "does not hold"]
+    assert found["verdict"].tolist() == ["inconclusive", "holds", "holds", "does not hold"]
     (alone,) = orderings(quality_of(*seeds(0.1))).itertuples()
     assert (alone.checkpoint, alone.verdict, alone.is_overall) == ("small-0", "holds", True)
 

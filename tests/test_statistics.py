@@ -269,9 +269,9 @@ def test_noise_floor_is_symmetric_and_holds_the_interval_and_one(one, other):
         (0.8, 0.9, "slower"),
         (0.97, 1.03, "no difference"),
         (1.01, 1.03, "no difference"),  # beyond 1, but not beyond the noise
-        (1.03, 1.2, "cannot say"),  # partly inside the floor
-        (0.9, 1.2, "cannot say"),
-        (0.8, 0.96, "cannot say"),
+        (1.03, 1.2, "inconclusive"),  # partly inside the floor
+        (0.9, 1.2, "inconclusive"),
+        (0.8, 0.96, "inconclusive"),
     ],
 )
 def test_verdict_holds_the_interval_against_the_floor(low, high, verdict):
@@ -284,7 +284,7 @@ def test_without_interval_floor_or_pairs_there_is_no_verdict():
     assert judge(clear, floor) == "faster"
     for speedup, noise in itertools.product((clear, None, Estimate(2.0, 1.9, 2.1, False, 9, 1)), (floor, None)):
         if (speedup, noise) != (clear, floor):
-            assert judge(speedup, noise) == "cannot say"
+            assert judge(speedup, noise) == "inconclusive"
 
 
 def times(

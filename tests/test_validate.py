@@ -61,14 +61,14 @@ def test_a_speedup_agrees_within_the_interval_widened_by_the_noise_floor(emulate
 
 
 def test_a_wide_band_refutes_but_never_confirms() -> None:
-    assert agreement_of(1.3, 1.1, 1.1 * MAX_BAND) == "cannot say"
+    assert agreement_of(1.3, 1.1, 1.1 * MAX_BAND) == "inconclusive"
     assert agreement_of(1.0, 1.1, 1.1 * MAX_BAND) == "differs"
 
 
 def test_without_an_interval_a_floor_or_a_speedup_nothing_can_be_said() -> None:
-    assert agreement_of(1.3, math.nan, math.nan) == "cannot say"
-    assert agreement_of(1.3, 1.29, 1.31, floor=math.nan) == "cannot say"
-    assert agreement_of(math.nan, 1.29, 1.31) == "cannot say"
+    assert agreement_of(1.3, math.nan, math.nan) == "inconclusive"
+    assert agreement_of(1.3, 1.29, 1.31, floor=math.nan) == "inconclusive"
+    assert agreement_of(math.nan, 1.29, 1.31) == "inconclusive"
 
 
 @given(
@@ -157,7 +157,7 @@ def test_the_last_line_counts_and_tells_the_largest_difference(tmp_path: Path) -
 
 def test_fewer_than_ten_batches_say_nothing(tmp_path: Path) -> None:
     validation = load_validation(built(tmp_path, real={"num_batches": 9}, emulated={"num_batches": 9}))
-    assert verdicts(validation) == [None, None, "cannot say", "cannot say"]
+    assert verdicts(validation) == [None, None, "inconclusive", "inconclusive"]
     assert verdict_line(validation).startswith("0 of 2 speedups agree within the real run's noise (2 cannot be judged)")
 
 
@@ -174,7 +174,7 @@ def test_fewer_than_ten_batches_say_nothing(tmp_path: Path) -> None:
 )
 def test_runs_that_are_not_comparable_are_not_judged(changes: dict, reason: str, tmp_path: Path) -> None:
     validation = load_validation(built(tmp_path, **changes))
-    assert verdicts(validation) == [None, None, "cannot say", "cannot say"]
+    assert verdicts(validation) == [None, None, "inconclusive", "inconclusive"]
     assert f"warning: not comparable: {reason}" in validation_text(validation)
 
 

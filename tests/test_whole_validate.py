@@ -69,7 +69,7 @@ def test_end_to_end_speedups_of_alike_runs_agree(plain: Path, capsys: pytest.Cap
     assert set(verdicts(validation).values()) == {"agrees"}
     assert verdict_line(validation).startswith("3 of 3 speedups agree")
     assert "; of MoE layers alone 3 of 3, largest" in verdict_line(validation)
-    silent = dataclasses.replace(validation, cases=validation.cases.assign(moe_verdict="cannot say"))
+    silent = dataclasses.replace(validation, cases=validation.cases.assign(moe_verdict="inconclusive"))
     assert "; of MoE layers alone 0 of 3 (3 cannot be judged), largest" in verdict_line(silent)
     text, first = validation_text(validation), validation.cases.iloc[0]
     words = f"{first['moe_floor_low']:.3f} to {first['moe_floor_high']:.3f}"
@@ -183,7 +183,7 @@ def test_routing_that_differs_in_one_layer_is_not_judged(tmp_path: Path) -> None
     built(tmp_path)
     turn_last_layer_round(tmp_path / "emulated", "e-0")
     validation = load_validation(tmp_path)
-    assert set(verdicts(validation).values()) == {"cannot say"}
+    assert set(verdicts(validation).values()) == {"inconclusive"}
     assert f"warning: not comparable: routing is not the same in both runs: {DROP}" in validation_text(validation)
 
 

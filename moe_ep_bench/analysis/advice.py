@@ -59,7 +59,7 @@ class Answer:
     @property
     def words(self) -> str:
         if self.refusal:
-            return "cannot say"
+            return "inconclusive"
         return "keep native" if self.best is None else self.best.case.label
 
 
@@ -230,7 +230,7 @@ def _pick(run: Run, answers: Sequence[Answer]) -> str:
 
 def _pick_words(one: Answer) -> str:
     if one.refusal:
-        return f"cannot say: {one.refusal}"
+        return f"inconclusive: {one.refusal}"
     if one.best is None:
         return _KEEP_NATIVE
     fidelity, extra = one.best.fidelity, one.best.case.extra_bytes_per_rank

@@ -56,7 +56,7 @@ class RunChange:
             fields of ``changes`` for the layer or the pass.
         changes: a row per case x quantity x of (time or speedup): ``base`` and ``new``, medians (microseconds, or a
             speedup); ``ratio`` = new / base with its interval; the floor, ratios that noise alone makes; ``verdict``:
-            slower or faster (of a speedup: higher or lower), no difference, or cannot say; ``why`` it cannot.
+            slower or faster (of a speedup: higher or lower), no difference, or inconclusive; ``why`` it cannot.
         differences: by comparison id, conditions that differ (``differences.differences``).
         warnings: by comparison id, what weakens either run, which each names.
     """
@@ -267,7 +267,7 @@ def _change(
     verdict = judge(ratio, floor)
     if differing:
         why = f"conditions differ: {differing}"
-    elif verdict != "cannot say":
+    elif verdict != "inconclusive":
         why = None
     elif ratio is None:
         why = "nothing to divide: no common batch, or a time of 0"
@@ -287,14 +287,14 @@ def _change(
         **({} if ratio else {"low": None, "high": None, "is_interval": False}),
         "floor_low": getattr(floor, "low", None),
         "floor_high": getattr(floor, "high", None),
-        "verdict": "cannot say" if why else words.get(verdict, verdict),
+        "verdict": "inconclusive" if why else words.get(verdict, verdict),
         "why": why,
     }
 
 
 def _hold_against_native(time: dict[str, Any], speedup: dict[str, Any], native: dict[str, Any] | None) -> None:
     """Take the verdict on a time away where native's own change forbids it; see the module."""
-    if time["verdict"] == "cannot say":
+    if time["verdict"] == "inconclusive":
         return
     if native is None or native["ratio"] is None:
         why = "native was not measured in both, so the machine has no control"
@@ -302,11 +302,11 @@ def _hold_against_native(time: dict[str, Any], speedup: dict[str, Any], native: 
         return
     elif time["verdict"] != "no difference":
         why = f"native changed by {percent_change(native['ratio'])}: perhaps the machine, not the case"
-    elif native["verdict"] != "cannot say":
+    elif native["verdict"] != "inconclusive":
         why = f"native became {native['verdict']} ({percent_change(native['ratio'])}), and this did not"
     else:
         return
-    time |= {"verdict": "cannot say", "why": why}
+    time |= {"verdict": "inconclusive", "why": why}
 
 
 def percent_change(ratio: float) -> str:

@@ -34,7 +34,7 @@ from moe_ep_bench.schema import LAYER_PHASES
 
 Outcome = Literal["slower", "open", "passed"]
 
-_VERDICTS = ("slower", "faster", "no difference", "cannot say")
+_VERDICTS = ("slower", "faster", "no difference", "inconclusive")
 
 
 def change_words(row: Row, prefix: str = "") -> str:
@@ -67,7 +67,7 @@ _DIFFERENCES = (text("key", "condition"), text("base", "BASE"), text("new", "NEW
 _NOTES = (
     "change: NEW over BASE, median over batches of the ratio of each batch's medians [95 % interval, bootstrapped over "
     "batches]; the two runs shared no moment",
-    "floor: what native run twice differs from itself by, both runs' together; phases: ? = cannot say",
+    "floor: what native run twice differs from itself by, both runs' together; phases: ? = inconclusive",
 )
 _MODEL_NOTE = (
     "ms: a pass of the whole model; speedup: from end to end; MoE layers: waiting included; the rest: what is neither "
@@ -148,7 +148,7 @@ def compare_text(change: RunChange, limit: float | None = None) -> str:
 def answer(change: RunChange, limit: float | None) -> list[str]:
     """How many of each verdict; under a limit, which cases it stops and which it could not decide on."""
     policies = change.cases[change.cases["is_judged"]]
-    counts = policies["time_verdict"].fillna("cannot say").value_counts()
+    counts = policies["time_verdict"].fillna("inconclusive").value_counts()
     lines = [f"{len(policies)} policies: " + ", ".join(f"{counts.get(one, 0)} {one}" for one in _VERDICTS)]
     if limit is None:
         return lines
@@ -202,7 +202,7 @@ def _tables(change: RunChange, comparison_id: str) -> list[Table]:
 
 def _mark(row: Row) -> str:
     """The verdict on a phase or a part beside its change."""
-    return {"no difference": "", "cannot say": " ?"}.get(row["verdict"], f" {row['verdict']}")
+    return {"no difference": "", "inconclusive": " ?"}.get(row["verdict"], f" {row['verdict']}")
 
 
 def _weight_words(row: Row) -> str:
@@ -220,9 +220,9 @@ def _notes(change: RunChange, comparison_id: str) -> list[str]:
         notes.append(_ONE_LAUNCH)
     for row in cases.to_dict("records"):
         notes += [
-            f"cannot say, {of} of {row['label']}: {row[f'{of}_why']}"
+            f"inconclusive, {of} of {row['label']}: {row[f'{of}_why']}"
             for of in ("time", "speedup")
-            if row[f"{of}_verdict"] == "cannot say"
+            if row[f"{of}_verdict"] == "inconclusive"
         ]
     for row in native_moved(change).to_dict("records"):
         if row["comparison_id"] == comparison_id:

@@ -53,7 +53,7 @@ _POINTS = float(FONT_SIZES["ytick.labelsize"])
 _VERDICTS: dict[str, dict[str, Any]] = {
     "holds": {"color": "#009E73", "marker": "o"},
     "does not hold": {"color": "#D55E00", "marker": "X"},
-    "cannot say": {"color": MUTED, "marker": "o", "markerfacecolor": "white"},
+    "inconclusive": {"color": MUTED, "marker": "o", "markerfacecolor": "white"},
 }
 _OF_ONE = {"color": "#B0B0B0", "marker": "|", "markersize": 7, "linestyle": "none"}
 _FAR = 100.0

@@ -3,7 +3,7 @@
 Papers compare policies by accuracy on their own models; what may carry over to another model is who comes before whom.
 Each ordering names two kinds of cases and what must agree between them. They are compared sequence by sequence (loads
 batch by batch): the mean difference with Student's 95 % interval says that the ordering *holds*, *does not hold*, or
-that these sequences *cannot say*. Nothing is said below ten of them.
+is *inconclusive* on these sequences. Nothing is said below ten of them.
 
 A cost is the cross-entropy that a case adds to the unpatched model's. Where two policies cannot be made to drop
 alike, it is divided by the share of top-k pairs that the case drops, and cases that drop nearly as much are compared;
@@ -204,7 +204,7 @@ def orderings(quality: Quality) -> pd.DataFrame:
     frame = pd.DataFrame(rows)
     if len(frame):
         more, half = frame["worse_costs_more"], frame["half_width"]
-        frame["verdict"] = np.select([more > half, more < -half], ["holds", "does not hold"], "cannot say")
+        frame["verdict"] = np.select([more > half, more < -half], ["holds", "does not hold"], "inconclusive")
     return frame
 
 

@@ -49,7 +49,7 @@ class Validation:
         cases: a row per case: ``comparison`` (its title), ``label``, ``role``, ``unmeasured`` (why there is nothing to
             compare); ``real_*`` and ``emulated_*``, the columns of ``frames.speedups``; ``allowed_low`` and
             ``allowed_high``, ``difference`` (emulated over real speedup, minus 1) and ``verdict`` (agrees, differs,
-            cannot say; none of native, whose speedup is no claim); of whole models the same with ``moe_`` before it,
+            inconclusive; none of native, whose speedup is no claim); of whole models the same with ``moe_`` before it,
             for claims, and ``moe_floor_*``.
         phases: a row per case x time of ``TIMES`` or ``PASS_TIMES``: ``real_ms``, ``emulated_ms``.
         errors: see ``phase_errors``; ``laws``: see ``law_rows``; ``alone``: see ``beside_alone``.
@@ -188,13 +188,13 @@ def agreement(real: pd.DataFrame, floor: pd.DataFrame, emulated: pd.Series) -> p
     Returns:
         allowed_low and allowed_high, the real interval widened by the floor's factors, and a verdict: ``differs``
         outside of them, however far apart they are; inside ``agrees`` where they are at most a factor of ``MAX_BAND``
-        apart. Wider ones would hold almost anything: ``cannot say``, as without any of the three.
+        apart. Wider ones would hold almost anything: ``inconclusive``, as without any of the three.
     """
     allowed = real * floor
     is_inside = (allowed["low"] <= emulated) & (emulated <= allowed["high"])
     is_unknown = allowed.isna().any(axis=1) | emulated.isna()
     is_narrow = allowed["high"] / allowed["low"] <= MAX_BAND
-    verdict = np.select([is_unknown, ~is_inside, is_narrow], ["cannot say", "differs", "agrees"], "cannot say")
+    verdict = np.select([is_unknown, ~is_inside, is_narrow], ["inconclusive", "differs", "agrees"], "inconclusive")
     return allowed.add_prefix("allowed_").assign(verdict=pd.Series(verdict, allowed.index, dtype=object))
 
 

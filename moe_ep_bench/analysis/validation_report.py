@@ -65,7 +65,7 @@ assert set(_BARS.values()) == {"attention", "rest", *GROUPS}
 _VERDICT_LOOKS = {
     "agrees": {"color": "#009E73", "marker": "o"},
     "differs": {"color": "#D55E00", "marker": "X"},
-    "cannot say": {"color": MUTED, "marker": "D"},
+    "inconclusive": {"color": MUTED, "marker": "D"},
 }
 _REAL_LOOK = {"color": INK, "marker": "|", "markersize": 13, "markeredgewidth": 1.8, "linestyle": "none"}
 
@@ -133,7 +133,7 @@ def _agreeing(claims: pd.DataFrame, name: str) -> str:
 
 
 def _undecided(claims: pd.DataFrame, name: str) -> str:
-    undecided = (claims[f"{name}verdict"] == "cannot say").sum()
+    undecided = (claims[f"{name}verdict"] == "inconclusive").sum()
     return f" ({undecided} cannot be judged)" if undecided else ""
 
 
@@ -252,7 +252,7 @@ def _notes(validation: Validation, name: str, cases: pd.DataFrame) -> list[str]:
     for floor, words in (
         (
             "real_floor",
-            "allowed: the measured 95 % interval times the measured noise floor, {}; the verdict is cannot say where "
+            "allowed: the measured 95 % interval times the measured noise floor, {}; the verdict is inconclusive where "
             f"its ends are further apart than a factor of {MAX_BAND:g} and the emulated speedup lies between them",
         ),
         ("moe_floor", "of MoE layers alone the measured noise floor is {}"),

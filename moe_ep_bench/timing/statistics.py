@@ -32,7 +32,7 @@ NUM_RESAMPLES = 2000
 # Bounds memory: this many drawn samples are held at a time.
 _DRAWS_AT_ONCE = 2**21
 
-Verdict = Literal["faster", "slower", "no difference", "cannot say"]
+Verdict = Literal["faster", "slower", "no difference", "inconclusive"]
 
 
 @dataclass(frozen=True)
@@ -205,18 +205,18 @@ def judge(speedup: Estimate | None, floor: NoiseFloor | None) -> Verdict:
     """Say what a speedup shows.
 
     ``faster`` or ``slower`` when the whole interval lies beyond the noise floor (which holds 1),
-    ``no difference`` when it lies within, ``cannot say`` when it does neither, and wherever there
+    ``no difference`` when it lies within, ``inconclusive`` when it does neither, and wherever there
     is no interval or no floor to hold it against.
     """
     if speedup is None or floor is None or not speedup.is_interval:
-        return "cannot say"
+        return "inconclusive"
     if speedup.low > floor.high:
         return "faster"
     if speedup.high < floor.low:
         return "slower"
     if floor.low <= speedup.low and speedup.high <= floor.high:
         return "no difference"
-    return "cannot say"
+    return "inconclusive"
 
 
 def minimum_detectable_effect(speedup: Estimate, floor: NoiseFloor, power: float = 0.8) -> float | None:

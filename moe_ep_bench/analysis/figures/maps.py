@@ -60,7 +60,7 @@ _REPLICATION_LINES = ((0, (1, 1.2)), (0, (3, 1, 1, 1)), (0, (4, 1.5)))
 # Colours are full at this speedup, or at the farthest of the sheet where that is farther.
 _FULL_COLOUR = 1.3
 # Verdict: hatch, words.
-_HATCHES = {"no difference": ("////", "inside the noise floor"), "cannot say": ("..", "cannot say")}
+_HATCHES = {"no difference": ("////", "inside the noise floor"), "inconclusive": ("..", "inconclusive")}
 # Inches: width of a cell under a number and under words, its height; what stands left of the cells.
 _CELL_WIDTH, _WORDS_WIDTH, _CELL_HEIGHT, _LABELS = 0.78, 1.2, 0.5, 1.5
 _GAP = 0.3  # between capacity factors and references, in cells

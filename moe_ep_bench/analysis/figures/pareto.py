@@ -189,5 +189,5 @@ def _legend(rows: pd.DataFrame, looks: Looks) -> list:
     ]
     if not shown["verdict"].map(_is_effect).all():
         unsure = Line2D([], [], **_mark(Look("", MUTED, "o", "-", ""), hollow=True))
-        legend.append(("no difference, or cannot say", unsure))
+        legend.append(("no difference, or inconclusive", unsure))
     return [*legend, ("front", Line2D([], [], **_FRONT)), *reference_legend(rows, native=False)]

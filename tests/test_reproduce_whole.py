@@ -231,9 +231,9 @@ def test_layers_say_where_a_paper_measured_a_whole_model(
     assert "Table 1, end to end (ours: a layer)" in text
     assert not found.is_whole
     with house_style():
-        names = labels(found)
-    assert any("(ours: a layer)" in " ".join(name.split()) for name in names)
-    assert not any("(ours: a layer)" in " ".join(name.split()) for name in labels(compared))
+        of_layers, of_models = labels(found), labels(compared)
+    assert any("(ours: a layer)" in " ".join(name.split()) for name in of_layers)
+    assert not any("(ours: a layer)" in " ".join(name.split()) for name in of_models)
 
 
 def labels(claims: Claims) -> list[str]:

@@ -7,6 +7,7 @@ beyond the noise floor. Where there is none, native stays.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import shutil
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 import pandas as pd
 
-from moe_ep_bench.analysis.load import Comparison, Run, check_timed, is_whole, load_run
+from moe_ep_bench.analysis.load import Case, Comparison, Run, check_timed, is_whole, load_run
 from moe_ep_bench.analysis.render import Column, Table, number, percentage, render, text
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.sweep import in_order
@@ -29,6 +30,7 @@ from moe_ep_bench.analysis.words import (
     estimate_words,
     mode_words,
     percent,
+    scale_words,
 )
 from moe_ep_bench.bench.question import Bounds
 
@@ -122,7 +124,7 @@ def _table(answers: Sequence[Answer], bounds: Bounds, models: Sequence[WholeComp
         for result in (*filter(None, [one.best]), *one.others, *one.beyond):
             case, fidelity, within = result.case, result.fidelity, _admits(bounds, result)
             assert fidelity is not None
-            row = rows.setdefault(case.label, {"label": case.label, "pays": 0, "log_speed": 0.0, "limits": {}})
+            row = rows.setdefault(_identity(case), {"label": case.label, "pays": 0, "log_speed": 0.0, "limits": {}})
             row["pays"] += within and result.verdict == "faster"
             row["log_speed"] += math.log(_speed(result))
             row["memory"] = case.extra_bytes_per_rank and case.extra_bytes_per_rank / 2**30
@@ -148,6 +150,11 @@ def _table(answers: Sequence[Answer], bounds: Bounds, models: Sequence[WholeComp
     return Table(frame, columns if rows else (), notes=notes)
 
 
+def _identity(case: Case) -> str:
+    """What makes two cases one candidate; labels may be shared."""
+    return json.dumps([case.policy, case.role, case.policy_params], sort_keys=True)
+
+
 def _notes(answers: Sequence[Answer], bounds: Bounds, models: Sequence[WholeComparison]) -> list[str]:
     """What has to be known to read the table; a line each."""
     notes = [
@@ -157,6 +164,9 @@ def _notes(answers: Sequence[Answer], bounds: Bounds, models: Sequence[WholeComp
     ]
     if any(one.comparison.comparison.device is not None for one in answers):
         notes.append(MODEL_CAVEAT)
+    notes += _modelled_tails(answers)
+    if any(_kept(result) > 1 + _ROUNDING for one in answers for result in one.comparison.policies):
+        notes.append("mass kept above 100 %: the policy adds experts to the top-k")
     for one in answers:
         ceiling = one.comparison.of_role("ceiling")
         if ceiling is not None and ceiling.speedup is not None:
@@ -170,6 +180,24 @@ def _notes(answers: Sequence[Answer], bounds: Bounds, models: Sequence[WholeComp
     ]
 
 
+def _modelled_tails(answers: Sequence[Answer]) -> list[str]:
+    """Which candidates rest on scores that a recording lacks."""
+    found: dict[str, list[str]] = {}
+    for one in answers:
+        tail = one.comparison.comparison.workload.tail_model
+        looking = [result.case.label for result in one.comparison.policies if result.case.looks_past_top_k]
+        if tail is not None and looking:
+            found.setdefault(tail, []).extend(looking)
+    return [
+        f"scores past the recorded top-k are modelled ({tail} tail): {', '.join(dict.fromkeys(labels))} rest on them"
+        for tail, labels in found.items()
+    ]
+
+
+def _kept(result: CaseResult) -> float:
+    return 0.0 if result.fidelity is None else result.fidelity.retained_mass
+
+
 def _assumed(run: Run, comparisons: Sequence[ComparisonResult], by_default: Sequence[str]) -> str:
     """How the numbers came about, on what, and whose skew they have; one line."""
     facts = [one.comparison for one in comparisons]
@@ -179,7 +207,8 @@ def _assumed(run: Run, comparisons: Sequence[ComparisonResult], by_default: Sequ
     models, skews = (list(dict.fromkeys(words)) for words in ([one.model for one in facts], map(_skew, facts)))
     if len(skews) > _MOST_NAMED:
         skews = [skews[0], f"{len(skews) - 2} more", skews[-1]]
-    parts = [f"{how[0].upper()}{how[1:]}", " / ".join(models), *on, *links]
+    scales = dict.fromkeys(scale_words(one.scale) for one in facts if one.scale != 1)
+    parts = [f"{how[0].upper()}{how[1:]}", " / ".join(models), *scales, *on, *links]
     assumed = "" if facts[0].workload.recording or facts[0].workload.skew else f", assumed, not {models[0]}'s own"
     default = f"; by default {', '.join(by_default)}" if by_default else ""
     return f"{', '.join(parts)}; {', '.join(skews)}{assumed}{default}."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import pandas as pd
@@ -23,8 +24,9 @@ from moe_ep_bench.timing.statistics import Estimate, estimate_median, paired_rat
 _ROLE_VERDICTS = {"baseline": "baseline", "noise": "noise floor"}
 
 
+@lru_cache(maxsize=2)
 def speedups(run: Run) -> pd.DataFrame:
-    """A row per case of every comparison, in reading order; empty where there is nothing.
+    """A row per case of every comparison, in reading order; empty where there is nothing. Not to be written to.
 
     Columns: what the case is (``comparison_id`` to ``reason``); ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest
     rank; ``speedup_*`` over native and ``over_topk_*`` over the policy topk, which runs the same code as the other

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import pandas as pd
 
@@ -118,6 +119,7 @@ class ComparisonResult:
         return [result for result in self.results if result.case.role == role and result.case.is_ok]
 
 
+@lru_cache(maxsize=2)
 def analyse(run: Run) -> list[ComparisonResult]:
     """Set every case of a run against its baseline, comparison by comparison, in the order of run.json."""
     return [_analyse_comparison(run, comparison_id) for comparison_id in run.comparisons]

@@ -31,6 +31,7 @@ from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, layers_m
 from moe_ep_bench.analysis.words import count_words, hardware_words, mode_words, scale_words
 
 _REASON_WIDTH = 90
+_ROUNDING = 1e-6  # shares are sums of float32
 # What a speedup is, how certain it is, and what is extrapolated: even a caption says it.
 _CAPTION = ("speedup:", "end to end:", "noise floor:", "extrapolated:")
 
@@ -111,6 +112,8 @@ def run_tables(run: Run, cases: Sequence[Case] | None = None) -> list[Table]:
         else:
             columns = [*_LAYER, *([_ACTIVATED] if rows["activated_fullest_rank"].notna().any() else []), _SLOWEST]
             notes = [*notes_of(one), *_activated_notes(one, rows)]
+        if (rows.loc[rows["role"] != "ceiling", "retained_mass"] > 1 + _ROUNDING).any():
+            notes.append("mass kept above 100 %: the policy adds experts to the top-k")
         if not rows["over_topk_median"].notna().any():
             columns = [column for column in columns if column.header != "over topk"]
         warnings = [f"warning: {line}" for line in warnings_of(comparison, run)]

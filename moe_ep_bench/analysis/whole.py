@@ -12,6 +12,7 @@ those that were timed, with its attention. Such numbers stand in columns of thei
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import pandas as pd
 
@@ -90,6 +91,7 @@ class WholeComparison:
         return whole.num_layers < whole.of_layers
 
 
+@lru_cache(maxsize=2)
 def analyse_whole(run: Run) -> list[WholeComparison]:
     """Set every case against its baseline, from end to end and in its MoE layers."""
     return [_analyse(comparison) for comparison in analyse(run)]

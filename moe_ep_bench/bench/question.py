@@ -280,10 +280,12 @@ def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
             name = option.replace("_", "-")
             raise ValueError(f"--{name}: expected none with a config; --set KEY=VALUE changes it")
     raw, sweep = read_config(options.config, options.overrides)
+    experiments_of(options.config, *copy.deepcopy((raw, sweep)))  # what is wrong with it is said as of any config
     for key in _UNREAD:
         section, _, name = key.rpartition(".")
         (raw.get(section) or {} if section else raw).pop(name, None)
     sweep = {key: values for key, values in sweep.items() if not key.startswith(_UNREAD)}
+    sweep.pop("workload.num_batches", None)
     raw["workload"]["num_batches"] = max(raw["workload"].get("num_batches", _BATCHES), _BATCHES)
     return raw, sweep
 

@@ -29,9 +29,9 @@ class Gpu:
     """One GPU of this node at a moment. None: the driver does not say."""
 
     index: int = field(metadata={"query": "index"})
-    name: str = field(metadata={"query": "name"})
-    uuid: str = field(metadata={"query": "uuid"})
-    driver: str = field(metadata={"query": "driver_version"})
+    name: str | None = field(metadata={"query": "name"})
+    uuid: str | None = field(metadata={"query": "uuid"})
+    driver: str | None = field(metadata={"query": "driver_version"})
     memory_mib: float | None = _asked("memory.total")
     memory_free_mib: float | None = _asked("memory.free")
     utilization_percent: float | None = _asked("utilization.gpu")
@@ -75,8 +75,10 @@ def query_gpus(run: Run = output_of) -> list[Gpu]:
 
 
 def _gpu(cells: Mapping[str, str]) -> Gpu:
-    known = {key: cell for key, cell in cells.items() if not re.match(r"\[|N/A", cell)}
-    values: dict[str, Any] = {key: cell if key in _TEXTS else _number(cell) for key, cell in known.items()}
+    known = {key: None if re.match(r"\[|N/A", cell) else cell for key, cell in cells.items()}
+    values: dict[str, Any] = {
+        key: cell if cell is None or key in _TEXTS else _number(cell) for key, cell in known.items()
+    }
     older, newer = values.pop("throttle_reasons", None), values.pop("event_reasons", None)
     reasons = older if newer is None else newer
     try:

@@ -29,6 +29,8 @@ class _Family(Strict):
     """Fields of the spec that hold for the whole family."""
     ATTENTION: ClassVar[Mapping[str, Any]] = {}
     """Fields of attention likewise."""
+    BIASES: ClassVar[tuple[str, ...]] = ("attention_bias",)
+    """Flags of attention that the family's code knows."""
 
     num_layers: PositiveInt = Field(alias="num_hidden_layers")
     hidden_size: PositiveInt
@@ -62,11 +64,12 @@ class _Family(Strict):
         return {**self.model_dump(exclude=unused), "attention": self.attention(), **self.FACTS}
 
     def attention(self) -> dict[str, Any]:
+        biases = [name for name in self.BIASES if getattr(self, name)]
         return {
             "num_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads or self.num_heads,
             "head_dim": self.head_dim or self.hidden_size // self.num_heads,
-            "bias": "all" if self.attention_bias else "qkv" if self.qkv_bias else "none",
+            "bias": "all" if "attention_bias" in biases else "qkv" if biases else "none",
             **self.ATTENTION,
         }
 
@@ -111,6 +114,7 @@ class _DeepseekV3(_DeepseekV2):
 
 
 class _Mixtral(_Family):
+    BIASES: ClassVar = ()
     num_experts: PositiveInt = Field(alias="num_local_experts")
     ffn_hidden_size: PositiveInt = Field(alias="intermediate_size")
     normalize: Literal[True] = True  # a softmax of the top-k
@@ -119,6 +123,7 @@ class _Mixtral(_Family):
 class _GptOss(_Mixtral):
     FACTS: ClassVar = {"activation": "clamped_swiglu", "expert_bias": True, "router_bias": True}
     ATTENTION: ClassVar = {"sinks": True}
+    BIASES: ClassVar = ("attention_bias",)
     head_dim: PositiveInt  # not a share of the hidden size here
     attention_bias: bool = True
 
@@ -131,6 +136,7 @@ class _Olmoe(_Family):
 class _Molmoe(_Olmoe):
     """MolmoE's first published files, which leave the rest to the code beside them."""
 
+    BIASES: ClassVar = ("qkv_bias",)
     vocab_size: PositiveInt = Field(validation_alias=AliasChoices("embedding_size", "vocab_size"))
     num_experts: PositiveInt = 64
     top_k: PositiveInt = Field(8, alias="num_experts_per_tok")
@@ -140,6 +146,7 @@ class _Molmoe(_Olmoe):
 class _Molmo(_Family):
     """The language model of a Molmo with experts, by OLMo's keys."""
 
+    BIASES: ClassVar = ("attention_bias", "qkv_bias")
     num_layers: PositiveInt = Field(alias="n_layers")
     hidden_size: PositiveInt = Field(alias="d_model")
     vocab_size: PositiveInt = Field(validation_alias=AliasChoices("embedding_size", "vocab_size"))
@@ -190,6 +197,7 @@ class _Qwen3(_Family):
 class _Qwen2(_Qwen3):
     FACTS: ClassVar = {"shared_expert_gate": True}
     ATTENTION: ClassVar = {}
+    BIASES: ClassVar = ("qkv_bias",)
     num_experts: PositiveInt
     shared_ffn_hidden_size: PositiveInt = Field(alias="shared_expert_intermediate_size")
     qkv_bias: bool = True

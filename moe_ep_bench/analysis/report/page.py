@@ -225,6 +225,7 @@ def _encoded(figure: Figure, file_format: str) -> bytes:
 # ---- what a directory holds ----------------------------------------------------------------------------------------
 
 
+@house_style()
 def content_of(directory: Path, passed_over: list[str]) -> Content:
     """Read a directory, whatever it holds.
 

@@ -30,9 +30,10 @@ def directory_findings(out: Path, comparisons: Sequence[Mapping[str, Any]], worl
         comparisons: of ``facts.plan``; empty without a config.
         world_size: ranks in all.
     """
-    missing = [folder for folder in (out, *out.parents) if not folder.exists()]
+    missing: list[Path] = []
     probe = out / f".doctor.{uuid.uuid4()}"
     try:
+        missing = [folder for folder in (out, *out.parents) if not folder.exists()]
         with atomic_path(probe) as temporary:
             temporary.write_bytes(bytes(_PROBE_BYTES))
         probe.unlink()

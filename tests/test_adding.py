@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_ep_bench.analysis.route_batches import activated_figure
 from moe_ep_bench.analysis.route_load import load_route
+from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import POLICIES, Policy, Routing, RoutingContext
 from moe_ep_bench.runtime.exit_codes import OK
@@ -57,7 +58,8 @@ def test_a_policy_is_added_in_its_module_and_one_row(tmp_path: Path, monkeypatch
     assert [group.cases.loc[label, "params"] for group in run.groups] == 3 * [{"scale": 0.5}]
     assert sorted(int(group.loads(label, "load_E").sum()) for group in run.groups) == [2 * 16, 2 * 48, 2 * 96]
 
-    drawing = activated_figure(run)
+    with house_style():
+        drawing = activated_figure(run)
     assert drawing is not None
     (legend,) = drawing.figure.legends
     drawn = dict(zip((text.get_text() for text in legend.get_texts()), legend.legend_handles, strict=True))

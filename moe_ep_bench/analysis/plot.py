@@ -8,19 +8,32 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from moe_ep_bench.analysis.choice import Choice, IterationChoice
-from moe_ep_bench.analysis.figures import FIGURES, OF_SOME, draw_figures, draw_named, figures_of
+from moe_ep_bench.analysis.figures import FIGURES, OF_SOME, WHOLE_FIGURES, draw_figures, draw_named
 from moe_ep_bench.analysis.gather import Gathered, gather
 from moe_ep_bench.analysis.load import is_quality, is_route, is_whole
-from moe_ep_bench.analysis.style import FORMATS, SIZES
+from moe_ep_bench.analysis.style import FORMATS, SIZES, Drawing
 from moe_ep_bench.analysis.validation import is_validation
 from moe_ep_bench.files import check_folder
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
 _KINDS = {"models": is_whole, "routing": is_route, "quality": is_quality}
+
+
+def figures_of(kind: str) -> Mapping[str, Callable[..., Drawing | None]]:
+    """The figures of a kind of directory: ``layers``, ``models``, ``routing`` or ``quality``."""
+    if kind == "routing":
+        from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES  # it imports torch
+
+        return ROUTE_FIGURES
+    if kind == "quality":
+        from moe_ep_bench.analysis.quality_figures import QUALITY_FIGURES  # likewise
+
+        return QUALITY_FIGURES
+    return {"layers": FIGURES, "models": WHOLE_FIGURES}[kind]
 
 
 def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:

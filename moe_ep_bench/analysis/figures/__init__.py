@@ -1,4 +1,4 @@
-"""All figures, by what a directory holds: ``figures_of`` is the registry.
+"""The figures of layers and of whole models; ``plot.figures_of`` adds those of routing and quality.
 
 A figure is a function of rows; it is None where they do not hold what it needs. Each is one sheet with a panel, or a
 row of panels, per comparison. A speed is never drawn without its fidelity, and every footer says how, on what and with
@@ -50,19 +50,6 @@ _OF_ONE_CASE = ("timeline", "latency")
 _OF_ALL_RUNS = ("speedup", "phases", "load", "dropped")
 _OF_ALL_SWEEPS = ("map", "sweep")
 OF_SOME = ("graphs",)
-
-
-def figures_of(kind: str) -> Mapping[str, Callable[..., Drawing | None]]:
-    """The figures of a kind of directory: ``layers``, ``models``, ``routing`` or ``quality``."""
-    if kind == "routing":
-        from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES  # it imports torch
-
-        return ROUTE_FIGURES
-    if kind == "quality":
-        from moe_ep_bench.analysis.quality_figures import QUALITY_FIGURES  # likewise
-
-        return QUALITY_FIGURES
-    return {"layers": FIGURES, "models": WHOLE_FIGURES}[kind]
 
 
 def expected_figures(run: Run) -> list[str]:

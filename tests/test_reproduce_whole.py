@@ -236,6 +236,18 @@ def test_layers_say_where_a_paper_measured_a_whole_model(
     assert not any("(ours: a layer)" in " ".join(name.split()) for name in of_models)
 
 
+def test_claims_are_drawn_where_no_paper_states_a_number(tmp_path: Path) -> None:
+    root = write_whole(tmp_path, standard_cases())
+    claimed(root, whole(root).comparison)
+    rows = claims_path(root)
+    content = yaml.safe_load(rows.read_text())
+    for one in content["claims"]:
+        one["claim"]["paper"] = None
+    write_json(rows, content)
+    with house_style():
+        assert labels(load_claims(root))
+
+
 def labels(claims: Claims) -> list[str]:
     figure = claims_figure(claims)
     assert figure is not None

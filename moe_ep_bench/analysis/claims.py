@@ -121,7 +121,7 @@ def load_claims(directory: Path) -> Claims:
             for number, one in enumerate(written, start=1)
             for row in _rows(one, run, comparisons, wholes)
         ]
-        frame = pd.DataFrame(rows)
+        frame = pd.DataFrame(rows).astype(dict.fromkeys(_NUMBERS, float))  # NaN where there is none
         about = list(dict.fromkeys(frame["comparison_id"][frame["ours"].notna()]))
         tokens = {one["needed_tokens_per_rank"] for one in written} - {None}
     except (KeyError, TypeError, ValidationError) as error:
@@ -135,6 +135,12 @@ def load_claims(directory: Path) -> Claims:
         content["solved_on"],
         max(tokens, default=None),
     )
+
+
+_NUMBERS = (
+    *("paper_low", "paper_high", "ours", "ours_low", "ours_high", "difference", "dropped_share"),
+    *("ours_extrapolated_to_all_layers", "fullest_expert", "fullest_rank", "moe_speedup_needed"),
+)
 
 
 def _rows(

@@ -101,11 +101,6 @@ class ComparisonResult:
         return next((r for r in self.results if r.case.role == role and r.case.is_ok), None)
 
     @property
-    def drawn_floor(self) -> NoiseFloor | None:
-        """The noise floor where it has a width; a model repeats itself exactly, and has none to draw."""
-        return self.floor if self.floor is not None and self.floor.low < self.floor.high else None
-
-    @property
     def policies(self) -> list[CaseResult]:
         """Measured policies, in reading order."""
         return self._all_of_role("policy")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,12 +143,6 @@ def crossings(values: Sequence[float], speedups: Sequence[float]) -> list[tuple[
         if (y > 0) != (next_y > 0):
             found.append((x + (next_x - x) * y / (y - next_y), x, next_x))
     return found
-
-
-def speedups_along(sweep: Sweep, pick: Callable[[ComparisonResult], float | None]) -> list[tuple[Value, float]]:
-    """What ``pick`` finds at each value of the key, where it finds anything."""
-    picked = [(value, pick(result)) for value, result in zip(sweep.values, sweep.comparisons, strict=True)]
-    return [(value, speedup) for value, speedup in picked if speedup is not None]
 
 
 def _others(key: str, facts: Comparison) -> Iterable[tuple[str, Value]]:

@@ -253,6 +253,8 @@ class MeasureConfig(Strict):
     """Runs of the whole process, on the same batches; the report uses all."""
     flush_l2: bool = False
     """Overwrite the last-level cache before every timed iteration."""
+    preroll_us: float = Field(300, ge=0)
+    """Hold a GPU for so long before every timed iteration, so that its first launches are issued ahead."""
     timeout_s: float = Field(300, gt=0)
     """Time limit of every iteration and every rendezvous."""
 
@@ -263,6 +265,14 @@ class MeasureConfig(Strict):
         if self.max_warmup < self.warmup:
             raise ValueError(f"max_warmup: expected at least warmup={self.warmup}, got {self.max_warmup}")
         return self
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """What decides the samples. The pre-roll came later: at its default it is left out, so that case ids stay."""
+        left_out = {"timeout_s", "launches"}
+        if self.preroll_us == MeasureConfig.model_fields["preroll_us"].default:
+            left_out.add("preroll_us")
+        return self.model_dump(mode="json", exclude=left_out)
 
 
 class RouteConfig(Strict):

@@ -118,6 +118,9 @@ class TapeClock:
     def between_us(self, start: list[int], end: list[int]) -> float:
         return (end[0] - start[0]) / 1e3
 
+    def hold(self, time_us: float) -> float:
+        return 0.0
+
     def open_range(self, name: str) -> None:
         pass
 

@@ -6,12 +6,14 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_time import HandClock
 
 from moe_ep_bench.models import ModelSpec, load_model
@@ -20,6 +22,7 @@ from moe_ep_bench.timing import cache, ceilings
 from moe_ep_bench.timing.protocol import (
     BREAKDOWN,
     COLUMNS,
+    HOST,
     PLAIN,
     Step,
     WarmUp,
@@ -174,7 +177,31 @@ def test_small_inputs_are_handed_out_in_turn_and_large_ones_are_not_copied(monke
     assert len(cache.RotatingInput(torch.zeros(100), most=3).copies) == 3
     assert len(cache.RotatingInput(torch.zeros(500), most=9).copies) == 1
     assert len(cache.RotatingInput(torch.zeros(0), most=4).copies) == 4
-    assert cache.CacheFlush(torch.device("cpu"))._buffer.nbytes == 2000
+
+
+class Traffic(TorchDispatchMode):
+    """Whether each operation wrote to its first argument, and how many bytes that has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[bool, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], torch.Tensor):
+            self.seen.append((func._schema.is_mutable, args[0].nbytes))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_flush_writes_twice_the_cache_and_then_reads_it_all_so_that_no_line_is_left_dirty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache, "cache_bytes", lambda device: 1000)
+    flush = cache.CacheFlush(torch.device("cpu"))
+    with Traffic() as traffic:
+        flush()
+    (_, written), *_ = [one for one in traffic.seen if one[0]]
+    assert written == 2000
+    assert traffic.seen[-1] == (False, 2000)
 
 
 def test_the_cache_is_flushed_before_every_timed_iteration_and_outside_of_it() -> None:
@@ -192,6 +219,22 @@ def test_the_cache_is_flushed_before_every_timed_iteration_and_outside_of_it() -
     samples = measure([case, case], plan(2, 3, 0), clock, lambda: None, lambda case_id: None, flush)
     assert events == ["flush", "layer"] * 12
     assert (samples[:, :, COLUMNS.index(TOTAL)] == 5).all()
+
+
+def test_a_preroll_is_in_no_time_and_gives_the_host_a_head_start() -> None:
+    """The clock is held between the alignment and the first stamp; what the host does meanwhile is not its debt."""
+    clock, events = HandClock(), []
+
+    def run(batch: int) -> None:
+        events.append(clock.now)
+        clock.now += 5
+
+    samples = measure(
+        [FakeCase(run)], plan(2, 1, 0), clock, lambda: events.append("met"), lambda case_id: None, preroll_us=1e9
+    )
+    assert events == ["met", 1e9, "met", 2e9 + 5]
+    assert (samples[:, :, COLUMNS.index(TOTAL)] == 5).all()
+    assert (samples[:, :, COLUMNS.index(HOST)] == 0).all()
 
 
 def test_ceilings_are_rates_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,7 +248,7 @@ class Comparison:
             return {**found, "layer": routed, "image_share": experiment.route.image_share}
         found |= {
             "layer": {**layer.model_dump(mode="json"), "ep_size": self.ep_size},
-            "measure": experiment.measure.model_dump(mode="json", exclude={"timeout_s", "launches"}),
+            "measure": experiment.measure.definition,
             "world_size": self.subject.world_size,
         }
         if self.links is None:

@@ -9,7 +9,6 @@ Shapes: T = tokens of a rank, E = experts, P = slots, L = slots of a rank, C = c
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from moe_ep_bench.layer.virtual import VirtualRanks
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.schema import PhaseKey
 from moe_ep_bench.timing.cache import CacheFlush, RotatingInput
+from moe_ep_bench.timing.protocol import HOST, THREAD_CPU, timed
 from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
 
 # What the router's own run has taken.
@@ -175,13 +175,8 @@ class MeasuredRanks:
         with virtual.subject.instrumented(recorder, lambda: None):
             if self._flush is not None:
                 self._flush()
-            recorder.clock.wait()
-            cpu_start, host_start = time.thread_time_ns(), time.perf_counter_ns()
-            recorder.begin()
-            run()
-            recorder.end()
-            host_us, cpu_us = (time.perf_counter_ns() - host_start) / 1e3, (time.thread_time_ns() - cpu_start) / 1e3
-        return RankTime(*legs_of(recorder.segments_us()), host_us, cpu_us)
+            times = timed(run, recorder, lambda: None, self._comparison.experiment.measure.preroll_us)
+        return RankTime(*legs_of(recorder.segments_us()), times[HOST], times[THREAD_CPU])
 
     def _batch(self, traffic: Traffic, rank: int, shares: RankShares) -> Tensor | Pass:
         """What the subject runs on: hidden states [T, 1, D] of a layer, a model's pass."""

@@ -508,7 +508,8 @@ class Session:
         self.timed = list(self.cases)  # Later checks may take cases away; samples stay in this order.
         with watched_machine(self.device, self.there.dtype) as mine:
             order = self.timed, self.steps, clock_for(self.device), self.there.meet
-            samples_VSC = measure(*order, self.job.begin, self.flush, self.there.columns)
+            preroll_us = self.comparison.experiment.measure.preroll_us
+            samples_VSC = measure(*order, self.job.begin, self.flush, self.there.columns, preroll_us)
         self.conditions["ranks"] = [json.loads(text) for text in self.job.ranks.texts(json.dumps(mine))]
         return samples_VSC
 

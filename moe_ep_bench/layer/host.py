@@ -142,6 +142,16 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def device_scope() -> contextlib.AbstractContextManager[None]:
-    """The scope in which layers are built and run: stand-ins on the CPU, nothing with CUDA."""
-    return contextlib.nullcontext() if torch.cuda.is_available() else host_stand_ins()
+@contextlib.contextmanager
+def device_scope() -> Iterator[None]:
+    """The scope in which layers are built and run: stand-ins on the CPU, and float32 that is float32.
+
+    NGC images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1: float32 products are then TF32 unless a program says otherwise.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with contextlib.nullcontext() if torch.cuda.is_available() else host_stand_ins():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)

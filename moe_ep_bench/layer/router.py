@@ -85,7 +85,9 @@ class PolicyRouter(ReplayRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scores_TE = scores_from_logits(logits.view(-1, self.config.num_moe_experts), self.score_function)
         policy = compiled(self.policy, scores_TE.device, self.kernel)
-        stats_SE = policy.stats(scores_TE, self.context)
+        # Without other ranks the selection takes its statistics itself, in the same launch.
+        alone = self.ep_group.size() == 1 and self.context.num_ranks == 1
+        stats_SE = None if alone else policy.stats(scores_TE, self.context)
         if stats_SE is not None:
             stats_SE = self.sum_over_ranks(stats_SE)
         routing: Routing = policy.select(scores_TE, self.context, stats_SE)

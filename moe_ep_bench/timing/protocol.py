@@ -2,7 +2,8 @@
 
 All cases of a comparison run interleaved on the same batches, in an order that changes from step
 to step so that each takes every place and follows every other equally often. Before each timed
-iteration ranks are aligned by a collective on the stream. Before anything is timed, rounds over
+iteration ranks are aligned by a collective on the stream, and a GPU is held for a moment, so that the
+first launches are issued before the clock starts. Before anything is timed, rounds over
 all cases go on until one takes as long as the one before it. Plain iterations (two clock readings)
 give speedups; breakdown iterations (every phase, waiting probed) explain them; the two alternate.
 """
@@ -170,6 +171,7 @@ def measure(
     before: Callable[[str], None],
     flush: Callable[[], None] | None = None,
     columns: Sequence[PhaseKey] = COLUMNS,
+    preroll_us: float = 0.0,
 ) -> np.ndarray:
     """Time every case at every step.
 
@@ -178,6 +180,7 @@ def measure(
         before: called with the case's id ahead of each iteration, untimed (progress, marks, the watchdog).
         flush: empties the cache ahead of each iteration, untimed.
         columns: all phases that may occur, and what concerns the whole iteration.
+        preroll_us: for how long a GPU is held before the first stamp.
 
     Returns:
         float64 [cases, steps, columns], microseconds.
@@ -195,7 +198,7 @@ def measure(
                     if flush is not None:
                         flush()
                     clock.open_range(f"{case.case_id} batch {step.batch} {step.kind} {step.iteration}")
-                    times = _timed(run, recorder, meet)
+                    times = timed(run, recorder, meet, preroll_us)
                     clock.close_range()
                 if step.kind == PLAIN:
                     del times[UNACCOUNTED]  # Nothing was to be accounted for.
@@ -205,15 +208,19 @@ def measure(
     return samples
 
 
-def _timed(run: Callable[[], object], recorder: PhaseRecorder, meet: Rendezvous) -> dict[PhaseKey, float]:
+def timed(
+    run: Callable[[], object], recorder: PhaseRecorder, meet: Callable[[], object], preroll_us: float = 0.0
+) -> dict[PhaseKey, float]:
+    """Phases of one run, with ``HOST`` (time to issue it beyond the head start of the pre-roll) and ``THREAD_CPU``."""
     recorder.clock.wait()
     meet()
+    head_start_us = recorder.clock.hold(preroll_us)
     cpu_start, host_start = time.thread_time_ns(), time.perf_counter_ns()
     recorder.begin()
     run()
     recorder.end()
     host_end, cpu_end = time.perf_counter_ns(), time.thread_time_ns()
     times = recorder.times_us()
-    times[HOST] = (host_end - host_start) / 1e3
+    times[HOST] = max((host_end - host_start) / 1e3 - head_start_us, 0.0)
     times[THREAD_CPU] = (cpu_end - cpu_start) / 1e3
     return times

@@ -17,6 +17,9 @@ import torch
 
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED, PhaseKey
 
+# Of a GPU at 2 GHz. At a lower clock it is held for longer.
+_CYCLES_PER_US = 2000
+
 
 class Clock(Protocol):
     """Stamps taken now and read later, so that reading never disturbs what is timed."""
@@ -28,6 +31,10 @@ class Clock(Protocol):
         ...
 
     def between_us(self, start: Any, end: Any) -> float: ...
+
+    def hold(self, time_us: float) -> float:
+        """Keep the device busy for about so long; return the head start in microseconds that the host has by it."""
+        ...
 
     def open_range(self, name: str) -> None:
         """Begin a named range for a profiler that may be looking on; ranges nest."""
@@ -47,6 +54,9 @@ class HostClock:
 
     def between_us(self, start: int, end: int) -> float:
         return (end - start) / 1e3
+
+    def hold(self, time_us: float) -> float:
+        return 0.0
 
     def open_range(self, name: str) -> None:
         pass
@@ -72,6 +82,11 @@ class CudaClock:
 
     def between_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return start.elapsed_time(end) * 1e3
+
+    def hold(self, time_us: float) -> float:
+        if time_us > 0:
+            torch.cuda._sleep(int(time_us * _CYCLES_PER_US))
+        return time_us
 
     def open_range(self, name: str) -> None:
         torch.cuda.nvtx.range_push(name)

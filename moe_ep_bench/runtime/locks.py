@@ -21,6 +21,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from moe_ep_bench.errors import UserError
+
 FOLDER = ".locks"
 
 # A job that was just stopped may take so long to end; its successor waits for it.
@@ -80,7 +82,7 @@ def _hold(root: Path, name: str, title: str, patience_s: float) -> Iterator[None
     path, deadline = root / FOLDER / name, time.monotonic() + patience_s
     while (handle := _take(path)) is None:
         if time.monotonic() > deadline:
-            raise ValueError(
+            raise UserError(
                 f"--out {root}: {title}: another job is writing this, {_holder(path)}; "
                 "wait for it, stop it, or choose another directory"
             )

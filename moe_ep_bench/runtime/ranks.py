@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.errors import in_short
 
 # Ranks may wait for one that reads a recording or writes results; a hang is the watchdog's to end.
@@ -97,7 +98,7 @@ def join(timeout_s: float) -> Ranks:
     timeout = datetime.timedelta(seconds=timeout_s)
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
-            raise ValueError(
+            raise UserError(
                 f"ranks per node: expected at most {torch.cuda.device_count()} (the GPUs here), got {local_world_size}"
             )
         device = torch.device("cuda", local_rank)

@@ -33,6 +33,7 @@ from typing import TypeVar
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.errors import in_short
 from moe_ep_bench.runtime.exit_codes import LOST, OK
 
@@ -76,13 +77,13 @@ class Nodes:
 
     def __post_init__(self) -> None:
         if self.nproc < 1 or self.count < 1 or not 0 <= self.rank < self.count:
-            raise ValueError(
+            raise UserError(
                 f"--nproc, --nnodes, --node-rank: expected at least 1, at least 1 and below --nnodes; "
                 f"got {self.nproc}, {self.count}, {self.rank}"
             )
         host, _, port = self.master.rpartition(":")
         if not host or not port.isdigit() or (self.count > 1 and port == "0"):
-            raise ValueError(
+            raise UserError(
                 f"--master: expected host:port of node 0, with a port above 0 for several nodes; got {self.master!r}"
             )
 
@@ -227,7 +228,7 @@ class Rendezvous(RendezvousHandler):
             answer = self._port()
             if not answer.isdigit():
                 self._add("read")
-                raise ValueError(answer)
+                raise UserError(answer)
             port = int(answer)
             self._ranks_store = _open_store(self._nodes.host, port, serves=False)
         return RendezvousInfo(
@@ -250,7 +251,7 @@ class Rendezvous(RendezvousHandler):
                 refusal = f"node {node} was started with {its}, node 0 with {self._started()}; start all alike"
                 self._set("port", refusal)
                 self._attempt += 1
-                raise ValueError(refusal)
+                raise UserError(refusal)
 
     def _port(self) -> str:
         limit_s = 2 * _END_S if self._attempt else _MEET_S
@@ -281,7 +282,7 @@ class Rendezvous(RendezvousHandler):
         if self._get("/job") != self._nodes.job:
             self._set("/stranger", self._nodes.rank)
             self._store = None
-            raise ValueError(
+            raise UserError(
                 f"--master {self._nodes.master}: another job's nodes meet there; expected the same config, --out, "
                 "--set, --point and Slurm job on all nodes, and a --master of its own for every job"
             )

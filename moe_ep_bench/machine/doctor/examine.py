@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.machine.doctor import checks
 from moe_ep_bench.machine.doctor.checks import NOTE, PROBLEM, Finding
 from moe_ep_bench.machine.doctor.directory import directory_findings, earlier_findings
@@ -97,7 +98,7 @@ class Examination:
             yield Finding("config", PROBLEM, f"{request.config}: cannot be planned ({error})")
             return
         if "mistake" in plan:
-            raise ValueError(plan["mistake"])
+            raise UserError(plan["mistake"])
         self.comparisons = self.facts["comparisons"] = plan["comparisons"]
 
     def _gpus(self, machine: dict[str, Any]) -> Iterator[Finding]:
@@ -154,9 +155,9 @@ def doctor(request: Request, *, as_json_text: bool = False) -> int:
     """
     for option, value in (("--nproc", request.nproc), ("--nnodes", request.nnodes)):
         if value is not None and value < 1:
-            raise ValueError(f"{option}: expected at least 1, got {value}")
+            raise UserError(f"{option}: expected at least 1, got {value}")
     if request.overrides and request.config is None:
-        raise ValueError(f"--set {request.overrides[0]}: expected a CONFIG whose value it replaces, got none")
+        raise UserError(f"--set {request.overrides[0]}: expected a CONFIG whose value it replaces, got none")
     examination, found = Examination(request), []
     for finding in examination.findings():
         found.append(finding)

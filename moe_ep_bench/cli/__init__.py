@@ -340,11 +340,10 @@ def _trace_import(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from moe_ep_bench.machine.doctor.examine import Request, doctor
+    from moe_ep_bench.machine.doctor.examine import doctor
 
     out = _out(options) if options.config else options.out or Path("results")
-    request = Request(out, options.config, options.overrides, options.nproc, options.nnodes)
-    return doctor(request, as_json_text=options.json)
+    return doctor(out, options.config, options.overrides, options.nproc, options.nnodes, as_json=options.json)
 
 
 def _show(options: argparse.Namespace) -> int:

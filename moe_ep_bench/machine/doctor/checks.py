@@ -1,22 +1,26 @@
-"""What the facts of a machine mean for a run. Every check answers with findings and asks nobody anything.
+"""What the facts of a machine mean for a run; a check answers with findings and asks no driver and no torch.
 
-``machine`` is of ``facts.machine``, ``comparisons`` of ``facts.plan``; what ``nvidia_smi`` could not read is a string
-that says why.
+``machine`` is of ``facts.machine``, ``comparisons`` of ``facts.plan``; what ``gpus`` could not read is a string that
+says why.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
+import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moe_ep_bench.machine.monitor import THROTTLE_REASONS
-from moe_ep_bench.machine.nvidia_smi import Gpu, Port, Topology
+from moe_ep_bench.files import atomic_path
+from moe_ep_bench.machine.gpus import THROTTLE_REASONS
+from moe_ep_bench.results import RUN_JSON
+from moe_ep_bench.runtime import locks
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 Facts = Mapping[str, Any]
@@ -134,18 +138,18 @@ def cpu_findings(machine: Facts) -> list[Finding]:
     return findings
 
 
-def gpu_findings(machine: Facts, gpus: Sequence[Gpu] | str) -> list[Finding]:
-    """What the driver has (of ``nvidia_smi.query_gpus``) beside what torch can use."""
+def gpu_findings(machine: Facts, gpus: Sequence[Facts] | str) -> list[Finding]:
+    """What the driver has (of ``gpus.query_gpus``) beside what torch can use."""
     usable, hidden = machine["gpus"], machine["variables"].get("CUDA_VISIBLE_DEVICES")
     if not usable:
-        # No nvidia-smi is a machine without GPUs; one that fails is a machine with a broken driver.
-        if not gpus or (isinstance(gpus, str) and re.search("No such file|No devices were found", gpus)):
+        # No NVML is a machine without GPUs; one that fails is a machine with a broken driver.
+        if not gpus or (isinstance(gpus, str) and "Shared Library Not Found" in gpus):
             means = "ranks run on the CPU with gloo, which shows the machinery and no GPU's times"
             return [Finding("GPUs", NOTE, "none", f"{means}; `emulate` models a GPU's")]
         if isinstance(gpus, str):
             fix = "look at nvidia-smi and dmesg; the node may have to be restarted"
             means = "the driver does not work: no GPU can be used"
-            return [Finding("GPUs", PROBLEM, f"nvidia-smi: {gpus}", means, fix)]
+            return [Finding("GPUs", PROBLEM, f"NVML: {gpus}", means, fix)]
         what = f"{len(gpus)} here, none that torch can use"
         if hidden is not None and hidden.strip() in ("", "-1"):
             return [Finding("GPUs", NOTE, f"{what} (CUDA_VISIBLE_DEVICES={hidden!r})", "runs take the CPU")]
@@ -156,17 +160,16 @@ def gpu_findings(machine: Facts, gpus: Sequence[Gpu] | str) -> list[Finding]:
     free = f"{min(gpu['free_bytes'] for gpu in usable) / 2**30:.1f} GiB free on the fullest"
     if isinstance(gpus, str):
         means = "clocks, power caps and NVLinks cannot be looked at"
-        return [Finding("GPUs", OK, f"{listed}, {free}"), Finding("driver", NOTE, f"nvidia-smi: {gpus}", means)]
-    driver = f", driver {gpus[0].driver}" if gpus[0].driver else ""
-    findings = [Finding("GPUs", OK, f"{listed}{driver}, {free}")]
+        return [Finding("GPUs", OK, f"{listed}, {free}"), Finding("driver", NOTE, f"NVML: {gpus}", means)]
+    findings = [Finding("GPUs", OK, f"{listed}, driver {gpus[0]['driver']}, {free}")]
     if len(names) > 1:
         findings.append(Finding("GPUs", NOTE, "of several kinds", "the slowest one sets every layer's time"))
     mine = {gpu["uuid"] for gpu in usable}
     # What is so of several is said once.
     alike: dict[Finding, list[int]] = {}
     for gpu in gpus:
-        for finding in _gpu_findings(gpu) if gpu.uuid in mine else ():
-            alike.setdefault(finding, []).append(gpu.index)
+        for finding in _gpu_findings(gpu) if gpu["uuid"] in mine else ():
+            alike.setdefault(finding, []).append(gpu["index"])
     for finding, indices in alike.items():
         several = f"{', '.join(map(str, indices))}: " if len(indices) > 1 else ""
         check = "GPUs" if several else f"GPU {indices[0]}"
@@ -174,21 +177,22 @@ def gpu_findings(machine: Facts, gpus: Sequence[Gpu] | str) -> list[Finding]:
     return findings
 
 
-def _gpu_findings(gpu: Gpu) -> list[Finding]:
+def _gpu_findings(gpu: Facts) -> list[Finding]:
     """What makes one GPU slower than its like, or unusable."""
-    limit, default, errors = gpu.power_limit_w or 0.0, gpu.power_default_w or 0.0, gpu.ecc_errors or 0.0
-    reasons = [words for reason, words in _SLOWED.items() if (gpu.throttle_reasons or 0) & THROTTLE_REASONS[reason]]
-    clocks = f"{gpu.sm_clock_mhz or 0:.0f} of {gpu.sm_clock_limit_mhz or 0:.0f} MHz, {gpu.temperature_c or 0:.0f} C"
-    free, total = gpu.memory_free_mib, gpu.memory_mib
+    known = {name: value or 0.0 for name, value in gpu.items()}
+    limit, default, errors = known["power_limit_w"], known["power_default_w"], known["ecc_errors"]
+    reasons = [words for reason, words in _SLOWED.items() if int(known["throttle_reasons"]) & THROTTLE_REASONS[reason]]
+    clocks = f"{known['sm_clock_mhz']:.0f} of {known['sm_clock_limit_mhz']:.0f} MHz, {known['temperature_c']:.0f} C"
+    free, total = gpu["memory_free_mib"], gpu["memory_mib"]
     used = 100 * (1 - free / total) if total and free is not None else 0.0
-    busy = gpu.utilization_percent or 0.0
+    busy = known["utilization_percent"]
     table: list[tuple[bool, Any, str, str, str]] = [
         (
-            gpu.compute_mode == "Prohibited", PROBLEM, "compute mode Prohibited",
+            gpu["compute_mode"] == "Prohibited", PROBLEM, "compute mode Prohibited",
             "no process may use it", "nvidia-smi -c DEFAULT, as root",
         ),
         (
-            gpu.mig == "Enabled", NOTE, "MIG is enabled",
+            gpu["mig"] == "Enabled", NOTE, "MIG is enabled",
             "a rank gets a slice of a GPU, and NCCL joins no slices of one GPU", "",
         ),
         (
@@ -231,44 +235,49 @@ _COSTLY = {
 }
 
 
-def topology_findings(topology: Topology | str, nvlinks: Mapping[int, Sequence[float | None]] | str) -> list[Finding]:
-    """Paths between GPUs, and from GPUs to NICs; of ``nvidia_smi.query_topology`` and ``query_nvlinks``."""
+def topology_findings(topology: Facts | str, gpus: Sequence[Facts]) -> list[Finding]:
+    """Paths between GPUs, and from GPUs to NICs (of ``gpus.query_topology``); NVLinks that are down."""
     if isinstance(topology, str):
         return [Finding("topology", NOTE, f"unknown ({topology})", "what connects the GPUs cannot be said")]
-    findings = []
-    paths = topology.between_gpus()
-    if paths:
-        listed = ", ".join(f"{count} x {path}" for path, count in Counter(paths.values()).most_common())
-        over_pcie = [pair for pair, path in paths.items() if not path.startswith("NV")]
+    findings, paths = [], topology["paths"]
+    names = [name for name in paths if name.startswith("GPU")]
+    between = [paths[a][b] for i, a in enumerate(names) for b in names[i + 1 :]]
+    if between:
+        listed = ", ".join(f"{count} x {path}" for path, count in Counter(between).most_common())
+        over_pcie = sum(not path.startswith("NV") for path in between)
         if over_pcie:
-            what = f"{len(over_pcie)} of {len(paths)} pairs of GPUs have no NVLink ({listed})"
+            what = f"{over_pcie} of {len(between)} pairs of GPUs have no NVLink ({listed})"
             means = "their all-to-all goes over PCIe, an order of magnitude slower"
             findings.append(Finding("topology", NOTE, what, means, "take GPUs that are connected"))
         else:
             findings.append(Finding("topology", OK, f"NVLink between all GPUs ({listed} pairs)"))
-    dead = {} if isinstance(nvlinks, str) else {gpu: sum(s is None for s in links) for gpu, links in nvlinks.items()}
-    if any(dead.values()) and paths:
-        listed = ", ".join(f"GPU {gpu}: {count} of {len(nvlinks[gpu])}" for gpu, count in dead.items() if count)
+    dead = {gpu["index"]: (gpu["nvlinks"].count(False), len(gpu["nvlinks"])) for gpu in gpus if gpu["nvlinks"]}
+    listed = ", ".join(f"GPU {gpu}: {down} of {count}" for gpu, (down, count) in dead.items() if down)
+    if listed and between:
         means = "the all-to-all is slower than this machine could; some boards leave links unconnected"
         findings.append(Finding("NVLink", NOTE, f"inactive links ({listed})", means, "nvidia-smi nvlink --status"))
-    near = {gpu: topology.nearest_nic(gpu) for gpu in topology.gpus}
-    far = [gpu for gpu, nic in near.items() if nic is not None and nic[1] in ("NODE", "SYS")]
+    # The nearest NIC of each GPU, by ever longer ways; only the last two are far.
+    ways = ("PIX", "PXB", "PHB", "NODE", "SYS")
+    near = {
+        gpu: [ways.index(path) for to, path in paths[gpu].items() if to not in names and path in ways] for gpu in names
+    }
+    far = {gpu: min(found) for gpu, found in near.items() if found and min(found) >= ways.index("NODE")}
     if far:
-        what = f"{', '.join(far)} reach their nearest NIC across the host ({near[far[0]][1]})"
+        what = f"{', '.join(far)} reach their nearest NIC across the host ({ways[next(iter(far.values()))]})"
         findings.append(Finding("NICs", NOTE, what, "between nodes these ranks are slower than with a NIC beside them"))
     return findings
 
 
-def nic_findings(ports: Sequence[Port]) -> list[Finding]:
+def nic_findings(ports: Sequence[Facts]) -> list[Finding]:
     """RDMA between nodes."""
-    active = [port for port in ports if port.is_active]
+    active = [port for port in ports if port["is_active"]]
     if not active:
         what = "no RDMA NIC" if not ports else f"none of {len(ports)} RDMA ports is active"
         return [Finding("NICs", NOTE, what, "one node is fine; between nodes collectives go over TCP, far slower")]
-    kinds = Counter(f"{port.rate} {port.link_layer}" for port in active)
+    kinds = Counter(f"{port['rate']} {port['link_layer']}" for port in active)
     findings = [Finding("NICs", OK, "RDMA: " + ", ".join(f"{count} x {kind}" for kind, count in kinds.items()))]
     if len(active) < len(ports):
-        idle = ", ".join(f"{port.nic}:{port.number}" for port in ports if not port.is_active)
+        idle = ", ".join(f"{port['nic']}:{port['number']}" for port in ports if not port["is_active"])
         findings.append(Finding("NICs", NOTE, f"ports that are down: {idle}", "less bandwidth between nodes"))
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
         means = "RDMA pins memory, and may fail for large buffers"
@@ -337,3 +346,80 @@ def memory_findings(comparisons: Sequence[Facts], available: int) -> list[Findin
         return [Finding("memory", PROBLEM, what, "they would be skipped, the rest would run", remedy)]
     cases, plural = sum(len(one["cases"]) for one in comparisons), "s" * (len(comparisons) > 1)
     return [Finding("memory", OK, f"{cases} cases in {len(comparisons)} comparison{plural}, the largest takes {needs}")]
+
+
+# ---- the results directory
+
+# What a full disk shows and an empty file does not.
+_PROBE_BYTES = 2**20
+# Of a row in a part: 20 to 60 bytes were seen. A breakdown iteration has a row for each of 12 phases and three more.
+_BYTES_PER_ITERATION = 60 * 15
+_LEAST_FREE_BYTES = 2**28
+_CHOOSE = "choose another with --out"
+
+
+def directory_findings(out: Path, comparisons: Sequence[Facts], world_size: int) -> list[Finding]:
+    """Try all that a run will do to its results directory; nothing is left behind.
+
+    Args:
+        out: may not be there yet.
+        comparisons: of ``facts.plan``; empty without a config.
+        world_size: ranks in all.
+    """
+    missing: list[Path] = []
+    probe = out / f".doctor.{uuid.uuid4()}"
+    try:
+        missing = [folder for folder in (out, *out.parents) if not folder.exists()]
+        with atomic_path(probe) as temporary:
+            temporary.write_bytes(bytes(_PROBE_BYTES))
+        probe.unlink()
+        space = os.statvfs(out)
+    except OSError as error:
+        what = f"{out}: cannot be written ({error.strerror})"
+        return [Finding("results", PROBLEM, what, "a run would measure and could not keep it", _CHOOSE)]
+    finally:
+        for folder in missing:
+            with contextlib.suppress(OSError):  # it was not made, or somebody else has begun to use it
+                folder.rmdir()
+    free = space.f_bavail * space.f_frsize
+    iterations = sum(one["iterations"] for one in comparisons)
+    needed = iterations * world_size * _BYTES_PER_ITERATION
+    room = f"{free / 2**30:.1f} GiB free"
+    if free < max(needed, _LEAST_FREE_BYTES):
+        what = f"{out}: {room}, a run may write {needed / 2**30:.2f} GiB"
+        status = PROBLEM if free < needed else NOTE
+        return [Finding("results", status, what, "a full disk ends it between cases", _CHOOSE)]
+    new = ", not there yet" if missing else ""
+    findings = [Finding("results", OK, f"{out}{new}: can be written, files appear whole or not at all, {room}")]
+    return [*findings, *_busy(out, comparisons)]
+
+
+def _busy(out: Path, comparisons: Sequence[Facts]) -> list[Finding]:
+    """Who else is at that directory, by the locks that they hold, and by the marks that a lost job left."""
+    held = {name: whose for name, whose in locks.holders(out).items() if name != RUN_JSON}
+    for one in comparisons:
+        if one["comparison_id"] in held:
+            what = f"{one['title']}: another job is writing this, {held[one['comparison_id']]}"
+            fix = "wait for it, stop it, or another --out"
+            return [Finding("results", PROBLEM, what, "a run would be refused", fix)]
+    if held:
+        jobs = "; ".join(sorted(set(held.values())))
+        what = f"another job is writing {len(held)} other comparison(s) there, {jobs}"
+        return [Finding("results", NOTE, what, "a run may fill the directory beside it, at the cost of both times")]
+    if any((out / "attempts").glob("now-*")):
+        what = "a job was lost there without a word, and none holds a lock now"
+        means = "the next run counts it against what it was measuring; without locks it may still be at it"
+        return [Finding("results", NOTE, what, means, "look whether it runs where the file system has no locks")]
+    return []
+
+
+def earlier_findings(out: Path, refusal: str, comparisons: Sequence[Facts]) -> list[Finding]:
+    """What is there of earlier runs; ``refusal`` is of ``facts.agreement``."""
+    if refusal:
+        what = refusal.removeprefix(f"--out {out}: ")
+        return [Finding("results", PROBLEM, f"{out}: {what}", "a run would refuse to mix results")]
+    cases = [case for one in comparisons for case in one["cases"]]
+    done = sum((out / "cases" / f"{case}.parquet").exists() for case in cases)
+    if not done:
+        return []
+    return [Finding("results", OK, f"{done} of {len(cases)} cases of this config are there; a run does what lacks")]

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from moe_ep_bench.errors import UserError
+
 _MOST_LINKS = 40  # of one path, as in Linux
 
 
@@ -35,7 +37,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     if path.is_symlink() and not through:
         link, path = path, Path(os.path.realpath(path))
         if path.is_symlink():
-            raise ValueError(f"{link}: leads to no file, as links lead in a ring")
+            raise UserError(f"{link}: leads to no file, as links lead in a ring")
     if not through:
         path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=None if through else path.parent, prefix=f".{path.name}.")
@@ -65,7 +67,7 @@ def check_folder(folder: Path, option: str) -> None:
             return
         if place.exists():
             words = "is a file" if place == folder else f"lies below {place}, which is a file"
-            raise ValueError(f"{option} {folder}: {words}; expected a directory")
+            raise UserError(f"{option} {folder}: {words}; expected a directory")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -95,7 +97,7 @@ def _pour(source: Path, path: Path) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _descriptor(path: Path) -> int | None:

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from moe_ep_bench import cli
-from moe_ep_bench.bench.question import parse_share
-from moe_ep_bench.runtime.errors import is_mistake
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.progress import progress_bar
 
@@ -56,14 +55,16 @@ def test_a_value_error_that_we_did_not_raise_is_no_mistake_of_the_users(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_what_a_user_can_correct_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="expected a share") as raised:
-        parse_share("--max-dropped", "200%")
-    assert is_mistake(raised.value)
+def test_what_a_user_can_correct_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     damaged = tmp_path / "config.yaml"
     damaged.write_bytes(b"\xff\xfe\x00name")
     assert cli.main(["route", str(damaged)]) == USER_ERROR
     assert "Traceback" not in capsys.readouterr().err
+    monkeypatch.setitem(cli.COMMANDS, "show", raising(UserError("DIR: expected a directory, got x")))
+    assert cli.main(["show", "x"]) == USER_ERROR
+    assert capsys.readouterr().err == "moe-ep-bench: DIR: expected a directory, got x\n"
 
 
 def test_who_stops_reading_a_printed_result_has_seen_enough(monkeypatch: pytest.MonkeyPatch) -> None:

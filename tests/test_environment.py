@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_nvidia_smi import TWO_H100, answering
+from test_gpus import H100, TWO_H100
 
 from moe_ep_bench.analysis.words import device_words
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.machine.nvidia_smi import parse_topology, query_gpus
+from moe_ep_bench.machine.gpus import parse_topology
 from moe_ep_bench.machine.subprocesses import CommandError
 
 CPU = torch.device("cpu")
@@ -70,11 +69,11 @@ def test_a_slurm_job_is_named_with_its_array_and_nodes_and_none_outside_of_one()
 
 
 def test_gpus_driver_and_topology_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "query_gpus", lambda: query_gpus(answering()))
+    monkeypatch.setattr(provenance, "query_gpus", lambda: [H100])
     monkeypatch.setattr(provenance, "query_topology", lambda: parse_topology(TWO_H100))
     described = json.loads(json.dumps(provenance.describe_gpus()))
     assert described["driver"] == "570.86.15"
-    assert described["gpus"] == [asdict(query_gpus(answering())[0])]
+    assert described["gpus"] == [H100]
     assert described["topology"]["paths"]["GPU0"] == {"GPU1": "NV18", "NIC0": "PIX", "NIC1": "SYS"}
     assert described["gpus_why"] is None
 

@@ -156,12 +156,12 @@ def test_after_a_death_no_node_begins_again_before_the_last_has_ended(dying: int
     # One rank dies; the other has noticed nothing and takes its time to end.
     started = job(f"""
         def slow(number, frame):
-            time.sleep(4)
+            time.sleep(2)
             note("ends")
             os._exit(75)
         signal.signal(signal.SIGTERM, slow)
         if attempt == 1 and rank == {dying}:
-            time.sleep(1)
+            time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1000 if attempt == 1 else 0)
     """)
@@ -174,7 +174,7 @@ def test_after_a_death_no_node_begins_again_before_the_last_has_ended(dying: int
 
 def test_a_loss_after_the_other_nodes_ranks_ended_well_is_another_attempt(job) -> None:
     started = job("""
-        time.sleep(2 if rank == 1 else 0)
+        time.sleep(1 if rank == 1 else 0)
         sys.exit(75 if attempt == 1 and rank == 1 else 0)
     """)
     assert started.statuses() == [OK, OK]
@@ -198,7 +198,7 @@ def test_a_node_that_is_asked_to_end_ends_the_job_however_often_it_is_asked(node
     started = job("""
         def slow(number, frame):
             note("asked")
-            time.sleep(2)
+            time.sleep(1)
             note("ends")
             os._exit(143)
         signal.signal(signal.SIGTERM, slow)
@@ -247,7 +247,7 @@ def test_a_launcher_that_is_killed_loses_the_job_and_no_other_waits_for_ever(nod
         time.sleep(3 if rank == {1 - node} else 1000)
         sys.exit(75)
         """,
-        limit_s=10,
+        limit_s=5,
     )
     started.wait_for(lambda: len(started.notes("ready")) == 2)
     started.nodes[node].kill()
@@ -257,7 +257,7 @@ def test_a_launcher_that_is_killed_loses_the_job_and_no_other_waits_for_ever(nod
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_node_0_that_stands_still_holds_no_other_up(asked: bool, job) -> None:
-    started = job("note('ready'); time.sleep(1000)", limit_s=40 if asked else 10)
+    started = job("note('ready'); time.sleep(1000)", limit_s=40 if asked else 4)
     started.wait_for(lambda: len(started.notes("ready")) == 2)
     node_0, node_1 = started.nodes
     os.kill(node_0.pid, signal.SIGSTOP)
@@ -354,6 +354,18 @@ def test_a_node_0_that_ends_between_two_attempts_leaves_a_verdict(
     with pytest.raises(rendezvous.OthersLostError):
         node_1.next_rendezvous()
     assert node_1.agree(launcher._ENDED, decide) == verdict
+
+
+@pytest.mark.parametrize(("node", "missing"), [(0, "within 1 s: no node 1"), (1, "within 1 s: no node 0 there")])
+def test_nodes_that_never_meet_end_with_a_status_of_their_own(
+    node: int, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "_MEET_S", 1.0)
+    nodes = Nodes(1, 2, node, f"127.0.0.1:{free_port()}")
+    assert launcher._together(nodes, lambda met: met.next_rendezvous() and OK) == LOST
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"moe-ep-bench: the nodes did not meet at {nodes.master} ")
+    assert missing in line
 
 
 @pytest.mark.parametrize(("master", "host"), [("[::1]:29400", "::1"), ("node-0:29400", "node-0")])

@@ -238,8 +238,8 @@ def test_a_field_that_a_gpu_does_not_have_costs_only_itself():
     assert (result.power_median_w, result.power_max_w, result.thermal_violation_s) == (None, None, None)
     assert (result.temperature_max_c, result.power_violation_s) == (61, 0)
     assert result.notes == (
-        "the power draw could not be read: Not Supported",
-        "the time throttled for heat could not be read: Not Supported",
+        "power_w could not be read: Not Supported",
+        "thermal_violation_s could not be read: Not Supported",
     )
 
 
@@ -253,7 +253,7 @@ def test_a_gpu_that_is_lost_midway_keeps_what_was_read():
 
     result = watched(FakeGpu(temperature_c=temperature))
     assert result.temperature_max_c == 62
-    assert result.notes == ("the temperature could not always be read: GPU is lost",)
+    assert result.notes == ("temperature_c could not always be read: GPU is lost",)
 
 
 def test_a_driver_that_never_answers_does_not_hold_up_the_run(monkeypatch):
@@ -355,7 +355,7 @@ def test_an_older_driver_is_asked_by_the_older_name(library, monkeypatch):
 
 
 def test_a_fake_gpu_has_what_the_real_one_has():
-    assert set(READINGS) == set(monitor._READINGS)
+    assert set(READINGS) == set(monitor._READ_BY)
     assert {"read", "close"} == {name for name in vars(NvmlGpu) if not name.startswith("_")}
 
 

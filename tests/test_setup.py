@@ -10,6 +10,7 @@ import ast
 import inspect
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,9 @@ OTHER = {"3.11": "3.12", "3.12": "3.11"}[PYTHON]
 CONTAINER_TORCH = "2.11.0a0+nv26.2"
 CONTAINER_TRITON = "3.5.1+nv26.2"
 NO_ENSUREPIP = "import sys; sys.modules['ensurepip'] = None\n"
+
+# What pip has to resolve here: enough for every rule of the scripts, and few, for pip takes its time.
+KEPT = {"torch", "triton", "megatron-core", "numpy", "matplotlib", "contourpy", "pillow", "pytest", "pytest-xdist"}
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="wheels are collected for x86-64")
 
@@ -64,7 +68,8 @@ def pins(python_version):
     lines = (line.partition("#")[0].strip() for line in (ROOT / "launch/constraints.txt").read_text().splitlines())
     asked = map(Requirement, filter(None, lines))
     kept = [r for r in asked if r.marker is None or r.marker.evaluate({"python_version": python_version})]
-    return {canonicalize_name(r.name): str(r.specifier).removeprefix("==") for r in kept}
+    pinned = {canonicalize_name(r.name): str(r.specifier).removeprefix("==") for r in kept}
+    return {name: pin for name, pin in pinned.items() if name in KEPT}
 
 
 def run(script, *arguments, cwd, **environment):
@@ -85,7 +90,11 @@ def snapshot(folder):
 
 def make_clone(folder):
     shutil.copytree(ROOT / "launch", folder / "launch")
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name, begin in ("pyproject.toml", '  "'), ("launch/constraints.txt", ""):
+        lines = (ROOT / name).read_text().splitlines(keepends=True)
+        listed = ((line, re.match(rf"{begin}([A-Za-z][\w-]*)(?=[=<>\";])", line)) for line in lines)
+        kept = [line for line, found in listed if found is None or canonicalize_name(found[1]) in KEPT]
+        (folder / name).write_text("".join(kept))
     (folder / "moe_ep_bench").mkdir()
     (folder / "moe_ep_bench/__init__.py").touch()
     return folder
@@ -132,7 +141,7 @@ def index(tmp_path_factory):
     needs = [Requirement(r) for r in [*project["dependencies"], *project["optional-dependencies"]["test"]]]
     for version in [PYTHON, OTHER]:
         pinned = pins(version)
-        for name in {canonicalize_name(r.name) for r in needs} - pinned.keys():
+        for name in {canonicalize_name(r.name) for r in needs} & KEPT - pinned.keys():
             write_wheel(folder, name, "1.0")
         for name, pin in pinned.items():
             options = {
@@ -142,10 +151,6 @@ def index(tmp_path_factory):
                     "tag": "cp{0}-cp{0}-manylinux_2_17_x86_64".format(version.replace(".", "")),
                 },
                 "matplotlib": {"requires": ["contourpy", "pillow", "pyparsing"]},
-                "jinja2": {"requires": ["markupsafe"]},
-                "pytest-xdist": {"requires": ["execnet"]},
-                "pydantic": {"requires": ["pydantic-core"]},
-                "transformers": {"requires": ["tokenizers", "huggingface-hub"]},
                 "pytest": {"requires": ["until-3.11; python_version < '3.12'", "since-3.12; python_version >= '3.12'"]},
             }
             # A build of torch has a local version, which == does not exclude.
@@ -195,7 +200,9 @@ def set_up(clone, container, index, tmp_path_factory):
 
 def inside(environment, code):
     # Not in this folder: a Python that is given code finds modules where it runs.
-    done = subprocess.run([environment / "bin/python", "-c", code], cwd="/", capture_output=True, text=True, check=True)
+    command = [environment / "bin/python", "-c", code]
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd="/", env=variables, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 

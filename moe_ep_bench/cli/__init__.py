@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_ep_bench.cli.arguments import PAPERS_LIST, SUCCESSORS, make_parser, with_list_joined
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.errors import complain, tolerant_stderr
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.runtime.signals import end_with_parent
@@ -108,7 +109,7 @@ def _run(options: argparse.Namespace) -> int:
     if is_rank:
         end_with_parent()
     elif options.launch is not None:
-        raise ValueError("--launch: only for ranks that torchrun started; without it, run does all of measure.launches")
+        raise UserError("--launch: only for ranks that torchrun started; without it, run does all of measure.launches")
     else:
         _check_config(options)
     from moe_ep_bench.bench import run
@@ -288,7 +289,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         print(fit_text(load_run(options.run_directory), options.preset))
         return OK
     if options.preset is not None:
-        raise ValueError("--preset: goes with --from DIR")
+        raise UserError("--preset: goes with --from DIR")
     end_with_parent()
     out = options.out or Path("results", "calibration", "links.yaml")
     if "RANK" in os.environ:  # torchrun's, or our own launcher's below
@@ -339,11 +340,10 @@ def _trace_import(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from moe_ep_bench.machine.doctor.examine import Request, doctor
+    from moe_ep_bench.machine.doctor.examine import doctor
 
     out = _out(options) if options.config else options.out or Path("results")
-    request = Request(out, options.config, options.overrides, options.nproc, options.nnodes)
-    return doctor(request, as_json_text=options.json)
+    return doctor(out, options.config, options.overrides, options.nproc, options.nnodes, as_json=options.json)
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -371,7 +371,7 @@ def _compare(options: argparse.Namespace) -> int:
 
     limit = None if options.fail_over is None else parse_limit(options.fail_over)
     if options.strict and limit is None:
-        raise ValueError("--strict: expected --fail-over beside it")
+        raise UserError("--strict: expected --fail-over beside it")
     changed = [key for key in options.changed.split(",") if key]
     change = compare_directories(options.base, options.new, intended=changed, same_machine=options.same_machine)
     print(compare_json(change, limit, strict=options.strict) if options.json else compare_text(change, limit))

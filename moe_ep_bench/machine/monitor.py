@@ -1,11 +1,10 @@
-"""Was the machine quiet while a comparison was timed? Watching it never ends a run.
+"""Watch the machine while a comparison is timed; watching never ends a run.
 
-A comparison takes its cases in turns, so a slow drift hits all of them alike. It cannot divide out a machine that
-changes from one moment to the next: another process on the cores, a hypervisor that lends them elsewhere, a GPU that
-lowers its clock because it is hot. In the samples of time each looks like noise or, worse, like an effect. The kernel
-counts CPU time anyway: read at begin and end, that of all processes less that of our ranks is what others used. A
-thread samples a GPU's clock, power and reasons of throttling, by a few calls into NVML per period. What cannot be read
-becomes a note.
+A comparison takes its cases in turns, so a slow drift hits all alike. It cannot divide out a machine that changes from
+one moment to the next: another process on the cores, a hypervisor that lends them elsewhere, a GPU that lowers its
+clock because it is hot. The kernel counts CPU time anyway: read at begin and end, that of all processes less that of
+our ranks is what others used. A thread samples a GPU's clock, power and reasons of throttling by a few calls into NVML
+per period. What cannot be read becomes a note.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pynvml
 
+from moe_ep_bench.machine.gpus import FIELDS, THROTTLE_REASONS
+
 if TYPE_CHECKING:
     import torch
 
@@ -38,16 +39,6 @@ MAX_CLOCK_VARIATION = 0.05
 # Share of samples. A cap that is touched less often changes no median.
 MIN_POWER_CAP_SHARE = 0.01
 
-# Idling and a clock that somebody set are reasons for a low clock too, but no throttling.
-THROTTLE_REASONS = {
-    "power_cap": pynvml.nvmlClocksEventReasonSwPowerCap,
-    "hw_slowdown": pynvml.nvmlClocksEventReasonHwSlowdown,
-    "hw_thermal": pynvml.nvmlClocksEventReasonHwThermalSlowdown,
-    "sw_thermal": pynvml.nvmlClocksEventReasonSwThermalSlowdown,
-    "hw_power_brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
-    "sync_boost": pynvml.nvmlClocksEventReasonSyncBoost,
-    "display_clocks": pynvml.nvmlClocksEventReasonDisplayClockSetting,
-}
 # NVML sets hw_slowdown together with the other two hw reasons, so it comes last: of equal shares the first one counts.
 _SLOWDOWNS = {
     "hw_thermal": "heat",
@@ -57,48 +48,22 @@ _SLOWDOWNS = {
 }
 
 
-def _throttle_reasons(gpu: Any) -> int:
-    try:
-        return pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
-    except pynvml.nvmlExceptionClass(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
-        # Older drivers have it under its first name only.
-        return pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
-
-
-def _violation_s(gpu: Any, policy: int) -> float:
+def _violation_s(policy: int, gpu: Any) -> float:
     status: Any = pynvml.nvmlDeviceGetViolationStatus(gpu, policy)
     return status.violationTime / 1e9
 
 
-# What is read, in words and from NVML: by every sample, and by the first and the last one only.
-_SAMPLED: dict[str, tuple[str, Callable[[Any], float]]] = {
-    "sm_clock_mhz": ("the SM clock", lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)),
-    "memory_clock_mhz": ("the memory clock", lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM)),
-    "power_w": ("the power draw", lambda gpu: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),
-    "temperature_c": (
-        "the temperature",
-        lambda gpu: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
-    ),
-    "throttle_reasons": ("the reasons of throttling", _throttle_reasons),
+# What every sample reads, and what only the first and the last one do.
+_SAMPLED = ("sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c", "throttle_reasons")
+_READ_BY = {name: FIELDS[name] for name in (*_SAMPLED, "sm_clock_limit_mhz", "power_limit_w")} | {
+    "power_violation_s": partial(_violation_s, pynvml.NVML_PERF_POLICY_POWER),
+    "thermal_violation_s": partial(_violation_s, pynvml.NVML_PERF_POLICY_THERMAL),
 }
-_AT_ENDS: dict[str, tuple[str, Callable[[Any], float]]] = {
-    "power_violation_s": ("the time throttled for power", lambda gpu: _violation_s(gpu, pynvml.NVML_PERF_POLICY_POWER)),
-    "thermal_violation_s": (
-        "the time throttled for heat",
-        lambda gpu: _violation_s(gpu, pynvml.NVML_PERF_POLICY_THERMAL),
-    ),
-    "sm_clock_limit_mhz": (
-        "the highest SM clock",
-        lambda gpu: pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM),
-    ),
-    "power_limit_w": ("the power limit", lambda gpu: pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3),
-}
-_READINGS = _SAMPLED | _AT_ENDS
 
 # A call into the driver of a lost GPU may never come back; the run does not wait for it.
 _PATIENCE_S = 5.0
 
-GpuSample = Mapping[str, float]  # by name in _READINGS; without what could not be read
+GpuSample = Mapping[str, float]  # by name in _READ_BY; without what could not be read
 
 
 @dataclass(frozen=True)
@@ -173,7 +138,7 @@ def read_counters(problems: dict[str, str], proc_stat: Path = Path("/proc/stat")
 
 
 class NvmlGpu:
-    """One GPU as NVML, the driver's monitor, sees it. Every call may raise ``pynvml.NVMLError``."""
+    """One GPU as NVML sees it. Every call may raise ``pynvml.NVMLError``."""
 
     def __init__(self, device: torch.device) -> None:
         import torch  # Analysis judges states without it.
@@ -188,9 +153,8 @@ class NvmlGpu:
             raise
 
     def read(self, name: str) -> float:
-        """One of ``_READINGS``; its name has the unit."""
-        _, ask = _READINGS[name]
-        return ask(self._gpu)
+        """One of ``_READ_BY``; its name has the unit."""
+        return _READ_BY[name](self._gpu)
 
     def close(self) -> None:
         pynvml.nvmlShutdown()
@@ -208,9 +172,7 @@ class MachineSampler:
     def __init__(
         self, device: torch.device, period_s: float = 0.5, *, open_gpu: Callable[[torch.device], Any] = NvmlGpu
     ) -> None:
-        self._device = device
-        self._period_s = period_s
-        self._open_gpu = open_gpu
+        self._device, self._period_s, self._open_gpu = device, period_s, open_gpu
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._samples: list[GpuSample] = []
@@ -241,10 +203,10 @@ class MachineSampler:
         return self.state
 
     def _watch(self, gpu: Any) -> None:
-        self._sample(gpu, _READINGS)
+        self._sample(gpu, _READ_BY)
         while not self._stopped.wait(self._period_s):
             self._sample(gpu, _SAMPLED)
-        self._sample(gpu, _READINGS)
+        self._sample(gpu, _READ_BY)
         with contextlib.suppress(Exception):
             gpu.close()
 
@@ -277,16 +239,13 @@ def state_between(
         counts = values(name)
         return counts[-1] - counts[0] if len(counts) > 1 else None
 
-    def note(what: str, why: str) -> str:
-        words, _ = _READINGS.get(what, (what, None))
-        return f"{words} could not {'always ' if values(what) else ''}be read: {why}"
-
     idle = pynvml.nvmlClocksEventReasonGpuIdle
     busy = [sample for sample in samples if not int(sample.get("throttle_reasons", 0)) & idle]
     sm_clocks = values("sm_clock_mhz", busy)
     masks = [int(mask) for mask in values("throttle_reasons")]
-    reasons = THROTTLE_REASONS if masks else {}
-    shares = {name: sum(mask & bit > 0 for mask in masks) / len(masks) for name, bit in reasons.items()}
+    bits = THROTTLE_REASONS if masks else {}
+    shares = {name: sum(mask & bit > 0 for mask in masks) / len(masks) for name, bit in bits.items()}
+    always = {what: "always " if values(what) else "" for what in problems}
     return MachineState(
         wall_s=end.time_s - begin.time_s,
         num_cores=len(os.sched_getaffinity(0)),
@@ -308,7 +267,7 @@ def state_between(
         throttle_shares=shares or None,
         power_violation_s=increase("power_violation_s"),
         thermal_violation_s=increase("thermal_violation_s"),
-        notes=tuple(note(what, why) for what, why in problems.items()),
+        notes=tuple(f"{what} could not {always[what]}be read: {why}" for what, why in problems.items()),
     )
 
 
@@ -323,8 +282,14 @@ def disturbances(states: Sequence[tuple[str, MachineState]]) -> list[str]:
         its_states = [state for its_host, state in states if its_host == host]
         state = its_states[0]  # all ranks of a host see the same machine
         foreign_s = max(0.0, (state.machine_cpu_s or 0.0) - sum(of_rank.own_cpu_s for of_rank in its_states))
-        foreign.append(_cores_taken("other processes used", foreign_s, host, state))
-        stolen.append(_cores_taken("the hypervisor took", state.stolen_s or 0.0, host, state))
+        for found, who, cpu_s in (
+            (foreign, "other processes used", foreign_s),
+            (stolen, "the hypervisor took", state.stolen_s or 0.0),
+        ):
+            # No share of the host in the line: a rank may be bound to some of its cores, and others work on any.
+            cores = cpu_s / state.wall_s if state.wall_s > 0 else 0.0
+            line = f"{who} {cores:.2f} cores of {host} while it was timed (a rank may use {state.num_cores})"
+            found.append((cores / state.num_cores, line))
     for rank, (_, state) in enumerate(states):
         shares = state.throttle_shares or {}
         reason = max(_SLOWDOWNS, key=lambda reason: shares.get(reason, 0.0))
@@ -352,13 +317,6 @@ def remarks(states: Sequence[tuple[str, MachineState]]) -> list[str]:
     notes = Counter(note for _, state in states for note in state.notes)
     some = {note: f" ({count} of {len(states)} ranks)" for note, count in notes.items() if count < len(states)}
     return [*_worst(capped, MIN_POWER_CAP_SHARE, "ranks"), *(note + some.get(note, "") for note in notes)]
-
-
-def _cores_taken(who: str, cpu_s: float, host: str, state: MachineState) -> tuple[float, str]:
-    # No share of the host in the line: a rank may be bound to some of its cores, and others work on any.
-    cores = cpu_s / state.wall_s if state.wall_s > 0 else 0.0
-    line = f"{who} {cores:.2f} cores of {host} while it was timed (a rank may use {state.num_cores})"
-    return cores / state.num_cores, line
 
 
 def _worst(found: Sequence[tuple[float, str]], limit: float, kind: str) -> list[str]:

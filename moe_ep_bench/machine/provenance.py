@@ -15,13 +15,12 @@ import os
 import platform
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_ep_bench.machine.nvidia_smi import query_gpus, query_topology, rdma_ports
+from moe_ep_bench.machine.gpus import query_gpus, query_topology, rdma_ports
 from moe_ep_bench.machine.subprocesses import CommandError, output_of
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -175,7 +174,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         **hardware(device),
         **package_versions(),
         **(describe_gpus() if device.type == "cuda" else {}),
-        "rdma_ports": [asdict(port) for port in rdma_ports()],
+        "rdma_ports": rdma_ports(),
         "variables": relevant_variables(),
         "slurm": slurm_job(),
         "hostname": socket.gethostname(),
@@ -193,8 +192,8 @@ def describe_gpus() -> dict[str, Any]:
     described: dict[str, Any] = {"gpus": None, "driver": None, "topology": None, "gpus_why": None}
     try:
         gpus = query_gpus()
-        described |= {"gpus": [asdict(gpu) for gpu in gpus], "driver": gpus[0].driver if gpus else None}
-        described["topology"] = query_topology().as_dict()
+        described |= {"gpus": gpus, "driver": gpus[0]["driver"] if gpus else None}
+        described["topology"] = query_topology()
     except CommandError as error:
         described["gpus_why"] = str(error)
     return described

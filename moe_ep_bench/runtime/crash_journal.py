@@ -1,24 +1,21 @@
-"""What a killed rank was doing is known to the next job, which goes on without it.
+"""The next job knows what a killed rank was doing, and goes on without it.
 
-A failure inside a case takes the process group with it, and a killed rank can say nothing more. So every rank keeps a
-*mark*: a small memory-mapped file that names its case. Writing it is a memory copy, outside of anything timed, and
-survives the process. A rank that ends in order clears its mark, or says in it that it was stopped; any other mark that
-the next job finds is a lost attempt. Several jobs may fill one directory: a job is named by the first of its
-comparisons, and collects the marks of those alone, which it has locked.
+Every rank keeps a *mark*, a small memory-mapped file that names its case: a memory copy to write, outside of anything
+timed, and it survives the process. A rank that ends in order clears its mark, or notes in it that it was stopped; any
+other mark that the next job finds is a lost attempt. A job is named by the first of its comparisons and collects the
+marks of its own comparisons alone, which it has locked. While a comparison is built or written its own id stands for
+the case.
 
-    <out>/attempts/now-<job>-<rank>  the mark
+    <out>/attempts/now-<job>-<rank>  the mark: 64 bytes of case id, 512 of reason
     <out>/attempts/<case_id>.json    reasons of the attempts that were lost, oldest first
-
-While a comparison is built or written no single case is running; its own id stands for it then.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import mmap
 import signal
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,21 +23,15 @@ from moe_ep_bench.files import write_json
 
 MAX_ATTEMPTS = 2
 
-# What a rank leaves that was ended by its peers' end, and one that was asked to end: neither is to blame.
+# What a rank leaves that was ended by its peers' end, that was asked to end, and that waited for others in vain.
 PEER_LOST, STOPPED = "peer lost", "stopped"
-# What a rank leaves that waited for others until its time was up.
 WAITED = f"{PEER_LOST}: other ranks did not come within"
 
-_MARK_BYTES = 64
-_REASON_BYTES = 512
+_MARK_BYTES, _REASON_BYTES = 64, 512
 
 
 class Mark:
-    """This rank's mark. ``set`` costs a memory copy.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """This rank's mark. Raises OSError where it cannot be written."""
 
     def __init__(self, folder: Path, job: str, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +44,7 @@ class Mark:
         self._map[:_MARK_BYTES] = case_id.encode().ljust(_MARK_BYTES, b"\0")
 
     def explain(self, reason: str) -> None:
-        """Say why the case is being lost, for the next job to record; the first reason stays."""
+        """Note why the case is being lost; the first reason stays."""
         if self._map[_MARK_BYTES] == 0:
             data = " ".join(reason.split()).encode()[:_REASON_BYTES]
             self._map[_MARK_BYTES : _MARK_BYTES + len(data)] = data
@@ -77,11 +68,12 @@ def collect_lost(folder: Path, jobs: Container[str], *, stopped: bool = False) -
     Args:
         stopped: these jobs were asked to end; who died silently was killed because it did not, and is not blamed.
     """
-    for _, of_job in itertools.groupby(_marks(folder), key=lambda mark: mark.job):
-        marks = [mark for mark in of_job if mark.job in jobs]
-        for case_id, reason in _blamed([mark for mark in marks if mark.reason or not stopped]).items():
-            write_json(_reasons_path(folder, case_id), [*lost_attempts(folder, case_id), reason])
-        for mark in marks:
+    left = _marks(folder)
+    for job in dict.fromkeys(mark.job for mark in left if mark.job in jobs):
+        of_job = [mark for mark in left if mark.job == job]
+        for case_id, reason in _blamed([mark for mark in of_job if mark.reason or not stopped]).items():
+            write_json(folder / f"{case_id}.json", [*lost_attempts(folder, case_id), reason])
+        for mark in of_job:
             mark.path.unlink(missing_ok=True)
 
 
@@ -103,7 +95,7 @@ def stopped_reason(signal_number: int) -> str:
 def lost_attempts(folder: Path, case_id: str) -> list[str]:
     """Reasons of the earlier attempts at this case that were lost, oldest first; none where the file is damaged."""
     try:
-        return [str(reason) for reason in json.loads(_reasons_path(folder, case_id).read_text())]
+        return [str(reason) for reason in json.loads((folder / f"{case_id}.json").read_text())]
     except (OSError, ValueError, TypeError):
         return []
 
@@ -111,7 +103,7 @@ def lost_attempts(folder: Path, case_id: str) -> list[str]:
 def forget_lost(folder: Path, case_ids: Iterable[str]) -> None:
     """Let these be tried anew."""
     for case_id in case_ids:
-        _reasons_path(folder, case_id).unlink(missing_ok=True)
+        (folder / f"{case_id}.json").unlink(missing_ok=True)
 
 
 def num_lost(folder: Path, job: str, case_ids: Iterable[str]) -> list[tuple[str, int]]:
@@ -131,8 +123,8 @@ class _Left(NamedTuple):
     reason: str
 
 
-def _marks(folder: Path) -> Iterator[_Left]:
-    """All marks, by job."""
+def _marks(folder: Path) -> list[_Left]:
+    found = []
     for path in sorted(folder.glob("now-*-*")):
         _, job, rank = path.name.split("-")
         try:
@@ -140,11 +132,12 @@ def _marks(folder: Path) -> Iterator[_Left]:
         except FileNotFoundError:
             continue  # Of another job, which has just ended.
         parts = (data[:_MARK_BYTES], data[_MARK_BYTES:])
-        yield _Left(path, job, int(rank), *(part.rstrip(b"\0").decode(errors="replace") for part in parts))
+        found.append(_Left(path, job, int(rank), *(part.rstrip(b"\0").decode(errors="replace") for part in parts)))
+    return found
 
 
 def _blamed(marks: list[_Left]) -> dict[str, str]:
-    """{case_id: one line} of what the ranks of a job left: who failed on its own is the cause, else who died silently.
+    """{case_id: one line}: who failed on its own is the cause, else who died silently, else what all waited for.
 
     Ranks may have been at different cases: nobody is blamed for where the others were.
     """
@@ -163,7 +156,3 @@ def _blamed(marks: list[_Left]) -> dict[str, str]:
         limit = marks[0].reason.removeprefix(WAITED).strip()
         return {mark.case_id: f"timeout: every rank waited for others for {limit}" for mark in reversed(marks)}
     return {mark.case_id: mark.reason for mark in reversed(marks)}
-
-
-def _reasons_path(folder: Path, case_id: str) -> Path:
-    return folder / f"{case_id}.json"

@@ -1,12 +1,4 @@
-"""Writing to a closed stderr must never kill a run; a user's mistake is one line, a defect of ours a traceback.
-
-A terminal is closed, ``tee`` is killed, the disk of a log file is full: then every write to standard error raises, in
-a progress bar, a traceback or the thread that is about to end a hung process. So commands write through a stream that
-drops what cannot be written.
-
-What a user can correct is a ``ValueError`` that this package raised: its text was written for the user. One that a
-library or the interpreter raised (shapes that do not match, say) is a defect.
-"""
+"""A closed standard error never ends a command; a user's mistake is one line, a defect of ours a traceback."""
 
 from __future__ import annotations
 
@@ -19,11 +11,11 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.exit_codes import LOST, USER_ERROR
 
-# What libraries raise of a file that is not what it should be; the file is the user's.
-_UNREADABLE = (UnicodeError, json.JSONDecodeError)
-_PACKAGE = __name__.partition(".")[0]
+# The last two: what libraries raise of a file that is not what it should be; the file is the user's.
+MISTAKES = (UserError, UnicodeError, json.JSONDecodeError)
 _UNWRITABLE = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENAMETOOLONG),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST),  # a file where a directory is to be, or the reverse
@@ -31,10 +23,7 @@ _UNWRITABLE = (
 
 
 def complain(error: Exception) -> int:
-    """Say on standard error what ended a command; return the exit status that it calls for.
-
-    What the user can correct is one line; what nobody foresaw is shown whole.
-    """
+    """Print what ended a command, in one line where the user can correct it; return the exit status."""
     status = status_of(error)
     if status == LOST:
         traceback.print_exception(error)
@@ -49,22 +38,19 @@ def complain(error: Exception) -> int:
 def status_of(error: Exception) -> int:
     """``USER_ERROR`` for what the user can correct, else ``LOST``: 1 would say that a job went through."""
     unwritable = isinstance(error, OSError) and error.errno in _UNWRITABLE
-    return USER_ERROR if unwritable or is_mistake(error) else LOST
+    return USER_ERROR if unwritable or isinstance(error, MISTAKES) or _is_unconverted(error) else LOST
 
 
-def is_mistake(error: Exception) -> bool:
-    """Whether an error is the user's to correct: a ``raise`` of this package began it, or a file cannot be read."""
+def _is_unconverted(error: Exception) -> bool:
+    """Whether a ``raise ValueError`` of this package that is no UserError yet began it."""
     if not isinstance(error, ValueError) or error.__traceback__ is None:
         return False
-    if isinstance(error, _UNREADABLE):
-        return True
     innermost = error.__traceback__
     while innermost.tb_next is not None:
         innermost = innermost.tb_next
-    code, module = innermost.tb_frame.f_code, innermost.tb_frame.f_globals.get("__name__", "")
-    # What the interpreter raises in our own lines (int("x"), a strict zip) begins at another instruction.
-    is_raise = code.co_code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    return is_raise and module.partition(".")[0] == _PACKAGE
+    frame = innermost.tb_frame
+    is_raise = frame.f_code.co_code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return is_raise and frame.f_globals.get("__name__", "").startswith("moe_ep_bench.")
 
 
 def in_short(error: Exception) -> str:
@@ -79,8 +65,7 @@ class _Tolerant:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        # ValueError: it was closed.
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it was closed.
             self._stream.write(text)
         return len(text)
 
@@ -94,7 +79,7 @@ class _Tolerant:
 
 @contextlib.contextmanager
 def tolerant_stderr() -> Iterator[None]:
-    """Let nothing in the block fail because standard error cannot be written."""
+    """Drop what cannot be written to standard error in the block: a closed terminal, a full disk, a killed ``tee``."""
     stream = sys.stderr
     sys.stderr = cast(TextIO, _Tolerant(stream))
     try:

@@ -4,9 +4,8 @@ A rank that dies takes its process group with it; the ranks record what they can
 new job in the same results directory, which goes on with the next comparison and leaves out a case that was lost too
 often. It gives up when a job changed nothing. A rank that was asked to end ends the launcher too.
 
-On several nodes each has its launcher. They agree on every start, loss and end through node 0's (``rendezvous``), and
-only node 0 decides, when all ranks of all nodes have ended: the next attempt begins as soon as the slowest node has
-ended its ranks, not after a timeout, and never beside what is left of the attempt before.
+On several nodes each has its launcher. They agree through node 0's (``rendezvous``): it alone decides, when all ranks
+of all nodes have ended, and the next attempt begins then.
 """
 
 from __future__ import annotations
@@ -67,22 +66,19 @@ def launch(
     point of the config's sweep is measured, from 0; other jobs may measure others into ``out`` meanwhile.
 
     Raises:
-        ValueError: the config cannot be run on these ranks; found before any is started.
+        UserError: the config cannot be run on these ranks; found before any is started.
     """
-    on_cpu = not torch.cuda.is_available()
-    comparisons = plan(config, overrides, RANKS, nodes.nproc * nodes.count, on_cpu=on_cpu, point=point)
-    arguments = [str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
+    comparisons = plan(
+        config, overrides, RANKS, nodes.nproc * nodes.count, on_cpu=not torch.cuda.is_available(), point=point
+    )
     left = _Left(RunDirectory(out), comparisons)
-    if point is not None:
-        arguments += ["--point", str(point)]
+    arguments = [str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
+    arguments += ["--point", str(point)] if point is not None else []
+    most = max(one.experiment.measure.launches for one in comparisons)
+    launches = [["--launch", str(number)] for number in range(most)]
     if profile is not None:
         comparisons.find_case(profile)  # Raises, and lists what there is.
-        launches = [["--profile", profile]]
-        force = False
-    else:
-        most = max(one.experiment.measure.launches for one in comparisons)
-        launches = [["--launch", str(number)] for number in range(most)]
-
+        launches, force = [["--profile", profile]], False
     nodes = _of_job(nodes, config.read_text(), *arguments[1:], profile or "")
 
     def measure(rendezvous: Rendezvous) -> int:
@@ -96,6 +92,27 @@ def launch(
 
     with closing_on_signal():
         return _together(nodes, measure)
+
+
+def launch_calibrate(arguments: Sequence[str], nodes: Nodes) -> int:
+    """Measure the all-to-all on this node's ranks; return the exit status."""
+    return launch_once("calibrate", arguments, nodes)
+
+
+def launch_once(command: str, arguments: Sequence[str], nodes: Nodes) -> int:
+    """Run a command on this node's ranks in one job; nothing is tried again. Return the exit status."""
+    nodes = _of_job(nodes, *arguments)
+
+    def decide(statuses: Sequence[int]) -> int:
+        if min(statuses) < 0:
+            return _first_stop(statuses)
+        agreed = _agreed(statuses)
+        return LOST if agreed is None else agreed
+
+    def work(rendezvous: Rendezvous) -> int:
+        return rendezvous.agree(_one_job(command, arguments, nodes, rendezvous), decide)
+
+    return _together(nodes, work)
 
 
 def _of_job(nodes: Nodes, *parts: str) -> Nodes:
@@ -184,7 +201,7 @@ def _one_launch(arguments: Sequence[str], left: _Left, nodes: Nodes, rendezvous:
     """One repetition of the process, started again while it is lost and leaves something to go on from."""
     while True:
         before = left.progress() if nodes.rank == 0 else None
-        status = _one_job([*arguments, *(["--force"] if force else [])], nodes, rendezvous)
+        status = _one_job("run", [*arguments, *(["--force"] if force else [])], nodes, rendezvous)
         verdict = rendezvous.agree(status, partial(_decide, left, before))
         if verdict != AGAIN:
             if verdict > 128 and verdict != CLOSED and nodes.rank == 0:
@@ -211,23 +228,7 @@ def _decide(left: _Left, before: object, statuses: Sequence[int]) -> int:
     return AGAIN
 
 
-def launch_calibrate(arguments: Sequence[str], nodes: Nodes) -> int:
-    """Measure the all-to-all on this node's ranks in one job; nothing is tried again. Return the exit status."""
-    nodes = _of_job(nodes, *arguments)
-
-    def decide(statuses: Sequence[int]) -> int:
-        if min(statuses) < 0:
-            return _first_stop(statuses)
-        agreed = _agreed(statuses)
-        return LOST if agreed is None else agreed
-
-    def measure(rendezvous: Rendezvous) -> int:
-        return rendezvous.agree(_one_job(arguments, nodes, rendezvous, command="calibrate"), decide)
-
-    return _together(nodes, measure)
-
-
-def _one_job(arguments: Sequence[str], nodes: Nodes, rendezvous: Rendezvous, command: str = "run") -> int:
+def _one_job(command: str, arguments: Sequence[str], nodes: Nodes, rendezvous: Rendezvous) -> int:
     """One job of ranks under torchrun's agent, from the nodes' rendezvous to the end of this node's ranks.
 
     Returns:
@@ -256,10 +257,9 @@ def _one_job(arguments: Sequence[str], nodes: Nodes, rendezvous: Rendezvous, com
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         # The agent and its config make a folder for the logs of every job, and would leave it.
-        with tempfile.TemporaryDirectory(prefix="moe-ep-bench-") as logs:
-            into = DefaultLogsSpecs(log_dir=logs)
-            nproc, count = nodes.nproc, nodes.count
-            usual = LaunchConfig(min_nodes=count, max_nodes=count, nproc_per_node=nproc, logs_specs=into)
+        with tempfile.TemporaryDirectory(prefix="moe-ep-bench-") as folder:
+            logs = DefaultLogsSpecs(log_dir=folder)
+            usual = LaunchConfig(nodes.count, nodes.count, nodes.nproc, logs_specs=logs)
             spec = WorkerSpec(
                 role="default",
                 local_world_size=nodes.nproc,
@@ -270,8 +270,7 @@ def _one_job(arguments: Sequence[str], nodes: Nodes, rendezvous: Rendezvous, com
                 monitor_interval=0.1,
                 numa_options=usual.numa_options,
             )
-            agent = Agent(spec, into, exit_barrier_timeout=_AGENTS_END_S)
-            result = agent.run()
+            result = Agent(spec, logs, exit_barrier_timeout=_AGENTS_END_S).run()
     except OthersLostError:
         return _ENDED
     except torch.distributed.DistError as error:

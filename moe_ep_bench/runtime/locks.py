@@ -1,11 +1,8 @@
 """Every comparison has one writer, and a dead job holds nothing.
 
-A job locks every comparison that it may write, not the directory, so that jobs on other comparisons, such as the tasks
-of an array, fill one directory at once. A lock is the kernel's (flock) on a small file, ``<out>/.locks/<name>``, and
-ends with its holder, however that ends. What the file says is for people.
-
-File systems without such locks (Lustre mounted without ``-o flock``) are named on standard error: there it is up to
-the user that no two jobs write the same comparison.
+A job locks each comparison that it may write, not the directory: jobs on other comparisons fill one directory at once.
+A lock is the kernel's (flock) on ``<out>/.locks/<name>`` and ends with its holder. What the file says is for people.
+File systems without such locks (Lustre mounted without ``-o flock``) are named on standard error, and the run goes on.
 """
 
 from __future__ import annotations
@@ -20,6 +17,8 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from moe_ep_bench.errors import UserError
 
 FOLDER = ".locks"
 
@@ -39,7 +38,7 @@ def hold(root: Path, titles: Mapping[str, str], *, patience_s: float = PATIENCE_
         patience_s: how long to wait for another holder.
 
     Raises:
-        ValueError: one line that names who holds what; nothing is held then.
+        UserError: one line that names who holds what; nothing is held then.
         OSError: nothing can be written there.
     """
     with contextlib.ExitStack() as held:
@@ -80,7 +79,7 @@ def _hold(root: Path, name: str, title: str, patience_s: float) -> Iterator[None
     path, deadline = root / FOLDER / name, time.monotonic() + patience_s
     while (handle := _take(path)) is None:
         if time.monotonic() > deadline:
-            raise ValueError(
+            raise UserError(
                 f"--out {root}: {title}: another job is writing this, {_holder(path)}; "
                 "wait for it, stop it, or choose another directory"
             )
@@ -103,46 +102,35 @@ def _take(path: Path) -> int | None:
         # Not exist_ok: it looks whether there is a folder once more, and holders remove this one between two looks.
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:
-            if folder.is_symlink():
-                raise  # A link to nowhere, which no holder leaves behind.
-            continue  # Its last holder has just removed the folder.
-        try:
-            _lock(handle, path)
-            if not os.path.samestat(os.fstat(handle), os.stat(path)):
-                raise FileNotFoundError(path)
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, json.dumps(_myself()).encode(), 0)
-        except BlockingIOError:
-            os.close(handle)
-            return None
-        except FileNotFoundError:
-            os.close(handle)  # Its last holder has just removed it.
-        except OSError:
-            os.close(handle)
-            raise
-        else:
+        with contextlib.ExitStack() as opened:
+            try:
+                handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+                opened.callback(os.close, handle)
+                _lock(handle, folder.parent)
+                if not os.path.samestat(os.fstat(handle), os.stat(path)):
+                    continue  # Its last holder has just removed it, and another made one.
+                os.ftruncate(handle, 0)
+                begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+                holder = {"pid": os.getpid(), "hostname": socket.gethostname(), "begun": begun}
+                os.pwrite(handle, json.dumps(holder).encode(), 0)
+            except BlockingIOError:
+                return None
+            except FileNotFoundError:
+                if folder.is_symlink():
+                    raise  # A link to nowhere, which no holder leaves behind.
+                continue  # Its last holder has just removed it, or the folder.
+            opened.pop_all()
             return handle
 
 
-def _lock(handle: int, path: Path) -> None:
+def _lock(handle: int, root: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        print(
-            f"moe-ep-bench: {path.parent.parent}: this file system has no locks ({error.strerror}); "
-            "see to it that no other job writes there",
-            file=sys.stderr,
-        )
-
-
-def _myself() -> dict[str, object]:
-    begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    return {"pid": os.getpid(), "hostname": socket.gethostname(), "begun": begun}
+        why = f"this file system has no locks ({error.strerror}); see to it that no other job writes there"
+        print(f"moe-ep-bench: {root}: {why}", file=sys.stderr)
 
 
 def _holder(path: Path) -> str:

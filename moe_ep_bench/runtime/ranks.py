@@ -1,7 +1,7 @@
-"""Ranks agree before they do anything costly, and a mistake of one is told once and ends all.
+"""Ranks meet within a limit and agree before they do anything costly; a mistake of one is printed once and ends all.
 
-Two groups: the default one carries the measured traffic (NCCL between GPUs, gloo between CPU ranks). A gloo side group
-carries agreement and results: it neither disturbs the measured one nor dies with it.
+The default group carries the measured traffic (NCCL between GPUs, gloo between CPU ranks). A gloo side group carries
+agreement and results: it neither disturbs the measured one nor dies with it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.errors import in_short
 
 # Ranks may wait for one that reads a recording or writes results; a hang is the watchdog's to end.
-_SIDE_TIMEOUT_S = 3600
+_SIDE_TIMEOUT = datetime.timedelta(hours=1)
 
 
 class NotMetError(Exception):
@@ -58,13 +59,13 @@ class Ranks:
     def gather(self, tensor: Tensor, *, everywhere: bool = False) -> list[Tensor]:
         """Every rank's tensor (equal shapes) in order of rank; on rank 0 only unless ``everywhere``."""
         tensor = tensor.cpu().contiguous()
+        wanted = everywhere or self.is_first
+        rows = [torch.empty_like(tensor) for _ in range(self.world_size)] if wanted else []
         if everywhere:
-            rows = [torch.empty_like(tensor) for _ in range(self.world_size)]
             dist.all_gather(rows, tensor, group=self.side_group)
-            return rows
-        rows = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.is_first else None
-        dist.gather(tensor, rows, dst=0, group=self.side_group)
-        return rows or []
+        else:
+            dist.gather(tensor, rows or None, dst=0, group=self.side_group)
+        return rows
 
     def differing(self, value: str) -> list[int]:
         """Ranks whose ``value`` is not rank 0's."""
@@ -89,20 +90,18 @@ def join(timeout_s: float) -> Ranks:
     """Meet the other processes that torchrun started; alone without torchrun.
 
     Raises:
-        ValueError: fewer GPUs on this node than ranks.
+        UserError: fewer GPUs on this node than ranks.
         NotMetError: too few, or with other ideas of how many they are; one line.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     timeout = datetime.timedelta(seconds=timeout_s)
     if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"ranks per node: expected at most {torch.cuda.device_count()} (the GPUs here), got {local_world_size}"
-            )
-        device = torch.device("cuda", local_rank)
+        there = torch.cuda.device_count()
+        if local_rank >= there:
+            raise UserError(f"ranks per node: expected at most {there} (the GPUs here), got {local_world_size}")
+        device, backend = torch.device("cuda", local_rank), "nccl"
         torch.cuda.set_device(device)
-        backend = "nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
         # One core per rank; with fewer cores than ranks they share.
@@ -124,10 +123,5 @@ def join(timeout_s: float) -> Ranks:
             ) from None
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    return Ranks(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        local_world_size=local_world_size,
-        device=device,
-        side_group=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_SIDE_TIMEOUT_S)),
-    )
+    side_group = dist.new_group(backend="gloo", timeout=_SIDE_TIMEOUT)
+    return Ranks(dist.get_rank(), dist.get_world_size(), local_world_size, device, side_group)

@@ -1,17 +1,17 @@
-"""The launchers of a job's nodes agree on every attempt: that it begins, that it was lost, and what comes next.
+"""All nodes start, lose and end every attempt together, and none waits for ever for one that is gone.
 
-A launcher sees the ranks of its own node only. Deciding alone, a node that lost its ranks early would begin again
-while another is still ending, and meet what is left of the earlier job. So node 0's launcher keeps a store (torch's
-TCPStore, at ``--master``) for as long as it lives. Every *attempt*, one job of ranks, goes through it in these steps:
+A launcher sees the ranks of its own node only; deciding alone it would begin again beside what is left of the attempt
+before. So node 0's launcher keeps a store (torch's TCPStore, at ``--master``) for as long as it lives, and every
+*attempt*, one job of ranks, goes through these keys. torch's agent starts and ends the ranks.
 
-    job       before all: each node makes sure that the store is its own job's
-    here      each node says that it has come and how it was started. When all have, node 0 opens another store for the
-              ranks of this attempt alone and publishes its *port*: what is left of an earlier attempt cannot reach it
-    lost      a node whose ranks ended otherwise than with status 0 says so. The others look every second, leave their
-              ranks a moment to notice it themselves, which makes the better record, and then end them
-    status    each node says how its ranks ended, however long that took
-    verdict   node 0 knows all of it, decides once, and keeps its store until the others have *read* it
-    gone      a node that is stopped or fails, also between two attempts, says so to all
+    /job       node 0's job: a node of another one is sent away, and leaves /stranger
+    here/N     node N has come, and how it was started
+    port       when all have: node 0's store for the ranks of this attempt alone; or why they are refused
+    lost       a node's ranks ended otherwise than with status 0. The others look every second, leave their ranks a
+               moment to notice it themselves, which makes the better record, and then end them
+    status/N   how node N's ranks ended, however long that took
+    verdict    node 0 knows all of it and decides once; it keeps its store until the others have counted up ``read``
+    /gone/N    node N was stopped or has failed, also between two attempts (/gone: some node)
 
 A node may come ``_MEET_S`` after another and end ``_END_S`` after another; then it is taken for gone, and so is the
 job. On one node there is nothing to agree on, and only the store of the ranks is opened.
@@ -33,6 +33,7 @@ from typing import TypeVar
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.errors import in_short
 from moe_ep_bench.runtime.exit_codes import LOST, OK
 
@@ -44,8 +45,7 @@ _END_S = 180.0
 _GRACE_S = 6.0
 # How long those who are asked to end wait for each other, twice: clusters kill 30 s after SIGTERM.
 _STOP_S = 10.0
-_LOOK_S = 1.0
-_POLL_S = 0.1
+_LOOK_S, _POLL_S = 1.0, 0.1
 # For node 0 to find itself under the name it was given, and for any answer later.
 _OWN_TIMEOUT, _STORE_TIMEOUT = datetime.timedelta(seconds=20), datetime.timedelta(seconds=60)
 
@@ -76,13 +76,13 @@ class Nodes:
 
     def __post_init__(self) -> None:
         if self.nproc < 1 or self.count < 1 or not 0 <= self.rank < self.count:
-            raise ValueError(
+            raise UserError(
                 f"--nproc, --nnodes, --node-rank: expected at least 1, at least 1 and below --nnodes; "
                 f"got {self.nproc}, {self.count}, {self.rank}"
             )
         host, _, port = self.master.rpartition(":")
         if not host or not port.isdigit() or (self.count > 1 and port == "0"):
-            raise ValueError(
+            raise UserError(
                 f"--master: expected host:port of node 0, with a port above 0 for several nodes; got {self.master!r}"
             )
 
@@ -92,7 +92,27 @@ class Nodes:
         return self.master.rpartition(":")[0].strip("[]") if self.count > 1 else "127.0.0.1"
 
 
-class Rendezvous(RendezvousHandler):
+class _AgentsHandler(RendezvousHandler):
+    """What torch's interface asks beyond an attempt: nodes neither join late nor shut others out."""
+
+    use_agent_store = True  # type: ignore[assignment]
+
+    def get_backend(self) -> str:
+        return "moe-ep-bench"
+
+    get_run_id = get_backend
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class Rendezvous(_AgentsHandler):
     """This node's launcher among those of all nodes; as torchrun's agent knows it, the rendezvous of its ranks.
 
     Args:
@@ -106,10 +126,11 @@ class Rendezvous(RendezvousHandler):
         self._attempt = 0
         self._told_at: float | None = None
         self._looked_at = 0.0
-        self._linger_s = _END_S
-        self._answer_s = _STORE_TIMEOUT.total_seconds()
+        self._linger_s, self._answer_s = _END_S, _STORE_TIMEOUT.total_seconds()
         self._gone = ""
         self._warned = False
+
+    # ---- how an attempt ended
 
     def agree(self, status: int, decide: Callable[[Sequence[int]], int]) -> int:
         """Say how this node's ranks ended, and learn the verdict, the same on all nodes.
@@ -124,27 +145,62 @@ class Rendezvous(RendezvousHandler):
         if self._store is None:
             return decide([status])
         if status < 0:
-            self._answer_s = _STOP_S
+            self._answer_s = self._linger_s = _STOP_S
         try:
-            return self._say(status, decide)
+            if status != OK:
+                self._set("lost", self._nodes.rank)
+            if status < 0:
+                self._go(status)
+            self._set(f"status/{self._nodes.rank}", status)
+            verdict = self._conclude(status, decide) if self._nodes.rank == 0 else self._learn(status)
+            self._attempt += 1
+            return verdict
         except ApartError:
             if status >= 0:
                 raise
             return 128 - status  # Whoever is asked to end ends, with or without the others.
 
-    def _say(self, status: int, decide: Callable[[Sequence[int]], int]) -> int:
-        if status != OK:
-            self._set("lost", self._nodes.rank)
+    def _learn(self, status: int) -> int:
+        """Node 0's verdict; it first waits for the last of the others."""
         if status < 0:
-            self._go(status)
-        self._set(f"status/{self._nodes.rank}", status)
-        if self._nodes.rank == 0:
-            verdict = self._conclude(status, decide)
+            verdict = 128 - status
+        elif not self._until(lambda: self._has("verdict") or self._has("/gone/0"), 2 * _END_S):
+            raise ApartError(f"waited for node 0's verdict at {self._nodes.master} for {2 * _END_S:g} s in vain")
+        elif self._has("verdict"):
+            verdict = int(self._get("verdict"))
         else:
-            # Node 0 first waits for the last of the others.
-            verdict = 128 - status if status < 0 else self._verdict()
-            self._add("read")
-        self._attempt += 1
+            its = int(self._get("/gone/0"))
+            verdict = 128 - its if its < 0 else its
+        self._add("read")
+        return verdict
+
+    def _conclude(self, status: int, decide: Callable[[Sequence[int]], int]) -> int:
+        """On node 0: the verdict, for all to read."""
+        nodes = range(self._nodes.count)
+        statuses = [f"status/{node}" for node in nodes]
+        if status < 0:
+            self._set("verdict", 128 - status)
+            self._until(lambda: self._has(*statuses), _STOP_S)
+            return 128 - status
+
+        def silent() -> list[int]:
+            return [node for node in nodes if not self._has(f"status/{node}") and not self._has(f"/gone/{node}")]
+
+        if not self._until(lambda: not silent(), _END_S):
+            self._set("verdict", LOST)
+            missing = ", ".join(map(str, silent()))
+            raise ApartError(f"node {missing} did not say within {_END_S:g} s how its ranks ended")
+        gone = [node for node in nodes if self._has(f"/gone/{node}")]
+        # The last word of a node counts: it may have ended an attempt well and have been stopped after it.
+        keys = [f"/gone/{node}" if node in gone else key for node, key in enumerate(statuses)]
+        verdict = decide([int(self._get(key)) for key in keys])
+        if gone:
+            self._linger_s = _STOP_S  # Who is gone reads nothing.
+        if gone and verdict in (AGAIN, LOST):
+            self._set("verdict", LOST)
+            self._attempt += 1
+            raise ApartError(f"the launcher of node {', '.join(map(str, gone))} has ended; nothing can begin again")
+        self._set("verdict", verdict)
         return verdict
 
     def give_up(self, status: int) -> None:
@@ -159,42 +215,6 @@ class Rendezvous(RendezvousHandler):
         self._set(f"/gone/{self._nodes.rank}", status)
         self._set("/gone", self._nodes.rank)
 
-    def _verdict(self) -> int:
-        if not self._until(lambda: self._has("verdict") or self._has("/gone/0"), 2 * _END_S):
-            raise ApartError(f"waited for node 0's verdict at {self._nodes.master} for {2 * _END_S:g} s in vain")
-        if self._has("verdict"):
-            return int(self._get("verdict"))
-        status = int(self._get("/gone/0"))
-        return 128 - status if status < 0 else status
-
-    def _conclude(self, status: int, decide: Callable[[Sequence[int]], int]) -> int:
-        statuses = [f"status/{node}" for node in range(self._nodes.count)]
-        if status < 0:
-            self._linger_s = _STOP_S
-            self._set("verdict", 128 - status)
-            self._until(lambda: self._has(*statuses), _STOP_S)
-            return 128 - status
-
-        def silent() -> list[int]:
-            return [node for node, key in enumerate(statuses) if not self._has(key) and not self._has(f"/gone/{node}")]
-
-        if not self._until(lambda: not silent(), _END_S):
-            self._set("verdict", LOST)
-            missing = ", ".join(map(str, silent()))
-            raise ApartError(f"node {missing} did not say within {_END_S:g} s how its ranks ended")
-        gone = [node for node in range(self._nodes.count) if self._has(f"/gone/{node}")]
-        # The last word of a node counts: it may have ended an attempt well and have been stopped after it.
-        keys = [f"/gone/{node}" if node in gone else key for node, key in enumerate(statuses)]
-        verdict = decide([int(self._get(key)) for key in keys])
-        if gone:
-            self._linger_s = _STOP_S  # Who is gone reads nothing.
-        if gone and verdict in (AGAIN, LOST):
-            self._set("verdict", LOST)
-            self._attempt += 1
-            raise ApartError(f"the launcher of node {', '.join(map(str, gone))} has ended; nothing can begin again")
-        self._set("verdict", verdict)
-        return verdict
-
     def leave(self) -> None:
         """Let the others read what was said last, and close."""
         if self._store is not None and self._nodes.rank == 0 and self._attempt > 0:
@@ -203,72 +223,13 @@ class Rendezvous(RendezvousHandler):
                 self._until(lambda: self._add("read", 0) >= self._nodes.count - 1, self._linger_s)
         self._store = self._ranks_store = None
 
-    # What torchrun's agent asks for.
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Begin an attempt when all nodes are here.
-
-        Raises:
-            ApartError: not all came.
-            ValueError: they were not started alike.
-            OthersLostError: another was asked to end meanwhile.
-        """
-        self._told_at = None
-        self._ranks_store = None
-        if self._nodes.rank == 0:
-            if self._store is not None:
-                self._await_all()
-            self._ranks_store = _open_store(self._nodes.host, 0, serves=True)
-            port = self._ranks_store.port
-            if self._store is not None:
-                self._set("port", port)
-        else:
-            self._set(f"here/{self._nodes.rank}", self._started())
-            answer = self._port()
-            if not answer.isdigit():
-                self._add("read")
-                raise ValueError(answer)
-            port = int(answer)
-            self._ranks_store = _open_store(self._nodes.host, port, serves=False)
-        return RendezvousInfo(
-            PrefixStore("agent", self._ranks_store),
-            self._nodes.rank,
-            self._nodes.count,
-            RendezvousStoreInfo(self._nodes.host, port),
-        )
-
-    def _await_all(self) -> None:
-        others = {node: f"here/{node}" for node in range(1, self._nodes.count)}
-        limit_s = _END_S if self._attempt else _MEET_S
-        if not self._until(lambda: self._has(*others.values()) or self._is_lost() or self._warns(), limit_s):
-            missing = ", ".join(str(node) for node, key in others.items() if not self._has(key))
-            raise ApartError(f"the nodes did not meet at {self._nodes.master} within {limit_s:g} s: no node {missing}")
-        if self._is_lost():
-            raise OthersLostError
-        for node, key in others.items():
-            if (its := self._get(key)) != self._started():
-                refusal = f"node {node} was started with {its}, node 0 with {self._started()}; start all alike"
-                self._set("port", refusal)
-                self._attempt += 1
-                raise ValueError(refusal)
-
-    def _port(self) -> str:
-        limit_s = 2 * _END_S if self._attempt else _MEET_S
-        if not self._until(lambda: self._has("port") or self._is_lost(), limit_s):
-            raise ApartError(f"waited for the others at {self._nodes.master} for {limit_s:g} s in vain")
-        if not self._has("port"):
-            raise OthersLostError
-        return self._get("port")
-
-    def _is_lost(self) -> bool:
-        """Whether a node has lost its ranks in this attempt, or has ended since the job began."""
-        return self._has("lost") or self._has("/gone")
+    # ---- how an attempt begins
 
     def admit(self) -> None:
         """Before anything else, be sure that this node belongs here: node 0 says whose the store is.
 
         Raises:
-            ValueError: it is another job's, which does not notice.
+            UserError: it is another job's, which does not notice.
             ApartError: node 0 does not say it.
         """
         if self._store is None:
@@ -281,10 +242,62 @@ class Rendezvous(RendezvousHandler):
         if self._get("/job") != self._nodes.job:
             self._set("/stranger", self._nodes.rank)
             self._store = None
-            raise ValueError(
+            raise UserError(
                 f"--master {self._nodes.master}: another job's nodes meet there; expected the same config, --out, "
                 "--set, --point and Slurm job on all nodes, and a --master of its own for every job"
             )
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Begin an attempt when all nodes are here; the agent calls this.
+
+        Raises:
+            ApartError: not all came.
+            UserError: they were not started alike.
+            OthersLostError: another was asked to end meanwhile.
+        """
+        self._told_at = self._ranks_store = None
+        started = f"--nnodes {self._nodes.count} --nproc {self._nodes.nproc}"
+        if self._nodes.rank == 0:
+            if self._store is not None:
+                self._await_all(started)
+            self._ranks_store = _open_store(self._nodes.host, 0, serves=True)
+            port = self._ranks_store.port
+            if self._store is not None:
+                self._set("port", port)
+        else:
+            self._set(f"here/{self._nodes.rank}", started)
+            limit_s = 2 * _END_S if self._attempt else _MEET_S
+            if not self._until(lambda: self._has("port") or self._is_lost(), limit_s):
+                raise ApartError(f"waited for the others at {self._nodes.master} for {limit_s:g} s in vain")
+            if not self._has("port"):
+                raise OthersLostError
+            answer = self._get("port")
+            if not answer.isdigit():
+                self._add("read")
+                raise UserError(answer)
+            port = int(answer)
+            self._ranks_store = _open_store(self._nodes.host, port, serves=False)
+        return RendezvousInfo(
+            PrefixStore("agent", self._ranks_store),
+            self._nodes.rank,
+            self._nodes.count,
+            RendezvousStoreInfo(self._nodes.host, port),
+        )
+
+    def _await_all(self, started: str) -> None:
+        others = {node: f"here/{node}" for node in range(1, self._nodes.count)}
+        limit_s = _END_S if self._attempt else _MEET_S
+        if not self._until(lambda: self._has(*others.values()) or self._is_lost() or self._warns(), limit_s):
+            missing = ", ".join(str(node) for node, key in others.items() if not self._has(key))
+            raise ApartError(f"the nodes did not meet at {self._nodes.master} within {limit_s:g} s: no node {missing}")
+        if self._is_lost():
+            raise OthersLostError
+        for node, key in others.items():
+            if (its := self._get(key)) != started:
+                refusal = f"node {node} was started with {its}, node 0 with {started}; start all alike"
+                self._set("port", refusal)
+                self._attempt += 1
+                raise UserError(refusal)
 
     def _warns(self) -> bool:
         """Say once that a stranger came: it may be this job's own node, with a mistake; never true."""
@@ -297,8 +310,9 @@ class Rendezvous(RendezvousHandler):
             )
         return False
 
-    def _started(self) -> str:
-        return f"--nnodes {self._nodes.count} --nproc {self._nodes.nproc}"
+    def _is_lost(self) -> bool:
+        """Whether a node has lost its ranks in this attempt, or has ended since the job began."""
+        return self._has("lost") or self._has("/gone")
 
     def num_nodes_waiting(self) -> int:
         """None ever. The agent asks all the time while its ranks run: the place to look what others say.
@@ -316,27 +330,7 @@ class Rendezvous(RendezvousHandler):
                 raise OthersLostError
         return 0
 
-    # The rest of torch's interface. Nothing asks these for more: nodes neither join late nor shut others out.
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def get_backend(self) -> str:
-        return "moe-ep-bench"
-
-    get_run_id = get_backend
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def shutdown(self) -> bool:
-        return True
-
-    # The store, by attempt. Waiting is done here and not in the store, so that signals end it.
+    # ---- the store, by attempt. Waiting is done here and not in the store, so that signals end it.
 
     def _set(self, key: str, value: object) -> None:
         self._ask(lambda store: store.set(self._named(key), str(value)))
@@ -380,17 +374,14 @@ def meet(nodes: Nodes) -> Iterator[Rendezvous]:
 
     Raises:
         ApartError: node 0 cannot be reached.
-        ValueError: it is there for another job.
+        UserError: it is there for another job.
     """
-    store = None
-    if nodes.count > 1:
-        store = _find_store(nodes)
-    meeting = Rendezvous(nodes, store)
-    meeting.admit()
+    rendezvous = Rendezvous(nodes, _find_store(nodes) if nodes.count > 1 else None)
+    rendezvous.admit()
     try:
-        yield meeting
+        yield rendezvous
     finally:
-        meeting.leave()
+        rendezvous.leave()
 
 
 def _find_store(nodes: Nodes) -> TCPStore:
@@ -430,12 +421,9 @@ def _open_store(host: str, port: int, *, serves: bool) -> TCPStore:
 
 
 def _in_time(ask: Callable[[], _T], limit_s: float) -> _T:
-    """What ``ask`` returns or raises, in a thread of its own.
+    """What ``ask`` returns or raises, in a thread of its own, which is left behind after ``limit_s`` (TimeoutError).
 
     A store whose server stands still never answers and heeds no timeout, and signals would have to wait for it.
-
-    Raises:
-        TimeoutError: not within ``limit_s``; the thread is left behind.
     """
     answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
 

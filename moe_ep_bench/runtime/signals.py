@@ -48,8 +48,7 @@ def raise_at_first(numbers: Iterable[int], error: Callable[[int], BaseException]
     """
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        for each in earlier:
-            signal.signal(each, signal.SIG_IGN)
+        set_handlers(dict.fromkeys(earlier, signal.SIG_IGN))
         raise error(number)
 
     earlier: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
@@ -133,8 +132,7 @@ def closing_on_signal() -> Iterator[None]:
 
     The request is a file, named in the ranks' environment: signals would reach the ranks of one node only.
     """
-    usr1 = {signal.SIGUSR1}
-    over = threading.Event()
+    usr1, over = {signal.SIGUSR1}, threading.Event()
 
     def take() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, usr1)

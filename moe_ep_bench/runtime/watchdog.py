@@ -1,4 +1,4 @@
-"""No hang lasts: a thread ends the process when nothing has moved for too long, and shows where it stood."""
+"""No hang lasts: a thread ends the process when nothing has moved for too long, and dumps all stacks to the log."""
 
 from __future__ import annotations
 
@@ -15,26 +15,23 @@ from typing import NoReturn
 from moe_ep_bench.runtime.crash_journal import PEER_LOST, WAITED
 from moe_ep_bench.runtime.exit_codes import LOST
 
-# A rank that waits for others ends later than the one that keeps it waiting: once a rank has ended,
-# the agent stops the others, and the culprit could no longer say what it was doing.
+# A rank that waits for others ends later than the one that keeps it waiting: once a rank has ended, the agent stops
+# the others, and the culprit could no longer say what it was doing.
 _GRACE_S = 3.0
 
 
 class Watchdog:
-    """Ends the process with ``LOST`` when ``feed`` was not called for ``timeout_s`` seconds; all stacks go to stderr.
+    """Ends the process with ``LOST`` when ``feed`` was not called for ``timeout_s`` seconds.
 
     Args:
-        on_timeout: told the reason first. It begins with "peer lost" where this rank was waiting
-            for others, with "timeout" where it was itself what took so long.
+        on_timeout: told the reason first. It begins with "peer lost" where this rank was waiting for others, with
+            "timeout" where it was itself what took so long.
     """
 
     def __init__(self, timeout_s: float, on_timeout: Callable[[str], None]) -> None:
-        self._timeout_s = timeout_s
-        self._on_timeout = on_timeout
-        self._fed = time.monotonic()
-        self._paused = False
-        self._stopped = threading.Event()
-        self._watched = threading.get_ident()
+        self._timeout_s, self._on_timeout = timeout_s, on_timeout
+        self._fed, self._paused = time.monotonic(), False
+        self._stopped, self._watched = threading.Event(), threading.get_ident()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def feed(self) -> None:
@@ -67,8 +64,7 @@ class Watchdog:
                 self._end()
 
     def _end(self) -> NoReturn:
-        # Whatever cannot be said or noted: this thread is all that ends the process.
-        try:
+        try:  # Whatever cannot be printed or noted: this thread is all that ends the process.
             reason = self._reason()
             self._on_timeout(reason)
             if reason.startswith(PEER_LOST):

@@ -2,25 +2,29 @@
 
 Nothing here may hang or take the rest down with it, not even a driver that never answers or a torch that cannot be
 imported. So this process imports neither torch nor Megatron-Core and asks no driver: what does runs in subprocesses
-with a timeout (``facts``, ``exchange``, nvidia-smi). ``checks`` judges what they say.
+with a timeout (``facts``, ``exchange``, ``gpus``). ``checks`` judges what they say.
+
+Started by torchrun or srun, every process takes part in one all-to-all between all of them, and the first one of each
+node examines that node.
 """
 
 from __future__ import annotations
 
 import json
+import platform
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.machine.doctor import checks
-from moe_ep_bench.machine.doctor.checks import NOTE, PROBLEM, Finding
-from moe_ep_bench.machine.doctor.directory import directory_findings, earlier_findings
-from moe_ep_bench.machine.doctor.exchange import exchange_findings
-from moe_ep_bench.machine.nvidia_smi import query_gpus, query_nvlinks, query_topology, rdma_ports
+from moe_ep_bench.machine.doctor.checks import NOTE, OK, PROBLEM, Finding
+from moe_ep_bench.machine.doctor.exchange import Place, exchange_findings, place_of
+from moe_ep_bench.machine.gpus import query_gpus, query_topology, rdma_ports
 from moe_ep_bench.machine.subprocesses import CommandError, Question, ask
 from moe_ep_bench.runtime import exit_codes
 
@@ -32,33 +36,28 @@ _WIDTH, _INDENT = 120, " " * 20
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is to be examined."""
+@dataclass
+class Examination:
+    """What is examined, and the facts that it leaves for ``--json``.
+
+    Attributes:
+        out: results directory.
+        nproc: ranks on this node; None = as ``run`` would start.
+    """
 
     out: Path
-    """Results directory."""
     config: Path | None = None
     overrides: Sequence[str] = ()
     nproc: int | None = None
-    """Ranks on this node; None = as ``run`` would start."""
     nnodes: int = 1
-
-
-@dataclass
-class Examination:
-    """The checks, and the facts that they left for ``--json``."""
-
-    request: Request
+    place: Place | None = None
     facts: dict[str, Any] = field(default_factory=dict)
-    comparisons: list[dict[str, Any]] = field(default_factory=list)
-    nproc: int = 1
 
     def findings(self) -> Iterator[Finding]:
         """All findings, as they come.
 
         Raises:
-            ValueError: one line on what is wrong with the config; before any finding.
+            UserError: one line on what is wrong with the config; before any finding.
         """
         with Question(f"{_FACTS}:imports", timeout_s=_IMPORTS_S) as imports:
             try:
@@ -66,61 +65,56 @@ class Examination:
             except CommandError as error:
                 remedy = "if it hangs: nvidia-smi and dmesg; if an import fails: launch/setup.sh"
                 yield Finding("torch", PROBLEM, f"cannot be asked ({error})", "nothing else could be looked at", remedy)
-                yield from directory_findings(self.request.out, [], 1)
+                yield from checks.directory_findings(self.out, [], 1)
                 return
-            self.nproc = self.request.nproc or machine["default_nproc"]
-            planned = list(self._plan())
+            if self.place is not None and self.place.local_rank > 0:  # The node's first process looks at the rest.
+                yield from exchange_findings(len(machine["gpus"]), self.place)
+                return
+            nproc = self.nproc = self.nproc or machine["default_nproc"]
+            planned = list(self._plan(nproc * self.nnodes))
+            comparisons = self.facts.get("comparisons", [])
             yield from checks.cpu_findings(machine)
             yield from self._gpus(machine)
-            try:
-                broken = imports.answer()
-            except CommandError as error:
-                yield Finding("packages", PROBLEM, f"importing them failed ({error})", "a run imports them too")
+            broken = _or_why(imports.answer)
+            if isinstance(broken, str):
+                yield Finding("packages", PROBLEM, f"importing them failed ({broken})", "a run imports them too")
                 broken = {}
             yield from checks.package_findings(machine, broken)
         yield from checks.nccl_findings(machine)
-        yield from exchange_findings(len(machine["gpus"]))
-        yield from checks.ranks_findings(machine, self.nproc)
+        yield from exchange_findings(len(machine["gpus"]), self.place)
+        yield from checks.ranks_findings(machine, nproc)
         yield from planned
-        if self.comparisons:
-            yield from checks.memory_findings(self.comparisons, checks.available_bytes(machine, self.nproc))
-        yield from self._directory(machine)
+        if comparisons:
+            yield from checks.memory_findings(comparisons, checks.available_bytes(machine, nproc))
+        yield from checks.directory_findings(self.out, comparisons, nproc * self.nnodes)
+        if (self.out / "run.json").exists():
+            try:
+                refusal = ask(f"{_FACTS}:agreement", str(self.out), machine["conditions"], timeout_s=_AGREEMENT_S)
+            except CommandError as error:
+                refusal = f"run.json cannot be read ({error})"
+            yield from checks.earlier_findings(self.out, refusal, comparisons)
 
-    def _plan(self) -> Iterator[Finding]:
-        request = self.request
-        if request.config is None:
+    def _plan(self, num_ranks: int) -> Iterator[Finding]:
+        if self.config is None:
             return
-        ranks = self.nproc * request.nnodes
         try:
-            plan = ask(f"{_FACTS}:plan", str(request.config), list(request.overrides), ranks, timeout_s=_PLAN_S)
+            plan = ask(f"{_FACTS}:plan", str(self.config), list(self.overrides), num_ranks, timeout_s=_PLAN_S)
         except CommandError as error:
-            yield Finding("config", PROBLEM, f"{request.config}: cannot be planned ({error})")
+            yield Finding("config", PROBLEM, f"{self.config}: cannot be planned ({error})")
             return
         if "mistake" in plan:
-            raise ValueError(plan["mistake"])
-        self.comparisons = self.facts["comparisons"] = plan["comparisons"]
+            raise UserError(plan["mistake"])
+        self.facts["comparisons"] = plan["comparisons"]
 
     def _gpus(self, machine: dict[str, Any]) -> Iterator[Finding]:
         gpus, ports = _or_why(query_gpus), rdma_ports()
-        self.facts["gpus"] = [asdict(gpu) for gpu in gpus] if isinstance(gpus, list) else []
-        self.facts["rdma_ports"] = [asdict(port) for port in ports]
+        self.facts |= {"gpus": gpus if isinstance(gpus, list) else [], "rdma_ports": ports}
         yield from checks.gpu_findings(machine, gpus)
         if machine["gpus"]:
-            topology = _or_why(query_topology)
-            self.facts["topology"] = topology if isinstance(topology, str) else asdict(topology)
-            yield from checks.topology_findings(topology, _or_why(query_nvlinks))
+            topology = self.facts["topology"] = _or_why(query_topology)
+            yield from checks.topology_findings(topology, self.facts["gpus"])
             yield from checks.shared_memory_findings(len(machine["gpus"]))
             yield from checks.nic_findings(ports)
-
-    def _directory(self, machine: dict[str, Any]) -> Iterator[Finding]:
-        out = self.request.out
-        yield from directory_findings(out, self.comparisons, self.nproc * self.request.nnodes)
-        if (out / "run.json").exists():
-            try:
-                refusal = ask(f"{_FACTS}:agreement", str(out), machine["conditions"], timeout_s=_AGREEMENT_S)
-            except CommandError as error:
-                refusal = f"run.json cannot be read ({error})"
-            yield from earlier_findings(out, refusal, self.comparisons)
 
 
 def _or_why(query: Callable[[], _T]) -> _T | str:
@@ -131,14 +125,14 @@ def _or_why(query: Callable[[], _T]) -> _T | str:
 
 
 def text(finding: Finding) -> str:
-    """Status and check, then in words what is so, what it means and what to do."""
+    """Status and check, then what is so, what it means and what to do."""
     words = finding.what + (f": {finding.means}" if finding.means else "")
     words += f" -> {finding.remedy}" if finding.remedy else ""
     lines = textwrap.wrap(words, _WIDTH - len(_INDENT), break_long_words=False, break_on_hyphens=False)
     return f"{finding.status:8}{finding.check:12}" + f"\n{_INDENT}".join(lines)
 
 
-def verdict(findings: Iterable[Finding]) -> str:
+def verdict(findings: Sequence[Finding]) -> str:
     """All findings in a line."""
     counts = Counter(finding.status for finding in findings)
     problems, notes = counts[PROBLEM], counts[NOTE]
@@ -146,29 +140,42 @@ def verdict(findings: Iterable[Finding]) -> str:
     return said + ("; a run would fail, or not be what it seems" if problems else "; runs can start")
 
 
-def doctor(request: Request, *, as_json_text: bool = False) -> int:
+def doctor(
+    out: Path, config: Path | None, overrides: Sequence[str], nproc: int | None, nnodes: int, *, as_json: bool = False
+) -> int:
     """Examine and print; 0 = runs can start, 1 = there is a problem.
 
+    Of several processes the first prints all findings, the others only their notes and problems, each with its host.
+
     Raises:
-        ValueError: one line on what is wrong with the command or the config.
+        UserError: one line on what is wrong with the command or the config.
     """
-    for option, value in (("--nproc", request.nproc), ("--nnodes", request.nnodes)):
+    for option, value in (("--nproc", nproc), ("--nnodes", nnodes)):
         if value is not None and value < 1:
-            raise ValueError(f"{option}: expected at least 1, got {value}")
-    if request.overrides and request.config is None:
-        raise ValueError(f"--set {request.overrides[0]}: expected a CONFIG whose value it replaces, got none")
-    examination, found = Examination(request), []
+            raise UserError(f"{option}: expected at least 1, got {value}")
+    if overrides and config is None:
+        raise UserError(f"--set {overrides[0]}: expected a CONFIG whose value it replaces, got none")
+    try:
+        place = place_of()
+    except CommandError as error:
+        raise UserError(f"SLURM_STEP_NODELIST: expected hosts that scontrol knows ({error})") from None
+    examination, found = Examination(out, config, overrides, nproc, nnodes, place), []
+    is_first = place is None or place.rank == 0
+    host = f"{platform.node()}: " if place is not None else ""
     for finding in examination.findings():
         found.append(finding)
-        if not as_json_text:
-            print(text(finding), flush=True)
+        if not as_json and (is_first or finding.status != OK):
+            print("\n".join(host + line for line in text(finding).splitlines()), flush=True)
     problems = any(finding.status == PROBLEM for finding in found)
     status = exit_codes.CASES_FAILED if problems else exit_codes.OK
-    if as_json_text:
+    if as_json:
         listed = [asdict(finding) for finding in found]
-        report = {"findings": listed, "status": status, "nproc": examination.nproc, **examination.facts}
-        print(json.dumps(report, indent=2))
-    else:
+        print(
+            json.dumps(
+                {"findings": listed, "status": status, "nproc": examination.nproc, **examination.facts}, indent=2
+            )
+        )
+    elif is_first:
         print(f"\n{verdict(found)}")
     sys.stdout.flush()
     return status

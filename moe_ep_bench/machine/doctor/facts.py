@@ -39,7 +39,6 @@ def machine() -> dict[str, Any]:
             gpus.append({"name": properties.name, "uuid": uuid, "free_bytes": free, "memory_bytes": total})
     except Exception as error:  # of whatever kind: it is the answer
         gpus, why = [], " ".join(str(error).split())[:200]
-    device = torch.device("cuda" if gpus else "cpu")
     return {
         "hostname": platform.node(),
         "cpu": provenance.cpu_name(),
@@ -52,7 +51,7 @@ def machine() -> dict[str, Any]:
         "packages": provenance.package_versions(),
         "foreign_apex": importlib.util.find_spec("apex") is not None and provenance.nvidia_apex_version() is None,
         "variables": provenance.relevant_variables(),
-        "conditions": provenance.conditions(device),
+        "conditions": provenance.conditions(torch.device("cuda" if gpus else "cpu")),
     }
 
 
@@ -78,18 +77,17 @@ def plan(config: str, overrides: list[str], world_size: int) -> dict[str, Any]:
         planned = bench.plan(Path(config), overrides, bench.RANKS, world_size, on_cpu=not torch.cuda.is_available())
     except ValueError as mistake:
         return {"mistake": str(mistake)}
-    return {
-        "comparisons": [
-            {
-                "title": one.title,
-                "comparison_id": one.comparison_id,
-                "memory_bytes": one.memory_bytes_per_rank(),
-                "iterations": one.num_iterations() * one.experiment.measure.launches,
-                "cases": [case.case_id for case in one.cases],
-            }
-            for one in planned
-        ]
-    }
+    comparisons = [
+        {
+            "title": one.title,
+            "comparison_id": one.comparison_id,
+            "memory_bytes": one.memory_bytes_per_rank(),
+            "iterations": one.num_iterations() * one.experiment.measure.launches,
+            "cases": [case.case_id for case in one.cases],
+        }
+        for one in planned
+    ]
+    return {"comparisons": comparisons}
 
 
 def agreement(out: str, conditions: dict[str, Any]) -> str:

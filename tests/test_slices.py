@@ -169,7 +169,7 @@ BAD = {
         {"model": {"preset": "deepseek-v2-lite", "tensor_parallel": 2}},
         "expected 1 with model.tensor_parallel: 2, got 2",
     ),
-    "gathering": ({"dispatcher": "allgather"}, {}, "allgather needs as many tokens on every rank"),
+    "gathering": ({"dispatcher": "allgather"}, {}, "got allgather, where batch 0 deals"),
 }
 
 

@@ -95,7 +95,7 @@ def _traced(job: Job, comparison: Comparison, session: Session, recorder: PhaseR
 def _iterate(session: Session, case: Runnable, recorder: PhaseRecorder) -> None:
     with case.ready(0, recorder) as run:
         recorder.clock.wait()
-        session.there.meet()
+        session.meet()
         recorder.begin()
         run()
         recorder.end()

@@ -255,7 +255,7 @@ def routings(draw: st.DrawFn) -> tuple[Tensor, Tensor, RoutingContext]:
     return torch.rand(shape, generator=generator) < density, scores_TE, context
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(case=routings(), capacity_factor=st.sampled_from([0, 0.7, 1.0, 1.5]))
 def test_metrics_equal_the_oracle(case: tuple[Tensor, Tensor, RoutingContext], capacity_factor: float) -> None:
     map_TE, scores_TE, context = case

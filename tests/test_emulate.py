@@ -152,7 +152,7 @@ def test_a_finished_directory_is_not_measured_again(finished: Path) -> None:
         ({**LINKS, "layer__ep_size": 16}, "emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks"),
         (
             {"emulate": {**LINKS["emulate"], "replication": [{"spare_per_rank": 57}]}},
-            "spare_per_rank: expected at most 56, with which every rank holds all 64 experts; got 57",
+            "spare_per_rank: expected at most 56, with which every rank holds all 64 experts, got 57",
         ),
         (
             {**LINKS, "layer__ep_size": 2, "route": {"placement": [[1] * 64, [1] * 63 + [0]]}},

@@ -170,4 +170,4 @@ def test_flex_needs_deepep(has_gpu: bool, message: str) -> None:
 def test_flex_needs_ranks_to_send_to(tmp_path: Path, capsys) -> None:
     config = {key: value for key, value in CONFIG.items() if key != "sweep"} | {"layer": {"dispatcher": "flex"}}
     assert main(["run", str(write(tmp_path, config)), "--nproc", "1", "--dry-run"]) == USER_ERROR
-    assert "layer.dispatcher: flex needs several ranks in layer.ep_size" in capsys.readouterr().err
+    assert "layer.dispatcher: expected alltoall on one rank in layer.ep_size, got flex" in capsys.readouterr().err

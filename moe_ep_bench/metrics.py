@@ -28,6 +28,9 @@ from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import num_valid_tokens, top_k_map, without_padding
 from moe_ep_bench.schema import ROUTING_METRICS
 
+# The least share of the top-k mass that makes a single head; of the best top-k score in the least that makes a plateau.
+_SINGLE_HEAD, _PLATEAU = 0.5, 0.8
+
 
 @dataclass(frozen=True, eq=False)
 class ScoreMetrics:
@@ -45,15 +48,13 @@ class ScoreMetrics:
     of_scores: dict[str, float]
 
 
-def score_metrics(
-    scores_TE: Tensor, context: RoutingContext, *, single_head: float = 0.5, plateau: float = 0.8
-) -> ScoreMetrics:
+def score_metrics(scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
     """The part of ``routing_metrics`` that no policy changes; arguments as there."""
     num_tokens = num_valid_tokens(scores_TE, context)
     top_k_TE = top_k_map(scores_TE, context)
     top_k_mass_T = _mass(scores_TE, top_k_TE)
     mass_T = _mass(scores_TE, without_padding(torch.ones_like(top_k_TE), context))
-    single_head_T, plateau_T = _regimes(scores_TE, top_k_TE, top_k_mass_T, single_head, plateau)
+    single_head_T, plateau_T = _regimes(scores_TE, top_k_TE, top_k_mass_T)
     num_single_head, num_plateau = int(single_head_T.sum()), int(plateau_T.sum())
     sums = {
         "topk_share": float(_share(top_k_mass_T, mass_T).sum()),
@@ -72,8 +73,6 @@ def routing_metrics(
     context: RoutingContext,
     *,
     capacity_factor: float = 1.0,
-    single_head: float = 0.5,
-    plateau: float = 0.8,
     of_scores: ScoreMetrics | None = None,
     num_slices: int = 1,
 ) -> dict[str, Any]:
@@ -120,10 +119,10 @@ def routing_metrics(
     - ``entropy``: of the row as a distribution, over log E: 0 is certainty, 1 indifference. 0 for a row of zeros and
       where E = 1.
     - ``regime_single_head``, ``regime_smooth``, ``regime_plateau``: shares of tokens. *Single-head*: the best of the
-      top-k holds at least ``single_head`` of the top-k mass, so losing the others costs little. Else *plateau*: the
-      least of the top-k reaches ``plateau`` times the best, so the choice among them is nearly free. Else *smooth*.
-      With K = 1 each token has a single head; with K = 2 the better score always holds at least half, so raise
-      ``single_head`` there. A top-k without mass has no head: plateau.
+      top-k holds at least half of the top-k mass, so losing the others costs little. Else *plateau*: the
+      least of the top-k reaches 0.8 times the best, so the choice among them is nearly free. Else *smooth*.
+      With K = 1 each token has a single head; with K = 2 the better score always holds at least half.
+      A top-k without mass has no head: plateau.
 
     Args:
         routing: what a policy returned; only its map is read.
@@ -131,9 +130,7 @@ def routing_metrics(
         context: what is so of these tokens; ``top_k``, ``num_ranks``, ``rank``, the bias, the groups and the
             token mask are read. The mask says which tokens are valid, also where what routed was not told.
         capacity_factor: gamma in ``excess_load``; taken as the decimal that was written, as capacities are.
-        single_head: least share of the top-k mass that makes a single head.
-        plateau: least ratio of the least to the best top-k score that makes a plateau.
-        of_scores: ``score_metrics`` of the same scores, context and thresholds, where several routings share them.
+        of_scores: ``score_metrics`` of the same scores and context, where several routings share them.
 
     Returns:
         ``schema.ROUTING_METRICS`` in their order,
@@ -142,7 +139,7 @@ def routing_metrics(
     num_experts, num_ranks = scores_TE.shape[1], context.num_ranks
     num_tokens = num_valid_tokens(scores_TE, context)
     if of_scores is None:
-        of_scores = score_metrics(scores_TE, context, single_head=single_head, plateau=plateau)
+        of_scores = score_metrics(scores_TE, context)
     map_TE, top_k_TE = routing.map_TE, of_scores.top_k_TE
     valid_map_TE = without_padding(map_TE, context)
     # Per token and rank; experts of a rank are neighbours.
@@ -216,15 +213,13 @@ def _normalised_entropy(scores_TE: Tensor, mass_T: Tensor) -> Tensor:
     return (torch.special.entr(share_TE).sum(dim=1) / math.log(num_experts)).clamp(max=1.0)
 
 
-def _regimes(
-    scores_TE: Tensor, top_k_TE: Tensor, top_k_mass_T: Tensor, single_head: float, plateau: float
-) -> tuple[Tensor, Tensor]:
+def _regimes(scores_TE: Tensor, top_k_TE: Tensor, top_k_mass_T: Tensor) -> tuple[Tensor, Tensor]:
     """Which tokens are single-head and which plateau, bool [T] each; padding is neither."""
     is_token_T = top_k_TE.any(dim=1)
     best_T = scores_TE.masked_fill(~top_k_TE, -torch.inf).amax(dim=1).double()
     least_T = scores_TE.masked_fill(~top_k_TE, torch.inf).amin(dim=1).double()
-    single_head_T = (top_k_mass_T > 0) & (best_T >= single_head * top_k_mass_T)
-    plateau_T = ~single_head_T & (least_T >= plateau * best_T)
+    single_head_T = (top_k_mass_T > 0) & (best_T >= _SINGLE_HEAD * top_k_mass_T)
+    plateau_T = ~single_head_T & (least_T >= _PLATEAU * best_T)
     return single_head_T & is_token_T, plateau_T & is_token_T
 
 

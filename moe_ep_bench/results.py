@@ -1,4 +1,4 @@
-"""Write a results directory, atomically and part by part, and load it as frames.
+"""Write a results directory, atomically and part by part.
 
 ``<out>/run.json``                   resolved config, environment, hashes, what each case is
 ``<out>/<folder>/<id>.parquet``      the tables (``schema.TABLES``), a part per case or comparison
@@ -18,19 +18,17 @@ run again. Samples are never thinned or averaged here.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.runtime import locks
-from moe_ep_bench.schema import TABLES, backend_of
+from moe_ep_bench.schema import TABLES
 
 RUN_JSON = "run.json"
 
@@ -100,18 +98,20 @@ class RunDirectory:
         for path in self.conditions_path(comparison_id, 0).parent.glob(f"{comparison_id}-*.json"):
             path.unlink()
 
-    def write(self, table: str, part_id: str, rows: Mapping[str, Sequence[Any]], launch: int | None = None) -> None:
+    def write(self, table: str, part_id: str, rows: Mapping[str, Any], launch: int | None = None) -> None:
         """Write a part of one of ``TABLES``; columns that ``rows`` lack are null.
 
         Args:
+            rows: a list for each column, or one value that holds for all rows.
             launch: whose rows these are; those of other launches stay. None = the part is written anew.
         """
         path, schema = self.path(table, part_id), TABLES[table].schema
-        num_rows = len(next(iter(rows.values())))
+        num_rows = next((len(column) for column in rows.values() if isinstance(column, list)), 1)
         unknown = set(rows) - set(schema.names)
         assert not unknown, f"columns that the table {table} does not have: {sorted(unknown)}"
-        columns = [pa.array(rows.get(field.name, [None] * num_rows), field.type) for field in schema]
-        part = pa.table(columns, schema=schema)
+        columns = (rows.get(field.name) for field in schema)
+        columns = [column if isinstance(column, list) else [column] * num_rows for column in columns]
+        part = pa.table([pa.array(*pair) for pair in zip(columns, schema.types, strict=True)], schema=schema)
         if launch is not None:
             place = schema.get_field_index("launch")
             part = part.set_column(place, schema.field(place), pa.array([launch] * num_rows, pa.int32()))
@@ -173,60 +173,3 @@ def _other_launches(path: Path, launch: int) -> list[pa.Table]:
         return [pq.read_table(path, partitioning=None).filter(pc.field("launch") != launch)]
     except (OSError, pa.ArrowException):
         return []
-
-
-@dataclass(frozen=True, eq=False)
-class Results:
-    """A results directory as frames; rows are joined by ``case_id``.
-
-    Attributes:
-        cases: one row per case that run.json lists, indexed by ``case_id``: run_id, comparison_id, subject, backend,
-            model, shape, num_ranks, workload, policy, policy_params, label, role, status, reason. The run_id is the
-            last job's that wrote the case, and the key of its provenance in ``runs`` of run.json.
-        samples, routing: the tables of ``schema``.
-    """
-
-    directory: Path
-    cases: pd.DataFrame
-    samples: pd.DataFrame
-    routing: pd.DataFrame
-
-
-def load(directory: Path | str) -> Results:
-    """Load a directory that ``run``, ``emulate`` or ``route`` wrote; nothing is checked but the columns.
-
-    A case without a part has no status. One that failed in a launch has that launch's status and reason.
-    """
-    files = RunDirectory(Path(directory))
-    described = json.loads(files.run_json.read_text(encoding="utf-8"))
-    samples, routing = (_frame(files, table, described["cases"]) for table in ("samples", "routing"))
-    parts = pd.concat([one[["case_id", "run_id", "status", "reason"]] for one in (routing, samples)])
-    parts = parts.assign(is_bad=parts["status"] != "ok").sort_values("is_bad", kind="stable")
-    found = parts.groupby("case_id")[["run_id", "status", "reason"]].last()
-    rows = [
-        {"case_id": case_id, **_case(described, case)}
-        for case_id, case in sorted(described["cases"].items(), key=lambda item: item[1].get("order", 0))
-    ]
-    cases = pd.DataFrame(rows).set_index("case_id").join(found)
-    return Results(files.root, cases, samples, routing)
-
-
-def _case(described: Mapping[str, Any], case: Mapping[str, Any]) -> dict[str, Any]:
-    comparison = described["comparisons"][case["comparison_id"]]
-    return {
-        "comparison_id": case["comparison_id"],
-        "subject": described.get("scope", "layer"),
-        "backend": backend_of(described["mode"], is_modelled=comparison.get("device") is not None),
-        "model": comparison["model"],
-        "shape": {key: comparison.get(key) for key in ("num_experts", "top_k", "hidden_size", "scale")},
-        "num_ranks": comparison["num_ranks"],
-        "workload": comparison["workload"],
-        **{key: case[key] for key in ("policy", "policy_params", "label", "role")},
-    }
-
-
-def _frame(files: RunDirectory, table: str, case_ids: Iterable[str]) -> pd.DataFrame:
-    schema = TABLES[table].schema
-    paths = [path for path in (files.path(table, case_id) for case_id in case_ids) if path.is_file()]
-    parts = [pq.read_table(path, columns=schema.names, partitioning=None).cast(schema) for path in paths]
-    return pa.concat_tables([schema.empty_table(), *parts]).to_pandas()

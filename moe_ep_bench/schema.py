@@ -101,18 +101,12 @@ class Metric:
 
     Attributes:
         dtype: integers are exact.
-        unit: of the value; '' = a ratio or a share.
-        better: which way is better; None = neither.
-        format: how tables print it.
         of: what it is computed from: the routing, the scores alone (no policy changes it), the layer's output, or
             image tokens, which not every workload has.
     """
 
     name: str
     dtype: pa.DataType
-    unit: str = ""
-    better: Literal["lower", "higher"] | None = None
-    format: str = "{:.3f}"
     of: Literal["routing", "scores", "output", "images"] = "routing"
 
     @property
@@ -126,37 +120,37 @@ _COUNTS = pa.list_(pa.int64())
 METRICS = {
     metric.name: metric
     for metric in (
-        Metric("num_tokens", pa.int64(), "tokens", format="{:d}"),  # valid tokens of this rank
-        Metric("load_E", _COUNTS, "pairs", format="{:d}"),  # per expert, from this source rank
-        Metric("load_R", _COUNTS, "pairs", format="{:d}"),  # per expert rank, from this source rank
-        Metric("num_pairs", pa.int64(), "pairs", format="{:d}"),
-        Metric("padding_pairs", pa.int64(), "pairs", "lower", "{:d}"),  # of num_pairs, those of padding tokens
-        Metric("num_topk_pairs", pa.int64(), "pairs", format="{:d}"),
-        Metric("num_dropped_pairs", pa.int64(), "pairs", "lower", "{:d}"),  # top-k pairs that are not computed
-        Metric("dropped_fraction", pa.float64(), "", "lower"),  # of top-k pairs
-        Metric("retained_mass_topk", pa.float64(), "", "higher"),  # selected score mass over the top-k mass
-        Metric("retained_mass_all", pa.float64(), "", "higher"),  # selected score mass over all score mass
-        Metric("peak_load", pa.float64(), "", "lower", "{:.2f}"),  # fullest expert over mean, this source rank
-        Metric("max_violation", pa.float64(), "", "lower", "{:.2f}"),  # peak_load - 1
-        Metric("load_cv", pa.float64(), "", "lower"),  # coefficient of variation over experts
-        Metric("excess_load", pa.float64(), "", "lower"),  # arXiv 2503.05066, Eq. 11
-        Metric("tokens_without_expert", pa.int64(), "tokens", "lower", "{:d}"),
-        Metric("experts_per_token", pa.float64(), "experts", None, "{:.2f}"),
-        Metric("activated_experts", pa.int64(), "experts", "lower", "{:d}"),
-        Metric("activated_experts_fullest_rank", pa.int64(), "experts", "lower", "{:d}"),
-        Metric("crossing_pairs", pa.int64(), "pairs", "lower", "{:d}"),  # whose expert lives on another rank
-        Metric("crossing_copies", pa.int64(), "copies", "lower", "{:d}"),  # to other ranks, one per (token, rank)
+        Metric("num_tokens", pa.int64()),  # valid tokens of this rank
+        Metric("load_E", _COUNTS),  # per expert, from this source rank
+        Metric("load_R", _COUNTS),  # per expert rank, from this source rank
+        Metric("num_pairs", pa.int64()),
+        Metric("padding_pairs", pa.int64()),  # of num_pairs, those of padding tokens
+        Metric("num_topk_pairs", pa.int64()),
+        Metric("num_dropped_pairs", pa.int64()),  # top-k pairs that are not computed
+        Metric("dropped_fraction", pa.float64()),  # of top-k pairs
+        Metric("retained_mass_topk", pa.float64()),  # selected score mass over the top-k mass
+        Metric("retained_mass_all", pa.float64()),  # selected score mass over all score mass
+        Metric("peak_load", pa.float64()),  # fullest expert over mean, this source rank
+        Metric("max_violation", pa.float64()),  # peak_load - 1
+        Metric("load_cv", pa.float64()),  # coefficient of variation over experts
+        Metric("excess_load", pa.float64()),  # arXiv 2503.05066, Eq. 11
+        Metric("tokens_without_expert", pa.int64()),
+        Metric("experts_per_token", pa.float64()),
+        Metric("activated_experts", pa.int64()),
+        Metric("activated_experts_fullest_rank", pa.int64()),
+        Metric("crossing_pairs", pa.int64()),  # whose expert lives on another rank
+        Metric("crossing_copies", pa.int64()),  # to other ranks, one per (token, rank)
         Metric("topk_share", pa.float64(), of="scores"),
         Metric("entropy", pa.float64(), of="scores"),  # normalised to 0..1
         Metric("regime_single_head", pa.float64(), of="scores"),  # shares of tokens
         Metric("regime_smooth", pa.float64(), of="scores"),
         Metric("regime_plateau", pa.float64(), of="scores"),
         # Worst token: |layer - dense reference| / |reference|.
-        Metric("reference_error", pa.float64(), "", "lower", "{:.1e}", "output"),
+        Metric("reference_error", pa.float64(), of="output"),
         # |layer - native layer| / |native layer|, all valid tokens; of a whole model of the logits, in its last layer.
-        Metric("output_error", pa.float64(), "", "lower", "{:.3f}", "output"),
-        Metric("num_image_tokens", pa.int64(), "tokens", format="{:d}", of="images"),  # valid ones
-        Metric("image_load_E", _COUNTS, "pairs", format="{:d}", of="images"),  # of load_E
+        Metric("output_error", pa.float64(), of="output"),
+        Metric("num_image_tokens", pa.int64(), of="images"),  # valid ones
+        Metric("image_load_E", _COUNTS, of="images"),  # of load_E
     )
 }
 # What ``metrics.routing_metrics`` returns, in this order.
@@ -275,11 +269,6 @@ QUALITY_ROUTING_SCHEMA = pa.schema(
         ("num_dropped_image_pairs", pa.int64()),  # of num_dropped_pairs; null likewise
     ]
 )
-
-
-def backend_of(mode: str, *, is_modelled: bool) -> str | None:
-    """Which of ``BACKENDS`` gives the rows of a mode; ``is_modelled``: by a device file."""
-    return {"run": "ranks", "emulated": "modelled" if is_modelled else "virtual", "route": "routing"}.get(mode)
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def test_a_model_that_megatron_core_would_route_otherwise_is_refused(tmp_path: P
         "q_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(grouped))
-    with pytest.raises(ValueError, match="always normalises sigmoid weights; got normalize false"):
+    with pytest.raises(ValueError, match=r"sigmoid weights to be normalised, .* got normalize false"):
         comparison(tmp_path, model={"hf_config": "config.json"})
 
 

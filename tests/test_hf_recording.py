@@ -172,47 +172,31 @@ def test_a_killed_recording_goes_on_and_ends_in_the_same_bytes(
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
-def test_run_route_and_emulate_route_it_alike_without_a_tail_model(
-    recording: Path, olmoe: Path, tmp_path: Path
-) -> None:
-    """Every command, truly: real ranks, virtual ranks, and a layer that one device emulates."""
+def test_route_and_emulate_route_it_alike_without_a_tail_model(recording: Path, olmoe: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
+    recorded = {"kind": "recorded", "trace": str(recording), "layer": "all", "tail": "recorded"}
     content = {
         "name": "tiny",
         "model": {"hf_config": str(olmoe)},
-        "workload": {
-            "kind": "recorded",
-            "trace": str(recording),
-            "layer": "all",
-            "tail": "recorded",
-            "num_tokens": 64,
-            "num_batches": 2,
-        },
+        "workload": {**recorded, "num_tokens": 64, "num_batches": 2},
         "layer": {"ep_size": 2, "dtype": "float32"},
         "policies": [{"name": "expanded_drop", "capacity_factor": 1.0}],
-        "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 1, "max_warmup": 1},
-        "emulate": {"links": "h100-nvlink4"},
+        "emulate": {"links": "h100-nvlink4", "device": "h100-sxm"},
     }
     config.write_text(yaml.safe_dump(content))
     (first, _) = plan(config, [], ROUTING)
     assert "all scores recorded" in first.title
-    outs = {name: tmp_path / name for name in ("run", "route", "emulate")}
-    for name, more in (("run", ["--nproc", "2"]), ("emulate", [])):  # Each ends its process when it is done.
-        command = [sys.executable, "-m", "moe_ep_bench", name, str(config), "--out", str(outs[name]), *more]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == OK, done.stderr[-2000:]
-    assert main(["route", str(config), "--out", str(outs["route"])]) == OK
-    for out in outs.values():
+    outs = [tmp_path / name for name in ("route", "emulate")]
+    for out in outs:
+        assert main([out.name, str(config), "--out", str(out)]) == OK
         assert main(["show", str(out)]) == OK
-    timed, routed, emulated = (by_layer_and_batch(out) for out in outs.values())
+    routed, emulated = (by_layer_and_batch(out) for out in outs)
     assert len(routed) == 2 * 2 * 2, "layers, batches and cases"
-    for key, load_E in routed.items():
-        assert sum(load_E) > 0
-        assert timed[key] == emulated[key] == load_E, key
-    for out in (outs["run"], outs["emulate"]):
-        times = pd.concat(pq.read_table(part).to_pandas() for part in (out / "cases").iterdir())
-        assert (times.query("phase == 'total'")["time_us"] > 0).all()
-        assert set(times["status"]) == {"ok"}
+    assert all(sum(load_E) > 0 for load_E in routed.values())
+    assert {key: emulated[key] for key in routed} == routed
+    times = pd.concat(pq.read_table(part).to_pandas() for part in (outs[1] / "cases").iterdir())
+    assert (times.query("phase == 'total'")["time_us"] > 0).all()
+    assert set(times["status"]) == {"ok"}
 
 
 def by_layer_and_batch(directory: Path) -> dict[tuple[str, str, int], list[int]]:

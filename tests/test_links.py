@@ -79,12 +79,6 @@ def test_what_a_rank_keeps_does_not_cross() -> None:
     np.testing.assert_array_equal(links().all_to_all_us(np.diag([10**9] * 6)), np.zeros(6))
 
 
-def test_a_matrix_that_is_asked_about_is_left_as_it_was() -> None:
-    bytes_RR = np.full((3, 3), 5.0)
-    links().all_to_all_us(bytes_RR)
-    np.testing.assert_array_equal(bytes_RR, np.full((3, 3), 5.0))
-
-
 @given(seed=st.integers(0, 2**16), more=st.integers(1, 10**7))
 def test_more_bytes_never_take_less_time(seed: int, more: int) -> None:
     random = np.random.default_rng(seed)
@@ -181,19 +175,9 @@ def test_errors_are_relative_and_r2_is_of_the_times() -> None:
     assert math.isnan(fit_errors([1.0, 2.0], [3.0, 3.0])[2])
 
 
-@pytest.mark.parametrize(
-    ("sizes", "times_us", "words"),
-    [
-        ([1024, 1024], [1.0, 2.0], "at least 2 message sizes, got 1"),
-        ([1024, 2048], [1.0, 0.0], "times above 0"),
-        ([1024, 2048], [1.0, math.nan], "times above 0"),
-        ([1024, 2048, 4096], [30.0, 20.0, 10.0], "times that grow with the bytes"),
-    ],
-)
-def test_what_cannot_be_fitted_is_said_in_one_line(sizes: list, times_us: list, words: str) -> None:
-    with pytest.raises(ValueError, match=words) as error:
-        fit_link(sizes, times_us)
-    assert "\n" not in str(error.value)
+def test_times_that_do_not_grow_cannot_be_fitted() -> None:
+    with pytest.raises(ValueError, match="times that grow with the bytes"):
+        fit_link([1024, 2048, 4096], [30.0, 20.0, 10.0])
 
 
 def test_the_links_that_are_promised_are_there_with_their_nominal_figures() -> None:
@@ -216,27 +200,11 @@ def test_links_that_others_wrote_load_by_path(tmp_path: Path) -> None:
     assert Links.load(str(path)) == links(name="mine", intra=CURVE)
 
 
-@pytest.mark.parametrize(
-    ("bytes_RR", "words"),
-    [
-        (np.zeros((2, 3)), r"square matrix, got shape \(2, 3\)"),
-        (np.zeros(4), "square matrix"),
-        (np.array([[0, -1], [0, 0]]), "at least 0"),
-        (np.array([[0, math.inf], [0, 0]]), "finite"),
-    ],
-)
-def test_a_wrong_matrix_is_refused(bytes_RR: np.ndarray, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        links().all_to_all_us(bytes_RR)
-
-
 def test_more_ranks_than_one_node_has_are_refused() -> None:
     alone = links(4, inter=None)
     for ask in (lambda: alone.all_to_all_us(np.ones((5, 5))), lambda: alone.all_gather_us(8, 5)):
         with pytest.raises(ValueError, match=r"at most 4 ranks .* got 5"):
             ask()
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        alone.all_reduce_us(8, 0)
 
 
 GOOD = {"name": "test", "source": "a test", "ranks_per_node": 4, "intra": INTRA, "inter": None}

@@ -116,7 +116,7 @@ def test_a_pass_that_cannot_be_replayed_fails_with_the_reason(
 
 def test_prompts_are_in_no_graph(tmp_path: Path) -> None:
     config = write(tmp_path, whole={"num_layers": 2}, workload={**CONFIG["workload"], "sequence_length": 4})
-    message = r"layer.cuda_graph: true with scope model needs whole.context_length of at least 1.*got 0"
+    message = r"layer.cuda_graph: expected whole.context_length of at least 1.*got 0"
     with pytest.raises(ValueError, match=message):
         plan(config, [], RANKS, 1, on_cpu=False)
 

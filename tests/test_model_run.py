@@ -246,7 +246,7 @@ BAD = {
     "layers of a layer": ({"scope": "layer"}, "whole.num_layers: expected with scope: model alone; one layer is timed"),
     "prompts with a cache": (
         {"whole__context_length": 8},
-        "workload.sequence_length: expected 1, for whole.context_length=8 makes a batch one decode step; got 24",
+        "workload.sequence_length: expected 1, for whole.context_length=8 makes a batch one decode step, got 24",
     ),
     "decode without a cache": (
         {"workload__sequence_length": 1}, "whole.context_length: expected at least 1",
@@ -325,7 +325,7 @@ def test_every_layer_takes_its_own_of_a_recording_for_the_same_tokens(tmp_path: 
     # A rank computes the logits of its prompts' last tokens, not of every token.
     prompts_R = [len(first.sequence_id_T[tokens_T].unique()) for tokens_T in deal(first, 2)]
     assert one.subject.most_prompts == max(prompts_R) < sum(prompts_R) == 4
-    with pytest.raises(ValueError, match="expected the 3 MoE layers that are built of DeepSeek-V2-Lite, got 2"):
+    with pytest.raises(ValueError, match=r"expected the 3 MoE layers that are built of DeepSeek-V2-Lite; .*, got 2"):
         plan(config, ["whole.num_layers=4"], RANKS, 2, on_cpu=True)
 
 

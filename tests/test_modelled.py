@@ -197,37 +197,6 @@ def test_experts_on_an_h100_run_as_fast_as_measured() -> None:
     assert 6 * pairs * model.hidden_size * model.ffn_hidden_size / time_us / 1e6 == pytest.approx(495, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("work", "words"),
-    [
-        ({"num_tokens": -1}, "num_tokens: expected at least 0, got -1"),
-        ({"num_sent": -1}, "num_sent: expected at least 0, got -1"),
-        ({"num_tokens": 0}, "num_sent: expected 0 where there are no tokens, got 2000"),
-        ({"received_L": np.array([1, -2])}, "received_L: expected at least 0 rows, got -2"),
-        ({"received_L": np.array([1.5])}, "received_L: expected whole numbers .* got float64"),
-        ({"received_L": np.zeros((2, 2), dtype=int)}, r"received_L: .* shape \(2, 2\)"),
-        ({"received_L": np.zeros(0, dtype=int)}, r"received_L: .* shape \(0,\)"),
-    ],
-)
-def test_impossible_work_is_refused(work: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        replace(WORK, **work)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"batch_wide": True}, "batch_wide: expected a policy"),
-        ({"work": replace(WORK, num_sent=8001)}, "num_sent: expected at most 1000 tokens x 8 experts, got 8001"),
-        ({"alone": True}, "received_L: expected the 2000 pairs that a lone rank sends itself, got 4000"),
-        ({"bytes_per_value": 0}, "bytes_per_value: expected at least 1, got 0"),
-    ],
-)
-def test_impossible_runs_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        legs_of_work(**options)
-
-
 FORMS = [
     (model, num_ranks, policy)
     for model, num_ranks in (("deepseek-v2-lite", 8), ("deepseek-v2-lite", 1), ("mixtral-8x7b", 2), ("mixtral-8x7b", 8))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -244,28 +243,7 @@ def test_a_decode_step_reads_at_least_the_weights_and_the_cache() -> None:
     assert times[1] - times[0] > 8191 * 2 * 4 * 128 * 2 / (device.reached_tbps * 1e6)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"prompt_lengths": (4, 0)}, "prompt_lengths: expected at least 1"),
-        ({"num_requests": 2}, "prompt_lengths: expected none at decode"),
-        ({"prompt_lengths": (), "num_requests": 2}, "context_length: expected at least 1"),
-        ({"context_length": -1}, "context_length: expected at least 0"),
-        ({"prompt_lengths": (7,)}, "expected 7 tokens in layer 1, got 8"),
-    ],
-)
-def test_work_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(prefill(8), **fields)
-
-
-def test_what_is_not_stated_is_named() -> None:
-    options = {"by_policy": False, "batch_wide": False}
-    for key in ("attention", "vocab_size"):
-        with pytest.raises(ValueError, match=f"needs its {key}, which is not stated"):
-            modelled_pass(DEVICE, MODEL.model_copy(update={key: None}), 3, prefill(8), **options)
+def test_a_device_that_does_not_state_its_attention_is_named() -> None:
     unstated = DEVICE.model_copy(update={"attention_efficiency": None, "attention_basis": None})
     with pytest.raises(ValueError, match="devices/test: attention_efficiency: missing"):
-        modelled_pass(unstated, MODEL, 3, prefill(8), **options)
-    with pytest.raises(ValueError, match=r"expected the MoE layers \[1, 2, 3\], got \[1, 2\]"):
-        modelled_pass(DEVICE, MODEL, 4, prefill(8), **options)
+        phases(prefill(8), device=unstated)

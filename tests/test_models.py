@@ -405,6 +405,8 @@ def without(name: str, key: str) -> dict[str, Any]:
         (changed("qwen3-30b-a3b", decoder_sparse_step=2), "decoder_sparse_step: input should be 1, got 2"),
         (changed("qwen3-30b-a3b", mlp_only_layers=[3]), "mlp_only_layers: expected [0, 1, ...], the first layers"),
         (changed("deepseek-v3", moe_layer_freq=2), "moe_layer_freq: input should be 1, got 2"),
+        (changed("deepseek-v3", moe_layer_freq=True), "moe_layer_freq: expected 1, got True"),
+        (changed("deepseek-v3", intermediate_size=0), "intermediate_size: 0; expected a whole number from 1"),
         (changed("deepseek-v3", topk_method="greedy"), "topk_method: input should be 'noaux_tc', got 'greedy'"),
         (
             changed("deepseek-v3", routed_scaling_factor=0),
@@ -421,6 +423,15 @@ def test_a_wrong_config_json_is_one_line_with_file_and_key(tmp_path: Path, value
     text = one_line_error(path)
     assert text.startswith(f"{path}: ")
     assert words in text
+
+
+def test_only_the_files_own_keys_count(tmp_path: Path) -> None:
+    """Not names of a spec's fields; and a dense width that no layer has may be 0."""
+    plain = load_hf_model(written(tmp_path, changed("qwen3-30b-a3b", intermediate_size=0)))
+    assert (plain.first_dense_layers, plain.dense_ffn_hidden_size) == (0, 0)
+    values = changed("mixtral-8x7b", first_dense_layers=2, normalize=False)
+    spec = load_hf_model(written(tmp_path, values))
+    assert (spec.first_dense_layers, spec.normalize) == (0, True)
 
 
 def test_a_folder_without_config_json_is_one_line(tmp_path: Path) -> None:

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from results_builder import FakeCase, FakeComparison, write_run
 
 from moe_ep_bench.files import atomic_path, stable_hash, write_json
-from moe_ep_bench.results import RunDirectory, load
+from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime import locks
 from moe_ep_bench.runtime.crash_journal import (
     WAITED,
@@ -26,7 +25,7 @@ from moe_ep_bench.runtime.crash_journal import (
     stopped_by,
     stopped_reason,
 )
-from moe_ep_bench.schema import ROUTING_SCHEMA, SAMPLES_SCHEMA
+from moe_ep_bench.schema import SAMPLES_SCHEMA
 
 
 def test_a_write_that_fails_leaves_neither_the_file_nor_its_temporary(tmp_path: Path) -> None:
@@ -225,21 +224,6 @@ def test_a_case_that_was_skipped_is_not_finished(tmp_path: Path) -> None:
         assert directory.is_finished(status, 0) is finished
     directory.path("samples", "torn").write_bytes(b"PAR1")
     assert not directory.is_finished("torn", 0)
-
-
-def test_a_directory_is_loaded_as_frames_that_join_by_case(tmp_path: Path) -> None:
-    cases = [FakeCase("native", "baseline"), FakeCase("topk"), FakeCase("token_drop", status="oom", reason="too big")]
-    found = load(write_run(tmp_path, [FakeComparison(cases=cases, num_launches=2)]))
-    assert found.cases.policy.tolist() == ["native", "topk", "token_drop"]
-    assert found.cases.status.tolist() == ["ok", "ok", "oom"]
-    assert found.cases.reason.dropna().tolist() == ["too big"]
-    assert set(found.cases.backend) == {"ranks"}
-    assert set(found.cases.subject) == {"layer"}
-    assert list(found.samples) == SAMPLES_SCHEMA.names
-    assert list(found.routing) == ROUTING_SCHEMA.names
-    assert set(found.samples.case_id) == set(found.cases.index)
-    assert set(found.routing.case_id) == set(found.cases.index[:2])
-    assert set(found.samples[found.samples.status == "ok"].launch) == {0, 1}
 
 
 def test_launches_lie_side_by_side_and_a_repeated_one_replaces_itself(tmp_path: Path) -> None:

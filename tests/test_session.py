@@ -26,11 +26,11 @@ class Lost:
 
 
 def test_where_no_case_is_left_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_memory_shortage", lambda job, comparison: "")
     monkeypatch.setattr(session, "Session", Lost)
     entered = []
-    job = SimpleNamespace(enter=entered.append, ranks=SimpleNamespace(device=torch.device("cpu")))
-    comparison = SimpleNamespace(parts=SimpleNamespace(cuda_graph=True))
+    ranks = SimpleNamespace(device=torch.device("cpu"), local_world_size=1, texts=lambda text: [text])
+    job = SimpleNamespace(enter=entered.append, ranks=ranks)
+    comparison = SimpleNamespace(parts=SimpleNamespace(cuda_graph=True), shortage=lambda available: "")
     measure_comparison(job, comparison, ["native"])
     assert entered == [comparison]
 
@@ -48,10 +48,7 @@ def session_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> tuple[Session, list[s
     found, reasons = Session.__new__(Session), []
     mark = SimpleNamespace(explain=reasons.append)
     found.job = SimpleNamespace(mark=mark, watchdog=SimpleNamespace(feed=lambda: None))
-    measure = SimpleNamespace(breakdown_iterations=0)
-    found.comparison = SimpleNamespace(
-        workload=SimpleNamespace(num_batches=1), experiment=SimpleNamespace(measure=measure)
-    )
+    found.settings, found.num_batches = SimpleNamespace(breakdown_iterations=0), 1
     found.device, found._new_graph = torch.device("cpu"), SimpleNamespace()
     monkeypatch.setattr(session, "look", lambda case, batch: None)
     return found, reasons
@@ -73,7 +70,7 @@ def test_memory_that_runs_out_while_capturing_is_called_so(monkeypatch: pytest.M
 
 def test_a_rank_that_found_a_difference_replays_the_later_batches_too(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = session_of_a_batch(monkeypatch)
-    found.comparison.workload.num_batches = 3
+    found.num_batches = 3
     found._unlike = lambda eager, output, routed, batch: f"unlike in batch {batch}"
     replayed = []
     monkeypatch.setattr(session, "replay", lambda case, batch: (replayed.append(batch), {}))

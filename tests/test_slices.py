@@ -169,7 +169,7 @@ BAD = {
         {"model": {"preset": "deepseek-v2-lite", "tensor_parallel": 2}},
         "expected 1 with model.tensor_parallel: 2, got 2",
     ),
-    "gathering": ({"dispatcher": "allgather"}, {}, "allgather needs as many tokens on every rank"),
+    "gathering": ({"dispatcher": "allgather"}, {}, "got allgather, where batch 0 deals"),
 }
 
 
@@ -191,7 +191,7 @@ def test_commands_of_virtual_ranks_want_whole_experts(
     assert main([command, str(config), "--out", str(tmp_path / "out")]) == USER_ERROR
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert "layer.expert_tensor_parallel: expected 1, for " in said
-    assert said.endswith("whole experts; got 2")
+    assert said.endswith("whole experts, got 2")
 
 
 # --- Counted -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Refuse what a config asks for and a backend or a subject cannot do: each check raises one line naming key and value.
+"""Refuse what a config asks for and a backend or a subject cannot do: one line that names key and value.
 
 Shapes: B = batches, R = ranks.
 """
@@ -18,148 +18,101 @@ from moe_ep_bench.models import ModelSpec
 _GEMM_ALIGNMENT = 16
 
 
-def check_scope(experiment: Experiment) -> None:
-    """Refuse a whole model for a command that routes layers."""
-    if experiment.scope != "layer":
-        raise ValueError(f"scope: expected layer for this command, got {experiment.scope}")
+def _refuse(is_wrong: object, key: str, expected: str, got: object) -> None:
+    if is_wrong:
+        raise ValueError(f"{key}: expected {expected}, got {got}")
 
 
 def check_ranks(experiment: Experiment, world_size: int, ep_size: int) -> None:
     """Refuse experts, slices or tokens that cannot be divided among the ranks."""
-    model, num_slices = experiment.model.spec(), experiment.layer.expert_tensor_parallel
-    check_slices(experiment, world_size)
-    if world_size % (ep_size * num_slices):
-        groups = "" if num_slices == 1 else f" over layer.expert_tensor_parallel: {num_slices}"
-        raise ValueError(f"layer.ep_size: expected a divisor of the {world_size} ranks{groups}, got {ep_size}")
-    if model.num_experts % ep_size:
-        raise ValueError(
-            f"layer.ep_size: expected a divisor of the {model.num_experts} experts of {model.name}, got {ep_size}"
-            + ("" if experiment.layer.ep_size else " (all ranks)")
-        )
-    shares = experiment.workload.rank_shares
-    if shares is not None and not any(shares[rank % len(shares)] for rank in range(world_size)):
-        raise ValueError(f"workload.rank_shares: expected one above 0 among the {world_size} ranks, got {list(shares)}")
-
-
-def check_slices(experiment: Experiment, world_size: int) -> None:
-    """Refuse slices of experts that the ranks, the model or the GEMM cannot have."""
-    num_slices, model = experiment.layer.expert_tensor_parallel, experiment.model.spec()
-    key = f"layer.expert_tensor_parallel: expected {{}}, got {num_slices}"
-    if num_slices == 1:
-        return
-    if model.tensor_parallel > 1:
-        raise ValueError(key.format(f"1 with model.tensor_parallel: {model.tensor_parallel}"))
-    if world_size % num_slices:
-        raise ValueError(key.format(f"a divisor of the {world_size} ranks"))
-    if model.ffn_hidden_size % num_slices:
-        raise ValueError(key.format(f"a divisor of the ffn_hidden_size {model.ffn_hidden_size} of {model.name}"))
-    values = model.ffn_hidden_size // num_slices
-    if experiment.layer.experts != "sequential" and values * VALUE_BYTES[experiment.layer.dtype] % _GEMM_ALIGNMENT:
-        raise ValueError(
-            key.format(f"slices of a multiple of {_GEMM_ALIGNMENT} bytes (or layer.experts: sequential)")
-            + f", which are {values} values of {experiment.layer.dtype}"
-        )
+    model, num_slices, dtype = experiment.model.spec(), experiment.layer.expert_tensor_parallel, experiment.layer.dtype
+    key, ffn, values = "layer.expert_tensor_parallel", model.ffn_hidden_size, model.ffn_hidden_size // num_slices
+    if num_slices > 1:
+        sharded = f"1 with model.tensor_parallel: {model.tensor_parallel}"
+        _refuse(model.tensor_parallel > 1, key, sharded, num_slices)
+        _refuse(world_size % num_slices, key, f"a divisor of the {world_size} ranks", num_slices)
+        _refuse(ffn % num_slices, key, f"a divisor of the ffn_hidden_size {ffn} of {model.name}", num_slices)
+        misaligned = experiment.layer.experts != "sequential" and values * VALUE_BYTES[dtype] % _GEMM_ALIGNMENT
+        multiple = f"slices of a multiple of {_GEMM_ALIGNMENT} bytes (or layer.experts: sequential)"
+        _refuse(misaligned, key, multiple, f"{num_slices}, which are {values} values of {dtype}")
+    groups = "" if num_slices == 1 else f" over layer.expert_tensor_parallel: {num_slices}"
+    divisor = f"a divisor of the {world_size} ranks{groups}"
+    _refuse(world_size % (ep_size * num_slices), "layer.ep_size", divisor, ep_size)
+    got = f"{ep_size}{'' if experiment.layer.ep_size else ' (all ranks)'}"
+    divisor = f"a divisor of the {model.num_experts} experts of {model.name}"
+    _refuse(model.num_experts % ep_size, "layer.ep_size", divisor, got)
+    shares = list(experiment.workload.rank_shares or (1.0,))
+    empty = not any(shares[rank % len(shares)] for rank in range(world_size))
+    _refuse(empty, "workload.rank_shares", f"one above 0 among the {world_size} ranks", shares)
 
 
 def check_whole_experts(experiment: Experiment, command: str) -> None:
     """Refuse slices of experts for a command that lays out whole experts."""
     num_slices = experiment.layer.expert_tensor_parallel
-    if num_slices > 1:
-        raise ValueError(f"layer.expert_tensor_parallel: expected 1, for {command} whole experts; got {num_slices}")
+    _refuse(num_slices > 1, "layer.expert_tensor_parallel", f"1, for {command} whole experts", num_slices)
 
 
 def check_baseline(experiment: Experiment, ep_size: int) -> None:
     """Refuse models that Megatron-Core's router, the baseline, would route in another way, and flex on one rank."""
     model = experiment.model.spec()
-    if experiment.layer.dispatcher == "flex" and ep_size == 1:
-        raise ValueError("layer.dispatcher: flex needs several ranks in layer.ep_size; expected alltoall on one")
-    if model.selection_bias and model.score_function != "sigmoid":
-        raise ValueError(f"model: {model.name}: a selection bias needs sigmoid scores in Megatron-Core, got softmax")
-    if model.score_function == "sigmoid" and not model.normalize and model.top_k > 1:
-        raise ValueError(f"model: {model.name}: Megatron-Core always normalises sigmoid weights; got normalize false")
-    if model.num_groups is not None and model.score_function == "softmax" and model.normalize:
-        raise ValueError(
-            f"model: {model.name}: Megatron-Core compares groups by logits where softmax weights are normalised; "
-            "expected normalize false or no groups"
-        )
+    is_softmax, name = model.score_function == "softmax", f"model: {model.name}"
+    alone = experiment.layer.dispatcher == "flex" and ep_size == 1
+    _refuse(alone, "layer.dispatcher", "alltoall on one rank in layer.ep_size", "flex")
+    biased = model.selection_bias and is_softmax
+    _refuse(biased, name, "sigmoid scores with a selection bias, as Megatron-Core has it", "softmax")
+    unnormalised = not is_softmax and not model.normalize and model.top_k > 1
+    _refuse(unnormalised, name, "sigmoid weights to be normalised, as Megatron-Core always does", "normalize false")
+    grouped = model.num_groups is not None and is_softmax and model.normalize
+    expected = "normalize false or no groups, for Megatron-Core compares groups by logits where weights are normalised"
+    _refuse(grouped, name, expected, f"{model.num_groups} groups")
 
 
 def check_padding(padding: int, tokens_BR: NDArray[np.int64]) -> None:
     """Refuse padding that leaves a rank with tokens no valid one, in any batch."""
     for batch, rank in np.argwhere((tokens_BR > 0) & (tokens_BR <= padding)):
-        raise ValueError(
-            f"workload.padding_per_rank: expected less than the {tokens_BR[batch, rank]} tokens that rank {rank} has"
-            f" in batch {batch}, got {padding}"
-        )
+        expected = f"less than the {tokens_BR[batch, rank]} tokens that rank {rank} has in batch {batch}"
+        _refuse(True, "workload.padding_per_rank", expected, padding)
 
 
 def check_gathering(tokens_BR: NDArray[np.int64]) -> None:
     """Refuse unequal numbers of tokens on ranks, which the allgather dispatcher cannot have."""
     for number, tokens_R in enumerate(tokens_BR):
-        if min(tokens_R) < max(tokens_R):
-            raise ValueError(
-                f"layer.dispatcher: allgather needs as many tokens on every rank; batch {number} deals"
-                f" {min(tokens_R)} to {max(tokens_R)}: expected alltoall, or other workload.num_tokens"
-            )
-
-
-# ---- virtual ranks ---------------------------------------------------------------------------------------------------
+        least, most = min(tokens_R), max(tokens_R)
+        got = f"allgather, where batch {number} deals {least} to {most} tokens to a rank"
+        _refuse(least < most, "layer.dispatcher", "alltoall, or other workload.num_tokens", got)
 
 
 def check_emulated(experiment: Experiment) -> None:
     """Refuse what only real ranks do, and a config without links."""
-    if experiment.emulate.links is None:
-        raise ValueError(
-            f"emulate.links: expected one of {', '.join(Links.names())}, or a path to such a file; got none"
-        )
-    if experiment.measure.launches != 1:
-        raise ValueError(f"measure.launches: emulate makes one launch; expected 1, got {experiment.measure.launches}")
-    if experiment.layer.cuda_graph:
-        raise ValueError("layer.cuda_graph: true is for run; expected false, for emulate runs eagerly")
-    if experiment.layer.dispatcher != "alltoall":
-        raise ValueError(
-            "layer.dispatcher: emulate stands in for the all-to-all; expected alltoall,"
-            f" got {experiment.layer.dispatcher}"
-        )
+    launches, dispatcher = experiment.measure.launches, experiment.layer.dispatcher
+    known = f"one of {', '.join(Links.names())}, or a path to such a file"
+    _refuse(experiment.emulate.links is None, "emulate.links", known, "none")
+    _refuse(launches != 1, "measure.launches", "1, for emulate makes one launch", launches)
+    _refuse(experiment.layer.cuda_graph, "layer.cuda_graph", "false, for emulate runs eagerly", "true")
+    stands_in = "alltoall, for emulate stands in for the all-to-all"
+    _refuse(dispatcher != "alltoall", "layer.dispatcher", stands_in, dispatcher)
 
 
 def check_placed(experiment: Experiment, slots: ExpertPlacement) -> None:
     """Refuse more spare experts than the model has others; of a whole model replicas, placements and chunks."""
+    asked, num_experts = experiment.emulate, experiment.model.spec().num_experts
     if experiment.scope == "model":
-        _check_placed_model(experiment, slots)
-        return
-    num_experts = experiment.model.spec().num_experts
+        _refuse(asked.replication, "emulate.replication", "none with scope model", "some")
+        _refuse(not slots.is_contiguous, "route.placement", "contiguous with scope model", experiment.route.placement)
+        whole = "null with scope model, where a pass is run whole"
+        _refuse(asked.chunk_tokens is not None, "emulate.chunk_tokens", whole, asked.chunk_tokens)
     most = num_experts - num_experts // slots.num_ranks
-    for wanted in experiment.emulate.replication:
-        if wanted.spare_per_rank > most:
-            raise ValueError(
-                f"emulate.replication: spare_per_rank: expected at most {most}, with which every rank holds all"
-                f" {num_experts} experts; got {wanted.spare_per_rank}"
-            )
-
-
-def _check_placed_model(experiment: Experiment, slots: ExpertPlacement) -> None:
-    if experiment.emulate.replication:
-        raise ValueError("emulate.replication: expected none with scope model, where experts are not replicated")
-    if not slots.is_contiguous:
-        raise ValueError("route.placement: expected contiguous with scope model")
-    if experiment.emulate.chunk_tokens is not None:
-        raise ValueError(
-            "emulate.chunk_tokens: expected null with scope model, where a pass is run whole;"
-            f" got {experiment.emulate.chunk_tokens}"
-        )
-
-
-# ---- routing ---------------------------------------------------------------------------------------------------------
+    expected = f"at most {most}, with which every rank holds all {num_experts} experts"
+    for spare in (wanted.spare_per_rank for wanted in asked.replication):
+        _refuse(spare > most, "emulate.replication: spare_per_rank", expected, spare)
 
 
 def check_layer_weights(experiment: Experiment, num_layers: int) -> None:
     """Refuse layer weights of another number than there are layers."""
     weights = experiment.route.layer_weights
-    if weights is not None and (len(weights) != num_layers or not any(weights)):
-        raise ValueError(
-            f"route.layer_weights: expected {num_layers} numbers (layers), some above 0, got {list(weights)}"
-        )
+    wrong = weights is not None and (len(weights) != num_layers or not any(weights))
+    expected = f"{num_layers} numbers (layers), some above 0"
+    _refuse(wrong, "route.layer_weights", expected, list(weights or ()))
 
 
 # ---- whole models ----------------------------------------------------------------------------------------------------
@@ -167,67 +120,44 @@ def check_layer_weights(experiment: Experiment, num_layers: int) -> None:
 
 def check_model(model: ModelSpec, experiment: Experiment) -> None:
     """Refuse a model that is not stated as a whole, or cannot be built so."""
-    for what, value in (
-        ("attention", model.attention),
-        ("vocab_size", model.vocab_size),
-        ("dense_ffn_hidden_size", model.dense_ffn_hidden_size or model.first_dense_layers == 0),
-    ):
-        if not value:
-            raise ValueError(f"model: {model.name}: scope model needs its {what}, which is not stated")
-    if model.tensor_parallel > 1:
-        raise ValueError(f"model.tensor_parallel: expected 1 with scope model, got {model.tensor_parallel}")
-    if experiment.layer.cuda_graph and not experiment.whole.context_length:
-        raise ValueError(
-            "layer.cuda_graph: true with scope model needs whole.context_length of at least 1: decode steps are "
-            "replayed, prompts are not; got 0"
-        )
+    dense = model.dense_ffn_hidden_size or model.first_dense_layers == 0
+    stated = {"attention": model.attention, "vocab_size": model.vocab_size, "dense_ffn_hidden_size": dense}
+    for what, value in stated.items():
+        _refuse(not value, f"model: {model.name}", f"its {what} with scope model", "none")
+    _refuse(model.tensor_parallel > 1, "model.tensor_parallel", "1 with scope model", model.tensor_parallel)
+    graph = experiment.layer.cuda_graph and not experiment.whole.context_length
+    _refuse(graph, "layer.cuda_graph", "whole.context_length of at least 1: decode steps are replayed, no prompts", 0)
     fewest, built = model.first_dense_layers + 1, experiment.whole.num_layers
-    if built is not None and not fewest <= built <= model.num_layers:
-        raise ValueError(
-            f"whole.num_layers: expected {fewest} to {model.num_layers} layers of {model.name}, so that one is an MoE "
-            f"layer; got {built}"
-        )
+    wrong = built is not None and not fewest <= built <= model.num_layers
+    expected = f"{fewest} to {model.num_layers} layers of {model.name}, so that one is an MoE layer"
+    _refuse(wrong, "whole.num_layers", expected, built)
 
 
 def check_batches(experiment: Experiment) -> None:
-    """Refuse batches that are neither prompts nor one token of each request."""
+    """Refuse batches of a whole model that are neither prompts nor one token of each request."""
     config, context = experiment.workload, experiment.whole.context_length
-    if config.padding_per_rank:
-        raise ValueError(f"workload.padding_per_rank: expected 0 with scope model, got {config.padding_per_rank}")
+    padding = config.padding_per_rank
+    _refuse(padding, "workload.padding_per_rank", "0 with scope model", padding)
     if isinstance(config, SyntheticConfig):
-        key, per_request = "workload.sequence_length", config.sequence_length
-        decodes = per_request == 1
+        key, per_request, one = "workload.sequence_length", config.sequence_length, "1"
+        steps = per_request == 1
     else:
         key, per_request = "workload.tokens_per_request", config.tokens_per_request
-        decodes = config.arrangement == "decode" and per_request == 1
-        if config.arrangement == "decode" and per_request > 1:
-            raise ValueError(f"{key}: expected 1 with scope model, got {per_request}")
-    if context and not decodes:
-        wanted = "1" if isinstance(config, SyntheticConfig) else "1 and workload.arrangement: decode"
-        raise ValueError(
-            f"{key}: expected {wanted}, for whole.context_length={context} makes a batch one decode step; "
-            f"got {per_request}"
-        )
-    if decodes and not context:
-        raise ValueError(
-            "whole.context_length: expected at least 1, for a batch of one token per request decodes; got 0"
-        )
+        one, steps = "1 and workload.arrangement: decode", config.arrangement == "decode"
+        _refuse(steps and per_request > 1, key, "1 with scope model", per_request)
+    expected = f"{one}, for whole.context_length={context} makes a batch one decode step"
+    _refuse(context and not steps, key, expected, per_request)
+    _refuse(steps and not context, "whole.context_length", "at least 1, where a batch is one token per request", 0)
 
 
 def check_dealing(tokens_BR: NDArray[np.int64]) -> None:
     """Refuse batches that leave a rank without tokens: its attention has nothing to do."""
-    for number, tokens_R in enumerate(tokens_BR):
-        if min(tokens_R) == 0:
-            raise ValueError(
-                f"workload: expected tokens for every rank, but batch {number} has none for rank "
-                f"{int(np.argmin(tokens_R))}: expected more sequences, or rank_shares above 0"
-            )
+    for batch, rank in np.argwhere(tokens_BR == 0):
+        expected = "tokens for every rank: more sequences, or rank_shares above 0"
+        _refuse(True, "workload", expected, f"none for rank {rank} in batch {batch}")
 
 
 def check_whole_recording(model: ModelSpec, num_moe: int, num_recorded: int) -> None:
     """Refuse a recording with fewer layers than MoE layers are built."""
-    if num_recorded < num_moe:
-        raise ValueError(
-            f"workload.trace: expected the {num_moe} MoE layers that are built of {model.name}, got "
-            f"{num_recorded}; whole.num_layers builds fewer"
-        )
+    expected = f"the {num_moe} MoE layers that are built of {model.name}; whole.num_layers builds fewer"
+    _refuse(num_recorded < num_moe, "workload.trace", expected, num_recorded)

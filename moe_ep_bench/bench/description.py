@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 from moe_ep_bench.bench import words
-from moe_ep_bench.bench.plan import MODELLED, Comparison
+from moe_ep_bench.bench.plan import MODELLED, ROUTING, Comparison
 from moe_ep_bench.config import Experiment
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
@@ -22,40 +22,63 @@ from moe_ep_bench.workload import Workload
 _MOST_KEPT_BYTES = 4 * 2**30
 
 
-def describe_run(run_id: str, comparisons: Sequence[Comparison], environment: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``run.json`` says whatever the backend; goes through all batches for their fingerprints."""
+def run_json(
+    run_id: str,
+    mode: str,
+    comparisons: Sequence[Any],
+    environment: Mapping[str, Any],
+    configs: Iterable[Any],
+    fingerprint: Callable[[Any], str | None],
+    describe: Callable[[Any], dict[str, Any]],
+) -> dict[str, Any]:
+    """What ``run.json`` says of comparisons of ``plan``, or of ``quality``.
+
+    JSON's keys are sorted, and ids say nothing: ``order`` is the config's.
+    """
+    cases = [(comparison, *numbered) for comparison in comparisons for numbered in enumerate(comparison.cases)]
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": run_id,
-        "mode": comparisons[0].mode,
-        "scope": comparisons[0].subject.name,
+        "mode": mode,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "config": [describe_experiment(comparison.experiment) for comparison in comparisons],
+        "config": list(configs),
         "environment": dict(environment),
         "hashes": {
             "code": provenance.code_hash(),
             "config": stable_hash([comparison.definition for comparison in comparisons]),
-            "workload": {comparison.comparison_id: _fingerprint(comparison) for comparison in comparisons},
+            "workload": {comparison.comparison_id: fingerprint(comparison) for comparison in comparisons},
         },
-        "comparisons": {comparison.comparison_id: _describe(comparison) for comparison in comparisons},
-        "cases": {
-            case.case_id: comparison.describe_case(case) for comparison in comparisons for case in comparison.cases
-        },
+        "comparisons": {one.comparison_id: {**describe(one), "order": order} for order, one in enumerate(comparisons)},
+        "cases": {case.case_id: {**one.describe_case(case), "order": order} for one, order, case in cases},
     }
+
+
+def describe_run(
+    run_id: str, comparisons: Sequence[Comparison], environment: Mapping[str, Any], ranks: Ranks | None = None
+) -> dict[str, Any]:
+    """``run.json`` of planned comparisons; goes through all batches for their fingerprints.
+
+    Args:
+        ranks: of timed ones.
+    """
+    configs = (describe_experiment(comparison.experiment) for comparison in comparisons)
+    described = partial(_describe, ranks=ranks)
+    found = run_json(run_id, comparisons[0].mode, comparisons, environment, configs, _fingerprint, described)
+    return {**found, "scope": comparisons[0].subject.name}
 
 
 def describe_timed_run(
     ranks: Ranks,
     run_id: str,
     comparisons: Sequence[Comparison],
-    before: Callable[[Comparison], object] = lambda comparison: None,
+    before: Callable[[], object] = lambda: None,
     *,
     survey: bool = True,
 ) -> dict[str, Any]:
     """``run.json`` of real or virtual ranks, as rank 0 writes it; every rank calls this.
 
     Args:
-        before: called ahead of each layer of a comparison whose batches are all gone through on this rank.
+        before: called ahead of each layer whose batches are all gone through on this rank.
         survey: go through all batches for their fingerprints and figures; without it a layer's ``run.json`` has none.
 
     Raises:
@@ -63,11 +86,11 @@ def describe_timed_run(
     """
     for comparison in comparisons:
         # Of several comparisons the last would wait long for what is kept of it; a layer has one workload.
-        keep = comparison.subject.name == "model" and len(comparisons) == comparison.subject.world_size == 1
+        is_model = comparison.subject.name == "model"
+        keep = is_model and len(comparisons) == comparison.subject.world_size == 1
         try:
-            if survey or comparison.subject.name == "model":
-                workloads = tuple(comparison.subject.workloads.values())
-                survey_together(workloads, ranks, partial(before, comparison), keep=keep)
+            if survey or is_model:
+                survey_together(tuple(comparison.subject.workloads.values()), ranks, before, keep=keep)
             else:
                 comparison.workload.skip_survey()
         except ValueError as problem:
@@ -76,26 +99,13 @@ def describe_timed_run(
     of_ranks = [json.loads(text) for text in ranks.texts(json.dumps(mine))]
     # Of one rank: it asks the driver, which answers all ranks of a node alike and slowly.
     described = provenance.describe(ranks.device) if ranks.is_first else {}
-    description = describe_run(run_id, comparisons, {**described, "ranks": of_ranks})
+    description = describe_run(run_id, comparisons, {**described, "ranks": of_ranks}, ranks)
     for comparison in comparisons:
-        description["comparisons"][comparison.comparison_id] |= _describe_timed(comparison, ranks)
         for case in comparison.cases:
             of_case = description["cases"][case.case_id]
             of_case["kernel"] = comparison.kernel_of(case, ranks.device.type)
             if comparison.links is not None:
                 of_case["extra_bytes_per_rank"] = comparison.extra_bytes_per_rank(case)
-    return description
-
-
-def describe_routing_run(
-    run_id: str, comparisons: Sequence[Comparison], environment: Mapping[str, Any]
-) -> dict[str, Any]:
-    """``run.json`` of ``route``. JSON's keys are sorted, and ids say nothing: ``order`` is the config's."""
-    description = describe_run(run_id, comparisons, environment)
-    for order, comparison in enumerate(comparisons):
-        description["comparisons"][comparison.comparison_id] |= {"order": order, **_describe_routing(comparison)}
-        for number, case in enumerate(comparison.cases):
-            description["cases"][case.case_id]["order"] = number
     return description
 
 
@@ -108,10 +118,10 @@ def survey_together(
 
     Args:
         before: called ahead of each workload that is gone through here.
-        keep: where there is one rank, and memory for it, keep the batches for it.
+        keep: keep what a rank alone makes, where it fits into memory.
 
     Raises:
-        ValueError: a batch cannot meet its targets; on every rank, whichever found it.
+        ValueError: some batch cannot meet its targets; on every rank.
     """
     size = sum(one.num_batches * one.num_tokens * one.num_experts * 4 for one in workloads)
     if keep and ranks.world_size == 1 and size <= _MOST_KEPT_BYTES:
@@ -139,26 +149,43 @@ def _fingerprint(comparison: Comparison) -> str | None:
     return of_layers[0] if len(of_layers) == 1 else stable_hash(of_layers)
 
 
-def _describe(comparison: Comparison) -> dict[str, Any]:
-    """What ``run.json`` says of a comparison whatever its backend."""
-    model = comparison.model
-    return {
+def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
+    model, subject, experiment, placement = (
+        comparison.model,
+        comparison.subject,
+        comparison.experiment,
+        comparison.placement if comparison.backend != "ranks" else None,
+    )
+    described: dict[str, Any] = {
         "title": comparison.title,
         "model": model.name,
         "num_experts": model.num_experts,
         "top_k": model.top_k,
         "num_ranks": comparison.ep_size,
-        "num_tokens": comparison.subject.num_tokens,
+        "num_tokens": subject.num_tokens,
         "num_batches": comparison.workload.num_batches,
         "workload": comparison.describe_workload(),
+        "kernel": comparison.describe_kernels(ranks.device.type if ranks else "cpu"),
     }
-
-
-def _describe_timed(comparison: Comparison, ranks: Ranks) -> dict[str, Any]:
-    model, subject, parts, asked = comparison.model, comparison.subject, comparison.parts, comparison.experiment.layer
-    described = {
+    if comparison.backend == ROUTING:
+        assert placement is not None
+        shares = placement.share_RE.tolist() if placement.name == "matrix" else None
+        return {
+            **described,
+            "layer": comparison.layer,
+            "traffic": words.traffic(experiment, comparison.workload),
+            "phase": words.phase(experiment, comparison.workload),
+            # Equal for layers that are routed alike.
+            "group": comparison.alike_but_for("layer"),
+            "family": comparison.alike_but_for("layer", "num_tokens", "num_batches"),
+            "placement": {"name": placement.name, "shares": shares},
+            "layer_weights": experiment.route.layer_weights,
+            "image_share": experiment.route.image_share,
+        }
+    assert ranks is not None
+    parts, asked = comparison.parts, experiment.layer
+    described |= {
         "scale": model.scale,
-        "departures": list(subject.departures),
         "expert_tensor_parallel": subject.num_slices,
         "num_replicas": subject.world_size // subject.num_together,
         "world_size": subject.world_size,
@@ -170,37 +197,17 @@ def _describe_timed(comparison: Comparison, ranks: Ranks) -> dict[str, Any]:
         "cuda_graph": parts.held_by_graphs(comparison.ep_size, subject.name),
         "experts": {"requested": asked.experts, "ran": parts.experts, "why": parts.experts_why},
         "permute": {"requested": asked.permute, "ran": parts.permute},
-        "kernel": comparison.describe_kernels(ranks.device.type),
-        "flush_l2": comparison.experiment.measure.flush_l2,
+        "flush_l2": experiment.measure.flush_l2,
         "oversubscribed": ranks.oversubscribed,
         "random_weights": True,
-        "point": describe_point(comparison.experiment),
+        "point": describe_point(experiment),
         **subject.describe(modelled=comparison.backend == MODELLED),
     }
-    if comparison.links is not None:
+    if comparison.links is not None and placement is not None:
         described["links"] = comparison.links.describe()
         described["device"] = comparison.device and comparison.describe_device()
-        described["placement"] = comparison.placement.name
+        described["placement"] = placement.name
     return described
-
-
-def _describe_routing(comparison: Comparison) -> dict[str, Any]:
-    experiment, placement = comparison.experiment, comparison.placement
-    return {
-        "layer": comparison.layer,
-        "traffic": words.traffic(experiment, comparison.workload),
-        "phase": words.phase(experiment, comparison.workload),
-        # Equal for layers that are routed alike.
-        "group": comparison.alike_but_for("layer"),
-        "family": comparison.alike_but_for("layer", "num_tokens", "num_batches"),
-        "placement": {
-            "name": placement.name,
-            "shares": placement.share_RE.tolist() if placement.name == "matrix" else None,
-        },
-        "layer_weights": experiment.route.layer_weights,
-        "image_share": experiment.route.image_share,
-        "kernel": comparison.describe_kernels("cpu"),
-    }
 
 
 def describe_experiment(experiment: Experiment) -> dict[str, Any]:

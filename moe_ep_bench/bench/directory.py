@@ -85,19 +85,15 @@ def left_of(
     for comparison in comparisons:
         # The first launch begins anew; later ones were forgotten with it.
         if force and launch == 0:
-            _forget(directory, comparison)
+            case_ids = [case.case_id for case in comparison.cases]
+            for case_id in case_ids:
+                directory.remove_case(case_id)
+            directory.remove_conditions(comparison.comparison_id)
+            forget_lost(directory.attempts, [comparison.comparison_id, *case_ids])
         tried = [case for case in comparison.cases if not given_up(directory, comparison, case)]
         finished = all(directory.is_finished(case.case_id, launch) for case in tried)
         left.append([] if finished or launch >= comparison.experiment.measure.launches else tried)
     return left
-
-
-def _forget(directory: RunDirectory, comparison: Comparison) -> None:
-    """Remove what is there of a comparison, so that it is measured anew."""
-    for case in comparison.cases:
-        directory.remove_case(case.case_id)
-    directory.remove_conditions(comparison.comparison_id)
-    forget_lost(directory.attempts, [comparison.comparison_id, *(case.case_id for case in comparison.cases)])
 
 
 def given_up(directory: RunDirectory, comparison: Comparison, case: CaseSpec) -> list[str]:

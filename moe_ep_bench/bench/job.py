@@ -1,4 +1,8 @@
-"""Measure comparisons one after another under a watchdog: a job's ranks, where it writes, how it ends."""
+"""Go through comparisons one after another: a job's ranks, where it writes, its watchdog, how it ends.
+
+Timed backends work under a watchdog and leave a mark of what they are at, so that the next job knows what was lost
+(``measure_each``). Nothing of an untimed one can be lost but its own time (``fill``).
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,19 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
 
-from moe_ep_bench.bench.directory import cannot_write, given_up
+from moe_ep_bench.bench.directory import cannot_write, check_agreement, given_up, hold_comparisons, keep_other_policies
 from moe_ep_bench.bench.plan import CaseSpec, Comparison
+from moe_ep_bench.files import stable_hash, write_json
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.monitor import MachineSampler
 from moe_ep_bench.results import RunDirectory
@@ -33,9 +40,39 @@ class ToldError(Exception):
     """The job ends on all ranks, and the user was told why: the config is wrong, or results cannot be written."""
 
 
+def new_run_id() -> str:
+    return stable_hash([time.time_ns()])
+
+
+def identity(mode: str, run_id: str, comparison: Any, case: CaseSpec) -> dict[str, Any]:
+    """The columns that say which case rows belong to.
+
+    Args:
+        comparison: a ``Comparison``, or one of ``quality``, whose checkpoint answers as a whole.
+    """
+    planned = comparison if isinstance(comparison, Comparison) else None
+    return {
+        "run_id": run_id,
+        "case_id": case.case_id,
+        "comparison_id": comparison.comparison_id,
+        "mode": mode,
+        "subject": planned.subject.name if planned else "model",
+        "backend": planned.backend if planned else None,
+        "model": comparison.model.name,
+        "policy": case.name,
+        "policy_params": json.dumps(case.params, sort_keys=True),
+        "num_ranks": comparison.ep_size,
+        "status": "ok",
+    }
+
+
 @dataclass(frozen=True)
 class Job:
-    """One job on this rank, which makes one launch."""
+    """One job on this rank, which makes one launch of timed comparisons.
+
+    Attributes:
+        unwritten: what this rank could not write, in words.
+    """
 
     ranks: Ranks
     directory: RunDirectory
@@ -45,7 +82,6 @@ class Job:
     watchdog: Watchdog
     progress: tqdm
     unwritten: list[str] = field(default_factory=list)
-    """What this rank could not write, in words."""
 
     def enter(self, comparison: Comparison) -> None:
         """Note that work on a comparison as a whole begins: building its layers, writing its parts."""
@@ -58,22 +94,22 @@ class Job:
         self.mark.set(case_id)
         self.progress.update()
 
-    @contextlib.contextmanager
-    def counting(self, planned: int) -> Iterator[None]:
-        """Count the block's iterations as those that were run, which may be more or fewer than were ``planned``."""
-        others = self.progress.total - self.progress.n - planned
-        yield
-        self.progress.total = self.progress.n + others
-
-    def identity(self, comparison: Comparison, case: CaseSpec, num_rows: int) -> dict[str, list[Any]]:
-        """See ``identity``."""
-        return identity(comparison.mode, self.run_id, comparison, case, num_rows)
+    def identity(self, comparison: Comparison, case: CaseSpec) -> dict[str, Any]:
+        return identity(comparison.mode, self.run_id, comparison, case)
 
     def write_unmeasured(self, comparison: Comparison, case: CaseSpec, status: str, reason: str) -> None:
-        """Write the one row of a case that has no measurements; rank 0 calls this."""
-        row = {**self.identity(comparison, case, 1), "status": [status], "reason": [reason]}
-        with self.writing():
-            self.directory.write("samples", case.case_id, row, self.launch)
+        """Write the one row of a case that has no measurements, on rank 0."""
+        if self.ranks.is_first:
+            row = {**self.identity(comparison, case), "status": status, "reason": reason}
+            with self.writing():
+                self.directory.write("samples", case.case_id, row, self.launch)
+
+    def write_conditions(self, comparison: Comparison, conditions: Mapping[str, Any]) -> None:
+        """Say under which conditions this launch was timed, on rank 0."""
+        if self.ranks.is_first:
+            path = self.directory.conditions_path(comparison.comparison_id, self.launch)
+            with self.writing():
+                write_json(path, {"run_id": self.run_id, **conditions})
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -96,29 +132,6 @@ class Job:
             self.progress.close()  # So that what is said begins a line.
         if self.ranks.complain(f"{said}; what is finished stays, the same command goes on from there" if said else ""):
             raise ToldError
-
-
-def identity(mode: str, run_id: str, comparison: Any, case: CaseSpec, num_rows: int) -> dict[str, list[Any]]:
-    """The columns that say which case rows belong to, repeated for ``num_rows`` rows.
-
-    Args:
-        comparison: a ``Comparison``, or one of ``quality``, whose checkpoint answers as a whole.
-    """
-    planned = comparison if isinstance(comparison, Comparison) else None
-    values = {
-        "run_id": run_id,
-        "case_id": case.case_id,
-        "comparison_id": comparison.comparison_id,
-        "mode": mode,
-        "subject": planned.subject.name if planned else "model",
-        "backend": planned.backend if planned else None,
-        "model": comparison.model.name,
-        "policy": case.name,
-        "policy_params": json.dumps(case.params, sort_keys=True),
-        "num_ranks": comparison.ep_size,
-        "status": "ok",
-    }
-    return {key: [value] * num_rows for key, value in values.items()}
 
 
 @contextlib.contextmanager
@@ -148,8 +161,7 @@ def open_job(
         if mark is not None:
             mark.clear()
         raise ToldError
-    timeout_s = max(one.experiment.measure.timeout_s for one in comparisons)
-    watchdog = Watchdog(timeout_s, mark.explain)
+    watchdog = Watchdog(max(one.experiment.measure.timeout_s for one in comparisons), mark.explain)
     progress = progress_bar(num_iterations, "iteration", shown=ranks.is_first)
     job = Job(ranks, directory, run_id, launch, mark, watchdog, progress)
     try:
@@ -193,13 +205,11 @@ def measure_each(
         meanwhile: entered once the job's own watchdog is there, and left before it ends.
     """
     counts = [comparison.num_iterations(cases) for comparison, cases in zip(comparisons, todo, strict=True)]
-    opened = open_job(
-        ranks, directory, comparisons, directory.attempts, run_id=run_id, launch=launch, num_iterations=sum(counts)
-    )
+    how = {"run_id": run_id, "launch": launch, "num_iterations": sum(counts)}
+    opened = open_job(ranks, directory, comparisons, directory.attempts, **how)
     with opened as job, meanwhile or contextlib.nullcontext():
         for comparison, cases, count in zip(comparisons, todo, counts, strict=True):
-            if ranks.is_first:
-                _record_lost(job, comparison, cases)
+            _record_lost(job, comparison, cases)
             job.check_written()
             if not cases:
                 continue
@@ -208,19 +218,65 @@ def measure_each(
             launches = comparison.experiment.measure.launches
             repetition = f", launch {launch + 1} of {launches}" if launches > 1 else ""
             job.progress.set_description(comparison.title + repetition)
-            with job.counting(count):
-                measure(job, comparison, cases)
+            others = job.progress.total - job.progress.n - count
+            measure(job, comparison, cases)
+            job.progress.total = job.progress.n + others  # They may have been more or fewer than planned.
     return True
 
 
 def _record_lost(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
     """Give every case that was lost too often its row."""
-    for case in comparison.cases:
+    for case in comparison.cases if job.ranks.is_first else ():
         reasons = given_up(job.directory, comparison, case)
         if case not in cases and reasons and not job.directory.is_finished(case.case_id, job.launch):
             status, _, reason = reasons[-1].partition(": ")
             status = status if status in ("oom", "timeout") else "failed"
             job.write_unmeasured(comparison, case, status, f"{reason or reasons[-1]} ({len(reasons)} attempts)")
+
+
+def fill(
+    directory: RunDirectory,
+    comparisons: Sequence[Any],
+    mode: str,
+    table: str,
+    conditions: Mapping[str, Any],
+    describe: Callable[[str], dict[str, Any]],
+    measure: Callable[[str, Any, Sequence[CaseSpec], tqdm], object],
+    *,
+    unit: tuple[str, Callable[[Any, Sequence[CaseSpec]], int]],
+    is_left: Callable[[Any], bool] = lambda comparison: False,
+    force: bool = False,
+) -> None:
+    """Go through untimed comparisons, case by case: one whose rows are in the directory is not done again.
+
+    Args:
+        comparisons: of ``plan``, or of ``quality``.
+        table: whose part makes a case done.
+        conditions: see ``check_agreement``.
+        describe: returns ``run.json`` for a run's id.
+        measure: does cases of a comparison and writes their parts, given the run's id and a progress bar.
+        unit: of progress, and how many of it the cases of a comparison are.
+        is_left: whether a comparison leaves something beside its cases that is not there yet.
+
+    Raises:
+        ValueError: the directory cannot be used; one line.
+    """
+    check_agreement(directory, mode, conditions, force=force)
+    with hold_comparisons(directory, comparisons):
+        is_done, run_id, todo = partial(directory.is_done, table), new_run_id(), {}
+        for one in comparisons:
+            cases = [case for case in one.cases if force or not is_done(case.case_id)]
+            if cases or is_left(one):
+                todo[one] = cases
+        description = describe(run_id)
+        keep_other_policies(directory, description, is_done)
+        directory.write_run(description, is_done)
+        if not todo:
+            print("moe-ep-bench: all cases are there from before; --force begins anew", file=sys.stderr)
+        with progress_bar(sum(unit[1](*one) for one in todo.items()), unit[0]) as progress:
+            for one, cases in todo.items():
+                progress.set_description(one.title)
+                measure(run_id, one, cases, progress)
 
 
 @contextlib.contextmanager

@@ -41,7 +41,6 @@ from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import Placement, Replication, replicate
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.workload import RecordedWorkload, Workload
-from moe_ep_bench.workload.formatting import tokens_words
 
 RANKS, VIRTUAL, MODELLED, ROUTING = "ranks", "virtual", "modelled", "routing"
 
@@ -55,16 +54,19 @@ NATIVE = make_policy({"name": "topk"})
 
 @dataclass(frozen=True)
 class CaseSpec:
-    """One policy, or one of the three references, on a comparison's workload."""
+    """One policy, or one of the references, on a comparison's workload.
+
+    Attributes:
+        policy: None for the references and replication, which take Megatron-Core's own router.
+        masks_padding: what routes the case is told which tokens are padding; no router of Megatron-Core's own is.
+    """
 
     case_id: str
     role: str
     name: str
     policy: Policy | None
-    """None for the references and replication, which take Megatron-Core's own router."""
     replication: ReplicationConfig | None = None
     masks_padding: bool = False
-    """What routes the case is told which tokens are padding; no router of Megatron-Core's own is."""
 
     def told(self, context: RoutingContext) -> RoutingContext:
         """What of ``context`` the case's router is told."""
@@ -86,9 +88,8 @@ class CaseSpec:
     def label(self) -> str:
         if self.replication is not None:
             return f"EPLB, {self.replication.spare_per_rank} spare per rank"
-        if self.policy is not None:
-            return self.policy.label
-        return {NOISE: "native again", CEILING: "native, balanced scores"}.get(self.role, self.name)
+        references = {NOISE: "native again", CEILING: "native, balanced scores"}
+        return self.policy.label if self.policy else references.get(self.role, self.name)
 
     def describe(self, comparison_id: str) -> dict[str, Any]:
         return {
@@ -99,6 +100,11 @@ class CaseSpec:
             "role": self.role,
             "looks_past_top_k": self.policy is not None and self.policy.looks_past_top_k,
         }
+
+
+def cases_of(comparison_id: str, specs: Iterable[CaseSpec]) -> list[CaseSpec]:
+    """The same cases with their ids: hashes of the comparison and of all that makes a case."""
+    return [replace(one, case_id=stable_hash([comparison_id, one.role, one.name, one.params])) for one in specs]
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,13 +136,13 @@ class Comparison:
         Raises:
             ValueError: naming the key whose value does not fit.
         """
-        links, device, model = None, None, experiment.model.spec()
-        if backend == ROUTING:
-            checks.check_scope(experiment)
+        links, device, num_experts = None, None, experiment.model.spec().num_experts
+        if backend == ROUTING and experiment.scope != "layer":
+            raise ValueError(f"scope: expected layer for this command, got {experiment.scope}")
         if backend != RANKS:
             command = "route lays out" if backend == ROUTING else "emulate and advise lay out"
             checks.check_whole_experts(experiment, command)
-            world_size = experiment.layer.ep_size or default_ep_size(model.num_experts)
+            world_size = experiment.layer.ep_size or default_ep_size(num_experts)
         if backend in (VIRTUAL, MODELLED):
             checks.check_emulated(experiment)
             links, device = _load_models(experiment)
@@ -148,27 +154,22 @@ class Comparison:
             checks.check_baseline(experiment, ep_size)
         parts = _parts(experiment, backend, world_size, on_cpu, device)
         subject = SUBJECTS[experiment.scope].of(experiment, world_size)
-        comparison = cls(subject, backend, parts, ExpertPlacement.contiguous(model.num_experts, ep_size), links, device)
-        on_host = on_cpu or backend == ROUTING
-        comparison.describe_kernels("cpu" if on_host else "cuda")  # Finds those that cannot run.
-        return comparison._placed()
-
-    def _placed(self) -> Comparison:
-        """The same with experts where the config has them, found to fit."""
-        if self.backend == RANKS:
-            return self
-        placement = self.placement
-        if self.links is None:
-            return self  # A placement is applied to what routing counted.
+        one = cls(subject, backend, parts, ExpertPlacement.contiguous(num_experts, ep_size), links, device)
+        one.describe_kernels("cpu" if on_cpu or backend == ROUTING else "cuda")  # Finds those that cannot run.
+        if backend == RANKS:
+            return one
+        placement = one.placement
+        if links is None:
+            return one  # A placement is applied to what routing counted.
         with _named("route.placement"):
-            placed = replace(self, slots=ExpertPlacement.of_placement(placement))
-        checks.check_placed(self.experiment, placed.slots)
+            one = replace(one, slots=ExpertPlacement.of_placement(placement))
+        checks.check_placed(experiment, one.slots)
         with _named("emulate.replication"):
-            for wanted in self.experiment.emulate.replication:
-                self.replicate(wanted, np.ones(self.model.num_experts))
+            for wanted in experiment.emulate.replication:
+                one.replicate(wanted, np.ones(num_experts))
         with _named("emulate.links, layer.ep_size"):
-            self.links.all_gather_us(0, self.ep_size)
-        return placed
+            links.all_gather_us(0, ep_size)
+        return one
 
     @property
     def mode(self) -> str:
@@ -211,26 +212,17 @@ class Comparison:
 
         Routing needs neither noise nor ceiling, and ``topk`` only where it is told of padding: else it is the baseline.
         """
-        policies, config = self.experiment.make_policies(), self.experiment.workload
+        config, asked = self.experiment.workload, self.experiment.emulate.replication
+        baseline, noise = CaseSpec("", BASELINE, "native", None), CaseSpec("", NOISE, "native", None)
+        made = self.experiment.make_policies()
+        policies = [CaseSpec("", POLICY, one.name, one, masks_padding=config.mask_padding) for one in made]
         if self.backend == ROUTING:
-            masks_padding = config.mask_padding and config.padding_per_rank > 0
-            wanted = [self.case(POLICY, one.name, one) for one in policies if one != NATIVE or masks_padding]
-            return [self.case(BASELINE, "native"), *wanted]
-        replications = () if self.backend == RANKS else self.experiment.emulate.replication
-        return [
-            self.case(BASELINE, "native"),
-            self.case(NOISE, "native"),
-            *(self.case(POLICY, policy.name, policy) for policy in policies),
-            *(self.case(REPLICATION, "eplb", None, wanted) for wanted in replications),
-            self.case(CEILING, "native_balanced"),
-        ]
-
-    def case(
-        self, role: str, name: str, policy: Policy | None = None, replication: ReplicationConfig | None = None
-    ) -> CaseSpec:
-        masks_padding = policy is not None and self.experiment.workload.mask_padding
-        spec = CaseSpec("", role, name, policy, replication, masks_padding)
-        return replace(spec, case_id=stable_hash([self.comparison_id, role, name, spec.params]))
+            masks = config.mask_padding and config.padding_per_rank > 0
+            specs = [baseline, *(one for one in policies if masks or one.policy != NATIVE)]
+        else:
+            replicated = [CaseSpec("", REPLICATION, "eplb", None, one) for one in asked if self.backend != RANKS]
+            specs = [baseline, noise, *policies, *replicated, CaseSpec("", CEILING, "native_balanced", None)]
+        return cases_of(self.comparison_id, specs)
 
     @cached_property
     def definition(self) -> dict[str, Any]:
@@ -269,10 +261,8 @@ class Comparison:
             # What a skew's name stands for may change; what is measured then does too.
             workload |= config.targets(self.experiment.model.preset)
         if isinstance(self.workload, RecordedWorkload):
-            workload["trace"] = [
-                {"trace": trace.sha256(), "share": source.share}
-                for source, trace in zip(self.workload.sources, self.workload.traces, strict=True)
-            ]
+            traces = zip(self.workload.sources, self.workload.traces, strict=True)
+            workload["trace"] = [{"trace": trace.sha256(), "share": source.share} for source, trace in traces]
         return {**workload, "num_tokens": self.subject.num_tokens, "tokens_per_rank": None}
 
     @cached_property
@@ -287,30 +277,27 @@ class Comparison:
     # ---- found to work -----------------------------------------------------------------------------------------------
 
     def try_out(self) -> None:
-        """Make a batch and route by every policy: finds what only then can be seen not to fit.
+        """Make a batch and route two tokens by every policy: finds what only then can be seen not to fit.
 
         Raises:
             ValueError: naming the key, or the policy and its field.
         """
-        if self.experiment.workload.padding_per_rank:
-            checks.check_padding(self.experiment.workload.padding_per_rank, self.subject.rank_tokens)
+        experiment, subject = self.experiment, self.subject
+        if experiment.workload.padding_per_rank:
+            checks.check_padding(experiment.workload.padding_per_rank, subject.rank_tokens)
         # Finds skews that cannot be had; a batch of all virtual ranks may not fit into memory.
         if self.links is None:
             self.workload.batch(0)
         else:
             next(self.workload.rank_batches(0, self.ep_size))
-        if self.parts.dispatcher == "allgather" and self.subject.num_together > 1:
-            checks.check_gathering(self.subject.rank_tokens)
-        self._try_policies()
-
-    def _try_policies(self) -> None:
-        """Route two tokens by every policy: finds fields that do not suit the model, and compiles what is compiled."""
+        if self.parts.dispatcher == "allgather" and subject.num_together > 1:
+            checks.check_gathering(subject.rank_tokens)
         scores_TE = torch.rand(2, self.model.num_experts, generator=torch.Generator().manual_seed(0))
-        requests_T = torch.zeros(2, dtype=torch.int64)
-        assumes_images = self.backend == ROUTING and self.experiment.route.image_share is not None
-        modality_T = torch.zeros(2, dtype=torch.int64) if assumes_images else None
-        context = replace(self.subject.context(0, requests_T, None), modality_T=modality_T, generator=torch.Generator())
-        for policy in self.experiment.make_policies():
+        text_T = torch.zeros(2, dtype=torch.int64)
+        has_images = self.backend == ROUTING and experiment.route.image_share is not None
+        context = replace(subject.context(0, text_T, None), generator=torch.Generator())
+        context = replace(context, modality_T=text_T if has_images else None)
+        for policy in experiment.make_policies():
             try:
                 compiled(policy, "cpu").route(scores_TE, context)
             except ValueError as problem:
@@ -326,9 +313,9 @@ class Comparison:
         """
         if case.policy is None:
             return None
-        tokens, asked = self.subject.fullest_tokens, self.experiment.layer.kernel
         with _named("layer.kernel"):
-            return compiled(case.policy, device_type, asked).runs(tokens, self.model.num_experts)
+            twin = compiled(case.policy, device_type, self.experiment.layer.kernel)
+            return twin.runs(self.subject.fullest_tokens, self.model.num_experts)
 
     def describe_kernels(self, device_type: str) -> dict[str, str]:
         """What was asked for, and all that ran."""
@@ -339,15 +326,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        name, experiment = self.model.name, self.experiment
-        slices = f" x TP {self.subject.num_slices}" if self.subject.num_slices > 1 else ""
-        sizes = f"EP {self.ep_size}{slices}, {tokens_words(self.subject.num_tokens)}"
-        if self.backend == ROUTING:
-            layer = "" if self.layer is None else f", layer {self.layer}"
-            return f"{name}, {sizes}, {words.traffic(experiment, self.workload)}{layer}"
-        scaled = f" x {self.model.scale:g}" if self.model.scale != 1 else ""
-        padding, graph = words.padding_in_title(experiment), ", CUDA graph" if self.parts.cuda_graph else ""
-        return f"{name}{scaled}, {self.subject.extent}{sizes}, {self.subject.workload_in_short}{padding}{graph}"
+        return words.title(self)
 
     def describe_case(self, case: CaseSpec) -> dict[str, Any]:
         """What ``run.json`` says of a case."""
@@ -372,6 +351,8 @@ class Comparison:
         """
         num_cases, measure = len(self.cases if cases is None else cases), self.experiment.measure
         num_batches, num_layers = self.workload.num_batches, len(self.subject.workloads)
+        if self.backend == ROUTING:
+            return num_batches * num_cases
         rounds = 1 + measure.warmup + measure.iterations
         if self.links is None:
             checked = 3 if self.parts.cuda_graph else 1
@@ -404,14 +385,6 @@ class Comparison:
         fitting = [one for one in counts if self.memory_bytes_per_rank(one) <= available]
         hint = f"; whole.num_layers={fitting[-1]} fits" if fitting else ""
         return f"needs about {need / gib:.1f} GiB per rank, {available / gib:.1f} GiB are free{hint}"
-
-    def memory_words(self, available: int) -> str:
-        """For a dry run: how much of the memory a rank needs."""
-        gib = 2**30
-        if self.in_chunks:
-            rows = self.subject.num_tokens * self.model.top_k / self.ep_size
-            return f"rows of a rank take about {rows * self.bytes_per_row / gib:.1f} GiB where loads are even"
-        return f"memory per rank about {self.memory_bytes_per_rank() / gib:.1f} GiB of {available / gib:.1f} GiB"
 
     @property
     def bytes_per_row(self) -> int:
@@ -465,20 +438,14 @@ class Plan(Sequence[Comparison]):
             ValueError: none or several are; the message lists them.
         """
         cases = [(comparison, case) for comparison in self.comparisons for case in comparison.cases]
-        for key in ("case_id", "label", "name"):
-            found = [(comparison, case) for comparison, case in cases if getattr(case, key) == wanted]
-            if len(found) == 1:
-                return found[0]
-            if found:
-                cases = found
-                break
-        titles = len({comparison.title for comparison, _ in cases}) > 1
-        listed = "; ".join(
-            f"{case.case_id} ({case.label}{f', {comparison.title}' if titles else ''})" for comparison, case in cases
-        )
-        raise ValueError(
-            f"--profile {wanted}: expected {'one' if found else 'a case: its id, label or policy'} of {listed}"
-        )
+        keys = ("case_id", "label", "name")
+        matches = ([pair for pair in cases if getattr(pair[1], key) == wanted] for key in keys)
+        found = next(filter(None, matches), [])
+        if len(found) == 1:
+            return found[0]
+        listed = "; ".join(f"{case.case_id} ({case.label}, {one.title})" for one, case in found or cases)
+        expected = "one" if found else "a case: its id, label or policy"
+        raise ValueError(f"--profile {wanted}: expected {expected} of {listed}")
 
 
 def plan(
@@ -506,12 +473,13 @@ def plan(
         ValueError: one line naming the file, the key and what is allowed.
     """
     overrides = tuple(overrides)
-    experiments = _experiments(config, overrides, backend, on_cpu)
+    experiments = load_experiments(config, overrides, on_cpu=on_cpu and backend == RANKS)
+    if on_cpu and backend in (VIRTUAL, MODELLED) and any(one.emulate.device == MEASURED for one in experiments):
+        experiments = load_experiments(config, overrides, on_cpu=True)
     if point is not None:
         if not 0 <= point < len(experiments):
-            raise ValueError(
-                f"--point: expected 0 to {len(experiments) - 1} (the points of {config}'s sweep), got {point}"
-            )
+            last = len(experiments) - 1
+            raise ValueError(f"--point: expected 0 to {last} (the points of {config}'s sweep), got {point}")
         experiments = [experiments[point]]
     comparisons = []
     with _named(str(config)):
@@ -521,9 +489,9 @@ def plan(
             if try_out:
                 comparisons[-1].try_out()
         if backend == ROUTING:
-            num_layers = Counter(comparison.alike_but_for("layer") for comparison in comparisons)
-            for comparison in comparisons:
-                checks.check_layer_weights(comparison.experiment, num_layers[comparison.alike_but_for("layer")])
+            num_layers = Counter(one.alike_but_for("layer") for one in comparisons)
+            for one in comparisons:
+                checks.check_layer_weights(one.experiment, num_layers[one.alike_but_for("layer")])
     _check_distinct(config, comparisons)
     return Plan(config, overrides, tuple(comparisons))
 
@@ -531,16 +499,6 @@ def plan(
 def default_ep_size(num_experts: int) -> int:
     """Virtual ranks where a config leaves them open: the largest number up to 8, a node's, that divides the experts."""
     return max(size for size in range(1, 9) if num_experts % size == 0)
-
-
-def _experiments(config: Path, overrides: Sequence[str], backend: str, on_cpu: bool) -> list[Experiment]:
-    """The config's points, made small enough for a CPU where any runs on one."""
-    if backend == RANKS:
-        return load_experiments(config, overrides, on_cpu=on_cpu)
-    experiments = load_experiments(config, overrides, on_cpu=False)
-    if backend != ROUTING and on_cpu and any(one.emulate.device == MEASURED for one in experiments):
-        return load_experiments(config, overrides, on_cpu=True)
-    return experiments
 
 
 def _check_distinct(config: Path, comparisons: Sequence[Comparison]) -> None:
@@ -552,19 +510,19 @@ def _check_distinct(config: Path, comparisons: Sequence[Comparison]) -> None:
         ConfigError: one line naming the file, the swept key and its values.
     """
     first: dict[str, Comparison] = {}
-    for comparison in comparisons:
-        other = first.setdefault(comparison.comparison_id, comparison)
-        if other is comparison:
+    for one in comparisons:
+        other = first.setdefault(one.comparison_id, one)
+        if other is one:
             continue
-        points = zip(other.experiment.point, comparison.experiment.point, strict=True)
-        differing = [(key, one, two) for (key, one), (_, two) in points if one != two]
+        mine, theirs = dict(one.experiment.point), dict(other.experiment.point)
+        differing = [key for key in mine if mine[key] != theirs[key]]
         if not differing:
-            point = ", ".join(f"{key}={value}" for key, value in comparison.experiment.point)
+            point = ", ".join(f"{key}={value}" for key, value in mine.items())
             raise ConfigError(f"{config}: sweep: expected every value once, got {point} twice")
-        keys, ones, twos = ([str(part) for part in parts] for parts in zip(*differing, strict=True))
+        values, others = (", ".join(str(at[key]) for key in differing) for at in (mine, theirs))
         raise ConfigError(
-            f"{config}: sweep.{', sweep.'.join(keys)}: {', '.join(ones)} and {', '.join(twos)} are one and the same "
-            f"comparison for this command; expected values that it measures differently, or one (--set {keys[0]}=VALUE)"
+            f"{config}: sweep.{', sweep.'.join(differing)}: {others} and {values} are one and the same comparison "
+            f"for this command; expected values that it measures differently, or one (--set {differing[0]}=VALUE)"
         )
 
 
@@ -593,8 +551,8 @@ def _parts(experiment: Experiment, backend: str, world_size: int, on_cpu: bool, 
     if backend == ROUTING:
         return Parts(experts="none", permute="none", kernel=asked.kernel)
     together = ep_size_on(experiment, world_size) * asked.expert_tensor_parallel
-    mean_rows = experiment.workload.total_tokens(world_size) / world_size * together
-    mean_rows *= model.top_k / model.num_experts
+    tokens = experiment.workload.total_tokens(world_size) / world_size * together
+    mean_rows = tokens * (model.top_k / model.num_experts)
     if modelled is not None:
         ran, why = modelled_experts(modelled, asked.experts, mean_rows)
         return Parts(experts=ran, permute="indexed", kernel=asked.kernel, experts_why=why)

@@ -34,14 +34,8 @@ class RangesInTrace:
         self._clock = clock
         self._open: list[record_function] = []
 
-    def stamp(self) -> Any:
-        return self._clock.stamp()
-
-    def wait(self) -> None:
-        self._clock.wait()
-
-    def between_us(self, start: Any, end: Any) -> float:
-        return self._clock.between_us(start, end)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._clock, name)
 
     def open_range(self, name: str) -> None:
         self._clock.open_range(name)
@@ -95,7 +89,7 @@ def _traced(job: Job, comparison: Comparison, session: Session, recorder: PhaseR
 def _iterate(session: Session, case: Runnable, recorder: PhaseRecorder) -> None:
     with case.ready(0, recorder) as run:
         recorder.clock.wait()
-        session.there.meet()
+        session.meet()
         recorder.begin()
         run()
         recorder.end()

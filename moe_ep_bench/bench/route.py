@@ -13,12 +13,9 @@ Shapes: T = tokens of a rank, E = experts, K = top_k, R = EP ranks.
 
 from __future__ import annotations
 
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +24,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from moe_ep_bench.bench.description import describe_routing_run
-from moe_ep_bench.bench.directory import check_agreement, hold_comparisons, keep_other_policies
-from moe_ep_bench.bench.job import identity
+from moe_ep_bench.bench.description import describe_run
+from moe_ep_bench.bench.job import fill, identity
 from moe_ep_bench.bench.plan import ROUTING, CaseSpec, Comparison, plan
+from moe_ep_bench.bench.run import print_cases
 from moe_ep_bench.bench.traffic import CaseRouter, Share, case_metrics, one_thread
-from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import compiled
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.metrics import score_order, token_overlap
@@ -40,35 +36,9 @@ from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.exit_codes import OK
-from moe_ep_bench.runtime.progress import progress_bar
 from moe_ep_bench.workload import RecordedWorkload, TokenBatch, deal
 
 _CPU = torch.device("cpu")
-
-
-def _shares(comparison: Comparison, batch: TokenBatch) -> list[Share]:
-    """Every virtual rank's tokens of a batch."""
-    experiment, shares = comparison.experiment, []
-    image_share = experiment.route.image_share
-    for rank, tokens_T in enumerate(deal(batch, comparison.ep_size, experiment.workload.rank_shares)):
-        tokens = batch.rows(tokens_T).with_padding(experiment.workload.padding_per_rank)
-        context = comparison.subject.context(rank, tokens.sequence_id_T, tokens.valid_T)
-        if image_share is not None:
-            context = replace(context, modality_T=assumed_modality(tokens.sequence_id_T, image_share))
-        shares.append(Share(None, tokens.scores_TE, context))
-    return shares
-
-
-def assumed_modality(sequence_id_T: Tensor, image_share: float) -> Tensor:
-    """Call the first tokens of every sequence images, rounded to whole tokens: int64 [T], 0 = text.
-
-    Vision-language models put an image's tokens before the question about it. The recordings at hand are of
-    text, so the scores of these tokens are those of text.
-    """
-    _, sequence_T, length_S = torch.unique_consecutive(sequence_id_T, return_inverse=True, return_counts=True)
-    first_S = length_S.cumsum(0) - length_S
-    place_T = torch.arange(len(sequence_id_T)) - first_S[sequence_T]
-    return torch.where(place_T < (image_share * length_S).round()[sequence_T], IMAGE, 0)
 
 
 def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False) -> RunDirectory:
@@ -82,40 +52,32 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
     """
     comparisons = plan(config, overrides, ROUTING)
     directory = RunDirectory(out)
-    check_agreement(directory, "route", {"torch": torch.__version__}, force=force)
-    with hold_comparisons(directory, comparisons):
-        _route_all(directory, comparisons, force)
-    return directory
 
-
-def _route_all(directory: RunDirectory, comparisons: Sequence[Comparison], force: bool) -> None:
-    """Route what is not there yet, or all of it where ``force``."""
-    is_routed = partial(directory.is_done, "routing")
-    todo = {}
-    for comparison in comparisons:
-        cases = [case for case in comparison.cases if force or not is_routed(case.case_id)]
-        # What a comparison leaves beside its cases stands under the same rule.
-        if force or cases or not directory.is_done("score_curves", comparison.comparison_id):
-            todo[comparison] = cases
-    run_id = stable_hash([time.time_ns()])
-    description = describe_routing_run(run_id, comparisons, provenance.describe(_CPU))
-    keep_other_policies(directory, description, is_routed)
-    directory.write_run(description, is_routed)
-    if not todo:
-        print("moe-ep-bench: all cases were routed before; --force routes them again", file=sys.stderr)
-    progress = progress_bar(sum(comparison.workload.num_batches for comparison in todo), "batch")
-    with progress, one_thread(), torch.inference_mode():
-        for comparison, cases in todo.items():
-            progress.set_description(comparison.title)
+    def routed(run_id: str, comparison: Comparison, cases: Sequence[CaseSpec], progress: tqdm) -> None:
+        with one_thread(), torch.inference_mode():
             _route_comparison(directory, run_id, comparison, cases, progress)
+
+    fill(
+        directory,
+        comparisons,
+        "route",
+        "routing",
+        {"torch": torch.__version__},
+        lambda run_id: describe_run(run_id, comparisons, provenance.describe(_CPU)),
+        routed,
+        unit=("batch", lambda comparison, cases: comparison.workload.num_batches),
+        # What a comparison leaves beside its cases stands under the same rule.
+        is_left=lambda comparison: force or not directory.is_done("score_curves", comparison.comparison_id),
+        force=force,
+    )
+    return directory
 
 
 def dry_run(config: Path, overrides: Sequence[str]) -> int:
     """Print the cases; route nothing."""
     for comparison in plan(config, overrides, ROUTING):
         print(f"{comparison.title}: {comparison.workload.num_batches} batches, {comparison.placement.name} placement")
-        for case in comparison.cases:
-            print(f"  {case.case_id}  {case.role:8}  {case.label}")
+        print_cases(comparison)
     return OK
 
 
@@ -125,8 +87,7 @@ def _route_comparison(
     """Route ``cases`` and write their parts; one batch is in memory at a time."""
     layer = comparison.experiment.layer
     rows_of: dict[str, dict[str, list[Any]]] = {case.case_id: defaultdict(list) for case in cases}
-    scores: dict[str, list[Any]] = defaultdict(list)
-    overlap: dict[str, list[Any]] = defaultdict(list)
+    beside: dict[str, dict[str, list[Any]]] = {"overlap": defaultdict(list), "score_curves": defaultdict(list)}
     for index in range(comparison.workload.num_batches):
         batch = comparison.workload.batch(index)
         shares = _shares(comparison, batch)
@@ -134,18 +95,41 @@ def _route_comparison(
             router = CaseRouter(case, comparison.slots, layer.seed)
             for rank, row in enumerate(_route_batch(router, shares, index, layer.kernel)):
                 _append(rows_of[case.case_id], {**row, "rank": rank, "batch": index, "layer": comparison.layer})
-        for row in _score_rows(batch):
-            _append(scores, {**row, "batch": index, "comparison_id": comparison.comparison_id})
-        for row in _overlap_rows(comparison, batch, index):
-            _append(overlap, {**row, "batch": index, "comparison_id": comparison.comparison_id})
+        rows = {"overlap": _overlap_rows(comparison, batch, index), "score_curves": _score_rows(batch)}
+        for table, row in ((table, row) for table, of_batch in rows.items() for row in of_batch):
+            _append(beside[table], {**row, "batch": index, "comparison_id": comparison.comparison_id})
         progress.update()
     for case in cases:
-        rows = rows_of[case.case_id]
-        named = identity("route", run_id, comparison, case, len(rows["rank"]))
-        directory.write("routing", case.case_id, {**named, **rows})
-    if overlap:
-        directory.write("overlap", comparison.comparison_id, overlap)
-    directory.write("score_curves", comparison.comparison_id, scores)
+        named = identity("route", run_id, comparison, case)
+        directory.write("routing", case.case_id, {**named, **rows_of[case.case_id]})
+    for table, columns in beside.items():  # There may be no pair of tokens.
+        if columns:
+            directory.write(table, comparison.comparison_id, columns)
+
+
+def _shares(comparison: Comparison, batch: TokenBatch) -> list[Share]:
+    """Every virtual rank's tokens of a batch."""
+    config, image_share = comparison.experiment.workload, comparison.experiment.route.image_share
+    shares = []
+    for rank, tokens_T in enumerate(deal(batch, comparison.ep_size, config.rank_shares)):
+        tokens = batch.rows(tokens_T).with_padding(config.padding_per_rank)
+        context = comparison.subject.context(rank, tokens.sequence_id_T, tokens.valid_T)
+        if image_share is not None:
+            context = replace(context, modality_T=assumed_modality(tokens.sequence_id_T, image_share))
+        shares.append(Share(None, rank, context, lambda scores_TE=tokens.scores_TE: scores_TE))
+    return shares
+
+
+def assumed_modality(sequence_id_T: Tensor, image_share: float) -> Tensor:
+    """Call the first tokens of every sequence images, rounded to whole tokens: int64 [T], 0 = text.
+
+    Vision-language models put an image's tokens before the question about it. The recordings at hand are of
+    text, so the scores of these tokens are those of text.
+    """
+    _, sequence_T, length_S = torch.unique_consecutive(sequence_id_T, return_inverse=True, return_counts=True)
+    first_S = length_S.cumsum(0) - length_S
+    place_T = torch.arange(len(sequence_id_T)) - first_S[sequence_T]
+    return torch.where(place_T < (image_share * length_S).round()[sequence_T], IMAGE, 0)
 
 
 def _route_batch(router: CaseRouter, shares: Sequence[Share], index: int, kernel: str) -> list[dict[str, Any]]:
@@ -166,10 +150,8 @@ def _route_batch(router: CaseRouter, shares: Sequence[Share], index: int, kernel
 
 def _score_rows(batch: TokenBatch) -> list[dict[str, Any]]:
     columns = score_order(batch.scores_TE)
-    return [
-        {"position": place + 1, **{name: float(values[place]) for name, values in columns.items()}}
-        for place in range(batch.scores_TE.shape[1])
-    ]
+    places = range(batch.scores_TE.shape[1])
+    return [{"position": place + 1, **{name: float(of[place]) for name, of in columns.items()}} for place in places]
 
 
 def _overlap_rows(comparison: Comparison, batch: TokenBatch, index: int) -> list[dict[str, Any]]:

@@ -1,14 +1,11 @@
 """Write what ranks measured and routed as rows of ``samples`` and ``routing``.
 
-Shapes: R = ranks, V = cases, S = steps, B = batches, C = columns of a sample, M = numbers of all metrics.
+Shapes: R = ranks, S = steps, B = batches, C = columns of a sample.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,30 +25,25 @@ def columns_of(subject: LayerSubject) -> tuple[PhaseKey, ...]:
     return sample_keys(phases_in_depth(subject.num_layers, subject.moe_layers))
 
 
-def _sample_columns(steps: Sequence[Step], times_RSC: np.ndarray, columns: Sequence[PhaseKey]) -> dict[str, list[Any]]:
-    """Long rows of one case: every phase of every layer that occurred, of every rank and step."""
-    layers, phases = zip(*map(layer_and_phase, columns), strict=True)
-    host, cpu = columns.index(HOST), columns.index(THREAD_CPU)
-    occurred = ~np.isnan(times_RSC)
-    occurred[..., [host, cpu]] = False
-    places = [index.tolist() for index in np.nonzero(occurred)]
-    is_total = [phases[column] == TOTAL for column in places[2]]
-    return {
-        "rank": places[0],
-        "batch": [steps[step].batch for step in places[1]],
-        "iteration": [steps[step].iteration for step in places[1]],
-        "kind": [steps[step].kind for step in places[1]],
-        "layer": [layers[column] for column in places[2]],
-        "phase": [phases[column] for column in places[2]],
-        "time_us": times_RSC[occurred].tolist(),
-        **{
-            name: [
-                float(times_RSC[rank, step, column]) if total else None
-                for rank, step, total in zip(*places[:2], is_total, strict=True)
-            ]
-            for name, column in (("host_us", host), ("thread_cpu_us", cpu))
-        },
-    }
+class PackedMetrics(dict[str, np.ndarray]):
+    """Metrics of many rows as float64 arrays, [*shape] or of lists [*shape, length]: many dicts take far more memory.
+
+    Integers below 2**53 stay exact; None is NaN.
+    """
+
+    def __init__(self, *shape: int) -> None:
+        self.shape = shape
+
+    def put(self, index: tuple[int | slice, ...], row: Mapping[str, Any]) -> None:
+        """Take in a row, or with a slice in ``index`` several rows as arrays."""
+        num_slices = sum(isinstance(place, slice) for place in index)
+        for key, value in row.items():
+            if key not in self:
+                self[key] = np.full((*self.shape, *np.shape(value)[num_slices:]), np.nan)
+            self[key][index] = np.nan if value is None else value
+
+    def column(self, key: str) -> np.ndarray:
+        return self[key]
 
 
 def write_case(
@@ -61,7 +53,7 @@ def write_case(
     steps: Sequence[Step],
     times_RSC: np.ndarray,
     columns: Sequence[PhaseKey],
-    metrics: PackedMetrics,
+    metrics: Mapping[str, np.ndarray],
 ) -> None:
     """Write the parts of one case: all ranks' samples, and what they routed.
 
@@ -69,77 +61,48 @@ def write_case(
         columns: of a sample.
         metrics: [R, rows], of each batch a row for each MoE layer.
     """
-    identify = partial(job.identity, comparison, case)
-    samples = _sample_columns(steps, times_RSC, columns)
     # Routing is the same in every launch. The part with the times is what makes a case finished: last.
     if not job.directory.is_done("routing", case.case_id):
         routing = _routing_columns(metrics, comparison.subject.moe_layers)
-        job.directory.write("routing", case.case_id, {**identify(len(routing["rank"])), **routing})
-    job.directory.write("samples", case.case_id, {**identify(len(samples["rank"])), **samples}, job.launch)
+        job.directory.write("routing", case.case_id, {**job.identity(comparison, case), **routing})
+    samples = _sample_columns(steps, times_RSC, columns)
+    job.directory.write("samples", case.case_id, {**job.identity(comparison, case), **samples}, job.launch)
 
 
-class PackedMetrics:
-    """Metrics of many rows as one float64 array: lists of objects take many times the memory.
-
-    Arrays can travel between ranks, where pickled objects should not. Integers below 2**53 stay exact; None is NaN.
-
-    Attributes:
-        keys: how many numbers each metric takes (0 = a scalar), in order; empty before the first row.
-        numbers: float64 [*shape, M].
-    """
-
-    def __init__(self, *shape: int) -> None:
-        self.keys: dict[str, int] = {}
-        self.numbers = np.empty((*shape, 0))
-
-    def put(self, index: tuple[int, ...], row: Mapping[str, Any]) -> None:
-        """Take in a row; all rows have the same metrics as the first one."""
-        self._allocate({key: len(value) if isinstance(value, list) else 0 for key, value in row.items()})
-        flat: list[float] = []
-        for key, length in self.keys.items():
-            value = row[key]
-            flat.extend(value if length else [float("nan") if value is None else float(value)])
-        self.numbers[index] = flat
-
-    def put_all(self, index: tuple[int | slice, ...], rows: PackedMetrics) -> None:
-        """Take in many rows at once."""
-        self._allocate(rows.keys)
-        self.numbers[index] = rows.numbers
-
-    def with_numbers(self, numbers: np.ndarray) -> PackedMetrics:
-        """The same metrics of other rows."""
-        other = PackedMetrics()
-        other.keys, other.numbers = self.keys, numbers
-        return other
-
-    def _allocate(self, keys: dict[str, int]) -> None:
-        if not self.keys:
-            self.keys = keys
-            shape = *self.numbers.shape[:-1], sum(max(length, 1) for length in keys.values())
-            self.numbers = np.full(shape, np.nan)
-
-    def column(self, key: str) -> np.ndarray:
-        """One metric of all rows: a view, float64 [*shape], with a length of its own [*shape, length]."""
-        begin = 0
-        for other, length in self.keys.items():
-            if other == key:
-                return self.numbers[..., begin : begin + length] if length else self.numbers[..., begin]
-            begin += max(length, 1)
-        raise KeyError(key)
-
-
-def _routing_columns(metrics: PackedMetrics, layers: Sequence[int | None]) -> dict[str, list[Any]]:
-    """Rows of one case, one per rank, batch and layer, from the metrics of [R, rows]."""
-    num_ranks, num_rows = metrics.numbers.shape[:2]
-    places = list(itertools.product(range(num_ranks), range(num_rows)))
-    columns: dict[str, list[Any]] = {
-        "rank": [rank for rank, _ in places],
-        "batch": [row // len(layers) for _, row in places],
-        "layer": [layers[row % len(layers)] for _, row in places],
+def _sample_columns(steps: Sequence[Step], times_RSC: np.ndarray, columns: Sequence[PhaseKey]) -> dict[str, Any]:
+    """Long rows of one case: every phase of every layer that occurred, of every rank and step."""
+    layers, phases = zip(*map(layer_and_phase, columns), strict=True)
+    whole = {"host_us": columns.index(HOST), "thread_cpu_us": columns.index(THREAD_CPU)}
+    occurred = ~np.isnan(times_RSC)
+    occurred[..., list(whole.values())] = False
+    rank_N, step_N, column_N = (index.tolist() for index in np.nonzero(occurred))
+    rows = list(zip(rank_N, step_N, [phases[column] == TOTAL for column in column_N], strict=True))
+    return {
+        "rank": rank_N,
+        **{name: [getattr(steps[step], name) for step in step_N] for name in ("batch", "iteration", "kind")},
+        "layer": [layers[column] for column in column_N],
+        "phase": [phases[column] for column in column_N],
+        "time_us": times_RSC[occurred].tolist(),
+        **{
+            name: [float(times_RSC[rank, step, column]) if is_total else None for rank, step, is_total in rows]
+            for name, column in whole.items()
+        },
     }
-    for key, length in metrics.keys.items():
-        kind = int if METRICS[key].is_integer else float
-        rows = metrics.column(key).reshape(len(places), -1).tolist()
-        values = [[None if math.isnan(value) else kind(value) for value in row] for row in rows]
-        columns[key] = values if length else [value for (value,) in values]
+
+
+def _routing_columns(metrics: Mapping[str, np.ndarray], layers: Sequence[int | None]) -> dict[str, list[Any]]:
+    """Rows of one case, one per rank, batch and layer, from the metrics of [R, rows]."""
+    num_ranks, num_rows = next(iter(metrics.values())).shape[:2]
+    rank_N, row_N = np.indices((num_ranks, num_rows)).reshape(2, -1).tolist()
+    columns: dict[str, list[Any]] = {
+        "rank": rank_N,
+        "batch": [row // len(layers) for row in row_N],
+        "layer": [layers[row % len(layers)] for row in row_N],
+    }
+    for key, values in metrics.items():
+        flat = values.reshape(num_ranks * num_rows, *values.shape[2:])
+        if METRICS[key].is_integer:
+            columns[key] = flat.astype(np.int64).tolist()
+        else:
+            columns[key] = [None if np.isnan(value) else value for value in flat.tolist()]
     return columns

@@ -10,20 +10,19 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from moe_ep_bench.bench.description import describe_timed_run
 from moe_ep_bench.bench.directory import cannot_write, check_timing, hold_comparisons, left_of, status_of
-from moe_ep_bench.bench.job import ToldError, is_of_peers, measure_each, open_job
+from moe_ep_bench.bench.job import ToldError, is_of_peers, measure_each, new_run_id, open_job
 from moe_ep_bench.bench.plan import RANKS, CaseSpec, Comparison, Plan, plan
-from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.crash_journal import PEER_LOST
@@ -87,18 +86,35 @@ def run(
         return LOST
 
 
+def emulate_plan(comparisons: Plan, out: Path, *, force: bool = False, survey: bool = True) -> int:
+    """Measure comparisons of virtual ranks in this process; return the exit status, 128 + signal where one ended it.
+
+    Args:
+        survey: see ``describe_timed_run``.
+    """
+    try:
+        with stoppable(), contextlib.ExitStack() as held:
+            ranks = join(_JOIN_TIMEOUT_S)
+            held.callback(ranks.close)
+            return _Launch(ranks, None, held, RunDirectory(out), 0, force).measure(comparisons, survey=survey)
+    except Stopped as stopped:
+        return 128 + stopped.args[0]
+    except ToldError:
+        return USER_ERROR
+
+
 @dataclass(frozen=True)
 class _Launch:
     """One launch on this rank.
 
     Attributes:
-        setup: watches what happens outside of jobs.
+        setup: watches what happens outside of jobs; None = nobody waits for this process.
         held: closed when the launch ends.
         number: of the launch, from 0.
     """
 
     ranks: Ranks
-    setup: Watchdog
+    setup: Watchdog | None
     held: contextlib.ExitStack
     directory: RunDirectory
     number: int
@@ -110,7 +126,8 @@ class _Launch:
         Raises:
             ToldError: some rank cannot, or they differ.
         """
-        comparisons, error, ranks = None, "", self.ranks
+        comparisons, error, ranks, setup = None, "", self.ranks, self.setup
+        assert setup is not None
         try:
             comparisons = plan(
                 config,
@@ -119,7 +136,7 @@ class _Launch:
                 ranks.world_size,
                 on_cpu=ranks.device.type == "cpu",
                 point=point,
-                before=lambda experiment: self.setup.allow(experiment.measure.timeout_s),
+                before=lambda experiment: setup.allow(experiment.measure.timeout_s),
             )
             most = max(one.experiment.measure.launches for one in comparisons)
             if not 0 <= self.number < most:
@@ -128,59 +145,57 @@ class _Launch:
             error = str(problem)
         self._go_on_without(error)
         assert comparisons is not None
-        definitions = json.dumps([comparison.definition for comparison in comparisons], sort_keys=True)
-        policies = json.dumps([case.case_id for comparison in comparisons for case in comparison.cases])
+        planned = [(one.definition, [case.case_id for case in one.cases]) for one in comparisons]
         for what, value in (
-            ("the config", definitions + policies + str(self.number)),
-            ("what computes experts and permutes", str([comparison.parts for comparison in comparisons])),
+            ("the config", json.dumps([planned, self.number], sort_keys=True)),
+            ("what computes experts and permutes", str([one.parts for one in comparisons])),
             ("the code of moe-ep-bench", provenance.code_hash()),
         ):
             differing = ", ".join(map(str, ranks.differing(value)))
-            self._go_on_without(
+            alike = (
                 f"{what} is not the same on all ranks: rank {differing} differ(s) from rank 0; start all ranks alike"
-                if differing
-                else ""
             )
+            self._go_on_without(alike if differing else "")
         self._go_on_without(_other_versions(ranks))
         return comparisons
 
-    def measure(self, comparisons: Plan, *, is_point: bool) -> int:
+    def measure(self, comparisons: Plan, *, is_point: bool = False, survey: bool = True) -> int:
         """Measure what is left of this launch; return the exit status."""
         # Megatron-Core takes seconds to import: not before it is clear that there is something to run.
-        from moe_ep_bench.bench.session import measure_comparison
+        from moe_ep_bench.bench import session, virtual
 
-        ranks, directory = self.ranks, self.directory
+        ranks, directory, setup = self.ranks, self.directory, self.setup
+        measure = (session if comparisons[0].backend == RANKS else virtual).measure_comparison
         todo = self._left(comparisons)
-        run_id = ranks.texts(stable_hash([time.time_ns()]))[0]
+        run_id = ranks.texts(new_run_id())[0]
         if any(todo):
             # Made on every rank, which keeps them together: it goes through all batches.
             try:
-                description = describe_timed_run(ranks, run_id, comparisons, lambda comparison: self.setup.feed())
+                feed = setup.feed if setup else lambda: None
+                description = describe_timed_run(ranks, run_id, comparisons, feed, survey=survey)
             except ValueError as problem:  # On all ranks alike.
                 ranks.complain(str(problem))
                 raise ToldError from None
             # Checked before, but another job may have come first.
             check = partial(check_timing, directory, comparisons[0], ranks.device, force=self.force)
             self._on_first(partial(directory.write_run, description, check=check, keep_others=is_point))
-        paused = self.setup.paused()
-        what = ranks, directory, comparisons, todo, run_id, measure_comparison
-        if not measure_each(*what, meanwhile=paused, launch=self.number):
+        how: dict[str, Any] = {"meanwhile": setup and setup.paused(), "launch": self.number}
+        if not measure_each(ranks, directory, comparisons, todo, run_id, measure, **how):
             if ranks.is_first:
                 print("moe-ep-bench: asked to end; the same command does what is left", file=sys.stderr)
             return CLOSED
         status = torch.tensor([status_of(directory, comparisons, self.number) if ranks.is_first else OK])
         if ranks.is_first and not any(todo):
-            print(
-                f"moe-ep-bench: all {sum(len(c.cases) for c in comparisons)} cases were finished before"
-                f"{f' in launch {self.number + 1}' if self.number else ''}; --force runs them again",
-                file=sys.stderr,
-            )
+            number = f" in launch {self.number + 1}" if self.number else ""
+            cases = f"all {sum(len(one.cases) for one in comparisons)} cases were finished before{number}"
+            print(f"moe-ep-bench: {cases}; --force runs them again", file=sys.stderr)
         return int(ranks.gather(status, everywhere=True)[0])
 
     def profile(self, comparisons: Plan, wanted: str) -> int:
         """Profile the case that is ``wanted``; return the exit status."""
         from moe_ep_bench.bench.profile import profile_case
 
+        assert self.setup is not None
         try:
             comparison, case = comparisons.find_case(wanted)
         except ValueError as problem:  # On all ranks alike.
@@ -250,22 +265,58 @@ def _other_versions(ranks: Ranks) -> str:
 
 def dry_run(config: Path, overrides: Sequence[str], world_size: int, point: int | None = None) -> int:
     """Print the cases, the memory that each rank needs and the time to expect; run nothing."""
-    from moe_ep_bench.layer.experts import DTYPES
-    from moe_ep_bench.timing.ceilings import measure_ceilings
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     comparisons = plan(config, overrides, RANKS, world_size, on_cpu=device.type == "cpu", point=point)
     available = provenance.available_memory_bytes(device, world_size)
     for comparison in comparisons:
         print(f"{comparison.title} on {world_size} rank(s), {comparison.describe_workload()['description']}")
-        for case in comparison.cases:
-            kernel = comparison.kernel_of(case, device.type)
-            print(f"  {case.case_id}  {case.role:8}  {case.label}" + (f", routed by {kernel}" if kernel else ""))
-        ceilings = measure_ceilings(device, DTYPES[comparison.experiment.layer.dtype])
-        iterations = comparison.num_iterations() * comparison.experiment.measure.launches
-        seconds = comparison.subject.flops_per_rank() * iterations / (ceilings.matmul_tflops * 1e12)
-        print(
-            f"  {comparison.memory_words(available)}; at least {seconds:.0f} s for "
-            f"{iterations:,} iterations (arithmetic at this device's matmul speed, no transfers)"
-        )
+        print_cases(comparison, device)
+        print(f"  {_memory_words(comparison, available)}; at least {_seconds(comparison, device)}")
     return OK
+
+
+def dry_run_virtual(comparisons: Plan) -> int:
+    """Print the cases and how often a layer would be run, or nothing where it is modelled; run nothing."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    available = provenance.available_memory_bytes(device, 1)
+    for comparison in comparisons:
+        assert comparison.links is not None
+        print(f"{comparison.title}, {comparison.describe_workload()['description']}\n  {comparison.links.describe()}")
+        print_cases(comparison)
+        subject = comparison.subject.name
+        if comparison.device is not None:
+            print(f"  {comparison.describe_device()}; no {subject} is run")
+            continue
+        runs = (
+            f"{comparison.num_iterations():,} runs of a rank's {subject} at most, fewer where ranks have the same to do"
+        )
+        print(f"  {runs}; {_memory_words(comparison, available)}")
+    return OK
+
+
+def print_cases(comparison: Comparison, device: torch.device | None = None) -> None:
+    """Print the cases of a plan; with a device also what routes by each policy there."""
+    for case in comparison.cases:
+        kernel = device and comparison.kernel_of(case, device.type)
+        print(f"  {case.case_id}  {case.role:11}  {case.label}" + (f", routed by {kernel}" if kernel else ""))
+
+
+def _memory_words(comparison: Comparison, available: int) -> str:
+    gib = 2**30
+    if comparison.in_chunks:
+        rows = comparison.subject.num_tokens * comparison.model.top_k / comparison.ep_size
+        return f"rows of a rank take about {rows * comparison.bytes_per_row / gib:.1f} GiB where loads are even"
+    need = comparison.memory_bytes_per_rank() / gib
+    return f"memory per rank about {need:.1f} GiB of {available / gib:.1f} GiB"
+
+
+def _seconds(comparison: Comparison, device: torch.device) -> str:
+    """The least time that a config takes, of arithmetic alone."""
+    from moe_ep_bench.layer.experts import DTYPES
+    from moe_ep_bench.timing.ceilings import measure_ceilings
+
+    ceilings = measure_ceilings(device, DTYPES[comparison.experiment.layer.dtype])
+    iterations = comparison.num_iterations() * comparison.experiment.measure.launches
+    seconds = comparison.subject.flops_per_rank() * iterations / (ceilings.matmul_tflops * 1e12)
+    said = "iterations (arithmetic at this device's matmul speed, no transfers)"
+    return f"{seconds:.0f} s for {iterations:,} {said}"

@@ -14,124 +14,55 @@ import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep_bench.bench.building import builder, random_pass
 from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.plan import BASELINE, CEILING, CaseSpec, Comparison
 from moe_ep_bench.bench.rows import PackedMetrics, columns_of, write_case
-from moe_ep_bench.files import write_json
+from moe_ep_bench.bench.traffic import CaseRouter, Share, case_metrics
 from moe_ep_bench.kernels.dispatch import oracle_for
 from moe_ep_bench.layer.attention import kernels_of_attention
 from moe_ep_bench.layer.build import Transformer, layer_seed
-from moe_ep_bench.layer.experts import DRAWS, DTYPES, HIDDEN, seeded_generator
+from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
 from moe_ep_bench.layer.graphs import CapturedRun, Graph, make_graphs
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.megatron import initialize_expert_parallel, meeting_group
 from moe_ep_bench.layer.passes import KeyValueCache
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
-from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
+from moe_ep_bench.layer.router import logits_from_scores
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import Routing, RoutingContext
 from moe_ep_bench.runtime.ranks import Ranks
 from moe_ep_bench.timing.cache import CacheFlush, RotatingInput
-from moe_ep_bench.timing.protocol import Step, measure, plan, warm_up
-from moe_ep_bench.timing.timer import Clock, PhaseRecorder, clock_for
+from moe_ep_bench.timing.protocol import measure, plan, warm_up
+from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
 from moe_ep_bench.workload import TokenBatch
 from moe_ep_bench.workload.skew import balanced_scores
 
 NUM_CHECKED_TOKENS = 16
 
 
-# ---- What is run, and on what --------------------------------------------------------------------------------------
+# ---- One case --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RankBatch:
+class RankBatch(NamedTuple):
     """This rank's share of a batch, on its device."""
 
     next_input: Callable[[], Any]
     """Returns what the layer or model is run on."""
     logits: dict[int | None, tuple[Tensor, Tensor]]
     """By layer what its router is to see, [T, E]: the workload's logits, and the same balanced."""
-    request_id_T: Tensor
-    """A sequence's tokens are one request's: a text at prefill, the tokens of one step at decode."""
-    valid_T: Tensor | None
-    """False = padding; None = all are valid."""
-
-
-class OnRank:
-    """What runs on this rank, and this rank's share of all batches.
-
-    Attributes:
-        layers: each MoE layer as a subject of its own.
-        subject: the layer or model.
-        columns: of a sample.
-        meet: where the ranks that talk to each other are waited for.
-    """
-
-    def __init__(self, job: Job, comparison: Comparison, ep_group: dist.ProcessGroup) -> None:
-        self.comparison, self.ranks, self.device = comparison, job.ranks, job.ranks.device
-        self.seed, self.dtype = comparison.experiment.layer.seed, DTYPES[comparison.experiment.layer.dtype]
-        self.meet = Rendezvous(meeting_group(), self.device)
-        planned = comparison.subject
-        self.layers, self.columns = planned.layers(), columns_of(planned)
-        self.subject = builder(comparison, self.device)(ep_group=ep_group)
-        self._cache: KeyValueCache | None = None
-        if isinstance(self.subject, Transformer) and planned.context_length:
-            most_requests = int(planned.rank_tokens[:, self.ranks.rank].max())
-            self._cache = KeyValueCache(most_requests, planned.context_length)
-            self._cache.fill_(self.subject.gpt, self.device, self.seed)
-        self.batches = [self._share(number, job.watchdog.feed) for number in range(comparison.workload.num_batches)]
-
-    def _share(self, number: int, feed: Callable[[], object]) -> RankBatch:
-        model, workload = self.comparison.model, self.comparison.experiment.workload
-        logits: dict[int | None, tuple[Tensor, Tensor]] = {}
-        mine: TokenBatch | None = None
-        for layer, subject in self.layers.items():
-            feed()
-            rank_batches = subject.workload.rank_batches(number, self.ranks.world_size, workload.rank_shares)
-            tokens = next(islice(rank_batches, self.ranks.rank, None)).with_padding(workload.padding_per_rank)
-            assert mine is None or torch.equal(tokens.sequence_id_T, mine.sequence_id_T), "layers see other tokens"
-            mine, scores_TE = tokens, tokens.scores_TE.to(self.device)
-            balanced_TE = balanced_scores(scores_TE, model.top_k)
-            own, even = (logits_from_scores(one, model.score_function) for one in (scores_TE, balanced_TE))
-            logits[layer] = own, even
-        assert mine is not None
-        valid_T = None if mine.valid_T is None else mine.valid_T.to(self.device)
-        return RankBatch(self._new_input(number, mine), logits, mine.sequence_id_T.to(self.device), valid_T)
-
-    def _new_input(self, number: int, mine: TokenBatch) -> Callable[[], Any]:
-        """What hands out the input for this rank's tokens of a batch: hidden states of a layer, a model's pass."""
-        sequences, lengths = torch.unique_consecutive(mine.sequence_id_T, return_counts=True)
-        if self.comparison.subject.name == "model":
-            run = random_pass(self.comparison, self.device, number, self.ranks.rank, lengths.tolist(), self._cache)
-            return lambda: run
-        # Hidden states follow from the sequence, not from the number of ranks.
-        size, device = self.comparison.model.hidden_size, self.device
-        hidden = [torch.empty(0, size, device=device)]
-        for sequence, length in zip(sequences.tolist(), lengths.tolist(), strict=True):
-            generator = seeded_generator(device, self.seed, HIDDEN, number, sequence)
-            hidden.append(torch.randn(length, size, generator=generator, device=device))
-        # Cases follow each other on one batch; none is to find its input in the cache.
-        return RotatingInput(torch.cat(hidden).to(self.dtype).unsqueeze(1), len(self.comparison.cases)).next
-
-    def context_for(self, batch: int, layer: int | None) -> RoutingContext:
-        """What is so of this rank's tokens in a layer; randomness starts anew with every call."""
-        share, rank = self.batches[batch], self.subject.ep_group.rank()
-        place = batch, self.ranks.rank, *(() if layer is None else (layer,))
-        draws = seeded_generator(self.device, self.seed, DRAWS, *place)
-        return replace(self.layers[layer].context(rank, share.request_id_T, share.valid_T), generator=draws)
+    contexts: dict[int | None, RoutingContext]
+    """By layer what is so of its tokens, but for randomness."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,34 +74,30 @@ class Case:
             is run.
     """
 
-    spec: CaseSpec
-    there: OnRank
+    router: CaseRouter
+    session: Session
     captured: dict[tuple[int, bool], CapturedRun] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> CaseSpec:
+        return self.router.case
 
     @property
     def case_id(self) -> str:
         return self.spec.case_id
 
-    def _logits(self, batch: int, layer: int | None) -> Tensor:
-        own_TE, balanced_TE = self.there.batches[batch].logits[layer]
-        return balanced_TE if self.spec.role == CEILING else own_TE
-
-    def scores(self, batch: int, layer: int | None) -> Tensor:
-        """The scores that a layer's router sees: float32 [T, E]."""
-        return scores_from_logits(self._logits(batch, layer), self.there.comparison.model.score_function)
-
-    def told(self, batch: int, layer: int | None) -> RoutingContext:
-        """What the policy is told of this rank's tokens."""
-        return self.spec.told(self.there.context_for(batch, layer))
+    def share(self, batch: int, layer: int | None) -> Share:
+        """What a layer sees of this rank's tokens."""
+        held, session = self.session.batches[batch], self.session
+        logits_TE = held.logits[layer][self.spec.role == CEILING]
+        function = session.comparison.model.score_function
+        return Share.of_logits(layer, session.job.ranks.rank, held.contexts[layer], logits_TE, function)
 
     def prepare(self, batch: int) -> Any:
         """Put this case's MoE layers and the batch's routing in place, and return the batch's input."""
-        subject, policy = self.there.subject, self.spec.policy
-        subject.take(() if policy is None else subject.pairs)
-        for layer in subject.pairs:
-            context = None if policy is None else self.told(batch, layer)
-            subject.route(layer, self._logits(batch, layer), policy, context)
-        return self.there.batches[batch].next_input()
+        session = self.session
+        self.router.enter(session.subject, {layer: self.share(batch, layer) for layer in session.layers}, batch)
+        return session.batches[batch].next_input()
 
     @contextlib.contextmanager
     def ready(self, batch: int, recorder: PhaseRecorder | None = None) -> Iterator[Callable[[], object]]:
@@ -178,29 +105,25 @@ class Case:
         if (batch, by_phase) in self.captured:
             yield partial(self.captured[batch, by_phase].replay, recorder)
             return
-        inputs, subject = self.prepare(batch), self.there.subject
-        with subject.instrumented(recorder, self.there.meet) if by_phase else contextlib.nullcontext():
+        inputs, subject = self.prepare(batch), self.session.subject
+        with subject.instrumented(recorder, self.session.meet) if by_phase else contextlib.nullcontext():
             yield partial(subject.run, inputs)
 
-    def capture(self, batch: int, new_graph: Callable[[], Graph], clock: Clock, *, by_phase: bool) -> None:
+    def capture(self, batch: int, new_graph: Callable[[], Graph], *, by_phase: bool) -> None:
         """Keep the run of a batch as graphs; ``by_phase``: a second time, with its phases timed.
 
         Raises:
             RuntimeError: as ``CapturedRun``.
         """
-        there = self.there
+        session = self.session
         for timed in (False, True)[: 1 + by_phase]:
-            run = CapturedRun(there.subject, self.prepare(batch), new_graph, clock, there.meet, by_phase=timed)
+            what = session.subject, self.prepare(batch), new_graph, clock_for(session.device), session.meet
+            run = self.captured[batch, timed] = CapturedRun(*what, by_phase=timed)
             if timed:
                 run.forget()
-            self.captured[batch, timed] = run
 
 
-# ---- What is seen of it --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LayerLook:
+class LayerLook(NamedTuple):
     """What was seen of one MoE layer in an untimed run."""
 
     routing: Routing
@@ -210,8 +133,7 @@ class LayerLook:
     output_ND: Tensor
 
 
-@dataclass(frozen=True)
-class Observation:
+class Observation(NamedTuple):
     """One untimed run of a case on a batch."""
 
     output: Tensor
@@ -220,40 +142,37 @@ class Observation:
     @property
     def problem(self) -> str:
         """What of it is no number; empty where all is well."""
-        for layer, look in self.layers.items():
-            for what, values in (
-                ("the gate's logits", look.gated_TE),
-                ("routing weights", look.routing.weights_TE),
-                ("output", look.output_ND),
-            ):
+        for layer, seen in self.layers.items():
+            where = "" if layer is None else f", layer {layer}"
+            parts = {"the gate's logits": seen.gated_TE, "routing weights": seen.routing.weights_TE}
+            for what, values in {**parts, "output": seen.output_ND}.items():
                 if not bool(values.isfinite().all()):
-                    return f"NaN or Inf in {what}" + ("" if layer is None else f", layer {layer}")
+                    return f"NaN or Inf in {what}{where}"
         whole = "output" if None in self.layers else "the logits"
         return "" if bool(self.output.isfinite().all()) else f"NaN or Inf in {whole}"
 
 
 def look(case: Case, batch: int) -> Observation:
     """Run a case once, untimed, and look at what its MoE layers were given, chose and returned."""
-    inputs, subject = case.prepare(batch), case.there.subject
-    rows_N = rows_to_check(len(case.there.batches[batch].request_id_T)).to(case.there.device)
-    routed: dict[int | None, Routing] = {}
-    gated: dict[int | None, Tensor] = {}
-    ends: dict[int | None, tuple[Tensor, Tensor]] = {}
+    inputs, session = case.prepare(batch), case.session
+    rows_N = session.rows_to_check(batch)
+    seen: dict[int | None, dict[str, Any]] = defaultdict(dict)
 
     def note_routing(layer: int | None, module: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-        routed[layer] = Routing(map_TE=output[1], weights_TE=output[0])
+        seen[layer]["routing"] = Routing(map_TE=output[1], weights_TE=output[0])
 
     def note_ends(layer: int | None, module: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> None:
-        ends[layer] = inputs[0].flatten(0, 1)[rows_N].clone(), output[0].flatten(0, 1)[rows_N].clone()
+        ends = {"input_ND": inputs[0], "output_ND": output[0]}
+        seen[layer].update({name: hidden.flatten(0, 1)[rows_N].clone() for name, hidden in ends.items()})
 
     with contextlib.ExitStack() as hooks:
-        for layer, moe in subject.moe_layers.items():
+        for layer, moe in session.subject.moe_layers.items():
             hooks.callback(moe.router.register_forward_hook(partial(note_routing, layer)).remove)
             hooks.callback(moe.register_forward_hook(partial(note_ends, layer)).remove)
-            moe.router.look = partial(gated.__setitem__, layer)
+            moe.router.look = partial(seen[layer].__setitem__, "gated_TE")
             hooks.callback(setattr, moe.router, "look", None)
-        output = subject.run(inputs)
-    return Observation(output, {layer: LayerLook(routed[layer], gated[layer], *ends[layer]) for layer in routed})
+        output = session.subject.run(inputs)
+    return Observation(output, {layer: LayerLook(**parts) for layer, parts in seen.items()})
 
 
 def replay(case: Case, batch: int) -> tuple[Tensor, dict[int | None, Routing]]:
@@ -261,16 +180,9 @@ def replay(case: Case, batch: int) -> tuple[Tensor, dict[int | None, Routing]]:
     captured = case.captured[batch, False]
     captured.replay()
     assert captured.output is not None
-    routed = {
-        layer: Routing(map_TE=map_TE.clone(), weights_TE=weights_TE.clone())
-        for layer, (weights_TE, map_TE) in captured.routing.items()
-    }
+    chosen = captured.routing.items()
+    routed = {layer: Routing(map_TE=map_TE.clone(), weights_TE=weights.clone()) for layer, (weights, map_TE) in chosen}
     return captured.output.clone(), routed
-
-
-def rows_to_check(num_tokens: int) -> Tensor:
-    """Indices of a rank's tokens that are held against the dense reference: int64 [N]."""
-    return torch.linspace(0, max(num_tokens - 1, 0), min(NUM_CHECKED_TOKENS, num_tokens)).long()
 
 
 # ---- The measurement -----------------------------------------------------------------------------------------------
@@ -279,11 +191,11 @@ def rows_to_check(num_tokens: int) -> Tensor:
 def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
     """Measure ``cases`` and write their parts; every rank calls this alike."""
     job.enter(comparison)
-    shortage = _memory_shortage(job, comparison)
+    available = provenance.available_memory_bytes(job.ranks.device, job.ranks.local_world_size)
+    shortage = _first_word(job.ranks, comparison.shortage(available))
     if shortage:
-        if job.ranks.is_first:
-            for case in cases:
-                job.write_unmeasured(comparison, case, "skipped", shortage)
+        for case in cases:
+            job.write_unmeasured(comparison, case, "skipped", shortage)
         job.check_written()
         return
     with device_scope(), torch.inference_mode():
@@ -300,16 +212,9 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
             session.check_again()
             session.drop_failing("after timing")
             job.enter(comparison)
-            session.write_conditions()
             session.write(samples_VSC)
     del session
     free_memory(job.ranks.device)
-
-
-def _memory_shortage(job: Job, comparison: Comparison) -> str:
-    """Why this comparison does not fit some rank's memory; empty if it fits all. Agreed by all ranks."""
-    available = provenance.available_memory_bytes(job.ranks.device, job.ranks.local_world_size)
-    return _first_word(job.ranks, comparison.shortage(available))
 
 
 def _first_word(ranks: Ranks, text: str) -> str:
@@ -318,18 +223,37 @@ def _first_word(ranks: Ranks, text: str) -> str:
 
 
 class Session:
-    """The state of one comparison's measurement on this rank."""
+    """The state of one comparison's measurement on this rank.
+
+    Attributes:
+        layers: each MoE layer as a subject of its own.
+        subject: the layer or model that runs.
+        columns: of a sample.
+        meet: where the ranks that talk to each other are waited for.
+    """
 
     def __init__(self, job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
         self.job, self.comparison, self.device = job, comparison, job.ranks.device
-        measure = comparison.experiment.measure
+        planned, settings = comparison.subject, comparison.experiment.layer
+        measure = self.settings = comparison.experiment.measure
         # The watchdog is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.
-        ep_group = initialize_expert_parallel(comparison.ep_size, measure.timeout_s + 60, comparison.subject.num_slices)
+        ep_group = initialize_expert_parallel(comparison.ep_size, measure.timeout_s + 60, planned.num_slices)
         provenance.forget_peak_memory(self.device)
-        self.there = OnRank(job, comparison, ep_group)
-        self.cases = [Case(case, self.there) for case in cases]
+        self.seed, self.dtype = settings.seed, DTYPES[settings.dtype]
+        self.meet = Rendezvous(meeting_group(), self.device)
+        self.layers, self.columns = planned.layers(), columns_of(planned)
+        self.num_batches = comparison.workload.num_batches
+        self.subject = builder(comparison, self.device)(ep_group=ep_group)
+        self._cache: KeyValueCache | None = None
+        if isinstance(self.subject, Transformer) and planned.context_length:
+            most_requests = int(planned.rank_tokens[:, job.ranks.rank].max())
+            self._cache = KeyValueCache(most_requests, planned.context_length)
+            self._cache.fill_(self.subject.gpt, self.device, self.seed)
+        self.batches = [self._batch(number) for number in range(self.num_batches)]
+        self.cases = [Case(CaseRouter(case, comparison.slots, self.seed), self) for case in cases]
         self.timed: list[Case] = []
         self.flush = CacheFlush(self.device) if measure.flush_l2 else None
+        self.steps = plan(self.num_batches, measure.iterations, measure.breakdown_iterations)
         self.conditions: dict[str, Any] = {}
         self.routing_rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.errors: dict[str, float] = {}
@@ -337,13 +261,47 @@ class Session:
         self._new_graph: Callable[[], Graph] | None = None
         self._alone: DenseReference | None = None
 
-    @property
-    def num_batches(self) -> int:
-        return self.comparison.workload.num_batches
+    def _batch(self, number: int) -> RankBatch:
+        model, config, ranks = self.comparison.model, self.comparison.experiment.workload, self.job.ranks
+        logits: dict[int | None, tuple[Tensor, Tensor]] = {}
+        mine: TokenBatch | None = None
+        for layer, subject in self.layers.items():
+            self.job.watchdog.feed()
+            rank_batches = subject.workload.rank_batches(number, ranks.world_size, config.rank_shares)
+            tokens = next(islice(rank_batches, ranks.rank, None)).with_padding(config.padding_per_rank)
+            assert mine is None or torch.equal(tokens.sequence_id_T, mine.sequence_id_T), "layers see other tokens"
+            mine, scores_TE = tokens, tokens.scores_TE.to(self.device)
+            balanced_TE = balanced_scores(scores_TE, model.top_k)
+            own, even = (logits_from_scores(one, model.score_function) for one in (scores_TE, balanced_TE))
+            logits[layer] = own, even
+        assert mine is not None
+        valid_T = None if mine.valid_T is None else mine.valid_T.to(self.device)
+        tokens = self.subject.ep_group.rank(), mine.sequence_id_T.to(self.device), valid_T
+        contexts = {layer: subject.context(*tokens) for layer, subject in self.layers.items()}
+        return RankBatch(self._new_input(number, mine), logits, contexts)
 
-    @property
-    def tolerance(self) -> float:
-        return TOLERANCE[self.there.dtype]
+    def _new_input(self, number: int, mine: TokenBatch) -> Callable[[], Any]:
+        """What hands out the input for this rank's tokens of a batch: hidden states of a layer, a model's pass."""
+        sequences, lengths = torch.unique_consecutive(mine.sequence_id_T, return_counts=True)
+        device, size = self.device, self.comparison.model.hidden_size
+        if self.comparison.subject.name == "model":
+            run = random_pass(self.comparison, device, number, self.job.ranks.rank, lengths.tolist(), self._cache)
+            return lambda: run
+        # Hidden states follow from the sequence, not from the number of ranks.
+        hidden = [torch.empty(0, size, device=device)]
+        for sequence, length in zip(sequences.tolist(), lengths.tolist(), strict=True):
+            generator = seeded_generator(device, self.seed, HIDDEN, number, sequence)
+            hidden.append(torch.randn(length, size, generator=generator, device=device))
+        # Cases follow each other on one batch; none is to find its input in the cache.
+        return RotatingInput(torch.cat(hidden).to(self.dtype).unsqueeze(1), len(self.comparison.cases)).next
+
+    def rows_to_check(self, batch: int) -> Tensor:
+        """Indices of this rank's tokens that are held against the dense reference: int64 [N]."""
+        num_tokens = len(next(iter(self.batches[batch].contexts.values())).request_id_T)
+        places_N = torch.linspace(0, max(num_tokens - 1, 0), min(NUM_CHECKED_TOKENS, num_tokens))
+        return places_N.long().to(self.device)
+
+    # ---- checks ------------------------------------------------------------------------------------------------------
 
     def observe_all(self) -> None:
         """Run every case on every batch once: shapes are seen, routing metrics taken, every layer's output checked."""
@@ -357,21 +315,16 @@ class Session:
                     native = seen.output
                 for layer, of_layer in seen.layers.items():
                     self.job.watchdog.feed()
-                    row = routing_metrics(
-                        of_layer.routing,
-                        case.scores(batch, layer),
-                        self.there.context_for(batch, layer),
-                        num_slices=self.comparison.subject.num_slices,
-                        capacity_factor=case.spec.capacity_factor,
-                    )
-                    row["reference_error"] = self.reference_error(case, layer, of_layer) if batch == 0 else None
+                    share = case.share(batch, layer)
+                    row = case_metrics(case.spec, of_layer.routing, share, self.comparison.subject.num_slices)
+                    row["reference_error"] = self._reference_error(case, layer, of_layer) if batch == 0 else None
                     compared = layer == last and case.spec.role != CEILING and native is not None
-                    valid_T = self.there.batches[batch].valid_T
+                    valid_T = share.context.token_mask_T
                     row["output_error"] = relative_error(seen.output, native, valid_T) if compared else None
                     self.routing_rows[case.case_id].append(row)
         if self.comparison.subject.name == "model":  # One pass more shows which kernels torch takes for attention.
             self.job.watchdog.feed()
-            kernels = kernels_of_attention(partial(self.there.subject.run, self.cases[0].prepare(0)))
+            kernels = kernels_of_attention(partial(self.subject.run, self.cases[0].prepare(0)))
             of_ranks = [json.loads(text) for text in self.job.ranks.texts(json.dumps(kernels))]
             self.conditions["attention"] = sorted({name for names in of_ranks for name in names})
 
@@ -382,31 +335,31 @@ class Session:
             self.problems.setdefault(case.case_id, f"{seen.problem}, batch {batch}")
         return seen
 
-    def reference_error(self, case: Case, layer: int | None, seen: LayerLook) -> float:
+    def _reference_error(self, case: Case, layer: int | None, seen: LayerLook) -> float:
         """Compare a layer's run on batch 0 with the dense reference; a policy's map also with the policy itself.
 
         Not so the map of a policy whose statistics are summed over other ranks.
         """
-        rows_N = rows_to_check(len(seen.routing.map_TE)).to(self.device)
-        error = self._reference(layer, seen.input_ND).worst_error(seen.output_ND, seen.routing.weights_TE[rows_N])
-        policy, scores_TE = case.spec.policy, case.scores(0, layer)
+        weights_NE = seen.routing.weights_TE[self.rows_to_check(0)]
+        error = self._reference(layer, seen.input_ND).worst_error(seen.output_ND, weights_NE)
+        policy, share = case.spec.policy, case.share(0, layer)
         if policy is not None and (
             self.comparison.subject.num_together == 1
-            or policy.batch_stats(scores_TE, self.there.context_for(0, layer)) is None
+            or policy.batch_stats(share.scores_TE, case.router.context(share, 0)) is None
         ):
-            expected = oracle_for(policy, self.device).route(scores_TE, case.told(0, layer))
+            expected = oracle_for(policy, self.device).route(share.scores_TE, case.router.context(share, 0))
             if not torch.equal(expected.map_TE, seen.routing.map_TE):
                 error = float("inf")
         self.errors[case.case_id] = max(error, self.errors.get(case.case_id, 0.0))
         return error
 
     def _reference(self, layer: int | None, input_ND: Tensor) -> DenseReference:
-        new = partial(DenseReference, self.comparison.model, input_ND, layer_seed(self.there.seed, layer))
-        if layer is not None:
-            return new()
-        if self._alone is None:  # All cases give a layer alone the same input.
-            self._alone = new()
-        return self._alone
+        if layer is None and self._alone is not None:  # All cases give a layer alone the same input.
+            return self._alone
+        reference = DenseReference(self.comparison.model, input_ND, layer_seed(self.seed, layer))
+        if layer is None:
+            self._alone = reference
+        return reference
 
     def check_again(self) -> None:
         """Hold every layer of every case against the reference once more, after it was timed."""
@@ -417,19 +370,26 @@ class Session:
                 seen = self._replayed(case, seen)
             for row, (layer, of_layer) in zip(self.routing_rows[case.case_id], seen.layers.items(), strict=False):
                 self.job.watchdog.feed()
-                row["reference_error"] = max(self.reference_error(case, layer, of_layer), row["reference_error"])
+                row["reference_error"] = max(self._reference_error(case, layer, of_layer), row["reference_error"])
 
-    def _replayed(self, case: Case, eager: Observation) -> Observation:
-        """Hold a replay of batch 0 against an eager run, and take from it what can be seen."""
-        output, routed = replay(case, 0)
-        problem = self._unlike(eager, output, routed, 0)
-        if problem:
-            self.problems.setdefault(case.case_id, problem)
-        if None not in routed:
-            return eager
-        rows_N = rows_to_check(len(routed[None].map_TE)).to(self.device)
-        alone = replace(eager.layers[None], routing=routed[None], output_ND=output.flatten(0, 1)[rows_N])
-        return Observation(output, {None: alone})
+    def drop_failing(self, when: str) -> None:
+        """Record cases whose output is wrong on any rank as failed, and go on without them."""
+        tolerance, ranks = TOLERANCE[self.dtype], self.job.ranks
+        mine = torch.tensor([self.errors[case.case_id] for case in self.cases], dtype=torch.float64)
+        worst_V = torch.stack(ranks.gather(mine, everywhere=True)).amax(dim=0)
+        problems = [json.loads(text) for text in ranks.texts(json.dumps(self.problems))]
+        for case, worst in zip(list(self.cases), worst_V.tolist(), strict=True):
+            found = [f"rank {rank}: {of[case.case_id]}" for rank, of in enumerate(problems) if case.case_id in of]
+            if found or not worst <= tolerance:
+                what = f"output differs from the dense reference by {worst:.2g}, allowed is {tolerance:g}"
+                self._fail(case, f"{when}: {found[0] if found else what}")
+        self.job.check_written()
+
+    def _fail(self, case: Case, reason: str) -> None:
+        self.cases.remove(case)
+        self.job.write_unmeasured(self.comparison, case.spec, "failed", reason)
+
+    # ---- CUDA graphs -------------------------------------------------------------------------------------------------
 
     def capture_all(self) -> None:
         """Keep every case's runs as CUDA graphs; those that cannot be kept are recorded as failed."""
@@ -439,13 +399,10 @@ class Session:
             self.job.mark.withdraw()
             if reason:
                 case.captured.clear()
-                self.cases.remove(case)
-                if self.job.ranks.is_first:
-                    self.job.write_unmeasured(self.comparison, case.spec, "failed", reason)
+                self._fail(case, reason)
 
     def _capture(self, case: Case) -> str:
         """Keep a case's runs of all batches, and say why they cannot be kept; empty where they are."""
-        by_phase, clock = self.comparison.experiment.measure.breakdown_iterations > 0, clock_for(self.device)
         if self._new_graph is None:
             self._new_graph = make_graphs(self.device)
         problem = ""
@@ -453,7 +410,7 @@ class Session:
             self.job.watchdog.feed()
             eager = look(case, batch)
             try:
-                case.capture(batch, self._new_graph, clock, by_phase=by_phase)
+                case.capture(batch, self._new_graph, by_phase=self.settings.breakdown_iterations > 0)
             except (torch.OutOfMemoryError, torch.distributed.DistBackendError):
                 raise
             except RuntimeError as error:
@@ -469,36 +426,32 @@ class Session:
                 case.captured[batch, False].forget()
         return problem
 
+    def _replayed(self, case: Case, eager: Observation) -> Observation:
+        """Hold a replay of batch 0 against an eager run, and take from it what can be seen."""
+        output, routed = replay(case, 0)
+        problem = self._unlike(eager, output, routed, 0)
+        if problem:
+            self.problems.setdefault(case.case_id, problem)
+        if None not in routed:
+            return eager
+        output_ND = output.flatten(0, 1)[self.rows_to_check(0)]
+        return Observation(output, {None: eager.layers[None]._replace(routing=routed[None], output_ND=output_ND)})
+
     def _unlike(self, eager: Observation, output: Tensor, routed: dict[int | None, Routing], batch: int) -> str:
         """In what a replayed run differs from the same one run eagerly; empty where it does not."""
-        if not all(torch.equal(look.routing.map_TE, routed[layer].map_TE) for layer, look in eager.layers.items()):
+        if not all(torch.equal(seen.routing.map_TE, routed[layer].map_TE) for layer, seen in eager.layers.items()):
             return f"replayed from a CUDA graph, it routes batch {batch} otherwise"
         gap, size = (float(x.float().norm()) for x in (output - eager.output, eager.output))
-        if not gap <= self.tolerance * size:
+        if not gap <= TOLERANCE[self.dtype] * size:
             return f"replayed from a CUDA graph, its output on batch {batch} is off by {gap:.2g} of {size:.2g}"
         return ""
 
-    def drop_failing(self, when: str) -> None:
-        """Record cases whose output is wrong on any rank as failed, and go on without them."""
-        mine = torch.tensor([self.errors[case.case_id] for case in self.cases], dtype=torch.float64)
-        worst_V = torch.stack(self.job.ranks.gather(mine, everywhere=True)).max(dim=0).values
-        problems = [json.loads(text) for text in self.job.ranks.texts(json.dumps(self.problems))]
-        for case, worst in zip(list(self.cases), worst_V.tolist(), strict=True):
-            found = [f"rank {rank}: {of[case.case_id]}" for rank, of in enumerate(problems) if case.case_id in of]
-            if not found and worst <= self.tolerance:
-                continue
-            self.cases.remove(case)
-            if self.job.ranks.is_first:
-                what = f"output differs from the dense reference by {worst:.2g}, allowed is {self.tolerance:g}"
-                reason = f"{when}: {found[0] if found else what}"
-                self.job.write_unmeasured(self.comparison, case.spec, "failed", reason)
-        self.job.check_written()
+    # ---- timing ------------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        settings = self.comparison.experiment.measure
-        rounds = settings.warmup, settings.max_warmup
+        rounds = self.settings.warmup, self.settings.max_warmup
         result = warm_up(self.cases, self.num_batches, rounds, clock_for(self.device), self._slowest, self.job.begin)
-        self.job.progress.total += (result.rounds - settings.warmup) * self.num_batches * len(self.cases)
+        self.job.progress.total += (result.rounds - rounds[0]) * self.num_batches * len(self.cases)
         self.conditions["warm_up"] = asdict(result)
 
     def _slowest(self, times_B: np.ndarray) -> np.ndarray:
@@ -506,42 +459,30 @@ class Session:
 
     def time(self) -> np.ndarray:
         self.timed = list(self.cases)  # Later checks may take cases away; samples stay in this order.
-        with watched_machine(self.device, self.there.dtype) as mine:
-            order = self.timed, self.steps, clock_for(self.device), self.there.meet
+        with watched_machine(self.device, self.dtype) as mine:
+            order = self.timed, self.steps, clock_for(self.device), self.meet
             preroll_us = self.comparison.experiment.measure.preroll_us
-            samples_VSC = measure(*order, self.job.begin, self.flush, self.there.columns, preroll_us)
+            samples_VSC = measure(*order, self.job.begin, self.flush, self.columns, preroll_us)
         self.conditions["ranks"] = [json.loads(text) for text in self.job.ranks.texts(json.dumps(mine))]
         return samples_VSC
 
-    def write_conditions(self) -> None:
-        """Say under which conditions this launch was timed."""
-        if self.job.ranks.is_first:
-            path = self.job.directory.conditions_path(self.comparison.comparison_id, self.job.launch)
-            with self.job.writing():
-                write_json(path, {"run_id": self.job.run_id, **self.conditions})
-
-    @property
-    def steps(self) -> list[Step]:
-        settings = self.comparison.experiment.measure
-        return plan(self.num_batches, settings.iterations, settings.breakdown_iterations)
-
     def write(self, samples_VSC: np.ndarray) -> None:
-        """Gather all ranks' samples and metrics on rank 0, which writes them case by case."""
-        times = self.job.ranks.gather(torch.from_numpy(samples_VSC))
+        """Gather all ranks' samples and metrics on rank 0, which writes conditions and then case by case."""
+        ranks = self.job.ranks
+        self.job.write_conditions(self.comparison, self.conditions)
+        times_RVSC = ranks.gather(torch.from_numpy(samples_VSC))
         packed = PackedMetrics(len(self.timed), len(self.routing_rows[self.timed[0].case_id]))
         for index, case in enumerate(self.timed):
             for number, row in enumerate(self.routing_rows[case.case_id]):
                 packed.put((index, number), row)
-        metrics = self.job.ranks.gather(torch.from_numpy(packed.numbers))
+        metrics = {key: ranks.gather(torch.from_numpy(values)) for key, values in packed.items()}
         with self.job.writing():
             for index, case in enumerate(self.timed):
-                if self.job.ranks.is_first and case in self.cases:
+                if ranks.is_first and case in self.cases:
                     self.job.watchdog.feed()
-                    times_RSC, metrics_RBM = (
-                        np.stack([ranked[index].numpy() for ranked in of_ranks]) for of_ranks in (times, metrics)
-                    )
-                    timed = self.steps, times_RSC, self.there.columns
-                    write_case(self.job, self.comparison, case.spec, *timed, packed.with_numbers(metrics_RBM))
+                    times_RSC = np.stack([ranked[index].numpy() for ranked in times_RVSC])
+                    own = {key: np.stack([one[index].numpy() for one in of_ranks]) for key, of_ranks in metrics.items()}
+                    write_case(self.job, self.comparison, case.spec, self.steps, times_RSC, self.columns, own)
         self.job.check_written()
 
 

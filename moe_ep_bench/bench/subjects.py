@@ -22,7 +22,7 @@ from torch import Tensor
 from moe_ep_bench.bench import checks, words
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
-from moe_ep_bench.models import Attention, LatentAttention, ModelSpec
+from moe_ep_bench.models import LatentAttention, ModelSpec
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
 from moe_ep_bench.workload.batch import deal_sequences
@@ -45,6 +45,12 @@ class LayerSubject:
 
     name: ClassVar[str] = "layer"
     """One of ``schema.SCOPES``."""
+    num_layers: ClassVar[int] = 1
+    """Layers that are built, dense ones too."""
+    context_length: ClassVar[int] = 0
+    """Tokens in the cache of each request that decodes; 0 where a batch is no decode step of a model."""
+    extent: ClassVar[str] = ""
+    """What of the model is measured, in a title; ends in a comma."""
 
     @classmethod
     def of(cls, experiment: Experiment, world_size: int) -> LayerSubject:
@@ -61,19 +67,8 @@ class LayerSubject:
         return next(iter(self.workloads.values()))
 
     @property
-    def num_layers(self) -> int:
-        """Layers that are built, dense ones too."""
-        return 1
-
-    @property
     def moe_layers(self) -> tuple[int | None, ...]:
-        """Which of them are MoE layers."""
         return tuple(self.workloads)
-
-    @property
-    def context_length(self) -> int:
-        """Tokens in the cache of each request that decodes; 0 where a batch is no decode step of a model."""
-        return 0
 
     @property
     def num_slices(self) -> int:
@@ -97,15 +92,13 @@ class LayerSubject:
     def rank_tokens(self) -> NDArray[np.int64]:
         """Tokens of every rank in every batch: int64 [B, R]."""
         workload, shares = self.workload, self.experiment.workload.rank_shares
-        batches = range(workload.num_batches)
-        return np.stack([workload.tokens_of_ranks(index, self.world_size, shares) for index in batches])
+        return np.stack([workload.tokens_of_ranks(i, self.world_size, shares) for i in range(workload.num_batches)])
 
     @property
     def fullest_share(self) -> float:
         """Tokens of the rank that holds most, over the mean."""
-        shares = self.experiment.workload.rank_shares or (1.0,)
-        of_ranks = [shares[rank % len(shares)] for rank in range(self.world_size)]
-        return max(of_ranks) * self.world_size / sum(of_ranks)
+        shares = np.resize(self.experiment.workload.rank_shares or (1.0,), self.world_size)
+        return float(shares.max() * self.world_size / shares.sum())
 
     @property
     def fullest_tokens(self) -> int:
@@ -120,19 +113,14 @@ class LayerSubject:
     @property
     def layer_fraction(self) -> float:
         """Place of the first layer in the depth of the model's MoE layers: 0 to below 1; 0 where that is unknown."""
-        layer = self.moe_layers[0]
+        layer, workload = self.moe_layers[0], self.workload
         if layer is not None:
             return (layer - self.model.first_dense_layers) / self.model.num_moe_layers
-        if not isinstance(self.workload, RecordedWorkload):
-            return 0.0
-        return self.workload.layer / self.workload.traces[0].num_layers
+        return workload.layer / workload.traces[0].num_layers if isinstance(workload, RecordedWorkload) else 0.0
 
     def layers(self) -> dict[int | None, LayerSubject]:
         """Each MoE layer as a subject of its own, with its scores and its place in the depth."""
-        return {
-            layer: LayerSubject(self.experiment, self.world_size, {layer: workload})
-            for layer, workload in self.workloads.items()
-        }
+        return {key: LayerSubject(self.experiment, self.world_size, {key: one}) for key, one in self.workloads.items()}
 
     def context(self, rank: int, request_id_T: Tensor, valid_T: Tensor | None) -> RoutingContext:
         """What is so of a rank's tokens, but for modality and randomness; ``CaseSpec.told`` is what is known of it."""
@@ -155,22 +143,12 @@ class LayerSubject:
         return {}
 
     @property
-    def extent(self) -> str:
-        """What of the model is measured, in a title; ends in a comma."""
-        return ""
-
-    @property
     def workload_in_short(self) -> str:
         return words.workload_in_short(self.experiment)
 
-    @property
-    def departures(self) -> tuple[str, ...]:
-        """Where what is run is simpler than the model."""
-        return self.model.departures
-
     def describe(self, *, modelled: bool) -> dict[str, Any]:
-        """What ``run.json`` says of this subject beside what it says of all."""
-        return {}
+        """What ``run.json`` says of this subject: where what is run is simpler than the model."""
+        return {"departures": list(self.model.departures)}
 
     def memory_bytes_per_rank(
         self, num_cases: int, *, held_batches: int, cuda_graph: bool, num_layers: int | None = None
@@ -183,23 +161,28 @@ class LayerSubject:
             num_layers: layers that are built of a whole model; None = as the config has it.
         """
         model, size, tokens = self.model, VALUE_BYTES[self.experiment.layer.dtype], self.fullest_tokens
-        pairs, slice_size = self._pairs, model.ffn_hidden_size // self.num_slices
-        weights = (model.num_experts // self.ep_size) * 3 * model.hidden_size * slice_size
-        weights += 3 * model.hidden_size * model.shared_ffn_hidden_size
+        weights = self._expert_weights + 3 * model.hidden_size * model.shared_ffn_hidden_size
         # Small inputs are held in copies, up to some caches' size (measure.cache).
         hidden = tokens * model.hidden_size * size
         hidden += min((num_cases - 1) * hidden, _COPIES_BYTES)
         inputs = held_batches * (hidden + 2 * tokens * model.num_experts * 4)
-        buffers = pairs * (4 * model.hidden_size + 3 * slice_size) * size
-        if self.num_slices > 1:
-            buffers += pairs * 4 * model.hidden_size  # what is summed over slices, in float32
-        return 2 * weights * size + inputs + buffers + self._routing_bytes
+        values, summed = self._buffers
+        return 2 * weights * size + inputs + values * size + summed + self._routing_bytes
 
     @property
-    def _pairs(self) -> int:
-        """(token, expert) pairs of the fullest rank at the workload's peak load, over all slices."""
+    def _expert_weights(self) -> int:
+        """Of a rank's routed experts in one layer."""
+        model = self.model
+        return model.num_experts // self.ep_size * 3 * model.hidden_size * (model.ffn_hidden_size // self.num_slices)
+
+    @property
+    def _buffers(self) -> tuple[int, int]:
+        """Of the fullest rank at the peak load: values while a layer runs, bytes summed over slices (float32)."""
+        model = self.model
         peak = min(getattr(self.experiment.workload, "peak_load", None) or 2.0, self.ep_size)
-        return int(self.fullest_tokens * self.model.top_k * peak) * self.num_slices
+        pairs = int(self.fullest_tokens * model.top_k * peak) * self.num_slices
+        values = pairs * (4 * model.hidden_size + 3 * (model.ffn_hidden_size // self.num_slices))
+        return values, pairs * 4 * model.hidden_size if self.num_slices > 1 else 0
 
     @property
     def _routing_bytes(self) -> int:
@@ -208,10 +191,9 @@ class LayerSubject:
 
     def flops_per_rank(self) -> float:
         """Floating-point operations of one iteration on the average rank."""
-        tokens = self.num_tokens / self.world_size
-        expert = 6 * self.model.hidden_size * self.model.ffn_hidden_size * self.model.top_k
-        shared = 6 * self.model.hidden_size * self.model.shared_ffn_hidden_size
-        return tokens * (expert + shared + 2 * self.model.hidden_size * self.model.num_experts)
+        model = self.model
+        ffn = 3 * (model.ffn_hidden_size * model.top_k + model.shared_ffn_hidden_size)
+        return 2 * self.num_tokens / self.world_size * model.hidden_size * (ffn + model.num_experts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,30 +241,25 @@ class ModelSubject(LayerSubject):
             return f"recorded layer by layer, {self.experiment.workload.tail_words}"
         return f"{super().workload_in_short} in each layer"
 
-    @property
-    def departures(self) -> tuple[str, ...]:
-        return (*super().departures, *_departures(self.model, self.context_length))
-
     def describe(self, *, modelled: bool) -> dict[str, Any]:
-        achieved = [workload.achieved() for workload in self.workloads.values()]
+        achieved = {layer: workload.achieved() for layer, workload in self.workloads.items()}
         # What adjacent tokens share in layers where that is more than was asked for.
-        overlaps = (
-            one["neighbour_overlap"]
-            for one, workload in zip(achieved, self.workloads.values(), strict=True)
+        by_chance = [
+            achieved[layer]["neighbour_overlap"]
+            for layer, workload in self.workloads.items()
             if isinstance(workload, SyntheticWorkload) and workload.shares_by_chance
-        )
-        return {
-            "whole": {
-                "num_layers": self.num_layers,
-                "of_layers": self.model.num_layers,
-                "moe_layers": list(self.moe_layers),
-                "of_moe_layers": self.model.num_moe_layers,
-                "context_length": self.context_length,
-                "attention": "modelled" if modelled else "torch scaled_dot_product_attention",
-                "peak_loads": [one["peak_load"] for one in achieved],
-                "shared_by_chance": [float(overlap) for overlap in overlaps if overlap is not None],
-            }
+        ]
+        whole = {
+            "num_layers": self.num_layers,
+            "of_layers": self.model.num_layers,
+            "moe_layers": list(self.moe_layers),
+            "of_moe_layers": self.model.num_moe_layers,
+            "context_length": self.context_length,
+            "attention": "modelled" if modelled else "torch scaled_dot_product_attention",
+            "peak_loads": [one["peak_load"] for one in achieved.values()],
+            "shared_by_chance": [float(overlap) for overlap in by_chance if overlap is not None],
         }
+        return {"departures": [*self.model.departures, *_departures(self.model, self.context_length)], "whole": whole}
 
     def memory_bytes_per_rank(
         self, num_cases: int, *, held_batches: int, cuda_graph: bool, num_layers: int | None = None
@@ -292,28 +269,29 @@ class ModelSubject(LayerSubject):
         With CUDA graphs the buffers once more: all graphs share one pool, which is not the allocator's own.
         """
         num_layers = num_layers or self.num_layers
-        model, size, tokens = self.model, VALUE_BYTES[self.experiment.layer.dtype], self.fullest_tokens
+        model, size, tokens, context = self.model, self._value_bytes, self.fullest_tokens, self.context_length
         assert model.attention is not None
         assert model.vocab_size is not None
-        num_moe = num_layers - model.first_dense_layers
-        slice_size = model.ffn_hidden_size // self.num_slices
-        experts = model.num_experts // self.ep_size * 3 * model.hidden_size * slice_size
+        num_moe, experts = num_layers - model.first_dense_layers, self._expert_weights
         moe = experts + model.hidden_size * (3 * model.shared_ffn_hidden_size + model.num_experts)
         block = model.attention.num_parameters(model.hidden_size)
         dense = model.first_dense_layers * 3 * model.hidden_size * model.dense_ffn_hidden_size
         embeddings = (1 if model.tied_embeddings else 2) * model.vocab_size * model.hidden_size
         weights = num_layers * block + num_moe * moe + experts + dense + embeddings
         scores = num_moe * held_batches * 2 * tokens * model.num_experts * 4
-        heads, cached = _widths(model.attention)
-        cache = num_layers * tokens * (self.context_length + 1) * cached if self.context_length else 0
-        pairs = self._pairs
-        buffers = pairs * (4 * model.hidden_size + 3 * slice_size) + tokens * (6 * heads + 4 * model.hidden_size)
-        summed = pairs * 4 * model.hidden_size if self.num_slices > 1 else 0  # over slices, in float32
-        if self.context_length:
-            buffers += 3 * tokens * self.context_length * cached  # the cache of one layer, rotated and for all heads
+        # Of a token: queries of all heads, and what is cached of it in one layer.
+        queries, keys, values, *_ = model.attention.widths
+        cache = num_layers * tokens * (context + 1) * (keys + values) if context else 0
+        buffers, summed = self._buffers
+        buffers += tokens * (6 * queries + 4 * model.hidden_size)
+        buffers += 3 * tokens * context * (keys + values)  # the cache of one layer, rotated and for all heads
         last = self.most_prompts * model.vocab_size * 2
         graphs = buffers + num_cases * last + self._kept_by_graphs(num_moe, num_cases) if cuda_graph else 0
         return (weights + cache + buffers + last + graphs) * size + summed + scores + self._routing_bytes
+
+    @property
+    def _value_bytes(self) -> int:
+        return VALUE_BYTES[self.experiment.layer.dtype]
 
     def _kept_by_graphs(self, num_moe: int, num_cases: int) -> int:
         """Values that graphs keep for the collectives between them, of all cases and batches, timed by phase or not."""
@@ -332,16 +310,15 @@ class ModelSubject(LayerSubject):
     @cached_property
     def most_prompts(self) -> int:
         """Prompts, or requests that decode, of the rank that has most of them in any batch."""
-        batches = range(self.workload.num_batches)
-        return max(len(lengths) for number in batches for lengths in self.lengths_of_ranks(number))
+        return max(len(one) for batch in range(self.workload.num_batches) for one in self.lengths_of_ranks(batch))
 
     def flops_per_rank(self) -> float:
         model = self.model
         assert model.attention is not None
-        tokens = self.num_tokens / self.world_size
         dense = 6 * model.first_dense_layers * model.hidden_size * model.dense_ffn_hidden_size
         attention = 2 * self.num_layers * model.attention.num_parameters(model.hidden_size)
-        return len(self.moe_layers) * super().flops_per_rank() + tokens * (dense + attention)
+        per_token = self.num_tokens / self.world_size * (dense + attention)
+        return len(self.moe_layers) * super().flops_per_rank() + per_token
 
 
 SUBJECTS: dict[str, type[LayerSubject]] = {one.name: one for one in (LayerSubject, ModelSubject)}
@@ -359,8 +336,8 @@ def make_workload(experiment: Experiment, world_size: int, *, or_chance: bool = 
         or_chance: see ``SyntheticWorkload``.
     """
     config, model = experiment.workload, experiment.model.spec()
-    num_tokens = config.total_tokens(world_size)
-    shape = {"num_experts": model.num_experts, "top_k": model.top_k, "num_tokens": num_tokens}
+    shape: dict[str, Any] = {"num_experts": model.num_experts, "top_k": model.top_k}
+    shape |= {"num_tokens": config.total_tokens(world_size), "num_batches": config.num_batches, "seed": config.seed}
     try:
         if isinstance(config, SyntheticConfig):
             targets = config.targets(experiment.model.preset)
@@ -368,26 +345,15 @@ def make_workload(experiment: Experiment, world_size: int, *, or_chance: bool = 
             return SyntheticWorkload(
                 **shape,
                 **targets,
-                num_batches=config.num_batches,
                 sequence_length=config.sequence_length,
-                seed=config.seed,
                 or_chance=or_chance,
                 rank_load=(rank_load["ep_size"], rank_load["load"]) if rank_load else None,
                 num_groups=model.num_groups,
                 top_groups=model.top_groups,
             )
-        assert isinstance(config, RecordedConfig)
-        return RecordedWorkload(
-            [(recording.trace, recording.share) for recording in config.trace],
-            **shape,
-            layer=config.layer,
-            num_batches=config.num_batches,
-            tail=config.tail,
-            topk_share=config.topk_share,
-            arrangement=config.arrangement,
-            tokens_per_request=config.tokens_per_request,
-            seed=config.seed,
-        )
+        keys = ("layer", "tail", "topk_share", "arrangement", "tokens_per_request")
+        recordings = [(recording.trace, recording.share) for recording in config.trace]
+        return RecordedWorkload(recordings, **shape, **{key: getattr(config, key) for key in keys})
     except ValueError as error:
         raise ValueError(f"workload: {error}") from None
 
@@ -402,12 +368,10 @@ def layer_workloads(experiment: Experiment, world_size: int) -> dict[int | None,
     num_moe = (experiment.whole.num_layers or model.num_layers) - model.first_dense_layers
     made: dict[int | None, Workload] = {}
     for number in range(num_moe):
+        own: dict[str, Any] = {"layer": number}
         if isinstance(config, SyntheticConfig):
-            seed = int(np.random.SeedSequence((config.seed, number)).generate_state(1)[0])
-            own = config.model_copy(update={"seed": seed})
-        else:
-            own = config.model_copy(update={"layer": number})
-        of_layer = experiment.model_copy(update={"workload": own})
+            own = {"seed": int(np.random.SeedSequence((config.seed, number)).generate_state(1)[0])}
+        of_layer = experiment.model_copy(update={"workload": config.model_copy(update=own)})
         workload = make_workload(of_layer, world_size, or_chance=True)
         if isinstance(workload, RecordedWorkload):
             checks.check_whole_recording(model, num_moe, workload.traces[0].num_layers)
@@ -417,30 +381,19 @@ def layer_workloads(experiment: Experiment, world_size: int) -> dict[int | None,
 
 def _departures(model: ModelSpec, context_length: int) -> list[str]:
     """Where attention as it is built is simpler than the model's, or than an engine's."""
-    found = ["Rotary positions have the base 10,000 and are not scaled; every layer attends to all earlier tokens."]
-    attention = model.attention
-    if isinstance(attention, Attention):
-        if attention.sinks:
-            found.append("Attention's sinks are left out.")
-        if attention.bias == "all":
-            found.append("The bias of attention's output is left out.")
-        if attention.qk_norm == "all_heads":
-            found.append("Queries and keys are normalised head by head, the model's over all heads together.")
-    if context_length:
-        found.append(
-            "The cache is Megatron-Core's static one: "
-            + (
-                "it holds whole keys and values, not their latent."
-                if isinstance(attention, LatentAttention)
-                else "it holds keys without positions, which every step gives to all of them anew."
-            )
-        )
-    return found
-
-
-def _widths(attention: Attention | LatentAttention) -> tuple[int, int]:
-    """Numbers of a token in attention: queries of all heads, and what is cached of it in one layer."""
-    if isinstance(attention, LatentAttention):
-        queries = attention.qk_nope_head_dim + attention.qk_rope_head_dim
-        return attention.num_heads * queries, attention.num_heads * (queries + attention.v_head_dim)
-    return attention.num_heads * attention.head_dim, 2 * attention.num_kv_heads * attention.head_dim
+    attention, is_latent = model.attention, isinstance(model.attention, LatentAttention)
+    cached = (
+        "it holds whole keys and values, not their latent."
+        if is_latent
+        else "it holds keys without positions, which every step gives to all of them anew."
+    )
+    sentences = {
+        "Rotary positions have the base 10,000 and are not scaled; every layer attends to all earlier tokens.": True,
+        "Attention's sinks are left out.": getattr(attention, "sinks", False),
+        "The bias of attention's output is left out.": getattr(attention, "bias", "none") == "all",
+        "Queries and keys are normalised head by head, the model's over all heads together.": (
+            getattr(attention, "qk_norm", "none") == "all_heads"
+        ),
+        f"The cache is Megatron-Core's static one: {cached}": context_length > 0,
+    }
+    return [sentence for sentence, holds in sentences.items() if holds]

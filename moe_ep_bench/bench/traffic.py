@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -58,54 +58,59 @@ class Share:
 
     Attributes:
         layer: None = it stands alone.
-        scores_TE: what a policy sees: the logits through the model's score function.
+        rank: of all real ones, or the virtual one: random policies draw by it.
         context: what is so of the tokens, but for randomness; a policy knows of it ``CaseRouter.context``.
+        make_scores: returns what a policy sees, float32 [T, E].
         logits_TE: what the layer's router sees in place of its gate's output; None where no layer is asked for.
     """
 
     layer: int | None
-    scores_TE: Tensor
+    rank: int
     context: RoutingContext
+    make_scores: Callable[[], Tensor]
     logits_TE: Tensor | None = None
+
+    @cached_property
+    def scores_TE(self) -> Tensor:  # noqa: N802
+        return self.make_scores()
 
     @cached_property
     def of_scores(self) -> ScoreMetrics:
         return score_metrics(self.scores_TE, self.context)
 
-    @staticmethod
-    def of(
-        layer: LayerSubject, tokens: TokenBatch, rank: int, device: torch.device, *, balanced: bool = False
-    ) -> Share:
-        """What ``rank`` knows of its tokens; ``balanced`` as the ceiling of balancing has them."""
-        model, (key,) = layer.model, layer.workloads
-        scores_TE = tokens.scores_TE.to(device)
-        if balanced:
-            scores_TE = balanced_scores(scores_TE, model.top_k)
-        logits_TE = logits_from_scores(scores_TE, model.score_function)
-        valid_T = None if tokens.valid_T is None else tokens.valid_T.to(device)
-        context = layer.context(rank, tokens.sequence_id_T.to(device), valid_T)
-        return Share(key, scores_from_logits(logits_TE, model.score_function), context, logits_TE)
+    @classmethod
+    def of_logits(cls, layer: int | None, rank: int, context: RoutingContext, logits_TE: Tensor, fn: str) -> Share:
+        """``fn``: the model's score function, through which policies see the logits."""
+        return cls(layer, rank, context, partial(scores_from_logits, logits_TE, fn), logits_TE)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.scores_TE)
+        return len(self.context.request_id_T)
 
 
 class Shares:
     """One rank's tokens as the cases of a comparison see them: made once, for all cases."""
 
     def __init__(self, layer: LayerSubject, tokens: TokenBatch, rank: int, device: torch.device) -> None:
-        self._of_case = functools.lru_cache(2)(
-            lambda balanced: Share.of(layer, tokens, rank, device, balanced=balanced)
-        )
+        valid_T = None if tokens.valid_T is None else tokens.valid_T.to(device)
+        context = layer.context(rank, tokens.sequence_id_T.to(device), valid_T)
+        scores_TE, model, (key,) = tokens.scores_TE.to(device), layer.model, layer.workloads
+
+        def made(balanced: bool) -> Share:
+            seen_TE = balanced_scores(scores_TE, model.top_k) if balanced else scores_TE
+            logits_TE = logits_from_scores(seen_TE, model.score_function)
+            return Share.of_logits(key, rank, context, logits_TE, model.score_function)
+
+        self._of_case = functools.lru_cache(2)(made)
 
     def of(self, case: CaseSpec) -> Share:
+        """Balanced for the ceiling of balancing."""
         return self._of_case(case.role == CEILING)
 
 
 @dataclass(frozen=True, eq=False)
 class CaseRouter:
-    """How a case routes on virtual ranks, as on real ones; its experts stand in ``slots``."""
+    """How a case routes, on virtual ranks as on real ones; its experts stand in ``slots``."""
 
     case: CaseSpec
     slots: ExpertPlacement
@@ -119,7 +124,7 @@ class CaseRouter:
     def context(self, share: Share, index: int) -> RoutingContext:
         """What the rule knows of a rank's tokens of batch ``index``, its randomness at its start."""
         place = () if share.layer is None else (share.layer,)
-        draws = seeded_generator(share.scores_TE.device, self.seed, DRAWS, index, share.context.rank, *place)
+        draws = seeded_generator(share.context.request_id_T.device, self.seed, DRAWS, index, share.rank, *place)
         return replace(self.case.told(share.context), generator=draws)
 
     def route(self, share: Share, index: int, stats_SE: Tensor | None) -> Routing:
@@ -169,9 +174,7 @@ class LayerTraffic:
 
     def received(self, rank: int) -> NDArray[np.int64]:
         """Rows that arrive at each of a rank's slots, chunk by chunk: int64 [C, P / R]."""
-        per_rank = self.counts_CRP.shape[2] // self.num_ranks
-        mine = slice(rank * per_rank, (rank + 1) * per_rank)
-        return self.counts_CRP[:, :, mine].sum(1).numpy()
+        return self.counts_CRP.unflatten(2, (self.num_ranks, -1))[:, :, rank].sum(1).numpy()
 
     def announced(self, chunk: int, device: torch.device) -> Announced:
         """What the exchange answers a rank's chunk of tokens with."""
@@ -238,35 +241,34 @@ def traffic_of(
             if not slots.is_contiguous:
                 row |= placed_metrics(map_TP, slots, rank)
             metrics[number].put((rank,), {**row, "reference_error": None, "output_error": None})
-    return [LayerTraffic(num_tokens, counts[number], stats[number], metrics[number]) for number in range(len(routers))]
+    return [LayerTraffic(num_tokens, *parts) for parts in zip(counts, stats, metrics, strict=True)]
 
 
 def _statistics(
     layer: LayerSubject, routers: Sequence[CaseRouter], ranks: Iterable[TokenBatch], index: int, device: torch.device
 ) -> list[Tensor | None]:
     """What each batch-wide policy's statistics sum up to over all ranks, float64 [S, E]; None where there are none."""
-    total: list[Tensor | None] = [None] * len(routers)
+    total: dict[int, Tensor] = {}
     asked = list(range(len(routers)))
     for rank, tokens in enumerate(ranks):
         shares = Shares(layer, tokens, rank, device)
         for number in list(asked):
-            share = shares.of(routers[number].case)
-            rule = compiled(routers[number].rule, device)
-            stats_SE = rule.batch_stats(share.scores_TE, routers[number].context(share, index))
+            router = routers[number]
+            share = shares.of(router.case)
+            stats_SE = compiled(router.rule, device).batch_stats(share.scores_TE, router.context(share, index))
             if stats_SE is None:
                 asked.remove(number)
-                continue
-            so_far_SE = total[number]
-            total[number] = stats_SE if so_far_SE is None else so_far_SE + stats_SE
+            else:
+                total[number] = total[number] + stats_SE if number in total else stats_SE
         if not asked:
             break
-    return total
+    return [total.get(number) for number in range(len(routers))]
 
 
-def case_metrics(case: CaseSpec, routing: Routing, share: Share) -> dict[str, Any]:
+def case_metrics(case: CaseSpec, routing: Routing, share: Share, num_slices: int = 1) -> dict[str, Any]:
     """``routing_metrics`` of a case's routing; excess load by the case's own capacity factor."""
-    factor, of_scores = case.capacity_factor, share.of_scores
-    return routing_metrics(routing, share.scores_TE, share.context, of_scores=of_scores, capacity_factor=factor)
+    how: dict[str, Any] = {"capacity_factor": case.capacity_factor, "num_slices": num_slices}
+    return routing_metrics(routing, share.scores_TE, share.context, of_scores=share.of_scores, **how)
 
 
 def chunks_of(num_tokens: int, num_chunks: int) -> list[slice]:
@@ -291,23 +293,19 @@ def placed_metrics(map_TP: Tensor, slots: ExpertPlacement, rank: int) -> dict[st
 class RankBatches:
     """The ranks' tokens of one batch in one of ``num_layers`` MoE layers, rank by rank, padding marked.
 
-    They may be gone through any number of times.
-
-    Small batches are held; larger ones are made anew each time, one rank's tokens after the other's, where the workload
-    can (``Workload.rank_batches``).
+    They may be gone through any number of times. Small batches are held; larger ones are made anew each time, one
+    rank's tokens after the other's, where the workload can (``Workload.rank_batches``).
     """
 
     def __init__(self, layer: LayerSubject, index: int, num_layers: int = 1) -> None:
-        self._workload, self.index = layer.workload, index
-        self._shares = layer.ep_size, layer.experiment.workload.rank_shares
-        self._padding = layer.experiment.workload.padding_per_rank
-        most_bytes = min(_HELD_BYTES, _HELD_BYTES_OF_ALL // num_layers)
+        self._layer, self.index = layer, index
         num_bytes = layer.workload.num_tokens * layer.workload.num_experts * torch.float32.itemsize
-        self._held = list(self._made()) if num_bytes <= most_bytes else None
+        self._held = list(self._made()) if num_bytes <= min(_HELD_BYTES, _HELD_BYTES_OF_ALL // num_layers) else None
 
     def __iter__(self) -> Iterator[TokenBatch]:
         return self._made() if self._held is None else iter(self._held)
 
     def _made(self) -> Iterator[TokenBatch]:
-        ranks = self._workload.rank_batches(self.index, *self._shares)
-        return (tokens.with_padding(self._padding) for tokens in ranks)
+        config = self._layer.experiment.workload
+        ranks = self._layer.workload.rank_batches(self.index, self._layer.ep_size, config.rank_shares)
+        return (tokens.with_padding(config.padding_per_rank) for tokens in ranks)

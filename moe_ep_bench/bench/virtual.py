@@ -31,27 +31,43 @@ from moe_ep_bench.bench.small_layers import errors_of
 from moe_ep_bench.bench.subjects import LayerSubject, ModelSubject
 from moe_ep_bench.bench.traffic import CaseRouter, LayerTraffic, RankBatches, Shares, Traffic, traffic_of
 from moe_ep_bench.cost_model.timeline import compose, median_legs
-from moe_ep_bench.files import write_json
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.experts import DTYPES
+from moe_ep_bench.layer.host import device_scope, free_memory
+from moe_ep_bench.layer.megatron import initialize_expert_parallel
 from moe_ep_bench.layer.reference import TOLERANCE
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
-from moe_ep_bench.timing.protocol import (
-    BREAKDOWN,
-    HOST,
-    PLAIN,
-    THREAD_CPU,
-    Step,
-    collections_between,
-    order,
-    turn_of,
-)
+from moe_ep_bench.timing.protocol import BREAKDOWN, HOST, PLAIN, THREAD_CPU, Step, collections_between, order, turn_of
 
 # Share of the free memory that a chunk's rows may take; the rest is for what allocators keep and routing needs.
 _MEMORY_SHARE = 0.5
 # Bytes of what travels beside rows: a pair's weight, a count, a number of a policy's statistics.
 _WEIGHT_BYTES, _COUNT_BYTES, _STATISTIC_BYTES = 4, 8, 8
+
+
+def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
+    """Measure ``cases`` on virtual ranks and write their parts."""
+    job.enter(comparison)
+    device = job.ranks.device
+    shortage = comparison.shortage(provenance.available_memory_bytes(device, 1))
+    if shortage:
+        for case in cases:
+            job.write_unmeasured(comparison, case, "skipped", shortage)
+        return
+    with device_scope(), torch.inference_mode():
+        initialize_expert_parallel(1, comparison.experiment.measure.timeout_s + 60)
+        emulation = Emulation(comparison, cases, device, job.begin)
+        for case, reason in emulation.check().items():
+            job.write_unmeasured(comparison, case, "failed", reason)
+        conditions = emulation.measure()
+        if conditions is not None:
+            job.write_conditions(comparison, conditions)
+        with job.writing():
+            emulation.write(job)
+        job.check_written()
+    del emulation
+    free_memory(device)
 
 
 class Emulation:
@@ -75,8 +91,7 @@ class Emulation:
         self.comparison, self.cases, self.device, self.begin = comparison, list(cases), device, begin
         self.seed, subject = comparison.experiment.layer.seed, comparison.subject
         self.num_ranks, self.num_batches = comparison.ep_size, comparison.workload.num_batches
-        self.layers = subject.layers()
-        self.columns = columns_of(subject)
+        self.layers, self.columns = subject.layers(), columns_of(subject)
         self.num_chunks = 1
         self.samples = np.empty(0)
         self.metrics: list[PackedMetrics] = []
@@ -92,8 +107,7 @@ class Emulation:
         failed: dict[CaseSpec, str] = {}
         if self.comparison.device is not None:
             return failed
-        allowed = TOLERANCE[torch.float32]
-        routers = self._routers(0)
+        allowed, routers = TOLERANCE[torch.float32], self._routers(0)
         for case, layer, error in errors_of(self.comparison, routers, self.layers, self.device, self.begin):
             self.errors[case.case_id, layer] = error
             if error > allowed and case not in failed:
@@ -109,39 +123,32 @@ class Emulation:
 
     def measure(self) -> dict[str, Any] | None:
         """Time all batches; return the conditions under which that was done, None where nothing ran."""
+        comparison, settings = self.comparison, self.comparison.experiment.measure
         self.samples = np.full((len(self.cases), self.num_ranks, self.num_batches, len(self.columns)), np.nan)
-        num_rows = self.num_batches * len(self.layers)
-        self.metrics = [PackedMetrics(self.num_ranks, num_rows) for _ in self.cases]
-        if self.comparison.device is not None:
-            modelled = ModelledRanks(self.comparison, self.comparison.device)
+        self.metrics = [PackedMetrics(self.num_ranks, self.num_batches * len(self.layers)) for _ in self.cases]
+        if comparison.device is not None:
             for batch in range(self.num_batches):
-                self._time_batch(batch, modelled, rounds=1, kept=1)
+                self._time_batch(batch, ModelledRanks(comparison, comparison.device), rounds=1, kept=1)
             return None
-        settings = self.comparison.experiment.measure
         rounds = 1 + settings.warmup + settings.iterations
         self.num_chunks = self._chunks()
-        timer = MeasuredRanks(self.comparison, self.device, self.num_chunks)
-        dtype = DTYPES[self.comparison.experiment.layer.dtype]
-        with watched_machine(self.device, dtype) as here, collections_between():
+        timer = MeasuredRanks(comparison, self.device, self.num_chunks)
+        with watched_machine(self.device, DTYPES[comparison.experiment.layer.dtype]) as here, collections_between():
             for batch in range(self.num_batches):
                 self._time_batch(batch, timer, rounds, settings.iterations)
         warm_up = {"rounds": 1 + settings.warmup, "change": None, "settled": False}
         emulated = {"timed": self.timed_runs, "shared": self.shared_runs, "num_chunks": self.num_chunks}
         return {"warm_up": warm_up, "ranks": [here], "emulated_runs": emulated}
 
-    def write(self, job: Job, conditions: dict[str, Any] | None) -> None:
-        """Write the conditions, then every case's routing and its samples, which make it finished."""
-        comparison = self.comparison
-        if conditions is not None:
-            path = job.directory.conditions_path(comparison.comparison_id, job.launch)
-            write_json(path, {"run_id": job.run_id, **conditions})
+    def write(self, job: Job) -> None:
+        """Write every case's routing and its samples, which make it finished."""
         steps = [Step(batch, 0, kind) for kind in (PLAIN, BREAKDOWN) for batch in range(self.num_batches)]
-        for number, case in enumerate(self.cases):
-            plain_RBC = np.full_like(self.samples[number], np.nan)
-            for name in (TOTAL, HOST, THREAD_CPU):
-                plain_RBC[..., self.columns.index(name)] = self.samples[number][..., self.columns.index(name)]
-            times_RSC = np.concatenate([plain_RBC, self.samples[number]], axis=1)
-            write_case(job, comparison, case, steps, times_RSC, self.columns, self.metrics[number])
+        whole = [self.columns.index(name) for name in (TOTAL, HOST, THREAD_CPU)]
+        for case, metrics, samples_RBC in zip(self.cases, self.metrics, self.samples, strict=True):
+            plain_RBC = np.full_like(samples_RBC, np.nan)
+            plain_RBC[..., whole] = samples_RBC[..., whole]
+            times_RSC = np.concatenate([plain_RBC, samples_RBC], axis=1)
+            write_case(job, self.comparison, case, steps, times_RSC, self.columns, metrics)
 
     def _time_batch(self, index: int, timer: MeasuredRanks | ModelledRanks, rounds: int, kept: int) -> None:
         """Time one batch; of ``rounds`` the last ``kept`` count."""
@@ -149,9 +156,9 @@ class Emulation:
         batches, traffic = self._routed(index, routers, keep=timer.needs_tokens)
         for case, metrics, of_case in zip(self.cases, self.metrics, traffic, strict=True):
             for row, (layer, one) in enumerate(of_case.layers.items(), index * len(self.layers)):
-                metrics.put_all((slice(None), row), one.metrics)
+                metrics.put((slice(None), row), one.metrics)
                 if index == 0:
-                    metrics.column("reference_error")[:, row] = self.errors.get((case.case_id, layer), np.nan)
+                    metrics["reference_error"][:, row] = self.errors.get((case.case_id, layer), np.nan)
         times: list[list[list[RankTime]]] = [[[] for _ in range(self.num_ranks)] for _ in routers]
         for round_number in range(rounds):
             gc.collect(0)
@@ -162,12 +169,11 @@ class Emulation:
                     router = routers[number]
                     self.begin(router.case.case_id)
                     work = (number, *traffic[number].work(rank))
+                    self.shared_runs += work in done
                     if work not in done:
                         own = {layer: one.of(router.case) for layer, one in shares.items()}
                         done[work] = timer.time(router, traffic[number], rank, own, first=round_number == 0)
                         self.timed_runs += 1
-                    else:
-                        self.shared_runs += 1
                     if round_number >= rounds - kept:
                         times[number][rank].append(done[work])
         for number, one in enumerate(traffic):
@@ -229,22 +235,20 @@ class Emulation:
     def _native_loads(self) -> NDArray[np.float64]:
         """Pairs of every expert under the model's own top-k, [B, E]; a layer's that stands alone."""
         slots, layer = ExpertPlacement.contiguous(self.comparison.model.num_experts, self.num_ranks), self.layers[None]
-        router = CaseRouter(self.comparison.case(BASELINE, "native"), slots, self.seed)
-        loads = []
-        for batch in range(self.num_batches):
-            (traffic,) = traffic_of(layer, [router], RankBatches(layer, batch), batch, self.device)
-            loads.append(traffic.counts_CRP.sum((0, 1)).numpy().astype(np.float64))
-        return np.stack(loads)
+        router = CaseRouter(CaseSpec("", BASELINE, "native", None), slots, self.seed)
+        batches = [RankBatches(layer, batch) for batch in range(self.num_batches)]
+        traffic = [traffic_of(layer, [router], ranks, ranks.index, self.device)[0] for ranks in batches]
+        return np.stack([one.counts_CRP.sum((0, 1)).numpy().astype(np.float64) for one in traffic])
 
     def _traffic(
         self, layer: LayerSubject, routers: Sequence[CaseRouter], ranks: RankBatches, num_chunks: int
     ) -> list[LayerTraffic]:
         """Of every case. Native runs a second time for the noise floor, but routes the same."""
-        baseline = next((router for router in routers if router.case.role == BASELINE), None)
-        own = [router for router in routers if router.case.role != NOISE or baseline is None]
-        found = traffic_of(layer, own, ranks, ranks.index, self.device, num_chunks)
-        by_case = {router.case.case_id: traffic for router, traffic in zip(own, found, strict=True)}
-        return [by_case.get(r.case.case_id) or by_case[baseline.case.case_id] for r in routers]
+        baseline = next((one for one in routers if one.case.role == BASELINE), None)
+        stands_for = [baseline if baseline and one.case.role == NOISE else one for one in routers]
+        own = list(dict.fromkeys(stands_for))
+        found = dict(zip(own, traffic_of(layer, own, ranks, ranks.index, self.device, num_chunks), strict=True))
+        return [found[one] for one in stands_for]
 
     def _chunks(self) -> int:
         """In how many chunks the fullest rank's rows fit into memory; a model is not run in chunks."""
@@ -256,26 +260,24 @@ class Emulation:
         traffic = self._traffic(subject, self._routers(0), RankBatches(subject, 0), 1)
         most_rows = max(int(max(pairs.sum(1).max(), pairs.sum(0).max())) for pairs in (t.rank_pairs for t in traffic))
         available = provenance.available_memory_bytes(self.device, 1) * _MEMORY_SHARE
-        needed = most_rows * self.comparison.bytes_per_row
-        return max(1, -(-int(needed) // int(available)))
+        return max(1, -(-int(most_rows * self.comparison.bytes_per_row) // int(available)))
 
     def _link_us(self, traffic: Traffic) -> dict[PhaseKey, NDArray[np.float64]]:
         """What each meeting takes on the modelled links, [R] microseconds."""
-        links, num_ranks = self.comparison.links, self.num_ranks
+        links, num_ranks, found = self.comparison.links, self.num_ranks, {}
         assert links is not None
         row_bytes = self.comparison.model.hidden_size * DTYPES[self.comparison.experiment.layer.dtype].itemsize
-        everyone, found = np.ones(num_ranks), {}
         for layer, one in traffic.layers.items():
             # Chunks are this device's need; ranks of their own send all at once.
             pairs_RR = one.rank_pairs.astype(np.float64)
             stats_bytes = 0 if one.stats_SE is None else one.stats_SE.numel() * _STATISTIC_BYTES
-            # Rows and their weights travel one after the other.
-            dispatch_R = links.all_to_all_us(pairs_RR * row_bytes) + links.all_to_all_us(pairs_RR * _WEIGHT_BYTES)
+            gathered_us = links.all_gather_us(one.counts_CRP.shape[2] * _COUNT_BYTES, num_ranks)
             found |= {
-                phase_key(layer, "wait_policy"): everyone * links.all_reduce_us(stats_bytes, num_ranks),
-                phase_key(layer, "wait_metadata"): everyone
-                * links.all_gather_us(one.counts_CRP.shape[2] * _COUNT_BYTES, num_ranks),
-                phase_key(layer, "wait_dispatch"): dispatch_R,
+                phase_key(layer, "wait_policy"): np.full(num_ranks, links.all_reduce_us(stats_bytes, num_ranks)),
+                phase_key(layer, "wait_metadata"): np.full(num_ranks, gathered_us),
+                # Rows and their weights travel one after the other.
+                phase_key(layer, "wait_dispatch"): links.all_to_all_us(pairs_RR * row_bytes)
+                + links.all_to_all_us(pairs_RR * _WEIGHT_BYTES),
                 phase_key(layer, "wait_combine"): links.all_to_all_us(pairs_RR.T * row_bytes),
             }
         return found

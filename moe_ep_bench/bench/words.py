@@ -1,4 +1,4 @@
-"""Describe a workload in a few words: for titles, ``run.json`` and its figures.
+"""Describe a comparison and its workload in a few words: for titles, ``run.json`` and its figures.
 
 A decode step that runs as a CUDA graph has the graph's number of tokens; slots that no request fills are padding.
 Megatron-Core's router routes padding like any token. A policy that is told of it lets it select nothing (OEA, arXiv
@@ -16,7 +16,21 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.workload import RecordedWorkload, Workload
+from moe_ep_bench.workload.formatting import tokens_words
 from moe_ep_bench.workload.skews import load_skew
+
+
+def title(comparison: Any) -> str:
+    """Model, sizes and workload of a ``Comparison``."""
+    experiment, model, subject = comparison.experiment, comparison.model, comparison.subject
+    slices = f" x TP {subject.num_slices}" if subject.num_slices > 1 else ""
+    sizes = f"EP {comparison.ep_size}{slices}, {tokens_words(subject.num_tokens)}"
+    if comparison.backend == "routing":
+        layer = "" if comparison.layer is None else f", layer {comparison.layer}"
+        return f"{model.name}, {sizes}, {traffic(experiment, comparison.workload)}{layer}"
+    scaled = f" x {model.scale:g}" if model.scale != 1 else ""
+    ending = padding_in_title(experiment) + (", CUDA graph" if comparison.parts.cuda_graph else "")
+    return f"{model.name}{scaled}, {subject.extent}{sizes}, {subject.workload_in_short}{ending}"
 
 
 def describe_workload(experiment: Experiment, workload: Workload, tokens_BR: NDArray[np.int64]) -> dict[str, Any]:
@@ -24,21 +38,16 @@ def describe_workload(experiment: Experiment, workload: Workload, tokens_BR: NDA
     config, described = experiment.workload, {**workload.describe(), "padding": None}
     if config.padding_per_rank:
         some = tokens_BR[tokens_BR > 0]
-        least, most = int(some.min()), int(some.max())
-        described["padding"] = {
-            "per_rank": config.padding_per_rank,
-            "of": [least, most],
-            "masked": config.mask_padding,
-        }
-        tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        of = [int(some.min()), int(some.max())]
+        described["padding"] = {"per_rank": config.padding_per_rank, "of": of, "masked": config.mask_padding}
+        tokens = " to ".join(f"{number:,}" for number in sorted(set(of)))
         known = "masked from policies" if config.mask_padding else "of which policies are not told"
         described["description"] += f"; {config.padding_per_rank:,} of {tokens} tokens a rank are padding, {known}"
     if isinstance(config, SyntheticConfig) and config.skew is not None:
         assert experiment.model.preset is not None
         skew = load_skew(experiment.model.preset, config.skew)
-        described["description"] = (
-            f"synthetic, calibrated to {config.skew} ({skew.basis}: {skew.source}); {described['description']}"
-        )
+        calibrated = f"synthetic, calibrated to {config.skew} ({skew.basis}: {skew.source})"
+        described["description"] = f"{calibrated}; {described['description']}"
         described["skew"] = {"name": config.skew, **skew.model_dump(mode="json", exclude_none=True)}
     return described
 
@@ -64,12 +73,11 @@ def workload_in_short(experiment: Experiment) -> str:
 def traffic(experiment: Experiment, workload: Workload) -> str:
     """Where tokens come from, without layer and size, in the title of routing."""
     config = experiment.workload
-    if isinstance(workload, RecordedWorkload):
-        assert isinstance(config, RecordedConfig)
+    if isinstance(config, RecordedConfig):
+        assert isinstance(workload, RecordedWorkload)
         domains = " + ".join(trace.metadata["domain"] for trace in workload.traces)
         source = f"{domains}, {phase(experiment, workload)}, {config.tail_words}"
     else:
-        assert isinstance(config, SyntheticConfig)
         is_uniform = config.family == "uniform" and config.skew is None and config.peak_load is None
         source = f"synthetic, {'uniform' if is_uniform else workload_in_short(experiment)}"
     return source + padding_in_title(experiment)

@@ -139,22 +139,21 @@ def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20,
 
 def what_to_change(ranks: Ranks, out: Path, most_bytes: int, repetitions: int, *, alike: bool) -> str:
     """What a user has to change before anything can be measured, in one line; empty if nothing."""
-    if not alike:
-        return "calibrate: expected the same options and as many ranks on every node; start all ranks alike"
-    if ranks.world_size < 2:
-        return f"calibrate: expected at least 2 ranks, got {ranks.world_size}"
-    if most_bytes < 2 * MIN_BYTES:
-        return f"--max-bytes: expected at least {2 * MIN_BYTES}, got {most_bytes}"
-    if repetitions < 1:
-        return f"--repetitions: expected at least 1, got {repetitions}"
-    if out.suffix != ".yaml":
-        return f"--out: expected a path that ends in .yaml, got {out}"
     # What is sent and what is received, each with the rank's own share.
     needed, available = 4 * most_bytes, provenance.available_memory_bytes(ranks.device, ranks.local_world_size)
-    if needed > available:
-        return (
-            f"--max-bytes {most_bytes}: needs {needed / 2**30:.1f} GiB on each rank, {available / 2**30:.1f} are free"
-        )
+    refused = {
+        "calibrate: expected the same options and as many ranks on every node; start all ranks alike": not alike,
+        f"calibrate: expected at least 2 ranks, got {ranks.world_size}": ranks.world_size < 2,
+        f"--max-bytes: expected at least {2 * MIN_BYTES}, got {most_bytes}": most_bytes < 2 * MIN_BYTES,
+        f"--repetitions: expected at least 1, got {repetitions}": repetitions < 1,
+        f"--out: expected a path that ends in .yaml, got {out}": out.suffix != ".yaml",
+        f"--max-bytes {most_bytes}: needs {needed / 2**30:.1f} GiB on each rank, {available / 2**30:.1f} are free": (
+            needed > available
+        ),
+    }
+    for message, holds in refused.items():
+        if holds:
+            return message
     if ranks.is_first:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -275,45 +274,45 @@ def predicted_us(links: Links, exchange: Exchange, num_ranks: int) -> float:
 
 
 def report(links: Links, fits: Mapping[str, Fit], medians_us: Mapping[Exchange, float], num_ranks: int) -> str:
-    """A table of what was measured and predicted, the fits, and the errors of each prediction."""
-    models = {"fit": links.without_curves(), "curve": links}
+    """Tables of what was measured and predicted, of the fits, and of the errors of each prediction."""
     table = pd.DataFrame(map(asdict, medians_us)).assign(us=list(medians_us.values()))
     table["GB/s"] = table["num_bytes"] / table["us"] / 1e3
-    for name, model in models.items():
+    errors = []
+    for name, model in {"fit": links.without_curves(), "curve": links}.items():
         table[name] = [predicted_us(model, exchange, num_ranks) for exchange in medians_us]
-        table[f"{name} error"] = table[name] / table["us"] - 1
-    formats = {"num_bytes": "{:,}", "us": "{:,.1f}", "GB/s": "{:.2f}"}
-    formats |= {column: "{:+.0%}" if "error" in column else "{:,.1f}" for column in table.columns[6:]}
-    lines = [table.to_string(index=False, formatters={column: text.format for column, text in formats.items()})]
-    for scope, fit in fits.items():
-        link = links.intra if scope == INSIDE else links.inter
-        assert link is not None
-        lines.append(
-            f"{scope}: {fit.latency_us:,.1f} us + bytes / {fit.bandwidth_gbps:.4g} GB/s, {link.duplex} duplex,"
-            f" fitted to even and hot splits: {_errors(fit.median_error, fit.worst_error)}, R2 {fit.r2:.4f}"
-        )
-        if fit.r2 < _POOR_R2:
-            lines.append(f"{scope}: a poor fit; measure again while the machine is idle, or with more --repetitions")
-    for (collective, scope, split), rows in table.groupby(["collective", "scope", "split"], sort=False):
-        for name in models:
+        for keys, rows in table.groupby(["collective", "scope", "split"], sort=False):
             # A curve is made of even splits: there it has no error to tell.
-            if (name, split, scope in fits) != ("curve", EVEN, True):
+            if (name, keys[2], keys[1] in fits) != ("curve", EVEN, True):
                 median, worst, _ = fit_errors(rows[name], rows["us"])
-                lines.append(f"{name} on {collective} {scope} {split}: {_errors(median, worst)}")
-    return "\n".join(lines)
+                errors.append({"predicted by": name, "on": " ".join(keys), "median error": median, "worst": worst})
+    found = pd.DataFrame(
+        [{"scope": scope, "duplex": _duplex(links, scope), **asdict(fit)} for scope, fit in fits.items()]
+    )
+    texts = [one.to_string(index=False, float_format="{:,.4g}".format) for one in (table, found, pd.DataFrame(errors))]
+    poor = [scope for scope, fit in fits.items() if fit.r2 < _POOR_R2]
+    texts += [
+        f"{scope}: a poor fit; measure again while the machine is idle, or with more --repetitions" for scope in poor
+    ]
+    return "\n\n".join(texts)
 
 
-def _errors(median: float, worst: float) -> str:
-    return f"median error {median:.0%}, {worst:.0%} at worst"
+def _duplex(links: Links, scope: str) -> Duplex | None:
+    link = links.intra if scope == INSIDE else links.inter
+    return link and link.duplex
 
 
 def _write(ranks: Ranks, out: Path, samples: Mapping[Exchange, np.ndarray]) -> None:
+    rows = [
+        {**asdict(exchange), "repetition": repetition, "rank": rank, "time_us": time_us}
+        for exchange, times_NR in samples.items()
+        for (repetition, rank), time_us in np.ndenumerate(times_NR)
+    ]
+    with atomic_path(out.with_suffix(".samples.parquet")) as temporary:
+        pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLES_SCHEMA), temporary, compression="zstd")
     medians_us = {exchange: slowest_us(times_NR) for exchange, times_NR in samples.items()}
-    _write_samples(out.with_suffix(".samples.parquet"), samples)
     links, fits = links_from(out.stem, _source(ranks), ranks.local_world_size, ranks.world_size, medians_us)
     write_links(out, links, fits)
-    print(report(links, fits, medians_us, ranks.world_size))
-    print(f"{links.describe()}\nwritten to {out}", flush=True)
+    print(f"{report(links, fits, medians_us, ranks.world_size)}\n{links.describe()}\nwritten to {out}", flush=True)
 
 
 def _source(ranks: Ranks) -> str:
@@ -337,13 +336,3 @@ def write_links(out: Path, links: Links, fits: Mapping[str, Fit]) -> None:
     text = yaml.safe_dump(links.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=100)
     with atomic_path(out) as temporary:
         temporary.write_text("\n".join(["# Written by moe-ep-bench calibrate.", *comments, text]))
-
-
-def _write_samples(path: Path, samples: Mapping[Exchange, np.ndarray]) -> None:
-    rows = [
-        {**asdict(exchange), "repetition": repetition, "rank": rank, "time_us": time_us}
-        for exchange, times_NR in samples.items()
-        for (repetition, rank), time_us in np.ndenumerate(times_NR)
-    ]
-    with atomic_path(path) as temporary:
-        pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLES_SCHEMA), temporary, compression="zstd")

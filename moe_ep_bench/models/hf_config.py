@@ -15,9 +15,28 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from moe_ep_bench.presets import Strict, validated
+
+
+def _no_flag(value: object) -> object:
+    """A Literal takes true for 1."""
+    if isinstance(value, bool):
+        raise ValueError(f"expected 1, got {value}")
+    return value
+
+
+_One = Annotated[Literal[1], BeforeValidator(_no_flag)]
 
 
 class _Family(Strict):
@@ -36,8 +55,7 @@ class _Family(Strict):
     hidden_size: PositiveInt
     vocab_size: PositiveInt
     tied_embeddings: bool = Field(False, alias="tie_word_embeddings")
-    first_dense_layers: int = 0
-    dense_ffn_hidden_size: PositiveInt | None = Field(None, alias="intermediate_size")
+    dense_ffn_hidden_size: NonNegativeInt | None = Field(None, alias="intermediate_size")
     num_experts: PositiveInt
     top_k: PositiveInt = Field(alias="num_experts_per_tok")
     ffn_hidden_size: PositiveInt = Field(alias="moe_intermediate_size")
@@ -54,13 +72,18 @@ class _Family(Strict):
         if self.top_k > self.num_experts:
             key = type(self).model_fields["top_k"].alias
             raise ValueError(f"{key}: expected at most the {self.num_experts} experts, got {self.top_k}")
-        if self.first_dense_layers and self.dense_ffn_hidden_size is None:
-            raise ValueError("intermediate_size: missing; expected a whole number from 1")
+        if self._has_dense_layers and not self.dense_ffn_hidden_size:
+            got = "missing" if self.dense_ffn_hidden_size is None else "0"
+            raise ValueError(f"intermediate_size: {got}; expected a whole number from 1")
         return self
+
+    @property
+    def _has_dense_layers(self) -> bool:
+        return bool(getattr(self, "first_dense_layers", 0))
 
     def spec(self) -> dict[str, Any]:
         """Fields of a ``ModelSpec``, and keys that are none."""
-        unused = set() if self.first_dense_layers else {"dense_ffn_hidden_size"}
+        unused = set() if self._has_dense_layers else {"dense_ffn_hidden_size"}
         return {**self.model_dump(exclude=unused), "attention": self.attention(), **self.FACTS}
 
     def attention(self) -> dict[str, Any]:
@@ -83,7 +106,7 @@ class _Deepseek(_Family):
     topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
     scoring_func: Literal["softmax"] = "softmax"
     routed_scale: PositiveFloat = Field(1.0, alias="routed_scaling_factor")
-    moe_layer_freq: Literal[1] = 1
+    moe_layer_freq: _One = 1
 
     def spec(self) -> dict[str, Any]:
         found = {**super().spec(), "shared_ffn_hidden_size": self.n_shared_experts * self.ffn_hidden_size}
@@ -117,7 +140,7 @@ class _Mixtral(_Family):
     BIASES: ClassVar = ()
     num_experts: PositiveInt = Field(alias="num_local_experts")
     ffn_hidden_size: PositiveInt = Field(alias="intermediate_size")
-    normalize: Literal[True] = True  # a softmax of the top-k
+    normalize: Literal[True] = Field(True, alias="norm_topk_prob")  # a softmax of the top-k
 
 
 class _GptOss(_Mixtral):
@@ -140,7 +163,7 @@ class _Molmoe(_Olmoe):
     vocab_size: PositiveInt = Field(validation_alias=AliasChoices("embedding_size", "vocab_size"))
     num_experts: PositiveInt = 64
     top_k: PositiveInt = Field(8, alias="num_experts_per_tok")
-    normalize: Literal[False] = False
+    normalize: Literal[False] = Field(False, alias="norm_topk_prob")
 
 
 class _Molmo(_Family):
@@ -155,7 +178,7 @@ class _Molmo(_Family):
     top_k: PositiveInt = Field(alias="moe_top_k")
     ffn_hidden_size: PositiveInt | None = Field(None, alias="mlp_hidden_size")  # gate and up projection together
     mlp_ratio: PositiveInt | None = None
-    normalize: Literal[False] = False
+    normalize: Literal[False] = Field(False, alias="norm_topk_prob")
     num_heads: PositiveInt = Field(alias="n_heads")
     num_kv_heads: PositiveInt | None = Field(None, alias="n_kv_heads")
     attention_bias: bool = Field(False, alias="include_bias")
@@ -191,7 +214,7 @@ class _Qwen3(_Family):
     first_dense_layers: Annotated[int, BeforeValidator(_leading_layers)] = Field(0, alias="mlp_only_layers")
     # The first in files of later transformers.
     num_experts: PositiveInt = Field(validation_alias=AliasChoices("num_local_experts", "num_experts"))
-    decoder_sparse_step: Literal[1] = 1
+    decoder_sparse_step: _One = 1
 
 
 class _Qwen2(_Qwen3):

@@ -7,14 +7,13 @@ comparison read the same in the same batches.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from moe_ep_bench.bench.plan import BASELINE, POLICY, CaseSpec, default_ep_size
+from moe_ep_bench.bench.plan import BASELINE, POLICY, CaseSpec, cases_of, default_ep_size
 from moe_ep_bench.files import stable_hash
-from moe_ep_bench.policies import Policy
 from moe_ep_bench.quality.checkpoint import Checkpoint, pick_device
 from moe_ep_bench.quality.config import QualityExperiment, load_quality
 from moe_ep_bench.quality.harness import TaskIndex
@@ -32,8 +31,8 @@ class QualityComparison:
 
     Attributes:
         evaluated: what all cases are asked. Both kinds have a ``title``; a ``definition``, all that decides what is
-            asked; ``describe()``, what analysis needs to know; ``prepare()``, which raises ValueError where it cannot
-            be asked here; and ``judge()``, which yields the rows of every case.
+            asked, and the ``fingerprint`` of what is read; ``describe()``, what analysis needs to know; ``prepare()``,
+            which raises ValueError where it cannot be asked here; and ``judge()``, which yields the rows of every case.
     """
 
     experiment: QualityExperiment
@@ -63,12 +62,8 @@ class QualityComparison:
     @cached_property
     def cases(self) -> list[CaseSpec]:
         """The unpatched model, and all policies."""
-        policies = self.experiment.make_policies()
-        return [self._case(BASELINE, "native"), *(self._case(POLICY, policy.name, policy) for policy in policies)]
-
-    def _case(self, role: str, name: str, policy: Policy | None = None) -> CaseSpec:
-        spec = CaseSpec("", role, name, policy)
-        return replace(spec, case_id=stable_hash([self.comparison_id, role, name, spec.params]))
+        policies = (CaseSpec("", POLICY, one.name, one) for one in self.experiment.make_policies())
+        return cases_of(self.comparison_id, [CaseSpec("", BASELINE, "native", None), *policies])
 
     def phase(self, case: CaseSpec) -> Phase:
         """The phase in which known text is judged under a case."""
@@ -108,9 +103,8 @@ def plan_quality(config: Path, overrides: Iterable[str]) -> list[QualityComparis
     try:
         asked = sorted({experiment.model.device for experiment in experiments})
         if len({pick_device(device).type for device in asked}) > 1:
-            raise ValueError(
-                f"model.device: expected one device for all comparisons of a directory, got {', '.join(asked)}"
-            )
+            one_device = "expected one device for all comparisons of a directory"
+            raise ValueError(f"model.device: {one_device}, got {', '.join(asked)}")
         for experiment in experiments:
             path, include = experiment.model.checkpoint, experiment.include
             if path not in checkpoints:
@@ -134,24 +128,20 @@ def _comparisons(
     ep_size = experiment.layer.ep_size or default_ep_size(layers[0].num_experts)
     for layer in layers:
         if layer.num_experts % ep_size:
-            raise ValueError(
-                f"layer.ep_size: expected a divisor of the {layer.num_experts} experts of {checkpoint.name}, "
-                f"got {ep_size}"
-            )
+            divisor = f"a divisor of the {layer.num_experts} experts of {checkpoint.name}"
+            raise ValueError(f"layer.ep_size: expected {divisor}, got {ep_size}")
     evaluated: list[Text | Task] = []
     if experiment.text is not None:
         evaluated.append(Text.of(experiment, ep_size, checkpoint, experiment.text))
-    if experiment.tasks is not None:
-        for task in experiment.tasks:
-            published = published_numbers(experiment, task.name)
-            evaluated.append(Task(experiment, ep_size, task, checkpoint.tokenizer, index, published))
+    for task in experiment.tasks or ():
+        published = published_numbers(experiment, task.name)
+        evaluated.append(Task(experiment, ep_size, task, checkpoint.tokenizer, index, published))
     for one in evaluated:
-        is_text = isinstance(one, Text)
-        has_images = is_text and one.num_image_tokens > 0
+        has_images = isinstance(one, Text) and one.num_image_tokens > 0
         try:
             try_policies(layers[0], experiment.make_policies(), ep_size, has_images=has_images)
         except ValueError as problem:
-            needs_images = is_text and "modality_T" in str(problem)
+            needs_images = isinstance(one, Text) and "modality_T" in str(problem)
             hint = "; text.image_prefix puts image tokens before the text" if needs_images else ""
             raise ValueError(f"{problem}{hint}") from None
         yield QualityComparison(experiment, checkpoint, ep_size, one)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ep_bench.bench.plan import CaseSpec
+from moe_ep_bench.files import stable_hash
 from moe_ep_bench.papers.accuracies import load_table
 from moe_ep_bench.quality.config import QualityExperiment, TaskConfig
 from moe_ep_bench.quality.harness import TaskIndex, TaskRouting, routed_lm, run_task
@@ -32,9 +33,18 @@ class Task:
     published: dict[str, Any] | None
 
     @property
-    def definition(self) -> dict[str, Any]:
+    def questions(self) -> dict[str, Any]:
+        """All that decides what is asked."""
         asked = {"name": self.config.name, "num_fewshot": self.config.num_fewshot, "own": self.index.folder_hash}
-        return {"task": asked, "limit": self.experiment.limit, "batch_size": self.experiment.batch_size}
+        return {"task": asked, "limit": self.experiment.limit}
+
+    @property
+    def fingerprint(self) -> str:
+        return stable_hash(self.questions)
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        return {**self.questions, "batch_size": self.experiment.batch_size}
 
     @property
     def title(self) -> str:

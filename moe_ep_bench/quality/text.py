@@ -90,10 +90,15 @@ class Text:
         )
         return torch.cat([image_BP, self.tokens_BS], dim=1)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of all tokens that are read."""
+        return text_hash(self.sequences)
+
     @property
     def definition(self) -> dict[str, Any]:
         images = {"image_tokens": self.num_image_tokens} if self.num_image_tokens else {}
-        return {"text": {"tokens": text_hash(self.sequences), "batch_size": self.config.batch_size, **images}}
+        return {"text": {"tokens": self.fingerprint, "batch_size": self.config.batch_size, **images}}
 
     def describe(self) -> dict[str, Any]:
         return {"text": self.config.file.name, **self.config.model_dump(exclude={"file"})}

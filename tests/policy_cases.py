@@ -28,10 +28,10 @@ EXPANSIONS = (
     {"num_candidates": 1, "scope": "global", "max_experts_per_token": 3},
 )
 
-# Every combination of the fields that decide an order, and of each other field at least two values.
+# Every metric with every modality and with every granularity, and of each other field at least two values.
 _RULES = [
-    {"capacity_factor": 0.7, "metric": metric, "granularity": granularity, "modality": modality}
-    for metric, granularity, modality in itertools.product(METRICS, GRANULARITIES, MODALITIES)
+    {"capacity_factor": 0.7, "metric": metric, "granularity": GRANULARITIES[place % 2], "modality": modality}
+    for place, (metric, modality) in enumerate(itertools.product(METRICS, MODALITIES))
 ]
 SPECS: list[Spec] = [
     {"name": "topk"},

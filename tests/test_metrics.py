@@ -87,38 +87,6 @@ def test_every_metric_of_a_small_case_worked_out_by_hand() -> None:
     assert_metrics(metrics, by_hand)
 
 
-def test_a_token_that_sends_two_pairs_to_a_rank_sends_one_copy() -> None:
-    # Rank 1 of three; pairs to rank 0: two, of one token; to rank 2: three, of two tokens; own: one.
-    experts_T = [[0, 1, 4], [2, 4, 5]]
-    metrics = measure(experts_T, [[1 / 6] * 6] * 2, top_k=3, num_ranks=3, rank=1)
-    assert metrics["load_R"] == [2, 1, 3]
-    assert metrics["crossing_pairs"] == 5
-    assert metrics["crossing_copies"] == 3
-
-
-def test_nothing_crosses_on_a_single_rank() -> None:
-    metrics = measure([[0, 1], [2, 3]], [[0.25] * 4] * 2, top_k=2)
-    assert metrics["crossing_pairs"] == metrics["crossing_copies"] == 0
-
-
-def test_the_fullest_rank_is_the_one_with_the_most_activated_experts_not_the_most_pairs() -> None:
-    # Rank 0: one expert with three pairs; rank 1: two experts with one pair each.
-    metrics = measure([[0, 2], [0, 3], [0]], [[0.25] * 4] * 3, top_k=2, num_ranks=2)
-    assert metrics["load_R"] == [3, 2]
-    assert metrics["activated_experts"] == 3
-    assert metrics["activated_experts_fullest_rank"] == 2
-
-
-def test_balance_and_collapse() -> None:
-    balanced = measure([[0], [1], [2], [3]], [[0.25] * 4] * 4, top_k=1)
-    collapsed = measure([[1], [1], [1], [1]], [[0.25] * 4] * 4, top_k=1)
-    assert (balanced["peak_load"], balanced["max_violation"], balanced["load_cv"]) == (1.0, 0.0, 0.0)
-    assert (collapsed["peak_load"], collapsed["max_violation"]) == (4.0, 3.0)
-    assert collapsed["load_cv"] == pytest.approx(math.sqrt(3))  # loads 0, 4, 0, 0: variance 3, mean 1
-    assert balanced["excess_load"] == 0.0
-    assert collapsed["excess_load"] == 3 / 4
-
-
 # Loads 7, 3, 0, 0 of ten tokens with K = 1: N = 10 * 1 / 4 = 2.5.
 @pytest.mark.parametrize(
     ("gamma", "excess"),
@@ -136,12 +104,6 @@ def test_excess_load_is_eq_11_of_the_capacity_aware_paper(gamma: float, excess: 
     assert metrics["excess_load"] == pytest.approx(excess, abs=1e-15)
 
 
-def test_excess_load_is_set_against_the_models_mean_load_whatever_is_computed() -> None:
-    # K = 2 makes N = 4 * 2 / 4 = 2 although only one pair per token is computed: 3 - 2 of 4 pairs.
-    metrics = measure([[0], [0], [0], [1]], [[0.25] * 4] * 4, top_k=2)
-    assert metrics["excess_load"] == 1 / 4
-
-
 def test_a_load_that_fills_its_capacity_has_no_excess() -> None:
     # 0.7 * 360 * 2 / 8 is 63 and in doubles a little less; Token Drop leaves 63.
     scores_TE = torch.full([360, 8], 0.125)
@@ -150,51 +112,6 @@ def test_a_load_that_fills_its_capacity_has_no_excess() -> None:
     metrics = routing_metrics(routing, scores_TE, context, capacity_factor=0.7)
     assert metrics["load_E"][:2] == [63, 63]
     assert metrics["excess_load"] == 0.0
-
-
-def test_expansion_retains_more_than_the_top_k_mass() -> None:
-    metrics = measure([[0, 1, 2]], [[0.5, 0.25, 0.125, 0.125]], top_k=1)
-    assert metrics["retained_mass_topk"] == 0.875 / 0.5
-    assert metrics["retained_mass_all"] == 0.875
-    assert metrics["num_dropped_pairs"] == 0
-    assert metrics["experts_per_token"] == 3.0
-
-
-def test_the_models_own_top_k_is_biased_but_mass_is_not() -> None:
-    # The bias moves the top-2 to experts 1 and 2; the routing computes 0 and 1.
-    metrics = measure([[0, 1]], [[0.75, 0.125, 0.125, 0.0]], top_k=2, bias_E=torch.tensor([-1.0, 0.0, 0.0, -1.0]))
-    assert metrics["num_dropped_pairs"] == 1
-    assert metrics["topk_share"] == 0.25
-    assert metrics["retained_mass_topk"] == 0.875 / 0.25
-    assert metrics["retained_mass_all"] == 0.875
-
-
-def test_the_models_own_top_k_is_restricted_to_its_groups() -> None:
-    # Without groups the top-2 is 0 and 2; the better group holds 2 and 3.
-    metrics = measure([[2, 3]], [[0.5, 0.0, 0.375, 0.25]], top_k=2, num_groups=2, top_groups=1)
-    assert metrics["num_dropped_pairs"] == 0
-    assert metrics["retained_mass_topk"] == 1.0
-
-
-def test_shares_are_of_the_row_sum_so_that_sigmoid_scores_work() -> None:
-    metrics = measure([[0]], [[0.75, 0.75, 0.75, 0.75]], top_k=1)
-    assert metrics["topk_share"] == 0.25
-    assert metrics["retained_mass_all"] == 0.25
-    assert metrics["entropy"] == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(
-    ("row", "entropy"),
-    [
-        ([1.0, 0.0, 0.0, 0.0], 0.0),
-        ([0.5, 0.5, 0.0, 0.0], 0.5),
-        ([0.25, 0.25, 0.25, 0.25], 1.0),
-        ([0.0, 0.0, 0.0, 0.0], 0.0),
-        ([0.7], 0.0),  # a single expert leaves no choice
-    ],
-)
-def test_entropy_runs_from_certainty_to_indifference(row: list[float], entropy: float) -> None:
-    assert measure([[0]], [row], top_k=1)["entropy"] == pytest.approx(entropy)
 
 
 @pytest.mark.parametrize("num_experts", [5, 13, 18, 256])  # rounding carries the first three past 1 if allowed
@@ -225,20 +142,6 @@ def test_regimes(row: list[float], top_k: int, regime: str) -> None:
     assert regimes == {**dict.fromkeys(regimes, 0.0), regime: 1.0}
 
 
-def test_regime_thresholds_can_be_moved() -> None:
-    row = [[0.5, 0.375, 0.0625, 0.0625]]
-    assert measure([[]], row, top_k=2)["regime_single_head"] == 1.0
-    assert measure([[]], row, top_k=2, single_head=0.6)["regime_smooth"] == 1.0  # 0.5 / 0.875 = 0.57
-    assert measure([[]], row, top_k=2, single_head=0.6, plateau=0.75)["regime_plateau"] == 1.0  # exactly 0.75
-
-
-def test_regimes_are_shares_of_the_valid_tokens() -> None:
-    rows = [[0.6, 0.2, 0.2, 0.0], [0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25], [0.4, 0.35, 0.2, 0.05]]
-    valid_T = torch.tensor([True, True, False, True])
-    metrics = measure([[]] * 4, rows, top_k=3, token_mask_T=valid_T)
-    assert [metrics[f"regime_{name}"] for name in ("single_head", "smooth", "plateau")] == [1 / 3, 1 / 3, 1 / 3]
-
-
 # --- Nothing there ---------------------------------------------------------------------------------
 
 
@@ -256,20 +159,6 @@ def test_no_tokens_give_zeros_never_nan(num_tokens: int, is_padding: bool, num_e
     assert metrics.pop("load_E") == [0] * num_experts
     assert metrics.pop("load_R") == [0] * num_ranks
     assert set(metrics.values()) == {0}
-
-
-def test_tokens_that_compute_nothing_have_no_load_but_are_counted() -> None:
-    metrics = measure([[], []], [[0.5, 0.5, 0.0, 0.0]] * 2, top_k=2)
-    assert (metrics["num_tokens"], metrics["tokens_without_expert"]) == (2, 2)
-    assert (metrics["num_pairs"], metrics["num_dropped_pairs"], metrics["dropped_fraction"]) == (0, 4, 1.0)
-    for name in ("peak_load", "max_violation", "load_cv", "excess_load", "retained_mass_topk", "experts_per_token"):
-        assert metrics[name] == 0.0, name
-
-
-def test_scores_without_mass_give_zeros_never_nan() -> None:
-    metrics = measure([[0, 1]], [[0.0] * 4], top_k=2)
-    for name in ("retained_mass_topk", "retained_mass_all", "topk_share", "entropy"):
-        assert metrics[name] == 0.0, name
 
 
 WORK = [
@@ -290,13 +179,6 @@ def test_padding_that_is_computed_is_work_and_no_fidelity() -> None:
     assert [padded[name] for name in of_all] == [both[name] for name in of_all]
     # Twice the pairs that the valid token's mean load allows.
     assert (padded["excess_load"], both["excess_load"]) == (0.5, 0.0)
-
-
-def test_padding_that_selects_nothing_counts_in_nothing() -> None:
-    rows = [[0.5, 0.25, 0.125, 0.125], [0.0, 0.0, 0.0, 1.0]]
-    options = {"top_k": 2, "num_ranks": 2}
-    masked = measure([[0, 1], []], rows, token_mask_T=torch.tensor([True, False]), **options)
-    assert masked == measure([[0, 1]], rows[:1], **options)
 
 
 # --- Shape of the answer ---------------------------------------------------------------------------
@@ -353,7 +235,7 @@ def routings(draw: st.DrawFn) -> tuple[Tensor, Tensor, RoutingContext]:
     return torch.rand(shape, generator=generator) < density, scores_TE, context
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     case=routings(),
     capacity_factor=st.sampled_from([0, 0.7, 1.0, 1.5]),
@@ -369,7 +251,7 @@ def test_metrics_equal_the_oracle(
     assert_metrics(metrics, expected_metrics(map_TE, scores_TE, context, **options))
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(case=routings())
 def test_what_is_lost_and_what_is_kept_add_up(case: tuple[Tensor, Tensor, RoutingContext]) -> None:
     _, scores_TE, context = case

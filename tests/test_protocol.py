@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import HandClock
 
-from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED
-from moe_ep_bench.timing import cache, ceilings
+from moe_ep_bench.timing import ceilings
 from moe_ep_bench.timing.protocol import (
     BREAKDOWN,
     COLUMNS,
@@ -56,16 +55,6 @@ def test_nested_phases_are_taken_out_of_what_surrounds_them() -> None:
     spend(4)
     recorder.end()
     assert recorder.times_us() == {"permute": 10, "metadata": 10, UNACCOUNTED: 5, TOTAL: 25}
-
-
-def test_a_recorder_begins_anew() -> None:
-    clock = HandClock()
-    recorder = PhaseRecorder(clock)
-    for _ in range(2):
-        recorder.begin()
-        clock.now += 7
-        recorder.end()
-        assert recorder.times_us() == {UNACCOUNTED: 7, TOTAL: 7}
 
 
 def test_a_phase_that_raises_is_left() -> None:
@@ -163,20 +152,6 @@ def test_ranks_end_their_warm_up_together_by_the_slowest(monkeypatch: pytest.Mon
     assert result == WarmUp(3, 0.0, True)
 
 
-def test_small_inputs_are_handed_out_in_turn_and_large_ones_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "cache_bytes", lambda device: 1000)
-    small = cache.RotatingInput(torch.arange(100, dtype=torch.float32), most=9)
-    assert len(small.copies) == 5  # 5 x 400 bytes reach twice the cache
-    handed = [small.next() for _ in range(10)]
-    assert len({copy.data_ptr() for copy in handed[:5]}) == 5
-    assert [copy.data_ptr() for copy in handed[:5]] == [copy.data_ptr() for copy in handed[5:]]
-    assert all(torch.equal(copy, small.copies[0]) for copy in handed)
-    assert len(cache.RotatingInput(torch.zeros(100), most=3).copies) == 3
-    assert len(cache.RotatingInput(torch.zeros(500), most=9).copies) == 1
-    assert len(cache.RotatingInput(torch.zeros(0), most=4).copies) == 4
-    assert cache.CacheFlush(torch.device("cpu"))._buffer.nbytes == 2000
-
-
 def test_the_cache_is_flushed_before_every_timed_iteration_and_outside_of_it() -> None:
     clock, events = HandClock(), []
 
@@ -214,13 +189,3 @@ def test_balanced_scores_keep_their_values_and_level_the_load(num_tokens: int, n
     load_E = top_k_load(balanced_TE, top_k)
     assert load_E.max() - load_E.min() <= 1
     assert num_tokens * top_k % num_experts or peak_load(load_E) == 1
-
-
-@pytest.mark.parametrize("name", ModelSpec.names())
-def test_a_preset_scales_its_sizes_and_nothing_else(name: str) -> None:
-    model = load_model(name)
-    small = model.scaled(0.25)
-    assert (small.num_experts, small.top_k, small.num_layers) == (model.num_experts, model.top_k, model.num_layers)
-    assert small.hidden_size == model.hidden_size // 4
-    assert small.scale == 0.25
-    assert bool(small.shared_ffn_hidden_size) == bool(model.shared_ffn_hidden_size)

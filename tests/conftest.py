@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 # One seed for all: what CI finds, everyone finds. The machines are shared, so no example has a deadline.
-settings.register_profile("seeded", derandomize=True, deadline=None)
+settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("seeded")
 
 

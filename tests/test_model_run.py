@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+import test_run
 import torch
 import yaml
 from safetensors.numpy import save_file
@@ -46,21 +48,7 @@ DENSE, MOE = [0], [1, 2]
 KEY = ["rank", "batch", "iteration"]
 
 
-def write_config(folder: Path, **changes: object) -> Path:
-    """CONFIG with dotted keys replaced (None = removed)."""
-    config = json.loads(json.dumps(CONFIG))
-    for dotted, value in changes.items():
-        *parents, last = dotted.split("__")
-        section = config
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        if value is None:
-            del section[last]
-        else:
-            section[last] = value
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+write_config = partial(test_run.write_config, base=CONFIG)
 
 
 def launch(*arguments: object) -> subprocess.CompletedProcess:

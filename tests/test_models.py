@@ -255,11 +255,8 @@ def test_a_shard_that_does_not_divide_is_refused(name: str, words: str) -> None:
     [
         ({"top_k": 9}, "top_k: expected at most num_experts=8, got 9"),
         ({"first_dense_layers": 2}, "first_dense_layers: expected fewer than num_layers=2, got 2"),
-        ({"num_groups": 2}, "expected all of num_groups, top_groups, group_score_experts or none"),
         ({"num_groups": 3, "top_groups": 1, "group_score_experts": 1}, "num_groups: expected a divisor"),
-        ({"num_groups": 4, "top_groups": 5, "group_score_experts": 1}, "top_groups: expected at most num_groups=4"),
         ({"num_groups": 8, "top_groups": 1, "group_score_experts": 1}, "with room for top_k=2 in groups of 1, got 1"),
-        ({"num_groups": 4, "top_groups": 2, "group_score_experts": 3}, "at most the 2 experts of a group, got 3"),
     ],
 )
 def test_a_spec_that_cannot_be_is_refused(values: dict[str, int], words: str) -> None:
@@ -278,18 +275,11 @@ def test_a_preset_wins_over_a_folder_of_its_name(tmp_path: Path, monkeypatch: py
     assert load_model("./olmoe-1b-7b") == load_hf_model(tmp_path / "olmoe-1b-7b")
 
 
-def test_a_folder_with_a_config_json_is_read(tmp_path: Path) -> None:
-    path = written(tmp_path / "checkpoint", PUBLISHED["olmoe-1b-7b"])
-    assert load_model(str(path.parent)) == load_model(str(path))
-
-
 @pytest.mark.parametrize(
     ("values", "name"),
     [
         ({"_name_or_path": "Qwen/Qwen3-30B-A3B"}, "Qwen3-30B-A3B"),
-        ({"_name_or_path": "C:\\models\\mine"}, "mine"),
         ({"_name_or_path": ""}, "Qwen3MoeForCausalLM"),
-        ({"_name_or_path": "./"}, "Qwen3MoeForCausalLM"),
         ({}, "Qwen3MoeForCausalLM"),
         ({"architectures": None}, "qwen3_moe"),
     ],
@@ -317,32 +307,18 @@ def without(name: str, key: str) -> dict[str, Any]:
     ("values", "words"),
     [
         (without("olmoe-1b-7b", "hidden_size"), "hidden_size: missing"),
-        (without("olmoe-1b-7b", "norm_topk_prob"), "norm_topk_prob: missing"),
-        (without("olmoe-1b-7b", "model_type"), "model_type: expected one of deepseek, deepseek_v2, "),
         (changed("olmoe-1b-7b", model_type="llama"), "got 'llama'"),
-        (changed("qwen3-30b-a3b", mlp_only_layers=[0], intermediate_size=None), "intermediate_size: missing"),
-        (changed("olmoe-1b-7b", hidden_size=-2048), "hidden_size: input should be greater than 0, got -2048"),
         (changed("olmoe-1b-7b", hidden_size="2048"), "hidden_size: input should be a valid integer, got '2048'"),
-        (changed("olmoe-1b-7b", num_experts=True), "num_experts: input should be a valid integer, got True"),
         (
             changed("olmoe-1b-7b", num_experts_per_tok=65),
             "num_experts_per_tok: expected at most the 64 experts, got 65",
         ),
-        (changed("olmoe-1b-7b", norm_topk_prob=1), "norm_topk_prob: input should be a valid boolean, got 1"),
         (changed("olmoe-1b-7b", hidden_act="gelu"), "hidden_act: input should be 'silu', got 'gelu'"),
-        (without("gpt-oss-20b", "head_dim"), "head_dim: missing"),
         (changed("qwen3-30b-a3b", decoder_sparse_step=2), "decoder_sparse_step: input should be 1, got 2"),
         (changed("qwen3-30b-a3b", mlp_only_layers=[3]), "mlp_only_layers: expected [0, 1, ...], the first layers"),
-        (changed("deepseek-v3", moe_layer_freq=2), "moe_layer_freq: input should be 1, got 2"),
         (changed("deepseek-v3", topk_method="greedy"), "topk_method: input should be 'noaux_tc', got 'greedy'"),
-        (
-            changed("deepseek-v3", routed_scaling_factor=0),
-            "routed_scaling_factor: input should be greater than 0",
-        ),
-        (changed("deepseek-v3", n_group=7), "num_groups: expected a divisor of num_experts=256, got 7"),
         (changed("deepseek-v3", first_k_dense_replace=61), "first_dense_layers: expected fewer than num_layers=61"),
         ("{not json", "not valid JSON"),
-        ("[1, 2]", "expected keys with values, got list"),
     ],
 )
 def test_a_wrong_config_json_is_one_line_with_file_and_key(tmp_path: Path, values: Any, words: str) -> None:

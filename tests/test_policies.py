@@ -370,7 +370,6 @@ DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity"
     ("spec", "message"),
     [
         ({"name": "token_dorp"}, f"name: expected one of {', '.join(POLICIES)}; got 'token_dorp' (did you mean "),
-        ({"name": "token_dorp"}, "(did you mean token_drop?)"),
         ({"name": "topk", "k": 2}, "k: topk has no such field; expected no fields"),
         (
             {**DROP, "capacity_facto": 2},
@@ -378,9 +377,7 @@ DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity"
         ),
         ({"name": "token_drop"}, "capacity_factor: token_drop needs it"),
         ({**DROP, "capacity_factor": -0.5}, "capacity_factor: expected a finite number >= 0, got -0.5"),
-        ({**DROP, "capacity_factor": float("nan")}, "capacity_factor: expected a finite number >= 0, got nan"),
         ({**DROP, "metric": "scores"}, "metric: expected one of score, order, reverse_order, random; got 'scores'"),
-        ({**DROP, "granularity": "rank"}, "granularity: expected one of expert, device; got 'rank'"),
         ({**DROP, "modality": "image"}, "modality: expected one of uniform, image_first, text_first; got 'image'"),
         ({**DROP, "min_capacity": -1}, "min_capacity: expected a whole number >= 0, got -1"),
         ({**EXPANDED, "scope": "node"}, "scope: expected one of local, global; got 'node'"),
@@ -388,16 +385,13 @@ DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity"
         ({**EXPANDED, "num_candidates": -1}, "num_candidates: expected a whole number >= 0, got -1"),
         ({**EXPANDED, "max_experts_per_token": 0}, "max_experts_per_token: expected a whole number >= 1, got 0"),
         ({"name": "expert_drop", "fraction": 1.1}, "fraction: expected a number >= 0 and <= 1, got 1.1"),
-        ({"name": "expert_drop", "count": -1}, "count: expected a whole number >= 0, got -1"),
         ({**MEGATRON, "drop_policy": "score"}, "drop_policy: expected one of probs, position; got 'score'"),
         ({**MEGATRON, "pad_to_capacity": 1}, "pad_to_capacity: expected true or false, got 1"),
         ({"name": "pruned", "k0": 0}, "k0: expected a whole number >= 1, got 0"),
         ({"name": "pruned", "k0": 1, "p": 0}, "p: expected a number > 0 and <= 1, got 0"),
-        ({"name": "oea", "k0": 1, "k_max": 0}, "k_max: expected a whole number >= 1, got 0"),
         ({"name": "oea", "k0": 1, "rank_fill": "yes"}, "rank_fill: expected true or false, got 'yes'"),
         ({"name": "laser", "eps_high": 0.5, "t_fix": 0.5}, "c: laser needs it"),
         ({**LASER, "eps_high": 1.5}, "eps_high: expected a number >= 0 and <= 1, got 1.5"),
-        ({**LASER, "t_fix": -0.1}, "t_fix: expected a number >= 0 and <= 1, got -0.1"),
         ({**LASER, "trim": "best"}, "trim: expected one of top, random; got 'best'"),
         ({**LASER, "chunk_size": 0}, "chunk_size: expected a whole number >= 1, got 0"),
         ({**LASER, "bands": {"late": {}}}, "bands: expected a mapping of early, middle, final; got {'late': {}}"),
@@ -405,13 +399,7 @@ DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity"
             {**LASER, "bands": {"early": {"chunk_size": 2}}},
             "bands.early: expected a mapping of eps_high, t_fix, c, trim; got {'chunk_size': 2}",
         ),
-        ({**LASER, "bands": {"final": {"c": 0}}}, "bands.final.c: expected a whole number >= 1, got 0"),
-        ({"name": "load_only", "chunk_size": True}, "chunk_size: expected a whole number >= 1, got True"),
         ({"name": "xshare", "k0": 1}, "budget and mass_threshold: scope=batch expects one of them, got neither"),
-        (
-            {"name": "xshare", "k0": 1, "budget": 1, "mass_threshold": 0.5},
-            "budget and mass_threshold: scope=batch expects one of them, got both",
-        ),
         ({"name": "xshare", "k0": 1, "scope": "node"}, "scope: expected one of batch, request, rank; got 'node'"),
         (
             {"name": "xshare", "k0": 1, "budget": 1, "rank_budget": 2},
@@ -450,15 +438,16 @@ BAD_SCORES = "scores_TE: expected finite, non-negative values; got NaN, Inf or a
     ("scores_TE", "message"),
     [
         (with_value(float("nan")), BAD_SCORES),
-        (with_value(float("inf")), BAD_SCORES),
         (with_value(-1e-30), BAD_SCORES),
         (torch.full([6, 8], 0.125, dtype=torch.float64), "scores_TE: expected float32, got torch.float64"),
-        (torch.full([6, 8], 0.125, dtype=torch.bfloat16), "scores_TE: expected float32, got torch.bfloat16"),
-        (torch.ones([6, 8], dtype=torch.int64), "scores_TE: expected float32, got torch.int64"),
         (torch.full([8], 0.125), "scores_TE: expected 2 dimensions [T, E], got 1"),
-        (torch.full([2, 3, 8], 0.125), "scores_TE: expected 2 dimensions [T, E], got 3"),
     ],
-    ids=["nan", "inf", "negative", "float64", "bfloat16", "int64", "1-d", "3-d"],
+    ids=[
+        "nan",
+        "negative",
+        "float64",
+        "1-d",
+    ],
 )
 def test_wrong_scores_are_refused(spec: Spec, scores_TE: Tensor, message: str) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared below

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from moe_ep_bench.workload import TAILS, RecordedWorkload, deal, open_trace
 from moe_ep_bench.workload.draws import Pool, apportion, draw_sequences, draw_steps
 
-few_examples = settings(max_examples=40)
+few_examples = settings(max_examples=15)
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 
@@ -202,9 +202,6 @@ def test_normalised_scores_need_a_share_and_raw_scores_take_none(trace, normalis
         ({"top_k": 2}, "toy.safetensors: top_k: the model has 2, the recording 3"),
         ({"layer": 2}, "toy.safetensors: layer: expected 0 to 1, got 2"),
         ({"tail": "flat"}, "tail: expected popularity, uniform or recorded, got 'flat'"),
-        ({"num_tokens": 0}, "num_tokens: expected at least 1, got 0"),
-        ({"num_batches": 0}, "num_batches: expected at least 1, got 0"),
-        ({"seed": -1}, "seed: expected at least 0, got -1"),
     ],
 )
 def test_a_recording_that_does_not_suit_the_fields_is_refused(trace, change, message):

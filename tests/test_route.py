@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+import test_run
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ from moe_ep_bench.schema import ROUTING_SCHEMA
 from moe_ep_bench.workload.thresholds import laser_thresholds
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
-few_examples = settings(max_examples=40)
+few_examples = settings(max_examples=15)
 
 CONFIG = {
     "name": "tiny",
@@ -80,17 +80,7 @@ FULL = {
 
 
 def write_config(folder: Path, base: dict = CONFIG, **changes: object) -> Path:
-    """A config with dotted keys (``__``) replaced."""
-    config = json.loads(json.dumps(base))
-    for dotted, value in changes.items():
-        *parents, last = dotted.split("__")
-        section = config
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[last] = value
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    return test_run.write_config(folder, base, **changes)
 
 
 def write_recordings(folder: Path, domain: str = "domain") -> None:

@@ -58,7 +58,7 @@ def assert_like_torch(spec: Spec, scores_TE: Tensor, **context: Any) -> None:
 
 @pytest.mark.parametrize("spec", OURS, ids=lambda spec: make_policy(spec).label.replace(" ", ","))
 @settings(few_examples, max_examples=2)
-@given(case=cases())
+@given(case=cases(most_experts=64))
 def test_every_policy_routes_like_torch(spec, case):
     assert_routes_like_torch(*twin(spec), spec, *case)
 

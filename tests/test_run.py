@@ -41,9 +41,9 @@ CONFIG = {
 NUM_CASES = 7  # native, native again, four policies, native with balanced scores
 
 
-def write_config(folder: Path, **changes: object) -> Path:
-    """CONFIG with dotted keys replaced (None = removed)."""
-    config = json.loads(json.dumps(CONFIG))
+def write_config(folder: Path, base: dict = CONFIG, **changes: object) -> Path:
+    """A config with dotted keys (``__``) replaced (None = removed)."""
+    config = json.loads(json.dumps(base))
     for dotted, value in changes.items():
         *parents, last = dotted.split("__")
         section = config

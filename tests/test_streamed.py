@@ -85,8 +85,6 @@ def synthetic(**changes):
 
 KINDS = {
     "plain": {},
-    "no skew": {"peak_load": None},
-    "alike neighbours": {"neighbour_overlap": 1.6},
     "alike neighbours, placed and sharp": {"neighbour_overlap": 1.6, "placement": "spread", "topk_share": 0.6},
     "rank load": {"rank_load": (4, 1.4), "peak_load": 3.0},
     "entropy": {"entropy": 0.5, "placement": "adjacent"},

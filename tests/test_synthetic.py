@@ -17,7 +17,7 @@ from moe_ep_bench.workload.popularity import FAMILIES, log_odds, placed_for_rank
 from moe_ep_bench.workload.randomness import Run
 from moe_ep_bench.workload.skew import TopK
 
-few_examples = settings(max_examples=40)
+few_examples = settings(max_examples=15)
 
 
 def synthetic(**changes):

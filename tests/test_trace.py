@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from moe_ep_bench.workload import trace as trace_module
 from moe_ep_bench.workload.trace import find_problem, open_trace
 
-few_examples = settings(max_examples=60)
+few_examples = settings(max_examples=25)
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 LAYERS, TOKENS, EXPERTS, K = 3, 40, 16, 4

@@ -21,7 +21,7 @@ from moe_ep_bench.workload import (
 from moe_ep_bench.workload.randomness import separate_ties
 from moe_ep_bench.workload.tail import fill_tail, fit_top_k, water_fill
 
-few_examples = settings(max_examples=40)
+few_examples = settings(max_examples=15)
 
 
 def synthetic(**changes):

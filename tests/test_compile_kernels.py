@@ -13,7 +13,7 @@ MOST_SPILLED_BYTES = 16
 # Of one program, "Compute Capability 9.0" in the CUDA C++ Programming Guide: 227 KiB.
 MOST_SHARED_BYTES = 227 * 1024
 
-# Triton's interpreter runs all three.
+# Triton's interpreter runs both.
 DEMONSTRATIONS = """
 import torch
 import triton
@@ -60,8 +60,6 @@ def cases():
     return {
         "one of two": launch_all,
         "spills": lambda: launch(keeps_too_much, SIZE=8192),
-        "no launch": lambda: None,
-        "a mistake in Python": lambda: launch(doubled, SIZE=1),
     }
 """
 

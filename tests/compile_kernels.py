@@ -56,21 +56,18 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 # Policies at shapes that differ in what is compiled: OLMoE's prefill, Qwen3's decode, DeepSeek-V3 with all that a model
-# and a batch may have, 60 experts (no power of two), a lone token.
+# and a batch may have, 60 experts (no power of two).
 _TOKEN_DROP = {"name": "token_drop", "capacity_factor": 1.0}
 _EXPANDED_DROP = {"name": "expanded_drop", "capacity_factor": 1.0}
 _LASER = {"name": "laser", "eps_high": 0.9, "t_fix": 0.01, "c": 16}
 _BY_REQUEST = {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 2}
 ROUTED: list[tuple[str, str, dict[str, Any]]] = [
-    ("topk", "prefill", {"name": "topk"}),
     ("topk", "deepseek", {"name": "topk"}),
     ("token_drop", "prefill", _TOKEN_DROP),
     ("token_drop", "decode", _TOKEN_DROP),
     ("token_drop by device and modality", "deepseek",
      {**_TOKEN_DROP, "granularity": "device", "modality": "image_first"}),
-    ("token_drop by order", "lone", {**_TOKEN_DROP, "metric": "order", "granularity": "device"}),
     ("expanded_drop", "prefill", _EXPANDED_DROP),
-    ("expanded_drop, few", "odd", {**_EXPANDED_DROP, "num_candidates": 3, "max_experts_per_token": 4}),
     ("expanded_drop, global and random", "deepseek",
      {**_EXPANDED_DROP, "num_candidates": 3, "scope": "global", "metric": "random"}),
     ("expanded_drop", "decode", {**_EXPANDED_DROP, "max_experts_per_token": 8}),
@@ -80,9 +77,7 @@ ROUTED: list[tuple[str, str, dict[str, Any]]] = [
     ("lynx", "decode", {"name": "lynx", "num_dropped": 8}),
     ("oea", "decode", {"name": "oea", "k0": 4}),
     ("oea with all", "deepseek", {"name": "oea", "k0": 4, "p": 0.7, "k_max": 6, "max_rank": 20, "rank_fill": True}),
-    ("oea with rank_fill", "prefill", {"name": "oea", "k0": 4, "rank_fill": True}),
     ("xshare", "decode", {"name": "xshare", "k0": 1, "budget": 16}),
-    ("xshare by mass", "odd", {"name": "xshare", "k0": 1, "mass_threshold": 0.9}),
     ("xshare by rank", "deepseek", {"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": 4}),
     ("xshare by request", "decode", _BY_REQUEST),
     ("xshare by request", "prefill", _BY_REQUEST),
@@ -112,7 +107,7 @@ def _route(spec: dict[str, Any], shape: str) -> object:
     from moe_ep_bench.policies import RoutingContext, make_policy
 
     num_tokens, num_experts = {
-        "prefill": (8192, 64), "decode": (16, 128), "deepseek": (333, 256), "odd": (33, 60), "lone": (1, 64),
+        "prefill": (8192, 64), "decode": (16, 128), "deepseek": (333, 256), "odd": (33, 60),
     }[shape]  # fmt: skip
     context = RoutingContext(
         top_k=8 if shape != "odd" else 4,

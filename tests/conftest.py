@@ -12,8 +12,23 @@ import pytest
 from hypothesis import settings
 
 # One seed for all: what CI finds, everyone finds. The machines are shared, so no example has a deadline.
-settings.register_profile("seeded", derandomize=True, deadline=None)
+settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("seeded")
+
+
+# The longest files, which start processes; they begin first, so that none of them runs alone at the end.
+LONGEST = (
+    "docs_commands",
+    "layer",
+    "goldens",
+    "reproduce",
+    "faults",
+    "run",
+    "transformer",
+    "virtual",
+    "launcher",
+    "ptx",
+)
 
 
 def _wants_gpu(config: pytest.Config) -> bool:
@@ -29,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     for marker, reason in (
         ("slurm", "runs with -m slurm, as root where slurm-wlm is installed"),
         ("browser", "runs with -m browser, where chromium is installed"),

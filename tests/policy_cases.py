@@ -28,10 +28,10 @@ EXPANSIONS = (
     {"num_candidates": 1, "scope": "global", "max_experts_per_token": 3},
 )
 
-# Every combination of the fields that decide an order, and of each other field at least two values.
+# Every metric with every modality and with every granularity, and of each other field at least two values.
 _RULES = [
-    {"capacity_factor": 0.7, "metric": metric, "granularity": granularity, "modality": modality}
-    for metric, granularity, modality in itertools.product(METRICS, GRANULARITIES, MODALITIES)
+    {"capacity_factor": 0.7, "metric": metric, "granularity": GRANULARITIES[place % 2], "modality": modality}
+    for place, (metric, modality) in enumerate(itertools.product(METRICS, MODALITIES))
 ]
 SPECS: list[Spec] = [
     {"name": "topk"},
@@ -117,7 +117,7 @@ SPECS: list[Spec] = [
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: make_policy(spec).label.replace(" ", ","))
 every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
-few_examples = settings(max_examples=12)
+few_examples = settings(max_examples=8)
 
 
 # --- Making cases ----------------------------------------------------------------------------------
@@ -207,9 +207,9 @@ def possible_groups(num_experts: int, top_k: int) -> list[tuple[int, int]]:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Tensor, Arguments]:
+def cases(draw: st.DrawFn, most_experts: int = 256) -> tuple[Tensor, Arguments]:
     """Scores and context arguments: any shape of interest, any option of a model, with and without padding."""
-    num_experts = draw(st.sampled_from([8, 12, 16, 32, 64, 128, 256]))
+    num_experts = draw(st.sampled_from([size for size in (8, 12, 16, 32, 64, 128, 256) if size <= most_experts]))
     num_tokens = draw(st.integers(0, 40))
     top_k = draw(st.integers(1, 8))
     num_ranks = draw(st.sampled_from([ranks for ranks in range(1, 9) if num_experts % ranks == 0]))

@@ -11,4 +11,4 @@ import slice_laws  # noqa: F401, adds its laws to the others
 from layer_laws import main
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from results_builder import CEILINGS, FFN_SIZE, HIDDEN_SIZE, FakeCase, FakeComparison, standard_cases, write_run
+from results_builder import CEILINGS, FFN_SIZE, HIDDEN_SIZE, FakeCase, FakeComparison, write_run
 
-from moe_ep_bench.analysis.activated import Steps, activated_by_case, decode_steps, decode_words
+from moe_ep_bench.analysis.activated import Steps, decode_steps
 from moe_ep_bench.analysis.figures import draw_figures
 from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.tables import run_text
 
 FIXED_US, EXPERT_US, READ_GBPS = 80.0, 200.0, 2.0
@@ -80,12 +79,6 @@ def test_another_dispatcher_and_replayed_graphs_are_other_layers(
     assert len(usual.points) == len(other.points) == 4 * 10
 
 
-def test_graphs_whose_phases_could_not_be_timed_are_not_drawn(tmp_path: Path) -> None:
-    replayed = decode("replayed", facts={"cuda_graph": "the whole layer"}, kinds=("plain",))
-    (steps,) = steps_of(tmp_path, decode("eager"), replayed)
-    assert [facts.cuda_graph for facts in steps.comparisons] == [None]
-
-
 def activated_column(text: str) -> dict[str, str]:
     """The column ``activated`` of the first table of a summary, by policy."""
     header, _, *rows = text.split("\n\n")[1].split("\n")
@@ -111,22 +104,6 @@ def test_the_table_counts_the_fullest_rank_s_experts_over_all_source_ranks(
     assert "activated: experts with a token on the rank that has most of them, of 4; mean over batches" in text
 
 
-@pytest.mark.parametrize("facts", [{"placement": "strided"}, None])
-def test_the_table_has_no_such_column_where_all_are_activated_or_ranks_hold_others(
-    facts: dict[str, str] | None, tmp_path: Path
-) -> None:
-    comparison = FakeComparison(cases=standard_cases()) if facts is None else decode(facts=facts)
-    run = load_run(write_run(tmp_path, [comparison]))
-    assert activated_by_case(analyse(run)[0]) == {}
-    assert "activated" not in run_text(run).split("\n\n")[1]
-
-
-def test_a_run_whose_steps_activate_everything_has_no_such_figure(tmp_path: Path) -> None:
-    run = load_run(write_run(tmp_path, [FakeComparison(cases=standard_cases())]))
-    assert decode_steps(run) == []
-    assert draw_figures(run, tmp_path, [], ["activated"]) == ([], ["activated"])
-
-
 @pytest.mark.parametrize("facts", [{"device": "H100 (modelled)"}, {"placement": "strided"}])
 def test_what_is_modelled_or_placed_otherwise_is_left_out(facts: dict[str, str], tmp_path: Path) -> None:
     assert steps_of(tmp_path, decode(facts=facts)) == []
@@ -140,9 +117,3 @@ def test_the_summary_and_the_figure_say_it(tmp_path: Path) -> None:
     written, lacking = draw_figures(run, tmp_path / "figures", ["png"], ["activated"])
     assert [path.name for path in written] == ["activated.png", "activated.csv"]
     assert not lacking
-
-
-def test_results_without_a_read_bandwidth_have_no_bound(tmp_path: Path) -> None:
-    (steps,) = steps_of(tmp_path, decode(conditions={}))
-    assert steps.bound_us is None
-    assert not any("bound" in line for line in decode_words(steps))

@@ -105,7 +105,7 @@ def assert_like_the_loop(*case: Tensor, device: str = "cpu") -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(few_examples, max_examples=10)
+@settings(few_examples, max_examples=5)
 @given(
     num_tokens=st.integers(1, 40),
     num_experts=st.integers(1, 12),
@@ -125,11 +125,6 @@ def test_any_shape_equals_a_loop_over_experts(
         assert_like_the_loop(*case, *weights(num_experts, hidden_size, ffn_size, dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sizes_of_several_blocks_and_a_rest_equal_a_loop_over_experts(dtype):
-    assert_like_the_loop(*routed(9, 3, 600, dtype), *weights(3, 600, 330, dtype))
-
-
 def test_no_pair_at_all_gives_zeros_and_reads_no_weights(num_products):
     hidden_TD, map_TL, weights_TL = routed(5, 4, 40, torch.float32, share=0.0)
     broken = [torch.full_like(one, torch.nan) for one in weights(4, 40, 24, torch.float32)]
@@ -147,7 +142,7 @@ def test_an_expert_without_tokens_is_not_read():
     assert_close(decode_experts(hidden_TD, map_TL, weights_TL, *experts), expected)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 16, 17, 33, 64])
+@pytest.mark.parametrize("num_tokens", [1, 33])
 def test_the_weights_of_an_activated_expert_are_read_once(num_products, num_tokens):
     hidden_size, ffn_size = 70, 40
     hidden_TD, map_TL, weights_TL = routed(num_tokens, 4, hidden_size, torch.float32, share=0.0)
@@ -168,41 +163,6 @@ def test_an_expert_of_more_rows_than_a_tile_takes_them_all():
     assert_like_the_loop(hidden_TD, map_TL, weights_TL.nan_to_num(0.5), *weights(3, 40, 24, torch.float32))
 
 
-def test_a_weight_of_zero_adds_zero():
-    hidden_TD, map_TL, weights_TL = routed(7, 4, 40, torch.float32, share=1.0)
-    experts = weights(4, 40, 24, torch.float32)
-    weights_TL[:, 2] = 0.0
-    without_TL = map_TL.clone()
-    without_TL[:, 2] = False
-    with_zeros_TD = decode_experts(hidden_TD, map_TL, weights_TL, *experts)
-    assert torch.equal(with_zeros_TD, decode_experts(hidden_TD, without_TL, weights_TL, *experts))
-
-
-def test_a_token_without_pairs_gets_zeros():
-    hidden_TD, map_TL, weights_TL = routed(7, 4, 40, torch.float32, share=1.0)
-    map_TL[3] = False
-    out_TD = decode_experts(hidden_TD, map_TL, weights_TL, *weights(4, 40, 24, torch.float32))
-    assert not out_TD[3].any()
-    assert out_TD[[0, 1, 2, 4, 5, 6]].any(dim=1).all()
-
-
-def test_no_token_launches_nothing(launches):
-    out_TD = decode_experts(*routed(0, 4, 40, torch.float16), *weights(4, 40, 24, torch.float16))
-    assert out_TD.shape == (0, 40)
-    assert out_TD.dtype == torch.float16
-    assert launches == []
-
-
-def test_a_layer_is_four_launches(launches):
-    decode_experts(*routed(5, 4, 40, torch.float32), *weights(4, 40, 24, torch.float32))
-    assert launches == ["_pairs_kernel", "_gate_up_kernel", "_down_kernel", "_combine_kernel"]
-
-
-def test_a_repeated_run_gives_the_same_bits():
-    case = *routed(33, 7, 50, torch.float32), *weights(7, 50, 30, torch.float32)
-    assert torch.equal(decode_experts(*case), decode_experts(*case))
-
-
 def test_views_of_inputs_are_read_as_they_look():
     hidden_TD, map_TL, weights_TL = routed(6, 4, 40, torch.float32)
     experts = weights(4, 40, 24, torch.float32)
@@ -213,7 +173,7 @@ def test_views_of_inputs_are_read_as_they_look():
 # --- Parts -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 1), (5, 12), (40, 7), (300, 17)])
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 1), (40, 7)])
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
 def test_pairs_are_sorted_by_expert_and_then_by_token(launches, num_tokens, num_experts, share):
     _, map_TL, weights_TL = routed(num_tokens, num_experts, 1, torch.float32, share)
@@ -231,13 +191,7 @@ def test_pairs_are_sorted_by_expert_and_then_by_token(launches, num_tokens, num_
     assert torch.equal(pairs.place_TL, expected_TL)
 
 
-def test_no_token_has_no_pairs():
-    pairs = pairs_by_expert(*routed(0, 4, 1, torch.float32)[1:])
-    assert pairs.ends_L.tolist() == [0, 0, 0, 0]
-    assert pairs.place_TL.shape == (0, 4)
-
-
-@pytest.mark.parametrize("most_pairs", [0, 1, 11, 24, 30])
+@pytest.mark.parametrize("most_pairs", [0, 11, 30])
 def test_pairs_beyond_the_most_are_dropped_from_the_end(most_pairs):
     _, map_TL, weights_TL = routed(6, 4, 1, torch.float32, share=1.0)
     whole, cut = pairs_by_expert(map_TL, weights_TL), pairs_by_expert(map_TL, weights_TL, most_pairs)
@@ -272,24 +226,7 @@ def test_rows_that_a_dispatcher_sorted_equal_rows_found_by_token(launches, dtype
     assert_close(sorted_ND, (by_token_ND[:count].double(), size_ND))
 
 
-def test_rows_beyond_the_last_pair_are_left_alone():
-    hidden_TD, map_TL, weights_TL = routed(6, 4, 40, torch.float32)
-    pairs = pairs_by_expert(map_TL, weights_TL)
-    out_ND = expert_rows(hidden_TD, *pairs[:3], *weights(4, 40, 24, torch.float32))
-    count = int(map_TL.sum())
-    assert 0 < count < 24
-    assert out_ND[:count].isfinite().all()
-    assert out_ND[count:].isnan().all()
-
-
-def test_no_rows_launch_nothing(launches):
-    ends_L = torch.zeros(4, dtype=torch.int32)
-    out_ND = expert_rows(torch.empty(0, 40), None, torch.empty(0), ends_L, *weights(4, 40, 24, torch.float32))
-    assert out_ND.shape == (0, 40)
-    assert launches == []
-
-
-@pytest.mark.parametrize("num_tokens", [1, 16, 17, 40, 64])
+@pytest.mark.parametrize("num_tokens", [1, 17, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_decode_step_of_up_to_64_tokens_fits_one_tile_of_rows(num_tokens, dtype):
     cut = decode_experts_triton._sizes(num_tokens, 128, 1536, 2048, dtype)

@@ -13,7 +13,7 @@ from test_activated import EXPERT_US, FIXED_US, NATIVE_US, decode
 from test_devices import FIGURES, NO_MEMORY
 
 from moe_ep_bench.analysis.decode_fit import fit_text
-from moe_ep_bench.analysis.load import ResultsError, load_run
+from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
@@ -79,21 +79,6 @@ def test_a_term_for_pairs_that_may_be_none_is_none(tmp_path: Path) -> None:
     assert "us: not above 0" in text
 
 
-def test_only_the_wanted_models_layers_are_printed(tmp_path: Path) -> None:
-    other = decode("other", facts={"model": "OLMoE-1B-7B, 1 of 8 TP ranks"})
-    directory = write_run(tmp_path, [decode(), other])
-    assert [fit["model"] for fit in yaml.safe_load(fit_text(load_run(directory)))["decode"]] == [
-        "Tiny-MoE",
-        "OLMoE-1B-7B, 1 of 8 TP ranks",
-    ]
-    (fit,) = yaml.safe_load(fit_text(load_run(directory), "olmoe-1b-7b"))["decode"]
-    assert fit["model"] == "OLMoE-1B-7B, 1 of 8 TP ranks"
-    with pytest.raises(ResultsError, match="--preset mixtral-8x7b: expected a model of Tiny-MoE, OLMoE-1B-7B"):
-        fit_text(load_run(directory), "mixtral-8x7b")
-    with pytest.raises(ValueError, match="got 'mixtral'"):
-        fit_text(load_run(directory), "mixtral")
-
-
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
@@ -106,12 +91,6 @@ def test_what_is_no_devices_figure_is_a_comment_that_says_why(facts: dict, words
     assert words in text
     assert yaml.safe_load(text) is None
     assert "per_expert_us: 200" in text
-
-
-def test_a_base_below_none_is_no_figure(tmp_path: Path) -> None:
-    text = text_of(tmp_path, steps(64, lambda activated: 100 * activated**2))
-    assert "the base is below 0" in text
-    assert yaml.safe_load(text) is None
 
 
 def test_what_was_not_measured_or_is_no_decode_run_is_refused_in_one_line(

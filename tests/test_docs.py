@@ -40,7 +40,7 @@ def code(text: str) -> Iterator[str]:
 def commands(text: str) -> Iterator[list[str]]:
     """The arguments of every call of moe-ep-bench in code."""
     for line in code(text):
-        called = re.match(r"(?:\.venv/bin/)?moe-ep-bench (.+)", line)
+        called = re.match(r"(?:\w+=\$\()?(?:\.venv/bin/)?moe-ep-bench (.+)", line)
         if called:
             yield shlex.split(called[1].partition(" | ")[0], comments=True)
 

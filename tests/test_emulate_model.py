@@ -56,13 +56,6 @@ def phases_of(out: Path) -> pd.DataFrame:
     return rows[rows.phase.isin(PHASES)]
 
 
-def test_memory_does_not_grow_with_batches_which_are_made_one_by_one() -> None:
-    few, many = (
-        plan(PREFILL, [*SMALLER, f"workload.num_batches={number}"], VIRTUAL, on_cpu=True)[0] for number in (1, 20)
-    )
-    assert few.memory_bytes_per_rank() == many.memory_bytes_per_rank()
-
-
 def test_layers_and_the_rest_close_against_the_total(finished: Path) -> None:
     cases, layers = parts(finished, "cases"), phases_of(finished)
     assert set(cases["mode"]) == {"emulated"}
@@ -105,18 +98,6 @@ def test_a_layers_transfers_take_what_its_own_bytes_take_on_the_links(finished: 
         np.testing.assert_allclose(times[times.phase == "combine"].time_us, links.all_to_all_us(pairs_RR.T * row_bytes))
         seen.add(tuple(sent))
     assert len(seen) > NUM_CASES * BATCHES, "layers send alike"
-
-
-def test_every_layer_is_routed_by_scores_of_its_own_and_was_held_against_the_reference(finished: Path) -> None:
-    rows = parts(finished, "routing")
-    assert (rows.groupby(["case_id", "batch", "layer"]).num_tokens.sum() == 160).all()
-    assert sorted(rows.layer.unique()) == MOE
-    loads = rows.groupby(["policy", "layer"]).load_E.agg(lambda loads: tuple(np.sum(list(loads), axis=0)))
-    assert (np.array(loads["token_drop"][1]) <= np.array(loads["native"][1]) // 2).all(), "native runs twice"
-    assert loads["native"][1] != loads["native"][2]
-    first = rows[rows.batch == 0]
-    assert first.reference_error.notna().all()
-    assert first.reference_error.max() < 1e-4
 
 
 def test_the_table_the_figure_and_the_report_say_that_it_is_emulated(
@@ -167,7 +148,7 @@ def test_on_a_modelled_device_nothing_runs_and_every_number_says_so(
 DECODE = {"whole__context_length": 40, "workload__sequence_length": 1, "workload__num_tokens": 22}
 
 
-@pytest.mark.parametrize("preset", ["deepseek-v2-lite", "olmoe-1b-7b"])
+@pytest.mark.parametrize("preset", ["deepseek-v2-lite"])
 @pytest.mark.parametrize("changes", [{}, DECODE], ids=["prefill", "decode"])
 def test_a_pass_takes_what_its_layers_and_the_rest_take(preset: str, changes: dict, tmp_path: Path) -> None:
     config = write_config(tmp_path, model={"preset": preset}, layer__ep_size=4, emulate=MODELLED, **changes)
@@ -191,13 +172,11 @@ def test_a_pass_takes_what_its_layers_and_the_rest_take(preset: str, changes: di
     ("changes", "message"),
     [
         ({"emulate": {}}, "emulate.links: expected one of"),
-        ({"emulate": {**LINKS, "chunk_tokens": 8}}, "emulate.chunk_tokens: expected null with scope model"),
         ({"emulate": {**LINKS, "replication": [{"spare_per_rank": 1}]}}, "emulate.replication: expected none with"),
         (
             {"emulate": LINKS, "route": {"placement": "strided"}},
             "route.placement: expected contiguous with scope model",
         ),
-        ({"emulate": LINKS, "whole__num_layers": 1}, "whole.num_layers: expected 2 to 27 layers"),
         ({"emulate": LINKS, "workload__num_tokens": 60}, "workload: expected tokens for every rank"),
     ],
 )
@@ -210,14 +189,3 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert printed.err.count("\n") == 1, printed.err
     assert message in printed.err
     assert not (tmp_path / "out").exists()
-
-
-def test_what_does_not_fit_is_said_with_the_layers_that_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = write_config(tmp_path, layer__ep_size=4, emulate=LINKS)
-    (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
-    need = comparison.memory_bytes_per_rank()
-    assert comparison.shortage(need) == ""
-    assert "; whole.num_layers=2 fits" in comparison.shortage(need - 1)
-    assert main(["emulate", str(config), "--dry-run"]) == OK
-    runs = comparison.num_iterations()
-    assert f"{runs:,} runs of a rank's model at most" in capsys.readouterr().out

@@ -10,7 +10,6 @@ import pytest
 import torch
 from test_gpus import H100, TWO_H100
 
-from moe_ep_bench.analysis.words import device_words
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.gpus import parse_topology
 from moe_ep_bench.machine.subprocesses import CommandError
@@ -87,13 +86,6 @@ def test_a_driver_that_does_not_answer_leaves_a_reason_and_ends_nothing(monkeypa
     assert described == {"gpus": None, "driver": None, "topology": None, "gpus_why": "no answer within 20 s"}
 
 
-def test_a_rank_says_where_it_is() -> None:
-    rank = provenance.describe_rank(CPU, several_nodes=True)
-    assert rank["hostname"] == provenance.describe(CPU)["hostname"]
-    assert rank["gpu_uuid"] is None
-    assert "node" not in rank
-
-
 @pytest.mark.parametrize("local_rank", ["0", "1"])
 @pytest.mark.parametrize("several_nodes", [True, False])
 def test_the_first_rank_of_each_of_several_nodes_tells_of_its_gpus(
@@ -132,18 +124,3 @@ def test_limits_of_control_groups_count_at_every_level_and_caches_are_free(tmp_p
     own.write_text("9:cpu:/slurm\n4:memory:/old\n1:name=systemd:/\n")
     assert provenance.cgroup_free_bytes(root, own) == [1550]
     assert provenance.cgroup_free_bytes(root, tmp_path / "none") == []
-
-
-def test_memory_that_a_batch_system_withholds_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "cgroup_free_bytes", lambda: [2**20])
-    assert provenance.available_memory_bytes(CPU, 4) == 2**18
-
-
-def test_tables_name_the_driver_and_nccl_of_gpu_runs_and_no_more_than_older_results_know() -> None:
-    run = SimpleNamespace(device_name="NVIDIA H100", nccl="2.28.9", driver="570.86.15")
-    facts = SimpleNamespace(device=None, links=None, world_size=8, backend="nccl")
-    assert device_words(run, facts) == "NVIDIA H100 x 8 ranks, nccl 2.28.9, driver 570.86.15"
-    older = SimpleNamespace(device_name="NVIDIA H100", nccl=None, driver=None)
-    assert device_words(older, facts) == "NVIDIA H100 x 8 ranks, nccl"
-    facts.backend = "gloo"
-    assert device_words(run, facts) == "NVIDIA H100 x 8 ranks, gloo"

@@ -39,7 +39,7 @@ def write(folder: Path, config: dict = CONFIG) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[1])
 def taped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     """The results of one run, and its number of ranks."""
     folder = tmp_path_factory.mktemp("taped")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -77,14 +76,8 @@ def test_ratios_are_taken_batch_by_batch(tmp_path: Path) -> None:
     "other",
     [
         {"model": "Other-MoE"},
-        {"scale": 0.5},
-        {"hidden_size": 512},
         {"dtype": "float32"},
         {"dispatcher": "allgather"},
-        {"experts": {"requested": "auto", "ran": "decode"}},
-        {"permute": {"requested": "auto", "ran": "indexed"}},
-        {"flush_l2": True},
-        {"num_tokens": 32},
         {"workload": {"kind": "synthetic", "description": "Zipf 1.2", "tail_model": None}},
         {"point": {GRAPH_KEY: True, TOKENS: 16, "workload.seed": 2}},
     ],
@@ -94,23 +87,11 @@ def test_what_differs_in_anything_else_is_no_pair(other: dict[str, object], tmp_
     assert pairs_of(tmp_path / "other", eager(), replayed(facts=other)) == []
 
 
-def test_titles_and_keys_of_the_sweep_need_not_say_it(tmp_path: Path) -> None:
-    named = replayed(facts={"title": "Tiny-MoE, CUDA graphs", "point": {TOKENS: 16}})
-    assert len(pairs_of(tmp_path, eager(), named)) == 1
-
-
 def test_every_step_of_a_sweep_has_its_own_pair(tmp_path: Path) -> None:
     parts = [one(f"{one.__name__}{n}", tokens) for one in (eager, replayed) for n, tokens in enumerate((64, 4, 16))]
     found = pairs_of(tmp_path, *parts)
     tokens = [(pair.eager.comparison.num_tokens, pair.replayed.comparison.num_tokens) for pair in found]
     assert tokens == [(4, 4), (16, 16), (64, 64)]
-
-
-def test_results_of_older_versions_are_of_layers_run_eagerly_over_an_all_to_all(tmp_path: Path) -> None:
-    run = load_run(write_run(tmp_path, [FakeComparison(cases=cases(), num_iterations=1)]))
-    (facts,) = run.comparisons.values()
-    assert (facts.dispatcher, facts.cuda_graph) == ("alltoall", None)
-    assert graph_pairs(analyse(run)) == []
 
 
 def test_a_case_that_lacks_one_side_is_left_out_by_name(tmp_path: Path) -> None:
@@ -147,12 +128,6 @@ def test_the_summary_has_a_row_per_case_and_says_what_was_compared(tmp_path: Pat
     assert "the graphs hold the whole layer; comparisons eager (eager) and replayed (replayed)" in text
     assert "timed one after the other, not interleaved" in text
     assert "replayed from CUDA graphs, which hold the whole layer" in run_text(run)
-
-
-def test_the_host_is_no_limit_where_it_is_the_device(tmp_path: Path) -> None:
-    gloo = {"backend": "gloo"}
-    (pair,) = pairs_of(tmp_path, eager(facts=gloo), replayed(facts=gloo))
-    assert row_of(render([graph_table(pair)], "text"), "oea k0=3").count("100.0") == 0
 
 
 def test_an_all_gather_has_no_bandwidth_of_an_all_to_all(tmp_path: Path) -> None:
@@ -217,48 +192,6 @@ def test_eager_is_hollow_and_dashed_and_a_replay_filled_and_solid(tmp_path: Path
     assert replay.get_ydata() == pytest.approx([REPLAYED_US + tokens for tokens in (4, 16, 64)], rel=0.02)
     assert [float(tick) for tick in below.get_xticks()] == [2.0, 4.0, 6.0]
     assert [label.get_text() for label in below.get_xticklabels()] == ["4", "16", "64"]
-
-
-def test_each_layer_has_a_panel_of_its_own_that_says_what_its_graphs_hold(tmp_path: Path) -> None:
-    titles = [axes.get_title(loc="left") for axes in drawn(sweep(tmp_path, (4, 16), 1, num_layers=2)).axes]
-    titles = [title.replace("\n", " ") for title in titles if title]
-    assert [("bfloat16" in title, "float32" in title) for title in titles] == [(True, False), (False, True)]
-    assert all(title.endswith("; the graphs hold gate and policy; experts") for title in titles)
-    assert not any("tokens" in title for title in titles)
-
-
-def test_a_policy_of_several_factors_is_drawn_at_its_smallest(tmp_path: Path) -> None:
-    figure = drawn(sweep(tmp_path, (16,), len(POLICIES)))
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert [label for label in labels if label.startswith("token_drop")] == [
-        "token_drop, \N{GREEK SMALL LETTER GAMMA} 1: dropped 0.0 %, kept 100.0 %"
-    ]
-    assert "Of each policy the smallest capacity factor" in " ".join(text.get_text() for text in figure.texts)
-
-
-def test_launch_bound_points_are_counted_under_the_figure(tmp_path: Path) -> None:
-    figure = drawn(sweep(tmp_path, (4, 16), 2))
-    text = " ".join(text.get_text() for text in figure.texts).replace("\n", " ")
-    assert "run eagerly, 8 of 8 cases are launch-bound" in text
-    assert "replayed from CUDA graphs, " not in text
-
-
-@pytest.mark.parametrize(("tokens", "num_policies", "num_layers"), [((16,), 1, 3), ((1, 4, 8, 16, 64, 256), 9, 1)])
-def test_nothing_is_clipped_and_the_legend_hides_no_data(
-    tokens: tuple[int, ...], num_policies: int, num_layers: int, tmp_path: Path
-) -> None:
-    figure = drawn(sweep(tmp_path, tokens, num_policies, num_layers))
-    figure.draw_without_rendering()
-    boxes = [artist.get_window_extent() for artist in (*figure.texts, *figure.legends)]
-    boxes += [axes.get_tightbbox() for axes in figure.axes]
-    assert all(min(box.x0, box.y0) >= 0 for box in boxes)
-    assert all(box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1 for box in boxes)
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-    for axes in figure.axes:
-        low, high = axes.get_ylim()
-        heights = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
-        assert low <= heights.min()
-        assert heights.max() <= high
 
 
 def test_the_figure_is_drawn_of_pairs_and_equal_to_the_byte(tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @every_spec
-@settings(few_examples, max_examples=3)
-@given(case=cases())
+@settings(few_examples, max_examples=2)
+@given(case=cases(most_experts=64))
 def test_routes_like_torch(spec: Spec, case: tuple[Tensor, Arguments]) -> None:
     assert_routes_like_torch(select, None, spec, *case)
 
@@ -56,7 +56,7 @@ def test_routes_like_torch(spec: Spec, case: tuple[Tensor, Arguments]) -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("most_in_one_program", [1, 10_000])
-@pytest.mark.parametrize("chunk_size", [1, 3, 8, 9, 10])
+@pytest.mark.parametrize("chunk_size", [1, 3, 10])
 @each_policy
 def test_any_chunk_size_routes_like_torch_on_either_path(
     spec: Spec, chunk_size: int, most_in_one_program: int, monkeypatch: pytest.MonkeyPatch
@@ -93,31 +93,18 @@ def test_no_token_and_a_lone_token_route_like_torch(spec: Spec, chunk_size: int,
         assert_like_torch({**spec, "chunk_size": chunk_size}, scores_TE, token_mask_T=mask_T, top_k=3)
 
 
-@each_policy
-def test_sixteen_experts_of_a_number_that_is_no_power_of_two(spec: Spec) -> None:
-    assert_like_torch({**spec, "c": 40} if "c" in spec else spec, random_scores("sigmoid", 9, 48, seed=1), top_k=16)
-
-
 # --- Scores and thresholds -------------------------------------------------------------------------
 
 
 @each_policy
-@pytest.mark.parametrize("scale", [0.0, 2.0**-140, 2.0**100])
+@pytest.mark.parametrize("scale", [0.0, 2.0**-140])
 def test_equal_scores_of_any_size_route_like_torch(spec: Spec, scale: float) -> None:
     levels_TE = random_scores("levels", 10, 8, seed=3)
     levels_TE[::2] = 0.25
     assert_like_torch(spec, levels_TE * scale)
 
 
-@each_policy
-def test_one_expert_taking_everything_routes_like_torch(spec: Spec) -> None:
-    scores_TE = torch.zeros([15, 8])
-    scores_TE[:, 5] = 1.0
-    assert_like_torch({**spec, "eps_high": 1.0} if "c" in spec else spec, scores_TE, normalize=True)
-    assert_like_torch({**spec, "eps_high": 0.0} if "c" in spec else spec, scores_TE, top_k=1)
-
-
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.7, 0.9, 1 / 3])
+@pytest.mark.parametrize("share", [0.1, 0.7])
 def test_thresholds_are_compared_in_float64(share: float) -> None:
     """Scores lie on either side of a threshold that in float32 would be one of them."""
     near = torch.tensor(share, dtype=torch.float32)
@@ -150,7 +137,7 @@ def test_random_trimming_draws_what_the_torch_form_draws_and_leaves_the_generato
 # --- Loads -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3, 100])
+@pytest.mark.parametrize("chunk_size", [3, 100])
 @pytest.mark.parametrize("kind", ["any fraction", "huge", "tiny", "-0.0"])
 @each_policy
 def test_carried_loads_of_any_size_count_as_in_torch(spec: Spec, kind: str, chunk_size: int) -> None:
@@ -164,23 +151,6 @@ def test_carried_loads_of_any_size_count_as_in_torch(spec: Spec, kind: str, chun
     }[kind]
     scores_TE = random_scores("softmax", 9, 8, seed=8)
     assert_like_torch({**spec, "chunk_size": chunk_size}, scores_TE, load_E=load_E, top_k=3)
-
-
-@each_policy
-def test_carried_loads_are_left_as_they_are(spec: Spec) -> None:
-    load_E = torch.arange(8.0, dtype=torch.float64)
-    for chunk_size in (1, 2, 100):
-        policy = make_policy({**spec, "chunk_size": chunk_size})
-        select(policy, random_scores("softmax", 7, 8, seed=0), RoutingContext(top_k=2, load_E=load_E), None)
-    assert load_E.tolist() == list(range(8))
-
-
-def test_load_only_spreads_evenly() -> None:
-    routing = select(
-        make_policy({"name": "load_only"}), random_scores("softmax", 25, 16, 1), RoutingContext(top_k=4), None
-    )
-    load_E = routing.map_TE.sum(dim=0)
-    assert load_E.max() - load_E.min() <= 1
 
 
 def test_counts_too_large_to_pack_with_a_place_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,26 +172,3 @@ def test_a_batch_is_three_launches_in_small_chunks_and_in_one(spec: Spec, launch
         policy = make_policy({**spec, "chunk_size": chunk_size})
         select(policy, random_scores("softmax", 16, 8, seed=0), RoutingContext(top_k=2), None)
         assert launches == ["_places", chosen_by, "_weights"]
-
-
-def test_large_chunks_are_a_launch_each(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(laser_triton, "_PARALLEL_CHUNK", 5)
-    policy = make_policy({"name": "load_only", "chunk_size": 5})
-    select(policy, random_scores("softmax", 16, 8, seed=0), RoutingContext(top_k=2), None)
-    assert launches == ["_places", *["_one_chunk"] * 4, "_weights"]
-
-
-def test_no_token_launches_nothing(launches: list[str]) -> None:
-    select(make_policy(WIDE), torch.empty([0, 8]), RoutingContext(top_k=2), None)
-    assert not launches
-
-
-@each_policy
-def test_repeated_runs_are_identical(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(laser_triton, "_PARALLEL_CHUNK", 4)
-    scores_TE = random_scores("levels", 13, 16, seed=2)
-    for chunk_size in (1, 3, 4):
-        policy = make_policy({**spec, "chunk_size": chunk_size})
-        first, second = (select(policy, scores_TE, RoutingContext(top_k=3, normalize=True), None) for _ in range(2))
-        assert torch.equal(first.map_TE, second.map_TE)
-        assert torch.equal(first.weights_TE, second.weights_TE)

@@ -66,40 +66,18 @@ def test_the_interval_holds_the_slope_as_often_as_it_says() -> None:
     assert held / 2000 == pytest.approx(0.95, abs=0.02)
 
 
-def test_a_curve_is_no_line() -> None:
-    loads = np.linspace(1, 10, 10)
-    assert linear_fit(loads, 1000 / loads).r2 < 0.75
-    assert linear_fit(loads, 1000 / loads).slope_high_us < 0
-
-
-def test_times_that_do_not_vary_have_no_r2() -> None:
-    fit = linear_fit([1, 2, 3], [7.1, 7.1, 7.1])
-    assert fit.slope_us == pytest.approx(0, abs=1e-12)
-    assert math.isnan(fit.r2)
-
-
 @pytest.mark.parametrize(
     ("loads", "times", "words"),
     [
         ([1, 2], [1, 2], "at least 3 points, got 2"),
-        ([], [], "at least 3 points, got 0"),
         ([4, 4, 4], [1, 2, 3], "expected loads that differ, got 4 at all 3 points"),
         ([1, 2, 3], [1, 2], r"a time for each load, got shapes \(3,\), \(2,\)"),
-        ([[1, 2, 3]], [[1, 2, 3]], "a time for each load"),
         ([1, 2, math.nan], [1, 2, 3], "finite"),
-        ([1, 2, 3], [1, 2, math.inf], "finite"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(loads: list, times: list, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         linear_fit(loads, times)
-
-
-def test_points_on_a_plane_give_it_back() -> None:
-    activated, pairs = np.array([10, 20, 30, 20]), np.array([64, 64, 128, 512])
-    fit = cost_fit(activated, pairs, 37 + 3.5 * activated + 0.25 * pairs)
-    assert (fit.intercept_us, fit.per_expert_us, fit.per_pair_us, fit.r2) == pytest.approx((37, 3.5, 0.25, 1))
-    assert fit.num_points == 4
 
 
 def test_the_plane_is_numpy_s_least_squares() -> None:
@@ -110,19 +88,6 @@ def test_the_plane_is_numpy_s_least_squares() -> None:
     oracle, *_ = np.linalg.lstsq(np.stack([np.ones(60), activated, pairs], axis=1), times, rcond=None)
     assert (fit.intercept_us, fit.per_expert_us, fit.per_pair_us) == pytest.approx(tuple(oracle), rel=1e-6)
     assert 0.99 < fit.r2 < 1
-
-
-def test_the_planes_intervals_are_those_of_the_normal_equations() -> None:
-    random = np.random.default_rng(3)
-    activated, pairs = random.integers(1, 128, 12), random.integers(8, 4096, 12)
-    times = 20 + 3 * activated + 0.1 * pairs + 5 * random.standard_normal(12)
-    fit = cost_fit(activated, pairs, times)
-    columns = np.stack([np.ones(12), activated, pairs], axis=1)
-    values = np.array([fit.intercept_us, fit.per_expert_us, fit.per_pair_us])
-    variance = ((times - columns @ values) ** 2).sum() / (12 - 3)
-    deviations = np.sqrt(variance * np.diag(np.linalg.inv(columns.T @ columns)))
-    margins = stats.t.ppf(0.975, 12 - 3) * deviations
-    np.testing.assert_allclose(np.array(fit.intervals_us), np.stack([values - margins, values + margins], axis=1))
 
 
 def test_the_planes_intervals_hold_as_often_as_they_say() -> None:
@@ -142,8 +107,6 @@ def test_the_planes_intervals_hold_as_often_as_they_say() -> None:
     [
         ([1, 2, 3], [1, 5, 2], [1, 2, 3], "at least 4 points"),
         ([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 5], "one that follows"),
-        ([5, 5, 5, 5], [2, 4, 6, 9], [1, 2, 3, 5], "one that follows"),
-        ([1, 2, 3, 4], [2, 4, 6], [1, 2, 3, 5], "shapes"),
         ([1, 2, 3, math.nan], [2, 4, 6, 7], [1, 2, 3, 5], "finite"),
     ],
 )

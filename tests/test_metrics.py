@@ -87,6 +87,7 @@ def test_every_metric_of_a_small_case_worked_out_by_hand() -> None:
     assert_metrics(metrics, by_hand)
 
 
+# Loads 7, 3, 0, 0 of ten tokens with K = 1: N = 10 * 1 / 4 = 2.5.
 @pytest.mark.parametrize(
     ("gamma", "excess"),
     [
@@ -111,20 +112,6 @@ def test_a_load_that_fills_its_capacity_has_no_excess() -> None:
     metrics = routing_metrics(routing, scores_TE, context, capacity_factor=0.7)
     assert metrics["load_E"][:2] == [63, 63]
     assert metrics["excess_load"] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("row", "entropy"),
-    [
-        ([1.0, 0.0, 0.0, 0.0], 0.0),
-        ([0.5, 0.5, 0.0, 0.0], 0.5),
-        ([0.25, 0.25, 0.25, 0.25], 1.0),
-        ([0.0, 0.0, 0.0, 0.0], 0.0),
-        ([0.7], 0.0),  # a single expert leaves no choice
-    ],
-)
-def test_entropy_runs_from_certainty_to_indifference(row: list[float], entropy: float) -> None:
-    assert measure([[0]], [row], top_k=1)["entropy"] == pytest.approx(entropy)
 
 
 @pytest.mark.parametrize("num_experts", [5, 13, 18, 256])  # rounding carries the first three past 1 if allowed
@@ -194,13 +181,6 @@ def test_padding_that_is_computed_is_work_and_no_fidelity() -> None:
     assert (padded["excess_load"], both["excess_load"]) == (0.5, 0.0)
 
 
-def test_padding_that_selects_nothing_counts_in_nothing() -> None:
-    rows = [[0.5, 0.25, 0.125, 0.125], [0.0, 0.0, 0.0, 1.0]]
-    options = {"top_k": 2, "num_ranks": 2}
-    masked = measure([[0, 1], []], rows, token_mask_T=torch.tensor([True, False]), **options)
-    assert masked == measure([[0, 1]], rows[:1], **options)
-
-
 # --- Shape of the answer ---------------------------------------------------------------------------
 
 
@@ -255,7 +235,7 @@ def routings(draw: st.DrawFn) -> tuple[Tensor, Tensor, RoutingContext]:
     return torch.rand(shape, generator=generator) < density, scores_TE, context
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(case=routings(), capacity_factor=st.sampled_from([0, 0.7, 1.0, 1.5]))
 def test_metrics_equal_the_oracle(case: tuple[Tensor, Tensor, RoutingContext], capacity_factor: float) -> None:
     map_TE, scores_TE, context = case
@@ -264,7 +244,7 @@ def test_metrics_equal_the_oracle(case: tuple[Tensor, Tensor, RoutingContext], c
     assert_metrics(metrics, expected_metrics(map_TE, scores_TE, context, **options))
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(case=routings())
 def test_what_is_lost_and_what_is_kept_add_up(case: tuple[Tensor, Tensor, RoutingContext]) -> None:
     _, scores_TE, context = case

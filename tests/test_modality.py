@@ -21,7 +21,7 @@ from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.policies.capacity import IMAGE
-from moe_ep_bench.quality.checkpoint import Checkpoint, redundant_prefixes
+from moe_ep_bench.quality.checkpoint import Checkpoint
 from moe_ep_bench.quality.plan import plan_quality
 from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.quality.session import run_quality
@@ -69,7 +69,7 @@ def images_first(num_sequences: int) -> Tensor:
     return modality_BS
 
 
-@pytest.mark.parametrize("gamma", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("gamma", [0.25, 1.0])
 def test_an_expert_drops_the_favoured_modality_only_when_nothing_of_the_other_is_left(gamma: float, model: Any) -> None:
     """Rank by rank: each has two of the four sequences, and drops by a capacity of its own."""
     tokens_BS = hf_models.tokens(4, PREFIX + TEXT)
@@ -118,17 +118,6 @@ def test_a_modality_of_other_tokens_is_refused_and_what_is_generated_is_text(mod
         model.generate(tokens_BS, max_new_tokens=3, min_new_tokens=3, do_sample=False)
     images = [int((one.context.modality_T == IMAGE).sum()) for one in seen if one.context.modality_T is not None]
     assert images == [2 * PREFIX] * 2 + [0] * 4
-
-
-def test_prefixes_are_rows_of_a_few_patterns_of_the_texts_own_tokens() -> None:
-    text_BS = torch.tensor([[7, 8, 9, 7], [8, 30, 40, 9]])
-    prefix_BP = redundant_prefixes(text_BS, 47, 3, 10, seed=1)
-    assert prefix_BP.shape == (2, 47)
-    assert set(prefix_BP.unique().tolist()) <= {7, 8, 9, 30, 40}
-    patterns = {tuple(row[first : first + 10].tolist()) for row in prefix_BP for first in range(0, 40, 10)}
-    assert 1 < len(patterns) <= 3
-    assert torch.equal(prefix_BP, redundant_prefixes(text_BS, 47, 3, 10, seed=1))
-    assert not torch.equal(prefix_BP, redundant_prefixes(text_BS, 47, 3, 10, seed=2))
 
 
 def test_the_texts_loss_alone_is_counted(folder: Path, tmp_path: Path) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+import test_run
 import torch
 import yaml
 from safetensors.numpy import save_file
@@ -47,21 +48,7 @@ DENSE, MOE = [0], [1, 2]
 KEY = ["rank", "batch", "iteration"]
 
 
-def write_config(folder: Path, **changes: object) -> Path:
-    """CONFIG with dotted keys replaced (None = removed)."""
-    config = json.loads(json.dumps(CONFIG))
-    for dotted, value in changes.items():
-        *parents, last = dotted.split("__")
-        section = config
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        if value is None:
-            del section[last]
-        else:
-            section[last] = value
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+write_config = partial(test_run.write_config, base=CONFIG)
 
 
 def launch(*arguments: object) -> subprocess.CompletedProcess:
@@ -79,7 +66,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     done = launch(write_config(folder), "--out", folder / "out")
     assert done.returncode == OK, done.stderr
-    (folder / "stderr").write_text(done.stderr)
     return folder / "out"
 
 
@@ -112,13 +98,6 @@ def test_layers_and_the_rest_close_against_the_total(finished: Path) -> None:
     totals = breakdown[breakdown.phase == TOTAL].set_index(key).time_us
     assert len(totals) == NUM_CASES * 2 * 2
     np.testing.assert_allclose(sums.sort_index(), totals.sort_index(), atol=1.0)
-
-
-def test_the_progress_bar_ends_where_the_run_ends(finished: Path) -> None:
-    done, total = re.findall(r"(\d+)/(\d+) \[", (finished.parent / "stderr").read_text())[-1]
-    # Looked at, one to two rounds of warm-up, two plain and one broken down; of each case a last check.
-    assert done == total
-    assert int(done) in [(1 + rounds + 3) * 2 * NUM_CASES + NUM_CASES for rounds in (1, 2)]
 
 
 def test_every_layer_has_the_phases_of_its_kind(finished: Path) -> None:
@@ -171,15 +150,6 @@ def test_emulated_ranks_route_every_layer_as_real_ones_do(finished: Path, tmp_pa
         for rows in (parts(tmp_path / "out", "routing"), parts(finished, "routing"))
     )
     pd.testing.assert_frame_equal(ours, theirs)
-
-
-def test_a_finished_run_is_not_run_again(finished: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*.parquet")}
-    config = finished.parent / "config.yaml"
-    done = launch(config, "--out", finished)
-    assert done.returncode == OK, done.stderr
-    assert "finished before" in done.stderr
-    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*.parquet")} == before
 
 
 def test_the_summary_sets_the_pass_beside_its_moe_layers(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,17 +210,15 @@ def test_decode_steps_are_one_token_of_each_request(decoded: Path, capsys: pytes
 
 BAD = {
     "too few layers": ({"whole__num_layers": 1}, "whole.num_layers: expected 2 to 27 layers of DeepSeek-V2-Lite"),
-    "too many layers": ({"whole__num_layers": 28}, "got 28"),
-    "unknown key": ({"whole__layers": 3}, "whole.layers: no such key; expected one of num_layers, context_length"),
-    "unknown scope": ({"scope": "modle"}, "scope: "),
+    
+    
+    
     "layers of a layer": ({"scope": "layer"}, "whole.num_layers: expected with scope: model alone; one layer is timed"),
     "prompts with a cache": (
         {"whole__context_length": 8},
         "workload.sequence_length: expected 1, for whole.context_length=8 makes a batch one decode step, got 24",
     ),
-    "decode without a cache": (
-        {"workload__sequence_length": 1}, "whole.context_length: expected at least 1",
-    ),
+    
     "a rank without tokens": ({"workload__num_tokens": 20}, "workload: expected tokens for every rank"),
     "padding": ({"workload__padding_per_rank": 2}, "workload.padding_per_rank: expected 0 with scope model"),
     "a shard": ({"model__tensor_parallel": 2}, "model.tensor_parallel: expected 1 with scope model, got 2"),
@@ -258,13 +226,6 @@ BAD = {
     "one recorded layer": (
         {"workload": {"kind": "recorded", "trace": "no.safetensors", "layer": 3, "tail": "uniform", "num_tokens": 8}},
         "workload.layer: expected all, for with scope model every MoE layer takes its own recorded one; got 3",
-    ),
-    "swept recorded layers": (
-        {
-            "workload": {"kind": "recorded", "trace": "no.safetensors", "tail": "uniform", "num_tokens": 8},
-            "sweep": {"workload.layer": [0, 1]},
-        },
-        "sweep.workload.layer: expected all, for with scope model every MoE layer takes its own recorded one; got [0, ",
     ),
 }  # fmt: skip
 
@@ -284,13 +245,6 @@ def test_route_wants_a_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["route", str(write_config(tmp_path)), "--out", str(tmp_path / "out")]) == USER_ERROR
     assert "scope: expected layer for this command, got model" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_dry_run_tells_cases_memory_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", str(write_config(tmp_path)), "--nproc", "2", "--dry-run"]) == OK
-    printed = capsys.readouterr().out
-    assert "memory per rank about" in printed
-    assert "first 3 of 27 layers" in printed
 
 
 def recording(path: Path, num_layers: int, lengths: tuple[int, ...]) -> Path:

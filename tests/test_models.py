@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_ep_bench.models import Attention, LatentAttention, ModelSpec, load_hf_model, load_model
+from moe_ep_bench.models import LatentAttention, ModelSpec, load_hf_model, load_model
 
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_act": "silu",
@@ -93,14 +92,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "intermediate_size": 1024, "embedding_size": 50304, "vocab_size": 50304, "num_hidden_layers": 16,
         "num_attention_heads": 16, "num_key_value_heads": 16, "qkv_bias": False, "tie_word_embeddings": False,
     },
-}  # fmt: skip
-# The same model by the keys of the code that it was trained with.
-MOLMO_WITH_EXPERTS = {
-    "model_type": "molmo", "d_model": 2048, "n_heads": 16, "n_kv_heads": None, "n_layers": 16, "mlp_ratio": 1,
-    "mlp_hidden_size": None, "activation_type": "swiglu", "block_type": "moe", "attention_layer_norm": True,
-    "include_bias": False, "qkv_bias": False, "vocab_size": 50280, "embedding_size": 50304,
-    "additional_vocab_size": 128, "weight_tying": False, "moe_num_experts": 64, "moe_top_k": 8,
-    "moe_shared_expert": False, "moe_interleave": False, "head_dim": None,
 }  # fmt: skip
 DEEPSEEK_V2 = PUBLISHED["deepseek-v2-lite"] | {
     "num_hidden_layers": 60, "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536,
@@ -188,16 +179,6 @@ def test_a_preset_activates_the_published_parameters(name: str) -> None:
     assert (active_parameters(model) + embedding) / 1e9 == pytest.approx(billions, rel=0.025)
 
 
-def test_molmoe_is_published_with_its_vision_encoder() -> None:
-    model, vision = load_model("molmoe-1b"), 0.3e9
-    assert (model.num_parameters + vision) / 1e9 == pytest.approx(7.2, rel=0.01)
-    assert (active_parameters(model) + 50304 * 2048 + vision) / 1e9 == pytest.approx(1.5, rel=0.06)
-
-
-def test_molmoe_reads_the_same_by_either_set_of_keys(tmp_path: Path) -> None:
-    assert facts(load_model(str(written(tmp_path, MOLMO_WITH_EXPERTS)))) == facts(load_model("molmoe-1b"))
-
-
 # What specs say
 
 
@@ -218,11 +199,6 @@ def test_deepseek_v2_scores_a_group_by_its_best_expert(tmp_path: Path) -> None:
     assert model.num_parameters / 1e9 == pytest.approx(236, rel=0.005)  # arXiv 2405.04434
 
 
-def test_deepseek_v2_reads_the_same_under_its_first_model_type(tmp_path: Path) -> None:
-    first = load_model(str(written(tmp_path / "first", DEEPSEEK_V2 | {"model_type": "deepseek"})))
-    assert facts(first) == facts(load_model(str(written(tmp_path / "later", DEEPSEEK_V2))))
-
-
 @pytest.mark.parametrize("name", ["olmoe-1b-7b", "mixtral-8x7b", "deepseek-v2-lite", "qwen3-30b-a3b", "molmoe-1b"])
 def test_a_model_that_the_layer_covers_departs_in_nothing(name: str) -> None:
     assert load_model(name).departures == ()
@@ -240,18 +216,6 @@ def test_what_the_layer_leaves_out_is_said(name: str, words: list[str]) -> None:
     departures = load_model(name).departures
     assert len(departures) == len(words)
     assert all(word in sentence for word, sentence in zip(words, departures, strict=True))
-
-
-def test_a_spec_without_attention_or_vocabulary_counts_no_parameters() -> None:
-    model = load_model("olmoe-1b-7b")
-    for missing in ({"attention": None}, {"vocab_size": None}, {"first_dense_layers": 1}):
-        assert model.model_copy(update=missing).num_parameters is None
-
-
-def test_tied_embeddings_are_stored_once() -> None:
-    model = load_model("olmoe-1b-7b")
-    tied = model.model_copy(update={"tied_embeddings": True})
-    assert model.num_parameters - tied.num_parameters == 50304 * 2048
 
 
 def test_scaling_shrinks_widths_and_keeps_routing() -> None:
@@ -291,11 +255,8 @@ def test_a_shard_that_does_not_divide_is_refused(name: str, words: str) -> None:
     [
         ({"top_k": 9}, "top_k: expected at most num_experts=8, got 9"),
         ({"first_dense_layers": 2}, "first_dense_layers: expected fewer than num_layers=2, got 2"),
-        ({"num_groups": 2}, "expected all of num_groups, top_groups, group_score_experts or none"),
         ({"num_groups": 3, "top_groups": 1, "group_score_experts": 1}, "num_groups: expected a divisor"),
-        ({"num_groups": 4, "top_groups": 5, "group_score_experts": 1}, "top_groups: expected at most num_groups=4"),
         ({"num_groups": 8, "top_groups": 1, "group_score_experts": 1}, "with room for top_k=2 in groups of 1, got 1"),
-        ({"num_groups": 4, "top_groups": 2, "group_score_experts": 3}, "at most the 2 experts of a group, got 3"),
     ],
 )
 def test_a_spec_that_cannot_be_is_refused(values: dict[str, int], words: str) -> None:
@@ -314,57 +275,17 @@ def test_a_preset_wins_over_a_folder_of_its_name(tmp_path: Path, monkeypatch: py
     assert load_model("./olmoe-1b-7b") == load_hf_model(tmp_path / "olmoe-1b-7b")
 
 
-def test_a_folder_with_a_config_json_is_read(tmp_path: Path) -> None:
-    path = written(tmp_path / "checkpoint", PUBLISHED["olmoe-1b-7b"])
-    assert load_model(str(path.parent)) == load_model(str(path))
-
-
-def test_a_spec_says_nothing_of_where_its_file_lay(tmp_path: Path) -> None:
-    values = changed("olmoe-1b-7b", _name_or_path=f"{tmp_path}/mine/tuned-olmoe/")
-    first = written(tmp_path / "here", values)
-    second = tmp_path / "there.json"
-    shutil.copy(first, second)
-    model = load_model(str(first))
-    assert model == load_model(str(second))
-    assert model.name == "tuned-olmoe"
-    assert re.fullmatch(r"config\.json by path, sha256 [0-9a-f]{64}", model.source)
-
-
 @pytest.mark.parametrize(
     ("values", "name"),
     [
         ({"_name_or_path": "Qwen/Qwen3-30B-A3B"}, "Qwen3-30B-A3B"),
-        ({"_name_or_path": "C:\\models\\mine"}, "mine"),
         ({"_name_or_path": ""}, "Qwen3MoeForCausalLM"),
-        ({"_name_or_path": "./"}, "Qwen3MoeForCausalLM"),
         ({}, "Qwen3MoeForCausalLM"),
         ({"architectures": None}, "qwen3_moe"),
     ],
 )
 def test_a_model_is_named_by_its_file_or_its_architecture(tmp_path: Path, values: dict[str, Any], name: str) -> None:
     assert load_model(str(written(tmp_path, changed("qwen3-30b-a3b", **values)))).name == name
-
-
-def test_what_a_family_may_leave_out_takes_its_default(tmp_path: Path) -> None:
-    values = {key: value for key, value in PUBLISHED["mixtral-8x7b"].items() if key != "num_key_value_heads"}
-    attention = load_model(str(written(tmp_path, values))).attention
-    assert attention == Attention(num_heads=32, num_kv_heads=32, head_dim=128)
-
-
-def test_one_group_is_no_groups(tmp_path: Path) -> None:
-    model = load_model(str(written(tmp_path, changed("deepseek-v3", n_group=1, topk_group=1))))
-    assert (model.num_groups, model.top_groups, model.group_score_experts) == (None, None, None)
-
-
-def test_qwen3_reads_the_same_by_the_later_name_of_its_experts(tmp_path: Path) -> None:
-    values = changed("qwen3-30b-a3b", num_local_experts=128)
-    del values["num_experts"]
-    assert facts(load_model(str(written(tmp_path, values)))) == facts(load_model("qwen3-30b-a3b"))
-
-
-def test_leading_dense_layers_of_qwen_are_read(tmp_path: Path) -> None:
-    model = load_model(str(written(tmp_path, changed("qwen3-30b-a3b", mlp_only_layers=[0, 1]))))
-    assert (model.first_dense_layers, model.dense_ffn_hidden_size, model.num_moe_layers) == (2, 6144, 46)
 
 
 # Wrong inputs
@@ -386,36 +307,20 @@ def without(name: str, key: str) -> dict[str, Any]:
     ("values", "words"),
     [
         (without("olmoe-1b-7b", "hidden_size"), "hidden_size: missing"),
-        (without("olmoe-1b-7b", "norm_topk_prob"), "norm_topk_prob: missing"),
-        (without("olmoe-1b-7b", "model_type"), "model_type: expected one of deepseek, deepseek_v2, "),
         (changed("olmoe-1b-7b", model_type="llama"), "got 'llama'"),
-        (changed("qwen3-30b-a3b", mlp_only_layers=[0], intermediate_size=None), "intermediate_size: missing"),
-        (changed("olmoe-1b-7b", hidden_size=-2048), "hidden_size: input should be greater than 0, got -2048"),
         (changed("olmoe-1b-7b", hidden_size="2048"), "hidden_size: input should be a valid integer, got '2048'"),
-        (changed("olmoe-1b-7b", num_experts=True), "num_experts: input should be a valid integer, got True"),
         (
             changed("olmoe-1b-7b", num_experts_per_tok=65),
             "num_experts_per_tok: expected at most the 64 experts, got 65",
         ),
-        (changed("olmoe-1b-7b", norm_topk_prob=1), "norm_topk_prob: input should be a valid boolean, got 1"),
         (changed("olmoe-1b-7b", hidden_act="gelu"), "hidden_act: input should be 'silu', got 'gelu'"),
-        (without("gpt-oss-20b", "head_dim"), "head_dim: missing"),
-        (MOLMO_WITH_EXPERTS | {"moe_top_k": 65}, "moe_top_k: expected at most the 64 experts, got 65"),
-        (MOLMO_WITH_EXPERTS | {"moe_interleave": True}, "moe_interleave: input should be False, got True"),
         (changed("qwen3-30b-a3b", decoder_sparse_step=2), "decoder_sparse_step: input should be 1, got 2"),
         (changed("qwen3-30b-a3b", mlp_only_layers=[3]), "mlp_only_layers: expected [0, 1, ...], the first layers"),
-        (changed("deepseek-v3", moe_layer_freq=2), "moe_layer_freq: input should be 1, got 2"),
         (changed("deepseek-v3", moe_layer_freq=True), "moe_layer_freq: expected 1, got True"),
         (changed("deepseek-v3", intermediate_size=0), "intermediate_size: 0; expected a whole number from 1"),
         (changed("deepseek-v3", topk_method="greedy"), "topk_method: input should be 'noaux_tc', got 'greedy'"),
-        (
-            changed("deepseek-v3", routed_scaling_factor=0),
-            "routed_scaling_factor: input should be greater than 0",
-        ),
-        (changed("deepseek-v3", n_group=7), "num_groups: expected a divisor of num_experts=256, got 7"),
         (changed("deepseek-v3", first_k_dense_replace=61), "first_dense_layers: expected fewer than num_layers=61"),
         ("{not json", "not valid JSON"),
-        ("[1, 2]", "expected keys with values, got list"),
     ],
 )
 def test_a_wrong_config_json_is_one_line_with_file_and_key(tmp_path: Path, values: Any, words: str) -> None:
@@ -434,15 +339,5 @@ def test_only_the_files_own_keys_count(tmp_path: Path) -> None:
     assert (spec.first_dense_layers, spec.normalize) == (0, True)
 
 
-def test_a_folder_without_config_json_is_one_line(tmp_path: Path) -> None:
-    assert one_line_error(tmp_path).startswith(f"{tmp_path / 'config.json'}: cannot read a model's config.json: ")
-
-
 def test_a_missing_json_file_is_one_line(tmp_path: Path) -> None:
     assert "cannot read a model's config.json" in one_line_error(tmp_path / "nowhere.json")
-
-
-def test_text_that_is_not_unicode_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_bytes(b"\xff\xfe\x00{")
-    assert one_line_error(path).startswith(f"{path}: not valid JSON")

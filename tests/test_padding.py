@@ -12,20 +12,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from results_builder import FakeCase, FakeComparison, write_run
+from results_builder import FakeCase, FakeComparison
 from test_emulate import emulate
 from test_route import write_recordings
 from test_run import launch
 
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.padding import READING
-from moe_ep_bench.analysis.route_load import load_route
-from moe_ep_bench.analysis.route_report import route_tables
 from moe_ep_bench.analysis.tables import run_text
-from moe_ep_bench.bench.plan import RANKS, ROUTING, VIRTUAL, Comparison, plan
+from moe_ep_bench.bench.plan import RANKS, ROUTING, Comparison, plan
 from moe_ep_bench.bench.route import route
 from moe_ep_bench.cli import main
-from moe_ep_bench.papers.needed_skew import SkewSolver
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
@@ -92,11 +89,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outs(config: Path) -> dict[str, Path]:
-    """The same comparisons on two real ranks, one real rank, two emulated and two virtual ones."""
-    outs = {name: config.parent / name for name in ("run", "one rank", "emulate", "route")}
+    """The same comparisons on two real ranks, two emulated and two virtual ones."""
+    outs = {name: config.parent / name for name in SCOPES}
     for done in (
         launch(config, "--out", outs["run"], timeout=600),
-        launch(config, "--out", outs["one rank"], "--set", "layer.ep_size=1", nproc=1, timeout=600),
         emulate(config, "--out", outs["emulate"]),
     ):
         assert done.returncode == OK, done.stderr
@@ -104,7 +100,7 @@ def outs(config: Path) -> dict[str, Path]:
     return outs
 
 
-SCOPES = ("run", "one rank", "emulate", "route")
+SCOPES = ("run", "emulate", "route")
 
 
 @pytest.fixture(scope="module", params=SCOPES)
@@ -127,7 +123,7 @@ def test_masked_padding_selects_nothing_and_native_computes_it_always(rows: pd.D
 
 
 def test_topk_that_is_not_told_of_padding_loads_experts_as_native_does(outs: dict[str, Path]) -> None:
-    for name in ("run", "one rank", "emulate"):
+    for name in ("run", "emulate"):
         rows = rows_of(outs[name])
         native, topk = (rows[(rows.label == label) & ~rows.masked] for label in ("native", "topk"))
         assert len(topk) > 0
@@ -153,11 +149,10 @@ def test_fidelity_speaks_of_valid_tokens_whatever_padding_computes(rows: pd.Data
 
 
 def test_the_layer_equals_the_dense_reference_and_native_on_valid_tokens(outs: dict[str, Path]) -> None:
-    for name in ("run", "one rank"):
-        rows = rows_of(outs[name])
-        assert rows[rows.batch == 0].reference_error.max() < 1e-4
-        assert rows[rows.label == "topk"].output_error.max() < 1e-6
-        assert rows[rows.label == "oea k0=2"].output_error.min() > 1e-3
+    rows = rows_of(outs["run"])
+    assert rows[rows.batch == 0].reference_error.max() < 1e-4
+    assert rows[rows.label == "topk"].output_error.max() < 1e-6
+    assert rows[rows.label == "oea k0=2"].output_error.min() > 1e-3
     assert rows_of(outs["emulate"]).query("batch == 0").reference_error.max() < 1e-4
 
 
@@ -193,8 +188,8 @@ def routings(planned: Comparison, spec: dict, index: int, kept: int) -> Iterator
 @pytest.mark.parametrize("scope", SCOPES)
 def test_masked_padding_changes_no_valid_tokens_routing(scope: str, config: Path, outs: dict[str, Path]) -> None:
     """It is as if padding were not there; and padding that is not told of is a token like any other."""
-    rows, num_ranks = rows_of(outs[scope]), 1 if scope == "one rank" else 2
-    for planned in plan(config, [f"layer.ep_size={num_ranks}"], RANKS, num_ranks, on_cpu=True):
+    rows = rows_of(outs[scope])
+    for planned in plan(config, [], RANKS, 2, on_cpu=True):
         masked = planned.experiment.workload.mask_padding
         for spec in POLICIES + (OTHERS if scope == "route" else []):
             if scope == "route" and not masked and spec["name"] == "topk":
@@ -214,17 +209,6 @@ def test_a_capacity_counts_the_tokens_that_the_policy_takes_for_valid(rows: pd.D
     dropping = rows[rows.policy == "token_drop"]
     most = dropping.groupby("masked").load_E.apply(lambda loads: max(max(load) for load in loads))
     assert most.to_dict() == {True: 2 * 9 * TOP_K // 64, False: 2 * 12 * TOP_K // 64}
-
-
-@pytest.mark.parametrize(("tokens", "padding", "solved"), [(12, 3, (12, 3)), (8192, 2048, (2048, 512))])
-def test_a_claims_skew_is_looked_for_at_the_same_share_of_padding(
-    tokens: int, padding: int, solved: tuple[int, int], tmp_path: Path
-) -> None:
-    config = write_config(tmp_path, sweep={}, tokens_per_rank=tokens, padding_per_rank=padding, mask_padding=False)
-    (planned,) = plan(config, [], VIRTUAL, on_cpu=True, try_out=False)
-    workload = SkewSolver(planned, "h20", [])._at("scattered", None).experiment.workload
-    assert (workload.tokens_per_rank, workload.padding_per_rank) == solved
-    assert workload.mask_padding is False
 
 
 @pytest.mark.parametrize("scope", ["run", "emulate", "route"])
@@ -265,14 +249,6 @@ def test_a_recorded_decode_step_is_padded_likewise(tmp_path: Path) -> None:
     assert (rows[rows.label == "topk"].padding_pairs == 0).all()
 
 
-def test_image_tokens_are_counted_where_they_are_valid(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    out = route(config, tmp_path / "out", ["route.image_share=1.0", "workload.mask_padding=true"]).root
-    rows = rows_of(out)
-    assert (rows.num_image_tokens == rows.num_tokens).all()
-    assert column(rows, "image_load_E") == column(rows, "load_E")
-
-
 # ---- what is said ----------------------------------------------------------------------------------------------------
 
 
@@ -293,19 +269,6 @@ def test_the_table_says_what_padding_costs_from_the_rows(outs: dict[str, Path]) 
     assert text.count(READING) == 2
 
 
-def test_routing_alone_says_how_its_table_is_read(outs: dict[str, Path]) -> None:
-    run = load_route(outs["route"])
-    assert [table.notes.count(READING) for table in route_tables(run)] == [1, 1]
-    for group in run.groups:
-        assert f"{PADDING} padding a rank" in group.title
-        native = group.batches[group.batches["label"] == "native"]
-        assert native["experts_per_token"].tolist() == [TOP_K] * 2
-        assert native["retained_mass"].tolist() == pytest.approx([1, 1])
-
-
-PADDED = {"per_rank": 512, "of": [1024, 3072], "masked": True}
-
-
 def described(padding: dict | None) -> dict:
     return {"workload": {"kind": "synthetic", "description": "Zipf 0.8", "tail_model": None, "padding": padding}}
 
@@ -313,34 +276,3 @@ def described(padding: dict | None) -> dict:
 def fake(padding: dict | None, *policies: FakeCase, **changes: object) -> FakeComparison:
     native = [FakeCase("native", role=role, padding_pairs=1024) for role in ("baseline", "noise")]
     return FakeComparison(facts={**described(padding), **changes}, cases=[*native, *policies])
-
-
-def test_the_cost_of_padding_has_the_verdict_of_the_noise_floor(tmp_path: Path) -> None:
-    few = FakeCase("topk", speedup=1.25, expert_load=np.array([2.0, 2, 0, 0, 2, 2, 0, 0]))
-    text = run_text(load_run(write_run(tmp_path, [fake(PADDED, few)])))
-    assert "native activates 4.0 experts on the fullest rank (2.0 with padding masked: topk), and spends 25.0 %" in text
-    (line,) = (line for line in text.splitlines() if line.strip().startswith("padding:"))
-    assert "layer time native over topk 1.2" in line
-    assert line.endswith("]: faster, the difference of their paths included")
-    assert "x mean of what valid tokens select" in text
-
-
-def test_experts_that_are_placed_otherwise_are_counted_on_all_ranks(tmp_path: Path) -> None:
-    text = run_text(load_run(write_run(tmp_path, [fake(PADDED, placement="strided")])))
-    assert "padding: native activates 8.0 experts, and spends 25.0 % of its pairs on padding\n" in text
-
-
-@pytest.mark.parametrize("padding", [None, PADDED])
-def test_nothing_is_said_of_padding_where_there_is_none(padding: dict | None, tmp_path: Path) -> None:
-    text = run_text(load_run(write_run(tmp_path, [fake(padding, FakeCase("topk"))])))
-    assert ("padding" in text) is (padding is not None)
-
-
-def test_the_shipped_config_sweeps_padding_and_who_is_told() -> None:
-    config = Path(__file__).parents[1] / "configs" / "decode-padding.yaml"
-    planned = plan(config, [], RANKS, 1, on_cpu=True)
-    assert all(isinstance(one, Comparison) for one in planned)
-    points = [tuple(dict(one.experiment.point).values()) for one in planned]
-    assert points == [(padding, masked) for padding in (0, 4, 8) for masked in (True, False)]
-    assert len({one.comparison_id for one in planned}) == 6
-    assert {case.label for case in planned[0].cases} >= {"topk", "oea k0=4", "xshare k0=1 budget=32"}

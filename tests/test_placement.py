@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_ep_bench.placement import make_placement
 
-few_examples = settings(max_examples=40)
+few_examples = settings(max_examples=15)
 
 
 def test_contiguous_experts_share_a_rank_with_their_neighbours() -> None:

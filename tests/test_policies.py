@@ -202,7 +202,7 @@ def assert_keeps_the_rule_and_the_laws(spec: Spec, scores_TE: Tensor, arguments:
 def test_every_policy_keeps_its_rule_and_all_laws(spec: Spec) -> None:
     # A seed of its own, or every spec would meet the same few cases.
     @seed(zlib.crc32(repr(spec).encode()))
-    @settings(few_examples, max_examples=10)
+    @settings(few_examples, max_examples=5)
     @given(case=cases())
     def holds(case: tuple[Tensor, Arguments]) -> None:
         assert_keeps_the_rule_and_the_laws(spec, *case)
@@ -220,8 +220,7 @@ def test_the_specs_cover_every_policy_and_every_field() -> None:
 
 CORNERS = [
     (num_tokens, num_experts, num_ranks, top_k)
-    for num_experts, num_ranks, top_k in [(8, 1, 1), (8, 8, 8), (64, 4, 6), (256, 8, 8)]
-    for num_tokens in (0, 1, 5)  # none, one, fewer than experts
+    for num_experts, num_ranks, top_k, num_tokens in [(8, 1, 1, 0), (8, 8, 8, 1), (64, 4, 6, 5), (256, 8, 8, 1)]
 ]
 
 
@@ -243,11 +242,10 @@ def test_corners_of_the_shapes(spec: Spec) -> None:
 
 
 @every_spec
-@pytest.mark.parametrize("kind", ["sigmoid", "levels"])
-def test_hundreds_of_tokens(spec: Spec, kind: str) -> None:
+def test_hundreds_of_tokens(spec: Spec) -> None:
     # A selection of many winners takes another path than one of few.
     num_tokens = 600
-    scores_TE = random_scores(kind, num_tokens, 8, seed=3)
+    scores_TE = random_scores("levels", num_tokens, 8, seed=3)
     arguments = {
         "top_k": 2,
         "num_ranks": 4,
@@ -280,8 +278,8 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     ids=lambda spec: spec["name"],
 )
 def test_the_number_of_threads_does_not_matter(spec: Spec, normalize: bool, num_threads: int) -> None:
-    scores_TE = random_scores("levels", 9001, 16, seed=4)
-    arguments = {"top_k": 3, "normalize": normalize, "request_id_T": torch.arange(9001) // 450}
+    scores_TE = random_scores("levels", 4501, 16, seed=4)
+    arguments = {"top_k": 3, "normalize": normalize, "request_id_T": torch.arange(4501) // 450}
     policy, context = make_policy(spec), context_of(arguments)
     in_torch = policy.route(scores_TE, context)
     assert_same(route(spec, scores_TE, arguments), in_torch)
@@ -343,12 +341,6 @@ def test_a_policy_is_a_frozen_value_that_its_params_rebuild(spec: Spec) -> None:
         policy.capacity_factor = 2.0
 
 
-def test_1_and_1_0_are_the_same_policy() -> None:
-    one, one_point_zero = (make_policy({"name": "token_drop", "capacity_factor": value}) for value in (1, 1.0))
-    assert one == one_point_zero
-    assert repr(one.params()) == repr(one_point_zero.params())
-
-
 # --- Errors ----------------------------------------------------------------------------------------
 
 
@@ -378,79 +370,36 @@ DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity"
     ("spec", "message"),
     [
         ({"name": "token_dorp"}, f"name: expected one of {', '.join(POLICIES)}; got 'token_dorp' (did you mean "),
-        ({"name": "token_dorp"}, "(did you mean token_drop?)"),
-        ({"name": "zzz"}, f"name: expected one of {', '.join(POLICIES)}; got 'zzz'"),
-        ({}, f"name: expected one of {', '.join(POLICIES)}; got None"),
-        ({"name": ["topk"]}, "got ['topk']"),
         ({"name": "topk", "k": 2}, "k: topk has no such field; expected no fields"),
         (
             {**DROP, "capacity_facto": 2},
             f"capacity_facto: token_drop has no such field; expected {DROP_FIELDS} (did you mean capacity_factor?)",
         ),
-        ({**DROP, "scope": "local"}, f"scope: token_drop has no such field; expected {DROP_FIELDS}"),
         ({"name": "token_drop"}, "capacity_factor: token_drop needs it"),
-        ({"name": "expanded_drop", "num_candidates": 2}, "capacity_factor: expanded_drop needs it"),
         ({**DROP, "capacity_factor": -0.5}, "capacity_factor: expected a finite number >= 0, got -0.5"),
-        ({**DROP, "capacity_factor": float("nan")}, "capacity_factor: expected a finite number >= 0, got nan"),
-        ({**DROP, "capacity_factor": float("inf")}, "capacity_factor: expected a finite number >= 0, got inf"),
-        ({**DROP, "capacity_factor": "1.5"}, "capacity_factor: expected a finite number >= 0, got '1.5'"),
-        ({**DROP, "capacity_factor": None}, "capacity_factor: expected a finite number >= 0, got None"),
         ({**DROP, "metric": "scores"}, "metric: expected one of score, order, reverse_order, random; got 'scores'"),
-        ({**DROP, "metric": None}, "metric: expected one of score, order, reverse_order, random; got None"),
-        ({**DROP, "granularity": "rank"}, "granularity: expected one of expert, device; got 'rank'"),
         ({**DROP, "modality": "image"}, "modality: expected one of uniform, image_first, text_first; got 'image'"),
         ({**DROP, "min_capacity": -1}, "min_capacity: expected a whole number >= 0, got -1"),
-        ({**DROP, "min_capacity": 1.5}, "min_capacity: expected a whole number >= 0, got 1.5"),
-        ({**DROP, "min_capacity": True}, "min_capacity: expected a whole number >= 0, got True"),
         ({**EXPANDED, "scope": "node"}, "scope: expected one of local, global; got 'node'"),
         ({**EXPANDED, "scope": "global"}, "num_candidates: scope=global needs a whole number >= 0, got None"),
         ({**EXPANDED, "num_candidates": -1}, "num_candidates: expected a whole number >= 0, got -1"),
-        ({**EXPANDED, "num_candidates": "2"}, "num_candidates: expected a whole number >= 0, got '2'"),
         ({**EXPANDED, "max_experts_per_token": 0}, "max_experts_per_token: expected a whole number >= 1, got 0"),
-        ({**EXPANDED, "max_experts_per_token": True}, "max_experts_per_token: expected a whole number >= 1, got True"),
-        ({**EXPANDED, "capacity_factor": -1}, "capacity_factor: expected a finite number >= 0, got -1"),
         ({"name": "expert_drop", "fraction": 1.1}, "fraction: expected a number >= 0 and <= 1, got 1.1"),
-        ({"name": "expert_drop", "fraction": None}, "fraction: expected a number >= 0 and <= 1, got None"),
-        ({"name": "expert_drop", "count": -1}, "count: expected a whole number >= 0, got -1"),
-        ({"name": "megatron_drop"}, "capacity_factor: megatron_drop needs it"),
-        ({**MEGATRON, "capacity_factor": -1}, "capacity_factor: expected a finite number >= 0, got -1"),
         ({**MEGATRON, "drop_policy": "score"}, "drop_policy: expected one of probs, position; got 'score'"),
         ({**MEGATRON, "pad_to_capacity": 1}, "pad_to_capacity: expected true or false, got 1"),
-        ({"name": "pruned"}, "k0: pruned needs it"),
         ({"name": "pruned", "k0": 0}, "k0: expected a whole number >= 1, got 0"),
         ({"name": "pruned", "k0": 1, "p": 0}, "p: expected a number > 0 and <= 1, got 0"),
-        ({"name": "pruned", "k0": 1, "p": 1.01}, "p: expected a number > 0 and <= 1, got 1.01"),
-        ({"name": "pruned", "k0": 1, "p": float("nan")}, "p: expected a number > 0 and <= 1, got nan"),
-        ({"name": "oea", "k0": 1.0}, "k0: expected a whole number >= 1, got 1.0"),
-        ({"name": "oea", "k0": 1, "k_max": 0}, "k_max: expected a whole number >= 1, got 0"),
-        ({"name": "oea", "k0": 1, "max_rank": 0}, "max_rank: expected a whole number >= 1, got 0"),
         ({"name": "oea", "k0": 1, "rank_fill": "yes"}, "rank_fill: expected true or false, got 'yes'"),
         ({"name": "laser", "eps_high": 0.5, "t_fix": 0.5}, "c: laser needs it"),
         ({**LASER, "eps_high": 1.5}, "eps_high: expected a number >= 0 and <= 1, got 1.5"),
-        ({**LASER, "t_fix": -0.1}, "t_fix: expected a number >= 0 and <= 1, got -0.1"),
-        ({**LASER, "c": 0}, "c: expected a whole number >= 1, got 0"),
         ({**LASER, "trim": "best"}, "trim: expected one of top, random; got 'best'"),
         ({**LASER, "chunk_size": 0}, "chunk_size: expected a whole number >= 1, got 0"),
         ({**LASER, "bands": {"late": {}}}, "bands: expected a mapping of early, middle, final; got {'late': {}}"),
-        ({**LASER, "bands": 3}, "bands: expected a mapping of early, middle, final; got 3"),
         (
             {**LASER, "bands": {"early": {"chunk_size": 2}}},
             "bands.early: expected a mapping of eps_high, t_fix, c, trim; got {'chunk_size': 2}",
         ),
-        ({**LASER, "bands": {"final": {"c": 0}}}, "bands.final.c: expected a whole number >= 1, got 0"),
-        ({"name": "load_only", "chunk_size": True}, "chunk_size: expected a whole number >= 1, got True"),
-        ({"name": "xshare", "budget": 1}, "k0: xshare needs it"),
-        ({"name": "xshare", "k0": -1, "budget": 1}, "k0: expected a whole number >= 0, got -1"),
         ({"name": "xshare", "k0": 1}, "budget and mass_threshold: scope=batch expects one of them, got neither"),
-        (
-            {"name": "xshare", "k0": 1, "budget": 1, "mass_threshold": 0.5},
-            "budget and mass_threshold: scope=batch expects one of them, got both",
-        ),
-        ({"name": "xshare", "k0": 1, "budget": -1}, "budget: expected a whole number >= 0, got -1"),
-        (
-            {"name": "xshare", "k0": 1, "mass_threshold": 2},
-            "mass_threshold: expected a number >= 0 and <= 1, got 2",
-        ),
         ({"name": "xshare", "k0": 1, "scope": "node"}, "scope: expected one of batch, request, rank; got 'node'"),
         (
             {"name": "xshare", "k0": 1, "budget": 1, "rank_budget": 2},
@@ -465,9 +414,6 @@ DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity"
             {"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": 1, "mass_threshold": 0.5},
             "mass_threshold: scope=rank does not read it, got 0.5",
         ),
-        ({"name": "lynx"}, "num_dropped: lynx needs it"),
-        ({"name": "lynx", "num_dropped": -1}, "num_dropped: expected a whole number >= 0, got -1"),
-        ({"name": "dynamic_skip"}, "beta: dynamic_skip needs it"),
         ({"name": "dynamic_skip", "beta": 1.5}, "beta: expected a number >= 0 and <= 1, got 1.5"),
     ],
 )
@@ -492,15 +438,16 @@ BAD_SCORES = "scores_TE: expected finite, non-negative values; got NaN, Inf or a
     ("scores_TE", "message"),
     [
         (with_value(float("nan")), BAD_SCORES),
-        (with_value(float("inf")), BAD_SCORES),
         (with_value(-1e-30), BAD_SCORES),
         (torch.full([6, 8], 0.125, dtype=torch.float64), "scores_TE: expected float32, got torch.float64"),
-        (torch.full([6, 8], 0.125, dtype=torch.bfloat16), "scores_TE: expected float32, got torch.bfloat16"),
-        (torch.ones([6, 8], dtype=torch.int64), "scores_TE: expected float32, got torch.int64"),
         (torch.full([8], 0.125), "scores_TE: expected 2 dimensions [T, E], got 1"),
-        (torch.full([2, 3, 8], 0.125), "scores_TE: expected 2 dimensions [T, E], got 3"),
     ],
-    ids=["nan", "inf", "negative", "float64", "bfloat16", "int64", "1-d", "3-d"],
+    ids=[
+        "nan",
+        "negative",
+        "float64",
+        "1-d",
+    ],
 )
 def test_wrong_scores_are_refused(spec: Spec, scores_TE: Tensor, message: str) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared below
@@ -513,11 +460,8 @@ def test_wrong_scores_are_refused(spec: Spec, scores_TE: Tensor, message: str) -
     ("arguments", "message"),
     [
         ({"top_k": 9}, "top_k: expected 1 to 8 (the experts), got 9"),
-        ({"top_k": 0}, "top_k: expected 1 to 8 (the experts), got 0"),
         ({"num_ranks": 3}, "num_ranks: expected a divisor of the 8 experts, got 3"),
-        ({"num_ranks": 0}, "num_ranks: expected a divisor of the 8 experts, got 0"),
         ({"num_ranks": 4, "rank": 4}, "rank: expected 0 to 3, got 4"),
-        ({"num_ranks": 4, "rank": -1}, "rank: expected 0 to 3, got -1"),
         ({"bias_E": torch.zeros(7)}, "bias_E: expected shape (8,), got (7,)"),
         ({"bias_E": torch.full([8], float("nan"))}, "bias_E: expected finite values, got NaN or Inf"),
         ({"bias_E": torch.zeros(8, dtype=torch.float64)}, "bias_E: expected float32, got torch.float64"),
@@ -526,18 +470,12 @@ def test_wrong_scores_are_refused(spec: Spec, scores_TE: Tensor, message: str) -
             {"load_E": torch.full([8], float("nan"))},
             "load_E: expected finite, non-negative values, got NaN, Inf or a negative load",
         ),
-        (
-            {"load_E": torch.full([8], -1)},
-            "load_E: expected finite, non-negative values, got NaN, Inf or a negative load",
-        ),
         ({"layer_fraction": 1.1}, "layer_fraction: expected 0 to 1, got 1.1"),
         ({"token_mask_T": torch.ones(5, dtype=torch.bool)}, "token_mask_T: expected shape (6,), got (5,)"),
         ({"token_mask_T": torch.ones(6)}, "token_mask_T: expected bool, got torch.float32"),
         ({"modality_T": torch.zeros(5)}, "modality_T: expected shape (6,), got (5,)"),
         ({"request_id_T": torch.zeros(7)}, "request_id_T: expected shape (6,), got (7,)"),
         ({"num_groups": 2}, "num_groups and top_groups: expected both or neither"),
-        ({"top_groups": 2}, "num_groups and top_groups: expected both or neither"),
-        ({"num_groups": 3, "top_groups": 1}, "num_groups: expected a divisor of the 8 experts, got 3"),
         ({"num_groups": 4, "top_groups": 5}, "top_groups: expected 1 to 4, got 5"),
         (
             {"top_k": 3, "num_groups": 4, "top_groups": 1},

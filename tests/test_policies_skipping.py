@@ -82,13 +82,6 @@ def test_dynamic_skip_compares_scores_without_bias_and_normalises_what_stays() -
 # --- megatron_drop ---------------------------------------------------------------------------------
 
 
-def test_megatron_drop_rounds_its_capacity_up() -> None:
-    scores_TE = torch.eye(4)[[0, 0, 0, 0, 0]]  # 5 tokens, one expert: mean load 1.25
-    for gamma, kept in [(0.9, 2), (0.8, 1), (0, 0), (100, 5)]:
-        routing = route({"name": "megatron_drop", "capacity_factor": gamma}, scores_TE, {"top_k": 1})
-        assert int(routing.map_TE.sum()) == kept
-
-
 def test_megatron_drop_orders_by_the_normalised_weight_where_token_drop_orders_by_the_score() -> None:
     # Expert 0 has one place. Token 0 scores it higher, but token 1 weighs it higher.
     scores_TE = torch.tensor([[0.4, 0.4, 0.0, 0.0], [0.3, 0.0, 0.1, 0.0]])
@@ -98,13 +91,6 @@ def test_megatron_drop_orders_by_the_normalised_weight_where_token_drop_orders_b
     assert selected(route({"name": "token_drop", **spec}, scores_TE, arguments)) == [[0, 1], [2]]
     position = {"name": "megatron_drop", **spec, "drop_policy": "position"}
     assert selected(route(position, scores_TE, arguments)) == [[0, 1], [2]]
-
-
-def test_padding_to_capacity_maps_pairs_that_weigh_nothing() -> None:
-    spec = {"name": "megatron_drop", "capacity_factor": 1.0, "pad_to_capacity": True}
-    routing = route(spec, torch.tensor([[0.2, 0.8], [0.1, 0.9], [0.7, 0.3], [0.4, 0.6]]), {"top_k": 1})
-    assert routing.map_TE.T.tolist() == [[True, False, True, False], [True, True, False, False]]
-    assert routing.weights_TE.T.tolist() == [[0.0, 0.0, pytest.approx(0.7), 0.0], pytest.approx([0.8, 0.9, 0.0, 0.0])]
 
 
 # --- pruned ----------------------------------------------------------------------------------------
@@ -125,16 +111,6 @@ def test_padding_to_capacity_maps_pairs_that_weigh_nothing() -> None:
 def test_pruned_takes_as_few_as_reach_the_share(fields: dict, experts: list[int]) -> None:
     # Rows need not sum to 1: shares of 1.25 are 0.2, 0.1, 0.4, 0.3.
     assert experts_of({"name": "pruned", **fields}, [0.25, 0.125, 0.5, 0.375], top_k=2) == experts
-
-
-def test_a_share_of_nothing_is_0_so_a_row_of_zeros_keeps_k0() -> None:
-    assert experts_of({"name": "pruned", "k0": 2, "p": 0.5}, [0.0, 0.0, 0.0], top_k=2) == [0, 1]
-
-
-def test_pruned_normalises_what_it_keeps() -> None:
-    spec = {"name": "pruned", "k0": 2}
-    routing = route(spec, torch.tensor([[0.5, 0.25, 0.25]]), {"top_k": 3, "normalize": True})
-    torch.testing.assert_close(routing.weights_TE, torch.tensor([[2 / 3, 1 / 3, 0.0]]))
 
 
 @few_examples
@@ -162,7 +138,7 @@ def test_what_cuts_nothing_is_top_k(case: tuple[Tensor, Arguments]) -> None:
 @pytest.mark.seam
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("drop_policy", ["probs", "position"])
-@pytest.mark.parametrize("gamma", [0.3, 0.7, 1.0, 1.3, 100])
+@pytest.mark.parametrize("gamma", [0.3, 1.3, 100])
 @pytest.mark.parametrize("pad", [False, True])
 def test_megatron_drop_is_megatron_cores_rule(gamma: float, drop_policy: str, normalize: bool, pad: bool) -> None:
     from moe_ep_bench.layer import megatron  # noqa: F401 - silences the notices of the next import

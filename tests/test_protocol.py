@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_time import HandClock
 
-from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED
 from moe_ep_bench.timing import cache, ceilings
 from moe_ep_bench.timing.protocol import (
@@ -59,16 +58,6 @@ def test_nested_phases_are_taken_out_of_what_surrounds_them() -> None:
     spend(4)
     recorder.end()
     assert recorder.times_us() == {"permute": 10, "metadata": 10, UNACCOUNTED: 5, TOTAL: 25}
-
-
-def test_a_recorder_begins_anew() -> None:
-    clock = HandClock()
-    recorder = PhaseRecorder(clock)
-    for _ in range(2):
-        recorder.begin()
-        clock.now += 7
-        recorder.end()
-        assert recorder.times_us() == {UNACCOUNTED: 7, TOTAL: 7}
 
 
 def test_a_phase_that_raises_is_left() -> None:
@@ -257,13 +246,3 @@ def test_balanced_scores_keep_their_values_and_level_the_load(num_tokens: int, n
     load_E = top_k_load(balanced_TE, top_k)
     assert load_E.max() - load_E.min() <= 1
     assert num_tokens * top_k % num_experts or peak_load(load_E) == 1
-
-
-@pytest.mark.parametrize("name", ModelSpec.names())
-def test_a_preset_scales_its_sizes_and_nothing_else(name: str) -> None:
-    model = load_model(name)
-    small = model.scaled(0.25)
-    assert (small.num_experts, small.top_k, small.num_layers) == (model.num_experts, model.top_k, model.num_layers)
-    assert small.hidden_size == model.hidden_size // 4
-    assert small.scale == 0.25
-    assert bool(small.shared_ffn_hidden_size) == bool(model.shared_ffn_hidden_size)

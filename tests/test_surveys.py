@@ -98,25 +98,3 @@ def test_a_rank_alone_has_every_batch_made_once() -> None:
     assert again is not kept
     assert torch.equal(again.scores_TE, kept.scores_TE)
     assert torch.equal(again.sequence_id_T, kept.sequence_id_T)
-
-
-def test_a_rank_alone_goes_through_all() -> None:
-    workloads = [make("peak load", seed) for seed in range(3)]
-    assert surveyed(1, [workloads]) == [3]
-    assert len({workload.fingerprint() for workload in workloads}) == 3
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_batches_are_the_same_without_a_survey(name: str) -> None:
-    surveyed_one, skipping = make(name, 0), make(name, 0)
-    surveyed_one.fingerprint()
-    skipping.skip_survey()
-    assert (skipping.fingerprint(), skipping.achieved()) == (None, {})
-    assert "achieved" not in skipping.describe()["description"]
-    for index in range(skipping.num_batches):
-        assert torch.equal(skipping.batch(index).scores_TE, surveyed_one.batch(index).scores_TE)
-
-
-def test_targets_that_cannot_be_met_are_found_without_a_survey() -> None:
-    with pytest.raises(ValueError, match="peak_load: expected"):
-        SyntheticWorkload(**{**SIZES, "peak_load": 1.0, "seed": 0}).skip_survey()

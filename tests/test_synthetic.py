@@ -13,11 +13,11 @@ from scipy.stats import gumbel_r, kstest
 
 from moe_ep_bench.workload import SyntheticWorkload, deal
 from moe_ep_bench.workload.noise import CorrelatedNoise
-from moe_ep_bench.workload.popularity import FAMILIES, drawn_popularity, log_odds, placed, placed_for_rank_load
+from moe_ep_bench.workload.popularity import FAMILIES, log_odds, placed_for_rank_load
 from moe_ep_bench.workload.randomness import Run
 from moe_ep_bench.workload.skew import TopK
 
-few_examples = settings(max_examples=40)
+few_examples = settings(max_examples=15)
 
 
 def synthetic(**changes):
@@ -69,23 +69,13 @@ def test_top_k_looks_only_into_the_best_groups(shape, seed):
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "uniform"])
-@pytest.mark.parametrize(
-    ("peak_load", "num_experts", "top_k"), [(1.5, 64, 6), (5.0, 64, 8), (9.0, 128, 8), (3.0, 8, 2)]
-)
+@pytest.mark.parametrize(("peak_load", "num_experts", "top_k"), [(1.5, 64, 6), (9.0, 128, 8), (3.0, 8, 2)])
 def test_every_family_meets_its_peak_load(family, peak_load, num_experts, top_k):
     workload = synthetic(family=family, peak_load=peak_load, num_experts=num_experts, top_k=top_k, num_tokens=512)
     for index in range(2):
         load = loads(workload.batch(index), top_k)
         one_token = num_experts / (512 * top_k)
         assert load.max() / load.mean() == pytest.approx(peak_load, abs=max(0.01 * peak_load, one_token) + 1e-9)
-
-
-def test_families_differ_in_what_comes_after_the_busiest():
-    second = {}
-    for family in ("lognormal", "zipf", "dirichlet"):
-        load = np.sort(loads(synthetic(family=family, peak_load=6.0).batch(0), 6))
-        second[family] = load[-8:].sum() / load.sum()
-    assert second["zipf"] < second["lognormal"] < second["dirichlet"], second
 
 
 @pytest.mark.parametrize("num_groups", [None, 4])
@@ -101,7 +91,7 @@ def test_the_peak_load_is_met_under_the_models_groups(num_groups):
         assert not np.array_equal(ungrouped, load), "the groups make no difference"
 
 
-@pytest.mark.parametrize(("num_ranks", "load"), [(2, 1.2), (8, 1.3), (8, 2.0), (16, 2.5), (64, 3.0)])
+@pytest.mark.parametrize(("num_ranks", "load"), [(2, 1.2), (8, 2.0), (64, 3.0)])
 def test_the_fullest_rank_gets_its_load(num_ranks, load):
     workload = synthetic(rank_load=(num_ranks, load))
     assert fullest(loads(workload.batch(0), 6), num_ranks) == pytest.approx(load, rel=0.02)
@@ -110,17 +100,7 @@ def test_the_fullest_rank_gets_its_load(num_ranks, load):
     assert workload.achieved()["peak_load"] == pytest.approx(3.0, rel=0.01)
 
 
-def test_placing_experts_otherwise_changes_the_rank_load_and_no_expert():
-    rank_loads, experts = {}, {}
-    for placement in ("spread", "scattered", "adjacent"):
-        load = loads(synthetic(placement=placement, num_tokens=4096).batch(0), 6)
-        rank_loads[placement] = fullest(load, 8)
-        experts[placement] = np.sort(load)
-    assert rank_loads["spread"] < rank_loads["scattered"] < rank_loads["adjacent"], rank_loads
-    assert abs(experts["spread"] - experts["adjacent"]).max() < 0.1 * experts["spread"].max()
-
-
-@pytest.mark.parametrize("share", [0.12, 0.36, 0.7, 0.95])
+@pytest.mark.parametrize("share", [0.12, 0.7, 0.95])
 def test_the_top_k_hold_the_share_asked_for_and_choices_stay(share):
     plain, sharp = synthetic().batch(0), synthetic(topk_share=share).batch(0)
     best_TK = torch.tensor([sorted(row)[-6:] for row in sharp.scores_TE.tolist()])
@@ -139,7 +119,7 @@ def test_scores_have_the_entropy_asked_for(entropy):
     assert workload.achieved()["entropy"] == pytest.approx(entropy, abs=2e-3)
 
 
-@pytest.mark.parametrize(("overlap", "sequence_length"), [(1.2, 128), (1.7, 128), (4.0, 512), (3.0, 4), (5.5, 2)])
+@pytest.mark.parametrize(("overlap", "sequence_length"), [(1.7, 128), (4.0, 512), (5.5, 2)])
 def test_neighbours_share_as_many_experts_as_asked_for(overlap, sequence_length):
     workload = synthetic(neighbour_overlap=overlap, sequence_length=sequence_length, num_tokens=4096)
     batch = workload.batch(1)
@@ -155,21 +135,6 @@ def test_neighbours_share_as_many_experts_as_asked_for(overlap, sequence_length)
     assert load.max() / load.mean() == pytest.approx(3.0, rel=0.011)
 
 
-def test_where_chance_gives_more_than_asked_for_tokens_are_independent_and_it_is_said():
-    by_chance = synthetic(neighbour_overlap=0.1, or_chance=True, sequence_length=128, num_tokens=4096)
-    assert by_chance.shares_by_chance
-    independent = synthetic(sequence_length=128, num_tokens=4096)
-    assert by_chance.achieved()["neighbour_overlap"] == pytest.approx(
-        independent.achieved()["neighbour_overlap"], rel=0.05
-    )
-    fields = {"neighbour_overlap": 1.7, "sequence_length": 128, "num_tokens": 4096}
-    attainable = synthetic(**fields, or_chance=True)
-    assert not attainable.shares_by_chance
-    assert attainable.fingerprint() == synthetic(**fields).fingerprint()
-    with pytest.raises(ValueError, match="to below 6, got 6"):
-        synthetic(neighbour_overlap=6.0, or_chance=True).batch(0)
-
-
 def test_correlated_noise_is_gumbel_noise_token_by_token():
     noise_TE = np.concatenate(list(CorrelatedNoise(1, 0, 4000, 4, 2, 0.8).chunks([Run(0, 4000)])))
     assert kstest(noise_TE[1::2, 0], gumbel_r.cdf).pvalue > 0.01
@@ -177,10 +142,6 @@ def test_correlated_noise_is_gumbel_noise_token_by_token():
     assert np.corrcoef(noise_TE[::2, 1], noise_TE[1::2, 1])[0, 1] > 0.7
     assert abs(np.corrcoef(noise_TE[1:-1:2, 1], noise_TE[2::2, 1])[0, 1]) < 0.05
     assert abs(np.corrcoef(noise_TE[:, 0], noise_TE[:, 1])[0, 1]) < 0.05
-
-
-def test_decode_tokens_have_no_neighbours():
-    assert synthetic(sequence_length=1).achieved()["neighbour_overlap"] is None
 
 
 # Skew that moves
@@ -197,13 +158,6 @@ def test_with_drift_other_experts_become_hot_and_the_peak_load_stays():
     assert torch.equal(slow.batch(0).scores_TE, still.batch(0).scores_TE)
     load = loads(slow.batch(3), 6)
     assert load.max() / load.mean() == pytest.approx(3.0, rel=0.011)
-
-
-def test_drift_is_the_correlation_between_batches():
-    batches = np.array([drawn_popularity(0, 4096, index, 0.25) for index in range(4)])
-    assert np.corrcoef(batches[0], batches[1])[0, 1] == pytest.approx(0.75, abs=0.03)
-    assert np.corrcoef(batches[0], batches[3])[0, 1] == pytest.approx(0.75**3, abs=0.04)
-    assert batches.std(axis=1) == pytest.approx(1, abs=0.05)
 
 
 def test_every_so_many_batches_one_is_a_burst():
@@ -243,13 +197,6 @@ def test_placing_for_a_rank_load_meets_it_or_says_what_could(shape, seed, target
     assert fullest(load_E[order_E], num_ranks) == pytest.approx(target, rel=0.0201)
 
 
-@pytest.mark.parametrize("placement", ["scattered", "spread", "adjacent"])
-def test_a_placement_is_a_permutation(placement):
-    for num_experts in (1, 7, 8, 60):
-        normal_E = np.random.default_rng(0).normal(size=num_experts)
-        assert sorted(placed(placement, normal_E)) == list(range(num_experts))
-
-
 # Dealing in shares
 
 
@@ -285,15 +232,12 @@ def test_ranks_get_their_shares_as_nearly_as_whole_sequences_allow(length_S, num
     [
         ({"family": "pareto"}, "family: expected one of lognormal, zipf, dirichlet, uniform; got 'pareto'"),
         ({"family": "uniform"}, "family: uniform has no skew to solve for; expected no peak_load"),
-        ({"placement": "far"}, "placement: expected one of scattered, spread, adjacent; got 'far'"),
         ({"topk_share": 0.09}, r"topk_share: expected a number between 0.09375 .* and 1, got 0.09"),
         ({"topk_share": 0.5, "entropy": 0.5}, "topk_share, entropy: expected one of the two at most"),
-        ({"entropy": 1.0}, "entropy: expected a number between 0 and 1, got 1"),
         (
             {"neighbour_overlap": 0.1},
             r"neighbour_overlap: expected \S+ \(what tokens share by chance .* below 6, got 0.1",
         ),
-        ({"neighbour_overlap": 6.0}, "neighbour_overlap: expected .* to below 6, got 6"),
         (
             {"neighbour_overlap": 2.0, "sequence_length": 1},
             "neighbour_overlap: expected a sequence_length of at least 2",
@@ -302,12 +246,7 @@ def test_ranks_get_their_shares_as_nearly_as_whole_sequences_allow(length_S, num
             {"rank_load": (8, 1.0)},
             r"rank_load: expected about 1\.\d\d to 2\.\d\d on 8 ranks with this peak load, got 1",
         ),
-        (
-            {"rank_load": (8, 5.0)},
-            r"rank_load: expected about 1\.\d\d to 2\.\d\d on 8 ranks with this peak load, got 5",
-        ),
         ({"rank_load": (7, 1.5)}, "rank_load: expected a number of ranks from 2 on that divides the 64 experts, got 7"),
-        ({"rank_load": (8, 0.5)}, r"rank_load: expected a load of 1 to 8 \(the ranks\), got 0.5"),
         (
             {"rank_load": (8, 1.5), "drift": 0.1},
             "rank_load: places the experts itself, once; expected no placement, drift",
@@ -316,9 +255,7 @@ def test_ranks_get_their_shares_as_nearly_as_whole_sequences_allow(length_S, num
             {"rank_load": (8, 1.5), "num_groups": 4, "top_groups": 2},
             "rank_load: expected none for a model with 4 groups of experts",
         ),
-        ({"drift": 1.5}, "drift: expected 0 to 1, got 1.5"),
         ({"burst_every": 3}, "burst_every, burst_peak_load: expected both or none"),
-        ({"burst_every": 1, "burst_peak_load": 2.0}, r"burst_every: expected at least 2 \(batches\), got 1"),
         ({"burst_every": 2, "burst_peak_load": 20.0}, "burst_peak_load: expected 1 to 10.6667"),
     ],
 )

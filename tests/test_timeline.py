@@ -71,28 +71,8 @@ def test_phases_add_up_and_all_ranks_leave_a_meeting_in_step(data: st.DataObject
     assert [times[TOTAL] for times in composed] == pytest.approx(clock)
 
 
-@given(st.lists(st.floats(0, 100), min_size=2, max_size=5))
-def test_with_one_rank_or_without_links_the_layer_takes_what_its_slowest_legs_take(times: list[float]) -> None:
-    legs_R = [[{"experts": time}, {"permute": 1.0}] for time in times]
-    (alone,) = compose(legs_R[:1], ["wait_dispatch"], {"wait_dispatch": np.zeros(1)})
-    assert alone[TOTAL] == pytest.approx(times[0] + 1.0)
-    assert alone["wait_dispatch"] == 0
-    together = compose(legs_R, ["wait_dispatch"], {"wait_dispatch": np.zeros(len(times))})
-    assert max(rank[TOTAL] for rank in together) == pytest.approx(max(times) + 1.0)
-
-
 def test_runs_of_a_rank_are_put_together_phase_by_phase() -> None:
     times = (1.0, 8.0), (5.0, 2.0), (2.0, 3.0)
     runs = [[{"gate": gate, "policy": policy}, {"experts": 9.0}] for gate, policy in times]
     assert median_legs(runs) == [{"gate": 2.0, "policy": 3.0}, {"experts": 9.0}]
     assert median_legs([[{"gate": 1.0}], [{}], [{"gate": 3.0}]]) == [{"gate": 1.0}]
-
-
-def test_equal_ranks_whose_times_are_noisy_are_not_made_slow_by_their_number() -> None:
-    generator = np.random.default_rng(0)
-    runs_R = [[[{"experts": 100.0 * generator.lognormal(0, 0.1)}] for _ in range(9)] for _ in range(64)]
-    together = compose([median_legs(runs) for runs in runs_R], [], {})
-    one_by_one = [compose([runs[i] for runs in runs_R], [], {}) for i in range(9)]
-    slowest = max(time[TOTAL] for time in together)
-    assert slowest < 112
-    assert np.median([max(time[TOTAL] for time in times) for times in one_by_one]) > 118

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from moe_ep_bench.workload import trace as trace_module
 from moe_ep_bench.workload.trace import find_problem, open_trace
 
-few_examples = settings(max_examples=60)
+few_examples = settings(max_examples=25)
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 LAYERS, TOKENS, EXPERTS, K = 3, 40, 16, 4
@@ -171,14 +171,6 @@ WRONG = {
         poke("scores", (0, 7), [0.5, np.nan, 0.1, 0.1]),
         "layer 0: token 7: scores: expected finite, non-negative values, got [0.5, nan, ",
     ),
-    "infinite": (
-        poke("scores", (0, 7, 0), np.inf),
-        "layer 0: token 7: scores: expected finite, non-negative values, got [inf, ",
-    ),
-    "negative score": (
-        poke("scores", (0, 7), [0.5, 0.25, 0.125, -0.125]),
-        "layer 0: token 7: scores: expected finite, non-negative values, got [0.5, 0.25, 0.125, -0.125]",
-    ),
     "not sorted": (
         poke("scores", (1, 0), [0.125, 0.25, 0.125, 0.125]),
         "layer 1: token 0: scores: expected descending values, got [0.125, 0.25, 0.125, 0.125]",
@@ -192,14 +184,6 @@ WRONG = {
         "layer 0: token 0: scores: expected the sum of a softmax over the top-k (1), got 0.",
     ),
     "wrong K": (set_("metadata", "top_k", "5"), "top_k: the metadata says 5, expert_ids has 4"),
-    "K of scores": (
-        set_("tensors", "scores", np.zeros((LAYERS, TOKENS, K + 1), np.float16)),
-        "scores: expected shape (3, 40, 4) to agree with expert_ids, got (3, 40, 5)",
-    ),
-    "dimensions of scores": (
-        set_("tensors", "scores", np.zeros((TOKENS, K), np.float16)),
-        "scores: expected 3 dimensions, got shape (40, 4)",
-    ),
     "nothing": (
         lambda tensors, _: tensors.update(
             {name: tensor[..., :0, :] if tensor.ndim == 3 else tensor[:0] for name, tensor in tensors.items()}
@@ -214,47 +198,19 @@ WRONG = {
         set_("tensors", "expert_ids", np.zeros((LAYERS, TOKENS, K), np.int64)),
         "expert_ids: expected dtype U8, got I64",
     ),
-    "dtype of scores": (
-        set_("tensors", "scores", np.zeros((LAYERS, TOKENS, K), np.float64)),
-        "scores: expected dtype F16, got F64",
-    ),
-    "dtype of sequences": (
-        set_("tensors", "sequence_id", np.zeros(TOKENS, np.int64)),
-        "sequence_id: expected dtype I32, got I64",
-    ),
-    "dtype of positions": (
-        set_("tensors", "position", np.zeros(TOKENS, np.float32)),
-        "position: expected dtype I32, got F32",
-    ),
-    "negative sequence": (
-        poke("sequence_id", slice(9, 10), -1),
-        "sequence_id: token 9: expected 0 or more, got -1",
-    ),
     "scattered sequence": (
         poke("sequence_id", 39, 0),
         "sequence_id: expected the tokens of a sequence side by side, got one in several runs",
     ),
-    "negative position": (poke("position", 0, -3), "position: token 0: expected 0 or more, got -3"),
     "position comes back": (
         poke("position", 12, 3),
         "position: token 12: expected more than 4, the one before it in its sequence, got 3",
-    ),
-    "position stays": (
-        poke("position", 1, 3),
-        "position: token 1: expected more than 3, the one before it in its sequence, got 3",
     ),
     "more experts than a byte names": (
         set_("metadata", "num_experts", "257"),
         "num_experts: expected at most 256, got 257",
     ),
-    "a choice of all": (set_("metadata", "num_experts", "4"), "num_experts: expected more than top_k (4), got 4"),
     "no number": (set_("metadata", "num_experts", "-1"), "num_experts: expected a number in the metadata, got '-1'"),
-    "digits that are none": (set_("metadata", "top_k", "٤"), "top_k: expected a number in the metadata, got '٤'"),
-    "a number without end": (
-        set_("metadata", "top_k", "9" * 5000),
-        "top_k: expected a number in the metadata, got '99",
-    ),
-    "empty words": (set_("metadata", "model", " "), "model: expected words on one line in the metadata, got ' '"),
     "two lines": (
         set_("metadata", "domain", "law\nerror: all is well"),
         "domain: expected words on one line in the metadata, got 'law\\nerror: all is well'",
@@ -274,14 +230,6 @@ def test_a_wrong_recording_is_refused_in_one_line(tmp_path, name):
     assert refusal(path).startswith(message)
 
 
-def test_the_token_is_named_whatever_the_size_of_a_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_module, "ROWS_AT_ONCE", 8)
-    change, message = WRONG["repeated expert"]
-    tensors, metadata = parts()
-    change(tensors, metadata)
-    assert refusal(save(tmp_path / "wrong.safetensors", tensors, metadata)).startswith(message)
-
-
 @pytest.mark.parametrize("length", [2**60, 2**64 - 1, 2**20 + 1, 2**32, 2**16])
 def test_a_header_longer_than_its_file_is_refused_before_it_is_read(path, length):
     whole = path.read_bytes()
@@ -298,32 +246,11 @@ def test_a_header_longer_than_its_file_is_refused_before_it_is_read(path, length
         tracemalloc.stop()
 
 
-def test_a_header_beyond_a_mebibyte_is_refused_even_if_it_is_there(path):
-    whole = path.read_bytes()
-    length = struct.unpack("<Q", whole[:8])[0]
-    padded = whole[8 : 8 + length] + b" " * 2**20
-    path.write_bytes(struct.pack("<Q", len(padded)) + padded + whole[8 + length :])
-    assert "header length: expected at most 1048576 bytes" in refusal(path)
-
-
 @pytest.mark.parametrize("left", [0, 3, 8, 100, -1, -1000])
 def test_a_truncated_file_is_refused(path, left):
     path.write_bytes(path.read_bytes()[:left])
     reason = f"expected at least 8 bytes, got {left})" if 0 <= left < 8 else ""
     assert refusal(path).startswith(f"not a whole, readable safetensors file ({reason}")
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda whole: whole + b"\0" * 5,
-        lambda whole: b"PK\x03\x04 something else",
-        lambda whole: whole[:20] + b"####" + whole[24:],
-    ],
-)
-def test_a_damaged_file_is_refused(path, damage):
-    path.write_bytes(damage(path.read_bytes()))
-    assert refusal(path).startswith("not a whole, readable safetensors file (")
 
 
 def test_a_missing_file_is_refused(tmp_path):
@@ -351,11 +278,6 @@ def edited(path, change):
 )
 def test_shapes_that_the_data_do_not_have_are_refused(path, name, shape):
     edited(path, lambda header: header[name].update(shape=shape))
-    assert refusal(path).startswith("not a whole, readable safetensors file (")
-
-
-def test_data_that_two_tensors_share_are_refused(path):
-    edited(path, lambda header: header["position"].update(data_offsets=header["sequence_id"]["data_offsets"]))
     assert refusal(path).startswith("not a whole, readable safetensors file (")
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from results_builder import FakeCase, FakeComparison, standard_cases, write_run
-from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, whole_facts, write_whole
+from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, write_whole
 
 from moe_ep_bench.analysis.figures.whole import whole_figure
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.style import EXTRAPOLATED_LOOK, house_style
-from moe_ep_bench.analysis.tables import more_tables, run_tables, run_text
-from moe_ep_bench.analysis.whole import PASS_PARTS, analyse_whole
+from moe_ep_bench.analysis.tables import more_tables, run_tables
+from moe_ep_bench.analysis.whole import PASS_PARTS
 from moe_ep_bench.cli import main
 
 # Native's MoE layers are two thirds of a pass; a policy that runs them so many times as fast gains what the law says.
@@ -55,15 +54,6 @@ def drawn(directory: Path) -> tuple[pd.DataFrame, list[str], int]:
 
 def shown(rows: pd.DataFrame, what: str, policy: str = "token_drop gamma 2") -> pd.DataFrame:
     return rows[(rows.policy == policy) & (rows.shows == what)]
-
-
-def test_layers_whose_neighbours_share_more_than_asked_for_are_said(directory: Path, tmp_path: Path) -> None:
-    facts = whole_facts()
-    facts["whole"]["shared_by_chance"] = [2.5, 2.72]
-    write_whole(tmp_path, cases(), facts=facts)
-    words = "in 2 of its MoE layers neighbours share 2.50 to 2.72 experts, more than asked for"
-    assert words in run_text(load_run(tmp_path, whole=True))
-    assert "neighbours share" not in run_text(load_run(directory, whole=True))
 
 
 def test_the_pass_its_layers_and_the_law_stand_side_by_side(directory: Path) -> None:
@@ -143,35 +133,3 @@ def test_plot_chooses_by_what_a_directory_holds(
     assert main(["plot", str(directory), "--figures", "speedup"]) == 2
     assert "expected some of whole, graphs; got 'speedup'" in capsys.readouterr().err
     assert main(["plot", str(layers), "--figures", "whole"]) == 2
-
-
-def test_a_column_has_room(cut: Path, tmp_path: Path) -> None:
-    assert main(["plot", str(cut), "--size", "column", "--format", "svg", "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "whole.svg").stat().st_size > 10_000
-
-
-def test_what_reads_layers_alone_refuses_whole_models(
-    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["calibrate", "--from", str(directory)]) == 2
-    assert "which this does not read" in capsys.readouterr().err
-
-
-def test_the_summary_still_reads_what_the_figure_draws(directory: Path) -> None:
-    (one,) = analyse_whole(load_run(directory, whole=True))
-    native = one.results[0]
-    assert native.parts_ms is not None
-    assert native.moe_share == pytest.approx(SHARE, rel=0.01)
-
-
-def test_the_table_of_layers_shows_the_policies_that_gain_most(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    many = [FakeCase("oea", params={"k0": k0}, label=f"oea k0={k0}", speedup=1 + k0 / 10) for k0 in range(1, 9)]
-    references = [case for case in standard_cases() if case.policy != "token_drop"]
-    directory = write_whole(tmp_path / "run", [*references, *many], num_batches=2)
-    assert main(["show", str(directory)]) == 0
-    table = capsys.readouterr().out.partition("By layer, ms")[2].splitlines()
-    assert "the 4 of 8 policies that gain most from end to end" in table[0]
-    assert re.findall(r"k0=\d", table[2]) == ["k0=8", "k0=7", "k0=6", "k0=5"]
-    assert [line.split()[0] for line in table[4:7]] == ["0", "1", "2"]

@@ -87,40 +87,6 @@ def test_a_trace_holds_every_phase_in_its_layer_in_its_pass(directory: Path, exp
     )
 
 
-def test_a_trace_says_what_it_is_of(exported: Exported) -> None:
-    text = exported("--format", "perfetto", "--case", DROP)
-    trace = json.loads(text)
-    assert "a pass holds its layers" in trace["otherData"]["how"]
-    assert not trace["otherData"]["how"].startswith("Emulated")
-    (thread, _) = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
-    assert thread == "pass"
-    about = bars_of(text, 0)[0]["args"]
-    assert about["pass_us"] == pytest.approx(max(bars_of(text, rank)[0]["dur"] for rank in (0, 1)), abs=0.002)
-
-
-@pytest.mark.parametrize("to", ["latex", "md"])
-def test_tables_say_what_the_summary_says(
-    directory: Path, exported: Exported, to: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = exported("--format", to)
-    assert main(["show", str(directory)]) == 0
-    summary = capsys.readouterr().out
-    between = "&" if to == "latex" else "|"
-    cells = [
-        cell.strip(" \\|")
-        for line in table.splitlines()
-        if DROP in line.replace("\\", "")
-        for cell in line.split(between)
-    ]
-    told = [cell.replace("\\", "") for cell in cells if cell]
-    assert len(told) == 17
-    (line,) = [line for line in summary.splitlines() if line.startswith(DROP)]
-    assert " ".join(told) == " ".join(line.split())
-    assert "3 of 9 layers were built" in table
-    assert "oom" in table
-    assert "too large" in table
-
-
 def test_csv_has_a_row_per_case_with_unrounded_numbers(directory: Path, exported: Exported) -> None:
     rows = pd.read_csv(io.StringIO(exported("--format", "csv"))).set_index("label")
     (one,) = analyse_whole(load_run(directory, whole=True))
@@ -146,9 +112,3 @@ def test_samples_are_every_layers_and_sum_to_the_pass(directory: Path, exported:
     assert sorted(broken.layer.dropna().unique()) == [0, 1, 2]
     assert broken[broken.phase == "experts"].layer.notna().all()
     assert (rows[rows.kind == "plain"].phase == "total").all()
-
-
-def test_a_trace_needs_breakdown_iterations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = write_whole(tmp_path / "plain", standard_cases(), num_iterations=1, kinds=("plain",))
-    assert main(["show", str(plain), "--format", "perfetto"]) == 2
-    assert "no breakdown iterations" in capsys.readouterr().err

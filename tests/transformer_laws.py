@@ -1,17 +1,16 @@
 """What must hold of a whole model, as functions that every rank runs together; see ``layer_laws``.
 
-Run under torchrun by ``test_transformer.py`` once for each number of ranks.
+Run under torchrun by ``test_transformer.py`` on two ranks.
 """
 
 from __future__ import annotations
 
-import json
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from layer_laws import run_laws
 from torch import Tensor
 from virtual_time import VirtualTime, all_in, passing_where_late
 
@@ -19,7 +18,6 @@ from moe_ep_bench.layer import megatron
 from moe_ep_bench.layer.build import Transformer
 from moe_ep_bench.layer.configs import megatron_config
 from moe_ep_bench.layer.depth import instrumented_model, phases_in_depth
-from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Prefill
 from moe_ep_bench.layer.phases import Rendezvous
@@ -31,7 +29,6 @@ from moe_ep_bench.schema import TOTAL, UNACCOUNTED, layer_and_phase
 from moe_ep_bench.timing.timer import Clock, PhaseRecorder
 
 LAWS: dict[str, Callable[[Lab], None]] = {}
-NEEDS_RANKS: dict[str, tuple[int, ...]] = {}
 SEED = 3
 MEGATRON = Parts("sequential", "megatron")
 LENGTHS = (7, 7, 12, 3)
@@ -42,14 +39,6 @@ MODELS = ("deepseek-v2-lite", "olmoe-1b-7b", "mixtral-8x7b", "qwen1.5-moe-a2.7b"
 def law(function: Callable[[Lab], None]) -> Callable[[Lab], None]:
     LAWS[function.__name__] = function
     return function
-
-
-def needs_ranks(*counts: int) -> Callable[[Callable[[Lab], None]], Callable[[Lab], None]]:
-    def remember(function: Callable[[Lab], None]) -> Callable[[Lab], None]:
-        NEEDS_RANKS[function.__name__] = counts
-        return function
-
-    return remember
 
 
 class Lab:
@@ -235,7 +224,6 @@ def phases_of_all_layers_and_the_rest_close_against_the_total(lab: Lab) -> None:
 
 
 @law
-@needs_ranks(2)
 def a_slow_attention_shows_as_waiting_on_the_others_in_that_layer(lab: Lab) -> None:
     name = "deepseek-v2-lite"
     model, built = lab.model(name), lab.build(name, Parts())
@@ -268,23 +256,8 @@ def weights_do_not_depend_on_the_number_of_ranks_and_differ_between_layers(lab: 
 
 
 def main(report: Path) -> None:
-    """Run every law; rank 0 writes {law: error or null}."""
     ranks = join(60)
     # How a BLAS shares a product among threads may change from call to call, and with it the last bit.
     torch.set_num_threads(1)
-    results: dict[str, str | None] = {}
-    with device_scope(), torch.inference_mode():
-        lab = Lab(ranks)
-        for name, function in LAWS.items():
-            if ranks.world_size not in NEEDS_RANKS.get(name, (1, 2)):
-                continue
-            try:
-                function(lab)
-                error = ""
-            except Exception:
-                error = traceback.format_exc()[-1200:]
-            errors = [f"rank {rank}: {text}" for rank, text in enumerate(ranks.texts(error)) if text]
-            results[name] = "\n".join(errors) or None
-            if ranks.is_first:
-                report.write_text(json.dumps(results))
+    run_laws(LAWS, Lab(ranks), report)
     ranks.close()

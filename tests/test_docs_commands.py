@@ -1,0 +1,241 @@
+"""Every command line of README.md and docs/ runs as it is printed, by the installed program, at small sizes.
+
+Commands run in a folder that holds what pages name: configs, results, recordings and a checkpoint, all small.
+A new command of a page runs too, unless it is listed below with the reason why it cannot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_docs import GENERATED, PAGES, ROOT, THIRTEEN, code, commands
+from test_importers import esft
+from test_trace_info import write_trace
+
+from moe_ep_bench.cli import COMMANDS
+
+ENTRY_POINT = str(Path(sys.executable).with_name("moe-ep-bench"))
+TWO_POLICIES = "policies=[{name: topk}, {name: token_drop, capacity_factor: 1.0}]"
+BRIEF = (
+    "workload.num_batches=2 measure.iterations=1 measure.breakdown_iterations=1 measure.warmup=0 measure.max_warmup=1"
+)
+NARROW = f"model.scale=0.03125 {BRIEF}"
+# What --set makes of a config: fewer tokens, narrower layers, fewer cases.
+SMALL = {
+    "mine": "workload.num_tokens=256 workload.num_batches=2",
+    "quickstart": f"workload.tokens_per_rank=64 {NARROW}",
+    "whatif-skew": "workload.tokens_per_rank=64 sweep.workload.peak_load=[2,4] workload.num_batches=2",
+    "decode": f"sweep.workload.num_tokens=[4,16] {NARROW}",
+    "model-prefill": f"emulate.device=h100-sxm workload.tokens_per_rank=32 workload.sequence_length=16 {BRIEF}",
+    "route-laser": "workload.layer=2 workload.num_tokens=64 workload.num_batches=2",
+    "validate-cpu": f"workload.num_tokens=64 {NARROW}",
+    "capacity-figure4": f"workload.tokens_per_rank=64 workload.sequence_length=32 {NARROW}",
+    "whole-capacity": "workload.tokens_per_rank=64 workload.sequence_length=32 whole.num_layers=2",
+    "quality-capacity": "text.num_sequences=4 text.sequence_length=16 text.batch_size=4",
+    "quality-small": "text.num_sequences=8 text.sequence_length=16",
+}
+# Of lists that --set cannot shorten by a plain value.
+FEWER = {
+    "quickstart": [TWO_POLICIES],
+    "decode": [TWO_POLICIES],
+    "model-prefill": [TWO_POLICIES],
+    "validate-cpu": [TWO_POLICIES],
+    "capacity-figure4": ["sweep.model.preset=[olmoe-1b-7b]", "sweep.workload.skew=[mixed]"],
+    "whole-capacity": ["sweep.model.preset=[olmoe-1b-7b]", "sweep.workload.skew=[mixed]"],
+}
+# What stands for the words that a page leaves to the reader.
+STAND_INS = {
+    "CONFIG": "configs/quickstart.yaml",
+    "FILE": "recordings/olmoe.safetensors",
+    "DIR": "somewhere",
+    "MODEL": "models/OLMoE-1B-7B",
+    "KIND": "esft",
+    "SOURCE": "ESFT",
+    "OUT": "recordings/own.safetensors",
+    "16384": "256",  # tokens of advise --model
+}
+OWN_STAND_INS = {
+    "trace record MODEL --text FILE": {"FILE": "text.txt"},
+    "calibrate --from DIR": {"DIR": "results/decode"},
+}
+# Not run as printed: the option that stands for it, and why.
+A_START = "the ranks of configs/decode.yaml start here; each start takes seconds"
+AN_ANSWER = "advise answers one question here; each takes seconds"
+LISTED = {
+    "run configs/decode-graph.yaml --nproc 1": ("--dry-run", "needs a GPU: CUDA graphs"),
+    "run configs/model-decode-graph.yaml --nproc 1": ("--dry-run", "needs a GPU: CUDA graphs"),
+    "run configs/decode-speculative.yaml --nproc 1": ("--dry-run", "needs a GPU: CUDA graphs"),
+    "run configs/decode-recorded.yaml --nproc 1": ("--dry-run", "needs a GPU: CUDA graphs"),
+    "run configs/decode-padding.yaml --nproc 1": ("--dry-run", A_START),
+    "run configs/model-prefill.yaml": ("--dry-run", A_START),
+    "run configs/model-decode.yaml": ("--dry-run", A_START),
+    "advise mine.yaml": ("--dry-run", AN_ANSWER),
+    "advise configs/quickstart.yaml": ("--dry-run", AN_ANSWER),
+    "advise --model qwen3-30b-a3b --ep 8 --tokens 16384": ("--dry-run", AN_ANSWER),
+    "advise --model olmoe-1b-7b --ep 8 --tokens 16384 --device h100-sxm --peak-load 4": ("--dry-run", AN_ANSWER),
+    "advise --model olmoe-1b-7b --ep 8 --tokens 16384 --device h100-sxm --peak-load 4 --max-dropped 5%": (
+        "--dry-run",
+        AN_ANSWER,
+    ),
+    "advise --model olmoe-1b-7b --ep 8 --tokens 16384 --trace recordings/mine.safetensors": ("--dry-run", AN_ANSWER),
+    "quality configs/quality-tasks-capacity.yaml --set model.checkpoint=/models/OLMoE-1B-7B-0924-Instruct "
+    "--set limit=50": ("--dry-run", "needs the lm-evaluation-harness, and data that it fetches"),
+    "papers configs/papers/capacity-figure4.yaml --set emulate.device=measured": ("--help", "needs a GPU: its times"),
+    "papers configs/papers/oea-table3.yaml --nproc 1 --set layer.dispatcher=allgather --set layer.cuda_graph=true": (
+        "--help",
+        "needs a GPU: CUDA graphs",
+    ),
+    "validate configs/quickstart.yaml": ("--help", "configs/validate-cpu.yaml is validated here"),
+    "validate configs/validate-model-cpu.yaml --nproc 2": ("--help", "test_whole_validate does so"),
+}
+SCRIPTS = {
+    "benchmarks/decode_experts.py": "needs a GPU",
+    "benchmarks/emulate_scale.py": "takes minutes",
+    "benchmarks/plotting.py": "takes minutes",
+    "benchmarks/soak.py": "takes hours",
+    "benchmarks/train_small_moe.py": "takes minutes",
+    "docs/make_config.py": "test_docs runs it",
+    "launch/gpu_check.sh": "needs a GPU",
+    "launch/gpu_decode.sh": "needs a GPU",
+    "launch/gpu_emulate.sh": "needs a GPU",
+    "launch/gpu_kernels.sh": "needs a GPU",
+    "launch/quickstart.sh": "installs packages",
+    "launch/setup.sh": "installs packages; test_setup",
+    "launch/test.sh": "runs this",
+    "launch/torchrun.sh": "starts ranks; test_launcher",
+    "launch/wheelhouse.sh": "downloads packages; test_setup",
+    "slurm/bench.sbatch": "needs Slurm; test_slurm",
+    "slurm/sweep.sbatch": "needs Slurm; test_slurm",
+}
+# They write what others read; in two processes, which share two cores.
+OF_RANKS = ("run configs/decode.yaml --nproc 1", "calibrate --from DIR", "validate configs/validate-cpu.yaml --nproc 2")
+FIRST = (
+    "emulate configs/quickstart.yaml --set layer.ep_size=8 --set emulate.links=h100-nvlink4",
+    "trace record /models/OLMoE-1B-7B --text text.txt --out recordings/olmoe.safetensors",
+    "trace import esft ESFT recordings/deepseek-v2-lite-intent.safetensors --domain intent",
+    "emulate configs/model-prefill.yaml",
+    "emulate configs/whatif-skew.yaml --out results/skew",
+)
+COPIES = ("mine", "base", "new")  # of results/quickstart
+
+
+def printed() -> list[str]:
+    """Every command with arguments, once, in the pages' order; those that others need come first."""
+    found = [" ".join(map(shlex.quote, one)) for page in PAGES for one in commands(page.read_text())]
+    lines = [line for line in dict.fromkeys(found) if line not in {*COMMANDS, *THIRTEEN}]
+    assert {*FIRST, *OF_RANKS, *LISTED, *OWN_STAND_INS} <= set(lines), "a command that is listed here is on no page"
+    return [*FIRST, *(line for line in lines if line not in FIRST)]
+
+
+PRINTED = printed()
+
+
+def arguments_of(line: str) -> list[str]:
+    """The arguments with which a printed command is run."""
+    if line in LISTED and LISTED[line][0] == "--help":
+        return [line.split()[0], "--help"]
+    words = {**STAND_INS, **OWN_STAND_INS.get(line, {})}
+    arguments = [words.get(one, one.replace("=/models/", "=models/")) for one in shlex.split(line)]
+    arguments = [one.removeprefix("/") if one.startswith("/models/") else one for one in arguments]
+    if line in LISTED:
+        return [*arguments, LISTED[line][0]]
+    configs = [one for one in arguments if one.endswith(".yaml")] if "--list-points" not in arguments else []
+    for config in configs:
+        stem = Path(config).stem
+        assert stem in SMALL, f"{line}: SMALL says no sizes for {config}, LISTED no reason why it cannot run"
+        for override in (*SMALL[stem].split(), *FEWER.get(stem, ())):
+            arguments += ["--set", override]
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("configs", "plot_results.py"):
+        (folder / name).symlink_to(ROOT / name)
+    for name in ("results", "recordings", "models", "checkpoints"):
+        (folder / name).mkdir()
+    model = folder / "models" / "OLMoE-1B-7B"
+    shutil.copytree(ROOT / "tests" / "data" / "small-moe", model)
+    for link in ("models/OLMoE-1B-7B-0924-Instruct", "checkpoints/small-moe"):
+        (folder / link).symlink_to(model)
+    shutil.copy(model / "config.json", folder)
+    text = inspect.getsource(argparse)[:20_000]
+    (folder / "text.txt").write_text(text)
+    (model / "heldout.txt").write_text(text)
+    example = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (folder / "mine.yaml").write_text(example[1])
+    experts = np.argsort(np.random.default_rng(0).random((40, 16, 64)), axis=2)[..., :8]
+    np.savez(folder / "routes.npz", **{"0.prompt_routed_experts": experts, "0.routed_experts": experts[:2]})
+    esft(folder / "ESFT", lengths=(40, 30), domains=("intent",))
+    sizes = {"length_S": (30, 20), "num_layers": 24, "num_experts": 32, "top_k": 4}
+    write_trace(folder / "recordings" / "gpt-oss-20b-mixed.safetensors", **sizes, normalised=True)
+    for name in COPIES:
+        (folder / "results" / name).symlink_to("quickstart")
+    return folder
+
+
+def begun(folder: Path, lines: list[list[str]]) -> subprocess.Popen[str]:
+    driver = subprocess.Popen(
+        [sys.executable, ROOT / "tests" / "run_commands.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert driver.stdin is not None
+    driver.stdin.write("".join(json.dumps(line) + "\n" for line in lines))
+    driver.stdin.close()
+    driver.stdin = None
+    return driver
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> dict[str, tuple[int, str, float]]:
+    """Exit status, output and seconds of every command."""
+    lanes = [list(OF_RANKS), [line for line in PRINTED if line not in OF_RANKS]]
+    drivers = [begun(folder, [[ENTRY_POINT, *arguments_of(line)] for line in lines]) for lines in lanes]
+    found: dict[str, tuple[int, str, float]] = {}
+    for driver, lines in zip(drivers, lanes, strict=True):
+        said, _ = driver.communicate(timeout=1500)
+        ended = [tuple(json.loads(one)) for one in said.splitlines()]
+        found |= dict(zip(lines, ended, strict=False))
+        for line in lines[len(ended) :]:
+            found[line] = (-1, f"not run: the process ended with {driver.returncode} in {lines[len(ended)]}", 0.0)
+    return found
+
+
+@pytest.mark.parametrize("line", PRINTED, ids=str)
+def test_a_printed_command_runs(line: str, outcomes: dict[str, tuple[int, str, float]]) -> None:
+    status, said, seconds = outcomes[line]
+    print(f"{seconds:.1f} s", said)
+    # A doctor may find that the machine lacks something.
+    assert status in ((0, 1) if line.startswith("doctor") else (0,)), said
+
+
+def test_printed_calls_of_plot_results_draw(folder: Path, outcomes: dict[str, tuple[int, str, float]]) -> None:
+    lines = [line for page in PAGES for line in code(page.read_text()) if re.match(r"\S*python plot_results\.py", line)]
+    calls = [["plot_results.py", *shlex.split(line, comments=True)[2:]] for line in dict.fromkeys(lines)]
+    assert len(calls) >= 2
+    said, _ = begun(folder, calls).communicate(timeout=900)
+    for line, one in zip(lines, said.splitlines(), strict=False):
+        status, output, _ = json.loads(one)
+        assert status == 0, f"{line}: {output}"
+
+
+def test_scripts_that_pages_call_are_listed_with_the_reason_why_they_are_not_run_here() -> None:
+    text = "\n".join(line for page in [*PAGES, GENERATED] for line in code(page.read_text()))
+    called = set(re.findall(r"\b(?:benchmarks|docs|launch|slurm)/\w+\.(?:py|sh|sbatch)\b", text))
+    assert called - {"slurm/job.sh"} == set(SCRIPTS)

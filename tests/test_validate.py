@@ -9,21 +9,24 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import test_model_run
 from hypothesis import given
 from hypothesis import strategies as st
-from results_builder import FakeCase, FakeComparison, write_run
+from results_builder import FakeCase, FakeComparison, standard_cases, write_run
 from test_run import environment, write_config
+from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, MOE_LAYERS, write_whole
 
 from moe_ep_bench.analysis.load import Case, ResultsError, load_run
 from moe_ep_bench.analysis.validation import MAX_BAND, Validation, agreement, load_validation
 from moe_ep_bench.analysis.validation_report import validation_text, verdict_line, write_report
-from moe_ep_bench.analysis.validation_times import load_laws, phase_errors, phase_times_ms, received_rows
+from moe_ep_bench.analysis.validation_times import PASS_TIMES, law_rows, phase_errors, phase_times_ms
 from moe_ep_bench.bench import validate as validate_module
 from moe_ep_bench.bench.plan import RANKS, plan
 from moe_ep_bench.bench.validate import ALONE_SCHEMA, REPETITIONS, chosen_cases, counts_of
@@ -32,7 +35,10 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime import launcher
 from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
-from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
+from moe_ep_bench.schema import LAYER_PHASES, MODEL_PHASES, ROUTING_SCHEMA, TOTAL, UNACCOUNTED
+
+DROP = "token_drop gamma 1"
+
 
 FLOOR = 1.05
 
@@ -93,40 +99,54 @@ def test_agreement_does_not_depend_on_which_of_the_two_is_called_the_faster(
 
 
 def cases(drop: float = 1.5, balance: float = 1.6, **of_drop: object) -> list[FakeCase]:
+    params = {"capacity_factor": 1.0}
     return [
         FakeCase("native", role="baseline"),
         FakeCase("native", role="noise", label="native again"),
-        FakeCase(
-            "token_drop", params={"capacity_factor": 1.0}, **{"speedup": drop, "dropped": 0.25, "mass": 0.8, **of_drop}
-        ),
+        FakeCase("token_drop", params=params, **{"speedup": drop, "dropped": 0.25, "mass": 0.8, **of_drop}),
         FakeCase("native_balanced", role="ceiling", label="native, balanced", speedup=balance),
     ]
+
+
+def finish(root: Path, threads: tuple[int, int] = (1, 1)) -> Path:
+    """Write beside two runs what ``validate`` writes."""
+    for what, count in zip(("real", "emulated"), threads, strict=True):
+        path = root / what / "run.json"
+        described = json.loads(path.read_text())
+        described["environment"]["threads_per_rank"] = count
+        path.write_text(json.dumps(described))
+    ValidationDirectory(root).write_pairs([("r", "e")], "calibrated on these ranks")
+    return root
 
 
 def built(
     root: Path, real: dict | None = None, emulated: dict | None = None, threads: tuple[int, int] = (1, 1)
 ) -> Path:
     """A directory of ``validate``; keyword arguments of ``FakeComparison`` for its two runs."""
-    files = ValidationDirectory(root)
-    ids = {"real": "r", "emulated": "e"}
-    for (what, comparison_id), changes, mode, count in zip(
-        ids.items(), (real, emulated), ("run", "emulated"), threads, strict=True
-    ):
-        fields = {"cases": cases(), "noise": 0.001, "comparison_id": comparison_id, **(changes or {})}
-        seed = len(what)  # runs of their own
-        directory = write_run(root / what, [FakeComparison(**fields)], mode, seed)
-        path = directory / "run.json"
-        described = json.loads(path.read_text())
-        described["environment"]["threads_per_rank"] = count
-        path.write_text(json.dumps(described))
-    files.write_pairs([(ids["real"], ids["emulated"])], "calibrated on these ranks")
-    return root
+    for what, changes, mode in (("real", real, "run"), ("emulated", emulated, "emulated")):
+        fields = {"cases": cases(), "noise": 0.001, "comparison_id": what[0], **(changes or {})}
+        write_run(root / what, [FakeComparison(**fields)], mode, seed=len(what))
+    return finish(root, threads)
+
+
+def built_models(root: Path, **of_drop: Any) -> Path:
+    """The same of whole models; fields of the emulated run's token_drop."""
+    for seed, (what, mode) in enumerate((("real", "run"), ("emulated", "emulated"))):
+        first, *others = standard_cases()
+        own = [dataclasses.replace(first, **(of_drop if what == "emulated" else {})), *others]
+        write_whole(root / what, own, mode=mode, seed=seed, comparison_id=what[0], num_iterations=3)
+    return finish(root)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of ``validate`` whose runs are alike; not to be written to."""
     return built(tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built_models(tmp_path_factory.mktemp("models"))
 
 
 def verdicts(validation: Validation) -> list[str | None]:
@@ -139,9 +159,6 @@ def test_an_error_that_all_cases_share_shows_in_times_but_not_in_speedups(tmp_pa
     for rows, name in ((validation.cases, "median_ms"), (experts, "ms")):
         assert (rows[f"emulated_{name}"] / rows[f"real_{name}"]).tolist() == pytest.approx([0.8] * 4, rel=0.01)
     assert verdicts(validation) == [None, None, "agrees", "agrees"]
-    assert verdict_line(validation).startswith(
-        "2 of 2 speedups agree within the real run's noise; largest difference 0."
-    )
 
 
 def test_the_last_line_counts_and_tells_the_largest_difference(tmp_path: Path) -> None:
@@ -149,16 +166,9 @@ def test_the_last_line_counts_and_tells_the_largest_difference(tmp_path: Path) -
     assert verdicts(validation) == [None, None, "differs", "agrees"]
     text = validation_text(validation)
     assert text.splitlines()[-1] == "1 of 2 speedups agree within the real run's noise; largest difference 10.0 %"
-    row = next(line for line in text.splitlines() if line.startswith("token_drop gamma 1"))
-    assert "-10.0 %" in row
-    assert "differs" in row
+    row = next(line for line in text.splitlines() if line.startswith(DROP))
+    assert "-10.0 %  differs" in row
     assert row.rstrip().endswith("25.0         80.0"), "no speed without its fidelity"
-
-
-def test_fewer_than_ten_batches_say_nothing(tmp_path: Path) -> None:
-    validation = load_validation(built(tmp_path, real={"num_batches": 9}, emulated={"num_batches": 9}))
-    assert verdicts(validation) == [None, None, "inconclusive", "inconclusive"]
-    assert verdict_line(validation).startswith("0 of 2 speedups agree within the real run's noise (2 cannot be judged)")
 
 
 @pytest.mark.parametrize(
@@ -166,24 +176,23 @@ def test_fewer_than_ten_batches_say_nothing(tmp_path: Path) -> None:
     [
         ({"real": {"facts": {"oversubscribed": True}}}, "more ranks than cores"),
         ({"threads": (1, 2)}, "each real rank computed with 1 thread(s), the emulated one with 2"),
-        (
-            {"emulated": {"cases": cases(expert_load=np.ones(8))}},
-            "routing is not the same in both runs: token_drop gamma 1",
-        ),
+        ({"emulated": {"cases": cases(expert_load=np.ones(8))}}, f"routing is not the same in both runs: {DROP}"),
+        ({"real": {"num_batches": 9}, "emulated": {"num_batches": 9}}, ""),
     ],
 )
-def test_runs_that_are_not_comparable_are_not_judged(changes: dict, reason: str, tmp_path: Path) -> None:
+def test_runs_that_are_not_comparable_or_too_short_are_not_judged(changes: dict, reason: str, tmp_path: Path) -> None:
     validation = load_validation(built(tmp_path, **changes))
     assert verdicts(validation) == [None, None, "inconclusive", "inconclusive"]
-    assert f"warning: not comparable: {reason}" in validation_text(validation)
+    assert verdict_line(validation).startswith("0 of 2 speedups agree within the real run's noise (2 cannot be judged)")
+    assert (f"warning: not comparable: {reason}" in validation_text(validation)) == bool(reason)
 
 
 def test_a_case_that_failed_is_named_and_not_judged(tmp_path: Path) -> None:
     failed = cases(status="oom", reason="too large")
     validation = load_validation(built(tmp_path, real={"cases": failed}))
-    text = validation_text(validation)
-    assert any(line.startswith("token_drop gamma 1") and "real: oom: too large" in line for line in text.splitlines())
-    assert text.splitlines()[-1].startswith("1 of 2 speedups agree within the real run's noise (1 cannot be judged)")
+    lines = validation_text(validation).splitlines()
+    assert any(line.startswith(DROP) and "real: oom: too large" in line for line in lines)
+    assert lines[-1].startswith("1 of 2 speedups agree within the real run's noise (1 cannot be judged)")
     write_report(validation)
     rows = pd.read_csv(validation.files.cases_table, keep_default_na=False)
     assert rows["unmeasured"].tolist() == ["", "", "real: oom: too large", ""]
@@ -222,15 +231,11 @@ def test_quiet_iterations_tell_a_disturbance_from_an_error(plain: Path) -> None:
     assert errors["typical"].tolist() == pytest.approx([1.2 / 3 - 1] * 7, abs=0.01)
 
 
-def test_summary_prints_what_validate_printed(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = validation_text(load_validation(plain))
-    assert main(["show", str(plain)]) == OK
-    assert capsys.readouterr().out == text + "\n"
-
-
-def test_both_csv_files_and_both_figures_are_written(tmp_path: Path) -> None:
+def test_what_is_written_is_what_show_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     validation = load_validation(built(tmp_path))
     written = write_report(validation)
+    assert main(["show", str(tmp_path)]) == OK
+    assert capsys.readouterr().out == validation.files.text.read_text()
     assert {path.name for path in written} == {
         "validation.txt",
         "validation.csv",
@@ -275,48 +280,41 @@ def test_a_case_that_only_the_real_run_has_is_refused(tmp_path: Path) -> None:
 # Loads and times.
 
 
+def rows_of(case: Case, batch: int) -> np.ndarray:
+    """A slow reading: rows that each rank's experts get in each layer, [layer, rank]."""
+    own = case.routing[case.routing["batch"] == batch]
+    layers = own["layer"].unique() if "layer" in own else [None]
+    found = np.zeros((len(layers), 2))
+    for row in own.to_dict("records"):
+        for rank in range(2):
+            found[list(layers).index(row.get("layer")), rank] += sum(list(row["load_E"])[rank * 4 : (rank + 1) * 4])
+    return found
+
+
 def with_times(case: Case, per_row_us: float, fixed_us: float) -> Case:
-    """The case with experts and layer as long as the rows of a rank, or of the fullest, say."""
-    rows = received_rows(case)
+    """The case with experts as long as the rows of a rank say, and the layer or pass as those of each fullest one."""
     timings = case.timings.copy()
     for batch in timings["batch"].unique():
-        for rank in timings["rank"].unique():
-            here = (timings["batch"] == batch) & (timings["rank"] == rank)
-            timings.loc[here & (timings["phase"] == "experts"), "time_us"] = per_row_us * rows[batch, rank]
-            timings.loc[here & (timings["phase"] == TOTAL), "time_us"] = fixed_us + per_row_us * rows[batch].max()
-    return dataclasses.replace(case, timings=timings)
-
-
-def test_rows_that_a_rank_receives_are_those_of_all_ranks_tokens(plain: Path) -> None:
-    case = load_run(plain / "real").cases[0]
-    received = received_rows(case)
-    for batch in range(10):
+        rows, here = rows_of(case, batch), timings["batch"] == batch
         for rank in range(2):
-            expected = 0
-            for row in case.routing[case.routing["batch"] == batch].itertuples():
-                expected += sum(list(row.load_E)[rank * 4 : (rank + 1) * 4])
-            assert received[batch, rank] == expected
+            experts = here & (timings["rank"] == rank) & (timings["phase"] == "experts")
+            timings.loc[experts, "time_us"] = per_row_us * rows[:, rank].sum()
+        timings.loc[here & (timings["phase"] == TOTAL), "time_us"] = fixed_us + per_row_us * rows.max(axis=1).sum()
+    return dataclasses.replace(case, timings=timings)
 
 
 def test_the_load_laws_find_a_line_where_there_is_one(tmp_path: Path) -> None:
     loads = [np.ones(8), np.r_[np.full(4, 1.5), np.zeros(4)], np.r_[np.full(4, 0.5), np.full(4, 0.75)]]
     found = [dataclasses.replace(case, expert_load=load) for case, load in zip(cases(), loads, strict=False)]
     run = load_run(built(tmp_path, real={"cases": found}, emulated={"cases": found}) / "real")
-    laws = load_laws([with_times(case, 0.25, 100.0) for case in run.cases], 4096)
-    assert laws.experts.slope_us == pytest.approx(0.25)
-    assert laws.experts.intercept_us == pytest.approx(0.0, abs=1e-6)
-    assert laws.layer.slope_us == pytest.approx(0.25)
-    assert laws.layer.intercept_us == pytest.approx(100.0)
-    assert laws.layer.r2 == pytest.approx(1.0)
-    assert laws.throughput_r2 < 1, "a fixed time is no law of 1 / load"
-    assert load_laws([with_times(case, 0.25, 0.0) for case in run.cases], 4096).throughput_r2 == pytest.approx(1.0)
-
-
-def test_equal_loads_give_no_line(plain: Path) -> None:
-    run = load_run(plain / "real")
-    laws = load_laws([run.cases[0]], 4096)
-    assert laws.layer is None
-    assert laws.throughput_r2 is None
+    facts = run.comparisons["r"]
+    experts, layer, throughput = law_rows([with_times(case, 0.25, 100.0) for case in run.cases], facts)
+    assert (experts["slope_us"], layer["slope_us"]) == (pytest.approx(0.25), pytest.approx(0.25))
+    assert experts["intercept_us"] == pytest.approx(0.0, abs=1e-6)
+    assert (layer["intercept_us"], layer["r2"]) == (pytest.approx(100.0), pytest.approx(1.0))
+    assert throughput["r2"] < 1, "a fixed time is no law of 1 / load"
+    assert list(law_rows([with_times(case, 0.25, 0.0) for case in run.cases], facts))[2]["r2"] == pytest.approx(1.0)
+    assert not list(law_rows(run.cases[:1], facts)), "equal loads give no line"
 
 
 def test_the_expert_phase_stands_beside_the_experts_alone(tmp_path: Path) -> None:
@@ -346,8 +344,121 @@ def test_what_is_timed_alone_is_the_baseline_and_a_policy_on_the_counts_of_the_r
     counts_BE = counts_of(RunDirectory(plain / "emulated"), policy)
     assert counts_BE.shape == (10, 8)
     for batch, counts_E in enumerate(counts_BE):
-        np.testing.assert_array_equal(counts_E.reshape(2, 4).sum(1), received_rows(case)[batch].to_numpy())
+        np.testing.assert_array_equal(counts_E.reshape(2, 4).sum(1), rows_of(case, batch)[0])
     assert counts_of(RunDirectory(tmp_path / "nowhere"), chosen[0]) is None
+
+
+# Whole models.
+
+
+def test_alike_models_agree_from_end_to_end_and_in_their_moe_layers(models: Path, tmp_path: Path) -> None:
+    validation = load_validation(models)
+    line = verdict_line(validation)
+    assert line.startswith("3 of 3 speedups agree")
+    assert "; of MoE layers alone 3 of 3, largest" in line
+    text = validation_text(validation)
+    assert "dense, norms and ends" in text
+    assert "layer time" not in text
+    written = write_report(dataclasses.replace(validation, files=ValidationDirectory(tmp_path)))
+    assert {"validation.png", "validation.csv", "validation-phases.csv"} < {path.name for path in written}
+    columns = set(pd.read_csv(tmp_path / "validation.csv"))
+    assert {"real_pass_ms", "emulated_pass_ms", "real_moe_low", "moe_verdict"} < columns
+    assert set(pd.read_csv(tmp_path / "validation-phases.csv")["time"]) == set(PASS_TIMES)
+    assert "time of one pass (ms)" in (tmp_path / "figures" / "validation.svg").read_text()
+
+
+def test_an_error_in_the_moe_layers_is_diluted_in_the_pass_and_found_in_its_phase(tmp_path: Path) -> None:
+    validation = load_validation(built_models(tmp_path, phase_factors={"experts": 1.5}))
+    claims = validation.claims.set_index("label")
+    drop = claims.loc[DROP]
+    assert drop["verdict"] == "differs"
+    times = validation.phases[validation.phases["label"] == DROP].set_index("time")
+    errors = times["emulated_ms"] / times["real_ms"] - 1
+    assert errors["experts"] == pytest.approx(0.5, rel=0.05)
+    assert errors["attention"] == pytest.approx(0, abs=0.01)
+    assert 0 < -drop["difference"] < errors["MoE layers"] < errors["experts"]
+    # Planted is a ratio of times of the same rank: 1 / (1 + error) of the MoE layers is what their speedup loses.
+    assert 1 / (1 + drop["moe_difference"]) - 1 == pytest.approx(errors["MoE layers"], rel=0.15)
+    assert (drop["moe_verdict"], claims.loc["topk", "moe_verdict"]) == ("differs", "agrees")
+
+
+def test_the_moe_layers_speedup_is_native_over_case_on_the_slowest_rank(models: Path) -> None:
+    """A slow reading of the rows."""
+    run = load_run(models / "real", whole=True)
+    moe = load_validation(models).claims.set_index("label").loc[DROP].filter(like="real_moe_speedup_")
+
+    def times_us(label: str) -> dict[tuple[int, int], float]:
+        case = next(case for case in run.cases if case.label == label)
+        rows = case.timings[case.timings["kind"] == "breakdown"]
+        found = {}
+        for key, one in rows.groupby(["batch", "iteration"]):
+            totals = one[one["phase"] == TOTAL].set_index("rank")["time_us"]
+            slowest = one[one["rank"] == totals.idxmax()]
+            found[key] = slowest[slowest["phase"].isin([*LAYER_PHASES, "moe_rest"])]["time_us"].sum()
+        return found
+
+    native, drop = times_us("native"), times_us(DROP)
+    ratios = sorted(native[key] / drop[key] for key in native)
+    median, low, high = (moe[f"real_moe_speedup_{name}"] for name in ("median", "low", "high"))
+    assert ratios[0] <= low <= median <= high <= ratios[-1]
+    assert median == pytest.approx(np.median(ratios), rel=1e-3)
+
+
+def test_the_parts_of_a_pass_close_against_it(models: Path) -> None:
+    case = load_run(models / "real", whole=True).cases[0]
+    rows = case.timings[case.timings["kind"] == "breakdown"]
+    iterations = rows[rows["phase"] == TOTAL].groupby(["batch", "iteration"])["time_us"].mean()
+    times_ms = phase_times_ms(case, PASS_TIMES)
+    assert set(times_ms) > {*LAYER_PHASES, *MODEL_PHASES, UNACCOUNTED}
+    rest_ms = times_ms["dense, norms and ends"]
+    parts = times_ms["MoE layers"] + times_ms["attention"] + rest_ms
+    parts += times_ms[UNACCOUNTED] - times_ms["moe_rest"]  # what no phase of an MoE layer covers is in both
+    assert parts == pytest.approx(iterations.median() / 1e3, rel=0.01)
+    assert rest_ms == pytest.approx((ELSEWHERE_TOTAL_US - ELSEWHERE_US["attention"]) / 1e3, rel=1e-6)
+
+
+def turn_last_layer_round(root: Path, case_id: str) -> None:
+    """Another rank is the fullest there than in the layers before."""
+    path = RunDirectory(root).path("routing", case_id)
+    rows = pq.read_table(path).to_pydict()
+    for place, layer in enumerate(rows["layer"]):
+        if layer == MOE_LAYERS[-1]:
+            for column in ("load_E", "load_R"):
+                rows[column][place] = rows[column][place][::-1]
+    pq.write_table(pa.Table.from_pydict(rows, schema=ROUTING_SCHEMA), path)
+
+
+def test_the_pass_follows_every_layers_own_fullest_rank(tmp_path: Path) -> None:
+    turn_last_layer_round(built_models(tmp_path) / "real", "r-0")
+    run = load_run(tmp_path / "real", whole=True)
+    whole = run.cases[0]
+    rows = rows_of(whole, 0)
+    assert rows.max(axis=1).sum() > rows.sum(axis=0).max(), "no rank is the fullest in both layers"
+
+    def with_loads_over(divisor: int) -> Case:
+        loads = {name: [np.asarray(row) // divisor for row in whole.routing[name]] for name in ("load_R", "load_E")}
+        # A rank's rows are those of its experts, whatever is rounded.
+        loads["load_R"] = [np.asarray(row).reshape(2, 4).sum(axis=1) for row in loads["load_E"]]
+        fewer = dataclasses.replace(whole, case_id=str(divisor), routing=whole.routing.assign(**loads))
+        return with_times(fewer, 0.5, 70.0)
+
+    _, law, _ = law_rows([with_loads_over(divisor) for divisor in (1, 2, 4)], run.comparisons["r"])
+    assert (law["slope_us"], law["intercept_us"]) == (pytest.approx(0.5), pytest.approx(70.0))
+
+
+def test_routing_that_differs_in_one_layer_is_not_judged(tmp_path: Path) -> None:
+    turn_last_layer_round(built_models(tmp_path) / "emulated", "e-0")
+    validation = load_validation(tmp_path)
+    assert set(validation.claims["verdict"]) == {"inconclusive"}
+    assert f"warning: not comparable: routing is not the same in both runs: {DROP}" in validation_text(validation)
+
+
+def test_layers_are_not_held_against_models(tmp_path: Path) -> None:
+    built_models(tmp_path)
+    path = tmp_path / "emulated" / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "scope": "layer"}))
+    with pytest.raises(ResultsError, match="holds no times of whole models"):
+        load_validation(tmp_path)
 
 
 # The command.
@@ -370,7 +481,7 @@ LINKS = {"emulate": {"links": "h100-nvlink4"}}
         ({"emulate": {"replication": [{"spare_per_rank": 1}]}}, 2, "emulate.replication: expected ()"),
         ({"route": {"placement": "strided"}}, 2, "route.placement: expected 'contiguous', which is what real ranks do"),
         ({"sweep": {"emulate.links": ["pcie4", "pcie5"]}}, 2, "expected values that it measures differently"),
-        ({"policies": [{"name": "token_dorp"}]}, 2, "token_dorp"),
+        ({"layer__expert_tensor_parallel": 2}, 2, "layer.expert_tensor_parallel: expected 1, for emulate lays out"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_run(
@@ -463,7 +574,6 @@ def test_real_and_emulated_ranks_are_measured_and_compared(finished: tuple[Path,
     alone = pd.read_parquet(files.experts_alone)
     assert len(alone) == 2 * 2 * 2 * REPETITIONS  # cases, ranks, batches
     validation = load_validation(files.root)
-    assert validation.threads[0] == validation.threads[1]
     assert len(validation.alone) == 4
     assert validation.laws["num_points"].iloc[0] == 7 * 2 * 2
 
@@ -490,3 +600,17 @@ def test_a_second_call_calibrates_and_times_the_experts_anew_only_if_forced(
     assert validate_module.validate(folder / "config.yaml", folder / "out", [], 2, force=force) == OK
     runs = [("launch", force), ("emulate", force)]
     assert called == ([("calibrate", False), *runs, ("time_experts_alone", False)] if force else runs)
+
+
+def test_real_and_emulated_passes_are_measured_and_compared(tmp_path: Path) -> None:
+    config, out = test_model_run.write_config(tmp_path, measure__iterations=1), tmp_path / "out"
+    done = command(config, "--nproc", 2, "--out", out)
+    assert done.returncode == OK, done.stderr
+    # Two batches make no interval, whatever they were.
+    assert done.stdout.splitlines()[-1].startswith("0 of 3 speedups agree within the real run's noise (3 cannot be")
+    assert "not comparable" not in done.stdout, "the same routing in every layer and as many threads"
+    assert not ValidationDirectory(out).experts_alone.exists(), "those of layers only"
+    times = load_validation(out).phases.pivot(index="label", columns="time", values=["real_ms", "emulated_ms"])
+    for run in ("real_ms", "emulated_ms"):
+        assert (times[run, "attention"] > 0).all()
+        assert (times[run, "MoE layers"] > times[run, "experts"]).all()

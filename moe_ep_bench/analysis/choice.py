@@ -1,8 +1,7 @@
 """Which case and which iteration are shown where there is room for one, in figures and in traces.
 
 By default the case is the policy with the greatest speedup among those that are faster than native beyond the noise
-floor; where none is, the first in reading order. The iteration is the one that is typical of its case: its layer
-time is the closest to the median.
+floor; where none is, the first in reading order. The iteration is the one whose layer time is closest to the median.
 """
 
 from __future__ import annotations
@@ -21,12 +20,7 @@ _WORDS = ("median", "slowest", "fastest")
 
 @dataclass(frozen=True)
 class IterationChoice:
-    """``--iteration``: by the layer's time (``median``, ``slowest``, ``fastest``; ``all``), or one by its numbers.
-
-    Attributes:
-        text: as the user wrote it.
-        key: launch, batch and iteration, as the rows number them; None where a word chooses.
-    """
+    """``--iteration``, as the user wrote it; ``key`` is launch, batch and iteration, None where a word chooses."""
 
     text: str = "median"
     key: tuple[int, int, int] | None = None
@@ -47,8 +41,8 @@ class IterationChoice:
         parts = text.split("/")
         if len(parts) not in (2, 3) or not all(part.isascii() and part.isdigit() for part in parts):
             raise ValueError(f"--iteration: expected {', '.join(words)} or [LAUNCH/]BATCH/ITERATION; got {text!r}")
-        *launch, batch, iteration = map(int, parts)
-        return IterationChoice(text, (launch[0] if launch else 0, batch, iteration))
+        launch, batch, iteration = map(int, ["0", *parts][-3:])
+        return IterationChoice(text, (launch, batch, iteration))
 
     def of(self, layer_us: pd.Series, label: str) -> list[tuple[int, int, int]]:
         """The iterations that are meant, of equals the first.
@@ -60,17 +54,15 @@ class IterationChoice:
         Raises:
             ValueError: there is no such iteration.
         """
+        if self.text == "all":
+            return list(layer_us.index)
         if self.key is None:
-            if self.text == "all":
-                return list(layer_us.index)
             distance = {"median": (layer_us - layer_us.median()).abs(), "slowest": -layer_us, "fastest": layer_us}
             return [distance[self.text].idxmin()]
         if self.key not in layer_us.index:
-            numbers = (layer_us.index.get_level_values(name) for name in ITERATION)
-            ranges = (f"{name} {values.min()}..{values.max()}" for name, values in zip(ITERATION, numbers, strict=True))
-            raise ValueError(
-                f"--iteration: expected a breakdown iteration of {label} ({', '.join(ranges)}); got {self.text}"
-            )
+            numbers = layer_us.index.to_frame()[ITERATION]
+            ranges = ", ".join(f"{name} {values.min()}..{values.max()}" for name, values in numbers.items())
+            raise ValueError(f"--iteration: expected a breakdown iteration of {label} ({ranges}); got {self.text}")
         return [self.key]
 
 
@@ -79,11 +71,7 @@ TYPICAL = IterationChoice()
 
 @dataclass(frozen=True)
 class Choice:
-    """What the user names.
-
-    Attributes:
-        case: a case's label or id; None = the default.
-    """
+    """What the user names: a case's label or id (None = the default), and an iteration."""
 
     case: str | None = None
     iteration: IterationChoice = TYPICAL
@@ -111,24 +99,22 @@ def choose(comparisons: list[ComparisonResult], choice: Choice, has_rows: Callab
     Raises:
         ValueError: no such case has been measured; the message lists what there is.
     """
-    found = []
-    for comparison in comparisons:
-        native = comparison.of_role("baseline")
-        if native is not None and has_rows(native.case):
-            others = [result for result in comparison.results if result.case.is_ok and result is not native]
-            found += [Chosen(comparison, native, other, "as chosen") for other in others if has_rows(other.case)]
+    pairs = [
+        (comparison, native, other)
+        for comparison in comparisons
+        if (native := comparison.of_role("baseline")) is not None and has_rows(native.case)
+        for other in comparison.results
+        if other is not native and other.case.is_ok and has_rows(other.case)
+    ]
     if choice.case is not None:
-        named = [one for one in found if choice.case in (one.policy.case.label, one.policy.case.case_id)]
+        named = [pair for pair in pairs if choice.case in (pair[2].case.label, pair[2].case.case_id)]
         if not named:
-            labels = ", ".join(dict.fromkeys(one.policy.case.label for one in found)) or "none"
+            labels = ", ".join(dict.fromkeys(pair[2].case.label for pair in pairs)) or "none"
             raise ValueError(f"--case: expected a measured case's label or id, one of {labels}; got {choice.case!r}")
-        return named[0]
-    policies = [one for one in found if one.policy.case.role == "policy"]
-    faster = [one for one in policies if one.policy.speedup is not None and one.policy.verdict == "faster"]
+        return Chosen(*named[0], "as chosen")
+    policies = [pair for pair in pairs if pair[2].case.role == "policy"]
+    faster = [pair for pair in policies if pair[2].speedup is not None and pair[2].verdict == "faster"]
     if faster:
-        best = max(faster, key=lambda one: one.policy.speedup.median if one.policy.speedup else 0.0)
-        return Chosen(best.comparison, best.native, best.policy, "the policy with the greatest speedup")
-    if not policies:
-        return None
-    first = policies[0]
-    return Chosen(first.comparison, first.native, first.policy, "the first policy: none is faster beyond the noise")
+        best = max(faster, key=lambda pair: pair[2].speedup.median if pair[2].speedup else 0.0)
+        return Chosen(*best, "the policy with the greatest speedup")
+    return Chosen(*policies[0], "the first policy: none is faster beyond the noise") if policies else None

@@ -1,10 +1,8 @@
-"""Comparisons that differ in one key of a config's ``sweep``: what the key is called, and where a case stops paying."""
+"""Comparisons that differ in one key of a config's ``sweep``: what the key is called, and its values in order."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,20 +127,6 @@ def value_of(key: str, facts: Comparison) -> Value:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     return _ABSENT.get(key, "none") if value is None else _said(value)
-
-
-def crossings(values: Sequence[float], speedups: Sequence[float]) -> list[tuple[float, float, float]]:
-    """Where a speedup passes 1 along a swept key: (about where, the value before, the value after).
-
-    Between two values the logarithm of the speedup is taken to be a straight line.
-    """
-    found = []
-    for (x, y), (next_x, next_y) in itertools.pairwise(
-        (value, math.log(speedup)) for value, speedup in zip(values, speedups, strict=True)
-    ):
-        if (y > 0) != (next_y > 0):
-            found.append((x + (next_x - x) * y / (y - next_y), x, next_x))
-    return found
 
 
 def _others(key: str, facts: Comparison) -> Iterable[tuple[str, Value]]:

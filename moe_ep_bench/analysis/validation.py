@@ -18,7 +18,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_whole, load_run
-from moe_ep_bench.analysis.render import Row, missing
+from moe_ep_bench.analysis.render import Row
 from moe_ep_bench.analysis.validation_times import (
     PASS_TIMES,
     TIMES,
@@ -39,6 +39,7 @@ _COLUMNS = (
     "^(comparison_id|case_id|title|label|role|policy|policy_params|status|reason|median_ms|floor_.*|(moe_)?speedup_.*"
     "|dropped_share|retained_mass)$"
 )
+_RUNS = ("real", "emulated")
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +53,8 @@ class Validation:
             inconclusive; none of native, whose speedup is no claim); of whole models the same with ``moe_`` before it,
             for claims, and ``moe_floor_*``.
         phases: a row per case x time of ``TIMES`` or ``PASS_TIMES``: ``real_ms``, ``emulated_ms``.
-        errors: see ``phase_errors``; ``laws``: see ``law_rows``; ``alone``: see ``beside_alone``.
+        errors: see ``phase_errors``; ``laws``: see ``law_rows``, by ``run``; ``alone``: see ``beside_alone``.
         unsound: by comparison, why its runs may not be compared at all; empty where they may.
-        threads: of each real rank and of the emulated one.
         links: where the links are from, in words.
     """
 
@@ -67,7 +67,6 @@ class Validation:
     laws: pd.DataFrame
     alone: pd.DataFrame
     unsound: dict[str, list[str]]
-    threads: tuple[int, int]
     links: str
 
     @property
@@ -97,59 +96,64 @@ def load_validation(directory: Path) -> Validation:
         pairs, links = files.read_pairs()
     except ValueError as error:
         raise ResultsError(str(error)) from None
-    real, emulated = (load_run(one, whole=is_whole(files.real)) for one in (files.real, files.emulated))
-    for run, ids in zip((real, emulated), zip(*pairs, strict=True), strict=True):
+    real, emulated = runs = [load_run(one, whole=is_whole(files.real)) for one in (files.real, files.emulated)]
+    for run, ids in zip(runs, zip(*pairs, strict=True), strict=True):
         unknown = [one for one in ids if one not in run.comparisons]
         if unknown:
             raise ResultsError(f"{run.directory}: holds no comparison {unknown[0]}, which {files.pairs} names")
-    threads = _threads(real), _threads(emulated)
     rows = _side_by_side(real, emulated, pairs)
-    by_id = {case.case_id: case for run in (real, emulated) for case in run.cases}
+    by_id = {case.case_id: case for run in runs for case in run.cases}
+    alone = pd.read_parquet(files.experts_alone) if files.experts_alone.is_file() else None
     times = PASS_TIMES if real.scope == "model" else TIMES
-    by_comparison: dict[str, list[tuple[Case, Case]]] = {}
-    phases = []
-    for row in rows.to_dict("records"):
-        pair = by_id[row["real_case_id"]], by_id[row["emulated_case_id"]]
-        by_comparison.setdefault(row["comparison_id"], []).append(pair)
-        real_ms, emulated_ms = (phase_times_ms(case, times) for case in pair)
-        if real_ms and emulated_ms:
-            about = {name: row[name] for name in ("comparison_id", "comparison", "label", "role")}
-            phases += [about | {"time": one, "real_ms": real_ms[one], "emulated_ms": emulated_ms[one]} for one in times]
-    unsound = {name: _unsound(real, name, own, threads) for name, own in by_comparison.items()}
-    alone = _read_alone(files.experts_alone)
-    frames = {
-        name: (phase_errors(own), law_rows(own, real.comparisons[name]), beside_alone([case for _, case in own], alone))
-        for name, own in by_comparison.items()
-    }
-    errors, laws, alone = (
-        pd.concat([frame.assign(comparison_id=name) for name, frame in zip(frames, table, strict=True)])
-        for table in zip(*frames.values(), strict=True)
-    )
+    phases, errors, laws, beside, unsound = [], [], [], [], {}
+    for name, own in rows.groupby("comparison_id", sort=False):
+        measured = own[own["unmeasured"].isna()]
+        of_runs = {run: [by_id[case_id] for case_id in measured[f"{run}_case_id"]] for run in _RUNS}
+        both = list(zip(*of_runs.values(), strict=True))
+        unsound[name] = _unsound(real, emulated, name, both)
+        errors.append(phase_errors(both).assign(comparison_id=name))
+        if not both:
+            continue
+        about = measured[["comparison_id", "comparison", "label", "role"]].to_dict("records")
+        for row, pair in zip(about, both, strict=True):
+            real_ms, emulated_ms = (phase_times_ms(case, times) for case in pair)
+            phases += [
+                row | {"time": one, "real_ms": ms, "emulated_ms": emulated_ms[one]} for one, ms in real_ms.items()
+            ]
+        for run in ("emulated", "real"):
+            found = law_rows(of_runs[run], real.comparisons[name])
+            laws += [{"comparison_id": name, "run": "measured" if run == "real" else run, **law} for law in found]
+        if alone is not None:
+            beside.append(beside_alone(of_runs["emulated"], alone).assign(comparison_id=name))
     judged = _judged(rows, [name for name, reasons in unsound.items() if not reasons])
-    return Validation(files, real, emulated, judged, pd.DataFrame(phases), errors, laws, alone, unsound, threads, links)
+    return Validation(
+        *(files, real, emulated, judged, pd.DataFrame(phases), pd.concat(errors), pd.DataFrame(laws)),
+        *(pd.concat(beside) if beside else pd.DataFrame(), unsound, links),
+    )
 
 
 def _side_by_side(real: Run, emulated: Run, pairs: list[tuple[str, str]]) -> pd.DataFrame:
     """A row per case of both runs, in the real one's reading order."""
     frames = [
-        frame.filter(regex=_COLUMNS).add_prefix(f"{name}_").rename(columns={f"{name}_{key}": key for key in _KEY})
-        for name, frame in (("real", speedups(real)), ("emulated", speedups(emulated)))
+        speedups(run)
+        .filter(regex=_COLUMNS)
+        .rename(columns=lambda key, name=name: key if key in _KEY else f"{name}_{key}")
+        for name, run in zip(_RUNS, (real, emulated), strict=True)
     ]
     beside = pd.DataFrame(pairs, columns=["real_comparison_id", "emulated_comparison_id"])
     rows = beside.merge(frames[0]).merge(frames[1], "left", [*_KEY, "emulated_comparison_id"])
     lost = rows[rows["emulated_case_id"].isna()]
     if len(lost):
         raise ResultsError(f"the emulated run has no case {lost['real_label'].iloc[0]}, which the real one has")
-    unmeasured = [_unmeasured(row) for row in rows.to_dict("records")]
     named = {"real_title": "comparison", "real_comparison_id": "comparison_id", "real_label": "label"}
-    return rows.rename(columns=named).assign(unmeasured=pd.Series(unmeasured, dtype=object))
+    unmeasured = pd.Series([_unmeasured(row) for row in rows.to_dict("records")], dtype=object)
+    return rows.rename(columns=named).assign(unmeasured=unmeasured)
 
 
 def _unmeasured(row: Row) -> str | None:
-    for run in ("real", "emulated"):
+    for run in _RUNS:
         if row[f"{run}_status"] != "ok":
-            reason = row[f"{run}_reason"]
-            return f"{run}: {row[f'{run}_status']}: {'no reason was recorded' if missing(reason) else reason}"
+            return f"{run}: {row[f'{run}_status']}: {row[f'{run}_reason'] or 'no reason was recorded'}"
     return None
 
 
@@ -198,23 +202,21 @@ def agreement(real: pd.DataFrame, floor: pd.DataFrame, emulated: pd.Series) -> p
     return allowed.add_prefix("allowed_").assign(verdict=pd.Series(verdict, allowed.index, dtype=object))
 
 
-def _unsound(real: Run, comparison_id: str, pairs: list[tuple[Case, Case]], threads: tuple[int, int]) -> list[str]:
-    reasons = []
-    if real.comparisons[comparison_id].oversubscribed:
-        reasons.append(OVERSUBSCRIBED)
+def _unsound(real: Run, emulated: Run, comparison_id: str, pairs: list[tuple[Case, Case]]) -> list[str]:
+    reasons = [OVERSUBSCRIBED] if real.comparisons[comparison_id].oversubscribed else []
+    threads = [_threads(run) for run in (real, emulated)]
     if threads[0] != threads[1]:
         reasons.append(f"each real rank computed with {threads[0]} thread(s), the emulated one with {threads[1]}")
-    other = [one.label for one, two in pairs if one.is_ok and two.is_ok and not _same_routing(one, two)]
+    other = [one.label for one, two in pairs if not _loads(one).equals(_loads(two))]
     if other:
         reasons.append(f"routing is not the same in both runs: {', '.join(other)}")
     return reasons
 
 
-def _same_routing(real: Case, emulated: Case) -> bool:
-    """Whether every rank sent every expert as many pairs of every batch, in every layer."""
-    keys = [key for key in ("batch", "layer", "rank") if key in real.routing]
-    loads = [case.routing.set_index(keys)["load_E"].sort_index().map(tuple) for case in (real, emulated)]
-    return loads[0].equals(loads[1])
+def _loads(case: Case) -> pd.Series:
+    """How many pairs every rank sent every expert, of every batch and layer."""
+    keys = [key for key in ("batch", "layer", "rank") if key in case.routing]
+    return case.routing.set_index(keys)["load_E"].sort_index().map(tuple)
 
 
 def _threads(run: Run) -> int:
@@ -224,9 +226,3 @@ def _threads(run: Run) -> int:
         return int(json.loads(path.read_text())["environment"]["threads_per_rank"])
     except (KeyError, TypeError, ValueError):
         raise ResultsError(f"{path}: environment.threads_per_rank: missing") from None
-
-
-def _read_alone(path: Path) -> pd.DataFrame:
-    if not path.is_file():
-        return pd.DataFrame(columns=["case_id", "rank", "batch", "num_rows", "time_us"])
-    return pd.read_parquet(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,11 @@ _PRINTED = {
 _BARS = {time: look for time, look in _PRINTED.items() if look is not None}
 assert set(_BARS.values()) == {"attention", "rest", *GROUPS}
 
-_VERDICT_LOOKS = {
-    "agrees": {"color": "#009E73", "marker": "o"},
-    "differs": {"color": "#D55E00", "marker": "X"},
-    "inconclusive": {"color": MUTED, "marker": "D"},
+_MARK = {"linestyle": "none", "markersize": 7, "markeredgecolor": "white"}
+_VERDICT_LOOKS: dict[str, dict[str, Any]] = {
+    "agrees": {"color": "#009E73", "marker": "o", **_MARK},
+    "differs": {"color": "#D55E00", "marker": "X", **_MARK},
+    "inconclusive": {"color": MUTED, "marker": "D", **_MARK},
 }
 _REAL_LOOK = {"color": INK, "marker": "|", "markersize": 13, "markeredgewidth": 1.8, "linestyle": "none"}
 
@@ -102,9 +104,7 @@ def write_report(validation: Validation) -> list[Path]:
 def _csv_name(name: str, timed: str) -> str:
     """``real_low`` of ``real_speedup_low``, ``real_layer_ms`` of ``real_median_ms``."""
     name = _CSV_NAMES.get(name, name).replace("_median_ms", f"_{timed}_ms")
-    for end, short in (("_speedup_median", "_speedup"), ("_speedup_low", "_low"), ("_speedup_high", "_high")):
-        name = name.removesuffix(end) + short if name.endswith(end) else name
-    return name
+    return re.sub("_speedup_(median|low|high)$", lambda end: {"median": "_speedup"}.get(end[1], f"_{end[1]}"), name)
 
 
 def validation_text(validation: Validation) -> str:
@@ -118,28 +118,20 @@ def validation_tables(validation: Validation) -> list[Table]:
 
 
 def verdict_line(validation: Validation) -> str:
-    """``k of n speedups agree within the real run's noise; largest difference x %``."""
-    claims = validation.claims
-    line = f"{_agreeing(claims, '')} speedups agree within the real run's noise"
-    line += _undecided(claims, "") + _largest(claims, "", "; largest difference")
-    if "moe_verdict" in claims:
-        line += f"; of MoE layers alone {_agreeing(claims, 'moe_')}{_undecided(claims, 'moe_')}"
-        line += _largest(claims, "moe_", ", largest")
-    return line
-
-
-def _agreeing(claims: pd.DataFrame, name: str) -> str:
-    return f"{(claims[f'{name}verdict'] == 'agrees').sum()} of {len(claims)}"
-
-
-def _undecided(claims: pd.DataFrame, name: str) -> str:
-    undecided = (claims[f"{name}verdict"] == "inconclusive").sum()
-    return f" ({undecided} cannot be judged)" if undecided else ""
-
-
-def _largest(claims: pd.DataFrame, name: str, words: str) -> str:
-    largest = claims[f"{name}difference"].abs().max()
-    return "" if np.isnan(largest) else f"{words} {100 * largest:.1f} %"
+    """``k of n speedups agree within the real run's noise; largest difference x %``; of MoE layers alone the same."""
+    claims, parts = validation.claims, []
+    for name, words, of_largest in (
+        ("", "speedups agree within the real run's noise", "; largest difference"),
+        ("moe_", "of MoE layers alone", ", largest"),
+    ):
+        if f"{name}verdict" in claims:
+            counts = claims[f"{name}verdict"].value_counts()
+            agreeing = f"{counts.get('agrees', 0)} of {len(claims)}"
+            line = f"{words} {agreeing}" if name else f"{agreeing} {words}"
+            undecided, largest = counts.get("inconclusive", 0), claims[f"{name}difference"].abs().max()
+            line += f" ({undecided} cannot be judged)" if undecided else ""
+            parts.append(line + ("" if np.isnan(largest) else f"{of_largest} {100 * largest:.1f} %"))
+    return "; ".join(parts)
 
 
 def _speedup_columns(name: str = "") -> list[Column]:
@@ -182,8 +174,9 @@ _LAWS = (
     number("intercept_us", "ms at no load", lambda time_us: f"{time_us / 1e3:.3f}"),
     interval("slope", "ms per 1,000 rows"),  # microseconds a row
     number("r2", "R2", "{:.4f}"),
-    number("num_points", "points", "{}"),
+    number("num_points", "points", "{:.0f}"),
 )
+_SLOPES = {"slope_us": "slope_median", "slope_low_us": "slope_low", "slope_high_us": "slope_high"}
 
 
 def _tables(validation: Validation, name: str) -> Iterator[Table]:
@@ -193,10 +186,6 @@ def _tables(validation: Validation, name: str) -> Iterator[Table]:
         return frame[frame["comparison_id"] == name] if len(frame) else frame
 
     facts, cases = validation.real.comparisons[name], own(validation.cases)
-    title = (
-        f"{facts.title}: emulated on one device, held against {hardware_words(validation.real, facts)}, "
-        f"{facts.dtype}, {scale_words(facts.scale)}"
-    )
     is_kept = cases["role"] != "ceiling"
     shown = cases.assign(
         ratio=cases["emulated_median_ms"] / cases["real_median_ms"],
@@ -204,7 +193,11 @@ def _tables(validation: Validation, name: str) -> Iterator[Table]:
         dropped=cases["real_dropped_share"].where(is_kept),
         kept=cases["real_retained_mass"].where(is_kept),
     )
-    yield Table(shown, _CASES, title, _notes(validation, name, cases), "unmeasured")
+    title = (
+        f"{facts.title}: emulated on one device, held against {hardware_words(validation.real, facts)}, "
+        f"{facts.dtype}, {scale_words(facts.scale)}"
+    )
+    yield Table(shown, _CASES, title, list(_notes(validation, name, cases)), "unmeasured")
     if "moe_verdict" in cases:
         title = "MoE layers alone, the slowest rank of breakdown iterations: a pass dilutes what is wrong with them"
         yield Table(own(validation.claims), (_POLICY, *_speedup_columns("moe_")), title)
@@ -213,27 +206,23 @@ def _tables(validation: Validation, name: str) -> Iterator[Table]:
         has_time = (phases["real_ms"] > 0) | (phases["emulated_ms"] > 0)
         present = [time for time in _PRINTED if time in set(phases["time"][has_time])]
         cells = phases.assign(cell=[_phase_cell(row) for row in phases.to_dict("records")])
-        by_label = cells.pivot(index="label", columns="time", values="cell").loc[list(dict.fromkeys(phases["label"]))]
+        by_label = cells.pivot(index="label", columns="time", values="cell").loc[phases["label"].unique()].reset_index()
         title = "Milliseconds by phase, emulated / measured (error): mean over ranks, median over breakdown iterations"
-        yield Table(by_label.reset_index(), (_POLICY, *(number(time, form="{}") for time in present)), title)
+        yield Table(by_label, (_POLICY, *(number(time, form="{}") for time in present)), title)
     errors = own(validation.errors)
     if len(errors):
-        turned = errors.set_index("phase")[["typical", "quiet"]].T
-        frame = turned.assign(of=["median time", f"{100 * QUIET:.0f} % quantile"])
+        turned = errors.set_index("phase")[["typical", "quiet"]].T.assign(of=["median time", f"{QUIET:.0%} quantile"])
         columns = [number(phase, form=lambda error: f"{100 * error:+.0f} %") for phase in errors["phase"]]
-        title = (
-            "Error of a rank's phase, median over cases: emulation's own in quiet iterations, the rest is disturbance"
-        )
-        yield Table(frame, (text("of", "of its"), *columns), title)
+        title = "Error of a rank's phase, median over cases: its own in quiet iterations, the rest is disturbance"
+        yield Table(turned, (text("of", "of its"), *columns), title)
     alone = own(validation.alone)
     if len(alone):
         title = "The emulated expert phase, and the experts alone on the same rows outside of it; medians over batches"
         yield Table(alone, _ALONE, title)
     laws = own(validation.laws)
     if len(laws):
-        slopes = {"slope_us": "slope_median", "slope_low_us": "slope_low", "slope_high_us": "slope_high"}
         title = "Times and loads, all cases together: least squares, slopes with their 95 % interval"
-        yield Table(laws.rename(columns=slopes).assign(slope_is_interval=True), _LAWS, title)
+        yield Table(laws.rename(columns=_SLOPES).assign(slope_is_interval=True), _LAWS, title)
 
 
 def _phase_cell(row: Row) -> str:
@@ -241,45 +230,37 @@ def _phase_cell(row: Row) -> str:
     return f"{row['emulated_ms']:.2f} / {row['real_ms']:.2f}{error}"
 
 
-def _notes(validation: Validation, name: str, cases: pd.DataFrame) -> list[str]:
-    threads, first = validation.threads, cases.iloc[0]
-    notes = [
-        f"links: {validation.links}",
-        "waiting and comm: their sum does not depend on when exactly ranks meet; each alone does",
-    ]
-    if threads[0] == threads[1]:
-        notes.append(f"compute threads: {threads[0]} of each real rank, and as many of the emulated one")
+def _notes(validation: Validation, name: str, cases: pd.DataFrame) -> Iterator[str]:
+    yield f"links: {validation.links}"
+    yield "waiting and comm: their sum does not depend on when exactly ranks meet; each alone does"
+    yield (
+        "allowed: the measured 95 % interval times the measured noise floor; inconclusive where its ends are further "
+        f"apart than a factor of {MAX_BAND:g} and the emulated speedup lies between them"
+    )
+    first, floors = cases.iloc[0], []
     for floor, words in (
-        (
-            "real_floor",
-            "allowed: the measured 95 % interval times the measured noise floor, {}; the verdict is inconclusive where "
-            f"its ends are further apart than a factor of {MAX_BAND:g} and the emulated speedup lies between them",
-        ),
-        ("moe_floor", "of MoE layers alone the measured noise floor is {}"),
-        ("emulated_floor", "noise floor of the emulated run: {}; the verdict does not use it"),
+        ("real_floor", "measured"),
+        ("moe_floor", "of MoE layers alone"),
+        ("emulated_floor", "emulated"),
     ):
         low, high = (first.get(f"{floor}_{end}") for end in ("low", "high"))
-        if not missing(low):
-            notes.append(words.format(f"{low:.3f} to {high:.3f}"))
-    return notes + [f"warning: not comparable: {line}" for line in validation.unsound[name]]
+        floors += [] if missing(low) else [f"{words} {low:.3f} to {high:.3f}"]
+    if floors:
+        yield f"noise floor: {', '.join(floors)}"
+    yield from (f"warning: not comparable: {line}" for line in validation.unsound[name])
 
 
 def validation_figure(validation: Validation) -> Figure | None:
     """Speedups side by side with what the real run allows, and phases as pairs of bars; None without any speedup."""
-    claims = validation.claims
-    shown = [
-        name for name, rows in claims.groupby("comparison_id", sort=False) if rows["real_speedup_median"].notna().any()
-    ]
+    claims = validation.claims[validation.claims["real_speedup_median"].notna()]
+    shown = list(claims["comparison_id"].unique())
     if not shown:
         return None
-    claims = claims[claims["comparison_id"].isin(shown)]
-    facts = [validation.real.comparisons[name] for name in shown]
-    phases = validation.phases
+    facts, phases = [validation.real.comparisons[name] for name in shown], validation.phases
+    groups = []
     if len(phases):
         phases = phases[phases["comparison_id"].isin(shown)]
         groups = [name for name in _BARS if (phases["real_ms"][phases["time"] == name] > 0).any()]
-    else:
-        groups = []
     # Measured cases; native stands once, for its repetition is the noise floor.
     cases = validation.cases[validation.cases["unmeasured"].isna() & (validation.cases["role"] != "noise")]
     drawn = {name: cases[cases["comparison_id"] == name].to_dict("records") for name in shown}
@@ -287,9 +268,8 @@ def validation_figure(validation: Validation) -> Figure | None:
     verdicts = [verdict for verdict in _VERDICT_LOOKS if verdict in set(claims["verdict"])]
     figure = sheet(
         "Emulated ranks held against real ones",
-        f"Left: speedup of the {validation.timed} over native; measured with its 95 % interval, the grey band widens "
-        "it by the measured noise floor. Right: mean over ranks, median over breakdown iterations; of each pair the "
-        "upper bar is measured, the lower one emulated.",
+        f"Left: speedup of the {validation.timed} over native, measured with its 95 % interval; grey: what is allowed. "
+        "Right: mean over ranks; of each pair the upper bar is measured, the lower one emulated.",
         Footer(
             [*footer_lines(validation.real, facts), f"Emulated with links: {validation.links}"],
             [Origin(how, fact.workload.kind) for how in ("measured", "emulated") for fact in facts],
@@ -297,7 +277,7 @@ def validation_figure(validation: Validation) -> Figure | None:
         [
             ("measured", Line2D([], [], **_REAL_LOOK)),
             *([("allowed", Patch(facecolor=NOISE_FILL))] if claims["allowed_low"].notna().any() else []),
-            *((f"emulated: {verdict}", Line2D([], [], **_marks(verdict))) for verdict in verdicts),
+            *((f"emulated: {verdict}", Line2D([], [], **_VERDICT_LOOKS[verdict])) for verdict in verdicts),
             *((name, Patch(**PHASE_LOOKS[_BARS[name]])) for name in groups),
         ],
         width=13,
@@ -308,9 +288,14 @@ def validation_figure(validation: Validation) -> Figure | None:
         speedups, times = (figure.add_subplot(grid[place, column]) for column in (0, 1))
         panel_title(speedups, validation.real.comparisons[name].title, 5.0)
         _speedup_dots(speedups, rows)
-        of_cases = [phases[(phases["comparison_id"] == name) & (phases["label"] == row["label"])] for row in rows]
-        _phase_pairs(times, [one.set_index("time") for one in of_cases] if len(phases) else [], groups)
-        _name_rows(times, [""] * len(rows))
+        if len(phases):
+            _phase_pairs(times, phases[phases["comparison_id"] == name], rows, groups)
+        for axes, labels in ((speedups, [_row_name(row) for row in rows]), (times, [""] * len(rows))):
+            axes.set_yticks(np.arange(len(rows)), labels)
+            axes.set_ylim(len(rows) - 0.5, -0.5)
+            axes.tick_params(axis="y", length=0)
+            axes.grid(False, axis="y")
+        speedups.set_xlabel("speedup (native = 1)")
         times.set_xlabel(f"time of one {validation.timed} (ms)")
     return figure
 
@@ -327,9 +312,7 @@ def _speedup_dots(axes: Axes, rows: Sequence[Row]) -> None:
             axes.barh(place, high - low, left=low, height=0.5, color=NOISE_FILL, linewidth=0, zorder=1.5)
         axes.hlines(place, row["real_speedup_low"], row["real_speedup_high"], color=INK, linewidth=1.4, zorder=2)
         axes.plot([real], [place], zorder=2.5, **_REAL_LOOK)
-        axes.plot([emulated], [place], zorder=3, **_marks(row["verdict"]))
-    axes.set_xlabel("speedup (native = 1)")
-    _name_rows(axes, [_row_name(row) for row in rows])
+        axes.plot([emulated], [place], zorder=3, **_VERDICT_LOOKS[row["verdict"]])
 
 
 def _row_name(row: Row) -> str:
@@ -339,30 +322,17 @@ def _row_name(row: Row) -> str:
     return f"{name}\n{percent(row['real_dropped_share'])} % dropped, {percent(row['real_retained_mass'])} % mass kept"
 
 
-def _phase_pairs(axes: Axes, cases: Sequence[pd.DataFrame], groups: Sequence[str]) -> None:
+def _phase_pairs(axes: Axes, phases: pd.DataFrame, rows: Sequence[Row], groups: Sequence[str]) -> None:
     """Of each case two stacked bars."""
-    most = 0.0
-    for place, times in enumerate(cases):
+    times = phases.set_index(["label", "time"])
+    for place, row in enumerate(rows):
         for offset, run in ((-0.19, "real_ms"), (0.19, "emulated_ms")):
-            if times.empty:
-                continue
             end = 0.0
-            for name in groups:
+            for name in groups if row["label"] in times.index else ():
+                width = times.at[(row["label"], name), run]
                 look = PHASE_LOOKS[_BARS[name]]
-                axes.barh(place + offset, times.at[name, run], left=end, height=0.34, linewidth=0.6, **look)
-                end += times.at[name, run]
+                axes.barh(place + offset, width, left=end, height=0.34, linewidth=0.6, **look)
+                end += width
             label = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 7.5}
             axes.annotate(milliseconds(end, 3), (end, place + offset), **label)
-            most = max(most, end)
-    axes.set_xlim(0, 1.1 * most if most else 1)
-
-
-def _name_rows(axes: Axes, labels: Sequence[str]) -> None:
-    axes.set_yticks(np.arange(len(labels)), labels)
-    axes.set_ylim(len(labels) - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(False, axis="y")
-
-
-def _marks(verdict: str) -> dict[str, Any]:
-    return {**_VERDICT_LOOKS[verdict], "linestyle": "none", "markersize": 7, "markeredgecolor": "white"}
+    axes.set_xlim(0, 1.1 * axes.dataLim.xmax)

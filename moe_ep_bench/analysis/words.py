@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 
 from moe_ep_bench.analysis.load import Comparison, Part, Run
 from moe_ep_bench.analysis.marks import origin
 from moe_ep_bench.analysis.origins import Footer, Origin
+from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.timing.statistics import MIN_BATCHES, Estimate
 
 MODE_WORDS = {
@@ -29,6 +31,8 @@ MODEL_CAVEAT = "Intervals are over batches only: what the model leaves out, or h
 def mode_words(run: Run, comparison: Comparison) -> str:
     """Say how the numbers came about."""
     words = MODELLED if comparison.device is not None else MODE_WORDS[run.mode]
+    if comparison.device is None and comparison.backend == "gloo" and _links_name(comparison) in Links.names():
+        words += f", MIXED MACHINES: experts of this CPU ({scale_words(comparison.scale)}) behind links of GPUs"
     return f"whole models, {words}" if run.scope == "model" else words
 
 
@@ -49,6 +53,11 @@ def device_words(run: Run, comparison: Comparison) -> str:
     if comparison.backend != "nccl":
         return words
     return words + (f" {run.nccl}" if run.nccl else "") + (f", driver {run.driver}" if run.driver else "")
+
+
+def _links_name(comparison: Comparison) -> str:
+    """The file of modelled links, without a factor on their bandwidth; empty where there are none."""
+    return re.split("[:,]", (comparison.links or "").removeprefix("modelled by links/"))[0]
 
 
 def scale_words(scale: float) -> str:

@@ -367,9 +367,10 @@ def _plot(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.compare import compare_directories
-    from moe_ep_bench.analysis.compare_report import compare_json, compare_text, exit_status, parse_limit
+    from moe_ep_bench.analysis.compare_report import compare_json, compare_text, exit_status
+    from moe_ep_bench.bench.question import parse_share
 
-    limit = None if options.fail_over is None else parse_limit(options.fail_over)
+    limit = None if options.fail_over is None else parse_share("--fail-over", options.fail_over)
     if options.strict and limit is None:
         raise UserError("--strict: expected --fail-over beside it")
     changed = [key for key in options.changed.split(",") if key]

@@ -162,25 +162,31 @@ def test_ranks_lost_or_hanging_while_timed_and_numbers_that_are_none_become_rows
         {"name": "pruned", "k0": 4},
         {"name": "oea", "k0": 4},
         {"name": "token_drop", "capacity_factor": 1.0},
+        {"name": "xshare", "k0": 1, "budget": 32},
     ]
     config, out = write_config(tmp_path, **SMALL, measure__timeout_s=15, policies=policies), tmp_path / "out"
-    faults = "topk=kill@timed,expanded_drop=nan-scores,pruned=nan-gate,oea=stray@timed,token_drop=hang_once@timed"
+    # topk comes first: it hangs as long as no attempt was lost.
+    faults = "topk=hang_once@timed,expanded_drop=nan-scores,pruned=nan-gate,oea=stray@timed,token_drop=kill@timed"
+    faults += ",xshare=oom@timed"
     done = launch(config, "--out", out, faults=faults, timeout=900)
     assert done.returncode == CASES_FAILED, done.stderr
     assert "Traceback" not in done.stderr
     found = statuses(out)
-    assert found["topk"] == ("failed", "rank 1 ended without a word (killed, or out of memory) (2 attempts)")
+    killed = ("failed", "rank 1 ended without a word (killed, or out of memory) (2 attempts)")
+    assert found["token_drop capacity_factor=1.0"] == killed
     assert found["oea k0=4"] == ("timeout", "every rank waited for others for 15 s (2 attempts)")
+    (shared,) = [found[label] for label in found if label.startswith("xshare")]
+    assert shared == ("oom", "out of memory: tried to allocate 20.00 GiB (a fault for tests) (rank 1) (2 attempts)")
     status, reason = found["expanded_drop capacity_factor=1.0"]
     assert status == "failed"
     assert reason.startswith("before timing: ")  # Perhaps by its map: the policy may drop that token.
     assert found["pruned k0=4"] == ("failed", "before timing: rank 1: NaN or Inf in the gate's logits, batch 0")
-    ok = {"native", "native again", "native, balanced scores", "token_drop capacity_factor=1.0"}
+    ok = {"native", "native again", "native, balanced scores", "topk"}
     assert {label for label, (status, _) in found.items() if status == "ok"} == ok
     assert len([case for case in load_run(out).cases if case.is_ok]) == len(ok)
     # What hung once was measured by the next job; the log shows where all threads of that rank stood.
     cases = json.loads((out / "run.json").read_text())["cases"]
-    (hung,) = [case_id for case_id, case in cases.items() if case["policy"] == "token_drop"]
+    (hung,) = [case_id for case_id, case in cases.items() if case["label"] == "topk"]
     assert lost_attempts(out / "attempts", hung) == ["timeout: no progress for 15 s in _strike (rank 1)"]
     assert re.search(r'File ".*sitecustomize.py", line \d+ in _strike\n', done.stderr)
     assert hidden_files(out) == []

@@ -106,6 +106,23 @@ def test_a_command_whose_standard_error_is_gone_ends_as_it_would_have(monkeypatc
         broken.close()
 
 
+def test_a_terminal_gets_a_bar_and_a_file_one_line_per_comparison(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def count(**options: bool) -> str:
+        with progress_bar(10, "iteration", **options) as bar:
+            for title in ("one", "two"):
+                bar.set_description(title)
+                for _ in range(5):
+                    bar.update()
+        return capsys.readouterr().err
+
+    assert count() == "one: 0 of 10 iterations done before\ntwo: 5 of 10 iterations done before\n"
+    assert count(shown=False) == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert "two: 100%" in count()
+
+
 @pytest.mark.parametrize("counts", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
 @pytest.mark.parametrize("command", ["run", "emulate"])
 def test_force_is_for_the_first_start_of_a_job_alone(

@@ -175,12 +175,6 @@ def test_clocks_before_and_after_are_those_of_the_first_and_the_last_sample():
     assert (unread.sm_clock_begin_mhz, unread.sm_clock_end_mhz) == (None, None)
 
 
-def test_a_state_of_before_there_were_these_clocks_is_still_read():
-    old = {k: v for k, v in gpu_state().as_dict().items() if "begin_mhz" not in k and "end_mhz" not in k}
-    del old["power_limit_w"]
-    assert MachineState.from_dict(json.loads(json.dumps(old))) == gpu_state()
-
-
 def test_throttle_reasons_are_told_apart_in_the_bitmask():
     power, heat = pynvml.nvmlClocksEventReasonSwPowerCap, pynvml.nvmlClocksEventReasonHwThermalSlowdown
     hardware = pynvml.nvmlClocksEventReasonHwSlowdown
@@ -196,11 +190,6 @@ def test_throttle_reasons_are_told_apart_in_the_bitmask():
 def test_idling_and_set_clocks_are_no_throttling():
     mask = IDLE | pynvml.nvmlClocksEventReasonApplicationsClocksSetting
     assert not any(of_samples({"throttle_reasons": mask}).throttle_shares.values())
-
-
-def test_every_reason_has_a_bit_of_its_own():
-    known = sum(THROTTLE_REASONS.values()) | IDLE | pynvml.nvmlClocksEventReasonApplicationsClocksSetting
-    assert known == pynvml.nvmlClocksEventReasonAll
 
 
 def test_violations_are_counted_from_the_first_sample_to_the_last():
@@ -291,11 +280,6 @@ def test_stop_ends_the_thread_without_waiting_for_the_period_and_may_come_twice(
     assert sampler.stop() is first
 
 
-def test_on_the_cpu_there_is_no_thread():
-    with MachineSampler(torch.device("cpu"), open_gpu=lambda device: pytest.fail("no GPU to open")):
-        assert "machine" not in [thread.name for thread in threading.enumerate()]
-
-
 # ---- NvmlGpu, on a made-up library
 
 
@@ -345,15 +329,6 @@ def test_units_are_those_of_the_names(library, monkeypatch):
     assert gpu.read("power_limit_w") == 700
 
 
-def test_an_older_driver_is_asked_by_the_older_name(library, monkeypatch):
-    def absent(handle):
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", absent)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda handle: 4)
-    assert NvmlGpu(CUDA).read("throttle_reasons") == 4
-
-
 def test_a_fake_gpu_has_what_the_real_one_has():
     assert set(READINGS) == set(monitor._READ_BY)
     assert {"read", "close"} == {name for name in vars(NvmlGpu) if not name.startswith("_")}
@@ -393,19 +368,11 @@ def test_less_than_nothing_and_no_time_at_all_are_no_disturbance(fields):
     assert disturbances([("a", state(**fields))]) == []
 
 
-def test_interrupts_are_not_other_processes():
-    assert disturbances([("a", state(interrupt_s=9.0))]) == []
-
-
 def test_stolen_time_is_the_hypervisors():
     assert disturbances([("a", state(stolen_s=0.3))]) == []
     assert disturbances([("a", state(stolen_s=1.6)), ("a", state(stolen_s=1.6, machine_cpu_s=20.0))]) == [
         "the hypervisor took 0.16 cores of a while it was timed (a rank may use 2)"
     ]
-
-
-def test_the_load_average_is_not_judged():
-    assert disturbances([("a", state(load_average_begin=99.0, load_average_end=99.0))]) == []
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from pathlib import Path
 from moe_ep_bench.runtime import signals
 from moe_ep_bench.runtime.crash_journal import Mark, stopped_reason
 
-signals._STUCK_S, signals._LEAVE_S = 4.0, 4.0
+signals._STUCK_S, signals._LEAVE_S = 2.0, 2.0
 mark = Mark(Path(sys.argv[1]), "job", 0)
 mark.set("case")
 
@@ -46,7 +46,7 @@ try:
                 stuck()
             raise
 except signals.Stopped as stopped:
-    time.sleep(5.0)  # Whoever has left in time is not ended any more.
+    time.sleep(3.0)  # Whoever has left in time is not ended any more.
     sys.exit(100)
 """
 
@@ -59,8 +59,15 @@ def test_a_signal_after_the_end_is_not_for_the_run_any_more() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(("where", "status"), [("sleeps", 100), ("stuck", 128), ("leaves", 128)])
+@pytest.mark.parametrize(
+    ("where", "status", "number"),
+    [
+        ("sleeps", 100, signal.SIGTERM),
+        ("sleeps", 100, signal.SIGINT),
+        ("stuck", 128, signal.SIGTERM),
+        ("leaves", 128, signal.SIGINT),
+    ],
+)
 def test_who_is_asked_to_end_ends_and_says_so(where: str, status: int, number: signal.Signals, tmp_path: Path) -> None:
     asked = subprocess.Popen(
         [sys.executable, "-c", ASKED, str(tmp_path), where], stdout=subprocess.PIPE, text=True, env=environment()

@@ -1,8 +1,7 @@
 """What a result was obtained on, as plain values for ``run.json``: code, packages, hardware, topology, settings, job.
 
-A surprising number is explained by what stood around it: another NCCL, a capped GPU, a variable that somebody set
-months ago. The first rank writes it once per run; of the other ranks who they were (``describe_rank``). Clocks while a
-run is timed are ``monitor``'s.
+The first rank writes it once per run; of the other ranks who they were (``describe_rank``). Clocks while a run is timed
+are ``monitor``'s.
 """
 
 from __future__ import annotations

@@ -92,11 +92,7 @@ def _text(file: IO[bytes]) -> str:
 
 
 def output_of(command: Sequence[str], timeout_s: float) -> str:
-    """What a program prints.
-
-    Raises:
-        CommandError: it is not there, fails, or takes longer than ``timeout_s``.
-    """
+    """What a program prints; CommandError where it is not there, fails, or takes longer than ``timeout_s``."""
     with Command(command) as started:
         status = started.wait(timeout_s)
         if status != 0:
@@ -106,11 +102,7 @@ def output_of(command: Sequence[str], timeout_s: float) -> str:
 
 
 class Question(Command):
-    """A function (``module:function``) at work in a subprocess; ``with`` ends that.
-
-    Raises:
-        CommandError: the process cannot be started.
-    """
+    """A function (``module:function``) at work in a subprocess; ``with`` ends that."""
 
     def __init__(self, function: str, *arguments: Any, timeout_s: float) -> None:
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
@@ -119,11 +111,7 @@ class Question(Command):
         super().__init__(program, {**os.environ, "PYTHONPATH": paths})
 
     def answer(self) -> Any:
-        """What the function returned.
-
-        Raises:
-            CommandError: it took too long from its start on, raised, or died.
-        """
+        """What the function returned; CommandError where it took too long from its start on, raised, or died."""
         status = self.wait(self._deadline - time.monotonic(), self._timeout_s)
         if status != 0:
             said = [line.strip() for line in self.errors.splitlines() if line.strip()]

@@ -144,7 +144,7 @@ def gpu_findings(machine: Facts, gpus: Sequence[Facts] | str) -> Findings:
         return
     names = Counter(gpu["name"] for gpu in usable)
     listed = ", ".join(f"{count} x {name}" for name, count in names.items())
-    driver = "" if isinstance(gpus, str) else f", driver {gpus[0]['driver']}"
+    driver = f", driver {gpus[0]['driver']}" if gpus and not isinstance(gpus, str) else ""
     free = f"{min(gpu['free_bytes'] for gpu in usable) / 2**30:.1f} GiB free on the fullest"
     yield Finding("GPUs", OK, f"{listed}{driver}, {free}")
     if isinstance(gpus, str):

@@ -14,7 +14,7 @@ from moe_ep_bench.analysis.figures.whole import whole_figure
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.style import EXTRAPOLATED_LOOK, house_style
 from moe_ep_bench.analysis.tables import more_tables, run_tables, run_text
-from moe_ep_bench.analysis.whole import PASS_PARTS, analyse_whole
+from moe_ep_bench.analysis.whole import PASS_PARTS
 from moe_ep_bench.cli import main
 
 # Native's MoE layers are two thirds of a pass; a policy that runs them so many times as fast gains what the law says.
@@ -145,23 +145,11 @@ def test_plot_chooses_by_what_a_directory_holds(
     assert main(["plot", str(layers), "--figures", "whole"]) == 2
 
 
-def test_a_column_has_room(cut: Path, tmp_path: Path) -> None:
-    assert main(["plot", str(cut), "--size", "column", "--format", "svg", "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "whole.svg").stat().st_size > 10_000
-
-
 def test_what_reads_layers_alone_refuses_whole_models(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["calibrate", "--from", str(directory)]) == 2
     assert "which this does not read" in capsys.readouterr().err
-
-
-def test_the_summary_still_reads_what_the_figure_draws(directory: Path) -> None:
-    (one,) = analyse_whole(load_run(directory, whole=True))
-    native = one.results[0]
-    assert native.parts_ms is not None
-    assert native.moe_share == pytest.approx(SHARE, rel=0.01)
 
 
 def test_the_table_of_layers_shows_the_policies_that_gain_most(

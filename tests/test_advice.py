@@ -301,11 +301,11 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
         ([], "expected a config, a results directory or --model; got none"),
         (["--model", "qwen"], "--model: expected one of deepseek-moe-16b"),
         (["--model", "olmoe-1b-7b", "--tokens", "64"], "--ep: expected a number beside --model; got none"),
-        ([*QWEN, "--ep", "7"], "--ep: expected a divisor of the 128 experts of Qwen3-30B-A3B, got 7"),
-        ([*QWEN, "--tokens", "4"], "--tokens: expected at least one for each of the 8 ranks, got 4"),
+        ([*QWEN, "--ep", "7"], "--ep: expected a divisor of the 128 experts of Qwen3-30B-A3B; got 7"),
+        ([*QWEN, "--tokens", "4"], "--tokens: expected at least one for each of the 8 ranks; got 4"),
         ([*QWEN, "--device", "h1000"], "--device: expected a path of a .yaml or one of a100-sxm-80gb"),
         ([*QWEN, "--links", "none"], "--links: expected a path of a .yaml or one of"),
-        ([*QWEN, "--peak-load", "17"], "--peak-load: expected 1 to 16 (experts / top-k), got 17"),
+        ([*QWEN, "--peak-load", "17"], "--peak-load: expected 1 to 16 (experts / top-k); got 17"),
         ([*QWEN, "--peak-load", "1.001"], "peak_load: expected 1."),
         ([*QWEN, "--trace", "no.safetensors"], "--trace: no.safetensors"),
         ([*QWEN, "--max-dropped", "5"], "--max-dropped: expected a share such as 5% or 0.05, 0 to 1; got 5"),
@@ -351,7 +351,8 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys: pytest
     command = ["advise", "--model", "olmoe-1b-7b", "--ep", "4", "--tokens", "64", "--out", str(out)]
     assert main([*command, "--dry-run"]) == OK
     plan = capsys.readouterr().out
-    assert "candidate: token_drop capacity_factor=1.5" in plan
+    assert "by default: prompts of 16 tokens" in plan
+    assert yaml.safe_load(plan.partition("\n\n")[2])["sweep"] == {"workload.peak_load": [None, 4.0]}
     assert "about 1" in plan
     assert not out.exists()
     assert main(command) == OK

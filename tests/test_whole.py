@@ -133,3 +133,23 @@ def test_plot_chooses_by_what_a_directory_holds(
     assert main(["plot", str(directory), "--figures", "speedup"]) == 2
     assert "expected some of whole, graphs; got 'speedup'" in capsys.readouterr().err
     assert main(["plot", str(layers), "--figures", "whole"]) == 2
+
+
+def test_what_reads_layers_alone_refuses_whole_models(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", "--from", str(directory)]) == 2
+    assert "which this does not read" in capsys.readouterr().err
+
+
+def test_the_table_of_layers_shows_the_policies_that_gain_most(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = [FakeCase("oea", params={"k0": k0}, label=f"oea k0={k0}", speedup=1 + k0 / 10) for k0 in range(1, 9)]
+    references = [case for case in standard_cases() if case.policy != "token_drop"]
+    directory = write_whole(tmp_path / "run", [*references, *many], num_batches=2)
+    assert main(["show", str(directory)]) == 0
+    table = capsys.readouterr().out.partition("By layer, ms")[2].splitlines()
+    assert "the 4 of 8 policies that gain most from end to end" in table[0]
+    assert re.findall(r"k0=\d", table[2]) == ["k0=8", "k0=7", "k0=6", "k0=5"]
+    assert [line.split()[0] for line in table[4:7]] == ["0", "1", "2"]

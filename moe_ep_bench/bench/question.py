@@ -53,12 +53,7 @@ CONFIG_NAME = "advise.yaml"
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a policy may cost.
-
-    Attributes:
-        max_dropped: share of top-k pairs that may go uncomputed.
-        min_retained: share of the top-k's score mass that must be kept.
-    """
+    """What a policy may cost: shares of top-k pairs dropped at most, and of the top-k's score mass kept at least."""
 
     max_dropped: float
     min_retained: float
@@ -93,14 +88,7 @@ def parse_share(option: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class Question:
-    """A config of modelled emulation, and what is said beside it.
-
-    Attributes:
-        text: of the config file.
-        experiments: its points.
-        assumed: what was given by default, each in a few words.
-        left_out: candidates that the workload does not allow, each with the reason.
-    """
+    """A config file's text and its points; what was given by default, and which candidates were left out and why."""
 
     text: str
     experiments: tuple[Experiment, ...]
@@ -128,9 +116,9 @@ class Question:
     def summary(self) -> str:
         """What will be modelled, and in about what time; one line."""
         first, num_points = self.experiments[0], len(self.experiments)
+        num_candidates = len(first.make_policies()) + len(first.emulate.replication)
         time = f"{self.seconds / 60:.0f} min" if self.seconds >= 120 else f"{self.seconds:.0f} s"
         points = f" x {num_points} points" if num_points > 1 else ""
-        num_candidates = len(first.make_policies()) + len(first.emulate.replication)
         return (
             f"{first.model.spec().name}, {num_candidates} candidates x {first.workload.num_batches} batches{points}, "
             f"modelled on {first.emulate.device} and {first.emulate.links}: about {time}, a minute more the first time"
@@ -138,15 +126,9 @@ class Question:
 
     @property
     def plan(self) -> str:
-        """The summary, the points, the candidates and where the config would be written."""
-        first = self.experiments[0]
-        labels = [policy.label for policy in first.make_policies()] + ["EPLB, 1 spare per rank"] * bool(
-            first.emulate.replication
-        )
-        points = [", ".join(f"{key}={value}" for key, value in one.point) for one in self.experiments]
-        lines = [*(f"by default: {words}" for words in self.assumed), *(f"at {point}" for point in points if point)]
-        lines += [*(f"candidate: {label}" for label in labels), *(f"left out: {words}" for words in self.left_out)]
-        return "\n".join([self.summary, *lines, f"config: {self.config} (not written)"])
+        """The summary, what is assumed and left out, and the config with candidates and traffic."""
+        notes = [f"by default: {words}" for words in self.assumed] + [f"left out: {words}" for words in self.left_out]
+        return "\n".join([self.summary, *notes, f"config: {self.config} (not written)", "", self.text.rstrip()])
 
     def check_out(self) -> None:
         """Refuse a directory with results of another question.
@@ -165,10 +147,15 @@ def check_reading(options: argparse.Namespace) -> None:
     Raises:
         ValueError: one line that names the option.
     """
-    for option in (*_OF_MODEL, "device", "links", "out", "overrides", "force", "dry_run"):
-        if getattr(options, option):
+    refused = (*_OF_MODEL, "device", "links", "out", "overrides", "force", "dry_run")
+    _refuse(options, refused, f"with {options.config}: a results directory is only read")
+
+
+def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    for option in names:
+        if getattr(options, option) not in (None, False, []):
             name = "set" if option == "overrides" else option.replace("_", "-")
-            raise ValueError(f"--{name}: expected none with {options.config}: a results directory is only read")
+            raise ValueError(f"--{name}: expected none {why}")
 
 
 def ask(options: argparse.Namespace) -> Question:
@@ -203,38 +190,35 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
         raise ValueError(f"--set {options.overrides[0]}: goes with a config; expected the options of --model")
     with _named("--model"):
         model = load_model(options.model)
-    for option, value in (("ep", options.ep), ("tokens", options.tokens)):
-        if value is None:
-            raise ValueError(f"--{option}: expected a number beside --model; got none")
-    if options.ep < 1 or model.num_experts % options.ep:
-        raise ValueError(
-            f"--ep: expected a divisor of the {model.num_experts} experts of {model.name}, got {options.ep}"
-        )
-    if options.tokens < options.ep:
-        raise ValueError(f"--tokens: expected at least one for each of the {options.ep} ranks, got {options.tokens}")
-    if options.trace is not None and options.peak_load is not None:
-        raise ValueError(
-            f"--peak-load: expected none beside --trace, which has its own skew; got {options.peak_load:g}"
-        )
+    ep, tokens, peak_load = options.ep, options.tokens, options.peak_load
+    most = model.num_experts / model.top_k
+    for option, value, expected, is_right in (
+        ("ep", ep, "a number beside --model", ep is not None),
+        ("tokens", tokens, "a number beside --model", tokens is not None),
+        ("ep", ep, f"a divisor of the {model.num_experts} experts of {model.name}", ep and model.num_experts % ep == 0),
+        ("tokens", tokens, f"at least one for each of the {ep} ranks", tokens and ep and tokens >= ep > 0),
+        ("peak-load", peak_load, "none beside --trace, which has its own skew", not (options.trace and peak_load)),
+        ("peak-load", peak_load, f"1 to {most:g} (experts / top-k)", peak_load is None or 1 <= peak_load <= most),
+    ):
+        if not is_right:
+            raise ValueError(f"--{option}: expected {expected}; got {'none' if value is None else f'{value:g}'}")
     is_preset = options.model in ModelSpec.names()
     model_keys = {"preset": options.model} if is_preset else {"hf_config": str(Path(options.model).absolute())}
-    workload: dict[str, Any] = {"num_tokens": options.tokens, "num_batches": _BATCHES, "seed": 1}
+    workload: dict[str, Any] = {"num_tokens": tokens, "num_batches": _BATCHES, "seed": 1}
     sweep: dict[str, Any] = {}
     if options.trace is not None:
         recorded, assumed = _recorded(options.trace, model)
         workload |= recorded
     else:
-        length, most = min(_SEQUENCE_LENGTH, options.tokens // options.ep), model.num_experts / model.top_k
-        if options.peak_load is not None and not 1 <= options.peak_load <= most:
-            raise ValueError(f"--peak-load: expected 1 to {most:g} (experts / top-k), got {options.peak_load:g}")
+        length = min(_SEQUENCE_LENGTH, tokens // ep)
         workload |= {"kind": "synthetic", "sequence_length": length}
         assumed = [f"prompts of {length} tokens"]
-        if options.peak_load is not None:
-            workload["peak_load"] = options.peak_load
+        if peak_load is not None:
+            workload["peak_load"] = peak_load
         else:
-            sweep["workload.peak_load"] = peak_loads(model, options.tokens)
+            sweep["workload.peak_load"] = peak_loads(model, tokens)
     raw = {"name": "advise", "model": model_keys, "workload": workload}
-    return {**raw, "layer": {"dtype": "bfloat16", "ep_size": options.ep}}, sweep, assumed
+    return {**raw, "layer": {"dtype": "bfloat16", "ep_size": ep}}, sweep, assumed
 
 
 def peak_loads(model: ModelSpec, num_tokens: int) -> list[float | None]:
@@ -275,10 +259,7 @@ def _recorded(path: Path, model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
 
 def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """A config's values and its sweep, without what does not enter the question."""
-    for option in _OF_MODEL:
-        if getattr(options, option) is not None:
-            name = option.replace("_", "-")
-            raise ValueError(f"--{name}: expected none with a config; --set KEY=VALUE changes it")
+    _refuse(options, _OF_MODEL, "with a config; --set KEY=VALUE changes it")
     raw, sweep = read_config(options.config, options.overrides)
     experiments_of(options.config, *copy.deepcopy((raw, sweep)))  # what is wrong with it is said as of any config
     for key in _UNREAD:
@@ -334,25 +315,21 @@ def candidates(experiments: Sequence[Experiment]) -> tuple[list[dict[str, Any]],
         {"name": "xshare", "k0": 1, "scope": "request", "request_budget": max(1, num_experts // 32)},
     ]
     workloads = [one.workload for one in experiments]
+    lacks_scores = any(isinstance(one, RecordedConfig) and one.tail != "recorded" for one in workloads)
     kept, left_out = [], []
     for entry in policies:
         words = " ".join(str(value) for key, value in entry.items() if key in ("name", "scope"))
-        if POLICIES[entry["name"]].looks_past_top_k and any(
-            isinstance(one, RecordedConfig) and one.tail != "recorded" for one in workloads
-        ):
+        if POLICIES[entry["name"]].looks_past_top_k and lacks_scores:
             left_out.append(f"{words}: looks past the top-k, of which the recording has no scores")
         elif entry.get("scope") == "request" and any(_request_tokens(one) == 1 for one in workloads):
             left_out.append(f"{words}: decides for a request's tokens, of which a step has one")
         else:
             kept.append(entry)
-    spare = [{"spare_per_rank": 1}]
-    if any(one.scope == "model" for one in experiments):
-        left_out.append("EPLB: experts of whole models are not replicated")
-        spare = []
-    elif any(one.layer.ep_size == 1 for one in experiments):
-        left_out.append("EPLB: one rank holds all experts")
-        spare = []
-    return kept, spare, left_out
+    why = "experts of whole models are not replicated" if any(one.scope == "model" for one in experiments) else ""
+    if any(one.layer.ep_size == 1 for one in experiments):
+        why = why or "one rank holds all experts"
+    left_out += [f"EPLB: {why}"] if why else []
+    return kept, [] if why else [{"spare_per_rank": 1}], left_out
 
 
 def _request_tokens(workload: SyntheticConfig | RecordedConfig) -> int | None:

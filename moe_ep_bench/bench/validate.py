@@ -70,11 +70,7 @@ _ROWS = 20  # a stream of random numbers that the layer does not use
 
 
 class _FailedStepError(Exception):
-    """A step ended without what the next ones need."""
-
-    def __init__(self, step: str, status: int) -> None:
-        super().__init__(f"{step} failed with exit status {status}; nothing was compared")
-        self.status = status
+    """A step ended with a status, and without what the next ones need."""
 
 
 def validate(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, *, force: bool = False) -> int:
@@ -97,36 +93,40 @@ def validate(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, 
     try:
         return _validate(real, files, num_ranks, force=force)
     except _FailedStepError as failure:
-        print(f"moe-ep-bench: validate: {failure}", file=sys.stderr)
-        return failure.status
+        step, status = failure.args
+        print(f"moe-ep-bench: validate: {step} failed with exit status {status}; nothing was compared", file=sys.stderr)
+        return status
 
 
 def _validate(real: Plan, files: ValidationDirectory, num_ranks: int, *, force: bool) -> int:
     for report in (files.pairs, files.text, files.cases_table, files.phases_table):
         report.unlink(missing_ok=True)  # of runs that may be about to change
-    nodes, given = launcher.Nodes(num_ranks), _given_links(real)
-    links = given or str(_calibrated(files.links, nodes, _largest_bytes(real), force=force))
-
-    _announce(f"the real run on {num_ranks} ranks")
-    status = launcher.launch(real.config, files.real, real.overrides, nodes, force=force)
-    worst = _accept(f"the real run on {num_ranks} ranks ({files.real})", status)
-
-    _announce(f"{num_ranks} ranks emulated on one")
+    nodes, given, layers = launcher.Nodes(num_ranks), _given_links(real), real[0].subject.name == "layer"
+    links = given or str(files.links.absolute())
+    if given is None and (force or not files.links.exists()):
+        arguments = ["--out", links, "--max-bytes", str(_largest_bytes(real))]
+        _step(f"calibrating the collectives of {num_ranks} ranks", launcher.launch_calibrate, arguments, nodes)
+    what = f"the real run on {num_ranks} ranks ({files.real})"
+    worst = _step(what, launcher.launch, real.config, files.real, real.overrides, nodes, force=force)
     emulated = _emulated(real, num_ranks, links)
-    status = _in_place_of_a_rank(num_ranks, emulate, real.config, files.emulated, emulated.overrides, force=force)
-    worst = max(worst, _accept(f"the emulated run ({files.emulated})", status))
-
-    # Not of whole models, whose experts stand in many layers.
-    if real[0].subject.name == "layer" and (force or not _timed_alone(files.experts_alone, emulated)):
-        _announce("the experts alone")
+    what, arguments = f"the emulated run ({files.emulated})", (real.config, files.emulated, emulated.overrides)
+    worst = max(worst, _step(what, _in_place_of_a_rank, num_ranks, emulate, *arguments, force=force))
+    if layers and (force or not _timed_alone(files.experts_alone, emulated)):
         arguments = real.config, files.emulated, files.experts_alone, emulated.overrides
-        status = _in_place_of_a_rank(num_ranks, time_experts_alone, *arguments)
-        _accept(f"timing the experts alone ({files.experts_alone})", status)
-
+        _step("timing the experts alone", _in_place_of_a_rank, num_ranks, time_experts_alone, *arguments)
     pairs = [(one.comparison_id, other.comparison_id) for one, other in zip(real, emulated, strict=True)]
     source = "calibrated on these ranks" if given is None else f"given as emulate.links {Path(given).name}"
     files.write_pairs(pairs, f"{source}, {Links.load(links).describe()}")
     return worst
+
+
+def _step(what: str, function: Callable[..., int], *arguments: Any, **options: Any) -> int:
+    """Announce a step and take it; return the status of one whose cases have rows, though not all be measured."""
+    print(f"moe-ep-bench: validate: {what}", file=sys.stderr, flush=True)
+    status = function(*arguments, **options)
+    if status not in (OK, CASES_FAILED):
+        raise _FailedStepError(what, status)
+    return status
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------
@@ -206,35 +206,15 @@ def _check_directory(files: ValidationDirectory, num_ranks: int, given_links: st
             )
 
 
-# ---- steps -----------------------------------------------------------------------------------------------------------
-
-
-def _calibrated(path: Path, nodes: launcher.Nodes, most_bytes: int, *, force: bool) -> Path:
-    """Links measured on these ranks, by an earlier call or now."""
-    if path.exists() and not force:
-        _announce(f"links of {path}, measured before")
-        return path.absolute()
-    _announce(f"calibrating the collectives of {nodes.nproc} ranks")
-    arguments = ["--out", str(path.absolute()), "--max-bytes", str(most_bytes)]
-    status = launcher.launch_calibrate(arguments, nodes)
-    if status != OK:
-        raise _FailedStepError("calibrating the collectives", status)
-    return path.absolute()
-
-
-def _accept(step: str, status: int) -> int:
-    """The status of a run whose cases have rows, though not all be measured."""
-    if status not in (OK, CASES_FAILED):
-        raise _FailedStepError(step, status)
-    return status
-
-
 def _timed_alone(path: Path, comparisons: Sequence[Comparison]) -> bool:
     try:
         held = pq.read_table(path, columns=["comparison_id"])["comparison_id"].to_pylist()
     except (OSError, pa.ArrowException):
         return False
     return {comparison.comparison_id for comparison in comparisons} <= set(held)
+
+
+# ---- in place of a rank ----------------------------------------------------------------------------------------------
 
 
 def _in_place_of_a_rank(num_ranks: int, command: Callable[..., int], *arguments: Any, **options: Any) -> int:
@@ -261,10 +241,6 @@ def _as_command(command: Callable[..., int], arguments: Sequence[Any], options: 
     except Exception as error:
         status = complain(error)  # A traceback of Python's own ends with 1, as if the job had gone through.
     sys.exit(status)
-
-
-def _announce(step: str) -> None:
-    print(f"moe-ep-bench: validate: {step}", file=sys.stderr, flush=True)
 
 
 # ---- the experts alone -----------------------------------------------------------------------------------------------
@@ -310,37 +286,29 @@ def _time_alone(comparison: Comparison, directory: RunDirectory, device: torch.d
     model, num_ranks, settings = comparison.model, comparison.ep_size, comparison.experiment.layer
     experts = VirtualRanks(builder(comparison, device), num_ranks).subject.pairs[None].native.experts
     works = [
-        (case, rank, batch, torch.from_numpy(counts_L))
+        ({"comparison_id": comparison.comparison_id, "case_id": case.case_id, "rank": rank, "batch": batch}, counts_L)
         for case in chosen_cases(comparison)
         if (counts_BE := counts_of(directory, case)) is not None
         for batch, counts_E in enumerate(counts_BE)
-        for rank, counts_L in enumerate(counts_E.reshape(num_ranks, -1))
+        for rank, counts_L in enumerate(torch.from_numpy(counts_E).view(num_ranks, -1))
     ]
-    most = max((int(counts_L.sum()) for *_, counts_L in works), default=0)
+    most = max((int(counts_L.sum()) for _, counts_L in works), default=0)
     generator = seeded_generator(device, settings.seed, _ROWS)
     source_ND = torch.randn(most, model.hidden_size, generator=generator, device=device).to(DTYPES[settings.dtype])
     source_N = torch.rand(most, generator=generator, device=device)
     clock = clock_for(device)
-    flush = CacheFlush(device) if comparison.experiment.measure.flush_l2 else None
+    flush = CacheFlush(device) if comparison.experiment.measure.flush_l2 else lambda: None
     for repetition in range(-1, REPETITIONS):
-        for case, rank, batch, counts_L in works:
+        for about, counts_L in works:
             num_rows = int(counts_L.sum())
             # Written anew, as the permutation before the experts leaves them.
             hidden_ND, weights_N = source_ND[:num_rows].clone(), source_N[:num_rows].clone()
-            if flush is not None:
-                flush()
+            flush()
             clock.wait()
             start = clock.stamp()
             experts(hidden_ND, counts_L, weights_N)
             end = clock.stamp()
             clock.wait()
             if repetition >= 0:
-                yield {
-                    "comparison_id": comparison.comparison_id,
-                    "case_id": case.case_id,
-                    "rank": rank,
-                    "batch": batch,
-                    "repetition": repetition,
-                    "num_rows": num_rows,
-                    "time_us": clock.between_us(start, end),
-                }
+                time_us = clock.between_us(start, end)
+                yield {**about, "repetition": repetition, "num_rows": num_rows, "time_us": time_us}

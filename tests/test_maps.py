@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from results_builder import FakeCase, FakeComparison, write_run
 
@@ -20,16 +17,7 @@ from moe_ep_bench.analysis.figures.maps import map_figure, sweep_figure
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse, family_labels
 from moe_ep_bench.analysis.style import house_style, looks_of
-from moe_ep_bench.analysis.sweep import (
-    crossings,
-    in_order,
-    key_words,
-    point_words,
-    sweeps_along,
-    swept_keys,
-    value_of,
-    value_words,
-)
+from moe_ep_bench.analysis.sweep import in_order, key_words, sweeps_along, swept_keys, value_of, value_words
 from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.bench.description import describe_experiment, describe_point
 from moe_ep_bench.bench.plan import RANKS, Comparison
@@ -198,9 +186,10 @@ def test_ep_size_is_shown_as_experts_per_rank(tmp_path: Path) -> None:
 
 
 def test_words_are_for_people(tmp_path: Path) -> None:
-    point = {"emulate.replication": [{"spare_per_rank": 1, "policy": None}], "layer.seed": 3, LINKS: "pcie5"}
+    point = {"emulate.replication": [{"spare_per_rank": 1, "policy": None}], LINKS: "pcie5"}
     (result,) = analysed(write_run(tmp_path, [comparison_at(0, point, cases_of({1.0: 1.2}))]))
-    assert point_words(result.comparison) == "links pcie5, replication of experts spare_per_rank=1, layer.seed 3"
+    assert [value_of(key, result.comparison) for key in point] == ["spare_per_rank=1", "pcie5"]
+    assert [key_words(key) for key in (LINKS, "layer.cuda_graph")] == ["links", "cuda graph"]
     unskewed = comparison_at(0, {PEAK: None}, cases_of({1.0: 1.2}))
     (result,) = analysed(write_run(tmp_path / "unskewed", [unskewed]))
     assert value_words(value_of(PEAK, result.comparison)) == "unskewed"
@@ -240,43 +229,6 @@ def test_in_order_leaves_comparisons_without_a_sweep_alone(tmp_path: Path) -> No
     comparisons = [FakeComparison(name, cases=cases_of({1.0: 1.2}), num_iterations=1) for name in ("b", "a", "c")]
     results = analysed(write_run(tmp_path, comparisons))
     assert in_order(results) == results
-
-
-# ---- break-even ----------------------------------------------------------------------------------------------------
-
-
-def test_break_even_is_where_the_speedup_passes_one() -> None:
-    assert crossings([1, 2, 4], [0.5, 2.0, 3.0]) == [(pytest.approx(1.5), 1, 2)]
-    assert crossings([1, 2], [1.1, 1.2]) == crossings([1, 2], [0.8, 0.9]) == []
-    assert [low for _, low, _ in crossings([1, 2, 3, 4], [2, 0.5, 0.5, 2])] == [1, 3]
-
-
-def test_a_speedup_of_exactly_one_does_not_pay_yet() -> None:
-    assert crossings([1, 2, 3], [0.9, 1.0, 1.1]) == [(2, 2, 3)]
-    assert crossings([1, 2, 3], [1.1, 1.0, 0.9]) == [(2, 1, 2)]
-
-
-#: Values and speedups in hundredths: apart enough for a break-even between them to be a number of its own.
-_HUNDREDTHS = st.tuples(st.integers(10, 1000), st.integers(20, 500))
-
-
-@given(
-    st.lists(
-        _HUNDREDTHS.map(lambda pair: (pair[0] / 100, pair[1] / 100)),
-        min_size=2,
-        max_size=8,
-        unique_by=lambda pair: pair[0],
-    ).map(sorted)
-)
-def test_break_evens_lie_between_their_values_and_as_many_as_signs_change(points: list[tuple[float, float]]) -> None:
-    values, speedups = zip(*points, strict=True)
-    found = crossings(values, speedups)
-    assert len(found) == sum((one > 1) != (other > 1) for one, other in itertools.pairwise(speedups))
-    for about, low, high in found:
-        assert low <= about <= high or about == pytest.approx(low) or about == pytest.approx(high)
-        position = (about - low) / (high - low)
-        before, after = (math.log(speedups[values.index(end)]) for end in (low, high))
-        assert before + position * (after - before) == pytest.approx(0, abs=1e-6)
 
 
 # ---- map -----------------------------------------------------------------------------------------------------------

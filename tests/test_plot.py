@@ -226,7 +226,7 @@ def test_parts_that_an_unfinished_run_lacks_are_one_line(tmp_path: Path) -> None
         path.unlink()
     lines: list[str] = []
     load_run(directory, lines)
-    assert sum("missing; the run did not finish (native and 1 more" in line for line in lines) == 1
+    assert sum("missing; the run did not finish (token_drop gamma 1 and 1 more)" in line for line in lines) == 1
     assert sum("missing; the run did not finish" in line for line in lines) == 1
 
 

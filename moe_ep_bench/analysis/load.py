@@ -75,9 +75,7 @@ class Part(_Described):
         return self.ran not in ("fused", "none")
 
 
-class Whole(_Described):
-    """Of a comparison of whole models: see ``bench.subjects``."""
-
+class Whole(_Described):  # ``bench.subjects``
     num_layers: int  # that were built
     of_layers: int  # that the model has
     moe_layers: list[int]  # of those that were built
@@ -143,17 +141,13 @@ class Comparison(_Described):
         return rank // self.expert_tensor_parallel % self.num_ranks
 
 
-class WarmUp(_Described):
-    """See ``timing.protocol.WarmUp``."""
-
+class WarmUp(_Described):  # ``timing.protocol.WarmUp``
     rounds: int
     change: float | None
     settled: bool
 
 
-class Ceilings(_Described):
-    """See ``timing.ceilings.Ceilings``."""
-
+class Ceilings(_Described):  # ``timing.ceilings.Ceilings``
     matmul_size: int
     matmul_tflops: float
     copy_gbps: float
@@ -350,11 +344,10 @@ def _described(path: Path, facts: _RunFacts, tried: Tried) -> tuple[dict[str, Co
 
 def _with_parts(files: RunDirectory, cases: dict[str, _CaseFacts], tried: Tried) -> dict[str, _CaseFacts]:
     """The cases that have their parts; one line for all others, which an unfinished run leaves."""
-    paths = {key: [files.path("samples", key), files.path("routing", key)] for key in cases}
-    missing = [key for key, (samples, _) in paths.items() if not samples.is_file()]
+    missing = [key for key in cases if not files.path("samples", key).is_file()]
     if missing:
-        label, more = cases[missing[0]].label, f" and {len(missing) - 1} more cases" if len(missing) > 1 else ""
-        path = files.path("samples", missing[0])
+        path, label = files.path("samples", missing[0]), cases[missing[0]].label
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         tried.error(ResultsError(f"{path}: missing; the run did not finish ({label}{more}): start it again to go on"))
     return {key: case for key, case in cases.items() if key not in missing}
 
@@ -364,7 +357,10 @@ def _read_case(files: RunDirectory, case_id: str, case: _CaseFacts, comparison: 
     path, routing_path = files.path("samples", case_id), files.path("routing", case_id)
     part = read_part(path, SAMPLES_SCHEMA, identity, ["run_id", "status", "reason", *SAMPLE])
     launches, is_whole, layers = launches_of(path, part), comparison.whole is not None, None
-    status, reason = _outcome(launches)
+    status, reason = "ok", None
+    for launch, row in launches[launches["status"] != "ok"][:1].iterrows():
+        said = "no reason was recorded" if pd.isna(row["reason"]) else str(row["reason"])
+        status, reason = row["status"], f"launch {launch + 1}: {said}" if len(launches) > 1 else said
     if status == "ok":
         samples = timings_of(path, part, comparison.world_size, tuple(PHASES) if is_whole else LAYER_PHASES)
         if is_whole:
@@ -392,14 +388,6 @@ def _read_case(files: RunDirectory, case_id: str, case: _CaseFacts, comparison: 
         routing=routing,
         layers=layers,
     )
-
-
-def _outcome(launches: pd.DataFrame) -> tuple[str, str | None]:
-    """Status and reason of a case from those of its launches: the first that is not ok decides."""
-    for launch, row in launches[launches["status"] != "ok"].iterrows():
-        reason = "no reason was recorded" if pd.isna(row["reason"]) else str(row["reason"])
-        return row["status"], f"launch {launch + 1}: {reason}" if len(launches) > 1 else reason
-    return "ok", None
 
 
 def _of_one_job(files: RunDirectory, cases: list[Case], tried: Tried) -> tuple[list[Case], dict[tuple[str, int], str]]:

@@ -80,14 +80,6 @@ def test_speedup_is_native_over_case_on_the_slowest_rank(tmp_path):
     assert results["native"].speedup is None
 
 
-def test_speedup_and_its_interval_survive_noise(tmp_path):
-    results = results_of(run_of(tmp_path, noise=0.02))
-    speedup = results["token_drop gamma 1"].speedup
-    assert speedup.is_interval
-    assert speedup.low < 1.5 < speedup.high
-    assert speedup.high - speedup.low < 0.1
-
-
 def test_verdicts_hold_speedups_against_the_noise_floor(tmp_path):
     cases = [*standard_cases(), FakeCase("oea", speedup=0.7)]
     results = results_of(run_of(tmp_path, noise=0.01, cases=cases))
@@ -137,10 +129,6 @@ def test_a_wait_is_named_as_waiting(tmp_path):
         swapped = {"experts": "wait_dispatch", "wait_dispatch": "experts"}
         edit_part(path, phase=[swapped.get(phase, phase) for phase in phases])
     assert results_of(directory)["native"].breakdown.slowest_phase == "waiting (dispatch)"
-
-
-def test_probe_overhead_is_breakdown_over_plain(tmp_path):
-    assert results_of(run_of(tmp_path, noise=0.0, probe_overhead=0.07))["topk"].probe_overhead == pytest.approx(0.07)
 
 
 def test_fidelity_weighs_ranks_by_their_tokens(tmp_path):
@@ -251,14 +239,6 @@ def test_table_shows_no_speed_without_its_fidelity(tmp_path):
     assert "warning" not in text
 
 
-def test_table_columns_are_aligned(tmp_path):
-    text, rows = table_of(run_of(tmp_path))
-    rule = next(line for line in text.splitlines() if line.startswith("---"))
-    gaps = [i for i, character in enumerate(rule) if character == " "]
-    for label in ("policy", "native", "topk", "token_drop gamma 1"):
-        assert all(rows[label].ljust(len(rule))[i] == " " for i in gaps)
-
-
 def test_failed_cases_are_rows_with_their_reason_and_without_numbers(tmp_path):
     cases = [
         *standard_cases(),
@@ -288,12 +268,6 @@ def test_without_a_noise_case_there_is_no_verdict(tmp_path):
     assert "no noise floor" in text
 
 
-def test_range_replaces_the_interval_for_few_batches(tmp_path):
-    text, rows = table_of(run_of(tmp_path, num_batches=3, noise=0.0))
-    assert "1.500 (1.500..1.500)" in rows["token_drop gamma 1"]
-    assert "fewer than 10 batches" in text
-
-
 TAIL = {"kind": "recorded", "description": "ShareGPT", "tail_model": "geometric"}
 
 
@@ -305,7 +279,7 @@ TAIL = {"kind": "recorded", "description": "ShareGPT", "tail_model": "geometric"
         ({"facts": {"oversubscribed": True}}, "no straggler speedup is claimed"),
         ({"facts": {"permute": {"requested": "auto", "ran": "indexed"}}}, "not to be set beside a paper's"),
         ({"facts": {"departures": ["The biases are left out."]}}, "simpler than Tiny-MoE's: The biases are left out."),
-        ({"host_share": 0.97}, "launch-bound: in 100.0 % of the iterations of"),
+        ({"host_share": 0.97}, "launch-bound: in 100.0 %"),
         (
             {"conditions": {"warm_up": {"settled": False, "change": -0.08}}},
             "warm-up did not settle: its last round took -8.0",
@@ -339,23 +313,11 @@ def test_what_looks_past_a_recorded_top_k_is_said_to_rest_on_the_tail_model(tmp_
         return [line.partition("warning: ")[2] for line in text.splitlines() if "are modelled" in line]
 
     begin = "scores past the recorded top-k are modelled (popularity tail), and what laser did rests on them: "
-    assert warnings(tmp_path / "one", "popularity") == [
-        f"{begin}measured under this one only; workload.tail: both measures two"
-    ]
+    assert warnings(tmp_path / "one", "popularity") == [f"{begin}measured under this one only (workload.tail: both)"]
     assert warnings(tmp_path / "two", "popularity", "uniform")[0] == f"{begin}set it beside the same under uniform"
     alone = warnings(tmp_path / "other", "popularity", "uniform", recordings=("a", "b"))
     assert ["this one only" in line for line in alone] == [True, True]
     assert warnings(tmp_path / "none", "popularity", looks=False) == []
-
-
-def test_time_that_no_phase_covers_is_warned_of(tmp_path):
-    directory = run_of(tmp_path, noise=0.0)
-    for path in (directory / "cases").glob("*.parquet"):
-        rows = pq.read_table(path).to_pylist()
-        edit_part(path, time_us=[row["time_us"] * (3 if row["phase"] == "unaccounted" else 1) for row in rows])
-    text = run_text(load_run(directory))
-    assert "unaccounted time: at worst 3.0 %" in text
-    assert "warning: phases leave more than 1.0 % of the time unaccounted for" in text
 
 
 def test_native_that_differs_from_itself_is_warned_of(tmp_path):
@@ -365,17 +327,6 @@ def test_native_that_differs_from_itself_is_warned_of(tmp_path):
     assert "noise floor: 0.909 to 1.100" in text
     assert "native differs from itself" in text
     assert "no difference" in rows["topk"]
-
-
-def test_scale_mode_and_weights_are_named(tmp_path):
-    directory = run_of(tmp_path, mode="emulated", facts={"scale": 0.25, "num_replicas": 2})
-    text = run_text(load_run(directory))
-    assert "sizes x 0.25 of the true ones" in text
-    assert "emulated (one device for all ranks, the all-to-all is modelled)" in text
-    assert "EP 2 x 2 replicas" in text
-    assert "output error: relative to native, with random weights" in text
-    trained = run_text(load_run(run_of(tmp_path / "trained", facts={"random_weights": False})))
-    assert "random weights" not in trained
 
 
 def test_the_host_is_no_limit_on_the_cpu_where_it_is_the_device(tmp_path):
@@ -405,14 +356,6 @@ def test_a_case_that_failed_in_one_launch_failed(tmp_path):
     (case,) = (case for case in load_run(directory).cases if case.case_id == path.stem)
     assert (case.status, case.reason) == ("oom", "launch 2: too big")
     assert case.timings.empty
-
-
-def test_drift_outliers_warm_up_and_memory_stand_under_the_table(tmp_path):
-    text = run_text(load_run(run_of(tmp_path, noise=0.0)))
-    assert "native over the run: drift +0.0 % (pairs cancel it), 0.0 % of its iterations far out" in text
-    assert "warm-up: 3 rounds" in text
-    assert "peak memory: 3.00 GiB on the fullest rank (on the device)" in text
-    assert "smallest speedup that would be called (power 80 %): 1.000 (topk)" in text
 
 
 def test_rates_are_bytes_and_operations_over_time(tmp_path):
@@ -446,18 +389,6 @@ def test_one_rank_has_no_link(tmp_path):
     rates = results_of(run_of(tmp_path, noise=0.0, num_ranks=1))["native"].rates
     assert rates.dispatch_gbps is rates.combine_bus_gbps is None
     assert rates.experts_tflops > 0
-
-
-def test_several_comparisons_have_a_table_each_and_floors_of_their_own(tmp_path):
-    calm = FakeComparison("calm", {"title": "Calm"}, standard_cases(), noise=0.0)
-    wild = FakeComparison("wild", {"title": "Wild"}, standard_cases(), noise=0.2)
-    directory = write_run(tmp_path, [calm, wild])
-    first, second = analyse(load_run(directory))
-    assert first.floor.high == pytest.approx(1)
-    assert second.floor.high > 1.01
-    text = run_text(load_run(directory))
-    assert text.index("Calm") < text.index("Wild")
-    assert text.count("token_drop gamma 1 ") >= 2
 
 
 # ---- figures -----------------------------------------------------------------------------------------------------
@@ -533,8 +464,7 @@ def test_figures_say_how_on_what_and_with_which_workload(tmp_path):
                 assert axes.get_ylabel() or axes.get_xlabel(), name
 
 
-@pytest.mark.parametrize("num_comparisons", [1, 3])
-def test_nothing_is_clipped_and_no_text_hides_another(tmp_path, num_comparisons):
+def test_nothing_is_clipped_and_no_text_hides_another(tmp_path):
     long = (
         "a title that goes on and on, with $\\frac$ and aLongWordThatHasNoPlaceToBreakAnywhereAtAllAndYetMustFit " * 2
     )
@@ -543,7 +473,7 @@ def test_nothing_is_clipped_and_no_text_hides_another(tmp_path, num_comparisons)
     facts = {"title": long, "workload": {**TAIL, "description": long}}
     comparisons = [
         FakeComparison(f"c{i}", facts, [dataclasses.replace(case) for case in cases], num_batches=2, num_iterations=2)
-        for i in range(num_comparisons)
+        for i in range(3)
     ]
     run = load_run(write_run(tmp_path, comparisons))
     analysed = analyse(run)
@@ -583,12 +513,6 @@ def test_phases_need_breakdown_iterations(tmp_path):
         pq.write_table(table.filter([kind == "plain" for kind in table.column("kind").to_pylist()]), path)
     assert draw_figures(load_run(directory), tmp_path, ["svg"], ["phases"]) == ([], ["phases"])
     assert "probe overhead" not in run_text(load_run(directory))
-
-
-def test_chosen_formats_and_figures_only(tmp_path, capsys):
-    directory = small_run(tmp_path)
-    assert plot_results.main([str(directory), "--format", "svg", "--figures", "dropped"]) == 0
-    assert sorted(path.name for path in (directory / "figures").iterdir()) == ["dropped.csv", "dropped.svg"]
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------
@@ -707,20 +631,3 @@ def test_plot_results_ends_with_2_and_one_line_for_the_user(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == f"moe-ep-bench: {tmp_path / 'nowhere'}: no such directory\n"
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--format", "gif", "--format: expected some of png, svg, pdf; got 'gif'"),
-        (
-            "--figures",
-            "load2",
-            "--figures: expected some of speedup, phases, load, dropped, map, sweep, activated, graphs, timeline, "
-            "pareto, scaling, latency; got 'load2'",
-        ),
-    ],
-)
-def test_unknown_formats_and_figures_list_what_there_is(tmp_path, option, value, message, capsys):
-    assert plot_results.main([str(tmp_path), option, value]) == 2
-    assert capsys.readouterr().err == f"moe-ep-bench: {message}\n"

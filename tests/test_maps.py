@@ -17,15 +17,7 @@ from moe_ep_bench.analysis.figures.maps import map_figure, sweep_figure
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse, family_labels
 from moe_ep_bench.analysis.style import house_style, looks_of
-from moe_ep_bench.analysis.sweep import (
-    in_order,
-    key_words,
-    point_words,
-    sweeps_along,
-    swept_keys,
-    value_of,
-    value_words,
-)
+from moe_ep_bench.analysis.sweep import in_order, key_words, sweeps_along, swept_keys, value_of, value_words
 from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.bench.description import describe_experiment, describe_point
 from moe_ep_bench.bench.plan import RANKS, Comparison
@@ -194,9 +186,10 @@ def test_ep_size_is_shown_as_experts_per_rank(tmp_path: Path) -> None:
 
 
 def test_words_are_for_people(tmp_path: Path) -> None:
-    point = {"emulate.replication": [{"spare_per_rank": 1, "policy": None}], "layer.seed": 3, LINKS: "pcie5"}
+    point = {"emulate.replication": [{"spare_per_rank": 1, "policy": None}], LINKS: "pcie5"}
     (result,) = analysed(write_run(tmp_path, [comparison_at(0, point, cases_of({1.0: 1.2}))]))
-    assert point_words(result.comparison) == "links pcie5, replication of experts spare_per_rank=1, layer.seed 3"
+    assert [value_of(key, result.comparison) for key in point] == ["spare_per_rank=1", "pcie5"]
+    assert [key_words(key) for key in (LINKS, "layer.cuda_graph")] == ["links", "cuda graph"]
     unskewed = comparison_at(0, {PEAK: None}, cases_of({1.0: 1.2}))
     (result,) = analysed(write_run(tmp_path / "unskewed", [unskewed]))
     assert value_words(value_of(PEAK, result.comparison)) == "unskewed"

@@ -15,9 +15,10 @@ import pytest
 import torch
 import yaml
 
+from moe_ep_bench.analysis.fidelity import pairs_by_rank
 from moe_ep_bench.analysis.load import Comparison as Facts
 from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.analysis.rates import pairs_by_rank, rates
+from moe_ep_bench.analysis.timing import rates
 from moe_ep_bench.bench.plan import RANKS, Comparison, plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.layer.experts import ExpertWeights, apply_expert

@@ -1,8 +1,7 @@
-"""From a run's files to speedups, a table and figures. Reads ``run.json``, conditions and Parquet, and nothing else.
+"""From a run's files to speedups, tables and figures. Reads ``run.json``, conditions and Parquet, and nothing else.
 
-The data flow: ``load`` and ``parts`` (files, checked; ``gather``: several directories) -> ``timing`` and ``fidelity``
-(numbers of one case) -> ``speedups`` (cases set against their baseline) -> ``summary`` (text) and ``figures`` (their
-table: ``lines``, ``bars`` and others, which take their looks from ``style`` and leave their numbers by ``marks``).
-``plot`` is the command that draws. ``words`` holds what text and figures must say alike. Apart from all this,
-``trace_report`` and ``trace_figures`` show what a recording holds.
+The data flow: ``load`` with ``parts`` (files, checked; ``gather``: several directories) -> ``timing`` and ``fidelity``
+(numbers of one case) -> ``speedups`` (cases set against their baseline) -> ``frames`` (a row per case) -> ``tables``
+with ``notes``, printed by ``render``, and ``figures``, which take their looks from ``style`` and leave their numbers by
+``marks``. ``show`` and ``plot`` are the commands; ``words`` holds what text and figures must say alike.
 """

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from moe_ep_bench.analysis.fidelity import pairs_by_rank
 from moe_ep_bench.analysis.load import Case, Comparison, Run
-from moe_ep_bench.analysis.rates import pairs_by_rank
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.timing.linear import CostFit, LinearFit, cost_fit, linear_fit

@@ -15,7 +15,6 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from moe_ep_bench.analysis.claims import NOT_IN_CSV, Claims, native_share, number_words
-from moe_ep_bench.analysis.origins import Footer
 from moe_ep_bench.analysis.render import (
     NONE,
     Row,
@@ -41,7 +40,7 @@ from moe_ep_bench.analysis.style import (
     wrap,
 )
 from moe_ep_bench.analysis.whole import chance_words, extrapolated_words
-from moe_ep_bench.analysis.words import hardware_words, mode_words, origins_of, percent, scale_words
+from moe_ep_bench.analysis.words import Footer, hardware_words, mode_words, origins_of, percent, scale_words
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS, PHASE_METRICS, PLACEMENTS
 

@@ -57,12 +57,11 @@ def differences(base: Run, new: Run, comparison_id: str, intended: Collection[st
         old, now = (conditions.get(key) for conditions in recorded)
         if old is None or now is None:
             continue
+        is_same = old == now
         if key in _MEASURED:
             allowed, form = _MEASURED[key]
             is_same = abs(now / old - 1) <= allowed
             old, now = form.format(old), form.format(now)
-        else:
-            is_same = old == now
         if not is_same:
             rows.append((key, old, now, _WEIGHTS.get(key, "none"), key in intended))
     return pd.DataFrame(rows, columns=["key", "base", "new", "takes_verdicts_on", "intended"])
@@ -70,25 +69,22 @@ def differences(base: Run, new: Run, comparison_id: str, intended: Collection[st
 
 def _conditions(run: Run, comparison_id: str) -> dict[str, Any]:
     """The conditions that a run recorded: texts, and numbers of ``_MEASURED``."""
-    described = json.loads(RunDirectory(run.directory).run_json.read_text(encoding="utf-8")).get("runs") or {}
+    runs = json.loads(RunDirectory(run.directory).run_json.read_text(encoding="utf-8")).get("runs") or {}
     ids = {run_id for case in run.cases if case.comparison_id == comparison_id for run_id in case.run_ids.values()}
-    jobs = [described[run_id] for run_id in sorted(ids) if run_id in described]
-    environments = [
-        {**(job.get("environment") or {}), **{k: v for k, v in (job.get("hashes") or {}).items() if k == "code"}}
-        for job in jobs
-    ]
+    jobs = [runs[run_id] for run_id in sorted(ids & runs.keys())]
+    hashes = [{key: one for key, one in (job.get("hashes") or {}).items() if key == "code"} for job in jobs]
+    environments = [(job.get("environment") or {}) | code for job, code in zip(jobs, hashes, strict=True)]
     found: dict[str, Any] = {}
     for key in (*_ENVIRONMENT, *_INFORMATIVE):
-        texts = {_text(job[key]) for job in environments if key in job}
+        texts = {_text(one[key]) for one in environments if key in one}
         if texts:
             found[key] = " and ".join(sorted(texts))
     facts = run.comparisons[comparison_id]
-    values = {key: getattr(facts, key) for key in _PARTS}
-    if values["kernel"] is None:  # not recorded
-        del values["kernel"]
-    found |= {
-        key: value.ran.partition(" (")[0] if isinstance(value, Part) else _text(value) for key, value in values.items()
-    }
+    for key in _PARTS:
+        value = getattr(facts, key)
+        found[key] = value.ran.partition(" (")[0] if isinstance(value, Part) else _text(value)
+    if facts.kernel is None:  # not recorded
+        del found["kernel"]
     launches = list(run.conditions.get(comparison_id, {}).values())
     clocks = [state.sm_clock_mhz[1] for one in launches for _, state in one.machines if state.sm_clock_mhz]
     if clocks:

@@ -3,6 +3,8 @@
 Each rank reports its own tokens. A batch is one thing to the model, so ranks are joined first (counts are
 summed, shares of score mass weighted by tokens) and only then batches are averaged. Averaging the ranks'
 own peaks would miss the very thing: an expert that is busy on every rank.
+
+Shapes: B = batches, R = EP ranks, E = experts, L = experts of a rank.
 """
 
 from __future__ import annotations
@@ -12,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.load import Case
-from moe_ep_bench.analysis.parts import source_loads
+from moe_ep_bench.analysis.load import Case, Comparison
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +45,14 @@ def fidelity(case: Case) -> Fidelity | None:
     if rows.empty:
         return None
     counts = rows.groupby("batch")[["num_topk_pairs", "num_dropped_pairs"]].sum()
+    # A rank without tokens has no share of mass.
+    mass = (rows["retained_mass_topk"] * rows["num_tokens"]).groupby(rows["batch"]).sum()
+    known = rows[(rows["num_tokens"] > 0) & rows["retained_mass_topk"].notna()].groupby("batch")["num_tokens"].sum()
     by_layer = layers_apart(rows)
     load_BE, load_BR = _relative_load(by_layer, "load_E"), _relative_load(by_layer, "load_R")
     return Fidelity(
         dropped_share=float((counts["num_dropped_pairs"] / counts["num_topk_pairs"]).mean()),
-        retained_mass=_weighted_by_tokens(rows, "retained_mass_topk"),
+        retained_mass=float((mass.reindex(known.index) / known).mean()),
         output_error=float(rows.groupby("batch")["output_error"].max().mean()),
         expert_load=load_BE.mean(axis=0),
         rank_load=load_BR.mean(axis=0),
@@ -64,15 +68,37 @@ def layers_apart(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(batch=rows.groupby(["batch", "layer"]).ngroup())
 
 
+def source_loads(routing: pd.DataFrame, column: str) -> tuple[pd.Index, np.ndarray]:
+    """Loads of all batches at once, source ranks in their order.
+
+    Args:
+        routing: of a measured case, a row per rank and batch.
+        column: load_E or load_R.
+
+    Returns:
+        The batches, ascending, and the loads [B, source ranks, E or R].
+    """
+    ordered = routing.sort_values(["batch", "rank"])
+    batches = pd.Index(np.unique(ordered["batch"]), name="batch")
+    load_NE = np.stack(ordered[column].to_list())
+    return batches, load_NE.reshape(len(batches), -1, load_NE.shape[1])
+
+
 def _relative_load(rows: pd.DataFrame, column: str) -> np.ndarray:
-    """Loads summed over source ranks, over the mean that the model's own top-k pairs would give: [batches, E or R]."""
+    """Loads summed over source ranks, over the mean that the model's own top-k pairs would give: [B, E or R]."""
     load_BN = source_loads(rows, column)[1].sum(axis=1)
     topk_pairs_B = rows.groupby("batch")["num_topk_pairs"].sum().to_numpy()
     return load_BN * load_BN.shape[1] / topk_pairs_B[:, None]
 
 
-def _weighted_by_tokens(rows: pd.DataFrame, column: str) -> float:
-    """Mean over ranks, each weighing its tokens, then over batches. A rank without tokens has no value; NaN if none."""
-    rows = rows[(rows["num_tokens"] > 0) & rows[column].notna()]
-    weighted = (rows[column] * rows["num_tokens"]).groupby(rows["batch"]).sum()
-    return float((weighted / rows.groupby("batch")["num_tokens"].sum()).mean())
+def pairs_by_rank(routing: pd.DataFrame, comparison: Comparison) -> tuple[pd.Index, np.ndarray]:
+    """Pairs of each rank's own experts, all source ranks of its replica together; experts are placed contiguously.
+
+    Returns:
+        The batches, and the pairs [B, ranks, L].
+    """
+    batches, load_BRE = source_loads(routing, "load_E")
+    replicas = load_BRE.reshape(len(batches), -1, comparison.num_together, comparison.num_experts).sum(axis=2)
+    columns = replicas.reshape(len(batches), -1, comparison.num_experts // comparison.num_ranks)
+    # All ranks that hold slices of an expert compute all of its pairs.
+    return batches, columns.repeat(comparison.expert_tensor_parallel, axis=1)

@@ -1,4 +1,4 @@
-"""Several results directories read side by side.
+"""Read several results directories side by side.
 
 A question may need more than one job: scaling over EP size takes one per number of ranks. Runs of one mode, on one
 device and with the same versions become one run, so that one figure shows them all; a comparison that several of them
@@ -13,25 +13,30 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from moe_ep_bench.analysis.load import (
-    Case,
-    Comparison,
-    Conditions,
-    Run,
-    is_quality,
-    is_route,
-    is_whole,
-    load_run,
-)
+from moe_ep_bench.analysis.load import Case, Run, is_quality, is_route, is_whole, load_run
 from moe_ep_bench.analysis.parts import ResultsError
 
 if TYPE_CHECKING:
     from moe_ep_bench.analysis.quality_frames import Quality
     from moe_ep_bench.analysis.route_load import RouteRun
+
+# What must be alike in runs that are read as one, and how it is named.
+_POOLED = {
+    "device_name": "",
+    "torch": "torch ",
+    "megatron_core": "megatron-core ",
+    "nccl": "nccl ",
+    "driver": "driver ",
+}
+_MERGED, _REPEATED, _DIFFERING = (
+    "with further launches of",
+    "the same job's, so read once",
+    "recorded differently, so kept apart",
+)
 
 
 @dataclass(eq=False)
@@ -58,59 +63,58 @@ def gather(directories: Sequence[Path]) -> Gathered:
     Args:
         directories: what ``run``, ``emulate``, ``route`` or ``quality`` wrote; one that is named twice is read once.
     """
-    found = Gathered()
-    runs: dict[str, Run] = {}
-    routes: dict[str, RouteRun] = {}
-    wholes: dict[str, Run] = {}
-    qualities: dict[str, Quality] = {}
+    found, notes = Gathered(), []
+    pools: dict[tuple, dict[str, Run]] = {}
     for name, directory in _named(directories).items():
         try:
-            if is_quality(directory):
-                from moe_ep_bench.analysis.quality_frames import read_quality
-
-                if not (quality := read_quality(directory)).groups:
-                    raise ResultsError(
-                        f"{directory}: holds scores of tasks, of which there are no figures; `show` prints them"
-                    )
-                qualities[name] = quality
-            elif is_route(directory):
-                from moe_ep_bench.analysis.route_load import load_route  # it imports torch
-
-                routes[name] = load_route(directory, found.passed_over)
-            elif is_whole(directory):
-                wholes[name] = load_run(directory, found.passed_over, whole=True)
-            else:
-                runs[name] = load_run(directory, found.passed_over)
+            _read(name, directory, found, pools)
         except ResultsError as error:
             found.passed_over.append(str(error))
-    pools: dict[tuple, dict[str, Run]] = {}
-    for name, run in runs.items():
-        pools.setdefault(_conditions(run), {})[name] = run
-    is_alone = len(pools) + len(routes) + len(wholes) + len(qualities) == 1
-    kept_apart = []
     for members in pools.values():
-        name, *others = members
+        name = next(iter(members))
         run, words = pool(members)
-        found.notes += words
-        folder = f"{name}-and-{len(others)}-more" if others else name
-        if not is_alone:
-            kept_apart.append(f"{', '.join(members)} ({_condition_words(run)})")
-            run = replace(run, named=f"from {', '.join(members)}")
-        found.runs["" if is_alone else folder] = run
-    for name, route in routes.items():
-        kept_apart += [] if is_alone else [f"{name} (routing only)"]
-        found.routes["" if is_alone else name] = route if is_alone else route.named(f"from {name}")
-    for name, whole in wholes.items():
-        kept_apart += [] if is_alone else [f"{name} (whole models)"]
-        named = whole if is_alone else replace(whole, named=f"from {name}")
-        found.wholes["" if is_alone else name] = named
-    for name, judged in qualities.items():
-        kept_apart += [] if is_alone else [f"{name} (quality)"]
-        found.qualities["" if is_alone else name] = judged
-    if kept_apart:
-        found.notes.append(f"kept apart, for mode, device or versions differ: {'; '.join(kept_apart)}")
-    found.notes = ["; ".join(found.notes)] if found.notes else []
+        notes += words
+        found.runs[f"{name}-and-{len(members) - 1}-more" if len(members) > 1 else name] = run
+    kinds: list[dict[str, Any]] = [found.runs, found.routes, found.wholes, found.qualities]
+    if sum(map(len, kinds)) == 1:
+        for kind in kinds:
+            for name in list(kind):
+                kind[""] = kind.pop(name)
+    elif any(kinds):
+        members = [", ".join(pool_of) for pool_of in pools.values()]
+        apart = []
+        for of, run in zip(members, found.runs.values(), strict=True):
+            known = [f"{name}{getattr(run, key)}" for key, name in _POOLED.items() if getattr(run, key) is not None]
+            apart.append(f"{of} ({', '.join(['measured' if run.mode == 'run' else run.mode, *known])})")
+        for kind, what in zip(kinds[1:], ("routing only", "whole models", "quality"), strict=True):
+            apart += [f"{name} ({what})" for name in kind]
+        notes.append(f"kept apart, for mode, device or versions differ: {'; '.join(apart)}")
+        for (name, run), of in zip(found.runs.items(), members, strict=True):
+            found.runs[name] = replace(run, named=f"from {of}")
+        found.routes = {name: route.named(f"from {name}") for name, route in found.routes.items()}
+        found.wholes = {name: replace(whole, named=f"from {name}") for name, whole in found.wholes.items()}
+    found.notes = ["; ".join(notes)] if notes else []
     return found
+
+
+def _read(name: str, directory: Path, found: Gathered, pools: dict[tuple, dict[str, Run]]) -> None:
+    """Read one directory; runs of layers go where they may be pooled."""
+    if is_quality(directory):
+        from moe_ep_bench.analysis.quality_frames import read_quality
+
+        quality = read_quality(directory)
+        if not quality.groups:
+            raise ResultsError(f"{directory}: holds scores of tasks, of which there are no figures; `show` prints them")
+        found.qualities[name] = quality
+    elif is_route(directory):
+        from moe_ep_bench.analysis.route_load import load_route  # it imports torch
+
+        found.routes[name] = load_route(directory, found.passed_over)
+    elif is_whole(directory):
+        found.wholes[name] = load_run(directory, found.passed_over, whole=True)
+    else:
+        run = load_run(directory, found.passed_over)
+        pools.setdefault((run.mode, *(getattr(run, key) for key in _POOLED)), {})[name] = run
 
 
 def _named(directories: Iterable[Path]) -> dict[str, Path]:
@@ -119,128 +123,68 @@ def _named(directories: Iterable[Path]) -> dict[str, Path]:
     for directory in directories:
         different.setdefault(directory.resolve(), directory)
     parts = {directory: Path(os.path.abspath(directory)).parts[1:] for directory in different.values()}
-    depth = dict.fromkeys(parts, 1)
-    while True:
-        names = {directory: "-".join(parts[directory][-number:]) or "root" for directory, number in depth.items()}
-        counts = Counter(names.values())
-        alike = [one for one, name in names.items() if counts[name] > 1 and depth[one] < len(parts[one])]
-        if not alike:
-            return {name: directory for directory, name in names.items()}
-        for directory in alike:
-            depth[directory] += 1
-
-
-def _conditions(run: Run) -> tuple:
-    return run.mode, run.scope, run.device_name, run.torch, run.megatron_core, run.nccl, run.driver
-
-
-def _condition_words(run: Run) -> str:
-    mode, scope, *others = _conditions(run)
-    names = ("", "torch ", "megatron-core ", "nccl ", "driver ")
-    said = [f"{name}{value}" for name, value in zip(names, others, strict=True) if value is not None]
-    how = {"run": "measured"}.get(mode, mode)
-    return ", ".join([f"whole models, {how}" if scope == "model" else how, *said])
+    named = {}
+    for directory, own in parts.items():
+        ends = (own[-number:] for number in range(1, len(own) + 1))
+        unique = (end for end in ends if sum(other[-len(end) :] == end for other in parts.values()) == 1)
+        named["-".join(next(unique, own)) or "root"] = directory
+    return named
 
 
 def pool(runs: dict[str, Run]) -> tuple[Run, list[str]]:
     """Make one run of several by name, all of one mode, device and versions.
 
+    A job wrote one launch: a job that is there already, in a copy of the directory, adds nothing.
+
     Returns:
         The run, and in words what became of them; nothing of a single one.
     """
-    (_, first), *_ = runs.items()
+    first = next(iter(runs.values()))
     if len(runs) == 1:
         return first, []
-    comparisons: dict[str, Comparison] = {}
-    cases: dict[tuple[str, str], Case] = {}  # by comparison and case
-    conditions: dict[str, dict[int, Conditions]] = {}
-    sources: dict[str, list[str]] = {}
-    variants: dict[str, list[str]] = {}  # of one defined comparison, those that were recorded differently
-    merged, differing, repeated = [], [], []
+    # By the comparison's id and how it was recorded: the runs that hold it.
+    holders: dict[tuple[str, str], list[str]] = {}
     for name, run in runs.items():
-        for original, facts in run.comparisons.items():
-            own = {case.case_id: case for case in run.cases if case.comparison_id == original}
-            known = variants.setdefault(original, [])
-            alike = (one for one in known if comparisons[one] == facts and _recorded_alike(one, own, cases))
-            comparison_id = next(alike, original if not known else f"{original} of {name}")
-            launches, num_known = _launches_among(comparison_id, own, cases)
-            if comparison_id not in comparisons:
-                known.append(comparison_id)
-                comparisons[comparison_id] = facts
-                differing += [facts.title] if len(known) > 1 else []
-            else:
-                has_new = any(number >= num_known for number in launches.values())
-                (merged if has_new else repeated).append(facts.title)
-            sources.setdefault(comparison_id, []).append(name)
-            for case in own.values():
-                key = (comparison_id, case.case_id)
-                moved = _moved(replace(case, comparison_id=comparison_id), launches)
-                cases[key] = _joined(cases[key], moved) if key in cases else moved
-            ours = run.conditions.get(original, {})
-            known_conditions = conditions.setdefault(comparison_id, {})
-            known_conditions |= {new: ours[old] for old, new in launches.items() if old in ours}
+        for comparison_id, facts in run.comparisons.items():
+            holders.setdefault((comparison_id, facts.model_dump_json()), []).append(name)
+    recorded = Counter(comparison_id for comparison_id, _ in holders)
+    titles = Counter(runs[names[0]].comparisons[original].title for (original, _), names in holders.items())
+    comparisons, conditions, cases = {}, {}, []
+    said: dict[str, list[str]] = {_MERGED: [], _REPEATED: [], _DIFFERING: []}
+    for (original, _), names in holders.items():
+        facts = runs[names[0]].comparisons[original]
+        key = f"{original} of {names[0]}" if original in comparisons else original
+        parts: dict[str, list[Case]] = {}
+        jobs: dict[str, int] = {}  # the launch of each
+        for name in names:
+            own = [case for case in runs[name].cases if case.comparison_id == original]
+            new = dict.fromkeys(job for case in own for job in case.run_ids.values() if job not in jobs)
+            if name != names[0]:
+                said[_MERGED if new else _REPEATED].append(facts.title)
+            jobs |= {job: number for number, job in enumerate(new, len(jobs))}
+            for case in own:
+                parts.setdefault(case.case_id, []).append(case)
+        said[_DIFFERING] += [facts.title] if recorded[original] > 1 else []
+        told_apart = f"{facts.title}, from {', '.join(names)}" if titles[facts.title] > 1 else facts.title
+        comparisons[key] = facts.model_copy(update={"title": told_apart})
+        found = [one for name in names for one in runs[name].conditions.get(original, {}).values()]
+        conditions[key] = {jobs[one.run_id]: one for one in reversed(found) if one.run_id in jobs}
+        cases += [replace(_joined(of_case, jobs), comparison_id=key) for of_case in parts.values()]
     words = [f"read as one: {', '.join(runs)}"]
-    for titles, what in (
-        (merged, "with further launches of"),
-        (repeated, "the same job's, so read once"),
-        (differing, "recorded differently, so kept apart"),
-    ):
-        words += [f"{what}: {' / '.join(dict.fromkeys(titles))}"] if titles else []
-    titled = _told_apart(comparisons, sources)
-    pooled = replace(first, comparisons=titled, cases=tuple(cases.values()), conditions=conditions)
-    return pooled, [", ".join(words)]
+    words += [f"{what}: {' / '.join(dict.fromkeys(of))}" for what, of in said.items() if of]
+    return replace(first, comparisons=comparisons, cases=tuple(cases), conditions=conditions), [", ".join(words)]
 
 
-def _recorded_alike(comparison_id: str, own: dict[str, Case], cases: dict[tuple[str, str], Case]) -> bool:
-    """Whether cases that both have are described alike."""
-
-    def described(case: Case) -> tuple:
-        return case.policy, case.policy_params, case.label, case.role, case.extra_bytes_per_rank
-
-    both = ((case, cases.get((comparison_id, case_id))) for case_id, case in own.items())
-    return all(other is None or described(case) == described(other) for case, other in both)
-
-
-def _launches_among(
-    comparison_id: str, own: dict[str, Case], cases: dict[tuple[str, str], Case]
-) -> tuple[dict[int, int], int]:
-    """New numbers of a comparison's launches, beside those that are there, and from which number on they are new.
-
-    A job wrote one launch: where it is there already, in a copy of the directory, its launch is that one.
-    """
-    there = [case for (other, _), case in cases.items() if other == comparison_id]
-    numbers = {run_id: launch for case in there for launch, run_id in case.run_ids.items()}
-    offset = 1 + max(numbers.values(), default=-1)
-    ours = {launch: run_id for case in own.values() for launch, run_id in case.run_ids.items()}
-    return {launch: numbers.get(run_id, launch + offset) for launch, run_id in ours.items()}, offset
-
-
-def _moved(case: Case, launches: dict[int, int]) -> Case:
-    """A case with its launches renumbered."""
-    numbers = case.timings["launch"].map(launches).astype(case.timings["launch"].dtype)
-    run_ids = {launches[launch]: run_id for launch, run_id in case.run_ids.items()}
-    return replace(case, timings=case.timings.assign(launch=numbers), run_ids=run_ids)
-
-
-def _joined(first: Case, second: Case) -> Case:
-    """One case of two, of each launch the first's rows. As within a directory, one that failed in a launch failed."""
-    run_ids = {**second.run_ids, **first.run_ids}
-    if not first.is_ok or set(run_ids) == set(first.run_ids):
-        return replace(first, run_ids=run_ids)
-    if not second.is_ok:
-        return replace(second, run_ids=run_ids)
-    further = second.timings[~second.timings["launch"].isin(list(first.run_ids))]
-    return replace(first, timings=pd.concat([first.timings, further], ignore_index=True), run_ids=run_ids)
-
-
-def _told_apart(comparisons: dict[str, Comparison], sources: dict[str, list[str]]) -> dict[str, Comparison]:
-    """Comparisons of different directories that have one title say where they are from."""
-    origins: dict[str, set[str]] = {}
-    for comparison_id, facts in comparisons.items():
-        origins.setdefault(facts.title, set()).add(", ".join(sources[comparison_id]))
-    return {
-        comparison_id: facts.model_copy(update={"title": f"{facts.title}, from {', '.join(sources[comparison_id])}"})
-        if len(origins[facts.title]) > 1
-        else facts
-        for comparison_id, facts in comparisons.items()
-    }
+def _joined(parts: list[Case], jobs: dict[str, int]) -> Case:
+    """One case of several, each job's rows once. As within a directory, a case that failed in a launch failed."""
+    run_ids = {jobs[job]: job for part in parts for job in part.run_ids.values()}
+    failed = next((part for part in parts if not part.is_ok), None)
+    if failed is not None:
+        return replace(failed, run_ids=run_ids)
+    timings, known = [], set()
+    for part in parts:
+        launches = {launch: jobs[job] for launch, job in part.run_ids.items() if job not in known}
+        known.update(part.run_ids.values())
+        rows = part.timings[part.timings["launch"].isin(list(launches))]
+        timings.append(rows.assign(launch=rows["launch"].map(launches).astype("int32")))
+    return replace(parts[0], timings=pd.concat(timings, ignore_index=True), run_ids=run_ids)

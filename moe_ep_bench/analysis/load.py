@@ -1,4 +1,4 @@
-"""Read a run directory and refuse what cannot be trusted.
+"""Read a run directory: what ``run.json`` and the conditions say, then every case's samples and routing.
 
 Every figure and table rests on these files, so they are checked here and in ``parts``, once: what is missing, damaged
 or of another run is an error that names it, never a gap that nobody sees. Who would rather see the rest of a directory
@@ -9,43 +9,201 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import pandas as pd
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from moe_ep_bench.analysis.described import (
-    CaseDescription,
-    Comparison,
-    Conditions,
-    MissingPartError,
-    Role,
-    RunDescription,
-    Tried,
-    read_description,
-)
-from moe_ep_bench.analysis.described import Part as Part  # these two are a comparison's
-from moe_ep_bench.analysis.described import Workload as Workload
 from moe_ep_bench.analysis.parts import (
     SAMPLE,
     ResultsError,
+    Tried,
     check_routing,
     launches_of,
     one_line,
     over_layers,
     read_part,
+    read_run_json,
     timings_of,
 )
 from moe_ep_bench.bench.validation_directory import ValidationDirectory
+from moe_ep_bench.machine.monitor import MachineState
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import LAYER_PHASES, METRICS, PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA
+
+Role = Literal["baseline", "noise", "ceiling", "policy", "replication"]
+# Roles that several cases of a comparison may hold; speedups need to know *the* baseline.
+_SHARED_ROLES = ("policy", "replication")
 
 _OF_IMAGES = [name for name, metric in METRICS.items() if metric.of == "images"]  # ``route``'s alone
 _OF_LAYERS = "holds no times of whole models (scope: model)"
 _OF_MODELS = "holds times of whole models, which this does not read (docs/model.md says what does); expected layers'"
+
+
+# ---- what run.json and conditions say --------------------------------------------------------------------------------
+
+
+class _Described(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+_Model = TypeVar("_Model", bound=_Described)
+
+
+class Workload(_Described):
+    kind: Literal["synthetic", "recorded"]
+    description: str
+    tail_model: str | None
+    recording: dict[str, Any] | None = None
+    skew: dict[str, Any] | None = None  # that was named: ``workload.skews.Skew``
+    targets: dict[str, Any] = {}  # of a synthetic workload
+    padding: dict[str, Any] | None = None  # see ``bench.words.describe_padding``
+
+
+class Part(_Described):
+    """A part of the layer: what the config asked for, what ran, and why where that was left open."""
+
+    requested: str
+    ran: str
+    why: str = ""
+
+    @property
+    def is_unfused_permutation(self) -> bool:
+        """Whether a permutation took longer here than a paper's would."""
+        return self.ran not in ("fused", "none")
+
+
+class Whole(_Described):  # ``bench.subjects``
+    num_layers: int  # that were built
+    of_layers: int  # that the model has
+    moe_layers: list[int]  # of those that were built
+    of_moe_layers: int
+    context_length: int  # tokens in the cache of each request that decodes; 0 = prefill
+    attention: str
+    peak_loads: list[float]  # fullest expert over mean, of each MoE layer's scores
+    shared_by_chance: list[float] = []  # experts that neighbours share, of layers where that is more than was asked for
+
+
+class Comparison(_Described):
+    """Conditions that all its cases share; cases of one comparison may be paired."""
+
+    title: str
+    model: str
+    scale: float  # 1.0 = the model's true sizes
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_ranks: int  # expert-parallel size
+    expert_tensor_parallel: int = 1  # ranks that an expert is cut among
+    num_replicas: int
+    world_size: int
+    num_tokens: int  # of all ranks
+    num_batches: int
+    dtype: str
+    backend: Literal["nccl", "gloo"]
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    cuda_graph: str | None = None  # what graphs hold and replay; None = run eagerly
+    experts: Part
+    permute: Part
+    kernel: Part | None = None  # of routing
+    flush_l2: bool
+    oversubscribed: bool  # more ranks than cores
+    random_weights: bool
+    departures: list[str]  # where the layer is simpler than the model
+    links: str | None = None  # the model of what moved between ranks, where nothing did
+    device: str | None = None  # the model of the device, where nothing was run
+    placement: str = "contiguous"  # of experts on ranks, where they are emulated
+    point: dict[str, Any] = {}  # of the config's sweep: dotted keys with their values
+    workload: Workload
+    whole: Whole | None = None  # None = one layer was timed
+
+    @property
+    def slice_size(self) -> int:
+        """Of an expert's FFN, on one rank."""
+        return self.ffn_hidden_size // self.expert_tensor_parallel
+
+    @property
+    def num_together(self) -> int:
+        """Ranks whose tokens meet in the same experts; they are neighbours."""
+        return self.num_ranks * self.expert_tensor_parallel
+
+    @property
+    def ranks_words(self) -> str:
+        """How the experts are shared out."""
+        cut = f" x TP {self.expert_tensor_parallel}" if self.expert_tensor_parallel > 1 else ""
+        return f"EP {self.num_ranks}{cut}"
+
+    def expert_rank(self, rank: int) -> int:
+        """The expert-parallel rank that one of all ranks is; those that hold slices of the same experts are one."""
+        return rank // self.expert_tensor_parallel % self.num_ranks
+
+
+class WarmUp(_Described):  # ``timing.protocol.WarmUp``
+    rounds: int
+    change: float | None
+    settled: bool
+
+
+class Ceilings(_Described):  # ``timing.ceilings.Ceilings``
+    matmul_size: int
+    matmul_tflops: float
+    copy_gbps: float
+    read_gbps: float | None = None
+
+
+class RankConditions(_Described):
+    hostname: str
+    machine: dict[str, Any]  # see machine.MachineState
+    ceilings: Ceilings
+    peak_memory_bytes: int | None
+
+
+class Conditions(_Described):
+    """Under which conditions one launch of a comparison was timed; ranks in order."""
+
+    run_id: str
+    attention: list[str] = []  # torch's kernels for it; of whole models
+    warm_up: WarmUp
+    ranks: list[RankConditions]
+
+    @property
+    def machines(self) -> list[tuple[str, MachineState]]:
+        return [(rank.hostname, MachineState.from_dict(rank.machine)) for rank in self.ranks]
+
+
+class _CaseFacts(_Described):
+    comparison_id: str
+    policy: str
+    policy_params: dict[str, Any]
+    label: str
+    role: Role
+    looks_past_top_k: bool
+    extra_bytes_per_rank: float | None = None
+
+
+class _Environment(_Described):
+    device_name: str
+    torch: str | None = None
+    megatron_core: str | None = None
+    nccl: str | None = None
+    driver: str | None = None
+
+
+class _RunFacts(_Described):
+    """run.json, whose comparisons and cases are validated one by one."""
+
+    run_id: str
+    mode: Literal["run", "emulated", "route"]
+    scope: Literal["layer", "model"] = "layer"
+    environment: _Environment
+    comparisons: dict[str, Any]
+    cases: dict[str, Any]
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +248,10 @@ class Run:
     run_id: str
     mode: str
     scope: str  # what was timed: a layer, or a whole model
-    device_name: str
-    num_devices: int
     comparisons: dict[str, Comparison]
     cases: tuple[Case, ...]
     conditions: dict[str, dict[int, Conditions]]  # by comparison and launch
+    device_name: str
     torch: str | None = None  # versions; None where they were not recorded
     megatron_core: str | None = None
     nccl: str | None = None
@@ -116,123 +273,103 @@ def load_run(directory: Path | str, passed_over: list[str] | None = None, *, who
         ResultsError: one line that names the file and what is wrong with it; with ``passed_over`` only where nothing
             is left.
     """
-    files = RunDirectory(Path(directory))
-    tried = Tried(passed_over)
-    description = read_description(files.run_json, tried)
-    if (description.scope == "model") != whole:
+    files, tried = RunDirectory(Path(directory)), Tried(passed_over)
+    facts = _validated(_RunFacts, files.run_json, "", read_run_json(files.run_json))
+    if (facts.scope == "model") != whole:
         raise ResultsError(f"{files.root}: {_OF_LAYERS if whole else _OF_MODELS}")
-    _check_known_parts(files, description, tried)
-    read = (tried(_read_case, files, case_id, description) for case_id in description.cases)
-    cases = _of_one_job(files, tuple(case for case in read if case is not None), tried)
-    conditions = _read_conditions(files, cases, description.comparisons, tried)
-    tried.say_missing(files)
+    comparisons, described = _described(files.run_json, facts, tried)
+    for path in sorted(
+        path for table in ("samples", "routing") for path in files.path(table, "").parent.glob("*.parquet")
+    ):
+        if path.stem not in facts.cases:
+            tried.error(ResultsError(f"{path}: foreign, run.json lists no case {path.stem!r}"))
+    read = (
+        tried(_read_case, files, case_id, case, comparisons[case.comparison_id], facts.mode)
+        for case_id, case in _with_parts(files, described, tried).items()
+    )
+    cases, jobs = _of_one_job(files, [case for case in read if case is not None], tried)
+    # What a model of a device says has no conditions.
+    conditions: dict[str, dict[int, Conditions]] = {
+        comparison_id: {} for comparison_id, _ in jobs if comparisons[comparison_id].device is None
+    }
+    for (comparison_id, launch), run_id in jobs.items():
+        if comparison_id in conditions:
+            found = tried(_read_conditions, files.conditions_path(comparison_id, launch), run_id)
+            conditions[comparison_id] |= {} if found is None else {launch: found}
     if not any(case.is_ok for case in cases):
         counts = ", ".join(f"{number} {status}" for status, number in sorted(Counter(c.status for c in cases).items()))
         first = f"; {cases[0].label}: {one_line(cases[0].reason)}" if cases else ""
         nothing = "none can be read" if passed_over else "run.json lists none"
         raise ResultsError(f"{files.root}: no case was measured ({counts or nothing}){first}")
-    run = Run(
-        directory=files.root,
-        run_id=description.run_id,
-        mode=description.mode,
-        scope=description.scope,
-        device_name=description.environment.device_name,
-        num_devices=description.environment.num_devices,
-        comparisons=dict(sorted(description.comparisons.items(), key=lambda item: _place_in_sweep(item[1]))),
-        cases=cases,
-        conditions=conditions,
-        torch=description.environment.torch,
-        megatron_core=description.environment.megatron_core,
-        nccl=description.environment.nccl,
-        driver=description.environment.driver,
-    )
     if passed_over is not None:
-        passed_over += _without_baseline(files.run_json, run)
-    return run
-
-
-def is_route(directory: Path | str) -> bool:
-    """Whether ``run.json`` there says that it is routing only, and no samples of time lie beside it."""
-    return (
-        _said(directory, "mode") == "route" and not RunDirectory(Path(directory)).path("samples", "any").parent.exists()
+        passed_over += _without_baseline(files.run_json, comparisons, cases)
+    return Run(
+        directory=files.root,
+        run_id=facts.run_id,
+        mode=facts.mode,
+        scope=facts.scope,
+        comparisons=dict(sorted(comparisons.items(), key=lambda item: _place_in_sweep(item[1]))),
+        cases=tuple(cases),
+        conditions=conditions,
+        **dict(facts.environment),
     )
 
 
-def is_quality(directory: Path | str) -> bool:
-    """Whether ``quality`` wrote a directory."""
-    return _said(directory, "mode") == "quality"
-
-
-def is_whole(directory: Path | str) -> bool:
-    """Whether a directory holds times of whole models."""
-    return _said(directory, "scope") == "model"
-
-
-def _said(directory: Path | str, key: str) -> Any:
-    """What ``run.json`` says under a key; None where there is none that can be read."""
+def _validated(model: type[_Model], path: Path, key: str, content: Any) -> _Model:
+    """What ``path`` says under ``key``; ResultsError names the first key that says it otherwise."""
     try:
-        return json.loads(RunDirectory(Path(directory)).run_json.read_text()).get(key)
-    except (OSError, ValueError, AttributeError):
-        return None
+        return model.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join([*([key] if key else []), *map(str, first["loc"])])
+        raise ResultsError(f"{path}: {where}: {first['msg']}") from None
 
 
-_UNTIMED = (
-    (is_route, "routing"),
-    (is_quality, "what policies do to a model's answers,"),
-)
+def _described(path: Path, facts: _RunFacts, tried: Tried) -> tuple[dict[str, Comparison], dict[str, _CaseFacts]]:
+    """The comparisons and cases of run.json that can be trusted; with a comparison go its cases."""
+    read = {
+        key: tried(_validated, Comparison, path, f"comparisons.{key}", one) for key, one in facts.comparisons.items()
+    }
+    comparisons = {key: one for key, one in read.items() if one is not None}
+    read = {key: tried(_validated, _CaseFacts, path, f"cases.{key}", one) for key, one in facts.cases.items()}
+    cases = {key: one for key, one in read.items() if one is not None}
+    for key, case in cases.items():
+        if case.comparison_id not in facts.comparisons:
+            tried.error(ResultsError(f"{path}: cases.{key}.comparison_id: no comparison {case.comparison_id!r}"))
+    for (key, role), number in Counter((case.comparison_id, case.role) for case in cases.values()).items():
+        if role not in _SHARED_ROLES and number > 1 and comparisons.pop(key, None) is not None:
+            tried.error(ResultsError(f"{path}: comparisons.{key}: expected one {role} case, got {number}"))
+    return comparisons, {key: case for key, case in cases.items() if case.comparison_id in comparisons}
 
 
-def check_timed(directory: Path | str) -> None:
-    """Raise ResultsError where a directory is not one run's times: it holds none, or two runs (``validate``)."""
-    if ValidationDirectory(Path(directory)).pairs.is_file():
-        raise ResultsError(f"{directory}: holds two runs side by side: name {directory}/real or {directory}/emulated")
-    for is_other, what in _UNTIMED:
-        if is_other(directory):
-            raise ResultsError(f"{directory}: holds {what} without times; expected what `run` or `emulate` wrote")
+def _with_parts(files: RunDirectory, cases: dict[str, _CaseFacts], tried: Tried) -> dict[str, _CaseFacts]:
+    """The cases that have their parts; one line for all others, which an unfinished run leaves."""
+    missing = [key for key in cases if not files.path("samples", key).is_file()]
+    if missing:
+        path, label = files.path("samples", missing[0]), cases[missing[0]].label
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        tried.error(ResultsError(f"{path}: missing; the run did not finish ({label}{more}): start it again to go on"))
+    return {key: case for key, case in cases.items() if key not in missing}
 
 
-def _without_baseline(run_json: Path, run: Run) -> list[str]:
-    """Which comparisons can have no speedups."""
-    lines = []
-    for comparison_id, facts in run.comparisons.items():
-        measured = [case for case in run.cases if case.comparison_id == comparison_id and case.is_ok]
-        if measured and not any(case.role == "baseline" for case in measured):
-            lines.append(
-                f"{run_json}: comparisons.{comparison_id} ({facts.title}): native, its baseline, is not there as "
-                f"measured, so its {len(measured)} cases have no speedups"
-            )
-    return lines
-
-
-def _place_in_sweep(comparison: Comparison) -> list[tuple[bool, Any]]:
-    """Sorts comparisons by the values of their swept keys, numbers before words; without a sweep all are alike."""
-    values = [comparison.point[key] for key in sorted(comparison.point)]
-    return [(False, value) if isinstance(value, int | float) else (True, json.dumps(value)) for value in values]
-
-
-def _check_known_parts(files: RunDirectory, description: RunDescription, tried: Tried) -> None:
-    listed = json.loads(files.run_json.read_text(encoding="utf-8")).get("cases", {})  # those left out too
-    for folder in (files.path("samples", "any").parent, files.path("routing", "any").parent):
-        for path in sorted(folder.glob("*.parquet")):
-            if path.stem not in description.cases and path.stem not in listed:
-                tried.error(ResultsError(f"{path}: foreign, run.json lists no case {path.stem!r}"))
-
-
-def _read_case(files: RunDirectory, case_id: str, description: RunDescription) -> Case:
-    case = description.cases[case_id]
-    comparison = description.comparisons[case.comparison_id]
-    identity = {"case_id": case_id, "comparison_id": case.comparison_id, "mode": description.mode}
+def _read_case(files: RunDirectory, case_id: str, case: _CaseFacts, comparison: Comparison, mode: str) -> Case:
+    identity = {"case_id": case_id, "comparison_id": case.comparison_id, "mode": mode}
     path, routing_path = files.path("samples", case_id), files.path("routing", case_id)
-    part = read_part(_there(path, case), SAMPLES_SCHEMA, identity, ["run_id", "status", "reason", *SAMPLE])
-    launches = launches_of(part)
-    status, reason = _outcome(launches)
-    layers = None
+    part = read_part(path, SAMPLES_SCHEMA, identity, ["run_id", "status", "reason", *SAMPLE])
+    launches, is_whole, layers = launches_of(path, part), comparison.whole is not None, None
+    status, reason = "ok", None
+    for launch, row in launches[launches["status"] != "ok"][:1].iterrows():
+        said = "no reason was recorded" if pd.isna(row["reason"]) else str(row["reason"])
+        status, reason = row["status"], f"launch {launch + 1}: {said}" if len(launches) > 1 else said
     if status == "ok":
-        is_whole = comparison.whole is not None
         samples = timings_of(path, part, comparison.world_size, tuple(PHASES) if is_whole else LAYER_PHASES)
         if is_whole:
             layers = samples[(samples["kind"] == "breakdown") & samples["phase"].isin(PHASES)]
-        routing = read_part(_there(routing_path, case), ROUTING_SCHEMA, identity).to_pandas()
+        if not routing_path.is_file():
+            raise ResultsError(
+                f"{routing_path}: missing; the run did not finish ({case.label}): start it again to go on"
+            )
+        routing = read_part(routing_path, ROUTING_SCHEMA, identity).to_pandas()
         routing = routing.drop(columns=_OF_IMAGES if is_whole else [*_OF_IMAGES, "layer"])
         sizes = {"num_experts": comparison.num_experts, "num_ranks": comparison.num_ranks}
         for _, rows in routing.groupby("layer") if is_whole else [(None, routing)]:
@@ -253,61 +390,33 @@ def _read_case(files: RunDirectory, case_id: str, description: RunDescription) -
     )
 
 
-def _there(path: Path, case: CaseDescription) -> Path:
-    if not path.is_file():
-        raise MissingPartError(f"{path}: missing; the run did not finish ({case.label}): start it again to go on")
-    return path
-
-
-def _outcome(launches: pd.DataFrame) -> tuple[str, str | None]:
-    """Status and reason of a case from those of its launches: the first that is not ok decides."""
-    for launch, row in launches.sort_index().iterrows():
-        if row["status"] != "ok":
-            reason = "no reason was recorded" if pd.isna(row["reason"]) else str(row["reason"])
-            return row["status"], f"launch {launch + 1}: {reason}" if len(launches) > 1 else reason
-    return "ok", None
-
-
-def _of_one_job(files: RunDirectory, cases: tuple[Case, ...], tried: Tried) -> tuple[Case, ...]:
+def _of_one_job(files: RunDirectory, cases: list[Case], tried: Tried) -> tuple[list[Case], dict[tuple[str, int], str]]:
     """Pairs ran back to back: in each launch, measured cases of a comparison are of one job, not of two repetitions.
 
     Of two jobs the baseline's stands, for nothing is said without it; where it is not there, the first case's.
+
+    Returns:
+        The cases that stand, and the job of every comparison and launch that was measured.
     """
-    first: dict[tuple[str, int], tuple[Case, str]] = {}
-    strangers: set[str] = set()
-    for case in sorted(cases, key=lambda case: case.role != "baseline"):
-        for launch, run_id in case.run_ids.items() if case.is_ok else ():
-            other, other_id = first.setdefault((case.comparison_id, launch), (case, run_id))
-            if run_id != other_id and case.case_id not in strangers:
+    first: dict[tuple[str, int], Case] = {}
+    strangers = set()
+    for case in sorted((case for case in cases if case.is_ok), key=lambda case: case.role != "baseline"):
+        others = {launch: first.setdefault((case.comparison_id, launch), case) for launch in case.run_ids}
+        for launch, other in others.items():
+            if other.run_ids[launch] != case.run_ids[launch] and case.case_id not in strangers:
                 strangers.add(case.case_id)
                 path, other_path = (files.path("samples", one.case_id) for one in (case, other))
                 tried.error(
                     ResultsError(
                         f"{path}: of another job than {other_path.name}, so their iterations are no pairs "
-                        f"({run_id}, {other_id}): run the comparison again"
+                        f"({case.run_ids[launch]}, {other.run_ids[launch]}): run the comparison again"
                     )
                 )
-    return tuple(case for case in cases if case.case_id not in strangers)
+    jobs = {(comparison_id, launch): case.run_ids[launch] for (comparison_id, launch), case in first.items()}
+    return [case for case in cases if case.case_id not in strangers], jobs
 
 
-def _read_conditions(
-    files: RunDirectory, cases: tuple[Case, ...], comparisons: Mapping[str, Comparison], tried: Tried
-) -> dict[str, dict[int, Conditions]]:
-    """The conditions of every launch that was timed. What a model of a device says has none."""
-    jobs: dict[tuple[str, int], str] = {}
-    for case in cases:
-        if case.is_ok and comparisons[case.comparison_id].device is None:
-            for launch, run_id in case.run_ids.items():
-                jobs.setdefault((case.comparison_id, launch), run_id)
-    found: dict[str, dict[int, Conditions]] = {comparison_id: {} for comparison_id, _ in jobs}
-    for (comparison_id, launch), run_id in jobs.items():
-        conditions = tried(_read_launch_conditions, files.conditions_path(comparison_id, launch), run_id)
-        if conditions is not None:
-            found[comparison_id][launch] = conditions
-    return found
-
-
-def _read_launch_conditions(path: Path, run_id: str) -> Conditions:
+def _read_conditions(path: Path, run_id: str) -> Conditions:
     try:
         conditions = Conditions.model_validate_json(path.read_text(encoding="utf-8"))
         _ = conditions.machines
@@ -318,3 +427,56 @@ def _read_launch_conditions(path: Path, run_id: str) -> Conditions:
     if conditions.run_id != run_id:
         raise ResultsError(f"{path}: of another job than the cases ({conditions.run_id}, {run_id})")
     return conditions
+
+
+def _without_baseline(path: Path, comparisons: dict[str, Comparison], cases: list[Case]) -> list[str]:
+    """Which comparisons can have no speedups."""
+    roles = {key: [case.role for case in cases if case.is_ok and case.comparison_id == key] for key in comparisons}
+    return [
+        f"{path}: comparisons.{key} ({comparisons[key].title}): native, its baseline, is not there as measured, so "
+        f"its {len(measured)} cases have no speedups"
+        for key, measured in roles.items()
+        if measured and "baseline" not in measured
+    ]
+
+
+def _place_in_sweep(comparison: Comparison) -> list[tuple[bool, Any]]:
+    """Sorts comparisons by the values of their swept keys, numbers before words; without a sweep all are alike."""
+    values = [comparison.point[key] for key in sorted(comparison.point)]
+    return [(False, value) if isinstance(value, int | float) else (True, json.dumps(value)) for value in values]
+
+
+# ---- what a directory holds ------------------------------------------------------------------------------------------
+
+
+def is_route(directory: Path | str) -> bool:
+    """Whether ``run.json`` there says that it is routing only, and no samples of time lie beside it."""
+    timed = RunDirectory(Path(directory)).path("samples", "any").parent
+    return _said(directory, "mode") == "route" and not timed.exists()
+
+
+def is_quality(directory: Path | str) -> bool:
+    """Whether ``quality`` wrote a directory."""
+    return _said(directory, "mode") == "quality"
+
+
+def is_whole(directory: Path | str) -> bool:
+    """Whether a directory holds times of whole models."""
+    return _said(directory, "scope") == "model"
+
+
+def _said(directory: Path | str, key: str) -> Any:
+    """What ``run.json`` says under a key; None where there is none that can be read."""
+    try:
+        return json.loads(RunDirectory(Path(directory)).run_json.read_text()).get(key)
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def check_timed(directory: Path | str) -> None:
+    """Raise ResultsError where a directory is not one run's times: it holds none, or two runs (``validate``)."""
+    if ValidationDirectory(Path(directory)).pairs.is_file():
+        raise ResultsError(f"{directory}: holds two runs side by side: name {directory}/real or {directory}/emulated")
+    for is_other, what in ((is_route, "routing"), (is_quality, "what policies do to a model's answers,")):
+        if is_other(directory):
+            raise ResultsError(f"{directory}: holds {what} without times; expected what `run` or `emulate` wrote")

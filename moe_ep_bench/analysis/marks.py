@@ -48,12 +48,11 @@ def cases(run: Run, comparisons: Sequence[ComparisonResult], *, failed: bool = F
     for place, comparison in enumerate(comparisons):
         for result in comparison.results:
             if result.case.is_ok or failed:
-                about = {"place": place, "family": result.family, "result": result}
-                about |= {"verdict": result.verdict, "status": result.case.status}
-                about["is_interval"] = result.speedup is not None and result.speedup.is_interval
-                about["layer_time_us"] = None if result.layer is None else 1e3 * result.layer.median_ms
                 values = {**speedup_values(result.speedup), **cost_values(result)}
-                rows.append(mark(run, comparison, result, **values, **about))
+                values |= {"verdict": result.verdict, "status": result.case.status, "result": result}
+                values |= {"layer_time_us": None if result.layer is None else 1e3 * result.layer.median_ms}
+                values |= {"is_interval": result.speedup is not None and result.speedup.is_interval}
+                rows.append(mark(run, comparison, result, **values, place=place, family=result.family))
         rows += floor_row(run, comparison, place=place)
     about = ("verdict", "status", "layer_time_us", *_LAST, "place", "family", "is_interval", "result")
     numbers = dict.fromkeys(("capacity_factor", *SPEEDUP[:3], *COST, "layer_time_us"), float)
@@ -67,20 +66,21 @@ def as_csv(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
 
 def mark(run: Run, comparison: ComparisonResult, result: CaseResult, /, **values: Any) -> dict[str, Any]:
     """A row for a mark of one case; ``values`` in the order of the columns."""
-    named = {"policy": result.case.label, "role": result.case.role, "capacity_factor": result.capacity_factor}
-    return _row(run, comparison, named | values)
+    values = {"capacity_factor": result.capacity_factor} | values
+    return reference(run, comparison, result.case.label, result.case.role, **values)
 
 
 def reference(run: Run, comparison: ComparisonResult, name: str, role: str, **values: Any) -> dict[str, Any]:
     """A row for a mark that is no single case's: the noise floor, a fitted line."""
-    return _row(run, comparison, {"policy": name, "role": role, "capacity_factor": None} | values)
-
-
-def _row(run: Run, comparison: ComparisonResult, values: dict[str, Any]) -> dict[str, Any]:
     facts = comparison.comparison
-    of_comparison = {"comparison": facts.title, "model": facts.model}
-    of_comparison |= {"num_ranks": facts.num_ranks, "num_tokens": facts.num_tokens}
-    return of_comparison | values | {"origin": origin(run, facts), "workload": facts.workload.kind}
+    row = {
+        "comparison": facts.title,
+        "model": facts.model,
+        "num_ranks": facts.num_ranks,
+        "num_tokens": facts.num_tokens,
+    }
+    row |= {"policy": name, "role": role, "capacity_factor": None, **values}
+    return row | {"origin": origin(run, facts), "workload": facts.workload.kind}
 
 
 def speedup_values(speedup: Estimate | None) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def floor_row(run: Run, comparison: ComparisonResult, **values: Any) -> list[dic
     floor = comparison.floor
     if floor is None:
         return []
-    ends = {"speedup_low": floor.low, "speedup_high": floor.high, "speedup_spread": "noise floor"}
-    return [reference(run, comparison, "native again", "noise", **values, **ends)]
+    values |= {"speedup_low": floor.low, "speedup_high": floor.high, "speedup_spread": "noise floor"}
+    return [reference(run, comparison, "native again", "noise", **values)]
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:

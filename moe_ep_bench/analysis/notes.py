@@ -1,14 +1,16 @@
 """What has to be known to read a table: how the numbers came about, and what weakens them.
 
-Notes say what is so; warnings say what forbids or weakens a reading. One line each.
+Notes say what is so; warnings say what forbids or weakens a reading. Each is a fact and its sentence, which stands
+where the fact is neither None nor zero nor empty.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from moe_ep_bench.analysis.load import Run
-from moe_ep_bench.analysis.padding import padding_notes
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.words import MODEL_CAVEAT, NOT_FUSED, OVERSUBSCRIBED, part_words, percent, workload_words
 from moe_ep_bench.machine.monitor import disturbances, remarks
@@ -22,49 +24,105 @@ MAX_HOST_BOUND = 0.1
 # Pairs cancel a drift that is slow against them; beyond this it is worth a warning.
 MAX_DRIFT = 0.1
 
+# What each number of a table of padded batches is about.
+READING = "loads, activated experts and traffic count padding that is computed; drops and mass kept are of valid tokens"
+
+_NOTES = {
+    "workload": "{}",
+    "parts": "{}",
+    "is_modelled": MODEL_CAVEAT,
+    "allgather": "dispatcher: allgather; crossing bytes are those that an all-to-all would send",
+    "graph": "replayed from CUDA graphs, which hold {}",
+    "load": "imbalance under native: fullest expert {0.fullest_expert:.2f} x mean, fullest rank {0.fullest_rank:.2f} x "
+    "mean of what valid tokens select",
+    "padding": "padding: native spends {:.1f} % of its pairs on padding",
+    "has_padding": READING,
+    "spread": "speedup: slowest rank's layer time, native over case, median of pairs {}",
+    "floor": "noise floor: {0.low:.3f} to {0.high:.3f}, by which native run twice differs from itself",
+    "detectable": "smallest speedup that would be called (power 80 %): {}",
+    "ceiling": "ceiling: native on perfectly balanced scores; what balance alone could buy, no policy",
+    "warm_up": "warm-up: {} rounds over all batches and cases, by launch",
+    "drift": "native over the run: drift {:+.1f} % (pairs cancel it), {:.1f} % of its iterations far out, the worst "
+    "{:.2f} x its batch's median",
+    "choosing": "choosing experts, share of the slowest rank's time: at worst {}",
+    "unaccounted": "unaccounted time: at worst {}",
+    "probes": "probe overhead: at worst {}",
+    "error": "output error: relative to native, with random weights; it is no measure of a model's accuracy",
+    "on_device": "peak memory: {:.2f} GiB on the fullest rank (on the device)",
+    "of_process": "peak memory: {:.2f} GiB on the fullest rank (of the process, imports and all)",
+}
+_WARNINGS = {
+    "no_baseline": "the baseline was not measured, so there are no speedups",
+    "no_floor": "native was not measured a second time, so there is no noise floor and no verdict",
+    "differs": "native differs from itself: something drifts with the order of cases; the floor covers it",
+    "drift": "times drifted by {:+.1f} % between the begin and the end of a launch",
+    "oversubscribed": OVERSUBSCRIBED,
+    "unaccounted": f"phases leave more than {percent(MAX_UNACCOUNTED)} % of the time unaccounted for",
+    "probes": f"probes cost more than {percent(MAX_PROBE_OVERHEAD)} %: phase times are too long by about that",
+    "cpu_probes": "probes are not free on CPU ranks (gloo): read phase times as shares; speedups come from iterations "
+    "without probes",
+    "launch_bound": "launch-bound: in {} of the iterations the host issued work until the end; its time is the host's, "
+    "not the device's",
+    "not_fused": NOT_FUSED,
+}
+
+
+def _said(sentences: Mapping[str, str], facts: Mapping[str, Any]) -> list[str]:
+    return [
+        sentence.format(*facts[key] if isinstance(facts[key], tuple) else [facts[key]])
+        for key, sentence in sentences.items()
+        if facts.get(key)
+    ]
+
 
 def notes_of(comparison: ComparisonResult) -> list[str]:
     facts, results = comparison.comparison, comparison.results
-    modelled = facts.device is not None
-    notes = [workload_words(facts)]
-    if modelled:
-        notes.append(f"experts: {part_words(facts.experts)}; permutation: {part_words(facts.permute)}")
-        notes.append(MODEL_CAVEAT)
-    else:
-        routing = f"; routing: {part_words(facts.kernel)}" if facts.kernel else ""
-        notes.append(f"experts: {part_words(facts.experts)}; permutation: {part_words(facts.permute)}{routing}")
-        if facts.dispatcher == "allgather":
-            notes.append("dispatcher: allgather; crossing bytes are those that an all-to-all would send")
-        if facts.cuda_graph is not None:
-            notes.append(f"replayed from CUDA graphs, which hold {facts.cuda_graph}")
     baseline = comparison.of_role("baseline")
-    if baseline is not None and baseline.fidelity is not None:
-        load = baseline.fidelity
-        notes.append(
-            f"imbalance under {baseline.case.label}: fullest expert {load.fullest_expert:.2f} x mean, "
-            f"fullest rank {load.fullest_rank:.2f} x mean"
-            + (" of what valid tokens select" if facts.workload.padding else "")
-        )
-    notes += padding_notes(comparison)
-    notes.append("speedup: slowest rank's layer time, native over case, median of pairs " + spread_words(comparison))
-    if comparison.floor is not None and not modelled:
-        low, high = comparison.floor.low, comparison.floor.high
-        notes.append(f"noise floor: {low:.3f} to {high:.3f}, by which native run twice differs from itself")
-    notes += _detectable(comparison)
-    if comparison.of_role("ceiling") is not None:
-        notes.append("ceiling: native on perfectly balanced scores; what balance alone could buy, no policy")
-    if not modelled:
-        notes += _steadiness(comparison, baseline)
-        routed = {r: r.breakdown.policy_share for r in results if r.breakdown and r.case.role == "policy"}
-        notes += _worst("choosing experts, share of the slowest rank's time", routed)
-        notes += _worst("unaccounted time", {r: r.breakdown.unaccounted_share for r in results if r.breakdown})
-    notes += _worst("probe overhead", {r: r.probe_overhead for r in results if r.probe_overhead is not None})
-    if facts.random_weights and any(r.fidelity and not math.isnan(r.fidelity.output_error) for r in results):
-        notes.append("output error: relative to native, with random weights; it is no measure of a model's accuracy")
-    notes += _memory(comparison)
-    notes += [f"{r.case.label}: {extra_memory_words(r)}" for r in comparison.replications]
-    notes += dict.fromkeys(line for launch in comparison.conditions for line in remarks(launch.machines))
-    return notes
+    far = baseline.outliers if baseline else None
+    effects = {r.case.label: r.detectable for r in comparison.policies if r.detectable is not None}
+    ends = [pick(effects, key=effects.__getitem__) for pick in (min, max)] if effects else []
+    peaks = [rank.peak_memory_bytes or 0 for launch in comparison.conditions for rank in launch.ranks]
+    peak_gib = max(peaks, default=0) / 2**30
+    routing = None if baseline is None else baseline.case.routing
+    padding = (
+        facts.workload.padding and routing is not None and routing["padding_pairs"].sum() / routing["num_pairs"].sum()
+    )
+    parts = f"experts: {part_words(facts.experts)}; permutation: {part_words(facts.permute)}"
+    known: dict[str, Any] = {
+        "workload": workload_words(facts),
+        "parts": parts,
+        "is_modelled": facts.device is not None,
+        "load": baseline and baseline.fidelity,
+        "padding": padding and 100 * padding,
+        "has_padding": facts.workload.padding,
+        "spread": spread_words(comparison),
+        "detectable": " to ".join(f"{effects[label]:.3f} ({label})" for label in ends),
+        "ceiling": comparison.of_role("ceiling"),
+        "probes": _worst({r: r.probe_overhead for r in results}),
+        "error": facts.random_weights and any(r.fidelity and not math.isnan(r.fidelity.output_error) for r in results),
+        "on_device": facts.backend == "nccl" and peak_gib,
+        "of_process": facts.backend != "nccl" and peak_gib,
+    }
+    if facts.device is None:
+        known |= {
+            "parts": parts + (f"; routing: {part_words(facts.kernel)}" if facts.kernel else ""),
+            "allgather": facts.dispatcher == "allgather",
+            "graph": facts.cuda_graph,
+            "floor": comparison.floor,
+            "warm_up": ", ".join(str(launch.warm_up.rounds) for launch in comparison.conditions),
+            "drift": far and (100 * baseline.drift, 100 * far.share, far.worst),
+            "choosing": _worst({r: r.breakdown and r.breakdown.policy_share for r in comparison.policies}),
+            "unaccounted": _worst({r: r.breakdown and r.breakdown.unaccounted_share for r in results}),
+        }
+    memory = [f"{one.case.label}: {extra_memory_words(one)}" for one in comparison.replications]
+    machines = dict.fromkeys(line for launch in comparison.conditions for line in remarks(launch.machines))
+    return [*_said(_NOTES, known), *memory, *machines]
+
+
+def _worst(shares: Mapping[CaseResult, float | None]) -> str:
+    """The largest share and whose it is; empty where there is none."""
+    share, label = max(((one, r.case.label) for r, one in shares.items() if one is not None), default=(None, ""))
+    return "" if share is None else f"{percent(share)} % ({label})"
 
 
 def spread_words(comparison: ComparisonResult) -> str:
@@ -76,40 +134,6 @@ def spread_words(comparison: ComparisonResult) -> str:
     return f"[95 % interval, bootstrapped over batches, then iterations{launches}]"
 
 
-def _detectable(comparison: ComparisonResult) -> list[str]:
-    effects = {result: result.detectable for result in comparison.policies if result.detectable is not None}
-    if not effects:
-        return []
-    best, worst = min(effects, key=effects.__getitem__), max(effects, key=effects.__getitem__)
-    return [
-        f"smallest speedup that would be called (power 80 %): {effects[best]:.3f} ({best.case.label}) "
-        f"to {effects[worst]:.3f} ({worst.case.label})"
-    ]
-
-
-def _steadiness(comparison: ComparisonResult, baseline: CaseResult | None) -> list[str]:
-    notes = []
-    if comparison.conditions:
-        rounds = ", ".join(str(launch.warm_up.rounds) for launch in comparison.conditions)
-        notes.append(f"warm-up: {rounds} rounds over all batches and cases, by launch")
-    if baseline is not None and baseline.outliers is not None and baseline.drift is not None:
-        far_out, worst = percent(baseline.outliers.share), baseline.outliers.worst
-        notes.append(
-            f"native over the run: drift {100 * baseline.drift:+.1f} % (pairs cancel it), {far_out} % of its "
-            f"iterations far out, the worst {worst:.2f} x its batch's median"
-        )
-    return notes
-
-
-def _memory(comparison: ComparisonResult) -> list[str]:
-    peaks = [rank.peak_memory_bytes for launch in comparison.conditions for rank in launch.ranks]
-    known = [peak for peak in peaks if peak is not None]
-    if not known:
-        return []
-    of_what = "on the device" if comparison.comparison.backend == "nccl" else "of the process, imports and all"
-    return [f"peak memory: {max(known) / 2**30:.2f} GiB on the fullest rank ({of_what})"]
-
-
 def extra_memory_words(result: CaseResult) -> str:
     """What replicas of experts cost, in all layers of the model together."""
     if result.case.extra_bytes_per_rank is None:
@@ -117,63 +141,28 @@ def extra_memory_words(result: CaseResult) -> str:
     return f"{result.case.extra_bytes_per_rank / 2**30:.3g} GiB more memory per rank, in all layers together"
 
 
-def _worst(what: str, values: dict[CaseResult, float]) -> list[str]:
-    if not values:
-        return []
-    worst = max(values, key=lambda result: values[result])
-    return [f"{what}: at worst {percent(values[worst])} % ({worst.case.label})"]
-
-
 def warnings_of(comparison: ComparisonResult, run: Run) -> list[str]:
-    facts, results = comparison.comparison, comparison.results
-    warnings = []
-    if comparison.of_role("baseline") is None:
-        warnings.append("the baseline was not measured, so there are no speedups")
-    elif comparison.floor is None:
-        warnings.append("native was not measured a second time, so there is no noise floor and no verdict")
-    again = comparison.of_role("noise")
-    if again is not None and again.speedup is not None and again.speedup.is_interval:
-        low, high = again.speedup.low, again.speedup.high
-        if low > 1 or high < 1:
-            warnings.append("native differs from itself: something drifts with the order of cases; the floor covers it")
-    warnings += _machine_warnings(comparison)
-    if facts.oversubscribed:
-        warnings.append(OVERSUBSCRIBED)
-    warnings += _breakdown_warnings(comparison)
-    bound = {r: r.host_bound_share for r in results if r.host_bound_share is not None and facts.backend == "nccl"}
-    if bound and max(bound.values()) > MAX_HOST_BOUND:
-        worst = max(bound, key=bound.__getitem__)
-        warnings.append(
-            f"launch-bound: in {percent(bound[worst])} % of the iterations of {worst.case.label} the host issued work "
-            "until the end; its time is the host's, not the device's"
-        )
-    if facts.permute.is_unfused_permutation and facts.device is None:
-        warnings.append(NOT_FUSED)
+    facts, results, again = comparison.comparison, comparison.results, comparison.of_role("noise")
+    native = again.speedup if again else None
+    drift = max((result.drift for result in results if result.drift is not None), key=abs, default=0.0)
+    is_gpu = facts.backend == "nccl"
+    probes = any((result.probe_overhead or 0) > MAX_PROBE_OVERHEAD for result in results)
+    bound = {r: r.host_bound_share for r in results if is_gpu and (r.host_bound_share or 0) > MAX_HOST_BOUND}
+    known = {
+        "no_baseline": comparison.of_role("baseline") is None,
+        "no_floor": comparison.of_role("baseline") and comparison.floor is None,
+        "differs": native and native.is_interval and (native.low > 1 or native.high < 1),
+        "drift": abs(drift) > MAX_DRIFT and 100 * drift,
+        "oversubscribed": facts.oversubscribed,
+        "unaccounted": any(r.breakdown and r.breakdown.unaccounted_share > MAX_UNACCOUNTED for r in results),
+        "probes": probes and is_gpu,
+        "cpu_probes": probes and not is_gpu,
+        "launch_bound": _worst(bound),
+        "not_fused": facts.permute.is_unfused_permutation and facts.device is None,
+    }
     timed = "the layer" if facts.whole is None else "what was built"
-    warnings += [f"{timed} is simpler than {facts.model}'s: {line}" for line in facts.departures]
-    warnings += _tail_warnings(comparison, run)
-    return warnings
-
-
-def _tail_warnings(comparison: ComparisonResult, run: Run) -> list[str]:
-    """What policies that look past a recorded top-k rest on, and whether it was tried another way."""
-    facts, tail = comparison.comparison, comparison.comparison.workload.tail_model
-    looking = [result.case.label for result in comparison.policies if result.case.looks_past_top_k]
-    if tail is None or not looking:
-        return []
-    others = {
-        other.workload.tail_model
-        for other in run.comparisons.values()
-        if (other.workload.recording, other.model, other.num_ranks, other.num_tokens)
-        == (facts.workload.recording, facts.model, facts.num_ranks, facts.num_tokens)
-    } - {tail, None}
-    other_words = (
-        f"set it beside the same under {', '.join(sorted(map(str, others)))}"
-        if others
-        else "measured under this one only; workload.tail: both measures two"
-    )
-    modelled = f"scores past the recorded top-k are modelled ({tail} tail)"
-    return [f"{modelled}, and what {', '.join(looking)} did rests on them: {other_words}"]
+    simpler = [f"{timed} is simpler than {facts.model}'s: {line}" for line in facts.departures]
+    return [*_said(_WARNINGS, known), *_machine_warnings(comparison), *simpler, *_tail_warnings(comparison, run)]
 
 
 def _machine_warnings(comparison: ComparisonResult) -> list[str]:
@@ -184,26 +173,17 @@ def _machine_warnings(comparison: ComparisonResult) -> list[str]:
         if launch.warm_up.change is not None and not launch.warm_up.settled:
             change = f"{100 * launch.warm_up.change:+.1f} %"
             warnings.append(f"warm-up did not settle: its last round took {change} against the one before{where}")
-    drifts = [result.drift for result in comparison.results if result.drift is not None]
-    if drifts and max(map(abs, drifts)) > MAX_DRIFT:
-        warnings.append(
-            f"times drifted by {100 * max(drifts, key=abs):+.1f} % between the begin and the end of a launch"
-        )
     return warnings
 
 
-def _breakdown_warnings(comparison: ComparisonResult) -> list[str]:
-    results, warnings = comparison.results, []
-    if any(result.breakdown and result.breakdown.unaccounted_share > MAX_UNACCOUNTED for result in results):
-        warnings.append(f"phases leave more than {percent(MAX_UNACCOUNTED)} % of the time unaccounted for")
-    if any(result.probe_overhead is not None and result.probe_overhead > MAX_PROBE_OVERHEAD for result in results):
-        if comparison.comparison.backend == "nccl":
-            warnings.append(
-                f"probes cost more than {percent(MAX_PROBE_OVERHEAD)} %: phase times are too long by about that"
-            )
-        else:
-            warnings.append(
-                "probes are not free on CPU ranks (gloo): read phase times as shares; speedups come from "
-                "iterations without probes"
-            )
-    return warnings
+def _tail_warnings(comparison: ComparisonResult, run: Run) -> list[str]:
+    """What policies that look past a recorded top-k rest on, and whether it was tried another way."""
+    workload = comparison.comparison.workload
+    looking = ", ".join(result.case.label for result in comparison.policies if result.case.looks_past_top_k)
+    if workload.tail_model is None or not looking:
+        return []
+    alike = [one.workload for one in run.comparisons.values() if one.workload.recording == workload.recording]
+    others = ", ".join(sorted({one.tail_model for one in alike if one.tail_model} - {workload.tail_model}))
+    tried = f"set it beside the same under {others}" if others else "measured under this one only (workload.tail: both)"
+    modelled = f"scores past the recorded top-k are modelled ({workload.tail_model} tail)"
+    return [f"{modelled}, and what {looking} did rests on them: {tried}"]

@@ -129,23 +129,19 @@ def render(tables: Sequence[Table], to: str, *, width: int | None = None) -> str
     Args:
         width: of a terminal, in characters; wider tables of text go on below. None = as wide as they are.
     """
-    if to == "csv":
-        return frame_of(tables).to_csv(index=False, lineterminator="\n")
-    if to == "json":
-        rows = [{name: _plain(value) for name, value in row.items()} for row in frame_of(tables).to_dict("records")]
+    if to in PROGRAMS:
+        frames = [table.frame for table in tables if len(table.frame)]
+        frame = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+        if to == "csv":
+            return frame.to_csv(index=False, lineterminator="\n")
+        rows = [{name: _plain(value) for name, value in row.items()} for row in frame.to_dict("records")]
         lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
         return f'{{"version": {JSON_VERSION}, "rows": [\n{lines}\n]}}\n'
     if to == "text":
         return "\n\n".join(_text(table, width) for table in tables)
-    blocks = {"md": _markdown, "latex": _latex, "html": _html}[to]
+    block = {"md": _markdown, "latex": _latex, "html": _html}[to]
     head = "% \\usepackage{booktabs}\n" if to == "latex" else ""
-    return head + "\n\n".join(blocks(table) for table in tables) + "\n"
-
-
-def frame_of(tables: Sequence[Table]) -> pd.DataFrame:
-    """The frames of all tables as one."""
-    frames = [table.frame for table in tables if len(table.frame)]
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+    return head + "\n\n".join(block(table) for table in tables) + "\n"
 
 
 def _plain(value: Any) -> Any:
@@ -156,56 +152,43 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _cells(table: Table, row: Row) -> list[str]:
-    """A row's cells; of a row without numbers the first and the text that takes their place."""
-    if table.instead is not None and not missing(row[table.instead]):
-        return [table.columns[0].cell(row), row[table.instead]]
-    return [column.cell(row) for column in table.columns]
+def _cells(table: Table) -> list[list[str]]:
+    """The cells of all rows; of a row without numbers the first and the text that takes their place."""
+    return [
+        [column.cell(row) for column in table.columns]
+        if table.instead is None or missing(row[table.instead])
+        else [table.columns[0].cell(row), row[table.instead]]
+        for row in table.rows
+    ]
 
 
 def _text(table: Table, width: int | None) -> str:
-    lines = [table.title] if table.title else []
-    if len(table.columns):
-        lines += [*([""] if lines else []), *_aligned(table, width)]
-    if table.notes:
-        lines += [*([""] if lines else []), *(f"  {note}" for note in table.notes)]
-    return "\n".join(lines)
+    notes = "\n".join(f"  {note}" for note in table.notes)
+    parts = [table.title, "\n".join(_aligned(table, width)) if table.columns else "", notes]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _aligned(table: Table, width: int | None) -> list[str]:
     """Lines of a table; columns for which a terminal has no room follow below, each time beside the first."""
-    rows = [_cells(table, row) for row in table.rows]
-    full = [row for row in rows if len(row) == len(table.columns)]
-    sizes = [
-        max(len(cell) for cell in (column.header, *(row[place] for row in full)))
-        for place, column in enumerate(table.columns)
-    ]
-    sizes[0] = max([len(table.columns[0].header), *(len(row[0]) for row in rows)])
+    rows = [[column.header for column in table.columns], *_cells(table)]
+    sizes = [max(len(row[place]) for row in rows if len(row) == len(rows[0])) for place in range(len(rows[0]))]
+    sizes[0] = max(len(row[0]) for row in rows)
     blocks: list[list[int]] = [[0]]
-    for place in range(1, len(sizes)):
+    for place, size in enumerate(sizes[1:], 1):
         taken = sum(sizes[other] + len(_GAP) for other in blocks[-1])
-        if width is not None and len(blocks[-1]) > 1 and taken + sizes[place] > width:
+        if width is not None and len(blocks[-1]) > 1 and taken + size > width:
             blocks.append([0])
         blocks[-1].append(place)
     lines: list[str] = []
     for block in blocks:
         lines += [""] if lines else []
-        lines.append(_line(table, [table.columns[place].header for place in block], block, sizes))
-        lines.append(_GAP.join("-" * sizes[place] for place in block))
-        for row in rows:
-            if len(row) == len(table.columns):
-                lines.append(_line(table, [row[place] for place in block], block, sizes))
+        for row in (rows[0], ["-" * size for size in sizes], *rows[1:]):
+            if len(row) == len(sizes):
+                cells = [row[p].ljust(sizes[p]) if table.columns[p].is_words else row[p].rjust(sizes[p]) for p in block]
+                lines.append(_GAP.join(cells).rstrip())
             elif block is blocks[0]:
                 lines.append(f"{row[0]:<{sizes[0]}}{_GAP}{row[1]}")
     return lines
-
-
-def _line(table: Table, cells: Sequence[str], block: Sequence[int], sizes: Sequence[int]) -> str:
-    shown = (
-        cell.ljust(sizes[place]) if table.columns[place].is_words else cell.rjust(sizes[place])
-        for cell, place in zip(cells, block, strict=True)
-    )
-    return _GAP.join(shown).rstrip()
 
 
 def escape_latex(text: str) -> str:
@@ -218,72 +201,55 @@ def escape_markdown(text: str) -> str:
     return " ".join(text.translate(_MARKDOWN).split())
 
 
-def _filled(table: Table) -> list[list[str]]:
-    """The cells of all rows, as many in each."""
-    rows = (_cells(table, row) for row in table.rows)
-    return [[*row, *[""] * (len(table.columns) - len(row))] for row in rows]
+def _grid(table: Table, escape: Callable[[str], str]) -> list[list[str]]:
+    """The header and all rows, escaped, as many cells in each."""
+    rows = [[column.header for column in table.columns], *_cells(table)]
+    return [[escape(cell) for cell in row] + [""] * (len(table.columns) - len(row)) for row in rows]
 
 
 def _latex(table: Table) -> str:
     """One ``table`` with booktabs rules; its title and the shortest notes are the caption."""
-    rows = [[escape_latex(cell) for cell in row] for row in _filled(table)]
-    frame = pd.DataFrame(rows, columns=[escape_latex(column.header) for column in table.columns])
-    return frame.style.hide(axis="index").to_latex(
-        hrules=True,
-        column_format="".join("l" if column.is_words else "r" for column in table.columns),
-        position="tbp",
-        position_float="centering",
-        caption=escape_latex(_caption(table)),
-    )
-
-
-def _caption(table: Table) -> str:
-    """The title and the notes that a caption has room for, a sentence each."""
-    return " ".join(f"{part.rstrip('.')}." for part in (table.title, *table.caption) if part)
+    header, *rows = [" & ".join(row) + r" \\" for row in _grid(table, escape_latex)]
+    caption = escape_latex(" ".join(f"{part.rstrip('.')}." for part in (table.title, *table.caption) if part))
+    columns = "".join("l" if column.is_words else "r" for column in table.columns)
+    lines = [r"\begin{table}[tbp]", r"\centering", rf"\caption{{{caption}}}", rf"\begin{{tabular}}{{{columns}}}"]
+    lines += [r"\toprule", header, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""]
+    return "\n".join(lines)
 
 
 def _markdown(table: Table) -> str:
     """One table in GitHub's dialect, under its title and above its notes."""
-    cells = [[column.header for column in table.columns], *_filled(table)]
-    rows = [[escape_markdown(cell) for cell in row] for row in cells]
+    header, *rows = _grid(table, escape_markdown)
     rule = ["---" if column.is_words else "---:" for column in table.columns]
-    lines = [f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:])] if len(table.columns) else []
-    parts = [escape_markdown(table.title), "\n".join(lines), "\n".join(f"- {escape_markdown(n)}" for n in table.notes)]
-    return "\n\n".join(part for part in parts if part)
+    lines = [f"| {' | '.join(row)} |" for row in (header, rule, *rows)] if table.columns else []
+    notes = "\n".join(f"- {escape_markdown(note)}" for note in table.notes)
+    return "\n\n".join(part for part in (escape_markdown(table.title), "\n".join(lines), notes) if part)
 
 
 def _html(table: Table) -> str:
     """One ``table`` in a box that scrolls; the numbers behind its cells are ``data-value``, by which a page sorts."""
-    head = "".join(f"<th{_of_kind(column)}>{html.escape(column.header)}</th>" for column in table.columns)
+    kinds = ["" if column.is_words else " class=number" for column in table.columns]
+    head = "".join(f"<th{kind}>{html.escape(c.header)}</th>" for kind, c in zip(kinds, table.columns, strict=True))
     body = []
-    for row in table.rows:
-        cells = [html.escape(cell) for cell in _cells(table, row)]
+    for row, cells in zip(table.rows, _cells(table), strict=True):
         if len(cells) < len(table.columns):
-            body.append(f"<tr><td>{cells[0]}</td><td colspan={len(table.columns) - 1}>{cells[1]}</td></tr>")
+            label, reason = map(html.escape, cells)
+            body.append(f"<tr><td>{label}</td><td colspan={len(table.columns) - 1}>{reason}</td></tr>")
             continue
-        tags = [f"<td{_of_kind(column)}{_data_value(column, row)}>" for column in table.columns]
-        body.append("<tr>" + "".join(f"{tag}{cell}</td>" for tag, cell in zip(tags, cells, strict=True)) + "</tr>")
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in table.notes)
-    return "\n".join(
-        [
-            *([f"<h3>{html.escape(table.title)}</h3>"] if table.title else []),
-            *(
-                [f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>", *body, "</tbody></table></div>"]
-                if table.columns
-                else []
-            ),
-            *([f"<ul>{notes}</ul>"] if notes else []),
+        values = [
+            "" if cell == NONE else _data_value(row.get(c.source)) for cell, c in zip(cells, table.columns, strict=True)
         ]
-    )
+        tags = (
+            f"<td{kind}{value}>{html.escape(cell)}</td>" for kind, value, cell in zip(kinds, values, cells, strict=True)
+        )
+        body.append(f"<tr>{''.join(tags)}</tr>")
+    lines = [f"<h3>{html.escape(table.title)}</h3>"] if table.title else []
+    if table.columns:
+        lines += [f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>", *body, "</tbody></table></div>"]
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in table.notes)
+    return "\n".join([*lines, *([f"<ul>{notes}</ul>"] if notes else [])])
 
 
-def _of_kind(column: Column) -> str:
-    return "" if column.is_words else " class=number"
-
-
-def _data_value(column: Column, row: Row) -> str:
-    """The number behind a cell; nothing where there is none, or where the cell does not show it."""
-    value = row.get(column.source)
-    if not isinstance(value, Real) or missing(value) or column.cell(row) == NONE:
-        return ""
-    return f' data-value="{float(value)}"'
+def _data_value(value: Any) -> str:
+    """The number behind a cell, where there is one."""
+    return f' data-value="{float(value)}"' if isinstance(value, Real) and not missing(value) else ""

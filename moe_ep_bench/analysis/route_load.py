@@ -22,9 +22,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from moe_ep_bench.analysis.described import Tried, Workload, read_run_json
+from moe_ep_bench.analysis.load import Workload
 from moe_ep_bench.analysis.load import is_route as is_route  # beside what it guards
-from moe_ep_bench.analysis.parts import ResultsError, one_line, read_table
+from moe_ep_bench.analysis.parts import ResultsError, Tried, one_line, read_run_json, read_table
 from moe_ep_bench.metrics import imbalance
 from moe_ep_bench.placement import Placement, make_placement
 from moe_ep_bench.results import RunDirectory

@@ -13,9 +13,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from moe_ep_bench.analysis.origins import Footer, Origin
 from moe_ep_bench.analysis.style import INK, MUTED, Look
-from moe_ep_bench.analysis.words import MODE_WORDS
+from moe_ep_bench.analysis.words import MODE_WORDS, Footer, Origin
 
 if TYPE_CHECKING:  # It imports torch, which the figures of recordings do without.
     from moe_ep_bench.analysis.route_load import RouteGroup, RouteRun

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_ep_bench.analysis.padding import READING
+from moe_ep_bench.analysis.notes import READING
 from moe_ep_bench.analysis.render import Column, Table, number, percentage
 from moe_ep_bench.analysis.route_load import ROUTED, RouteGroup, RouteRun, short
 from moe_ep_bench.analysis.words import MODE_WORDS

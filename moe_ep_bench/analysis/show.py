@@ -10,16 +10,7 @@ from pathlib import Path
 
 from moe_ep_bench.analysis import frames
 from moe_ep_bench.analysis.choice import TYPICAL, IterationChoice
-from moe_ep_bench.analysis.load import (
-    Case,
-    ResultsError,
-    Run,
-    check_timed,
-    is_quality,
-    is_route,
-    is_whole,
-    load_run,
-)
+from moe_ep_bench.analysis.load import Case, ResultsError, Run, check_timed, is_quality, is_route, is_whole, load_run
 from moe_ep_bench.analysis.render import PROGRAMS, Table, render
 from moe_ep_bench.analysis.tables import run_tables, run_text
 from moe_ep_bench.analysis.trace_export import perfetto_trace
@@ -77,23 +68,21 @@ def show(
         check_folder(out.parent, "--out: folder")
     if to == "text":
         text = f"{text_of(directory)}\n"
-    elif is_route(directory) and to != "perfetto" and not (cases or samples):
-        text = render(_of_route(directory), to)
-    elif is_quality(directory) and to != "perfetto" and not (cases or samples):
-        text = quality_text(directory, to)
-    else:
+    elif to == "perfetto" or cases or samples or not (is_route(directory) or is_quality(directory)):
         check_timed(directory)
-        text = _of_run(directory, to, cases, choices, samples)
+        text = _of_run(load_run(directory, whole=is_whole(directory)), to, cases, choices, samples)
+    else:
+        text = render(_of_route(directory), to) if is_route(directory) else quality_text(directory, to)
     if out is None:
         sys.stdout.write(text)
-        return OK
-    with atomic_path(out) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    else:
+        with atomic_path(out) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     return OK
 
 
 def text_of(directory: Path) -> str:
-    """The table of any results directory."""
+    """The tables of any results directory."""
     if ValidationDirectory(directory).pairs.is_file():
         from moe_ep_bench.analysis.validation import load_validation
         from moe_ep_bench.analysis.validation_report import validation_text
@@ -131,24 +120,21 @@ def quality_text(directory: Path, to: str = "text") -> str:
     return render(quality_tables(read_quality(directory)), to, width=terminal_width())
 
 
-def _of_run(directory: Path, to: str, names: Sequence[str], choices: Sequence[IterationChoice], samples: bool) -> str:
+def _of_run(run: Run, to: str, names: Sequence[str], choices: Sequence[IterationChoice], samples: bool) -> str:
     """A run's results, samples or trace in one of ``FORMATS`` but text and html."""
-    run = load_run(directory, whole=is_whole(directory))
-    tables = run_tables(run)
-    order = [case_id for table in tables for case_id in table.frame["case_id"]]
+    frame = frames.speedups(run)
     by_id = {case.case_id: case for case in run.cases}
-    chosen = find_cases(run, [by_id[case_id] for case_id in order], names)
+    chosen = _find_cases(run, [by_id[case_id] for case_id in frame["case_id"]], names)
     if to == "perfetto":
         return perfetto_trace(run, [case for case in chosen if case.is_ok], choices)
     if samples:
         return render([Table(frames.samples(run, chosen), ())], to)
     if to in PROGRAMS:
-        frame = frames.speedups(run)
         return render([Table(frame[frame["case_id"].isin([case.case_id for case in chosen])], ())], to)
     return render(run_tables(run, chosen), to)
 
 
-def find_cases(run: Run, cases: Sequence[Case], wanted: Sequence[str]) -> list[Case]:
+def _find_cases(run: Run, cases: Sequence[Case], wanted: Sequence[str]) -> list[Case]:
     """Of ``cases`` those whose id, label or policy was named, in the order of naming; all where none was.
 
     Raises:

@@ -8,15 +8,12 @@ against the noise floor of the same comparison, which comes from native run a se
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-
-import pandas as pd
 
 from moe_ep_bench.analysis.fidelity import Fidelity, fidelity
 from moe_ep_bench.analysis.load import Case, Comparison, Conditions, Run
-from moe_ep_bench.analysis.rates import Rates, rates
-from moe_ep_bench.analysis.timing import Breakdown, break_down, host_bound_share, layer_time_us
+from moe_ep_bench.analysis.timing import Breakdown, Rates, break_down, host_bound_share, layer_time_us, rates
 from moe_ep_bench.timing.statistics import (
     Estimate,
     NoiseFloor,
@@ -53,7 +50,8 @@ class CaseResult:
         speedup: over the comparison's baseline; None for the baseline itself and where nothing pairs.
         verdict: what the speedup shows against the noise floor.
         detectable: the smallest true speedup that the verdict would have called, with a power of 80 %.
-        probe_overhead: median layer time of breakdown iterations over that of plain ones, minus 1.
+        probe_overhead: median layer time of breakdown iterations over that of plain ones, minus 1; None of emulated
+            ranks, where every iteration is broken down.
         host_bound_share: of plain iterations; see ``timing.host_bound_share``.
         drift, outliers: of the layer time, over all launches.
     """
@@ -98,7 +96,7 @@ class ComparisonResult:
 
     def of_role(self, role: str) -> CaseResult | None:
         """The measured case of a role that one case holds (baseline, noise, ceiling), if there is one."""
-        return next((r for r in self.results if r.case.role == role and r.case.is_ok), None)
+        return next(iter(self._all_of_role(role)), None)
 
     @property
     def policies(self) -> list[CaseResult]:
@@ -122,52 +120,40 @@ def analyse(run: Run) -> list[ComparisonResult]:
 
 def _analyse_comparison(run: Run, comparison_id: str) -> ComparisonResult:
     cases = sorted((c for c in run.cases if c.comparison_id == comparison_id), key=_reading_order)
-    times_us = {case.case_id: layer_time_us(case) for case in cases}
     baseline = next((case for case in cases if case.role == "baseline" and case.is_ok), None)
-    speedups: dict[str, Estimate | None] = dict.fromkeys(times_us)
+    speedups: dict[str, Estimate | None] = dict.fromkeys(case.case_id for case in cases)
     if baseline is not None:
-        for case_id in speedups.keys() - {baseline.case_id}:
-            speedups[case_id] = estimate_median(paired_ratios(times_us[baseline.case_id], times_us[case_id]))
+        native_us = layer_time_us(baseline)
+        for case in cases:
+            if case is not baseline:
+                speedups[case.case_id] = estimate_median(paired_ratios(native_us, layer_time_us(case)))
     again = next((speedups[case.case_id] for case in cases if case.role == "noise"), None)
     floor = None if again is None else noise_floor(again)
-    facts = run.comparisons[comparison_id]
-    launches = run.conditions.get(comparison_id, {})
+    facts, launches = run.comparisons[comparison_id], run.conditions.get(comparison_id, {})
     conditions = tuple(launches[launch] for launch in sorted(launches))
-    results = tuple(
-        _case_result(case, times_us[case.case_id], speedups[case.case_id], floor, rates(case, facts, conditions))
-        for case in cases
-    )
-    if run.mode == "emulated":
-        # Every emulated iteration is broken down; there are none without probes to hold it against.
-        results = tuple(replace(result, probe_overhead=None) for result in results)
-    return ComparisonResult(facts, results, floor, conditions)
-
-
-def _case_result(
-    case: Case, times_us: pd.Series, speedup: Estimate | None, floor: NoiseFloor | None, case_rates: Rates | None
-) -> CaseResult:
-    layer = breakdown = probe_overhead = None
-    measured = not times_us.empty
-    if measured:
-        median_us, p90_us, p99_us = times_us.quantile([0.5, 0.9, 0.99])
-        layer = LayerTime(median_us / 1e3, p90_us / 1e3, p99_us / 1e3)
-    breakdown = break_down(case)
-    if layer is not None and breakdown is not None:
-        probe_overhead = breakdown.layer_ms / layer.median_ms - 1
-    return CaseResult(
-        case=case,
-        layer=layer,
-        speedup=speedup,
-        verdict=judge(speedup, floor),
-        detectable=minimum_detectable_effect(speedup, floor) if speedup and floor else None,
-        breakdown=breakdown,
-        probe_overhead=probe_overhead,
-        fidelity=fidelity(case),
-        rates=case_rates,
-        host_bound_share=host_bound_share(case) if measured else None,
-        drift=drift(times_us) if measured else None,
-        outliers=outliers(times_us) if measured else None,
-    )
+    results = []
+    for case in cases:
+        times_us, breakdown, speedup = layer_time_us(case), break_down(case), speedups[case.case_id]
+        is_measured = not times_us.empty
+        layer = LayerTime(*(times_us.quantile([0.5, 0.9, 0.99]) / 1e3)) if is_measured else None
+        has_overhead = layer is not None and breakdown is not None and run.mode != "emulated"
+        results.append(
+            CaseResult(
+                case=case,
+                layer=layer,
+                speedup=speedup,
+                verdict=judge(speedup, floor),
+                detectable=minimum_detectable_effect(speedup, floor) if speedup and floor else None,
+                breakdown=breakdown,
+                probe_overhead=breakdown.layer_ms / layer.median_ms - 1 if has_overhead else None,
+                fidelity=fidelity(case),
+                rates=rates(case, facts, conditions),
+                host_bound_share=host_bound_share(case) if is_measured else None,
+                drift=drift(times_us) if is_measured else None,
+                outliers=outliers(times_us) if is_measured else None,
+            )
+        )
+    return ComparisonResult(facts, tuple(results), floor, conditions)
 
 
 def _reading_order(case: Case) -> tuple:

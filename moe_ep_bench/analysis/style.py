@@ -32,8 +32,8 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.textpath import text_to_path
 
-from moe_ep_bench.analysis.origins import HOW, Origin, tags_of
 from moe_ep_bench.analysis.speedups import CaseResult
+from moe_ep_bench.analysis.words import HOW, Origin, tags_of
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.schema import PHASES, UNACCOUNTED
 

@@ -1,4 +1,4 @@
-"""Comparisons that differ in one key of a config's ``sweep``: what the key is called, and its values in order."""
+"""Comparisons that differ in one key of a config's ``sweep``: in which order, and what the key is called."""
 
 from __future__ import annotations
 
@@ -11,35 +11,20 @@ from moe_ep_bench.analysis.speedups import ComparisonResult
 
 EP_SIZE = "layer.ep_size"
 
+# Keys whose last word does not say what they are.
 _WORDS = {
     "workload.peak_load": "peak load of the busiest expert",
-    "workload.skew": "skew",
-    "workload.tokens_per_rank": "tokens per rank",
     "workload.num_tokens": "tokens of a batch",
-    "workload.sequence_length": "sequence length",
     "workload.topk_share": "score mass of the top-k",
-    "workload.layer": "layer",
     "workload.tail": "tail model",
-    "workload.padding_per_rank": "padding tokens per rank",
-    "workload.mask_padding": "padding masked from policies",
     "workload.placement": "placement of popular experts",
     EP_SIZE: "experts per rank",
-    "layer.dtype": "number format",
-    "layer.dispatcher": "dispatcher",
     "layer.expert_tensor_parallel": "slices of an expert",
-    "layer.cuda_graph": "CUDA graphs",
     "model.preset": "model",
     "model.scale": "share of the true sizes",
-    "model.tensor_parallel": "tensor-parallel ranks",
-    "emulate.links": "links",
     "emulate.bandwidth_scale": "link bandwidth, x the links file's",
-    "emulate.device": "device",
     "emulate.replication": "replication of experts",
 }
-# Keys whose value a comparison's title says already.
-_IN_TITLES = ("workload.peak_load", "workload.skew", "workload.layer", "workload.tail", "model.preset")
-# What the absence of a value means.
-_ABSENT = {"workload.peak_load": "unskewed", "workload.skew": "none"}
 
 Value = float | str
 
@@ -69,50 +54,48 @@ class Sweep:
 
 def sweeps_along(key: str, comparisons: Iterable[ComparisonResult]) -> list[Sweep]:
     """All sweeps along a key that have at least two values; of equal values the first comparison stands."""
-    found: dict[tuple, dict[Value, ComparisonResult]] = {}
+    found: dict[str, dict[Value, ComparisonResult]] = {}
     for result in in_order(comparisons):
-        if key in result.comparison.point:
-            values = found.setdefault(tuple(_others(key, result.comparison)), {})
-            values.setdefault(value_of(key, result.comparison), result)
+        point = _point(result.comparison)
+        if key in point:
+            value = point.pop(key)
+            others = ", ".join(f"{key_words(name)} {value_words(other)}" for name, other in point.items())
+            found.setdefault(others, {}).setdefault(value, result)
     sweeps = []
     for others, by_value in found.items():
-        if len(by_value) < 2:
-            continue
-        words = ", ".join(f"{key_words(name)} {value_words(value)}" for name, value in others)
         if not all(isinstance(value, float) for value in by_value):
             by_value = {value_words(value): result for value, result in by_value.items()}
-        sweeps.append(Sweep(key, words, tuple(by_value), tuple(by_value.values())))
+        if len(by_value) > 1:
+            sweeps.append(Sweep(key, others, tuple(by_value), tuple(by_value.values())))
     return sweeps
 
 
 def swept_keys(comparisons: Iterable[ComparisonResult]) -> list[str]:
     """Keys with at least two values: numbers before words, those with most values first, then by alphabet."""
-    facts = [result.comparison for result in comparisons]
-    values = {
-        key: {value_of(key, fact) for fact in facts if key in fact.point}
-        for key in sorted({key for fact in facts for key in fact.point})
-    }
-
-    def rank(key: str) -> tuple:
-        return (not all(isinstance(value, float) for value in values[key]), -len(values[key]))
-
-    return sorted((key for key, found in values.items() if len(found) > 1), key=rank)
+    values: dict[str, set[Value]] = {}
+    for result in comparisons:
+        for key, value in _point(result.comparison).items():
+            values.setdefault(key, set()).add(value)
+    swept = [key for key in sorted(values) if len(values[key]) > 1]
+    return sorted(swept, key=lambda key: (any(isinstance(one, str) for one in values[key]), -len(values[key])))
 
 
 def in_order(comparisons: Iterable[ComparisonResult]) -> list[ComparisonResult]:
     """By the values of their swept keys; those without any stay as they are."""
-    return sorted(comparisons, key=lambda result: [_sortable(value) for _, value in _point(result.comparison)])
+
+    def place(result: ComparisonResult) -> list[tuple[bool, Value]]:
+        return [(isinstance(value, str), value) for value in _point(result.comparison).values()]
+
+    return sorted(comparisons, key=place)
 
 
-def point_words(facts: Comparison) -> str:
-    """Where in the sweep a comparison stands, as far as its title does not say it."""
-    said = (f"{key_words(key)} {value_words(value)}" for key, value in _point(facts) if key not in _IN_TITLES)
-    return ", ".join(said)
+def _point(facts: Comparison) -> dict[str, Value]:
+    return {key: value_of(key, facts) for key in sorted(facts.point)}
 
 
 def key_words(key: str) -> str:
-    """A swept key for people; keys without words of their own stay what users type."""
-    return _WORDS.get(key, key)
+    """A swept key for people."""
+    return _WORDS.get(key) or key.rpartition(".")[2].replace("_", " ")
 
 
 def value_words(value: Value) -> str:
@@ -126,19 +109,9 @@ def value_of(key: str, facts: Comparison) -> Value:
     value = facts.point[key]
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    return _ABSENT.get(key, "none") if value is None else _said(value)
-
-
-def _others(key: str, facts: Comparison) -> Iterable[tuple[str, Value]]:
-    return ((name, value) for name, value in _point(facts) if name != key)
-
-
-def _point(facts: Comparison) -> list[tuple[str, Value]]:
-    return [(key, value_of(key, facts)) for key in sorted(facts.point)]
-
-
-def _sortable(value: Value) -> tuple:
-    return (isinstance(value, str), value)
+    if value is None:
+        return "unskewed" if key == "workload.peak_load" else "none"
+    return _said(value)
 
 
 def _said(value: Any) -> str:

@@ -42,21 +42,22 @@ def _kept(column: Column) -> Column:
 
 
 _COST = (_kept(percentage("dropped_share", "dropped %")), _kept(percentage("retained_mass", "mass kept %")))
+_POLICY = text("label", "policy")
+_TAIL = (number("p90_ms", "p90", milliseconds), number("p99_ms", "p99", milliseconds))
+_OVER_TOPK = (interval("over_topk", "over topk"), text("verdict"))
 _LAYER = (
-    text("label", "policy"),
+    _POLICY,
     number("median_ms", "layer ms", milliseconds),
-    number("p90_ms", "p90", milliseconds),
-    number("p99_ms", "p99", milliseconds),
+    *_TAIL,
     interval("speedup", "speedup", one="baseline"),
-    interval("over_topk", "over topk"),
-    text("verdict"),
+    *_OVER_TOPK,
     *_COST,
     _kept(number("output_error", "output error", "{:.2g}")),
+    number("activated_fullest_rank", "activated", "{:.1f}"),
+    text("breakdown_slowest_phase", "slowest phase"),
 )
-_ACTIVATED = number("activated_fullest_rank", "activated", "{:.1f}")
-_SLOWEST = text("breakdown_slowest_phase", "slowest phase")
 _RATES = (
-    text("label", "policy"),
+    _POLICY,
     number("crossing_pair_bytes", "crossing MB", lambda size: f"{size / 1e6:.2f}"),
     number("crossing_copy_bytes", "deduplicated", lambda size: f"{size / 1e6:.2f}"),
     number("dispatch_gbps", "dispatch GB/s", "{:.3g}"),
@@ -68,12 +69,11 @@ _RATES = (
     percentage("experts_of_copy", "of copy %"),
 )
 _MODEL = (
-    text("label", "policy"),
+    _POLICY,
     number("median_ms", "pass ms", milliseconds),
-    number("p90_ms", "p90", milliseconds),
+    _TAIL[0],
     interval("speedup", "end to end", one="baseline"),
-    interval("over_topk", "over topk"),
-    text("verdict"),
+    *_OVER_TOPK,
     number("moe_ms", "MoE ms", milliseconds),
     percentage("moe_share", "MoE share %"),
     interval("moe_speedup", "MoE speedup", one="baseline"),
@@ -82,11 +82,11 @@ _MODEL = (
     number("tokens_per_s", "tokens/s", "{:,.0f}"),
     number("tokens_per_s_per_rank", "per rank", "{:,.0f}"),
     *_COST,
-)
-_CUT = (
     number("all_layers_ms_extrapolated", "all layers ms, extrapolated", milliseconds),
     number("speedup_extrapolated", "end to end, extrapolated"),
 )
+# Columns that stand there only where they hold something.
+_OF_SOME = ("over topk", "activated", "all layers ms, extrapolated", "end to end, extrapolated")
 
 
 def run_tables(run: Run, cases: Sequence[Case] | None = None) -> list[Table]:
@@ -98,29 +98,30 @@ def run_tables(run: Run, cases: Sequence[Case] | None = None) -> list[Table]:
     frame = speedups(run)
     if cases is not None:
         frame = frame[frame["case_id"].isin([case.case_id for case in cases])]
-    comparisons: list[ComparisonResult | WholeComparison]
-    comparisons = [*(analyse_whole(run) if run.scope == "model" else analyse(run))]
+    found: list[ComparisonResult | WholeComparison] = [*(analyse_whole(run) if run.scope == "model" else analyse(run))]
     tables = []
-    for one in comparisons:
+    for one in found:
         comparison = one.comparison if isinstance(one, WholeComparison) else one
-        rows = frame[frame["comparison_id"] == comparison.results[0].case.comparison_id]
+        rows = frame[frame["case_id"].isin([result.case.case_id for result in comparison.results])]
         if rows.empty:
             continue
-        if isinstance(one, WholeComparison):
-            columns = [*_MODEL, *(_CUT if one.is_cut else ())]
-            notes = whole_notes(one)
-        else:
-            columns = [*_LAYER, *([_ACTIVATED] if rows["activated_fullest_rank"].notna().any() else []), _SLOWEST]
-            notes = [*notes_of(one), *_activated_notes(one, rows)]
+        facts = comparison.comparison
+        columns, notes = (_MODEL, whole_notes(one)) if isinstance(one, WholeComparison) else (_LAYER, notes_of(one))
+        columns = [c for c in columns if c.header not in _OF_SOME or rows[c.source].notna().any()]
+        if facts.whole is None and rows["activated_fullest_rank"].notna().any():
+            held = facts.num_experts // facts.num_ranks
+            notes.append(
+                f"activated: experts with a token on the rank that has most of them, of {held}; mean over batches"
+            )
         if (rows.loc[rows["role"] != "ceiling", "retained_mass"] > 1 + _ROUNDING).any():
             notes.append("mass kept above 100 %: the policy adds experts to the top-k")
-        if not rows["over_topk_median"].notna().any():
-            columns = [column for column in columns if column.header != "over topk"]
         warnings = [f"warning: {line}" for line in warnings_of(comparison, run)]
-        instead = [_reason(row) for row in rows.to_dict("records")]
-        rows = rows.assign(instead=pd.Series(instead, index=rows.index, dtype=object))
+        instead = pd.Series([_reason(row) for row in rows.to_dict("records")], index=rows.index, dtype=object)
+        replicas = f" x {facts.num_replicas} replicas" if facts.num_replicas > 1 and facts.whole is None else ""
+        how = f"{mode_words(run, facts)}, {hardware_words(run, facts)}, {facts.ranks_words}{replicas}"
+        title = f"{facts.title}: {how}, {facts.dtype}, {scale_words(facts.scale)}"
         caption = [note for note in notes if note.startswith(_CAPTION)]
-        tables.append(Table(rows, columns, _title(run, comparison), [*notes, *warnings], "instead", caption))
+        tables.append(Table(rows.assign(instead=instead), columns, title, [*notes, *warnings], "instead", caption))
     return tables
 
 
@@ -134,22 +135,15 @@ def more_tables(run: Run) -> list[Table]:
     if run.scope == "model":
         models = analyse_whole(run)
         comparisons = [one.comparison for one in models]
-        found = [layers for one in models if (layers := _layers_table(one)) is not None]
+        found = [_layers_table(one) for one in models]
     else:
         comparisons = analyse(run)
-        found = [rates for one in comparisons if (rates := _rates_table(run, one)) is not None]
+        found = [_rates_table(run, one) for one in comparisons]
         found += [
             Table(pd.DataFrame(), (), f"{steps.title}: time and activated experts", decode_words(steps))
             for steps in decode_steps(run, comparisons)
         ]
-    return [*found, *(graph_table(pair) for pair in graph_pairs(comparisons))]
-
-
-def _title(run: Run, comparison: ComparisonResult) -> str:
-    facts = comparison.comparison
-    replicas = f" x {facts.num_replicas} replicas" if facts.num_replicas > 1 and facts.whole is None else ""
-    how = f"{mode_words(run, facts)}, {hardware_words(run, facts)}"
-    return f"{facts.title}: {how}, {facts.ranks_words}{replicas}, {facts.dtype}, {scale_words(facts.scale)}"
+    return [*(table for table in found if table is not None), *(graph_table(pair) for pair in graph_pairs(comparisons))]
 
 
 def _reason(row: Row) -> str | None:
@@ -160,13 +154,6 @@ def _reason(row: Row) -> str | None:
     return f"{row['status']}: {reason}"
 
 
-def _activated_notes(comparison: ComparisonResult, rows: pd.DataFrame) -> list[str]:
-    if not rows["activated_fullest_rank"].notna().any():
-        return []
-    held = comparison.comparison.num_experts // comparison.comparison.num_ranks
-    return [f"activated: experts with a token on the rank that has most of them, of {held}; mean over batches"]
-
-
 def _rates_table(run: Run, comparison: ComparisonResult) -> Table | None:
     """What links and experts achieved, beside what was measured of the machine; None without rates."""
     rated = [result.case.case_id for result in comparison.results if result.rates is not None]
@@ -175,8 +162,9 @@ def _rates_table(run: Run, comparison: ComparisonResult) -> Table | None:
     ceilings = [rank.ceilings for launch in comparison.conditions for rank in launch.ranks]
     tflops, gbps = min(c.matmul_tflops for c in ceilings), min(c.copy_gbps for c in ceilings)
     measured = f"slowest rank's matmul {ceilings[0].matmul_size}^3: {tflops:.3g} TFLOP/s, copy: {gbps:.4g} GB/s"
-    rows = speedups(run).set_index("case_id").loc[rated].reset_index()
-    return Table(rows, _RATES, f"{comparison.comparison.title}: rates in breakdown iterations ({measured})")
+    frame = speedups(run)
+    title = f"{comparison.comparison.title}: rates in breakdown iterations ({measured})"
+    return Table(frame[frame["case_id"].isin(rated)], _RATES, title)
 
 
 def _layers_table(one: WholeComparison) -> Table | None:

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from moe_ep_bench.analysis.origins import Footer, Origin
 from moe_ep_bench.analysis.render import (
     NONE,
     Column,
@@ -43,7 +42,7 @@ from moe_ep_bench.analysis.style import (
 from moe_ep_bench.analysis.timing import GROUPS
 from moe_ep_bench.analysis.validation import MAX_BAND, Validation
 from moe_ep_bench.analysis.validation_times import QUIET
-from moe_ep_bench.analysis.words import footer_lines, hardware_words, percent, scale_words
+from moe_ep_bench.analysis.words import Footer, Origin, footer_lines, hardware_words, percent, scale_words
 from moe_ep_bench.files import atomic_path
 
 # The times that are printed, a whole model's pass before its MoE layers; and the look of their bars.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch import Tensor
 from twin_laws import assert_routes_like_torch
 
 from moe_ep_bench.kernels.capacity_triton import capacity, route_and_count
-from moe_ep_bench.kernels.standings_triton import largest_below
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.policies.capacity import expert_capacity
 
@@ -103,13 +101,3 @@ def test_a_decode_step_is_one_launch_and_a_longer_batch_five(spec: Spec, launche
         launches.clear()
         capacity(make_policy(spec), random_scores("softmax", num_tokens, 128, 1), RoutingContext(top_k=8), None)
         assert launches == expected
-
-
-@given(number=st.fractions(0, 20, max_denominator=10**9), most=st.integers(1, 60))
-@settings(max_examples=50)
-def test_a_capacity_per_token_may_be_a_smaller_fraction(number: Fraction, most: int) -> None:
-    """For every number of tokens up to the most it gives the same capacity, and no larger fraction is below it."""
-    near = largest_below(number, most)
-    assert near.denominator <= most
-    assert [n * near // 1 for n in range(most + 1)] == [n * number // 1 for n in range(most + 1)]
-    assert near == max(Fraction(n * number // 1, n) for n in range(1, most + 1))

@@ -163,13 +163,6 @@ def test_an_expert_of_more_rows_than_a_tile_takes_them_all():
     assert_like_the_loop(hidden_TD, map_TL, weights_TL.nan_to_num(0.5), *weights(3, 40, 24, torch.float32))
 
 
-def test_views_of_inputs_are_read_as_they_look():
-    hidden_TD, map_TL, weights_TL = routed(6, 4, 40, torch.float32)
-    experts = weights(4, 40, 24, torch.float32)
-    turned = [one.T.contiguous().T for one in (hidden_TD, map_TL, weights_TL)]
-    assert torch.equal(decode_experts(*turned, *experts), decode_experts(hidden_TD, map_TL, weights_TL, *experts))
-
-
 # --- Parts -------------------------------------------------------------------------------------------------
 
 
@@ -224,14 +217,6 @@ def test_rows_that_a_dispatcher_sorted_equal_rows_found_by_token(launches, dtype
     assert_close(sorted_ND, (expected_ND, size_ND))
     # Not the same bits: other counts of rows make other tiles, whose sums a BLAS may order otherwise.
     assert_close(sorted_ND, (by_token_ND[:count].double(), size_ND))
-
-
-@pytest.mark.parametrize("num_tokens", [1, 17, 64])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_decode_step_of_up_to_64_tokens_fits_one_tile_of_rows(num_tokens, dtype):
-    cut = decode_experts_triton._sizes(num_tokens, 128, 1536, 2048, dtype)
-    assert num_tokens <= cut["ROWS"] <= max(16, 2 * num_tokens - 1)
-    assert (cut["ROWS"] + cut["FEATURES"]) * cut["BLOCK"] * dtype.itemsize <= decode_experts_triton._STEP_BYTES
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -114,34 +114,6 @@ def test_a_load_that_fills_its_capacity_has_no_excess() -> None:
     assert metrics["excess_load"] == 0.0
 
 
-@pytest.mark.parametrize("num_experts", [5, 13, 18, 256])  # rounding carries the first three past 1 if allowed
-def test_entropy_never_exceeds_1(num_experts: int) -> None:
-    scores = torch.full([5, num_experts], 1 / num_experts).tolist()
-    entropy = measure([[0]] * 5, scores, top_k=1)["entropy"]
-    assert 1 - 1e-12 < entropy <= 1
-
-
-@pytest.mark.parametrize(
-    ("row", "top_k", "regime"),
-    [
-        ([0.5, 0.25, 0.25, 0.0], 3, "single_head"),  # exactly half of the top-k mass
-        ([0.375, 0.3125, 0.3125, 0.0], 3, "plateau"),  # 0.3125 / 0.375 = 0.83
-        ([0.4, 0.35, 0.2, 0.05], 3, "smooth"),  # 0.4 / 0.95 = 0.42; 0.2 / 0.4 = 0.5
-        ([0.3, 0.3, 0.3, 0.1], 3, "plateau"),
-        ([0.3, 0.3, 0.3, 0.1], 4, "smooth"),
-        ([0.4, 0.3, 0.2, 0.1], 1, "single_head"),  # K = 1: by construction
-        ([0.25, 0.25, 0.25, 0.25], 1, "single_head"),
-        ([0.3, 0.3, 0.2, 0.2], 2, "single_head"),  # K = 2: the better one always holds half
-        ([0.0, 0.0, 0.0, 0.0], 1, "plateau"),  # no mass, no head
-        ([0.0, 0.0, 0.0, 0.0], 3, "plateau"),
-    ],
-)
-def test_regimes(row: list[float], top_k: int, regime: str) -> None:
-    metrics = measure([[]], [row], top_k=top_k)
-    regimes = {name: metrics[f"regime_{name}"] for name in ("single_head", "smooth", "plateau")}
-    assert regimes == {**dict.fromkeys(regimes, 0.0), regime: 1.0}
-
-
 # --- Nothing there ---------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from fractions import Fraction
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from moe_ep_bench.workload import TAILS, RecordedWorkload, deal, open_trace
-from moe_ep_bench.workload.draws import Pool, apportion, draw_sequences, draw_steps
+from moe_ep_bench.workload.draws import Pool, draw_sequences, draw_steps
 
 few_examples = settings(max_examples=15)
 
@@ -397,33 +396,6 @@ def test_slots_step_through_sequences_side_by_side(pools, per_request, most, see
     assert first_NB.tolist() == slow_steps(pools, num_requests, per_request, 30, np.random.default_rng(seed))
     fewer_NB = draw_steps(pools, num_requests, per_request, 7, np.random.default_rng(seed))
     np.testing.assert_array_equal(fewer_NB, first_NB[:7])
-
-
-@pytest.mark.parametrize("per_request", [1, 3])
-def test_slots_start_at_any_token_alike(per_request):
-    """Also in short sequences, but seldom: what counts is how many places there are."""
-    pools = pools_of([[3, 12, 5]], [1.0])
-    places = [token for first, end in [(0, 3), (3, 15), (15, 20)] for token in range(first, end - per_request + 1)]
-    starts = [
-        draw_steps(pools, [1], per_request, 1, np.random.default_rng(seed))[0, 0] for seed in range(200 * len(places))
-    ]
-    counts = np.bincount(starts, minlength=20)
-    assert set(np.flatnonzero(counts)) == set(places)
-    assert (abs(counts[places] - 200) < 5 * 200**0.5).all()
-
-
-@few_examples
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 9))
-def test_requests_are_apportioned_as_closely_as_whole_ones_allow(weights, num_requests):
-    shares = [weight / sum(weights) for weight in weights]
-    seats = apportion(shares, num_requests)
-
-    def distance(seats):
-        return sum(abs(seat - share * num_requests) for seat, share in zip(seats, shares, strict=True))
-
-    assert sum(seats) == num_requests
-    every = product(range(num_requests + 1), repeat=len(shares))
-    assert distance(seats) == pytest.approx(min(distance(other) for other in every if sum(other) == num_requests))
 
 
 def test_a_slot_is_a_sequence_and_stays_on_its_rank(trace):

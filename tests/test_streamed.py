@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import tracemalloc
 from contextlib import contextmanager
 from itertools import pairwise
@@ -16,23 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from scipy.special import log_ndtr
 
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, TokenBatch, Workload, deal
 from moe_ep_bench.workload import noise as noise_module
 from moe_ep_bench.workload import randomness as randomness_module
 from moe_ep_bench.workload import synthetic as synthetic_module
-from moe_ep_bench.workload.noise import CorrelatedNoise, IndependentNoise
-from moe_ep_bench.workload.randomness import (
-    Run,
-    Stream,
-    generator,
-    in_chunks,
-    row_numbers,
-    runs_of,
-    seek,
-    tell,
-)
 from moe_ep_bench.workload.skew import entropy, peak_load, rank_load, top_k_load, top_k_share
 
 few_examples = settings(max_examples=8)
@@ -301,52 +288,3 @@ def test_memory_is_bounded_by_a_ranks_tokens(recordings, kind):
         assert of_ranks < of_batch / 4, (of_ranks, of_batch)
         # A survey holds no batch either.
         assert peak_bytes(lambda: go_through(make().blocks(0))) < of_batch / 4
-
-
-# Parts
-
-
-@few_examples
-@given(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 9))
-def test_a_place_in_a_stream_is_found_again(before, word, count):
-    expected = generator(3, Stream.NOISE, 2).random(word + count)[word:]
-    random = generator(3, Stream.NOISE, 2)
-    random.random(before)
-    assert tell(random) == before
-    seek(random, word)
-    assert tell(random) == word
-    np.testing.assert_array_equal(random.random(count), expected)
-    assert tell(random) == word + count
-
-
-@few_examples
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 20), st.randoms(use_true_random=False))
-def test_chunks_hold_the_rows_of_the_sequences_in_order(length_S, at_once, random):
-    sequences = sorted(random.sample(range(len(length_S)), random.randint(0, len(length_S))))
-    start_S = np.concatenate([[0], np.cumsum(length_S)])
-    expected = [row for sequence in sequences for row in range(start_S[sequence], start_S[sequence + 1])]
-    runs = runs_of(np.array(sequences, dtype=np.int64), start_S)
-    assert [row for first, end in runs for row in range(first, end)] == expected
-    assert all(run.end < following.first for run, following in pairwise(runs)), "adjacent runs are one"
-    chunks = [row_numbers(chunk).tolist() for chunk in in_chunks(runs, at_once)]
-    assert [row for chunk in chunks for row in chunk] == expected
-    assert [len(chunk) for chunk in chunks[:-1]] == [at_once] * (len(chunks) - 1)
-    assert not chunks or len(chunks[-1]) <= at_once
-
-
-@pytest.mark.parametrize("chunk_scores", [1, 40, 2**16])
-def test_noise_is_what_one_stream_gives_in_one_go(chunk_scores):
-    with sizes(chunk_scores):
-        noise_TE = np.concatenate(list(IndependentNoise(5, 2, 60, 4).chunks([Run(0, 60)])))
-    np.testing.assert_array_equal(noise_TE, generator(5, Stream.NOISE, 2).gumbel(size=(60, 4)))
-
-
-@pytest.mark.parametrize("chunk_scores", [1, 40, 2**16])
-def test_correlated_noise_is_an_autoregression_along_each_sequence(chunk_scores):
-    normal_TE = generator(5, Stream.NOISE, 2).normal(size=(60, 4))
-    for row in range(60):
-        if row % 7:
-            normal_TE[row] = 0.8 * normal_TE[row - 1] + math.sqrt(1 - 0.8**2) * normal_TE[row]
-    with sizes(chunk_scores):
-        noise_TE = np.concatenate(list(CorrelatedNoise(5, 2, 60, 4, 7, 0.8).chunks([Run(0, 60)])))
-    np.testing.assert_allclose(noise_TE, -np.log(-log_ndtr(normal_TE)), rtol=1e-9, atol=1e-12)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,7 @@ from scipy.stats import gumbel_r, kstest
 
 from moe_ep_bench.workload import SyntheticWorkload, deal
 from moe_ep_bench.workload.noise import CorrelatedNoise
-from moe_ep_bench.workload.popularity import FAMILIES, log_odds, placed_for_rank_load
+from moe_ep_bench.workload.popularity import FAMILIES
 from moe_ep_bench.workload.randomness import Run
 from moe_ep_bench.workload.skew import TopK
 
@@ -164,37 +162,6 @@ def test_every_so_many_batches_one_is_a_burst():
     workload = synthetic(num_batches=6, burst_every=3, burst_peak_load=8.0, num_tokens=512)
     peaks = [load.max() / load.mean() for load in (loads(workload.batch(index), 6) for index in range(6))]
     assert [round(peak) for peak in peaks] == [3, 3, 8, 3, 3, 8]
-
-
-# Parts
-
-
-@few_examples
-@given(st.sampled_from(FAMILIES), st.integers(0, 100), st.floats(0, 50))
-def test_odds_keep_the_order_of_popularity_and_are_flat_at_no_strength(family, seed, strength):
-    normal_E = np.random.default_rng(seed).normal(size=16)
-    bias_E = log_odds(family, normal_E, strength)
-    assert np.isfinite(bias_E).all()
-    assert (np.diff(bias_E[np.argsort(normal_E)]) >= 0).all()
-    assert np.ptp(log_odds(family, normal_E, 0.0)) == 0
-    if family != "uniform":
-        assert np.ptp(log_odds(family, normal_E, 1e-3)) < 0.2
-
-
-@few_examples
-@given(st.sampled_from([(16, 2), (16, 4), (24, 3)]), st.integers(0, 1000), st.floats(1.0, 4.0))
-def test_placing_for_a_rank_load_meets_it_or_says_what_could(shape, seed, target):
-    num_experts, num_ranks = shape
-    load_E = np.random.default_rng(seed).exponential(size=num_experts).cumsum()[::-1]
-    most = fullest(np.sort(load_E)[::-1], num_ranks)
-    if not 1.4 <= target <= 0.9 * most:
-        # Out of reach, or on the brink of it.
-        with contextlib.suppress(ValueError):
-            placed_for_rank_load(load_E, num_ranks, target, hot_rank=1)
-        return
-    order_E = placed_for_rank_load(load_E, num_ranks, target, hot_rank=1)
-    assert sorted(order_E) == list(range(num_experts))
-    assert fullest(load_E[order_E], num_ranks) == pytest.approx(target, rel=0.0201)
 
 
 # Dealing in shares

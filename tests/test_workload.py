@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
@@ -18,8 +16,7 @@ from moe_ep_bench.workload import (
     top_k_load,
     top_k_share,
 )
-from moe_ep_bench.workload.randomness import separate_ties
-from moe_ep_bench.workload.tail import fill_tail, fit_top_k, water_fill
+from moe_ep_bench.workload.tail import fill_tail, fit_top_k
 
 few_examples = settings(max_examples=15)
 
@@ -175,40 +172,6 @@ def test_synthetic_fields_out_of_range_are_refused(change, message):
 
 
 # Ties and tails
-
-
-@few_examples
-@given(st.integers(0, 2**32 - 1))
-def test_ties_are_parted_as_a_slow_loop_would(seed):
-    random = np.random.default_rng(seed)
-    order_TE = random.permuted(np.tile(np.arange(6.0), (5, 1)), axis=1)
-    scores_TE = np.sort(random.choice([0.1, 0.2, np.nextafter(np.float32(0.2), 1), 0.5], (5, 6)).astype(np.float32))
-    scores_TE = np.take_along_axis(scores_TE, order_TE.astype(int), axis=1)  # ascending in the order's sense
-    expected_TE = scores_TE.copy()
-    for row, order in zip(expected_TE, order_TE, strict=True):
-        ascending = np.argsort(order)
-        for below, above in pairwise(ascending):
-            if row[above] <= row[below]:
-                row[above] = np.nextafter(row[below], np.float32(2))
-    separate_ties(scores_TE, order_TE)
-    np.testing.assert_array_equal(scores_TE, expected_TE)
-
-
-@few_examples
-@given(st.integers(0, 2**32 - 1))
-def test_water_filling_finds_the_level_that_bisection_finds(seed):
-    random = np.random.default_rng(seed)
-    shares_TE = random.random((4, 7)) ** 4 + 1e-6
-    caps_TE = random.random((4, 7)) + 0.01
-    mass_T = caps_TE.sum(axis=1) * [0.05, 0.5, 0.9, 1.0]
-    low_T, high_T = np.zeros(4), np.full(4, 1e9)
-    for _ in range(200):
-        level_T = (low_T + high_T) / 2
-        over_T = np.minimum(level_T[:, None] * shares_TE, caps_TE).sum(axis=1) > mass_T
-        low_T, high_T = np.where(over_T, low_T, level_T), np.where(over_T, level_T, high_T)
-    filled_TE = water_fill(shares_TE, caps_TE, mass_T)
-    np.testing.assert_allclose(filled_TE, np.minimum(low_T[:, None] * shares_TE, caps_TE), atol=1e-9)
-    np.testing.assert_allclose(filled_TE.sum(axis=1), mass_T)
 
 
 @few_examples

@@ -24,9 +24,9 @@ from test_trace_info import write_trace
 import plot_results
 from moe_ep_bench.analysis.load import ResultsError
 from moe_ep_bench.analysis.render import render
-from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES, draw_route_figures
-from moe_ep_bench.analysis.route_load import RouteRun, load_route
-from moe_ep_bench.analysis.route_report import route_tables
+from moe_ep_bench.analysis.route.figures import ROUTE_FIGURES, draw_route_figures
+from moe_ep_bench.analysis.route.load import RouteRun, load_route
+from moe_ep_bench.analysis.route.tables import route_tables
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.bench.plan import ROUTING, plan
 from moe_ep_bench.bench.route import assumed_modality, route
@@ -207,7 +207,7 @@ def test_what_the_whole_batch_decides_does_not_depend_on_the_ranks(num_ranks: in
     """Native and OEA as one call over all tokens of the batch, without any ranks."""
     config = write_config(tmp_path, layer__ep_size=num_ranks)
     run = load_route(route(config, tmp_path / "out", []).root)
-    batches = run.groups[0].batches.set_index(["label", "batch"])
+    batches = run.batches.set_index(["label", "batch"])
     workload = plan(config, [], ROUTING)[0].workload
     for label, spec in (("native", {"name": "topk"}), ("oea k0=2", {"name": "oea", "k0": 2})):
         for batch in range(2):
@@ -246,40 +246,42 @@ def test_rows_are_the_schema_s_and_name_the_layer_and_the_mode(full: Path) -> No
 
 
 def test_modality_priorities_drop_the_other_kind_first(loaded: RouteRun) -> None:
-    group = max(loaded.groups, key=lambda group: group.facts.num_tokens)
+    group = loaded.cases["group"].iloc[-1]
     kept = {
-        label: group.loads(f"token_drop capacity_factor=1.0{label}", "image_load_E").sum()
+        label: loaded.loads(group, f"token_drop capacity_factor=1.0{label}", "image_load_E").sum()
         for label in ("", " modality=image_first", " modality=text_first")
     }
     assert kept[" modality=image_first"] < kept[""] < kept[" modality=text_first"]
 
 
 def test_layers_of_a_recording_are_comparisons_of_one_group(loaded: RouteRun) -> None:
-    groups = loaded.groups
-    assert [group.facts.num_tokens for group in groups] == [8, 16, 96]
-    for group in groups:
-        assert group.layer_names == ["0", "1", "2"]
-        assert group.facts.traffic == "domain a + domain b, decode, popularity tail"
-        assert group.cases.index[0] == "native"
-        assert group.cases.index[1].startswith("laser")  # The config's order.
-    assert len({group.facts.family for group in groups}) == 1
+    groups = [rows for _, rows in loaded.layers.groupby("group", sort=False)]
+    assert [rows["num_tokens"].iloc[0] for rows in groups] == [8, 16, 96]
+    for rows in groups:
+        assert rows["layer"].unique().tolist() == ["0", "1", "2"]
+        assert set(rows["traffic"]) == {"domain a + domain b, decode, popularity tail"}
+        assert rows["label"].iloc[0] == "native"
+        assert rows["label"].unique()[1].startswith("laser")  # the config's order
+    assert loaded.cases["family"].nunique() == 1
 
 
 def test_the_load_of_ranks_goes_through_the_placement(loaded: RouteRun) -> None:
     """The directory's placement is strided; another one needs no new routing."""
-    native = loaded.groups[0].batches.iloc[0]
+    native = loaded.batches.iloc[0]
     assert native["load_R"].tolist() == [native["load_E"][rank::4].sum() for rank in range(4)]
 
 
 def test_overlap_and_scores_are_those_of_the_batches(full: Path, loaded: RouteRun) -> None:
     comparison = plan(full.parent / "config.yaml", [], ROUTING)[0]
-    group = loaded.groups[0]
     scores_TE = comparison.workload.batch(1).scores_TE
-    rows = group.scores[(group.scores["layer"] == "0") & (group.scores["batch"] == 1)]
+    scores, overlap = (
+        rows[(rows["num_tokens"] == 8) & (rows["layer"] == "0")] for rows in (loaded.scores, loaded.overlap)
+    )
+    rows = scores[scores["batch"] == 1]
     assert rows["mean_score"].to_numpy() == pytest.approx(
         np.sort(scores_TE.numpy(), axis=1)[:, ::-1].mean(axis=0), rel=1e-5
     )
-    kinds = group.overlap[group.overlap["layer"] == "0"].groupby("kind")["num_pairs"].sum().to_dict()
+    kinds = overlap.groupby("kind")["num_pairs"].sum().to_dict()
     # Four requests of two tokens in each of two batches, two of either domain.
     assert kinds == {"neighbours": 8, "same_sequence": 8, "same_domain": 16, "cross_domain": 32}
 
@@ -321,15 +323,19 @@ def test_a_directory_keeps_what_another_config_left(tmp_path: Path) -> None:
     out = tmp_path / "out"
     route(write_config(tmp_path), out, [])
     route(write_config(tmp_path), out, ["workload.seed=5"])
-    assert len(load_route(out).groups) == 2
+    assert load_route(out).cases["group"].nunique() == 2
 
 
 def test_policies_can_be_added_to_what_was_routed(tmp_path: Path) -> None:
     out = tmp_path / "out"
     route(write_config(tmp_path), out, [])
     route(write_config(tmp_path, policies=[{"name": "lynx", "num_dropped": 3}]), out, [])
-    (group,) = load_route(out).groups
-    assert list(group.cases.index) == ["native", "lynx num_dropped=3", "token_drop capacity_factor=1.0", "oea k0=2"]
+    assert load_route(out).cases["label"].tolist() == [
+        "native",
+        "lynx num_dropped=3",
+        "token_drop capacity_factor=1.0",
+        "oea k0=2",
+    ]
 
 
 def test_run_json_has_the_provenance_and_no_folder(full: Path) -> None:
@@ -441,11 +447,13 @@ def test_a_dry_run_lists_the_cases_and_routes_nothing(tmp_path: Path, capsys: py
 
 def test_the_table_shows_the_means_of_every_case(loaded: RouteRun) -> None:
     tables = route_tables(loaded)
-    group, table = loaded.groups[-1], tables[-1]
-    for label, row in zip(group.cases.index, table.rows, strict=True):
-        peaks = [load_E.max() * 64 / load_E.sum() for load_BE in group.loads(label, "load_E") for load_E in load_BE]
+    table = tables[-1]
+    cases = loaded.cases[loaded.cases["comparison"] == table.frame["title"].iloc[0]]
+    for case, row in zip(cases.itertuples(), table.rows, strict=True):
+        loads_LBE = loaded.loads(case.group, case.label, "load_E")
+        peaks = [load_E.max() * 64 / load_E.sum() for load_BE in loads_LBE for load_E in load_BE]
         assert row["expert_imbalance"] == pytest.approx(np.mean(peaks))
-        assert table.columns[0].cell(row) == label
+        assert table.columns[0].cell(row) == case.label
     said = render(tables, "text")
     for words in ("routing only (nothing was timed)", "popularity tail model", "first 50% of every sequence's tokens"):
         assert said.count(words) >= len(tables)
@@ -458,17 +466,17 @@ def test_a_route_directory_is_shown_in_every_format(full: Path, capsys: pytest.C
         shown[to] = capsys.readouterr().out
     rows = json.loads(shown["json"])["rows"]
     frame = pd.read_csv(io.StringIO(shown["csv"]))
-    assert len(rows) == len(frame) == sum(len(group.cases) for group in load_route(full).groups)
+    assert len(rows) == len(frame) == len(load_route(full).cases)
     assert [row["rank_imbalance"] for row in rows] == pytest.approx(frame["rank_imbalance"].tolist())
     assert shown["md"].count("| policy |") == shown["latex"].count("tabular}") // 2 == 3
 
 
 def test_every_figure_is_drawn_where_the_rows_hold_it(loaded: RouteRun, tmp_path: Path) -> None:
-    written, lacking = draw_route_figures(loaded, tmp_path, ["svg"])
+    written, lacking = draw_route_figures(loaded, tmp_path, ["svg"], ROUTE_FIGURES, "page")
     assert lacking == []
     assert [path.name for path in written] == [f"{name}.{end}" for name in ROUTE_FIGURES for end in ("svg", "csv")]
     # Equal rows give equal bytes.
-    again, _ = draw_route_figures(loaded, tmp_path / "again", ["svg"], ["imbalance"])
+    again, _ = draw_route_figures(loaded, tmp_path / "again", ["svg"], ["imbalance"], "page")
     for path in again:
         assert path.read_bytes() == (tmp_path / path.name).read_bytes()
     # Beside each figure lie its numbers, and none of them claims to have been timed.
@@ -478,10 +486,9 @@ def test_every_figure_is_drawn_where_the_rows_hold_it(loaded: RouteRun, tmp_path
         assert set(rows["origin"]) == {"routed"}, name
         assert set(rows["workload"]) == {"recorded"}, name
     violation = pd.read_csv(tmp_path / "violation.csv")
-    group = next(group for group in loaded.groups if group.title == violation["comparison"][0])
-    native = violation[(violation["policy"] == "native") & (violation["comparison"] == group.title)]
-    expected = group.of(["native"])["expert_imbalance"] - 1
-    assert native["max_violation"].tolist() == pytest.approx(expected.tolist())
+    native = violation[violation["policy"] == "native"]
+    expected = loaded.layers[(loaded.layers["label"] == "native") & (loaded.layers["num_tokens"] == 96)]
+    assert native["max_violation"].tolist() == pytest.approx((expected["expert_imbalance"] - 1).tolist())
 
 
 def test_beside_other_directories_a_figure_says_whose_it_is(loaded: RouteRun) -> None:
@@ -533,10 +540,10 @@ def test_rows_for_which_a_figure_has_no_room_are_counted(compared: RouteRun) -> 
     """Of each policy's many cases max violation shows six."""
     with house_style():
         figure = figure_of("violation", compared)
-    left_out = len(compared.groups[0].cases) - 1 - 6
+    left_out = compared.cases["label"].nunique() - 1 - 6
     assert left_out > 0
-    texts = " ".join(text.get_text() for text in figure.texts)
-    assert f"Policies in the rows that are not drawn: {left_out}." in texts
+    texts = " ".join(" ".join(text.get_text() for text in figure.texts).split())
+    assert f"Not drawn, though in the rows: {left_out} more policies." in texts
 
 
 def test_a_request_s_grid_has_a_row_for_every_k0_and_budget(compared: RouteRun) -> None:
@@ -544,7 +551,8 @@ def test_a_request_s_grid_has_a_row_for_every_k0_and_budget(compared: RouteRun) 
         figure = figure_of("budgets", compared)
     rows = [[label.get_text() for label in axes.get_yticklabels()] for axes in figure.axes[:2]]
     assert rows == [["0", "1"], ["0, 0", "0, 4", "1, 0", "1, 4"]]
-    case = compared.groups[0].cases.loc["xshare k0=1 budget=4 scope=request request_budget=4"]
+    cases = compared.cases.set_index("label")
+    case = cases.loc["xshare k0=1 budget=4 scope=request request_budget=4"].iloc[0]
     assert case["params"]["budget"] == 4
     assert f"{case['activated']:.1f}" in {text.get_text() for text in figure.axes[1].texts}
 
@@ -600,8 +608,7 @@ def test_a_directory_that_cannot_be_trusted_is_refused(what: str, tmp_path: Path
         with pytest.raises(ResultsError):
             load_route(out, lines)
     else:
-        (group,) = load_route(out, lines).groups
-        assert "native" in group.cases.index
+        assert "native" in load_route(out, lines).cases["label"].tolist()
     assert what == "no json" or lines[0] == str(refused.value)
 
 
@@ -651,10 +658,11 @@ def test_laser_balances_a_real_recording_at_the_price_of_mass(tmp_path: Path) ->
     workload = {"kind": "recorded", "trace": str(trace), "layer": 12, "tail": "uniform", "num_tokens": 2048}
     policies = [{"name": "laser", "eps_high": 0.6, "t_fix": 0.2, "c": [6, 8, 16]}, {"name": "load_only"}]
     config = write_config(tmp_path, workload={**workload, "num_batches": 1}, policies=policies)
-    (group,) = load_route(route(config, tmp_path / "out", []).root).groups
-    native, unwidened = group.cases.index[:2]
-    assert (group.loads(native, "load_E") == group.loads(unwidened, "load_E")).all()  # c = K leaves no choice.
-    ordered = group.cases.drop(index=unwidened)
+    run = load_route(route(config, tmp_path / "out", []).root)
+    group, (native, unwidened) = run.cases["group"].iloc[0], run.cases["label"][:2]
+    # c = K leaves no choice.
+    assert (run.loads(group, native, "load_E") == run.loads(group, unwidened, "load_E")).all()
+    ordered = run.cases[run.cases["label"] != unwidened]
     peaks, mass = ordered["expert_imbalance"].tolist(), ordered["retained_mass"].tolist()
     assert peaks == sorted(peaks, reverse=True)
     assert mass == sorted(mass, reverse=True)

@@ -31,7 +31,7 @@ from moe_ep_bench.analysis.parts import ResultsError
 
 if TYPE_CHECKING:
     from moe_ep_bench.analysis.quality_frames import Quality
-    from moe_ep_bench.analysis.route_load import RouteRun
+    from moe_ep_bench.analysis.route.load import RouteRun
 
 
 @dataclass(eq=False)
@@ -74,7 +74,7 @@ def gather(directories: Sequence[Path]) -> Gathered:
                     )
                 qualities[name] = quality
             elif is_route(directory):
-                from moe_ep_bench.analysis.route_load import load_route  # it imports torch
+                from moe_ep_bench.analysis.route.load import load_route  # it imports torch
 
                 routes[name] = load_route(directory, found.passed_over)
             elif is_whole(directory):

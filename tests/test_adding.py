@@ -16,8 +16,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from moe_ep_bench.analysis.route_batches import activated_figure
-from moe_ep_bench.analysis.route_load import load_route
+from moe_ep_bench.analysis.route.load import load_route
+from moe_ep_bench.analysis.route.steps import activated_figure
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import POLICIES, Policy, Routing, RoutingContext
@@ -54,9 +54,10 @@ def test_a_policy_is_added_in_its_module_and_one_row(tmp_path: Path, monkeypatch
     assert main(["route", str(config), "--out", str(out)]) == OK
 
     run = load_route(out)
-    (label,) = {label for group in run.groups for label in group.cases.index[group.cases["policy"] == "best_only"]}
-    assert [group.cases.loc[label, "params"] for group in run.groups] == 3 * [{"scale": 0.5}]
-    assert sorted(int(group.loads(label, "load_E").sum()) for group in run.groups) == [2 * 16, 2 * 48, 2 * 96]
+    own = run.cases[run.cases["policy"] == "best_only"]
+    (label,) = own["label"].unique()
+    assert own["params"].tolist() == 3 * [{"scale": 0.5}]
+    assert sorted(int(run.loads(group, label, "load_E").sum()) for group in own["group"]) == [2 * 16, 2 * 48, 2 * 96]
 
     with house_style():
         drawing = activated_figure(run)

@@ -98,7 +98,7 @@ def test_what_never_varies_stands_at_an_end_and_what_never_differs_in_the_middle
     assert drawing.rows["in_halves"].tolist() == [0.0]
 
 
-@pytest.mark.parametrize("size", ["page", "column", "slide"])
+@pytest.mark.parametrize("size", ["page", "column"])
 def test_orderings_fit_every_size(size: str) -> None:
     with house_style(size):
         figure = drawn(orderings_figure(quality_of(*seeds(0.10, 0.12, -0.14)))).figure

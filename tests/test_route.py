@@ -22,9 +22,9 @@ from test_trace_info import write_trace
 import plot_results
 from moe_ep_bench.analysis.load import ResultsError
 from moe_ep_bench.analysis.render import render
-from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES, draw_route_figures
-from moe_ep_bench.analysis.route_load import RouteRun, load_route
-from moe_ep_bench.analysis.route_report import route_tables
+from moe_ep_bench.analysis.route.figures import ROUTE_FIGURES, draw_route_figures
+from moe_ep_bench.analysis.route.load import RouteRun, load_route
+from moe_ep_bench.analysis.route.tables import route_tables
 from moe_ep_bench.bench.plan import ROUTING, plan
 from moe_ep_bench.bench.route import assumed_modality, route
 from moe_ep_bench.cli import main
@@ -181,7 +181,7 @@ def test_what_the_whole_batch_decides_does_not_depend_on_the_ranks(num_ranks: in
     """Native and OEA as one call over all tokens of the batch, without any ranks."""
     config = write_config(tmp_path, layer__ep_size=num_ranks)
     run = load_route(route(config, tmp_path / "out", []).root)
-    batches = run.groups[0].batches.set_index(["label", "batch"])
+    batches = run.batches.set_index(["label", "batch"])
     workload = plan(config, [], ROUTING)[0].workload
     for label, spec in (("native", {"name": "topk"}), ("oea k0=2", {"name": "oea", "k0": 2})):
         for batch in range(2):
@@ -219,21 +219,34 @@ def test_rows_are_the_schema_s_and_name_the_layer_and_the_mode(full: Path) -> No
     assert rows.groupby(["case_id", "batch"])["num_tokens"].sum().isin([8, 16, 96]).all()
 
 
+def test_layers_of_a_recording_are_comparisons_of_one_group(loaded: RouteRun) -> None:
+    groups = [rows for _, rows in loaded.layers.groupby("group", sort=False)]
+    assert [rows["num_tokens"].iloc[0] for rows in groups] == [8, 16, 96]
+    for rows in groups:
+        assert rows["layer"].unique().tolist() == ["0", "1", "2"]
+        assert set(rows["traffic"]) == {"domain a + domain b, decode, popularity tail"}
+        assert rows["label"].iloc[0] == "native"
+        assert rows["label"].unique()[1].startswith("laser")  # the config's order
+    assert loaded.cases["family"].nunique() == 1
+
+
 def test_the_load_of_ranks_goes_through_the_placement(loaded: RouteRun) -> None:
     """The directory's placement is strided; another one needs no new routing."""
-    native = loaded.groups[0].batches.iloc[0]
+    native = loaded.batches.iloc[0]
     assert native["load_R"].tolist() == [native["load_E"][rank::4].sum() for rank in range(4)]
 
 
 def test_overlap_and_scores_are_those_of_the_batches(full: Path, loaded: RouteRun) -> None:
     comparison = plan(full.parent / "config.yaml", [], ROUTING)[0]
-    group = loaded.groups[0]
     scores_TE = comparison.workload.batch(1).scores_TE
-    rows = group.scores[(group.scores["layer"] == "0") & (group.scores["batch"] == 1)]
+    scores, overlap = (
+        rows[(rows["num_tokens"] == 8) & (rows["layer"] == "0")] for rows in (loaded.scores, loaded.overlap)
+    )
+    rows = scores[scores["batch"] == 1]
     assert rows["mean_score"].to_numpy() == pytest.approx(
         np.sort(scores_TE.numpy(), axis=1)[:, ::-1].mean(axis=0), rel=1e-5
     )
-    kinds = group.overlap[group.overlap["layer"] == "0"].groupby("kind")["num_pairs"].sum().to_dict()
+    kinds = overlap.groupby("kind")["num_pairs"].sum().to_dict()
     # Four requests of two tokens in each of two batches, two of either domain.
     assert kinds == {"neighbours": 8, "same_sequence": 8, "same_domain": 16, "cross_domain": 32}
 
@@ -275,7 +288,7 @@ def test_a_directory_keeps_what_another_config_left(tmp_path: Path) -> None:
     out = tmp_path / "out"
     route(write_config(tmp_path), out, [])
     route(write_config(tmp_path), out, ["workload.seed=5"])
-    assert len(load_route(out).groups) == 2
+    assert load_route(out).cases["group"].nunique() == 2
 
 
 @pytest.mark.parametrize(("preset", "ranks"), [("deepseek-v2-lite", 8), ("qwen1.5-moe-a2.7b", 6)])
@@ -341,11 +354,13 @@ def test_a_dry_run_lists_the_cases_and_routes_nothing(tmp_path: Path, capsys: py
 
 def test_the_table_shows_the_means_of_every_case(loaded: RouteRun) -> None:
     tables = route_tables(loaded)
-    group, table = loaded.groups[-1], tables[-1]
-    for label, row in zip(group.cases.index, table.rows, strict=True):
-        peaks = [load_E.max() * 64 / load_E.sum() for load_BE in group.loads(label, "load_E") for load_E in load_BE]
+    table = tables[-1]
+    cases = loaded.cases[loaded.cases["comparison"] == table.frame["title"].iloc[0]]
+    for case, row in zip(cases.itertuples(), table.rows, strict=True):
+        loads_LBE = loaded.loads(case.group, case.label, "load_E")
+        peaks = [load_E.max() * 64 / load_E.sum() for load_BE in loads_LBE for load_E in load_BE]
         assert row["expert_imbalance"] == pytest.approx(np.mean(peaks))
-        assert table.columns[0].cell(row) == label
+        assert table.columns[0].cell(row) == case.label
     said = render(tables, "text")
     for words in ("routing only (nothing was timed)", "popularity tail model", "first 50% of every sequence's tokens"):
         assert said.count(words) >= len(tables)
@@ -358,17 +373,17 @@ def test_a_route_directory_is_shown_in_every_format(full: Path, capsys: pytest.C
         shown[to] = capsys.readouterr().out
     rows = json.loads(shown["json"])["rows"]
     frame = pd.read_csv(io.StringIO(shown["csv"]))
-    assert len(rows) == len(frame) == sum(len(group.cases) for group in load_route(full).groups)
+    assert len(rows) == len(frame) == len(load_route(full).cases)
     assert [row["rank_imbalance"] for row in rows] == pytest.approx(frame["rank_imbalance"].tolist())
     assert shown["md"].count("| policy |") == shown["latex"].count("tabular}") // 2 == 3
 
 
 def test_every_figure_is_drawn_where_the_rows_hold_it(loaded: RouteRun, tmp_path: Path) -> None:
-    written, lacking = draw_route_figures(loaded, tmp_path, ["svg"])
+    written, lacking = draw_route_figures(loaded, tmp_path, ["svg"], ROUTE_FIGURES, "page")
     assert lacking == []
     assert [path.name for path in written] == [f"{name}.{end}" for name in ROUTE_FIGURES for end in ("svg", "csv")]
     # Equal rows give equal bytes.
-    again, _ = draw_route_figures(loaded, tmp_path / "again", ["svg"], ["imbalance"])
+    again, _ = draw_route_figures(loaded, tmp_path / "again", ["svg"], ["imbalance"], "page")
     for path in again:
         assert path.read_bytes() == (tmp_path / path.name).read_bytes()
     # Beside each figure lie its numbers, and none of them claims to have been timed.
@@ -378,10 +393,9 @@ def test_every_figure_is_drawn_where_the_rows_hold_it(loaded: RouteRun, tmp_path
         assert set(rows["origin"]) == {"routed"}, name
         assert set(rows["workload"]) == {"recorded"}, name
     violation = pd.read_csv(tmp_path / "violation.csv")
-    group = next(group for group in loaded.groups if group.title == violation["comparison"][0])
-    native = violation[(violation["policy"] == "native") & (violation["comparison"] == group.title)]
-    expected = group.of(["native"])["expert_imbalance"] - 1
-    assert native["max_violation"].tolist() == pytest.approx(expected.tolist())
+    native = violation[violation["policy"] == "native"]
+    expected = loaded.layers[(loaded.layers["label"] == "native") & (loaded.layers["num_tokens"] == 96)]
+    assert native["max_violation"].tolist() == pytest.approx((expected["expert_imbalance"] - 1).tolist())
 
 
 def figure_of(name: str, run: RouteRun) -> Figure:
@@ -434,8 +448,7 @@ def test_a_directory_that_cannot_be_trusted_is_refused(what: str, tmp_path: Path
         with pytest.raises(ResultsError):
             load_route(out, lines)
     else:
-        (group,) = load_route(out, lines).groups
-        assert "native" in group.cases.index
+        assert "native" in load_route(out, lines).cases["label"].tolist()
     assert what == "no json" or lines[0] == str(refused.value)
 
 

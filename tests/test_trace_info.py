@@ -169,7 +169,7 @@ traces = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 1 << 14])
+@pytest.mark.parametrize("chunk", [5, 1 << 14])
 @few_examples
 @given(traces)
 def test_every_statistic_equals_a_plain_loop(chunk, fields):
@@ -346,6 +346,7 @@ def test_the_table_has_a_row_per_layer_and_closes_with_mean_worst_and_uniform(tm
 def test_the_heading_says_what_was_recorded(tmp_path):
     path = write_trace(tmp_path / "tiny.safetensors", phase="decode", normalised=True)
     text = trace_info(path)
+    assert trace_tables(statistics(path))[0].frame["share"].isna().all()
     for part in (
         "tiny: 2 layers x 8 experts, top-3, 13 tokens in 3 sequences",
         "domain: words; phase: decode; scores: softmax over the top-k (normalised over the top-k)",
@@ -358,11 +359,6 @@ def test_the_heading_says_what_was_recorded(tmp_path):
     raw = trace_info(write_trace(tmp_path / "raw.safetensors"))
     assert "scores: softmax, not renormalised (raw: shares of all experts' mass)" in raw
     assert "a batch of B: B consecutive tokens" in raw
-
-
-def test_a_share_of_normalised_scores_is_not_shown(tmp_path):
-    table, *_ = trace_tables(statistics(write_trace(tmp_path / "tiny.safetensors", normalised=True)))
-    assert table.frame["share"].isna().all()
 
 
 def test_scores_that_nobody_recorded_are_not_shown(tmp_path):
@@ -537,7 +533,7 @@ def test_recorded_batches_activate_fewer_experts_than_uniform_choices():
     assert recorded(DEEPSEEK[0])[0].batch_sizes[-1] == 1024
 
 
-@pytest.mark.parametrize("name", [*DEEPSEEK, GPT_OSS, LOADS_FILE])
+@pytest.mark.parametrize("name", [DEEPSEEK[0], GPT_OSS, LOADS_FILE])
 def test_every_recording_fits_the_table_and_the_figures(name):
     recordings = list(recorded(name))
     assert_tables_fit(recordings)

@@ -22,7 +22,7 @@ from moe_ep_bench.analysis.parts import ResultsError
 
 if TYPE_CHECKING:
     from moe_ep_bench.analysis.quality_frames import Quality
-    from moe_ep_bench.analysis.route_load import RouteRun
+    from moe_ep_bench.analysis.route.load import RouteRun
 
 # What must be alike in runs that are read as one, and how it is named.
 _POOLED = {
@@ -107,7 +107,7 @@ def _read(name: str, directory: Path, found: Gathered, pools: dict[tuple, dict[s
             raise ResultsError(f"{directory}: holds scores of tasks, of which there are no figures; `show` prints them")
         found.qualities[name] = quality
     elif is_route(directory):
-        from moe_ep_bench.analysis.route_load import load_route  # it imports torch
+        from moe_ep_bench.analysis.route.load import load_route  # it imports torch
 
         found.routes[name] = load_route(directory, found.passed_over)
     elif is_whole(directory):

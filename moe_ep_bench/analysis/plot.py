@@ -26,7 +26,7 @@ _KINDS = {"models": is_whole, "routing": is_route, "quality": is_quality}
 def figures_of(kind: str) -> Mapping[str, Callable[..., Drawing | None]]:
     """The figures of a kind of directory: ``layers``, ``models``, ``routing`` or ``quality``."""
     if kind == "routing":
-        from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES  # it imports torch
+        from moe_ep_bench.analysis.route.figures import ROUTE_FIGURES  # it imports torch
 
         return ROUTE_FIGURES
     if kind == "quality":

@@ -121,15 +121,17 @@ def _costs_figure(title: str, rows: pd.DataFrame) -> Drawing | None:
     columns = min(_COLUMNS, len(panels))
     width = _WIDTH if columns > 1 else _NARROW
     num_rows = -(-len(panels) // columns)
+    over = (
+        "checkpoints where there are several, else over sequences" if (rows["checkpoints"] > 1).any() else "sequences"
+    )
+    whiskers = f"whiskers: 95 % interval, Student's t over {over}."
+    if not np.isfinite(rows["half_width_nats"]).any():
+        whiskers = f"no intervals: fewer than {LEAST_SEQUENCES} sequences."
     figure = sheet(
         title,
         "Cross-entropy added to the unpatched model's on the same sequences, nats per token"
         + ("; the mean over checkpoints" if (rows["checkpoints"] > 1).any() else ""),
-        [
-            "Costs are of this model on this text; whiskers: 95 % interval, Student's t over checkpoints where there "
-            f"are several, else over sequences (none below {LEAST_SEQUENCES}). Routing is that of virtual ranks; "
-            "nothing was timed."
-        ],
+        [f"Costs are of this model on this text; {whiskers} Routing is that of virtual ranks; nothing was timed."],
         legend,
         width=width,
         body=_BODY * num_rows,

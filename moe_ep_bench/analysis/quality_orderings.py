@@ -19,9 +19,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -38,16 +36,7 @@ from moe_ep_bench.analysis.render import Row
 PEAK_LOAD, PER_SHARE = "fullest expert over the mean", "nats per token and share of pairs dropped"
 
 
-def _is_set(value: Any) -> bool:
-    return value is not None
-
-
-def _below_one(value: float) -> bool:
-    return value < 1
-
-
-@dataclass(frozen=True)
-class Ordering:
+class Ordering(NamedTuple):
     """A claim: cases of one kind cost less than cases of another.
 
     Attributes:
@@ -58,7 +47,7 @@ class Ordering:
             between half and twice as much. ``activated``: the better kind's cost at the worse case's activated experts,
             on the line between its cases of other k0.
         share: of the worse kind's cost, with which the better kind's is compared.
-        of: what is compared: costs, or the fullest expert's pairs over the mean.
+        unit: of what is compared: a cost, or of ``PEAK_LOAD`` the loads.
     """
 
     words: str
@@ -67,95 +56,92 @@ class Ordering:
     worse: dict[str, Any]
     at_equal: Literal["fields", "dropped", "activated"] = "fields"
     share: float = 1.0
-    of: Literal["cost", "peak_load"] = "cost"
-
-    @property
-    def unit(self) -> str:
-        if self.of == "peak_load":
-            return PEAK_LOAD
-        return PER_SHARE if self.at_equal == "dropped" else "nats per token"
+    unit: str = "nats per token"
 
 
-_drop = partial(dict, name="token_drop", metric="score")
-_expanded = partial(dict, name="expanded_drop", metric="score", num_candidates=None, max_experts_per_token=None)
-_oea = partial(dict, name="oea", p=1.0, k_max=None, max_rank=None)
-_laser, _load_only = {"name": "laser"}, {"name": "load_only"}
+def _is_set(value: Any) -> bool:
+    return value is not None
 
 
-def _of(source: str, *rows: tuple[Any, ...]) -> tuple[Ordering, ...]:
-    """Orderings of one source: words, the better kind, the worse kind, and what else is made equal."""
-    return tuple(Ordering(words, source, *kinds) for words, *kinds in rows)
-
+_DROPPING, _OEA_PAPER, _LASER_PAPER = "arXiv 2503.05066", "arXiv 2511.02237", "arXiv 2510.03293"
+_DROP = {"name": "token_drop", "metric": "score"}
+_PER_EXPERT = {**_DROP, "granularity": "expert"}
+_EXPANDED = {"name": "expanded_drop", "metric": "score", "num_candidates": None, "max_experts_per_token": None}
+_OEA = {"name": "oea", "p": 1.0, "k_max": None, "max_rank": None}
+_LASER, _LOAD_ONLY = {"name": "laser"}, {"name": "load_only"}
 
 ORDERINGS = (
-    *_of(
-        "arXiv 2503.05066",
-        ("dropping by score costs less than by order", _drop(), _drop(metric="order")),
-        ("dropping by score costs less than by reverse order", _drop(), _drop(metric="reverse_order")),
-        ("dropping by score costs less than by random", _drop(), _drop(metric="random")),
-        ("Expanded Drop costs less than Token Drop at the same capacity factor", _expanded(), _drop()),
+    *(
+        Ordering(f"dropping by score costs less than by {words}", _DROPPING, _DROP, {**_DROP, "metric": metric})
+        for metric, words in (("order", "order"), ("reverse_order", "reverse order"), ("random", "random"))
     ),
+    Ordering("Expanded Drop costs less than Token Drop at the same capacity factor", _DROPPING, _EXPANDED, _DROP),
     Ordering(
         "Expanded Drop with all local candidates costs less than with fewer",
-        "arXiv 2503.05066, Table 11's m",
-        _expanded(),
-        _expanded(num_candidates=_is_set),
+        f"{_DROPPING}, Table 11's m",
+        _EXPANDED,
+        {**_EXPANDED, "num_candidates": _is_set},
     ),
     Ordering(
         "Expanded Drop costs less than with a limit on a token's experts",
-        "arXiv 2503.05066, Table 11's max-k",
-        _expanded(),
-        _expanded(max_experts_per_token=_is_set),
+        f"{_DROPPING}, Table 11's max-k",
+        _EXPANDED,
+        {**_EXPANDED, "max_experts_per_token": _is_set},
     ),
     Ordering(
         "a device's capacity at factor 1 costs less than an expert's at 1.5",
-        "arXiv 2503.05066",
+        _DROPPING,
         {"name": "token_drop", "granularity": "device", "capacity_factor": 1.0},
         {"name": "token_drop", "granularity": "expert", "capacity_factor": 1.5},
     ),
     Ordering(
         "Token Drop costs less than Expert Drop, per pair that is dropped",
-        "arXiv 2503.05066",
-        _drop(granularity="expert"),
+        _DROPPING,
+        _PER_EXPERT,
         {"name": "expert_drop"},
-        at_equal="dropped",
+        "dropped",
+        unit=PER_SHARE,
     ),
-    *_of(
-        "arXiv 2511.02237",
-        (
-            "OEA costs less than pruning to the same k0, which activates the same experts for the same inputs",
-            _oea(),
-            {"name": "pruned", "p": 1.0},
-        ),
-        (
-            "OEA with p = 1 costs less than with p < 1 at as many activated experts",
-            _oea(),
-            _oea(p=_below_one),
-            "activated",
-        ),
-        ("OEA that fills up to k_max = K costs less than with a smaller k_max", _oea(), _oea(k_max=_is_set)),
-        ("OEA over all ranks of a token's list costs less than with max_rank below E", _oea(), _oea(max_rank=_is_set)),
+    Ordering(
+        "OEA costs less than pruning to the same k0, which activates the same experts for the same inputs",
+        _OEA_PAPER,
+        _OEA,
+        {"name": "pruned", "p": 1.0},
+    ),
+    Ordering(
+        "OEA with p = 1 costs less than with p < 1 at as many activated experts",
+        _OEA_PAPER,
+        _OEA,
+        {**_OEA, "p": lambda p: p < 1},
+        "activated",
+    ),
+    *(
+        Ordering(words, _OEA_PAPER, _OEA, {**_OEA, field: _is_set})
+        for field, words in (
+            ("k_max", "OEA that fills up to k_max = K costs less than with a smaller k_max"),
+            ("max_rank", "OEA over all ranks of a token's list costs less than with max_rank below E"),
+        )
     ),
     Ordering(
         "LASER evens the loads: its fullest expert has less than the model's own",
-        "arXiv 2510.03293",
-        _laser,
+        _LASER_PAPER,
+        _LASER,
         {"name": "native"},
-        of="peak_load",
+        unit=PEAK_LOAD,
     ),
-    Ordering("LASER costs less than balancing loads alone", "arXiv 2510.03293", _laser, _load_only),
+    Ordering("LASER costs less than balancing loads alone", _LASER_PAPER, _LASER, _LOAD_ONLY),
     Ordering(
         "LASER stays near the model's own: less than a tenth (ours) of what balancing loads alone costs",
-        "arXiv 2510.03293",
-        _laser,
-        _load_only,
+        _LASER_PAPER,
+        _LASER,
+        _LOAD_ONLY,
         share=0.1,
     ),
     Ordering(
         "balancing loads alone is bad: Token Drop at factor 1, which bounds loads too, costs less",
-        "arXiv 2510.03293; Token Drop is our measure",
-        _drop(granularity="expert", capacity_factor=1.0),
-        _load_only,
+        f"{_LASER_PAPER}; Token Drop is our measure",
+        {**_PER_EXPERT, "capacity_factor": 1.0},
+        _LOAD_ONLY,
     ),
     Ordering(
         "XShare with every token's best expert costs less than without, at the same budget",
@@ -166,7 +152,7 @@ ORDERINGS = (
     *(
         Ordering(
             f"{policy}: {better.replace('_', ' ')} costs text less than {worse.replace('_', ' ')}, synthetic images",
-            "arXiv 2503.05066, Table 4",
+            f"{_DROPPING}, Table 4",
             {"name": name, "modality": better},
             {"name": name, "modality": worse},
         )
@@ -186,37 +172,36 @@ def orderings(quality: Quality) -> pd.DataFrame:
     rows: list[Row] = []
     for number, group in enumerate(quality.groups):
         names = [str(quality.facts[comparison_id]["model"]) for comparison_id in group]
-        pairs: dict[tuple, list[Row]] = {}
+        about = {"group": number, "comparison": quality.title(group), "is_overall": len(group) == 1}
         for place, (name, comparison_id) in enumerate(zip(names, group, strict=True), 1):
             # Folders of one name may stand in different places.
             checkpoint = name if names.count(name) == 1 else f"{name}, number {place}"
-            about = {"group": number, "comparison": quality.title(group), "is_overall": len(group) == 1}
             cases = costs[costs["comparison_id"] == comparison_id].to_dict("records")
-            for ordering, pair in _pairs(quality, comparison_id, cases):
-                # What drops or activates as much may be another case in each checkpoint.
-                better = pair["better"] if ordering.at_equal == "fields" else ""
-                row = {**about, "checkpoint": checkpoint, **pair}
-                pairs.setdefault((pair["ordering"], better, pair["worse"]), []).append(row)
-        for each in pairs.values():
-            if len(each) == len(group) > 1:
-                rows.append(_over_checkpoints(each))
-            rows += each if len(each) == len(group) else []
+            rows += [{**about, "checkpoint": checkpoint, **p} for p in _pairs(quality, comparison_id, cases)]
     frame = pd.DataFrame(rows)
-    if len(frame):
-        more, half = frame["worse_costs_more"], frame["half_width"]
-        frame["verdict"] = np.select([more > half, more < -half], ["holds", "does not hold"], "inconclusive")
-    return frame
+    if frame.empty:
+        return frame
+    pair = frame.groupby(["group", "ordering", "alike", "worse"], sort=False)
+    num_checkpoints = frame["group"].map({number: len(group) for number, group in enumerate(quality.groups)})
+    frame["pair"] = pair.ngroup()
+    frame = frame[pair["worse"].transform("size") == num_checkpoints]
+    of_several = frame[~frame["is_overall"]].groupby("pair")
+    if len(of_several):
+        overall = of_several.first().assign(
+            is_overall=True,
+            checkpoint="all",
+            better=of_several["better"].agg(lambda better: " or ".join(dict.fromkeys(better))),
+            worse_costs_more=of_several["worse_costs_more"].mean(),
+            half_width=of_several["worse_costs_more"].agg(half_interval),
+        )
+        frame = pd.concat([overall.reset_index()[list(frame)], frame]).sort_values("pair", kind="stable")
+    more, half = frame["worse_costs_more"], frame["half_width"]
+    frame["verdict"] = np.select([more > half, more < -half], ["holds", "does not hold"], "inconclusive")
+    return frame.drop(columns=["pair", "alike"]).reset_index(drop=True)
 
 
-def _over_checkpoints(each: Sequence[Row]) -> Row:
-    more = pd.Series([row["worse_costs_more"] for row in each])
-    better = " or ".join(dict.fromkeys(row["better"] for row in each))
-    mean = {"worse_costs_more": float(more.mean()), "half_width": half_interval(more)}
-    return {**each[0], "is_overall": True, "checkpoint": "all", "better": better, **mean}
-
-
-def _pairs(quality: Quality, comparison_id: str, cases: Sequence[Row]) -> Iterator[tuple[Ordering, Row]]:
-    """All pairs of a comparison, by their short labels.
+def _pairs(quality: Quality, comparison_id: str, cases: Sequence[Row]) -> Iterator[Row]:
+    """All pairs of a comparison, by their short labels; ``alike`` tells those of one ordering and worse case apart.
 
     Args:
         cases: its rows of ``text_costs``.
@@ -227,47 +212,41 @@ def _pairs(quality: Quality, comparison_id: str, cases: Sequence[Row]) -> Iterat
 
     def values(case: Row, ordering: Ordering) -> pd.Series:
         """Costs by sequence, or loads by batch."""
-        if ordering.of == "peak_load":
+        if ordering.unit == PEAK_LOAD:
             return peaks[case["case_id"], case["phase"]]
-        return added[case["case_id"]] / (case["dropped_fraction"] if ordering.at_equal == "dropped" else 1.0)
+        return added[case["case_id"]] / (case["dropped_fraction"] if ordering.unit == PER_SHARE else 1.0)
 
     for ordering in ORDERINGS:
         for worse in (case for case in cases if _suits(case, ordering.worse)):
             better = [case for case in cases if _suits(case, ordering.better) and _agree(case, worse, ordering)]
-            for blend in _AT_EQUAL[ordering.at_equal](better, worse):
+            for blend in _blends(ordering.at_equal, better, worse):
                 of_better = sum(weight * values(case, ordering) for case, weight in blend)
                 difference = (ordering.share * values(worse, ordering) - of_better).dropna()
-                if len(difference) >= LEAST_SEQUENCES:
-                    yield (
-                        ordering,
-                        {
-                            "ordering": ordering.words,
-                            "source": ordering.source,
-                            "better": " to ".join(short_label(case["label"]) for case, _ in blend),
-                            "worse": short_label(worse["label"]),
-                            "share": ordering.share,
-                            "unit": ordering.unit,
-                            "worse_costs_more": float(difference.mean()),
-                            "half_width": half_interval(difference),
-                        },
-                    )
+                if len(difference) < LEAST_SEQUENCES:
+                    continue
+                label = " to ".join(short_label(case["label"]) for case, _ in blend)
+                yield {
+                    "ordering": ordering.words,
+                    "source": ordering.source,
+                    "better": label,
+                    "worse": short_label(worse["label"]),
+                    "share": ordering.share,
+                    "unit": ordering.unit,
+                    "worse_costs_more": float(difference.mean()),
+                    "half_width": half_interval(difference),
+                    # What drops or activates as much may be another case in each checkpoint.
+                    "alike": label if ordering.at_equal == "fields" else "",
+                }
 
 
-Blend = list[tuple[Row, float]]
-"""Cases with their weights: one case, or a place on the line between two."""
-
-
-def _each(better: list[Row], worse: Row) -> list[Blend]:
-    return [[(case, 1.0)] for case in better]
-
-
-def _nearest_dropped(better: list[Row], worse: Row) -> list[Blend]:
-    dropped = worse["dropped_fraction"]
-    near = [case for case in better if 0 < dropped / 2 <= case["dropped_fraction"] <= 2 * dropped]
-    return _each(sorted(near, key=lambda case: abs(case["dropped_fraction"] - dropped))[:1], worse)
-
-
-def _same_activated(better: list[Row], worse: Row) -> list[Blend]:
+def _blends(at_equal: str, better: list[Row], worse: Row) -> list[list[tuple[Row, float]]]:
+    """What to set ``worse`` against: single cases, or a place on the line between two, as cases with weights."""
+    if at_equal == "dropped":
+        dropped = worse["dropped_fraction"]
+        near = [case for case in better if 0 < dropped / 2 <= case["dropped_fraction"] <= 2 * dropped]
+        better = sorted(near, key=lambda case: abs(case["dropped_fraction"] - dropped))[:1]
+    if at_equal != "activated":
+        return [[(case, 1.0)] for case in better]
     wanted = worse["activated_experts"]
     for fewer, more in itertools.pairwise(sorted(better, key=lambda case: case["activated_experts"])):
         low, high = fewer["activated_experts"], more["activated_experts"]
@@ -275,9 +254,6 @@ def _same_activated(better: list[Row], worse: Row) -> list[Blend]:
             share = (wanted - low) / (high - low)
             return [[(fewer, 1 - share), (more, share)]]
     return []
-
-
-_AT_EQUAL = {"fields": _each, "dropped": _nearest_dropped, "activated": _same_activated}
 
 
 def _suits(case: Row, wanted: dict[str, Any]) -> bool:
@@ -290,10 +266,8 @@ def _suits(case: Row, wanted: dict[str, Any]) -> bool:
 
 def _agree(better: Row, worse: Row, ordering: Ordering) -> bool:
     """Fields that both have, and that are not what the ordering is about, are equal; so is the phase."""
-    if better["phase"] != worse["phase"]:
-        return False
-    if ordering.at_equal == "dropped":
-        return True
+    if better["phase"] != worse["phase"] or ordering.at_equal == "dropped":
+        return better["phase"] == worse["phase"]
     about = ordering.better.keys() | ordering.worse.keys() | ({"k0"} if ordering.at_equal == "activated" else set())
     ours, theirs = json.loads(better["policy_params"]), json.loads(worse["policy_params"])
     return all(ours[key] == theirs[key] for key in (ours.keys() & theirs.keys()) - about)

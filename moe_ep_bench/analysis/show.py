@@ -106,8 +106,8 @@ def terminal_text(tables: Sequence[Table]) -> str:
 
 
 def _of_route(directory: Path) -> list[Table]:
-    from moe_ep_bench.analysis.route_load import load_route  # it imports torch
-    from moe_ep_bench.analysis.route_report import route_tables
+    from moe_ep_bench.analysis.route.load import load_route  # it imports torch
+    from moe_ep_bench.analysis.route.tables import route_tables
 
     return route_tables(load_route(directory))
 

@@ -1,14 +1,12 @@
 """Breakdown iterations as a trace for Perfetto or chrome://tracing: one process per rank, phases as bars.
 
-Records hold how long each phase took on each rank, not when it began. The starts are reconstructed: all ranks
-begin an iteration together (an all-reduce aligns them before the start is stamped), and a rank's phases follow one
-another in the layer's order, ``PHASES``, without gaps, so every bar is as long as measured. Two things are lost that
-way. Permutation, shared experts and metadata, which the layer enters several times, stand once; and so the ends
-of a wait, which are one moment on all ranks, come to lie apart by what of these really ran later. How far
-apart, at worst, the trace says beside each iteration. Time that no phase covers stands last.
-
-Of a whole model the bar of a pass holds one for every layer, and that its phases: norms and residual additions first,
-which stand once, then attention, then the MoE layer's own or the dense layer.
+Records hold how long each phase took on each rank, not when it began. The starts are reconstructed: all ranks begin an
+iteration together (an all-reduce aligns them before the start is stamped), and a rank's phases follow one another in
+the layer's order, ``PHASES``, without gaps. So every bar is as long as measured, but phases that the layer enters
+several times (permutation, shared experts, metadata) stand once, and the ends of a wait, one moment on all ranks, come
+to lie apart by what of these really ran later: ``meeting_spread_us`` beside each iteration. Time that no phase covers
+stands last. Of a whole model the bar of a pass holds one for every layer, and that its phases: norms and residual
+additions first, which stand once, then attention, then the MoE layer's own or the dense layer.
 
 The format is Chrome's trace event format: complete events (``ph`` X) with ``ts`` and ``dur`` in microseconds. Phases
 have the names that ``--profile`` gives them, where what is real is the order too.
@@ -18,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -45,18 +43,12 @@ _HOW_EMULATED = (
     "Emulated: ranks ran one after another on one device; waiting, dispatch and combine are computed from a model of "
     "the links. Starts are reconstructed likewise."
 )
-
-
 # Of a pass, what is in no layer: before and after all of them.
 _BEFORE, _AFTER = ("embedding",), ("rest", "output")
 _IN_LAYER = ("rest", "attention", "dense", *LAYER_PHASES, MOE_REST)
 
 
-def perfetto_trace(
-    run: Run,
-    cases: Sequence[Case],
-    choices: Sequence[IterationChoice],
-) -> str:
+def perfetto_trace(run: Run, cases: Sequence[Case], choices: Sequence[IterationChoice]) -> str:
     """Return the trace of these cases' iterations, one after the other, as JSON.
 
     Raises:
@@ -64,20 +56,17 @@ def perfetto_trace(
         ValueError: it has not the one that was asked for.
     """
     events: list[dict[str, Any]] = []
-    ranks: set[int] = set()
     begin_us = 0.0
     for case in cases:
         total_us, bars_us = _times(run, case)
         layer_us = total_us.groupby(level=ITERATION).max()
         for key in dict.fromkeys(key for choice in choices for key in choice.of(layer_us, case.label)):
-            own = (total_us.xs(key, level=ITERATION), bars_us.xs(key, level=ITERATION))
-            events += _iteration_events(run, case, key, *own, begin_us)
-            ranks |= set(own[0].index)
-            begin_us += float(own[0].max()) * (1 + _GAP_SHARE)
-    how = [_HOW_EMULATED] if run.mode == "emulated" else []
-    how += [_HOW] if run.scope == "layer" else [_HOW, _HOW_WHOLE]
+            of_ranks_us = total_us.xs(key, level=ITERATION)
+            events += _iteration(run, case, key, of_ranks_us, bars_us.xs(key, level=ITERATION), begin_us)
+            begin_us += float(of_ranks_us.max()) * (1 + _GAP_SHARE)
+    how = [_HOW_EMULATED] * (run.mode == "emulated") + [_HOW] + [_HOW_WHOLE] * (run.scope == "model")
     trace = {
-        "traceEvents": [*_processes(ranks, "layer" if run.scope == "layer" else "pass"), *events],
+        "traceEvents": [*_processes(sorted({bar["pid"] for bar in events}), run.scope), *events],
         "displayTimeUnit": "ms",
         "otherData": {
             "producer": "moe-ep-bench show",
@@ -96,33 +85,27 @@ def _times(run: Run, case: Case) -> tuple[pd.Series, pd.DataFrame]:
 
     A row per (launch, batch, iteration, rank); a phase that did not occur took no time.
     """
+    key = [*ITERATION, "rank"]
     rows = case.timings[case.timings["kind"] == "breakdown"]
     if rows.empty:
         raise ResultsError(f"{run.directory}: {case.label}: no breakdown iterations; expected some to draw phases of")
-    times_us = rows.pivot(index=[*ITERATION, "rank"], columns="phase", values="time_us").fillna(0.0).sort_index()
+    times_us = rows.pivot(index=key, columns="phase", values="time_us").fillna(0.0).sort_index()
     if case.layers is None:
         bars = [(-1, phase) for phase in LAYER_PHASES]
-        bars_us = times_us.reindex(columns=list(LAYER_PHASES), fill_value=0.0)
+        rows = rows.assign(layer=-1)
     else:
-        of_case = case.layers
-        numbered = of_case.assign(layer=of_case["layer"].fillna(-1).astype(int))
-        bars_us = numbered.pivot(index=[*ITERATION, "rank"], columns=["layer", "phase"], values="time_us")
+        rows = case.layers.assign(layer=case.layers["layer"].fillna(-1).astype(int))
+        layers = sorted(set(rows["layer"]) - {-1})
         bars = [(-1, phase) for phase in _BEFORE]
-        bars += [(layer, phase) for layer in sorted(set(numbered["layer"]) - {-1}) for phase in _IN_LAYER]
-        bars += [(-1, phase) for phase in _AFTER]
-        bars_us = bars_us.reindex(index=times_us.index, columns=bars).fillna(0.0)
-    bars_us.columns = pd.MultiIndex.from_tuples(bars)
+        bars += [*itertools.product(layers, _IN_LAYER), *((-1, phase) for phase in _AFTER)]
+    bars_us = rows.pivot(index=key, columns=["layer", "phase"], values="time_us")
+    bars_us = bars_us.reindex(index=times_us.index, columns=pd.MultiIndex.from_tuples(bars)).fillna(0.0)
     bars_us[-1, UNACCOUNTED] = times_us.get(UNACCOUNTED, 0.0)
     return times_us[TOTAL], bars_us
 
 
-def _iteration_events(
-    run: Run,
-    case: Case,
-    key: tuple[int, int, int],
-    total_us: pd.Series,
-    bars_us: pd.DataFrame,
-    begin_us: float,
+def _iteration(
+    run: Run, case: Case, key: tuple[int, int, int], total_us: pd.Series, bars_us: pd.DataFrame, begin_us: float
 ) -> list[dict[str, Any]]:
     """The bars of one iteration: on every rank one for the whole, inside it each layer's of a model, and the phases."""
     facts = run.comparisons[case.comparison_id]
@@ -138,15 +121,16 @@ def _iteration_events(
     events = []
     for rank, row in bars_us.iterrows():
         name = f"{case.label}, batch {key[1]}, iteration {key[2]}"
-        events.append(_bar(name, "iteration", int(rank), begin_us, total_us[rank], about))
+        events.append(_bar(name, "iteration", int(rank), begin_us, total_us[rank]) | {"args": about})
         now_us = begin_us
-        for layer, group in itertools.groupby(row.items(), key=lambda item: item[0][0]):
-            phases = [(phase, time_us) for (_, phase), time_us in group if time_us > 0]
+        for layer, group in itertools.groupby(row[row > 0].items(), key=lambda item: item[0][0]):
+            phases = [(phase, time_us) for (_, phase), time_us in group]
             if layer >= 0:
-                of_layer_us = sum(time_us for _, time_us in phases)
-                events.append(_bar(f"layer {layer}", "layer", int(rank), now_us, of_layer_us))
+                events.append(_bar(f"layer {layer}", "layer", int(rank), now_us, sum(time for _, time in phases)))
             for phase, time_us in phases:
-                events.append(_bar(phase, _category(phase), int(rank), now_us, time_us))
+                waits = "waiting" if phase in WAITING_PHASES else "phase"
+                category = "unaccounted" if phase == UNACCOUNTED else waits
+                events.append(_bar(phase, category, int(rank), now_us, time_us))
                 now_us += time_us
     return events
 
@@ -154,32 +138,14 @@ def _iteration_events(
 def _meeting_spread_us(bars_us: pd.DataFrame) -> float:
     """Of the waits that occurred, the widest spread of their reconstructed ends over ranks."""
     ends_us = bars_us.cumsum(axis=1)
-    waits = [bar for bar in bars_us.columns if bar[1] in WAITING_PHASES and (bars_us[bar] > 0).any()]
-    return max((float(ends_us[wait].max() - ends_us[wait].min()) for wait in waits), default=0.0)
+    waits = ends_us.loc[:, [bar[1] in WAITING_PHASES and (bars_us[bar] > 0).any() for bar in bars_us.columns]]
+    return float((waits.max() - waits.min()).max()) if waits.shape[1] else 0.0
 
 
-def _bar(
-    name: str, category: str, rank: int, start_us: float, duration_us: float, about: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    bar: dict[str, Any] = {
-        "name": name,
-        "cat": category,
-        "ph": "X",
-        "ts": _rounded(start_us),
-        "dur": _rounded(start_us + duration_us) - _rounded(start_us),
-        "pid": rank,
-        "tid": 0,
-    }
-    bar["dur"] = _rounded(bar["dur"])
-    if category in _COLOURS:
-        bar["cname"] = _COLOURS[category]
-    if about is not None:
-        bar["args"] = about
-    return bar
-
-
-def _category(phase: str) -> str:
-    return "unaccounted" if phase == UNACCOUNTED else "waiting" if phase in WAITING_PHASES else "phase"
+def _bar(name: str, category: str, rank: int, start_us: float, duration_us: float) -> dict[str, Any]:
+    start, end = _rounded(start_us), _rounded(start_us + duration_us)
+    bar = {"name": name, "cat": category, "ph": "X", "ts": start, "dur": _rounded(end - start), "pid": rank, "tid": 0}
+    return bar | ({"cname": _COLOURS[category]} if category in _COLOURS else {})
 
 
 def _rounded(time_us: float) -> float:
@@ -187,13 +153,14 @@ def _rounded(time_us: float) -> float:
     return round(float(time_us), 3)
 
 
-def _processes(ranks: set[int], thread: str) -> list[dict[str, Any]]:
-    named = []
-    for rank in sorted(ranks):
+def _processes(ranks: Iterable[int], scope: str) -> list[dict[str, Any]]:
+    """The names of all tracks."""
+    return [
+        {"name": what, "ph": "M", "ts": 0, "pid": rank, "tid": 0, "args": args}
+        for rank in ranks
         for what, args in (
             ("process_name", {"name": f"rank {rank}"}),
             ("process_sort_index", {"sort_index": rank}),
-            ("thread_name", {"name": thread}),
-        ):
-            named.append({"name": what, "ph": "M", "ts": 0, "pid": rank, "tid": 0, "args": args})
-    return named
+            ("thread_name", {"name": "layer" if scope == "layer" else "pass"}),
+        )
+    ]

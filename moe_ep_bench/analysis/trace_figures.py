@@ -5,24 +5,25 @@ The numbers are those of ``workload/trace_statistics.py``, which defines every t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from moe_ep_bench.analysis.route_parts import (
+from moe_ep_bench.analysis.route.parts import (
     BALANCE,
     HEAT,
     MEAN,
     UNIFORM,
     layer_legend,
     layer_ticks,
-    look_line,
+    line_legend,
     thin_line,
     ticks,
 )
@@ -30,12 +31,10 @@ from moe_ep_bench.analysis.style import (
     DEFAULT_FORMATS,
     INK,
     NOISE_FILL,
-    Legend,
     house_style,
     looks_of,
     panel_title,
     save,
-    settle_layout,
     sheet,
 )
 from moe_ep_bench.workload.trace_statistics import RecordingStatistics
@@ -43,7 +42,7 @@ from moe_ep_bench.workload.trace_statistics import RecordingStatistics
 _BALANCE = {**BALANCE, "color": INK}
 _EDGE = {"color": "#D55E00", "linewidth": 1.2}
 _FULLEST = (
-    "(Token, expert) pairs of the whole recording, fullest over mean; experts are placed contiguously, and with as "
+    "(Token, expert) pairs of a whole recording, fullest over mean; experts are placed contiguously, and with as "
     "many ranks as experts the rank load is the peak load."
 )
 
@@ -56,7 +55,6 @@ def draw_trace_figures(
     written = []
     with house_style():
         for name, figure in _figures(recordings):
-            settle_layout(figure)
             for file_format in formats:
                 path = directory / f"{stem}-{name}.{file_format}"
                 save(figure, path, file_format)
@@ -89,28 +87,38 @@ def by_model(recordings: Sequence[RecordingStatistics]) -> dict[tuple[str, str],
     return models
 
 
+def _page(
+    recording: RecordingStatistics, title: str, how: str, legend: Mapping[str, Artist | Mapping[str, Any]], body: float
+) -> Figure:
+    """A sheet that says which recording it is of."""
+    phase = [] if recording.phase is None else [recording.phase]
+    source = f"source: {recording.source} ({recording.licence})"
+    footer = " | ".join([recording.token_words, *phase, source, f"{recording.file}, sha256 {recording.sha256[:12]}"])
+    how = f"{recording.shape_words}; {recording.domain}. {how}"
+    return sheet(title, how, [footer], line_legend(legend), width=10.5, body=body)
+
+
 def _load_figure(recording: RecordingStatistics) -> Figure:
     """Fullest expert and rank over the mean: by layer, and by EP size."""
-    names = {size: f"fullest rank of EP {size}" for size in recording.ep_sizes}
-    looks = looks_of({str(size): name for size, name in names.items()} | {"peak": "fullest expert"}).values()
+    names = {str(size): f"fullest rank of EP {size}" for size in recording.ep_sizes} | {"peak": "fullest expert"}
+    looks = looks_of(names).values()
     load_RL = _rank_loads(recording)
-    figure = sheet(
+    figure = _page(
+        recording,
         "Load of the fullest expert and rank",
-        f"{recording.shape_words}; {recording.domain}. {_FULLEST}",
-        _footer(recording),
-        [
-            *((look.label, Line2D([], [], **look_line(look, size=5.5))) for look in looks),
-            ("mean over layers", Line2D([], [], **MEAN)),
-            ("least to most of a layer", Patch(facecolor=NOISE_FILL)),
-            ("balance", Line2D([], [], **_BALANCE)),
-        ],
-        width=10.5,
-        body=3.7,
+        _FULLEST,
+        {
+            **{look.label: look.marks for look in looks},
+            "mean over layers": MEAN,
+            "least to most of a layer": Patch(facecolor=NOISE_FILL),
+            "balance": _BALANCE,
+        },
+        3.7,
     )
     by_layer, by_size = figure.subplots(1, 2, width_ratios=[1.7, 1], sharey=True)
     panel_title(by_layer, "by layer", 5)
     for load_L, look in zip(load_RL, looks, strict=True):
-        by_layer.plot(range(len(load_L)), load_L, **look_line(look, size=4.5))
+        by_layer.plot(load_L, **look.marks)
     by_layer.set_ylabel("load of the fullest (1 = mean)")
     panel_title(by_size, "by EP size", 3)
     places = range(len(load_RL))
@@ -146,12 +154,9 @@ def _loads_figure(recordings: Sequence[RecordingStatistics]) -> Figure:
     sources = dict.fromkeys(f"{recording.source} ({recording.licence})" for recording in recordings)
     figure = sheet(
         "Load of the fullest expert and rank, by domain",
-        _FULLEST.replace("the whole", "a whole"),
+        _FULLEST,
         [f"{recordings[0].file}, sha256 {recordings[0].sha256[:12]} | {' / '.join(sources)}"],
-        [
-            *((look.label, Line2D([], [], **look_line(look, size=5.5))) for look in looks.values()),
-            ("balance", Line2D([], [], **_BALANCE)),
-        ],
+        line_legend({**{look.label: look.marks for look in looks.values()}, "balance": _BALANCE}),
         width=11,
         body=2.9 * len(models),
     )
@@ -159,10 +164,9 @@ def _loads_figure(recordings: Sequence[RecordingStatistics]) -> Figure:
     for ((shape, source), members), (by_layer, by_size) in zip(models.items(), panels, strict=True):
         panel_title(by_layer, f"{shape}; {source}", 5.6)
         for recording in members:
-            line = look_line(looks[recording.domain], size=4.5)
             load_RL = _rank_loads(recording)
-            by_layer.plot(load_RL[-1], **line)
-            by_size.plot(load_RL.mean(axis=1), **line)
+            by_layer.plot(load_RL[-1], **looks[recording.domain].marks)
+            by_size.plot(load_RL.mean(axis=1), **looks[recording.domain].marks)
         by_layer.set_ylabel("peak load (1 = mean)")
         by_size.set_ylabel("rank load, mean over layers")
         _finish_loads(by_layer, by_size, members[0], " (peak)")
@@ -173,15 +177,12 @@ def _experts_figure(recording: RecordingStatistics) -> Figure:
     """Load of every expert in every layer, in the order in which they lie on ranks."""
     load_LE = np.stack([layer.load_E / layer.load_E.mean() for layer in recording.layers])
     ep_size = representative_ep_size(recording)
-    edges: Legend = [] if ep_size is None else [(f"edge between ranks of EP {ep_size}", Line2D([], [], **_EDGE))]
-    figure = sheet(
+    figure = _page(
+        recording,
         "Load of every expert",
-        f"{recording.shape_words}; {recording.domain}. (Token, expert) pairs of the whole recording over the layer's "
-        "mean expert.",
-        _footer(recording),
-        edges,
-        width=10.5,
-        body=max(2.3, min(1.5 + 0.15 * len(load_LE), 7.5)),
+        "(Token, expert) pairs of the whole recording over the layer's mean expert.",
+        {} if ep_size is None else {f"edge between ranks of EP {ep_size}": _EDGE},
+        max(2.3, min(1.5 + 0.15 * len(load_LE), 7.5)),
     )
     axes = figure.subplots()
     num_layers, num_experts = load_LE.shape
@@ -208,18 +209,14 @@ def _scores_figure(recording: RecordingStatistics) -> Figure:
     """How score falls from the best expert to the last, and how much of it the top-k hold by layer."""
     score_LK = np.stack([layer.mean_score_K for layer in recording.layers if layer.mean_score_K is not None])
     decays = [layer.decay for layer in recording.layers if layer.decay is not None]
-    figure = sheet(
+    is_known = recording.score_share_is_known
+    figure = _page(
+        recording,
         "Scores of a token's top-k experts",
-        f"{recording.shape_words}; {recording.domain}. Mean over tokens of the score at each rank. "
-        + (
-            "Scores are shares of the mass over all experts."
-            if recording.score_share_is_known
-            else "Scores were normalised over the top-k: their share of the mass over all experts is not recorded."
-        ),
-        _footer(recording),
-        [*layer_legend(_names(recording)), ("mean over layers", Line2D([], [], **MEAN))],
-        width=10.5,
-        body=3.7,
+        "Mean over tokens of the score at each rank. "
+        + ("Scores are shares of the mass over all experts." if is_known else "Scores were normalised over the top-k."),
+        {**layer_legend(_names(recording)), "mean over layers": MEAN},
+        3.7,
     )
     decay, share = figure.subplots(1, 2, width_ratios=[1, 1.5])
     ranks = np.arange(1, recording.top_k + 1)
@@ -235,13 +232,12 @@ def _scores_figure(recording: RecordingStatistics) -> Figure:
     panel_title(share, "mean score by layer, stacked by rank (best at the bottom)", 5)
     places = np.arange(len(score_LK))
     shades = HEAT(np.linspace(1, 0.2, recording.top_k))
-    share.bar(places, score_LK[:, 0], 0.8, color=shades[0], edgecolor="white", linewidth=0.4)
-    for rank in range(1, recording.top_k):
+    for rank in range(recording.top_k):
         bottom_L = score_LK[:, :rank].sum(axis=1)
         share.bar(places, score_LK[:, rank], 0.8, bottom_L, color=shades[rank], edgecolor="white", linewidth=0.4)
     layer_ticks(share, _names(recording))
     share.grid(False, axis="x")
-    share.set_ylabel("share of score mass" + ("" if recording.score_share_is_known else " of the top-k"))
+    share.set_ylabel("share of score mass" + ("" if is_known else " of the top-k"))
     return figure
 
 
@@ -251,18 +247,13 @@ def _batches_figure(recording: RecordingStatistics) -> Figure:
     activated_LN = np.array([[layer.activated[size] for size in sizes] for layer in recording.layers])
     peak_LN = np.array([[layer.batch_peak[size] for size in sizes] for layer in recording.layers])
     overlaps = [np.nan if layer.neighbour_overlap is None else layer.neighbour_overlap for layer in recording.layers]
-    figure = sheet(
+    figure = _page(
+        recording,
         "Activated experts, peak load and likeness of neighbouring tokens",
-        f"{recording.shape_words}; {recording.domain}. Mean over batches; {recording.batch_words}. Overlap: experts "
-        "that adjacent tokens of a sequence have in common. Uniform: independent, uniform choices.",
-        _footer(recording),
-        [
-            *layer_legend(_names(recording)),
-            ("mean over layers", Line2D([], [], **MEAN)),
-            ("uniform", Line2D([], [], **UNIFORM)),
-        ],
-        width=11,
-        body=3.7,
+        f"Mean over batches; {recording.batch_words}. Overlap: experts that adjacent tokens of a sequence have in "
+        "common. Uniform: independent, uniform choices.",
+        {**layer_legend(_names(recording)), "mean over layers": MEAN, "uniform": UNIFORM},
+        3.7,
     )
     activated, peak, overlap = figure.subplots(1, 3, width_ratios=[1.25, 1, 1])
     for axes, title, values_LN in ((activated, "activated experts", activated_LN), (peak, "peak load", peak_LN)):
@@ -287,12 +278,6 @@ def _batches_figure(recording: RecordingStatistics) -> Figure:
     overlap.set_ylabel(f"experts in common (of {recording.top_k})")
     layer_ticks(overlap, _names(recording), 6)
     return figure
-
-
-def _footer(recording: RecordingStatistics) -> list[str]:
-    phase = [] if recording.phase is None else [recording.phase]
-    source = f"source: {recording.source} ({recording.licence})"
-    return [" | ".join([recording.token_words, *phase, source, f"{recording.file}, sha256 {recording.sha256[:12]}"])]
 
 
 def _names(recording: RecordingStatistics) -> list[str]:

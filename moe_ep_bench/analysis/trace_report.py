@@ -1,23 +1,22 @@
 """The tables of ``moe-ep-bench trace info``: a recording by layer, by rank in the top-k and by batch size; its figures.
 
-The numbers are those of ``workload/trace_statistics.py``, which defines every term. Three rows close a
-table of layers: the mean over layers; of each column the worst layer, the one that is hardest on
-expert parallelism (the most load or activated experts, the least entropy or overlap; of scores none
-is worse); and what tokens would give, in the long run, that choose independently and uniformly.
+The numbers are those of ``workload/trace_statistics.py``, which defines every term. Three rows close a table of layers:
+the mean over layers; of each column the worst layer, the one that is hardest on expert parallelism (the most load or
+activated experts, the least entropy or overlap; of scores none is worse); and what tokens would give, in the long run,
+that choose independently and uniformly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.render import Table, number, render, text
+from moe_ep_bench.analysis.render import Column, Table, number, render, text
 from moe_ep_bench.analysis.trace_figures import by_model, draw_trace_figures, representative_ep_size
-from moe_ep_bench.workload.trace_statistics import LayerStatistics, RecordingStatistics, statistics
+from moe_ep_bench.workload.trace_statistics import RecordingStatistics, statistics
 
 WIDTH = 120  # characters in a line of a table
 _BATCH_COLUMNS = (4, 16, 64, 256, 1024)
@@ -27,6 +26,9 @@ _LAYERS = (
     "peak, EP: (token, expert) pairs of the fullest expert or rank over the mean; CV, entropy: of the experts' loads",
     "share, last/1st: of the top-k's scores; overlap: experts that adjacent tokens have in common",
 )
+# Columns of which the least is worst, of which none is, and that do not have two decimals.
+_LEAST_IS_WORST, _NEUTRAL = ("entropy", "overlap"), ("share", "last/1st")
+_FORMS = {"entropy": "{:.3f}", "share": "{:.3f}", "last/1st": "{:.3f}"}
 
 
 def trace_info(path: Path, out: Path | None = None) -> str:
@@ -55,7 +57,7 @@ def trace_info(path: Path, out: Path | None = None) -> str:
 
 
 def trace_tables(recordings: Sequence[RecordingStatistics]) -> list[Table]:
-    """The tables of every recording, and of several an overview."""
+    """The tables of every recording, and of several an overview per model."""
     tables = []
     for recording in recordings:
         tables.append(_layer_table(recording))
@@ -63,66 +65,39 @@ def trace_tables(recordings: Sequence[RecordingStatistics]) -> list[Table]:
             tables.append(_rank_table(recording))
         if not recording.counts_only:
             tables.append(_batch_table(recording))
-    return [*tables, *(_overviews(recordings) if len(recordings) > 1 else [])]
+    models = by_model(recordings) if len(recordings) > 1 else {}
+    return [*tables, *(_overview(f"{shape}; {source}", of) for (shape, source), of in models.items())]
 
 
-class _Statistic(NamedTuple):
-    """A number of a layer.
-
-    Attributes:
-        value: None where it is not recorded.
-        worst: the worse end over layers; None where neither is.
-        uniform: what uniform choices would give.
-    """
-
-    header: str
-    value: Callable[[LayerStatistics], float | None]
-    form: str = "{:.2f}"
-    worst: Literal["max", "min"] | None = "max"
-    uniform: float | None = None
-
-
-def _of_loads(recording: RecordingStatistics, ep_sizes: Sequence[int]) -> list[_Statistic]:
-    return [
-        _Statistic("peak", lambda layer: layer.peak_load, uniform=1),
-        *(_Statistic(f"EP {size}", lambda layer, size=size: layer.rank_load(size), uniform=1) for size in ep_sizes),
-        _Statistic("CV", lambda layer: layer.load_cv, uniform=0),
-        _Statistic("entropy", lambda layer: layer.load_entropy, "{:.3f}", "min", 1),
-    ]
+def _by_layer(recording: RecordingStatistics, ep_sizes: Sequence[int]) -> pd.DataFrame:
+    """A row per layer; then mean, worst and uniform. A column per statistic, empty where it is not recorded."""
+    layers = recording.layers
+    values = {"peak": [layer.peak_load for layer in layers]}
+    values |= {f"EP {size}": [layer.rank_load(size) for layer in layers] for size in ep_sizes}
+    uniform = dict.fromkeys(values, 1.0) | {"CV": 0.0, "entropy": 1.0}
+    values |= {"CV": [layer.load_cv for layer in layers], "entropy": [layer.load_entropy for layer in layers]}
+    if not recording.counts_only:
+        values["share"] = [recording.topk_share(layer) for layer in layers]
+        values["last/1st"] = [None if layer.decay is None else layer.decay[-1] for layer in layers]
+        values["overlap"] = [layer.neighbour_overlap for layer in layers]
+        uniform["overlap"] = recording.uniform_overlap
+        for size in set(_BATCH_COLUMNS).intersection(recording.batch_sizes):
+            values[f"B {size}"] = [layer.activated[size] for layer in layers]
+            uniform[f"B {size}"] = recording.uniform_activated(size)
+    batches = [f"B {size}" for size in _BATCH_COLUMNS if f"B {size}" in values]
+    frame = pd.DataFrame(values, index=[layer.name for layer in layers], dtype=float)
+    frame = frame[[*(name for name in values if name not in batches), *batches]]
+    worst = frame.max().where(~frame.columns.isin(_LEAST_IS_WORST), frame.min()).drop([*_NEUTRAL], errors="ignore")
+    closing = {"mean": frame.mean(), "worst": worst, "uniform": pd.Series(uniform)}
+    return pd.concat([frame, pd.DataFrame(closing).T[list(frame)]])
 
 
-def _of_choices(recording: RecordingStatistics) -> list[_Statistic]:
-    sizes = [size for size in _BATCH_COLUMNS if size in recording.batch_sizes]
-    return [
-        _Statistic("share", recording.topk_share, "{:.3f}", None),
-        _Statistic("last/1st", lambda layer: None if layer.decay is None else layer.decay[-1], "{:.3f}", None),
-        _Statistic("overlap", lambda layer: layer.neighbour_overlap, "{:.2f}", "min", recording.uniform_overlap),
-        *(
-            _Statistic(
-                f"B {size}",
-                lambda layer, size=size: layer.activated.get(size),
-                "{:.1f}",
-                uniform=recording.uniform_activated(size),
-            )
-            for size in sizes
-        ),
-    ]
-
-
-def _by_layer(recording: RecordingStatistics, wanted: Sequence[_Statistic]) -> pd.DataFrame:
-    """A row per layer; then mean, worst and uniform."""
-    values = {of.header: [of.value(layer) for layer in recording.layers] for of in wanted}
-    layers = pd.DataFrame(values, index=[layer.name for layer in recording.layers], dtype=float)
-    closing = {
-        "mean": layers.mean(),
-        "worst": pd.Series({of.header: layers[of.header].agg(of.worst) if of.worst else np.nan for of in wanted}),
-        "uniform": pd.Series({of.header: of.uniform for of in wanted}, dtype=float),
-    }
-    return pd.concat([layers, pd.DataFrame(closing).T])
+def _form(name: str) -> str:
+    return "{:.1f}" if name.startswith("B ") else _FORMS.get(name, "{:.2f}")
 
 
 def _layer_table(recording: RecordingStatistics) -> Table:
-    wanted = _of_loads(recording, recording.ep_sizes)
+    frame = _by_layer(recording, recording.ep_sizes).rename_axis("layer").reset_index()
     notes = [
         f"domain: {recording.domain}; phase: {recording.phase or 'not recorded'}; scores: {_score_words(recording)}",
         f"source: {recording.source}; licence: {recording.licence}",
@@ -132,11 +107,9 @@ def _layer_table(recording: RecordingStatistics) -> Table:
     if recording.counts_only:
         notes.append(_COUNTS_ONLY)
     else:
-        wanted += _of_choices(recording)
         notes += [_LAYERS[1], f"B: experts with a token; {recording.batch_words}"]
         notes += [] if recording.has_scores else [_NO_SCORES]
-    frame = _by_layer(recording, wanted).rename_axis("layer").reset_index()
-    columns = [text("layer"), *(number(of.header, form=of.form) for of in wanted)]
+    columns = [text("layer"), *(number(name, form=_form(name)) for name in frame.columns[1:])]
     return Table(frame, columns, f"{recording.shape_words}, {recording.token_words}", notes)
 
 
@@ -153,8 +126,7 @@ def _rank_table(recording: RecordingStatistics) -> Table:
     """By rank in a token's top-k, over all layers."""
     scores_LK = np.stack([layer.mean_score_K for layer in recording.layers if layer.mean_score_K is not None])
     frame = pd.DataFrame({"rank": range(1, recording.top_k + 1), "mean score": scores_LK.mean(axis=0)})
-    decays_LK = [layer.decay for layer in recording.layers if layer.decay is not None]
-    if decays_LK:
+    if decays_LK := [layer.decay for layer in recording.layers if layer.decay is not None]:
         frame["decay"] = np.mean(decays_LK, axis=0)
         frame["least of a layer"], frame["most of a layer"] = np.min(decays_LK, axis=0), np.max(decays_LK, axis=0)
     columns = [text("rank"), number("mean score", form="{:.4f}"), *(number(name) for name in frame.columns[2:])]
@@ -163,16 +135,14 @@ def _rank_table(recording: RecordingStatistics) -> Table:
 
 def _batch_table(recording: RecordingStatistics) -> Table:
     """By batch size, over all layers."""
-    sizes = list(recording.batch_sizes)
-    activated = pd.DataFrame([layer.activated for layer in recording.layers], columns=sizes)
-    peaks = pd.DataFrame([layer.batch_peak for layer in recording.layers], columns=sizes)
+    activated = pd.DataFrame([layer.activated for layer in recording.layers], columns=recording.batch_sizes)
     frame = pd.DataFrame(
         {
             "activated experts": activated.mean(),
             "least of a layer": activated.min(),
             "most of a layer": activated.max(),
-            "uniform choices": [recording.uniform_activated(size) for size in sizes],
-            "peak load of a batch": peaks.mean(),
+            "uniform choices": [recording.uniform_activated(size) for size in recording.batch_sizes],
+            "peak load of a batch": pd.DataFrame([layer.batch_peak for layer in recording.layers]).mean(),
         }
     )
     columns = [text("tokens"), *(number(name, form="{:.1f}") for name in frame.columns[:-1])]
@@ -181,23 +151,16 @@ def _batch_table(recording: RecordingStatistics) -> Table:
     return Table(frame.rename_axis("tokens").reset_index(), columns, title)
 
 
-def _overviews(recordings: Sequence[RecordingStatistics]) -> list[Table]:
-    """One row per recording, a table per model."""
-    tables = []
-    for (shape, source), members in by_model(recordings).items():
-        size = representative_ep_size(members[0])
-        wanted = _of_loads(members[0], [] if size is None else [size])
-        rows = []
-        for recording in members:
-            by_layer = _by_layer(recording, wanted)
-            ends = {f"{header}, {end}": by_layer.loc[end, header] for header in by_layer for end in ("mean", "worst")}
-            rows.append({"domain": recording.domain, "tokens": recording.num_tokens, **ends})
-        columns = [text("domain"), number("tokens", form="{:,}")]
-        for of in wanted:
-            columns += [
-                number(f"{of.header}, mean", of.header, of.form),
-                number(f"{of.header}, worst", "worst", of.form),
-            ]
-        title = f"Overview: mean over layers, and the worst layer; {shape}; {source}"
-        tables.append(Table(pd.DataFrame(rows), columns, title))
-    return tables
+def _overview(title: str, recordings: Sequence[RecordingStatistics]) -> Table:
+    """One row per recording of a model."""
+    size = representative_ep_size(recordings[0])
+    names = ["peak", *([] if size is None else [f"EP {size}"]), "CV", "entropy"]
+    rows = []
+    for recording in recordings:
+        ends = _by_layer(recording, [] if size is None else [size]).loc[["mean", "worst"], names]
+        values = {f"{name}, {end}": ends.loc[end, name] for name in names for end in ends.index}
+        rows.append({"domain": recording.domain, "tokens": recording.num_tokens, **values})
+    columns: list[Column] = [text("domain"), number("tokens", form="{:,}")]
+    for name in names:
+        columns += [number(f"{name}, mean", name, _form(name)), number(f"{name}, worst", "worst", _form(name))]
+    return Table(pd.DataFrame(rows), columns, f"Overview: mean over layers, and the worst layer; {title}")

@@ -172,10 +172,11 @@ def _shown(status: int, report: Callable[[], str]) -> int:
 
 def _route(options: argparse.Namespace) -> int:
     _check_config(options)
-    from moe_ep_bench.analysis.route_figures import draw_route_figures
-    from moe_ep_bench.analysis.route_load import load_route
-    from moe_ep_bench.analysis.route_report import drawn_words, route_tables
+    from moe_ep_bench.analysis.route.figures import ROUTE_FIGURES, draw_route_figures
+    from moe_ep_bench.analysis.route.load import load_route
+    from moe_ep_bench.analysis.route.tables import drawn_words, route_tables
     from moe_ep_bench.analysis.show import terminal_text
+    from moe_ep_bench.analysis.style import DEFAULT_FORMATS
     from moe_ep_bench.bench import route
 
     if options.dry_run:
@@ -183,7 +184,8 @@ def _route(options: argparse.Namespace) -> int:
     directory = route.route(options.config, _out(options), options.overrides, force=options.force)
     loaded = load_route(directory.root)
     print(terminal_text(route_tables(loaded)))
-    print(drawn_words(*draw_route_figures(loaded, directory.root / "figures")))
+    figures = directory.root / "figures"
+    print(drawn_words(*draw_route_figures(loaded, figures, DEFAULT_FORMATS, ROUTE_FIGURES, "page")))
     return OK
 
 
@@ -264,7 +266,7 @@ def _papers_list(options: argparse.Namespace) -> int:
 def _quality(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.quality_figures import QUALITY_FIGURES, draw_quality_figures
     from moe_ep_bench.analysis.quality_frames import read_quality
-    from moe_ep_bench.analysis.route_report import drawn_words
+    from moe_ep_bench.analysis.route.tables import drawn_words
     from moe_ep_bench.analysis.show import quality_text
     from moe_ep_bench.analysis.style import DEFAULT_FORMATS
     from moe_ep_bench.quality.session import run_quality

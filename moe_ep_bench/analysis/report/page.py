@@ -11,13 +11,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -30,13 +29,13 @@ from moe_ep_bench.analysis.report.provenance import (
     Provenance,
     commands,
     config_files,
-    provenance_rows,
+    provenance_tables,
     read_provenance,
 )
-from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES
-from moe_ep_bench.analysis.route_load import RouteRun, load_route
-from moe_ep_bench.analysis.route_report import route_tables
-from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse, family_labels
+from moe_ep_bench.analysis.route.figures import ROUTE_FIGURES
+from moe_ep_bench.analysis.route.load import RouteRun, load_route
+from moe_ep_bench.analysis.route.tables import route_tables
+from moe_ep_bench.analysis.speedups import ComparisonResult, analyse, family_labels
 from moe_ep_bench.analysis.style import FORMATS, Drawing, house_style, looks_of, settle_layout
 from moe_ep_bench.analysis.tables import more_tables, run_tables
 from moe_ep_bench.analysis.timing import GROUPS
@@ -52,7 +51,6 @@ MAX_SVG_BYTES = 400_000
 MAX_RANKS = 64
 # Of more tables the others are closed at first.
 MAX_OPEN = 6
-
 # CSS pixels per inch: the size at which a sheet's text has the size that it says.
 _PIXELS = 96
 # Below this share of that size labels are too small to read: the sheet's box scrolls then.
@@ -118,7 +116,7 @@ class Content:
     title: str
     line: str
     tables: Sequence[Table]
-    drawings: Sequence[tuple[str, Figure]]
+    drawings: dict[str, Figure]
     source: Provenance
     lost: Sequence[str] = ()
     run: Run | None = None
@@ -157,23 +155,18 @@ def write_report(directory: Path, out: Path | None = None) -> tuple[Path, list[s
 def page_of(content: Content, passed_over: Sequence[str] = ()) -> str:
     """The whole page as text."""
     # Every value is escaped, those of tables by ``render``; the script holds none.
-    environment = Environment(
-        loader=PackageLoader("moe_ep_bench", "analysis/report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    loader = PackageLoader("moe_ep_bench", "analysis/report")
+    blocks = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
     script = files("moe_ep_bench.analysis.report").joinpath("report.js").read_text(encoding="utf-8")
     warnings = [f"left out: {line}" for line in passed_over] + [f"not measured: {line}" for line in content.lost]
     return environment.get_template("report.html").render(
         content=content,
         warnings=warnings + _warnings(content.tables),
-        images=[_image(name, figure) for name, figure in content.drawings],
-        tables=[(table.title, Markup(_html(table))) for table in content.tables],
+        images=[_image(name, figure) for name, figure in content.drawings.items()],
+        tables=_html(content.tables),
         max_open=MAX_OPEN,
-        facts=provenance_rows(content.source, content.run),
+        facts=_html(provenance_tables(content.source, content.run)),
         configs=config_files(content.source),
         commands="\n".join(commands(content.source)),
         script=Markup(script),
@@ -181,26 +174,24 @@ def page_of(content: Content, passed_over: Sequence[str] = ()) -> str:
     )
 
 
-def _html(table: Table) -> str:
-    """A table without its title, which stands above, and without warnings, which are listed once for all tables."""
-    notes = [note for note in table.notes if not note.startswith(_WARNING)]
-    return render([replace(table, title="", notes=notes)], "html")
+def _html(tables: Iterable[Table]) -> list[tuple[str, Markup]]:
+    """Titles and tables without them; without warnings too, which are listed once for all tables."""
+    found = []
+    for table in tables:
+        notes = [note for note in table.notes if not note.startswith(_WARNING)]
+        found.append((table.title, Markup(render([replace(table, title="", notes=notes)], "html"))))
+    return found
 
 
 def _warnings(tables: Sequence[Table]) -> list[str]:
     """Each warning once, with the comparisons that it is of where it is not of all."""
-    found: dict[str, list[str]] = {}
+    names = {table.title.partition(": ")[0] for table in tables if table.notes}
+    found: dict[str, dict[str, None]] = {}
     for table in tables:
         for note in table.notes:
             if note.startswith(_WARNING):
-                found.setdefault(note.removeprefix(_WARNING), []).append(_name(table))
-    names = {_name(table) for table in tables if table.notes}
-    return [f"{line} ({'; '.join(of)})" if set(of) < names else line for line, of in found.items()]
-
-
-def _name(table: Table) -> str:
-    """The comparison that a table is of: its title begins with it."""
-    return table.title.partition(": ")[0]
+                found.setdefault(note.removeprefix(_WARNING), {})[table.title.partition(": ")[0]] = None
+    return [line if len(of) == len(names) else f"{line} ({'; '.join(of)})" for line, of in found.items()]
 
 
 def _image(name: str, figure: Figure) -> dict[str, Any]:
@@ -245,38 +236,38 @@ def content_of(directory: Path, passed_over: list[str]) -> Content:
 def _of_run(run: Run) -> Content:
     is_model = run.scope == "model"
     comparisons = [one.comparison for one in analyse_whole(run)] if is_model else analyse(run)
-    if is_model:
-        drawings = {name: draw(run) for name, draw in WHOLE_FIGURES.items()}
-    else:
-        looks = looks_of(family_labels(comparisons))
-        drawings = {name: draw(run, comparisons, looks) for name, draw in FIGURES.items()}
+    looks = looks_of(family_labels(comparisons))
     facts = [one.comparison for one in comparisons]
     # What a model of a device or of links is made of stands behind a colon, and in the tables' titles.
-    of_links = ["" if one.links is None else f", links {one.links.partition(': ')[0]}" for one in facts]
-    on = [f"{device_words(run, one).partition(': ')[0]}{links}" for one, links in zip(facts, of_links, strict=True)]
-    what = [f"{mode_words(run, one)}: {where}" for one, where in zip(facts, on, strict=True)]
-    weights = "; weights are random" if any(one.random_weights for one in facts) else ""
-    lost = [
-        f"{case.label}, {case.status}: {case.reason or 'no reason was recorded'} "
-        f"({run.comparisons[case.comparison_id].title})"
-        for case in run.cases
-        if not case.is_ok
+    links = ["" if one.links is None else f", links {one.links.partition(': ')[0]}" for one in facts]
+    what = [
+        f"{mode_words(run, one)}: {device_words(run, one).partition(': ')[0]}{by}"
+        for one, by in zip(facts, links, strict=True)
     ]
+    weights = "; weights are random" if any(one.random_weights for one in facts) else ""
     return Content(
-        title=_title([one.title for one in facts], [one.model for one in facts]),
+        title=_title(pd.Series([one.title for one in facts]), [one.model for one in facts]),
         line=f"{_listed(what)}; {count_words(run)}{weights}.",
         tables=_run_tables(run, comparisons),
-        drawings=_drawn(drawings),
+        drawings=_drawn(
+            {name: draw(run) for name, draw in WHOLE_FIGURES.items()}
+            if is_model
+            else {name: draw(run, comparisons, looks) for name, draw in FIGURES.items()}
+        ),
         source=read_provenance(run.directory, max(one.world_size for one in facts)),
-        lost=lost,
+        lost=[
+            f"{case.label}, {case.status}: {case.reason or 'no reason was recorded'} "
+            f"({run.comparisons[case.comparison_id].title})"
+            for case in run.cases
+            if not case.is_ok
+        ],
         run=run,
     )
 
 
 def _of_route(run: RouteRun) -> Content:
-    facts = [group.facts for group in run.groups]
     return Content(
-        title=f"Routing: {_title([group.title for group in run.groups], [one.model for one in facts])}",
+        title=f"Routing: {_title(run.cases['comparison'], run.cases['model'])}",
         line=f"{MODE_WORDS['route'].capitalize()}: loads are no times, and no speed is claimed.",
         tables=route_tables(run),
         drawings=_drawn({name: draw(run) for name, draw in ROUTE_FIGURES.items()}),
@@ -293,14 +284,18 @@ def _of_validation(validation: Validation) -> Content:
         line=f"Emulated on one device, and measured: {_listed([hardware_words(validation.real, o) for o in facts])}. "
         f"{verdict_line(validation)}.",
         tables=validation_tables(validation),
-        drawings=[] if figure is None else [("validation", figure)],
+        drawings={} if figure is None else {"validation": figure},
         source=replace(source, name=validation.files.root.resolve().name, mode="validate"),
         run=validation.real,
     )
 
 
-def _title(titles: Sequence[str], models: Sequence[str]) -> str:
-    return titles[0] if len(titles) == 1 else f"{len(titles)} comparisons of {', '.join(dict.fromkeys(models))}"
+def _title(titles: Iterable[str], models: Iterable[str]) -> str:
+    """The one comparison; of several how many there are."""
+    different = list(dict.fromkeys(titles))
+    return (
+        different[0] if len(different) == 1 else f"{len(different)} comparisons of {', '.join(dict.fromkeys(models))}"
+    )
 
 
 def _listed(lines: Sequence[str]) -> str:
@@ -310,8 +305,8 @@ def _listed(lines: Sequence[str]) -> str:
     return words if len(different) == 1 else f"{words}, and {len(different) - 1} more"
 
 
-def _drawn(drawings: dict[str, Drawing | None]) -> list[tuple[str, Figure]]:
-    return [(name, drawing.figure) for name, drawing in drawings.items() if drawing is not None]
+def _drawn(drawings: dict[str, Drawing | None]) -> dict[str, Figure]:
+    return {name: drawing.figure for name, drawing in drawings.items() if drawing is not None}
 
 
 # ---- tables that only a page has -------------------------------------------------------------------------------------
@@ -320,76 +315,73 @@ def _drawn(drawings: dict[str, Drawing | None]) -> list[tuple[str, Figure]]:
 def _run_tables(run: Run, comparisons: Sequence[ComparisonResult]) -> list[Table]:
     """An overview where there are several comparisons, the tables of ``show``, then phases and ranks."""
     main = run_tables(run)
-    found = [_overview([table.frame for table in main])] if len(main) > 1 else []
+    found = [_overview(pd.concat([table.frame for table in main]))] if len(main) > 1 else []
     found += [*main, *more_tables(run)]
     for table, one in zip(main, comparisons, strict=True):
-        phases, ranks = _phases(one.comparison.title, table.frame), _ranks(one)
-        found += [extra for extra in (phases, ranks) if extra is not None]
+        found += [extra for extra in (_phases(table.frame), _ranks(one, table.frame)) if len(extra.columns) > 1]
     return found
 
 
-def _overview(frames: Sequence[pd.DataFrame]) -> Table:
+def _fastest(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of each comparison the policy with the largest speedup; ``topk`` has native's routing."""
+    policies = frame[(frame["role"] == "policy") & (frame["policy"] != "topk") & frame["speedup_median"].notna()]
+    policies = policies.astype({"speedup_median": float})
+    return policies.loc[policies.groupby("comparison_id")["speedup_median"].idxmax()]
+
+
+def _overview(frame: pd.DataFrame) -> Table:
     """A row per comparison: its fastest policy, or native alone."""
-    rows = []
-    for frame in frames:
-        fastest = _fastest(frame)
-        row = {"label": None, "verdict": None} if fastest is None else frame.loc[fastest].to_dict()
-        native, balanced = (frame[frame["role"] == role].iloc[:1] for role in ("baseline", "ceiling"))
-        row |= {"title": frame["title"].iloc[0], "unmeasured": (frame["status"] != "ok").sum() or None}
-        row |= {"native_ms": native["median_ms"].squeeze() if len(native) else None}
-        row |= {"balanced": balanced["speedup_median"].squeeze() if len(balanced) else None}
-        rows.append(row)
-    frame = pd.DataFrame(rows).dropna(axis=1, how="all")
-    return Table(frame, [column for column in _OVERVIEW if column.source in frame], "All comparisons")
+    by_id = {role: frame[frame["role"] == role].set_index("comparison_id") for role in ("baseline", "ceiling")}
+    unmeasured = (frame["status"] != "ok").groupby(frame["comparison_id"], sort=False).sum()
+    rows = _fastest(frame.reset_index(drop=True)).set_index("comparison_id").reindex(unmeasured.index)
+    rows = rows.assign(
+        title=frame.groupby("comparison_id")["title"].first(),
+        native_ms=by_id["baseline"]["median_ms"],
+        balanced=by_id["ceiling"]["speedup_median"],
+        unmeasured=unmeasured[unmeasured > 0],
+    ).dropna(axis=1, how="all")
+    return Table(rows, [column for column in _OVERVIEW if column.source in rows], "All comparisons")
 
 
-def _fastest(frame: pd.DataFrame) -> Any:
-    """The index of the policy with the largest speedup; ``topk`` has native's routing. None without any."""
-    speedups = frame["speedup_median"].where((frame["role"] == "policy") & (frame["policy"] != "topk")).dropna()
-    return None if speedups.empty else speedups.astype(float).idxmax()
-
-
-def _phases(title: str, frame: pd.DataFrame) -> Table | None:
-    """Loads of a comparison's cases, and where their time goes; None where nothing was broken down."""
+def _phases(frame: pd.DataFrame) -> Table:
+    """Loads of a comparison's cases, and where their time goes; no columns where nothing was broken down."""
     rows = frame[frame["status"] == "ok"]
     says = rows.columns[(rows.notna() & (rows != 0)).any()]
     columns = [column for column in _PHASES if column.source in says]
-    return Table(rows, columns, f"{title}: loads and phases", _PHASE_NOTES) if len(columns) > 1 else None
+    return Table(rows, columns, f"{frame['title'].iloc[0]}: loads and phases", _PHASE_NOTES)
 
 
-def _ranks(one: ComparisonResult) -> Table | None:
-    """What each rank had to do and how long it took, under native and the fastest policy; None without native."""
+def _ranks(one: ComparisonResult, frame: pd.DataFrame) -> Table:
+    """What each rank had to do and how long it took, under native and the fastest policy; no columns without native."""
+    labels = ["native", *_fastest(frame)["label"]]
+    shown = [each for each in one.results if each.case.label in labels and each.case.is_ok]
     native = one.of_role("baseline")
     if native is None:
-        return None
-    policies = [result for result in one.policies if result.speedup is not None and result.case.policy != "topk"]
-    fastest = max(policies, key=lambda result: result.speedup.median if result.speedup else 0.0, default=None)
-    shown = [native] if fastest is None else [native, fastest]
-    frame = pd.concat([_of_ranks(one, result) for result in shown], ignore_index=True)
-    if frame.empty:
-        return None
-    slowest = frame[frame["label"] == native.case.label].nlargest(MAX_RANKS, "median_ms")["rank"]
-    hidden = one.comparison.world_size - len(slowest)
-    notes = [*_RANK_NOTES, *([f"the {MAX_RANKS} slowest of {one.comparison.world_size} ranks"] if hidden else [])]
-    rows = frame[frame["rank"].isin(slowest)].sort_values("rank", kind="stable")
-    return Table(rows, [c for c in _RANKS if rows[c.source].notna().any()], f"{one.comparison.title}: ranks", notes)
-
-
-def _of_ranks(one: ComparisonResult, result: CaseResult) -> pd.DataFrame:
-    """A row per rank of one case."""
-    facts, times = one.comparison, _rank_times(result.case)
+        return Table(pd.DataFrame(), ())
+    facts = one.comparison
     # One device in place of all ranks has one set of conditions.
-    known = one.conditions[0].ranks if one.conditions else []
-    its = [known[rank if len(known) == facts.world_size else 0] if known else None for rank in times["rank"]]
-    loads = None if result.fidelity is None else result.fidelity.rank_load
-    peaks = [None if of is None or of.peak_memory_bytes is None else of.peak_memory_bytes / 2**30 for of in its]
-    return times.assign(
-        label=result.case.label,
-        host=[of and of.hostname for of in its],
-        load=[None if loads is None else float(loads[facts.expert_rank(rank)]) for rank in times["rank"]],
-        memory_gib=peaks,
-        matmul_tflops=[of and of.ceilings.matmul_tflops for of in its],
-    )
+    known = pd.DataFrame([dict(rank) for rank in one.conditions[0].ranks] if one.conditions else [])
+    parts = []
+    for each in shown:
+        times = _rank_times(each.case).assign(label=each.case.label)
+        at = times["rank"] if len(known) == facts.world_size else 0 * times["rank"]
+        if len(known):
+            of = known.iloc[at].reset_index(drop=True)
+            times = times.assign(
+                host=of["hostname"],
+                memory_gib=of["peak_memory_bytes"].astype(float) / 2**30,
+                matmul_tflops=[ceilings.matmul_tflops for ceilings in of["ceilings"]],
+            )
+        if each.fidelity is not None:
+            times["load"] = [float(each.fidelity.rank_load[facts.expert_rank(rank)]) for rank in times["rank"]]
+        parts.append(times)
+    rows = pd.concat(parts, ignore_index=True)
+    slowest = rows[rows["label"] == native.case.label].nlargest(MAX_RANKS, "median_ms")["rank"]
+    hidden = facts.world_size > len(slowest)
+    notes = [*_RANK_NOTES, *([f"the {MAX_RANKS} slowest of {facts.world_size} ranks"] if hidden else [])]
+    rows = rows[rows["rank"].isin(slowest)].sort_values("rank", kind="stable")
+    columns = [column for column in _RANKS if column.source in rows and rows[column.source].notna().any()]
+    return Table(rows, columns, f"{facts.title}: ranks", notes)
 
 
 def _rank_times(case: Case) -> pd.DataFrame:
@@ -398,10 +390,9 @@ def _rank_times(case: Case) -> pd.DataFrame:
     totals = rows[(rows["kind"] == "plain") & (rows["phase"] == TOTAL)]
     times_us = totals.pivot(index=_ITERATION, columns="rank", values="time_us")
     broken = rows[rows["kind"] == "breakdown"]
-    waited_us = broken["time_us"].where(broken["phase"].isin(GROUPS["waiting"]), 0.0)
-    waiting_us = waited_us.groupby([broken[name] for name in ("rank", *_ITERATION)]).sum().groupby("rank").median()
-    slowest = times_us.columns.to_numpy()[np.argmax(times_us.to_numpy(), axis=1)] if len(times_us) else []
-    shares = pd.Series(slowest, dtype=int).value_counts(normalize=True)
+    waits_us = broken["time_us"].where(broken["phase"].isin(GROUPS["waiting"]), 0.0)
+    waiting_us = waits_us.groupby([broken[name] for name in ("rank", *_ITERATION)]).sum().groupby("rank").median()
+    shares = times_us.idxmax(axis=1).value_counts(normalize=True)
     return pd.DataFrame(
         {
             "median_ms": times_us.median() / 1e3,

@@ -1,0 +1,247 @@
+"""Read a directory that ``moe-ep-bench route`` wrote as frames, with virtual ranks joined.
+
+Rows on disk are per source rank; a batch is one thing to the model, to an expert and to a GPU. So ranks are joined
+first (counts are summed, shares of mass weighted by tokens), every batch of every layer for itself, and only what is
+reduced there (``metrics.imbalance``) may be averaged afterwards.
+
+Shapes: L = layers, B = batches, E = experts, R = EP ranks, N = E or R.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from moe_ep_bench.analysis.parts import ResultsError, Tried, read_run_json, read_table
+from moe_ep_bench.metrics import imbalance
+from moe_ep_bench.placement import make_placement
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.schema import METRICS, OVERLAP_SCHEMA, ROUTING_SCHEMA, SCORE_CURVES_SCHEMA
+from moe_ep_bench.workload.formatting import tokens_words
+
+_COUNTS = [
+    "num_tokens", "num_pairs", "padding_pairs", "num_topk_pairs", "num_dropped_pairs", "tokens_without_expert",
+    "crossing_pairs",
+]  # fmt: skip
+_SHARES = [name for name, metric in METRICS.items() if metric.of == "scores"]
+# Of all ranks together.
+ROUTED = [
+    "expert_imbalance",  # pairs of the fullest expert over the mean one's
+    "rank_imbalance",
+    "dropped_share",  # of the model's own pairs
+    "retained_mass",  # selected score mass over the top-k's
+    "experts_per_token",  # of valid tokens
+    "activated",  # experts with a pair
+    "fullest_activated",  # on the rank that has most of them
+]
+# What run.json says of a comparison. Layers of a ``group``, and sizes of a ``family``, differ in nothing else.
+_FACTS = [
+    "order", "group", "family", "model", "num_experts", "top_k", "num_ranks", "num_tokens", "num_batches", "traffic",
+    "phase", "layer_weights", "image_share",
+]  # fmt: skip
+_LOADS = ["load_E", "load_R", "load_over_mean_E", "image_load_E"]
+
+
+@dataclass(frozen=True, eq=False)
+class RouteRun:
+    """Everything a route directory holds.
+
+    Each frame names its ``group`` (layers that were routed alike) and ``layer``, and what is known of these:
+    ``comparison`` (the group's title), ``num_layers``, ``placement``, ``workload`` (its kind), ``description``,
+    ``tail_model``, ``is_padded``, and ``_FACTS``.
+
+    Attributes:
+        batches: a row per group, layer, case and batch, in that order, ``native`` first; cases that a layer lacks are
+            left out. Columns: ``label``, ``policy``, ``params``, ``looks_past_top_k``; summed counts and mean shares of
+            the table ``routing``; ``ROUTED``; pairs as arrays: ``load_E``, ``load_R``, ``load_over_mean_E`` (over the
+            model's mean load T * K / E), ``image_load_E`` (of image tokens; null without modality).
+        scores, overlap: the tables ``score_curves`` and ``overlap``.
+    """
+
+    directory: Path
+    batches: pd.DataFrame
+    scores: pd.DataFrame
+    overlap: pd.DataFrame
+
+    @cached_property
+    def layers(self) -> pd.DataFrame:
+        """A row per group, case and layer: means over batches."""
+        return _means(self.batches.drop(columns=_LOADS), ["group", "label", "layer"])
+
+    @cached_property
+    def cases(self) -> pd.DataFrame:
+        """A row per group and case: means over batches, then over layers."""
+        return _means(self.layers, ["group", "label"])
+
+    def loads(self, group: str, label: str, name: str) -> NDArray[np.float64]:
+        """An array column of one case's batches: [L, B, N]."""
+        rows = self.batches[(self.batches["group"] == group) & (self.batches["label"] == label)]
+        return np.stack(rows[name].to_list()).reshape(rows["layer"].nunique(), -1, len(rows[name].iloc[0]))
+
+    def named(self, words: str) -> RouteRun:
+        """The same, with ``words`` behind what every figure's footer says of the workload."""
+        frames = {name: getattr(self, name) for name in ("batches", "scores", "overlap")}
+        said = {name: rows.assign(description=rows["description"] + f", {words}") for name, rows in frames.items()}
+        return replace(self, **said)
+
+
+def _means(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    grouped = rows.groupby(keys, sort=False)
+    return grouped.first().assign(**grouped[[*_COUNTS, *_SHARES, *ROUTED]].mean()).reset_index()
+
+
+def short(label: str) -> str:
+    """A case's label for tables and legends: that there are bands, and not which."""
+    return re.sub(r" bands=\S+", " bands", label)
+
+
+def load_route(directory: Path | str, passed_over: list[str] | None = None) -> RouteRun:
+    """Read and check a route directory.
+
+    Args:
+        passed_over: where it is given, cases and layers that cannot be trusted are left out, and a line that names the
+            file and what is wrong with it is added here for each. None = the first such is raised.
+
+    Raises:
+        ResultsError: one line that names the file and what is wrong with it; with ``passed_over`` only where nothing
+            is left.
+    """
+    files = RunDirectory(Path(directory))
+    tried = Tried(passed_over)
+    content = read_run_json(files.run_json)
+    if content.get("mode") != "route":
+        raise ResultsError(f"{files.run_json}: mode: expected route, got {content.get('mode')}")
+    about, read = [], {}
+    try:
+        cases = sorted(content["cases"].items(), key=lambda case: case[1]["order"])
+        for comparison_id, facts in sorted(content["comparisons"].items(), key=lambda item: item[1]["order"]):
+            own = {case_id: case for case_id, case in cases if case["comparison_id"] == comparison_id}
+            about.append(_about(comparison_id, facts))
+            if (frames := tried(_read_layer, files, comparison_id, facts, own, tried)) is not None:
+                read[comparison_id] = frames
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ResultsError(f"{files.run_json}: damaged: {type(error).__name__}: {error}") from None
+    if not read:
+        raise ResultsError(f"{files.run_json}: {'no comparison can be read' if passed_over else 'lists no comparison'}")
+    described = pd.DataFrame(about).set_index("comparison_id").loc[list(read)]
+    groups = described.groupby("group")
+    described = described.assign(place=groups["order"].transform("min"), num_layers=groups["layer"].transform("size"))
+    described = described.sort_values(["place", "layer_number"], kind="stable")
+    layers = described.groupby("group")["layer"]
+    # The workload's own words, of all layers together.
+    spans = layers.transform("size").astype(str) + " layers from " + layers.transform("first") + " to "
+    spans += layers.transform("last")
+    described["description"] = [
+        words if number == 1 else re.sub(r"layer \d+", span, words, count=1)
+        for words, number, span in zip(described["description"], described["num_layers"], spans, strict=True)
+    ]
+
+    def joined(place: int) -> pd.DataFrame:
+        rows = pd.concat([read[key][place].assign(comparison_id=key) for key in described.index], ignore_index=True)
+        clashing = [name for name in rows if name in described]
+        return rows.join(described.drop(columns=clashing), on="comparison_id").drop(columns="comparison_id")
+
+    batches, scores, overlap = map(joined, range(3))
+    num_layers = batches.groupby(["group", "label"])["layer"].transform("nunique")
+    return RouteRun(files.root, batches[num_layers == batches["num_layers"]], scores, overlap)
+
+
+def _about(comparison_id: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What each row of a comparison says of it."""
+    workload, layer = facts["workload"], facts["layer"]
+    size = tokens_words(facts["num_tokens"])
+    return {
+        "comparison_id": comparison_id,
+        **{name: facts[name] for name in _FACTS},
+        "comparison": f"{facts['model']}, {size}, EP {facts['num_ranks']}, {facts['traffic']}",
+        "layer": "-" if layer is None else str(layer),
+        "layer_number": layer or 0,
+        "placement": facts["placement"]["name"],
+        "workload": workload["kind"],
+        "description": workload["description"],
+        "tail_model": workload["tail_model"],
+        "is_padded": workload.get("padding") is not None,
+    }
+
+
+def _read_layer(
+    files: RunDirectory,
+    comparison_id: str,
+    facts: Mapping[str, Any],
+    cases: Mapping[str, Mapping[str, Any]],
+    tried: Tried,
+) -> tuple[pd.DataFrame, ...]:
+    """One comparison's batches, score curves and overlap."""
+    read = [(case["role"], tried(_read_case, files, case_id, case, facts)) for case_id, case in cases.items()]
+    if not any(role == "baseline" and rows is not None for role, rows in read):
+        raise ResultsError(
+            f"{files.run_json}: comparisons.{comparison_id} ({facts['title']}): its native case cannot be read, and "
+            "all others are held against it"
+        )
+    scores = _read_table(files.path("score_curves", comparison_id), SCORE_CURVES_SCHEMA)
+    overlap_path = files.path("overlap", comparison_id)
+    has_overlap = overlap_path.is_file()
+    overlap = (read_table(overlap_path, OVERLAP_SCHEMA) if has_overlap else OVERLAP_SCHEMA.empty_table()).to_pandas()
+    return pd.concat([rows for _, rows in read if rows is not None], ignore_index=True), scores, overlap
+
+
+def _read_table(path: Path, schema: pa.Schema) -> pd.DataFrame:
+    if not path.is_file():
+        raise ResultsError(f"{path}: missing; routing did not finish: start it again to go on")
+    return read_table(path, schema).to_pandas()
+
+
+def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts: Mapping[str, Any]) -> pd.DataFrame:
+    """One row per batch, ranks joined."""
+    path, num_experts = files.path("routing", case_id), facts["num_experts"]
+    rows = _read_table(path, ROUTING_SCHEMA)
+    if set(rows["case_id"]) != {case_id}:
+        raise ResultsError(f"{path}: foreign, case_id: expected {case_id!r} in all rows")
+    if len(rows) != facts["num_ranks"] * facts["num_batches"] or rows.duplicated(["rank", "batch"]).any():
+        raise ResultsError(
+            f"{path}: expected one row for each of {facts['num_ranks']} ranks in {facts['num_batches']} batches, "
+            f"got {len(rows)}"
+        )
+    if (rows["load_E"].map(len) != num_experts).any():
+        raise ResultsError(f"{path}: load_E: expected {num_experts} entries")
+    by_batch = rows.groupby("batch")
+    counts = by_batch[_COUNTS].sum()
+    # Scores of every token sum to 1, so that a share of all mass is a mean over tokens.
+    weighted = rows[[*_SHARES, "retained_mass_all"]].mul(rows["num_tokens"], axis=0)
+    means = weighted.groupby(rows["batch"]).sum().div(counts["num_tokens"], axis=0)
+    load_BE = np.stack([np.sum(loads.to_list(), axis=0) for _, loads in by_batch["load_E"]])
+    placement = make_placement(
+        facts["placement"]["shares"] or facts["placement"]["name"], num_experts, facts["num_ranks"]
+    )
+    load_BR = placement.rank_load(load_BE)
+    images = [np.sum(loads.to_list(), axis=0) for _, loads in by_batch["image_load_E"] if loads.notna().all()]
+    return (
+        pd.concat([counts, means[_SHARES]], axis=1)
+        .assign(
+            label=case["label"],
+            policy=case["policy"],
+            params=[case["policy_params"]] * len(counts),
+            looks_past_top_k=case["looks_past_top_k"],
+            expert_imbalance=imbalance(load_BE),
+            rank_imbalance=imbalance(load_BR),
+            dropped_share=counts["num_dropped_pairs"] / counts["num_topk_pairs"],
+            retained_mass=means["retained_mass_all"] / means["topk_share"],
+            experts_per_token=(counts["num_pairs"] - counts["padding_pairs"]) / counts["num_tokens"],
+            activated=(load_BE > 0).sum(axis=1),
+            fullest_activated=placement.activated_experts(load_BE).max(axis=1),
+            load_E=list(load_BE),
+            load_R=list(load_BR),
+            load_over_mean_E=list(load_BE * (num_experts / counts["num_topk_pairs"].to_numpy()[:, None])),
+            image_load_E=images if len(images) == len(counts) else None,
+        )
+        .reset_index()
+    )

@@ -1,0 +1,96 @@
+"""The tables of ``moe-ep-bench route``: one per group of layers; and which figures were drawn.
+
+Every number is of one batch of one layer first, all ranks together; then the mean over batches, then over layers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from moe_ep_bench.analysis.notes import READING
+from moe_ep_bench.analysis.render import Column, Table, number, percentage
+from moe_ep_bench.analysis.route.load import ROUTED, RouteRun, short
+from moe_ep_bench.analysis.words import MODE_WORDS
+from moe_ep_bench.metrics import uniform_activated_experts
+
+_WIDTH = 120
+_COLUMNS = (
+    Column("policy", lambda row: short(row["label"]), is_words=True),
+    number("expert_imbalance", "fullest expert", "{:.2f}"),
+    number("rank_imbalance", "fullest rank", "{:.2f}"),
+    percentage("dropped_share", "dropped %"),
+    percentage("retained_mass", "mass kept %"),
+    number("experts_per_token", "experts/token", "{:.2f}"),
+    number("activated", "activated", "{:.1f}"),
+    number("fullest_activated", "on one rank", "{:.1f}"),
+)
+_ABOUT = ["label", "mode", "title", "model", "num_ranks", "num_tokens", "num_batches", "layers", "placement"]
+_ABOUT += ["workload", "policy", "policy_params"]
+
+
+def route_tables(run: RouteRun) -> list[Table]:
+    """One table per group of layers; a row of the frame is a case, named as in ``frames.speedups``."""
+    layers = run.layers.groupby("group")["layer"].agg(lambda layers: ", ".join(layers.unique()))
+    cases = run.cases.assign(
+        mode="route",
+        title=run.cases["comparison"],
+        layers=run.cases["group"].map(layers),
+        policy_params=run.cases["params"].map(lambda params: json.dumps(params, sort_keys=True)),
+    )
+    tables = []
+    for _, rows in cases.groupby("group", sort=False):
+        facts = rows.iloc[0]
+        layered = (
+            ""
+            if facts["layers"] == "-"
+            else f"; layer{'s' if facts['num_layers'] > 1 else ''} {_listed(facts['layers'])}"
+        )
+        batches = f"{facts['num_batches']} batch{'es' if facts['num_batches'] > 1 else ''}"
+        how = f"{MODE_WORDS['route']}, {batches}, {facts['placement']} placement"
+        title = f"{facts['comparison']}{layered}: {how}"
+        tables.append(Table(rows[[*_ABOUT, *ROUTED]].reset_index(drop=True), _COLUMNS, title, _notes(rows)))
+    return tables
+
+
+def _notes(rows: pd.DataFrame) -> list[str]:
+    facts, looks_past = rows.iloc[0], rows["looks_past_top_k"].any()
+    uniform = uniform_activated_experts(facts["num_experts"], facts["top_k"], facts["num_tokens"])
+    found = {
+        "fullest: pairs over the mean expert's or rank's, of each batch, then means over batches and layers": True,
+        f"activated: experts with a token, of {facts['num_experts']} ({uniform:.1f} if tokens chose independently and "
+        "uniformly), and on the rank with most of them": True,
+        "dropped: of the model's own pairs, also where a policy computes others in their place": looks_past,
+        READING: facts["is_padded"],
+        f"scores below the recorded top-k are those of the {facts['tail_model']} tail model": (
+            looks_past and pd.notna(facts["tail_model"])
+        ),
+        "policies that look at ranks (local scope, devices, rank budgets) take experts to lie contiguously": (
+            facts["placement"] != "contiguous"
+        ),
+    }
+    if pd.notna(facts["image_share"]):
+        found[f"assumed: the first {facts['image_share']:.0%} of every sequence's tokens are an image's"] = True
+    return [note for note, is_so in found.items() if is_so]
+
+
+def _listed(layers: str) -> str:
+    """``0 to 26`` of layers that follow one another."""
+    numbers = [int(layer) for layer in layers.split(", ")]
+    is_range = len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]} to {numbers[-1]}" if is_range else layers
+
+
+def drawn_words(written: Sequence[Path], lacking: Sequence[str]) -> str:
+    """Say which figures there are now, and for which the rows lack what they need."""
+    drawn = list(dict.fromkeys(path.stem for path in written))
+    folder = os.path.relpath(written[0].parent) if written else ""
+    lines = [f"figures in {folder}: {', '.join(drawn)}" if drawn else "no figure was drawn"]
+    if lacking:
+        lines.append(f"not drawn, the rows hold nothing for them: {', '.join(lacking)}")
+    return "\n".join(["", *(line for text in lines for line in textwrap.wrap(text, _WIDTH, subsequent_indent="  "))])

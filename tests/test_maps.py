@@ -15,11 +15,10 @@ from matplotlib.figure import Figure
 from results_builder import FakeCase, FakeComparison, write_run
 
 import plot_results
-from moe_ep_bench.analysis.figures import draw_figures, expected_figures
 from moe_ep_bench.analysis.figures.maps import map_figure, sweep_figure
 from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.analysis.speedups import ComparisonResult, analyse, family_labels
-from moe_ep_bench.analysis.style import house_style, looks_of
+from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
+from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.sweep import (
     crossings,
     in_order,
@@ -149,9 +148,8 @@ def analysed(directory: Path) -> list[ComparisonResult]:
 
 def figure_of(directory: Path, draw=map_figure) -> Figure | None:
     run = load_run(directory)
-    comparisons = analyse(run)
     with house_style():
-        drawing = draw(run, comparisons, looks_of(family_labels(comparisons)))
+        drawing = draw(run)
     return None if drawing is None else drawing.figure
 
 
@@ -173,7 +171,6 @@ def test_run_json_without_points_links_or_device_is_read_as_before(tmp_path: Pat
     directory = write_run(tmp_path, [FakeComparison("c0", cases=cases_of({1.0: 1.2}), num_iterations=1)])
     (facts,) = load_run(directory).comparisons.values()
     assert (facts.point, facts.links, facts.device) == ({}, None, None)
-    assert not {"map", "sweep"} & set(expected_figures(load_run(directory)))
 
 
 def test_comparisons_stand_in_the_order_of_the_sweep(peaks: Path) -> None:
@@ -183,7 +180,6 @@ def test_comparisons_stand_in_the_order_of_the_sweep(peaks: Path) -> None:
     assert [text.index(f"Tiny {number}:") for number in (1, 3, 2, 0)] == sorted(
         text.index(f"Tiny {number}:") for number in range(4)
     )
-    assert expected_figures(run)[-2:] == ["map", "sweep"]
 
 
 def test_ep_size_is_shown_as_experts_per_rank(tmp_path: Path) -> None:
@@ -470,12 +466,6 @@ def test_both_figures_are_drawn_in_both_formats_and_equal_to_the_byte(tmp_path: 
             first, second = ((tmp_path / d / "figures" / f"{name}.{suffix}").read_bytes() for d in ("one", "two"))
             assert first == second
             assert len(first) > 10_000
-
-
-def test_a_sweep_without_maps_is_said_to_lack_them(tmp_path: Path) -> None:
-    comparisons = [comparison_at(number, {PEAK: 1.0 + number}, cases_of({1.0: 1.2})) for number in range(2)]
-    run = load_run(write_run(tmp_path, comparisons))
-    assert draw_figures(run, tmp_path, ["svg"])[1] == ["map", "sweep"]
 
 
 @pytest.mark.parametrize("draw", [map_figure, sweep_figure])

@@ -20,6 +20,7 @@ from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.parts import source_loads
 from moe_ep_bench.analysis.rates import _fullest_buffer_pairs, pairs_by_rank
 from moe_ep_bench.analysis.speedups import analyse
+from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.timing import layer_time_us
 from moe_ep_bench.bench.validation_directory import ValidationDirectory
 from moe_ep_bench.cli import main
@@ -155,12 +156,8 @@ def test_what_was_measured_elsewhere_or_emulated_is_never_pooled(
 
 
 def _figure(run):
-    from moe_ep_bench.analysis.speedups import family_labels
-    from moe_ep_bench.analysis.style import house_style, looks_of
-
-    comparisons = analyse(run)
     with house_style():
-        drawing = FIGURES["dropped"](run, comparisons, looks_of(family_labels(comparisons)))
+        drawing = FIGURES["dropped"](run)
     assert drawing is not None
     return drawing.figure
 

@@ -36,8 +36,8 @@ from moe_ep_bench.analysis.report.provenance import (
 from moe_ep_bench.analysis.route_figures import ROUTE_FIGURES
 from moe_ep_bench.analysis.route_load import RouteRun, load_route
 from moe_ep_bench.analysis.route_report import route_tables
-from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse, family_labels
-from moe_ep_bench.analysis.style import FORMATS, Drawing, house_style, looks_of, settle_layout
+from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
+from moe_ep_bench.analysis.style import FORMATS, Drawing, house_style, settle_layout
 from moe_ep_bench.analysis.tables import more_tables, run_tables
 from moe_ep_bench.analysis.timing import GROUPS
 from moe_ep_bench.analysis.validation import Validation, is_validation, load_validation
@@ -245,11 +245,7 @@ def content_of(directory: Path, passed_over: list[str]) -> Content:
 def _of_run(run: Run) -> Content:
     is_model = run.scope == "model"
     comparisons = [one.comparison for one in analyse_whole(run)] if is_model else analyse(run)
-    if is_model:
-        drawings = {name: draw(run) for name, draw in WHOLE_FIGURES.items()}
-    else:
-        looks = looks_of(family_labels(comparisons))
-        drawings = {name: draw(run, comparisons, looks) for name, draw in FIGURES.items()}
+    drawings = {name: draw(run) for name, draw in (WHOLE_FIGURES if is_model else FIGURES).items()}
     facts = [one.comparison for one in comparisons]
     # What a model of a device or of links is made of stands behind a colon, and in the tables' titles.
     of_links = ["" if one.links is None else f", links {one.links.partition(': ')[0]}" for one in facts]

@@ -13,7 +13,7 @@ from moe_ep_bench.analysis.figures.latency import latency_figure
 from moe_ep_bench.analysis.figures.lines import dropped_figure, speedup_figure
 from moe_ep_bench.analysis.figures.panels import MOST, case_rows, drawn_part
 from moe_ep_bench.analysis.figures.pareto import pareto_figure
-from moe_ep_bench.analysis.figures.scaling import scaling_figure, scalings
+from moe_ep_bench.analysis.figures.scaling import scalings
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.style import Drawing, house_style, settle_layout
 from moe_ep_bench.bench.plan import RANKS, ROUTING, Comparison
@@ -178,21 +178,7 @@ def test_what_drops_everything_stands_at_the_edge_with_its_numbers_and_sets_no_s
     assert rows.loc["lynx num_dropped=8", "speedup"] == pytest.approx(4)
 
 
-def test_where_every_policy_drops_everything_they_have_the_scale(tmp_path):
-    drawing = drawn(tmp_path, pareto_figure, [one([decode_cases()[0], decode_cases()[3]])])
-    assert all(axes.get_ylim()[1] > 4 for axes in drawing.figure.axes)
-
-
 # ---- scaling and titles --------------------------------------------------------------------------------------------
-
-
-def test_intervals_of_policies_at_one_value_stand_beside_each_other(tmp_path):
-    ladder = [one(decode_cases(), n, tokens=2 * 4**n, noise=0.02) for n in range(3)]
-    above = drawn(tmp_path, scaling_figure, ladder).figure.axes[0]
-    lines = [lines for lines in above.collections if hasattr(lines, "get_segments") and len(lines.get_segments()) == 3]
-    starts = [lines.get_transform().transform(lines.get_segments()[0])[0][0] for lines in lines]
-    assert len(starts) == 4
-    assert np.diff(sorted(starts)).min() > 3  # pixels
 
 
 def test_results_with_the_title_of_an_older_version_are_scaled_over(tmp_path):

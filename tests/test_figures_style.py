@@ -21,7 +21,6 @@ from moe_ep_bench.analysis.style import (
     Sheet,
     house_style,
     looks_of,
-    mark_look,
     save,
     settle_layout,
 )
@@ -92,15 +91,6 @@ def test_every_figure_fits_every_size(measured, name, size):
                 boxes = [label.get_window_extent() for label in tick_labels(axis)]
                 boxes.sort(key=lambda box, begin=ends[0]: getattr(box, begin))
                 assert all(getattr(a, ends[1]) < getattr(b, ends[0]) + 0.02 * figure.dpi for a, b in pairwise(boxes))
-
-
-def test_side_by_side_panels_are_stacked_in_a_column(measured):
-    with house_style("column"):
-        figure = sheet_of("pareto", measured)
-        settle_layout(figure)
-    left, right = (axes.get_position() for axes in figure.axes)
-    assert left.y0 > right.y1
-    assert left.x0 == pytest.approx(right.x0, abs=0.05)
 
 
 def test_an_unknown_size_lists_what_there_is():
@@ -192,16 +182,3 @@ def test_origins_are_told_apart_by_words_and_frames(tmp_path, mode, facts, how, 
     assert spines["top"].get_visible() == (how != "MEASURED")
     is_dashed = spines["left"].get_linestyle() not in ("-", "solid")
     assert is_dashed == (how == "MODELLED")
-
-
-def test_marks_of_different_origins_differ_in_form():
-    looks = [mark_look(how, "#0072B2") for how in ("measured", "emulated", "modelled")]
-    forms = {(look["markerfacecolor"] == "white", str(look["linestyle"])) for look in looks}
-    assert len(forms) == 3
-
-
-def test_modelled_transfers_are_marked_in_an_emulated_timeline(tmp_path):
-    run = run_of(tmp_path, "emulated", links="modelled by links/x")
-    with house_style():
-        figure = sheet_of("timeline", run)
-    assert "comm (modelled)" in [text.get_text() for text in figure.legends[0].get_texts()]

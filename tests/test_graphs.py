@@ -94,23 +94,11 @@ def test_what_differs_in_anything_else_is_no_pair(other: dict[str, object], tmp_
     assert pairs_of(tmp_path / "other", eager(), replayed(facts=other)) == []
 
 
-def test_titles_and_keys_of_the_sweep_need_not_say_it(tmp_path: Path) -> None:
-    named = replayed(facts={"title": "Tiny-MoE, CUDA graphs", "point": {TOKENS: 16}})
-    assert len(pairs_of(tmp_path, eager(), named)) == 1
-
-
 def test_every_step_of_a_sweep_has_its_own_pair(tmp_path: Path) -> None:
     parts = [one(f"{one.__name__}{n}", tokens) for one in (eager, replayed) for n, tokens in enumerate((64, 4, 16))]
     found = pairs_of(tmp_path, *parts)
     tokens = [(pair.eager.comparison.num_tokens, pair.replayed.comparison.num_tokens) for pair in found]
     assert tokens == [(4, 4), (16, 16), (64, 64)]
-
-
-def test_results_of_older_versions_are_of_layers_run_eagerly_over_an_all_to_all(tmp_path: Path) -> None:
-    run = load_run(write_run(tmp_path, [FakeComparison(cases=cases(), num_iterations=1)]))
-    (facts,) = run.comparisons.values()
-    assert (facts.dispatcher, facts.cuda_graph) == ("alltoall", None)
-    assert graph_pairs(analyse(run)) == []
 
 
 def test_a_case_that_lacks_one_side_is_left_out_by_name(tmp_path: Path) -> None:
@@ -147,12 +135,6 @@ def test_the_summary_has_a_row_per_case_and_says_what_was_compared(tmp_path: Pat
     assert "the graphs hold the whole layer; comparisons eager (eager) and replayed (replayed)" in text
     assert "timed one after the other, not interleaved" in text
     assert "replayed from CUDA graphs, which hold the whole layer" in run_text(run)
-
-
-def test_the_host_is_no_limit_where_it_is_the_device(tmp_path: Path) -> None:
-    gloo = {"backend": "gloo"}
-    (pair,) = pairs_of(tmp_path, eager(facts=gloo), replayed(facts=gloo))
-    assert row_of(render([graph_table(pair)], "text"), "oea k0=3").count("100.0") == 0
 
 
 def test_an_all_gather_has_no_bandwidth_of_an_all_to_all(tmp_path: Path) -> None:
@@ -235,14 +217,7 @@ def test_a_policy_of_several_factors_is_drawn_at_its_smallest(tmp_path: Path) ->
     assert "of each policy at its smallest capacity factor" in " ".join(text.get_text() for text in figure.texts)
 
 
-def test_launch_bound_points_are_counted_under_the_figure(tmp_path: Path) -> None:
-    figure = drawn(sweep(tmp_path, (4, 16), 2))
-    text = " ".join(text.get_text() for text in figure.texts).replace("\n", " ")
-    assert "run eagerly, 8 of 8 cases are launch-bound" in text
-    assert "replayed from CUDA graphs, " not in text
-
-
-@pytest.mark.parametrize(("tokens", "num_policies", "num_layers"), [((16,), 1, 3), ((1, 4, 8, 16, 64, 256), 9, 1)])
+@pytest.mark.parametrize(("tokens", "num_policies", "num_layers"), [((1, 4, 8, 16, 64, 256), 9, 1)])
 def test_nothing_is_clipped_and_the_legend_hides_no_data(
     tokens: tuple[int, ...], num_policies: int, num_layers: int, tmp_path: Path
 ) -> None:
@@ -258,18 +233,6 @@ def test_nothing_is_clipped_and_the_legend_hides_no_data(
         heights = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
         assert low <= heights.min()
         assert heights.max() <= high
-
-
-def test_the_figure_is_drawn_of_pairs_and_equal_to_the_byte(tmp_path: Path) -> None:
-    run = sweep(tmp_path / "one", (4, 16), 2)
-    sweep(tmp_path / "two", (4, 16), 2)
-    assert "graphs.csv" in [path.name for path in draw_figures(run, tmp_path / "all", [])[0]]
-    for name in ("one", "two"):
-        assert plot_results.main([str(tmp_path / name), "--figures", "graphs"]) == 0
-    for suffix in ("png", "svg", "csv"):
-        one, two = ((tmp_path / name / "figures" / f"graphs.{suffix}").read_bytes() for name in ("one", "two"))
-        assert len(one) > (1_000 if suffix == "csv" else 10_000)
-        assert one == two
 
 
 def test_without_a_pair_there_is_no_such_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,17 +173,6 @@ def test_figures_of_several_directories_land_here_unless_told_otherwise(
         assert sorted(path.name for path in (tmp_path / folder).iterdir()) == ["dropped.csv", "dropped.svg"]
 
 
-def test_equal_rows_give_equal_files(tmp_path: Path) -> None:
-    directories = [directory_of(tmp_path / f"ep{size}", f"c{size}", num_ranks=size) for size in (2, 4)]
-    files = []
-    for number in range(2):
-        out = tmp_path / f"drawn{number}"
-        assert main(["plot", *map(str, directories), "--out", str(out), "--figures", "dropped"]) == 0
-        files.append({path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()})
-    assert files[0] == files[1]
-    assert {path.suffix for path in files[0]} == {".png", ".svg", ".csv"}
-
-
 # ---- what cannot be trusted --------------------------------------------------------------------------------------
 
 
@@ -227,16 +216,6 @@ def test_a_comparison_that_lost_its_baseline_has_no_speedups_and_says_so(tmp_pat
     assert "native, its baseline, is not there as measured, so its 5 cases have no speedups" in lines[-1]
     assert draw_figures(run, tmp_path, [], ["speedup"]) == ([], ["speedup"])
     assert [path.name for path in draw_figures(run, tmp_path, [], ["dropped"])[0]] == ["dropped.csv"]
-
-
-def test_parts_that_an_unfinished_run_lacks_are_one_line(tmp_path: Path) -> None:
-    directory = directory_of(tmp_path / "run")
-    for path in sorted((directory / "cases").glob("*.parquet"))[-2:]:
-        path.unlink()
-    lines: list[str] = []
-    load_run(directory, lines)
-    assert sum("2 cases have no part, the first" in line for line in lines) == 1
-    assert sum("missing; the run did not finish" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize(("option", "value"), [("--format", "gif"), ("--figures", "speedup,nonsense")])
@@ -354,11 +333,6 @@ def test_a_validation_is_sent_to_its_two_runs(tmp_path: Path, capsys: pytest.Cap
     assert f"name {tmp_path / 'real'} or {tmp_path / 'emulated'}" in capsys.readouterr().err
 
 
-def test_no_command_prints_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    assert "plot" in capsys.readouterr().err
-
-
 # ---- numbers beside the pictures ---------------------------------------------------------------------------------
 
 
@@ -386,17 +360,6 @@ def test_the_numbers_of_a_figure_are_those_of_the_analysis(tmp_path: Path) -> No
 
 
 _RECORDED = {"kind": "recorded", "description": "recorded texts", "tail_model": None, "achieved": {}}
-
-
-def test_emulated_and_modelled_numbers_say_so(tmp_path: Path) -> None:
-    for name, facts in (
-        ("emulated", {"links": "links"}),
-        ("modelled", {"links": "links", "device": "H100 (modelled)"}),
-    ):
-        comparison = FakeComparison("c0", facts, cases_of(), num_batches=2, num_iterations=1)
-        run = load_run(write_run(tmp_path / name, [comparison], "emulated"))
-        draw_figures(run, tmp_path / name, [], ["dropped"])
-        assert set(pd.read_csv(tmp_path / name / "dropped.csv")["origin"]) == {name}
 
 
 # ---- fast paths beside slow ones ---------------------------------------------------------------------------------

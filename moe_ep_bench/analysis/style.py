@@ -91,7 +91,7 @@ STYLE = {
 SIZES = {"page": (13.0, 0.0, 1.0, 160), "column": (3.3, 0.0, 0.73, 300), "slide": (13.33, 7.5, 1.25, 144)}
 MIN_POINTS = 6.0  # of any text at any size
 _MARGIN, _HANDLE, _LEADING = 0.15, 0.56, 1.4 / 72  # inches; inches per point
-_LETTER, _BOLD_LETTER = 0.54 / 72, 0.61 / 72  # a mean letter's width, inches per point
+_LETTER, _BOLD_LETTER = 0.51 / 72, 0.6 / 72  # a mean letter's width, inches per point
 
 # Time that a rank works has a plain or lightly hatched colour; waiting must not be taken for work. Of a whole model
 # what is no MoE layer is grey. What is modelled is hollow and dashed, and waiting then keeps a tint.
@@ -278,9 +278,9 @@ def sheet(title: str, subtitle: str, footer: Sequence[str], legend: Legend, *, w
     subtitle = wrap(subtitle, room, points)
     footer_text = "\n".join(wrap(paragraph, room, small, most=4 if is_narrow() else 2) for paragraph in footer)
     labels = [wrap(label, room - _HANDLE * scale, legend_points) for label, _ in legend]
-    longest = max((len(line) for label in labels for line in label.split("\n")), default=0)
-    columns = max(1, int(room / (longest * _LETTER * legend_points + _HANDLE * scale)))
-    lines = -(-len(labels) // columns) * max((label.count("\n") + 1 for label in labels), default=0)
+    widths = [max(map(len, label.split("\n"))) * _LETTER * legend_points + _HANDLE * scale for label in labels]
+    columns = len(labels) if sum(widths) <= room else max(1, int(room / max(widths)))
+    lines = -(-len(labels) // max(1, columns)) * max((label.count("\n") + 1 for label in labels), default=0)
 
     below_title = _MARGIN + 0.06 * scale + _height(title, title_points)
     below_subtitle = below_title + 0.08 * scale + _height(subtitle, points)
@@ -307,7 +307,7 @@ def sheet(title: str, subtitle: str, footer: Sequence[str], legend: Legend, *, w
         place = {"loc": "upper left", "bbox_to_anchor": (_MARGIN / width, 1 - (below_subtitle + 0.06) / height)}
         spacing = {"borderaxespad": 0, "borderpad": 0, "columnspacing": 1.6}
         handles = [handle for _, handle in legend]
-        figure.legend(handles, labels, ncols=min(columns, len(labels)), **place, **spacing).set_in_layout(False)
+        figure.legend(handles, labels, ncols=columns, **place, **spacing).set_in_layout(False)
     rect = (_MARGIN / width, foot / height, room / width, (height - header - foot) / height)
     engine = figure.get_layout_engine()
     assert isinstance(engine, ConstrainedLayoutEngine)

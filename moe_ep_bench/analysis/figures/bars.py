@@ -55,6 +55,7 @@ def phases_figure(run: Run) -> Drawing | None:
     figure, axes = sheet_of_panels(header, titles, (1,), height, left=2.6)
     for (one,), (comparison_id, own) in zip(axes, panels, strict=True):
         stacked_bars(one, run, marks[marks["comparison_id"] == comparison_id], own, "phases", "one layer")
+        name_rows(one, [bar_label(row) for _, row in own.iterrows()])
     return Drawing(figure, csv(marks, "phases", "time_ms", *COST))
 
 
@@ -78,7 +79,6 @@ def stacked_bars(axes: Axes, run: Run, marks: pd.DataFrame, cases: pd.DataFrame,
     write_ends(axes, ends, [milliseconds(end, 3) for end in ends])
     axes.set_xlim(0, 1.17 * ends.max())
     axes.set_xlabel(f"time of {unit} (ms)")
-    name_rows(axes, [bar_label(row) for _, row in cases.iterrows()])
 
 
 def phase_legend(run: Run, comparison_ids: list[str], groups: list[str]) -> Legend:

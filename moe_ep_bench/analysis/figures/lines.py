@@ -86,7 +86,7 @@ def _draw(rows: pd.DataFrame, header: tuple, quantities: tuple[str, ...], ratios
         0.3 * max(3, len(families)) + 1.1 if upright else 4.6,
         beside=upright,
         left=2.2 if upright else 0.9,
-        most=2 if upright or "speedup" in quantities else 4,
+        most=2 if upright else 4,
     )
     for group, (_, own) in zip(panels, groups, strict=True):
         for axes, quantity in zip(group, quantities, strict=True):

@@ -73,7 +73,7 @@ def map_figure(run: Run) -> Drawing | None:
         "Where a policy pays: layer speedup over native Megatron-Core",
         f"In the cells the speedup and the share of top-k pairs that is dropped, by capacity factor {GAMMA}; above "
         "them what has none.",
-        _footer(run, rows),
+        footer(run, rows),
         _map_legend(rows),
     )
     height = (max(own["line"].nunique() for own in panels) + _GAP) * 0.48 + 1.1
@@ -108,7 +108,7 @@ def sweep_figure(run: Run) -> Drawing | None:
         "Layer speedup along the sweep",
         "Slowest rank's time of one MoE layer, native over policy, median with its spread; below it the top-k pairs "
         "that the policy drops.",
-        _footer(run, rows),
+        footer(run, rows),
         [*named, *reference_legend(rows[rows["is_floor"]]), *((n, Line2D([], [], **k)) for n, k in references.items())],
     )
     figure, axes = sheet_of_panels(header, [own["title"].iloc[0] for own in panels], (3.2, 1.2), 4.4)
@@ -159,16 +159,6 @@ def swept_rows(run: Run) -> pd.DataFrame | None:
                 known_lines = {*factors.dropna().unique(), *line[own["family"].isna()].dropna()}
                 panels.append(panel[panel["line"].isin(list(known_lines)) | panel["is_floor"]])
     return pd.concat(panels, ignore_index=True) if panels else None
-
-
-def _footer(run: Run, rows: pd.DataFrame):
-    """As under every figure, but of many workloads only what the first and the last have."""
-    ids = list(dict.fromkeys(rows["comparison_id"]))
-    workloads = {run.comparisons[one].workload.description for one in ids}
-    if len(workloads) <= 2:
-        return footer(run, rows)
-    ends = rows[rows["comparison_id"].isin([ids[0], ids[-1]])]
-    return footer(run, ends, [f"of {len(workloads)} workloads the first and the last are named"])
 
 
 def _key_of(rows: pd.DataFrame) -> str:

@@ -116,6 +116,10 @@ def csv(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
 def footer(run: Run, rows: pd.DataFrame, notes: Sequence[str] = (), *, timed: bool = True) -> Footer:
     """How, on what and with which workload the comparisons of the rows came about, and what weakens their times."""
     facts = [run.comparisons[one] for one in rows["comparison_id"].unique()]
+    # What a model of a device or of links is made of stands behind a colon, and in run.json.
+    names = [{"links": one.links, "device": one.device} for one in facts]
+    names = [{key: words and words.partition(":")[0] for key, words in one.items()} for one in names]
+    facts = [one.model_copy(update=own) for one, own in zip(facts, names, strict=True)]
     warnings = [OVERSUBSCRIBED] if timed and any(one.oversubscribed for one in facts) else []
     is_by_phase = any(name in rows for name in ("phases", "phase", "part"))
     if is_by_phase and any(one.permute.is_unfused_permutation for one in facts):
@@ -169,11 +173,14 @@ def sheet_of_panels(
     else:
         columns = min(most, number)
     rows = -(-number // columns)
-    figure = sheet(*header, width=_WIDTHS[columns * (2 if beside and columns > 1 else 1)], body=rows * height)
+    figure = sheet(*header, width=_WIDTHS[min(4, columns * (2 if beside else 1))], body=rows * height)
     if beside:
         grid = figure.add_gridspec(rows, columns * per_group, width_ratios=[*ratios] * columns)
     else:
         grid = figure.add_gridspec(rows * per_group, columns, height_ratios=[*ratios] * rows)
+    room = figure.get_figwidth() / columns - left
+    if beside:  # the layout widens a panel until the middle of its title stands over it
+        room *= min(1.0, 1.8 * ratios[0] / sum(ratios))
     found = []
     for at, title in enumerate(titles):
         row, column = divmod(at, columns)
@@ -181,12 +188,7 @@ def sheet_of_panels(
             grid[row, column * per_group + n] if beside else grid[row * per_group + n, column] for n in range(per_group)
         ]
         group = [figure.add_subplot(cell) for cell in cells]
-        panel_title(group[0], title, figure.get_figwidth() / columns - left)
-        if beside:  # the title stands over the whole group, which the layout must not widen a panel for
-            lines = group[0].get_title("left").count("\n")
-            group[0].set_title(group[0].get_title("left")).set_in_layout(False)
-            for axes in group[1:]:
-                axes.set_title(" " + lines * "\n ")
+        panel_title(group[0], title, room)
         found.append(group)
     return figure, found
 
@@ -249,7 +251,9 @@ def draw_along(
         axes.set_ylim(speedup_limits(rows))
     dodge = _DODGE if num_values > 1 else min(0.4, 5 / len(looks))
     for number, (key, look) in enumerate(looks.items()):
-        own = rows[rows[by] == key].sort_values("value")
+        own = rows[(rows[by] == key) & rows[column].notna()].sort_values("value")
+        if own.empty:
+            continue
         aside = ScaledTranslation(dodge * (number - (len(looks) - 1) / 2), 0, axes.figure.dpi_scale_trans)
         beside = {"transform": axes.transData + aside, "zorder": 3}
         axes.plot(own["value"], own[column], **beside, **look)
@@ -260,12 +264,16 @@ def draw_along(
 
 def name_values(above: Axes, below: Axes, values: Sequence[float], labels: Sequence[str], words: str) -> None:
     """Tick two panels that share their bottom axis at the values, logarithmic where they span enough."""
+    is_log = values[0] > 0 and values[-1] / values[0] >= 4
+    ends = np.log2([values[0], values[-1]]) if is_log else np.array([values[0], values[-1]], dtype=float)
+    pad = 0.08 * (ends[1] - ends[0]) or 0.5 * abs(ends[0]) or 0.5
+    ends += [-pad, pad]
     for axes in (above, below):
-        if values[0] > 0 and values[-1] / values[0] >= 4:
+        if is_log:
             axes.set_xscale("log", base=2)
         axes.set_xticks(values, labels)
         axes.minorticks_off()
-        axes.margins(x=0.08)
+        axes.set_xlim(*(2**ends if is_log else ends))
         axes.grid(False, axis="x")
         axes.tick_params(labelbottom=axes is below)
     below.set_xlabel(words)

@@ -180,7 +180,7 @@ def _title(case: pd.Series, shown: Iteration) -> str:
     words = [f"{case['name']}: layer {layer_ms} ms (median {median_ms})"]
     words += [] if np.isnan(case["speedup"]) else [f"speedup {case['speedup']:.3f}"]
     words += [f"{case['dropped_percent']:.1f} % dropped"] if case["role"] == "policy" else []
-    return ", ".join([*words, f"{percent(waiting)} % of the ranks' time is waiting"])
+    return ", ".join([*words, f"{percent(waiting)} % waiting"])
 
 
 def _marks(shown: Iteration, ranks: list[int]) -> pd.DataFrame:

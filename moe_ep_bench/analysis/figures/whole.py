@@ -21,6 +21,7 @@ from moe_ep_bench.analysis.figures.panels import (
     OF_COMPARISON,
     SPEEDUP,
     SPEEDUP_LABEL,
+    bar_label,
     case_rows,
     csv,
     draw_references,
@@ -56,6 +57,10 @@ def whole_figure(run: Run) -> Drawing | None:
         return None
     marks = _marks(rows, cases)
     drawn, notes = drawn_part(run, cases)
+    ids = list(drawn["comparison_id"].unique())
+    if len(ids) > 2:  # more do not fit on a screen
+        notes = [f"of {cases['comparison_id'].nunique()} comparisons the first and the last are drawn; the CSV has all"]
+        drawn = drawn[drawn["comparison_id"].isin([ids[0], ids[-1]])]
     groups = list(drawn.groupby("comparison_id", sort=False))
     is_cut = bool(drawn["all_layers_ms_extrapolated"].notna().any())
     most = drawn.drop_duplicates("comparison_id")["most_by_amdahl"].dropna()
@@ -63,24 +68,24 @@ def whole_figure(run: Run) -> Drawing | None:
         listed = ", ".join(f"{value:.3f}" for value in most)
         notes.append(f"however fast its MoE layers, no pass gains more than {listed} (Amdahl)")
     if is_cut:
-        built = (drawn["num_layers"].astype(str) + " of " + drawn["of_layers"].astype(str)).unique()
+        built = (drawn["num_layers"].map("{:.0f}".format) + " of " + drawn["of_layers"].map("{:.0f}".format)).unique()
         notes.append(f"{', '.join(built)} layers were built and timed; hatched: extrapolated from the mean MoE layer")
     is_interval = list(drawn.loc[drawn["speedup"].notna(), "speedup_is_interval"])
     header = (
         "What faster MoE layers come to in a whole model",
         "Left: speedup of a pass from end to end, of its MoE layers alone, and where Amdahl's law puts the pass; "
         f"right: a pass in parts, mean over ranks. {interval_words(is_interval)}",
-        footer(run, marks, notes),
+        footer(run, marks[marks["comparison_id"].isin(drawn["comparison_id"])], notes),
         _legend(run, marks[marks["comparison_id"].isin(drawn["comparison_id"])], is_cut=is_cut),
     )
-    height = 0.9 + 0.46 * max(len(own) for _, own in groups)
+    height = 0.9 + (0.46 if len(groups) == 1 else 0.26) * max(len(own) for _, own in groups)
     titles = [own["comparison"].iloc[0] for _, own in groups]
-    ratios = (1.0, 1.4, 0.8) if is_cut else (1.0, 1.4)
-    figure, axes = sheet_of_panels(header, titles, ratios, height, beside=True, most=1, left=0.0)
+    ratios = (1.0, 1.2, 1.1) if is_cut else (1.0, 1.4)
+    figure, axes = sheet_of_panels(header, titles, ratios, height, beside=True, most=1, left=2.8)
     for (speedups, parts, *others), (comparison_id, own) in zip(axes, groups, strict=True):
         here = marks[marks["comparison_id"] == comparison_id]
         stacked_bars(parts, run, here[here["shows"] == "part"], own, "part", "a pass")
-        labels = [text.get_text() for text in parts.get_yticklabels()]
+        labels = list(own["name"]) if len(groups) > 1 else [bar_label(row) for _, row in own.iterrows()]
         _draw_speedups(speedups, here, own, run_looks(run))
         for other in others:
             _draw_extrapolated(other, own)
@@ -180,5 +185,5 @@ def _draw_extrapolated(axes: Axes, cases: pd.DataFrame) -> None:
     ends = times_ms.map(lambda time_ms: milliseconds(time_ms, 3), "ignore").fillna("") + gains.fillna("")
     axes.barh(np.arange(len(cases)), times_ms.fillna(0), height=0.62, linewidth=0.6, **EXTRAPOLATED_LOOK)
     write_ends(axes, times_ms.fillna(0), ends)
-    axes.set_xlim(0, 1.9 * times_ms.max())
-    axes.set_xlabel(f"all {cases['of_layers'].iloc[0]} layers, extrapolated (ms)")
+    axes.set_xlim(0, 2.0 * times_ms.max())
+    axes.set_xlabel(f"all {cases['of_layers'].iloc[0]:.0f} layers, extrapolated (ms)")

@@ -34,7 +34,7 @@ from moe_ep_bench.analysis.fidelity import fidelity
 from moe_ep_bench.analysis.figures import FIGURES, draw_figures
 from moe_ep_bench.analysis.load import ResultsError, load_run
 from moe_ep_bench.analysis.speedups import analyse, family_labels
-from moe_ep_bench.analysis.style import house_style, looks_of
+from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.schema import SAMPLES_SCHEMA
 
@@ -446,10 +446,9 @@ def test_drawing_leaves_pyplot_and_settings_alone(tmp_path):
 
 def test_figures_say_how_on_what_and_with_which_workload(tmp_path):
     run = load_run(small_run(tmp_path, facts={"workload": TAIL, "scale": 0.5, "oversubscribed": True}))
-    comparisons = analyse(run)
     with house_style():
         for name in ALWAYS:
-            figure = FIGURES[name](run, comparisons, looks_of(family_labels(comparisons))).figure
+            figure = FIGURES[name](run).figure
             texts = " ".join(text.get_text() for text in figure.texts).replace("\n", " ")
             for part in (
                 "measured",
@@ -476,10 +475,9 @@ def test_nothing_is_clipped_and_no_text_hides_another(tmp_path):
         for i in range(3)
     ]
     run = load_run(write_run(tmp_path, comparisons))
-    analysed = analyse(run)
     with house_style():
         for name in ALWAYS:
-            figure = FIGURES[name](run, analysed, looks_of(family_labels(analysed))).figure
+            figure = FIGURES[name](run).figure
             figure.draw_without_rendering()
             # Header, legend and footer, and every panel with its title, labels and ticks.
             boxes = [artist.get_window_extent() for artist in (*figure.texts, *figure.legends)]

@@ -16,14 +16,14 @@ from moe_ep_bench.analysis.figures.pareto import front, pareto_figure
 from moe_ep_bench.analysis.figures.scaling import scaling_figure, scalings
 from moe_ep_bench.analysis.figures.timeline import critical_rank, timeline_figure, typical_iteration
 from moe_ep_bench.analysis.load import Run, load_run
-from moe_ep_bench.analysis.speedups import ComparisonResult, analyse, family_labels
-from moe_ep_bench.analysis.style import Drawing, house_style, looks_of, settle_layout
+from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
+from moe_ep_bench.analysis.style import Drawing, house_style
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL
 
 
-def drawn(figure, run: Run, comparisons: list[ComparisonResult], **choice) -> Drawing | None:
+def drawn(figure, run: Run, **choice) -> Drawing | None:
     with house_style():
-        return figure(run, comparisons, looks_of(family_labels(comparisons)), **choice)
+        return figure(run, **choice)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_the_planted_critical_rank_is_the_one_that_is_marked(run):
         return timings
 
     run = edited(run, "token_drop gamma 1", swap)
-    drawing = drawn(timeline_figure, run, analyse(run))
+    drawing = drawn(timeline_figure, run)
     assert drawing is not None
     marked = drawing.rows[drawing.rows["is_critical"]].groupby("policy")["rank"].unique().map(list).to_dict()
     assert marked == {"native": [0], "token_drop gamma 1": [2]}
@@ -116,13 +116,13 @@ def test_the_iteration_closest_to_the_median_is_shown(run):
     median = float(np.median(list(slowest.values())))
     expected = min(slowest, key=lambda key: abs(slowest[key] - median))
     shown = typical_iteration(case, run.comparisons["c0"])
-    assert (shown.launch, shown.batch, shown.iteration) == expected
+    assert shown.key == expected
     assert shown.layer_us == slowest[expected]
     assert shown.median_us == pytest.approx(median)
 
 
-def test_both_sides_are_of_the_same_batch_and_lanes_are_as_long_as_their_ranks_time(run, comparisons):
-    drawing = drawn(timeline_figure, run, comparisons)
+def test_both_sides_are_of_the_same_batch_and_lanes_are_as_long_as_their_ranks_time(run):
+    drawing = drawn(timeline_figure, run)
     assert drawing is not None
     rows = drawing.rows
     assert rows["policy"].unique().tolist() == ["native", "token_drop gamma 1"]
@@ -144,25 +144,13 @@ def test_both_sides_are_of_the_same_batch_and_lanes_are_as_long_as_their_ranks_t
         )
 
 
-def test_an_iteration_is_chosen_by_its_numbers_and_unknown_ones_are_refused(run, comparisons):
-    drawing = drawn(timeline_figure, run, comparisons, choice=Choice(iteration=IterationChoice.parse("7/1")))
+def test_an_iteration_is_chosen_by_its_numbers_and_unknown_ones_are_refused(run):
+    drawing = drawn(timeline_figure, run, choice=Choice(iteration=IterationChoice.parse("7/1")))
     assert drawing is not None
     policy = drawing.rows[drawing.rows["policy"] != "native"]
     assert policy[["launch", "batch", "iteration"]].drop_duplicates().to_numpy().tolist() == [[0, 7, 1]]
     with pytest.raises(ValueError, match=r"iteration: expected .*batch 0\.\.9.*got 0/99/0"):
-        drawn(timeline_figure, run, comparisons, choice=Choice(iteration=IterationChoice.parse("0/99/0")))
-
-
-@pytest.mark.parametrize("word", ["slowest", "fastest"])
-def test_an_iteration_is_chosen_by_its_time_as_in_traces(run, comparisons, word):
-    drawing = drawn(timeline_figure, run, comparisons, choice=Choice(iteration=IterationChoice.parse(word)))
-    assert drawing is not None
-    rows = drawing.rows[drawing.rows["policy"] != "native"]
-    shown_us = rows.groupby("rank")["time_us"].sum().max()
-    case = next(case for case in run.cases if case.label == rows["policy"].iloc[0])
-    breakdowns = case.timings[(case.timings["kind"] == "breakdown") & (case.timings["phase"] == "total")]
-    layer_us = breakdowns.groupby(["launch", "batch", "iteration"])["time_us"].max()
-    assert shown_us == pytest.approx(layer_us.max() if word == "slowest" else layer_us.min(), rel=1e-3)
+        drawn(timeline_figure, run, choice=Choice(iteration=IterationChoice.parse("0/99/0")))
 
 
 def test_of_many_ranks_some_are_shown_and_the_critical_ones_among_them(tmp_path):
@@ -175,19 +163,13 @@ def test_of_many_ranks_some_are_shown_and_the_critical_ones_among_them(tmp_path)
         return timings
 
     run = edited(run, "token_drop gamma 1", blame)
-    drawing = drawn(timeline_figure, run, analyse(run))
+    drawing = drawn(timeline_figure, run)
     assert drawing is not None
     shown = drawing.rows["rank"].unique()
     assert 16 <= len(shown) <= 18
     assert {0, 31} <= set(shown)
     texts = " ".join(text.get_text().replace("\n", " ") for text in drawing.figure.texts)
     assert f"{len(shown)} of 48 ranks" in texts
-
-
-def test_one_rank_has_nobody_to_wait_for(tmp_path):
-    comparison = FakeComparison(cases=standard_cases(), num_ranks=1, num_batches=2, num_iterations=1)
-    run = load_run(write_run(tmp_path, [comparison]))
-    assert drawn(timeline_figure, run, analyse(run)) is None
 
 
 # ---- Pareto front --------------------------------------------------------------------------------------------------
@@ -206,8 +188,8 @@ def test_the_front_holds_exactly_the_points_that_no_other_beats():
         assert [points[place][0] for place in kept] == sorted(points[place][0] for place in kept)
 
 
-def test_policies_on_the_front_and_points_within_the_noise_are_told(run, comparisons):
-    drawing = drawn(pareto_figure, run, comparisons)
+def test_policies_on_the_front_and_points_within_the_noise_are_told(run):
+    drawing = drawn(pareto_figure, run)
     assert drawing is not None
     rows = drawing.rows.set_index("policy")
     on_front = rows["on_front_of_retained_mass"]
@@ -221,18 +203,6 @@ def test_policies_on_the_front_and_points_within_the_noise_are_told(run, compari
         if line.get_markerfacecolor() == "none" and line.get_marker() not in ("None", "")
     ]
     assert [line.get_xdata()[0] for line in hollow] == [pytest.approx(100)]
-
-
-def test_points_name_their_capacity_factor_clear_of_every_mark(run, comparisons):
-    with house_style():
-        drawing = pareto_figure(run, comparisons, looks_of(family_labels(comparisons)))
-        assert drawing is not None
-        settle_layout(drawing.figure)
-        for axes in drawing.figure.axes:
-            assert [text.get_text() for text in axes.texts] == ["1"]  # Token Drop alone has a factor
-            boxes = [text.get_window_extent() for text in axes.texts]
-            points = [axes.transData.transform((line.get_xdata()[0], line.get_ydata()[0])) for line in axes.lines]
-            assert not any(box.contains(*point) for box in boxes for point in points)
 
 
 # ---- scaling -------------------------------------------------------------------------------------------------------
@@ -272,26 +242,17 @@ def test_a_line_connects_only_what_differs_in_nothing_else(tmp_path):
         {"ranks": 16, "tokens": 16384, "speedup": 9.0, "facts": {"dtype": "float32"}},
     ]
     run = ladder(tmp_path, points)
-    found = {(one.quantity, tuple(one.values)) for one in scalings(run, analyse(run))}
+    found = {(one.quantity, tuple(value for value, _ in one.points)) for one in scalings(run)}
     assert found == {
         ("EP size (ranks), tokens per rank held", (2.0, 4.0, 8.0)),
         ("EP size (ranks), tokens of all ranks held", (4.0, 8.0)),
         ("tokens per rank", (512.0, 1024.0)),
     }
-    drawing = drawn(scaling_figure, run, analyse(run))
+    drawing = drawn(scaling_figure, run)
     assert drawing is not None
     rows = drawing.rows[(drawing.rows["quantity"].str.contains("per rank held")) & (drawing.rows["role"] == "policy")]
     np.testing.assert_allclose(rows["speedup"], [1.1, 1.2, 1.4], rtol=1e-6)
     np.testing.assert_allclose(rows["layer_time_us"], [2000 / 1.1, 2000 / 1.2, 2000 / 1.4], rtol=1e-6)
-
-
-def test_powers_of_two_stand_on_a_logarithmic_axis_at_their_own_ticks(tmp_path):
-    run = ladder(tmp_path, [{"ranks": n, "tokens": 512 * n, "speedup": 1.1} for n in (2, 4, 8)])
-    drawing = drawn(scaling_figure, run, analyse(run))
-    assert drawing is not None
-    axes = drawing.figure.axes[1]
-    assert axes.get_xscale() == "log"
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "4", "8"]
 
 
 def test_a_swept_number_is_an_axis_and_a_single_comparison_is_no_scaling(tmp_path):
@@ -305,18 +266,18 @@ def test_a_swept_number_is_an_axis_and_a_single_comparison_is_no_scaling(tmp_pat
         for x in (1.5, 2, 4)
     ]
     run = ladder(tmp_path / "many", skews)
-    assert [(one.quantity, one.values) for one in scalings(run, analyse(run))] == [
+    assert [(one.quantity, [value for value, _ in one.points]) for one in scalings(run)] == [
         ("peak load of the busiest expert", [1.5, 2.0, 4.0])
     ]
     alone = ladder(tmp_path / "one", skews[:1])
-    assert drawn(scaling_figure, alone, analyse(alone)) is None
+    assert drawn(scaling_figure, alone) is None
 
 
 # ---- latency -------------------------------------------------------------------------------------------------------
 
 
-def test_percentiles_are_of_each_ranks_own_iterations(run, comparisons):
-    drawing = drawn(latency_figure, run, comparisons)
+def test_percentiles_are_of_each_ranks_own_iterations(run):
+    drawing = drawn(latency_figure, run)
     assert drawing is not None
     rows = drawing.rows.set_index(["policy", "quantity", "rank"])
     for label in ("native", "token_drop gamma 1"):
@@ -342,13 +303,3 @@ def test_work_is_time_without_waiting(run):
         np.testing.assert_allclose(sorted(work.loc[rank]), sorted(slow))
     layer = layer_by_rank_us(case)
     assert layer.loc[1].median() == pytest.approx(FAST_RANK * layer.loc[0].median())
-
-
-def test_without_breakdowns_the_layer_time_is_drawn_alone(tmp_path):
-    comparison = FakeComparison(cases=standard_cases(), kinds=("plain",), num_batches=2, num_iterations=1)
-    run = load_run(write_run(tmp_path, [comparison]))
-    comparisons = analyse(run)
-    drawing = drawn(latency_figure, run, comparisons)
-    assert drawing is not None
-    assert drawing.rows["quantity"].unique().tolist() == ["layer time"]
-    assert drawn(timeline_figure, run, comparisons) is None

@@ -11,12 +11,11 @@ from results_builder import FakeCase, FakeComparison, write_run
 from moe_ep_bench.analysis.figures.bars import load_figure, phases_figure
 from moe_ep_bench.analysis.figures.latency import latency_figure
 from moe_ep_bench.analysis.figures.lines import dropped_figure, speedup_figure
-from moe_ep_bench.analysis.figures.panels import MOST_COLUMNS, in_panels
+from moe_ep_bench.analysis.figures.panels import MOST, case_rows, drawn_part
 from moe_ep_bench.analysis.figures.pareto import pareto_figure
-from moe_ep_bench.analysis.figures.scaling import scaling_figure, scalings
+from moe_ep_bench.analysis.figures.scaling import scalings
 from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.analysis.speedups import analyse, family_labels
-from moe_ep_bench.analysis.style import Drawing, house_style, looks_of, settle_layout
+from moe_ep_bench.analysis.style import Drawing, house_style, settle_layout
 from moe_ep_bench.bench.plan import RANKS, ROUTING, Comparison
 from moe_ep_bench.config import load_experiments
 
@@ -51,9 +50,8 @@ def drop_cases() -> list[FakeCase]:
 
 def drawn(root: Path, figure, comparisons: list[FakeComparison]) -> Drawing:
     run = load_run(write_run(root, comparisons))
-    analysed = analyse(run)
     with house_style():
-        drawing = figure(run, analysed, looks_of(family_labels(analysed)))
+        drawing = figure(run)
         assert drawing is not None
         settle_layout(drawing.figure)
     return drawing
@@ -120,21 +118,14 @@ def sweep(number: int, cases=drop_cases) -> list[FakeComparison]:
 
 
 def test_of_a_long_sweep_points_from_the_first_to_the_last_are_drawn(tmp_path):
-    comparisons = analyse(load_run(write_run(tmp_path, sweep(7))))
-    panels = in_panels(comparisons)
-    assert [[one.comparison.point[PEAK] for one in row] for row in panels.rows] == [[1, 3, 5, 7]]
-    assert panels.note == [
-        "of 7 values of peak load of the busiest expert 4 are drawn; the CSV beside the figure has all."
-    ]
-    assert in_panels(comparisons[:MOST_COLUMNS]).note == []
-
-
-def test_comparisons_that_are_no_sweep_are_all_drawn(tmp_path):
-    comparisons = analyse(load_run(write_run(tmp_path, [one(drop_cases(), n) for n in range(6)])))
-    panels = in_panels(comparisons)
-    assert panels.shown == comparisons
-    assert [len(row) for row in panels.rows] == [3, 3]
-    assert panels.note == []
+    run = load_run(write_run(tmp_path / "long", sweep(7)))
+    rows, notes = drawn_part(run, case_rows(run))
+    assert [run.comparisons[one].point[PEAK] for one in rows["comparison_id"].unique()] == [1, 3, 5, 7]
+    assert notes == ["of 7 values of peak load of the busiest expert 4 are drawn; the CSV has all."]
+    for number, comparisons in ((MOST, sweep(MOST)), (6, [one(drop_cases(), n) for n in range(6)])):
+        run = load_run(write_run(tmp_path / str(number), comparisons))
+        rows, notes = drawn_part(run, case_rows(run))
+        assert (rows["comparison_id"].nunique(), notes) == (number, [])
 
 
 @pytest.mark.parametrize("figure", [pareto_figure, load_figure, dropped_figure])
@@ -142,7 +133,7 @@ def test_a_sheet_of_a_sweep_is_one_page_and_its_csv_has_every_point(tmp_path, fi
     drawing = drawn(tmp_path, figure, sweep(6))
     width, height = drawing.figure.get_size_inches()
     assert height < 0.75 * width
-    assert len(drawing.figure.axes) == 2 * MOST_COLUMNS
+    assert len(drawing.figure.axes) == 2 * MOST
     assert drawing.rows["comparison"].nunique() == 6
     assert "of 6 values of peak load of the busiest expert 4 are drawn" in words(drawing)
 
@@ -157,7 +148,7 @@ def test_loads_of_many_experts_fall_from_each_cases_own_fullest(tmp_path):
         case.expert_load = generator.permutation(np.linspace(0, 2, 128))
     drawing = drawn(tmp_path, load_figure, [one(cases, num_ranks=1, num_experts=128)])
     (axes,) = drawing.figure.axes  # the load of one rank says nothing
-    assert axes.get_xlabel() == "experts, each case's fullest first"
+    assert axes.get_xlabel() == "experts, the fullest first"
     lines = [patch.get_data().values for patch in axes.patches if hasattr(patch, "get_data")]
     assert len(lines) == 4
     assert all((np.diff(line) <= 1e-9).all() for line in lines)
@@ -168,7 +159,7 @@ def test_policies_for_which_a_load_sheet_has_no_room_are_named(tmp_path):
     cases += [FakeCase("oea", params={"k0": k0}, label=f"oea k0={k0}") for k0 in range(1, 9)]
     drawing = drawn(tmp_path, load_figure, [one(cases)])
     assert len(legend(drawing)) == 1 + 6
-    assert "not drawn, but in the CSV beside the figure: oea k0=7, oea k0=8." in words(drawing)
+    assert "not drawn, but in the CSV: oea k0=7, oea k0=8." in words(drawing)
     assert drawing.rows["policy"].nunique() == 9
 
 
@@ -187,21 +178,7 @@ def test_what_drops_everything_stands_at_the_edge_with_its_numbers_and_sets_no_s
     assert rows.loc["lynx num_dropped=8", "speedup"] == pytest.approx(4)
 
 
-def test_where_every_policy_drops_everything_they_have_the_scale(tmp_path):
-    drawing = drawn(tmp_path, pareto_figure, [one([decode_cases()[0], decode_cases()[3]])])
-    assert all(axes.get_ylim()[1] > 4 for axes in drawing.figure.axes)
-
-
 # ---- scaling and titles --------------------------------------------------------------------------------------------
-
-
-def test_intervals_of_policies_at_one_value_stand_beside_each_other(tmp_path):
-    ladder = [one(decode_cases(), n, tokens=2 * 4**n, noise=0.02) for n in range(3)]
-    above = drawn(tmp_path, scaling_figure, ladder).figure.axes[0]
-    lines = [lines for lines in above.collections if hasattr(lines, "get_segments") and len(lines.get_segments()) == 3]
-    starts = [lines.get_transform().transform(lines.get_segments()[0])[0][0] for lines in lines]
-    assert len(starts) == 4
-    assert np.diff(sorted(starts)).min() > 3  # pixels
 
 
 def test_results_with_the_title_of_an_older_version_are_scaled_over(tmp_path):
@@ -214,7 +191,7 @@ def test_results_with_the_title_of_an_older_version_are_scaled_over(tmp_path):
         one(decode_cases(), 2, num_ranks=1, tokens=16, facts={"title": titles[0].replace("1 tokens", "1 token")})
     )
     run = load_run(write_run(tmp_path, both))
-    assert [(found.held, found.values) for found in scalings(run, analyse(run))] == [
+    assert [(found.held, [value for value, _ in found.points]) for found in scalings(run)] == [
         ("Tiny-MoE, unskewed, EP 1", [1, 4, 16])
     ]
 

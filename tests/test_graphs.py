@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -17,8 +18,8 @@ from moe_ep_bench.analysis.figures.decode import graphs_figure
 from moe_ep_bench.analysis.graphs import GRAPH_KEY, Pair, graph_pairs, graph_table
 from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.render import render
-from moe_ep_bench.analysis.speedups import analyse, family_labels
-from moe_ep_bench.analysis.style import house_style, looks_of
+from moe_ep_bench.analysis.speedups import analyse
+from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.tables import run_text
 
 EAGER_US, REPLAYED_US = 300.0, 120.0
@@ -170,9 +171,8 @@ def sweep(root: Path, tokens: tuple[int, ...], num_policies: int, num_layers: in
 
 
 def drawn(run: Run) -> Figure:
-    comparisons = analyse(run)
     with house_style():
-        drawing = graphs_figure(run, comparisons, looks_of(family_labels(comparisons)))
+        drawing = graphs_figure(run)
     assert drawing is not None
     return drawing.figure
 
@@ -190,20 +190,42 @@ def test_eager_is_hollow_and_dashed_and_a_replay_filled_and_solid(tmp_path: Path
         assert all(line.is_dashed() == is_hollow(line) for line in lines)
     replay = next(line for line in above.lines if not is_hollow(line))
     assert replay.get_ydata() == pytest.approx([REPLAYED_US + tokens for tokens in (4, 16, 64)], rel=0.02)
-    assert [float(tick) for tick in below.get_xticks()] == [2.0, 4.0, 6.0]
+    assert [float(tick) for tick in below.get_xticks()] == [4, 16, 64]
     assert [label.get_text() for label in below.get_xticklabels()] == ["4", "16", "64"]
 
 
-def test_the_figure_is_drawn_of_pairs_and_equal_to_the_byte(tmp_path: Path) -> None:
-    run = sweep(tmp_path / "one", (4, 16), 2)
-    sweep(tmp_path / "two", (4, 16), 2)
-    assert "graphs.csv" in [path.name for path in draw_figures(run, tmp_path / "all", [])[0]]
-    for name in ("one", "two"):
-        assert plot_results.main([str(tmp_path / name), "--figures", "graphs"]) == 0
-    for suffix in ("png", "svg", "csv"):
-        one, two = ((tmp_path / name / "figures" / f"graphs.{suffix}").read_bytes() for name in ("one", "two"))
-        assert len(one) > (1_000 if suffix == "csv" else 10_000)
-        assert one == two
+def test_each_layer_has_a_panel_of_its_own_that_says_what_its_graphs_hold(tmp_path: Path) -> None:
+    titles = [axes.get_title(loc="left") for axes in drawn(sweep(tmp_path, (4, 16), 1, num_layers=2)).axes]
+    titles = [title.replace("\n", " ") for title in titles if title]
+    assert [("bfloat16" in title, "float32" in title) for title in titles] == [(True, False), (False, True)]
+    assert all(title.endswith("; the graphs hold gate and policy; experts") for title in titles)
+    assert not any("tokens" in title for title in titles)
+
+
+def test_a_policy_of_several_factors_is_drawn_at_its_smallest(tmp_path: Path) -> None:
+    figure = drawn(sweep(tmp_path, (16,), len(POLICIES)))
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert [label for label in labels if label.startswith("token_drop")] == [
+        "token_drop, \N{GREEK SMALL LETTER GAMMA} 1: dropped 0.0 %, kept 100.0 %"
+    ]
+
+
+@pytest.mark.parametrize(("tokens", "num_policies", "num_layers"), [((1, 4, 8, 16, 64, 256), 9, 1)])
+def test_nothing_is_clipped_and_the_legend_hides_no_data(
+    tokens: tuple[int, ...], num_policies: int, num_layers: int, tmp_path: Path
+) -> None:
+    figure = drawn(sweep(tmp_path, tokens, num_policies, num_layers))
+    figure.draw_without_rendering()
+    boxes = [artist.get_window_extent() for artist in (*figure.texts, *figure.legends)]
+    boxes += [axes.get_tightbbox() for axes in figure.axes]
+    assert all(min(box.x0, box.y0) >= 0 for box in boxes)
+    assert all(box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1 for box in boxes)
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    for axes in figure.axes:
+        low, high = axes.get_ylim()
+        heights = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
+        assert low <= heights.min()
+        assert heights.max() <= high
 
 
 def test_without_a_pair_there_is_no_such_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from moe_ep_bench.analysis.figures import FIGURES, draw_figures
 from moe_ep_bench.analysis.gather import gather
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.speedups import analyse
+from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.timing import _fullest_buffer_pairs, layer_time_us
 from moe_ep_bench.bench.validation_directory import ValidationDirectory
 from moe_ep_bench.cli import main
@@ -154,12 +155,8 @@ def test_what_was_measured_elsewhere_or_emulated_is_never_pooled(
 
 
 def _figure(run):
-    from moe_ep_bench.analysis.speedups import family_labels
-    from moe_ep_bench.analysis.style import house_style, looks_of
-
-    comparisons = analyse(run)
     with house_style():
-        drawing = FIGURES["dropped"](run, comparisons, looks_of(family_labels(comparisons)))
+        drawing = FIGURES["dropped"](run)
     assert drawing is not None
     return drawing.figure
 
@@ -346,11 +343,6 @@ def test_a_validation_is_sent_to_its_two_runs(tmp_path: Path, capsys: pytest.Cap
     assert f"name {tmp_path / 'real'} or {tmp_path / 'emulated'}" in capsys.readouterr().err
 
 
-def test_no_command_prints_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    assert "plot" in capsys.readouterr().err
-
-
 # ---- numbers beside the pictures ---------------------------------------------------------------------------------
 
 
@@ -378,17 +370,6 @@ def test_the_numbers_of_a_figure_are_those_of_the_analysis(tmp_path: Path) -> No
 
 
 _RECORDED = {"kind": "recorded", "description": "recorded texts", "tail_model": None, "achieved": {}}
-
-
-def test_emulated_and_modelled_numbers_say_so(tmp_path: Path) -> None:
-    for name, facts in (
-        ("emulated", {"links": "links"}),
-        ("modelled", {"links": "links", "device": "H100 (modelled)"}),
-    ):
-        comparison = FakeComparison("c0", facts, cases_of(), num_batches=2, num_iterations=1)
-        run = load_run(write_run(tmp_path / name, [comparison], "emulated"))
-        draw_figures(run, tmp_path / name, [], ["dropped"])
-        assert set(pd.read_csv(tmp_path / name / "dropped.csv")["origin"]) == {name}
 
 
 # ---- fast paths beside slow ones ---------------------------------------------------------------------------------

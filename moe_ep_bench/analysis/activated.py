@@ -8,8 +8,6 @@ sweep over the tokens of a step, and policies that activate fewer, lie on one li
 shows beside the bound: an expert's weights over the bandwidth at which this device reads.
 
 OEA's cost model (section 2) has a term for the tokens too: time = c + b x activated + a x pairs.
-
-Shapes: N = points.
 """
 
 from __future__ import annotations
@@ -37,7 +35,8 @@ class Steps:
 
     Attributes:
         comparisons: of the run, in its order.
-        points: a row per batch and case: label, family (native: None), num_tokens, activated, pairs, time_us.
+        points: a row per batch and case: comparison_id, case_id, label, family (native: None), num_tokens, activated,
+            pairs, time_us.
         line: of time over activated experts; None where a line cannot be fitted.
         cost: the same with a term for pairs; None where the two cannot be told apart.
         bound_us: one expert's weights at the bandwidth that was measured beside the run; None where none was.
@@ -52,51 +51,8 @@ class Steps:
     @property
     def title(self) -> str:
         facts = self.comparisons[0]
-        tokens = sorted({one.num_tokens for one in self.comparisons})
-        shown = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
-        return f"{facts.model}, EP {facts.num_ranks}, {shown} tokens a step, {layer_words(facts)}"
-
-
-def mean_activated(case: Case, facts: Comparison) -> float | None:
-    """Activated experts of the rank that activates most, mean over batches; None unless experts lie contiguously."""
-    if facts.placement != "contiguous":
-        return None
-    return float(_fullest_rank(case, facts)["activated"].mean())
-
-
-def decode_steps(run: Run, comparisons: Sequence[ComparisonResult] | None = None) -> list[Steps]:
-    """Pool a run's points; nothing where every batch activates all experts, or nothing was timed by phase."""
-    found = []
-    pools: dict[tuple[object, ...], list[ComparisonResult]] = {}
-    for result in analyse(run) if comparisons is None else comparisons:
-        if result.comparison.device is None and result.comparison.placement == "contiguous":
-            pools.setdefault(_layer(result.comparison), []).append(result)
-    for pool in pools.values():
-        facts = pool[0].comparison
-        fewest = min((_fewest_activated(result) for result in pool), default=facts.num_experts)
-        if not _leaves_idle(fewest, facts):
-            continue
-        parts = [_points(result) for result in pool]
-        points = pd.concat([part for part in parts if len(part)] or [pd.DataFrame()], ignore_index=True)
-        if points.empty or not _leaves_idle(points["activated"].min(), facts):
-            continue
-        found.append(
-            Steps(
-                [result.comparison for result in pool],
-                points,
-                _or_none(linear_fit, points["activated"], points["time_us"]),
-                _or_none(cost_fit, points["activated"], points["pairs"], points["time_us"]),
-                _bound_us(pool),
-            )
-        )
-    return found
-
-
-def _layer(facts: Comparison) -> tuple[object, ...]:
-    """What makes a step's time comparable with another's."""
-    sizes = facts.scale, facts.hidden_size, facts.ffn_hidden_size
-    computed = facts.experts.ran, facts.dispatcher, facts.cuda_graph
-    return facts.model, *sizes, facts.num_ranks, facts.expert_tensor_parallel, facts.dtype, *computed, facts.flush_l2
+        ends = dict.fromkeys(f"{end:,}" for end in (self.points["num_tokens"].min(), self.points["num_tokens"].max()))
+        return f"{facts.model}, EP {facts.num_ranks}, {' to '.join(ends)} tokens a step, {layer_words(facts)}"
 
 
 def layer_words(facts: Comparison) -> str:
@@ -106,30 +62,9 @@ def layer_words(facts: Comparison) -> str:
     return f"{facts.experts.ran} experts{dispatcher}{replayed}"
 
 
-def _leaves_idle(fewest_activated: float, facts: Comparison) -> bool:
-    return fewest_activated <= (1 - _LEAST_IDLE) * (facts.num_experts // facts.num_ranks)
-
-
-def _or_none(fit, *columns: pd.Series):
-    try:
-        return fit(*columns)
-    except ValueError:
-        return None
-
-
-def _fewest_activated(result: ComparisonResult) -> float:
-    """Of the cases that give points: experts of the fullest rank, in the batch where it activates fewest."""
-    facts = result.comparison
-    cases = [one.case for one in result.results if one.case.role in _ROLES and one.case.is_ok]
-    return min((_fullest_rank(case, facts)["activated"].min() for case in cases), default=float(facts.num_experts))
-
-
-def _points(result: ComparisonResult) -> pd.DataFrame:
-    rows = []
-    for one in result.results:
-        if one.case.role in _ROLES and one.case.is_ok:
-            rows += _case_points(one.case, result.comparison, None if one.case.role == "baseline" else one.family)
-    return pd.DataFrame(rows)
+def mean_activated(case: Case, facts: Comparison) -> float | None:
+    """Activated experts of the rank that activates most, mean over batches; None unless experts lie contiguously."""
+    return float(_fullest_rank(case, facts)["activated"].mean()) if facts.placement == "contiguous" else None
 
 
 def activated_by_case(result: ComparisonResult) -> dict[str, float]:
@@ -143,35 +78,34 @@ def activated_by_case(result: ComparisonResult) -> dict[str, float]:
         return {}
     measured = [one.case for one in result.results if one.case.is_ok and one.case.role != "replication"]
     by_batch = {case: _fullest_rank(case, facts)["activated"] for case in measured}
-    fewest = min((counts.min() for case, counts in by_batch.items() if case.role in _ROLES), default=facts.num_experts)
-    if not _leaves_idle(fewest, facts):
+    counts = [found for case, found in by_batch.items() if case.role in _ROLES]
+    if not counts or not _leaves_idle(pd.concat(counts), facts):
         return {}
-    return {case.case_id: float(counts.mean()) for case, counts in by_batch.items()}
+    return {case.case_id: float(found.mean()) for case, found in by_batch.items()}
 
 
-def _fullest_rank(case: Case, facts: Comparison) -> pd.DataFrame:
-    """By batch: activated experts and pairs of the rank that activates most, all source ranks' tokens together."""
-    batches, pairs_BRL = pairs_by_rank(case.routing, facts)
-    activated_BR = (pairs_BRL > 0).sum(axis=2)
-    fullest = np.arange(len(batches)), activated_BR.argmax(axis=1)
-    return pd.DataFrame({"activated": activated_BR[fullest], "pairs": pairs_BRL.sum(axis=2)[fullest]}, batches)
-
-
-def _case_points(case: Case, facts: Comparison, family: str | None) -> list[dict[str, object]]:
-    times = case.timings[(case.timings["kind"] == "breakdown") & (case.timings["phase"] == "experts")]
-    slowest_us = times.groupby(["batch", "launch", "iteration"])["time_us"].max().groupby("batch").median()
-    of_case = {"label": case.label, "family": family, "num_tokens": facts.num_tokens}
-    fullest = _fullest_rank(case, facts).to_dict("index")
-    return [{**of_case, **fullest[batch], "time_us": float(time_us)} for batch, time_us in slowest_us.items()]
-
-
-def _bound_us(pool: Sequence[ComparisonResult]) -> float | None:
-    facts = pool[0].comparison
-    measured = [rank.ceilings.read_gbps for result in pool for launch in result.conditions for rank in launch.ranks]
-    if not measured or None in measured:
-        return None
-    weights_bytes = 3 * facts.hidden_size * facts.slice_size * VALUE_BYTES[facts.dtype]
-    return weights_bytes / float(np.median(measured)) / 1e3
+def decode_steps(run: Run, comparisons: Sequence[ComparisonResult] | None = None) -> list[Steps]:
+    """Pool a run's points; nothing where every batch activates all experts, or nothing was timed by phase."""
+    pools: dict[tuple[object, ...], list[ComparisonResult]] = {}
+    for result in analyse(run) if comparisons is None else comparisons:
+        if result.comparison.device is None and result.comparison.placement == "contiguous":
+            pools.setdefault(_layer(result.comparison), []).append(result)
+    found = []
+    for pool in pools.values():
+        parts = [
+            _points(one.case, result.comparison).assign(family=None if one.case.role == "baseline" else one.family)
+            for result in pool
+            for one in result.results
+            if one.case.role in _ROLES and one.case.is_ok
+        ]
+        parts = [part for part in parts if len(part)]
+        if not parts or not _leaves_idle(pd.concat(parts)["activated"], pool[0].comparison):
+            continue
+        points = pd.concat(parts, ignore_index=True)
+        line = _or_none(linear_fit, points["activated"], points["time_us"])
+        cost = _or_none(cost_fit, points["activated"], points["pairs"], points["time_us"])
+        found.append(Steps([result.comparison for result in pool], points, line, cost, _bound_us(pool)))
+    return found
 
 
 def decode_words(steps: Steps) -> list[str]:
@@ -192,3 +126,47 @@ def decode_words(steps: Steps) -> list[str]:
     if steps.bound_us is not None:
         lines.append(f"bound: {steps.bound_us:.2f} us an expert, its weights at the speed at which this device reads")
     return lines
+
+
+def _layer(facts: Comparison) -> tuple[object, ...]:
+    """What makes a step's time comparable with another's."""
+    sizes = facts.scale, facts.hidden_size, facts.ffn_hidden_size
+    computed = facts.experts.ran, facts.dispatcher, facts.cuda_graph
+    return facts.model, *sizes, facts.num_ranks, facts.expert_tensor_parallel, facts.dtype, *computed, facts.flush_l2
+
+
+def _leaves_idle(activated: pd.Series, facts: Comparison) -> bool:
+    return activated.min() <= (1 - _LEAST_IDLE) * (facts.num_experts // facts.num_ranks)
+
+
+def _or_none(fit, *columns: pd.Series):
+    try:
+        return fit(*columns)
+    except ValueError:
+        return None
+
+
+def _fullest_rank(case: Case, facts: Comparison) -> pd.DataFrame:
+    """By batch: activated experts and pairs of the rank that activates most, all source ranks' tokens together."""
+    batches, pairs_BRL = pairs_by_rank(case.routing, facts)  # B = batches, R = EP ranks, L = experts of a rank
+    activated_BR = (pairs_BRL > 0).sum(axis=2)
+    fullest = np.arange(len(batches)), activated_BR.argmax(axis=1)
+    return pd.DataFrame({"activated": activated_BR[fullest], "pairs": pairs_BRL.sum(axis=2)[fullest]}, batches)
+
+
+def _points(case: Case, facts: Comparison) -> pd.DataFrame:
+    """A row per batch of which the experts were timed."""
+    times = case.timings[(case.timings["kind"] == "breakdown") & (case.timings["phase"] == "experts")]
+    slowest_us = times.groupby(["batch", "launch", "iteration"])["time_us"].max().groupby("batch").median()
+    points = _fullest_rank(case, facts).loc[slowest_us.index].assign(time_us=slowest_us).reset_index(drop=True)
+    about = {"comparison_id": case.comparison_id, "case_id": case.case_id, "label": case.label}
+    return points.assign(**about, num_tokens=facts.num_tokens)
+
+
+def _bound_us(pool: Sequence[ComparisonResult]) -> float | None:
+    facts = pool[0].comparison
+    measured = [rank.ceilings.read_gbps for result in pool for launch in result.conditions for rank in launch.ranks]
+    if not measured or None in measured:
+        return None
+    weights_bytes = 3 * facts.hidden_size * facts.slice_size * VALUE_BYTES[facts.dtype]
+    return weights_bytes / float(np.median(measured)) / 1e3

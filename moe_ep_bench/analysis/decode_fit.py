@@ -13,27 +13,11 @@ no device's figure, and is printed as a comment.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from moe_ep_bench.analysis.activated import Steps, decode_steps
 from moe_ep_bench.analysis.load import ResultsError, Run
 from moe_ep_bench.models import ModelSpec
-
-Interval = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class _Model:
-    """Base, b and a in microseconds with their 95 % intervals; a of which nothing is known has neither."""
-
-    base_us: float
-    base_interval_us: Interval
-    per_expert_us: float
-    per_expert_interval_us: Interval
-    per_pair_us: float | None
-    per_pair_words: str
-    r2: float
 
 
 def fit_text(run: Run, preset: str | None = None) -> str:
@@ -68,80 +52,59 @@ def fit_text(run: Run, preset: str | None = None) -> str:
 
 def _entry(run: Run, steps: Steps) -> tuple[bool, str]:
     """Whether it is a figure for a device's file, and its YAML, as a comment where it is none."""
-    facts, model = steps.comparisons[0], _model(steps)
+    facts, fit = steps.comparisons[0], _fit(steps)
+    if fit is None:
+        return False, f"  # {steps.title}: no line can be fitted to {len(steps.points)} points"
     tokens = sorted({one.num_tokens for one in steps.comparisons})
-    if model is None:
-        return False, _as_comment([f"{steps.title}: no line can be fitted to {len(steps.points)} points"])
-    title = f"# {steps.title}; {len(steps.points)} points; [95 % intervals] take them as independent"
-    per_pair = "null" if model.per_pair_us is None else f"{model.per_pair_us:.4g}"
+    versions = (("torch", run.torch), ("megatron-core", run.megatron_core))
+    known = [f"{name} {version}" for name, version in versions if version is not None]
     lines = [
+        f"# {steps.title}; {len(steps.points)} points; [95 % intervals] take them as independent",
         f"- experts: {facts.experts.ran}",
         f"  model: {json.dumps(facts.model, ensure_ascii=False)}",
         f"  hidden_size: {facts.hidden_size}",
         f"  ffn_hidden_size: {facts.slice_size}",
         f"  dtype: {facts.dtype}",
-        f"  base_us: {model.base_us:.4g}  # {_interval(model.base_interval_us)}",
-        f"  per_expert_us: {model.per_expert_us:.4g}  # {_interval(model.per_expert_interval_us)}",
-        f"  per_pair_us: {per_pair}  # {model.per_pair_words}",
-        f"  r2: {model.r2:.4f}",
+        *(
+            f"  {name}: {'null' if value is None else f'{value:.4g}'}  # {words}"
+            for name, (value, words) in fit.items()
+        ),
+        f"  r2: {(steps.line if fit['per_pair_us'][0] is None else steps.cost).r2:.4f}",
         f"  tokens: [{', '.join(map(str, tokens))}]",
         "  basis: measured",
-        f"  source: {json.dumps(_source(run), ensure_ascii=False)}",
+        f"  source: {json.dumps(', '.join([run.device_name, *known, f'run {run.run_id}']), ensure_ascii=False)}",
     ]
-    problems = _problems(steps, model)
-    if problems:
-        return False, _as_comment([f"not a device's figure: {'; '.join(problems)}", title, *lines])
-    return True, "\n".join(f"  {line}" for line in [title, *lines])
+    problems = {
+        f"sizes x {facts.scale:g} of the true ones, which no model has": facts.scale != 1,
+        "more ranks than cores: they shared time slices": any(one.oversubscribed for one in steps.comparisons),
+        "an activated expert more takes no longer": fit["per_expert_us"][0] <= 0,
+        "the base is below 0: time is no straight line here": fit["base_us"][0] < 0,
+    }
+    found = [words for words, is_so in problems.items() if is_so]
+    if found:
+        lines = [f"not a device's figure: {'; '.join(found)}", *lines]
+        return False, "\n".join(f"  # {line.removeprefix('# ')}" for line in lines)
+    return True, "\n".join(f"  {line}" for line in lines)
 
 
-def _model(steps: Steps) -> _Model | None:
+def _fit(steps: Steps) -> dict[str, Any] | None:
+    """Base, time per expert and per pair in microseconds, each with its interval in words; None without a line."""
     cost, line = steps.cost, steps.line
+    names = ("base_us", "per_expert_us", "per_pair_us")
     if cost is not None and cost.intervals_us[2][0] > 0:
-        base, expert, pair = cost.intervals_us
-        words = _interval(pair)
-        return _Model(cost.intercept_us, base, cost.per_expert_us, expert, cost.per_pair_us, words, cost.r2)
+        values = cost.intercept_us, cost.per_expert_us, cost.per_pair_us
+        return dict(zip(names, zip(values, map(_interval, cost.intervals_us), strict=True), strict=True))
     if line is None:
         return None
-    words = (
-        "not fitted: pairs do not vary on their own"
-        if cost is None
-        else f"{cost.per_pair_us:.3g} {_interval(cost.intervals_us[2])} us: not above 0"
-    )
-    return _Model(
-        line.intercept_us,
-        (line.intercept_low_us, line.intercept_high_us),
-        line.slope_us,
-        (line.slope_low_us, line.slope_high_us),
-        None,
-        words,
-        line.r2,
-    )
+    why = "not fitted: pairs do not vary on their own"
+    if cost is not None:
+        why = f"{cost.per_pair_us:.3g} {_interval(cost.intervals_us[2])} us: not above 0"
+    return {
+        "base_us": (line.intercept_us, _interval((line.intercept_low_us, line.intercept_high_us))),
+        "per_expert_us": (line.slope_us, _interval((line.slope_low_us, line.slope_high_us))),
+        "per_pair_us": (None, why),
+    }
 
 
-def _problems(steps: Steps, model: _Model) -> list[str]:
-    """Why these are no figures for a device's file."""
-    facts = steps.comparisons[0]
-    found = []
-    if facts.scale != 1:
-        found.append(f"sizes x {facts.scale:g} of the true ones, which no model has")
-    if any(one.oversubscribed for one in steps.comparisons):
-        found.append("more ranks than cores: they shared time slices")
-    if model.per_expert_us <= 0:
-        found.append("an activated expert more takes no longer")
-    if model.base_us < 0:
-        found.append("the base is below 0: time is no straight line here")
-    return found
-
-
-def _source(run: Run) -> str:
-    versions = (("torch", run.torch), ("megatron-core", run.megatron_core))
-    known = [f"{name} {version}" for name, version in versions if version is not None]
-    return ", ".join([run.device_name, *known, f"run {run.run_id}"])
-
-
-def _interval(interval: Interval) -> str:
-    return f"[{interval[0]:.4g}, {interval[1]:.4g}]"
-
-
-def _as_comment(lines: Sequence[str]) -> str:
-    return "\n".join(f"  # {line.removeprefix('# ')}" for line in lines)
+def _interval(ends: tuple[float, float]) -> str:
+    return f"[{ends[0]:.4g}, {ends[1]:.4g}]"

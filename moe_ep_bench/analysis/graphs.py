@@ -2,8 +2,7 @@
 
 At decode sizes a layer's kernels end before the host has issued the next ones, so that a layer run eagerly takes as
 long as the host does, whatever a policy saves. A graph is issued at once: what its replay takes is the device's own
-time, and serving engines decode that way. Whether a policy pays there shows only from the replay. Of whole models the
-same holds, a step being a pass.
+time, and serving engines decode that way. Of whole models the same holds, a step being a pass.
 
 A *pair* is two comparisons that differ in nothing but that. They have the same batches, but were timed one after the
 other: cases within each are paired moment by moment, the two with each other are not.
@@ -27,7 +26,6 @@ from moe_ep_bench.timing.statistics import Estimate, estimate_median, paired_rat
 
 GRAPH_KEY = "layer.cuda_graph"
 NOT_INTERLEAVED = "timed one after the other, not interleaved: what drifted between the two is in no interval"
-
 EAGER, REPLAYED = "run eagerly", "replayed from CUDA graphs"
 
 
@@ -42,10 +40,6 @@ class CasePair:
     @property
     def label(self) -> str:
         return self.eager.case.label
-
-    @property
-    def both(self) -> tuple[CaseResult, CaseResult]:
-        return self.eager, self.replayed
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,16 +66,12 @@ class Pair:
 def graph_pairs(comparisons: Sequence[ComparisonResult]) -> list[Pair]:
     """All pairs that have a case in common, in the order of the comparisons that were run eagerly."""
     replays: dict[str, ComparisonResult] = {}
-    for result in comparisons:
-        if result.comparison.cuda_graph is not None:
-            replays.setdefault(_all_else(result.comparison), result)
-    found = []
-    for result in comparisons:
-        replayed = replays.get(_all_else(result.comparison))
-        if result.comparison.cuda_graph is None and replayed is not None:
-            pair = _pair(result, replayed)
-            found += [pair] if pair.cases else []
-    return found
+    for one in comparisons:
+        if one.comparison.cuda_graph is not None:
+            replays.setdefault(_all_else(one.comparison), one)
+    eager = [one for one in comparisons if one.comparison.cuda_graph is None]
+    pairs = [_pair(one, replays[_all_else(one.comparison)]) for one in eager if _all_else(one.comparison) in replays]
+    return [pair for pair in pairs if pair.cases]
 
 
 def _all_else(facts: Comparison) -> str:
@@ -92,17 +82,16 @@ def _all_else(facts: Comparison) -> str:
 
 
 def _pair(eager: ComparisonResult, replayed: ComparisonResult) -> Pair:
-    others = {result.case.label: result for result in replayed.results}
+    sides = [{result.case.label: result for result in one.results} for one in (eager, replayed)]
     cases, left_out = [], []
-    for result in eager.results:
-        other = others.pop(result.case.label, None)
-        if other is not None and result.layer is not None and other.layer is not None:
-            ratios = paired_ratios(layer_time_us(result.case), layer_time_us(other.case))
-            cases.append(CasePair(result, other, estimate_median(ratios)))
+    for label in dict.fromkeys([*sides[0], *sides[1]]):
+        one, other = (side.get(label) for side in sides)
+        if one is not None and other is not None and one.layer is not None and other.layer is not None:
+            ratios = paired_ratios(layer_time_us(one.case), layer_time_us(other.case))
+            cases.append(CasePair(one, other, estimate_median(ratios)))
         else:
-            statuses = [result.case.status, "not asked for" if other is None else other.case.status]
-            left_out.append(f"{result.case.label} (eager: {statuses[0]}, replayed: {statuses[1]})")
-    left_out += [f"{label} (eager: not asked for, replayed: {r.case.status})" for label, r in others.items()]
+            statuses = ["not asked for" if result is None else result.case.status for result in (one, other)]
+            left_out.append(f"{label} (eager: {statuses[0]}, replayed: {statuses[1]})")
     return Pair(eager, replayed, cases, left_out)
 
 
@@ -118,36 +107,29 @@ def graph_table(pair: Pair) -> render.Table:
         *([f"left out: {', '.join(pair.left_out)}"] if pair.left_out else []),
     ]
     columns = [render.text("policy")]
-    for which in ("eager", "replayed"):
-        columns += [render.number(f"{which}_us", f"{which} us", "{:.1f}")]
-        columns += [
-            render.number(f"{which}_host_us", "its host us", "{:.1f}"),
-            render.percentage(f"{which}_bound", "launch-bound %"),
-        ]
+    for way in ("eager", "replayed"):
+        columns += [render.number(f"{way}_us", f"{way} us", "{:.1f}")]
+        columns += [render.number(f"{way}_host_us", "its host us", "{:.1f}")]
+        columns += [render.percentage(f"{way}_bound", "launch-bound %")]
     columns += [render.interval("ratio", "eager / replayed")]
-    columns += [
-        render.interval(f"{which}_speedup", f"speedup {which}", one="baseline") for which in ("eager", "replayed")
-    ]
+    columns += [render.interval(f"{way}_speedup", f"speedup {way}", one="baseline") for way in ("eager", "replayed")]
     columns += [render.percentage("dropped_share", "dropped %"), render.percentage("retained_mass", "mass kept %")]
     title = f"{facts.title}, {layer_words(facts)}: {EAGER}, and {REPLAYED}"
     return render.Table(pd.DataFrame([_table_row(case, facts) for case in pair.cases]), columns, title, notes)
 
 
 def _table_row(pair: CasePair, facts: Comparison) -> dict[str, Any]:
-    role, fidelity = pair.eager.case.role, pair.eager.fidelity
+    role = pair.eager.case.role
     row: dict[str, Any] = {"policy": pair.label, "role": role}
-    for which, result in (("eager", pair.eager), ("replayed", pair.replayed)):
-        row[f"{which}_us"] = _layer_us(result)
-        row[f"{which}_host_us"] = float(host_time_us(result.case).median())
-        row[f"{which}_bound"] = result.host_bound_share if facts.backend == "nccl" else None
-    estimates = {"ratio": pair.ratio, "eager_speedup": pair.eager.speedup, "replayed_speedup": pair.replayed.speedup}
+    estimates = {"ratio": pair.ratio}
+    for way, result in (("eager", pair.eager), ("replayed", pair.replayed)):
+        assert result.layer is not None
+        row[f"{way}_us"] = result.layer.median_ms * 1e3
+        row[f"{way}_host_us"] = float(host_time_us(result.case).median())
+        row[f"{way}_bound"] = result.host_bound_share if facts.backend == "nccl" else None
+        estimates[f"{way}_speedup"] = result.speedup
     for name, estimate in estimates.items():
         row |= {f"{name}_{end}": getattr(estimate, end, None) for end in ("median", "low", "high", "is_interval")}
     # The ceiling's scores are not the model's, so keeping them whole says nothing about the model.
-    known = fidelity if role != "ceiling" else None
+    known = pair.eager.fidelity if role != "ceiling" else None
     return row | {name: getattr(known, name, None) for name in ("dropped_share", "retained_mass")}
-
-
-def _layer_us(result: CaseResult) -> float:
-    assert result.layer is not None
-    return result.layer.median_ms * 1e3

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from moe_ep_bench.analysis.choice import Choice, IterationChoice
-from moe_ep_bench.analysis.figures import FIGURES, OF_SOME, WHOLE_FIGURES, draw_figures, draw_named
-from moe_ep_bench.analysis.gather import Gathered, gather
+from moe_ep_bench.analysis.figures import FIGURES, WHOLE_FIGURES, draw_figures, draw_named
+from moe_ep_bench.analysis.gather import gather
 from moe_ep_bench.analysis.load import is_quality, is_route, is_whole
 from moe_ep_bench.analysis.style import FORMATS, SIZES, Drawing
 from moe_ep_bench.analysis.validation import is_validation
 from moe_ep_bench.files import check_folder
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
-
-_KINDS = {"models": is_whole, "routing": is_route, "quality": is_quality}
 
 
 def figures_of(kind: str) -> Mapping[str, Callable[..., Drawing | None]]:
@@ -49,7 +47,8 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
         ValueError: an option names what there is not.
     """
     formats = _names("--format", options.format, FORMATS)
-    figures = None if options.figures is None else _names("--figures", options.figures, _known(options.directories))
+    known = dict.fromkeys(name for kind in {*map(_kind, options.directories)} for name in figures_of(kind))
+    asked = None if options.figures is None else _names("--figures", options.figures, known)
     size = _names("--size", options.size, SIZES)[0]
     single = options.directories[0] / "figures" if len(options.directories) == 1 else Path("figures")
     out = options.out or single
@@ -64,51 +63,36 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     gathered = gather(options.directories)
     for line in (*gathered.passed_over, *gathered.notes):
         say(line)
-    written = _drawn(gathered, out, formats, figures, size, choice, say)
-    for path in written:
+    found = {
+        "layers": gathered.runs,
+        "models": gathered.wholes,
+        "routing": gathered.routes,
+        "quality": gathered.qualities,
+    }
+    files: list[Path] = []
+    for kind, folders in found.items():
+        table = figures_of(kind) if folders else {}
+        names = [name for name in (asked or table) if name in table]
+        for folder, rows in folders.items():
+            if kind in ("layers", "models"):
+                written, lacking = draw_figures(rows, out / folder, formats, names, size=size, choice=choice)
+            else:
+                written, lacking = draw_named(table, rows, out / folder, formats, names, size)
+            files += written
+            # Figures of times that nobody named are missed only where there is no other.
+            is_missed = asked is not None or not written or kind in ("routing", "quality")
+            for name in lacking if is_missed else ():
+                say(f"{name}: not drawn, the run has no rows for it{f' ({folder})' if folder else ''}")
+    for path in files:
         print(os.path.relpath(path))
-    if not written:
+    if not files:
         return USER_ERROR
     return CASES_FAILED if gathered.passed_over else OK
 
 
-def _known(directories: Sequence[Path]) -> list[str]:
-    """Figures of such directories."""
-    found = {kind: {one for one in directories if is_kind(one)} for kind, is_kind in _KINDS.items()}
-    kinds = ["layers"] if set(directories).difference(*found.values()) else []
-    kinds += [kind for kind, own in found.items() if own]
-    return list(dict.fromkeys(name for kind in kinds for name in figures_of(kind)))
-
-
-def _drawn(
-    gathered: Gathered,
-    out: Path,
-    formats: list[str],
-    figures: list[str] | None,
-    size: str,
-    choice: Choice,
-    say: Callable[[str], None],
-) -> list[Path]:
-    """Draw all figures, or those named, of every directory; say which had no rows."""
-    files = []
-    for folder, run in gathered.runs.items():
-        names = None if figures is None else [name for name in figures if name in FIGURES]
-        written, lacking = draw_figures(run, out / folder, formats, names, size=size, choice=choice)
-        files += written
-        # Of figures that nobody named those are missed only where there is no other.
-        for name in lacking if figures is not None or not written else ():
-            say(f"{name}: not drawn, the run has no rows for it{f' ({folder})' if folder else ''}")
-    kinds = {"routing": gathered.routes, "models": gathered.wholes, "quality": gathered.qualities}
-    for kind, found in kinds.items():
-        known = figures_of(kind) if found else {}
-        names = [name for name in (figures or known) if name in known]
-        for folder, rows in found.items():
-            written, lacking = draw_named(known, rows, out / folder, formats, names, size)
-            files += written
-            for name in lacking:
-                if figures is not None or name not in OF_SOME:
-                    say(f"{name}: not drawn, the rows hold nothing for it{f' ({folder})' if folder else ''}")
-    return files
+def _kind(directory: Path) -> str:
+    kinds = {"models": is_whole, "routing": is_route, "quality": is_quality}
+    return next((kind for kind, is_kind in kinds.items() if is_kind(directory)), "layers")
 
 
 def _names(option: str, text: str, known: Collection[str]) -> list[str]:

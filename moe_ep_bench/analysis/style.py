@@ -5,17 +5,17 @@ too, so that a grey print reads as well. What was taken from the world is *fille
 what stands in for it is *hollow* (emulated, synthetic), what was computed is *dashed* (modelled): in the tags beside a
 title, in the frames of panels, and in marks where one panel holds several origins.
 
-A size (``SIZES``) sets matplotlib's parameters: the greatest width, fonts, dots per inch. The layout does the rest.
+A size (``SIZES``) sets matplotlib's parameters: width, fonts, dots per inch. Matplotlib's layout does the rest.
 Equal input gives equal bytes: no dates, fixed salts, and no settings of the user.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.textpath import text_to_path
 
-from moe_ep_bench.analysis.speedups import CaseResult
 from moe_ep_bench.analysis.words import HOW, Origin, tags_of
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.schema import PHASES, UNACCOUNTED
@@ -90,10 +87,11 @@ STYLE = {
     "svg.hashsalt": "moe-ep-bench",
     "pdf.fonttype": 42,  # TrueType, which publishers ask for
 }
-# The greatest width in inches, text over the page's, and dots per inch.
-SIZES = {"page": (20.0, 1.0, 160), "column": (3.3, 0.73, 300), "slide": (13.33, 1.25, 144)}
+# The greatest width in inches; the height, 0 = what a figure needs; text over the page's; dots per inch.
+SIZES = {"page": (13.0, 0.0, 1.0, 160), "column": (3.3, 0.0, 0.73, 300), "slide": (13.33, 7.5, 1.25, 144)}
 MIN_POINTS = 6.0  # of any text at any size
-_NARROW, _MARGIN, _HANDLE, _LEADING = 5.0, 0.15, 0.56, 1.4 / 72  # inches; inches per point
+_MARGIN, _HANDLE, _LEADING = 0.15, 0.56, 1.4 / 72  # inches; inches per point
+_LETTER, _BOLD_LETTER = 0.51 / 72, 0.6 / 72  # a mean letter's width, inches per point
 
 # Time that a rank works has a plain or lightly hatched colour; waiting must not be taken for work. Of a whole model
 # what is no MoE layer is grey. What is modelled is hollow and dashed, and waiting then keeps a tint.
@@ -222,15 +220,6 @@ def looks_of(labels: Mapping[str, str]) -> Looks:
     return looks
 
 
-def case_name(result: CaseResult, looks: Mapping[str, Look]) -> str:
-    """What figures call a case: its family's name and its capacity factor; of what is no policy the label."""
-    look = looks.get(result.family)
-    if result.case.role != "policy" or look is None:
-        return result.case.label
-    factor = result.capacity_factor
-    return look.label if factor is None else f"{look.label}, {GAMMA} {factor:g}"
-
-
 # ---- sheets --------------------------------------------------------------------------------------------------------
 
 
@@ -243,21 +232,16 @@ def house_style(size: str = "page") -> Iterator[None]:
     """
     if size not in SIZES:
         raise ValueError(f"size: expected one of {', '.join(SIZES)}; got {size!r}")
-    width, scale, dots = SIZES[size]
-    fonts = {name: scale * points for name, points in FONT_SIZES.items()}
-    settings = {**STYLE, **fonts, "figure.figsize": (width, width), "figure.dpi": dots}
+    width, height, scale, dots = SIZES[size]
+    fonts = {name: max(MIN_POINTS, scale * points) for name, points in FONT_SIZES.items()}
+    settings = {**STYLE, **fonts, "figure.figsize": (width, height), "figure.dpi": dots}
     with matplotlib.style.context(settings, after_reset=True):
         yield
 
 
 def is_narrow() -> bool:
     """Whether panels must stand one under another."""
-    return rcParams["figure.figsize"][0] < _NARROW
-
-
-def num_columns(num_panels: int, most: int = 2) -> int:
-    """How many panels stand side by side."""
-    return 1 if is_narrow() else min(most, num_panels)
+    return rcParams["figure.figsize"][0] < 5.0
 
 
 class Sheet(Figure):
@@ -274,30 +258,35 @@ def sheet(title: str, subtitle: str, footer: Sequence[str], legend: Legend, *, w
     """Make a figure with a header and a footer, and a free body for the panels.
 
     Args:
-        subtitle, footer: wrapped to the width; the footer's entries are paragraphs. A ``Footer`` also says where the
+        footer: paragraphs, each cut after two lines: the CSV and run.json hold all. A ``Footer`` also says where the
             numbers come from, which the sheet is tagged with.
-        legend: labels and what is drawn beside them, laid out in rows under the subtitle.
-        width, body: inches on the page; the height is what the body, the header and the footer need.
+        legend: labels and what is drawn beside them, under the subtitle.
+        width, body: inches on the page; the height is what the body, the header and the footer need. A slide has a
+            size of its own.
     """
     scale = rcParams["font.size"] / FONT_SIZES["font.size"]
-    width, body = min(width, rcParams["figure.figsize"][0]), min(1.0, scale) * body
+    most_width, height = rcParams["figure.figsize"]
+    width = most_width if height else min(width, most_width)
     room, small = width - 2 * _MARGIN, max(MIN_POINTS, 0.8 * rcParams["font.size"])
     title_points, points, legend_points = (
         rcParams[name] for name in ("figure.titlesize", "figure.labelsize", "legend.fontsize")
     )
     origins = getattr(footer, "origins", ())
-    tags = [(word, text_width(word.upper(), small) + 0.17 * scale) for word in tags_of(origins)]
+    tags = [(word.upper(), (len(word) + 3) * _BOLD_LETTER * small + 0.12 * scale) for word in tags_of(origins)]
     tags_width = sum(tag_width for _, tag_width in tags)
-    title = wrap(title, room - tags_width - 0.1, title_points, "bold")
-    subtitle = wrap(subtitle, 0.99 * room, points)
-    footer_text = "\n".join(wrap(paragraph, 0.99 * room, small) for paragraph in footer)
-    labels, rows, columns = _legend_grid([label for label, _ in legend], room, _HANDLE * scale, legend_points)
+    title = wrap(title, room - tags_width, title_points, "bold")
+    subtitle = wrap(subtitle, room, points)
+    footer_text = "\n".join(wrap(paragraph, room, small, most=4 if is_narrow() else 2) for paragraph in footer)
+    labels = [wrap(label, room - _HANDLE * scale, legend_points) for label, _ in legend]
+    widths = [max(map(len, label.split("\n"))) * _LETTER * legend_points + _HANDLE * scale for label in labels]
+    columns = len(labels) if sum(widths) <= room else max(1, int(room / max(widths)))
+    lines = -(-len(labels) // max(1, columns)) * max((label.count("\n") + 1 for label in labels), default=0)
 
     below_title = _MARGIN + 0.06 * scale + _height(title, title_points)
     below_subtitle = below_title + 0.08 * scale + _height(subtitle, points)
-    header = below_subtitle + 1.55 / 72 * legend_points * rows + 0.1
+    header = below_subtitle + 1.55 / 72 * legend_points * lines + 0.1
     foot = _MARGIN + _height(footer_text, small) + 0.08
-    height = header + body + foot
+    height = height or header + min(1.0, scale) * body + foot
 
     figure = Sheet(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -309,8 +298,8 @@ def sheet(title: str, subtitle: str, footer: Sequence[str], legend: Legend, *, w
     ]
     left = width - _MARGIN - tags_width + 0.1 * scale
     for word, tag_width in tags:
-        texts.append(figure.text(left, _MARGIN + 0.1 * scale, word.upper(), fontsize=small, va="center"))
-        texts[-1].set(**_tag_look(word))
+        texts.append(figure.text(left, _MARGIN + 0.1 * scale, word, fontsize=small, va="center"))
+        texts[-1].set(**_tag_look(word.lower()))
         left += tag_width
     for text in texts:  # inches from the left and from the top
         text.set(x=text.get_position()[0] / width, y=1 - text.get_position()[1] / height, in_layout=False)
@@ -319,21 +308,11 @@ def sheet(title: str, subtitle: str, footer: Sequence[str], legend: Legend, *, w
         spacing = {"borderaxespad": 0, "borderpad": 0, "columnspacing": 1.6}
         handles = [handle for _, handle in legend]
         figure.legend(handles, labels, ncols=columns, **place, **spacing).set_in_layout(False)
-    rect = (_MARGIN / width, foot / height, room / width, body / height)
+    rect = (_MARGIN / width, foot / height, room / width, (height - header - foot) / height)
     engine = figure.get_layout_engine()
     assert isinstance(engine, ConstrainedLayoutEngine)
     engine.set(rect=rect, w_pad=0.06 * scale, h_pad=0.06 * scale)
     return figure
-
-
-def _legend_grid(labels: list[str], room: float, handle: float, points: float) -> tuple[list[str], int, int]:
-    """Labels in lines that fit; how many lines the highest column has, and how many columns there are."""
-    labels = [wrap(label, room - handle, points) for label in labels]
-    longest = max((text_width(label, points) for label in labels), default=0.0)
-    num_rows = max(1, -(-len(labels) // max(1, int(room / (longest + handle)))))
-    lines = [label.count("\n") + 1 for label in labels]
-    highest = max((sum(lines[at : at + num_rows]) for at in range(0, len(lines), num_rows)), default=0)
-    return labels, highest, -(-len(labels) // num_rows)
 
 
 def _height(text: str, points: float) -> float:
@@ -346,16 +325,6 @@ def panel_title(axes: Axes, text: str, inches: float) -> None:
     if is_narrow():
         inches = 0.52 * rcParams["figure.figsize"][0]
     axes.set_title(wrap(text, inches, rcParams["axes.titlesize"], "bold"))
-
-
-def row_title(axes: Axes, others: Sequence[Axes], text: str, inches: float) -> None:
-    """Title a row of panels at its first one: ``inches`` wide on the page, the whole row."""
-    panel_title(axes, text, inches)
-    if not is_narrow():
-        title = axes.get_title("left")
-        axes.set_title(title).set_in_layout(False)  # else the layout would make its own panel as wide
-        for other in others:
-            other.set_title("\n".join(" " for _ in title.split("\n")))
 
 
 def settle_layout(figure: Figure) -> None:
@@ -379,34 +348,13 @@ def save(figure: Figure, path: Path, file_format: str) -> None:
         figure.savefig(temporary, format=file_format, metadata=FORMATS[file_format])
 
 
-# ---- text ----------------------------------------------------------------------------------------------------------
-
-
 def fit_label(text: str, inches: float) -> str:
-    """Break a tick's label into lines that are no wider than ``inches`` on the page."""
+    """Break a tick's label into lines of about ``inches`` on the page."""
     return wrap(text, min(inches, 0.36 * rcParams["figure.figsize"][0]), rcParams["ytick.labelsize"])
 
 
-def wrap(text: str, inches: float, points: float, weight: str = "normal") -> str:
-    """Break a text into lines that are no wider than ``inches``, inside a word if it must be."""
-    lines, line = [], ""
-    for word in text.split():
-        if text_width(f"{line} {word}", points, weight) <= inches:
-            line = f"{line} {word}".strip()
-            continue
-        lines += [line] if line else []
-        line = word
-        while len(line) > 1 and text_width(line, points, weight) > inches:
-            cut = next(
-                n for n in range(len(line) - 1, 0, -1) if n == 1 or text_width(line[:n], points, weight) <= inches
-            )
-            lines.append(line[:cut])
-            line = line[cut:]
-    return "\n".join([*lines, line])
-
-
-@lru_cache(maxsize=2**16)
-def text_width(text: str, points: float, weight: str = "normal") -> float:
-    """Width in inches of the widest line."""
-    font = FontProperties(family=FONT, size=points, weight=weight)
-    return max(text_to_path.get_text_width_height_descent(line, font, False)[0] for line in text.split("\n")) / 72
+def wrap(text: str, inches: float, points: float, weight: str = "normal", most: int | None = None) -> str:
+    """Break a text into lines of about ``inches``, at most so many."""
+    letter = points * (_BOLD_LETTER if weight == "bold" else _LETTER)
+    width = max(6, int(inches / letter))
+    return "\n".join(textwrap.wrap(text, width, max_lines=most, placeholder=" ..."))

@@ -2,10 +2,7 @@
 
 A layer's time on a rank (plain iterations) hides who is to blame, because all ranks end about when the slowest does;
 its work, the time without what it waited (breakdown iterations), does not. Bars run from the 10th to the 90th
-percentile, a tick marks the median, a dot the 99th percentile. Of many ranks, which then stand sorted by native work,
-bars join to bands.
-
-Shapes: R = ranks.
+percentile, a tick marks the median, a dot the 99th percentile. Many ranks stand sorted by native work.
 """
 
 from __future__ import annotations
@@ -14,94 +11,83 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from moe_ep_bench.analysis.choice import ITERATION, Choice, choose
-from moe_ep_bench.analysis.figures.panels import cost_words, warnings_of
+from moe_ep_bench.analysis.figures.panels import case_rows, cost_words, csv, footer, run_looks, sheet_of_panels
 from moe_ep_bench.analysis.load import Case, Run
-from moe_ep_bench.analysis.marks import mark, table
-from moe_ep_bench.analysis.speedups import ComparisonResult
-from moe_ep_bench.analysis.style import (
-    INK,
-    MUTED,
-    NATIVE_FILL,
-    Drawing,
-    Look,
-    Looks,
-    case_name,
-    looks_of,
-    panel_title,
-    sheet,
-)
-from moe_ep_bench.analysis.words import footer_lines
+from moe_ep_bench.analysis.speedups import analyse
+from moe_ep_bench.analysis.style import INK, MUTED, Drawing, looks_of
 from moe_ep_bench.schema import TOTAL, WAITING_PHASES
 
 _LEVELS = {"p10_us": 0.1, "p50_us": 0.5, "p90_us": 0.9, "p99_us": 0.99}
-# Above this bars of ranks join.
-_MAX_BARS = 24
-_LEAST_WIDTH = 6
+_MANY = 24  # ranks, which are then sorted
 _FEW = 100  # samples below which a 99th percentile is little more than the largest
-_NATIVE_BAR = {"facecolor": NATIVE_FILL, "edgecolor": MUTED}
 
 
-def latency_figure(
-    run: Run, comparisons: list[ComparisonResult], looks: Looks, choice: Choice | None = None
-) -> Drawing | None:
+def latency_figure(run: Run, choice: Choice | None = None) -> Drawing | None:
     """Distributions of layer time and work by rank; None where no policy stands beside native on several ranks.
 
     Raises:
         ValueError: the choice names a case that there is none of.
     """
-    several = [one for one in comparisons if one.comparison.num_together > 1]
+    several = [one for one in analyse(run) if one.comparison.num_together > 1]
     chosen = choose(several, choice or Choice(), lambda case: len(layer_by_rank_us(case)) > 0)
     if chosen is None:
         return None
-    facts, native, policy = chosen.comparison.comparison, chosen.native, chosen.policy
-    rows = table(
-        mark(run, chosen.comparison, result, rank=int(rank), quantity=quantity, **percentiles)
-        for quantity, of_cases in _percentiles(native.case, policy.case).items()
-        for result, by_rank in zip((native, policy), of_cases, strict=True)
-        for rank, percentiles in by_rank.to_dict("index").items()
-    )
-    quantities = list(rows["quantity"].unique())
-    look = looks.get(policy.family) or next(iter(looks_of({policy.family: policy.case.label}).values()))
-    name, is_modelled = case_name(policy, looks), facts.device is not None
-    last = rows[(rows["quantity"] == quantities[-1]) & (rows["role"] == "baseline")]
-    is_many = len(last) > _MAX_BARS
-    order = last.sort_values("p50_us", ascending=False, kind="stable")["rank"] if is_many else last["rank"]
-    warnings = warnings_of([facts])
-    if rows["num_samples"].min() < _FEW:
-        warnings.append(f"of fewer than {_FEW} iterations a rank the 99th percentile is hardly more than the largest")
-    cost = f" ({cost_words(policy)})" if policy.fidelity is not None and policy.case.role == "policy" else ""
-    figure = sheet(
-        f"Latency on every rank: native and {name}",
-        f"{facts.title}; {chosen.why}{cost}. {'Bands' if is_many else 'Bars'}: 10th to 90th percentile; "
-        f"{'lines' if is_many else 'ticks'}: median; dots: 99th. Work: time without waiting"
-        + (", by the model." if is_modelled else ", from breakdown iterations.")
-        + (" Ranks are sorted by native work." if is_many else ""),
-        footer_lines(run, [facts], warnings),
-        _legend(look, name, is_many=is_many),
-        width=9.5,
-        body=2.7 * len(quantities),
-    )
-    panels = figure.subplots(len(quantities), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, quantity in zip(panels, quantities, strict=True):
-        own = rows[rows["quantity"] == quantity]
-        kind = (
-            "modelled batches" if is_modelled else f"{'plain' if quantity == 'layer time' else 'breakdown'} iterations"
+    cases, looks = [chosen.native.case, chosen.policy.case], run_looks(run)
+    samples = {"layer time": layer_by_rank_us, "work": work_by_rank_us}
+    found = {name: [of(case) for case in cases] for name, of in samples.items()}
+    percentiles = [
+        _percentiles(times_us, min(one.groupby(level="rank").size().min() for one in both)).assign(
+            case_id=case.case_id, quantity=name
         )
-        panel_title(axes, f"{quantity} ({own['num_samples'].iloc[0]:,} {kind} a rank)", 8.0)
-        for side, result in enumerate((native, policy)):
-            of_case = own[own["policy"] == result.case.label].set_index("rank").loc[order, list(_LEVELS)] / 1e3
-            (_draw_bands if is_many else _draw_bars)(axes, of_case, look if side else None, is_modelled=is_modelled)
-        _limit(axes, len(order), is_many=is_many)
-        axes.set_ylabel(f"{quantity} (ms)")
-    for axes in panels[:-1]:
-        axes.tick_params(labelbottom=False)
-    if not is_many:
-        panels[-1].set_xticks(range(len(order)), [str(rank) for rank in order])
-    panels[-1].set_xlabel("ranks, sorted by native work" if is_many else "rank")
-    return Drawing(figure, rows)
+        for name, both in found.items()
+        if all(len(times_us) for times_us in both)
+        for case, times_us in zip(cases, both, strict=True)
+    ]
+    rows = pd.concat(percentiles, ignore_index=True).merge(case_rows(run), on="case_id")
+    policy = rows[rows["case_id"] == cases[1].case_id].iloc[0]
+    quantities = list(rows["quantity"].unique())
+    work = rows[(rows["quantity"] == quantities[-1]) & (rows["case_id"] == cases[0].case_id)]
+    is_many = len(work) > _MANY
+    order = work.sort_values("p50_us", ascending=False, kind="stable")["rank"] if is_many else work["rank"]
+    look = looks.get(policy["family"]) or looks_of({policy["policy"]: policy["policy"]})[policy["policy"]]
+    few = [f"of fewer than {_FEW} iterations a rank the 99th percentile is hardly more than the largest"]
+    marks = [("native", {"color": INK, "marker": "o"}, MUTED), (policy["name"], look.marks, look.colour)]
+    cost = cost_words(policy) if policy["role"] == "policy" else ""
+    header = (
+        f"Latency on every rank: native and {policy['name']}",
+        f"{chosen.why.capitalize()}{f' ({cost})' if cost else ''}; bars: 10th to 90th percentile, ticks: median, dots: "
+        f"99th; work: time without waiting{'; ranks sorted by native work' if is_many else ''}.",
+        footer(run, rows, few if rows["num_samples"].min() < _FEW else []),
+        [
+            (name, (Line2D([], [], color=bar, linewidth=5, alpha=0.5), Line2D([], [], **_dots(dots))))
+            for name, dots, bar in marks
+        ],
+    )
+    is_modelled = policy["origin"] == "modelled"
+    titles = []
+    for quantity in quantities:
+        kind = "plain" if quantity == "layer time" else "breakdown"
+        number = rows.loc[rows["quantity"] == quantity, "num_samples"].iloc[0]
+        titles.append(f"{quantity}: {number:,} {'modelled batches' if is_modelled else f'{kind} iterations'} a rank")
+    titles[0] = f"{policy['comparison']}; {titles[0]}"
+    figure, axes = sheet_of_panels(header, titles, (1,), 2.6, most=1)
+    for (one,), quantity in zip(axes, quantities, strict=True):
+        for side, (case, (_, dots, bar)) in enumerate(zip(cases, marks, strict=True)):
+            own = rows[(rows["quantity"] == quantity) & (rows["case_id"] == case.case_id)]
+            _draw(one, own.set_index("rank").loc[order, list(_LEVELS)] / 1e3, side, dots, bar)
+        one.set_ylabel(f"{quantity} (ms)")
+        one.set_xticks(range(len(order)), [str(rank) for rank in order])
+        one.tick_params(axis="x", labelbottom=not is_many, length=0)
+        half = max(len(order), 6 if len(order) > 2 else 3) / 2  # bars of two ranks are no wider than those of six
+        one.set_xlim((len(order) - 1) / 2 - half, (len(order) - 1) / 2 + half)
+        one.margins(y=0.07)
+        if one.get_ylim()[0] < 0.35 * one.get_ylim()[1]:
+            one.set_ylim(bottom=0)
+        one.grid(False, axis="x")
+    axes[-1][0].set_xlabel("ranks, sorted by native work" if is_many else "rank")
+    return Drawing(figure, csv(rows, "rank", "quantity", *_LEVELS, "num_samples"))
 
 
 def layer_by_rank_us(case: Case) -> pd.Series:
@@ -120,71 +106,22 @@ def work_by_rank_us(case: Case) -> pd.Series:
     return (totals - waits.reindex(totals.index, fill_value=0.0)).droplevel(ITERATION)
 
 
-def _percentiles(native: Case, policy: Case) -> dict[str, list[pd.DataFrame]]:
-    """By quantity, for each of two cases: a row per rank with ``_LEVELS`` and the least number of samples."""
-    found = {}
-    for name, samples in (("layer time", layer_by_rank_us), ("work", work_by_rank_us)):
-        both = [samples(case).groupby(level="rank") for case in (native, policy)]
-        if all(len(of_case) for of_case in both):
-            number = min(int(of_case.size().min()) for of_case in both)
-            found[name] = [
-                of_case.quantile(list(_LEVELS.values()))
-                .unstack()
-                .set_axis(list(_LEVELS), axis=1)
-                .assign(num_samples=number)
-                for of_case in both
-            ]
-    return found
+def _percentiles(times_us: pd.Series, num_samples: int) -> pd.DataFrame:
+    """A row per rank."""
+    levels = times_us.groupby(level="rank").quantile(list(_LEVELS.values())).unstack()
+    return levels.set_axis(list(_LEVELS), axis=1).assign(num_samples=num_samples).reset_index()
 
 
-def _draw_bands(axes: Axes, times_ms: pd.DataFrame, look: Look | None, *, is_modelled: bool) -> None:
-    """Percentiles of many ranks; ``look``: None for native."""
-    places, zorder = np.arange(len(times_ms)), 3 + (look is not None)
-    band = {"color": NATIVE_FILL} if look is None else {"color": look.colour, "alpha": 0.35}
-    low, high = times_ms["p10_us"], times_ms["p90_us"]
-    axes.fill_between(places, low, high, step="mid", linewidth=0, zorder=zorder - 1.5, **band)
-    colour = INK if look is None else look.colour
-    line = "-" if look is None else look.line if look.line != "-" else "--"
-    steps = {"linestyle": line, "drawstyle": "steps-mid", "linewidth": 1.5}
-    axes.plot(places, times_ms["p50_us"], color=colour, zorder=zorder, **steps)
-    axes.plot(places, times_ms["p99_us"], zorder=zorder, **(_dots(look) | {"markersize": 2.5, "markeredgewidth": 0}))
+def _draw(axes: Axes, times_ms: pd.DataFrame, side: int, dots: dict, colour: str) -> None:
+    """Percentiles by rank, native left of the policy."""
+    at = np.arange(len(times_ms)) + (0.18 if side else -0.18)
+    width = np.clip(90 / len(times_ms), 1.5, 16)  # points
+    bar = {"color": colour, "alpha": 0.5, "capstyle": "butt"}
+    axes.vlines(at, times_ms["p10_us"], times_ms["p90_us"], linewidth=width, zorder=2, **bar)
+    axes.plot(at, times_ms["p50_us"], linestyle="none", marker="_", color=colour, markersize=width + 4, zorder=3)
+    axes.plot(at, times_ms["p99_us"], zorder=3, **_dots(dots) | {"markersize": 5 if len(times_ms) <= _MANY else 3})
 
 
-def _draw_bars(axes: Axes, times_ms: pd.DataFrame, look: Look | None, *, is_modelled: bool) -> None:
-    """Percentiles of few ranks, native left of the policy."""
-    at = np.arange(len(times_ms)) + (-0.18 if look is None else 0.18)
-    low, high = times_ms["p10_us"], times_ms["p90_us"]
-    axes.bar(at, high - low, 0.28, low, linewidth=0.5, zorder=2, **_bar(look))
-    # A model's batches are so alike that a bar can be thinner than its tick.
-    tick = look.colour if look is not None and is_modelled else INK
-    axes.hlines(times_ms["p50_us"], at - 0.17, at + 0.17, color=tick, linewidth=1.8, zorder=3)
-    axes.plot(at, times_ms["p99_us"], zorder=3, **_dots(look))
-
-
-def _limit(axes: Axes, num_ranks: int, *, is_many: bool) -> None:
-    axes.use_sticky_edges = False
-    axes.margins(x=0.02, y=0.07)
-    low, high = axes.get_ylim()
-    if low < 0.35 * high:
-        axes.set_ylim(bottom=0)
-    if not is_many:  # bars of three ranks are no wider than those of six
-        middle, half = (num_ranks - 1) / 2, max(num_ranks, _LEAST_WIDTH if num_ranks > 2 else 2.4) / 2
-        axes.set_xlim(middle - half, middle + half)
-    axes.grid(False, axis="x")
-
-
-def _bar(look: Look | None) -> dict:
-    return _NATIVE_BAR if look is None else {"facecolor": look.colour, "hatch": "////", "edgecolor": "white"}
-
-
-def _dots(look: Look | None) -> dict:
-    marker, colour = ("o", INK) if look is None else (look.marker, look.colour)
+def _dots(marks: dict) -> dict:
     edge = {"markeredgecolor": "white", "markeredgewidth": 0.6}
-    return {"linestyle": "none", "marker": marker, "color": colour, "markersize": 5, **edge}
-
-
-def _legend(look: Look, name: str, *, is_many: bool) -> list:
-    bands = Patch(facecolor=NATIVE_FILL), Patch(facecolor=look.colour, alpha=0.35)
-    faces = bands if is_many else (Patch(**_bar(None)), Patch(**_bar(look)))
-    dots = [Line2D([], [], **_dots(one)) for one in (None, look)]
-    return [("native", (faces[0], dots[0])), (name, (faces[1], dots[1]))]
+    return {**marks, "linestyle": "none", "markersize": 5, **edge}

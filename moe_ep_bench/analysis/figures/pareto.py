@@ -2,14 +2,14 @@
 
 A case is on the *front* when no other of its comparison is at least as fast and at least as faithful, and better in
 one of the two. Native (speedup 1, all mass, nothing dropped) competes, so what is slower than native is on the front
-only where it keeps more than native's mass. Who chooses a policy chooses on the front; by how much its points differ
-from native at all is for the noise floor to say, and points within it are hollow. The front connects medians and knows
-nothing of their intervals: of two points whose intervals overlap neither beats the other.
+only where it keeps more than native's mass. The front connects medians and knows nothing of their intervals: of two
+points whose intervals overlap neither beats the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,77 +17,70 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from moe_ep_bench.analysis.figures.panels import (
+    COST,
+    SPEEDUP,
     SPEEDUP_LABEL,
+    case_rows,
+    csv,
     draw_references,
-    in_panels,
-    lay_out,
+    drawn_part,
+    footer,
+    of_policies,
     reference_legend,
-    warnings_of,
+    run_looks,
+    sheet_of_panels,
 )
 from moe_ep_bench.analysis.load import Run
-from moe_ep_bench.analysis.marks import COST, SPEEDUP, as_csv, cases
-from moe_ep_bench.analysis.speedups import ComparisonResult
-from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, Drawing, Look, Looks, is_narrow, sheet
-from moe_ep_bench.analysis.words import footer_lines, interval_words
+from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, Drawing, Look, Looks
+from moe_ep_bench.analysis.words import interval_words
 
 _FRONT = {"color": INK, "linewidth": 1.1, "linestyle": (0, (1, 1))}
 _NATIVE = {"color": INK, "marker": "*", "markersize": 10, "linestyle": "none", "markeredgewidth": 0}
-# Column: its label, native's value, and which sign makes more of it better.
+# Column: its label, native's value, which sign makes more of it better, and the column that tells the front.
 _COSTS = {
-    "retained_mass_percent": ("retained score mass (% of top-k's)", 100.0, 1),
-    "dropped_percent": ("dropped (% of top-k pairs)", 0.0, -1),
+    "retained_mass_percent": ("score mass kept (% of top-k's)", 100.0, 1, "on_front_of_retained_mass"),
+    "dropped_percent": ("dropped (% of top-k pairs)", 0.0, -1, "on_front_of_dropped_share"),
 }
-_ON_FRONT = {"retained_mass_percent": "on_front_of_retained_mass", "dropped_percent": "on_front_of_dropped_share"}
 # Of top-k pairs: a policy that drops more computes nothing that a speedup could be of.
 _DROPS_ALL = 95.0
 
 
-def pareto_figure(run: Run, comparisons: list[ComparisonResult], looks: Looks) -> Drawing | None:
+def pareto_figure(run: Run) -> Drawing | None:
     """Speedup against what it costs; None where no policy has a speedup."""
-    rows = cases(run, comparisons)
-    is_policy = (rows["role"] == "policy") & rows["speedup"].notna() & rows["retained_mass_percent"].notna()
-    rows = rows[is_policy | rows["result"].isna()]
-    rows = rows[rows["place"].isin(rows.loc[rows["role"] == "policy", "place"])].copy()
-    if rows.empty:
+    rows, looks = case_rows(run), run_looks(run)
+    policies = of_policies(rows)
+    policies = policies[policies["speedup"].notna() & policies["retained_mass_percent"].notna()]
+    if policies.empty:
         return None
-    rows["is_away"] = rows.groupby("place")["dropped_percent"].transform(_off_scale)
-    for cost, (_, native, sign) in _COSTS.items():
-        on_front = [
-            kept
-            for _, own in rows[rows["role"] == "policy"].groupby("place")
-            for kept in own.index[_front(own["speedup"], sign * own[cost], sign * native)]
+    for cost, (_, native, sign, on_front) in _COSTS.items():
+        kept = [
+            own.index[place]
+            for _, own in policies.groupby("comparison_id")
+            for place in front([*zip(own["speedup"], sign * own[cost], strict=True), (1.0, sign * native)])
+            if place < len(own)
         ]
-        rows[_ON_FRONT[cost]] = pd.Series(rows.index.isin(on_front), rows.index, object).where(rows["role"] == "policy")
-    panels = in_panels([comparisons[place] for place in rows["place"].unique()])
-    drawn = rows[rows["place"].isin([comparisons.index(one) for one in panels.shown])]
+        policies = policies.assign(**{on_front: policies.index.isin(kept)})
+    floors = rows[rows["is_floor"] & rows["comparison_id"].isin(policies["comparison_id"])]
+    rows = pd.concat([policies, floors]).sort_index()
+    drawn, notes = drawn_part(run, rows)
     policies = drawn[drawn["role"] == "policy"]
-    facts = [comparison.comparison for comparison in panels.shown]
-    is_beside = panels.num_columns == 1 and not is_narrow()
-    first, second = ("left", "right") if is_beside else ("above", "below")
-    figure = sheet(
-        "What speed costs",
-        f"Speedup of the layer over native against retained score mass ({first}) and dropped top-k pairs ({second}). "
-        + interval_words(list(policies["is_interval"]), "Lines")
-        + (f" Numbers: capacity factor {GAMMA}." if policies["capacity_factor"].notna().any() else "")
-        + " Front: no other policy is as fast and as faithful. Hollow: no difference from native beyond the noise "
-        "floor, or too few batches to say."
-        + (
-            f" At the right edge, off the scale: what drops more than {_DROPS_ALL:.0f} % of the pairs."
-            if drawn["is_away"].any()
-            else ""
-        ),
-        footer_lines(run, facts, [*warnings_of(facts), *panels.note]),
-        _legend(drawn, looks),
-        width=panels.width,
-        body=len(panels.rows) * (4.0 if is_beside else 6.6),
+    away = policies.groupby("comparison_id")["dropped_percent"].transform(_off_scale)
+    if away.any():
+        notes.append(f"at the right edge, off the scale: what drops more than {_DROPS_ALL:.0f} % of the pairs")
+    factors = f" Numbers: {GAMMA}." if policies["capacity_factor"].notna().any() else ""
+    lines = interval_words(list(policies["speedup_is_interval"]), "Lines")
+    subtitle = f"Speedup over native against what a policy keeps and drops. {lines}{factors}"
+    header = "What speed costs", subtitle, footer(run, drawn, notes), _legend(drawn, looks)
+    groups = list(drawn.groupby("comparison_id", sort=False))
+    titles = [own["comparison"].iloc[0] for _, own in groups]
+    figure, axes = sheet_of_panels(
+        header, titles, (1, 1), 4.0 if len(groups) == 1 else 5.2, beside=len(groups) == 1, most=4
     )
-    for row in lay_out(figure, panels, (1, 1)):
-        for place in row:
-            own = rows[rows["place"] == comparisons.index(place.comparison)]
-            for axes, cost in zip(place.axes, _COSTS, strict=True):
-                _draw(axes, own, cost, looks)
-            place.label_outer(has_one_x=False)
-    return Drawing(figure, as_csv(rows, *SPEEDUP, "verdict", *COST, *_ON_FRONT.values()))
+    for group, (_, own) in zip(axes, groups, strict=True):
+        for one, cost in zip(group, _COSTS, strict=True):
+            _draw(one, own, away.reindex(own.index, fill_value=False).astype(bool), cost, looks)
+            one.set_ylabel(SPEEDUP_LABEL if len(groups) > 1 or one is group[0] else "")
+    return Drawing(figure, csv(rows, *SPEEDUP, "verdict", *COST, *(cost[3] for cost in _COSTS.values())))
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -106,68 +99,55 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
     return kept[::-1]
 
 
-def _front(speedups: pd.Series, faithfulness: pd.Series, of_native: float) -> list[int]:
-    """Which policies are on the front that native competes for."""
-    kept = front([*zip(speedups, faithfulness, strict=True), (1.0, of_native)])
-    return [place for place in kept if place < len(speedups)]
-
-
 def _off_scale(dropped_percent: pd.Series) -> pd.Series:
     """Those that drop as good as everything, where others do not: what they gain is no speed of a layer."""
     away = dropped_percent > _DROPS_ALL
-    return away & (away.sum() < dropped_percent.notna().sum())
+    return away & (not away.all())
 
 
-def _draw(axes: Axes, rows: pd.DataFrame, cost: str, looks: Looks) -> None:
-    label, native, sign = _COSTS[cost]
+def _draw(axes: Axes, rows: pd.DataFrame, away: pd.Series, cost: str, looks: Looks) -> None:
+    label, native, sign, on_front = _COSTS[cost]
     draw_references(axes, rows)
-    policies = rows[rows["role"] == "policy"]
-    for point in policies[~policies["is_away"]].itertuples():
-        look, at = looks[point.family], getattr(point, cost)
-        axes.vlines(at, point.speedup_low, point.speedup_high, color=look.colour, linewidth=1.2, zorder=2.5)
-        axes.plot(at, point.speedup, zorder=3, **_mark(look, hollow=not _is_effect(point.verdict)))
-        if not np.isnan(point.capacity_factor):
-            _write(axes, f"{point.capacity_factor:g}", (at, point.speedup), (6, 3), look.colour)
+    policies = rows[(rows["role"] == "policy") & ~away]
+    for _, point in policies.iterrows():
+        look = looks[point["family"]]
+        axes.vlines(point[cost], *point[["speedup_low", "speedup_high"]], color=look.colour, linewidth=1.2, zorder=2.5)
+        axes.plot(point[cost], point["speedup"], zorder=3, **_mark(look, point["verdict"]))
+        if not np.isnan(point["capacity_factor"]):
+            _write(axes, f"{point['capacity_factor']:g}", (point[cost], point["speedup"]), (6, 3), look.colour)
     axes.plot(native, 1, zorder=2.2, **_NATIVE)
     axes.set_xlabel(label)
-    axes.set_ylabel(SPEEDUP_LABEL)
     axes.margins(x=0.08, y=0.08)
     if sign > 0:
         axes.invert_xaxis()  # what costs more stands to the right in both panels
-    away = policies[policies["is_away"]]
-    left, right = axes.get_xlim()
-    low, high = axes.get_ylim()
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     # Room for the words of what stands at the edge, where no other mark is.
-    right += (0.38 * (right - left)) if len(away) else 0.0
+    right += 0.38 * (right - left) if away.any() else 0.0
     axes.set(xlim=(left, right), ylim=(low, high))
-    on_front = policies[policies[_ON_FRONT[cost]].astype(bool)]
-    line = list(zip(on_front[cost], on_front["speedup"], strict=True))
+    chosen = policies[policies[on_front].astype(bool)]
+    line = list(zip(chosen[cost], chosen["speedup"], strict=True))
     if len(front([*((y, sign * x) for x, y in line), (1.0, sign * native)])) > len(line):
         line.append((native, 1.0))
     if len(line) > 1:
         # What may cost at most so much has the speedup of the front's last point before it.
         axes.step(*zip(*sorted(line, key=lambda point: point[1]), strict=True), where="post", zorder=2, **_FRONT)
     pad = 0.09 * (high - low)
-    for point in away.sort_values("speedup", ascending=False).itertuples():
-        look, y = looks[point.family], min(max(point.speedup, low + pad), high - pad)
-        axes.plot(right, y, zorder=3.2, clip_on=False, **_mark(look, hollow=not _is_effect(point.verdict)))
-        text = f"speedup {point.speedup:.2f}\nat {getattr(point, cost):.0f} %"
+    for _, point in rows[away].iterrows():
+        look, y = looks[point["family"]], min(max(point["speedup"], low + pad), high - pad)
+        axes.plot(right, y, zorder=3.2, clip_on=False, **_mark(look, point["verdict"]))
+        text = f"speedup {point['speedup']:.2f}\nat {point[cost]:.0f} %"
         _write(axes, text, (right, y), (-7, 0), look.colour, ha="right", va="center")
 
 
-def _write(
-    axes: Axes, text: str, point: tuple[float, float], offset: tuple[float, float], colour: str, **place
-) -> None:
+def _write(axes: Axes, text: str, point: tuple, offset: tuple, colour: str, **place: str) -> None:
     """A word beside a mark."""
-    about = {"xytext": offset, "textcoords": "offset points", "fontsize": "small", "color": colour, "zorder": 4}
-    axes.annotate(text, point, **about, **place).set_in_layout(False)
+    about = {"textcoords": "offset points", "fontsize": "small", "color": colour, "zorder": 4}
+    axes.annotate(text, point, offset, **about, **place).set_in_layout(False)
 
 
-def _is_effect(verdict: str) -> bool:
-    return verdict in ("faster", "slower")
-
-
-def _mark(look: Look, *, hollow: bool) -> dict:
+def _mark(look: Look, verdict: str) -> dict[str, Any]:
+    """Hollow where there is no difference from native, or too few batches to say."""
+    hollow = verdict not in ("faster", "slower")
     return {
         "linestyle": "none",
         "marker": look.marker,
@@ -182,12 +162,8 @@ def _legend(rows: pd.DataFrame, looks: Looks) -> list:
     shown = rows[rows["role"] == "policy"]
     families = set(shown["family"])
     legend: list = [("native", Line2D([], [], **_NATIVE))]
-    legend += [
-        (look.label, Line2D([], [], **_mark(look, hollow=False)))
-        for family, look in looks.items()
-        if family in families
-    ]
-    if not shown["verdict"].map(_is_effect).all():
-        unsure = Line2D([], [], **_mark(Look("", MUTED, "o", "-", ""), hollow=True))
+    legend += [(look.label, Line2D([], [], **_mark(look, "faster"))) for key, look in looks.items() if key in families]
+    if not shown["verdict"].isin(["faster", "slower"]).all():
+        unsure = Line2D([], [], **_mark(Look("", MUTED, "o", "-", ""), "no difference"))
         legend.append(("no difference, or inconclusive", unsure))
     return [*legend, ("front", Line2D([], [], **_FRONT)), *reference_legend(rows, native=False)]

@@ -35,8 +35,8 @@ from moe_ep_bench.analysis.report.provenance import (
 from moe_ep_bench.analysis.route.figures import ROUTE_FIGURES
 from moe_ep_bench.analysis.route.load import RouteRun, load_route
 from moe_ep_bench.analysis.route.tables import route_tables
-from moe_ep_bench.analysis.speedups import ComparisonResult, analyse, family_labels
-from moe_ep_bench.analysis.style import FORMATS, Drawing, house_style, looks_of, settle_layout
+from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
+from moe_ep_bench.analysis.style import FORMATS, Drawing, house_style, settle_layout
 from moe_ep_bench.analysis.tables import more_tables, run_tables
 from moe_ep_bench.analysis.timing import GROUPS
 from moe_ep_bench.analysis.validation import Validation, is_validation, load_validation
@@ -236,7 +236,6 @@ def content_of(directory: Path, passed_over: list[str]) -> Content:
 def _of_run(run: Run) -> Content:
     is_model = run.scope == "model"
     comparisons = [one.comparison for one in analyse_whole(run)] if is_model else analyse(run)
-    looks = looks_of(family_labels(comparisons))
     facts = [one.comparison for one in comparisons]
     # What a model of a device or of links is made of stands behind a colon, and in the tables' titles.
     links = ["" if one.links is None else f", links {one.links.partition(': ')[0]}" for one in facts]
@@ -249,11 +248,7 @@ def _of_run(run: Run) -> Content:
         title=_title(pd.Series([one.title for one in facts]), [one.model for one in facts]),
         line=f"{_listed(what)}; {count_words(run)}{weights}.",
         tables=_run_tables(run, comparisons),
-        drawings=_drawn(
-            {name: draw(run) for name, draw in WHOLE_FIGURES.items()}
-            if is_model
-            else {name: draw(run, comparisons, looks) for name, draw in FIGURES.items()}
-        ),
+        drawings=_drawn({name: draw(run) for name, draw in (WHOLE_FIGURES if is_model else FIGURES).items()}),
         source=read_provenance(run.directory, max(one.world_size for one in facts)),
         lost=[
             f"{case.label}, {case.status}: {case.reason or 'no reason was recorded'} "

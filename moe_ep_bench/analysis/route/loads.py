@@ -31,7 +31,7 @@ from moe_ep_bench.analysis.route.parts import (
     ticks,
     without,
 )
-from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, Drawing, looks_of, num_columns, panel_title, sheet
+from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, Drawing, is_narrow, looks_of, panel_title, sheet
 from moe_ep_bench.metrics import imbalance_factor
 
 _TEXT = {"facecolor": "#0072B2"}
@@ -54,7 +54,7 @@ def heatmap_figure(run: RouteRun) -> Drawing | None:
         own = pd.concat([own, wider.assign(name="LASER, c = " + wider["value"].astype(str))])
     layers = run.layers.loc[run.layers["group"] == first["group"], "layer"].unique()
     load_VLE = [run.loads(first["group"], label, "load_over_mean_E").mean(axis=1) for label in own["label"]]
-    columns = num_columns(len(own))
+    columns = 1 if is_narrow() else min(2, len(own))
     height = -(-len(own) // columns) * max(2.2, 0.1 * len(layers) + 0.9)
     figure = sheet(
         "Load of every expert in every layer",

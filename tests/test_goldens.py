@@ -476,11 +476,9 @@ CLAIMED = {
         "papers",
         CONFIGS / "papers" / "capacity-expert-drop.yaml",
         ("claims",),
-        {"": {"workload.tokens_per_rank": 1024, "workload.num_batches": 1}},
+        {"": {"workload.tokens_per_rank": 1024, "workload.num_batches": 1, "workload.seed": 1}},
     ),
-    "claims-decode": Golden(
-        "papers", CONFIGS / "papers" / "oea-table3.yaml", ("claims",), {"": {"workload.num_batches": 4}}
-    ),
+    "claims-decode": Golden("papers", GOLDENS / "claims-decode.yaml", ("claims",), {"": {"workload.num_batches": 4}}),
     "claims-whole": Golden(
         "papers",
         CONFIGS / "papers" / "whole" / "whole-capacity-mixtral.yaml",

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from moe_ep_bench.bench.carried import CarriedLoads
 from moe_ep_bench.bench.description import describe_routing_run
 from moe_ep_bench.bench.directory import check_agreement, hold_comparisons, keep_other_policies
 from moe_ep_bench.bench.job import identity
@@ -127,11 +128,14 @@ def _route_comparison(
     rows_of: dict[str, dict[str, list[Any]]] = {case.case_id: defaultdict(list) for case in cases}
     scores: dict[str, list[Any]] = defaultdict(list)
     overlap: dict[str, list[Any]] = defaultdict(list)
+    carried = CarriedLoads(
+        lambda _, index: _shares(comparison, comparison.workload.batch(index)), comparison.slots, layer.seed
+    )
     for index in range(comparison.workload.num_batches):
         batch = comparison.workload.batch(index)
         shares = _shares(comparison, batch)
         for case in cases:
-            router = CaseRouter(case, comparison.slots, layer.seed)
+            router = CaseRouter(case, comparison.slots, layer.seed, carried)
             for rank, row in enumerate(_route_batch(router, shares, index, layer.kernel)):
                 _append(rows_of[case.case_id], {**row, "rank": rank, "batch": index, "layer": comparison.layer})
         for row in _score_rows(batch):

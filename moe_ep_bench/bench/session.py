@@ -25,9 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep_bench.bench.building import builder, random_pass
+from moe_ep_bench.bench.carried import CarriedLoads
 from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.plan import BASELINE, CEILING, CaseSpec, Comparison
 from moe_ep_bench.bench.rows import PackedMetrics, columns_of, write_case
+from moe_ep_bench.bench.traffic import Share
 from moe_ep_bench.files import write_json
 from moe_ep_bench.kernels.dispatch import oracle_for
 from moe_ep_bench.layer.attention import kernels_of_attention
@@ -87,6 +89,7 @@ class OnRank:
         planned = comparison.subject
         self.layers, self.columns = planned.layers(), columns_of(planned)
         self.subject = builder(comparison, self.device)(ep_group=ep_group)
+        self.carried = CarriedLoads(self._shares, comparison.slots, self.seed)
         self._cache: KeyValueCache | None = None
         if isinstance(self.subject, Transformer) and planned.context_length:
             most_requests = int(planned.rank_tokens[:, self.ranks.rank].max())
@@ -126,6 +129,13 @@ class OnRank:
         # Cases follow each other on one batch; none is to find its input in the cache.
         return RotatingInput(torch.cat(hidden).to(self.dtype).unsqueeze(1), len(self.comparison.cases)).next
 
+    def _shares(self, layer: int | None, number: int) -> Iterator[Share]:
+        """Every rank's tokens of a batch in a layer."""
+        of, workload = self.layers[layer], self.comparison.experiment.workload
+        rank_batches = of.workload.rank_batches(number, self.ranks.world_size, workload.rank_shares)
+        for rank, tokens in enumerate(rank_batches):
+            yield Share.of(of, tokens.with_padding(workload.padding_per_rank), rank % of.ep_size, self.device)
+
     def context_for(self, batch: int, layer: int | None) -> RoutingContext:
         """What is so of this rank's tokens in a layer; randomness starts anew with every call."""
         share, rank = self.batches[batch], self.subject.ep_group.rank()
@@ -161,7 +171,9 @@ class Case:
 
     def told(self, batch: int, layer: int | None) -> RoutingContext:
         """What the policy is told of this rank's tokens."""
-        return self.spec.told(self.there.context_for(batch, layer))
+        there = self.there
+        load_E = there.carried(self.spec, layer, batch, there.ranks.rank)
+        return replace(self.spec.told(there.context_for(batch, layer)), load_E=load_E)
 
     def prepare(self, batch: int) -> Any:
         """Put this case's MoE layers and the batch's routing in place, and return the batch's input."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -105,11 +105,15 @@ class Shares:
 
 @dataclass(frozen=True, eq=False)
 class CaseRouter:
-    """How a case routes on virtual ranks, as on real ones; its experts stand in ``slots``."""
+    """How a case routes on virtual ranks, as on real ones; its experts stand in ``slots``.
+
+    ``carried`` gives the loads that a batch starts from (``bench.carried``).
+    """
 
     case: CaseSpec
     slots: ExpertPlacement
     seed: int
+    carried: Callable[[CaseSpec, int | None, int, int], Tensor | None] = lambda *_: None
 
     @property
     def rule(self) -> Policy:
@@ -120,7 +124,8 @@ class CaseRouter:
         """What the rule knows of a rank's tokens of batch ``index``, its randomness at its start."""
         place = () if share.layer is None else (share.layer,)
         draws = seeded_generator(share.scores_TE.device, self.seed, DRAWS, index, share.context.rank, *place)
-        return replace(self.case.told(share.context), generator=draws)
+        load_E = self.carried(self.case, share.layer, index, share.context.rank)
+        return replace(self.case.told(share.context), generator=draws, load_E=load_E)
 
     def route(self, share: Share, index: int, stats_SE: Tensor | None) -> Routing:
         """Over experts; ``on_slots`` sends pairs on."""

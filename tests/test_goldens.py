@@ -474,9 +474,9 @@ EMULATED = {
 CLAIMED = {
     "claims-layer": Golden(
         "papers",
-        CONFIGS / "papers" / "capacity-expert-drop.yaml",
+        GOLDENS / "claims-layer.yaml",
         ("claims",),
-        {"": {"workload.tokens_per_rank": 1024, "workload.num_batches": 1, "workload.seed": 1}},
+        {"": {"workload.tokens_per_rank": 1024, "workload.num_batches": 1}},
     ),
     "claims-decode": Golden("papers", GOLDENS / "claims-decode.yaml", ("claims",), {"": {"workload.num_batches": 4}}),
     "claims-whole": Golden(

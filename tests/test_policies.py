@@ -373,7 +373,7 @@ ONE_OF_EACH: list[Spec] = [
     {"name": "dynamic_skip", "beta": 0.5},
 ]
 every_name = pytest.mark.parametrize("spec", ONE_OF_EACH, ids=lambda spec: spec["name"])
-DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity"
+DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity, renormalize"
 
 
 @pytest.mark.parametrize(

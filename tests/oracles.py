@@ -170,9 +170,10 @@ def within_capacity(
     return kept
 
 
-def token_drop(scores_TE: Tensor, context: RoutingContext, **rule: Any) -> Routing:
+def token_drop(scores_TE: Tensor, context: RoutingContext, *, renormalize: str = "original", **rule: Any) -> Routing:
     top_k = model_top_k(scores_TE, context)
-    return weigh(within_capacity(top_k, scores_TE, context, **rule), top_k, scores_TE, context)
+    kept = within_capacity(top_k, scores_TE, context, **rule)
+    return weigh(kept, {"original": top_k, "kept": kept}[renormalize], scores_TE, context)
 
 
 def expanded_candidates(
@@ -206,6 +207,7 @@ def expanded_drop(
     num_candidates: int | None = None,
     scope: str = "local",
     max_experts_per_token: int | None = None,
+    renormalize: str = "original",
     **rule: Any,
 ) -> Routing:
     preference_TE = preferences(scores_TE, context)
@@ -213,7 +215,8 @@ def expanded_drop(
     kept = within_capacity(candidates, scores_TE, context, **rule)
     if max_experts_per_token is not None:
         kept = [set(best(experts, preference_TE[token], max_experts_per_token)) for token, experts in enumerate(kept)]
-    return weigh(kept, model_top_k(scores_TE, context), scores_TE, context)
+    top_k = model_top_k(scores_TE, context)
+    return weigh(kept, {"original": top_k, "kept": kept}[renormalize], scores_TE, context)
 
 
 # --- expert_drop, lynx, dynamic_skip ---------------------------------------------------------------
@@ -435,12 +438,22 @@ def laser(
     return in_order(scores_TE, context, chunk_size, pools)
 
 
-def load_only(scores_TE: Tensor, context: RoutingContext, *, chunk_size: int = 1) -> Routing:
+def load_only(scores_TE: Tensor, context: RoutingContext, *, chunk_size: int = 1, **carried: Any) -> Routing:
     everyone = set(range(scores_TE.shape[1]))
     return in_order(scores_TE, context, chunk_size, lambda token: (False, everyone))
 
 
 # --- xshare ----------------------------------------------------------------------------------------
+
+
+def gating_values(scores_TE: Tensor, lists: list[list[int]]) -> Tensor:
+    """Section 2.2: a token's scores over the sum of its top-k, zero outside; to the nearest multiple of 2**-24."""
+    values = [[0.0] * scores_TE.shape[1] for _ in lists]
+    for row, own, experts in zip(values, scores_TE.double().tolist(), lists, strict=True):
+        total = math.fsum(own[expert] for expert in experts)
+        for expert in experts:
+            row[expert] = round(own[expert] / total * 2**24) / 2**24 if total else 0.0
+    return torch.tensor(values, dtype=torch.float32).view(scores_TE.shape)
 
 
 def xshare(
@@ -453,11 +466,15 @@ def xshare(
     scope: str = "batch",
     request_budget: int | None = None,
     rank_budget: int | None = None,
+    scores: str = "full",
 ) -> Routing:
     num_experts = scores_TE.shape[1]
     everyone = set(range(num_experts))
     tokens = valid_tokens(scores_TE, context)
-    lists = preference_lists(scores_TE, context)
+    lists, router_TE = preference_lists(scores_TE, context), scores_TE
+    if scores == "topk":
+        lists = [experts[: context.top_k] for experts in lists]
+        scores_TE = gating_values(scores_TE, lists)
     sums_E = batch_sums(scores_TE, tokens)
     shared = {expert for token in tokens for expert in lists[token][:k0]}
 
@@ -485,7 +502,7 @@ def xshare(
         set([expert for expert in experts if expert in shared][: context.top_k]) if valid else set()
         for experts, valid in zip(lists, valid_T, strict=True)
     ]
-    return weigh(selection, selection, scores_TE, context)
+    return weigh(selection, selection, router_TE, context)
 
 
 ORACLES: dict[str, Callable[..., Routing]] = {

@@ -115,7 +115,24 @@ SPECS: list[Spec] = [
     *({"name": "dynamic_skip", "beta": beta} for beta in (0, 0.3, 0.5, 1)),
 ]
 
-every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: make_policy(spec).label.replace(" ", ","))
+# Without a form in Triton, or with what only a runner of batches reads.
+TORCH_SPECS: list[Spec] = [
+    {"name": "laser", "eps_high": 1, "t_fix": 0, "c": 12, "carry_loads": True, "load_scope": "all"},
+    {"name": "load_only", "carry_loads": True, "load_scope": "all"},
+    {"name": "token_drop", "capacity_factor": 0.7, "renormalize": "kept"},
+    {"name": "expanded_drop", "capacity_factor": 0.7, "renormalize": "kept", "granularity": "device"},
+    {"name": "expanded_drop", "capacity_factor": 1.3, "renormalize": "kept", "scope": "global", "num_candidates": 5},
+    {"name": "expanded_drop", "capacity_factor": 1.3, "renormalize": "kept", "max_experts_per_token": 3},
+    {"name": "xshare", "scores": "topk", "k0": 1, "budget": 3},
+    {"name": "xshare", "scores": "topk", "k0": 10_000, "budget": 1},
+    {"name": "xshare", "scores": "topk", "k0": 0, "mass_threshold": 0.5},
+    {"name": "xshare", "scores": "topk", "k0": 0, "scope": "request", "request_budget": 2, "budget": 2},
+    {"name": "xshare", "scores": "topk", "k0": 1, "scope": "rank", "rank_budget": 2},
+]
+
+every_spec = pytest.mark.parametrize(
+    "spec", SPECS + TORCH_SPECS, ids=lambda spec: make_policy(spec).label.replace(" ", ",")
+)
 every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
 few_examples = settings(max_examples=8)
 

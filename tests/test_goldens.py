@@ -474,13 +474,11 @@ EMULATED = {
 CLAIMED = {
     "claims-layer": Golden(
         "papers",
-        CONFIGS / "papers" / "capacity-expert-drop.yaml",
+        GOLDENS / "claims-layer.yaml",
         ("claims",),
         {"": {"workload.tokens_per_rank": 1024, "workload.num_batches": 1}},
     ),
-    "claims-decode": Golden(
-        "papers", CONFIGS / "papers" / "oea-table3.yaml", ("claims",), {"": {"workload.num_batches": 4}}
-    ),
+    "claims-decode": Golden("papers", GOLDENS / "claims-decode.yaml", ("claims",), {"": {"workload.num_batches": 4}}),
     "claims-whole": Golden(
         "papers",
         CONFIGS / "papers" / "whole" / "whole-capacity-mixtral.yaml",

@@ -13,6 +13,7 @@ from hypothesis import given, seed, settings
 from oracles import capacity, capacity_groups, expanded_candidates, expected_routing
 from policy_cases import (
     SPECS,
+    TORCH_SPECS,
     Arguments,
     Spec,
     assert_same,
@@ -167,11 +168,12 @@ NORMALISED_BY_TOP_K = ("topk", "token_drop", "expanded_drop", "expert_drop", "me
 
 def law_weights(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
     """What is dropped from the top-k is lost, not shared out; who chooses anew normalises what is chosen."""
-    if spec["name"] in NORMALISED_BY_TOP_K or not arguments["normalize"]:
+    of_top_k = spec["name"] in NORMALISED_BY_TOP_K and spec.get("renormalize") != "kept"
+    if of_top_k or not arguments["normalize"]:
         top_k = route({"name": "topk"}, scores_TE, arguments)
         both_TE = routing.map_TE & top_k.map_TE
         assert torch.equal(routing.weights_TE[both_TE], top_k.weights_TE[both_TE])
-    if (spec["name"] == "topk" or spec["name"] not in NORMALISED_BY_TOP_K) and arguments["normalize"]:
+    if (spec["name"] == "topk" or not of_top_k) and arguments["normalize"]:
         has_mass_T = (scores_TE * routing.map_TE).sum(dim=1) > 0
         total_T = routing.weights_TE.sum(dim=1)
         torch.testing.assert_close(total_T, arguments["scale"] * has_mass_T.float())
@@ -212,7 +214,7 @@ def test_every_policy_keeps_its_rule_and_all_laws(spec: Spec) -> None:
 
 def test_the_specs_cover_every_policy_and_every_field() -> None:
     for name, policy in POLICIES.items():
-        specs = [spec for spec in SPECS if spec["name"] == name]
+        specs = [spec for spec in SPECS + TORCH_SPECS if spec["name"] == name]
         assert specs, name
         for field in dataclasses.fields(policy):
             assert len({repr(spec.get(field.name, field.default)) for spec in specs}) > 1, (name, field.name)
@@ -363,7 +365,7 @@ ONE_OF_EACH: list[Spec] = [
     {"name": "dynamic_skip", "beta": 0.5},
 ]
 every_name = pytest.mark.parametrize("spec", ONE_OF_EACH, ids=lambda spec: spec["name"])
-DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity"
+DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity, renormalize"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,10 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.config import load_experiments
 from moe_ep_bench.papers import derived
 from moe_ep_bench.papers.accuracies import load_table
+from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.papers.published import FOLDER, Item, Number, load, names, numbers
+from moe_ep_bench.papers.run import _value
+from moe_ep_bench.policies import make_policy
 from moe_ep_bench.presets import parse_yaml
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
@@ -212,57 +215,60 @@ def test_the_tables_of_quality_hold_the_same_accuracies(file: Path) -> None:
     assert held == len(cells)
 
 
-CLAIMS = [
-    pytest.param(file, experiment, claim, id=f"{file.stem}-{claim.source}-{claim.metric}")
-    for file in sorted(CONFIGS.rglob("*.yaml"))
-    if file.parent.name != "accuracy"
-    for experiment in load_experiments(file, (), on_cpu=False)[:1]
-    for claim in experiment.claims
-    if claim.paper not in (None, (1.0, None))
-]
+CONFIGS_WITH_CLAIMS = [file for file in sorted(CONFIGS.rglob("*.yaml")) if file.parent.name != "accuracy"]
 
 
-@pytest.mark.parametrize(("file", "experiment", "claim"), CLAIMS)
-def test_claims_hold_the_published_numbers(file: Path, experiment: Any, claim: Any) -> None:
-    """The number of a config's claim is one that the paper prints for this model and policy, as a factor or a share."""
-    (paper,) = set(re.findall(r"\d{4}\.\d{5}", file.read_text())) & set(IDS.values())
-    preset = claim.where.get("model.preset", experiment.model.preset)
-    policy = claim.policy or {}
-    alike = {
-        "method": [policy.get("name", "").replace("_", " ").title()],
-        "gamma": _listed(policy.get("capacity_factor")),
-        "granularity": [policy.get("granularity", "expert")],
-        "k0": _listed(policy.get("k0")),
-    }
-    kinds = ("not_stated", claim.of) if claim.metric == "speedup" else ("layer", "count")
-    candidates = [
-        number
-        for number in numbers(paper)
-        if number.kind in kinds or (number.item == "Table 10" and claim.of == "end_to_end")  # Read as from end to end.
-        if all(number.where.get(key) in (None, *one) for key, one in alike.items())
-        if number.model is None or _is_of(number.model.lower(), preset)
-    ]
-    told = {value for number in candidates for value in _as_claimed(number)}
-    assert next(end for end in claim.paper if end is not None) in told
+@pytest.mark.parametrize("file", CONFIGS_WITH_CLAIMS, ids=lambda file: file.stem)
+def test_claims_refer_to_published_numbers_and_a_primary_traffic(file: Path) -> None:
+    """Each number is found, none is typed again, and one point of the sweep has the traffic that was chosen."""
+    experiments = load_experiments(file, (), on_cpu=False)
+    for number, claim in enumerate(experiments[0].claims):
+        assert claim.paper in (None, (1.0, None))
+        if claim.published is not None:
+            for policy, _ in experiments[0].claimed_policies(number):
+                assert claim.resolved(policy).paper is not None
+            primary = claim.primary()
+            assert primary is not None
+            points = [{key: str(_value(one, key)) for key in primary.at} for one in experiments]
+            assert primary.at in points, claim.source
 
 
-def _is_of(model: str, preset: str) -> bool:
-    """Whether a paper's model is a preset: by its whole name, or by its family where the paper prints no more."""
-    found = re.match(r"[a-z]+[0-9.]*", preset)
-    assert found is not None
-    return model == preset or ((found[0].startswith(model) or model.startswith(found[0])) and "b-a" not in model)
+@pytest.mark.parametrize(
+    ("metric", "published", "expected"),
+    [
+        ("speedup", {"item": "Figure 4", "metric": "speedup", "model": "OLMoE-Instruct", "method": "Token Drop"}, 1.3),
+        ("dropped_fraction", {"item": "Section 5.1", "metric": "dropped share"}, 0.12),
+        ("speedup", {"item": "Section 5.2", "metric": "speedup, over native"}, (None, 1.05)),
+        (
+            "step_time",
+            {"paper": "xshare", "item": "Table 3", "metric": "OTPS change", "k0": 1, "m": 24},
+            (0.8873, 0.9337),
+        ),
+        ("moe_speedup", {"paper": "oea", "item": "Table 3", "metric": "layer time over vanilla", "k0": 3}, 1.6393),
+        (
+            "activated_experts",
+            {"paper": "xshare", "item": "Table 2", "task": "GSM-8K", "routing": "XShare", "over": {"routing": "native"}}
+            | {"metric": "activated experts, fullest GPU"},
+            0.5257,
+        ),
+    ],
+)
+def test_numbers_are_taken_by_the_claims_metric(metric: Any, published: dict[str, Any], expected: Any) -> None:
+    policy = {"name": "token_drop", "capacity_factor": 1.5}
+    at = {"gamma": "$capacity_factor"} if published["item"] == "Figure 4" else {}
+    published = {"paper": "capacity"} | published | at
+    fields = {"source": "-", "note": "-", "policy": policy, "metric": metric, "published": published}
+    claim = Claim.model_validate(fields)
+    ends = expected if isinstance(expected, tuple) else (expected, expected)
+    assert claim.resolved(make_policy(policy)).paper == ends
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _as_claimed(number: Number) -> set[float]:
-    """A number, as a share or a factor where it is in percent; rounded, or its inverse, where a claim has it so."""
-    if number.unit == "%":
-        return {number.value / 100, 1 + number.value / 100}
-    inverse = {round(1 / number.value, 2)} if number.metric == "layer time over vanilla" else set()
-    return {number.value, *inverse, *({float(round(number.value))} if number.unit == "us" else ())}
+def test_a_number_that_is_not_published_is_named() -> None:
+    fields = {"source": "-", "note": "-", "policy": {"name": "topk"}, "published": {"paper": "oea", "item": "Table 99"}}
+    with pytest.raises(ValueError, match="published: expected a number of oea; there is none with item Table 99"):
+        Claim.model_validate(fields).resolved(make_policy({"name": "topk"}))
+    with pytest.raises(ValueError, match="no number under paper beside it"):
+        Claim.model_validate({**fields, "paper": 1.0})
 
 
 # --- What the numbers imply -------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Papers' numbers beside ours, as ``papers`` left them: a frame with a row per claim, policy and traffic.
 
 Ours is a layer or, with ``scope: model``, a pass of a whole model; where the paper measured the other, the row says so.
-A paper's number that is not at hand stays empty, and no row is left out because it does not fit.
+Runs that differ in their seed alone are draws of one traffic: their mean is ours. The traffic that was chosen
+beforehand is primary; the others are a range. No row is left out because it does not fit.
 
 A pass gains less than its MoE layers. With their share f of native's pass, a paper's n from end to end takes MoE layers
 that are f / (1 / n - (1 - f)) times as fast (Amdahl, AFIPS 1967); from 1 / (1 - f) on nothing that MoE layers do
@@ -60,7 +61,7 @@ _OF = {
 }
 _NEEDED = ("found", "value", "fullest_expert", "fullest_rank")
 # Columns for people alone.
-NOT_IN_CSV = ("number", "comparison_id", "claim", "case", "paper", "unmeasured")
+NOT_IN_CSV = ("number", "comparison_id", "claim", "case", "paper", "unmeasured", "primary_because")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +74,8 @@ class Claims:
             interval (of its samples where batches are too few, and itself where it has neither); ``difference`` from
             the paper's; ``unmeasured`` the reason where there is no ``ours``; ``needed_*`` see
             ``papers.needed_skew``; ``moe_speedup_needed`` see ``needed_moe_speedup``; ``peak_at_most`` and
-            ``gain_at_most`` see ``papers.claims``.
+            ``gain_at_most`` see ``papers.claims``. ``primary``: the traffic that was chosen beforehand, the first where
+            none was; ``draws`` that are averaged, with the least and largest of them as ``ours_low`` and ``ours_high``.
         comparisons: those that were measured, by id; ``wholes`` the same as whole models, empty of layers.
         solved_on: device that was modelled to find needed skews; None without any.
         solved_tokens: tokens a rank for which they were found.
@@ -122,6 +124,7 @@ def load_claims(directory: Path) -> Claims:
             for row in _rows(one, run, comparisons, wholes)
         ]
         frame = pd.DataFrame(rows).astype(dict.fromkeys(_NUMBERS, float))  # NaN where there is none
+        frame = _over_draws(frame, {n: Claim.model_validate(one["claim"]) for n, one in enumerate(written, start=1)})
         about = list(dict.fromkeys(frame["comparison_id"][frame["ours"].notna()]))
         tokens = {one["needed_tokens_per_rank"] for one in written} - {None}
     except (KeyError, TypeError, ValidationError) as error:
@@ -137,10 +140,28 @@ def load_claims(directory: Path) -> Claims:
     )
 
 
-_NUMBERS = (
-    *("paper_low", "paper_high", "ours", "ours_low", "ours_high", "difference", "dropped_share"),
-    *("ours_extrapolated_to_all_layers", "fullest_expert", "fullest_rank", "moe_speedup_needed"),
+_MEANS = (
+    *("ours", "dropped_share", "ours_extrapolated_to_all_layers", "fullest_expert", "fullest_rank"),
+    "moe_speedup_needed",
 )
+_NUMBERS = ("paper_low", "paper_high", "ours_low", "ours_high", "difference", *_MEANS)
+
+
+def _over_draws(frame: pd.DataFrame, claims: dict[int, Claim]) -> pd.DataFrame:
+    """A row per claim and traffic: means over its draws, and which traffic is primary."""
+    merged = []
+    for (number, _), draws in frame.groupby(["number", "traffic"], sort=False):
+        row = draws.iloc[0].copy()
+        row["draws"] = len(draws)
+        if len(draws) > 1:
+            row[list(_MEANS)] = draws[list(_MEANS)].mean()
+            row["ours_low"], row["ours_high"] = draws["ours"].min(), draws["ours"].max()
+            row["difference"] = math.nan if math.isnan(row["ours"]) else claims[number].difference(row["ours"])
+        merged.append(row)
+    frame = pd.DataFrame(merged).astype({"draws": int, **dict.fromkeys(_NUMBERS, float)}).infer_objects()
+    chosen = frame.groupby("number")["primary"].transform("any")
+    frame["primary"] = frame["primary"].where(chosen, ~frame.duplicated("number")).astype(bool)
+    return frame.reset_index(drop=True)
 
 
 def _rows(
@@ -178,6 +199,8 @@ def _rows(
             "versus": versus,
             "comparison": facts.title,
             "traffic": entry["traffic"] or facts.title.rsplit(", ", 1)[-1],
+            "primary": entry.get("primary", False),
+            "primary_because": written.get("primary_because"),
             "paper_low": low,
             "paper_high": high,
             **dict(zip(("ours", "ours_low", "ours_high"), value or (None,) * 3, strict=True)),
@@ -215,6 +238,9 @@ def _value(
         if ours is None or not native:  # A placement that is not ours to count, or no tokens.
             return None
         return (native if metric in NATIVE_METRICS else ours / native,) * 3
+    if metric == "imbalance_cut":
+        assert against.fidelity is not None
+        return (against.fidelity.fullest_expert / case.fidelity.fullest_expert,) * 3
     if metric in PHASE_METRICS:
         group = PHASE_METRICS[metric]
         if case.breakdown is None or against.breakdown is None or not against.breakdown.group_ms[group]:
@@ -290,7 +316,7 @@ def _bounds(claim: Claim, written: dict[str, Any], facts: Comparison) -> dict[st
 def paper_words(claim: Claim) -> str:
     """The number, ``above`` or ``below`` one, or from one to another."""
     if claim.paper is None:
-        return "not at hand"
+        return "not stated"
     low, high = (None if end is None else number_words(claim.metric, end) for end in claim.paper)
     if low is None or high is None:
         return f"below {high}" if low is None else f"above {low}"

@@ -1,10 +1,9 @@
-"""Papers' numbers beside ours as text, as CSV and as a figure."""
+"""Papers' numbers beside ours as text, as CSV and as a figure: the primary traffic first, the others as a range."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from moe_ep_bench.analysis.claims import NOT_IN_CSV, Claims, native_share, number_words
-from moe_ep_bench.analysis.render import (
-    NONE,
-    Row,
-    Table,
-    milliseconds,
-    missing,
-    number,
-    percentage,
-    render,
-    text,
-)
+from moe_ep_bench.analysis.render import NONE, Row, Table, milliseconds, missing, number, percentage, render, text
 from moe_ep_bench.analysis.speedups import ComparisonResult
 from moe_ep_bench.analysis.style import (
     DEFAULT_FORMATS,
@@ -40,7 +29,7 @@ from moe_ep_bench.analysis.style import (
     wrap,
 )
 from moe_ep_bench.analysis.whole import chance_words, extrapolated_words
-from moe_ep_bench.analysis.words import Footer, hardware_words, mode_words, origins_of, percent, scale_words
+from moe_ep_bench.analysis.words import Footer, hardware_words, mode_words, origins_of, scale_words
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS, PHASE_METRICS, PLACEMENTS
 
@@ -57,11 +46,14 @@ METRIC_WORDS = {
     "moe_speedup": "speedup of all MoE layers in a pass",
     "step_time": "relative time of a decode step",
     "tokens_per_s": "relative tokens per second",
+    "imbalance_cut": "fullest expert, native over policy",
     "native_layer_us": "native's layer (us)",
     "native_activated_experts": "native's activated experts",
 }
-_PHASES = (*PHASE_METRICS.values(), "waiting")
-_CELLS = "under each traffic: ours (ours - paper's), share of the top-k pairs that are dropped in %"
+_COLUMNS = (
+    "ours: under the primary traffic, mean over draws; range: under all traffics; dropped: share of the top-k pairs, "
+    "in %; the largest disagreement comes first"
+)
 _NEEDED_SKEW = (
     "needed: the mildest skew at which a layer, modelled on devices/{device} with {tokens:,} tokens a rank and one "
     "batch, gives the paper's number: load of the busiest expert and of the fullest rank, over the mean; scattered: "
@@ -69,16 +61,12 @@ _NEEDED_SKEW = (
 )
 _NEEDED_SPEEDUP = (
     "MoE speedup needed: by Amdahl's law, f / (1 / n - (1 - f)) with the MoE layers' share f of native's pass under "
-    "each traffic and the paper's n. No skew is looked for with whole models: layers answer that (configs/papers/)"
+    "the primary traffic and the paper's n"
 )
 _BOUNDS = (
     "with E experts, one to a rank, a share d dropped at a capacity factor g bounds the busiest expert at g + d E "
     "times the mean, and the layer's gain at that over g, if ranks' tokens are alike and time grows with the largest "
     "load"
-)
-_DILUTED = (
-    "End to end is never more than the layer: attention and all else that dropping does not touch dilute it. The layer "
-    "behind such a number gained at least as much."
 )
 _LOOKS = (
     {"color": "#009E73", "marker": "o"},
@@ -110,81 +98,92 @@ def write_claims(claims: Claims) -> list[Path]:
 
 
 def claims_text(claims: Claims) -> str:
-    """The claims, what the traffic is, phases where a claim is about them, and why numbers differ."""
-    tables = [_claims_table(claims), *_bounds_table(claims), _traffic_table(claims), *_phase_tables(claims)]
-    return render([*tables, _reasons(claims)], "text")
-
-
-def cut_words(claims: Claims) -> str:
-    """How many layers of how many passes went through; nothing where all."""
-    cut = [one.comparison.comparison.whole for one in claims.wholes.values() if one.is_cut]
-    found = dict.fromkeys(f"the first {one.num_layers} of {one.of_layers} layers" for one in cut if one)
-    return f" ({', '.join(found)})" if found else ""
+    """The claims, errors by metric, what shares of dropped pairs bound, what the traffics are, and reasons."""
+    rows = _rows(claims)
+    tables = [_claims_table(claims, rows), _errors_table(rows), _bounds_table(claims), _traffic_table(claims)]
+    return render([*(one for one in tables if one is not None), *_phase_tables(claims), _reasons(rows)], "text")
 
 
 def how_words(claims: Claims) -> str:
-    """How ours came about, by which device and links."""
+    """How ours came about, by which device and links, and how many layers of how many."""
     facts = [one.comparison for one in claims.comparisons.values()]
+    parts = [[mode_words(claims.run, one) for one in facts]]
     if claims.run.mode == "run":
-        held = [one.cuda_graph and f"replayed from CUDA graphs: {one.cuda_graph}" for one in facts]
-        parts = [
-            [mode_words(claims.run, one) for one in facts],
-            [hardware_words(claims.run, one) for one in facts],
-            [f"{one.experts.ran} experts, {one.dispatcher}" for one in facts],
-            [words or "run eagerly" for words in held],
-        ]
+        parts.append([hardware_words(claims.run, one) for one in facts])
+        parts.append([f"{one.experts.ran} experts, {one.dispatcher}" for one in facts])
+        parts.append(["replayed from CUDA graphs" if one.cuda_graph else "run eagerly" for one in facts])
     else:
-        device = [one.device or f"{claims.run.device_name} in place of {one.world_size} ranks" for one in facts]
-        parts = [[mode_words(claims.run, one) for one in facts], device, [one.links or NONE for one in facts]]
-    return "; ".join(" / ".join(dict.fromkeys(values)) for values in parts)
+        parts.append([one.device or f"{claims.run.device_name} in place of {one.world_size} ranks" for one in facts])
+        parts.append([one.links or NONE for one in facts])
+    cut = [one.comparison.comparison.whole for one in claims.wholes.values() if one.is_cut]
+    parts.append([f"the first {one.num_layers} of {one.of_layers} layers" for one in cut if one])
+    return "; ".join(" / ".join(dict.fromkeys(values)) for values in parts if values)
 
 
-def _claims_table(claims: Claims) -> Table:
-    rows = claims.frame.to_dict("records")
-    cells = claims.frame.assign(cell=[_cell(row) for row in rows], needed=[_needed_words(row) for row in rows])
-    traffics = list(dict.fromkeys(cells["traffic"]))
-    by_number = cells.groupby("number")
-    frame = by_number.first().reset_index()
-    speedup = frame["metric"] == "speedup"
-    frame["claim"] = frame["claim"].where(speedup, frame["claim"] + ": " + frame["metric"].map(METRIC_WORDS))
-    frame["needed"] = list(by_number["needed"].agg(lambda of: NONE if set(of) == {NONE} else " / ".join(of)))
-    frame = frame.join(cells.pivot_table("cell", "number", "traffic", "first"), on="number")
+def _rows(claims: Claims) -> pd.DataFrame:
+    """A row per number of a paper: ours under the primary traffic, and the ends of ours under all."""
+    by_number = claims.frame.groupby("number")["ours"]
+    frame = claims.frame.assign(least=by_number.transform("min"), most=by_number.transform("max"))
+    frame = frame[frame["primary"]].copy()
+    size = (frame["difference"] / frame[["paper_low", "paper_high"]].mean(axis=1)).abs()
+    frame["claim"] += frame["metric"].map(lambda name: "" if name == "speedup" else f": {METRIC_WORDS[name]}")
+    return frame.iloc[size.fillna(-1).argsort(kind="stable")[::-1]]
+
+
+def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
     columns = [number("number", " ", "{}"), text("claim"), text("case", "policy"), number("paper", form="{}")]
-    columns += [number(traffic, form="{}") for traffic in traffics]
-    notes = [_CELLS, *(f"[all: ...] {words}" for words in _once(map(extrapolated_words, claims.wholes.values())))]
-    if claims.solved_on is not None:
-        frame = frame.assign(**{one: [_skew_words(row, one) for row in frame.to_dict("records")] for one in PLACEMENTS})
+    records = rows.to_dict("records")
+    words = {"ours_words": "ours", "difference_words": "ours - paper", "range_words": "range"}
+    made = {
+        "ours_words": [_shown(row, "ours") + _all_layers_words(row) for row in records],
+        "difference_words": [_difference(row) for row in records],
+        "range_words": [
+            NONE if row["least"] == row["most"] else f"{_shown(row, 'least')} to {_shown(row, 'most')}"
+            for row in records
+        ],
+        **{one: [_skew_words(row, one) for row in records] for one in PLACEMENTS},
+        "speedup_needed": [_speedup_needed(row["moe_speedup_needed"]) for row in records],
+    }
+    columns += [number(name, header, "{}") for name, header in words.items()]
+    columns += [text("traffic", "primary traffic"), percentage("dropped_share", "dropped")]
+    extrapolated = filter(None, map(extrapolated_words, claims.wholes.values()))
+    notes = [_COLUMNS, *dict.fromkeys(f"[all: ...] {words}" for words in extrapolated), *_reasons_of_traffic(rows)]
+    if claims.solved_tokens is not None:
         columns += [number(one, f"needed, {one}", "{}") for one in PLACEMENTS]
-        notes.append(_NEEDED_SKEW.format(device=claims.solved_on, tokens=claims.solved_tokens or 0))
+        notes.append(_NEEDED_SKEW.format(device=claims.solved_on, tokens=claims.solved_tokens))
     if claims.is_whole:
-        columns.append(number("needed", "MoE speedup needed", "{}"))
+        columns.append(number("speedup_needed", "MoE speedup needed", "{}"))
         notes.append(_NEEDED_SPEEDUP)
     ours = "whole models here, from end to end" if claims.is_whole else "one layer here"
-    return Table(frame, columns, f"Papers' numbers beside {ours}{cut_words(claims)}: {how_words(claims)}", notes)
+    return Table(rows.assign(**made), columns, f"Papers' numbers beside {ours}: {how_words(claims)}", notes)
 
 
-def _once(words: Iterator[str]) -> list[str]:
-    return list(dict.fromkeys(filter(None, words)))
+def _reasons_of_traffic(rows: pd.DataFrame) -> list[str]:
+    known = rows[rows["primary_because"].notna()].drop_duplicates(["traffic", "primary_because"])
+    return [f"{row.traffic} is primary: {row.primary_because}" for row in known.itertuples()]
 
 
-def _cell(row: Row) -> str:
-    """``1.10 (-0.10), 12.0``: ours, its difference from the paper's, and the dropped share in %."""
-    metric, difference = row["metric"], row["difference"]
-    if missing(row["ours"]):
-        return "not measured"
-    words = number_words(metric, row["ours"])
-    if not missing(difference) and row["paper_low"] != row["paper_high"]:
-        words += " holds" if difference == 0 else " does not hold"
-    elif not missing(difference):
-        digits = 1 if metric in (*OWN_METRICS, *NATIVE_METRICS) else 2
-        words += f" ({100 * difference if metric in OWN_METRICS else difference:+.{digits}f})"
-    if not missing(row["ours_extrapolated_to_all_layers"]):
-        words += f" [all: {row['ours_extrapolated_to_all_layers']:.2f}]"
-    return words if metric == "dropped_fraction" else f"{words}, {percent(row['dropped_share'])}"
+def _shown(row: Row, column: str) -> str:
+    return "not measured" if missing(row[column]) else number_words(row["metric"], row[column])
 
 
-def _needed_words(row: Row) -> str:
-    needed = row["moe_speedup_needed"]
+def _all_layers_words(row: Row) -> str:
+    found = row["ours_extrapolated_to_all_layers"]
+    return "" if missing(found) else f" [all: {found:.2f}]"
+
+
+def _difference(row: Row) -> str:
+    """Signed, in the number's unit; of a range whether it holds."""
+    if missing(row["difference"]):
+        return NONE
+    if row["paper_low"] != row["paper_high"]:
+        return "holds" if row["difference"] == 0 else "does not hold"
+    factor = 100 if row["metric"] in OWN_METRICS else 1
+    digits = 1 if row["metric"] in (*OWN_METRICS, *NATIVE_METRICS) else 2
+    return f"{factor * row['difference']:+.{digits}f}"
+
+
+def _speedup_needed(needed: float) -> str:
     return NONE if missing(needed) else "not reachable" if math.isinf(needed) else f"{needed:.2f}"
 
 
@@ -200,12 +199,24 @@ def _skew_words(row: Row, placement: str) -> str:
     return f"not reachable: {bound} {number_words(row['metric'], value)}"
 
 
-def _bounds_table(claims: Claims) -> list[Table]:
+def _errors_table(rows: pd.DataFrame) -> Table | None:
+    """How far ours lie from papers' single numbers, and to which side, by metric."""
+    of_numbers = rows[(rows["paper_low"] == rows["paper_high"]) & rows["difference"].notna()]
+    if of_numbers.empty:
+        return None
+    by_metric = of_numbers.assign(absolute=of_numbers["difference"].abs()).groupby("metric", sort=False)
+    frame = by_metric.agg(count=("difference", "size"), error=("absolute", "mean"), bias=("difference", "mean"))
+    frame = frame.reset_index().assign(words=lambda one: one["metric"].map(METRIC_WORDS))
+    columns = [text("words", "metric"), number("count", "numbers", "{}"), number("error", "mean absolute error")]
+    return Table(frame, [*columns, number("bias", "mean error", "{:+.3f}")], "How far ours is from single numbers")
+
+
+def _bounds_table(claims: Claims) -> Table | None:
     """What published shares of dropped pairs bound, beside the speedups that are claimed for the same policy."""
     rows = claims.measured
     frame = rows[rows["peak_at_most"].notna()].drop_duplicates("number")
     if frame.empty:
-        return []
+        return None
     numbers = rows[(rows["metric"] == "speedup") & (rows["paper_low"] == rows["paper_high"])]
     claimed = [
         sorted(set(numbers[(numbers["policy"] == policy) & (numbers["comparison_id"] == name)]["paper_low"]))
@@ -220,7 +231,7 @@ def _bounds_table(claims: Claims) -> list[Table]:
         number("gain_at_most", "gain at most", "{:.2f}"),
         number("claimed", "gain claimed", "{}"),
     )
-    return [Table(frame, columns, "What the published shares of dropped pairs bound", [_BOUNDS])]
+    return Table(frame, columns, "What the published shares of dropped pairs bound", [_BOUNDS])
 
 
 def _traffic_table(claims: Claims) -> Table:
@@ -255,9 +266,10 @@ def basis_words(one: ComparisonResult) -> str:
     return one.comparison.workload.description.split("; synthetic", 1)[0].removeprefix("synthetic, ")
 
 
-def _phase_tables(claims: Claims) -> Iterator[Table]:
+def _phase_tables(claims: Claims) -> list[Table]:
     """Milliseconds by group of phases, for comparisons that a claim on phases is about."""
     of_phases = claims.measured[claims.measured["metric"].isin(PHASE_METRICS)]
+    groups, tables = (*PHASE_METRICS.values(), "waiting"), []
     for name in dict.fromkeys(of_phases["comparison_id"]):
         one = claims.comparisons[name]
         rows = [
@@ -265,26 +277,18 @@ def _phase_tables(claims: Claims) -> Iterator[Table]:
             for r in one.results
             if r.case.role in ("baseline", "policy") and r.breakdown and r.layer
         ]
-        phases = [number(phase, form=lambda time_ms: milliseconds(time_ms, 3)) for phase in _PHASES]
+        phases = [number(phase, form=lambda time_ms: milliseconds(time_ms, 3)) for phase in groups]
         columns = (text("policy"), *phases, number("layer", form=milliseconds))
         title = f"{one.comparison.title}: milliseconds, mean over ranks; layer: the slowest rank"
-        yield Table(pd.DataFrame(rows), columns, title)
+        tables.append(Table(pd.DataFrame(rows), columns, title))
+    return tables
 
 
-def _reasons(claims: Claims) -> Table:
+def _reasons(rows: pd.DataFrame) -> Table:
     """Each reason once, with the numbers of its claims."""
-    notes = claims.frame.drop_duplicates("number")
-    diluted = notes[(notes["of"] == "end_to_end") & (notes["paper_low"] == notes["paper_high"])]
-    reasons = [notes, *([] if claims.is_whole or diluted.empty else [diluted.assign(note=_DILUTED)])]
-    by_reason = pd.concat(reasons).groupby("note", sort=False)["number"]
-    lines = [f"{_ranges(list(numbers))}: {reason}" for reason, numbers in by_reason]
+    by_reason = rows.sort_values("number").groupby("note", sort=False)["number"]
+    lines = [f"{', '.join(map(str, numbers))}: {reason}" for reason, numbers in by_reason]
     return Table(pd.DataFrame(), (), "Why they differ, and what was inferred", lines)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """``1-3, 5`` of 1, 2, 3, 5."""
-    runs = [[one for _, one in run] for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def claims_figure(claims: Claims) -> Figure | None:
@@ -293,22 +297,24 @@ def claims_figure(claims: Claims) -> Figure | None:
     if rows.empty:
         return None
     panels = [(METRIC_WORDS[name], panel) for name, panel in rows.groupby("metric", sort=False)]
-    traffics = dict.fromkeys(claims.frame["traffic"])
-    looks = dict(zip(traffics, itertools.cycle(_LOOKS), strict=False))
+    looks = dict(zip(dict.fromkeys(claims.frame["traffic"]), itertools.cycle(_LOOKS), strict=False))
     legend = [
         *([("paper", Line2D([], [], **_PAPER_LOOK))] if (rows["paper_low"] == rows["paper_high"]).any() else []),
         *([("paper: a range", Patch(facecolor=NOISE_FILL))] if _is_range(rows).any() else []),
-        *((f"ours, {name.replace('_', ' ')}", Line2D([], [], **_style(look))) for name, look in looks.items()),
+        *((f"ours, {name.replace('_', ' ')}", Line2D([], [], **_style(look, True))) for name, look in looks.items()),
     ]
+    facts = [one.comparison for one in claims.comparisons.values()]
+    models = dict.fromkeys(f"{one.model}, {scale_words(one.scale)}, {one.dtype}" for one in facts)
+    traffic = dict.fromkeys(basis_words(one) for one in claims.comparisons.values())
     heights = [_row_height(panel) * panel["number"].nunique() for _, panel in panels]
     figure = sheet(
         "Papers' numbers beside ours",
-        f"Ours: {'whole models, a pass from end to end' if claims.is_whole else 'one layer'}; whiskers are 95 % "
-        "intervals, or smallest and largest pair below ten batches. Rows without a mark: the paper's number is not at "
-        "hand.",
+        f"Ours: {'whole models, a pass from end to end' if claims.is_whole else 'one layer'}; filled: the primary "
+        "traffic. Whiskers: least and largest draw, or 95 % intervals, or smallest and largest pair below ten batches. "
+        "Rows without a mark: the paper states no number.",
         Footer(
-            [how_words(claims), _what(claims)],
-            origins_of(claims.run, [one.comparison for one in claims.comparisons.values()]),
+            [how_words(claims), f"{' / '.join(models)} | {facts[0].workload.kind} traffic, {'; '.join(traffic)}"],
+            origins_of(claims.run, facts),
         ),
         legend,
         width=11,
@@ -320,14 +326,6 @@ def claims_figure(claims: Claims) -> Figure | None:
         panel_title(axes, title, 7.0)
         _draw(axes, panel, looks)
     return figure
-
-
-def _what(claims: Claims) -> str:
-    """Which layers, and what traffic."""
-    facts = [one.comparison for one in claims.comparisons.values()]
-    models = dict.fromkeys(f"{one.model}, {scale_words(one.scale)}, {one.dtype}" for one in facts)
-    traffic = dict.fromkeys(basis_words(one) for one in claims.comparisons.values())
-    return f"{' / '.join(models)}{cut_words(claims)} | {facts[0].workload.kind} traffic, {'; '.join(traffic)}"
 
 
 def _draw(axes: Axes, panel: pd.DataFrame, looks: dict[str, dict[str, Any]]) -> None:
@@ -346,7 +344,7 @@ def _draw(axes: Axes, panel: pd.DataFrame, looks: dict[str, dict[str, Any]]) -> 
             look = looks[ours["traffic"]]
             ends = factor * ours["ours_low"], factor * ours["ours_high"]
             axes.hlines(y, *ends, color=look["color"], linewidth=1.4, zorder=3)
-            axes.plot([factor * ours["ours"]], [y], zorder=4, **_style(look))
+            axes.plot([factor * ours["ours"]], [y], zorder=4, **_style(look, ours["primary"]))
     low, high = axes.get_xlim()
     for place, rows in of_claims:
         if _is_range(rows).any():
@@ -377,5 +375,7 @@ def _is_range(rows: pd.DataFrame) -> pd.Series:
     return has_paper & (rows["paper_low"] != rows["paper_high"])
 
 
-def _style(look: dict[str, Any]) -> dict[str, Any]:
-    return {**look, "linestyle": "none", "markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.5}
+def _style(look: dict[str, Any], filled: bool) -> dict[str, Any]:
+    faces = {} if filled else {"markerfacecolor": "white"}
+    edge = "white" if filled else look["color"]
+    return {**look, "linestyle": "none", "markersize": 5.5, "markeredgecolor": edge, "markeredgewidth": 0.8, **faces}

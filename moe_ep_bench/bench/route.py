@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from moe_ep_bench.bench.carried import CarriedLoads
 from moe_ep_bench.bench.description import describe_run
 from moe_ep_bench.bench.job import fill, identity
 from moe_ep_bench.bench.plan import ROUTING, CaseSpec, Comparison, plan
@@ -88,11 +89,14 @@ def _route_comparison(
     layer = comparison.experiment.layer
     rows_of: dict[str, dict[str, list[Any]]] = {case.case_id: defaultdict(list) for case in cases}
     beside: dict[str, dict[str, list[Any]]] = {"overlap": defaultdict(list), "score_curves": defaultdict(list)}
+    carried = CarriedLoads(
+        lambda case, _, index: _shares(comparison, comparison.workload.batch(index)), comparison.slots, layer.seed
+    )
     for index in range(comparison.workload.num_batches):
         batch = comparison.workload.batch(index)
         shares = _shares(comparison, batch)
         for case in cases:
-            router = CaseRouter(case, comparison.slots, layer.seed)
+            router = CaseRouter(case, comparison.slots, layer.seed, carried)
             for rank, row in enumerate(_route_batch(router, shares, index, layer.kernel)):
                 _append(rows_of[case.case_id], {**row, "rank": rank, "batch": index, "layer": comparison.layer})
         rows = {"overlap": _overlap_rows(comparison, batch, index), "score_curves": _score_rows(batch)}

@@ -14,7 +14,7 @@ import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.bench.building import builder, random_pass
+from moe_ep_bench.bench.carried import CarriedLoads
 from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.plan import BASELINE, CEILING, CaseSpec, Comparison
 from moe_ep_bench.bench.rows import PackedMetrics, columns_of, write_case
-from moe_ep_bench.bench.traffic import CaseRouter, Share, case_metrics
+from moe_ep_bench.bench.traffic import CaseRouter, Share, Shares, case_metrics
 from moe_ep_bench.kernels.dispatch import oracle_for
 from moe_ep_bench.layer.attention import kernels_of_attention
 from moe_ep_bench.layer.build import Transformer, layer_seed
@@ -250,7 +251,8 @@ class Session:
             self._cache = KeyValueCache(most_requests, planned.context_length)
             self._cache.fill_(self.subject.gpt, self.device, self.seed)
         self.batches = [self._batch(number) for number in range(self.num_batches)]
-        self.cases = [Case(CaseRouter(case, comparison.slots, self.seed), self) for case in cases]
+        carried = CarriedLoads(self._shares, comparison.slots, self.seed)
+        self.cases = [Case(CaseRouter(case, comparison.slots, self.seed, carried), self) for case in cases]
         self.timed: list[Case] = []
         self.flush = CacheFlush(self.device) if measure.flush_l2 else None
         self.steps = plan(self.num_batches, measure.iterations, measure.breakdown_iterations)
@@ -279,6 +281,14 @@ class Session:
         tokens = self.subject.ep_group.rank(), mine.sequence_id_T.to(self.device), valid_T
         contexts = {layer: subject.context(*tokens) for layer, subject in self.layers.items()}
         return RankBatch(self._new_input(number, mine), logits, contexts)
+
+    def _shares(self, case: CaseSpec, layer: int | None, number: int) -> Iterator[Share]:
+        """Every rank's tokens of a batch in a layer."""
+        of, config = self.layers[layer], self.comparison.experiment.workload
+        rank_batches = of.workload.rank_batches(number, self.job.ranks.world_size, config.rank_shares)
+        for rank, tokens in enumerate(rank_batches):
+            tokens = tokens.with_padding(config.padding_per_rank)
+            yield replace(Shares(of, tokens, rank % of.ep_size, self.device).of(case), rank=rank)
 
     def _new_input(self, number: int, mine: TokenBatch) -> Callable[[], Any]:
         """What hands out the input for this rank's tokens of a batch: hidden states of a layer, a model's pass."""

@@ -110,11 +110,15 @@ class Shares:
 
 @dataclass(frozen=True, eq=False)
 class CaseRouter:
-    """How a case routes, on virtual ranks as on real ones; its experts stand in ``slots``."""
+    """How a case routes, on virtual ranks as on real ones; its experts stand in ``slots``.
+
+    ``carried`` gives the loads that a batch starts from (``bench.carried``).
+    """
 
     case: CaseSpec
     slots: ExpertPlacement
     seed: int
+    carried: Callable[[CaseSpec, int | None, int, int], Tensor | None] = lambda *_: None
 
     @property
     def rule(self) -> Policy:
@@ -125,7 +129,8 @@ class CaseRouter:
         """What the rule knows of a rank's tokens of batch ``index``, its randomness at its start."""
         place = () if share.layer is None else (share.layer,)
         draws = seeded_generator(share.context.request_id_T.device, self.seed, DRAWS, index, share.rank, *place)
-        return replace(self.case.told(share.context), generator=draws)
+        load_E = self.carried(self.case, share.layer, index, share.rank)
+        return replace(self.case.told(share.context), generator=draws, load_E=load_E)
 
     def route(self, share: Share, index: int, stats_SE: Tensor | None) -> Routing:
         """Over experts; ``on_slots`` sends pairs on."""

@@ -23,13 +23,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moe_ep_bench.bench.carried import CarriedLoads
 from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.plan import BASELINE, NOISE, CaseSpec, Comparison
 from moe_ep_bench.bench.rank_timers import MeasuredRanks, ModelledRanks, RankTime
 from moe_ep_bench.bench.rows import PackedMetrics, columns_of, write_case
 from moe_ep_bench.bench.small_layers import errors_of
 from moe_ep_bench.bench.subjects import LayerSubject, ModelSubject
-from moe_ep_bench.bench.traffic import CaseRouter, LayerTraffic, RankBatches, Shares, Traffic, traffic_of
+from moe_ep_bench.bench.traffic import CaseRouter, LayerTraffic, RankBatches, Share, Shares, Traffic, traffic_of
 from moe_ep_bench.cost_model.timeline import compose, median_legs
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.experts import DTYPES
@@ -92,6 +93,7 @@ class Emulation:
         self.seed, subject = comparison.experiment.layer.seed, comparison.subject
         self.num_ranks, self.num_batches = comparison.ep_size, comparison.workload.num_batches
         self.layers, self.columns = subject.layers(), columns_of(subject)
+        self.carried = CarriedLoads(self._all_shares, comparison.slots, self.seed)
         self.num_chunks = 1
         self.samples = np.empty(0)
         self.metrics: list[PackedMetrics] = []
@@ -220,7 +222,13 @@ class Emulation:
                 self.samples[number, rank, index, self.columns.index(name)] = value
 
     def _routers(self, index: int) -> list[CaseRouter]:
-        return [CaseRouter(case, self._slots(case, index), self.seed) for case in self.cases]
+        return [CaseRouter(case, self._slots(case, index), self.seed, self.carried) for case in self.cases]
+
+    def _all_shares(self, case: CaseSpec, layer: int | None, index: int) -> Iterator[Share]:
+        """Every rank's tokens of a batch in a layer."""
+        of = self.layers[layer]
+        for rank, tokens in enumerate(RankBatches(of, index, len(self.layers))):
+            yield Shares(of, tokens, rank, self.device).of(case)
 
     def _slots(self, case: CaseSpec, index: int) -> ExpertPlacement:
         """Where a case's experts stand for one batch: replicas are placed for the mean load of all other batches."""

@@ -6,7 +6,8 @@ kernel      scores lie on       policies
 ``torch``   any device          all: the definition of what is right
 ``numba``   the host            all of this package, step by step (``policy_steps``)
 ``numba``   a GPU               ``laser`` and ``load_only``: the sequential rule on the host, with copies there and back
-``triton``  a CUDA GPU          all but ``megatron_drop``, in a launch or a few (``triton_twins`` below)
+``triton``  a CUDA GPU          all but ``megatron_drop``, in a launch or a few (``triton_twins`` below), and but for
+                                values of ``Policy.torch_only``
 ==========  ==================  =====================================================================================
 
 ``auto`` is the first of triton, numba and torch that there is. A twin equals the policy in torch: the same pairs to
@@ -152,6 +153,9 @@ def _objection(policy: Policy, kernel: str, device_type: str, num_tokens: int, n
             return "Triton is not installed"
         if type(policy) not in triton_twins():
             return "there is no Triton form of it"
+        for field, value in policy.torch_only.items():
+            if getattr(policy, field) == value:
+                return f"there is no Triton form of {field}={value}"
         from moe_ep_bench.kernels import standings_triton, tiles_triton
 
         if num_experts > tiles_triton.MOST_EXPERTS:

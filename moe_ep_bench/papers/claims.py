@@ -1,7 +1,8 @@
 """What a paper says of policies, so that it can be set beside what a layer, or a whole model, does here.
 
-A config lists claims under ``claims``: a number with its figure or table, of one of the config's policies. They decide
-nothing that is measured; ``papers`` reads them.
+A config lists claims under ``claims``: of one of its policies, where a number stands in papers/published, or the
+number itself. They decide nothing that is measured; ``papers`` reads them. The data also names the traffic that is
+primary for an item, which was chosen before ours was known.
 
 A published share of dropped pairs bounds what dropping can have gained. With loads over their mean, a capacity factor
 g drops max(load - g, 0) of each of E experts, d of all pairs, so that one expert alone has at most g + d E
@@ -19,13 +20,15 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from moe_ep_bench.papers.published import Number, Primary, load, numbers
+from moe_ep_bench.policies import Policy
 from moe_ep_bench.presets import PolicyEntry, Strict
 from moe_ep_bench.schema import phase_groups
 
 Metric = Literal[
     "speedup", "layer_time", "activated_experts", "dropped_fraction", "retained_mass",
     "gate_time", "permute_time", "comm_time", "experts_time",
-    "native_layer_us", "native_activated_experts", "moe_speedup", "step_time", "tokens_per_s",
+    "native_layer_us", "native_activated_experts", "moe_speedup", "step_time", "tokens_per_s", "imbalance_cut",
 ]  # fmt: skip
 # Of a whole pass, from end to end.
 PASS_METRICS = ("speedup", "step_time", "tokens_per_s")
@@ -42,7 +45,7 @@ NATIVE_METRICS = ("native_layer_us", "native_activated_experts")
 # Where the busiest experts of a skew that is looked for lie: on ranks as drawn, or side by side.
 PLACEMENTS = ("scattered", "adjacent")
 
-_PAPER = "expected a number, [low, high] with null for an open end, or null where it is not at hand"
+_PAPER = "expected a number, [low, high] with null for an open end, or null where the paper states none"
 
 
 class Claim(Strict):
@@ -55,10 +58,13 @@ class Claim(Strict):
     metric: Metric = "speedup"
     """Time of native over the policy's, of a layer or, with scope model, of a pass; a share; the time of the layer or
     of a group of phases, or the activated experts of the rank with most, over native's; or native's own, in
-    microseconds or experts. Of whole models alone: the speedup of all MoE layers in a pass; a decode step's time, or
-    tokens per second, over native's."""
-    paper: tuple[float | None, float | None] | None
-    """From and to; a number is both, null is an open end. null alone: the number is not at hand."""
+    microseconds or experts; the fullest expert's load of native over the policy's. Of whole models alone: the
+    speedup of all MoE layers in a pass; a decode step's time, or tokens per second, over native's."""
+    paper: tuple[float | None, float | None] | None = None
+    """From and to; a number is both, null is an open end. null alone: the paper states none, and the note says so."""
+    published: dict[str, Any] | None = None
+    """In place of ``paper``: where the number stands in papers/published, by ``paper``, ``item`` and settings. ``$k0``
+    is the policy's k0. ``over`` has the settings in which the number that it is divided by differs."""
     of: Literal["layer", "end_to_end", "not_stated"] = "layer"
     """What the paper measured; here it is what ``scope`` says."""
     versus: PolicyEntry | None = None
@@ -85,6 +91,8 @@ class Claim(Strict):
             raise ValueError(f"policy, versus: expected none with {self.metric}, which is native's own")
         if self.metric not in NATIVE_METRICS and self.policy is None:
             raise ValueError(f"policy: expected one of the config's with {self.metric}, got none")
+        if self.published is not None and (self.paper is not None or not {"paper", "item"} <= self.published.keys()):
+            raise ValueError("published: expected paper and item, and no number under paper beside it")
         if self.versus is not None and self.metric in OWN_METRICS:
             raise ValueError(f"versus: expected none with {self.metric}, which is of one policy alone")
         return self
@@ -114,6 +122,39 @@ class Claim(Strict):
         if self.metric == "step_time" and not decodes:
             raise ValueError("metric: expected whole.context_length above 0 with step_time, a decode step's; got 0")
 
+    def resolved(self, policy: Policy | None) -> Claim:
+        """The claim of one policy, with the number that ``published`` refers to; several are taken as a range.
+
+        Raises:
+            ValueError: no such number is published.
+        """
+        if self.published is None:
+            return self
+        wanted = {
+            key: getattr(policy, value[1:]) if str(value).startswith("$") else value
+            for key, value in self.published.items()
+        }
+        over, paper = wanted.pop("over", None), str(wanted.pop("paper"))
+        found = [_as_metric(self.metric, one) for one in numbers(paper, **wanted)]
+        if over is not None:
+            (below,) = (one.value for one in numbers(paper, **wanted | over))
+            found = [value / below for value in found]
+        if not found:
+            words = ", ".join(f"{key} {value}" for key, value in wanted.items())
+            raise ValueError(f"published: expected a number of {paper}; there is none with {words}")
+        low, high = round(min(found), 4), round(max(found), 4)
+        bounds = {one.bound for one in numbers(paper, **wanted)}
+        ends = (None if "below" in bounds else low, None if "above" in bounds else high)
+        return self.model_copy(update={"paper": ends, "published": None})
+
+    def primary(self) -> Primary | None:
+        """The traffic that was chosen for the item beforehand."""
+        if self.published is None:
+            return None
+        item, model = self.published["item"], self.published.get("model")
+        chosen = load(str(self.published["paper"])).primary
+        return next((one for one in chosen if item in (one.items or (item,)) and one.model in (None, model)), None)
+
     @property
     def number(self) -> float | None:
         """The published number, where it is one and not a range."""
@@ -127,6 +168,17 @@ class Claim(Strict):
         if low is not None and ours < low:
             return ours - low
         return ours - high if high is not None and ours > high else 0.0
+
+
+def _as_metric(metric: str, number: Number) -> float:
+    """A published number by a claim's metric: shares for per cent, ratios for changes, speedups for times."""
+    value = number.value
+    if number.unit == "%":
+        value /= 100
+        if "change" in number.metric or "over native" in number.metric:
+            value += 1
+        return 1 / value if metric.endswith("_time") else value
+    return 1 / value if number.metric == "layer time over vanilla" and metric.endswith("speedup") else value
 
 
 def claims_path(directory: Path) -> Path:

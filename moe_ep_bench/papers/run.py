@@ -1,7 +1,8 @@
 """Emulate or run a config's layers or models, and write what sets them beside the numbers of its claims.
 
 A claim is about all points of the config's sweep that it names; those that differ only in ``workload.skew`` or
-``workload.peak_load`` stand side by side. Where a claim has a number, the skew that would give it is looked for on a
+``workload.peak_load`` stand side by side, and those that differ in ``workload.seed`` are draws of one: their mean
+counts. Where a claim has a number, the skew that would give it is looked for on a
 modelled device (``needed_skew``). None is looked for on real ranks, nor with ``scope: model``, where every layer of a
 pass has its own.
 
@@ -27,12 +28,13 @@ from moe_ep_bench.files import stable_hash, write_json
 from moe_ep_bench.machine.provenance import code_hash
 from moe_ep_bench.papers.claims import Claim, claims_path
 from moe_ep_bench.papers.needed_skew import SkewSolver, solved_tokens
+from moe_ep_bench.papers.published import Primary
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 from moe_ep_bench.runtime.launcher import Nodes, launch
 
 # Keys in which comparisons that stand side by side may differ.
-_TRAFFIC = ("workload.skew", "workload.peak_load")
+_TRAFFIC = ("workload.skew", "workload.peak_load", "workload.seed")
 _SOLVABLE = ("speedup", "dropped_fraction")
 
 
@@ -42,6 +44,7 @@ class _Row:
 
     Attributes:
         others: where in the sweep they stand, apart from the traffic.
+        primary: which traffic was chosen beforehand.
     """
 
     claim: Claim
@@ -49,6 +52,7 @@ class _Row:
     versus: Policy | None
     comparisons: list[Comparison]
     others: dict[str, Any]
+    primary: Primary | None
 
     @property
     def target(self) -> float | None:
@@ -131,7 +135,14 @@ def _rows(comparisons: Sequence[Comparison]) -> list[_Row]:
             print(f"moe-ep-bench: left out: {claim.source}: no comparison has {wanted}", file=sys.stderr)
         unmet.append(wanted)
         pairs = experiment.claimed_policies(number)
-        rows += [_Row(claim, *pair, alike, others) for others, alike in groups.values() for pair in pairs]
+        try:
+            rows += [
+                _Row(claim.resolved(policy), policy, versus, alike, others, claim.primary())
+                for others, alike in groups.values()
+                for policy, versus in pairs
+            ]
+        except ValueError as problem:
+            raise ValueError(f"claims.{number}.{problem}") from None
     if not rows:
         wanted = "; ".join(dict.fromkeys(unmet))
         raise ValueError(f"claims: expected a comparison that one of them is about ({wanted}); there is none")
@@ -139,16 +150,20 @@ def _rows(comparisons: Sequence[Comparison]) -> list[_Row]:
 
 
 def _is_at(experiment: Experiment, claim: Claim, number: int) -> bool:
-    values = experiment.model_dump(mode="json")
-    for key, wanted in claim.where.items():
-        found: Any = values
-        for part in key.split("."):
-            if not isinstance(found, dict) or part not in found:
-                raise ValueError(f"claims.{number}.where: expected dotted keys of the config, got {key}")
-            found = found[part]
-        if found != wanted:
-            return False
-    return True
+    try:
+        return all(_value(experiment, key) == wanted for key, wanted in claim.where.items())
+    except KeyError as key:
+        raise ValueError(f"claims.{number}.where: expected dotted keys of the config, got {key.args[0]}") from None
+
+
+def _value(experiment: Experiment, dotted: str) -> Any:
+    """A config's value; KeyError where there is no such key."""
+    found: Any = experiment.model_dump(mode="json")
+    for part in dotted.split("."):
+        if not isinstance(found, dict) or part not in found:
+            raise KeyError(dotted)
+        found = found[part]
+    return found
 
 
 def _described(row: _Row, solver: SkewSolver | None, earlier: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -159,7 +174,7 @@ def _described(row: _Row, solver: SkewSolver | None, earlier: dict[str, list[dic
     if solver is not None and target is not None and policy is not None:
         key = stable_hash([solver.key, policy.params(), policy.name, claim.metric, target])
         needed = earlier.get(key) or solver.needed(policy, claim.metric, target)
-    entries = []
+    entries, primary = [], row.primary
     for comparison in row.comparisons:
         cases = {case.policy: case.case_id for case in comparison.cases if case.role in (POLICY, BASELINE)}
         config = comparison.experiment.workload
@@ -170,6 +185,8 @@ def _described(row: _Row, solver: SkewSolver | None, earlier: dict[str, list[dic
                 "case_id": cases[policy],
                 "versus_id": row.versus and cases[row.versus],
                 "traffic": skew or comparison.subject.workload_in_short,
+                "primary": primary is not None
+                and all(str(_value(comparison.experiment, key)) == wanted for key, wanted in primary.at.items()),
             }
         )
     return {
@@ -179,6 +196,7 @@ def _described(row: _Row, solver: SkewSolver | None, earlier: dict[str, list[dic
         "label": policy.label if policy else "native",
         "versus": row.versus and row.versus.label,
         "others": row.others,
+        "primary_because": primary and primary.why,
         "entries": entries,
         "needed_key": key,
         "needed": needed,

@@ -12,6 +12,7 @@ S = rows of batch statistics.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar, Literal, Self
 
@@ -41,7 +42,7 @@ class RoutingContext:
         request_id_T: int64, the request a token belongs to.
         modality_T: 0 = text, 1 = image.
         layer_fraction: where in the depth of the model the layer stands, 0 to 1.
-        load_E: expert load carried over from earlier batches.
+        load_E: expert load carried over from earlier batches, for policies with ``carry_loads``.
         generator: the only source of randomness.
     """
 
@@ -84,6 +85,8 @@ class Policy:
         looks_past_top_k: scores beyond the model's top-k decide, so that a recording which holds
             only the top-k needs a model of the others.
         fewer_experts_by: the field by which a batch activates fewer experts; None = that is not what it is for.
+        torch_only: values by field that only the form in torch, or numba's steps of it, can run.
+        optional: fields that ``params`` holds only where they differ from their defaults.
     """
 
     name: ClassVar[str]
@@ -91,6 +94,8 @@ class Policy:
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     looks_past_top_k: ClassVar[bool] = False
     fewer_experts_by: ClassVar[str | None] = None
+    torch_only: ClassVar[Mapping[str, object]] = {}
+    optional: ClassVar[tuple[str, ...]] = ()
 
     def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         """Route one batch of tokens.
@@ -122,8 +127,9 @@ class Policy:
         return num_experts
 
     def params(self) -> dict[str, object]:
-        """The fields as a JSON-ready dict, without the name."""
-        return asdict(self)
+        """The fields as a JSON-ready dict, without the name. Ids of cases follow from it."""
+        default = {field.name: field.default for field in fields(self)}
+        return {key: value for key, value in asdict(self).items() if key not in self.optional or value != default[key]}
 
     @property
     def label(self) -> str:

@@ -6,7 +6,8 @@ routed one after another, each by the loads that those before it left (``chunk_s
 rule); larger chunks let a chunk's tokens see the same loads, which can be computed in parallel.
 ``load_only`` ignores scores but for ties: the balance that load-aware routing could reach at most.
 
-Loads are this rank's own, so the policies cost no communication. The sequential rule is not for torch: it runs
+Loads begin at zero with every batch and are this rank's own, so the policies cost no communication; section 4 says
+neither, and ``carry_loads`` and ``load_scope`` are its other readings. The sequential rule is not for torch: it runs
 compiled, on the host (``kernels.greedy_load``) or in one program of a GPU (``kernels.laser_triton``).
 
 Shapes: T = local tokens, E = experts, K = top_k.
@@ -16,16 +17,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from moe_ep_bench.policies.contract import Routing, RoutingContext, SteppedPolicy
-from moe_ep_bench.policies.field_checks import real, require_choice, require_count
+from moe_ep_bench.policies.field_checks import real, require_choice, require_count, require_flag
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import list_keys, weighted
 from moe_ep_bench.policies.steps import LeastLoaded
 
 Trim = Literal["top", "random"]
+LoadScope = Literal["rank", "all"]
 
 BANDS = ("early", "middle", "final")
 
@@ -42,9 +44,26 @@ class Bands(tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadAwarePolicy(SteppedPolicy):
-    """What ``laser`` and ``load_only`` share: tokens in order, loads carried from one to the next."""
+    """What ``laser`` and ``load_only`` share: tokens in order, loads carried from one to the next.
+
+    Attributes:
+        carry_loads: start a batch from the loads that all batches before it left, rather than from zero. What runs a
+            workload keeps count of them (``RoutingContext.load_E``).
+        load_scope: whose carried loads: this ``rank``'s own tokens', or those of ``all`` ranks, which an engine would
+            exchange between batches; that exchange is not timed here.
+    """
 
     looks_past_top_k: ClassVar[bool] = True
+    optional: ClassVar[tuple[str, ...]] = ("carry_loads", "load_scope")
+
+    carry_loads: bool = False
+    load_scope: LoadScope = "rank"
+
+    def __post_init__(self) -> None:
+        require_flag("carry_loads", self.carry_loads)
+        require_choice("load_scope", self.load_scope, LoadScope)
+        if self.load_scope == "all" and not self.carry_loads:
+            raise ValueError("load_scope: all is of carried loads; expected carry_loads true, got false")
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         return context.top_k
@@ -96,6 +115,7 @@ class Laser(LoadAwarePolicy):
     chunk_size: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "eps_high", real("eps_high", self.eps_high, maximum=1))
         object.__setattr__(self, "t_fix", real("t_fix", self.t_fix, maximum=1))
         require_count("c", self.c, minimum=1)
@@ -105,7 +125,7 @@ class Laser(LoadAwarePolicy):
             object.__setattr__(self, "bands", self._checked_bands(self.bands))
 
     def _checked_bands(self, bands: Any) -> Bands:
-        allowed = [field.name for field in fields(self) if field.name not in ("bands", "chunk_size")]
+        allowed = ("eps_high", "t_fix", "c", "trim")
         given = bands.as_dict() if isinstance(bands, Bands) else bands
         if not isinstance(given, Mapping) or not given.keys() <= set(BANDS):
             raise ValueError(f"bands: expected a mapping of {', '.join(BANDS)}; got {given!r}")
@@ -171,6 +191,7 @@ class LoadOnly(LoadAwarePolicy):
     chunk_size: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_count("chunk_size", self.chunk_size, minimum=1)
 
     def rule(self, scores_TE: Tensor, context: RoutingContext) -> LeastLoaded:

@@ -65,7 +65,7 @@ class OEA(Pruned):
     Attributes:
         k_max: a token adds while it holds fewer; None = K. Its base always stays.
         max_rank: positions of its list that a token looks at; None = all.
-        rank_fill: an expert-parallel form of the paper's section 7: the rank with the most activated
+        rank_fill: ours, after an idea in section 7, which states no rule: the rank with the most activated
             experts sets the time, so before piggybacking every other rank adds its most wanted ones
             (by score summed over the batch, lower index first among equals) until it has as many.
     """

@@ -4,6 +4,10 @@ The set S starts from what each token wants most and grows by the experts with t
 summed over the batch (greedy maximisation of the mass that S holds), until a budget is spent. So
 fewer experts are read than the tokens' own choices would activate, at the least loss of mass.
 
+Section 2.2 defines a token's scores as zero outside its top-k, and within it as shares of the top-k's sum.
+``scores: topk`` takes it at its word: only the top-k counts in sums, and a token selects no other expert. ``full``
+(ours, the default) sums the router's scores of all experts, and lets a token fall back on others of S.
+
 Statistics: per expert, how many tokens (or requests) put it into the set that S starts from, and
 its score summed over the valid tokens. Both are sums, so ranks may add theirs up.
 
@@ -12,16 +16,18 @@ Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R, Q = r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
 from moe_ep_bench.policies.field_checks import real, require_choice, require_count
 from moe_ep_bench.policies.lazy import Tensor, torch
-from moe_ep_bench.policies.selection import list_keys, summed_scores, weighted, without_padding
+from moe_ep_bench.policies.selection import list_keys, summed_scores, top_k_map, weighted, without_padding
 from moe_ep_bench.policies.steps import best_first, place_in_row, share_of
 
 Scope = Literal["batch", "request", "rank"]
+Scores = Literal["full", "topk"]
 
 # Which fields each scope reads besides k0.
 _READS: dict[str, tuple[str, ...]] = {
@@ -51,6 +57,7 @@ class XShare(SteppedPolicy):
         mass_threshold: 0 to 1.
         request_budget: experts per request, in addition to its S0.
         rank_budget: experts per rank, S0 included.
+        scores: ``full``, or ``topk``: zero outside a token's own top-k, and over the sum of it inside.
     """
 
     name: ClassVar[str] = "xshare"
@@ -58,6 +65,8 @@ class XShare(SteppedPolicy):
     acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
     fewer_experts_by: ClassVar[str] = "budget"
     looks_past_top_k: ClassVar[bool] = True
+    torch_only: ClassVar[Mapping[str, object]] = {"scores": "topk"}
+    optional: ClassVar[tuple[str, ...]] = ("scores",)
 
     k0: int
     budget: int | None = None
@@ -65,10 +74,12 @@ class XShare(SteppedPolicy):
     scope: Scope = "batch"
     request_budget: int | None = None
     rank_budget: int | None = None
+    scores: Scores = "full"
 
     def __post_init__(self) -> None:
         require_count("k0", self.k0, minimum=0)
         require_choice("scope", self.scope, Scope)
+        require_choice("scores", self.scores, Scores)
         for name in ("budget", "request_budget", "rank_budget"):
             if getattr(self, name) is not None:
                 require_count(name, getattr(self, name), minimum=0)
@@ -95,6 +106,9 @@ class XShare(SteppedPolicy):
     def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         wanted_TE = self.steps.best_per_row(list_keys(scores_TE, context, self.steps), self.k0)
         wanted_TE = without_padding(wanted_TE, context)
+        if self.scores == "topk":
+            top_k_TE = top_k_map(scores_TE, context, self.steps)
+            wanted_TE, scores_TE = wanted_TE & top_k_TE, top_k_shares(scores_TE, top_k_TE)
         if self.scope == "request":
             wanted_E = self._requests_sets(scores_TE, wanted_TE, context).sum(dim=0).double()
         else:
@@ -118,8 +132,11 @@ class XShare(SteppedPolicy):
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         stats_SE = self.stats(scores_TE, context) if stats_SE is None else stats_SE
         shared_E = self._shared(stats_SE[0] > 0, stats_SE[1], context.num_ranks)
-        map_TE = self.steps.best_per_row(list_keys(scores_TE, context, self.steps), context.top_k, shared_E)
-        map_TE = without_padding(map_TE, context)
+        if self.scores == "topk":
+            map_TE = top_k_map(scores_TE, context, self.steps) & shared_E
+        else:
+            map_TE = self.steps.best_per_row(list_keys(scores_TE, context, self.steps), context.top_k, shared_E)
+            map_TE = without_padding(map_TE, context)
         return weighted(scores_TE, map_TE, map_TE, context, self.steps)
 
     def _shared(self, start_E: Tensor, sums_E: Tensor, num_ranks: int) -> Tensor:
@@ -129,6 +146,15 @@ class XShare(SteppedPolicy):
         if self.rank_budget is not None:
             return start_E | in_rounds(start_E, sums_E, self.rank_budget, num_ranks)
         return start_E | self.steps.best_per_row(sums_E.masked_fill(start_E, -1.0).unsqueeze(0), self.budget or 0)[0]
+
+
+def top_k_shares(scores_TE: Tensor, top_k_TE: Tensor) -> Tensor:
+    """Scores over the sum of the token's top-k, 0 outside it: float32 [T, E].
+
+    Rounded to 2**-24, so that sums over tokens are exact whatever their order.
+    """
+    inside_TE = scores_TE.double() * top_k_TE
+    return (share_of(inside_TE, inside_TE.sum(dim=1, keepdim=True)) * 2**24).round().float() / 2**24
 
 
 def most_mass(start_E: Tensor, sums_E: Tensor, threshold: float) -> Tensor:

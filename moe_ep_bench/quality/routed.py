@@ -34,6 +34,7 @@ from moe_ep_bench.kernels import compiled
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.contract import check_inputs
+from moe_ep_bench.policies.laser import LoadAwarePolicy
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.quality.families import MoELayer, find_moe_layers
 from moe_ep_bench.quality.passes import PHASES, Arrangement, ForwardPass, Phase
@@ -150,6 +151,7 @@ class _Patch:
     forward_pass: ForwardPass = field(init=False)
     chosen: dict[str, Routing | None] = field(default_factory=dict)
     computed: set[str] = field(default_factory=set)
+    loads: dict[str, Tensor] = field(default_factory=dict)
 
     def begin(self, body: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.number += 1
@@ -212,12 +214,26 @@ class _Patch:
                 )
                 for rank, token_N in batch
             ]
+            load_RE = self._carried(policy, layer)
+            if load_RE is not None:
+                # What a rank, or all together, were given before this batch.
+                told = [load_RE.sum(dim=0) if policy.load_scope == "all" else load_RE[one.rank] for one in contexts]
+                contexts = [replace(one, load_E=load_E.clone()) for one, load_E in zip(contexts, told, strict=True)]
             policy.check(scores[0], contexts[0])
             routings = compiled(policy, scores_TE.device).select_all(scores, contexts)
             for (_, token_N), of_rank in zip(batch, routings, strict=True):
                 routing.map_TE[token_N] = of_rank.map_TE
                 routing.weights_TE[token_N] = of_rank.weights_TE
+            if load_RE is not None:
+                for (rank, _), of_rank in zip(batch, routings, strict=True):
+                    load_RE[rank] += of_rank.map_TE.sum(dim=0).to(load_RE)
         return routing
+
+    def _carried(self, policy: Policy, layer: MoELayer) -> Tensor | None:
+        """Pairs of each rank and expert since the block began, float64 [R, E]; None where the policy asks for none."""
+        if not isinstance(policy, LoadAwarePolicy) or not policy.carry_loads:
+            return None
+        return self.loads.setdefault(layer.name, torch.zeros(self.num_ranks, layer.num_experts, dtype=torch.float64))
 
     def compute(
         self,

@@ -136,6 +136,21 @@ class Item(Strict):
                     yield where, cell
 
 
+class Primary(Strict):
+    """The traffic that ours is compared under first, chosen before it was known what comes of it.
+
+    Attributes:
+        items: of the paper; none = all.
+        model: None = any.
+        at: values by dotted key of a config.
+    """
+
+    items: tuple[str, ...] = ()
+    model: str | None = None
+    at: dict[str, str] = Field(min_length=1)
+    why: str = Field(min_length=1)
+
+
 class Paper(Strict):
     """A paper's numbers.
 
@@ -144,6 +159,7 @@ class Paper(Strict):
         version: which text they were read in.
         hardware: of items that name none.
         note: what the items do not hold, and why.
+        primary: the first that fits an item and a model counts.
     """
 
     paper: str = Field(pattern=r"^\d{4}\.\d{5}$")
@@ -151,6 +167,7 @@ class Paper(Strict):
     version: str = Field(min_length=1)
     hardware: str | None = None
     note: str | None = None
+    primary: tuple[Primary, ...] = ()
     items: tuple[Item, ...] = Field(min_length=1)
 
     def numbers(self) -> Iterator[Number]:

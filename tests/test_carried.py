@@ -1,0 +1,97 @@
+"""Claims about ``carry_loads``: a batch starts from what all batches before it left, on every backend alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hf_models import tiny
+from oracles import expected_routing
+
+from moe_ep_bench.bench.plan import ROUTING, Comparison, plan
+from moe_ep_bench.bench.route import _shares
+from moe_ep_bench.cli import main
+from moe_ep_bench.policies import RoutingContext, make_policy
+from moe_ep_bench.quality.routed import RouterCall, routed
+
+LASER = {"name": "laser", "eps_high": 1, "t_fix": 0, "c": 12}
+CONFIG = """
+name: carried
+model: {preset: olmoe-1b-7b, scale: 0.015625}
+workload: {kind: synthetic, peak_load: 3, tokens_per_rank: 24, num_batches: 3, sequence_length: 8}
+layer: {ep_size: 2, dtype: float32}
+policies:
+  - {name: laser, eps_high: 1, t_fix: 0, c: 12}
+  - {name: laser, eps_high: 1, t_fix: 0, c: 12, carry_loads: true, load_scope: [rank, all]}
+emulate: {links: h100-nvlink4, device: h20}
+measure: {iterations: 2, breakdown_iterations: 1, max_warmup: 2, warmup: 0}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "carried.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def loads(directory: Path) -> pd.Series:
+    """Load of each expert by policy, batch and rank."""
+    rows = pd.concat(map(pd.read_parquet, (directory / "routing").glob("*.parquet")))
+    rows = rows[rows["policy"] == "laser"]
+    return rows.set_index(["policy_params", "batch", "rank"])["load_E"].map(np.asarray).sort_index()
+
+
+def expected(comparison: Comparison, scope: str | None) -> list[list[int]]:
+    """Loads by batch and rank, each token after the other; ``scope``: whose loads outlive a batch."""
+    kept_RE, found = torch.zeros(2, 64), []
+    for batch in range(3):
+        before_RE = {None: torch.zeros(2, 64), "rank": kept_RE, "all": kept_RE.sum(0).expand(2, 64)}[scope].clone()
+        for rank, share in enumerate(_shares(comparison, comparison.workload.batch(batch))):
+            context = RoutingContext(top_k=8, num_ranks=2, rank=rank, load_E=before_RE[rank])
+            load_E = expected_routing(LASER, share.scores_TE, context).map_TE.sum(0)
+            kept_RE[rank] += load_E
+            found.append(load_E.tolist())
+    return found
+
+
+def test_routes_from_the_loads_that_earlier_batches_left(config: Path, tmp_path: Path) -> None:
+    assert main(["route", str(config), "--out", str(tmp_path / "routed")]) == 0
+    found, (comparison,) = loads(tmp_path / "routed"), plan(config, [], ROUTING)
+    of_params = {params: list(map(list, rows)) for params, rows in found.groupby(level=0)}
+    assert len(of_params) == 3
+    for params, rows in of_params.items():
+        scope = next((one for one in ("rank", "all") if f'"{one}"' in params and "carry_loads" in params), None)
+        scope = "rank" if scope is None and "carry_loads" in params else scope
+        assert rows == expected(comparison, scope), params
+    assert len({repr(rows) for rows in of_params.values()}) == 3
+    assert main(["emulate", str(config), "--out", str(tmp_path / "modelled")]) == 0
+    pd.testing.assert_series_equal(loads(tmp_path / "modelled"), found)
+
+
+def test_loads_of_all_ranks_are_carried_ones() -> None:
+    with pytest.raises(ValueError, match="load_scope: all is of carried loads; expected carry_loads true, got false"):
+        make_policy({**LASER, "load_scope": "all"})
+
+
+@pytest.mark.parametrize("scope", [None, "rank", "all"])
+def test_steps_of_a_model_carry_loads(scope: str | None) -> None:
+    """Two sequences on two ranks, step by step: every step starts from what the steps before it left."""
+    model, calls = tiny("olmoe"), []
+    carries = {} if scope is None else {"carry_loads": True, "load_scope": scope}
+    policy = make_policy({**LASER, "c": 8, **carries})
+    with torch.inference_mode(), routed(model, policy, num_ranks=2, arrangement="decode", observe=calls.append):
+        model(torch.arange(12).view(2, 6))
+    for call in calls:
+        assert isinstance(call, RouterCall)
+        kept_RE = torch.zeros(2, 8)
+        for step in range(6):
+            starts = {None: torch.zeros(2, 8), "rank": kept_RE, "all": kept_RE.sum(0).expand(2, 8)}[scope].clone()
+            for rank, token in enumerate((step, 6 + step)):
+                context = RoutingContext(top_k=call.context.top_k, load_E=starts[rank])
+                map_TE = expected_routing({**LASER, "c": 8}, call.scores_TE[token : token + 1], context).map_TE
+                assert torch.equal(call.routing.map_TE[token], map_TE[0])
+                kept_RE[rank] += map_TE[0]

@@ -82,7 +82,7 @@ def test_every_figure_fits_every_size(measured, name, size):
         figure = sheet_of(name, measured)
         settle_layout(figure)
         assert figure.get_figwidth() <= SIZES[size][0]
-        assert figure.dpi == SIZES[size][2]
+        assert figure.dpi == SIZES[size][3]
         panels = [axes.get_position() for axes in figure.axes]
         assert all(panel.width > 0.2 for panel in panels) or size != "column"
         assert_texts_fit(figure)

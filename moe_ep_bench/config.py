@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, Field, PrivateAttr, field_validator, model_validator
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import PLACEMENTS, Placement, make_placement
@@ -77,7 +78,7 @@ class ModelConfig(Strict):
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
         if (self.preset is None) == (self.hf_config is None):
-            raise ValueError("give either preset or hf_config")
+            raise UserError("give either preset or hf_config")
         self.spec()  # Raises where there is no such model, and lists what there is.
         return self
 
@@ -89,7 +90,7 @@ class ModelConfig(Strict):
             try:
                 whole = ModelSpec.named(self.preset)
             except ValueError as problem:
-                raise ValueError(f"preset: {problem}") from None
+                raise UserError(f"preset: {problem}") from None
         return whole.sharded(self.tensor_parallel).scaled(self.scale)
 
 
@@ -112,7 +113,7 @@ class _Workload(Strict):
     @model_validator(mode="after")
     def _check(self) -> _Workload:
         if (self.tokens_per_rank is None) == (self.num_tokens is None):
-            raise ValueError("give either tokens_per_rank or num_tokens")
+            raise UserError("give either tokens_per_rank or num_tokens")
         return self
 
     def total_tokens(self, world_size: int) -> int:
@@ -157,13 +158,13 @@ class SyntheticConfig(_Workload):
         if self.skew is None:
             return own
         if preset is None:
-            raise ValueError(
+            raise UserError(
                 f"skew: expected none for a model by hf_config; give peak_load and the like, got {self.skew}"
             )
         try:
             calibrated = load_skew(preset, self.skew).targets()
         except ValueError as error:
-            raise ValueError(f"skew: {error}") from None
+            raise UserError(f"skew: {error}") from None
         # A rank's load cannot be met together with another placement or a skew that moves.
         if self.placement != "scattered" or self.drift or self.burst_every or self.family == "uniform":
             calibrated.pop("rank_load", None)
@@ -261,9 +262,9 @@ class MeasureConfig(Strict):
     @model_validator(mode="after")
     def _check(self) -> MeasureConfig:
         if self.breakdown_iterations > self.iterations:
-            raise ValueError(f"breakdown_iterations: expected at most iterations={self.iterations}")
+            raise UserError(f"breakdown_iterations: expected at most iterations={self.iterations}")
         if self.max_warmup < self.warmup:
-            raise ValueError(f"max_warmup: expected at least warmup={self.warmup}, got {self.max_warmup}")
+            raise UserError(f"max_warmup: expected at least warmup={self.warmup}, got {self.max_warmup}")
         return self
 
     @property
@@ -294,7 +295,7 @@ class RouteConfig(Strict):
         try:
             return make_placement(self.placement, num_experts, num_ranks)
         except ValueError as error:
-            raise ValueError(f"route.placement: {error}") from None
+            raise UserError(f"route.placement: {error}") from None
 
 
 class ReplicationConfig(Strict):
@@ -356,13 +357,13 @@ class Experiment(SweepPoint):
     def _check(self) -> Experiment:
         unused = self.whole.model_dump(exclude_defaults=True)
         if self.scope == "layer" and unused:
-            raise ValueError(f"whole.{next(iter(unused))}: expected with scope: model alone; one layer is timed")
+            raise UserError(f"whole.{next(iter(unused))}: expected with scope: model alone; one layer is timed")
         for number, claim in enumerate(self.claims):
             self.claimed_policies(number)
             try:
                 claim.check_scope(self.scope, decodes=self.whole.context_length > 0)
             except ValueError as problem:
-                raise ValueError(f"claims.{number}.{problem}") from None
+                raise UserError(f"claims.{number}.{problem}") from None
         return self
 
     def make_policies(self) -> list[Policy]:
@@ -384,11 +385,11 @@ class Experiment(SweepPoint):
             for policy in found[key]:
                 if policy not in known:
                     labels = ", ".join(one.label for one in known)
-                    raise ValueError(
+                    raise UserError(
                         f"claims.{number}.{key}: expected one of the config's policies ({labels}); got {policy.label}"
                     )
         if len(found["versus"]) > 1:
-            raise ValueError(f"claims.{number}.versus: expected one policy, got {len(found['versus'])}")
+            raise UserError(f"claims.{number}.versus: expected one policy, got {len(found['versus'])}")
         versus = found["versus"][0] if found["versus"] else None
         return [(policy, versus) for policy in found["policy"]]
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Routing, RoutingContext
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import num_valid_tokens, top_k_map, without_padding
@@ -253,7 +254,7 @@ def imbalance_factor(load_LBE: ArrayLike, weight_L: Sequence[float] | None = Non
     imbalance_LB = imbalance(load_LBE)
     weight = np.ones(len(imbalance_LB)) if weight_L is None else np.asarray(weight_L, dtype=np.float64)
     if weight.shape != (len(imbalance_LB),) or not weight.sum() > 0:
-        raise ValueError(
+        raise UserError(
             f"layer_weights: expected {len(imbalance_LB)} numbers (layers), some above 0, got {weight.tolist()}"
         )
     return np.average(imbalance_LB, axis=0, weights=weight)

@@ -49,6 +49,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.models import ModelSpec
 
 PLACEMENTS = ("contiguous", "strided")
@@ -90,7 +91,7 @@ def make_placement(spec: str | Path | Sequence[Sequence[float]], num_experts: in
     """
     if isinstance(spec, str) and spec in PLACEMENTS:
         if num_ranks < 1 or num_experts % num_ranks:
-            raise ValueError(f"{spec}: expected ranks that divide the {num_experts} experts, got {num_ranks}")
+            raise UserError(f"{spec}: expected ranks that divide the {num_experts} experts, got {num_ranks}")
         expert_E = np.arange(num_experts)
         rank_E = expert_E // (num_experts // num_ranks) if spec == "contiguous" else expert_E % num_ranks
         return Placement(spec, (rank_E == np.arange(num_ranks)[:, None]).astype(np.float64))
@@ -103,11 +104,11 @@ def _read(path: Path) -> object:
     try:
         return json.loads(path.read_text())
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"expected {', '.join(PLACEMENTS)} or a JSON file with a matrix; {path}: {error.strerror}"
         ) from None
     except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from None
+        raise UserError(f"{path}: not valid JSON: {error}") from None
 
 
 def _from_matrix(matrix: object, num_experts: int, num_ranks: int, where: str) -> Placement:
@@ -115,14 +116,14 @@ def _from_matrix(matrix: object, num_experts: int, num_ranks: int, where: str) -
     try:
         share_RE = np.array(matrix, dtype=np.float64)
     except (TypeError, ValueError):
-        raise ValueError(f"{expected} of numbers, got rows of different lengths or other things") from None
+        raise UserError(f"{expected} of numbers, got rows of different lengths or other things") from None
     if share_RE.shape != (num_ranks, num_experts):
-        raise ValueError(f"{expected}, got shape {list(share_RE.shape)}")
+        raise UserError(f"{expected}, got shape {list(share_RE.shape)}")
     if not (np.isfinite(share_RE) & (share_RE >= 0)).all():
-        raise ValueError(f"{expected} of finite, non-negative numbers, got some that are not")
+        raise UserError(f"{expected} of finite, non-negative numbers, got some that are not")
     homeless_E = np.flatnonzero(share_RE.sum(axis=0) == 0)
     if homeless_E.size:
-        raise ValueError(f"{expected} in which every expert has a rank, got none for expert {homeless_E[0]}")
+        raise UserError(f"{expected} in which every expert has a rank, got none for expert {homeless_E[0]}")
     return Placement("matrix", share_RE / share_RE.sum(axis=0))
 
 
@@ -267,7 +268,7 @@ def _pack(load_XI: NDArray[np.float64], num_packs: int) -> NDArray[np.int64]:
 def _check(num_experts: int, num_slots: int, num_ranks: int, num_nodes: int, num_groups: int, policy: str) -> str:
     """Check the numbers against each other; return the policy, with ``auto`` decided."""
     if num_slots < num_experts or num_slots % num_ranks:
-        raise ValueError(
+        raise UserError(
             f"num_slots: expected a multiple of num_ranks={num_ranks}, at least the {num_experts} experts,"
             f" got {num_slots}"
         )
@@ -276,9 +277,9 @@ def _check(num_experts: int, num_slots: int, num_ranks: int, num_nodes: int, num
     if policy == "global":
         return policy
     if num_groups % num_nodes:
-        raise ValueError(f"num_groups: expected a multiple of num_nodes={num_nodes} for {policy}, got {num_groups}")
+        raise UserError(f"num_groups: expected a multiple of num_nodes={num_nodes} for {policy}, got {num_groups}")
     if num_experts % num_groups:
-        raise ValueError(f"num_groups: expected a divisor of the {num_experts} experts, got {num_groups}")
+        raise UserError(f"num_groups: expected a divisor of the {num_experts} experts, got {num_groups}")
     if num_ranks % num_nodes:
-        raise ValueError(f"num_nodes: expected a divisor of num_ranks={num_ranks}, got {num_nodes}")
+        raise UserError(f"num_nodes: expected a divisor of num_ranks={num_ranks}, got {num_nodes}")
     return policy

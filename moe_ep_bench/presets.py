@@ -22,12 +22,13 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import Policy, make_policy
 
 CONFIGS_DIR = Path(__file__).resolve().parents[1] / "configs"
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A user's mistake in a file or an override; its text is the one line to show."""
 
 
@@ -60,7 +61,7 @@ class Preset(Strict):
         """
         names = cls.names()
         if name not in names:
-            raise ValueError(f"expected {otherwise}one of {', '.join(names)}; got {name!r}{_hint(name, names)}")
+            raise UserError(f"expected {otherwise}one of {', '.join(names)}; got {name!r}{_hint(name, names)}")
         return cls._read(cls.folder() / f"{name}.yaml")
 
     @classmethod
@@ -104,7 +105,7 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, _UniqueKeyLoader)
     except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for an impossible date.
-        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def read_yaml(path: Path, unreadable: str = "cannot be read") -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.load import Case
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
+from moe_ep_bench.errors import UserError
 
 ITERATION = ["launch", "batch", "iteration"]
 _WORDS = ("median", "slowest", "fastest")
@@ -40,7 +41,7 @@ class IterationChoice:
             return IterationChoice(text)
         parts = text.split("/")
         if len(parts) not in (2, 3) or not all(part.isascii() and part.isdigit() for part in parts):
-            raise ValueError(f"--iteration: expected {', '.join(words)} or [LAUNCH/]BATCH/ITERATION; got {text!r}")
+            raise UserError(f"--iteration: expected {', '.join(words)} or [LAUNCH/]BATCH/ITERATION; got {text!r}")
         launch, batch, iteration = map(int, ["0", *parts][-3:])
         return IterationChoice(text, (launch, batch, iteration))
 
@@ -62,7 +63,7 @@ class IterationChoice:
         if self.key not in layer_us.index:
             numbers = layer_us.index.to_frame()[ITERATION]
             ranges = ", ".join(f"{name} {values.min()}..{values.max()}" for name, values in numbers.items())
-            raise ValueError(f"--iteration: expected a breakdown iteration of {label} ({ranges}); got {self.text}")
+            raise UserError(f"--iteration: expected a breakdown iteration of {label} ({ranges}); got {self.text}")
         return [self.key]
 
 
@@ -110,7 +111,7 @@ def choose(comparisons: list[ComparisonResult], choice: Choice, has_rows: Callab
         named = [pair for pair in pairs if choice.case in (pair[2].case.label, pair[2].case.case_id)]
         if not named:
             labels = ", ".join(dict.fromkeys(pair[2].case.label for pair in pairs)) or "none"
-            raise ValueError(f"--case: expected a measured case's label or id, one of {labels}; got {choice.case!r}")
+            raise UserError(f"--case: expected a measured case's label or id, one of {labels}; got {choice.case!r}")
         return Chosen(*named[0], "as chosen")
     policies = [pair for pair in pairs if pair[2].case.role == "policy"]
     faster = [pair for pair in policies if pair[2].speedup is not None and pair[2].verdict == "faster"]

@@ -29,6 +29,7 @@ from moe_ep_bench.analysis.sweep import key_words
 from moe_ep_bench.analysis.timing import layer_time_us
 from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, moe_time_us, slowest_us
 from moe_ep_bench.analysis.words import mode_words
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.papers.claims import (
     NATIVE_METRICS,
     OWN_METRICS,
@@ -297,7 +298,7 @@ def needed_moe_speedup(claim: Claim, share: float) -> float:
         ValueError: the claim is not about a whole pass, or has no number.
     """
     if claim.metric not in PASS_METRICS or claim.number is None:
-        raise ValueError(f"claims: expected a number of a whole pass, got {claim.metric} {claim.paper}")
+        raise UserError(f"claims: expected a number of a whole pass, got {claim.metric} {claim.paper}")
     pass_share = claim.number if claim.metric == "step_time" else 1 / claim.number
     left = pass_share - (1 - share)
     return share / left if left > 0 else math.inf

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.load import Part, Run
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.results import RunDirectory
 
 # Of run.json's ``environment``: what decides times.
@@ -42,7 +43,7 @@ def check_intended(keys: Iterable[str]) -> None:
     """Raise ValueError for a key that is no condition."""
     for key in keys:
         if key not in CHANGEABLE:
-            raise ValueError(f"--changed: expected some of {', '.join(CHANGEABLE)}; got {key!r}")
+            raise UserError(f"--changed: expected some of {', '.join(CHANGEABLE)}; got {key!r}")
 
 
 def differences(base: Run, new: Run, comparison_id: str, intended: Collection[str] = ()) -> pd.DataFrame:

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.schema import LAYER_PHASES, SCHEMA_VERSION, STATUSES, TOTAL, UNACCOUNTED
 
 ITERATION = ["launch", "batch", "iteration", "kind"]
@@ -25,7 +26,7 @@ _ROUTING_NEEDS = ("rank", "batch", "num_tokens", "load_E", "load_R", "num_topk_p
 _Read = TypeVar("_Read")
 
 
-class ResultsError(ValueError):
+class ResultsError(UserError):
     """A results directory, or a file of one, that cannot be read; the message is one line for the user."""
 
 

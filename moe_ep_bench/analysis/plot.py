@@ -17,6 +17,7 @@ from moe_ep_bench.analysis.gather import gather
 from moe_ep_bench.analysis.load import is_quality, is_route, is_whole
 from moe_ep_bench.analysis.style import FORMATS, SIZES, Drawing
 from moe_ep_bench.analysis.validation import is_validation
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import check_folder
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
@@ -57,7 +58,7 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     choice = Choice(options.case, IterationChoice.parse(options.iteration))
     for directory in options.directories:
         if is_validation(directory):
-            raise ValueError(
+            raise UserError(
                 f"{directory}: holds two runs side by side: name {directory / 'real'} or {directory / 'emulated'}"
             )
     gathered = gather(options.directories)
@@ -99,5 +100,5 @@ def _names(option: str, text: str, known: Collection[str]) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
-            raise ValueError(f"{option}: expected some of {', '.join(known)}; got {name!r}")
+            raise UserError(f"{option}: expected some of {', '.join(known)}; got {name!r}")
     return list(dict.fromkeys(names))

@@ -15,6 +15,7 @@ from moe_ep_bench.analysis.render import PROGRAMS, Table, render
 from moe_ep_bench.analysis.tables import run_tables, run_text
 from moe_ep_bench.analysis.trace_export import perfetto_trace
 from moe_ep_bench.bench.validation_directory import ValidationDirectory
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, check_folder
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 
@@ -45,14 +46,14 @@ def show(
         ValueError: what was asked for is not there, or does not go together; one line.
     """
     if to not in FORMATS:
-        raise ValueError(f"--format: expected one of {', '.join(FORMATS)}; got {to!r}")
+        raise UserError(f"--format: expected one of {', '.join(FORMATS)}; got {to!r}")
     for option, given, formats in (
         ("case", cases, ("md", "latex", "csv", "json", "perfetto")),
         ("iteration", iterations, ("perfetto",)),
         ("samples", samples, ("csv", "json")),
     ):
         if given and to not in formats:
-            raise ValueError(f"--{option}: goes with --format {', '.join(formats)}; got --format {to}")
+            raise UserError(f"--{option}: goes with --format {', '.join(formats)}; got --format {to}")
     if to == "html":
         from moe_ep_bench.analysis.report.page import write_report
 
@@ -63,7 +64,7 @@ def show(
         return CASES_FAILED if passed_over else OK
     choices = [IterationChoice.parse(text, several=True) for text in iterations] or [TYPICAL]
     if out is not None and out.is_dir():
-        raise ValueError(f"--out {out}: is a directory; expected a file to write")
+        raise UserError(f"--out {out}: is a directory; expected a file to write")
     if out is not None:
         check_folder(out.parent, "--out: folder")
     if to == "text":

@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from moe_ep_bench.analysis.words import HOW, Origin, tags_of
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.schema import PHASES, UNACCOUNTED
 
@@ -231,7 +232,7 @@ def house_style(size: str = "page") -> Iterator[None]:
         ValueError: there is no such size.
     """
     if size not in SIZES:
-        raise ValueError(f"size: expected one of {', '.join(SIZES)}; got {size!r}")
+        raise UserError(f"size: expected one of {', '.join(SIZES)}; got {size!r}")
     width, height, scale, dots = SIZES[size]
     fonts = {name: max(MIN_POINTS, scale * points) for name, points in FONT_SIZES.items()}
     settings = {**STYLE, **fonts, "figure.figsize": (width, height), "figure.dpi": dots}

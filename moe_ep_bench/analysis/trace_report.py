@@ -16,6 +16,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.render import Column, Table, number, render, text
 from moe_ep_bench.analysis.trace_figures import by_model, draw_trace_figures, representative_ep_size
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.trace_statistics import RecordingStatistics, statistics
 
 WIDTH = 120  # characters in a line of a table
@@ -52,7 +53,7 @@ def trace_info(path: Path, out: Path | None = None) -> str:
         out.mkdir(parents=True, exist_ok=True)
         written = draw_trace_figures(recordings, out)
     except OSError as error:
-        raise ValueError(f"{out}: figures cannot be written there ({error.strerror or error})") from None
+        raise UserError(f"{out}: figures cannot be written there ({error.strerror or error})") from None
     return "\n".join([shown, "", *map(str, written)])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moe_ep_bench.bench.emulate import emulate_plan, plan_virtual
 from moe_ep_bench.bench.question import Question
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
 
 
@@ -22,7 +23,7 @@ def model_question(question: Question, *, force: bool = False) -> int:
         try:
             comparisons = plan_virtual(path, ())
         except ValueError as problem:
-            raise ValueError(str(problem).replace(f"{folder}/", "")) from None
+            raise UserError(str(problem).replace(f"{folder}/", "")) from None
     with atomic_path(question.config) as temporary:
         temporary.write_text(question.text)
     return emulate_plan(comparisons, question.out, force=force, survey=False)

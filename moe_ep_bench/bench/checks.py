@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from moe_ep_bench.config import Experiment, SyntheticConfig
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.models import ModelSpec
 
@@ -20,7 +21,7 @@ _GEMM_ALIGNMENT = 16
 
 def _refuse(is_wrong: object, key: str, expected: str, got: object) -> None:
     if is_wrong:
-        raise ValueError(f"{key}: expected {expected}, got {got}")
+        raise UserError(f"{key}: expected {expected}, got {got}")
 
 
 def check_ranks(experiment: Experiment, world_size: int, ep_size: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from moe_ep_bench.bench import words
 from moe_ep_bench.bench.plan import MODELLED, ROUTING, Comparison
 from moe_ep_bench.config import Experiment
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime.ranks import Ranks
@@ -94,7 +95,7 @@ def describe_timed_run(
             else:
                 comparison.workload.skip_survey()
         except ValueError as problem:
-            raise ValueError(f"{comparison.title}: {problem}") from None
+            raise UserError(f"{comparison.title}: {problem}") from None
     mine = provenance.describe_rank(ranks.device, several_nodes=ranks.local_world_size < ranks.world_size)
     of_ranks = [json.loads(text) for text in ranks.texts(json.dumps(mine))]
     # Of one rank: it asks the driver, which answers all ranks of a node alike and slowly.
@@ -137,7 +138,7 @@ def survey_together(
     told = [json.loads(text) for text in ranks.texts(json.dumps([problem, mine]))]
     for found, _ in told:
         if found:
-            raise ValueError(found)
+            raise UserError(found)
     for rank, (_, others) in enumerate(told):
         for number, findings in others.items():
             if rank != ranks.rank:

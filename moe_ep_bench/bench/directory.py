@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from moe_ep_bench.bench.plan import CaseSpec, Comparison
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime import locks
@@ -45,11 +46,11 @@ def check_agreement(
         kind = {"mode": earlier["mode"], "scope": earlier.get("scope", "layer")}
         then = {**kind, **earlier["environment"], "code": earlier["hashes"]["code"]}
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{directory.run_json}: damaged, or not written by this program") from None
+        raise UserError(f"{directory.run_json}: damaged, or not written by this program") from None
     now = {"mode": mode, "scope": scope, **conditions} | ({} if force else {"code": provenance.code_hash()})
     for key, value in now.items():
         if then.get(key) != value:
-            raise ValueError(
+            raise UserError(
                 f"--out {directory.root}: holds results with {key} {then.get(key)}, here it is {value}; "
                 "choose another directory" + (" or --force" if key == "code" else "")
             )
@@ -130,7 +131,7 @@ def keep_other_policies(directory: RunDirectory, description: dict[str, Any], is
 
 def _check_writable(directory: RunDirectory) -> None:
     if directory.root.exists() and not directory.root.is_dir():
-        raise ValueError(f"--out {directory.root}: expected a directory, new or not; got a file")
+        raise UserError(f"--out {directory.root}: expected a directory, new or not; got a file")
     try:
         directory.root.mkdir(parents=True, exist_ok=True)
         # What an earlier run left may belong to somebody else, or be no folder any more.
@@ -141,7 +142,7 @@ def _check_writable(directory: RunDirectory) -> None:
             finally:
                 probe.unlink(missing_ok=True)
     except OSError as error:
-        raise ValueError(cannot_write(directory.root, error)) from None
+        raise UserError(cannot_write(directory.root, error)) from None
 
 
 def cannot_write(root: Path, error: OSError) -> str:

@@ -32,6 +32,7 @@ from moe_ep_bench.bench.subjects import SUBJECTS, LayerSubject, ep_size_on
 from moe_ep_bench.config import MEASURED, ConfigError, Experiment, ReplicationConfig, SyntheticConfig, load_experiments
 from moe_ep_bench.cost_model.devices import VALUE_BYTES, Device, device_of_gpu, modelled_experts, takes_decode
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import compiled
 from moe_ep_bench.kernels.dispatch import KERNELS
@@ -138,7 +139,7 @@ class Comparison:
         """
         links, device, num_experts = None, None, experiment.model.spec().num_experts
         if backend == ROUTING and experiment.scope != "layer":
-            raise ValueError(f"scope: expected layer for this command, got {experiment.scope}")
+            raise UserError(f"scope: expected layer for this command, got {experiment.scope}")
         if backend != RANKS:
             command = "route lays out" if backend == ROUTING else "emulate and advise lay out"
             checks.check_whole_experts(experiment, command)
@@ -303,7 +304,7 @@ class Comparison:
             except ValueError as problem:
                 asks = self.backend == ROUTING and "modality_T" in str(problem)
                 hint = "; route.image_share assumes images" if asks else ""
-                raise ValueError(f"policies: {policy.name}: {problem}{hint}") from None
+                raise UserError(f"policies: {policy.name}: {problem}{hint}") from None
 
     def kernel_of(self, case: CaseSpec, device_type: str) -> str | None:
         """What routes by a case's policy for scores on a "cpu" or "cuda" device; None where Megatron-Core routes.
@@ -445,7 +446,7 @@ class Plan(Sequence[Comparison]):
             return found[0]
         listed = "; ".join(f"{case.case_id} ({case.label}, {one.title})" for one, case in found or cases)
         expected = "one" if found else "a case: its id, label or policy"
-        raise ValueError(f"--profile {wanted}: expected {expected} of {listed}")
+        raise UserError(f"--profile {wanted}: expected {expected} of {listed}")
 
 
 def plan(
@@ -479,7 +480,7 @@ def plan(
     if point is not None:
         if not 0 <= point < len(experiments):
             last = len(experiments) - 1
-            raise ValueError(f"--point: expected 0 to {last} (the points of {config}'s sweep), got {point}")
+            raise UserError(f"--point: expected 0 to {last} (the points of {config}'s sweep), got {point}")
         experiments = [experiments[point]]
     comparisons = []
     with _named(str(config)):
@@ -542,7 +543,7 @@ def _named(where: str, hint: str = "") -> Iterator[None]:
     try:
         yield
     except ValueError as problem:
-        raise ValueError(f"{where}: {problem}{hint}") from None
+        raise UserError(f"{where}: {problem}{hint}") from None
 
 
 def _parts(experiment: Experiment, backend: str, world_size: int, on_cpu: bool, modelled: Device | None) -> Parts:

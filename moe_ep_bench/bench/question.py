@@ -19,6 +19,7 @@ import yaml
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig, experiments_of, read_config
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.policies import POLICIES
@@ -82,7 +83,7 @@ def parse_share(option: str, text: str) -> float:
     except ValueError:
         share = math.nan
     if not 0 <= share <= 1:
-        raise ValueError(f"{option}: expected a share such as 5% or 0.05, 0 to 1; got {text}")
+        raise UserError(f"{option}: expected a share such as 5% or 0.05, 0 to 1; got {text}")
     return share
 
 
@@ -138,7 +139,7 @@ class Question:
         """
         check_folder(self.out, "--out")
         if (self.out / "run.json").exists() and not (self.config.exists() and self.config.read_text() == self.text):
-            raise ValueError(f"--out {self.out}: holds results of another question; expected another directory")
+            raise UserError(f"--out {self.out}: holds results of another question; expected another directory")
 
 
 def check_reading(options: argparse.Namespace) -> None:
@@ -155,7 +156,7 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None
     for option in names:
         if getattr(options, option) not in (None, False, []):
             name = "set" if option == "overrides" else option.replace("_", "-")
-            raise ValueError(f"--{name}: expected none {why}")
+            raise UserError(f"--{name}: expected none {why}")
 
 
 def ask(options: argparse.Namespace) -> Question:
@@ -185,9 +186,9 @@ def ask(options: argparse.Namespace) -> Question:
 def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """A config's values, its sweep, and what was assumed."""
     if options.model is None:
-        raise ValueError("advise: expected a config, a results directory or --model; got none")
+        raise UserError("advise: expected a config, a results directory or --model; got none")
     if options.overrides:
-        raise ValueError(f"--set {options.overrides[0]}: goes with a config; expected the options of --model")
+        raise UserError(f"--set {options.overrides[0]}: goes with a config; expected the options of --model")
     with _named("--model"):
         model = load_model(options.model)
     ep, tokens, peak_load = options.ep, options.tokens, options.peak_load
@@ -201,7 +202,7 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
         ("peak-load", peak_load, f"1 to {most:g} (experts / top-k)", peak_load is None or 1 <= peak_load <= most),
     ):
         if not is_right:
-            raise ValueError(f"--{option}: expected {expected}; got {'none' if value is None else f'{value:g}'}")
+            raise UserError(f"--{option}: expected {expected}; got {'none' if value is None else f'{value:g}'}")
     is_preset = options.model in ModelSpec.names()
     model_keys = {"preset": options.model} if is_preset else {"hf_config": str(Path(options.model).absolute())}
     workload: dict[str, Any] = {"num_tokens": tokens, "num_batches": _BATCHES, "seed": 1}
@@ -238,7 +239,7 @@ def _recorded(path: Path, model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
     with _named("--trace"):
         trace = open_trace(path)
     if (trace.num_experts, trace.top_k) != (model.num_experts, model.top_k):
-        raise ValueError(
+        raise UserError(
             f"--trace {path}: expected a recording of {model.num_experts} experts, top-{model.top_k}, as {model.name} "
             f"has them; got {trace.num_experts}, top-{trace.top_k} ({trace.metadata['model']})"
         )
@@ -345,4 +346,4 @@ def _named(option: str) -> Iterator[None]:
     try:
         yield
     except ValueError as problem:
-        raise ValueError(f"{option}: {problem}") from None
+        raise UserError(f"{option}: {problem}") from None

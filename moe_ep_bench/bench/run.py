@@ -23,6 +23,7 @@ from moe_ep_bench.bench.description import describe_timed_run
 from moe_ep_bench.bench.directory import cannot_write, check_timing, hold_comparisons, left_of, status_of
 from moe_ep_bench.bench.job import ToldError, is_of_peers, measure_each, new_run_id, open_job
 from moe_ep_bench.bench.plan import RANKS, CaseSpec, Comparison, Plan, plan
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.crash_journal import PEER_LOST
@@ -140,7 +141,7 @@ class _Launch:
             )
             most = max(one.experiment.measure.launches for one in comparisons)
             if not 0 <= self.number < most:
-                raise ValueError(f"--launch: expected 0 to {most - 1} (measure.launches={most}), got {self.number}")
+                raise UserError(f"--launch: expected 0 to {most - 1} (measure.launches={most}), got {self.number}")
         except ValueError as problem:
             error = str(problem)
         self._go_on_without(error)

@@ -22,6 +22,7 @@ from torch import Tensor
 from moe_ep_bench.bench import checks, words
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.models import LatentAttention, ModelSpec
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
@@ -355,7 +356,7 @@ def make_workload(experiment: Experiment, world_size: int, *, or_chance: bool = 
         recordings = [(recording.trace, recording.share) for recording in config.trace]
         return RecordedWorkload(recordings, **shape, **{key: getattr(config, key) for key in keys})
     except ValueError as error:
-        raise ValueError(f"workload: {error}") from None
+        raise UserError(f"workload: {error}") from None
 
 
 def layer_workloads(experiment: Experiment, world_size: int) -> dict[int | None, Workload]:

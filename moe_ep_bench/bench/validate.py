@@ -36,6 +36,7 @@ from moe_ep_bench.bench.validation_directory import ValidationDirectory
 from moe_ep_bench.config import EmulateConfig, RouteConfig
 from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, MIN_BYTES
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.layer.experts import DTYPES, seeded_generator
 from moe_ep_bench.layer.host import device_scope
@@ -135,13 +136,13 @@ def _step(what: str, function: Callable[..., int], *arguments: Any, **options: A
 def _plan(config: Path, overrides: Sequence[str], num_ranks: int) -> Plan:
     """Plan the real run; refuse what real ranks would not do as the emulated ones, planned too, are asked to."""
     if num_ranks < 2:
-        raise ValueError(f"--nproc: expected at least 2 ranks to hold emulated ones against, got {num_ranks}")
+        raise UserError(f"--nproc: expected at least 2 ranks to hold emulated ones against, got {num_ranks}")
     real = plan(config, overrides, RANKS, num_ranks, on_cpu=not torch.cuda.is_available())
     for comparison in real:
         try:
             _check_comparable(comparison, num_ranks)
         except ValueError as problem:
-            raise ValueError(f"{config}: {problem}") from None
+            raise UserError(f"{config}: {problem}") from None
     # Links that are still to be measured cannot be wrong: any will do to find what else is.
     _emulated(real, num_ranks, _given_links(real) or Links.names()[0])
     return real
@@ -177,30 +178,30 @@ def _check_comparable(comparison: Comparison, num_ranks: int) -> None:
     experiment = comparison.experiment
     check_whole_experts(experiment, "emulate lays out")
     if comparison.ep_size != num_ranks:
-        raise ValueError(f"layer.ep_size: expected {num_ranks}, which are all ranks, or null; got {comparison.ep_size}")
+        raise UserError(f"layer.ep_size: expected {num_ranks}, which are all ranks, or null; got {comparison.ep_size}")
     ours, plain = experiment.emulate.model_dump(exclude=_FREE), EmulateConfig().model_dump(exclude=_FREE)
     settings = {f"emulate.{key}": (value, plain[key]) for key, value in ours.items()}
     settings["route.placement"] = (experiment.route.placement, RouteConfig().placement)
     for key, (value, expected) in settings.items():
         if value != expected:
-            raise ValueError(f"{key}: expected {expected!r}, which is what real ranks do; got {value!r}")
+            raise UserError(f"{key}: expected {expected!r}, which is what real ranks do; got {value!r}")
 
 
 def _check_directory(files: ValidationDirectory, num_ranks: int, given_links: str | None, *, force: bool) -> None:
     """Make the directory; raise where it is something else's or of another number of ranks."""
     out = files.root
     if RunDirectory(out).run_json.exists():
-        raise ValueError(f"--out {out}: holds the results of another command; choose another directory")
+        raise UserError(f"--out {out}: holds the results of another command; choose another directory")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out {out}: cannot write there: {error.strerror}") from None
+        raise UserError(f"--out {out}: cannot write there: {error.strerror}") from None
     if not os.access(out, os.W_OK):
-        raise ValueError(f"--out {out}: cannot write there")
+        raise UserError(f"--out {out}: cannot write there")
     if given_links is None and files.links.exists() and not force:
         measured_on = Links.load(str(files.links)).ranks_per_node
         if measured_on != num_ranks:
-            raise ValueError(
+            raise UserError(
                 f"--out {out}: holds links measured on {measured_on} ranks, here are {num_ranks}; "
                 "choose another directory or --force"
             )

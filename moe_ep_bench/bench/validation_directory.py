@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import write_json
 
 
@@ -35,6 +36,6 @@ class ValidationDirectory:
             described = json.loads(self.pairs.read_text())
             return [(real, emulated) for real, emulated in described["pairs"]], described["links"]
         except OSError:
-            raise ValueError(f"{self.pairs}: missing; `moe-ep-bench validate` writes it after both runs") from None
+            raise UserError(f"{self.pairs}: missing; `moe-ep-bench validate` writes it after both runs") from None
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{self.pairs}: damaged, or not written by this program") from None
+            raise UserError(f"{self.pairs}: damaged, or not written by this program") from None

@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from moe_ep_bench.cost_model.links import Basis
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.presets import Preset, Strict
 
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -120,7 +121,7 @@ class Device(Preset):
     def _check(self) -> Device:
         rows = [rows for rows, _ in self.arithmetic_efficiency]
         if rows != sorted(set(rows)):
-            raise ValueError(f"arithmetic_efficiency: expected rising rows, got {rows}")
+            raise UserError(f"arithmetic_efficiency: expected rising rows, got {rows}")
         optional = (
             ("memory_efficiency", "memory_basis"),
             ("overhead_us", "overhead_basis"),
@@ -129,25 +130,25 @@ class Device(Preset):
         for figure, basis in optional:
             if (getattr(self, figure) is None) != (getattr(self, basis) is None):
                 got = getattr(self, basis) or "none"
-                raise ValueError(f"{basis}: expected one with {figure} and none without, got {got}")
+                raise UserError(f"{basis}: expected one with {figure} and none without, got {got}")
         for figure in ("memory_efficiency", "overhead_us"):
             if getattr(self, figure) is None and not self.decode:
-                raise ValueError(f"{figure}: missing; only a file with a decode fit needs none")
+                raise UserError(f"{figure}: missing; only a file with a decode fit needs none")
         if self.overhead_us is not None and self.decode:
-            raise ValueError(
+            raise UserError(
                 f"overhead_us: expected none beside a decode fit, whose base_us says it; got {self.overhead_us:g}"
             )
         for fit in self.decode:
             if fit.reached_tbps > self.memory_tbps:
-                raise ValueError(
+                raise UserError(
                     f"decode: {fit.experts}: per_expert_us: expected at most memory_tbps={self.memory_tbps:g}, got"
                     f" {fit.per_expert_us:g} us for {fit.expert_bytes / 1e6:.3g} MB: {fit.reached_tbps:.3g} TB/s"
                 )
         fitted = [fit.experts for fit in self.decode]
         if len(set(fitted)) < len(fitted):
-            raise ValueError(f"decode: expected one fit for each way of computing experts, got {', '.join(fitted)}")
+            raise UserError(f"decode: expected one fit for each way of computing experts, got {', '.join(fitted)}")
         if self.decode_below_rows is not None and not self.gpu_names:
-            raise ValueError("gpu_names: expected the GPU's names with decode_below_rows, got none")
+            raise UserError("gpu_names: expected the GPU's names with decode_below_rows, got none")
         return self
 
     def fit_of(self, experts: str) -> DecodeFit | None:
@@ -230,7 +231,7 @@ class Device(Preset):
             ValueError: the file states no share.
         """
         if self.attention_efficiency is None:
-            raise ValueError(
+            raise UserError(
                 f"devices/{self.name}: attention_efficiency: missing; whole models cannot be modelled without"
             )
         return max(flops / (self.bf16_tflops * self.attention_efficiency * 1e6), num_bytes / (self.reached_tbps * 1e6))

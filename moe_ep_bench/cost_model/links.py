@@ -24,6 +24,7 @@ from numpy.typing import ArrayLike
 from pydantic import Field, PositiveFloat, model_validator
 from scipy.optimize import nnls
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.presets import Preset, Strict
 
 Basis = Literal["measured", "published", "assumed"]
@@ -53,7 +54,7 @@ class Link(Strict):
     def _check(self) -> Link:
         for before, after in pairwise(self.curve or ()):
             if after[0] <= before[0] or after[1] < before[1]:
-                raise ValueError(
+                raise UserError(
                     f"curve: expected rising bytes and times that do not fall, got {list(after)} after {list(before)}"
                 )
         return self
@@ -111,9 +112,9 @@ class Links(Preset):
     @model_validator(mode="after")
     def _check(self) -> Links:
         if self.intra is None and self.ranks_per_node > 1:
-            raise ValueError(f"intra: expected a link with ranks_per_node={self.ranks_per_node}, got null")
+            raise UserError(f"intra: expected a link with ranks_per_node={self.ranks_per_node}, got null")
         if self.intra is None and self.inter is None:
-            raise ValueError("inter: expected a link where intra is null, got null")
+            raise UserError("inter: expected a link where intra is null, got null")
         return self
 
     def scaled(self, factor: float) -> Links:
@@ -197,7 +198,7 @@ class Links(Preset):
 
     def _check_ranks(self, num_ranks: int) -> None:
         if self.inter is None and num_ranks > self.ranks_per_node:
-            raise ValueError(
+            raise UserError(
                 f"links/{self.name}: expected at most {self.ranks_per_node} ranks (inter is null: one node),"
                 f" got {num_ranks}"
             )
@@ -244,7 +245,7 @@ def fit_link(bytes_N: ArrayLike, times_us_N: ArrayLike) -> Fit:
     columns = np.stack([1 / times_N, sizes_N / scale / times_N], axis=1)
     (latency_us, largest_us), _ = nnls(columns, np.ones(len(times_N)))
     if largest_us <= 1e-9 * latency_us:
-        raise ValueError(
+        raise UserError(
             f"fit: expected times that grow with the bytes, got none up to {scale:,.0f} bytes; measure larger ones"
         )
     predicted_N = latency_us + largest_us * sizes_N / scale

@@ -28,6 +28,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.capacity import CapacityPolicy, ExpandedDrop, TokenDrop
 from moe_ep_bench.policies.contract import SteppedPolicy
@@ -104,7 +105,7 @@ class Compiled:
             ValueError: there is no such kernel, or asked for by name it cannot run; the message says why.
         """
         if self.kernel not in (AUTO, *KERNELS):
-            raise ValueError(f"kernel: expected one of {AUTO}, {', '.join(KERNELS)}; got {self.kernel!r}")
+            raise UserError(f"kernel: expected one of {AUTO}, {', '.join(KERNELS)}; got {self.kernel!r}")
 
         def objection(one: str) -> str:
             return _objection(self.policy, one, self.device_type, num_tokens, num_experts)
@@ -113,7 +114,7 @@ class Compiled:
             return next(one for one in KERNELS if not objection(one))
         if reason := objection(self.kernel):
             possible = ", ".join([AUTO, *(one for one in KERNELS if not objection(one))])
-            raise ValueError(f"{self.kernel} cannot run {self.policy.name}: {reason}; expected {possible}")
+            raise UserError(f"{self.kernel} cannot run {self.policy.name}: {reason}; expected {possible}")
         return self.kernel
 
 

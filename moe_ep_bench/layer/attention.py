@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_ep_bench.errors import UserError
+
 
 class SdpaAttention(torch.nn.Module):
     """Causal attention over whole prompts, or of one new token per request over its cache.
@@ -52,7 +54,7 @@ class SdpaAttention(torch.nn.Module):
             lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
             return self._packed(query, key, value, lengths).flatten(1)
         if query.shape[0] not in (1, key.shape[0]):
-            raise ValueError(f"attention: expected one new token per request, got {query.shape[0]}")
+            raise UserError(f"attention: expected one new token per request, got {query.shape[0]}")
         heads = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         return self._attend(*heads).permute(2, 0, 1, 3).flatten(2)
 

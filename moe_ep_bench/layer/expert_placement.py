@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.placement import Placement, Replication
 
 
@@ -53,14 +54,12 @@ class ExpertPlacement:
         held_RE = placement.share_RE > 0
         counts_R = held_RE.sum(axis=1)
         if len(set(counts_R.tolist())) > 1:
-            raise ValueError(
+            raise UserError(
                 "expected as many experts on every rank, where a layer is run;"
                 f" got {counts_R.min()} to {counts_R.max()}"
             )
         if not np.allclose(placement.share_RE, held_RE / held_RE.sum(axis=0)):
-            raise ValueError(
-                "expected replicas that share their expert evenly, where a layer is run; got uneven shares"
-            )
+            raise UserError("expected replicas that share their expert evenly, where a layer is run; got uneven shares")
         num_ranks, num_experts = held_RE.shape
         return ExpertPlacement(torch.from_numpy(np.nonzero(held_RE)[1].astype(np.int64)), num_experts, num_ranks)
 

@@ -34,6 +34,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.machine.provenance import package_versions
 
 # Megatron-Core takes Transformer Engine's permutation kernels from this version on.
@@ -97,7 +98,7 @@ class Parts:
         version = package_versions()["transformer_engine"]
         lacking = "a GPU" if on_cpu else "" if version else "Transformer Engine, which is not installed"
         if experts == "te" and lacking:
-            raise ValueError(f"layer.experts: te needs {lacking}; expected auto, grouped or sequential")
+            raise UserError(f"layer.experts: te needs {lacking}; expected auto, grouped or sequential")
         takes_decode, why = (False, "") if on_cpu or experts != "auto" else decode
         if cuda_graph and experts == "auto":
             takes_decode, why = True, "a CUDA graph holds no others"
@@ -119,30 +120,30 @@ DEFAULT_PARTS = Parts()
 def _check_slices(experts: str, dispatcher: str, num_slices: int, *, cuda_graph: bool) -> None:
     key = f"layer.expert_tensor_parallel: {num_slices}"
     if experts in ("decode", "te"):
-        raise ValueError(f"{key} needs experts that can be cut: expected auto, grouped or sequential, got {experts}")
+        raise UserError(f"{key} needs experts that can be cut: expected auto, grouped or sequential, got {experts}")
     if dispatcher == "flex":
-        raise ValueError(f"{key} needs layer.dispatcher alltoall or allgather, got flex")
+        raise UserError(f"{key} needs layer.dispatcher alltoall or allgather, got flex")
     if cuda_graph:
-        raise ValueError(f"{key} waits for the host, as layer.cuda_graph: true must not; expected one of the two")
+        raise UserError(f"{key} waits for the host, as layer.cuda_graph: true must not; expected one of the two")
 
 
 def _check_flex(on_cpu: bool) -> None:
     without = "DeepEP (the package deep_ep), which is not installed"
     lacking = "a GPU" if on_cpu else "" if find_spec("deep_ep") else without
     if lacking:
-        raise ValueError(f"layer.dispatcher: flex needs {lacking}; expected alltoall or allgather")
+        raise UserError(f"layer.dispatcher: flex needs {lacking}; expected alltoall or allgather")
 
 
 def _check_graph(experts: str, dispatcher: str, on_cpu: bool) -> None:
     if on_cpu:
-        raise ValueError("layer.cuda_graph: true needs a GPU; expected false on CPU ranks")
+        raise UserError("layer.cuda_graph: true needs a GPU; expected false on CPU ranks")
     if dispatcher != "allgather":
-        raise ValueError(
+        raise UserError(
             "layer.cuda_graph: true needs layer.dispatcher allgather, for the others wait for the host;"
             f" got {dispatcher}"
         )
     if experts not in ("auto", "decode"):
-        raise ValueError(
+        raise UserError(
             "layer.cuda_graph: true needs layer.experts decode (or auto), for with others the dispatcher waits for the"
             f" host; got {experts}"
         )
@@ -151,17 +152,17 @@ def _check_graph(experts: str, dispatcher: str, on_cpu: bool) -> None:
 def _permute(asked: str, parts: Parts, version: str | None, lacking: str) -> str:
     if parts.by_map:
         if asked != "auto":
-            raise ValueError(
+            raise UserError(
                 f"layer.permute: expected auto, for decode experts behind allgather permute nothing; got {asked}"
             )
         return "none"
     fuses = not lacking and _fuses(version)
     if asked == "fused" and not fuses:
         needs = lacking or f"Transformer Engine >= 2.1, found {version}"
-        raise ValueError(f"layer.permute: fused needs {needs}; expected auto, indexed or megatron")
+        raise UserError(f"layer.permute: fused needs {needs}; expected auto, indexed or megatron")
     own = "indexed" if parts.dispatcher == "alltoall" else "megatron"
     if asked == "indexed" and own != "indexed":
-        raise ValueError(f"layer.permute: indexed serves layer.dispatcher alltoall only, got {parts.dispatcher}")
+        raise UserError(f"layer.permute: indexed serves layer.dispatcher alltoall only, got {parts.dispatcher}")
     return ("fused" if fuses else own) if asked == "auto" else asked
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pynvml
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.machine.gpus import FIELDS, THROTTLE_REASONS
 
 if TYPE_CHECKING:
@@ -120,10 +121,10 @@ def parse_proc_stat(text: str, ticks_per_s: int) -> dict[str, float]:
     """
     label, *fields = text.split()[:9] or [""]
     if label != "cpu" or len(fields) < 8:
-        raise ValueError(f"expected 'cpu' and 8 counters, got {text[:40]!r}")
+        raise UserError(f"expected 'cpu' and 8 counters, got {text[:40]!r}")
     user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) / ticks_per_s for field in fields)
     if user + system == 0:
-        raise ValueError("all counters are zero")
+        raise UserError("all counters are zero")
     return {"machine_cpu_s": user + nice + system, "interrupt_s": irq + softirq, "stolen_s": steal}
 
 

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.models.hf_config import read_hf_config
 from moe_ep_bench.presets import Preset, Strict, validated
 
@@ -155,9 +156,9 @@ class ModelSpec(Preset):
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:
         if self.top_k > self.num_experts:
-            raise ValueError(f"top_k: expected at most num_experts={self.num_experts}, got {self.top_k}")
+            raise UserError(f"top_k: expected at most num_experts={self.num_experts}, got {self.top_k}")
         if self.first_dense_layers >= self.num_layers:
-            raise ValueError(
+            raise UserError(
                 f"first_dense_layers: expected fewer than num_layers={self.num_layers}, got {self.first_dense_layers}"
             )
         self._check_groups()
@@ -167,21 +168,21 @@ class ModelSpec(Preset):
         groups, top, scored = self.num_groups, self.top_groups, self.group_score_experts
         if groups is None or top is None or scored is None:
             if (groups, top, scored) != (None, None, None):
-                raise ValueError(
+                raise UserError(
                     "expected all of num_groups, top_groups, group_score_experts or none,"
                     f" got {groups}, {top}, {scored}"
                 )
             return
         size = self.num_experts // groups
         if self.num_experts % groups:
-            raise ValueError(f"num_groups: expected a divisor of num_experts={self.num_experts}, got {groups}")
+            raise UserError(f"num_groups: expected a divisor of num_experts={self.num_experts}, got {groups}")
         if top > groups or top * size < self.top_k:
-            raise ValueError(
+            raise UserError(
                 f"top_groups: expected at most num_groups={groups}, with room for top_k={self.top_k}"
                 f" in groups of {size}, got {top}"
             )
         if scored > size:
-            raise ValueError(f"group_score_experts: expected at most the {size} experts of a group, got {scored}")
+            raise UserError(f"group_score_experts: expected at most the {size} experts of a group, got {scored}")
 
     @property
     def num_moe_layers(self) -> int:
@@ -237,7 +238,7 @@ class ModelSpec(Preset):
         sizes = {key: getattr(self, key) for key in ("ffn_hidden_size", "shared_ffn_hidden_size")}
         for key, size in sizes.items():
             if size % tensor_parallel:
-                raise ValueError(f"tensor_parallel: expected a divisor of {key}={size}, got {tensor_parallel}")
+                raise UserError(f"tensor_parallel: expected a divisor of {key}={size}, got {tensor_parallel}")
         shards = {key: size // tensor_parallel for key, size in sizes.items()}
         name = f"{self.name}, 1 of {tensor_parallel} TP ranks"
         return self.model_copy(update={**shards, "name": name, "tensor_parallel": tensor_parallel})

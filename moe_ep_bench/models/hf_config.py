@@ -26,13 +26,14 @@ from pydantic import (
     model_validator,
 )
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.presets import Strict, validated
 
 
 def _no_flag(value: object) -> object:
     """A Literal takes true for 1."""
     if isinstance(value, bool):
-        raise ValueError(f"expected 1, got {value}")
+        raise UserError(f"expected 1, got {value}")
     return value
 
 
@@ -71,10 +72,10 @@ class _Family(Strict):
     def _check(self) -> _Family:
         if self.top_k > self.num_experts:
             key = type(self).model_fields["top_k"].alias
-            raise ValueError(f"{key}: expected at most the {self.num_experts} experts, got {self.top_k}")
+            raise UserError(f"{key}: expected at most the {self.num_experts} experts, got {self.top_k}")
         if self._has_dense_layers and not self.dense_ffn_hidden_size:
             got = "missing" if self.dense_ffn_hidden_size is None else "0"
-            raise ValueError(f"intermediate_size: {got}; expected a whole number from 1")
+            raise UserError(f"intermediate_size: {got}; expected a whole number from 1")
         return self
 
     @property
@@ -191,7 +192,7 @@ class _Molmo(_Family):
     @model_validator(mode="after")
     def _check_width(self) -> _Molmo:
         if self.ffn_hidden_size is None and self.mlp_ratio is None:
-            raise ValueError("mlp_ratio: missing; expected a whole number from 1")
+            raise UserError("mlp_ratio: missing; expected a whole number from 1")
         return self
 
     def spec(self) -> dict[str, Any]:
@@ -205,7 +206,7 @@ class _Molmo(_Family):
 def _leading_layers(layers: object) -> int:
     """How many dense layers there are, which must be the first ones."""
     if not isinstance(layers, list) or layers != list(range(len(layers))):
-        raise ValueError(f"expected [0, 1, ...], the first layers, got {layers!r}")
+        raise UserError(f"expected [0, 1, ...], the first layers, got {layers!r}")
     return len(layers)
 
 
@@ -256,17 +257,17 @@ def read_hf_config(path: Path, keys: Iterable[str]) -> dict[str, Any]:
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise ValueError(f"{file}: cannot read a model's config.json: {error.strerror}") from None
+        raise UserError(f"{file}: cannot read a model's config.json: {error.strerror}") from None
     try:
         values = json.loads(content)
     except ValueError as error:
-        raise ValueError(f"{file}: not valid JSON: {error}") from None
+        raise UserError(f"{file}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{file}: expected keys with values, got {type(values).__name__}")
+        raise UserError(f"{file}: expected keys with values, got {type(values).__name__}")
     stated = {key: value for key, value in values.items() if value is not None}
     family = stated.get("model_type")
     if not isinstance(family, str) or family not in _FAMILIES:
-        raise ValueError(f"{file}: model_type: expected one of {', '.join(_FAMILIES)}, got {family!r}")
+        raise UserError(f"{file}: model_type: expected one of {', '.join(_FAMILIES)}, got {family!r}")
     if family == "deepseek" and "kv_lora_rank" in stated:
         family = "deepseek_v2"  # which was first published under this model_type
     spec = validated(_FAMILIES[family], stated, file).spec()

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, model_validator
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import Policy, make_policy
 from moe_ep_bench.presets import Strict, read_yaml, validated
 
@@ -68,7 +69,7 @@ class Table(Strict):
         for model, rows in self.models.items():
             for row in rows:
                 if len(row.accuracy) != len(self.columns):
-                    raise ValueError(
+                    raise UserError(
                         f"models.{model}: expected {len(self.columns)} values, one for each column, "
                         f"got {len(row.accuracy)}"
                     )

@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.papers.published import Number, Primary, load, numbers
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.presets import PolicyEntry, Strict
@@ -82,19 +83,19 @@ class Claim(Strict):
         ends = list(value) if isinstance(value, list | tuple) else [value, value]
         numbers = [end for end in ends if end is not None]
         if len(ends) != 2 or not numbers or not all(_is_number(end) for end in numbers) or numbers != sorted(numbers):
-            raise ValueError(f"{_PAPER}; got {value!r}")
+            raise UserError(f"{_PAPER}; got {value!r}")
         return tuple(ends)
 
     @model_validator(mode="after")
     def _check(self) -> Claim:
         if self.metric in NATIVE_METRICS and (self.policy, self.versus) != (None, None):
-            raise ValueError(f"policy, versus: expected none with {self.metric}, which is native's own")
+            raise UserError(f"policy, versus: expected none with {self.metric}, which is native's own")
         if self.metric not in NATIVE_METRICS and self.policy is None:
-            raise ValueError(f"policy: expected one of the config's with {self.metric}, got none")
+            raise UserError(f"policy: expected one of the config's with {self.metric}, got none")
         if self.published is not None and (self.paper is not None or not {"paper", "item"} <= self.published.keys()):
-            raise ValueError("published: expected paper and item, and no number under paper beside it")
+            raise UserError("published: expected paper and item, and no number under paper beside it")
         if self.versus is not None and self.metric in OWN_METRICS:
-            raise ValueError(f"versus: expected none with {self.metric}, which is of one policy alone")
+            raise UserError(f"versus: expected none with {self.metric}, which is of one policy alone")
         return self
 
     def check_scope(self, scope: str, *, decodes: bool) -> None:
@@ -106,21 +107,21 @@ class Claim(Strict):
         """
         if scope == "layer":
             if self.metric in ONLY_MODEL_METRICS:
-                raise ValueError(f"metric: expected a layer's without scope: model, got {self.metric}, a whole model's")
+                raise UserError(f"metric: expected a layer's without scope: model, got {self.metric}, a whole model's")
             return
         if self.metric not in MODEL_METRICS:
-            raise ValueError(
+            raise UserError(
                 f"metric: expected one of {', '.join(MODEL_METRICS)} with scope: model, got {self.metric}, a layer's"
             )
         if self.metric in PASS_METRICS and self.of == "layer":
-            raise ValueError(
+            raise UserError(
                 f"of: expected end_to_end or not_stated with {self.metric}, which is a whole pass's with scope: model;"
                 " got layer (moe_speedup is the layers')"
             )
         if self.metric == "moe_speedup" and self.of == "end_to_end":
-            raise ValueError("of: expected layer or not_stated with moe_speedup, got end_to_end")
+            raise UserError("of: expected layer or not_stated with moe_speedup, got end_to_end")
         if self.metric == "step_time" and not decodes:
-            raise ValueError("metric: expected whole.context_length above 0 with step_time, a decode step's; got 0")
+            raise UserError("metric: expected whole.context_length above 0 with step_time, a decode step's; got 0")
 
     def resolved(self, policy: Policy | None) -> Claim:
         """The claim of one policy, with the number that ``published`` refers to; several are taken as a range.
@@ -141,7 +142,7 @@ class Claim(Strict):
             found = [value / below for value in found]
         if not found:
             words = ", ".join(f"{key} {value}" for key, value in wanted.items())
-            raise ValueError(f"published: expected a number of {paper}; there is none with {words}")
+            raise UserError(f"published: expected a number of {paper}; there is none with {words}")
         low, high = round(min(found), 4), round(max(found), 4)
         bounds = {one.bound for one in numbers(paper, **wanted)}
         ends = (None if "below" in bounds else low, None if "above" in bounds else high)
@@ -197,9 +198,9 @@ def most_peak(dropped: float, capacity_factor: float, num_experts: int) -> float
         ValueError: a share that is not within 0 and 1, or a negative factor.
     """
     if not 0 <= dropped <= 1:
-        raise ValueError(f"dropped: expected 0 to 1, got {dropped}")
+        raise UserError(f"dropped: expected 0 to 1, got {dropped}")
     if not 0 <= capacity_factor < math.inf:
-        raise ValueError(f"capacity_factor: expected at least 0, got {capacity_factor}")
+        raise UserError(f"capacity_factor: expected at least 0, got {capacity_factor}")
     return min(capacity_factor + dropped * num_experts, float(num_experts))
 
 
@@ -210,7 +211,7 @@ def most_gain(dropped: float, capacity_factor: float, num_experts: int) -> float
         ValueError: as ``most_peak``, and where the factor is 0.
     """
     if capacity_factor == 0:
-        raise ValueError("capacity_factor: expected more than 0, got 0")
+        raise UserError("capacity_factor: expected more than 0, got 0")
     return max(1.0, most_peak(dropped, capacity_factor, num_experts) / capacity_factor)
 
 

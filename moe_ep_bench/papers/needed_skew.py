@@ -18,6 +18,7 @@ import torch
 from moe_ep_bench.bench.plan import BASELINE, VIRTUAL, Comparison
 from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.config import MEASURED, SyntheticConfig
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.papers.claims import PLACEMENTS
 from moe_ep_bench.policies import Policy
@@ -134,7 +135,7 @@ def solve(
             tried += _between(reach, value, target, *tried[-2:])
             break
     if not tried:
-        raise ValueError("claims: no skew of this workload can be had")
+        raise UserError("claims: no skew of this workload can be had")
     return min(tried, key=lambda one: (round(abs(value(one) - target), 6), one.fullest_expert))
 
 
@@ -173,7 +174,7 @@ def modelled_once(comparison: Comparison, peak_load: float | None, policies: Col
         ValueError: the comparison has no modelled device.
     """
     if comparison.device is None:
-        raise ValueError(f"emulate.device: expected a modelled one, got {MEASURED}")
+        raise UserError(f"emulate.device: expected a modelled one, got {MEASURED}")
     cases = [case for case in comparison.cases if case.role == BASELINE or case.policy in policies]
     emulation = Emulation(comparison, cases, torch.device("cpu"), lambda case_id: None)
     with torch.inference_mode():

@@ -24,6 +24,7 @@ from moe_ep_bench.bench.emulate import emulate
 from moe_ep_bench.bench.plan import BASELINE, POLICY, RANKS, VIRTUAL, Comparison, plan
 from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig, load_experiments
 from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash, write_json
 from moe_ep_bench.machine.provenance import code_hash
 from moe_ep_bench.papers.claims import Claim, claims_path
@@ -75,7 +76,7 @@ def run_claims(
     """
     on_cpu = not torch.cuda.is_available()
     if not load_experiments(config, overrides, on_cpu=False)[0].claims:
-        raise ValueError(f"{config}: claims: expected at least one, got none; without any, use emulate")
+        raise UserError(f"{config}: claims: expected at least one, got none; without any, use emulate")
     nodes = None if nproc is None else Nodes(nproc)
     comparisons: Sequence[Comparison]
     if nodes is None:
@@ -87,7 +88,7 @@ def run_claims(
         rows = _rows(comparisons)
         solved_on = _device_name(experiment) if nodes is None and experiment.scope == "layer" else None
     except ValueError as problem:
-        raise ValueError(f"{config}: {problem}") from None
+        raise UserError(f"{config}: {problem}") from None
     if nodes is None:
         status = emulate(config, out, overrides, force=force)
     else:
@@ -117,7 +118,7 @@ def _device_name(experiment: Experiment) -> str | None:
     try:
         Device.load(name)
     except ValueError as problem:
-        raise ValueError(f"claims_device: {problem}") from None
+        raise UserError(f"claims_device: {problem}") from None
     return name
 
 
@@ -142,10 +143,10 @@ def _rows(comparisons: Sequence[Comparison]) -> list[_Row]:
                 for policy, versus in pairs
             ]
         except ValueError as problem:
-            raise ValueError(f"claims.{number}.{problem}") from None
+            raise UserError(f"claims.{number}.{problem}") from None
     if not rows:
         wanted = "; ".join(dict.fromkeys(unmet))
-        raise ValueError(f"claims: expected a comparison that one of them is about ({wanted}); there is none")
+        raise UserError(f"claims: expected a comparison that one of them is about ({wanted}); there is none")
     return rows
 
 
@@ -153,7 +154,7 @@ def _is_at(experiment: Experiment, claim: Claim, number: int) -> bool:
     try:
         return all(_value(experiment, key) == wanted for key, wanted in claim.where.items())
     except KeyError as key:
-        raise ValueError(f"claims.{number}.where: expected dotted keys of the config, got {key.args[0]}") from None
+        raise UserError(f"claims.{number}.where: expected dotted keys of the config, got {key.args[0]}") from None
 
 
 def _value(experiment: Experiment, dotted: str) -> Any:

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
 from moe_ep_bench.policies.field_checks import decimal, real, require_choice, require_count
 from moe_ep_bench.policies.lazy import Tensor, torch
@@ -90,9 +91,9 @@ class CapacityPolicy(SteppedPolicy):
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         super().check(scores_TE, context)
         if self.metric == "random" and context.generator is None:
-            raise ValueError("generator: metric=random needs a torch.Generator in the context, got None")
+            raise UserError("generator: metric=random needs a torch.Generator in the context, got None")
         if self.modality != "uniform" and context.modality_T is None:
-            raise ValueError(f"modality_T: modality={self.modality} needs the tokens' modality, got None")
+            raise UserError(f"modality_T: modality={self.modality} needs the tokens' modality, got None")
 
     def within_capacity(self, candidates_TE: Tensor, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         """Keep of the candidate pairs what the experts (or devices) have room for: bool [T, E]."""
@@ -180,7 +181,7 @@ class ExpandedDrop(CapacityPolicy):
         super().__post_init__()
         require_choice("scope", self.scope, Scope)
         if self.num_candidates is None and self.scope == "global":
-            raise ValueError("num_candidates: scope=global needs a whole number >= 0, got None")
+            raise UserError("num_candidates: scope=global needs a whole number >= 0, got None")
         if self.num_candidates is not None:
             require_count("num_candidates", self.num_candidates, minimum=0)
         if self.max_experts_per_token is not None:

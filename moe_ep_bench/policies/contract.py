@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar, Literal, Self
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.steps import TORCH, Steps
 
@@ -171,9 +172,9 @@ class SteppedPolicy(Policy):
 def check_inputs(scores_TE: Tensor, context: RoutingContext) -> None:
     """Raise ValueError unless scores and context keep the contract that all policies share."""
     if scores_TE.dim() != 2:
-        raise ValueError(f"scores_TE: expected 2 dimensions [T, E], got {scores_TE.dim()}")
+        raise UserError(f"scores_TE: expected 2 dimensions [T, E], got {scores_TE.dim()}")
     if scores_TE.dtype != torch.float32:
-        raise ValueError(f"scores_TE: expected float32, got {scores_TE.dtype}")
+        raise UserError(f"scores_TE: expected float32, got {scores_TE.dtype}")
     num_tokens, num_experts = scores_TE.shape
     _require(1 <= context.top_k <= num_experts, "top_k", f"1 to {num_experts} (the experts)", context.top_k)
     _require(
@@ -208,7 +209,7 @@ def check_inputs(scores_TE: Tensor, context: RoutingContext) -> None:
     # One pass over the scores: NaN is both least and largest where there is one, and fails both comparisons.
     least, largest = scores_TE.aminmax()
     if not (bool(least >= 0) and bool(largest < torch.inf)):
-        raise ValueError("scores_TE: expected finite, non-negative values; got NaN, Inf or a negative score")
+        raise UserError("scores_TE: expected finite, non-negative values; got NaN, Inf or a negative score")
 
 
 def _check_groups(context: RoutingContext, num_experts: int) -> None:
@@ -216,7 +217,7 @@ def _check_groups(context: RoutingContext, num_experts: int) -> None:
     if groups is None and top is None:
         return
     if groups is None or top is None:
-        raise ValueError("num_groups and top_groups: expected both or neither")
+        raise UserError("num_groups and top_groups: expected both or neither")
     _require(groups >= 1 and num_experts % groups == 0, "num_groups", f"a divisor of the {num_experts} experts", groups)
     _require(1 <= top <= groups, "top_groups", f"1 to {groups}", top)
     group_size = num_experts // groups
@@ -230,4 +231,4 @@ def _check_groups(context: RoutingContext, num_experts: int) -> None:
 
 def _require(condition: bool, name: str, expected: str, got: object) -> None:
     if not condition:
-        raise ValueError(f"{name}: expected {expected}, got {got}")
+        raise UserError(f"{name}: expected {expected}, got {got}")

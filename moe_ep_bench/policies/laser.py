@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Routing, RoutingContext, SteppedPolicy
 from moe_ep_bench.policies.field_checks import real, require_choice, require_count, require_flag
 from moe_ep_bench.policies.lazy import Tensor, torch
@@ -63,7 +64,7 @@ class LoadAwarePolicy(SteppedPolicy):
         require_flag("carry_loads", self.carry_loads)
         require_choice("load_scope", self.load_scope, LoadScope)
         if self.load_scope == "all" and not self.carry_loads:
-            raise ValueError("load_scope: all is of carried loads; expected carry_loads true, got false")
+            raise UserError("load_scope: all is of carried loads; expected carry_loads true, got false")
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         return context.top_k
@@ -128,16 +129,16 @@ class Laser(LoadAwarePolicy):
         allowed = ("eps_high", "t_fix", "c", "trim")
         given = bands.as_dict() if isinstance(bands, Bands) else bands
         if not isinstance(given, Mapping) or not given.keys() <= set(BANDS):
-            raise ValueError(f"bands: expected a mapping of {', '.join(BANDS)}; got {given!r}")
+            raise UserError(f"bands: expected a mapping of {', '.join(BANDS)}; got {given!r}")
         checked = []
         for band in filter(given.__contains__, BANDS):
             values = given[band]
             if not isinstance(values, Mapping) or not values.keys() <= set(allowed):
-                raise ValueError(f"bands.{band}: expected a mapping of {', '.join(allowed)}; got {values!r}")
+                raise UserError(f"bands.{band}: expected a mapping of {', '.join(allowed)}; got {values!r}")
             try:
                 other = replace(self, bands=None, **values)
             except ValueError as error:
-                raise ValueError(f"bands.{band}.{error}") from None
+                raise UserError(f"bands.{band}.{error}") from None
             checked.append((band, tuple((name, getattr(other, name)) for name in allowed if name in values)))
         return Bands(checked)
 
@@ -157,9 +158,9 @@ class Laser(LoadAwarePolicy):
         super().check(scores_TE, context)
         here, num_experts = self.at(context.layer_fraction), scores_TE.shape[1]
         if not context.top_k <= here.c <= num_experts:
-            raise ValueError(f"c: expected {context.top_k} (top_k) to {num_experts} (the experts), got {here.c}")
+            raise UserError(f"c: expected {context.top_k} (top_k) to {num_experts} (the experts), got {here.c}")
         if here.trim == "random" and context.generator is None:
-            raise ValueError("generator: trim=random needs a torch.Generator in the context, got None")
+            raise UserError("generator: trim=random needs a torch.Generator in the context, got None")
 
     def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, Tensor | None]:
         """What decides in this layer, and what a pool too large is trimmed by: float32 [T, E] drawn anew, or None."""

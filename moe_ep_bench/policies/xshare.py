@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
 from moe_ep_bench.policies.field_checks import real, require_choice, require_count
 from moe_ep_bench.policies.lazy import Tensor, torch
@@ -87,18 +88,18 @@ class XShare(SteppedPolicy):
             object.__setattr__(self, "mass_threshold", real("mass_threshold", self.mass_threshold, maximum=1))
         for name in ("budget", "mass_threshold", "request_budget", "rank_budget"):
             if getattr(self, name) is not None and name not in _READS[self.scope]:
-                raise ValueError(f"{name}: scope={self.scope} does not read it, got {getattr(self, name)!r}")
+                raise UserError(f"{name}: scope={self.scope} does not read it, got {getattr(self, name)!r}")
         if self.scope == "batch" and (self.budget is None) == (self.mass_threshold is None):
             given = "neither" if self.budget is None else "both"
-            raise ValueError(f"budget and mass_threshold: scope=batch expects one of them, got {given}")
+            raise UserError(f"budget and mass_threshold: scope=batch expects one of them, got {given}")
         needed = {"request": "request_budget", "rank": "rank_budget"}.get(self.scope)
         if needed is not None and getattr(self, needed) is None:
-            raise ValueError(f"{needed}: scope={self.scope} needs a whole number >= 0, got None")
+            raise UserError(f"{needed}: scope={self.scope} needs a whole number >= 0, got None")
 
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         super().check(scores_TE, context)
         if self.scope == "request" and context.request_id_T is None:
-            raise ValueError("request_id_T: scope=request needs the tokens' requests, got None")
+            raise UserError("request_id_T: scope=request needs the tokens' requests, got None")
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         return context.top_k

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import torch
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.quality.families import MoELayer, find_moe_layers
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -48,9 +49,9 @@ class Checkpoint:
             ValueError: one line that says what is missing or wrong, and what is allowed; transformers is not installed.
         """
         if not path.is_dir():
-            raise ValueError(f"{path}: expected a checkpoint's folder, {'got a file' if path.exists() else 'got none'}")
+            raise UserError(f"{path}: expected a checkpoint's folder, {'got a file' if path.exists() else 'got none'}")
         if not (path / "config.json").is_file():
-            raise ValueError(f"{path}: expected a checkpoint's folder, got one without config.json")
+            raise UserError(f"{path}: expected a checkpoint's folder, got one without config.json")
         checkpoint = Checkpoint(path)
         _ = checkpoint.moe_layers, checkpoint.weight_files, checkpoint.tokenizer
         return checkpoint
@@ -79,21 +80,21 @@ class Checkpoint:
         with _one_line(f"{self.path}: expected a tokenizer beside the model; "):
             tokenizer = transformers.AutoTokenizer.from_pretrained(self.path, local_files_only=True)
         if not tokenizer("words", add_special_tokens=False)["input_ids"]:  # made up, without a vocabulary
-            raise ValueError(f"{self.path}: expected a tokenizer beside the model, got no vocabulary")
+            raise UserError(f"{self.path}: expected a tokenizer beside the model, got no vocabulary")
         return tokenizer
 
     @cached_property
     def weight_files(self) -> list[Path]:
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
-            raise ValueError(f"{self.path}: expected weights in *.safetensors, got none")
+            raise UserError(f"{self.path}: expected weights in *.safetensors, got none")
         return files
 
     def check_length(self, length: int, name: str) -> None:
         """Raise ValueError where the model does not know so many positions."""
         most = getattr(self.config, "max_position_embeddings", None)
         if most is not None and length > most:
-            raise ValueError(f"{name}: expected at most {most}, the positions that {self.name} knows, got {length}")
+            raise UserError(f"{name}: expected at most {most}, the positions that {self.name} knows, got {length}")
 
     def load(self, dtype: Dtype, device: torch.device) -> Any:
         """The model with its weights, for inference.
@@ -109,7 +110,7 @@ class Checkpoint:
         for kind in ("missing_keys", "mismatched_keys"):
             if found[kind]:
                 names = sorted(map(str, found[kind]))
-                raise ValueError(
+                raise UserError(
                     f"{self.path}: expected all weights of {type(model).__name__}; {kind.split('_')[0]}: {names[0]}"
                     + (f" and {len(names) - 1} more" if len(names) > 1 else "")
                 )
@@ -140,7 +141,7 @@ def import_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"expected the package transformers, which checkpoints need: pip install 'moe-ep-bench[models]' ({error})"
         ) from None
     transformers.utils.logging.set_verbosity_error()
@@ -157,7 +158,7 @@ def pick_device(device: str) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: expected cpu or auto, because there is no CUDA device here; got cuda")
+        raise UserError("device: expected cpu or auto, because there is no CUDA device here; got cuda")
     return torch.device(device)
 
 
@@ -204,7 +205,7 @@ def redundant_prefixes(
 def check_enough(file: Path, got: int, num_sequences: int, length: int) -> None:
     """Raise ValueError where a text has fewer sequences than are needed."""
     if got < num_sequences:
-        raise ValueError(f"{file}: expected a text of at least {num_sequences} sequences of {length} tokens, got {got}")
+        raise UserError(f"{file}: expected a text of at least {num_sequences} sequences of {length} tokens, got {got}")
 
 
 def text_hash(tokens_BS: torch.Tensor) -> str:
@@ -218,9 +219,9 @@ def _pieces(file: Path) -> Iterator[str]:
             while piece := text.read(_CHARACTERS_AT_ONCE):
                 yield piece + text.readline(_CHARACTERS_AT_ONCE)
     except OSError as error:
-        raise ValueError(f"{file}: cannot read the text: {error.strerror}") from None
+        raise UserError(f"{file}: cannot read the text: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: expected UTF-8 text; {error.reason} at byte {error.start}") from None
+        raise UserError(f"{file}: expected UTF-8 text; {error.reason} at byte {error.start}") from None
 
 
 @contextlib.contextmanager
@@ -233,4 +234,4 @@ def _one_line(what: str, errors: tuple[type[Exception], ...] = (Exception,)) -> 
         yield
     except errors as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"{what}{lines[0].strip()}") from None
+        raise UserError(f"{what}{lines[0].strip()}") from None

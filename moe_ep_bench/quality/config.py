@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PlainSerializer, model_validator
 
 from moe_ep_bench.config import FILE, SweepPoint, load_points
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.presets import PolicyEntry, Strict, expand_policies
 
@@ -60,7 +61,7 @@ class TextConfig(Strict):
     @model_validator(mode="after")
     def _check(self) -> TextConfig:
         if self.num_sequences % self.batch_size:
-            raise ValueError(
+            raise UserError(
                 f"num_sequences: expected a multiple of batch_size={self.batch_size}, got {self.num_sequences}"
             )
         return self
@@ -119,15 +120,15 @@ class QualityExperiment(SweepPoint):
     def _check(self) -> QualityExperiment:
         if self.tasks is None:
             if self.text is None:
-                raise ValueError("text, tasks: expected at least one of them, got neither")
+                raise UserError("text, tasks: expected at least one of them, got neither")
             for key in ("include", "limit", "batch_size", "published"):
                 if key in self.model_fields_set:
                     hint = " (of a text: text.batch_size)" if key == "batch_size" else ""
-                    raise ValueError(f"{key}: expected tasks beside it, got none{hint}")
+                    raise UserError(f"{key}: expected tasks beside it, got none{hint}")
         counts = Counter((task.name, task.num_fewshot) for task in self.tasks or ())
         for (name, _), count in counts.items():
             if count > 1:
-                raise ValueError(f"tasks: expected each task once at each number of shots, got {name} twice")
+                raise UserError(f"tasks: expected each task once at each number of shots, got {name} twice")
         return self
 
     def make_policies(self) -> list[Policy]:

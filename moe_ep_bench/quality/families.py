@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import RoutingContext
 from moe_ep_bench.policies.steps import TORCH
 
@@ -143,7 +144,7 @@ def find_moe_layers(model: torch.nn.Module) -> list[MoELayer]:
         classes = sorted({type(module).__name__ for module in model.modules()})
         others = [name for name in classes if re.search("router|gating|moegate", name, re.IGNORECASE)]
         got = f"the routers {', '.join(others)}" if others else "none: no mixture of experts"
-        raise ValueError(f"{type(model).__name__}: expected routers of {known}; got {got}")
+        raise UserError(f"{type(model).__name__}: expected routers of {known}; got {got}")
     layers = []
     for place, (name, router) in enumerate(found):
         experts = model.get_submodule(name.rpartition(".")[0]).experts
@@ -152,7 +153,7 @@ def find_moe_layers(model: torch.nn.Module) -> list[MoELayer]:
         family = FAMILIES[type(router).__name__]
         layer = MoELayer(name, int(number[1]), place / len(found), router, experts, family)
         if layer.groups and not layer.policies_know_groups and family.score_function == "sigmoid":
-            raise ValueError(
+            raise UserError(
                 f"{name}: expected top_k ({layer.top_k}) over topk_group ({layer.groups[1]}) to be "
                 f"{family.group_scored_by}, by which {family.name} compares its {layer.groups[0]} groups"
             )

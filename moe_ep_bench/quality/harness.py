@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.quality.loads import Row, pass_metrics
 from moe_ep_bench.quality.passes import Arrangement, judged_phase
@@ -50,7 +51,7 @@ def import_harness() -> ModuleType:
         for part in ("lm_eval.tasks", "lm_eval.models.huggingface"):
             importlib.import_module(part)
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"expected the package lm_eval, which tasks need: pip install 'moe-ep-bench[harness]' ({error})"
         ) from None
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -86,7 +87,7 @@ class TaskIndex:
         if self.include is None:
             return None
         if not self.include.is_dir():
-            raise ValueError(f"include: expected a folder with tasks, got {self.include}")
+            raise UserError(f"include: expected a folder with tasks, got {self.include}")
         digest = hashlib.sha256()
         for file in sorted(path for path in self.include.rglob("*") if path.is_file()):
             if file.parent.name != "__pycache__":
@@ -108,7 +109,7 @@ class TaskIndex:
                 self._managers[defaults] = new_manager(include_path=folder, include_defaults=defaults)
             if name in self._managers[defaults].all_tasks:
                 return self._managers[defaults]
-        raise ValueError(f"tasks: expected a task of lm_eval (`lm_eval ls tasks`) or of include, got {name!r}")
+        raise UserError(f"tasks: expected a task of lm_eval (`lm_eval ls tasks`) or of include, got {name!r}")
 
 
 # ---- The model under a policy ----------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def routed_lm(model: Any, tokenizer: Any, routing: TaskRouting, batch_size: int)
         ValueError: a tokenizer whose texts have no end: the harness puts it before texts, and ends answers with it.
     """
     if tokenizer.eos_token_id is None:
-        raise ValueError("model.checkpoint: expected a tokenizer with an end-of-text token, got none")
+        raise UserError("model.checkpoint: expected a tokenizer with an end-of-text token, got none")
     base = importlib.import_module("lm_eval.models.huggingface").HFLM
 
     class RoutedLM(base):  # type: ignore[misc, valid-type]
@@ -209,7 +210,7 @@ def score_continuations(
     alike: dict[tuple[int, ...], list[int]] = {}
     for number, (context, continuation) in enumerate(pairs):
         if len(continuation) > max_length:
-            raise ValueError(f"a continuation has {len(continuation)} tokens; the model reads {max_length}")
+            raise UserError(f"a continuation has {len(continuation)} tokens; the model reads {max_length}")
         tokens = (context + continuation)[-(max_length + 1) :][:-1]
         alike.setdefault(tuple(tokens), []).append(number)
     answers: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
@@ -261,10 +262,10 @@ def run_task(
     # Tasks fail in as many ways as their data are read; what a policy or the device has to say passes.
     except (OSError, LookupError, AttributeError, TypeError, ImportError, ValueError) as error:
         words = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"tasks: {task}: cannot be run: {type(error).__name__}: {words}") from error
+        raise UserError(f"tasks: {task}: cannot be run: {type(error).__name__}: {words}") from error
     scores = list(_scores(found))
     if not scores:
-        raise ValueError(f"tasks: {task}: expected numbers from the harness, got none")
+        raise UserError(f"tasks: {task}: expected numbers from the harness, got none")
     # A name that stands for several tasks and is no group has no results of its own.
     has_own = any(score["task"] == task for score in scores)
     scores = [{**score, "is_asked": score["task"] == task or not has_own} for score in scores]

@@ -26,6 +26,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Phase, Policy
 from moe_ep_bench.workload.batch import deal_sequences
 
@@ -79,7 +80,7 @@ class ForwardPass:
         elif isinstance(mask, Tensor) and mask.dim() == 2:
             valid_BS = mask[:, -tokens.shape[1] :].bool()  # the mask covers the cache too
         else:
-            raise ValueError("attention_mask: expected two dimensions [sequences, tokens], which say what is padding")
+            raise UserError("attention_mask: expected two dimensions [sequences, tokens], which say what is padding")
         cache = arguments.get("past_key_values")
         continues = cache is not None and int(cache.get_seq_length()) > 0
         if arrangement != "as_run":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ep_bench.bench.plan import BASELINE, POLICY, CaseSpec, cases_of, default_ep_size
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.quality.checkpoint import Checkpoint, pick_device
 from moe_ep_bench.quality.config import QualityExperiment, load_quality
@@ -104,19 +105,19 @@ def plan_quality(config: Path, overrides: Iterable[str]) -> list[QualityComparis
         asked = sorted({experiment.model.device for experiment in experiments})
         if len({pick_device(device).type for device in asked}) > 1:
             one_device = "expected one device for all comparisons of a directory"
-            raise ValueError(f"model.device: {one_device}, got {', '.join(asked)}")
+            raise UserError(f"model.device: {one_device}, got {', '.join(asked)}")
         for experiment in experiments:
             path, include = experiment.model.checkpoint, experiment.include
             if path not in checkpoints:
                 try:
                     checkpoints[path] = Checkpoint.open(path)
                 except ValueError as problem:
-                    raise ValueError(f"model.checkpoint: {problem}") from None
+                    raise UserError(f"model.checkpoint: {problem}") from None
             index = indexes.setdefault(include, TaskIndex(include))
             for one in _comparisons(experiment, checkpoints[path], index):
                 planned.setdefault(one.comparison_id, one)
     except ValueError as problem:
-        raise ValueError(f"{config}: {problem}") from None
+        raise UserError(f"{config}: {problem}") from None
     return list(planned.values())
 
 
@@ -129,7 +130,7 @@ def _comparisons(
     for layer in layers:
         if layer.num_experts % ep_size:
             divisor = f"a divisor of the {layer.num_experts} experts of {checkpoint.name}"
-            raise ValueError(f"layer.ep_size: expected {divisor}, got {ep_size}")
+            raise UserError(f"layer.ep_size: expected {divisor}, got {ep_size}")
     evaluated: list[Text | Task] = []
     if experiment.text is not None:
         evaluated.append(Text.of(experiment, ep_size, checkpoint, experiment.text))
@@ -143,5 +144,5 @@ def _comparisons(
         except ValueError as problem:
             needs_images = isinstance(one, Text) and "modality_T" in str(problem)
             hint = "; text.image_prefix puts image tokens before the text" if needs_images else ""
-            raise ValueError(f"{problem}{hint}") from None
+            raise UserError(f"{problem}{hint}") from None
         yield QualityComparison(experiment, checkpoint, ep_size, one)

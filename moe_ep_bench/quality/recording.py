@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, stable_hash, write_json
 from moe_ep_bench.quality.checkpoint import (
     Checkpoint,
@@ -66,7 +67,7 @@ class RecordOptions:
         for name in ("sequence_length", "num_sequences", "batch"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name.replace('_', '-')}: expected at least 1, got {value}")
+                raise UserError(f"{name.replace('_', '-')}: expected at least 1, got {value}")
 
 
 def record_trace(model: Path, text: Path, out: Path, options: RecordOptions) -> ImportSummary:
@@ -80,9 +81,9 @@ def record_trace(model: Path, text: Path, out: Path, options: RecordOptions) -> 
         ValueError: one line that names the file and what is wrong; a recording of something else was begun there.
     """
     if out.exists():
-        raise ValueError(f"{out}: expected a name that is free, but there is such a file already")
+        raise UserError(f"{out}: expected a name that is free, but there is such a file already")
     if not text.is_file():
-        raise ValueError(f"{text}: cannot read the text: {'not a file' if text.exists() else 'no such file'}")
+        raise UserError(f"{text}: cannot read the text: {'not a file' if text.exists() else 'no such file'}")
     device = pick_device(options.device)
     checkpoint = Checkpoint.open(model)
     checkpoint.check_length(options.sequence_length, "sequence-length")
@@ -146,9 +147,9 @@ def _resume(writer: TraceWriter, folder: Path, asked: str) -> int:
     except FileNotFoundError:
         noted = {"asked": asked, "sequences": 0, "writer": writer.progress() | {"spools": {}}}
     except ValueError:
-        raise ValueError(f"{file}: damaged, or not written by this program; remove its folder to begin anew") from None
+        raise UserError(f"{file}: damaged, or not written by this program; remove its folder to begin anew") from None
     if noted["asked"] != asked:
-        raise ValueError(
+        raise UserError(
             f"{folder}: holds the beginning of another recording (model, text, lengths or dtype differ); "
             "remove it, or name another file"
         )

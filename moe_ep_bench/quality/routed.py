@@ -30,6 +30,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.kernels import compiled
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
@@ -93,7 +94,7 @@ def routed(
     layers = find_moe_layers(model)
     for layer in layers:
         if layer.num_experts % num_ranks:
-            raise ValueError(f"num_ranks: expected a divisor of the {layer.num_experts} experts, got {num_ranks}")
+            raise UserError(f"num_ranks: expected a divisor of the {layer.num_experts} experts, got {num_ranks}")
     if acts_in is None:
         acts_in = policy.acts_in if policy and arrangement == "as_run" else PHASES
     patch = _Patch(layers, policy, num_ranks, arrangement, acts_in, seed, modality_BS, observe)
@@ -132,7 +133,7 @@ def try_policies(layer: MoELayer, policies: Iterable[Policy], num_ranks: int, *,
         try:
             policy.route(scores_TE, context)
         except ValueError as problem:
-            raise ValueError(f"policies: {policy.name}: {problem}") from None
+            raise UserError(f"policies: {policy.name}: {problem}") from None
 
 
 @dataclass(eq=False)
@@ -190,7 +191,7 @@ class _Patch:
             return self.modality_BS.to(valid_BS.device).flatten()
         if self.forward_pass.continues:
             return torch.zeros_like(self.forward_pass.step_T)
-        raise ValueError(
+        raise UserError(
             f"modality_BS: expected {list(valid_BS.shape)}, sequences and tokens of this pass, "
             f"got {list(self.modality_BS.shape)}"
         )

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from moe_ep_bench.bench.description import run_json
 from moe_ep_bench.bench.job import fill, identity
 from moe_ep_bench.bench.plan import CaseSpec
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.quality.checkpoint import pick_device
 from moe_ep_bench.quality.harness import harness_version
@@ -49,7 +50,7 @@ def run_quality(
         for one in comparisons:
             one.evaluated.prepare()
     except ValueError as problem:
-        raise ValueError(f"{config}: {problem}") from None
+        raise UserError(f"{config}: {problem}") from None
     environment = {**provenance.describe(device), "lm_eval": harness_version()}
     experiments = list({id(one.experiment): one.experiment for one in comparisons}.values())
     models: dict[Any, Any] = {}

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.bench.plan import CaseSpec
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.quality.checkpoint import Checkpoint, redundant_prefixes, text_hash, text_sequences
@@ -71,7 +72,7 @@ class Text:
         try:
             tokens_BS = text_sequences(config.file, checkpoint.tokenizer, config.num_sequences, length)
         except ValueError as problem:
-            raise ValueError(f"text.file: {problem}") from None
+            raise UserError(f"text.file: {problem}") from None
         return cls(experiment, num_ranks, config, tokens_BS)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import errno
 import json
 import sys
@@ -38,19 +37,7 @@ def complain(error: Exception) -> int:
 def status_of(error: Exception) -> int:
     """``USER_ERROR`` for what the user can correct, else ``LOST``: 1 would say that a job went through."""
     unwritable = isinstance(error, OSError) and error.errno in _UNWRITABLE
-    return USER_ERROR if unwritable or isinstance(error, MISTAKES) or _is_unconverted(error) else LOST
-
-
-def _is_unconverted(error: Exception) -> bool:
-    """Whether a ``raise ValueError`` of this package that is no UserError yet began it."""
-    if not isinstance(error, ValueError) or error.__traceback__ is None:
-        return False
-    innermost = error.__traceback__
-    while innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    frame = innermost.tb_frame
-    is_raise = frame.f_code.co_code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    return is_raise and frame.f_globals.get("__name__", "").startswith("moe_ep_bench.")
+    return USER_ERROR if unwritable or isinstance(error, MISTAKES) else LOST
 
 
 def in_short(error: Exception) -> str:

@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import stdtrit  # Student's quantile; scipy.stats imports slowly
 
+from moe_ep_bench.errors import UserError
+
 LEVEL = 0.95
 _MIN_POINTS = 3
 
@@ -50,16 +52,16 @@ def cost_fit(activated_N: ArrayLike, pairs_N: ArrayLike, times_us_N: ArrayLike) 
     activated_N, pairs_N, times_N = (np.asarray(one, dtype=np.float64) for one in (activated_N, pairs_N, times_us_N))
     if times_N.ndim != 1 or not activated_N.shape == pairs_N.shape == times_N.shape:
         shapes = f"{activated_N.shape}, {pairs_N.shape}, {times_N.shape}"
-        raise ValueError(f"fit: expected activated experts, pairs and a time for each point, got shapes {shapes}")
+        raise UserError(f"fit: expected activated experts, pairs and a time for each point, got shapes {shapes}")
     if len(times_N) <= _MIN_POINTS:
-        raise ValueError(f"fit: expected at least {_MIN_POINTS + 1} points, got {len(times_N)}")
+        raise UserError(f"fit: expected at least {_MIN_POINTS + 1} points, got {len(times_N)}")
     if not np.all(np.isfinite(activated_N) & np.isfinite(pairs_N) & np.isfinite(times_N)):
-        raise ValueError("fit: expected finite activated experts, pairs and times, got others")
+        raise UserError("fit: expected finite activated experts, pairs and times, got others")
     columns = np.stack([np.ones_like(times_N), activated_N, pairs_N], axis=1)
     scale = np.abs(columns).max(axis=0)
     solution, _, rank, _ = np.linalg.lstsq(columns / np.where(scale > 0, scale, 1), times_N, rcond=1e-9)
     if rank < columns.shape[1]:
-        raise ValueError("fit: expected activated experts and pairs that vary on their own, got one that follows")
+        raise UserError("fit: expected activated experts and pairs that vary on their own, got one that follows")
     values = solution / scale
     residual_N, from_mean_N = times_N - columns @ values, times_N - times_N.mean()
     residual, variation = float(residual_N @ residual_N), float(from_mean_N @ from_mean_N)
@@ -113,14 +115,14 @@ def linear_fit(loads_N: ArrayLike, times_us_N: ArrayLike) -> LinearFit:
     """
     loads_N, times_N = np.asarray(loads_N, dtype=np.float64), np.asarray(times_us_N, dtype=np.float64)
     if loads_N.ndim != 1 or loads_N.shape != times_N.shape:
-        raise ValueError(f"fit: expected a time for each load, got shapes {loads_N.shape}, {times_N.shape}")
+        raise UserError(f"fit: expected a time for each load, got shapes {loads_N.shape}, {times_N.shape}")
     num_points = len(loads_N)
     if num_points < _MIN_POINTS:
-        raise ValueError(f"fit: expected at least {_MIN_POINTS} points, got {num_points}")
+        raise UserError(f"fit: expected at least {_MIN_POINTS} points, got {num_points}")
     if not np.all(np.isfinite(loads_N) & np.isfinite(times_N)):
-        raise ValueError("fit: expected finite loads and times, got others")
+        raise UserError("fit: expected finite loads and times, got others")
     if np.all(loads_N == loads_N[0]):
-        raise ValueError(f"fit: expected loads that differ, got {loads_N[0]:g} at all {num_points} points")
+        raise UserError(f"fit: expected loads that differ, got {loads_N[0]:g} at all {num_points} points")
     from_mean_N, times_from_mean_N = loads_N - loads_N.mean(), times_N - times_N.mean()
     spread = float(from_mean_N @ from_mean_N)
     slope_us = float(from_mean_N @ times_from_mean_N) / spread

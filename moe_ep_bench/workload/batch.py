@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_ep_bench.errors import UserError
+
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
@@ -57,7 +59,7 @@ class TokenBatch:
         if num_padding == 0 or self.num_tokens == 0:
             return self
         if num_padding >= self.num_tokens:
-            raise ValueError(
+            raise UserError(
                 f"padding_per_rank: expected less than the {self.num_tokens} tokens that a rank has, got {num_padding}"
             )
         return replace(self, valid_T=torch.arange(self.num_tokens) < self.num_tokens - num_padding)
@@ -84,7 +86,7 @@ def deal(batch: TokenBatch | Tensor, num_ranks: int, shares: Sequence[float] | N
     sequence_id_T = batch.sequence_id_T if isinstance(batch, TokenBatch) else batch
     id_S, length_S = torch.unique_consecutive(sequence_id_T, return_counts=True)
     if id_S.unique().numel() != id_S.numel():
-        raise ValueError("sequence_id_T: expected the tokens of a sequence side by side, got one in several runs")
+        raise UserError("sequence_id_T: expected the tokens of a sequence side by side, got one in several runs")
 
     rank_S = torch.from_numpy(deal_sequences(length_S.numpy(), num_ranks, shares))
     rank_T = rank_S.repeat_interleave(length_S)
@@ -105,11 +107,11 @@ def deal_sequences(
         ValueError: no ranks, or no rank with a share.
     """
     if num_ranks < 1:
-        raise ValueError(f"num_ranks: expected at least 1, got {num_ranks}")
+        raise UserError(f"num_ranks: expected at least 1, got {num_ranks}")
     share_R = [1.0 if shares is None else shares[rank % len(shares)] for rank in range(num_ranks)]
     fill_and_rank = [(0.0, rank) for rank in range(num_ranks) if share_R[rank] > 0]  # already a heap
     if not fill_and_rank:
-        raise ValueError(f"shares: expected one above 0 among the {num_ranks} ranks, got {share_R}")
+        raise UserError(f"shares: expected one above 0 among the {num_ranks} ranks, got {share_R}")
     rank_S = np.empty(len(length_S), dtype=np.int64)
     for sequence, length in enumerate(length_S.tolist()):
         fill, rank = fill_and_rank[0]

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from scipy.signal import lfilter
 from scipy.special import log_ndtr
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.randomness import (
     Run,
     Stream,
@@ -161,7 +162,7 @@ def solve_correlation(
     if or_chance and overlap < least:
         return 0.0
     if not least <= overlap < top_k.top_k:
-        raise ValueError(
+        raise UserError(
             f"neighbour_overlap: expected {np.ceil(least * 100) / 100:g} (what tokens share by chance under this skew) "
             f"to below {top_k.top_k}, got {overlap:g}"
         )

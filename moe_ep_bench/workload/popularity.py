@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import gammaincinv, gammaln, ndtr
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.randomness import Stream, generator
 
 FAMILIES = ("lognormal", "zipf", "dirichlet", "uniform")
@@ -111,7 +112,7 @@ def placed_for_rank_load(
     if abs(achieved - target) > RANK_LOAD_TOLERANCE * target:
         most = load_E[hottest_first_E[:per_rank]].sum() / mean
         least = max(load_E[experts].sum() for experts in _dealt(load_E, hottest_first_E.tolist(), num_ranks, per_rank))
-        raise ValueError(
+        raise UserError(
             f"rank_load: expected about {least / mean:.2f} to {most:.2f} on {num_ranks} ranks with this peak load, "
             f"got {target:g}"
         )

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.draws import Pool, apportion, draw_sequences, draw_steps
 from moe_ep_bench.workload.randomness import Run, Stream, draw_rows, generator, in_chunks, row_numbers, rows_at_once
 from moe_ep_bench.workload.tail import (
@@ -98,13 +99,13 @@ class RecordedWorkload(Workload):
         for name, allowed in (("tail", (*TAILS, RECORDED)), ("arrangement", ARRANGEMENTS)):
             if getattr(self, name) not in allowed:
                 words = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-                raise ValueError(f"{name}: expected {words}, got {getattr(self, name)!r}")
+                raise UserError(f"{name}: expected {words}, got {getattr(self, name)!r}")
         if self.arrangement == "sequences" and self.tokens_per_request != 1:
-            raise ValueError(
+            raise UserError(
                 f"tokens_per_request: expected 1 where arrangement is sequences, got {self.tokens_per_request}"
             )
         if self.num_tokens % self.tokens_per_request:
-            raise ValueError(
+            raise UserError(
                 f"num_tokens: expected a multiple of tokens_per_request ({self.tokens_per_request}), "
                 f"got {self.num_tokens}"
             )
@@ -118,32 +119,32 @@ class RecordedWorkload(Workload):
             for name in ("num_experts", "top_k"):
                 recorded, expected = getattr(trace, name), getattr(self, name)
                 if recorded != expected:
-                    raise ValueError(f"{trace.path}: {name}: the model has {expected}, the recording {recorded}")
+                    raise UserError(f"{trace.path}: {name}: the model has {expected}, the recording {recorded}")
             for name in ("model", "score"):
                 if trace.metadata[name] != first.metadata[name]:
-                    raise ValueError(
+                    raise UserError(
                         f"{trace.path}: {name}: expected {first.metadata[name]!r} as in {first.path.name}, "
                         f"got {trace.metadata[name]!r}"
                     )
             if trace.num_layers != first.num_layers:
-                raise ValueError(
+                raise UserError(
                     f"{trace.path}: layers: expected {first.num_layers} as in {first.path.name}, got {trace.num_layers}"
                 )
             if self.tail == RECORDED and not trace.has_full_scores:
-                raise ValueError(
+                raise UserError(
                     f"{trace.path}: tail: expected {' or '.join(TAILS)}, because the recording holds the scores of the "
                     f"top-k only; got {RECORDED!r}"
                 )
         if first.scores_are_normalised:
             least = self.top_k / self.num_experts
             if self.topk_share is None:
-                raise ValueError(
+                raise UserError(
                     f"{first.path}: topk_share: needed, because the recorded scores are normalised over the top-k; "
                     f"expected a number between {least:g} and 1"
                 )
             self._check_topk_share()
         elif self.topk_share is not None:
-            raise ValueError(
+            raise UserError(
                 f"{first.path}: topk_share: expected none, because the recorded scores are not normalised over the "
                 f"top-k; got {self.topk_share:g}"
             )
@@ -155,13 +156,13 @@ class RecordedWorkload(Workload):
             return (Source(self.path),)
         sources = [Source(*source) for source in self.path]
         if not sources:
-            raise ValueError("path: expected at least one recording, got none")
+            raise UserError("path: expected at least one recording, got none")
         files = set()
         for path, share in sources:
             if not (math.isfinite(share) and share > 0):
-                raise ValueError(f"{path}: share: expected a number above 0, got {share:g}")
+                raise UserError(f"{path}: share: expected a number above 0, got {share:g}")
             if Path(path).resolve() in files:
-                raise ValueError(f"{path}: expected every recording once, got it twice")
+                raise UserError(f"{path}: expected every recording once, got it twice")
             files.add(Path(path).resolve())
         total = math.fsum(share for _, share in sources)
         return tuple(Source(path, share / total) for path, share in sources)
@@ -329,7 +330,7 @@ class RecordedWorkload(Workload):
             length_S = end_S - start_S
             enough_S = length_S >= self.tokens_per_request
             if not enough_S.any():
-                raise ValueError(
+                raise UserError(
                     f"{trace.path}: tokens_per_request: expected at most {length_S.max()}, the longest sequence, "
                     f"got {self.tokens_per_request}"
                 )
@@ -345,7 +346,7 @@ class RecordedWorkload(Workload):
         num_requests = apportion([source.share for source in self.sources], total)
         for source, requests in zip(self.sources, num_requests, strict=True):
             if not requests:
-                raise ValueError(
+                raise UserError(
                     f"{source.path}: share: expected a share that gives a request in every step, got "
                     f"{source.share:.3g} of {total} requests (num_tokens / tokens_per_request)"
                 )

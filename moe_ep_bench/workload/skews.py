@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.presets import Preset, Strict
 
 
@@ -64,7 +65,5 @@ def load_skew(preset: str, name: str) -> Skew:
         ValueError: the model has no file.
     """
     if preset not in Skews.names():
-        raise ValueError(
-            f"there is no configs/skews/{preset}.yaml to calibrate to; give peak_load and the like instead"
-        )
+        raise UserError(f"there is no configs/skews/{preset}.yaml to calibrate to; give peak_load and the like instead")
     return getattr(Skews.named(preset), name)

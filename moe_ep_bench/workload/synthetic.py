@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.noise import CorrelatedNoise, IndependentNoise, Noise, solve_correlation
 from moe_ep_bench.workload.popularity import (
     FAMILIES,
@@ -134,56 +135,56 @@ class SyntheticWorkload(Workload):
     def __post_init__(self) -> None:
         self._check_counts("num_experts", "num_tokens", "num_batches", "sequence_length")
         if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(f"top_k: expected 1 to {self.num_experts} (the experts), got {self.top_k}")
+            raise UserError(f"top_k: expected 1 to {self.num_experts} (the experts), got {self.top_k}")
         self._check_skew()
         self._check_sharpness()
         if self.neighbour_overlap is not None and self.sequence_length == 1:
-            raise ValueError(
+            raise UserError(
                 "neighbour_overlap: expected a sequence_length of at least 2, got 1: no token has neighbours"
             )
         if not 0 <= self.drift <= 1:
-            raise ValueError(f"drift: expected 0 to 1, got {self.drift:g}")
+            raise UserError(f"drift: expected 0 to 1, got {self.drift:g}")
 
     def _check_skew(self) -> None:
         most = self.num_experts / self.top_k
         for name in ("peak_load", "burst_peak_load"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= most:
-                raise ValueError(f"{name}: expected 1 to {most:g} (experts / top_k), got {value:g}")
+                raise UserError(f"{name}: expected 1 to {most:g} (experts / top_k), got {value:g}")
         if self.family not in FAMILIES:
-            raise ValueError(f"family: expected one of {', '.join(FAMILIES)}; got {self.family!r}")
+            raise UserError(f"family: expected one of {', '.join(FAMILIES)}; got {self.family!r}")
         if self.family == "uniform" and (self.peak_load is not None or self.burst_every is not None):
-            raise ValueError("family: uniform has no skew to solve for; expected no peak_load and no burst_every")
+            raise UserError("family: uniform has no skew to solve for; expected no peak_load and no burst_every")
         if self.placement not in PLACEMENTS:
-            raise ValueError(f"placement: expected one of {', '.join(PLACEMENTS)}; got {self.placement!r}")
+            raise UserError(f"placement: expected one of {', '.join(PLACEMENTS)}; got {self.placement!r}")
         if (self.burst_every is None) != (self.burst_peak_load is None):
-            raise ValueError("burst_every, burst_peak_load: expected both or none")
+            raise UserError("burst_every, burst_peak_load: expected both or none")
         if self.burst_every is not None and self.burst_every < 2:
-            raise ValueError(f"burst_every: expected at least 2 (batches), got {self.burst_every}")
+            raise UserError(f"burst_every: expected at least 2 (batches), got {self.burst_every}")
         if self.rank_load is None:
             return
         num_ranks, load = self.rank_load
         if num_ranks < 2 or self.num_experts % num_ranks:
-            raise ValueError(
+            raise UserError(
                 f"rank_load: expected a number of ranks from 2 on that divides the {self.num_experts} experts, "
                 f"got {num_ranks}"
             )
         if not 1 <= load <= num_ranks:
-            raise ValueError(f"rank_load: expected a load of 1 to {num_ranks} (the ranks), got {load:g}")
+            raise UserError(f"rank_load: expected a load of 1 to {num_ranks} (the ranks), got {load:g}")
         if self.placement != "scattered" or self.drift or self.burst_every:
-            raise ValueError("rank_load: places the experts itself, once; expected no placement, drift or burst_every")
+            raise UserError("rank_load: places the experts itself, once; expected no placement, drift or burst_every")
         if self.num_groups is not None:
-            raise ValueError(
+            raise UserError(
                 f"rank_load: expected none for a model with {self.num_groups} groups of experts, because placing "
                 "experts moves them between groups; placement can be adjacent or spread"
             )
 
     def _check_sharpness(self) -> None:
         if self.topk_share is not None and self.entropy is not None:
-            raise ValueError("topk_share, entropy: expected one of the two at most; both say how sharp scores are")
+            raise UserError("topk_share, entropy: expected one of the two at most; both say how sharp scores are")
         self._check_topk_share()
         if self.entropy is not None and not 0 < self.entropy < 1:
-            raise ValueError(f"entropy: expected a number between 0 and 1, got {self.entropy:g}")
+            raise UserError(f"entropy: expected a number between 0 and 1, got {self.entropy:g}")
 
     def sequence_lengths(self, index: int) -> NDArray[np.int64]:
         whole, rest = divmod(self.num_tokens, self.sequence_length)
@@ -408,7 +409,7 @@ def solve_strength(
     at_zero = int(at_zero_E.max()) - target
     if at_zero > tolerance:
         least = math.ceil((at_zero + target) / mean_load * 1000) / 1000
-        raise ValueError(
+        raise UserError(
             f"peak_load: expected {least:g} to {most:g} (what noise alone gives with {num_tokens} "
             f"tokens, to experts / top_k), got {peak_load:g}"
         )
@@ -419,7 +420,7 @@ def solve_strength(
     while (surplus := excess(high)) < -tolerance:
         low, high = high, 2 * high
         if high > _GREATEST_STRENGTH:
-            raise ValueError(f"peak_load: expected at most {surplus / mean_load + peak_load:.3g}, got {peak_load:g}")
+            raise UserError(f"peak_load: expected at most {surplus / mean_load + peak_load:.3g}, got {peak_load:g}")
     strength = high
     while abs(surplus) > tolerance:
         low, high = (strength, high) if surplus < 0 else (low, strength)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.laser import BANDS
 from moe_ep_bench.workload import open_trace
 
@@ -43,11 +44,11 @@ def laser_thresholds(path: str | Path, keep: float = 0.25) -> dict[str, Any]:
         ValueError: ``keep`` out of range, or a recording whose scores do not say what share of the mass the top-k hold.
     """
     if not 0 <= keep <= 1:
-        raise ValueError(f"keep: expected 0 to 1, got {keep:g}")
+        raise UserError(f"keep: expected 0 to 1, got {keep:g}")
     trace = open_trace(path)
     if trace.scores_are_assumed or trace.scores_are_normalised:
         what = "assumed" if trace.scores_are_assumed else "normalised over the top-k"
-        raise ValueError(f"{path}: score: expected shares of a token's whole score mass, got scores that are {what}")
+        raise UserError(f"{path}: score: expected shares of a token's whole score mass, got scores that are {what}")
     shares: dict[str, list[np.ndarray]] = {}
     nearness: dict[str, list[np.ndarray]] = {}
     for layer in range(trace.num_layers):

@@ -38,6 +38,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from moe_ep_bench.errors import UserError
+
 FORMAT = "moe-trace-v1"
 METADATA = ("format", "model", "num_experts", "top_k", "score", "phase", "domain", "source", "licence")
 FULL_SCORES = "full_scores"
@@ -96,7 +98,7 @@ class Trace:
             problem = find_problem(ids_TK[rows], scores_TK[rows], self.num_experts, self.scores_are_normalised)
             if problem:
                 token, words = problem
-                raise ValueError(f"{self.path}: layer {layer}: token {first + token}: {words}")
+                raise UserError(f"{self.path}: layer {layer}: token {first + token}: {words}")
         return ids_TK, scores_TK
 
     def read_full_scores(self, layer: int) -> NDArray[np.float32]:
@@ -110,7 +112,7 @@ class Trace:
             wrong_T = ~((full_TE >= 0).all(axis=1) & (np.abs(full_TE.sum(axis=1) - 1) <= SUM_TOLERANCE))
         if wrong_T.any():
             token = int(wrong_T.argmax())
-            raise ValueError(
+            raise UserError(
                 f"{self.path}: layer {layer}: token {token}: full_scores: expected non-negative values with sum 1, "
                 f"got sum {full_TE[token].sum():.4g}, least {full_TE[token].min():.4g}"
             )
@@ -118,7 +120,7 @@ class Trace:
 
     def _read(self, layer: int, name: str) -> NDArray[Any]:
         if not 0 <= layer < self.num_layers:
-            raise ValueError(f"{self.path}: layer: expected 0 to {self.num_layers - 1}, got {layer}")
+            raise UserError(f"{self.path}: layer: expected 0 to {self.num_layers - 1}, got {layer}")
         with _opened(self.path) as file:
             return np.asarray(file.get_slice(name)[layer])
 
@@ -196,31 +198,31 @@ def open_trace(path: str | Path) -> Trace:
         metadata = file.metadata() or {}
         missing = [name for name in METADATA if name not in metadata]
         if missing:
-            raise ValueError(f"{path}: missing metadata: {', '.join(missing)}")
+            raise UserError(f"{path}: missing metadata: {', '.join(missing)}")
         for name in METADATA:
             if not (metadata[name].strip() and metadata[name].isprintable()):
-                raise ValueError(f"{path}: {name}: expected words on one line in the metadata, got {metadata[name]!r}")
+                raise UserError(f"{path}: {name}: expected words on one line in the metadata, got {metadata[name]!r}")
         if metadata["format"] != FORMAT:
-            raise ValueError(f"{path}: format: expected {FORMAT}, got {metadata['format']}")
+            raise UserError(f"{path}: format: expected {FORMAT}, got {metadata['format']}")
         missing = [name for name in TENSORS if name not in set(file.keys())]
         if missing:
-            raise ValueError(f"{path}: missing tensors: {', '.join(missing)}")
+            raise UserError(f"{path}: missing tensors: {', '.join(missing)}")
         shapes = {name: _shape(path, file, name, *expected) for name, expected in TENSORS.items()}
         num_layers, num_tokens, top_k = shapes["expert_ids"]
         _agree(path, "scores", shapes["expert_ids"], shapes["scores"])
         for name in ("sequence_id", "position"):
             _agree(path, name, (num_tokens,), shapes[name])
         if 0 in shapes["expert_ids"]:
-            raise ValueError(
+            raise UserError(
                 f"{path}: expert_ids: expected at least one layer, token and expert, got shape {shapes['expert_ids']}"
             )
         counts = {name: _count(path, metadata, name) for name in ("num_experts", "top_k")}
         if counts["top_k"] != top_k:
-            raise ValueError(f"{path}: top_k: the metadata says {counts['top_k']}, expert_ids has {top_k}")
+            raise UserError(f"{path}: top_k: the metadata says {counts['top_k']}, expert_ids has {top_k}")
         if counts["num_experts"] <= top_k:
-            raise ValueError(f"{path}: num_experts: expected more than top_k ({top_k}), got {counts['num_experts']}")
+            raise UserError(f"{path}: num_experts: expected more than top_k ({top_k}), got {counts['num_experts']}")
         if counts["num_experts"] > MAX_EXPERTS:
-            raise ValueError(f"{path}: num_experts: expected at most {MAX_EXPERTS}, got {counts['num_experts']}")
+            raise UserError(f"{path}: num_experts: expected at most {MAX_EXPERTS}, got {counts['num_experts']}")
         has_full = FULL_SCORES in set(file.keys())
         if has_full:
             shape = _shape(path, file, FULL_SCORES, "F32", 3)
@@ -232,7 +234,7 @@ def open_trace(path: str | Path) -> Trace:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+        raise UserError(f"{path}: no such file")
     try:
         problem = _header_problem(path)
         if problem:
@@ -241,7 +243,7 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: not a whole, readable safetensors file ({reason})") from None
+        raise UserError(f"{path}: not a whole, readable safetensors file ({reason})") from None
 
 
 def _header_problem(path: Path) -> str | None:
@@ -261,38 +263,36 @@ def _sequences(path: Path, file: Any) -> NDArray[np.int64]:
     for name, values_T in (("sequence_id", sequence_id_T), ("position", position_T)):
         if (values_T < 0).any():
             token = int((values_T < 0).argmax())
-            raise ValueError(f"{path}: {name}: token {token}: expected 0 or more, got {values_T[token]}")
+            raise UserError(f"{path}: {name}: token {token}: expected 0 or more, got {values_T[token]}")
     new_T = np.diff(sequence_id_T) != 0
     back_T = ~new_T & (np.diff(position_T) <= 0)
     if back_T.any():
         token = int(back_T.argmax())
-        raise ValueError(
+        raise UserError(
             f"{path}: position: token {token + 1}: expected more than {position_T[token]}, "
             f"the one before it in its sequence, got {position_T[token + 1]}"
         )
     start_S = np.concatenate([[0], np.flatnonzero(new_T) + 1, [len(new_T) + 1]])
     if np.unique(sequence_id_T[start_S[:-1]]).size != start_S.size - 1:
-        raise ValueError(
-            f"{path}: sequence_id: expected the tokens of a sequence side by side, got one in several runs"
-        )
+        raise UserError(f"{path}: sequence_id: expected the tokens of a sequence side by side, got one in several runs")
     return start_S
 
 
 def _shape(path: Path, file: Any, name: str, dtype: str, num_dims: int) -> tuple[int, ...]:
     stored = file.get_slice(name)
     if stored.get_dtype() != dtype:
-        raise ValueError(f"{path}: {name}: expected dtype {dtype}, got {stored.get_dtype()}")
+        raise UserError(f"{path}: {name}: expected dtype {dtype}, got {stored.get_dtype()}")
     if len(stored.get_shape()) != num_dims:
-        raise ValueError(f"{path}: {name}: expected {num_dims} dimensions, got shape {tuple(stored.get_shape())}")
+        raise UserError(f"{path}: {name}: expected {num_dims} dimensions, got shape {tuple(stored.get_shape())}")
     return tuple(stored.get_shape())
 
 
 def _agree(path: Path, name: str, expected: tuple[int, ...], got: tuple[int, ...]) -> None:
     if got != expected:
-        raise ValueError(f"{path}: {name}: expected shape {expected} to agree with expert_ids, got {got}")
+        raise UserError(f"{path}: {name}: expected shape {expected} to agree with expert_ids, got {got}")
 
 
 def _count(path: Path, metadata: Mapping[str, str], name: str) -> int:
     if not (metadata[name].isascii() and metadata[name].isdecimal() and len(metadata[name]) < 10):
-        raise ValueError(f"{path}: {name}: expected a number in the metadata, got {metadata[name]!r}")
+        raise UserError(f"{path}: {name}: expected a number in the metadata, got {metadata[name]!r}")
     return int(metadata[name])

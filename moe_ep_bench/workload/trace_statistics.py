@@ -49,6 +49,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.formatting import tokens_words
 from moe_ep_bench.workload.trace import Trace, open_trace
 
@@ -242,14 +243,14 @@ def loads_statistics(path: str | Path) -> list[RecordingStatistics]:
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+        raise UserError(f"{path}: no such file")
     content = path.read_bytes()
     try:
         entries = TypeAdapter(Annotated[list[_Loads], Field(min_length=1)]).validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path}: {place + ': ' if place else ''}{first['msg']}") from None
+        raise UserError(f"{path}: {place + ': ' if place else ''}{first['msg']}") from None
     recordings = []
     for index, entry in enumerate(entries):
         loads = {layer: np.array(load, dtype=np.int64) for layer, load in entry.load_E_by_layer.items()}
@@ -263,7 +264,7 @@ def loads_statistics(path: str | Path) -> list[RecordingStatistics]:
         elif len(totals) != 1 or min(totals) == 0 or min(totals) % entry.top_k:
             problem = f"expected top_k ({entry.top_k}) pairs of each token in every layer, got {sorted(totals)} pairs"
         if problem:
-            raise ValueError(f"{path}: {index}.load_E_by_layer: {problem}")
+            raise UserError(f"{path}: {index}.load_E_by_layer: {problem}")
         recordings.append(
             RecordingStatistics(
                 file=path.name,
@@ -288,7 +289,7 @@ def rank_load(load_E: NDArray[np.int64], ep_size: int) -> float:
         ValueError: the ranks cannot host equally many experts.
     """
     if ep_size < 1 or load_E.size % ep_size:
-        raise ValueError(f"ep_size: expected a divisor of {load_E.size} experts, got {ep_size}")
+        raise UserError(f"ep_size: expected a divisor of {load_E.size} experts, got {ep_size}")
     load_R = load_E.reshape(ep_size, -1).sum(axis=1)
     return float(load_R.max() * ep_size / load_R.sum())
 

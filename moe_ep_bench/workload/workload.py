@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.batch import TokenBatch, deal_sequences
 from moe_ep_bench.workload.randomness import Run, runs_of
 from moe_ep_bench.workload.skew import TopK, entropy, mass_share, peak_load, rank_load, shared_by_neighbours
@@ -135,12 +136,12 @@ class Workload(ABC):
         """Refuse a number of things below 1, and a negative seed."""
         for name, least in (*((name, 1) for name in names), ("seed", 0)):
             if getattr(self, name) < least:
-                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+                raise UserError(f"{name}: expected at least {least}, got {getattr(self, name)}")
 
     def _check_topk_share(self) -> None:
         least = self.top_k / self.num_experts
         if self.topk_share is not None and not least < self.topk_share < 1:
-            raise ValueError(
+            raise UserError(
                 f"topk_share: expected a number between {least:g} (top_k / experts) and 1, got {self.topk_share:g}"
             )
 

@@ -30,6 +30,7 @@ from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.style import INK, MUTED, Drawing, phase_look
 from moe_ep_bench.analysis.timing import GROUPS
 from moe_ep_bench.analysis.words import is_modelled_phase, milliseconds, percent
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES
 
 _GROUP_OF = {phase: group for group, phases in GROUPS.items() for phase in phases}
@@ -137,7 +138,7 @@ def typical_iteration(
     else:
         here_us = layer_us[(layer_us.index.droplevel("iteration") == among)]
         if here_us.empty:
-            raise ValueError(f"--iteration: {case.label} has no breakdown iteration in launch, batch {among}")
+            raise UserError(f"--iteration: {case.label} has no breakdown iteration in launch, batch {among}")
         key = (here_us - median_us).abs().idxmin()
     here = rows[(rows[ITERATION] == list(key)).all(axis=1)]
     times_us = here.pivot(index="rank", columns="phase", values="time_us").fillna(0.0).sort_index()

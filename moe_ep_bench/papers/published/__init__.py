@@ -17,6 +17,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.presets import Strict, validated
 
 FOLDER = Path(__file__).parent
@@ -93,14 +94,14 @@ class Item(Strict):
     def _check(self) -> Item:
         lengths = {len(values) for values in self.columns.values()} or {1}
         if len(lengths) > 1:
-            raise ValueError(f"{self.item}: columns: expected one length, got {sorted(lengths)}")
+            raise UserError(f"{self.item}: columns: expected one length, got {sorted(lengths)}")
         expected = len(self.rows) + lengths.pop()
         for line in self.cells:
             if len(line) != expected:
-                raise ValueError(f"{self.item}: cells: expected {expected} in each line, got {len(line)}: {line}")
+                raise UserError(f"{self.item}: cells: expected {expected} in each line, got {len(line)}: {line}")
             for cell in line[len(self.rows) :]:
                 if cell != NONE and not _CELL.fullmatch(cell):
-                    raise ValueError(f"{self.item}: cells: expected a number as printed, got {cell!r}")
+                    raise UserError(f"{self.item}: cells: expected a number as printed, got {cell!r}")
         return self
 
     def numbers(self, paper: Paper) -> Iterator[Number]:
@@ -196,7 +197,7 @@ def load(name: str) -> Paper:
         if name in (stem, read["paper"]):
             return validated(Paper, read, FOLDER / f"{stem}.yaml")
     there = ", ".join(f"{stem} ({read['paper']})" for stem, read in fields.items())
-    raise ValueError(f"PAPER: expected one of {there}; got {name!r}")
+    raise UserError(f"PAPER: expected one of {there}; got {name!r}")
 
 
 def numbers(name: str | None = None, **wanted: Any) -> list[Number]:

@@ -28,6 +28,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.workload.importers import esft, gpt_oss, megatron, sglang, vllm
 from moe_ep_bench.workload.importers.options import ImportOptions
@@ -114,26 +115,24 @@ def import_trace(kind: str, source: Path, out: Path, options: ImportOptions | No
             what a router makes; one line that names the file, the place in it, the value and what is allowed.
     """
     if kind not in IMPORTERS:
-        raise ValueError(f"kind: expected one of {', '.join(IMPORTERS)}; got {kind!r}")
+        raise UserError(f"kind: expected one of {', '.join(IMPORTERS)}; got {kind!r}")
     importer, options = IMPORTERS[kind], options or ImportOptions()
     for field in fields(options):
         value = getattr(options, field.name)
         if value != field.default and field.name not in importer.takes:
-            raise ValueError(
+            raise UserError(
                 f"{field.name}: not for {kind} recordings, which take {', '.join(importer.takes)}; got {value!r}"
             )
     options = options.with_preset()
     source, out = Path(source), Path(out)
     if not source.exists():
-        raise ValueError(f"{source}: no such file or directory")
+        raise UserError(f"{source}: no such file or directory")
     if out.exists():
-        raise ValueError(f"{out}: expected a name that is free, but there is such a file already")
+        raise UserError(f"{out}: expected a name that is free, but there is such a file already")
     for name in importer.needs:
         options.need(name, f"{kind} recordings do not say it")
     if importer.is_folder not in (None, source.is_dir()):
-        raise ValueError(
-            f"{source}: expected {importer.expects}, got a {'file' if importer.is_folder else 'directory'}"
-        )
+        raise UserError(f"{source}: expected {importer.expects}, got a {'file' if importer.is_folder else 'directory'}")
     metadata = options.metadata() | {"source": importer.recorder}
     if importer.has_scores is False:
         metadata["score"] = options.accept_no_scores(str(source))
@@ -146,4 +145,4 @@ def import_trace(kind: str, source: Path, out: Path, options: ImportOptions | No
             importer.read(source, options, writer)
             return writer.write(temporary, out)
     except OSError as error:
-        raise ValueError(f"{error.filename or source}: {error.strerror or error}") from None
+        raise UserError(f"{error.filename or source}: {error.strerror or error}") from None

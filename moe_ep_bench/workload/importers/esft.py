@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.importers.options import ImportOptions
 from moe_ep_bench.workload.importers.sources import brief, lines
 from moe_ep_bench.workload.importers.writer import TraceWriter
@@ -53,7 +54,7 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
         for layer in LAYERS:
             path = directory / f"expert_weights_{layer}.txt"
             if not path.is_file():
-                raise ValueError(f"{path}: no such file, but expected layers {LAYERS[0]} to {LAYERS[-1]}")
+                raise UserError(f"{path}: no such file, but expected layers {LAYERS[0]} to {LAYERS[-1]}")
             _read_layer(path, layer, lengths, writer)
             writer.sources.append(path)
         for sequence, length in enumerate(lengths, first_sequence):
@@ -67,14 +68,14 @@ def _read_layer(path: Path, layer: int, lengths: list[int], writer: TraceWriter)
     is_first = layer == LAYERS[0]
     for sequence, (length, line) in enumerate(zip_longest([] if is_first else lengths, lines(path))):
         if line is None:
-            raise ValueError(f"{path}: expected {len(lengths)} texts, as many as the first layer has, got {sequence}")
+            raise UserError(f"{path}: expected {len(lengths)} texts, as many as the first layer has, got {sequence}")
         where, text = line
         ids_TK, weights_TK = _parse(text, where)
         if is_first:
             lengths.append(len(ids_TK))
         elif length != len(ids_TK):
             expected = "no such line" if length is None else f"{length} tokens"
-            raise ValueError(f"{where}: expected {expected}, as the first layer has, got {len(ids_TK)} tokens")
+            raise UserError(f"{where}: expected {expected}, as the first layer has, got {len(ids_TK)} tokens")
         if len(ids_TK) > 1:
             writer.add(layer, ids_TK[1:], weights_TK[1:], where, np.arange(1, len(ids_TK)))
 
@@ -82,11 +83,11 @@ def _read_layer(path: Path, layer: int, lengths: list[int], writer: TraceWriter)
 def _parse(text: bytes, where: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     halves = text.split(b"\t\t")
     if len(halves) != 2:
-        raise ValueError(f"{where}: expected ids, two tabs, weights; got {len(halves)} part(s)")
+        raise UserError(f"{where}: expected ids, two tabs, weights; got {len(halves)} part(s)")
     ids = _numbers(halves[0], np.int64, where, "expert ids")
     weights = _numbers(halves[1], np.float64, where, "weights")
     if ids.size != weights.size or ids.size % TOP_K:
-        raise ValueError(f"{where}: expected {TOP_K} ids and weights per token, got {ids.size} and {weights.size}")
+        raise UserError(f"{where}: expected {TOP_K} ids and weights per token, got {ids.size} and {weights.size}")
     return ids.reshape(-1, TOP_K), weights.reshape(-1, TOP_K)
 
 
@@ -94,7 +95,7 @@ def _numbers(text: bytes, dtype: type[np.generic], where: str, what: str) -> NDA
     try:
         return np.array(text.split(b"\t")).astype(dtype)
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"{where}: expected {what} between tabs ({brief(str(error))})") from None
+        raise UserError(f"{where}: expected {what} between tabs ({brief(str(error))})") from None
 
 
 def _domains(source: Path, domain: str | None) -> dict[str, Path]:
@@ -105,8 +106,8 @@ def _domains(source: Path, domain: str | None) -> dict[str, Path]:
     is_one = (root / name).is_file()
     found = [root] if is_one else sorted(path.parent for path in root.glob(f"*/{name}"))
     if not found:
-        raise ValueError(f"{source}: expected results/expert_scores/<domain>/{name}, got none")
+        raise UserError(f"{source}: expected results/expert_scores/<domain>/{name}, got none")
     domains = {path.resolve().name: path for path in found}
     if domain not in (None, *domains):
-        raise ValueError(f"{source}: domain: expected one of {', '.join(domains)}; got {domain!r}")
+        raise UserError(f"{source}: domain: expected one of {', '.join(domains)}; got {domain!r}")
     return domains if domain is None else {domain: domains[domain]}

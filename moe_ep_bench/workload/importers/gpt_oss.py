@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.importers.options import ImportOptions
 from moe_ep_bench.workload.importers.sources import brief, integers, read_json, reals
 from moe_ep_bench.workload.importers.writer import TraceWriter
@@ -42,10 +43,10 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
         chosen = [path for path in documents if _is_in(path.relative_to(root).parent, options.domain)]
         if documents and not chosen:
             known = sorted({path.relative_to(root).parts[0] for path in documents})
-            raise ValueError(f"{source}: domain: expected one of {', '.join(known)}; got {options.domain!r}")
+            raise UserError(f"{source}: domain: expected one of {', '.join(known)}; got {options.domain!r}")
         documents = chosen
     if not documents:
-        raise ValueError(f"{source}: expected data/<dataset>/<category>/*_examples.json, got none")
+        raise UserError(f"{source}: expected data/<dataset>/<category>/*_examples.json, got none")
     writer.describe(
         num_experts=NUM_EXPERTS,
         top_k=TOP_K,
@@ -64,7 +65,7 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
         place_T = np.array([place for place, _ in tokens], dtype=np.int64)
         back_T = np.diff(place_T) <= 0
         if back_T.any():
-            raise ValueError(f"{path}: token_{place_T[1:][back_T][0]}: expected places in ascending order, got others")
+            raise UserError(f"{path}: token_{place_T[1:][back_T][0]}: expected places in ascending order, got others")
         writer.add_tokens(sequence, place_T, str(path))
         for number, layer in enumerate(LAYERS if tokens else ()):
             ids_TK = _stack(tokens, layer, "selected_experts", path, integers)
@@ -82,16 +83,16 @@ def _tokens(document: Any, path: Path) -> list[tuple[int, dict[str, Any]]]:
     """Places of an answer's tokens, and what was chosen for each: a dict with all layers."""
     entries = document.get("router_data") if isinstance(document, dict) else None
     if not isinstance(entries, list):
-        raise ValueError(f"{path}: router_data: expected a list of tokens, got {brief(entries)}")
+        raise UserError(f"{path}: router_data: expected a list of tokens, got {brief(entries)}")
     tokens = []
     for index, entry in enumerate(entries):
         name, chosen = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else ("", None)
         match = TOKEN.fullmatch(name)
         if not (match and isinstance(chosen, dict)):
-            raise ValueError(f"{path}: router_data: entry {index}: expected one token_<place>, got {brief(entry)}")
+            raise UserError(f"{path}: router_data: entry {index}: expected one token_<place>, got {brief(entry)}")
         if chosen.keys() != set(LAYERS):
             names = brief(sorted(chosen.keys() ^ set(LAYERS)))
-            raise ValueError(f"{path}: {name}: expected {LAYERS[0]} to {LAYERS[-1]}, got one too many or few: {names}")
+            raise UserError(f"{path}: {name}: expected {LAYERS[0]} to {LAYERS[-1]}, got one too many or few: {names}")
         tokens.append((int(match[1]), chosen))
     return tokens
 
@@ -103,5 +104,5 @@ def _stack(
     rows = [chosen[layer].get(name) if isinstance(chosen[layer], dict) else None for _, chosen in tokens]
     for (place, _), row in zip(tokens, rows, strict=True):
         if not isinstance(row, list) or len(row) != TOP_K:
-            raise ValueError(f"{path}: token_{place}: {layer}: {name}: expected {TOP_K} numbers, got {brief(row)}")
+            raise UserError(f"{path}: token_{place}: {layer}: {name}: expected {TOP_K} numbers, got {brief(row)}")
     return parse(rows, f"{path}: {layer}: {name}", (None, TOP_K))

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.importers.options import ImportOptions
 from moe_ep_bench.workload.importers.sources import brief, integers, lines, parse_json, whole
 from moe_ep_bench.workload.importers.writer import TraceWriter
@@ -77,13 +78,13 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
             _describe(record, options, writer)
         elif top_k != writer.top_k or (record.logits is None) != (first.logits is None):
             expected = f"topk {writer.top_k} {'with' if first.logits else 'without'} logits"
-            raise ValueError(f"{record.where}: expected {expected}, as in the first record")
+            raise UserError(f"{record.where}: expected {expected}, as in the first record")
         if record.step != step:
             layers = _check_step(path, step, passes, layers)
             step, passes = record.step, {}
         passes.setdefault(record.layer, []).append(num_tokens)
         if num_tokens % options.micro_batch_size:
-            raise ValueError(
+            raise UserError(
                 f"{record.where}: num_tokens: expected a multiple of micro_batch_size ({options.micro_batch_size}), "
                 f"got {num_tokens}"
             )
@@ -97,7 +98,7 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
             sequence += num_tokens if options.phase == "decode" else options.micro_batch_size
         num_other += _add(record, order_T, sidecar, options.score_function, writer)
     if first is None:
-        raise ValueError(f"{path}: expected records of block decoder, got none")
+        raise UserError(f"{path}: expected records of block decoder, got none")
     _check_step(path, step, passes, layers)
 
     is_decode = options.phase == "decode"
@@ -111,12 +112,12 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
 def _file(source: Path) -> Path:
     if source.is_file():
         if not FILE.fullmatch(source.name):
-            raise ValueError(f"{source}: expected router_trace_rank<rank>.jsonl, got another name")
+            raise UserError(f"{source}: expected router_trace_rank<rank>.jsonl, got another name")
         return source
     found = sorted(path for path in source.iterdir() if FILE.fullmatch(path.name))
     if len(found) != 1:
         names = ", ".join(path.name for path in found) or "none"
-        raise ValueError(
+        raise UserError(
             f"{source}: expected one router_trace_rank<rank>.jsonl, got {names}: name one file, as ranks may hold the "
             "same tokens or other layers"
         )
@@ -128,10 +129,10 @@ def _records(path: Path) -> Iterator[Record | None]:
     for where, line in lines(path):
         record = parse_json(line, where)
         if not isinstance(record, dict):
-            raise ValueError(f"{where}: expected an object, got {brief(record)}")
+            raise UserError(f"{where}: expected an object, got {brief(record)}")
         block, stage = record.get("block"), record.get("stage")
         if block not in ("decoder", "mtp") or stage != "pre_dispatch":
-            raise ValueError(
+            raise UserError(
                 f"{where}: expected block decoder or mtp and stage pre_dispatch, got {brief(block)} and {brief(stage)}"
             )
         if block == "mtp":
@@ -150,7 +151,7 @@ def _logits(record: dict[str, Any], num_tokens: int, where: str) -> tuple[int, i
     offset, size = whole(record, "logit_offset", where, 0), whole(record, "logit_bytes", where, 0)
     shape = integers(record.get("logit_shape"), f"{where}: logit_shape", (2,)).tolist()
     if shape[0] != num_tokens or shape[0] * shape[1] * 2 != size:
-        raise ValueError(f"{where}: logit_shape: expected {num_tokens} tokens in {size} bytes of bfloat16, got {shape}")
+        raise UserError(f"{where}: logit_shape: expected {num_tokens} tokens in {size} bytes of bfloat16, got {shape}")
     return offset, shape[1]
 
 
@@ -165,7 +166,7 @@ def _describe(record: Record, options: ImportOptions, writer: TraceWriter) -> No
         function = options.need("score_function", "the trace has logits before the score function")
         num_experts = record.logits[1]
         if options.num_experts not in (None, num_experts):
-            raise ValueError(f"{record.where}: num_experts: expected {options.num_experts}, got {num_experts} logits")
+            raise UserError(f"{record.where}: num_experts: expected {options.num_experts}, got {num_experts} logits")
         score = "softmax" if function == "softmax" else "sigmoid, divided by the sum over all experts"
         score += ", not renormalised, from bfloat16 logits"
     writer.describe(num_experts=num_experts, top_k=top_k, where=record.where, score=score)
@@ -178,14 +179,14 @@ def _check_step(path: Path, step: int | None, passes: dict[int, list[int]], laye
     layers = layers or set(passes)
     if set(passes) != layers:
         odd = min(set(passes) ^ layers)
-        raise ValueError(
+        raise UserError(
             f"{path}: step {step}: layer {odd}: expected the layers of the first step, "
             f"got {'one more' if odd in passes else 'one less'} (cut the file after its last whole step)"
         )
     least = min(passes)
     for layer, num_tokens in passes.items():
         if num_tokens != passes[least]:
-            raise ValueError(
+            raise UserError(
                 f"{path}: step {step}: layer {layer}: expected passes of {brief(passes[least])} tokens like layer "
                 f"{least}, got {brief(num_tokens)}"
             )
@@ -202,7 +203,7 @@ def _add(record: Record, order_T: NDArray[np.int64], sidecar: Path, function: st
         if record.logits is not None:
             outside_TK = (ids_TK < 0) | (ids_TK >= writer.num_experts)
             if outside_TK.any():
-                raise ValueError(
+                raise UserError(
                     f"{where}: expert_ids: expected 0 to {writer.num_experts - 1}, got {ids_TK[outside_TK][0]}"
                 )
             logits_TE = _read_logits(record, rows, sidecar, writer.num_experts)
@@ -221,16 +222,16 @@ def _read_logits(record: Record, rows: NDArray[np.int64], sidecar: Path, num_exp
     assert record.logits is not None
     offset, recorded_experts = record.logits
     if recorded_experts != num_experts:
-        raise ValueError(f"{record.where}: logit_shape: expected {num_experts} experts, got {recorded_experts}")
+        raise UserError(f"{record.where}: logit_shape: expected {num_experts} experts, got {recorded_experts}")
     end = offset + len(record.ids_TK) * num_experts * 2
     if not sidecar.is_file() or sidecar.stat().st_size < end:
         size = sidecar.stat().st_size if sidecar.is_file() else "no such file"
-        raise ValueError(f"{record.where}: {sidecar.name}: expected at least {end} bytes, got {size}")
+        raise UserError(f"{record.where}: {sidecar.name}: expected at least {end} bytes, got {size}")
     stored = np.memmap(sidecar, np.dtype("<u2"), "r", offset, (len(record.ids_TK), num_experts))
     logits_TE = (stored[rows].astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     if not np.isfinite(logits_TE).all():
         token = int((~np.isfinite(logits_TE)).any(axis=1).argmax())
-        raise ValueError(f"{record.where}: {sidecar.name}: token {rows[token]}: expected finite logits, got others")
+        raise UserError(f"{record.where}: {sidecar.name}: token {rows[token]}: expected finite logits, got others")
     return logits_TE
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.models import load_model
 from moe_ep_bench.workload.trace import MAX_EXPERTS
 
@@ -42,17 +43,17 @@ class ImportOptions:
 
     def __post_init__(self) -> None:
         if self.phase is not None and self.phase not in PHASES:
-            raise ValueError(f"phase: expected one of {', '.join(PHASES)}; got {self.phase!r}")
+            raise UserError(f"phase: expected one of {', '.join(PHASES)}; got {self.phase!r}")
         if self.score_function not in (None, "softmax", "sigmoid"):
-            raise ValueError(f"score_function: expected softmax or sigmoid, got {self.score_function!r}")
+            raise UserError(f"score_function: expected softmax or sigmoid, got {self.score_function!r}")
         if self.num_experts is not None and not 2 <= self.num_experts <= MAX_EXPERTS:
-            raise ValueError(f"num_experts: expected 2 to {MAX_EXPERTS}, got {self.num_experts}")
+            raise UserError(f"num_experts: expected 2 to {MAX_EXPERTS}, got {self.num_experts}")
         if self.micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size: expected at least 1, got {self.micro_batch_size}")
+            raise UserError(f"micro_batch_size: expected at least 1, got {self.micro_batch_size}")
         for name in ("model", "domain", "licence"):
             words = getattr(self, name)
             if words is not None and not (words.strip() and words.isprintable()):
-                raise ValueError(f"{name}: expected words on one line, got {words!r}")
+                raise UserError(f"{name}: expected words on one line, got {words!r}")
 
     def with_preset(self) -> ImportOptions:
         """The same with the facts of ``preset``, where there is one.
@@ -64,11 +65,11 @@ class ImportOptions:
             return self
         for name in _OF_MODEL:
             if getattr(self, name) is not None:
-                raise ValueError(f"{name}: expected none beside preset, which says it; got {getattr(self, name)!r}")
+                raise UserError(f"{name}: expected none beside preset, which says it; got {getattr(self, name)!r}")
         try:
             spec = load_model(self.preset)
         except ValueError as error:
-            raise ValueError(f"preset: {error}") from None
+            raise UserError(f"preset: {error}") from None
         return replace(
             self,
             model=spec.name,
@@ -90,13 +91,13 @@ class ImportOptions:
         """
         value = getattr(self, name)
         if value is None:
-            raise ValueError(f"{name}: needed, because {why}{' (or preset)' if name in _OF_MODEL else ''}")
+            raise UserError(f"{name}: needed, because {why}{' (or preset)' if name in _OF_MODEL else ''}")
         return value
 
     def check_top_k(self, top_k: int, where: str) -> None:
         """Hold a recording's top-k against the preset's."""
         if self.top_k not in (None, top_k):
-            raise ValueError(f"{where}: top_k: the model has {self.top_k}, the recording {top_k}")
+            raise UserError(f"{where}: top_k: the model has {self.top_k}, the recording {top_k}")
 
     def accept_no_scores(self, where: str, remedy: str = "") -> str:
         """The ``score`` of a trace that is made from ids alone.
@@ -105,7 +106,7 @@ class ImportOptions:
             ValueError: the user has not accepted that.
         """
         if not self.assume_equal_scores:
-            raise ValueError(
+            raise UserError(
                 f"{where}: no scores, only expert ids: {remedy}set assume_equal_scores to give all of a token's top-k "
                 "the same score (loads stay true; score mass and choices by score then mean nothing)"
             )

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.importers.options import ImportOptions
 from moe_ep_bench.workload.importers.sources import Npz, brief, opened_npz
 from moe_ep_bench.workload.importers.writer import TraceWriter
@@ -45,13 +46,13 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
         source: the npz file.
     """
     if source.suffix == ".pt":
-        raise ValueError(f"{source}: a pickle, which is not read; convert it where SGLang runs: {CONVERT}")
+        raise UserError(f"{source}: a pickle, which is not read; convert it where SGLang runs: {CONVERT}")
     with opened_npz(source) as npz:
         passes = _passes(npz)
         logical = _map(npz)
         num_experts = options.num_experts or int(logical.max()) + 1
         if logical.max() >= num_experts:
-            raise ValueError(f"{npz.where(MAP)}: expected experts 0 to {num_experts - 1}, got {logical.max()}")
+            raise UserError(f"{npz.where(MAP)}: expected experts 0 to {num_experts - 1}, got {logical.max()}")
         phases = {"prefill" if f"{index}.{LENGTHS}" in npz.names else "decode" for index in passes}
         top_k = sequence = 0
         for index in passes:
@@ -59,7 +60,7 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
             sequence_T, position_T, num_sequences = _tokens(npz, index)
             ids_LTK = npz.array(name, 3)
             if ids_LTK.shape[:2] != (len(logical), len(position_T)) or not ids_LTK.shape[2]:
-                raise ValueError(
+                raise UserError(
                     f"{npz.where(name)}: expected {len(logical)} layers of {len(position_T)} tokens, "
                     f"got shape {ids_LTK.shape}"
                 )
@@ -79,7 +80,7 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
             stray_T = valid_T & (sequence_T == num_sequences)
             if stray_T.any():
                 token = int(stray_T.argmax())
-                raise ValueError(f"{where}: token {token}: expected -1 beyond {LENGTHS}, got experts")
+                raise UserError(f"{where}: token {token}: expected -1 beyond {LENGTHS}, got experts")
             writer.add_tokens(sequence + sequence_T[valid_T], position_T[valid_T], where)
             writer.left_out += int((~valid_T).sum())
             expected_TK = valid_T[:, None] & (np.arange(ids_LTK.shape[2]) < top_k)
@@ -90,10 +91,10 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
                     token = int(wrong_T.argmax())
                     expected = f"{top_k} experts and then -1" if valid_T[token] else "-1 as in the first layer"
                     got = ids_LTK[layer, token].tolist()
-                    raise ValueError(f"{where}: token {token}: expected {expected}, got {got}")
+                    raise UserError(f"{where}: token {token}: expected {expected}, got {got}")
                 physical_TK = ids_LTK[layer, valid_T, :top_k]
                 if physical_TK.max() >= logical.shape[1]:
-                    raise ValueError(
+                    raise UserError(
                         f"{where}: expected physical experts 0 to {logical.shape[1] - 1}, got {physical_TK.max()}"
                     )
                 writer.add(layer, logical[layer][physical_TK], None, where, np.flatnonzero(valid_T))
@@ -111,14 +112,14 @@ def _passes(npz: Npz) -> list[int]:
         if match:
             indices.add(int(match[1]))
         elif COUNTS.fullmatch(name):
-            raise ValueError(
+            raise UserError(
                 f"{npz.where(name)}: counts of tokens per expert, not who chose whom; record anew with "
                 "--expert-distribution-recorder-mode per_token"
             )
         elif name != MAP:
-            raise ValueError(f"{npz.path}: expected {MAP} and <pass>.{IDS}, {POSITIONS}, {LENGTHS}; got {brief(name)}")
+            raise UserError(f"{npz.path}: expected {MAP} and <pass>.{IDS}, {POSITIONS}, {LENGTHS}; got {brief(name)}")
     if not indices:
-        raise ValueError(f"{npz.path}: expected at least one pass (0.{IDS}), got none")
+        raise UserError(f"{npz.path}: expected at least one pass (0.{IDS}), got none")
     return sorted(indices)
 
 
@@ -126,9 +127,9 @@ def _map(npz: Npz) -> NDArray[np.integer]:
     """Logical experts by layer and physical expert."""
     logical = npz.array(MAP, 2)
     if not 0 < logical.shape[1] <= 2**16 or not len(logical):
-        raise ValueError(f"{npz.where(MAP)}: expected layers of 1 to {2**16} experts, got shape {logical.shape}")
+        raise UserError(f"{npz.where(MAP)}: expected layers of 1 to {2**16} experts, got shape {logical.shape}")
     if logical.min() < 0:
-        raise ValueError(f"{npz.where(MAP)}: expected experts from 0, got {logical.min()}")
+        raise UserError(f"{npz.where(MAP)}: expected experts from 0, got {logical.min()}")
     return logical
 
 
@@ -140,9 +141,7 @@ def _tokens(npz: Npz, index: int) -> tuple[NDArray[np.int64], NDArray[np.integer
         return np.arange(len(position_T)), position_T, len(position_T)
     lengths = npz.array(name, 1)
     if (lengths < 0).any() or lengths.sum() > len(position_T):
-        raise ValueError(
-            f"{npz.where(name)}: expected lengths of {len(position_T)} tokens in all, got {brief(lengths)}"
-        )
+        raise UserError(f"{npz.where(name)}: expected lengths of {len(position_T)} tokens in all, got {brief(lengths)}")
     # What is beyond the last sequence fills up the batch; it has no experts.
     padding = len(position_T) - int(lengths.sum())
     return np.repeat(np.arange(len(lengths) + 1), [*lengths, padding]), position_T, len(lengths)

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_ep_bench.errors import UserError
+
 # A line of text or a JSON document; the largest of the published recordings are below 4 MiB.
 MAX_PIECE_BYTES = 2**28
 # An array of one request or forward pass: 128k tokens of 94 layers, top-8, as int32, are 0.4 GiB.
@@ -33,7 +35,7 @@ def lines(path: Path) -> Iterator[tuple[str, bytes]]:
                 return
             where = f"{path}:{number}"
             if len(line) > MAX_PIECE_BYTES:
-                raise ValueError(f"{where}: expected a line of at most {MAX_PIECE_BYTES} bytes, got a longer one")
+                raise UserError(f"{where}: expected a line of at most {MAX_PIECE_BYTES} bytes, got a longer one")
             yield where, line.rstrip(b"\r\n")
 
 
@@ -43,14 +45,14 @@ def parse_json(text: bytes, where: str) -> Any:
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         start = brief(text[:40].decode(errors="replace")) if text else "nothing"
-        raise ValueError(f"{where}: expected JSON, got {start} ({' '.join(str(error).split())})") from None
+        raise UserError(f"{where}: expected JSON, got {start} ({' '.join(str(error).split())})") from None
 
 
 def read_json(path: Path) -> Any:
     """A JSON document."""
     size = path.stat().st_size
     if size > MAX_PIECE_BYTES:
-        raise ValueError(f"{path}: expected at most {MAX_PIECE_BYTES} bytes, got {size}")
+        raise UserError(f"{path}: expected at most {MAX_PIECE_BYTES} bytes, got {size}")
     return parse_json(path.read_bytes(), str(path))
 
 
@@ -68,7 +70,7 @@ def whole(record: Any, name: str, where: str, least: int) -> int:
     """A whole number of a JSON object."""
     value = record.get(name) if isinstance(record, dict) else None
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{where}: {name}: expected a whole number from {least}, got {brief(value)}")
+        raise UserError(f"{where}: {name}: expected a whole number from {least}, got {brief(value)}")
     return value
 
 
@@ -117,16 +119,16 @@ class Npz:
             ValueError: no such array, a damaged or pickled one, or one of other things or dimensions.
         """
         if name not in self.names:
-            raise ValueError(f"{self.path}: missing array: {name}")
+            raise UserError(f"{self.path}: missing array: {name}")
         try:
             array = self._archive[name]
         except _NPZ_ERRORS as error:
-            raise ValueError(f"{self.where(name)}: {' '.join(str(error).split())}") from None
+            raise UserError(f"{self.where(name)}: {' '.join(str(error).split())}") from None
         if not isinstance(array, np.ndarray) or (array.dtype.kind not in "iu" and array.size):
             got = f"dtype {array.dtype}" if isinstance(array, np.ndarray) else "no array"
-            raise ValueError(f"{self.where(name)}: expected whole numbers, got {got}")
+            raise UserError(f"{self.where(name)}: expected whole numbers, got {got}")
         if array.ndim != num_dims:
-            raise ValueError(f"{self.where(name)}: expected {num_dims} dimensions, got shape {array.shape}")
+            raise UserError(f"{self.where(name)}: expected {num_dims} dimensions, got shape {array.shape}")
         return array if array.size else array.astype(np.int64)  # an empty list becomes an array of floats
 
 
@@ -137,15 +139,15 @@ def opened_npz(path: Path) -> Iterator[Npz]:
         try:
             archive = np.load(file, allow_pickle=False)
         except _NPZ_ERRORS as error:
-            raise ValueError(f"{path}: not a whole, readable npz file ({' '.join(str(error).split())})") from None
+            raise UserError(f"{path}: not a whole, readable npz file ({' '.join(str(error).split())})") from None
         if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise ValueError(f"{path}: not a whole, readable npz file (one array)")
+            raise UserError(f"{path}: not a whole, readable npz file (one array)")
         for info in archive.zip.infolist():
             name, size = info.filename, info.file_size
             if not name.endswith(".npy"):
-                raise ValueError(f"{path}: expected arrays only (*.npy), got {brief(name)}")
+                raise UserError(f"{path}: expected arrays only (*.npy), got {brief(name)}")
             if size > MAX_ARRAY_BYTES:
-                raise ValueError(f"{path}: {name}: expected at most {MAX_ARRAY_BYTES} bytes, got {size}")
+                raise UserError(f"{path}: {name}: expected at most {MAX_ARRAY_BYTES} bytes, got {size}")
         yield Npz(path, archive)
 
 
@@ -153,7 +155,7 @@ def _numbers(value: Any, where: str, shape: tuple[int | None, ...], kinds: str, 
     try:
         array = np.array(value)
     except ValueError:
-        raise ValueError(f"{where}: expected lists of equal length, got {brief(value)}") from None
+        raise UserError(f"{where}: expected lists of equal length, got {brief(value)}") from None
     if array.size == 0 and len(shape) == array.ndim:
         array = array.astype(np.int64)
     wanted = "x".join("n" if length is None else str(length) for length in shape)
@@ -161,9 +163,9 @@ def _numbers(value: Any, where: str, shape: tuple[int | None, ...], kinds: str, 
         length in (None, got) for length, got in zip(shape, array.shape, strict=True)
     )
     if not fits or array.dtype.kind not in kinds:
-        raise ValueError(f"{where}: expected {words} of shape {wanted}, got {brief(value)}")
+        raise UserError(f"{where}: expected {words} of shape {wanted}, got {brief(value)}")
     return array
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise UserError(f"{name} is no JSON number")

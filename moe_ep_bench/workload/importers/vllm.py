@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.importers.options import ImportOptions
 from moe_ep_bench.workload.importers.sources import brief, integers, lines, opened_npz, parse_json
 from moe_ep_bench.workload.importers.writer import TraceWriter
@@ -48,7 +49,7 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
         source: the npz or JSONL file.
     """
     if options.phase == "training":
-        raise ValueError("phase: expected prefill, decode, or prefill and decode; got 'training'")
+        raise UserError("phase: expected prefill, decode, or prefill and decode; got 'training'")
     shape: tuple[int, ...] = ()
     layers: list[int] | None = None
     for piece in _from_npz(source) if source.suffix == ".npz" else _from_lines(source):
@@ -65,7 +66,7 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
                 phase=options.phase or "prefill and decode",
             )
         elif piece.ids_TLK.shape[1:] != shape:
-            raise ValueError(f"{piece.where}: expected layers and top-k {shape}, got {piece.ids_TLK.shape[1:]}")
+            raise UserError(f"{piece.where}: expected layers and top-k {shape}, got {piece.ids_TLK.shape[1:]}")
         layers = _add(piece, layers, writer)
     if writer.left_out:
         writer.notes.append("tokens of the other phase, or whose routing was not recorded, left out")
@@ -80,7 +81,7 @@ def _add(piece: Piece, layers: list[int] | None, writer: TraceWriter) -> list[in
     half_T = ~known_T & ~(unknown_TLK | (piece.ids_TLK == 0)).all(axis=(1, 2))
     if half_T.any():
         token = piece.position + int(half_T.argmax())
-        raise ValueError(f"{piece.where}: token {token}: expected -1 for all experts of a token or for none, got some")
+        raise UserError(f"{piece.where}: token {token}: expected -1 for all experts of a token or for none, got some")
     writer.left_out += int((~known_T).sum())
     ids_TLK = piece.ids_TLK[known_T]
     if not len(ids_TLK):
@@ -96,7 +97,7 @@ def _add(piece: Piece, layers: list[int] | None, writer: TraceWriter) -> list[in
         if layer in layers:
             writer.add(layer, ids_TLK[:, layer], None, where, position_T)
         elif ids_TLK[:, layer].any():
-            raise ValueError(f"{where}: expected 0 only, as for the first tokens, got others")
+            raise UserError(f"{where}: expected 0 only, as for the first tokens, got others")
     return layers
 
 
@@ -107,7 +108,7 @@ def _from_npz(path: Path) -> Iterator[Piece]:
         for name in npz.names:
             match = form.fullmatch(name)
             if not match:
-                raise ValueError(f"{path}: expected <request>.{PROMPT} and <request>.{GENERATED}, got {brief(name)}")
+                raise UserError(f"{path}: expected <request>.{PROMPT} and <request>.{GENERATED}, got {brief(name)}")
             requests.setdefault(int(match[1]), []).append(match[2])
         for sequence, request in enumerate(sorted(requests)):
             position = 0
@@ -124,7 +125,7 @@ def _from_lines(path: Path) -> Iterator[Piece]:
         response = parse_json(line, where)
         choices = response.get("choices") if isinstance(response, dict) else None
         if not isinstance(choices, list) or not choices or not all(isinstance(choice, dict) for choice in choices):
-            raise ValueError(f"{where}: choices: expected a list of completions, got {brief(choices)}")
+            raise UserError(f"{where}: choices: expected a list of completions, got {brief(choices)}")
         prompt = response.get(PROMPT)
         length = 0
         if prompt is not None:
@@ -134,7 +135,7 @@ def _from_lines(path: Path) -> Iterator[Piece]:
         for index, choice in enumerate(choices):
             place = f"{where}: choices: {index}: {GENERATED}"
             if choice.get(GENERATED) is None:
-                raise ValueError(f"{place}: expected lists of experts, got none")
+                raise UserError(f"{place}: expected lists of experts, got none")
             ids_TLK = integers(choice[GENERATED], place, (None, None, None))
             yield Piece(place, sequence, False, length, ids_TLK)
             sequence += 1

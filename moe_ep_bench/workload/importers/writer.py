@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.importers.sources import sha256_of
 from moe_ep_bench.workload.trace import (
     FORMAT,
@@ -102,7 +103,7 @@ class TraceWriter:
             ValueError: more experts than the format can name, or none to choose from.
         """
         if not top_k < num_experts <= MAX_EXPERTS:
-            raise ValueError(
+            raise UserError(
                 f"{where}: num_experts: expected {top_k + 1} (more than top_k) to {MAX_EXPERTS} (ids are one byte), "
                 f"got {num_experts}"
             )
@@ -113,7 +114,7 @@ class TraceWriter:
     def add_tokens(self, sequence_id: NDArray[np.integer] | int, position_T: NDArray[np.integer], where: str) -> None:
         """Add tokens: the sequence that each (or all) of them are from, and their places in it."""
         if position_T.size and not (position_T.min() >= 0 and position_T.max() < 2**31):
-            raise ValueError(
+            raise UserError(
                 f"{where}: position: expected 0 to {2**31 - 1}, got {position_T.min()} to {position_T.max()}"
             )
         self._spool("position", position_T.astype(np.int32))
@@ -149,7 +150,7 @@ class TraceWriter:
         problem = find_problem(best_TK, scores_TK, self.num_experts, self._normalised)
         if problem:
             token, words = problem
-            raise ValueError(f"{where}: token {name_T[token]}: {words}")
+            raise UserError(f"{where}: token {name_T[token]}: {words}")
         load_E = np.bincount(ids_TK.ravel(), minlength=self.num_experts)
         self._load_E[layer] = self._load_E.get(layer, 0) + load_E
         self._tokens[layer] = self._tokens.get(layer, 0) + len(ids_TK)
@@ -186,10 +187,10 @@ class TraceWriter:
         """
         layers = sorted(self._tokens)
         if not (self.num_tokens and layers):
-            raise ValueError(f"{self.source}: expected at least one token, got none ({self.left_out} left out)")
+            raise UserError(f"{self.source}: expected at least one token, got none ({self.left_out} left out)")
         for layer in layers:
             if self._tokens[layer] != self.num_tokens:
-                raise ValueError(
+                raise UserError(
                     f"{self.source}: layer {layer}: expected {self.num_tokens} tokens, as many as the sequences have, "
                     f"got {self._tokens[layer]}"
                 )

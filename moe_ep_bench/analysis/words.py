@@ -9,11 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moe_ep_bench.analysis.load import Comparison, Part, Run
-from moe_ep_bench.analysis.marks import origin
 from moe_ep_bench.analysis.render import NONE
 from moe_ep_bench.analysis.render import milliseconds as milliseconds
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.timing.statistics import MIN_BATCHES, Estimate
+from moe_ep_bench.timing.statistics import MIN_BATCHES
 
 MODE_WORDS = {
     "run": "measured",
@@ -50,6 +49,13 @@ def tags_of(origins: Iterable[Origin]) -> list[str]:
     """The words that a sheet is tagged with: how, then on which scores, each once."""
     found = {word for one in origins for word in (one.how, one.workload)}
     return [word for word in (*HOW, *WORKLOADS) if word in found]
+
+
+def origin(run: Run, facts: Comparison) -> str:
+    """How a comparison's times came about: measured, emulated or modelled; routed where there are none."""
+    if facts.device is not None:
+        return "modelled"
+    return {"run": "measured", "emulated": "emulated", "route": "routed"}[run.mode]
 
 
 def origins_of(run: Run, comparisons: Sequence[Comparison]) -> list[Origin]:
@@ -141,22 +147,6 @@ def count_words(run: Run) -> str:
 def is_modelled_phase(run: Run, comparison: Comparison, group: str) -> bool:
     """Whether a group of phases was computed: of a modelled device all, of emulated ranks what moves between them."""
     return comparison.device is not None or (run.mode == "emulated" and group == "comm")
-
-
-def estimate_words(estimate: Estimate | None) -> str:
-    """``1.23 [1.20, 1.26]``, or ``1.23 (1.10..1.31)`` where there is no interval."""
-    if estimate is None:
-        return NONE
-    low, median, high = (f"{value:.3f}" for value in (estimate.low, estimate.median, estimate.high))
-    return f"{median} [{low}, {high}]" if estimate.is_interval else f"{median} ({low}..{high})"
-
-
-def pairs_words(all_facts: Sequence[Comparison]) -> str:
-    """Of what a speedup is the median: of iterations that ran in pairs, or of what a model says of each batch."""
-    modelled = {facts.device is not None for facts in all_facts}
-    if modelled == {True}:
-        return "median over batches, by the model"
-    return "median of paired iterations" + (" (of the modelled: over batches)" if True in modelled else "")
 
 
 def interval_words(is_interval: Sequence[bool], mark: str = "Whiskers") -> str:

@@ -25,7 +25,6 @@ from moe_ep_bench.analysis.figures.scaling import scaling_figure
 from moe_ep_bench.analysis.figures.timeline import timeline_figure
 from moe_ep_bench.analysis.figures.whole import whole_figure
 from moe_ep_bench.analysis.load import Run
-from moe_ep_bench.analysis.marks import write_rows
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, Drawing, house_style, save
 
 
@@ -116,5 +115,5 @@ def draw_named(
                 files.append(directory / f"{name}.{file_format}")
                 save(drawing.figure, files[-1], file_format)
             files.append(directory / f"{name}.csv")
-            write_rows(drawing.rows, files[-1])
+            drawing.write_rows(files[-1])
     return files, lacking

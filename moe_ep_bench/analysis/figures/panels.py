@@ -20,7 +20,6 @@ from matplotlib.transforms import ScaledTranslation
 
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import Run
-from moe_ep_bench.analysis.marks import origin
 from moe_ep_bench.analysis.speedups import analyse, family_key, family_labels
 from moe_ep_bench.analysis.style import (
     CEILING_LINE,
@@ -37,7 +36,7 @@ from moe_ep_bench.analysis.style import (
     sheet,
 )
 from moe_ep_bench.analysis.sweep import key_words, sweeps_along, swept_keys
-from moe_ep_bench.analysis.words import NOT_FUSED, OVERSUBSCRIBED, Footer, footer_lines
+from moe_ep_bench.analysis.words import NOT_FUSED, OVERSUBSCRIBED, Footer, footer_lines, origin
 
 MOST = 4
 SPEEDUP_LABEL = "speedup (native = 1)"

@@ -175,12 +175,6 @@ def not_drawn(number: int, what: str) -> list[str]:
     return [f"Not drawn, though in the rows: {number} more {what}."] if number else []
 
 
-def part_name(part: pd.DataFrame, others: pd.DataFrame) -> str:
-    """What tells a workload from the others of a figure: its traffic, and its model where they have several."""
-    first = part.iloc[0]
-    return first["traffic"] if others["model"].nunique() == 1 else f"{first['model']}, {first['traffic']}"
-
-
 # ---- lines and ticks -----------------------------------------------------------------------------------------------
 
 

@@ -41,6 +41,7 @@ SMALL = {
     "route-laser": "workload.layer=2 workload.num_tokens=64 workload.num_batches=2",
     "validate-cpu": f"workload.num_tokens=64 {NARROW}",
     "capacity-figure4": f"workload.tokens_per_rank=64 workload.sequence_length=32 {NARROW}",
+    "xshare-table3": "sweep.workload.seed=[1] workload.num_batches=2",
     "whole-capacity": "workload.tokens_per_rank=64 workload.sequence_length=32 whole.num_layers=2",
     "quality-capacity": "text.num_sequences=4 text.sequence_length=16 text.batch_size=4",
     "quality-small": "text.num_sequences=8 text.sequence_length=16",

@@ -629,7 +629,7 @@ def test_a_second_call_emulates_and_solves_nothing(
     config = write(finished.parent, CLAIMS)
     monkeypatch.setattr("moe_ep_bench.papers.needed_skew.modelled_once", lambda *_: pytest.fail("solved again"))
     assert main(["papers", str(config), "--out", str(finished)]) == OK
-    assert "all cases were finished before" in capsys.readouterr().err
+    assert "all 12 cases were finished before" in capsys.readouterr().err
     assert json.loads(claims_path(finished).read_text()) == before
 
 

@@ -52,7 +52,7 @@ def phases_figure(run: Run) -> Drawing | None:
     )
     height = 0.85 + (0.12 + 0.16 * lines) * max(len(own) for _, own in panels)
     titles = [own["comparison"].iloc[0] for _, own in panels]
-    figure, axes = sheet_of_panels(header, titles, (1,), height, left=2.6)
+    figure, axes = sheet_of_panels(header, titles, (1,), height, left=2.9)
     for (one,), (comparison_id, own) in zip(axes, panels, strict=True):
         stacked_bars(one, run, marks[marks["comparison_id"] == comparison_id], own, "phases", "one layer")
         name_rows(one, [bar_label(row) for _, row in own.iterrows()])

@@ -162,5 +162,5 @@ def _draw_loads(axes: Axes, what: str, marks: pd.DataFrame, looks: Looks) -> Non
     axes.set_ylim(bottom=0)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel(f"{what}s, the fullest first")
-    axes.set_ylabel(f"{what} load (1 = mean)")
+    axes.set_ylabel("load over mean")
     axes.grid(False, axis="x")

@@ -91,7 +91,7 @@ def test_policies_without_a_capacity_factor_stand_in_rows_by_their_names(tmp_pat
 
 def test_beside_capacity_factors_a_policy_without_one_stands_at_its_name(tmp_path):
     drawing = drawn(tmp_path, dropped_figure, [one(drop_cases())])
-    assert ticks(drawing.figure.axes[0].xaxis) == ["topk", "1", "2"]
+    assert ticks(drawing.figure.axes[-1].xaxis) == ["topk", "1", "2"]
     assert legend(drawing) == ["topk", "token_drop", "token_drop granularity=device"]
 
 

@@ -92,7 +92,7 @@ STYLE = {
 SIZES = {"page": (13.0, 0.0, 1.0, 160), "column": (3.3, 0.0, 0.73, 300), "slide": (13.33, 7.5, 1.25, 144)}
 MIN_POINTS = 6.0  # of any text at any size
 _MARGIN, _HANDLE, _LEADING = 0.15, 0.56, 1.4 / 72  # inches; inches per point
-_LETTER, _BOLD_LETTER = 0.51 / 72, 0.6 / 72  # a mean letter's width, inches per point
+_LETTER, _BOLD_LETTER = 0.535 / 72, 0.65 / 72  # a mean letter's width, inches per point
 
 # Time that a rank works has a plain or lightly hatched colour; waiting must not be taken for work. Of a whole model
 # what is no MoE layer is grey. What is modelled is hollow and dashed, and waiting then keeps a tint.

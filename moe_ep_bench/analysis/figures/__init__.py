@@ -90,9 +90,11 @@ def draw_figures(
     """
     figures = WHOLE_FIGURES if run.scope == "model" else FIGURES
     table = {name: partial(figure, choice=choice) for name, figure in figures.items()}
+    wanted = list(figures if names is None else names)
     # First those that may refuse the choice.
-    wanted = sorted(figures if names is None else names, key=lambda name: not figures[name].of_one_case)
-    return draw_named(table, run, directory, formats, wanted, size)
+    order = sorted(wanted, key=lambda name: not figures[name].of_one_case)
+    files, lacking = draw_named(table, run, directory, formats, order, size)
+    return sorted(files, key=lambda path: wanted.index(path.stem)), sorted(lacking, key=wanted.index)
 
 
 def draw_named(

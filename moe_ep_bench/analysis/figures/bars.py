@@ -52,7 +52,7 @@ def phases_figure(run: Run) -> Drawing | None:
     )
     height = 0.85 + (0.12 + 0.16 * lines) * max(len(own) for _, own in panels)
     titles = [own["comparison"].iloc[0] for _, own in panels]
-    figure, axes = sheet_of_panels(header, titles, (1,), height, left=2.6)
+    figure, axes = sheet_of_panels(header, titles, (1,), height, left=2.9)
     for (one,), (comparison_id, own) in zip(axes, panels, strict=True):
         stacked_bars(one, run, marks[marks["comparison_id"] == comparison_id], own, "phases", "one layer")
         name_rows(one, [bar_label(row) for _, row in own.iterrows()])
@@ -162,5 +162,5 @@ def _draw_loads(axes: Axes, what: str, marks: pd.DataFrame, looks: Looks) -> Non
     axes.set_ylim(bottom=0)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel(f"{what}s, the fullest first")
-    axes.set_ylabel(f"{what} load (1 = mean)")
+    axes.set_ylabel("load over mean")
     axes.grid(False, axis="x")

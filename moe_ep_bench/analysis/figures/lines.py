@@ -85,7 +85,7 @@ def _draw(rows: pd.DataFrame, header: tuple, quantities: tuple[str, ...], ratios
         (3.2, 1.6) if upright and "speedup" in quantities else ratios,
         0.3 * max(3, len(families)) + 1.1 if upright else 4.6,
         beside=upright,
-        left=2.2 if upright else 0.9,
+        left=2.4 if upright else 1.15,
         most=2 if upright else 4,
     )
     for group, (_, own) in zip(panels, groups, strict=True):

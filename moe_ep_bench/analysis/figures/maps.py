@@ -80,7 +80,7 @@ def map_figure(run: Run) -> Drawing | None:
     figure, axes = sheet_of_panels(header, [own["title"].iloc[0] for own in panels], (1,), height, left=1.8)
     limit = max(rows["speedup"].map(np.log).abs().max(), np.log(_FULL_COLOUR))
     for (one,), own in zip(axes, panels, strict=True):
-        _draw_map(one, own, limit, figure.get_figwidth() / min(2, len(panels)) - 1.8)
+        _draw_map(one, own, limit, figure.get_figwidth() / min(2, len(panels)) - 2.2)
     return Drawing(figure, csv(rows, *_CSV))
 
 

@@ -152,7 +152,7 @@ def sheet_of_panels(
     *,
     beside: bool = False,
     most: int = 2,
-    left: float = 0.9,
+    left: float = 1.15,
 ) -> tuple[Sheet, list[list[Axes]]]:
     """A sheet with a group of panels per title, one panel per quantity.
 

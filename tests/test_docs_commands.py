@@ -43,7 +43,7 @@ SMALL = {
     "capacity-figure4": f"workload.tokens_per_rank=64 workload.sequence_length=32 {NARROW}",
     "xshare-table3": "sweep.workload.seed=[1] workload.num_batches=2",
     "whole-capacity": "workload.tokens_per_rank=64 workload.sequence_length=32 whole.num_layers=2",
-    "quality-capacity": "text.num_sequences=4 text.sequence_length=16 text.batch_size=4",
+    "quality-capacity": "text.num_sequences=2 text.sequence_length=8 text.batch_size=2",
     "quality-small": "text.num_sequences=8 text.sequence_length=16",
 }
 # Of lists that --set cannot shorten by a plain value.
@@ -69,6 +69,7 @@ STAND_INS = {
 OWN_STAND_INS = {
     "trace record MODEL --text FILE": {"FILE": "text.txt"},
     "calibrate --from DIR": {"DIR": "results/decode"},
+    "route CONFIG": {"CONFIG": "configs/route-laser.yaml"},
 }
 # Not run as printed: the option that stands for it, and why.
 A_START = "the ranks of configs/decode.yaml start here; each start takes seconds"
@@ -147,7 +148,7 @@ def arguments_of(line: str) -> list[str]:
     if line in LISTED and LISTED[line][0] == "--help":
         return [line.split()[0], "--help"]
     words = {**STAND_INS, **OWN_STAND_INS.get(line, {})}
-    arguments = [words.get(one, one.replace("=/models/", "=models/")) for one in shlex.split(line)]
+    arguments = [words.get(one, one.replace("=/models/", "=../models/")) for one in shlex.split(line)]
     arguments = [one.removeprefix("/") if one.startswith("/models/") else one for one in arguments]
     if line in LISTED:
         return [*arguments, LISTED[line][0]]
@@ -163,8 +164,8 @@ def arguments_of(line: str) -> list[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("configs", "plot_results.py"):
-        (folder / name).symlink_to(ROOT / name)
+    (folder / "plot_results.py").symlink_to(ROOT / "plot_results.py")
+    shutil.copytree(ROOT / "configs", folder / "configs")  # recordings/ lies beside it
     for name in ("results", "recordings", "models", "checkpoints"):
         (folder / name).mkdir()
     model = folder / "models" / "OLMoE-1B-7B"
@@ -173,7 +174,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / link).symlink_to(model)
     shutil.copy(model / "config.json", folder)
     text = inspect.getsource(argparse)[:20_000]
-    (folder / "text.txt").write_text(text)
+    for place in (folder, folder / "configs"):  # what --set names lies beside the config
+        (place / "text.txt").write_text(text)
     (model / "heldout.txt").write_text(text)
     example = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (folder / "mine.yaml").write_text(example[1])

@@ -228,7 +228,7 @@ def whole_notes(one: WholeComparison) -> list[str]:
         f"MoE layers: {len(whole.moe_layers)}, each with scores of its own: fullest expert {min(whole.peak_loads):.2f} "
         f"to {max(whole.peak_loads):.2f} x mean",
         *chance_words(whole.shared_by_chance),
-        f"attention: {whole.attention}{kernels and f' ({kernels})'}, data-parallel; experts: "
+        f"attention: {whole.attention}{kernels and f' ({kernels} kernel)'}, data-parallel; experts: "
         f"{part_words(facts.experts)}; permutation: {part_words(facts.permute)}",
         f"a pass is {run}",
         "end to end: slowest rank's pass, native over case, median of pairs " + spread_words(one.comparison),

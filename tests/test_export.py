@@ -276,6 +276,11 @@ def test_a_device_that_out_leads_to_is_written_through(directory, exported, tmp_
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
     assert (tmp_path / "link").is_symlink()
+
+
+def test_standard_output_that_is_a_file_is_written_on_and_not_replaced(directory, exported, tmp_path):
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    command = [sys.executable, "-m", "moe_ep_bench", "show", str(directory), "--format", "csv"]
     with (tmp_path / "log").open("w") as log:
         log.write("before\n")
         log.flush()

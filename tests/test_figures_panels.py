@@ -92,7 +92,7 @@ def test_policies_without_a_capacity_factor_stand_in_rows_by_their_names(tmp_pat
 def test_beside_capacity_factors_a_policy_without_one_stands_at_its_name(tmp_path):
     drawing = drawn(tmp_path, dropped_figure, [one(drop_cases())])
     assert ticks(drawing.figure.axes[-1].xaxis) == ["topk", "1", "2"]
-    assert legend(drawing) == ["topk", "token_drop", "token_drop granularity=device"]
+    assert legend(drawing) == ["topk", "token_drop", "token_drop granularity=device, \N{GREEK SMALL LETTER GAMMA} 1"]
 
 
 def test_a_case_has_one_name_in_all_figures(tmp_path):

@@ -11,11 +11,11 @@ Equal input gives equal bytes: no dates, fixed salts, and no settings of the use
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.textpath import text_to_path
 
 from moe_ep_bench.analysis.words import HOW, Origin, tags_of
 from moe_ep_bench.errors import UserError
@@ -363,7 +365,30 @@ def fit_label(text: str, inches: float) -> str:
 
 
 def wrap(text: str, inches: float, points: float, weight: str = "normal", most: int | None = None) -> str:
-    """Break a text into lines of about ``inches``, at most so many."""
-    letter = points * (_BOLD_LETTER if weight == "bold" else _LETTER)
-    width = max(6, int(inches / letter))
-    return "\n".join(textwrap.wrap(text, width, max_lines=most, placeholder=" ..."))
+    """Break a text into lines that are no wider than ``inches``, inside a word if it must be; at most so many."""
+    lines = [""]
+    for word in text.split():
+        line = f"{lines[-1]} {word}".strip()
+        if text_width(line, points, weight) <= inches:
+            lines[-1] = line
+            continue
+        lines += [word] if lines[-1] else []
+        lines[-1] = word
+        while len(word) > 1 and text_width(word, points, weight) > inches:
+            fits = (n for n in range(len(word) - 1, 0, -1) if n == 1 or text_width(word[:n], points, weight) <= inches)
+            cut = next(fits)
+            lines[-1:] = [word[:cut], word[cut:]]
+            word = word[cut:]
+    if most is not None and len(lines) > most:
+        last = lines[most - 1]
+        while last and text_width(f"{last} ...", points, weight) > inches:
+            last = last[:-1].rstrip()
+        lines[most - 1 :] = [f"{last} ..."]
+    return "\n".join(lines)
+
+
+@lru_cache(maxsize=2**16)
+def text_width(text: str, points: float, weight: str = "normal") -> float:
+    """Width of a line in inches. Dollars that begin mathematics count as they stand."""
+    font = FontProperties(family=rcParams["font.family"], size=points, weight=weight)
+    return text_to_path.get_text_width_height_descent(text, font, False)[0] / 72

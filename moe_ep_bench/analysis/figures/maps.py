@@ -170,7 +170,8 @@ def _key_of(rows: pd.DataFrame) -> str:
 
 def _draw_map(axes: Axes, rows: pd.DataFrame, limit: float, inches: float) -> None:
     factors = sorted(line for line in rows["line"].unique() if isinstance(line, float))
-    lines = [*factors, *(line for line in rows["line"].unique() if isinstance(line, str))]
+    named = sorted((line for line in rows["line"].unique() if isinstance(line, str)), key=lambda line: line != _BALANCE)
+    lines = [*factors, *named]
     heights = {line: at + (_GAP if at >= len(factors) else 0) for at, line in enumerate(lines)}
     values = rows.sort_values("at").drop_duplicates("at")["swept_value"]
     for height in heights.values():

@@ -38,6 +38,7 @@ OTHER = {
     "layer.kernel": "torch",
     "layer.dispatcher": "allgather",
     "measure.iterations": 6,
+    "measure.preroll_us": 0,
     "measure.breakdown_iterations": 1,
     "measure.warmup": 2,
     "measure.max_warmup": 6,

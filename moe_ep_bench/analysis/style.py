@@ -64,6 +64,7 @@ FONT_SIZES = {
     "legend.fontsize": 9,
 }
 STYLE = {
+    "axes.titlepad": 8.0,
     **FONT_SIZES,
     "savefig.dpi": "figure",
     "font.family": FONT,
@@ -389,6 +390,6 @@ def wrap(text: str, inches: float, points: float, weight: str = "normal", most: 
 
 @lru_cache(maxsize=2**16)
 def text_width(text: str, points: float, weight: str = "normal") -> float:
-    """Width of a line in inches. Dollars that begin mathematics count as they stand."""
+    """Width of a line in inches."""
     font = FontProperties(family=rcParams["font.family"], size=points, weight=weight)
     return text_to_path.get_text_width_height_descent(text, font, False)[0] / 72

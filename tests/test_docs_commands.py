@@ -104,7 +104,6 @@ LISTED = {
 SCRIPTS = {
     "benchmarks/decode_experts.py": "needs a GPU",
     "benchmarks/emulate_scale.py": "takes minutes",
-    "benchmarks/plotting.py": "takes minutes",
     "benchmarks/soak.py": "takes hours",
     "benchmarks/train_small_moe.py": "takes minutes",
     "docs/make_config.py": "test_docs runs it",

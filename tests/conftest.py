@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
+from warm import Server, warm
 
 # One seed for all: what CI finds, everyone finds. The machines are shared, so no example has a deadline.
 settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=40)
@@ -28,6 +29,29 @@ LONGEST = (
     "virtual",
     "launcher",
     "ptx",
+)
+
+# Files whose processes are forked from one that has torch and Megatron-Core imported (tests/warm.py).
+WARM = (
+    "adding",
+    "calibrate",
+    "directory",
+    "emulate",
+    "emulate_model",
+    "faults",
+    "graph_run",
+    "launcher",
+    "layer",
+    "model_graph_run",
+    "model_run",
+    "padding",
+    "reproduce",
+    "reproduce_whole",
+    "run",
+    "slices",
+    "transformer",
+    "validate",
+    "virtual",
 )
 
 
@@ -59,6 +83,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="runs with -m gpu, on a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def _server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm(request: pytest.FixtureRequest, _server: Server) -> Iterator[None]:
+    if request.path.stem.removeprefix("test_") in WARM:
+        with warm(_server):
+            yield
+    else:
+        yield
 
 
 class _Kept:

@@ -1,0 +1,278 @@
+"""Fork the Python processes that tests start from one that has imported torch and Megatron-Core: that takes seconds.
+
+``warm`` replaces what ``subprocess`` calls to fork and execute. A call of this interpreter (``-m``, ``-c`` or a script)
+goes to a server, which forks the process and hands it over as the caller's own child: process ids, signals, groups,
+streams and exit statuses are those of an ordinary one. What such a process starts is forked likewise. The package itself
+and the tests' helpers are imported anew by each.
+"""
+
+from __future__ import annotations
+
+import _posixsubprocess
+import array
+import atexit
+import contextlib
+import ctypes
+import importlib
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+IMPORTED = (
+    "megatron.core.models.gpt",
+    "megatron.core.transformer.moe.moe_layer",
+    "matplotlib.pyplot",
+    "numba",
+    "pandas",
+    "pyarrow.dataset",
+    "pyarrow.parquet",
+    "pydantic.main",
+    "safetensors.torch",
+    "scipy.optimize",
+    "scipy.signal",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.distributed.run",
+    "yaml",
+)
+_PR_SET_CHILD_SUBREAPER = 36
+_FORK_EXEC = _posixsubprocess.fork_exec
+# Arguments of fork_exec by their place.
+_ARGS, _EXECUTABLES, _CLOSE, _KEEP, _CWD, _ENV, _STREAMS, _ERRORS, _SESSION, _GROUP = 0, 1, 2, 3, 4, 5, (6, 9, 11), 13, 15, 16
+_PREEXEC = 21
+
+
+def _job(call: Sequence[object]) -> dict[str, object] | None:
+    """What a call of ``fork_exec`` asks for; None where it is not this interpreter's, or more than this can do."""
+    program, *arguments = (os.fsdecode(one) for one in call[_ARGS])
+    if os.fsencode(sys.executable) not in call[_EXECUTABLES] or call[_PREEXEC] is not None:
+        return None
+    unbuffered = False
+    while arguments and arguments[0] in ("-u", "-B"):
+        unbuffered |= arguments.pop(0) == "-u"
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")):
+        return None
+    env = None if call[_ENV] is None else [os.fsdecode(one) for one in call[_ENV]]
+    env = dict(os.environ) if env is None else dict(one.split("=", 1) for one in env)
+    return {
+        "program": program,
+        "arguments": arguments,
+        "unbuffered": unbuffered or bool(env.get("PYTHONUNBUFFERED")),
+        "env": env,
+        "cwd": os.path.abspath(os.fsdecode(call[_CWD])) if call[_CWD] is not None else os.getcwd(),
+        "session": bool(call[_SESSION]),
+        "group": call[_GROUP],
+        "ignored": [int(one) for one in signal.valid_signals() if signal.getsignal(one) == signal.SIG_IGN],
+    }
+
+
+def _files(call: Sequence[object]) -> dict[int, int]:
+    """The descriptors of a process by number, each with the caller's own."""
+    streams = {number: call[place] for number, place in enumerate(_STREAMS)}
+    return {number: number if own == -1 else own for number, own in streams.items()} | {
+        number: number for number in call[_KEEP] if number != call[_ERRORS]
+    }
+
+
+def _become(job: dict[str, object], files: dict[int, int]) -> None:
+    """Be the process that ``job`` asks for, in a fork; never returns."""
+    status = 1
+    try:
+        atexit._clear()
+        for one in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            with contextlib.suppress(OSError, ValueError):
+                signal.signal(one, signal.SIG_IGN if one in job["ignored"] else signal.SIG_DFL)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        if signal.SIGINT not in job["ignored"]:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        if job["session"]:
+            os.setsid()
+        elif job["group"] >= 0:
+            os.setpgid(0, job["group"])
+        # Out of each other's way first.
+        above = {number: os.dup(own) for number, own in files.items()}
+        high = max([*above.values(), *files]) + 1
+        copies = {number: os.dup2(own, high + number) for number, own in above.items()}
+        for number, own in copies.items():
+            os.dup2(own, number, inheritable=True)
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) not in files:
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
+        os.environ.clear()
+        os.environ.update(job["env"])
+        os.chdir(job["cwd"])
+        for name in [name for name in sys.modules if name.partition(".")[0] == "moe_ep_bench"]:
+            del sys.modules[name]
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            stream = open(number, "r" if number == 0 else "w", closefd=False, errors="backslashreplace" if number == 2 else None)
+            if number:
+                stream.reconfigure(line_buffering=number == 2 or stream.isatty(), write_through=job["unbuffered"])
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        own = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+        sys.path[:] = [*own, *_installed()]
+        importlib.invalidate_caches()
+        sys.orig_argv = [job["program"], *job["arguments"]]
+        with contextlib.suppress(ImportError):
+            sys.modules.pop("sitecustomize", None)
+            importlib.import_module("sitecustomize")
+        status = _run(job["arguments"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            threading._shutdown()
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(BaseException):
+                stream.flush()
+        os._exit(status)
+
+
+_PATH = [one for one in sys.path if "site-packages" in one or one.startswith((sys.base_prefix, sys.prefix))]
+
+
+def _installed() -> list[str]:
+    return _PATH
+
+
+def _run(arguments: list[str]) -> int:
+    kind, *rest = arguments
+    try:
+        if kind == "-m":
+            sys.argv = rest
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif kind == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            sys.path.insert(0, "")
+            sys.modules["__main__"] = main = types.ModuleType("__main__")
+            exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+        else:
+            sys.argv = arguments
+            sys.path.insert(0, os.path.dirname(os.path.realpath(kind)))
+            runpy.run_path(kind, run_name="__main__")
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        return ended.code & 0xFF if isinstance(ended.code, int) else int(ended.code is not None)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    return 0
+
+
+def _fork_here(*call: object) -> int:
+    """``fork_exec`` in a warm process: its own fork goes on as the process asked for."""
+    job = _job(call)
+    if job is None:
+        return _FORK_EXEC(*call)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _become(job, _files(call))
+    return pid
+
+
+def _replace(fork_exec: Callable[..., int]) -> None:
+    subprocess._fork_exec = fork_exec
+    _posixsubprocess.fork_exec = fork_exec
+
+
+def _serve(connection: socket.socket) -> None:
+    """Fork a process for each request, as a child of this server's parent."""
+    parent = os.getppid()
+    with warnings.catch_warnings(action="ignore"):
+        for name in IMPORTED:
+            importlib.import_module(name)
+    _replace(_fork_here)
+    while True:
+        length, own, _, _ = socket.recv_fds(connection, 8, 64)
+        if not length:
+            return
+        text = b""
+        while len(text) < int.from_bytes(length, "big"):
+            text += connection.recv(1 << 20)
+        job = json.loads(text)
+        between = os.fork()
+        if between == 0:
+            if os.fork():
+                os._exit(0)
+            while os.getppid() != parent:
+                time.sleep(0.001)
+            connection.sendall(os.getpid().to_bytes(8, "big"))
+            _become(job, dict(zip(job["numbers"], own, strict=True)))
+        os.waitpid(between, 0)
+        for number in own:
+            os.close(number)
+
+
+class Server:
+    """The process that forks; started by the first request."""
+
+    def __init__(self) -> None:
+        self._connection: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def _start(self) -> socket.socket:
+        mine, its = socket.socketpair()
+        with its:
+            env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+            self._process = subprocess.Popen([sys.executable, __file__, str(its.fileno())], env=env, pass_fds=[its.fileno()])
+        return mine
+
+    def fork_exec(self, *call: object) -> int:
+        job = _job(call)
+        if job is None or job["arguments"][0] == __file__:
+            return _FORK_EXEC(*call)
+        with self._lock:
+            if self._connection is None:
+                self._connection = self._start()
+            files = _files(call)
+            job["numbers"] = list(files)
+            text = json.dumps(job).encode()
+            prctl = ctypes.CDLL(None).prctl
+            prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # Whom the server's children's children fall to.
+            try:
+                socket.send_fds(self._connection, [len(text).to_bytes(8, "big")], list(files.values()))
+                self._connection.sendall(text)
+                pid = int.from_bytes(self._connection.recv(8), "big")
+            finally:
+                prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        if not pid:
+            raise RuntimeError("the server of warm processes ended")
+        return pid
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._process.wait()
+
+
+@contextlib.contextmanager
+def warm(server: Server) -> Iterator[None]:
+    """Let ``server`` fork what is started in here."""
+    _replace(server.fork_exec)
+    try:
+        yield
+    finally:
+        _replace(_FORK_EXEC)
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -31,7 +31,6 @@ import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 import yaml
-from scipy.optimize import isotonic_regression
 
 from moe_ep_bench.cost_model.links import Duplex, Fit, Link, Links, busy_bytes, fit_errors, fit_link
 from moe_ep_bench.files import atomic_path
@@ -236,6 +235,8 @@ def links_from(
     Raises:
         ValueError: times that do not grow with the bytes.
     """
+    from scipy.optimize import isotonic_regression  # Imports slowly.
+
     fits: dict[str, Fit] = {}
     fitted: dict[str, Link] = {}
     for scope in (INSIDE, BETWEEN):

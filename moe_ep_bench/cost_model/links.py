@@ -22,7 +22,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field, PositiveFloat, model_validator
-from scipy.optimize import nnls
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.presets import Preset, Strict
@@ -239,6 +238,8 @@ def fit_link(bytes_N: ArrayLike, times_us_N: ArrayLike) -> Fit:
     Raises:
         ValueError: times that do not grow with the bytes.
     """
+    from scipy.optimize import nnls  # Imports slowly.
+
     sizes_N, times_N = np.asarray(bytes_N, dtype=np.float64), np.asarray(times_us_N, dtype=np.float64)
     # Each residual is predicted / measured - 1. Scaled bytes give both columns one magnitude.
     scale = sizes_N.max()

@@ -25,7 +25,6 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.signal import lfilter
 from scipy.special import log_ndtr
 
 from moe_ep_bench.errors import UserError
@@ -109,6 +108,8 @@ class CorrelatedNoise(Noise):
         Returns:
             What the rows that follow carry on.
         """
+        from scipy.signal import lfilter  # Imports for a second, and few workloads need it.
+
         start = 0
         while start < len(normal_TE):
             into_sequence = (row + start) % self.sequence_length

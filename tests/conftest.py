@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
-from warm import Server, warm
+from warm import Server, ordinary, warm
 
 # One seed for all: what CI finds, everyone finds. The machines are shared, so no example has a deadline.
 settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=40)
@@ -60,6 +60,8 @@ def _wants_gpu(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Processes of tests have more threads than there are cores; those that spin while they wait take ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not _wants_gpu(config):
         # Before anything asks torch; processes that tests start inherit it.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -98,6 +100,13 @@ def _warm(request: pytest.FixtureRequest, _server: Server) -> Iterator[None]:
         with warm(_server):
             yield
     else:
+        yield
+
+
+@pytest.fixture
+def cold() -> Iterator[None]:
+    """Start ordinary processes in a test of a warm file: for what is read from /proc, for instance."""
+    with ordinary():
         yield
 
 

@@ -120,16 +120,14 @@ def wait_until(true: Callable[[], bool], seconds: float) -> None:
 
 
 def ranks_of(job: subprocess.Popen) -> list[int]:
-    """Process ids of the ranks that a launcher has started, by rank."""
+    """Process ids of the ranks that a launcher has started, by rank: in the order of their start."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            variables = (path.parent / "environ").read_bytes() if parent == job.pid else b""
-            for variable in variables.split(b"\0"):
-                if variable.startswith(b"RANK="):
-                    found[int(variable[5:])] = int(path.parent.name)
-    return [found[rank] for rank in sorted(found)]
+            values = path.read_text().rpartition(")")[2].split()
+            if int(values[1]) == job.pid:
+                found[int(path.parent.name)] = int(values[19])
+    return sorted(found, key=lambda pid: (found[pid], pid))
 
 
 def is_running(pid: int) -> bool:
@@ -387,6 +385,7 @@ def test_a_full_disk_is_one_line_of_every_command(
     assert hidden_files(small_disk) == []
 
 
+@pytest.mark.usefixtures("cold")
 def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
     soak = Path(__file__).parents[1] / "benchmarks" / "soak.py"
     command = [sys.executable, str(soak), "--cases", "50", "--out", str(tmp_path / "out")]

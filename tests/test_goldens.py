@@ -28,6 +28,7 @@ import yaml
 from matplotlib.figure import Figure
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
+from moe_ep_bench.analysis import style
 from moe_ep_bench.analysis.claims import load_claims
 from moe_ep_bench.analysis.claims_report import write_claims
 from moe_ep_bench.analysis.validation import is_validation, load_validation
@@ -653,13 +654,14 @@ def missing_traces(golden: Golden) -> list[str]:
 
 @contextmanager
 def nothing_drawn() -> Iterator[None]:
-    """Let figures be laid out and saved as empty files: only their numbers are looked at."""
+    """Let figures be saved as empty files without a layout: only their numbers are looked at."""
 
     def save(figure: Figure, path: Any, **options: Any) -> None:
         Path(path).write_bytes(b"")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", save)
+        patch.setattr(style, "settle_layout", lambda figure: None)
         yield
 
 

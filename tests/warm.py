@@ -45,10 +45,23 @@ IMPORTED = (
     "torch.distributed.run",
     "yaml",
 )
+# What only a process that begins anew reads.
+READ_AT_START = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONHOME")}
 _PR_SET_CHILD_SUBREAPER = 36
 _FORK_EXEC = _posixsubprocess.fork_exec
 # Arguments of fork_exec by their place.
-_ARGS, _EXECUTABLES, _CLOSE, _KEEP, _CWD, _ENV, _STREAMS, _ERRORS, _SESSION, _GROUP = 0, 1, 2, 3, 4, 5, (6, 9, 11), 13, 15, 16
+_ARGS, _EXECUTABLES, _CLOSE, _KEEP, _CWD, _ENV, _STREAMS, _ERRORS, _SESSION, _GROUP = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    (6, 9, 11),
+    13,
+    15,
+    16,
+)
 _PREEXEC = 21
 
 
@@ -64,6 +77,8 @@ def _job(call: Sequence[object]) -> dict[str, object] | None:
         return None
     env = None if call[_ENV] is None else [os.fsdecode(one) for one in call[_ENV]]
     env = dict(os.environ) if env is None else dict(one.split("=", 1) for one in env)
+    if any(env.get(name) != value for name, value in READ_AT_START.items()):
+        return None
     return {
         "program": program,
         "arguments": arguments,
@@ -116,11 +131,14 @@ def _become(job: dict[str, object], files: dict[int, int]) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "moe_ep_bench"]:
             del sys.modules[name]
         for number, name in enumerate(("stdin", "stdout", "stderr")):
-            stream = open(number, "r" if number == 0 else "w", closefd=False, errors="backslashreplace" if number == 2 else None)
+            stream = open(
+                number, "r" if number == 0 else "w", closefd=False, errors="backslashreplace" if number == 2 else None
+            )
             if number:
                 stream.reconfigure(line_buffering=number == 2 or stream.isatty(), write_through=job["unbuffered"])
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
+        sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
         own = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
         sys.path[:] = [*own, *_installed()]
         importlib.invalidate_caches()
@@ -233,7 +251,9 @@ class Server:
         mine, its = socket.socketpair()
         with its:
             env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-            self._process = subprocess.Popen([sys.executable, __file__, str(its.fileno())], env=env, pass_fds=[its.fileno()])
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(its.fileno())], env=env, pass_fds=[its.fileno()]
+            )
         return mine
 
     def fork_exec(self, *call: object) -> int:
@@ -272,6 +292,17 @@ def warm(server: Server) -> Iterator[None]:
         yield
     finally:
         _replace(_FORK_EXEC)
+
+
+@contextlib.contextmanager
+def ordinary() -> Iterator[None]:
+    """Start ordinary processes in here."""
+    replaced = subprocess._fork_exec
+    _replace(_FORK_EXEC)
+    try:
+        yield
+    finally:
+        _replace(replaced)
 
 
 if __name__ == "__main__":

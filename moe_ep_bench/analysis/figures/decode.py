@@ -66,7 +66,9 @@ def activated_figure(run: Run) -> Drawing | None:
             one.plot(ends, steps.bound_us * ends, **_BOUND)
         one.set(xlim=(0, ends[1]), xlabel="activated experts (fullest rank)", ylabel="experts (us)")
         one.set_ylim(0)
-    return Drawing(figure, rows.drop(columns=["family", "comparison_id", "case_id"]))
+    identity = ["comparison", "model", "num_ranks", "num_tokens", "policy"]
+    numbers = rows.columns.drop([*identity, "family", "comparison_id", "case_id"])
+    return Drawing(figure, rows[[*identity, *numbers]])
 
 
 def _points(run: Run, steps: Steps) -> pd.DataFrame:

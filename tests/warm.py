@@ -1,20 +1,18 @@
 """Fork the Python processes that tests start from one that has imported torch and Megatron-Core: that takes seconds.
 
-``warm`` replaces what ``subprocess`` calls to fork and execute. A call of this interpreter (``-m``, ``-c`` or a script)
-goes to a server, which forks the process and hands it over as the caller's own child: process ids, signals, groups,
-streams and exit statuses are those of an ordinary one. What such a process starts is forked likewise. The package itself
-and the tests' helpers are imported anew by each.
+``warm`` replaces what ``subprocess`` calls to fork and execute. A call of this interpreter (``-m``, ``-c`` or a
+script) goes to a server, which forks the process and hands it over as the caller's own child: process ids, signals,
+groups, streams and exit statuses are those of an ordinary one. What such a process starts is forked likewise. Each
+imports the package itself and the tests' helpers anew. /proc shows the server's environment and command line.
 """
 
 from __future__ import annotations
 
 import _posixsubprocess
-import array
 import atexit
 import contextlib
 import ctypes
 import importlib
-import io
 import json
 import os
 import runpy
@@ -47,28 +45,19 @@ IMPORTED = (
 )
 # What only a process that begins anew reads.
 READ_AT_START = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONHOME")}
+_PYTHON = sys.executable
+_INSTALLED = [one for one in sys.path if one.startswith((sys.base_prefix, sys.prefix))]
 _PR_SET_CHILD_SUBREAPER = 36
 _FORK_EXEC = _posixsubprocess.fork_exec
 # Arguments of fork_exec by their place.
-_ARGS, _EXECUTABLES, _CLOSE, _KEEP, _CWD, _ENV, _STREAMS, _ERRORS, _SESSION, _GROUP = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    (6, 9, 11),
-    13,
-    15,
-    16,
-)
-_PREEXEC = 21
+_ARGS, _EXECUTABLES, _KEEP, _CWD, _ENV, _STREAMS = 0, 1, 3, 4, 5, (6, 9, 11)
+_ERRORS, _SESSION, _GROUP, _PREEXEC = 13, 15, 16, 21
 
 
 def _job(call: Sequence[object]) -> dict[str, object] | None:
     """What a call of ``fork_exec`` asks for; None where it is not this interpreter's, or more than this can do."""
     program, *arguments = (os.fsdecode(one) for one in call[_ARGS])
-    if os.fsencode(sys.executable) not in call[_EXECUTABLES] or call[_PREEXEC] is not None:
+    if os.fsencode(_PYTHON) not in call[_EXECUTABLES] or call[_PREEXEC] is not None:
         return None
     unbuffered = False
     while arguments and arguments[0] in ("-u", "-B"):
@@ -131,16 +120,15 @@ def _become(job: dict[str, object], files: dict[int, int]) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "moe_ep_bench"]:
             del sys.modules[name]
         for number, name in enumerate(("stdin", "stdout", "stderr")):
-            stream = open(
-                number, "r" if number == 0 else "w", closefd=False, errors="backslashreplace" if number == 2 else None
-            )
+            stream = os.fdopen(number, "w" if number else "r", closefd=False)
             if number:
+                stream.reconfigure(errors="backslashreplace" if number == 2 else None)
                 stream.reconfigure(line_buffering=number == 2 or stream.isatty(), write_through=job["unbuffered"])
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
         sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
         own = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-        sys.path[:] = [*own, *_installed()]
+        sys.path[:] = [*own, *_INSTALLED]
         importlib.invalidate_caches()
         sys.orig_argv = [job["program"], *job["arguments"]]
         with contextlib.suppress(ImportError):
@@ -158,13 +146,6 @@ def _become(job: dict[str, object], files: dict[int, int]) -> None:
             with contextlib.suppress(BaseException):
                 stream.flush()
         os._exit(status)
-
-
-_PATH = [one for one in sys.path if "site-packages" in one or one.startswith((sys.base_prefix, sys.prefix))]
-
-
-def _installed() -> list[str]:
-    return _PATH
 
 
 def _run(arguments: list[str]) -> int:
@@ -251,9 +232,8 @@ class Server:
         mine, its = socket.socketpair()
         with its:
             env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(its.fileno())], env=env, pass_fds=[its.fileno()]
-            )
+            command = [sys.executable, __file__, str(its.fileno())]
+            self._process = subprocess.Popen(command, env=env, pass_fds=[its.fileno()])
         return mine
 
     def fork_exec(self, *call: object) -> int:

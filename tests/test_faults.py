@@ -182,17 +182,17 @@ def test_a_rank_lost_while_timed_and_numbers_that_are_none_become_rows_with_reas
 
 def test_a_rank_that_hangs_while_timed_in_its_own_work_or_in_a_collective_is_ended(tmp_path: Path) -> None:
     policies = [{"name": "topk"}, {"name": "pruned", "k0": 4}]
-    config, out = write_config(tmp_path, **SMALL, measure__timeout_s=20, policies=policies), tmp_path / "out"
+    config, out = write_config(tmp_path, **SMALL, measure__timeout_s=10, policies=policies), tmp_path / "out"
     done = launch(config, "--out", out, faults="topk=hang_once@timed,pruned=stray@timed", timeout=580)
     assert done.returncode == CASES_FAILED, done.stderr
     assert "Traceback" not in done.stderr
     found = statuses(out)
-    assert found.pop("pruned k0=4") == ("timeout", "every rank waited for others for 20 s (2 attempts)")
+    assert found.pop("pruned k0=4") == ("timeout", "every rank waited for others for 10 s (2 attempts)")
     assert len(found) == 4
     assert {status for status, _ in found.values()} == {"ok"}  # What hung once was measured by the next job.
     cases = json.loads((out / "run.json").read_text())["cases"]
     (topk,) = [case_id for case_id, case in cases.items() if case["label"] == "topk"]
-    assert lost_attempts(out / "attempts", topk) == ["timeout: no progress for 20 s in _strike (rank 1)"]
+    assert lost_attempts(out / "attempts", topk) == ["timeout: no progress for 10 s in _strike (rank 1)"]
     # The log shows where every thread of that rank stood.
     assert re.search(r'File ".*sitecustomize.py", line \d+ in _strike\n', done.stderr)
 
@@ -354,10 +354,10 @@ def test_ranks_of_different_versions_refuse_together(tmp_path: Path) -> None:
 def test_a_rank_that_hangs_before_its_first_comparison_does_not_keep_the_others(tmp_path: Path) -> None:
     config = write_config(tmp_path, measure__timeout_s=1)
     begun = time.monotonic()
-    done = launch(config, "--out", tmp_path / "out", faults="setup=15", timeout=600)
+    done = launch(config, "--out", tmp_path / "out", faults="setup=8", timeout=600)
     assert done.returncode == LOST, done.stderr
     assert time.monotonic() - begun < 300
-    assert "moe-ep-bench: timeout: no progress for 15 s in hangs\n" in done.stderr
+    assert "moe-ep-bench: timeout: no progress for 8 s in hangs\n" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -377,7 +377,8 @@ def test_ranks_that_disagree_on_their_number_do_not_wait_for_ever(tmp_path: Path
 def test_a_full_disk_is_one_line_of_every_command(
     small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = write_config(tmp_path, workload__num_batches=40)
+    subprocess.run(["mount", "-o", "remount,size=32k", str(small_disk)], check=True)
+    config = write_config(tmp_path, workload__num_batches=4)
     assert main(["route", str(config), "--out", str(small_disk / "out")]) == USER_ERROR
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("moe-ep-bench: cannot write ")

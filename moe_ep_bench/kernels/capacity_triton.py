@@ -26,10 +26,10 @@ from moe_ep_bench.kernels.standings_triton import (
     room_of,
 )
 from moe_ep_bench.kernels.tiles_triton import (
+    NO_KEY,
     NOTHING,
-    NUM_WARPS,
     as_bytes,
-    best_per_row,
+    best_keys_per_row,
     empty_routing,
     experts_of_columns,
     inputs,
@@ -47,6 +47,11 @@ from moe_ep_bench.kernels.tiles_triton import (
 )
 from moe_ep_bench.policies.capacity import CapacityPolicy, ExpandedDrop
 from moe_ep_bench.policies.contract import Routing, RoutingContext
+
+# Of the one program of a decode step: a warp for each of 16 tokens, so that a round of their top-k is two instructions.
+_WARPS = 16
+# Pairs of pairs of which a thread of it looks at 512.
+_MOST_COMPARED = 2**18
 
 
 def capacity(policy: CapacityPolicy, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
@@ -77,7 +82,8 @@ def capacity(policy: CapacityPolicy, scores_TE: Tensor, context: RoutingContext,
     routing = empty_routing(scores_TE)
     if num_tokens:
         rows = rows_of_tile(num_tokens, shape)
-        if num_tokens <= rows and num_shared == 1:
+        num_compared = rows * rows * shape["GROUPS_P"] * shape["SIZE_P"]
+        if num_tokens <= rows and num_shared == 1 and num_compared <= _MOST_COMPARED:
             _drop_in_tile(job, routing, rows)
         else:
             drop_in_passes(job, routing, rows)
@@ -105,7 +111,7 @@ def _drop_in_tile(job: Job, routing: Routing, block: int) -> None:
         job.scores_TE, job.bias_E, job.valid_T, ranking.modality_T, ranking.random_TE, as_bytes(routing.map_TE),
         routing.weights_TE, job.scores_TE.shape[0], job.first_local, ranking.index_bits, ranking.range_bits,
         room.least, room.whole, room.part, room.per, job.scale,
-        FAVOURED=ranking.favoured, BLOCK=block, LANES=lanes_of_row(block), num_warps=NUM_WARPS,
+        FAVOURED=ranking.favoured, BLOCK=block, LANES=lanes_of_row(block, _WARPS), num_warps=_WARPS,
         NUM_MORE=job.expansion["NUM_MORE"], NUM_LOCAL=job.expansion["NUM_LOCAL"], **job.constants,
     )  # fmt: skip
 
@@ -128,21 +134,24 @@ def _drop(
     expert, is_expert = experts_of_columns(NUM_EXPERTS, GROUPS, GROUPS_P, SIZE_P)
     scores = load_whole_rows(scores_ptr, token, is_token, NUM_EXPERTS, GROUPS, GROUPS_P, SIZE_P, LANES)
     values = preference(scores, bias_ptr, expert, is_expert)
-    order = preference_order(values, expert, is_expert)
-    is_top = best_per_row(inside_top_groups(order, values, TOP_K, GROUPS, TOP_GROUPS, GROUPS_P, SIZE_P), TOP_K)
+    keys = tl.where(is_expert[None, :], order_key(values), NO_KEY)
+    top_keys = keys
+    if GROUPS > 1:
+        order = preference_order(values, expert, is_expert)
+        inside = inside_top_groups(order, values, TOP_K, GROUPS, TOP_GROUPS, GROUPS_P, SIZE_P)
+        top_keys = tl.where(inside != NOTHING, keys, NO_KEY)
+    is_top = best_keys_per_row(top_keys, expert, TOP_K)
     is_pair = is_top
     if NUM_LOCAL > 0:
         is_local = ((expert >= first_local) & (expert < first_local + NUM_LOCAL))[None, :]
-        is_pair = is_pair | best_per_row(tl.where(is_local, order, NOTHING), NUM_MORE)
+        is_pair = is_pair | best_keys_per_row(tl.where(is_local, keys, NO_KEY), expert, NUM_MORE)
     elif NUM_MORE > 0:
-        is_pair = is_pair | best_per_row(tl.where(is_top, NOTHING, order), NUM_MORE)
+        is_pair = is_pair | best_keys_per_row(tl.where(is_top, NO_KEY, keys), expert, NUM_MORE)
     is_pair = is_pair & is_valid[:, None]
 
     at = token[:, None] * NUM_EXPERTS + expert[None, :]
     above = favour(modality_ptr, token, is_token, range_bits, FAVOURED)[:, None]
-    metric = metric_of(
-        order_key(values), at, token[:, None], num_tokens, random_ptr, is_pair, METRIC, bias_ptr is not None
-    )
+    metric = metric_of(keys, at, token[:, None], num_tokens, random_ptr, is_pair, METRIC, bias_ptr is not None)
     standing = place(above + metric, token[:, None], expert[None, :], index_bits, NUM_EXPERTS)
     standing = tl.where(is_pair, standing, NO_PAIR)
     # Each thread has an expert, and compares all pairs of it: nothing waits for anything.
@@ -150,7 +159,7 @@ def _drop(
     num_before = tl.sum(is_before.to(tl.int32), 0)
     kept = is_pair & (num_before < capacity_of(tl.sum(is_valid.to(tl.int32), 0), least, whole, part, per))
     if MOST is not None:
-        kept = best_per_row(tl.where(kept, order, NOTHING), MOST)
+        kept = best_keys_per_row(tl.where(kept, keys, NO_KEY), expert, MOST)
 
     weights = tl.where(kept, scores, 0.0)
     if NORMALIZE:

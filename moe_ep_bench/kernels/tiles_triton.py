@@ -57,9 +57,9 @@ def rows_of_tile(num_tokens: int, shape: dict[str, int]) -> int:
     return max(1, min(most, triton.next_power_of_2(num_tokens)))
 
 
-def lanes_of_row(num_rows: int) -> int:
+def lanes_of_row(num_rows: int, num_warps: int = NUM_WARPS) -> int:
     """Threads that share a row of a tile of so many, one row to each of them."""
-    return max(1, min(32, 32 * NUM_WARPS // num_rows))
+    return max(1, min(32, 32 * num_warps // num_rows))
 
 
 def as_bytes(flags: Tensor | None) -> Tensor | None:
@@ -195,6 +195,18 @@ def best_key(keys, expert):
     best = tl.max(keys, 1)
     lowest = tl.where(keys == best[:, None], expert[None, :], LAST_EXPERT)
     return best, tl.min(lowest, 1)
+
+
+@triton.jit
+def best_keys_per_row(keys, expert, count):
+    """``best_per_row`` of 32-bit keys, the lowest expert first among equals; NO_KEY is never chosen."""
+    marks = keys != keys
+    for _ in range(count):
+        _, lowest = best_key(keys, expert)
+        is_best = (expert[None, :] == lowest[:, None]) & (keys != NO_KEY)
+        marks = marks | is_best
+        keys = tl.where(is_best, NO_KEY, keys)
+    return marks
 
 
 @triton.jit

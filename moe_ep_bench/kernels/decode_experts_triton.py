@@ -5,10 +5,10 @@ With a few tokens per expert an MoE layer's time is that of reading weights, so 
 it plans for empty experts too, and its tiles are wide. Here a program stands for some rows of one expert's weight
 matrix and reads them from end to end, while the few inputs of that expert stay in the cache; a program of an expert
 without tokens looks at its column of the map and ends. A layer is three launches: gate-up with the activation, down,
-and the sum per token. Each finds its rows in the map by itself, and asks for its first weights before that; down and
-sum begin while the launch before them ends (programmatic dependent launch, on sm_90). None waits for the host and no
-shape follows from the routing, so that a captured CUDA graph may be replayed with another map. Sums have a fixed order:
-equal inputs give equal bits.
+and the sum per token. Each finds its rows in the map by itself, and lets the cache fetch its first weights meanwhile;
+down and sum begin while the launch before them ends (programmatic dependent launch, on sm_90). None waits for the host
+and no shape follows from the routing, so that a captured CUDA graph may be replayed with another map. Sums have a fixed
+order: equal inputs give equal bits.
 
 Shapes: T = tokens, L = local experts, N = rows for pairs (T x L of a map), X = rows of inputs (T, or N), D = hidden
 size, F = expert FFN size. An expert is ``(silu(x @ gate_FD.T) * (x @ up_FD.T)) @ down_DF.T``.
@@ -94,33 +94,35 @@ def _inputs_of_rows(map_ptr, row, begin, expert, num_tokens, NUM_EXPERTS: tl.con
 
 
 @triton.jit
-def _weights(matrix_ptr, feature, is_feature, column, SIZE: tl.constexpr):
-    """Some columns of rows of a matrix: [COLUMNS, FEATURES]."""
-    at = feature[None, :] * SIZE + column[:, None]
-    return tl.load(matrix_ptr + at, mask=is_feature[None, :] & (column < SIZE)[:, None], other=0.0)
+def _ask_for(matrix_ptr, feature, is_feature, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Let the cache fetch the first columns of rows of a matrix; nothing waits for them here."""
+    line: tl.constexpr = 1024 // matrix_ptr.dtype.element_ty.primitive_bitwidth  # values in 128 bytes
+    lines: tl.constexpr = COLUMNS // line if line < COLUMNS else 1
+    column = tl.arange(0, lines) * line
+    at = tl.where(is_feature, feature, 0)[:, None] * SIZE + tl.where(column < SIZE, column, 0)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(matrix_ptr + at).to(tl.int64)], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
-def _inputs(inputs_ptr, row, is_row, column, SIZE: tl.constexpr):
-    """Some columns of rows of inputs: [ROWS, COLUMNS]."""
-    at = row[:, None] * SIZE + column[None, :]
-    return tl.load(inputs_ptr + at, mask=is_row[:, None] & (column < SIZE)[None, :], other=0.0)
-
-
-@triton.jit
-def _product(first_weights, inputs_ptr, row, is_row, matrix_ptr, feature, is_feature, SIZE: tl.constexpr,
-             BLOCK: tl.constexpr):  # fmt: skip
-    """Rows of inputs times rows of a matrix, both of SIZE values in a run: float32 [ROWS, FEATURES].
-
-    ``first_weights``: the first BLOCK columns of the matrix, for which the caller asked before it knew the rows.
-    """
-    # For float32 "ieee" means no rounding to TF32; to 16-bit types it means nothing.
-    inputs = _inputs(inputs_ptr, row, is_row, tl.arange(0, BLOCK), SIZE)
-    total = tl.dot(inputs, first_weights, input_precision="ieee")
-    for first in range(BLOCK, SIZE, BLOCK):
+def _product(inputs_ptr, row, is_row, matrix_ptr, feature, is_feature, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of inputs times rows of a matrix, both of SIZE values in a run: float32 [ROWS, FEATURES]."""
+    total = tl.zeros([row.shape[0], feature.shape[0]], tl.float32)
+    for first in range(0, SIZE, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        inputs = _inputs(inputs_ptr, row, is_row, column, SIZE)
-        total = tl.dot(inputs, _weights(matrix_ptr, feature, is_feature, column, SIZE), total, input_precision="ieee")
+        inside = column < SIZE
+        inputs = tl.load(
+            inputs_ptr + row[:, None] * SIZE + column[None, :], mask=is_row[:, None] & inside[None, :], other=0.0
+        )
+        matrix = tl.load(
+            matrix_ptr + feature[None, :] * SIZE + column[:, None],
+            mask=is_feature[None, :] & inside[:, None],
+            other=0.0,
+        )
+        # For float32 "ieee" means no rounding to TF32; to 16-bit types it means nothing.
+        total = tl.dot(inputs, matrix, total, input_precision="ieee")
     return total
 
 
@@ -143,11 +145,12 @@ def _gate_up_kernel(hidden_ptr, map_ptr, weights_ptr, ends_ptr, gate_up_ptr, act
     matrix_ptr = gate_up_ptr + expert.to(tl.int64) * (2 * FFN * HIDDEN)
     out_feature = first_feature + tl.arange(0, FEATURES // 2)
     for first in range(begin, end, ROWS):
-        first_weights = _weights(matrix_ptr, feature, is_feature, tl.arange(0, BLOCK), HIDDEN)
         row = first + tl.arange(0, ROWS)
         is_row = row < end
+        if OVERLAPS:
+            _ask_for(matrix_ptr, feature, is_feature, HIDDEN, 2 * BLOCK)
         source = _inputs_of_rows(map_ptr, row, begin, expert, num_tokens, NUM_EXPERTS, TOKENS)
-        gate_up = _product(first_weights, hidden_ptr, source, is_row, matrix_ptr, feature, is_feature, HIDDEN, BLOCK)
+        gate_up = _product(hidden_ptr, source, is_row, matrix_ptr, feature, is_feature, HIDDEN, BLOCK)
         gate, up = tl.split(tl.reshape(gate_up, [ROWS, FEATURES // 2, 2]))
         weight_at = source if map_ptr is None else source * NUM_EXPERTS + expert
         weight = tl.load(weights_ptr + weight_at, mask=is_row, other=0.0)
@@ -172,14 +175,12 @@ def _down_kernel(activated_ptr, map_ptr, ends_ptr, down_ptr, out_ptr, num_tokens
     is_feature = feature < HIDDEN
     matrix_ptr = down_ptr + expert.to(tl.int64) * (HIDDEN * FFN)
     for first in range(begin, end, ROWS):
-        first_weights = _weights(matrix_ptr, feature, is_feature, tl.arange(0, BLOCK), FFN)
         if OVERLAPS:
+            _ask_for(matrix_ptr, feature, is_feature, FFN, 2 * BLOCK)
             tl.extra.cuda.gdc_wait()  # for the activations; weights and map were there before
         row = first + tl.arange(0, ROWS)
         is_row = row < end
-        value = _product(
-            first_weights, activated_ptr, row.to(tl.int64), is_row, matrix_ptr, feature, is_feature, FFN, BLOCK
-        )
+        value = _product(activated_ptr, row.to(tl.int64), is_row, matrix_ptr, feature, is_feature, FFN, BLOCK)
         to = _inputs_of_rows(map_ptr, row, begin, expert, num_tokens, NUM_EXPERTS, TOKENS)
         if map_ptr is not None:
             to += begin

@@ -128,10 +128,10 @@ class Emulator:
 
     def __init__(self) -> None:
         self._run = triton.JITFunction.run
-        self._codes: dict[str, Code] = {}
         self._start()
 
     def _start(self) -> None:
+        self._codes: dict[str, Code] = {}
         self.found: Counter[str] = Counter()
         self.kernels: list[str] = []
         self.num_instructions = 0

@@ -45,7 +45,10 @@ from moe_ep_bench.policies.contract import Routing
 _ABOVE_ALL = tl.constexpr(2**63 - 1)
 _MOST_BIN_BITS = 12
 _LEAST_BIN_BITS = 6
-_LISTED = 1024  # pairs that a program lists, or looks at, at a time
+_LISTED = 1024  # pairs that a program lists at a time
+# Pairs that a program looks at at a time, and its warps. Where all scores are equal each expert's pairs are all listed:
+# an SM then goes through them once for every eight bits in which they differ.
+_SETTLED, _SETTLING_WARPS = 4096, 16
 _DIGIT_BITS = tl.constexpr(8)
 _DIGITS = tl.constexpr(256)
 # Of ``_write``: slots that a program looks at, tokens at most, and zeros that it writes at a time.
@@ -89,7 +92,15 @@ def drop_in_passes(job: Job, routing: Routing, block: int) -> None:
         NUM_EXPERTS=num_experts, NUM_SHARED=job.num_shared, BLOCK=_LISTED, num_warps=NUM_WARPS,
     )  # fmt: skip
     _settle[(num_groups,)](
-        listed, bin_G, room_G, start_G, count_G, threshold_G, bin_shift, BLOCK=_LISTED, num_warps=NUM_WARPS
+        listed,
+        bin_G,
+        room_G,
+        start_G,
+        count_G,
+        threshold_G,
+        bin_shift,
+        BLOCK=_SETTLED,
+        num_warps=_SETTLING_WARPS,
     )
     most, slots = constants["MOST"], triton.next_power_of_2(num_slots)
     block = min(_MOST_ROWS, triton.cdiv(_WRITTEN, slots))

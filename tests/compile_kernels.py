@@ -7,7 +7,7 @@ see. Nothing is launched: what a kernel would have written is garbage, and launc
 
     python tests/compile_kernels.py REPORT.json [CASES.py]
 
-CASES.py has a function ``cases`` like the one below, which is the default. A crash of the compiler ends this process;
+CASES.py has a function ``cases`` like the one below, whose cases it adds. A crash of the compiler ends this process;
 the last line printed is what it was compiling. Needs Triton with its ptxas, and TRITON_INTERPRET unset.
 """
 
@@ -34,6 +34,15 @@ CAPABILITY = 90
 
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
+# Of a line of PTX: a label, or a guard and an instruction.
+_PTX = re.compile(r"^\s*(?:(\$\w+):|(?:@!?%\w+ +)?([a-z]\w*(?:\.[\w:]+)*)\b(.*))", re.MULTILINE)
+_COUNTED = {
+    "loads": "ld.global",
+    "shuffles": "shfl.",
+    "barriers": "bar.sync",
+    "exchanges": ("ld.shared", "st.shared"),
+    "waits": "griddepcontrol.wait",
+}
 
 
 def cases() -> dict[str, Callable[[], object]]:
@@ -56,7 +65,7 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 # Policies at shapes that differ in what is compiled: OLMoE's prefill, Qwen3's decode, DeepSeek-V3 with all that a model
-# and a batch may have, 60 experts (no power of two).
+# and a batch may have, and what compiles sooner: the same of few experts, and twelve, which is no power of two.
 _TOKEN_DROP = {"name": "token_drop", "capacity_factor": 1.0}
 _EXPANDED_DROP = {"name": "expanded_drop", "capacity_factor": 1.0}
 _LASER = {"name": "laser", "eps_high": 0.9, "t_fix": 0.01, "c": 16}
@@ -68,7 +77,7 @@ ROUTED: list[tuple[str, str, dict[str, Any]]] = [
     ("token_drop by device and modality", "deepseek",
      {**_TOKEN_DROP, "granularity": "device", "modality": "image_first"}),
     ("expanded_drop", "prefill", _EXPANDED_DROP),
-    ("expanded_drop, global and random", "deepseek",
+    ("expanded_drop, global and random", "grouped",
      {**_EXPANDED_DROP, "num_candidates": 3, "scope": "global", "metric": "random"}),
     ("expanded_drop", "decode", {**_EXPANDED_DROP, "max_experts_per_token": 8}),
     ("expert_drop", "prefill", {"name": "expert_drop"}),
@@ -76,14 +85,14 @@ ROUTED: list[tuple[str, str, dict[str, Any]]] = [
     ("dynamic_skip", "prefill", {"name": "dynamic_skip", "beta": 0.3}),
     ("lynx", "decode", {"name": "lynx", "num_dropped": 8}),
     ("oea", "decode", {"name": "oea", "k0": 4}),
-    ("oea with all", "deepseek", {"name": "oea", "k0": 4, "p": 0.7, "k_max": 6, "max_rank": 20, "rank_fill": True}),
+    ("oea with all", "grouped", {"name": "oea", "k0": 4, "p": 0.7, "k_max": 6, "max_rank": 20, "rank_fill": True}),
     ("xshare", "decode", {"name": "xshare", "k0": 1, "budget": 16}),
-    ("xshare by rank", "deepseek", {"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": 4}),
+    ("xshare by rank", "grouped", {"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": 4}),
     ("xshare by request", "decode", _BY_REQUEST),
     ("xshare by request", "prefill", _BY_REQUEST),
     ("laser", "decode", _LASER),
     ("laser, random trim", "deepseek", {**_LASER, "trim": "random", "chunk_size": 64}),
-    ("laser, large chunks", "prefill", {**_LASER, "chunk_size": 4096}),
+    ("laser, large chunks", "odd", {**_LASER, "c": 8, "chunk_size": 4096}),
     ("load_only", "odd", {"name": "load_only"}),
 ]  # fmt: skip
 
@@ -107,15 +116,15 @@ def _route(spec: dict[str, Any], shape: str) -> object:
     from moe_ep_bench.policies import RoutingContext, make_policy
 
     num_tokens, num_experts = {
-        "prefill": (8192, 64), "decode": (16, 128), "deepseek": (333, 256), "odd": (33, 60),
+        "prefill": (8192, 64), "decode": (16, 128), "deepseek": (333, 256), "grouped": (5000, 32), "odd": (5001, 12),
     }[shape]  # fmt: skip
     context = RoutingContext(
-        top_k=8 if shape != "odd" else 4,
+        top_k=4 if shape == "odd" else 8,
         num_ranks=4,
         generator=torch.Generator(),
         request_id_T=torch.zeros(num_tokens, dtype=torch.int64),
     )
-    if shape == "deepseek":
+    if shape in ("deepseek", "grouped"):
         context = replace(
             context,
             normalize=True,
@@ -210,7 +219,23 @@ def described(kernel: Any) -> dict[str, Any]:
         "constants": constants,
         "num_warps": kernel.metadata.num_warps,
         "shared_bytes": kernel.metadata.shared,
+        "code": counts_of(kernel.asm["ptx"]),
     }
+
+
+def counts_of(ptx: str) -> dict[str, int]:
+    """How many instructions a kernel has, some of them by kind, and how many loops: as written, each once."""
+    counts = {"instructions": 0, "loops": 0, **dict.fromkeys(_COUNTED, 0)}
+    passed: set[str] = set()
+    for label, opcode, rest in _PTX.findall(ptx[ptx.index("\n{") :]):
+        if label:
+            passed.add(label)
+            continue
+        counts["instructions"] += 1
+        for name, beginning in _COUNTED.items():
+            counts[name] += opcode.startswith(beginning)
+        counts["loops"] += opcode.startswith("bra") and rest.strip(" \t;") in passed
+    return counts
 
 
 def used(ptxas_log: str) -> dict[str, int]:
@@ -232,9 +257,9 @@ def main() -> None:
     began_s = time.perf_counter()
     compiler = Compiler()
     compiler.install()
-    chosen = (
-        runpy.run_path(str(arguments.cases), run_name=arguments.cases.stem)["cases"]() if arguments.cases else cases()
-    )
+    chosen = cases()
+    if arguments.cases:
+        chosen |= runpy.run_path(str(arguments.cases), run_name=arguments.cases.stem)["cases"]()
     for name, launch in chosen.items():
         compiler.call(name, launch)
     report = {

@@ -6,7 +6,7 @@ found by what it routes.
 
     python tests/run_ptx.py REPORT.json [CASES.py]
 
-CASES.py has a function ``cases`` like the one below, which is the default. Needs Triton with its ptxas, and
+CASES.py has a function ``cases`` like the one below, whose cases it adds. Needs Triton with its ptxas, and
 TRITON_INTERPRET unset.
 """
 
@@ -128,10 +128,10 @@ class Emulator:
 
     def __init__(self) -> None:
         self._run = triton.JITFunction.run
-        self._codes: dict[str, Code] = {}
         self._start()
 
     def _start(self) -> None:
+        self._codes: dict[str, Code] = {}
         self.found: Counter[str] = Counter()
         self.kernels: list[str] = []
         self.num_instructions = 0
@@ -247,9 +247,9 @@ def main() -> None:
 
     emulator = Emulator()
     emulator.install()
-    chosen = (
-        runpy.run_path(str(arguments.cases), run_name=arguments.cases.stem)["cases"]() if arguments.cases else cases()
-    )
+    chosen = cases()
+    if arguments.cases:
+        chosen |= runpy.run_path(str(arguments.cases), run_name=arguments.cases.stem)["cases"]()
     seen = {}
     for name, case in chosen.items():
         seen[name] = emulator.call(case)

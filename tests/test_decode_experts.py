@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_ep_bench.kernels import decode_experts_triton
 from moe_ep_bench.kernels.decode_experts import decode_experts as host_decode_experts
-from moe_ep_bench.kernels.decode_experts_triton import combine, decode_experts, expert_rows, pairs_by_expert
+from moe_ep_bench.kernels.decode_experts_triton import combine, decode_experts, expert_rows
 from moe_ep_bench.layer.backends import experts_submodule
 from moe_ep_bench.layer.parts import Parts
 
@@ -166,82 +166,51 @@ def test_an_expert_of_more_rows_than_a_tile_takes_them_all():
 # --- Parts -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 1), (40, 7)])
-@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
-def test_pairs_are_sorted_by_expert_and_then_by_token(launches, num_tokens, num_experts, share):
-    _, map_TL, weights_TL = routed(num_tokens, num_experts, 1, torch.float32, share)
-    pairs = pairs_by_expert(map_TL, weights_TL)
-    expert_N, token_N = map_TL.T.nonzero(as_tuple=True)
-    count = len(token_N)
-    assert launches == ["_pairs_kernel"]
-    assert all(one.dtype == torch.int32 for one in (pairs.token_N, pairs.ends_L, pairs.place_TL))
-    assert len(pairs.token_N) == len(pairs.weights_N) == num_tokens * num_experts
-    assert torch.equal(pairs.token_N[:count].long(), token_N)
-    assert torch.equal(pairs.weights_N[:count], weights_TL[token_N, expert_N])
-    assert torch.equal(pairs.ends_L.long(), map_TL.sum(0).cumsum(0))
-    expected_TL = torch.full_like(pairs.place_TL, -1)
-    expected_TL[token_N, expert_N] = torch.arange(count, dtype=torch.int32)
-    assert torch.equal(pairs.place_TL, expected_TL)
-
-
-@pytest.mark.parametrize("most_pairs", [0, 11, 30])
-def test_pairs_beyond_the_most_are_dropped_from_the_end(most_pairs):
-    _, map_TL, weights_TL = routed(6, 4, 1, torch.float32, share=1.0)
-    whole, cut = pairs_by_expert(map_TL, weights_TL), pairs_by_expert(map_TL, weights_TL, most_pairs)
-    kept = min(24, most_pairs)
-    assert len(cut.token_N) == len(cut.weights_N) == most_pairs
-    assert torch.equal(cut.token_N[:kept], whole.token_N[:kept])
-    assert torch.equal(cut.weights_N[:kept], whole.weights_N[:kept])
-    assert cut.weights_N[kept:].isnan().all()
-    assert torch.equal(cut.ends_L, whole.ends_L.clamp(max=most_pairs))
-    assert torch.equal(cut.place_TL, whole.place_TL.where(whole.place_TL < most_pairs, -1))
+@pytest.mark.parametrize("most_tokens", [16, 256])
+def test_a_map_of_more_tokens_than_a_program_looks_at_is_read_to_its_end(monkeypatch, most_tokens):
+    monkeypatch.setattr(decode_experts_triton, "_MOST_TOKENS", most_tokens)
+    assert_like_the_loop(*routed(70, 3, 40, torch.float32, share=0.4), *weights(3, 40, 24, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_that_a_dispatcher_sorted_equal_rows_found_by_token(launches, dtype):
+def test_rows_that_a_dispatcher_sorted_equal_a_loop_over_experts(launches, dtype):
     hidden_TD, map_TL, weights_TL = routed(40, 6, 50, dtype, share=0.1)
     map_TL[:, 2] = True  # of more rows than twice the mean
-    weights_TL = weights_TL.nan_to_num(0.3)
-    experts = weights(6, 50, 30, dtype)
-    pairs = pairs_by_expert(map_TL, weights_TL)
-    by_token_ND = expert_rows(hidden_TD, pairs.token_N, pairs.weights_N, pairs.ends_L, *experts)
-    count = int(map_TL.sum())
-    del launches[:]
-    sorted_ND = expert_rows(
-        hidden_TD[pairs.token_N[:count].long()], None, pairs.weights_N[:count], pairs.ends_L, *experts
-    )
-    assert launches == ["_gate_up_kernel", "_down_kernel"]
     expert_N, token_N = map_TL.T.nonzero(as_tuple=True)
+    weights_N = weights_TL.nan_to_num(0.3)[token_N, expert_N]
+    experts = weights(6, 50, 30, dtype)
+    ours_ND = expert_rows(hidden_TD[token_N], weights_N, map_TL.sum(0).cumsum(0).to(torch.int32), *experts)
+    assert launches == ["_gate_up_kernel", "_down_kernel"]
     one_each = torch.eye(6, dtype=torch.bool)[expert_N]
-    expected_ND, size_ND = loop(hidden_TD[token_N], one_each, weights_TL[token_N], *experts)
-    assert_close(sorted_ND, (expected_ND, size_ND))
-    # Not the same bits: other counts of rows make other tiles, whose sums a BLAS may order otherwise.
-    assert_close(sorted_ND, (by_token_ND[:count].double(), size_ND))
+    assert_close(ours_ND, loop(hidden_TD[token_N], one_each, weights_N[:, None].expand(-1, 6), *experts))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_experts", "hidden_size"), [(5, 40), (37, 300)])
 def test_combining_adds_in_the_order_of_experts(launches, dtype, num_experts, hidden_size):
-    _, map_TL, weights_TL = routed(6, num_experts, 1, torch.float32, share=0.5)
+    _, map_TL, _ = routed(6, num_experts, 1, torch.float32, share=0.5)
     map_TL[4] = False
-    place_TL = pairs_by_expert(map_TL, weights_TL.nan_to_num(1.0)).place_TL
     # Of such different sizes that another order gives another sum.
     generator = torch.Generator().manual_seed(1)
-    size_N = 10.0 ** torch.randint(-4, 4, (place_TL.numel(),), generator=generator)
-    out_ND = (torch.randn(len(size_N), hidden_size, generator=generator) * size_N[:, None]).to(dtype)
-    out_ND[int(map_TL.sum()) :] = torch.nan
+    size_LT1 = 10.0 ** torch.randint(-4, 4, (num_experts, 6, 1), generator=generator)
+    rows_LTD = (torch.randn(num_experts, 6, hidden_size, generator=generator) * size_LT1).to(dtype)
+    rows_LTD[~map_TL.T] = torch.nan
 
     def added(experts: range) -> Tensor:
         total_TD = torch.zeros(6, hidden_size)
         for expert in experts:
             here_T = map_TL[:, expert]
-            total_TD[here_T] += out_ND[place_TL[here_T, expert].long()].float()
+            total_TD[here_T] += rows_LTD[expert, here_T].float()
         return total_TD
 
-    del launches[:]
-    assert torch.equal(combine(out_ND, place_TL), added(range(num_experts)).to(dtype))
+    assert torch.equal(combine(rows_LTD.flatten(0, 1), map_TL), added(range(num_experts)).to(dtype))
     assert not torch.equal(added(range(num_experts)), added(range(num_experts)[::-1]))
     assert launches == ["_combine_kernel"]
+
+
+def test_a_layer_is_three_launches(launches):
+    decode_experts(*routed(5, 4, 40, torch.float32), *weights(4, 40, 24, torch.float32))
+    assert launches == ["_gate_up_kernel", "_down_kernel", "_combine_kernel"]
 
 
 # --- On a GPU ----------------------------------------------------------------------------------------------

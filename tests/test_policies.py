@@ -549,3 +549,16 @@ def test_who_does_not_look_past_the_top_k_routes_alike_whatever_lies_there(spec:
     top_k_TE = route({"name": "topk"}, scores_TE, arguments).map_TE
     other_TE = torch.where(top_k_TE, scores_TE, scores_TE.flip(1).minimum(scores_TE) / 2)
     assert_same(route(spec, other_TE, arguments), route(spec, scores_TE, arguments))
+
+
+@every_spec
+def test_numbers_drawn_beforehand_decide_as_those_drawn_meanwhile_do(spec: Spec) -> None:
+    token_T = torch.arange(50)
+    arguments = {"top_k": 4, "num_ranks": 4, "modality_T": token_T % 2, "request_id_T": token_T // 5}
+    scores_TE, context = random_scores("softmax", 50, 16, seed=9), context_of(arguments)
+    spec = fitted(spec, scores_TE, arguments)
+    policy = make_policy(spec)
+    random_TE = policy.draws(scores_TE, context)
+    assert (random_TE is not None) == ("random" in repr(spec))
+    drawn = dataclasses.replace(context, generator=None, random_TE=random_TE)
+    assert_same(policy.route(scores_TE, drawn), route(spec, scores_TE, arguments))

@@ -148,7 +148,11 @@ class CaseRouter:
         subject.take(() if policy is None else subject.pairs)
         for layer, share in shares.items():
             assert share.logits_TE is not None
-            subject.route(layer, share.logits_TE, policy, None if policy is None else self.context(share, index))
+            context = None
+            if policy is not None:
+                told = self.context(share, index)
+                context = replace(told, random_TE=policy.draws(share.logits_TE, told))  # a captured graph cannot draw
+            subject.route(layer, share.logits_TE, policy, context)
 
 
 @dataclass(frozen=True, eq=False)

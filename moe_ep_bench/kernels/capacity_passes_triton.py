@@ -5,7 +5,7 @@
     _cut      of each group: the bin in which the capacity ends
     _gather   lists that bin's pairs, a few thousand of millions
     _settle   finds among them, digit by digit, the last one that stays
-    _write    map and weights, once; pairs that every expert keeps; top-k pairs that were dropped
+    _write    map and weights, once
 
 No result depends on the order in which programs run: atomics add integers, and where in a list a pair stands does not
 matter.
@@ -18,7 +18,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from moe_ep_bench.kernels.standings_triton import NO_PAIR, Job, capacity_of, expert_at, favour, metric_of, place
 from moe_ep_bench.kernels.tiles_triton import (
@@ -32,12 +31,13 @@ from moe_ep_bench.kernels.tiles_triton import (
     best_per_row,
     experts_of_columns,
     inside_top_groups,
+    lanes_of_row,
     load_rows,
+    load_whole_rows,
     order_key,
     preference,
     preference_order,
     share,
-    store_rows,
     tokens_of_block,
 )
 from moe_ep_bench.policies.contract import Routing
@@ -45,13 +45,20 @@ from moe_ep_bench.policies.contract import Routing
 _ABOVE_ALL = tl.constexpr(2**63 - 1)
 _MOST_BIN_BITS = 12
 _LEAST_BIN_BITS = 6
-_LISTED = 1024  # pairs that a program lists, or looks at, at a time
+_LISTED = 1024  # pairs that a program lists at a time
+# Pairs that a program looks at at a time, and its warps. Where all scores are equal each expert's pairs are all listed:
+# an SM then goes through them once for every eight bits in which they differ.
+_SETTLED, _SETTLING_WARPS = 4096, 16
 _DIGIT_BITS = tl.constexpr(8)
 _DIGITS = tl.constexpr(256)
+# Of ``_write``: slots that a program looks at, tokens at most, and zeros that it writes at a time.
+_WRITTEN = 1024
+_MOST_ROWS = 128
+_FILLED = 2048
 
 
-def drop_in_passes(job: Job, routing: Routing, counts: Tensor, block: int) -> None:
-    """Fill ``routing`` and ``counts`` (pairs kept per expert, and top-k pairs dropped), ``block`` tokens a program."""
+def drop_in_passes(job: Job, routing: Routing, block: int) -> None:
+    """Fill ``routing``, ``block`` tokens of scores a program."""
     num_tokens, num_experts = job.scores_TE.shape
     device, ranking, room = job.scores_TE.device, job.ranking, job.room
     top_k, constants = job.constants["TOP_K"], job.constants
@@ -64,7 +71,6 @@ def drop_in_passes(job: Job, routing: Routing, counts: Tensor, block: int) -> No
     zeroed = torch.zeros(num_groups * num_bins + num_groups + 2, dtype=torch.int32, device=device)
     histogram, next_G, num_valid, num_listed = zeroed.split([num_groups * num_bins, num_groups, 1, 1])
     standing_NT = torch.empty([num_slots, num_tokens], dtype=torch.int64, device=device)
-    score_NT = None if ranking.tells_score else torch.empty([num_slots, num_tokens], device=device)
     listed = torch.empty(num_slots * num_tokens, dtype=torch.int64, device=device)
     bin_G, room_G, start_G, count_G, threshold_G = torch.empty([5, num_groups], dtype=torch.int64, device=device)
 
@@ -72,10 +78,10 @@ def drop_in_passes(job: Job, routing: Routing, counts: Tensor, block: int) -> No
     shape = {name: constants[name] for name in ("NUM_EXPERTS", "TOP_K", "GROUPS", "TOP_GROUPS", "GROUPS_P", "SIZE_P")}
     common = {**shape, "BLOCK": block, "num_warps": NUM_WARPS}
     _offer[blocks](
-        job.scores_TE, job.bias_E, job.valid_T, ranking.modality_T, ranking.random_TE, standing_NT, score_NT, histogram,
+        job.scores_TE, job.bias_E, job.valid_T, ranking.modality_T, ranking.random_TE, standing_NT, histogram,
         num_valid, num_tokens, job.first_local, ranking.index_bits, ranking.range_bits, bin_shift,
         METRIC=constants["METRIC"], FAVOURED=ranking.favoured, NUM_SHARED=job.num_shared, NUM_BINS=num_bins,
-        **job.expansion, **common,
+        LANES=lanes_of_row(block), **job.expansion, **common,
     )  # fmt: skip
     _cut[(num_groups,)](
         histogram, num_valid if room.of_valid else None, num_listed, bin_G, room_G, start_G, count_G, threshold_G,
@@ -86,14 +92,24 @@ def drop_in_passes(job: Job, routing: Routing, counts: Tensor, block: int) -> No
         NUM_EXPERTS=num_experts, NUM_SHARED=job.num_shared, BLOCK=_LISTED, num_warps=NUM_WARPS,
     )  # fmt: skip
     _settle[(num_groups,)](
-        listed, bin_G, room_G, start_G, count_G, threshold_G, bin_shift, BLOCK=_LISTED, num_warps=NUM_WARPS
+        listed,
+        bin_G,
+        room_G,
+        start_G,
+        count_G,
+        threshold_G,
+        bin_shift,
+        BLOCK=_SETTLED,
+        num_warps=_SETTLING_WARPS,
     )
-    most = constants["MOST"]
-    _write[blocks](
-        standing_NT, score_NT, job.bias_E, threshold_G, as_bytes(routing.map_TE), routing.weights_TE, counts,
-        num_tokens, ranking.index_bits, job.scale,
-        NUM_SLOTS=num_slots, NUM_SHARED=job.num_shared, NORMALIZE=constants["NORMALIZE"],
-        MOST=most if most is not None and most < num_slots else None, **common,
+    most, slots = constants["MOST"], triton.next_power_of_2(num_slots)
+    block = min(_MOST_ROWS, triton.cdiv(_WRITTEN, slots))
+    _write[(triton.cdiv(num_tokens, block),)](
+        standing_NT, job.scores_TE, job.bias_E, threshold_G, as_bytes(routing.map_TE), routing.weights_TE, num_tokens,
+        ranking.index_bits, job.scale,
+        TELLS_SCORE=ranking.tells_score, NUM_SLOTS=num_slots, SLOTS_P=slots, NUM_SHARED=job.num_shared,
+        NORMALIZE=constants["NORMALIZE"], MOST=most if most is not None and most < num_slots else None,
+        NUM_EXPERTS=num_experts, TOP_K=top_k, BLOCK=block, FILLED=_FILLED, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
@@ -105,12 +121,12 @@ def _slot_at(slot, token, num_tokens):
 
 @triton.jit(do_not_specialize=["first_local", "index_bits", "range_bits", "bin_shift"])
 def _offer(
-    scores_ptr, bias_ptr, valid_ptr, modality_ptr, random_ptr, standing_ptr, score_ptr, histogram_ptr, num_valid_ptr,
+    scores_ptr, bias_ptr, valid_ptr, modality_ptr, random_ptr, standing_ptr, histogram_ptr, num_valid_ptr,
     num_tokens, first_local, index_bits, range_bits, bin_shift,
     METRIC: tl.constexpr, FAVOURED: tl.constexpr, NUM_MORE: tl.constexpr, NUM_LOCAL: tl.constexpr,
     LOCAL_P: tl.constexpr, NUM_SHARED: tl.constexpr, NUM_BINS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     token, is_valid = tokens_of_block(tl.program_id(0) * BLOCK, num_tokens, valid_ptr, BLOCK)
     is_token = token < num_tokens
@@ -120,8 +136,8 @@ def _offer(
         tl.atomic_add(num_valid_ptr, tl.sum(is_valid.to(tl.int32), 0), sem="relaxed")
     above = favour(modality_ptr, token, is_token, range_bits, FAVOURED)
 
-    values = preference(load_rows(scores_ptr, token, is_token, expert_W, is_expert_W, NUM_EXPERTS), bias_ptr,
-                        expert_W, is_expert_W)  # fmt: skip
+    scores = load_whole_rows(scores_ptr, token, is_token, NUM_EXPERTS, GROUPS, GROUPS_P, SIZE_P, LANES)
+    values = preference(scores, bias_ptr, expert_W, is_expert_W)
     keys = tl.where(is_expert_W[None, :], order_key(values), NO_KEY)
     left = keys
     if GROUPS > 1:
@@ -134,8 +150,8 @@ def _offer(
     for slot in range(TOP_K):
         key, expert = best_key(left, expert_W)
         _offer_one(
-            slot, key, expert, token, is_token, is_valid, above, scores_ptr, random_ptr, standing_ptr, score_ptr,
-            histogram_ptr, num_tokens, index_bits, bin_shift, METRIC, SIGNED, NUM_SHARED, NUM_BINS, NUM_EXPERTS,
+            slot, key, expert, token, is_token, is_valid, above, random_ptr, standing_ptr, histogram_ptr, num_tokens,
+            index_bits, bin_shift, METRIC, SIGNED, NUM_SHARED, NUM_BINS, NUM_EXPERTS,
         )  # fmt: skip
         is_best = expert_W[None, :] == expert[:, None]
         left = tl.where(is_best, NO_KEY, left)
@@ -158,25 +174,22 @@ def _offer(
         to = _slot_at((TOP_K + local_L)[None, :], token[:, None], num_tokens)
         is_slot = is_local_L[None, :] & is_token[:, None]
         tl.store(standing_ptr + to, tl.where(is_pair, standing, NO_PAIR), mask=is_slot)
-        if score_ptr is not None:
-            tl.store(score_ptr + to, tl.load(scores_ptr + at, mask=is_pair, other=0.0), mask=is_slot)
         bucket = (local // NUM_SHARED)[None, :] * NUM_BINS + (standing >> bin_shift).to(tl.int32)
         tl.atomic_add(histogram_ptr + bucket, 1, mask=is_pair, sem="relaxed")
     elif NUM_MORE > 0:
         for slot in range(TOP_K, TOP_K + NUM_MORE):
             key, expert = best_key(keys, expert_W)
             _offer_one(
-                slot, key, expert, token, is_token, is_valid, above, scores_ptr, random_ptr, standing_ptr,
-                score_ptr, histogram_ptr, num_tokens, index_bits, bin_shift, METRIC, SIGNED, NUM_SHARED, NUM_BINS,
-                NUM_EXPERTS,
+                slot, key, expert, token, is_token, is_valid, above, random_ptr, standing_ptr, histogram_ptr,
+                num_tokens, index_bits, bin_shift, METRIC, SIGNED, NUM_SHARED, NUM_BINS, NUM_EXPERTS,
             )  # fmt: skip
             keys = tl.where(expert_W[None, :] == expert[:, None], NO_KEY, keys)
 
 
 @triton.jit
 def _offer_one(
-    slot, key, expert, token, is_token, is_valid, above, scores_ptr, random_ptr, standing_ptr, score_ptr,
-    histogram_ptr, num_tokens, index_bits, bin_shift, METRIC: tl.constexpr, SIGNED: tl.constexpr,
+    slot, key, expert, token, is_token, is_valid, above, random_ptr, standing_ptr, histogram_ptr, num_tokens,
+    index_bits, bin_shift, METRIC: tl.constexpr, SIGNED: tl.constexpr,
     NUM_SHARED: tl.constexpr, NUM_BINS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Put one candidate of every token into its slot, and count its standing."""
@@ -185,8 +198,6 @@ def _offer_one(
     standing = place(above + metric, token, expert, index_bits, NUM_EXPERTS)
     to = _slot_at(slot, token, num_tokens)
     tl.store(standing_ptr + to, tl.where(is_valid, standing, NO_PAIR), mask=is_token)
-    if score_ptr is not None:
-        tl.store(score_ptr + to, tl.load(scores_ptr + at, mask=is_valid, other=0.0), mask=is_token)
     bucket = expert // NUM_SHARED * NUM_BINS + (standing >> bin_shift).to(tl.int32)
     tl.atomic_add(histogram_ptr + bucket, 1, mask=is_valid, sem="relaxed")
 
@@ -267,76 +278,47 @@ def _settle(
         tl.store(threshold_ptr + group, leading << low)
 
 
-@triton.jit
-def _kept(standing, threshold_ptr, index_bits, NUM_EXPERTS: tl.constexpr, NUM_SHARED: tl.constexpr):
-    """Whose pair it is, and whether the expert has room for it."""
+@triton.jit(do_not_specialize=["num_tokens", "index_bits", "scale"])
+def _write(
+    standing_ptr, scores_ptr, bias_ptr, threshold_ptr, map_ptr, weights_ptr, num_tokens, index_bits, scale,
+    TELLS_SCORE: tl.constexpr, NUM_SLOTS: tl.constexpr, SLOTS_P: tl.constexpr, NUM_SHARED: tl.constexpr,
+    NORMALIZE: tl.constexpr, MOST: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    FILLED: tl.constexpr,
+):  # fmt: skip
+    """Zeros first, all in a row, and over them the few pairs that are kept."""
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    slot = tl.arange(0, SLOTS_P)[:, None]
+    row = tl.arange(0, BLOCK)[None, :]
+    is_slot = (slot < NUM_SLOTS) & (begin + row < num_tokens)
+    standing = tl.load(standing_ptr + _slot_at(slot, begin + row, num_tokens), mask=is_slot, other=NO_PAIR)
+
+    scores_ptr += begin * NUM_EXPERTS
+    map_ptr += begin * NUM_EXPERTS
+    weights_ptr += begin * NUM_EXPERTS
+    num_scores = tl.minimum(num_tokens - begin, BLOCK).to(tl.int32) * NUM_EXPERTS
+    for first in range(0, BLOCK * NUM_EXPERTS, FILLED):
+        at = first + tl.arange(0, FILLED)
+        tl.store(weights_ptr + at, tl.zeros([FILLED], tl.float32), mask=at < num_scores)
+        tl.store(map_ptr + at, tl.zeros([FILLED], tl.uint8), mask=at < num_scores)
+
     is_pair = standing != NO_PAIR
     expert = expert_at(standing, index_bits, NUM_EXPERTS)
-    threshold = tl.load(threshold_ptr + expert // NUM_SHARED, mask=is_pair, other=_ABOVE_ALL)
-    return expert, is_pair & (standing >= threshold) & (threshold != _ABOVE_ALL)
-
-
-@triton.jit
-def _score_at(standing, score_ptr, to, is_token, index_bits):
-    """A pair's score, from where it was put aside or out of its standing."""
-    if score_ptr is not None:
-        score = tl.load(score_ptr + to, mask=is_token, other=0.0)
-    else:
+    at = row * NUM_EXPERTS + expert
+    kept = standing >= tl.load(threshold_ptr + expert // NUM_SHARED, mask=is_pair, other=_ABOVE_ALL)
+    if TELLS_SCORE:
         score = ((standing >> index_bits) & 0x7FFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
-    return score
-
-
-@triton.jit
-def _order_at(score, bias_ptr, expert, is_pair):
-    """``preference_order`` of a pair."""
-    if bias_ptr is not None:
-        score = score + tl.load(bias_ptr + expert, mask=is_pair, other=0.0)
-    return (order_key(score).to(tl.int64) << EXPERT_BITS) + (expert ^ LAST_EXPERT)
-
-
-@triton.jit(do_not_specialize=["index_bits", "scale"])
-def _write(
-    standing_ptr, score_ptr, bias_ptr, threshold_ptr, map_ptr, weights_ptr, counts_ptr,
-    num_tokens, index_bits, scale,
-    NUM_SLOTS: tl.constexpr, NUM_SHARED: tl.constexpr, NORMALIZE: tl.constexpr, MOST: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    is_token = token < num_tokens
-    expert_W, is_expert_W = experts_of_columns(NUM_EXPERTS, GROUPS, GROUPS_P, SIZE_P)
-    # The scores of what is kept; less than none says that it is not.
-    score_BW = tl.full([BLOCK, GROUPS_P * SIZE_P], -1.0, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    num_dropped = tl.zeros([BLOCK], tl.int32)
-    for slot in range(NUM_SLOTS):
-        to = _slot_at(slot, token, num_tokens)
-        standing = tl.load(standing_ptr + to, mask=is_token, other=NO_PAIR)
-        is_pair = standing != NO_PAIR
-        expert, kept = _kept(standing, threshold_ptr, index_bits, NUM_EXPERTS, NUM_SHARED)
-        score = _score_at(standing, score_ptr, to, is_token, index_bits)
-        if MOST is not None:
-            # Only a token's best MOST of what its experts keep.
-            order = _order_at(score, bias_ptr, expert, is_pair)
-            num_better = tl.zeros([BLOCK], tl.int32)
-            for other in range(NUM_SLOTS):
-                to_other = _slot_at(other, token, num_tokens)
-                standing_other = tl.load(standing_ptr + to_other, mask=is_token, other=NO_PAIR)
-                expert_other, kept_other = _kept(standing_other, threshold_ptr, index_bits, NUM_EXPERTS, NUM_SHARED)
-                score_other = _score_at(standing_other, score_ptr, to_other, is_token, index_bits)
-                order_other = _order_at(score_other, bias_ptr, expert_other, standing_other != NO_PAIR)
-                num_better += (kept_other & (order_other > order)).to(tl.int32)
-            kept = kept & (num_better < MOST)
-        is_top = is_pair & (slot < TOP_K)
-        total += tl.where(is_top, score, 0.0)
-        num_dropped += (is_top & (kept == 0)).to(tl.int32)
-        column = tl.where(kept, expert, -1)
-        score_BW = tl.where(expert_W[None, :] == column[:, None], score[:, None], score_BW)
-    map_BW = score_BW >= 0
-    weights_BW = tl.where(map_BW, score_BW, 0.0)
+    else:
+        score = tl.load(scores_ptr + at, mask=is_pair, other=0.0)
+    if MOST is not None:
+        # Only a token's best MOST of what its experts keep.
+        values = score
+        if bias_ptr is not None:
+            values += tl.load(bias_ptr + expert, mask=is_pair, other=0.0)
+        order = (order_key(values).to(tl.int64) << EXPERT_BITS) + (expert ^ LAST_EXPERT)
+        kept = tl.trans(best_per_row(tl.trans(tl.where(kept, order, NOTHING)), MOST))
+    weight = score
     if NORMALIZE:
-        weights_BW = share(weights_BW, total[:, None])
-    store_rows(weights_ptr, weights_BW * scale, token, is_token, expert_W, is_expert_W, NUM_EXPERTS)
-    store_rows(map_ptr, map_BW.to(tl.int8), token, is_token, expert_W, is_expert_W, NUM_EXPERTS)
-    tl.atomic_add(counts_ptr + expert_W, tl.sum(map_BW.to(tl.int32), 0), mask=is_expert_W, sem="relaxed")
-    tl.atomic_add(counts_ptr + NUM_EXPERTS, tl.sum(num_dropped, 0), sem="relaxed")
+        weight = share(score, tl.sum(tl.where(is_pair & (slot < TOP_K), score, 0.0), 0)[None, :])
+    tl.debug_barrier()  # other threads filled what this one writes to
+    tl.store(weights_ptr + at, weight * scale, mask=kept)
+    tl.store(map_ptr + at, tl.full(at.shape, 1, tl.uint8), mask=kept)

@@ -27,7 +27,7 @@ def expert_rows(hidden_ND: Tensor, weights_N: Tensor, ends_L: Tensor, gate_up_L2
         # Triton comes with torch's CUDA builds, and with no other.
         from moe_ep_bench.kernels.decode_experts_triton import expert_rows as compiled
 
-        return compiled(hidden_ND, None, weights_N, ends_L, gate_up_L2FD, down_LDF)
+        return compiled(hidden_ND, weights_N, ends_L, gate_up_L2FD, down_LDF)
     out_ND, begin = torch.empty_like(hidden_ND), 0
     for expert, end in enumerate(ends_L.tolist()):
         if end > begin:

@@ -4,17 +4,20 @@ With a few tokens per expert an MoE layer's time is that of reading weights, so 
 (OEA, arXiv 2511.02237, section 2), whatever the number of tokens. A grouped GEMM made for many rows blurs that law:
 it plans for empty experts too, and its tiles are wide. Here a program stands for some rows of one expert's weight
 matrix and reads them from end to end, while the few inputs of that expert stay in the cache; a program of an expert
-without tokens looks at two numbers and ends. A layer is four launches: sort the pairs, gate-up with the activation,
-down, and the sum per token. None waits for the host and no shape follows from the routing, so that a captured CUDA
-graph may be replayed with another map. Sums have a fixed order: equal inputs give equal bits.
+without tokens looks at its column of the map and ends. A layer is three launches: gate-up with the activation, down,
+and the sum per token. Each finds its rows in the map by itself, and lets the cache fetch its first weights meanwhile;
+down and sum begin while the launch before them ends (programmatic dependent launch, on sm_90). None waits for the host
+and no shape follows from the routing, so that a captured CUDA graph may be replayed with another map. Sums have a fixed
+order: equal inputs give equal bits.
 
-Shapes: T = tokens, L = local experts, N = rows for pairs, X = rows of inputs (T, or N), D = hidden size, F = expert
-FFN size. An expert is ``(silu(x @ gate_FD.T) * (x @ up_FD.T)) @ down_DF.T``.
+Shapes: T = tokens, L = local experts, N = rows for pairs (T x L of a map), X = rows of inputs (T, or N), D = hidden
+size, F = expert FFN size. An expert is ``(silu(x @ gate_FD.T) * (x @ up_FD.T)) @ down_DF.T``.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any
 
 import torch
 import triton
@@ -39,99 +42,68 @@ _MOST_FEATURES, _FEWEST_FEATURES = 64, 32
 _ENOUGH_PROGRAMS = 4 * 132
 # Inputs of an expert that share one reading of its weights. Tensor cores take 16 at least; absent ones cost no memory.
 _FEWEST_ROWS, _MOST_ROWS = 16, 64
-# Of a map: bytes that a program of ``pairs_by_expert`` looks at together.
-_MAP_TILE = 4096
+# Of a map: tokens of an expert's column that a program looks at together.
+_MOST_TOKENS = 256
 # Of an output: values that a warp of ``combine`` sums, 16 bytes of bfloat16 per thread, and rows under way together.
 _SUMMED_COLUMNS = 256
 _SUMMED_ROWS = tl.constexpr(8)
 
-_NO_ROW = tl.constexpr(2**31 - 1)
 
-
-# --- Pairs -------------------------------------------------------------------------------------------------
-
-
-class Pairs(NamedTuple):
-    """The pairs of a map, sorted by expert and then by token. Rows beyond the last pair hold anything.
-
-    Attributes:
-        token_N: int32, the token of each row.
-        weights_N: float32, its routing weight.
-        ends_L: int32, where each expert's rows end, and the next one's begin.
-        place_TL: int32, the row of each (token, expert), or -1 where it is no pair.
-    """
-
-    token_N: Tensor
-    weights_N: Tensor
-    ends_L: Tensor
-    place_TL: Tensor
+# --- Rows --------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _pairs_kernel(map_ptr, weights_ptr, token_ptr, weight_ptr, ends_ptr, place_ptr, num_tokens, most_pairs,
-                  NUM_EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One expert's pairs. Where they begin, every program counts for itself: that costs less than another launch."""
-    expert = tl.program_id(0)
-    earlier = tl.arange(0, EXPERTS_P)
-    begin = 0
-    for first in range(0, num_tokens, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        at = token.to(tl.int64)[:, None] * NUM_EXPERTS + earlier[None, :]
-        is_pair = tl.load(map_ptr + at, mask=(token < num_tokens)[:, None] & (earlier < expert)[None, :], other=0)
-        begin += tl.sum(tl.sum(is_pair.to(tl.int32), 1), 0)
-
-    end = begin
-    for first in range(0, num_tokens, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        is_token = token < num_tokens
-        at = token.to(tl.int64) * NUM_EXPERTS + expert
-        is_pair = tl.load(map_ptr + at, mask=is_token, other=0).to(tl.int32)
-        place = end + tl.cumsum(is_pair, 0) - is_pair
-        has_row = (is_pair != 0) & (place < most_pairs)
-        tl.store(place_ptr + at, tl.where(has_row, place, -1), mask=is_token)
-        tl.store(token_ptr + place, token, mask=has_row)
-        tl.store(weight_ptr + place, tl.load(weights_ptr + at, mask=has_row, other=0.0), mask=has_row)
-        end += tl.sum(is_pair, 0)
-    tl.store(ends_ptr + expert, tl.minimum(end, most_pairs))
+def _takes(map_ptr, token, expert, num_tokens, NUM_EXPERTS: tl.constexpr):
+    """Which of these tokens take an expert: int32, 0 or 1."""
+    at = token.to(tl.int64) * NUM_EXPERTS + expert
+    return (tl.load(map_ptr + at, mask=token < num_tokens, other=0) != 0).to(tl.int32)
 
 
-def pairs_by_expert(map_TL: Tensor, weights_TL: Tensor, most_pairs: int | None = None) -> Pairs:
-    """Sort the pairs of a map by expert, then by token, in one launch.
+@triton.jit
+def _rows_of_expert(ends_ptr, map_ptr, expert, num_tokens, NUM_EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
+    """Where an expert's rows begin and end: by their ends, or with T rows set aside for each expert of a map."""
+    if map_ptr is None:
+        begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(ends_ptr + expert)
+    else:
+        begin = expert * num_tokens
+        end = begin
+        for first in range(0, num_tokens, TOKENS):
+            end += tl.sum(_takes(map_ptr, first + tl.arange(0, TOKENS), expert, num_tokens, NUM_EXPERTS), 0)
+    return begin, end
 
-    Reads the map (T x L bytes) once per expert, from the cache, and the weights of its pairs.
 
-    Args:
-        map_TL: bool, which experts each token takes.
-        weights_TL: float32 routing weights; those of other pairs are ignored.
-        most_pairs: N; T x L unless given. With more pairs than that the last ones are dropped: they have no row,
-            place -1, and add nothing to an output.
-    """
-    num_tokens, num_experts = map_TL.shape
-    num_rows = num_tokens * num_experts if most_pairs is None else most_pairs
-    device = map_TL.device
-    pairs = Pairs(
-        torch.empty(num_rows, dtype=torch.int32, device=device),
-        torch.empty(num_rows, dtype=torch.float32, device=device),
-        torch.empty(num_experts, dtype=torch.int32, device=device),
-        torch.empty(num_tokens, num_experts, dtype=torch.int32, device=device),
-    )
-    experts_p = triton.next_power_of_2(num_experts)
-    block = max(1, min(_MAP_TILE // experts_p, triton.next_power_of_2(num_tokens)))
-    _pairs_kernel[(num_experts,)](
-        as_bytes(map_TL), weights_TL.contiguous(), *pairs, num_tokens, num_rows,
-        NUM_EXPERTS=num_experts, EXPERTS_P=experts_p, BLOCK=block, num_warps=_NUM_WARPS,
-    )  # fmt: skip
-    return pairs
+@triton.jit
+def _inputs_of_rows(map_ptr, row, begin, expert, num_tokens, NUM_EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
+    """The input of each of an expert's rows: the same row, or with a map the tokens that take the expert, in order."""
+    source = row
+    if map_ptr is not None:
+        source = row * 0
+        before = begin
+        for first in range(0, num_tokens, TOKENS):
+            token = first + tl.arange(0, TOKENS)
+            takes = _takes(map_ptr, token, expert, num_tokens, NUM_EXPERTS)
+            place = before + tl.cumsum(takes, 0) - takes
+            is_here = (place[None, :] == row[:, None]) & (takes != 0)[None, :]
+            source += tl.sum(tl.where(is_here, token[None, :], 0), 1)
+            before += tl.sum(takes, 0)
+    return source.to(tl.int64)
 
 
 # --- Experts -----------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _rows_of_expert(ends_ptr, expert):
-    """Where an expert's rows begin and end."""
-    begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
-    return begin, tl.load(ends_ptr + expert)
+def _ask_for(matrix_ptr, feature, is_feature, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Let the cache fetch the first columns of rows of a matrix; nothing waits for them here."""
+    line: tl.constexpr = 1024 // matrix_ptr.dtype.element_ty.primitive_bitwidth  # values in 128 bytes
+    lines: tl.constexpr = COLUMNS // line if line < COLUMNS else 1
+    column = tl.arange(0, lines) * line
+    at = tl.where(is_feature, feature, 0)[:, None] * SIZE + tl.where(column < SIZE, column, 0)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(matrix_ptr + at).to(tl.int64)], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -154,30 +126,34 @@ def _product(inputs_ptr, row, is_row, matrix_ptr, feature, is_feature, SIZE: tl.
     return total
 
 
-@triton.jit
-def _gate_up_kernel(hidden_ptr, token_ptr, weights_ptr, ends_ptr, gate_up_ptr, activated_ptr, HIDDEN: tl.constexpr,
-                    FFN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gate_up_kernel(hidden_ptr, map_ptr, weights_ptr, ends_ptr, gate_up_ptr, activated_ptr, num_tokens,
+                    NUM_EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, FFN: tl.constexpr, TOKENS: tl.constexpr,
+                    OVERLAPS: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
     """Gate and up of one expert for some of its F features, and the weighted activation, for all rows of it."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     expert = tl.program_id(1)
-    begin, end = _rows_of_expert(ends_ptr, expert)
+    begin, end = _rows_of_expert(ends_ptr, map_ptr, expert, num_tokens, NUM_EXPERTS, TOKENS)
     # A gate and its up are neighbours, so that one product holds both, and its columns split in two.
     first_feature = tl.program_id(0) * (FEATURES // 2)
     inner = tl.arange(0, FEATURES)
     feature = first_feature + inner // 2
+    is_feature = feature < FFN
+    feature += (inner % 2) * FFN
     matrix_ptr = gate_up_ptr + expert.to(tl.int64) * (2 * FFN * HIDDEN)
     out_feature = first_feature + tl.arange(0, FEATURES // 2)
     for first in range(begin, end, ROWS):
         row = first + tl.arange(0, ROWS)
         is_row = row < end
-        if token_ptr is not None:
-            source = tl.load(token_ptr + row, mask=is_row, other=0).to(tl.int64)
-        else:
-            source = row.to(tl.int64)
-        gate_up = _product(
-            hidden_ptr, source, is_row, matrix_ptr, feature + (inner % 2) * FFN, feature < FFN, HIDDEN, BLOCK
-        )
+        if OVERLAPS:
+            _ask_for(matrix_ptr, feature, is_feature, HIDDEN, 2 * BLOCK)
+        source = _inputs_of_rows(map_ptr, row, begin, expert, num_tokens, NUM_EXPERTS, TOKENS)
+        gate_up = _product(hidden_ptr, source, is_row, matrix_ptr, feature, is_feature, HIDDEN, BLOCK)
         gate, up = tl.split(tl.reshape(gate_up, [ROWS, FEATURES // 2, 2]))
-        weight = tl.load(weights_ptr + row, mask=is_row, other=0.0)
+        weight_at = source if map_ptr is None else source * NUM_EXPERTS + expert
+        weight = tl.load(weights_ptr + weight_at, mask=is_row, other=0.0)
         value = gate * tl.sigmoid(gate) * up * weight[:, None]
         tl.store(
             activated_ptr + row.to(tl.int64)[:, None] * FFN + out_feature[None, :],
@@ -186,21 +162,30 @@ def _gate_up_kernel(hidden_ptr, token_ptr, weights_ptr, ends_ptr, gate_up_ptr, a
         )
 
 
-@triton.jit
-def _down_kernel(activated_ptr, ends_ptr, down_ptr, out_ptr, HIDDEN: tl.constexpr, FFN: tl.constexpr,
+@triton.jit(do_not_specialize=["num_tokens"])
+def _down_kernel(activated_ptr, map_ptr, ends_ptr, down_ptr, out_ptr, num_tokens, NUM_EXPERTS: tl.constexpr,
+                 HIDDEN: tl.constexpr, FFN: tl.constexpr, TOKENS: tl.constexpr, OVERLAPS: tl.constexpr,
                  ROWS: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Some of the D outputs of one expert, for all rows of it."""
+    """Some of the D outputs of one expert, for all rows of it; of a map, each in the row of its token."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     expert = tl.program_id(1)
-    begin, end = _rows_of_expert(ends_ptr, expert)
+    begin, end = _rows_of_expert(ends_ptr, map_ptr, expert, num_tokens, NUM_EXPERTS, TOKENS)
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     is_feature = feature < HIDDEN
     matrix_ptr = down_ptr + expert.to(tl.int64) * (HIDDEN * FFN)
     for first in range(begin, end, ROWS):
-        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        if OVERLAPS:
+            _ask_for(matrix_ptr, feature, is_feature, FFN, 2 * BLOCK)
+            tl.extra.cuda.gdc_wait()  # for the activations; weights and map were there before
+        row = first + tl.arange(0, ROWS)
         is_row = row < end
-        value = _product(activated_ptr, row, is_row, matrix_ptr, feature, is_feature, FFN, BLOCK)
+        value = _product(activated_ptr, row.to(tl.int64), is_row, matrix_ptr, feature, is_feature, FFN, BLOCK)
+        to = _inputs_of_rows(map_ptr, row, begin, expert, num_tokens, NUM_EXPERTS, TOKENS)
+        if map_ptr is not None:
+            to += begin
         tl.store(
-            out_ptr + row[:, None] * HIDDEN + feature[None, :],
+            out_ptr + to[:, None] * HIDDEN + feature[None, :],
             value.to(out_ptr.dtype.element_ty),
             mask=is_row[:, None] & is_feature[None, :],
         )
@@ -216,95 +201,118 @@ def _sizes(most_rows: int, num_experts: int, num_features: int, size: int, dtype
     return {"ROWS": rows, "FEATURES": features, "BLOCK": max(16, block), "num_warps": _NUM_WARPS, "num_stages": _STAGES}
 
 
-def expert_rows(
+@functools.cache
+def _overlaps() -> dict[str, Any]:
+    """How a launch is told that it may begin before the one before it has ended: from sm_90 on, where Triton can."""
+    can = (
+        not triton.knobs.runtime.interpret
+        and hasattr(tl.extra.cuda, "gdc_wait")
+        and triton.runtime.driver.active.get_current_target().arch >= 90
+    )
+    return {"OVERLAPS": True, "launch_pdl": True} if can else {"OVERLAPS": False}
+
+
+def _products(
     hidden_XD: Tensor,
-    token_N: Tensor | None,
-    weights_N: Tensor,
-    ends_L: Tensor,
+    map_TL: Tensor | None,
+    weights: Tensor,
+    ends_L: Tensor | None,
     gate_up_L2FD: Tensor,
     down_LDF: Tensor,
     *,
-    most_rows: int | None = None,
+    most_rows: int,
 ) -> Tensor:
-    """Return each pair's expert output times its routing weight: [N, D] in the inputs' dtype, in two launches.
-
-    Gate, up, activation and routing weight are float32 until the activation is rounded, once. Rows beyond the last
-    expert's end are left as they are found. Reads 6 x D x F bytes of bfloat16 weights per activated expert, once for
-    every 16, 32 or 64 of its rows; inputs and activations are read again by every program, but from the cache.
-
-    Args:
-        hidden_XD: inputs, in the weights' dtype (bfloat16, float16 or float32).
-        token_N: int32, which row is a pair's input; None where row n is that of pair n.
-        weights_N: float32 routing weight of each pair.
-        ends_L: int32, where each expert's rows end, as ``pairs_by_expert`` and a cumulative sum of counts have it.
-        gate_up_L2FD: rows of weights, gate and then up.
-        most_rows: the most rows that an expert can have, which sets how many share a reading of its weights; unless
-            given, twice the mean over all experts. An expert with more is computed as exactly, reading more often.
-    """
+    """``expert_rows`` of sorted rows, or of a map: then a pair's row is its expert times T plus its token."""
     num_experts, hidden_size, ffn_size = down_LDF.shape
-    num_rows, dtype, device = len(weights_N), hidden_XD.dtype, hidden_XD.device
+    num_tokens, num_rows, dtype, device = len(hidden_XD), weights.numel(), hidden_XD.dtype, hidden_XD.device
     assert gate_up_L2FD.is_contiguous() & down_LDF.is_contiguous(), "a copy of the weights would be the time itself"
-    most_rows = triton.cdiv(2 * num_rows, num_experts) if most_rows is None else most_rows
     activated_NF = torch.empty(num_rows, ffn_size, dtype=dtype, device=device)
     out_ND = torch.empty(num_rows, hidden_size, dtype=dtype, device=device)
     if num_rows == 0:
         return out_ND
+    map_bytes, overlaps = as_bytes(map_TL), _overlaps()
+    shape = {
+        "NUM_EXPERTS": num_experts,
+        "HIDDEN": hidden_size,
+        "FFN": ffn_size,
+        "TOKENS": 16 if map_TL is None else min(_MOST_TOKENS, max(16, triton.next_power_of_2(num_tokens))),
+    }
     sizes = _sizes(most_rows, num_experts, 2 * ffn_size, hidden_size, dtype)
+    # What comes before is no launch of ours, and is over when this one begins.
     _gate_up_kernel[(triton.cdiv(2 * ffn_size, sizes["FEATURES"]), num_experts)](
-        hidden_XD.contiguous(), token_N, weights_N.contiguous(), ends_L, gate_up_L2FD, activated_NF,
-        HIDDEN=hidden_size, FFN=ffn_size, **sizes,
+        hidden_XD.contiguous(), map_bytes, weights.contiguous(), ends_L, gate_up_L2FD, activated_NF, num_tokens,
+        OVERLAPS=overlaps["OVERLAPS"], **shape, **sizes,
     )  # fmt: skip
     sizes = _sizes(most_rows, num_experts, hidden_size, ffn_size, dtype)
     _down_kernel[(triton.cdiv(hidden_size, sizes["FEATURES"]), num_experts)](
-        activated_NF, ends_L, down_LDF, out_ND, HIDDEN=hidden_size, FFN=ffn_size, **sizes
+        activated_NF, map_bytes, ends_L, down_LDF, out_ND, num_tokens, **overlaps, **shape, **sizes
     )
     return out_ND
+
+
+def expert_rows(hidden_ND: Tensor, weights_N: Tensor, ends_L: Tensor, gate_up_L2FD: Tensor, down_LDF: Tensor) -> Tensor:
+    """Return each row's expert output times its routing weight: [N, D] in the inputs' dtype, in two launches.
+
+    Gate, up, activation and routing weight are float32 until the activation is rounded, once. Rows beyond the last
+    expert's end are left as they are found. Reads 6 x D x F bytes of bfloat16 weights per activated expert, once for
+    every 16, 32 or 64 of its rows (for twice the mean over all experts; one with more is computed as exactly, reading
+    more often); inputs and activations are read again by every program, but from the cache.
+
+    Args:
+        hidden_ND: inputs, sorted by expert, in the weights' dtype (bfloat16, float16 or float32).
+        weights_N: float32 routing weight of each row.
+        ends_L: int32, where each expert's rows end, as a cumulative sum of counts has it.
+        gate_up_L2FD: rows of weights, gate and then up.
+    """
+    most_rows = triton.cdiv(2 * len(weights_N), len(down_LDF))
+    return _products(hidden_ND, None, weights_N, ends_L, gate_up_L2FD, down_LDF, most_rows=most_rows)
 
 
 # --- Tokens ------------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _combine_kernel(rows_ptr, place_ptr, out_ptr, NUM_EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr,
-                    HIDDEN: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Some columns of one token's output. Its rows ascend with its experts: the next one is the least that is left."""
+@triton.jit(do_not_specialize=["num_tokens"])
+def _combine_kernel(rows_ptr, map_ptr, out_ptr, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr,
+                    HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr):  # fmt: skip
+    """Some columns of one token's output: the rows of its experts, one after another."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS_P)
-    place = tl.load(place_ptr + token * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=-1)
-    left = tl.where(place >= 0, place, _NO_ROW)
-    count = tl.sum((place >= 0).to(tl.int32), 0)
+    takes = tl.load(map_ptr + token * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=0) != 0
+    left = tl.where(takes, expert, NUM_EXPERTS)
+    count = tl.sum(takes.to(tl.int32), 0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < HIDDEN
     total = tl.zeros([COLUMNS], tl.float32)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     for _ in range(0, count, _SUMMED_ROWS):
         # Unrolled: where a row lies does not follow from the sum, so that their loads overlap.
         for _ in tl.static_range(_SUMMED_ROWS):
-            row = tl.min(left, 0)
-            left = tl.where(left == row, _NO_ROW, left)
-            at = row.to(tl.int64) * HIDDEN + column
-            total += tl.load(rows_ptr + at, mask=inside & (row != _NO_ROW), other=0.0).to(tl.float32)
+            one = tl.min(left, 0)
+            left = tl.where(left == one, NUM_EXPERTS, left)
+            at = (one.to(tl.int64) * num_tokens + token) * HIDDEN + column
+            total += tl.load(rows_ptr + at, mask=inside & (one < NUM_EXPERTS), other=0.0).to(tl.float32)
     tl.store(out_ptr + token * HIDDEN + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def combine(out_ND: Tensor, place_TL: Tensor) -> Tensor:
+def combine(rows_ND: Tensor, map_TL: Tensor) -> Tensor:
     """Sum each token's rows in the order of experts, in float32: [T, D] in their dtype, in one launch.
 
-    A token without pairs gets zeros. Reads the rows of pairs once, and T x L places of four bytes per block of columns.
+    A token without pairs gets zeros. Reads the rows of pairs once, and T x L bytes per block of columns.
 
     Args:
-        out_ND: rows of pairs.
-        place_TL: int32, as ``pairs_by_expert`` has it: -1, or a row, ascending along a token's experts.
+        rows_ND: N = L x T, the row of token t and expert e being e * T + t; those of no pair may hold anything.
     """
-    num_tokens, num_experts = place_TL.shape
-    hidden_size = out_ND.shape[1]
-    out_TD = torch.empty(num_tokens, hidden_size, dtype=out_ND.dtype, device=out_ND.device)
+    num_tokens, num_experts = map_TL.shape
+    hidden_size = rows_ND.shape[1]
+    out_TD = torch.empty(num_tokens, hidden_size, dtype=rows_ND.dtype, device=rows_ND.device)
     if num_tokens:
         columns = min(_SUMMED_COLUMNS, triton.next_power_of_2(hidden_size))
         # One warp: then a minimum over experts needs no barrier.
         _combine_kernel[(num_tokens, triton.cdiv(hidden_size, columns))](
-            out_ND.contiguous(), place_TL.contiguous(), out_TD,
+            rows_ND.contiguous(), as_bytes(map_TL), out_TD, num_tokens,
             NUM_EXPERTS=num_experts, EXPERTS_P=triton.next_power_of_2(num_experts), HIDDEN=hidden_size,
-            COLUMNS=columns, num_warps=1,
+            COLUMNS=columns, num_warps=1, **_overlaps(),
         )  # fmt: skip
     return out_TD
 
@@ -312,7 +320,7 @@ def combine(out_ND: Tensor, place_TL: Tensor) -> Tensor:
 def decode_experts(
     hidden_TD: Tensor, map_TL: Tensor, weights_TL: Tensor, gate_up_L2FD: Tensor, down_LDF: Tensor
 ) -> Tensor:
-    """Return the experts' weighted sum per token, [T, D] in the inputs' dtype, in four launches and with no sync.
+    """Return the experts' weighted sum per token, [T, D] in the inputs' dtype, in three launches and with no sync.
 
     Any map will do: a token may take none of these experts or all of them. Device memory for T x L pairs is set
     aside (T x L x (D + F) values), but only rows of pairs are touched.
@@ -324,10 +332,5 @@ def decode_experts(
         gate_up_L2FD: rows of weights, gate and then up.
     """
     num_tokens = len(hidden_TD)
-    if num_tokens == 0:
-        return torch.empty_like(hidden_TD)
-    pairs = pairs_by_expert(map_TL, weights_TL)
-    out_ND = expert_rows(
-        hidden_TD, pairs.token_N, pairs.weights_N, pairs.ends_L, gate_up_L2FD, down_LDF, most_rows=num_tokens
-    )
-    return combine(out_ND, pairs.place_TL)
+    rows_ND = _products(hidden_TD, map_TL, weights_TL, None, gate_up_L2FD, down_LDF, most_rows=num_tokens)
+    return combine(rows_ND, map_TL)

@@ -58,9 +58,6 @@ class Ranking:
 def ranking(policy: CapacityPolicy, scores_TE: Tensor, context: RoutingContext) -> Ranking:
     """The order of ``CapacityPolicy._keys``, drawn from the context's generator where it is random."""
     num_tokens, _ = scores_TE.shape
-    random_TE = None
-    if policy.metric == "random":
-        random_TE = torch.rand(scores_TE.shape, generator=context.generator, device=scores_TE.device)
     is_signed = policy.metric == "score" and context.bias_E is not None
     is_float = policy.metric in ("score", "random")
     range_bits = _FLOAT_BITS + is_signed if is_float else (num_tokens + 1).bit_length()
@@ -72,7 +69,7 @@ def ranking(policy: CapacityPolicy, scores_TE: Tensor, context: RoutingContext) 
         bits=range_bits + favours + index_bits,
         modality_T=on_device(context.modality_T, scores_TE.device, torch.int64) if favours else None,
         favoured=IMAGE if policy.modality == "text_first" else 1 - IMAGE,
-        random_TE=random_TE,
+        random_TE=on_device(policy.draws(scores_TE, context), scores_TE.device, torch.float32),
         tells_score=policy.metric == "score" and not is_signed,
     )
 

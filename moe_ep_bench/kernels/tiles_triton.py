@@ -57,6 +57,11 @@ def rows_of_tile(num_tokens: int, shape: dict[str, int]) -> int:
     return max(1, min(most, triton.next_power_of_2(num_tokens)))
 
 
+def lanes_of_row(num_rows: int, num_warps: int = NUM_WARPS) -> int:
+    """Threads that share a row of a tile of so many, one row to each of them."""
+    return max(1, min(32, 32 * num_warps // num_rows))
+
+
 def as_bytes(flags: Tensor | None) -> Tensor | None:
     """Booleans as the bytes that they are in memory, in order."""
     return None if flags is None else flags.contiguous().view(torch.uint8)
@@ -102,9 +107,8 @@ def tokens_of_block(first, num_tokens, valid_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def experts_of_columns(NUM_EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr):
-    """The expert of every column, int32 [WIDTH], and which columns have one."""
-    column = tl.arange(0, GROUPS_P * SIZE_P)
+def expert_of_column(column, NUM_EXPERTS: tl.constexpr, GROUPS: tl.constexpr, SIZE_P: tl.constexpr):
+    """The expert of each of these columns, and which of them have one."""
     inner = column % SIZE_P
     group = column // SIZE_P
     size = NUM_EXPERTS // GROUPS
@@ -112,10 +116,39 @@ def experts_of_columns(NUM_EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_P
 
 
 @triton.jit
+def experts_of_columns(NUM_EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr):
+    """The expert of every column, int32 [WIDTH], and which columns have one."""
+    return expert_of_column(tl.arange(0, GROUPS_P * SIZE_P), NUM_EXPERTS, GROUPS, SIZE_P)
+
+
+@triton.jit
 def load_rows(values_ptr, token, is_there, expert, is_expert, NUM_EXPERTS: tl.constexpr):
     """The rows of a [T, E] tensor as a tile; 0 where there is nothing."""
     at = token[:, None] * NUM_EXPERTS + expert[None, :]
     return tl.load(values_ptr + at, mask=is_there[:, None] & is_expert[None, :], other=0.0)
+
+
+@triton.jit
+def load_whole_rows(values_ptr, token, is_there, NUM_EXPERTS: tl.constexpr, GROUPS: tl.constexpr,
+                    GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+    """``load_rows`` of all experts, each row on ``LANES`` threads of a warp, so that rounds over rows hardly shuffle.
+
+    Triton spreads a tile over threads by how its addresses lie: four neighbouring columns to a thread, then threads
+    along the dimensions from the last to the first. What comes first here, runs of columns, stays within a thread.
+    """
+    block: tl.constexpr = token.shape[0]
+    width: tl.constexpr = GROUPS_P * SIZE_P
+    near: tl.constexpr = min(4, width)
+    lanes: tl.constexpr = min(LANES, width // near)
+    runs: tl.constexpr = width // (near * lanes)
+    run = tl.arange(0, runs)[:, None, None, None]
+    lane = tl.arange(0, lanes)[None, None, :, None]
+    column = (run * lanes + lane) * near + tl.arange(0, near)[None, None, None, :]
+    expert, is_expert = expert_of_column(column, NUM_EXPERTS, GROUPS, SIZE_P)
+    row = token[None, :, None, None]
+    is_there = is_there[None, :, None, None]
+    values = tl.load(values_ptr + row * NUM_EXPERTS + expert, mask=is_there & is_expert, other=0.0)
+    return tl.reshape(tl.permute(values, (1, 0, 2, 3)), [block, width])
 
 
 @triton.jit
@@ -162,6 +195,18 @@ def best_key(keys, expert):
     best = tl.max(keys, 1)
     lowest = tl.where(keys == best[:, None], expert[None, :], LAST_EXPERT)
     return best, tl.min(lowest, 1)
+
+
+@triton.jit
+def best_keys_per_row(keys, expert, count):
+    """``best_per_row`` of 32-bit keys, the lowest expert first among equals; NO_KEY is never chosen."""
+    marks = keys != keys
+    for _ in range(count):
+        _, lowest = best_key(keys, expert)
+        is_best = (expert[None, :] == lowest[:, None]) & (keys != NO_KEY)
+        marks = marks | is_best
+        keys = tl.where(is_best, NO_KEY, keys)
+    return marks
 
 
 @triton.jit

@@ -90,10 +90,13 @@ class CapacityPolicy(SteppedPolicy):
 
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         super().check(scores_TE, context)
-        if self.metric == "random" and context.generator is None:
+        if self.metric == "random" and context.generator is None and context.random_TE is None:
             raise UserError("generator: metric=random needs a torch.Generator in the context, got None")
         if self.modality != "uniform" and context.modality_T is None:
             raise UserError(f"modality_T: modality={self.modality} needs the tokens' modality, got None")
+
+    def draws(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
+        return context.drawn(like_TE) if self.metric == "random" else None
 
     def within_capacity(self, candidates_TE: Tensor, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         """Keep of the candidate pairs what the experts (or devices) have room for: bool [T, E]."""
@@ -127,7 +130,7 @@ class CapacityPolicy(SteppedPolicy):
         elif self.metric == "reverse_order":
             keys_TE = token_T1.expand_as(scores_TE)
         else:
-            keys_TE = torch.rand(scores_TE.shape, generator=context.generator, device=scores_TE.device)
+            keys_TE = context.drawn(scores_TE)
         if self.modality == "uniform" or context.modality_T is None:
             return keys_TE
         is_image_T = context.modality_T == IMAGE

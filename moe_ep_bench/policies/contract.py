@@ -45,6 +45,7 @@ class RoutingContext:
         layer_fraction: where in the depth of the model the layer stands, 0 to 1.
         load_E: expert load carried over from earlier batches, for policies with ``carry_loads``.
         generator: the only source of randomness.
+        random_TE: what ``Policy.draws`` returned before, in place of new draws: a captured graph can make none.
     """
 
     top_k: int
@@ -61,6 +62,13 @@ class RoutingContext:
     layer_fraction: float = 0.0
     load_E: Tensor | None = None
     generator: torch.Generator | None = None
+    random_TE: Tensor | None = None
+
+    def drawn(self, like_TE: Tensor) -> Tensor:
+        """Uniform numbers below 1: float32 in the shape and on the device of ``like_TE``."""
+        if self.random_TE is not None:
+            return self.random_TE
+        return torch.rand(like_TE.shape, generator=self.generator, device=like_TE.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +122,10 @@ class Policy:
 
     def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
         """Return what ``route`` must know of all ranks' tokens: float64 [S, E], summed over ranks; None = nothing."""
+        return None
+
+    def draws(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
+        """The random numbers by which ``route`` decides for scores of this shape: float32 [T, E]; None = by none."""
         return None
 
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
@@ -195,6 +207,8 @@ def check_inputs(scores_TE: Tensor, context: RoutingContext) -> None:
         value = getattr(context, name)
         if value is not None:
             _require(value.shape == (length,), name, f"shape ({length},)", tuple(value.shape))
+    if context.random_TE is not None:
+        _require(context.random_TE.shape == scores_TE.shape, "random_TE", "the scores' shape", context.random_TE.shape)
     if context.token_mask_T is not None:
         _require(context.token_mask_T.dtype == torch.bool, "token_mask_T", "bool", context.token_mask_T.dtype)
     if context.bias_E is not None:

@@ -159,15 +159,15 @@ class Laser(LoadAwarePolicy):
         here, num_experts = self.at(context.layer_fraction), scores_TE.shape[1]
         if not context.top_k <= here.c <= num_experts:
             raise UserError(f"c: expected {context.top_k} (top_k) to {num_experts} (the experts), got {here.c}")
-        if here.trim == "random" and context.generator is None:
+        if here.trim == "random" and context.generator is None and context.random_TE is None:
             raise UserError("generator: trim=random needs a torch.Generator in the context, got None")
+
+    def draws(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
+        return context.drawn(like_TE) if self.at(context.layer_fraction).trim == "random" else None
 
     def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, Tensor | None]:
         """What decides in this layer, and what a pool too large is trimmed by: float32 [T, E] drawn anew, or None."""
-        here = self.at(context.layer_fraction)
-        random_TE = None
-        if here.trim == "random":
-            random_TE = torch.rand(scores_TE.shape, generator=context.generator, device=scores_TE.device)
+        here, random_TE = self.at(context.layer_fraction), self.draws(scores_TE, context)
         rule = LeastLoaded(
             top_k=context.top_k, eps_high=here.eps_high, t_fix=here.t_fix, pool_size=here.c, chunk_size=here.chunk_size
         )

@@ -233,6 +233,32 @@ def test_claims_refer_to_published_numbers_and_a_primary_traffic(file: Path) -> 
             assert primary.at in points, claim.source
 
 
+def test_every_item_has_a_claim_or_a_reason_why_it_has_none() -> None:
+    """Of all that was measured, by item and kind; and no reason is given where there is a claim."""
+    claimed = set()
+    for file in CONFIGS_WITH_CLAIMS:
+        for one in parse_yaml(file.read_text())["claims"]:
+            wanted = {key: value for key, value in one.get("published", {}).items() if not str(value).startswith("$")}
+            wanted.pop("over", None)
+            claimed |= {(wanted["paper"], n.item, n.kind) for n in numbers(**_named(wanted))} if wanted else set()
+    for file in sorted(CONFIGS.parent.glob("quality-tasks-*.yaml")):
+        paper, _, table = Path(parse_yaml(file.read_text())["published"]["table"]).stem.partition("-table")
+        claimed.add((paper, f"Table {table}", "accuracy"))
+    for name in names():
+        paper = load(name)
+        measured = {(item.item, item.kind) for item in paper.items if item.kind != "setting"}
+        for item, kind in measured:
+            reason = paper.why_uncompared(item, kind)
+            assert ((name, item, kind) in claimed) != (reason is not None), (name, item, kind)
+        for one in paper.uncompared:
+            assert all(any(item == of for of, _ in measured) for item in one.items), one
+            assert one.by is None or (CONFIGS.parents[1] / one.by).is_file()
+
+
+def _named(wanted: dict[str, Any]) -> dict[str, Any]:
+    return {"name" if key == "paper" else key: value for key, value in wanted.items()}
+
+
 @pytest.mark.parametrize(
     ("metric", "published", "expected"),
     [

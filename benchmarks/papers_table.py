@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from moe_ep_bench.analysis.claims import load_claims, number_words
+from moe_ep_bench.analysis.claims import number_words
 from moe_ep_bench.analysis.claims_report import METRIC_WORDS
 from moe_ep_bench.analysis.render import missing
 from moe_ep_bench.config import load_experiments
@@ -58,19 +58,32 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def rows_of(directory: Path) -> pd.DataFrame:
-    """The claims of one directory, with what ran them."""
-    claims = load_claims(directory)
+    """The claims of one directory, with what ran them; its ``claims.csv`` has them in order, traffic by traffic."""
+    rows = pd.read_csv(directory / "claims.csv")
     described = json.loads((directory / "run.json").read_text())
-    environment, (first, *_) = described["environment"], described["config"]
-    about = {
-        "config": first["name"],
-        "batches": first["workload"]["num_batches"],
-        "commit": environment["git_commit"][:7] + ("+" if environment["git_dirty"] else ""),
-        "date": described["created"][:10],
-    }
-    rows = claims.measured
-    about |= {name: rows[name].map(_short) for name in ("device", "links")}
-    return rows[list(COLUMNS)].assign(**about, item=rows["claim"], number=rows["number"])
+    environment, points = described["environment"], described["config"]
+    told_by = rows[["source", "of", "metric", "policy", "versus"]].astype(object).fillna("")
+    claim = list(told_by.itertuples(index=False, name=None))
+    numbers, seen, last = [], set(), None
+    for one, traffic in zip(claim, rows["traffic"], strict=True):
+        if one != last or traffic in seen:  # The next number begins.
+            seen = set()
+            numbers.append(numbers[-1] + 1 if numbers else 1)
+        else:
+            numbers.append(numbers[-1])
+        seen.add(traffic)
+        last = one
+    return rows[list(COLUMNS)].assign(
+        config=points[0]["name"],
+        number=numbers,
+        about=rows["comparison"].str.rpartition(", ")[0],
+        device=rows["device"].map(_short),
+        links=rows["links"].map(_short),
+        batches=points[0]["workload"]["num_batches"],
+        seeds=_seeds(point["workload"]["seed"] for point in points),
+        commit=environment["git_commit"][:7] + ("+" if environment["git_dirty"] else ""),
+        date=described["created"][:10],
+    )
 
 
 def page(rows: pd.DataFrame) -> str:
@@ -80,14 +93,30 @@ def page(rows: pd.DataFrame) -> str:
     for config, of_config in primary.groupby("config", sort=False):
         first = of_config.iloc[0]
         path = next(CONFIGS.rglob(f"{config}.yaml"))
-        asked = load_experiments(path, on_cpu=False)[0].workload.num_batches
-        changed = "" if asked == first["batches"] else f" --set workload.num_batches={first['batches']}"
         parts.append(f"## {config}\n")
-        how = f"Modelled by {first['device']}, {first['links']}, {int(first['draws'])} draws"
+        how = f"Modelled by {first['device']}, {first['links']}, {_draws(int(first['draws']))}"
         parts.append(f"{how}. Commit {first['commit']}, {first['date']}:\n")
-        parts.append(f"```\nmoe-ep-bench papers {path.relative_to(ROOT)}{changed}\n```\n")
+        command = " ".join(["moe-ep-bench papers", str(path.relative_to(ROOT)), *_changes(path, first)])
+        parts.append(f"```\n{command}\n```\n")
         parts.append(_table(of_config))
     return "\n".join(parts)
+
+
+def _draws(draws: int) -> str:
+    return f"{draws} draws" if draws > 1 else "one draw (of whole models: a draw for each layer)"
+
+
+def _changes(config: Path, row: pd.Series) -> Iterator[str]:
+    """What was asked for otherwise than the config says."""
+    workloads = [point.workload for point in load_experiments(config, on_cpu=False)]
+    if workloads[0].num_batches != row["batches"]:
+        yield f"--set workload.num_batches={row['batches']}"
+    if _seeds(one.seed for one in workloads) != str(row["seeds"]):
+        yield f"--set 'sweep.workload.seed=[{', '.join(str(row['seeds']).split())}]'"
+
+
+def _seeds(seeds: Iterable[int]) -> str:
+    return " ".join(map(str, sorted(set(seeds))))
 
 
 def _primary(rows: pd.DataFrame) -> pd.DataFrame:
@@ -155,6 +184,10 @@ def _table(rows: pd.DataFrame) -> str:
         "MoE share needed",
     ]
     lines = []
+    # Where one claim is about several comparisons, they are named.
+    several = rows.groupby(["source", "of", "metric", "policy"])["about"].transform("nunique") > 1
+    rows = rows.assign(item=rows["source"] + rows.apply(_end_to_end, axis=1))
+    rows["item"] = rows["item"].where(~several, rows["item"] + " (" + rows["about"] + ")")
     for row in rows.to_dict("records"):
         metric = "" if row["metric"] == "speedup" else f": {METRIC_WORDS[row['metric']]}"
         needed = [row[f"needed_{one}_fullest_expert"] for one in ("scattered", "adjacent")]
@@ -174,6 +207,14 @@ def _table(rows: pd.DataFrame) -> str:
     used = [at for at, name in enumerate(head) if at < 6 or any(line[at] != "-" for line in lines)]
     wanted = [head, ["---"] * len(head), *lines]
     return "\n".join("| " + " | ".join(line[at] for at in used) + " |" for line in wanted) + "\n"
+
+
+def _end_to_end(row: pd.Series) -> str:
+    """What the paper measured, where ours is not the same."""
+    if row["of"] == "layer":
+        return ""
+    ours = {"layer": " (ours: a layer)", "layers": " (ours: all MoE layers)", "end_to_end": ""}[row["ours_of"]]
+    return ", end to end" + ours if row["of"] == "end_to_end" else ", of what is not stated" + ours
 
 
 def _paper(row: dict[str, Any]) -> str:

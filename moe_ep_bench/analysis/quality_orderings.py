@@ -15,6 +15,7 @@ stands that over checkpoints, by Student's t over their mean differences.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -32,6 +33,7 @@ from moe_ep_bench.analysis.quality_frames import (
     text_costs,
 )
 from moe_ep_bench.analysis.render import Row
+from moe_ep_bench.policies import POLICIES
 
 PEAK_LOAD, PER_SHARE = "fullest expert over the mean", "nats per token and share of pairs dropped"
 
@@ -299,8 +301,16 @@ def _agree(better: Row, worse: Row, ordering: Ordering) -> bool:
         | ordering.worse.keys()
         | ({ordering.along} if ordering.at_equal == "activated" else set())
     )
-    ours, theirs = json.loads(better["policy_params"]), json.loads(worse["policy_params"])
+    ours, theirs = _params(better), _params(worse)
     return all(ours[key] == theirs[key] for key in (ours.keys() & theirs.keys()) - about)
+
+
+def _params(case: Row) -> dict[str, Any]:
+    """A case's fields, those included that it leaves out because they have their default."""
+    policy = POLICIES.get(case["policy"])
+    fields = dataclasses.fields(policy) if policy else ()
+    left_out = {one.name: one.default for one in fields if one.name in policy.optional}
+    return left_out | json.loads(case["policy_params"])
 
 
 def short_label(label: str) -> str:

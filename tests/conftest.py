@@ -35,6 +35,7 @@ LONGEST = (
 WARM = (
     "adding",
     "calibrate",
+    "carried",
     "directory",
     "emulate",
     "emulate_model",

@@ -122,11 +122,17 @@ def capacity_groups(granularity: str, num_experts: int, num_ranks: int) -> list[
 
 
 def capacity(
-    capacity_factor: float, num_tokens: int, top_k: int, num_experts: int, num_shared: int, min_capacity: int
+    capacity_factor: float,
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    num_shared: int,
+    min_capacity: int,
+    rounding: str,
 ) -> int:
-    """max(n * min_capacity, floor(n * gamma * T * K / E)) for n experts, gamma being the decimal as written."""
+    """max(n * min_capacity, n * gamma * T * K / E) for n experts, rounded, gamma being the decimal as written."""
     exact = Fraction(str(capacity_factor)) * num_shared * num_tokens * top_k / num_experts
-    return max(num_shared * min_capacity, math.floor(exact))
+    return max(num_shared * min_capacity, {"floor": math.floor, "ceil": math.ceil}[rounding](exact))
 
 
 def within_capacity(
@@ -139,6 +145,7 @@ def within_capacity(
     granularity: str = "expert",
     modality: str = "uniform",
     min_capacity: int = 0,
+    rounding: str = "floor",
 ) -> Selection:
     """Every expert (or device) sorts its candidate pairs and keeps the first C."""
     num_tokens, num_experts = scores_TE.shape
@@ -160,7 +167,7 @@ def within_capacity(
 
     groups = capacity_groups(granularity, num_experts, context.num_ranks)
     num_valid = sum(is_valid(context, num_tokens))
-    room = capacity(capacity_factor, num_valid, context.top_k, num_experts, len(groups[0]), min_capacity)
+    room = capacity(capacity_factor, num_valid, context.top_k, num_experts, len(groups[0]), min_capacity, rounding)
     kept: Selection = [set() for _ in range(num_tokens)]
     for group in groups:
         pairs = [(token, expert) for token in range(num_tokens) for expert in group if expert in candidates[token]]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hf_models import tiny
 from oracles import expected_routing
+from test_run import launch
 
 from moe_ep_bench.bench.plan import ROUTING, Comparison, plan
 from moe_ep_bench.bench.route import _shares
@@ -31,11 +32,17 @@ measure: {iterations: 2, breakdown_iterations: 1, max_warmup: 2, warmup: 0}
 """
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "carried.yaml"
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("carried") / "carried.yaml"
     path.write_text(CONFIG)
     return path
+
+
+@pytest.fixture(scope="module")
+def from_route(config: Path) -> pd.Series:
+    assert main(["route", str(config), "--out", str(config.parent / "routed")]) == 0
+    return loads(config.parent / "routed")
 
 
 def loads(directory: Path) -> pd.Series:
@@ -58,10 +65,9 @@ def expected(comparison: Comparison, scope: str | None) -> list[list[int]]:
     return found
 
 
-def test_routes_from_the_loads_that_earlier_batches_left(config: Path, tmp_path: Path) -> None:
-    assert main(["route", str(config), "--out", str(tmp_path / "routed")]) == 0
-    found, (comparison,) = loads(tmp_path / "routed"), plan(config, [], ROUTING)
-    of_params = {params: list(map(list, rows)) for params, rows in found.groupby(level=0)}
+def test_routes_from_the_loads_that_earlier_batches_left(config: Path, from_route: pd.Series, tmp_path: Path) -> None:
+    (comparison,) = plan(config, [], ROUTING)
+    of_params = {params: list(map(list, rows)) for params, rows in from_route.groupby(level=0)}
     assert len(of_params) == 3
     for params, rows in of_params.items():
         scope = next((one for one in ("rank", "all") if f'"{one}"' in params and "carry_loads" in params), None)
@@ -69,7 +75,16 @@ def test_routes_from_the_loads_that_earlier_batches_left(config: Path, tmp_path:
         assert rows == expected(comparison, scope), params
     assert len({repr(rows) for rows in of_params.values()}) == 3
     assert main(["emulate", str(config), "--out", str(tmp_path / "modelled")]) == 0
-    pd.testing.assert_series_equal(loads(tmp_path / "modelled"), found)
+    pd.testing.assert_series_equal(loads(tmp_path / "modelled"), from_route)
+
+
+def test_two_real_ranks_carry_the_same_loads(config: Path, from_route: pd.Series, tmp_path: Path) -> None:
+    """Over gloo: which batch is timed first, and how often, changes nothing."""
+    done = launch(config, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    found = loads(tmp_path / "run")
+    assert len(found) == 3 * 3 * 2, "policies, batches and ranks"
+    pd.testing.assert_series_equal(found, from_route)
 
 
 def test_loads_of_all_ranks_are_carried_ones() -> None:

@@ -130,6 +130,7 @@ def law_capacity(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arg
         num_experts,
         len(groups[0]),
         spec.get("min_capacity", 0),
+        spec.get("rounding", "floor"),
     )
     load_E = routing.map_TE.sum(dim=0).tolist()
     assert all(sum(load_E[expert] for expert in group) <= room for group in groups)
@@ -365,7 +366,7 @@ ONE_OF_EACH: list[Spec] = [
     {"name": "dynamic_skip", "beta": 0.5},
 ]
 every_name = pytest.mark.parametrize("spec", ONE_OF_EACH, ids=lambda spec: spec["name"])
-DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity, renormalize"
+DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity, renormalize, rounding"
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
+from types import ModuleType
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from moe_ep_bench.cli import main
@@ -23,7 +26,9 @@ from moe_ep_bench.policies import make_policy
 from moe_ep_bench.presets import parse_yaml
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
-CONFIGS = Path(__file__).parents[1] / "configs" / "papers"
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs" / "papers"
+MODELLED = ROOT / "results" / "reference" / "papers-modelled"
 IDS = {"capacity": "2503.05066", "laser": "2510.03293", "oea": "2511.02237", "xshare": "2602.07265"}
 
 
@@ -233,6 +238,32 @@ def test_claims_refer_to_published_numbers_and_a_primary_traffic(file: Path) -> 
             assert primary.at in points, claim.source
 
 
+def test_every_item_has_a_claim_or_a_reason_why_it_has_none() -> None:
+    """Of all that was measured, by item and kind; and no reason is given where there is a claim."""
+    claimed = set()
+    for file in CONFIGS_WITH_CLAIMS:
+        for one in parse_yaml(file.read_text())["claims"]:
+            wanted = {key: value for key, value in one.get("published", {}).items() if not str(value).startswith("$")}
+            wanted.pop("over", None)
+            claimed |= {(wanted["paper"], n.item, n.kind) for n in numbers(**_named(wanted))} if wanted else set()
+    for file in sorted(CONFIGS.parent.glob("quality-tasks-*.yaml")):
+        paper, _, table = Path(parse_yaml(file.read_text())["published"]["table"]).stem.partition("-table")
+        claimed.add((paper, f"Table {table}", "accuracy"))
+    for name in names():
+        paper = load(name)
+        measured = {(item.item, item.kind) for item in paper.items if item.kind != "setting"}
+        for item, kind in measured:
+            reason = paper.why_uncompared(item, kind)
+            assert ((name, item, kind) in claimed) != (reason is not None), (name, item, kind)
+        for one in paper.uncompared:
+            assert all(any(item == of for of, _ in measured) for item in one.items), one
+            assert one.by is None or (CONFIGS.parents[1] / one.by).is_file()
+
+
+def _named(wanted: dict[str, Any]) -> dict[str, Any]:
+    return {"name" if key == "paper" else key: value for key, value in wanted.items()}
+
+
 @pytest.mark.parametrize(
     ("metric", "published", "expected"),
     [
@@ -407,3 +438,49 @@ def test_a_paper_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str
     (said,) = capsys.readouterr().err.splitlines()
     there = ", ".join(f"{name} ({paper})" for name, paper in IDS.items())
     assert said == f"moe-ep-bench: PAPER: expected one of {there}; got 'lynx'"
+
+
+# --- The page of modelled numbers -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def papers_table() -> ModuleType:
+    """benchmarks/papers_table.py, which gathers results of ``papers``."""
+    spec = importlib.util.spec_from_file_location("papers_table", ROOT / "benchmarks" / "papers_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_modelled_numbers_is_made_of_its_table(papers_table: ModuleType) -> None:
+    rows = pd.read_csv(MODELLED.with_suffix(".csv"))
+    page = papers_table.page(rows)
+    assert page == MODELLED.with_suffix(".md").read_text()
+    # Figure 4's errors stand in the docs as they are computed, of all bars.
+    (said,) = (line for line in page.splitlines() if line.startswith("Mean absolute error"))
+    assert said.startswith(f"Mean absolute error of {len(numbers('capacity', item='Figure 4', metric='speedup'))} bars")
+    assert said in " ".join((ROOT / "docs" / "papers.md").read_text().split())
+
+
+def test_rows_of_one_number_are_told_from_the_next_ones(papers_table: ModuleType, tmp_path: Path) -> None:
+    """Traffic by traffic; another comparison of the same claim begins where a traffic comes again."""
+    fields = dict.fromkeys([*papers_table.COLUMNS, "comparison"], "x")
+    rows = [{**fields, "source": s, "traffic": t} for s, t in ("aM", "aS", "aM", "aS", "bM", "bS")]
+    pd.DataFrame(rows).to_csv(tmp_path / "claims.csv", index=False)
+    point = {"name": "one", "workload": {"num_batches": 1, "seed": 2}}
+    described = {
+        "environment": {"git_commit": "0" * 40, "git_dirty": True},
+        "config": [point],
+        "created": "2026-01-02T",
+    }
+    (tmp_path / "run.json").write_text(json.dumps(described))
+    found = papers_table.rows_of(tmp_path)
+    assert found["number"].tolist() == [1, 1, 2, 2, 3, 3]
+    assert found["commit"].unique().tolist() == ["0000000+"]
+
+
+@pytest.mark.parametrize(("paper", "ours"), [(1.3, 1.52), (1.09, 1.12)])
+def test_a_fixed_share_turns_our_gain_into_the_papers(papers_table: ModuleType, paper: float, ours: float) -> None:
+    share = papers_table.fixed_share(paper, ours)
+    assert 1 / ((1 - share) / ours + share) == pytest.approx(paper)
+    assert papers_table.fixed_share(ours, paper) is None

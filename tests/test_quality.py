@@ -353,7 +353,9 @@ def test_orderings_hold_fail_or_cannot_be_told_by_paired_differences() -> None:
         )
         for gamma, dropped in ((1.0, 0.4), (2.0, 0.2))
     ]
-    assert verdicts(*drops, expert_drop) == [("holds", pytest.approx(0.3 / 0.1 - 0.4 / 0.2))]
+    per_pair, as_printed = verdicts(*drops, expert_drop)
+    assert per_pair == ("holds", pytest.approx(0.3 / 0.1 - 0.4 / 0.2))
+    assert as_printed == ("does not hold", pytest.approx(0.3 - 0.4)), "factor 2 beside a tenth of the experts"
     assert verdicts(drops[0], expert_drop) == [], "one drops four times what the other does"
     assert verdicts(oea(0.1), pruned, native=judged("native", {}, [0.0] * 9)) == [], "fewer than ten sequences"
 
@@ -372,6 +374,27 @@ def test_costs_at_as_many_activated_experts_are_read_off_between_two_cases() -> 
     assert row.worse_costs_more == pytest.approx(0.5 - (0.25 * 0.4 + 0.75 * 0.2))
     assert found(one, two, judged("oea", cut, [0.5] * 12, activated=20)).empty, "no case activates more"
     assert found(one, judged("oea", cut, [0.5] * 12, activated=8)).empty, "one case is no line"
+
+
+def test_xshare_with_warm_up_is_set_against_as_many_experts_as_without_activates() -> None:
+    def xshare(k0: int, budget: int, cost: float, activated: float, **scores: str) -> Judged:
+        fields = {"k0": k0, "budget": budget, "scope": "batch", **scores}  # scores: only where not the default
+        return judged("xshare", fields, [cost] * 12, activated=activated)
+
+    warm = [xshare(1, 2, 0.4, 6), xshare(1, 4, 0.2, 10), xshare(1, 8, 0.1, 14), xshare(1, 3, 0.0, 8, scores="topk")]
+    rows = list(orderings(quality_of(({}, [NATIVE, *warm, xshare(0, 8, 0.25, 8)]))).itertuples())
+    # At one budget the warm-up activates 14 experts to 8 and wins; at 8 it costs 0.3.
+    assert [row.verdict for row in rows] == ["holds", "does not hold"]
+    assert [row.worse_costs_more for row in rows] == [pytest.approx(0.15), pytest.approx(-0.05)]
+
+
+@pytest.mark.parametrize(("k_max", "words"), [(3, "smaller"), (4, "smaller"), (5, "larger")])
+def test_a_k_max_is_small_or_large_by_the_models_own_top_k(k_max: int, words: str) -> None:
+    plain = {"k0": 2, "p": 1.0, "k_max": None, "max_rank": None}
+    cases = [judged("oea", fields, [0.1] * 12) for fields in (plain, {**plain, "k_max": k_max})]
+    native = judged("native", {}, [0.0] * 12, experts_per_token=4.0)
+    (row,) = orderings(quality_of(({}, [native, *cases]))).itertuples()
+    assert row.ordering.endswith(f"with a {words} k_max")
 
 
 def test_laser_is_held_against_the_models_own_loads_and_a_tenth_of_load_only() -> None:
@@ -647,6 +670,10 @@ def test_the_papers_orderings_come_out_of_a_trained_model(tmp_path: Path, monkey
             {"name": "load_only"},
             {"name": "pruned", "k0": 1},
             {"name": "oea", "k0": 1},
+            {"name": "xshare", "k0": 1, "budget": [0, 4]},
+            {"name": "xshare", "k0": 0, "budget": 7},
+            {"name": "token_drop", "capacity_factor": 2.0},
+            {"name": "expert_drop", "fraction": 0.1},
         ],
     }
     run_quality(write(tmp_path / "config.yaml", config), tmp_path / "done", [])
@@ -663,4 +690,8 @@ def test_the_papers_orderings_come_out_of_a_trained_model(tmp_path: Path, monkey
         ("laser", "load_only", 1.0, "nats per token"): "holds",
         ("laser", "load_only", 0.1, "nats per token"): "holds",
         ("token_drop", "load_only", 1.0, "nats per token"): "holds",
+        # At as many activated experts, where at one budget the warm-up activates more.
+        ("xshare", "xshare", 1.0, "nats per token"): "inconclusive",
+        # Of a tenth of the experts, which are idle here: against Table 2 of arXiv 2503.05066.
+        ("token_drop", "expert_drop", 1.0, "nats per token"): "does not hold",
     }

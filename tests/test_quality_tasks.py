@@ -24,7 +24,7 @@ from moe_ep_bench.analysis.quality_tables import task_means
 from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.cli import main
 from moe_ep_bench.papers.accuracies import load_table
-from moe_ep_bench.policies import make_policy
+from moe_ep_bench.policies import Policy, make_policy
 from moe_ep_bench.quality import harness
 from moe_ep_bench.quality.checkpoint import Checkpoint
 from moe_ep_bench.quality.config import load_quality
@@ -351,6 +351,16 @@ def test_the_papers_number_stands_beside_the_same_task_shots_metric_and_policy_o
     assert means["stderr"]["native"] == pytest.approx(math.hypot(*of_native["stderr"]) / 2)
 
 
+def test_a_number_stands_beside_whatever_its_paper_leaves_open(folder: Path, stand_in: StandIn, tmp_path: Path) -> None:
+    arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path)]
+    policies = f"policies=[{json.dumps({**DROP, 'renormalize': ['kept', 'original'], 'rounding': 'ceil'})}]"
+    assert main([*arguments, "--set", policies, "--set", "published.unstated=[renormalize]"]) == OK
+    assert task_scores(read_quality(tmp_path))["paper"].notna().tolist() == [True, False, False], "rounding is stated"
+    changes = ["--set", policies, "--set", "published.unstated=[renormalize, rounding]", "--force"]
+    assert main([*arguments, *changes]) == OK
+    assert task_scores(read_quality(tmp_path))["paper"].tolist() == [0.5, 0.4, 0.4]
+
+
 def answered(*tasks: tuple[str, dict[str, float], float], shots: int | None = 5) -> Quality:
     """The unpatched model's numbers of one metric, one for each filter of answers, beside a paper's in percent."""
     facts, rows = {}, []
@@ -483,8 +493,12 @@ def test_published_averages_are_the_means_of_what_was_copied(file: Path) -> None
 )
 def test_configs_ask_what_their_tables_hold(config: Path) -> None:
     """Every task, shots, metric and policy of the config has its number in the table that it names."""
-    (experiment,) = load_quality(config)
+    experiment = load_quality(config)[0]
     assert experiment.published is not None
+
+    def stated(policy: Policy | None) -> dict[str, Any] | None:
+        return policy and {k: v for k, v in policy.params().items() if k not in experiment.published.unstated}
+
     cells = list(load_table(experiment.published.table).cells(experiment.published.model))
     for task in experiment.tasks:
         for policy in (None, *experiment.make_policies()):
@@ -493,7 +507,8 @@ def test_configs_ask_what_their_tables_hold(config: Path) -> None:
                 for cell in cells
                 if (cell.column.task, cell.column.num_fewshot, cell.column.metric)
                 == (task.name, task.num_fewshot, task.metric)
-                and cell.policy == policy
+                and (cell.policy and cell.policy.name) == (policy and policy.name)
+                and stated(cell.policy) == stated(policy)
             ]
             assert len(alike) == 1, (task.name, policy)
 

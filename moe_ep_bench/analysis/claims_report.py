@@ -296,6 +296,7 @@ def claims_figure(claims: Claims) -> Figure | None:
     rows = claims.measured
     if rows.empty:
         return None
+    unstated = rows[["paper_low", "paper_high"]].isna().all(axis=1)
     panels = [(METRIC_WORDS[name], panel) for name, panel in rows.groupby("metric", sort=False)]
     looks = dict(zip(dict.fromkeys(claims.frame["traffic"]), itertools.cycle(_LOOKS), strict=False))
     legend = [
@@ -310,8 +311,8 @@ def claims_figure(claims: Claims) -> Figure | None:
     figure = sheet(
         "Papers' numbers beside ours",
         f"Ours: {'whole models, a pass from end to end' if claims.is_whole else 'one layer'}; filled: the primary "
-        "traffic. Whiskers: least and largest draw, or 95 % intervals, or smallest and largest pair below ten batches. "
-        "Rows without a mark: the paper states no number.",
+        "traffic. Whiskers: least and largest draw, or 95 % intervals, or smallest and largest pair below ten batches."
+        + (" Rows without a mark: the paper states no number." if unstated.any() else ""),
         Footer(
             [how_words(claims), f"{' / '.join(models)} | {facts[0].workload.kind} traffic, {'; '.join(traffic)}"],
             origins_of(claims.run, facts),

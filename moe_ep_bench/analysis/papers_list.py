@@ -32,7 +32,11 @@ def list_text(name: str | None) -> str:
             rows = pd.DataFrame(map(dataclasses.asdict, item.numbers(paper)))
             rows["where"] = list(map(_setting, rows["where"]))
             title = f"{item.item}: {item.what} ({item.kind}, {item.metric})"
-            tables.append(Table(rows, columns, title, [item.note] if item.note else []))
+            left_out = paper.why_uncompared(item.item, item.kind)
+            notes = [item.note] if item.note else []
+            if left_out is not None:
+                notes.append(f"not compared: {left_out.why}{f' ({left_out.by})' if left_out.by else ''}")
+            tables.append(Table(rows, columns, title, notes))
     return render(tables, "text")
 
 

@@ -242,8 +242,10 @@ def _added(row: Any, of_case: pd.DataFrame, of_native: pd.DataFrame) -> tuple[fl
 
 def _paper(facts: dict[str, Any], case: pd.Series, row: Any) -> float:
     """A share; missing where the paper states no shots, and of the parts of a task."""
-    for number in (facts.get("published") or {}).get("numbers", ()):
-        is_case = number["policy"] == case["policy"] and number["policy_params"] == case["policy_params"]
+    published = facts.get("published") or {}
+    params = {key: value for key, value in case["policy_params"].items() if key not in published.get("unstated", ())}
+    for number in published.get("numbers", ()):
+        is_case = number["policy"] == case["policy"] and number["policy_params"] == params
         shots = number["num_fewshot"]
         is_metric = number["metric"] == row.metric and shots is not None and shots == row.num_fewshot
         if is_case and is_metric and row.task == facts["task"]:

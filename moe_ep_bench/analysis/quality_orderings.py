@@ -15,10 +15,11 @@ stands that over checkpoints, by Student's t over their mean differences.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from moe_ep_bench.analysis.quality_frames import (
     text_costs,
 )
 from moe_ep_bench.analysis.render import Row
+from moe_ep_bench.policies import POLICIES
 
 PEAK_LOAD, PER_SHARE = "fullest expert over the mean", "nats per token and share of pairs dropped"
 
@@ -45,7 +47,8 @@ class Ordering(NamedTuple):
         at_equal: what else is made equal. ``dropped``: costs are per share of dropped pairs, no field has to agree,
             and of the better kind the case counts that drops most nearly what the worse one does, where that is
             between half and twice as much. ``activated``: the better kind's cost at the worse case's activated experts,
-            on the line between its cases of other k0.
+            on the line between its cases of other ``along``.
+        along: the field in which those cases differ.
         share: of the worse kind's cost, with which the better kind's is compared.
         unit: of what is compared: a cost, or of ``PEAK_LOAD`` the loads.
     """
@@ -55,12 +58,18 @@ class Ordering(NamedTuple):
     better: dict[str, Any]
     worse: dict[str, Any]
     at_equal: Literal["fields", "dropped", "activated"] = "fields"
+    along: str = "k0"
     share: float = 1.0
     unit: str = "nats per token"
 
 
 def _is_set(value: Any) -> bool:
     return value is not None
+
+
+def _beyond(holds: Callable[[int], bool]) -> dict[str, Any]:
+    """OEA with a k_max whose distance from the model's top-k is as asked; see ``_suits``."""
+    return {"k_max": _is_set, "beyond_top_k": holds}
 
 
 _DROPPING, _OEA_PAPER, _LASER_PAPER = "arXiv 2503.05066", "arXiv 2511.02237", "arXiv 2510.03293"
@@ -103,6 +112,12 @@ ORDERINGS = (
         unit=PER_SHARE,
     ),
     Ordering(
+        "Token Drop at factor 2 costs less than Expert Drop of a tenth of the experts, though it drops more",
+        f"{_DROPPING}, Table 2",
+        {**_PER_EXPERT, "capacity_factor": 2.0},
+        {"name": "expert_drop", "fraction": 0.1, "count": None},
+    ),
+    Ordering(
         "OEA costs less than pruning to the same k0, which activates the same experts for the same inputs",
         _OEA_PAPER,
         _OEA,
@@ -116,10 +131,11 @@ ORDERINGS = (
         "activated",
     ),
     *(
-        Ordering(words, _OEA_PAPER, _OEA, {**_OEA, field: _is_set})
-        for field, words in (
-            ("k_max", "OEA that fills up to k_max = K costs less than with a smaller k_max"),
-            ("max_rank", "OEA over all ranks of a token's list costs less than with max_rank below E"),
+        Ordering(words, _OEA_PAPER, _OEA, {**_OEA, **other})
+        for other, words in (
+            (_beyond(lambda more: more <= 0), "OEA that fills up to k_max = K costs less than with a smaller k_max"),
+            (_beyond(lambda more: more > 0), "OEA that fills up to k_max = K costs less than with a larger k_max"),
+            ({"max_rank": _is_set}, "OEA over all ranks of a token's list costs less than with max_rank below E"),
         )
     ),
     Ordering(
@@ -148,6 +164,14 @@ ORDERINGS = (
         "arXiv 2602.07265",
         {"name": "xshare", "k0": 1},
         {"name": "xshare", "k0": 0},
+    ),
+    Ordering(
+        "XShare with every token's best expert costs less than without, at as many activated experts",
+        "arXiv 2602.07265",
+        {"name": "xshare", "k0": 1},
+        {"name": "xshare", "k0": 0},
+        "activated",
+        along="budget",
     ),
     *(
         Ordering(
@@ -216,9 +240,10 @@ def _pairs(quality: Quality, comparison_id: str, cases: Sequence[Row]) -> Iterat
             return peaks[case["case_id"], case["phase"]]
         return added[case["case_id"]] / (case["dropped_fraction"] if ordering.unit == PER_SHARE else 1.0)
 
+    top_k = round(cases[0]["experts_per_token"])
     for ordering in ORDERINGS:
-        for worse in (case for case in cases if _suits(case, ordering.worse)):
-            better = [case for case in cases if _suits(case, ordering.better) and _agree(case, worse, ordering)]
+        for worse in (case for case in cases if _suits(case, ordering.worse, top_k)):
+            better = [case for case in cases if _suits(case, ordering.better, top_k) and _agree(case, worse, ordering)]
             for blend in _blends(ordering.at_equal, better, worse):
                 of_better = sum(weight * values(case, ordering) for case, weight in blend)
                 difference = (ordering.share * values(worse, ordering) - of_better).dropna()
@@ -256,8 +281,11 @@ def _blends(at_equal: str, better: list[Row], worse: Row) -> list[list[tuple[Row
     return []
 
 
-def _suits(case: Row, wanted: dict[str, Any]) -> bool:
+def _suits(case: Row, wanted: dict[str, Any], top_k: int) -> bool:
+    """Whether a case has the wanted fields; ``beyond_top_k`` is how far its k_max lies above the model's top-k."""
     fields = {"name": case["policy"], **json.loads(case["policy_params"])}
+    if fields.get("k_max") is not None:
+        fields["beyond_top_k"] = fields["k_max"] - top_k
     return all(
         key in fields and (value(fields[key]) if callable(value) else fields[key] == value)
         for key, value in wanted.items()
@@ -268,9 +296,21 @@ def _agree(better: Row, worse: Row, ordering: Ordering) -> bool:
     """Fields that both have, and that are not what the ordering is about, are equal; so is the phase."""
     if better["phase"] != worse["phase"] or ordering.at_equal == "dropped":
         return better["phase"] == worse["phase"]
-    about = ordering.better.keys() | ordering.worse.keys() | ({"k0"} if ordering.at_equal == "activated" else set())
-    ours, theirs = json.loads(better["policy_params"]), json.loads(worse["policy_params"])
+    about = (
+        ordering.better.keys()
+        | ordering.worse.keys()
+        | ({ordering.along} if ordering.at_equal == "activated" else set())
+    )
+    ours, theirs = _params(better), _params(worse)
     return all(ours[key] == theirs[key] for key in (ours.keys() & theirs.keys()) - about)
+
+
+def _params(case: Row) -> dict[str, Any]:
+    """A case's fields, those included that it leaves out because they have their default."""
+    policy = POLICIES.get(case["policy"])
+    fields = dataclasses.fields(policy) if policy else ()
+    left_out = {one.name: one.default for one in fields if one.name in policy.optional}
+    return left_out | json.loads(case["policy_params"])
 
 
 def short_label(label: str) -> str:

@@ -38,12 +38,20 @@ Granularity = Literal["expert", "device"]
 Modality = Literal["uniform", "image_first", "text_first"]
 Scope = Literal["local", "global"]
 Renormalize = Literal["original", "kept"]
+Rounding = Literal["floor", "ceil"]
 
 IMAGE = 1  # in RoutingContext.modality_T
 
 
-def expert_capacity(capacity_factor: float, num_tokens: int, top_k: int, num_experts: int, num_shared: int = 1) -> int:
-    """Return floor(num_shared * gamma * T * K / E), exactly.
+def expert_capacity(
+    capacity_factor: float,
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    num_shared: int = 1,
+    rounding: Rounding = "floor",
+) -> int:
+    """Return num_shared * gamma * T * K / E, rounded to a whole number of pairs, exactly.
 
     The capacity factor is taken as the decimal that the user wrote: gamma = 0.7, T = 360, K = 2,
     E = 8 gives 63, where products of doubles give 62.
@@ -51,7 +59,8 @@ def expert_capacity(capacity_factor: float, num_tokens: int, top_k: int, num_exp
     Args:
         num_shared: experts that share the capacity (L under device granularity).
     """
-    return math.floor(decimal(capacity_factor) * num_shared * num_tokens * top_k / num_experts)
+    exact = decimal(capacity_factor) * num_shared * num_tokens * top_k / num_experts
+    return math.floor(exact) if rounding == "floor" else math.ceil(exact)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +77,7 @@ class CapacityPolicy(SteppedPolicy):
         renormalize: where the model divides weights by their sum: of the ``original`` top-k, so that what is dropped
             is lost (as in Megatron-Core), or of the pairs that are ``kept`` (as in the paper's released code, commit
             f45e222).
+        rounding: of a capacity: ``floor`` (the paper's algorithms), or ``ceil`` (its released code).
     """
 
     capacity_factor: float
@@ -76,9 +86,10 @@ class CapacityPolicy(SteppedPolicy):
     modality: Modality = "uniform"
     min_capacity: int = 0
     renormalize: Renormalize = "original"
+    rounding: Rounding = "floor"
 
-    torch_only: ClassVar[Mapping[str, object]] = {"renormalize": "kept"}
-    optional: ClassVar[tuple[str, ...]] = ("renormalize",)
+    torch_only: ClassVar[Mapping[str, object]] = {"renormalize": "kept", "rounding": "ceil"}
+    optional: ClassVar[tuple[str, ...]] = ("renormalize", "rounding")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "capacity_factor", real("capacity_factor", self.capacity_factor))
@@ -87,6 +98,7 @@ class CapacityPolicy(SteppedPolicy):
         require_choice("modality", self.modality, Modality)
         require_count("min_capacity", self.min_capacity, minimum=0)
         require_choice("renormalize", self.renormalize, Renormalize)
+        require_choice("rounding", self.rounding, Rounding)
 
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         super().check(scores_TE, context)
@@ -102,11 +114,10 @@ class CapacityPolicy(SteppedPolicy):
         """Keep of the candidate pairs what the experts (or devices) have room for: bool [T, E]."""
         num_experts = candidates_TE.shape[1]
         num_shared = num_experts // context.num_ranks if self.granularity == "device" else 1
+        num_tokens = num_valid_tokens(scores_TE, context)
+        sizes = num_tokens, context.top_k, num_experts, num_shared
         capacity = max(
-            num_shared * self.min_capacity,
-            expert_capacity(
-                self.capacity_factor, num_valid_tokens(scores_TE, context), context.top_k, num_experts, num_shared
-            ),
+            num_shared * self.min_capacity, expert_capacity(self.capacity_factor, *sizes, rounding=self.rounding)
         )
         # Keys come first and always: what a random metric draws must not depend on the data.
         keys_TE = self._keys(scores_TE, context)

@@ -81,6 +81,8 @@ class PublishedConfig(Strict):
     """File of configs/papers/accuracy/."""
     model: str
     """The checkpoint's name in the table."""
+    unstated: tuple[str, ...] = ()
+    """Fields of policies that the paper leaves open: its number stands beside a policy whatever they are."""
 
 
 class RanksConfig(Strict):

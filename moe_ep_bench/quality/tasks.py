@@ -5,7 +5,7 @@ The harness asks and judges, the model answers under each policy, routed as N ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +99,7 @@ def published_numbers(experiment: QualityExperiment, task: str) -> dict[str, Any
     numbers = [
         {
             "policy": "native" if cell.policy is None else cell.policy.name,
-            "policy_params": {} if cell.policy is None else cell.policy.params(),
+            "policy_params": _without(chosen.unstated, {} if cell.policy is None else cell.policy.params()),
             "num_fewshot": cell.column.num_fewshot,
             "metric": cell.column.metric,
             "percent": cell.percent,
@@ -107,4 +107,9 @@ def published_numbers(experiment: QualityExperiment, task: str) -> dict[str, Any
         for cell in table.cells(chosen.model)
         if cell.column.task == task
     ]
-    return {"source": table.source, "note": table.note, "model": chosen.model, "numbers": numbers}
+    about = {"source": table.source, "note": table.note, "model": chosen.model, "numbers": numbers}
+    return about | ({"unstated": list(chosen.unstated)} if chosen.unstated else {})
+
+
+def _without(fields: Iterable[str], params: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in params.items() if key not in fields}

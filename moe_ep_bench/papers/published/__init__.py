@@ -152,6 +152,21 @@ class Primary(Strict):
     why: str = Field(min_length=1)
 
 
+class Uncompared(Strict):
+    """Items that no claim of configs/papers/ is about.
+
+    Attributes:
+        kinds: of those items; none = all.
+        by: a config that speaks of the same thing without a claim.
+        why: why no layer or pass here can be set beside the numbers.
+    """
+
+    items: tuple[str, ...] = Field(min_length=1)
+    kinds: tuple[Kind, ...] = ()
+    by: str | None = None
+    why: str = Field(min_length=1)
+
+
 class Paper(Strict):
     """A paper's numbers.
 
@@ -161,6 +176,7 @@ class Paper(Strict):
         hardware: of items that name none.
         note: what the items do not hold, and why.
         primary: the first that fits an item and a model counts.
+        uncompared: all that was measured, and that no claim is about.
     """
 
     paper: str = Field(pattern=r"^\d{4}\.\d{5}$")
@@ -169,7 +185,13 @@ class Paper(Strict):
     hardware: str | None = None
     note: str | None = None
     primary: tuple[Primary, ...] = ()
+    uncompared: tuple[Uncompared, ...] = ()
     items: tuple[Item, ...] = Field(min_length=1)
+
+    def why_uncompared(self, item: str, kind: str) -> Uncompared | None:
+        """What says why an item's numbers of a kind are not compared; None where nothing does."""
+        fitting = (one for one in self.uncompared if item in one.items and kind in (one.kinds or (kind,)))
+        return next(fitting, None)
 
     def numbers(self) -> Iterator[Number]:
         """Every number, in the order of the file."""

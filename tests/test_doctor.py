@@ -455,6 +455,7 @@ def test_more_ranks_than_gpus_is_a_problem_and_than_cores_a_note() -> None:
     assert worst(ranks_findings(machine(2), 3)) == PROBLEM
     assert list(ranks_findings(machine(0), 16)) == []
     assert worst(ranks_findings(machine(0), 17)) == NOTE
+    assert worst(ranks_findings(machine(0), 33)) == PROBLEM
 
 
 # ---- the results directory

@@ -30,6 +30,7 @@ from moe_ep_bench.bench.plan import RANKS, Comparison, plan
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.crash_journal import collect_lost, num_lost, stopped_by
+from moe_ep_bench.runtime.device import check_num_ranks, device_type
 from moe_ep_bench.runtime.errors import in_short, status_of
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.rendezvous import AGAIN, ApartError, Nodes, OthersLostError, Rendezvous, meet
@@ -68,9 +69,8 @@ def launch(
     Raises:
         UserError: the config cannot be run on these ranks; found before any is started.
     """
-    comparisons = plan(
-        config, overrides, RANKS, nodes.nproc * nodes.count, on_cpu=not torch.cuda.is_available(), point=point
-    )
+    check_num_ranks(nodes.nproc)
+    comparisons = plan(config, overrides, RANKS, nodes.nproc * nodes.count, on_cpu=device_type() == "cpu", point=point)
     left = _Left(RunDirectory(out), comparisons)
     arguments = [str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
     arguments += ["--point", str(point)] if point is not None else []
@@ -100,7 +100,12 @@ def launch_calibrate(arguments: Sequence[str], nodes: Nodes) -> int:
 
 
 def launch_once(command: str, arguments: Sequence[str], nodes: Nodes) -> int:
-    """Run a command on this node's ranks in one job; nothing is tried again. Return the exit status."""
+    """Run a command on this node's ranks in one job; nothing is tried again. Return the exit status.
+
+    Raises:
+        UserError: this node cannot carry these ranks.
+    """
+    check_num_ranks(nodes.nproc)
     nodes = _of_job(nodes, *arguments)
 
     def decide(statuses: Sequence[int]) -> int:

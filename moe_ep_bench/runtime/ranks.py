@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.errors import in_short
 
 # Ranks may wait for one that reads a recording or writes results; a hang is the watchdog's to end.
@@ -86,17 +87,20 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def join(timeout_s: float) -> Ranks:
+def join(timeout_s: float, *, measures: bool = True) -> Ranks:
     """Meet the other processes that torchrun started; alone without torchrun.
 
+    Args:
+        measures: something is timed on the device; False = all is modelled, and any device will do.
+
     Raises:
-        UserError: fewer GPUs on this node than ranks.
+        UserError: fewer GPUs on this node than ranks, or GPUs that torch cannot use (``device_type``).
         NotMetError: too few, or with other ideas of how many they are; one line.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     timeout = datetime.timedelta(seconds=timeout_s)
-    if torch.cuda.is_available():
+    if (device_type() == "cuda") if measures else torch.cuda.is_available():
         there = torch.cuda.device_count()
         if local_rank >= there:
             raise UserError(f"ranks per node: expected at most {there} (the GPUs here), got {local_world_size}")

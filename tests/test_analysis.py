@@ -281,6 +281,10 @@ TAIL = {"kind": "recorded", "description": "ShareGPT", "tail_model": "geometric"
         ({"facts": {"departures": ["The biases are left out."]}}, "simpler than Tiny-MoE's: The biases are left out."),
         ({"host_share": 0.97}, "launch-bound: in 100.0 %"),
         (
+            {"conditions": {"rank": {"allocating_iterations": {"c0-0": 7, "of another comparison": 9}}}},
+            "memory was asked of the driver in 7 timed iterations of one rank (",
+        ),
+        (
             {"conditions": {"warm_up": {"settled": False, "change": -0.08}}},
             "warm-up did not settle: its last round took -8.0",
         ),

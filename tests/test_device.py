@@ -136,6 +136,27 @@ def test_more_ranks_than_a_node_carries_are_refused_before_any_starts(
         check_num_ranks(9)
 
 
+def test_nccl_leaves_a_rank_that_waits_to_our_watchdog(machine: pytest.MonkeyPatch) -> None:
+    """Its own handling aborts a survivor without a word, and who ends so is blamed."""
+    machine.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    machine.setenv("TORCH_NCCL_ENABLE_MONITORING", "")
+    machine.delenv("TORCH_NCCL_ENABLE_MONITORING")
+    machine.setattr(torch.cuda, "is_available", lambda: True)
+    machine.setattr(torch.cuda, "device_count", lambda: 1)
+    machine.setattr(torch.cuda, "set_device", lambda device: None)
+    seen: dict[str, str] = {}
+
+    def no_device(backend: str, **_: object) -> None:
+        seen.update(os.environ)
+        raise ZeroDivisionError
+
+    machine.setattr(torch.distributed, "init_process_group", no_device)
+    with pytest.raises(ZeroDivisionError):
+        join(1.0)
+    assert seen["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert seen["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3", "what a user has set stays"
+
+
 def test_sbatch_files_ask_for_gpus_and_job_sh_for_the_nodes_cores() -> None:
     slurm = Path(__file__).parent.parent / "slurm"
     for name in ("bench", "sweep"):

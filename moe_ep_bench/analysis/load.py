@@ -159,6 +159,7 @@ class RankConditions(_Described):
     machine: dict[str, Any]  # see machine.MachineState
     ceilings: Ceilings
     peak_memory_bytes: int | None
+    allocating_iterations: dict[str, int] = {}  # timed ones that asked the driver for memory, by case
 
 
 class Conditions(_Described):

@@ -63,6 +63,8 @@ _WARNINGS = {
     "without probes",
     "launch_bound": "launch-bound: in {} of the iterations the host issued work until the end; its time is the host's, "
     "not the device's",
+    "allocating": "memory was asked of the driver in {} timed iterations of one rank ({}), which stops the device: "
+    "fewer tokens or cases, or more measure.max_warmup",
     "not_fused": NOT_FUSED,
 }
 
@@ -158,11 +160,25 @@ def warnings_of(comparison: ComparisonResult, run: Run) -> list[str]:
         "probes": probes and is_gpu,
         "cpu_probes": probes and not is_gpu,
         "launch_bound": _worst(bound),
+        "allocating": _most_allocating(comparison),
         "not_fused": facts.permute.is_unfused_permutation and facts.device is None,
     }
     timed = "the layer" if facts.whole is None else "what was built"
     simpler = [f"{timed} is simpler than {facts.model}'s: {line}" for line in facts.departures]
     return [*_said(_WARNINGS, known), *_machine_warnings(comparison), *simpler, *_tail_warnings(comparison, run)]
+
+
+def _most_allocating(comparison: ComparisonResult) -> tuple[int, str] | None:
+    """Most timed iterations of a case that asked the driver for memory on one rank, and the case; None = none did."""
+    labels = {result.case.case_id: result.case.label for result in comparison.results}
+    found = [
+        (count, labels[case])
+        for launch in comparison.conditions
+        for rank in launch.ranks
+        for case, count in rank.allocating_iterations.items()
+        if case in labels
+    ]
+    return max(found, default=None)
 
 
 def _machine_warnings(comparison: ComparisonResult) -> list[str]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_ep_bench.kernels import compiled
 from moe_ep_bench.layer.megatron import TopKRouter
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.capacity import TokenDrop, expert_capacity
 
 
 def scores_from_logits(logits_TE: Tensor, score_function: str) -> Tensor:
@@ -33,6 +34,16 @@ def logits_from_scores(scores_TE: Tensor, score_function: str) -> Tensor:
     if score_function == "softmax":
         return scores_TE.clamp_min(smallest).log()
     return torch.logit(scores_TE.clamp_min(smallest))
+
+
+def most_pairs(policy: Policy, num_tokens: int, num_experts: int, context: RoutingContext) -> int:
+    """Most (token, expert) pairs that a policy may choose: by experts of a token, and by the capacity of experts."""
+    most = num_tokens * policy.most_experts(num_experts, context)
+    if not isinstance(policy, TokenDrop) or context.token_mask_T is not None:  # Padding has no part in the capacity.
+        return most
+    sharing = num_experts // context.num_ranks if policy.granularity == "device" else 1
+    capacity = expert_capacity(policy.capacity_factor, num_tokens, context.top_k, num_experts, sharing)
+    return min(most, max(capacity, sharing * policy.min_capacity) * (num_experts // sharing))
 
 
 class ReplayRouter(TopKRouter):
@@ -71,6 +82,7 @@ class PolicyRouter(ReplayRouter):
         context: what the policy may know of these tokens; set together with the batch.
         ep_group: the ranks over which a batch-wide policy's statistics are summed.
         kernel: which form of the policy runs (``kernels.dispatch``).
+        most_pairs: that the policy may have chosen in the last routing; taken by the dispatcher.
     """
 
     def __init__(
@@ -81,9 +93,11 @@ class PolicyRouter(ReplayRouter):
         self.context = context
         self.ep_group = ep_group
         self.kernel = kernel
+        self.most_pairs: int | None = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scores_TE = scores_from_logits(logits.view(-1, self.config.num_moe_experts), self.score_function)
+        self.most_pairs = most_pairs(self.policy, *scores_TE.shape, self.context)
         policy = compiled(self.policy, scores_TE.device, self.kernel)
         # Without other ranks the selection takes its statistics itself, in the same launch.
         alone = self.ep_group.size() == 1 and self.context.num_ranks == 1

@@ -20,6 +20,10 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.errors import in_short
 
+# NCCL's own threads would abort a rank whose peer is gone, or whose device waits for long: it would leave no word, and
+# be blamed for it. Our watchdog ends it instead, and says for what it waited.
+_NCCL_LEAVES_IT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
 # Ranks may wait for one that reads a recording or writes results; a hang is the watchdog's to end.
 _SIDE_TIMEOUT = datetime.timedelta(hours=1)
 
@@ -106,6 +110,8 @@ def join(timeout_s: float, *, measures: bool = True) -> Ranks:
             raise UserError(f"ranks per node: expected at most {there} (the GPUs here), got {local_world_size}")
         device, backend = torch.device("cuda", local_rank), "nccl"
         torch.cuda.set_device(device)
+        for name, value in _NCCL_LEAVES_IT.items():
+            os.environ.setdefault(name, value)
     else:
         device, backend = torch.device("cpu"), "gloo"
         # One core per rank; with fewer cores than ranks they share.

@@ -1,8 +1,9 @@
 """Build what is compared: an MoE layer alone or a whole model, with Megatron-Core's router and with a policy.
 
 Every MoE layer is built twice. ``native`` is the baseline of every speedup: Megatron-Core's router on its dropless
-path, which knows its buffer sizes beforehand. ``policy`` takes the dynamic path, which any number of experts per token
-needs and which costs a host sync before the first permutation. Both share one set of weights. Everything else of a
+path, which knows its buffer sizes beforehand. ``policy`` takes any number of experts per token. With ``indexed``
+permutation it waits for the host where native does; with Megatron-Core's own it takes the dynamic path, whose host sync
+stands before the first permutation. Both share one set of weights. Everything else of a
 whole model is built once, and ``take`` selects which of the two runs in each layer.
 
 Weights are random. They follow from the seed, the layer and the expert's global id, not from the number of ranks.

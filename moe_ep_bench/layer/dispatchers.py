@@ -107,8 +107,8 @@ class IndexedAlltoAllDispatcher(TensorGroupDispatcher):
     R x L pieces and joins them for the second, and adds them up with atomics at the end. Here each step is one gather
     by an index, and the end one sum per token, so that users without Transformer Engine do not measure an artefact.
 
-    How many pairs a policy chose, the host learns where it learns the splits, as on Megatron-Core's dropless path. Until
-    then there are as many rows as the policy may choose at most; what is over goes before anything is sent.
+    How many pairs a policy chose, the host learns with the splits, as on the dropless path. Until then there
+    are as many rows as the policy may choose at most; what is over goes before anything is sent.
 
     Attributes:
         router: whose policy bounds the pairs; None = Megatron-Core's own, K pairs of each token.

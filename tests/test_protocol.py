@@ -29,6 +29,7 @@ from moe_ep_bench.timing.protocol import (
     measure,
     order,
     plan,
+    probe_floor_us,
     turn_of,
     warm_up,
 )
@@ -225,6 +226,18 @@ def test_iterations_that_ask_the_driver_for_memory_are_counted_by_case(monkeypat
         allocations = Allocations(torch.device(device))
         measure([growing, steady], plan(2, 3, 0), clock, lambda: None, between, allocations=allocations)
         assert allocations.iterations == counted
+
+
+def test_the_probe_floor_is_the_second_of_two_collectives() -> None:
+    """The first waits for whoever comes late."""
+    clock, calls = HandClock(), []
+
+    def meet() -> None:
+        calls.append(len(calls))
+        clock.now += 3 if calls[-1] % 2 else 900
+
+    assert probe_floor_us(meet, clock, count=9) == 3
+    assert len(calls) == 18
 
 
 def test_a_preroll_is_in_no_time_and_gives_the_host_a_head_start() -> None:

@@ -45,7 +45,7 @@ from moe_ep_bench.policies import Routing, RoutingContext
 from moe_ep_bench.runtime.ranks import Ranks
 from moe_ep_bench.timing.allocations import Allocations
 from moe_ep_bench.timing.cache import CacheFlush, RotatingInput
-from moe_ep_bench.timing.protocol import measure, plan, warm_up
+from moe_ep_bench.timing.protocol import measure, plan, probe_floor_us, warm_up
 from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
 from moe_ep_bench.workload import TokenBatch
 from moe_ep_bench.workload.skew import balanced_scores
@@ -476,6 +476,8 @@ class Session:
             preroll_us = self.comparison.experiment.measure.preroll_us
             samples_VSC = measure(*order, self.job.begin, self.flush, self.columns, preroll_us, allocations)
         mine["allocating_iterations"] = dict(allocations.iterations)
+        if self.meet.size > 1:
+            mine["probe_floor_us"] = probe_floor_us(self.meet, clock_for(self.device), preroll_us)
         self.conditions["ranks"] = [json.loads(text) for text in self.job.ranks.texts(json.dumps(mine))]
         return samples_VSC
 

@@ -52,8 +52,8 @@ class Ranks:
 
     @property
     def oversubscribed(self) -> bool:
-        """More CPU ranks on this node than cores they may use: they share time slices."""
-        return self.device.type == "cpu" and self.local_world_size > len(os.sched_getaffinity(0))
+        """More ranks on this node than cores they may use: they share time slices, on GPUs those of their hosts."""
+        return self.local_world_size > len(os.sched_getaffinity(0))
 
     def texts(self, text: str) -> list[str]:
         """Every rank's text, in order of rank, on every rank."""
@@ -127,9 +127,13 @@ def join(timeout_s: float, *, measures: bool = True) -> Ranks:
         except (dist.DistError, RuntimeError, ValueError) as error:
             names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
             rank, world_size, host, port = (os.environ.get(name, "?") for name in names)
+            interface = ""
+            if world_size != str(local_world_size):  # gloo takes the one that the host's name leads to.
+                taken = os.environ.get("GLOO_SOCKET_IFNAME", "unset")
+                interface = f", over a network that GLOO_SOCKET_IFNAME names (here {taken})"
             raise NotMetError(
                 f"rank {rank} of {world_size} did not meet the others at {host}:{port} within {timeout_s:g} s; "
-                f"expected {world_size} ranks, all started with that WORLD_SIZE: {in_short(error)}"
+                f"expected {world_size} ranks, all started with that WORLD_SIZE{interface}: {in_short(error)}"
             ) from None
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

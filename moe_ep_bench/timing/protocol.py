@@ -212,6 +212,21 @@ def measure(
     return samples
 
 
+def probe_floor_us(meet: Callable[[], object], clock: Clock, preroll_us: float = 0.0, count: int = 50) -> float:
+    """What a waiting probe costs when nobody waits: the second of two collectives that follow each other, median."""
+    found = []
+    for _ in range(count):
+        clock.wait()
+        clock.hold(preroll_us)
+        meet()
+        begin = clock.stamp()
+        meet()
+        end = clock.stamp()
+        clock.wait()
+        found.append(clock.between_us(begin, end))
+    return float(np.median(found))
+
+
 def timed(
     run: Callable[[], object], recorder: PhaseRecorder, meet: Callable[[], object], preroll_us: float = 0.0
 ) -> dict[PhaseKey, float]:

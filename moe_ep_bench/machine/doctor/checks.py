@@ -97,6 +97,10 @@ def package_findings(machine: Facts, broken: Mapping[str, str]) -> Findings:
     if machine["foreign_apex"]:
         what = "apex here is another project's of that name"
         yield Finding("packages", NOTE, what, "nothing uses it; it is not NVIDIA Apex", "pip uninstall apex")
+    if on_gpus and versions["triton"] and machine["compiler"]:
+        means = "Triton compiles nothing: cases that need a kernel of it fail"
+        fix = "install gcc and Python's headers (Debian, Ubuntu: python3-dev), or set CC"
+        yield Finding("packages", PROBLEM, f"{machine['compiler']}, which Triton needs", means, fix)
     for key, why in broken.items():
         if versions[key] is None and key in _WITHOUT:
             continue  # some other project's module

@@ -63,7 +63,7 @@ step() {
   [ -z "$only" ] || left=$limit
   ! grep -qs ' done in ' "$out/steps/$name" || return 0
   if [ -n "$stopped" ] || [ "$left" -lt 10 ]; then
-    echo "$name: not begun, time was up" >"$out/steps/$name"
+    echo "$name: not begun, $([ -n "$stopped" ] && echo the session was ended || echo time was up)" >"$out/steps/$name"
     missing=yes
     return 0
   fi
@@ -129,6 +129,8 @@ fi
 # Most of a test's time goes into compiling its kernels, on one core: so several at once, each with a part of the tests.
 kernel_tests() {
   local part pids=() status=0
+  # What runs in the background hears no INT.
+  trap 'kill "${pids[@]}" 2>/dev/null' INT TERM
   for part in 1x64 16x128 777x60 3001x256 'kind or largest' graph; do
     "$python" -m pytest -m gpu -p no:cacheprovider tests/test_gpu_kernels.py -v --maxfail=20 -k "$part" \
       >"$out/tests-${part%% *}.txt" 2>&1 &

@@ -616,6 +616,14 @@ def shared_experts_are_never_overlapped_and_routing_is_float32(lab: Lab) -> None
         assert config.moe_router_load_balancing_type == "none"
 
 
+@law
+def what_a_production_setting_fuses_is_fused_with_transformer_engine(lab: Lab) -> None:
+    model = lab.model("deepseek-v2-lite")
+    for parts, fused in ((Parts("te", "indexed", router_fusion=True), True), (Parts("grouped", "indexed"), False)):
+        config = megatron_config(model, torch.bfloat16, 1, None, parts, on_cpu=True)
+        assert (config.bias_activation_fusion, config.moe_router_fusion) == (fused, fused)
+
+
 def run_laws(laws: Mapping[str, Callable[[Any], None]], lab: Any, report: Path) -> None:
     """Run laws on every rank of ``lab``; rank 0 writes {law: error or null}."""
     results: dict[str, str | None] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from moe_ep_bench.quality.checkpoint import pick_device
 from moe_ep_bench.runtime import device
 from moe_ep_bench.runtime.device import check_num_ranks, device_type, take_cpu
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
-from moe_ep_bench.runtime.ranks import join
+from moe_ep_bench.runtime.ranks import Ranks, join
 
 SAYS = 'echo "NVIDIA H100 80GB HBM3, 550.54.15"'
 
@@ -134,6 +135,17 @@ def test_more_ranks_than_a_node_carries_are_refused_before_any_starts(
     check_num_ranks(8)
     with pytest.raises(UserError, match=r"expected at most 8 \(the GPUs here\), got 9"):
         check_num_ranks(9)
+
+
+def test_more_ranks_than_cores_are_flagged_on_gpus_too(machine: pytest.MonkeyPatch) -> None:
+    """A rank may be bound to the cores near its GPU; its launcher is not."""
+    cores = {0: {4, 5}, os.getppid(): set(range(8))}
+    machine.setattr(os, "sched_getaffinity", lambda pid: set(cores[pid]))
+    ranks = Ranks(0, 8, 8, torch.device("cuda", 0), cast(Any, None))
+    machine.setenv("RANK", "0")
+    assert not ranks.oversubscribed
+    machine.delenv("RANK")
+    assert ranks.oversubscribed
 
 
 def test_nccl_leaves_a_rank_that_waits_to_our_watchdog(machine: pytest.MonkeyPatch) -> None:

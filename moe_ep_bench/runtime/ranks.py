@@ -6,6 +6,7 @@ agreement and results: it neither disturbs the measured one nor dies with it.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import os
@@ -53,7 +54,11 @@ class Ranks:
     @property
     def oversubscribed(self) -> bool:
         """More ranks on this node than cores they may use: they share time slices, on GPUs those of their hosts."""
-        return self.local_world_size > len(os.sched_getaffinity(0))
+        cores = os.sched_getaffinity(0)
+        if "RANK" in os.environ:  # A rank may be bound to some of them (``launcher``).
+            with contextlib.suppress(OSError):
+                cores |= os.sched_getaffinity(os.getppid())
+        return self.local_world_size > len(cores)
 
     def texts(self, text: str) -> list[str]:
         """Every rank's text, in order of rank, on every rank."""

@@ -5,7 +5,8 @@
 # --python        default: the first of python3.11, python3.12, python3 that fits; python3 first with --system-torch
 # --wheelhouse    install from this folder alone, without network; launch/wheelhouse.sh fills it
 # --system-torch  use the PyTorch that PYTHON has, and its Triton, Transformer Engine and Apex: for GPU containers
-# Called without the last two, it takes an environment that was made with them as it is.
+# --cuda12        a PyTorch for CUDA 12.6, from pytorch.org; the usual one needs CUDA 13, a driver of 580 or newer
+# Called without the last three, it takes an environment that was made with them as it is.
 # Exit status: 0 the environment is there, 1 pip failed, 2 something to correct in the command.
 set -euo pipefail
 
@@ -15,6 +16,7 @@ venv=$root/.venv
 python=
 wheelhouse=
 system_torch=
+cuda12=
 
 fail() { echo "setup.sh: $1" >&2; exit 2; }
 usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
@@ -23,9 +25,10 @@ while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit ;;
     --system-torch) system_torch=$1; shift; continue ;;
+    --cuda12) cuda12=$1; shift; continue ;;
     --venv | --wheelhouse) wanted=folder ;;
     --python) wanted="Python 3.11 or 3.12" ;;
-    *) fail "unknown argument '$1'; expected --venv DIR, --python PYTHON, --wheelhouse DIR or --system-torch" ;;
+    *) fail "unknown argument '$1'; expected --venv DIR, --python PYTHON, --wheelhouse DIR, --system-torch or --cuda12" ;;
   esac
   case ${2:-} in '' | -*) fail "$1 takes a $wanted, not '${2:-}'" ;; esac
   case $1 in
@@ -35,6 +38,9 @@ while [ $# -gt 0 ]; do
   esac
   shift 2
 done
+
+[ -z "$cuda12" ] || [ -z "$system_torch$wheelhouse" ] ||
+  fail "--cuda12 fetches a PyTorch; it goes with neither --system-torch nor --wheelhouse"
 
 # Another may be making it right now: what it has left so far says nothing.
 if [ -z "${MOE_EP_BENCH_SETUP_LOCKED:-}" ] && [ -e "$venv.lock" ]; then flock "$venv.lock" true 2>/dev/null || true; fi
@@ -70,6 +76,7 @@ suits() {
   fits "$venv/bin/python" || return
   [ -z "$made_on_system_torch" ] || torch_will_do "$(torch_of "$venv/bin/python")" || return
   [ -z "$system_torch$wheelhouse" ] || [ "$system_torch" = "$made_on_system_torch" ] || return
+  [ -z "$cuda12" ] || [ "$made_with" = "$cuda12" ] || return
   [ -z "$python" ] || [ "$(version_of "$python")" = "$(version_of "$venv/bin/python")" ] || return
   [ -z "$python" ] || [ -z "$system_torch" ] || [ "$(torch_of "$python")" = "$(torch_of "$venv/bin/python")" ]
 }
@@ -86,8 +93,8 @@ suits || unsuited=yes
 made=
 [ -n "$unsuited" ] || [ "$(cat "$venv/.pins" 2>/dev/null)" != "$pins" ] || made=yes
 [ -z "$made" ] || [ "$(cat "$venv/.clone" 2>/dev/null)" != "$root" ] || exit 0
-if [ -z "$made" ] && [ -n "$made_with" ] && [ -z "$system_torch$wheelhouse" ]; then
-  # An ordinary set-up would fetch a torch of gigabytes in place of the container's, or wait for a network.
+if [ -z "$made" ] && [ -n "$made_with" ] && [ -z "$system_torch$wheelhouse$cuda12" ]; then
+  # An ordinary set-up would fetch another torch of gigabytes, or wait for a network.
   fail "$venv was made with $made_with, and is unfinished or out of date: give these flags again, or remove it"
 fi
 
@@ -153,7 +160,7 @@ if [ -n "$system_torch" ]; then
   has "$base" ensurepip || venv_options+=(--without-pip)
 fi
 "$base" -m venv "${venv_options[@]}" "$venv"
-flags=$system_torch${wheelhouse:+${system_torch:+ }--wheelhouse}
+flags=$system_torch$cuda12${wheelhouse:+${system_torch:+ }--wheelhouse}
 echo "$flags" >"$venv/.flags"
 if [ -n "$system_torch" ]; then
   # --system-site-packages shows the packages below a virtual environment, not its own: a .pth file does.
@@ -188,8 +195,11 @@ if [ -n "$system_torch" ]; then
     constraints+=${version:+$'\n'$package==$version}
   done
 fi
+# The newest CUDA 12 that pytorch.org builds both pinned versions for.
+[ -z "$cuda12" ] || constraints=$(sed 's/^\(torch==[0-9.]*\)/\1+cu126/' <<<"$constraints")
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
   ${wheelhouse:+--no-index --find-links "$wheelhouse"} \
+  ${cuda12:+--extra-index-url https://download.pytorch.org/whl/cu126} \
   --constraint <(echo "$constraints") --requirement <(echo "$needs") || {
   [ -z "$wheelhouse" ] || echo "setup.sh: $wheelhouse lacks what pip names above; collect it anew, with these pins" >&2
   exit 1

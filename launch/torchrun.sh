@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measure one config on this node's GPUs (or CPU cores), or on many nodes:
-#   launch/torchrun.sh CONFIG [--out DIR] [--set key=value] [--point I] [--dry-run] [--force]
+#   launch/torchrun.sh CONFIG [--out DIR] [--set key=value] [--point I] [--dry-run] [--force] [--cpu]
 # Started once per node. Several nodes: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT tell them apart; in a Slurm step
 # of one task per node, those that are not given come from Slurm.
 # NPROC: ranks per node (default: all GPUs; without any, one CPU rank per core, 2 to 4).

@@ -33,8 +33,8 @@ trap 'rm -rf "$STATUS_DIR"' EXIT
 # scancel and the end of time reach the tasks as well; this script waits for them.
 trap : TERM
 
-# The task's cores, which srun does not take over from sbatch since Slurm 22.05.
-cores=${SLURM_CPUS_PER_TASK:-}
+# The task's cores: srun does not take them over from sbatch since Slurm 22.05, and would give it one.
+cores=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-}}
 # shellcheck disable=SC2086  # several options in one variable
 srun --kill-on-bad-exit=1 --ntasks-per-node=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \
   ${cores:+--cpus-per-task="$cores"} $SRUN_OPTIONS bash "$ROOT/slurm/node.sh" "$@" &

@@ -15,13 +15,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from virtual_time import all_in, passing_where_late
 
-from moe_ep_bench.layer import megatron
+from moe_ep_bench.layer import dispatchers, megatron
 from moe_ep_bench.layer.build import LayerPair, SingleLayer
 from moe_ep_bench.layer.configs import megatron_config
 from moe_ep_bench.layer.experts import ROUTED, ExpertWeights, apply_expert, expert_weights, seeded_generator
@@ -303,6 +304,28 @@ def counts_and_splits_are_megatrons_whoever_permutes(lab: Lab) -> None:
 
 
 @law
+def policies_wait_for_the_host_where_native_does(lab: Lab) -> None:
+    """Rows are bounded until then: on CUDA there are spare ones, which are never sent."""
+    layers, model = lab.layers("deepseek-v2-lite", parts=Parts("grouped", "indexed")), lab.model("deepseek-v2-lite")
+    hidden_TD, scores_TE = lab.all_hidden(model, 61)[lab.mine(61)], lab.all_scores(model, 61)[lab.mine(61)]
+    lab.route(layers, None, hidden_TD, scores_TE)
+    as_on_cuda, spare = partial(torch.nonzero_static, fill_value=0), []
+
+    def marked(mask: Tensor, num_marked: int) -> Tensor:
+        spare.append(num_marked - int(mask.sum()))
+        return as_on_cuda(mask, size=num_marked)
+
+    for spec in POLICIES + BATCH_WIDE:
+        expected_TD, _ = lab.route(layers, make_policy(spec), hidden_TD, scores_TE)
+        with mock.patch.object(dispatchers, "_marked", marked):
+            output_TD, _ = lab.route(layers, make_policy(spec), hidden_TD, scores_TE)
+        assert torch.equal(output_TD, expected_TD), str(spec)
+    assert min(spare) == 0 < max(spare)
+    policy, native = (one.token_dispatcher.cuda_sync_point for one in (layers.policy, layers.native))
+    assert policy == native != "before_permutation_1"
+
+
+@law
 def token_drop_with_a_huge_capacity_factor_equals_topk(lab: Lab) -> None:
     layers, model = lab.layers("deepseek-v2-lite"), lab.model("deepseek-v2-lite")
     hidden_TD, scores_TE = lab.all_hidden(model, 61)[lab.mine(61)], lab.all_scores(model, 61)[lab.mine(61)]
@@ -332,7 +355,8 @@ def capacity_bounds_what_experts_receive_from_all_ranks(lab: Lab) -> None:
 
 @law
 def megatrons_own_token_dropping_is_out_of_play(lab: Lab) -> None:
-    layers, model = lab.layers("deepseek-v2-lite"), lab.model("deepseek-v2-lite")
+    layers = lab.layers("deepseek-v2-lite", parts=Parts("grouped", "megatron"))
+    model = lab.model("deepseek-v2-lite")
     assert layers.policy.config.moe_expert_capacity_factor == 1.0
     assert layers.native.config.moe_expert_capacity_factor is None
     hidden_TD, scores_TE = lab.all_hidden(model, 509)[lab.mine(509)], lab.all_scores(model, 509)[lab.mine(509)]
@@ -590,6 +614,14 @@ def shared_experts_are_never_overlapped_and_routing_is_float32(lab: Lab) -> None
         assert config.moe_shared_expert_overlap is False
         assert config.moe_router_dtype == "fp32"
         assert config.moe_router_load_balancing_type == "none"
+
+
+@law
+def what_a_production_setting_fuses_is_fused_with_transformer_engine(lab: Lab) -> None:
+    model = lab.model("deepseek-v2-lite")
+    for parts, fused in ((Parts("te", "indexed", router_fusion=True), True), (Parts("grouped", "indexed"), False)):
+        config = megatron_config(model, torch.bfloat16, 1, None, parts, on_cpu=True)
+        assert (config.bias_activation_fusion, config.moe_router_fusion) == (fused, fused)
 
 
 def run_laws(laws: Mapping[str, Callable[[Any], None]], lab: Any, report: Path) -> None:

@@ -47,6 +47,7 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MailProg=/bin/true
 SelectType=select/linear
+GresTypes=gpu
 ReturnToService=2
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/%n
@@ -119,9 +120,11 @@ class Cluster:
         """Submit one of slurm/'s scripts from the repository's root; return the job's id."""
         ready = {"ROOT": ROOT, "VENV": sys.prefix, "PYTHONPATH": ROOT, "NPROC": 1, **variables}
         # Through the environment: --export takes no values with commas.
+        # This machine has no GPUs to give.
+        options = ("--gpus-per-node=0", *options)
         return self.command(
             "sbatch", "--parsable", f"--chdir={ROOT}", "--export=ALL", f"--output={self.root}/job-%A_%a.out", *options,
-            ROOT / "slurm" / script, *arguments, **ready,
+            ROOT / "slurm" / script, *arguments, "--cpu", **ready,
         ).strip()  # fmt: skip
 
     def job(self, job_id: str) -> dict[str, str]:

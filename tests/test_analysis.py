@@ -268,6 +268,21 @@ def test_without_a_noise_case_there_is_no_verdict(tmp_path):
     assert "no noise floor" in text
 
 
+def test_on_gpus_waits_are_less_what_a_probe_costs_when_nobody_waits(tmp_path):
+    def waiting_ms(name, backend, floor_us):
+        rank = {"probe_floor_us": floor_us} if floor_us else {}
+        out = run_of(tmp_path / name, noise=0.0, facts={"backend": backend}, conditions={"rank": rank})
+        said = f"probe floor: {floor_us:.1f} us" in run_text(load_run(out)) if floor_us else None
+        return results_of(out)["native"].breakdown.group_ms["waiting"], said
+
+    whole, _ = waiting_ms("without", "nccl", None)
+    less, said = waiting_ms("with", "nccl", 4.0)
+    assert 0 < whole - less <= 4 * 4e-3 + 1e-9, "four waits in a layer"
+    assert said
+    assert waiting_ms("gloo", "gloo", 4.0) == (whole, False)
+    assert waiting_ms("all", "nccl", 1e9)[0] == 0
+
+
 TAIL = {"kind": "recorded", "description": "ShareGPT", "tail_model": "geometric"}
 
 
@@ -280,6 +295,10 @@ TAIL = {"kind": "recorded", "description": "ShareGPT", "tail_model": "geometric"
         ({"facts": {"permute": {"requested": "auto", "ran": "indexed"}}}, "not to be set beside a paper's"),
         ({"facts": {"departures": ["The biases are left out."]}}, "simpler than Tiny-MoE's: The biases are left out."),
         ({"host_share": 0.97}, "launch-bound: in 100.0 %"),
+        (
+            {"conditions": {"rank": {"allocating_iterations": {"c0-0": 7, "of another comparison": 9}}}},
+            "memory was asked of the driver in 7 timed iterations of one rank (",
+        ),
         (
             {"conditions": {"warm_up": {"settled": False, "change": -0.08}}},
             "warm-up did not settle: its last round took -8.0",

@@ -197,6 +197,18 @@ def test_a_rank_without_a_share_gets_no_tokens_and_memory_is_counted_for_the_ful
     assert uneven.workload.fingerprint() == even.workload.fingerprint()
 
 
+def test_memory_on_a_gpu_includes_what_its_libraries_take(tmp_path: Path) -> None:
+    one = experiment(tmp_path)
+
+    def extra(num_ranks: int, **measure: object) -> int:
+        changed = one.model_copy(update={"measure": one.measure.model_copy(update=measure)})
+        on_gpu, on_cpu = (Comparison.of(changed, RANKS, num_ranks, on_cpu=cpu) for cpu in (False, True))
+        return on_gpu.memory_bytes_per_rank() - on_cpu.memory_bytes_per_rank()
+
+    assert 0 < extra(1) < extra(2) < extra(4), "a communicator, and buffers for each peer"
+    assert extra(2, flush_l2=True) > extra(2, flush_l2=False)
+
+
 def test_a_sweep_is_set_key_by_key_and_one_value_ends_it(tmp_path: Path) -> None:
     experiment(tmp_path)
     path = tmp_path / "config.yaml"

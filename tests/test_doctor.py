@@ -78,6 +78,7 @@ def machine(num_gpus: int = 2, **fields: Any) -> dict[str, Any]:
         "no_gpus_why": "",
         "packages": VERSIONS,
         "foreign_apex": False,
+        "compiler": "",
         "variables": {},
         **fields,
     }
@@ -280,6 +281,24 @@ def test_a_package_that_is_there_and_cannot_be_imported_is_a_problem() -> None:
     assert "Transformer Engine" not in findings[0].what
 
 
+def test_triton_without_a_c_compiler_is_a_problem_on_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    lacking = facts._c_compiler()
+    assert lacking == "no C compiler (gcc or clang)"
+    findings = list(package_findings(machine(compiler=lacking), {}))
+    assert worst(findings) == PROBLEM
+    assert "which Triton needs" in worded(findings)
+    assert worst(package_findings(machine(0, compiler=lacking), {})) == OK
+    compiler = tmp_path / "cc"
+    compiler.touch(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setattr(facts.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert facts._c_compiler() == f"no {tmp_path / 'Python.h'}"
+    (tmp_path / "Python.h").touch()
+    assert facts._c_compiler() == ""
+
+
 def test_the_package_index_apex_is_not_nvidias() -> None:
     findings = list(package_findings(machine(packages={**VERSIONS, "apex": None}, foreign_apex=True), {"apex": "x"}))
     assert worst(findings) == NOTE
@@ -455,6 +474,7 @@ def test_more_ranks_than_gpus_is_a_problem_and_than_cores_a_note() -> None:
     assert worst(ranks_findings(machine(2), 3)) == PROBLEM
     assert list(ranks_findings(machine(0), 16)) == []
     assert worst(ranks_findings(machine(0), 17)) == NOTE
+    assert worst(ranks_findings(machine(0), 33)) == PROBLEM
 
 
 # ---- the results directory

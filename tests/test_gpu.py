@@ -1,4 +1,4 @@
-"""What only a CUDA device can show. ``launch/gpu_check.sh`` runs these; elsewhere they are skipped."""
+"""What only a CUDA device can show. ``launch/gpu_session.sh`` runs these; elsewhere they are skipped."""
 
 from __future__ import annotations
 

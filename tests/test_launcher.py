@@ -151,6 +151,24 @@ def job(tmp_path: Path):
         each.end()
 
 
+def test_ranks_of_several_nodes_have_a_triton_cache_on_each_and_are_bound_to_their_gpus_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(launcher.tempfile, "gettempdir", lambda: str(tmp_path))
+    launcher._set_environment(Nodes(1, 1, 0, "host:1"))
+    assert "TRITON_CACHE_DIR" not in os.environ
+    launcher._set_environment(Nodes(1, 2, 0, "host:1"))
+    assert Path(os.environ["TRITON_CACHE_DIR"]).parent == tmp_path
+    launcher._set_environment(Nodes(1, 2, 0, "host:1"))
+    assert launcher._near_their_gpus() is None, "no GPUs here"
+    monkeypatch.setattr(launcher.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launcher.shutil, "which", lambda name: "/usr/bin/numactl")
+    assert launcher._near_their_gpus().affinity_mode == "node"
+
+
 @pytest.mark.parametrize("dying", [0, 1])
 def test_after_a_death_no_node_begins_again_before_the_last_has_ended(dying: int, job) -> None:
     # One rank dies; the other has noticed nothing and takes its time to end.

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.seam
 ON_ONE = (
     "every_policy_equals_the_dense_reference",
     "phases_are_exclusive_and_close_against_the_total",
+    "policies_wait_for_the_host_where_native_does",
     *(name for name, counts in NEEDS_RANKS.items() if counts == (1,)),
 )
 ON_FOUR = (

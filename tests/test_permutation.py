@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ep_bench.kernels.swiglu import weighted_swiglu_formula
-from moe_ep_bench.layer import parts
+from moe_ep_bench.layer import parts, te_check
 from moe_ep_bench.layer.dispatchers import expert_major_pairs, rank_major_index, sum_per_token
 from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.layer.te_check import TransformerEngine
 
 pytestmark = pytest.mark.seam
 
@@ -60,8 +62,9 @@ def test_rows_by_expert_and_rank_are_found_among_rows_by_rank_and_expert(
 
 
 def test_every_request_and_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_te(version: str | None) -> None:
+    def with_te(version: str | None, problem: str = "", *, routes: bool = False) -> None:
         monkeypatch.setattr(parts, "package_versions", lambda: {"transformer_engine": version})
+        monkeypatch.setattr(parts, "transformer_engine", lambda: TransformerEngine(problem, routes))
 
     with_te(None)
     assert Parts.choose("auto", "auto", on_cpu=False) == Parts("grouped", "indexed")
@@ -89,10 +92,71 @@ def test_every_request_and_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Parts.choose("auto", "auto", on_cpu=True) == Parts("grouped", "indexed")
     with pytest.raises(ValueError, match=r"layer.experts: te needs a GPU; expected auto, grouped or sequential"):
         Parts.choose("te", "auto", on_cpu=True)
+    with_te("2.9.0", routes=True)
+    assert Parts.choose("auto", "auto", on_cpu=False).fusions == ["activation", "top-k"]
+    assert Parts.choose("grouped", "indexed", on_cpu=False).fusions == []
+    with_te("2.9.0", "ImportError: undefined symbol")
+    chosen = Parts.choose("auto", "auto", on_cpu=False)
+    why = "Transformer Engine 2.9.0 does not work here (ImportError: undefined symbol)"
+    assert (chosen.experts, chosen.permute, chosen.experts_why, chosen.fusions) == ("grouped", "indexed", why, [])
+    for asked in (("te", "auto"), ("auto", "fused")):
+        with pytest.raises(ValueError, match=r"needs a Transformer Engine that works; 2.9.0 does not \(ImportError"):
+            Parts.choose(*asked, on_cpu=False)
     with_te("1.13.0")
     assert Parts.choose("auto", "auto", on_cpu=False) == Parts("te", "indexed")
     with pytest.raises(ValueError, match=r"fused needs Transformer Engine >= 2.1, found 1.13.0; expected auto"):
         Parts.choose("auto", "fused", on_cpu=False)
+
+
+TRANSFORMER_ENGINE = """
+import torch
+WRONG = {wrong!r}
+if WRONG == "import":
+    raise ImportError("undefined symbol: cublasLt")
+def moe_permute(hidden, routing_map, num_out_tokens, map_type):
+    token = routing_map.T.nonzero()[:, 1]
+    return hidden[token.flip(0) if WRONG == "permutation" else token], None
+class GroupedLinear(torch.nn.Module):
+    def __init__(self, number, inputs, outputs, bias, params_dtype, device):
+        super().__init__()
+        for i in range(number):
+            setattr(self, f"weight{{i}}", torch.randn(outputs, inputs, dtype=params_dtype))
+    def forward(self, rows, counts):
+        parts = [x @ getattr(self, f"weight{{i}}").T for i, x in enumerate(rows.split(counts))]
+        return torch.cat(parts[::-1] if WRONG == "experts" else parts)
+"""
+ROUTER = """
+def fused_topk_with_score_function(logits, topk, **options):
+    return None, logits >= logits.topk(topk, dim=1).values[:, -1:]
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ("", ""),
+        ("import", "ImportError: undefined symbol: cublasLt"),
+        ("permutation", "its permutation gives other rows than torch"),
+        ("experts", "its grouped GEMM is off by"),
+    ],
+)
+def test_a_transformer_engine_is_tried_on_a_batch_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, problem: str
+) -> None:
+    folder = tmp_path / "transformer_engine" / "pytorch"
+    folder.mkdir(parents=True)
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    (folder / "__init__.py").write_text(TRANSFORMER_ENGINE.format(wrong=wrong))
+    (folder / "router.py").write_text(ROUTER)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(te_check._FOUND, "")
+    monkeypatch.delenv(te_check._FOUND)
+    on_cpu = partial(te_check.ask, f"{te_check.__name__}:tried", "cpu")
+    monkeypatch.setattr(te_check, "ask", lambda name, timeout_s: on_cpu(timeout_s=timeout_s))
+    found = te_check.transformer_engine()
+    assert found.problem.startswith(problem) if problem else found == ("", True)
+    monkeypatch.setattr(te_check, "ask", None)
+    assert te_check.transformer_engine() == found, "a launcher's ranks ask no more"
 
 
 def test_the_triton_activation_equals_its_formula() -> None:

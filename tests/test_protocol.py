@@ -18,6 +18,7 @@ from virtual_time import HandClock
 
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED
 from moe_ep_bench.timing import cache, ceilings
+from moe_ep_bench.timing.allocations import Allocations
 from moe_ep_bench.timing.protocol import (
     BREAKDOWN,
     COLUMNS,
@@ -28,6 +29,7 @@ from moe_ep_bench.timing.protocol import (
     measure,
     order,
     plan,
+    probe_floor_us,
     turn_of,
     warm_up,
 )
@@ -109,10 +111,8 @@ def test_a_batch_meets_another_order_in_every_round_and_all_of_them_in_time(num_
 class FakeCase:
     """A case whose runs take what ``times`` says, by the clock of the test."""
 
-    case_id = "case"
-
-    def __init__(self, spend: Callable[[int], None]) -> None:
-        self._spend = spend
+    def __init__(self, spend: Callable[[int], object], case_id: str = "case") -> None:
+        self._spend, self.case_id = spend, case_id
 
     @contextlib.contextmanager
     def ready(self, batch: int, recorder: PhaseRecorder | None = None) -> Iterator[Callable[[], None]]:
@@ -208,6 +208,36 @@ def test_the_cache_is_flushed_before_every_timed_iteration_and_outside_of_it() -
     samples = measure([case, case], plan(2, 3, 0), clock, lambda: None, lambda case_id: None, flush)
     assert events == ["flush", "layer"] * 12
     assert (samples[:, :, COLUMNS.index(TOTAL)] == 5).all()
+
+
+def test_iterations_that_ask_the_driver_for_memory_are_counted_by_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for in the timed region, by growing or by a retry; not between iterations, and not on the CPU."""
+    clock, stats = HandClock(), {"num_device_alloc": 3, "num_alloc_retries": 0}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: dict(stats))
+
+    def grow(batch: int) -> None:
+        stats["num_device_alloc" if batch else "num_alloc_retries"] += 1
+
+    def between(case_id: str) -> None:
+        stats["num_device_alloc"] += 1
+
+    growing, steady = FakeCase(grow, "grows"), FakeCase(lambda batch: None, "steady")
+    for device, counted in (("cuda", {"grows": 6}), ("cpu", {})):
+        allocations = Allocations(torch.device(device))
+        measure([growing, steady], plan(2, 3, 0), clock, lambda: None, between, allocations=allocations)
+        assert allocations.iterations == counted
+
+
+def test_the_probe_floor_is_the_second_of_two_collectives() -> None:
+    """The first waits for whoever comes late."""
+    clock, calls = HandClock(), []
+
+    def meet() -> None:
+        calls.append(len(calls))
+        clock.now += 3 if calls[-1] % 2 else 900
+
+    assert probe_floor_us(meet, clock, count=9) == 3
+    assert len(calls) == 18
 
 
 def test_a_preroll_is_in_no_time_and_gives_the_host_a_head_start() -> None:

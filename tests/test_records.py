@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from torch.distributed import DistBackendError
 
+from moe_ep_bench.bench.job import reason_of
 from moe_ep_bench.files import atomic_path, stable_hash, write_json
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime import locks
@@ -26,6 +29,29 @@ from moe_ep_bench.runtime.crash_journal import (
     stopped_reason,
 )
 from moe_ep_bench.schema import SAMPLES_SCHEMA
+
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:77, {}, NCCL version 2.28.3\n{}"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried 20 GiB"), "oom: "),
+        (RuntimeError("CUDA error: out of memory\nCompile with ..."), "oom: "),
+        (DistBackendError(NCCL.format("unhandled cuda error", "Cuda failure 2 'out of memory'")), "oom: "),
+        (DistBackendError(NCCL.format("unhandled system error", "NET/IB: Got completion with status=12")), "failed: "),
+        (RuntimeError("CUDA error: uncorrectable NVLink error detected"), "failed: "),
+        (DistBackendError(NCCL.format("remote process exited", "ncclRemoteError: A call failed")), "peer lost: "),
+        (
+            DistBackendError(NCCL.format("system error", "socketProgress: Connection closed by remote peer")),
+            "peer lost: ",
+        ),
+        (RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4321"), "peer lost: "),
+        (MemoryError("out of memory"), "failed: "),
+    ],
+)
+def test_a_ranks_own_error_is_not_its_peers(error: Exception, reason: str) -> None:
+    assert reason_of(error).startswith(reason)
 
 
 def test_a_write_that_fails_leaves_neither_the_file_nor_its_temporary(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import sys
 import tomllib
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -155,6 +156,7 @@ def index(tmp_path_factory):
             }
             # A build of torch has a local version, which == does not exclude.
             write_wheel(folder, name, pin + "+cu130" * (name == "torch"), **options.get(name, {}))
+        write_wheel(folder, "torch", pinned["torch"] + "+cu126")
     for name, version in [("triton", "3.0"), ("numpy", "99.0"), ("pillow", "99.0")]:
         write_wheel(folder, name, version)
     for name in ["nvidia-cublas", "pyparsing", "until-3.11", "since-3.12"]:
@@ -231,7 +233,10 @@ def desk(tmp_path_factory):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--frobnicate", ["'--frobnicate'", "--venv DIR", "--python PYTHON", "--wheelhouse DIR", "--system-torch"]),
+        (
+            "--frobnicate",
+            ["'--frobnicate'", "--venv DIR", "--python PYTHON", "--wheelhouse DIR", "--system-torch", "--cuda12"],
+        ),
         ("new", ["'new'", "--venv DIR"]),
         ("--venv", ["--venv takes a folder", "''"]),
         ("--wheelhouse", ["--wheelhouse takes a folder", "''"]),
@@ -242,6 +247,7 @@ def desk(tmp_path_factory):
         ("--venv new --wheelhouse absent --system-torch", ["takes a folder", "absent is none", "wheelhouse.sh"]),
         ("--venv new --wheelhouse file --system-torch", ["takes a folder", "file is none", "wheelhouse.sh"]),
         ("--venv new --wheelhouse empty --system-torch", ["empty holds no wheels", "wheelhouse.sh"]),
+        ("--venv new --cuda12 --system-torch", ["--cuda12", "neither --system-torch nor --wheelhouse"]),
         ("--venv new --wheelhouse wheels", ["wheels holds no torch", "--system-torch"]),
         (
             "--venv new --wheelhouse wheels --system-torch --python container/bin/python",
@@ -289,7 +295,7 @@ def assert_refused(desk, script, arguments, says):
 @pytest.mark.parametrize(
     ("script", "names"),
     [
-        ("setup.sh", ["--venv", "--python", "--wheelhouse", "--system-torch"]),
+        ("setup.sh", ["--venv", "--python", "--wheelhouse", "--system-torch", "--cuda12"]),
         ("wheelhouse.sh", ["DIR", "--python 3.11|3.12"]),
     ],
 )
@@ -344,6 +350,17 @@ def test_an_ordinary_set_up_installs_the_pins_and_triton_whether_torch_asks_for_
     assert (done.returncode, done.stderr) == (0, "")
     expected = pins(PYTHON) | {"torch": f"{pins(PYTHON)['torch']}+cu130"}
     assert versions_in(tmp_path / "environment", expected) == expected
+
+
+def test_cuda12_takes_that_build_of_the_pinned_torch_and_keeps_it(clone, index, tmp_path):
+    environment = tmp_path / "environment"
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
+    setup = partial(run, clone / "launch/setup.sh", "--python", sys.executable, "--venv", environment, cwd=tmp_path)
+    assert setup("--cuda12", **offline).returncode == 0
+    assert versions_in(environment, ["torch"]) == {"torch": pins(PYTHON)["torch"] + "+cu126"}
+    made = snapshot(environment)
+    assert setup().returncode == 0
+    assert snapshot(environment) == made
 
 
 def test_a_container_without_triton_gets_none(clone, index, tmp_path):

@@ -236,7 +236,7 @@ def srun(slurm: Cluster, *options: str, config: Path, **variables: str) -> subpr
     """launch/torchrun.sh under an ``srun`` of one's own on both nodes."""
     ready = {"VENV": os.environ.get("VIRTUAL_ENV", str(TESTS.parent / ".venv")), "PYTHONPATH": str(TESTS.parent)}
     return subprocess.run(
-        ["srun", "--nodes=2", *options, "bash", str(TESTS.parent / "launch/torchrun.sh"), str(config)],
+        ["srun", "--nodes=2", *options, "bash", str(TESTS.parent / "launch/torchrun.sh"), str(config), "--cpu"],
         capture_output=True, text=True, timeout=STEP_S, env={**slurm.environment, **ready, "NPROC": "1", **variables},
     )  # fmt: skip
 

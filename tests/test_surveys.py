@@ -40,7 +40,7 @@ class Together:
 
 
 def surveyed(num_ranks: int, of_rank: list[list[SyntheticWorkload]]) -> list[int]:
-    """Survey these, each rank its own copies; how many workloads each rank went through."""
+    """Survey these, each rank its own copies; how often each rank's watchdog was fed."""
     told, barrier, counts = [""] * num_ranks, threading.Barrier(num_ranks), [0] * num_ranks
 
     def run(rank: int) -> None:
@@ -60,7 +60,7 @@ def surveyed(num_ranks: int, of_rank: list[list[SyntheticWorkload]]) -> list[int
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_others_found_and_solved_for_is_what_a_rank_would_have_found(name: str) -> None:
     of_rank = [[make(name, seed) for seed in range(3)] for _ in range(2)]
-    assert surveyed(2, of_rank) == [2, 1]
+    assert surveyed(2, of_rank) == [4, 4], "of the one with fewer workloads too"
     refused = mock.Mock(side_effect=AssertionError("gone through or solved for once more"))
     for seed in range(3):
         alone = make(name, seed)
@@ -79,6 +79,10 @@ def test_what_others_found_and_solved_for_is_what_a_rank_would_have_found(name: 
                 for mine, theirs in zip(of_batch, alone.rank_batches(index, 2), strict=True):
                     assert torch.equal(mine.scores_TE, theirs.scores_TE)
                     assert torch.equal(mine.sequence_id_T, theirs.sequence_id_T)
+
+
+def test_a_rank_that_waits_for_a_long_workload_is_fed_after_each_batch_of_it() -> None:
+    assert surveyed(3, [[make("no skew", 0)] for _ in range(3)]) == [2, 2, 2]
 
 
 def test_a_target_that_cannot_be_met_is_told_by_every_rank() -> None:

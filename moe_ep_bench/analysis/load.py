@@ -159,6 +159,8 @@ class RankConditions(_Described):
     machine: dict[str, Any]  # see machine.MachineState
     ceilings: Ceilings
     peak_memory_bytes: int | None
+    allocating_iterations: dict[str, int] = {}  # timed ones that asked the driver for memory, by case
+    probe_floor_us: float | None = None  # what a waiting probe costs when nobody waits; None = ranks wait for nobody
 
 
 class Conditions(_Described):

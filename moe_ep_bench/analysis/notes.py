@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
+from moe_ep_bench.analysis.timing import probe_floor_us
 from moe_ep_bench.analysis.words import MODEL_CAVEAT, NOT_FUSED, OVERSUBSCRIBED, part_words, percent, workload_words
 from moe_ep_bench.machine.monitor import disturbances, remarks
 from moe_ep_bench.timing.statistics import MIN_BATCHES
@@ -47,6 +48,7 @@ _NOTES = {
     "choosing": "choosing experts, share of the slowest rank's time: at worst {}",
     "unaccounted": "unaccounted time: at worst {}",
     "probes": "probe overhead: at worst {}",
+    "probe_floor": "probe floor: {:.1f} us, what a waiting probe costs when nobody waits; waits are less that",
     "error": "output error: relative to native, with random weights; it is no measure of a model's accuracy",
     "on_device": "peak memory: {:.2f} GiB on the fullest rank (on the device)",
     "of_process": "peak memory: {:.2f} GiB on the fullest rank (of the process, imports and all)",
@@ -63,6 +65,8 @@ _WARNINGS = {
     "without probes",
     "launch_bound": "launch-bound: in {} of the iterations the host issued work until the end; its time is the host's, "
     "not the device's",
+    "allocating": "memory was asked of the driver in {} timed iterations of one rank ({}), which stops the device: "
+    "fewer tokens or cases, or more measure.max_warmup",
     "not_fused": NOT_FUSED,
 }
 
@@ -113,6 +117,7 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
             "drift": far and (100 * baseline.drift, 100 * far.share, far.worst),
             "choosing": _worst({r: r.breakdown and r.breakdown.policy_share for r in comparison.policies}),
             "unaccounted": _worst({r: r.breakdown and r.breakdown.unaccounted_share for r in results}),
+            "probe_floor": facts.whole is None and probe_floor_us(facts, comparison.conditions),
         }
     memory = [f"{one.case.label}: {extra_memory_words(one)}" for one in comparison.replications]
     machines = dict.fromkeys(line for launch in comparison.conditions for line in remarks(launch.machines))
@@ -158,11 +163,25 @@ def warnings_of(comparison: ComparisonResult, run: Run) -> list[str]:
         "probes": probes and is_gpu,
         "cpu_probes": probes and not is_gpu,
         "launch_bound": _worst(bound),
+        "allocating": _most_allocating(comparison),
         "not_fused": facts.permute.is_unfused_permutation and facts.device is None,
     }
     timed = "the layer" if facts.whole is None else "what was built"
     simpler = [f"{timed} is simpler than {facts.model}'s: {line}" for line in facts.departures]
     return [*_said(_WARNINGS, known), *_machine_warnings(comparison), *simpler, *_tail_warnings(comparison, run)]
+
+
+def _most_allocating(comparison: ComparisonResult) -> tuple[int, str] | None:
+    """Most timed iterations of a case that asked the driver for memory on one rank, and the case; None = none did."""
+    labels = {result.case.case_id: result.case.label for result in comparison.results}
+    found = [
+        (count, labels[case])
+        for launch in comparison.conditions
+        for rank in launch.ranks
+        for case, count in rank.allocating_iterations.items()
+        if case in labels
+    ]
+    return max(found, default=None)
 
 
 def _machine_warnings(comparison: ComparisonResult) -> list[str]:

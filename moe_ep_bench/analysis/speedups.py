@@ -13,7 +13,15 @@ from functools import lru_cache
 
 from moe_ep_bench.analysis.fidelity import Fidelity, fidelity
 from moe_ep_bench.analysis.load import Case, Comparison, Conditions, Run
-from moe_ep_bench.analysis.timing import Breakdown, Rates, break_down, host_bound_share, layer_time_us, rates
+from moe_ep_bench.analysis.timing import (
+    Breakdown,
+    Rates,
+    break_down,
+    host_bound_share,
+    layer_time_us,
+    probe_floor_us,
+    rates,
+)
 from moe_ep_bench.timing.statistics import (
     Estimate,
     NoiseFloor,
@@ -131,9 +139,9 @@ def _analyse_comparison(run: Run, comparison_id: str) -> ComparisonResult:
     floor = None if again is None else noise_floor(again)
     facts, launches = run.comparisons[comparison_id], run.conditions.get(comparison_id, {})
     conditions = tuple(launches[launch] for launch in sorted(launches))
-    results = []
+    results, floor_us = [], probe_floor_us(facts, conditions)
     for case in cases:
-        times_us, breakdown, speedup = layer_time_us(case), break_down(case), speedups[case.case_id]
+        times_us, breakdown, speedup = layer_time_us(case), break_down(case, floor_us), speedups[case.case_id]
         is_measured = not times_us.empty
         layer = LayerTime(*(times_us.quantile([0.5, 0.9, 0.99]) / 1e3)) if is_measured else None
         has_overhead = layer is not None and breakdown is not None and run.mode != "emulated"

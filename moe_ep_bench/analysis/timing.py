@@ -6,7 +6,8 @@ ranks of ``total``, per iteration, from plain iterations (nothing is read inside
 *Phases.* They come from breakdown iterations, which hold extra clock readings and barriers. The
 slowest rank waits for nobody; the others wait for it. So a mean over ranks shows what the ranks
 lose to waiting, and the slowest rank shows what they wait *for*. What the probes cost and what no
-phase covers are reported beside, for a breakdown is worth no more than these two allow.
+phase covers are reported beside, for a breakdown is worth no more than these two allow. On GPUs each wait
+is less what its probe costs when nobody waits (``probe_floor_us``).
 
 *Bytes* are counted twice: as (token, expert) pairs, which Megatron-Core's all-to-all sends, and as
 copies deduplicated per rank, which a dispatcher such as DeepEP would send. *Bandwidth* follows
@@ -34,7 +35,7 @@ import pandas as pd
 from moe_ep_bench.analysis.fidelity import pairs_by_rank, source_loads
 from moe_ep_bench.analysis.load import Case, Comparison, Conditions
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
-from moe_ep_bench.schema import LAYER_PHASES, PHASES, TOTAL, UNACCOUNTED, phase_groups
+from moe_ep_bench.schema import LAYER_PHASES, PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES, phase_groups
 
 # Groups of a layer's phases, and what no phase covers.
 MODEL_GROUPS = phase_groups("model")
@@ -124,14 +125,22 @@ def _slowest_rank(case: Case) -> pd.DataFrame:
     return rows.loc[rows.groupby(ITERATION)["time_us"].idxmax()]
 
 
-def break_down(case: Case) -> Breakdown | None:
-    """Reduce the breakdown iterations of a case; None when it has none."""
+def probe_floor_us(comparison: Comparison, conditions: Sequence[Conditions]) -> float:
+    """What a probe costs on a GPU when nobody waits: median over launches and ranks; 0 where that is not known."""
+    known = [rank.probe_floor_us for launch in conditions for rank in launch.ranks if rank.probe_floor_us is not None]
+    return float(np.median(known)) if known and comparison.backend == "nccl" else 0.0
+
+
+def break_down(case: Case, floor_us: float = 0.0) -> Breakdown | None:
+    """Reduce the breakdown iterations of a case; None when it has none. ``floor_us`` is taken off every wait."""
     rows = case.timings[case.timings["kind"] == "breakdown"]
     if rows.empty:
         return None
     # One row per (launch, batch, iteration, rank), a column per phase; a phase that did not occur took no time.
     times_us = rows.pivot(index=[*ITERATION, "rank"], columns="phase", values="time_us").fillna(0.0)
     times_us = times_us.reindex(columns=[*LAYER_PHASES, UNACCOUNTED, TOTAL], fill_value=0.0)
+    waits = list(WAITING_PHASES)
+    times_us[waits] = (times_us[waits] - floor_us).clip(lower=0.0)
     slowest_us = times_us.loc[times_us.groupby(level=ITERATION)[TOTAL].idxmax()]
     per_batch_us = slowest_us.groupby(level="batch").sum()
     shares = per_batch_us.div(per_batch_us[TOTAL], axis=0).median()

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,11 @@ def survey_together(
 ) -> None:
     """Go through all batches of all workloads, so that each knows its ``findings`` on every rank; all call this alike.
 
-    Rank r goes through workloads r, r + R, r + 2R, ... and tells the others what it found and solved for.
+    Rank r goes through workloads r, r + R, r + 2R, ... and tells the others what it found and solved for. All ranks
+    meet after each batch: one may take many minutes for all, in which the others wait and are alive.
 
     Args:
-        before: called ahead of each workload that is gone through here.
+        before: called after each batch on all ranks.
         keep: keep what a rank alone makes, where it fits into memory.
 
     Raises:
@@ -129,10 +131,18 @@ def survey_together(
         for workload in workloads:
             workload.keep_batches()
     mine, problem = {}, ""
+    of_rank = [range(rank, len(workloads), ranks.world_size) for rank in range(ranks.world_size)]
+    steps = chain.from_iterable(workloads[number].survey() for number in of_rank[ranks.rank])
     try:
-        for number in range(ranks.rank, len(workloads), ranks.world_size):
+        for _ in range(max(sum(workloads[number].num_batches for number in numbers) for numbers in of_rank)):
+            if not problem:
+                try:
+                    next(steps, None)
+                except ValueError as error:
+                    problem = str(error)
             before()
-            mine[number] = workloads[number].findings()
+            ranks.texts("")
+        mine = {} if problem else {number: workloads[number].findings() for number in of_rank[ranks.rank]}
     except ValueError as error:
         problem = str(error)
     told = [json.loads(text) for text in ranks.texts(json.dumps([problem, mine]))]
@@ -198,6 +208,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         "cuda_graph": parts.held_by_graphs(comparison.ep_size, subject.name),
         "experts": {"requested": asked.experts, "ran": parts.experts, "why": parts.experts_why},
         "permute": {"requested": asked.permute, "ran": parts.permute},
+        "fusions": parts.fusions,
         "flush_l2": experiment.measure.flush_l2,
         "oversubscribed": ranks.oversubscribed,
         "random_weights": True,

@@ -173,10 +173,8 @@ def open_job(
             mark.clear()
             progress.close()
             raise
-        except torch.OutOfMemoryError as error:
-            _lose(job, f"oom: {error}")
         except Exception as error:
-            _lose(job, f"{PEER_LOST if is_of_peers(error) else 'failed'}: {type(error).__name__}: {error}")
+            _lose(job, reason_of(error))
     except Stopped as stopped:
         # Also where all ranks were asked to end and this one, waiting in a collective, first saw the others gone.
         watchdog.stop()
@@ -293,10 +291,30 @@ def watched_machine(device: torch.device, dtype: torch.dtype) -> Iterator[dict[s
     }
 
 
+# How gloo, NCCL and the store say that another rank has ended. NCCL's other errors (of CUDA, of the fabric) are this
+# rank's own.
+_GONE = (
+    *("closed by peer", "closed by remote peer", "reset by peer", "Timed out waiting", "Broken pipe"),
+    *("ncclRemoteError", "remote process exit", "Connection was likely closed", "communicator was aborted"),
+)
+
+
 def is_of_peers(error: Exception) -> bool:
     """Whether a collective says that other ranks have ended, and so nothing of what went wrong."""
-    gone = "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe"
-    return any(text in str(error) for text in gone) or isinstance(error, torch.distributed.DistBackendError)
+    return not _is_oom(error) and any(text in str(error) for text in _GONE)
+
+
+def _is_oom(error: Exception) -> bool:
+    """Memory that torch's allocator, CUDA or NCCL did not get on this rank."""
+    named = isinstance(error, torch.distributed.DistBackendError) or "CUDA error" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (named and "out of memory" in str(error))
+
+
+def reason_of(error: Exception) -> str:
+    """Why this rank lost a case, as its mark keeps it: a status, or "peer lost" where another rank is the cause."""
+    if _is_oom(error):
+        return f"oom: {error}"
+    return f"{PEER_LOST if is_of_peers(error) else 'failed'}: {type(error).__name__}: {error}"
 
 
 def _lose(job: Job, reason: str) -> NoReturn:

@@ -45,6 +45,11 @@ from moe_ep_bench.workload import RecordedWorkload, Workload
 
 RANKS, VIRTUAL, MODELLED, ROUTING = "ranks", "virtual", "modelled", "routing"
 
+# Of a GPU's memory, estimates: cuBLAS and cuBLASLt take 32 MiB each on Hopper; the flush twice a cache of 50 MB; NCCL
+# some buffers for itself and some for each rank that it is connected with.
+_WORKSPACE_BYTES, _FLUSH_BYTES = 2**26, 2**27
+_COMMUNICATOR_BYTES, _BYTES_PER_PEER = 2**27, 2**26
+
 BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
 # Native routing on replicated experts: what spare memory buys in place of a policy.
 REPLICATION = "replication"
@@ -117,6 +122,7 @@ class Comparison:
         slots: where experts stand, but for cases that replicate them; real ranks hold them contiguously.
         links: what stands between virtual ranks; None on real ones.
         device: what stands for each virtual rank; None = the device that is here.
+        on_gpu: layers run on a GPU, whose libraries take memory too.
     """
 
     subject: LayerSubject
@@ -125,6 +131,7 @@ class Comparison:
     slots: ExpertPlacement
     links: Links | None = None
     device: Device | None = None
+    on_gpu: bool = False
 
     @classmethod
     def of(cls, experiment: Experiment, backend: str, world_size: int | None = None, *, on_cpu: bool) -> Comparison:
@@ -155,7 +162,7 @@ class Comparison:
             checks.check_baseline(experiment, ep_size)
         parts = _parts(experiment, backend, world_size, on_cpu, device)
         subject = SUBJECTS[experiment.scope].of(experiment, world_size)
-        one = cls(subject, backend, parts, ExpertPlacement.contiguous(num_experts, ep_size), links, device)
+        one = cls(subject, backend, parts, ExpertPlacement.contiguous(num_experts, ep_size), links, device, not on_cpu)
         one.describe_kernels("cpu" if on_cpu or backend == ROUTING else "cuda")  # Finds those that cannot run.
         if backend == RANKS:
             return one
@@ -365,12 +372,23 @@ class Comparison:
 
     def memory_bytes_per_rank(self, num_layers: int | None = None) -> int:
         """What a rank needs at the fullest, roughly; with so many layers of a whole model (None = as in the config)."""
-        return self.subject.memory_bytes_per_rank(
+        of_subject = self.subject.memory_bytes_per_rank(
             len(self.cases),
             held_batches=self.workload.num_batches if self.links is None else 1,  # Real ranks hold all batches.
             cuda_graph=self.parts.cuda_graph,
             num_layers=num_layers,
         )
+        return of_subject + (self._library_bytes if self.on_gpu else 0)
+
+    @property
+    def _library_bytes(self) -> int:
+        """What cuBLAS, the cache flush and NCCL's communicators take beside tensors; an estimate."""
+        slices, connected = self.subject.num_slices, 0
+        if self.links is None:
+            # The expert-parallel group, and of cut experts the tensor group and both together.
+            groups = (self.ep_size, slices, self.subject.num_together) if slices > 1 else (self.ep_size,)
+            connected = sum(_COMMUNICATOR_BYTES + size * _BYTES_PER_PEER for size in groups if size > 1)
+        return connected + _WORKSPACE_BYTES + self.experiment.measure.flush_l2 * _FLUSH_BYTES
 
     @property
     def in_chunks(self) -> bool:

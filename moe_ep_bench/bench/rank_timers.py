@@ -9,6 +9,7 @@ Shapes: T = tokens of a rank, E = experts, P = slots, L = slots of a rank, C = c
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from moe_ep_bench.layer.passes import Pass
 from moe_ep_bench.layer.virtual import VirtualRanks
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.schema import PhaseKey
+from moe_ep_bench.timing.allocations import Allocations
 from moe_ep_bench.timing.cache import CacheFlush, RotatingInput
 from moe_ep_bench.timing.protocol import HOST, THREAD_CPU, timed
 from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
@@ -87,7 +89,11 @@ class ModelledRanks:
 
 
 class MeasuredRanks:
-    """Ranks that this device stands in for, one after another."""
+    """Ranks that this device stands in for, one after another.
+
+    Attributes:
+        allocations: of runs that count.
+    """
 
     needs_tokens = True
 
@@ -95,6 +101,7 @@ class MeasuredRanks:
         """``num_chunks``: of a rank's tokens; more than one of a layer alone."""
         self._comparison, self._device, self._num_chunks = comparison, device, num_chunks
         self._recorder = PhaseRecorder(clock_for(device))
+        self.allocations = Allocations(device)
         self._flush = CacheFlush(device) if comparison.experiment.measure.flush_l2 else None
         self._built: dict[int, VirtualRanks] = {}
         subject, virtual = comparison.subject, self._virtual(comparison.model.num_experts)
@@ -118,11 +125,12 @@ class MeasuredRanks:
         assert all(share.context.rank == rank for share in shares.values())
         batch = self._batch(traffic, rank, shares)
         virtual = self._as_rank(self._comparison.model.num_experts, router, traffic, rank, shares)
+        watched = None if first else router.case.case_id
         self._announce(virtual, traffic, 0, check=first)
         if not router.slots.is_contiguous or self._num_chunks > 1:
-            return self._in_parts(virtual, router, traffic, rank, shares, batch, check=first)
+            return self._in_parts(virtual, router, traffic, rank, shares, batch, watched, check=first)
         with virtual.connected():
-            return self._timed(virtual, lambda: virtual.subject.run(batch))
+            return self._timed(virtual, watched, lambda: virtual.subject.run(batch))
 
     def _in_parts(
         self,
@@ -132,11 +140,12 @@ class MeasuredRanks:
         rank: int,
         shares: RankShares,
         hidden_T1D: Tensor,
+        watched: str | None,
         *,
         check: bool,
     ) -> RankTime:
         with virtual.connected():
-            routed = self._timed(virtual, lambda: virtual.subject.moe_layers[None].router(hidden_T1D))
+            routed = self._timed(virtual, watched, lambda: virtual.subject.moe_layers[None].router(hidden_T1D))
         share = shares[None]
         on_slots = router.on_slots(router.route(share, traffic.index, traffic.layers[None].stats_SE), rank)
         virtual = self._as_rank(router.slots.num_slots, router, traffic, rank, shares)
@@ -145,7 +154,7 @@ class MeasuredRanks:
             self._announce(virtual, traffic, number, check=check)
             routing = Routing(on_slots.map_TE[chunk], on_slots.weights_TE[chunk])
             with virtual.connected(), virtual.routed({None: routing}):
-                bodies.append(self._timed(virtual, lambda chunk=chunk: virtual.subject.run(hidden_T1D[chunk])))
+                bodies.append(self._timed(virtual, watched, lambda chunk=chunk: virtual.subject.run(hidden_T1D[chunk])))
         return _joined(routed, bodies)
 
     def _announce(self, virtual: VirtualRanks, traffic: Traffic, chunk: int, *, check: bool) -> None:
@@ -169,13 +178,14 @@ class MeasuredRanks:
             self._built[num_slots] = VirtualRanks(build, self._comparison.ep_size)
         return self._built[num_slots]
 
-    def _timed(self, virtual: VirtualRanks, run: Callable[[], object]) -> RankTime:
-        """One run, cut at its meetings; waits for the device."""
+    def _timed(self, virtual: VirtualRanks, watched: str | None, run: Callable[[], object]) -> RankTime:
+        """One run, cut at its meetings; waits for the device. ``watched``: the case whose allocations are counted."""
         recorder = self._recorder
         with virtual.subject.instrumented(recorder, lambda: None):
             if self._flush is not None:
                 self._flush()
-            times = timed(run, recorder, lambda: None, self._comparison.experiment.measure.preroll_us)
+            with self.allocations.during(watched) if watched else contextlib.nullcontext():
+                times = timed(run, recorder, lambda: None, self._comparison.experiment.measure.preroll_us)
         return RankTime(*legs_of(recorder.segments_us()), times[HOST], times[THREAD_CPU])
 
     def _batch(self, traffic: Traffic, rank: int, shares: RankShares) -> Tensor | Pass:

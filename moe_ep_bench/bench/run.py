@@ -27,6 +27,7 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.crash_journal import PEER_LOST
+from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.exit_codes import CLOSED, LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.ranks import NotMetError, Ranks, join
 from moe_ep_bench.runtime.signals import Stopped, stoppable
@@ -95,7 +96,7 @@ def emulate_plan(comparisons: Plan, out: Path, *, force: bool = False, survey: b
     """
     try:
         with stoppable(), contextlib.ExitStack() as held:
-            ranks = join(_JOIN_TIMEOUT_S)
+            ranks = join(_JOIN_TIMEOUT_S, measures=any(one.device is None for one in comparisons))
             held.callback(ranks.close)
             return _Launch(ranks, None, held, RunDirectory(out), 0, force).measure(comparisons, survey=survey)
     except Stopped as stopped:
@@ -266,7 +267,7 @@ def _other_versions(ranks: Ranks) -> str:
 
 def dry_run(config: Path, overrides: Sequence[str], world_size: int, point: int | None = None) -> int:
     """Print the cases, the memory that each rank needs and the time to expect; run nothing."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device_type())
     comparisons = plan(config, overrides, RANKS, world_size, on_cpu=device.type == "cpu", point=point)
     available = provenance.available_memory_bytes(device, world_size)
     for comparison in comparisons:

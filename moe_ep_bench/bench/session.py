@@ -43,8 +43,9 @@ from moe_ep_bench.layer.router import logits_from_scores
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import Routing, RoutingContext
 from moe_ep_bench.runtime.ranks import Ranks
+from moe_ep_bench.timing.allocations import Allocations
 from moe_ep_bench.timing.cache import CacheFlush, RotatingInput
-from moe_ep_bench.timing.protocol import measure, plan, warm_up
+from moe_ep_bench.timing.protocol import measure, plan, probe_floor_us, warm_up
 from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
 from moe_ep_bench.workload import TokenBatch
 from moe_ep_bench.workload.skew import balanced_scores
@@ -469,10 +470,14 @@ class Session:
 
     def time(self) -> np.ndarray:
         self.timed = list(self.cases)  # Later checks may take cases away; samples stay in this order.
+        allocations = Allocations(self.device)
         with watched_machine(self.device, self.dtype) as mine:
             order = self.timed, self.steps, clock_for(self.device), self.meet
             preroll_us = self.comparison.experiment.measure.preroll_us
-            samples_VSC = measure(*order, self.job.begin, self.flush, self.columns, preroll_us)
+            samples_VSC = measure(*order, self.job.begin, self.flush, self.columns, preroll_us, allocations)
+        mine["allocating_iterations"] = dict(allocations.iterations)
+        if self.meet.size > 1:
+            mine["probe_floor_us"] = probe_floor_us(self.meet, clock_for(self.device), preroll_us)
         self.conditions["ranks"] = [json.loads(text) for text in self.job.ranks.texts(json.dumps(mine))]
         return samples_VSC
 

@@ -44,6 +44,7 @@ from moe_ep_bench.layer.megatron import initialize_expert_parallel
 from moe_ep_bench.layer.virtual import VirtualRanks
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime import launcher
+from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.errors import complain
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 from moe_ep_bench.runtime.ranks import join
@@ -137,7 +138,7 @@ def _plan(config: Path, overrides: Sequence[str], num_ranks: int) -> Plan:
     """Plan the real run; refuse what real ranks would not do as the emulated ones, planned too, are asked to."""
     if num_ranks < 2:
         raise UserError(f"--nproc: expected at least 2 ranks to hold emulated ones against, got {num_ranks}")
-    real = plan(config, overrides, RANKS, num_ranks, on_cpu=not torch.cuda.is_available())
+    real = plan(config, overrides, RANKS, num_ranks, on_cpu=device_type() == "cpu")
     for comparison in real:
         try:
             _check_comparable(comparison, num_ranks)

@@ -138,6 +138,7 @@ class Emulation:
         with watched_machine(self.device, DTYPES[comparison.experiment.layer.dtype]) as here, collections_between():
             for batch in range(self.num_batches):
                 self._time_batch(batch, timer, rounds, settings.iterations)
+        here["allocating_iterations"] = dict(timer.allocations.iterations)
         warm_up = {"rounds": 1 + settings.warmup, "change": None, "settled": False}
         emulated = {"timed": self.timed_runs, "shared": self.shared_runs, "num_chunks": self.num_chunks}
         return {"warm_up": warm_up, "ranks": [here], "emulated_runs": emulated}

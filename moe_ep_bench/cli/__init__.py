@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from moe_ep_bench.cli.arguments import PAPERS_LIST, SUCCESSORS, make_parser, with_list_joined
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.runtime.device import take_cpu
 from moe_ep_bench.runtime.errors import complain, tolerant_stderr
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.runtime.signals import end_with_parent
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return USER_ERROR
         try:
             _drop_force_after_restart(options)
+            if getattr(options, "cpu", False):
+                take_cpu()
             return COMMANDS[options.command](options)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
@@ -132,7 +135,7 @@ def _list_points(options: argparse.Namespace) -> int:
 
     from moe_ep_bench.config import load_experiments
 
-    for number, experiment in enumerate(load_experiments(options.config, options.overrides, on_cpu=options.on_cpu)):
+    for number, experiment in enumerate(load_experiments(options.config, options.overrides, on_cpu=options.cpu)):
         print(number, *(f"{key}={json.dumps(value, default=str)}" for key, value in experiment.point))
     return OK
 

@@ -51,15 +51,16 @@ def make_parser() -> argparse.ArgumentParser:
     _add_config(run, dry_run="print cases, memory and time to expect; run nothing")
     run.add_argument("--profile", metavar="CASE", help="trace one iteration of a case (id, label or policy) per rank")
     run.add_argument("--list-points", action="store_true", help="print the points of the sweep, one per line, and end")
-    run.add_argument("--on-cpu", action="store_true", help="with --list-points: apply the config's on_cpu section")
     run.add_argument(
         "--point", type=int, metavar="I", help="run one point of --list-points, from 0; other jobs may run the others"
     )
     run.add_argument("--launch", type=int, metavar="I", help="under torchrun: which of measure.launches, from 0")
     _add_nodes(run)
+    _add_cpu(run, ", or with --list-points list what it would run")
 
     emulate = add("emulate", "time one rank after the other on this device; model the links, or all")
     _add_config(emulate, dry_run="print cases and the number of layer runs; run nothing")
+    _add_cpu(emulate)
     route = add("route", "route without timing: loads, drops, activated experts")
     _add_config(route, dry_run="print cases; route nothing")
 
@@ -68,10 +69,12 @@ def make_parser() -> argparse.ArgumentParser:
     validate = add("validate", "compare emulated ranks with real ones on this machine")
     _add_config(validate, suffix="-validated")
     _add_nproc(validate)
+    _add_cpu(validate)
 
     papers = add("papers", "emulate or run a config and print papers' numbers beside ours")
     _add_config(papers)
     papers.add_argument("--nproc", type=int, metavar="N", help="run it on N real ranks instead of emulating it")
+    _add_cpu(papers)
 
     listed = add(PAPERS_LIST, "print the numbers that papers publish")
     listed.add_argument(
@@ -81,12 +84,14 @@ def make_parser() -> argparse.ArgumentParser:
 
     quality = add("quality", "measure what policies do to a language model's answers, or to its tasks")
     _add_config(quality, dry_run="print cases; load no weights and no data")
+    _add_cpu(quality)
 
     calibrate = add("calibrate", "measure this machine's all-to-all, or fit a device to a decode run")
     calibrate.add_argument("--out", type=Path, metavar="FILE", help="default: results/calibration/links.yaml")
     calibrate.add_argument("--max-bytes", type=int, metavar="N", help="largest message (default: 2^30; CPU: 2^26)")
     calibrate.add_argument("--repetitions", type=int, default=20, metavar="N", help="of each message (%(default)s)")
     _add_nodes(calibrate)
+    _add_cpu(calibrate)
     calibrate.add_argument(
         "--from", type=Path, metavar="DIR", dest="run_directory", help="print figures for configs/devices/ of this run"
     )
@@ -184,6 +189,10 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def _add_nproc(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, help="ranks on this node (default: all GPUs, else one per core, 2 to 4)")
+
+
+def _add_cpu(parser: argparse.ArgumentParser, more: str = "") -> None:
+    parser.add_argument("--cpu", action="store_true", help=f"measure on the CPU, also beside GPUs{more}")
 
 
 def _add_nodes(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,9 @@
 """Build what is compared: an MoE layer alone or a whole model, with Megatron-Core's router and with a policy.
 
 Every MoE layer is built twice. ``native`` is the baseline of every speedup: Megatron-Core's router on its dropless
-path, which knows its buffer sizes beforehand. ``policy`` takes the dynamic path, which any number of experts per token
-needs and which costs a host sync before the first permutation. Both share one set of weights. Everything else of a
+path, which knows its buffer sizes beforehand. ``policy`` takes any number of experts per token. With ``indexed``
+permutation it waits for the host where native does; with Megatron-Core's own it takes the dynamic path, whose host sync
+stands before the first permutation. Both share one set of weights. Everything else of a
 whole model is built once, and ``take`` selects which of the two runs in each layer.
 
 Weights are random. They follow from the seed, the layer and the expert's global id, not from the number of ranks.
@@ -27,7 +28,7 @@ from moe_ep_bench.layer.attention import SdpaAttention
 from moe_ep_bench.layer.backends import experts_submodule, fill_experts_
 from moe_ep_bench.layer.configs import megatron_config
 from moe_ep_bench.layer.depth import instrumented_model
-from moe_ep_bench.layer.dispatchers import own_dispatcher
+from moe_ep_bench.layer.dispatchers import IndexedAlltoAllDispatcher, own_dispatcher
 from moe_ep_bench.layer.experts import DEPTH, GATE, REST, ROUTED, SHARED, expert_weights, fill_mlp_, seeded_generator
 from moe_ep_bench.layer.megatron import (
     MoELayer,
@@ -150,7 +151,8 @@ class Subject(ABC):
         deciding = self.ep_group if parts.expert_tensor_parallel == 1 else self._groups.tp_ep
         topk = make_policy({"name": "topk"})
         router = partial(PolicyRouter, policy=topk, context=context, ep_group=deciding, kernel=parts.kernel)
-        policy = self._new_layer(router, capacity_factor=1.0)
+        # Ours counts its rows itself.
+        policy = self._new_layer(router, capacity_factor=None if parts.permute == "indexed" else 1.0)
         policy.experts, policy.shared_experts = native.experts, native.shared_experts
         policy.router.weight = native.router.weight
         pair = self.pairs[layer] = LayerPair(native, policy)
@@ -159,6 +161,8 @@ class Subject(ABC):
             for moe in pair.both:
                 experts = moe.num_local_experts, moe.local_expert_indices
                 moe.token_dispatcher = dispatcher(*experts, config=moe.config, pg_collection=self._groups)
+        if isinstance(policy.token_dispatcher, IndexedAlltoAllDispatcher):
+            policy.token_dispatcher.router = policy.router
 
     @torch.no_grad()
     def _seed_layer(self, layer: int | None) -> None:

@@ -45,7 +45,6 @@ def megatron_config(
         "transformer_impl": "local",
         # These fusions of attention and residuals need CUDA.
         "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
     }
     if isinstance(attention, LatentAttention):
@@ -91,6 +90,9 @@ def _moe_fields(
         "moe_expert_capacity_factor": capacity_factor,
         "moe_token_dispatcher_type": parts.dispatcher,
         "moe_permute_fusion": parts.permute == "fused",
+        "moe_router_fusion": parts.router_fusion,
+        # One kernel for SwiGLU and routing weights; without it Transformer Engine's experts take several.
+        "bias_activation_fusion": parts.experts == "te",
         "moe_grouped_gemm": parts.experts == "te",
         "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size or None,
         # Overlap would move the shared experts' GEMMs onto a side stream inside other phases.

@@ -27,6 +27,7 @@ from moe_ep_bench.layer.megatron import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.layer.router import PolicyRouter
 
 
 def own_dispatcher(parts: Parts) -> Any:
@@ -105,7 +106,15 @@ class IndexedAlltoAllDispatcher(TensorGroupDispatcher):
     Without Transformer Engine, Megatron-Core 0.19 sorts all T x E entries of the map for the first, cuts the rows into
     R x L pieces and joins them for the second, and adds them up with atomics at the end. Here each step is one gather
     by an index, and the end one sum per token, so that users without Transformer Engine do not measure an artefact.
+
+    How many pairs a policy chose, the host learns with the splits, as on the dropless path. Until then there
+    are as many rows as the policy may choose at most; what is over goes before anything is sent.
+
+    Attributes:
+        router: whose policy bounds the pairs; None = Megatron-Core's own, K pairs of each token.
     """
+
+    router: PolicyRouter | None = None
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         self.hidden_shape, self.routing_map, self.probs = hidden_states.shape, routing_map, probs
@@ -113,15 +122,40 @@ class IndexedAlltoAllDispatcher(TensorGroupDispatcher):
         # Taken before the copy to the host, which Megatron-Core's splitting needs and ours does not.
         self._counts_RL = self.num_global_tokens_per_local_expert if self.num_local_experts > 1 else None
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts_L)
-        expert_N, token_N = expert_major_pairs(routing_map, int(self.num_out_tokens))
+        expert_N, token_N = expert_major_pairs(routing_map, self._most_pairs(routing_map))
         self._flat_N = token_N * self.num_experts + expert_N
         hidden_TD = hidden_states.view(-1, hidden_states.shape[-1])
         return hidden_TD.index_select(0, token_N), probs.flatten().index_select(0, self._flat_N)
+
+    def _most_pairs(self, map_TE: Tensor) -> int:
+        if self.router is None:
+            return int(self.num_out_tokens)
+        most, self.router.most_pairs = self.router.most_pairs, None
+        return int(map_TE.sum()) if most is None else most  # What no policy chose is counted, which waits.
+
+    def token_dispatch(self, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor]:
+        if self.input_splits is not None:
+            self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_ep_alltoall", self.tokens_per_expert)
+            hidden_ND, probs_N = self._only_chosen(int(self.input_splits.sum()), hidden_ND, probs_N)
+        return super().token_dispatch(hidden_ND, probs_N)
+
+    def _only_chosen(self, num_pairs: int, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Leave out the rows beyond the pairs that there are.
+
+        Raises:
+            RuntimeError: there are more pairs than rows.
+        """
+        if num_pairs > len(hidden_ND):
+            raise RuntimeError(f"the policy chose {num_pairs} pairs, more than its bound of {len(hidden_ND)}")
+        self._flat_N = self._flat_N[:num_pairs]
+        return hidden_ND[:num_pairs], probs_N[:num_pairs]
 
     def dispatch_postprocess(self, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.tp_size > 1:
             hidden_ND, probs_N = self.gather_rows(hidden_ND, probs_N)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
+        if self.input_splits is None:  # One rank, which sends nothing.
+            hidden_ND, probs_N = self._only_chosen(int(self.tokens_per_expert.sum()), hidden_ND, probs_N)
         # With one source rank, or one local expert, the rows are in order already.
         in_order = self._counts_RL is None or len(self._counts_RL) == 1
         self._from_rank_major_N = None if in_order else rank_major_index(self._counts_RL, len(probs_N))
@@ -142,7 +176,7 @@ class IndexedAlltoAllDispatcher(TensorGroupDispatcher):
 
 
 def expert_major_pairs(map_TE: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
-    """Expert and token of every pair, int64 [N] each, sorted by expert and then by token."""
+    """Expert and token of every pair, int64 [N] each, sorted by expert and then by token; see ``_marked``."""
     expert_N, token_N = _marked(map_TE.T.contiguous(), num_pairs).unbind(1)
     return expert_N, token_N
 
@@ -181,8 +215,11 @@ def sum_per_token(hidden_ND: Tensor, map_TE: Tensor, flat_N: Tensor) -> Tensor:
 
 
 def _marked(mask: Tensor, num_marked: int) -> Tensor:
-    """Indices of the true entries, [num_marked, dimensions], in order; on CUDA without waiting for the device."""
-    return torch.nonzero_static(mask, size=num_marked) if mask.is_cuda else mask.nonzero()
+    """Indices of the true entries in order, [num_marked, dimensions]; on CUDA without waiting for the device.
+
+    Where fewer are true, CUDA fills up with zeros; on the CPU the rest is missing.
+    """
+    return torch.nonzero_static(mask, size=num_marked, fill_value=0) if mask.is_cuda else mask.nonzero()
 
 
 class MapDispatcher(MoEAllGatherTokenDispatcher):

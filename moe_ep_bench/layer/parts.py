@@ -24,9 +24,10 @@ Permutation
 
 Which form of a policy can run depends on the policy: see ``kernels.dispatch``.
 
-``auto`` takes Transformer Engine where it is installed, else ours. It takes ``decode`` where a CUDA graph needs it, and
-where the device's file says that it was measured faster at so few rows an expert (``devices.takes_decode``). The record
-says what was asked for, what ran and why.
+``auto`` takes Transformer Engine where it is installed and passes a check on this GPU (``te_check``), else ours; with
+it the activation and native's top-k are fused too, where the version can. It takes ``decode`` where a CUDA graph needs
+it, and where the device's file says that it was measured faster at so few rows an expert (``devices.takes_decode``).
+The record says what was asked for, what ran and why.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.layer.te_check import TransformerEngine, transformer_engine
 from moe_ep_bench.machine.provenance import package_versions
 
 # Megatron-Core takes Transformer Engine's permutation kernels from this version on.
@@ -56,6 +58,13 @@ class Parts:
     """Why these experts; empty where they were asked for by name."""
     expert_tensor_parallel: int = 1
     """Ranks among which every expert is cut."""
+    router_fusion: bool = False
+    """Native selects its experts by Transformer Engine's fused kernel."""
+
+    @property
+    def fusions(self) -> list[str]:
+        """What else than the permutation is fused under native, as a production setting has it."""
+        return ["activation"] * (self.experts == "te") + ["top-k"] * self.router_fusion
 
     @property
     def by_map(self) -> bool:
@@ -97,9 +106,17 @@ class Parts:
             _check_flex(on_cpu)
         version = package_versions()["transformer_engine"]
         lacking = "a GPU" if on_cpu else "" if version else "Transformer Engine, which is not installed"
+        there, refused = TransformerEngine(), ""
+        if not lacking and {experts, permute} & {"auto", "te", "fused"}:
+            there = transformer_engine()
+        if there.problem:
+            refused = f"Transformer Engine {version} does not work here ({there.problem})"
+            lacking = f"a Transformer Engine that works; {version} does not ({there.problem})"
         if experts == "te" and lacking:
             raise UserError(f"layer.experts: te needs {lacking}; expected auto, grouped or sequential")
         takes_decode, why = (False, "") if on_cpu or experts != "auto" else decode
+        if refused and experts == "auto" and not takes_decode:
+            why = refused
         if cuda_graph and experts == "auto":
             takes_decode, why = True, "a CUDA graph holds no others"
         own = "grouped" if lacking or expert_tensor_parallel > 1 else "te"
@@ -110,6 +127,7 @@ class Parts:
             cuda_graph=cuda_graph,
             experts_why=why,
             expert_tensor_parallel=expert_tensor_parallel,
+            router_fusion=there.routes,
         )
         return replace(parts, permute=_permute(permute, parts, version, lacking))
 

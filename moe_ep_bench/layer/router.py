@@ -8,6 +8,7 @@ Shapes: T = local tokens, E = experts, D = hidden size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import Tensor
 from moe_ep_bench.kernels import compiled
 from moe_ep_bench.layer.megatron import TopKRouter
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.capacity import CapacityPolicy, expert_capacity
+from moe_ep_bench.policies.megatron_drop import MegatronDrop
 
 
 def scores_from_logits(logits_TE: Tensor, score_function: str) -> Tensor:
@@ -33,6 +36,23 @@ def logits_from_scores(scores_TE: Tensor, score_function: str) -> Tensor:
     if score_function == "softmax":
         return scores_TE.clamp_min(smallest).log()
     return torch.logit(scores_TE.clamp_min(smallest))
+
+
+def most_pairs(policy: Policy, num_tokens: int, num_experts: int, context: RoutingContext) -> int | None:
+    """Most (token, expert) pairs that a policy may choose: by the capacity of experts, and by experts of a token.
+
+    None where neither bounds them.
+    """
+    of_token, mean_load = policy.most_experts(num_experts, context), num_tokens * context.top_k / num_experts
+    if isinstance(policy, MegatronDrop):
+        within = math.ceil(min(mean_load * policy.capacity_factor, num_tokens)) * num_experts
+        return within if policy.pad_to_capacity else min(within, num_tokens * context.top_k)
+    if isinstance(policy, CapacityPolicy):
+        sharing = num_experts // context.num_ranks if policy.granularity == "device" else 1
+        capacity = expert_capacity(policy.capacity_factor, num_tokens, context.top_k, num_experts, sharing)
+        within = max(capacity, sharing * policy.min_capacity) * (num_experts // sharing)
+        return min(within, num_tokens * of_token)
+    return num_tokens * of_token if of_token < num_experts else None
 
 
 class ReplayRouter(TopKRouter):
@@ -71,6 +91,7 @@ class PolicyRouter(ReplayRouter):
         context: what the policy may know of these tokens; set together with the batch.
         ep_group: the ranks over which a batch-wide policy's statistics are summed.
         kernel: which form of the policy runs (``kernels.dispatch``).
+        most_pairs: that the policy may have chosen in the last routing, None = unknown; taken by the dispatcher.
     """
 
     def __init__(
@@ -81,9 +102,11 @@ class PolicyRouter(ReplayRouter):
         self.context = context
         self.ep_group = ep_group
         self.kernel = kernel
+        self.most_pairs: int | None = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scores_TE = scores_from_logits(logits.view(-1, self.config.num_moe_experts), self.score_function)
+        self.most_pairs = most_pairs(self.policy, *scores_TE.shape, self.context)
         policy = compiled(self.policy, scores_TE.device, self.kernel)
         # Without other ranks the selection takes its statistics itself, in the same launch.
         alone = self.ep_group.size() == 1 and self.context.num_ranks == 1

@@ -27,6 +27,7 @@ import torch
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.quality.families import MoELayer, find_moe_layers
+from moe_ep_bench.runtime.device import device_type
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 _CHARACTERS_AT_ONCE = 2**20
@@ -153,10 +154,10 @@ def pick_device(device: str) -> torch.device:
     """``auto`` is a GPU where there is one.
 
     Raises:
-        ValueError: a GPU is asked for and there is none.
+        UserError: a GPU is asked for and there is none, or torch cannot use the one there is.
     """
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = device_type()
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device: expected cpu or auto, because there is no CUDA device here; got cuda")
     return torch.device(device)

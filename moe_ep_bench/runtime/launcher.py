@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from moe_ep_bench.bench.plan import RANKS, Comparison, plan
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.crash_journal import collect_lost, num_lost, stopped_by
+from moe_ep_bench.runtime.device import check_num_ranks, device_type
 from moe_ep_bench.runtime.errors import in_short, status_of
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.rendezvous import AGAIN, ApartError, Nodes, OthersLostError, Rendezvous, meet
@@ -68,9 +70,8 @@ def launch(
     Raises:
         UserError: the config cannot be run on these ranks; found before any is started.
     """
-    comparisons = plan(
-        config, overrides, RANKS, nodes.nproc * nodes.count, on_cpu=not torch.cuda.is_available(), point=point
-    )
+    check_num_ranks(nodes.nproc)
+    comparisons = plan(config, overrides, RANKS, nodes.nproc * nodes.count, on_cpu=device_type() == "cpu", point=point)
     left = _Left(RunDirectory(out), comparisons)
     arguments = [str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
     arguments += ["--point", str(point)] if point is not None else []
@@ -100,7 +101,12 @@ def launch_calibrate(arguments: Sequence[str], nodes: Nodes) -> int:
 
 
 def launch_once(command: str, arguments: Sequence[str], nodes: Nodes) -> int:
-    """Run a command on this node's ranks in one job; nothing is tried again. Return the exit status."""
+    """Run a command on this node's ranks in one job; nothing is tried again. Return the exit status.
+
+    Raises:
+        UserError: this node cannot carry these ranks.
+    """
+    check_num_ranks(nodes.nproc)
     nodes = _of_job(nodes, *arguments)
 
     def decide(statuses: Sequence[int]) -> int:
@@ -228,6 +234,29 @@ def _decide(left: _Left, before: object, statuses: Sequence[int]) -> int:
     return AGAIN
 
 
+def _near_their_gpus() -> Any:
+    """torchrun's option that binds each rank to the cores of its GPU's NUMA node; None without GPUs or ``numactl``."""
+    if not torch.cuda.is_available() or shutil.which("numactl") is None:
+        return None
+    from torch.numa.binding import AffinityMode, NumaOptions
+
+    # Machines that hide their topology are bound to nothing.
+    return NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
+
+
+def _set_environment(nodes: Nodes) -> None:
+    """What ranks are told unless the user has: threads, and on several nodes a cache of Triton's for each node.
+
+    Homes are shared there, and ranks of all nodes would compile into one folder at once.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if nodes.count > 1 and "TRITON_CACHE_DIR" not in os.environ:
+        folder = Path(tempfile.gettempdir(), f"moe-ep-bench-triton-{os.getuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid == os.getuid():
+            os.environ["TRITON_CACHE_DIR"] = str(folder)
+
+
 def _one_job(command: str, arguments: Sequence[str], nodes: Nodes, rendezvous: Rendezvous) -> int:
     """One job of ranks under torchrun's agent, from the nodes' rendezvous to the end of this node's ranks.
 
@@ -254,7 +283,7 @@ def _one_job(command: str, arguments: Sequence[str], nodes: Nodes, rendezvous: R
     agents = logging.getLogger("torch.distributed.elastic")
     agents.addHandler(logging.NullHandler())
     agents.propagate = False  # Its modules set levels of their own.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _set_environment(nodes)
     try:
         # The agent and its config make a folder for the logs of every job, and would leave it.
         with tempfile.TemporaryDirectory(prefix="moe-ep-bench-") as folder:
@@ -268,7 +297,7 @@ def _one_job(command: str, arguments: Sequence[str], nodes: Nodes, rendezvous: R
                 rdzv_handler=rendezvous,
                 max_restarts=0,
                 monitor_interval=0.1,
-                numa_options=usual.numa_options,
+                numa_options=_near_their_gpus() or usual.numa_options,
             )
             result = Agent(spec, logs, exit_barrier_timeout=_AGENTS_END_S).run()
     except OthersLostError:

@@ -6,6 +6,7 @@ agreement and results: it neither disturbs the measured one nor dies with it.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import os
@@ -17,7 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.errors import in_short
+
+# NCCL's own threads would abort a rank whose peer is gone, or whose device waits for long: it would leave no word, and
+# be blamed for it. Our watchdog ends it instead, and says for what it waited.
+_NCCL_LEAVES_IT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 # Ranks may wait for one that reads a recording or writes results; a hang is the watchdog's to end.
 _SIDE_TIMEOUT = datetime.timedelta(hours=1)
@@ -47,8 +53,12 @@ class Ranks:
 
     @property
     def oversubscribed(self) -> bool:
-        """More CPU ranks on this node than cores they may use: they share time slices."""
-        return self.device.type == "cpu" and self.local_world_size > len(os.sched_getaffinity(0))
+        """More ranks on this node than cores they may use: they share time slices, on GPUs those of their hosts."""
+        cores = os.sched_getaffinity(0)
+        if "RANK" in os.environ:  # A rank may be bound to some of them (``launcher``).
+            with contextlib.suppress(OSError):
+                cores |= os.sched_getaffinity(os.getppid())
+        return self.local_world_size > len(cores)
 
     def texts(self, text: str) -> list[str]:
         """Every rank's text, in order of rank, on every rank."""
@@ -86,22 +96,27 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def join(timeout_s: float) -> Ranks:
+def join(timeout_s: float, *, measures: bool = True) -> Ranks:
     """Meet the other processes that torchrun started; alone without torchrun.
 
+    Args:
+        measures: something is timed on the device; False = all is modelled, and any device will do.
+
     Raises:
-        UserError: fewer GPUs on this node than ranks.
+        UserError: fewer GPUs on this node than ranks, or GPUs that torch cannot use (``device_type``).
         NotMetError: too few, or with other ideas of how many they are; one line.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     timeout = datetime.timedelta(seconds=timeout_s)
-    if torch.cuda.is_available():
+    if (device_type() == "cuda") if measures else torch.cuda.is_available():
         there = torch.cuda.device_count()
         if local_rank >= there:
             raise UserError(f"ranks per node: expected at most {there} (the GPUs here), got {local_world_size}")
         device, backend = torch.device("cuda", local_rank), "nccl"
         torch.cuda.set_device(device)
+        for name, value in _NCCL_LEAVES_IT.items():
+            os.environ.setdefault(name, value)
     else:
         device, backend = torch.device("cpu"), "gloo"
         # One core per rank; with fewer cores than ranks they share.
@@ -117,9 +132,13 @@ def join(timeout_s: float) -> Ranks:
         except (dist.DistError, RuntimeError, ValueError) as error:
             names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
             rank, world_size, host, port = (os.environ.get(name, "?") for name in names)
+            interface = ""
+            if world_size != str(local_world_size):  # gloo takes the one that the host's name leads to.
+                taken = os.environ.get("GLOO_SOCKET_IFNAME", "unset")
+                interface = f", over a network that GLOO_SOCKET_IFNAME names (here {taken})"
             raise NotMetError(
                 f"rank {rank} of {world_size} did not meet the others at {host}:{port} within {timeout_s:g} s; "
-                f"expected {world_size} ranks, all started with that WORLD_SIZE: {in_short(error)}"
+                f"expected {world_size} ranks, all started with that WORLD_SIZE{interface}: {in_short(error)}"
             ) from None
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -23,6 +23,7 @@ import torch
 
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED, PhaseKey
+from moe_ep_bench.timing.allocations import Allocations
 from moe_ep_bench.timing.timer import Clock, PhaseRecorder
 
 PLAIN, BREAKDOWN = "plain", "breakdown"
@@ -172,6 +173,7 @@ def measure(
     flush: Callable[[], None] | None = None,
     columns: Sequence[PhaseKey] = COLUMNS,
     preroll_us: float = 0.0,
+    allocations: Allocations | None = None,
 ) -> np.ndarray:
     """Time every case at every step.
 
@@ -181,6 +183,7 @@ def measure(
         flush: empties the cache ahead of each iteration, untimed.
         columns: all phases that may occur, and what concerns the whole iteration.
         preroll_us: for how long a GPU is held before the first stamp.
+        allocations: is told which iterations ask the driver for memory.
 
     Returns:
         float64 [cases, steps, columns], microseconds.
@@ -198,7 +201,8 @@ def measure(
                     if flush is not None:
                         flush()
                     clock.open_range(f"{case.case_id} batch {step.batch} {step.kind} {step.iteration}")
-                    times = timed(run, recorder, meet, preroll_us)
+                    with allocations.during(case.case_id) if allocations else contextlib.nullcontext():
+                        times = timed(run, recorder, meet, preroll_us)
                     clock.close_range()
                 if step.kind == PLAIN:
                     del times[UNACCOUNTED]  # Nothing was to be accounted for.
@@ -206,6 +210,21 @@ def measure(
                     samples[index, number, places[name]] = value
             gc.collect(0)
     return samples
+
+
+def probe_floor_us(meet: Callable[[], object], clock: Clock, preroll_us: float = 0.0, count: int = 50) -> float:
+    """What a waiting probe costs when nobody waits: the second of two collectives that follow each other, median."""
+    found = []
+    for _ in range(count):
+        clock.wait()
+        clock.hold(preroll_us)
+        meet()
+        begin = clock.stamp()
+        meet()
+        end = clock.stamp()
+        clock.wait()
+        found.append(clock.between_us(begin, end))
+    return float(np.median(found))
 
 
 def timed(

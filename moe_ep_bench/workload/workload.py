@@ -218,7 +218,15 @@ class Workload(ABC):
 
     @cached_property
     def _survey(self) -> Mapping[str, Any]:
-        """The ``fingerprint``, and of all ``batches`` what they turned out to be: one pass, one block in memory."""
+        """The ``fingerprint``, and of all ``batches`` what they turned out to be."""
+        for _ in self.survey():
+            pass
+        return self.__dict__["_survey"]
+
+    def survey(self) -> Iterator[int]:
+        """Go through all batches for ``findings``, a block in memory, and yield after each; nothing the second time."""
+        if "_survey" in self.__dict__:
+            return
         digest, batches = hashlib.sha256(), []
         for index in range(self.num_batches):
             tally, ids, scores = _Tally(self.num_experts, self.selection), [], []
@@ -233,7 +241,8 @@ class Workload(ABC):
             for sequence_id_T in ids:
                 digest.update(sequence_id_T.numpy().data.cast("B"))
             batches.append(tally.result())
-        return {"fingerprint": digest.hexdigest()[:16], "batches": batches}
+            yield index
+        self.__dict__["_survey"] = {"fingerprint": digest.hexdigest()[:16], "batches": batches}
 
 
 class _Tally:

@@ -21,6 +21,7 @@ from moe_ep_bench.files import atomic_path
 from moe_ep_bench.machine.gpus import THROTTLE_REASONS
 from moe_ep_bench.results import RUN_JSON
 from moe_ep_bench.runtime import locks
+from moe_ep_bench.runtime.device import most_cpu_ranks
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 Facts = Mapping[str, Any]
@@ -96,6 +97,10 @@ def package_findings(machine: Facts, broken: Mapping[str, str]) -> Findings:
     if machine["foreign_apex"]:
         what = "apex here is another project's of that name"
         yield Finding("packages", NOTE, what, "nothing uses it; it is not NVIDIA Apex", "pip uninstall apex")
+    if on_gpus and versions["triton"] and machine["compiler"]:
+        means = "Triton compiles nothing: cases that need a kernel of it fail"
+        fix = "install gcc and Python's headers (Debian, Ubuntu: python3-dev), or set CC"
+        yield Finding("packages", PROBLEM, f"{machine['compiler']}, which Triton needs", means, fix)
     for key, why in broken.items():
         if versions[key] is None and key in _WITHOUT:
             continue  # some other project's module
@@ -311,6 +316,9 @@ def ranks_findings(machine: Facts, nproc: int) -> Findings:
     if num_gpus and nproc > num_gpus:
         what = f"{nproc} on this node, which has {num_gpus} GPUs that torch can use"
         yield Finding("ranks", PROBLEM, what, "each needs one of its own", f"--nproc {num_gpus}")
+    elif not num_gpus and nproc > most_cpu_ranks(cores):
+        what = f"{nproc} on {cores} cores"
+        yield Finding("ranks", PROBLEM, what, "a run refuses so many", f"at most --nproc {most_cpu_ranks(cores)}")
     elif not num_gpus and nproc > cores:
         means = "they share time slices; no straggler speedup is claimed"
         yield Finding("ranks", NOTE, f"{nproc} on {cores} cores", means)

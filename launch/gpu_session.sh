@@ -1,0 +1,211 @@
+#!/usr/bin/env bash
+# All that one GPU can show of this program, the most valuable first, in 25 minutes and without network:
+#   launch/gpu_session.sh DIR [--minutes N] [--only STEP,...] [--rehearse] [options of launch/setup.sh]
+# Every step has a time limit. The same command goes on with what is left and repeats what failed. All results land in
+# DIR; DIR/summary.txt is kept up to date and printed last. results/README.md says what the steps answer. Run
+# launch/setup.sh before, so that no time goes there; Triton needs a C compiler and Python's headers.
+# --minutes   after which no step goes on (25; a rehearsal has no limit)
+# --only      these steps alone, whatever the time
+# --rehearse  on the CPU at toy sizes and without the GPU tests: tries this script, measures nothing
+# VENV: an environment that is ready; without it launch/setup.sh makes or takes .venv.
+# Exit status: 0 everything ran, 1 something did not (the summary names it), 2 something to correct in the command.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+fail() { echo "gpu_session.sh: $1" >&2; exit 2; }
+case ${1:-} in
+  -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;;
+  '' | -*) fail "expected DIR [--minutes N] [--only STEP,...] [--rehearse] [options of launch/setup.sh], got '${1:-}'" ;;
+esac
+out=$1
+shift
+minutes=
+only=
+rehearse=
+while :; do
+  case ${1:-} in
+    --minutes) minutes=${2:-}; [[ $minutes =~ ^[0-9]+$ ]] || fail "--minutes takes a whole number, not '$minutes'" ;;
+    --only) only=${2:-}; [ -n "$only" ] || fail "--only takes names of steps, not ''" ;;
+    --rehearse) rehearse=$1; shift; continue ;;
+    *) break ;;
+  esac
+  shift 2
+done
+[ ! -e "$out" ] || [ -d "$out/steps" ] || { [ -d "$out" ] && [ -z "$(ls -A "$out")" ]; } ||
+  fail "$out is neither a new or empty folder nor an earlier session's"
+[ -n "${VENV:-}" ] || "$root/launch/setup.sh" "$@"
+python=${VENV:-$root/.venv}/bin/python
+if [ -n "$rehearse" ]; then
+  export CUDA_VISIBLE_DEVICES=
+else
+  "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+    fail "torch sees no GPU here; --rehearse tries the script without one"
+  export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
+fi
+mkdir -p "$out/steps" "$out/policies-quick"
+out=$(cd "$out" && pwd)
+cd "$root"
+deadline=$((SECONDS + 60 * ${minutes:-$([ -n "$rehearse" ] && echo 10000 || echo 25)}))
+order=()     # names of all steps
+shown=()     # of those whose output the summary holds
+missing=     # something failed or was not begun
+stopped=
+child=
+trap 'stopped=yes; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true' TERM INT
+
+# step NAME SECONDS COMMAND...: run within a time limit, keep the output, go on whatever comes; not again once done. A
+# rehearsal's machine may be slow and shared: its limit only ends what hangs.
+step() {
+  local name=$1 limit=$2 begin=$SECONDS status=0 left=$((deadline - SECONDS)) cut=
+  shift 2
+  order+=("$name")
+  [ -z "$only" ] || [[ ,$only, == *,$name,* ]] || return 0
+  [ -z "$only" ] || left=$limit
+  ! grep -qs ' done in ' "$out/steps/$name" || return 0
+  if [ -n "$stopped" ] || [ "$left" -lt 10 ]; then
+    echo "$name: not begun, $([ -n "$stopped" ] && echo the session was ended || echo time was up)" >"$out/steps/$name"
+    missing=yes
+    return 0
+  fi
+  [ -z "$rehearse" ] || limit=$((limit * 10))
+  [ "$left" -ge "$limit" ] || { limit=$left; cut=", when time was up"; }
+  echo "gpu_session.sh: $name ..."
+  # INT, so that what is stopped says what it knows: pytest its failures.
+  timeout --signal=INT --kill-after=10 "$limit" "$@" >"$out/$name.txt" 2>"$out/$name.err" &
+  child=$!
+  wait "$child" || status=$?
+  # A signal ends the wait, not what is waited for.
+  [ -z "$stopped" ] || wait "$child" || status=$?
+  child=
+  case $status in
+    0) echo "$name: done in $((SECONDS - begin)) s" ;;
+    124 | 137) echo "$name: FAILED, not done within $limit s$cut ($name.txt, $name.err)" ;;
+    *) echo "$name: FAILED with status $status ($name.txt, $name.err)" ;;
+  esac >"$out/steps/$name"
+  [ "$status" = 0 ] || missing=yes
+  summary >/dev/null
+}
+
+# show NAME SECONDS COMMAND...: a step whose output the summary holds.
+show() {
+  shown+=("$1")
+  step "$@"
+}
+
+summary() {
+  {
+    [ -z "$rehearse" ] || echo "REHEARSAL on the CPU at toy sizes: no number below means anything."
+    cat "$out/provenance.txt"
+    for name in "${order[@]}"; do [ ! -e "$out/steps/$name" ] || cat "$out/steps/$name"; done
+    for file in "$out"/tests-*.txt; do [ ! -e "$file" ] || echo "$(basename "$file"): $(tail -n 1 "$file")"; done
+    for name in "${shown[@]}"; do
+      if [ -s "$out/$name.txt" ]; then printf '\n== %s\n' "$name"; cat "$out/$name.txt"; fi
+    done
+  } >"$out/.summary.txt"
+  mv "$out/.summary.txt" "$out/summary.txt"
+  cat "$out/summary.txt"
+}
+
+{
+  echo "commit $(git rev-parse HEAD 2>/dev/null || echo unknown)$([ -z "$(git status --porcelain 2>/dev/null)" ] || echo ', changed'), $(date -u +%Y-%m-%dT%H:%MZ)"
+  [ -n "$rehearse" ] || nvidia-smi --query-gpu=name,driver_version,power.limit,clocks.max.sm --format=csv,noheader || true
+} >>"$out/provenance.txt"
+
+module=("$python" -m moe_ep_bench)
+tests=("$python" -m pytest -m gpu -q -p no:cacheprovider)
+small=()      # of decode steps
+tiny=()       # of emulated layers
+experts=(--out "$out")
+replayed=(--set layer.dispatcher=allgather --set layer.experts=decode --set layer.cuda_graph=true)
+if [ -n "$rehearse" ]; then
+  replayed=(--set layer.dispatcher=allgather --set layer.experts=decode)
+  small=(--set model.scale=0.03125 --set layer.dtype=float32 --set workload.num_batches=1 --set measure.iterations=1
+    --set measure.breakdown_iterations=1 --set measure.max_warmup=1 --set measure.flush_l2=false)
+  tiny=(--set model.scale=0.03125 --set layer.dtype=float32 --set workload.tokens_per_rank=64
+    --set workload.sequence_length=32 --set emulate.chunk_tokens=40 --set measure.iterations=1)
+  experts+=(--scale 0.03125 --tokens 512 --dtype float32 --square 256 --rounds 3)
+fi
+
+# Most of a test's time goes into compiling its kernels, on one core: so several at once, each with a part of the tests.
+kernel_tests() {
+  local part pids=() status=0
+  # What runs in the background hears no INT.
+  trap 'kill "${pids[@]}" 2>/dev/null' INT TERM
+  for part in 1x64 16x128 777x60 3001x256 'kind or largest' graph; do
+    "$python" -m pytest -m gpu -p no:cacheprovider tests/test_gpu_kernels.py -v --maxfail=20 -k "$part" \
+      >"$out/tests-${part%% *}.txt" 2>&1 &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || status=1; done
+  return $status
+}
+export -f kernel_tests
+export python out
+
+# emulate COMMAND NAME SECONDS OPTIONS...: layers of Figure 4, measured on this GPU in the place of eight.
+emulate() {
+  local command=$1 name=$2 limit=$3
+  shift 3
+  show "$name" "$limit" "${module[@]}" "$command" configs/papers/capacity-figure4.yaml --out "$out/$name" \
+    --set emulate.device=measured --set emulate.links=h100-nvlink4 --set measure.warmup=1 \
+    --set measure.breakdown_iterations=0 "$@" "${tiny[@]}"
+  # `emulate` has printed it.
+  [ "$command" = emulate ] || show "$name-table" 30 "${module[@]}" show "$out/$name"
+}
+
+# table NAME SECONDS: a paper's decode table from CUDA graphs.
+table() {
+  show "$1" "$2" "${module[@]}" papers "configs/papers/$1.yaml" --nproc 1 --out "$out/$1" \
+    --set workload.num_batches=10 "${replayed[@]}" "${small[@]}"
+}
+
+# decode NAME SECONDS OPTIONS...: a config of decode steps, and what it says.
+decode() {
+  local name=$1 limit=$2
+  shift 2
+  step "$name" "$limit" "${module[@]}" run "configs/$name.yaml" --nproc 1 --out "$out/$name" "${small[@]}" "$@"
+  show "$name-table" 30 "${module[@]}" show "$out/$name"
+}
+
+measured=(--set workload.tokens_per_rank=65536 --set workload.num_batches=2 --set measure.iterations=3)
+
+# What everything else rests on. NGC images set the variable; float32 must be float32 all the same.
+if [ -z "$rehearse" ]; then
+  step layer-tests 150 env TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 "${tests[@]}" tests/test_gpu.py
+  step kernel-tests 290 bash -c kernel_tests
+fi
+# Native against native, unaccounted time and probe overhead, of layers at true size.
+step run 170 "${module[@]}" run configs/gpu-check.yaml --out "$out/run" --nproc 1
+show run-table 30 "${module[@]}" show "$out/run"
+show experts 60 "$python" benchmarks/experts.py "${experts[@]}"
+emulate papers olmoe 120 "${measured[@]}" --set model.preset=olmoe-1b-7b
+emulate papers deepseek-v2-lite 120 "${measured[@]}" --set model.preset=deepseek-v2-lite
+table oea-table3 70
+show policies-quick 100 "$python" benchmarks/policies_gpu.py --quick --out "$out/policies-quick" $rehearse ${rehearse:+--rounds 1}
+show decode-experts 80 "$python" benchmarks/decode_experts.py --out "$out" $rehearse ${rehearse:+--rounds 1}
+decode decode-graph 110 ${rehearse:+--set sweep.workload.num_tokens=[1,4]}
+show decode-fit 20 "${module[@]}" calibrate --from "$out/decode-graph"
+# What time is left for, here or when the command is given again.
+[ -n "$rehearse" ] || step decode-tests 80 "${tests[@]}" tests/test_decode_experts.py
+emulate papers mixtral 150 "${measured[@]}" --set model.preset=mixtral-8x7b --set workload.skew=single_domain
+show policies 240 "$python" benchmarks/policies_gpu.py --out "$out" $rehearse ${rehearse:+--rounds 1}
+step no-preroll 90 "${module[@]}" run configs/gpu-check.yaml --out "$out/no-preroll" --nproc 1 \
+  --set measure.preroll_us=0 --set model.preset=olmoe-1b-7b
+show no-preroll-table 30 "${module[@]}" show "$out/no-preroll"
+decode model-decode-graph 50 --set whole.num_layers=4 --set workload.num_batches=3 --set measure.iterations=5 \
+  --set sweep.workload.tokens_per_rank=[16] ${rehearse:+--set whole.num_layers=2 --set whole.context_length=16}
+table oea-table5 40
+table xshare-table3 40
+table xshare-table4 40
+decode decode-padding 40 "${replayed[@]}" ${rehearse:+--set sweep.workload.padding_per_rank=[4]}
+emulate emulate mixtral-paper-size 120 --set workload.tokens_per_rank=524288 --set workload.num_batches=1 \
+  --set measure.iterations=1 --set model.preset=mixtral-8x7b --set workload.skew=single_domain \
+  --set 'policies=[{name: token_drop, capacity_factor: 1.5}]' --set 'claims=[]'
+for name in run decode-graph; do step "$name-figures" 30 "$python" plot_results.py "$out/$name"; done
+
+[ -z "$only" ] || for name in ${only//,/ }; do
+  [[ " ${order[*]} " == *" $name "* ]] || fail "--only: expected some of ${order[*]}, got $name"
+done
+summary
+echo "gpu_session.sh: $(du -sm "$out" | cut -f1) MB in $out"
+[ -z "$missing" ]

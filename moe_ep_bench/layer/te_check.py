@@ -1,0 +1,79 @@
+"""Whether Transformer Engine works on this GPU: a batch through what a layer takes of it, beside torch.
+
+Installed is not enough: builds for another torch or CUDA fail at import, end the process, or compute nonsense on a GPU
+that they do not know. So a child process tries it (``transformer_engine``), once for a launcher and its ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from typing import Any, NamedTuple
+
+from moe_ep_bench.machine.subprocesses import CommandError, ask
+
+# What a launcher has found, for its ranks.
+_FOUND = "MOE_EP_BENCH_TRANSFORMER_ENGINE"
+# Importing it takes half a minute at worst, and the first look at a GPU as long.
+_TIMEOUT_S = 180.0
+_ALLOWED_ERROR = 0.02  # of bfloat16 products
+
+
+class TransformerEngine(NamedTuple):
+    """What of an installed Transformer Engine can be used here."""
+
+    problem: str = ""
+    """Why its experts and permutation cannot; empty where they can."""
+    routes: bool = False
+    """Whether its fused top-k can."""
+
+
+def transformer_engine() -> TransformerEngine:
+    """Try it in a child process; ranks take what their launcher found."""
+    if _FOUND not in os.environ:
+        try:
+            found = ask(f"{__name__}:tried", timeout_s=_TIMEOUT_S)
+        except CommandError as error:
+            found = [str(error), False]
+        os.environ[_FOUND] = json.dumps(found)
+    return TransformerEngine(*json.loads(os.environ[_FOUND]))
+
+
+def tried(device: str = "cuda") -> tuple[str, bool]:
+    """``TransformerEngine`` on a device, tried in this process; what it raises is a problem too."""
+    import torch
+    import transformer_engine.pytorch as te
+
+    with torch.inference_mode():
+        generator = torch.Generator().manual_seed(1)
+        randn = functools.partial(torch.randn, generator=generator)
+        hidden_TD, logits_TE = randn(32, 64).to(device, torch.bfloat16), randn(32, 4).to(device)
+        top_TK = logits_TE.topk(2, dim=1).indices
+        map_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, top_TK, True)
+        token_N = map_TE.T.nonzero()[:, 1]
+        rows_ND = te.moe_permute(hidden_TD, map_TE, num_out_tokens=len(token_N), map_type="mask")[0]
+        if not torch.equal(rows_ND, hidden_TD[token_N]):
+            return "its permutation gives other rows than torch", False
+        counts = map_TE.sum(0).tolist()
+        experts = te.GroupedLinear(4, 64, 128, bias=False, params_dtype=torch.bfloat16, device=device)
+        parts = zip(rows_ND.float().split(counts), range(4), strict=True)
+        expected_NF = torch.cat([part @ getattr(experts, f"weight{number}").float().T for part, number in parts])
+        error = float((experts(rows_ND, counts).float() - expected_NF).norm() / expected_NF.norm())
+        if not error <= _ALLOWED_ERROR:
+            return f"its grouped GEMM is off by {error:.2g} of its result", False
+        return "", _routes(logits_TE, map_TE)
+
+
+def _routes(logits_TE: Any, map_TE: Any) -> bool:
+    """Whether there is a fused top-k that selects as torch does; not before Transformer Engine 2.6."""
+    try:
+        from transformer_engine.pytorch.router import fused_topk_with_score_function
+
+        options = dict.fromkeys(("num_groups", "group_topk", "scaling_factor", "expert_bias"))
+        chosen_TE = fused_topk_with_score_function(
+            logits=logits_TE, topk=2, use_pre_softmax=False, score_function="softmax", **options
+        )[1]
+        return bool((chosen_TE.bool() == map_TE).all())
+    except Exception:  # Of whatever kind: without it Megatron-Core's own selects.
+        return False

@@ -1,0 +1,107 @@
+"""GPUs or the CPU: what is measured takes the CPU only where that is asked for, or where there is nothing else.
+
+A torch that cannot use a machine's GPUs (built for another CUDA, an older driver) would otherwise time toy sizes on the
+CPU, in a job that ends well. torch is imported where it is asked: what it sees is settled then.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.machine.subprocesses import CommandError, output_of
+from moe_ep_bench.runtime.errors import in_short
+
+# Of a command and of the ranks that it starts: --cpu was given.
+_CPU = "MOE_EP_BENCH_CPU"
+# Which GPUs a process has, and what stands there where it has none.
+_GPU_VARIABLES = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES")
+_NONE = ("", "-1", "NoDevFiles")
+_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+_TIMEOUT_S = 20.0
+_DEVICES = Path("/dev")
+# So many CPU ranks per core at most, and this many wherever: they share time slices, and rows say so.
+_RANKS_PER_CORE, _LEAST_RANKS = 2, 4
+
+
+def take_cpu() -> None:
+    """Measure on the CPU, whatever is here; before torch is imported, and for all processes that this one starts."""
+    os.environ |= {_CPU: "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def device_type() -> str:
+    """``cuda`` where torch can use a GPU, else ``cpu``.
+
+    The CPU is asked for by --cpu, or outside of Slurm by an empty CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        UserError: the CPU is not asked for, and there are GPUs that torch cannot use, or a Slurm job without any.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    in_slurm, hidden = "SLURM_JOB_ID" in os.environ, os.environ.get("CUDA_VISIBLE_DEVICES")
+    if os.environ.get(_CPU) or (not in_slurm and hidden is not None and hidden.strip() in _NONE):
+        return "cpu"
+    if seen := _gpus_in_sight():
+        raise UserError(
+            f"GPUs: {seen}, but torch {torch.__version__} cannot use them ({why_torch_has_none()}); expected a torch "
+            "for this driver (launch/setup.sh --cuda12 for CUDA 12), or --cpu to measure on the CPU"
+        )
+    if in_slurm:
+        raise UserError(
+            f"GPUs: none in Slurm job {os.environ['SLURM_JOB_ID']}; expected a job that asks for some "
+            "(--gpus-per-node), or --cpu to measure on the CPU"
+        )
+    return "cpu"
+
+
+def _gpus_in_sight() -> str:
+    """What says that this process has GPUs, in words; empty where nothing does."""
+    for name in _GPU_VARIABLES:
+        if (value := os.environ.get(name, "").strip()) not in _NONE:
+            return f"{name}={value}"
+    try:
+        first = output_of(_NVIDIA_SMI, _TIMEOUT_S).strip().partition("\n")[0]
+        if first:
+            return f"nvidia-smi lists {first.replace(', ', ', driver ')}"
+    except CommandError:  # No driver, or no GPU.
+        pass
+    return ", ".join(sorted(map(str, _DEVICES.glob("nvidia[0-9]"))))
+
+
+def why_torch_has_none() -> str:
+    """Why torch can use no GPU, in its own words; empty where it does not say."""
+    import torch
+
+    if torch.version.cuda is None:
+        return "it is built without CUDA"
+    try:
+        torch.cuda.init()
+    except Exception as error:  # of whatever kind: it is the answer
+        return in_short(error)
+    return f"it is built for CUDA {torch.version.cuda} and finds no device"
+
+
+def check_num_ranks(nproc: int) -> None:
+    """Refuse more ranks on this node than it can carry: one per GPU, or two per core (4 on fewer cores).
+
+    Raises:
+        UserError: there are more; or as ``device_type``.
+    """
+    if device_type() == "cuda":
+        import torch
+
+        most, of = torch.cuda.device_count(), "the GPUs here"
+    else:
+        cores = len(os.sched_getaffinity(0))
+        most, of = most_cpu_ranks(cores), f"for {cores} cores"
+    if nproc > most:
+        raise UserError(f"--nproc: expected at most {most} ({of}), got {nproc}")
+
+
+def most_cpu_ranks(cores: int) -> int:
+    """CPU ranks that a node carries; with more than cores they share time slices, and rows are flagged."""
+    return max(_RANKS_PER_CORE * cores, _LEAST_RANKS)

@@ -1,0 +1,178 @@
+"""Claims about GPUs or the CPU: a run never takes the CPU because torch cannot use the GPUs that there are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from test_run import write_config
+
+from moe_ep_bench.cli import main
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.quality.checkpoint import pick_device
+from moe_ep_bench.runtime import device
+from moe_ep_bench.runtime.device import check_num_ranks, device_type, take_cpu
+from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+from moe_ep_bench.runtime.ranks import Ranks, join
+
+SAYS = 'echo "NVIDIA H100 80GB HBM3, 550.54.15"'
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine on which nobody has said anything, and whose nvidia-smi and torch see no GPU."""
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "MOE_EP_BENCH_CPU"):
+        monkeypatch.setenv(name, "")  # So that what a test sets is taken back.
+        monkeypatch.delenv(name)
+    nvidia_smi(tmp_path, monkeypatch, "exit 9")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device, "_DEVICES", tmp_path)
+    return monkeypatch
+
+
+def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
+    program = folder / "bin" / "nvidia-smi"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f"#!/bin/sh\n{does}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+
+
+def test_a_machine_without_gpus_measures_on_the_cpu(machine: pytest.MonkeyPatch) -> None:
+    assert device_type() == "cpu"
+
+
+def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvidia_smi(tmp_path, machine, SAYS)
+
+    def too_old() -> None:
+        raise RuntimeError("The NVIDIA driver on your system\nis too old (found version 12040)")
+
+    machine.setattr(torch.version, "cuda", "13.0")
+    machine.setattr(torch.cuda, "init", too_old)
+    with pytest.raises(
+        UserError, match=r"H100 80GB HBM3, driver 550.54.15, but torch .* is too old .* --cuda12 .* --cpu"
+    ):
+        device_type()
+    with pytest.raises(UserError, match="cannot use them"):
+        pick_device("auto")
+    with pytest.raises(UserError, match="cannot use them"):
+        join(1.0)
+    machine.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device_type() == "cpu", "the GPUs were hidden on purpose"
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES"])
+def test_gpus_that_the_environment_names_are_refused_too(machine: pytest.MonkeyPatch, name: str) -> None:
+    machine.setenv(name, "0,1")
+    with pytest.raises(UserError, match=f"GPUs: {name}=0,1, but torch"):
+        device_type()
+
+
+@pytest.mark.parametrize("visible", [None, "", "NoDevFiles"])
+def test_a_slurm_job_without_gpus_needs_cpu_asked_for(machine: pytest.MonkeyPatch, visible: str | None) -> None:
+    machine.setenv("SLURM_JOB_ID", "17")
+    if visible is not None:
+        machine.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(UserError, match=r"GPUs: none in Slurm job 17; .*--gpus-per-node.*--cpu"):
+        device_type()
+    take_cpu()
+    assert device_type() == "cpu"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+COMMANDS = {"run": ["--nproc", "2"], "emulate": [], "validate": ["--nproc", "2"], "papers": ["--nproc", "2"]}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_that_measure_end_with_2_and_start_nothing(
+    machine: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    nvidia_smi(tmp_path, machine, SAYS)
+    claims = [{"source": "Table 1", "policy": {"name": "topk"}, "paper": 1.1, "note": "none"}]
+    config = write_config(tmp_path, emulate={"links": "h100-nvlink4"}, layer__ep_size=2, claims=claims)
+    out = tmp_path / "out"
+    assert main([command, str(config), "--out", str(out), *COMMANDS[command]]) == USER_ERROR
+    assert "nvidia-smi lists NVIDIA H100" in capsys.readouterr().err
+    assert not list(out.rglob("*.parquet"))
+
+
+def test_calibrate_too(machine: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.setenv("SLURM_JOB_ID", "17")
+    assert main(["calibrate", "--nproc", "2", "--out", str(tmp_path / "links.yaml")]) == USER_ERROR
+    assert "none in Slurm job 17" in capsys.readouterr().err
+
+
+def test_cpu_asks_for_the_cpu_and_what_is_modelled_asks_for_nothing(
+    machine: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.setenv("SLURM_JOB_ID", "17")
+    measured = write_config(tmp_path)
+    assert main(["run", str(measured), "--nproc", "2", "--dry-run"]) == USER_ERROR
+    assert main(["run", str(measured), "--nproc", "2", "--dry-run", "--cpu"]) == OK
+    machine.delenv("MOE_EP_BENCH_CPU")
+    ranks = join(10.0, measures=False)
+    assert ranks.backend == "gloo"
+    ranks.close()
+
+
+def test_more_ranks_than_a_node_carries_are_refused_before_any_starts(
+    machine: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    check_num_ranks(4)
+    assert main(["run", str(write_config(tmp_path)), "--nproc", "1000", "--out", str(tmp_path / "out")]) == USER_ERROR
+    assert "--nproc: expected at most 4 (for 2 cores), got 1000" in capsys.readouterr().err
+    machine.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    check_num_ranks(32)
+    machine.setattr(os, "sched_getaffinity", lambda pid: {0})
+    check_num_ranks(4)
+    machine.setattr(torch.cuda, "is_available", lambda: True)
+    machine.setattr(torch.cuda, "device_count", lambda: 8)
+    check_num_ranks(8)
+    with pytest.raises(UserError, match=r"expected at most 8 \(the GPUs here\), got 9"):
+        check_num_ranks(9)
+
+
+def test_more_ranks_than_cores_are_flagged_on_gpus_too(machine: pytest.MonkeyPatch) -> None:
+    """A rank may be bound to the cores near its GPU; its launcher is not."""
+    cores = {0: {4, 5}, os.getppid(): set(range(8))}
+    machine.setattr(os, "sched_getaffinity", lambda pid: set(cores[pid]))
+    ranks = Ranks(0, 8, 8, torch.device("cuda", 0), cast(Any, None))
+    machine.setenv("RANK", "0")
+    assert not ranks.oversubscribed
+    machine.delenv("RANK")
+    assert ranks.oversubscribed
+
+
+def test_nccl_leaves_a_rank_that_waits_to_our_watchdog(machine: pytest.MonkeyPatch) -> None:
+    """Its own handling aborts a survivor without a word, and who ends so is blamed."""
+    machine.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    machine.setenv("TORCH_NCCL_ENABLE_MONITORING", "")
+    machine.delenv("TORCH_NCCL_ENABLE_MONITORING")
+    machine.setattr(torch.cuda, "is_available", lambda: True)
+    machine.setattr(torch.cuda, "device_count", lambda: 1)
+    machine.setattr(torch.cuda, "set_device", lambda device: None)
+    seen: dict[str, str] = {}
+
+    def no_device(backend: str, **_: object) -> None:
+        seen.update(os.environ)
+        raise ZeroDivisionError
+
+    machine.setattr(torch.distributed, "init_process_group", no_device)
+    with pytest.raises(ZeroDivisionError):
+        join(1.0)
+    assert seen["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert seen["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3", "what a user has set stays"
+
+
+def test_sbatch_files_ask_for_gpus_and_job_sh_for_the_nodes_cores() -> None:
+    slurm = Path(__file__).parent.parent / "slurm"
+    for name in ("bench", "sweep"):
+        lines = (slurm / f"{name}.sbatch").read_text().splitlines()
+        assert "#SBATCH --gpus-per-node=8" in lines
+        assert "#SBATCH --exclusive" in lines
+    assert "${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-}}" in (slurm / "job.sh").read_text()

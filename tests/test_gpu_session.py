@@ -1,0 +1,126 @@
+"""launch/gpu_session.sh turns wrong commands away, resumes, and keeps its summary; CI rehearses what its steps do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "launch" / "gpu_session.sh"
+
+WRONG = {
+    "no folder": ([], "expected DIR"),
+    "option first": (["--rehearse", "{out}"], "[options of launch/setup.sh], got '--rehearse'"),
+    "folder in use": (["{used}"], "is neither a new or empty folder nor an earlier session's"),
+    "a file": (["{used}/file"], "is neither a new or empty folder"),
+    "minutes": (["{out}", "--minutes", "soon"], "--minutes takes a whole number, not 'soon'"),
+    "no steps": (["{out}", "--only"], "--only takes names of steps"),
+    "unknown option": (["{out}", "--fast"], "unknown argument '--fast'"),
+}
+# Stands for Python: notes what it is asked for, and fails or hangs in a script where a file says so.
+PYTHON = """#!/bin/bash
+echo "$*" >>{folder}/calls
+echo "output of $*"
+for does in fails hangs; do
+  [ -e {folder}/$does ] && [[ "$*" == *$(cat {folder}/$does)* ]] || continue
+  [ $does = fails ] && exit 3
+  exec sleep 1000
+done
+exit 0
+"""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_command_is_one_line_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+    arguments, expected = WRONG[name]
+    used, out = tmp_path / "used", tmp_path / "out"
+    used.mkdir()
+    (used / "file").touch()
+    command = ["bash", SCRIPT, *(argument.format(used=used, out=out) for argument in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert expected in done.stderr
+    # What setup.sh turns away it says itself.
+    assert done.stderr.startswith(("gpu_session.sh: ", "setup.sh: "))
+    assert not out.exists()
+
+
+class Session:
+    """Rehearsals in one folder, with a stand-in for Python."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.out = folder, folder / "out"
+        python = folder / "venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(PYTHON.format(folder=folder))
+        python.chmod(0o755)
+
+    def start(self, *options: str) -> subprocess.Popen:
+        command = ["bash", SCRIPT, self.out, *options, "--rehearse"]
+        environment = {**os.environ, "VENV": str(self.folder / "venv")}
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+    def run(self, *options: str) -> tuple[int, str, int]:
+        """Exit status, what was printed, and how many steps were begun."""
+        (self.folder / "calls").write_text("")
+        started = self.start(*options)
+        printed, errors = started.communicate(timeout=300)
+        return started.returncode, printed + errors, len((self.folder / "calls").read_text().splitlines())
+
+    def summary(self) -> str:
+        return (self.out / "summary.txt").read_text()
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    return Session(tmp_path)
+
+
+def test_the_same_command_repeats_what_failed_and_nothing_else(session: Session) -> None:
+    (session.folder / "fails").write_text("benchmarks/experts.py")
+    status, printed, steps = session.run()
+    assert status == 1
+    assert steps > 20
+    assert "experts: FAILED with status 3 (experts.txt, experts.err)" in printed
+    assert "run: done in" in printed
+    (session.folder / "fails").unlink()
+    status, printed, steps = session.run()
+    assert (status, steps) == (0, 1)
+    assert "FAILED" not in printed
+    assert "output of benchmarks/experts.py" in session.summary()
+    assert "commit " in session.summary()
+    assert session.run()[::2] == (0, 0)
+
+
+def test_only_some_steps_can_be_asked_for(session: Session) -> None:
+    status, _, steps = session.run("--only", "run,experts")
+    assert (status, steps) == (0, 2)
+    assert "olmoe" not in session.summary()
+    assert session.run("--only", "rnu")[0] == 2
+
+
+def test_what_time_is_up_for_is_not_begun_and_named(session: Session) -> None:
+    status, _, steps = session.run("--minutes", "0")
+    assert (status, steps) == (1, 0)
+    assert "olmoe: not begun, time was up" in session.summary()
+
+
+def test_a_session_that_is_ended_keeps_what_it_has(session: Session) -> None:
+    (session.folder / "hangs").write_text("benchmarks/experts.py")
+    started = session.start()
+    steps = session.out / "steps"
+    deadline = time.monotonic() + 100
+    while not (session.folder / "calls").exists() or "experts.py" not in (session.folder / "calls").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert "run: done in" in session.summary(), "kept up to date, should it be killed"
+    started.send_signal(signal.SIGTERM)
+    started.communicate(timeout=60)
+    assert started.returncode == 1
+    assert "FAILED" in (steps / "experts").read_text()
+    assert "decode-graph: not begun" in session.summary()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -335,7 +336,7 @@ class Experiment(SweepPoint):
     BESIDE = ("sweep", "on_cpu")
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """The config's name; results carry it."""
+    """The config's name, which results carry; without it, its file's."""
     scope: Literal["layer", "model"] = "layer"
     """Subject of ``run``: one MoE layer, or a whole model with its attention and every MoE layer."""
     model: ModelConfig
@@ -358,6 +359,12 @@ class Experiment(SweepPoint):
         unused = self.whole.model_dump(exclude_defaults=True)
         if self.scope == "layer" and unused:
             raise UserError(f"whole.{next(iter(unused))}: expected with scope: model alone; one layer is timed")
+        for number, entry in enumerate(self.policies):
+            for policy in expand_policies([entry]):
+                try:
+                    policy.check_model(self.model.spec().num_experts)
+                except ValueError as problem:
+                    raise UserError(f"policies.{number}.{problem}") from None
         for number, claim in enumerate(self.claims):
             self.claimed_policies(number)
             try:
@@ -446,6 +453,7 @@ def _read(
     """The file's values and its sweep, both with the overrides applied and relative paths resolved."""
     files = _file_keys(schema)
     raw = read_yaml(path, "cannot read the config")
+    raw.setdefault("name", re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+", "-", path.stem).strip("-") or "config")
     sections = {name: raw.pop(name, None) or {} for name in schema.BESIDE}
     for name, section in sections.items():
         if not isinstance(section, dict):
@@ -500,11 +508,23 @@ def _resolved(value: Any, key: str, files: Mapping[str, FileKey], folder: Path) 
 
 def _put(raw: dict[str, Any], dotted: str, value: Any, where: str) -> None:
     *parents, last = str(dotted).split(".")
+    inner: Any = raw
     for parent in parents:
-        raw = raw.setdefault(parent, {})
-        if not isinstance(raw, dict):
+        listed = isinstance(inner, list)
+        inner = inner[_place(inner, parent, dotted, where)] if listed else inner.setdefault(parent, {})
+        if not isinstance(inner, dict | list):
             raise ConfigError(f"{where}: {dotted}: {parent} has no keys of its own")
-    raw[last] = value
+    if isinstance(inner, list):
+        inner[_place(inner, last, dotted, where)] = value
+    else:
+        inner[last] = value
+
+
+def _place(values: list[Any], number: str, dotted: str, where: str) -> int:
+    if not number.isdecimal() or int(number) >= len(values):
+        allowed = f"0 to {len(values) - 1}" if values else "nothing, for the list is empty"
+        raise ConfigError(f"{where}: {dotted}: expected {allowed} for an entry of the list, got {number}")
+    return int(number)
 
 
 # Keys that never enter a comparison's id: points that differ in them alone would overwrite each other.

@@ -30,16 +30,6 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.presets import Strict, validated
 
 
-def _no_flag(value: object) -> object:
-    """A Literal takes true for 1."""
-    if isinstance(value, bool):
-        raise UserError(f"expected 1, got {value}")
-    return value
-
-
-_One = Annotated[Literal[1], BeforeValidator(_no_flag)]
-
-
 class _Family(Strict):
     """What files of most families state."""
 
@@ -107,7 +97,7 @@ class _Deepseek(_Family):
     topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
     scoring_func: Literal["softmax"] = "softmax"
     routed_scale: PositiveFloat = Field(1.0, alias="routed_scaling_factor")
-    moe_layer_freq: _One = 1
+    moe_layer_freq: Literal[1] = 1
 
     def spec(self) -> dict[str, Any]:
         found = {**super().spec(), "shared_ffn_hidden_size": self.n_shared_experts * self.ffn_hidden_size}
@@ -215,7 +205,7 @@ class _Qwen3(_Family):
     first_dense_layers: Annotated[int, BeforeValidator(_leading_layers)] = Field(0, alias="mlp_only_layers")
     # The first in files of later transformers.
     num_experts: PositiveInt = Field(validation_alias=AliasChoices("num_local_experts", "num_experts"))
-    decoder_sparse_step: _One = 1
+    decoder_sparse_step: Literal[1] = 1
 
 
 class _Qwen2(_Qwen3):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, did_you_mean
 from moe_ep_bench.policies.capacity import ExpandedDrop, TokenDrop
 from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.laser import Laser, LoadOnly
@@ -45,19 +44,14 @@ def make_policy(spec: Mapping[str, object]) -> Policy:
     values = dict(spec)
     name = values.pop("name", None)
     if not isinstance(name, str) or name not in POLICIES:
-        raise UserError(f"name: expected one of {', '.join(POLICIES)}; got {name!r}{_hint(name, POLICIES)}")
+        raise UserError(f"name: expected one of {', '.join(POLICIES)}; got {name!r}{did_you_mean(name, POLICIES)}")
     policy = POLICIES[name]
     known = {field.name: field for field in fields(policy)}
     for key in values:
         if key not in known:
             allowed = ", ".join(known) or "no fields"
-            raise UserError(f"{key}: {name} has no such field; expected {allowed}{_hint(key, known)}")
+            raise UserError(f"{key}: {name} has no such field; expected {allowed}{did_you_mean(key, known)}")
     for key, field in known.items():
         if field.default is MISSING and key not in values:
             raise UserError(f"{key}: {name} needs it")
     return policy(**values)
-
-
-def _hint(word: object, known: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(str(word), known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""

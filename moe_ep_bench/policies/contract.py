@@ -88,6 +88,7 @@ class Policy:
         fewer_experts_by: the field by which a batch activates fewer experts; None = that is not what it is for.
         torch_only: values by field that only the form in torch, or numba's steps of it, can run.
         optional: fields that ``params`` holds only where they differ from their defaults.
+        experts_in: fields that count experts; a config may ask for as many as the model has.
     """
 
     name: ClassVar[str]
@@ -97,6 +98,7 @@ class Policy:
     fewer_experts_by: ClassVar[str | None] = None
     torch_only: ClassVar[Mapping[str, object]] = {}
     optional: ClassVar[tuple[str, ...]] = ()
+    experts_in: ClassVar[tuple[str, ...]] = ()
 
     def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         """Route one batch of tokens.
@@ -119,6 +121,16 @@ class Policy:
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         """Raise ValueError when this policy cannot route these scores in this context."""
         check_inputs(scores_TE, context)
+
+    def check_model(self, num_experts: int) -> None:
+        """Raise ValueError where a field counts more experts than a config's model has.
+
+        ``route`` itself takes more as all: one policy may serve layers of several sizes.
+        """
+        for field in self.experts_in:
+            count = getattr(self, field)
+            if count is not None and count > num_experts:
+                raise UserError(f"{field}: expected at most the model's {num_experts} experts, got {count}")
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         """The most experts that a token may be given: all, unless a policy promises less.

@@ -22,6 +22,7 @@ from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import PLACEMENTS, Placement, make_placement
 from moe_ep_bench.policies import Policy
+from moe_ep_bench.policies.own import is_file
 from moe_ep_bench.presets import (
     ConfigError,
     PolicyEntry,
@@ -46,6 +47,9 @@ class FileKey:
 
 
 FILE = FileKey()
+OWN_POLICY = FileKey(is_name=lambda text: not is_file(text))
+# Entries of policies are no models with fields of their own.
+_POLICY_FILES = {f"{key}.name": OWN_POLICY for key in ("policies", "claims.policy", "claims.versus")}
 PRESET_OR_FILE = FileKey(is_name=lambda text: not text.endswith(".yaml"))
 
 
@@ -359,8 +363,11 @@ class Experiment(SweepPoint):
         unused = self.whole.model_dump(exclude_defaults=True)
         if self.scope == "layer" and unused:
             raise UserError(f"whole.{next(iter(unused))}: expected with scope: model alone; one layer is timed")
+        classes: dict[str, type[Policy]] = {}
         for number, entry in enumerate(self.policies):
             for policy in expand_policies([entry]):
+                if classes.setdefault(policy.name, type(policy)) is not type(policy):
+                    raise UserError(f"policies.{number}.name: expected one policy of the name {policy.name}, got two")
                 try:
                     policy.check_model(self.model.spec().num_experts)
                 except ValueError as problem:
@@ -451,7 +458,7 @@ def _read(
     path: Path, schema: type[SweepPoint], overrides: Iterable[str], overrides_folder: Path, *, on_cpu: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The file's values and its sweep, both with the overrides applied and relative paths resolved."""
-    files = _file_keys(schema)
+    files = _file_keys(schema) | _POLICY_FILES
     raw = read_yaml(path, "cannot read the config")
     raw.setdefault("name", re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+", "-", path.stem).strip("-") or "config")
     sections = {name: raw.pop(name, None) or {} for name in schema.BESIDE}
@@ -472,7 +479,7 @@ def _read(
         changes.append((key, value, overrides_folder, f"--set {override}"))
     for key, value, folder, where in changes:
         swept = key.removeprefix("sweep.")
-        value = _resolved(value, swept, files, folder)
+        value = _resolved(value, re.sub(r"\.\d+(?=\.|$)", "", swept), files, folder)
         if key == "sweep":
             raise ConfigError(f"{where}: expected sweep.KEY=[values], or KEY=value for one value alone")
         if key != swept:

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from moe_ep_bench.errors import UserError, did_you_mean
 from moe_ep_bench.policies import Policy, make_policy
+from moe_ep_bench.policies.own import without_folder
 
 CONFIGS_DIR = Path(__file__).resolve().parents[1] / "configs"
 
@@ -186,7 +187,15 @@ def _check_entry(entry: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
-PolicyEntry = Annotated[dict[str, Any], AfterValidator(_check_entry)]
+def _without_folders(entry: dict[str, Any]) -> dict[str, Any]:
+    """Results say of a policy's file its name alone."""
+    names = entry["name"]
+    return {**entry, "name": [*map(without_folder, names)] if isinstance(names, list) else without_folder(names)}
+
+
+PolicyEntry = Annotated[
+    dict[str, Any], AfterValidator(_check_entry), PlainSerializer(_without_folders, when_used="json")
+]
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -120,7 +120,7 @@ def test_a_model_by_its_config_json_is_found_beside_the_config_and_leaves_no_pat
         (None, {"family": "pareto"}, "workload.family: .*got 'pareto'"),
         (None, {"padding_per_rank": -1}, "workload.padding_per_rank: expected at least 0, got -1"),
         (None, {"padding": 1}, "workload.padding: no such key; .* padding_per_rank"),
-        (None, {"kind": "recorded", "trace": "x", "tail": "uniform", "layer": [[]]}, "workload.layer: expected a whole number"),
+        (None, {"kind": "recorded", "trace": "x", "tail": "uniform", "layer": [[]]}, "layer: expected a whole number"),
         (None, {"mask_padding": "some"}, "workload.mask_padding: .*got 'some'"),
     ],
 )  # fmt: skip

@@ -341,6 +341,22 @@ def _trace_import(options: argparse.Namespace) -> int:
     return OK
 
 
+def _check_policy(options: argparse.Namespace) -> int:
+    from moe_ep_bench.policies import make_policy
+    from moe_ep_bench.policies.laws import check_text
+    from moe_ep_bench.presets import parse_yaml
+
+    entry: dict[str, object] = {"name": options.policy}
+    for field in options.fields:
+        key, separator, value = field.partition("=")
+        if not separator:
+            raise UserError(f"--set {field}: expected field=value")
+        entry[key] = parse_yaml(value)
+    text, kept = check_text(make_policy(entry))
+    print(text)
+    return OK if kept else CASES_FAILED
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from moe_ep_bench.machine.doctor.examine import doctor
 
@@ -395,6 +411,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "trace thresholds": _trace_thresholds,
     "trace record": _trace_record,
     "trace import": _trace_import,
+    "check-policy": _check_policy,
     "doctor": _doctor,
     "show": _show,
     "plot": _plot,

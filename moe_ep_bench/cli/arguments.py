@@ -94,6 +94,17 @@ def make_parser() -> argparse.ArgumentParser:
 
     _add_trace(add("trace", "inspect, record or import routing recordings"))
 
+    checked = add("check-policy", "hold a policy to the laws that every policy keeps")
+    checked.add_argument("policy", metavar="NAME", help="a policy, package.module:Class or my_policy.py:Class")
+    checked.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        dest="fields",
+        help="a field of it; repeatable",
+    )
+
     doctor = add("doctor", "check this machine: what works, and what each missing part costs")
     doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a config to be run here")
     doctor.add_argument("--out", type=Path, metavar="DIR", help="results directory (default: results/<config's name>)")

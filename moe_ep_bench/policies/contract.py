@@ -224,6 +224,18 @@ def check_inputs(scores_TE: Tensor, context: RoutingContext) -> None:
         raise UserError("scores_TE: expected finite, non-negative values; got NaN, Inf or a negative score")
 
 
+def check_routing(routing: object, scores_TE: Tensor) -> None:
+    """Raise ValueError unless a policy returned a routing of these scores' shape and of the contract's types."""
+    if not isinstance(routing, Routing):
+        raise UserError(f"route: expected a Routing, got {type(routing).__name__}")
+    shape = list(scores_TE.shape)
+    for name, dtype in (("map_TE", torch.bool), ("weights_TE", torch.float32)):
+        value = getattr(routing, name)
+        got = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        if got != f"{dtype} {shape}":
+            raise UserError(f"{name}: expected {dtype} {shape}, got {got}")
+
+
 def _check_groups(context: RoutingContext, num_experts: int) -> None:
     groups, top = context.num_groups, context.top_groups
     if groups is None and top is None:

@@ -72,7 +72,7 @@ _Schema = TypeVar("_Schema", bound=SweepPoint)
 
 class ModelConfig(Strict):
     preset: str | None = None
-    """Model shape: a file of configs/models/, without its ending."""
+    """Model shape: a file of data/models/, without its ending."""
     hf_config: Annotated[Path | None, FILE] = None
     """Hugging Face config.json, or its folder, in place of a preset; relative to the config's own folder."""
     scale: float = Field(1.0, gt=0, le=1)
@@ -129,7 +129,7 @@ class SyntheticConfig(_Workload):
     kind: Literal["synthetic"] = "synthetic"
     """Scores are drawn, to meet the targets below."""
     skew: Literal["mixed", "single_domain", "worst_layer"] | None = None
-    """Targets calibrated to the model (configs/skews/). Keys given beside it win, null included."""
+    """Targets calibrated to the model (data/skews/). Keys given beside it win, null included."""
     peak_load: float | None = Field(None, ge=1)
     """Load of the fullest expert over the mean; null = unskewed."""
     sequence_length: int = Field(128, ge=1)
@@ -322,12 +322,12 @@ class EmulateConfig(Strict):
     """Settings of ``emulate``."""
 
     links: Annotated[str | None, PRESET_OR_FILE] = None
-    """Links between virtual ranks: a file of configs/links/ without its ending, or the path of one by ``calibrate``."""
+    """Links between virtual ranks: a file of data/links/ without its ending, or the path of one by ``calibrate``."""
     bandwidth_scale: float = Field(1.0, gt=0)
     """Factor on the bandwidth of all links."""
     device: Annotated[str, PRESET_OR_FILE] = MEASURED
     """``measured``: this device runs every virtual rank's layer. Else nothing is run: phases are modelled for a device,
-    a file of configs/devices/ without its ending, or the path of such a file."""
+    a file of data/devices/ without its ending, or the path of such a file."""
     replication: tuple[ReplicationConfig, ...] = ()
     """Expert replication beside the policies: an alternative that needs spare memory and drops nothing."""
     chunk_tokens: int | None = Field(None, ge=1)

@@ -1,6 +1,6 @@
 """Read YAML files into strict pydantic models, with one line for every error.
 
-A preset is a YAML file of a folder of configs/ that users name without its ending. Its class says the folder:
+A preset is a YAML file of a folder of data/ that users name without its ending. Its class says the folder:
 
 ``models``   ``models.ModelSpec``           shape of a model
 ``devices``  ``cost_model.devices.Device``  roofline of a device that is not here
@@ -25,7 +25,7 @@ from moe_ep_bench.errors import UserError, did_you_mean
 from moe_ep_bench.policies import Policy, make_policy
 from moe_ep_bench.policies.own import without_folder
 
-CONFIGS_DIR = Path(__file__).resolve().parents[1] / "configs"
+DATA_DIR = Path(__file__).resolve().parent / "data"
 
 
 class ConfigError(UserError):
@@ -65,13 +65,13 @@ class Strict(BaseModel):
 
 
 class Preset(Strict):
-    """What a YAML file of ``configs/<FOLDER>/`` holds."""
+    """What a YAML file of ``data/<FOLDER>/`` holds."""
 
     FOLDER: ClassVar[str]
 
     @classmethod
     def folder(cls) -> Path:
-        return CONFIGS_DIR / cls.FOLDER
+        return DATA_DIR / cls.FOLDER
 
     @classmethod
     def names(cls) -> list[str]:

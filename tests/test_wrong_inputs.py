@@ -10,9 +10,10 @@ import yaml
 
 from moe_ep_bench import cli
 from moe_ep_bench.config import load_experiments
-from moe_ep_bench.presets import CONFIGS_DIR, ConfigError
+from moe_ep_bench.presets import ConfigError
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 CONFIG = {
     "model": {"preset": "olmoe-1b-7b", "scale": 0.03125},
     "workload": {"kind": "synthetic", "num_tokens": 64, "num_batches": 1},
@@ -145,7 +146,7 @@ def test_a_policys_field_is_set_by_its_place(tmp_path: Path) -> None:
 
 def test_no_config_of_ours_asks_for_more_experts_than_its_model_has() -> None:
     counts = re.compile(r"^ +-? *(k0|c|count|num_dropped|num_candidates|\w*budget): ", re.MULTILINE)
-    paths = [path for path in sorted(CONFIGS_DIR.glob("*.yaml")) if not path.stem.startswith("quality")]
+    paths = [path for path in sorted(CONFIGS.glob("*.yaml")) if not path.stem.startswith("quality")]
     found = [path for path in paths if counts.search(path.read_text()) and "trace:" not in path.read_text()]
     assert len(found) > 5
     for path in found:

@@ -88,9 +88,9 @@ def make_parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--repetitions", type=int, default=20, metavar="N", help="of each message (%(default)s)")
     _add_nodes(calibrate)
     calibrate.add_argument(
-        "--from", type=Path, metavar="DIR", dest="run_directory", help="print figures for configs/devices/ of this run"
+        "--from", type=Path, metavar="DIR", dest="run_directory", help="print figures for data/devices/ of this run"
     )
-    calibrate.add_argument("--preset", metavar="NAME", help="with --from: only this model of configs/models/")
+    calibrate.add_argument("--preset", metavar="NAME", help="with --from: only this model of data/models/")
 
     _add_trace(add("trace", "inspect, record or import routing recordings"))
 
@@ -165,11 +165,11 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", type=Path, nargs="?", metavar="CONFIG", help="a YAML file, or a results directory; or give --model"
     )
-    parser.add_argument("--model", metavar="MODEL", help="a model of configs/models/, or a Hugging Face config.json")
+    parser.add_argument("--model", metavar="MODEL", help="a model of data/models/, or a Hugging Face config.json")
     parser.add_argument("--ep", type=int, metavar="N", help="expert-parallel ranks")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens of a batch, all ranks together")
-    parser.add_argument("--device", metavar="NAME", help="of configs/devices/ (h100-sxm)")
-    parser.add_argument("--links", metavar="NAME", help="of configs/links/ (those of the device)")
+    parser.add_argument("--device", metavar="NAME", help="of data/devices/ (h100-sxm)")
+    parser.add_argument("--links", metavar="NAME", help="of data/links/ (those of the device)")
     traffic = parser.add_argument_group("traffic (default: several peak loads)")
     traffic.add_argument("--trace", type=Path, metavar="FILE", help="a moe-trace-v1 recording")
     traffic.add_argument("--peak-load", type=float, metavar="X", help="load of the busiest expert over the mean")
@@ -238,7 +238,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     imported.add_argument("source", type=Path, metavar="SOURCE", help="a checkout, directory or file")
     imported.add_argument("out", type=Path, metavar="OUT", help="the file to write; must not exist")
     for name, text in (
-        ("preset", "a model of configs/models/"),
+        ("preset", "a model of data/models/"),
         ("model", "name of the model, without a preset"),
         ("domain", "part of a published recording; of others, the subject of the texts"),
         ("phase", "prefill, decode, 'prefill and decode' or training"),

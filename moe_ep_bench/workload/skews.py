@@ -1,6 +1,6 @@
 """Skews of real models by name: targets for synthetic workloads, each with what it was calibrated to.
 
-A file of configs/skews/ belongs to the preset of the same name and holds three:
+A file of data/skews/ belongs to the preset of the same name and holds three:
 
 ``mixed``          traffic of several domains together, a layer of average skew
 ``single_domain``  one domain, a layer of average skew
@@ -65,5 +65,5 @@ def load_skew(preset: str, name: str) -> Skew:
         ValueError: the model has no file.
     """
     if preset not in Skews.names():
-        raise UserError(f"there is no configs/skews/{preset}.yaml to calibrate to; give peak_load and the like instead")
+        raise UserError(f"there is no data/skews/{preset}.yaml to calibrate to; give peak_load and the like instead")
     return getattr(Skews.named(preset), name)

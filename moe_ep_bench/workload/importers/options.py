@@ -18,7 +18,7 @@ class ImportOptions:
     """Facts about a recording.
 
     Attributes:
-        preset: a model of configs/models/, which gives ``model``, ``num_experts``, ``top_k`` and ``score_function``.
+        preset: a model of data/models/, which gives ``model``, ``num_experts``, ``top_k`` and ``score_function``.
         model: name of the model, where there is no preset.
         num_experts: of one layer, 2 to 256.
         top_k: from the preset; the recording must agree.

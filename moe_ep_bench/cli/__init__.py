@@ -357,6 +357,15 @@ def _check_policy(options: argparse.Namespace) -> int:
     return OK if kept else CASES_FAILED
 
 
+def _schema(options: argparse.Namespace) -> int:
+    import json
+
+    from moe_ep_bench.cli.json_schema import config_schema
+
+    print(json.dumps(config_schema(options.configs), indent=2))
+    return OK
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from moe_ep_bench.machine.doctor.examine import doctor
 
@@ -412,6 +421,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "trace record": _trace_record,
     "trace import": _trace_import,
     "check-policy": _check_policy,
+    "schema": _schema,
     "doctor": _doctor,
     "show": _show,
     "plot": _plot,

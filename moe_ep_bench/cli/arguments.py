@@ -105,6 +105,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="a field of it; repeatable",
     )
 
+    schema = add("schema", "print a JSON schema of configs, by which editors complete them")
+    schema.add_argument("configs", metavar="CONFIGS", nargs="?", default="run", help="run (default) or quality")
+
     doctor = add("doctor", "check this machine: what works, and what each missing part costs")
     doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a config to be run here")
     doctor.add_argument("--out", type=Path, metavar="DIR", help="results directory (default: results/<config's name>)")

@@ -70,7 +70,42 @@ class SweepPoint(Strict):
 _Schema = TypeVar("_Schema", bound=SweepPoint)
 
 
-class ModelConfig(Strict):
+class Shape(Strict):
+    """A model's MoE layer by hand, in place of a preset."""
+
+    num_experts: int | None = Field(None, ge=1)
+    """Routed experts, in place of a preset; needs top_k, hidden_size and ffn_hidden_size beside it."""
+    top_k: int | None = Field(None, ge=1)
+    """Experts of a token."""
+    hidden_size: int | None = Field(None, ge=1)
+    """Width of a token."""
+    ffn_hidden_size: int | None = Field(None, ge=1)
+    """Width of one routed expert's gated FFN."""
+    num_layers: int | None = Field(None, ge=1)
+    """MoE layers of the model; null = 1."""
+    shared_ffn_hidden_size: int | None = Field(None, ge=0)
+    """Width of all shared experts together; null = none."""
+    score_function: Literal["softmax", "sigmoid"] | None = None
+    """Score function of the router; null = softmax."""
+    normalize: bool | None = None
+    """Weights of a token's experts are divided by their sum; null = they are."""
+
+    def shape(self) -> ModelSpec | None:
+        """The model that is given by hand, or None.
+
+        Raises:
+            ValueError: a key is missing, or given without ``num_experts``.
+        """
+        given = {key: getattr(self, key) for key in Shape.model_fields if getattr(self, key) is not None}
+        if not given:
+            return None
+        if missing := [key for key in ("num_experts", "top_k", "hidden_size", "ffn_hidden_size") if key not in given]:
+            raise UserError(f"{missing[0]}: missing beside {', '.join(given)}, which give a shape by hand")
+        named = {"name": f"{self.num_experts} experts, top-{self.top_k}", "source": "shape given in the config"}
+        return ModelSpec(**{**named, "num_layers": 1, "normalize": True, **given})
+
+
+class ModelConfig(Shape):
     preset: str | None = None
     """Model shape: a file of data/models/, without its ending."""
     hf_config: Annotated[Path | None, FILE] = None
@@ -82,13 +117,15 @@ class ModelConfig(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
-        if (self.preset is None) == (self.hf_config is None):
-            raise UserError("give either preset or hf_config")
+        if sum(one is not None for one in (self.preset, self.hf_config, self.shape())) != 1:
+            raise UserError("give either preset or hf_config, or the shape: num_experts, top_k, ...")
         self.spec()  # Raises where there is no such model, and lists what there is.
         return self
 
     def spec(self) -> ModelSpec:
-        if self.hf_config is not None:
+        if (by_hand := self.shape()) is not None:
+            whole = by_hand
+        elif self.hf_config is not None:
             whole = load_hf_model(self.hf_config)
         else:
             assert self.preset is not None
@@ -164,7 +201,7 @@ class SyntheticConfig(_Workload):
             return own
         if preset is None:
             raise UserError(
-                f"skew: expected none for a model by hf_config; give peak_load and the like, got {self.skew}"
+                f"skew: expected none for a model that is no preset; give peak_load and the like, got {self.skew}"
             )
         try:
             calibrated = load_skew(preset, self.skew).targets()

@@ -151,3 +151,20 @@ def test_no_config_of_ours_asks_for_more_experts_than_its_model_has() -> None:
     assert len(found) > 5
     for path in found:
         assert load_experiments(path, ["sweep.workload.seed=[0]"], on_cpu=False)
+
+
+SHAPE = {"num_experts": 1024, "top_k": 2, "hidden_size": 32, "ffn_hidden_size": 16}
+
+
+def test_a_model_may_be_given_by_its_shape(tmp_path: Path) -> None:
+    (found,) = load_experiments(write(tmp_path, model=SHAPE), on_cpu=False)
+    spec = found.model.spec()
+    assert (spec.num_experts, spec.top_k, spec.num_moe_layers, spec.normalize) == (1024, 2, 1, True)
+    for model, message in (
+        ({**SHAPE, "preset": "olmoe-1b-7b"}, "model: give either preset or hf_config, or the shape"),
+        ({"top_k": 2, "hidden_size": 32}, "model: num_experts: missing beside top_k, hidden_size"),
+        ({**SHAPE, "top_k": 1025}, "top_k: expected at most num_experts=1024, got 1025"),
+        ({"preset": "olmoe-1b-7b", "normalize": True}, "model: num_experts: missing beside normalize"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load_experiments(write(tmp_path, model=model), on_cpu=False)

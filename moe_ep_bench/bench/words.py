@@ -43,6 +43,8 @@ def describe_workload(experiment: Experiment, workload: Workload, tokens_BR: NDA
         tokens = " to ".join(f"{number:,}" for number in sorted(set(of)))
         known = "masked from policies" if config.mask_padding else "of which policies are not told"
         described["description"] += f"; {config.padding_per_rank:,} of {tokens} tokens a rank are padding, {known}"
+    if isinstance(config, SyntheticConfig) and experiment.model.preset is None:
+        described["description"] += "; the skew is assumed: nothing was recorded of this model"
     if isinstance(config, SyntheticConfig) and config.skew is not None:
         assert experiment.model.preset is not None
         skew = load_skew(experiment.model.preset, config.skew)

@@ -322,6 +322,14 @@ def _trace_thresholds(options: argparse.Namespace) -> int:
     return OK
 
 
+def _trace_eplb(options: argparse.Namespace) -> int:
+    from moe_ep_bench.workload.expert_map import write_expert_map
+
+    how = {"num_ranks": options.ep, "spare_per_rank": options.spare_per_rank, "num_nodes": options.nodes}
+    print(write_expert_map(options.file, options.out, **how, preset=options.preset))
+    return OK
+
+
 def _trace_record(options: argparse.Namespace) -> int:
     from moe_ep_bench.quality.recording import RecordOptions, record_trace
 
@@ -418,6 +426,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "calibrate": _calibrate,
     "trace info": _trace_info,
     "trace thresholds": _trace_thresholds,
+    "trace eplb": _trace_eplb,
     "trace record": _trace_record,
     "trace import": _trace_import,
     "check-policy": _check_policy,

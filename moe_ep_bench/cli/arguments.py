@@ -223,6 +223,15 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     _add_float(thresholds, "--keep", 0.25, "SHARE", "share of tokens that keep their top-k")
     thresholds.set_defaults(command="trace thresholds")
 
+    eplb = actions.add_parser("eplb", help="plan replicas for its loads; write which expert each slot holds (SGLang)")
+    eplb.add_argument("file", type=Path, metavar="FILE", help="a moe-trace-v1 file, or a .json of expert loads")
+    eplb.add_argument("out", type=Path, metavar="OUT", help="the JSON file to write")
+    eplb.add_argument("--ep", type=int, required=True, metavar="N", help="expert-parallel ranks")
+    eplb.add_argument("--spare-per-rank", type=int, required=True, metavar="N", help="slots beyond a rank's share")
+    eplb.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of neighbouring ranks (%(default)s)")
+    eplb.add_argument("--preset", metavar="MODEL", help="its model: rows for dense layers too, groups kept on nodes")
+    eplb.set_defaults(command="trace eplb")
+
     record = actions.add_parser("record", help="record a checkpoint's routing of a text")
     record.add_argument("model", type=Path, metavar="MODEL", help="a checkpoint's folder (transformers)")
     record.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text")

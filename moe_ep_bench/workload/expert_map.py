@@ -78,6 +78,6 @@ def write_expert_map(
     peaks = [(load_LR.max(axis=1) / load_LR.mean(axis=1)).mean() for load_LR in (before_LR, plan.rank_load(load_LE))]
     return (
         f"{out}: {len(rows)} layers ({dense} of them dense), {num_slots} slots on {num_ranks} ranks, "
-        f"{plan.policy} policy\nfullest rank over the mean, mean over recorded layers: {peaks[0]:.2f} in order, {peaks[1]:.2f} as planned "
-        "for the same loads"
+        f"{plan.policy} policy\nfullest rank over the mean, mean over recorded layers: {peaks[0]:.2f} in order, "
+        f"{peaks[1]:.2f} as planned for the same loads"
     )

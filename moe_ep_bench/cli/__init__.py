@@ -342,8 +342,8 @@ def _trace_record(options: argparse.Namespace) -> int:
 def _trace_import(options: argparse.Namespace) -> int:
     from moe_ep_bench.workload.importers import ImportOptions, import_trace
 
-    # All but top_k, which only a preset gives.
-    names = [field.name for field in dataclasses.fields(ImportOptions) if field.name != "top_k"]
+    # All but what only a preset gives.
+    names = [field.name for field in dataclasses.fields(ImportOptions) if field.name not in ("top_k", "num_layers")]
     chosen = {name: getattr(options, name) for name in names}
     print(import_trace(options.kind, options.source, options.out, ImportOptions(**chosen)).text())
     return OK

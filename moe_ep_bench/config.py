@@ -33,7 +33,7 @@ from moe_ep_bench.presets import (
     read_yaml,
     validated,
 )
-from moe_ep_bench.workload.skews import RankLoad, load_skew
+from moe_ep_bench.workload.skews import PATTERNS, SKEWS, RankLoad, load_skew
 from moe_ep_bench.workload.tail import TAILS
 from moe_ep_bench.workload.trace import open_trace
 
@@ -165,8 +165,9 @@ class _Workload(Strict):
 class SyntheticConfig(_Workload):
     kind: Literal["synthetic"] = "synthetic"
     """Scores are drawn, to meet the targets below."""
-    skew: Literal["mixed", "single_domain", "worst_layer"] | None = None
-    """Targets calibrated to the model (data/skews/). Keys given beside it win, null included."""
+    skew: Literal[(*SKEWS, *PATTERNS)] | None = None
+    """Targets calibrated to the model (data/skews/): keys given beside it win, null included. Or another benchmark's
+    pattern: ``megatron_w0`` to ``megatron_w7``, ``power_law_1.01``, ``power_law_1.2``; no targets beside it."""
     peak_load: float | None = Field(None, ge=1)
     """Load of the fullest expert over the mean; null = unskewed."""
     sequence_length: int = Field(128, ge=1)
@@ -190,6 +191,16 @@ class SyntheticConfig(_Workload):
     burst_peak_load: float | None = Field(None, ge=1)
     """Peak load of a burst's batch."""
 
+    @model_validator(mode="after")
+    def _check_pattern(self) -> SyntheticConfig:
+        if self.skew in PATTERNS:
+            beside = self.model_fields_set - {*_Workload.model_fields, "kind", "skew", "sequence_length"}
+            if beside:
+                raise UserError(f"skew: {self.skew} prescribes all loads; expected no {', '.join(sorted(beside))}")
+            if self.skew == "megatron_w4" and self.rank_shares is None:
+                raise UserError("rank_shares: needed by skew megatron_w4, whose sources are ragged, e.g. [2, 1, 1, 0]")
+        return self
+
     def targets(self, preset: str | None) -> dict[str, Any]:
         """All targets of a ``SyntheticWorkload``, those of ``skew`` included.
 
@@ -197,7 +208,7 @@ class SyntheticConfig(_Workload):
             ValueError: there is no such skew of the model.
         """
         own = self.model_dump(exclude={*_Workload.model_fields, "kind", "skew", "sequence_length"})
-        if self.skew is None:
+        if self.skew is None or self.skew in PATTERNS:
             return own
         if preset is None:
             raise UserError(

@@ -112,7 +112,7 @@ def test_a_model_by_its_config_json_is_found_beside_the_config_and_leaves_no_pat
         ({"hf_config": "nowhere/config.json"}, {}, "nowhere/config.json"),
         ({"preset": "qwen3-30b-a3b", "tensor_parallel": 5}, {}, "model: tensor_parallel: .*size=768, got 5"),
         ({"preset": "qwen3-30b-a3b", "tensor_parallel": 0}, {}, "model.tensor_parallel: .* got 0"),
-        (None, {"skew": "hot"}, "workload.skew: .*expected mixed, single_domain or worst_layer, got 'hot'"),
+        (None, {"skew": "hot"}, "workload.skew: expected mixed, .*, got 'hot'"),
         (None, {"rank_load": {"ep_size": 8}}, "workload.rank_load.load: missing"),
         (None, {"rank_load": {"ep_size": 8, "load": 1.5, "ranks": 8}}, "rank_load.ranks: no such key; .* load"),
         (None, {"rank_shares": [-1]}, "workload.rank_shares.0: expected at least 0, got -1"),

@@ -72,6 +72,8 @@ def test_sglangs_responses_are_read_with_the_models_layers(tmp_path: Path) -> No
         assert np.array_equal(np.sort(trace.read_layer(layer)[0]), np.sort(ids_TLK[:, layer + 1]))
 
 
+# Experts that there are none of, but in the dense layer.
+HIGH_L1 = 60 * (np.arange(27) > 0)[:, None].astype(np.int32)
 HOSTILE = {
     "no text": ("sglang", {"meta_info": {}}, "routed_experts: expected base64 text, got None"),
     "a list": ("sglang", [3], "routed_experts: expected base64 text, got None"),
@@ -83,7 +85,7 @@ HOSTILE = {
     ),
     "no such expert": (
         "sglang",
-        {"meta_info": {"routed_experts": raw(routing(2, 27, 64, 6) + 60 * (np.arange(27) > 0)[:, None].astype(np.int32))}},
+        {"meta_info": {"routed_experts": raw(routing(2, 27, 64, 6) + HIGH_L1)}},
         "expert_ids: expected 0 to 63, got ",
     ),
     "a pickle": (

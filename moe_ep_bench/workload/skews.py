@@ -56,6 +56,8 @@ class Skews(Preset):
 
 
 SKEWS = tuple(Skews.model_fields)
+# Other benchmarks' patterns, of any model; see the module of that name.
+PATTERNS = (*(f"megatron_w{number}" for number in range(8)), "power_law_1.01", "power_law_1.2")
 
 
 def load_skew(preset: str, name: str) -> Skew:

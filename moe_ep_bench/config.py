@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import PLACEMENTS, Placement, make_placement
 from moe_ep_bench.policies import Policy
+from moe_ep_bench.policies.own import is_file
 from moe_ep_bench.presets import (
     ConfigError,
     PolicyEntry,
@@ -31,7 +33,7 @@ from moe_ep_bench.presets import (
     read_yaml,
     validated,
 )
-from moe_ep_bench.workload.skews import RankLoad, load_skew
+from moe_ep_bench.workload.skews import PATTERNS, SKEWS, RankLoad, load_skew
 from moe_ep_bench.workload.tail import TAILS
 from moe_ep_bench.workload.trace import open_trace
 
@@ -45,6 +47,9 @@ class FileKey:
 
 
 FILE = FileKey()
+OWN_POLICY = FileKey(is_name=lambda text: not is_file(text))
+# Entries of policies are no models with fields of their own.
+_POLICY_FILES = {f"{key}.name": OWN_POLICY for key in ("policies", "claims.policy", "claims.versus")}
 PRESET_OR_FILE = FileKey(is_name=lambda text: not text.endswith(".yaml"))
 
 
@@ -65,9 +70,44 @@ class SweepPoint(Strict):
 _Schema = TypeVar("_Schema", bound=SweepPoint)
 
 
-class ModelConfig(Strict):
+class Shape(Strict):
+    """A model's MoE layer by hand, in place of a preset."""
+
+    num_experts: int | None = Field(None, ge=1)
+    """Routed experts, in place of a preset; needs top_k, hidden_size and ffn_hidden_size beside it."""
+    top_k: int | None = Field(None, ge=1)
+    """Experts of a token."""
+    hidden_size: int | None = Field(None, ge=1)
+    """Width of a token."""
+    ffn_hidden_size: int | None = Field(None, ge=1)
+    """Width of one routed expert's gated FFN."""
+    num_layers: int | None = Field(None, ge=1)
+    """MoE layers of the model; null = 1."""
+    shared_ffn_hidden_size: int | None = Field(None, ge=0)
+    """Width of all shared experts together; null = none."""
+    score_function: Literal["softmax", "sigmoid"] | None = None
+    """Score function of the router; null = softmax."""
+    normalize: bool | None = None
+    """Weights of a token's experts are divided by their sum; null = they are."""
+
+    def shape(self) -> ModelSpec | None:
+        """The model that is given by hand, or None.
+
+        Raises:
+            ValueError: a key is missing, or given without ``num_experts``.
+        """
+        given = {key: getattr(self, key) for key in Shape.model_fields if getattr(self, key) is not None}
+        if not given:
+            return None
+        if missing := [key for key in ("num_experts", "top_k", "hidden_size", "ffn_hidden_size") if key not in given]:
+            raise UserError(f"{missing[0]}: missing beside {', '.join(given)}, which give a shape by hand")
+        named = {"name": f"{self.num_experts} experts, top-{self.top_k}", "source": "shape given in the config"}
+        return ModelSpec(**{**named, "num_layers": 1, "normalize": True, **given})
+
+
+class ModelConfig(Shape):
     preset: str | None = None
-    """Model shape: a file of configs/models/, without its ending."""
+    """Model shape: a file of data/models/, without its ending."""
     hf_config: Annotated[Path | None, FILE] = None
     """Hugging Face config.json, or its folder, in place of a preset; relative to the config's own folder."""
     scale: float = Field(1.0, gt=0, le=1)
@@ -77,13 +117,15 @@ class ModelConfig(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
-        if (self.preset is None) == (self.hf_config is None):
-            raise UserError("give either preset or hf_config")
+        if sum(one is not None for one in (self.preset, self.hf_config, self.shape())) != 1:
+            raise UserError("give either preset or hf_config, or the shape: num_experts, top_k, ...")
         self.spec()  # Raises where there is no such model, and lists what there is.
         return self
 
     def spec(self) -> ModelSpec:
-        if self.hf_config is not None:
+        if (by_hand := self.shape()) is not None:
+            whole = by_hand
+        elif self.hf_config is not None:
             whole = load_hf_model(self.hf_config)
         else:
             assert self.preset is not None
@@ -123,8 +165,9 @@ class _Workload(Strict):
 class SyntheticConfig(_Workload):
     kind: Literal["synthetic"] = "synthetic"
     """Scores are drawn, to meet the targets below."""
-    skew: Literal["mixed", "single_domain", "worst_layer"] | None = None
-    """Targets calibrated to the model (configs/skews/). Keys given beside it win, null included."""
+    skew: Literal[(*SKEWS, *PATTERNS)] | None = None
+    """Targets calibrated to the model (data/skews/): keys given beside it win, null included. Or another benchmark's
+    pattern: ``megatron_w0`` to ``megatron_w7``, ``power_law_1.01``, ``power_law_1.2``; no targets beside it."""
     peak_load: float | None = Field(None, ge=1)
     """Load of the fullest expert over the mean; null = unskewed."""
     sequence_length: int = Field(128, ge=1)
@@ -148,6 +191,16 @@ class SyntheticConfig(_Workload):
     burst_peak_load: float | None = Field(None, ge=1)
     """Peak load of a burst's batch."""
 
+    @model_validator(mode="after")
+    def _check_pattern(self) -> SyntheticConfig:
+        if self.skew in PATTERNS:
+            beside = self.model_fields_set - {*_Workload.model_fields, "kind", "skew", "sequence_length"}
+            if beside:
+                raise UserError(f"skew: {self.skew} prescribes all loads; expected no {', '.join(sorted(beside))}")
+            if self.skew == "megatron_w4" and self.rank_shares is None:
+                raise UserError("rank_shares: needed by skew megatron_w4, whose sources are ragged, e.g. [2, 1, 1, 0]")
+        return self
+
     def targets(self, preset: str | None) -> dict[str, Any]:
         """All targets of a ``SyntheticWorkload``, those of ``skew`` included.
 
@@ -155,11 +208,11 @@ class SyntheticConfig(_Workload):
             ValueError: there is no such skew of the model.
         """
         own = self.model_dump(exclude={*_Workload.model_fields, "kind", "skew", "sequence_length"})
-        if self.skew is None:
+        if self.skew is None or self.skew in PATTERNS:
             return own
         if preset is None:
             raise UserError(
-                f"skew: expected none for a model by hf_config; give peak_load and the like, got {self.skew}"
+                f"skew: expected none for a model that is no preset; give peak_load and the like, got {self.skew}"
             )
         try:
             calibrated = load_skew(preset, self.skew).targets()
@@ -317,12 +370,12 @@ class EmulateConfig(Strict):
     """Settings of ``emulate``."""
 
     links: Annotated[str | None, PRESET_OR_FILE] = None
-    """Links between virtual ranks: a file of configs/links/ without its ending, or the path of one by ``calibrate``."""
+    """Links between virtual ranks: a file of data/links/ without its ending, or the path of one by ``calibrate``."""
     bandwidth_scale: float = Field(1.0, gt=0)
     """Factor on the bandwidth of all links."""
     device: Annotated[str, PRESET_OR_FILE] = MEASURED
     """``measured``: this device runs every virtual rank's layer. Else nothing is run: phases are modelled for a device,
-    a file of configs/devices/ without its ending, or the path of such a file."""
+    a file of data/devices/ without its ending, or the path of such a file."""
     replication: tuple[ReplicationConfig, ...] = ()
     """Expert replication beside the policies: an alternative that needs spare memory and drops nothing."""
     chunk_tokens: int | None = Field(None, ge=1)
@@ -335,7 +388,7 @@ class Experiment(SweepPoint):
     BESIDE = ("sweep", "on_cpu")
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """The config's name; results carry it."""
+    """The config's name, which results carry; without it, its file's."""
     scope: Literal["layer", "model"] = "layer"
     """Subject of ``run``: one MoE layer, or a whole model with its attention and every MoE layer."""
     model: ModelConfig
@@ -358,6 +411,15 @@ class Experiment(SweepPoint):
         unused = self.whole.model_dump(exclude_defaults=True)
         if self.scope == "layer" and unused:
             raise UserError(f"whole.{next(iter(unused))}: expected with scope: model alone; one layer is timed")
+        classes: dict[str, type[Policy]] = {}
+        for number, entry in enumerate(self.policies):
+            for policy in expand_policies([entry]):
+                if classes.setdefault(policy.name, type(policy)) is not type(policy):
+                    raise UserError(f"policies.{number}.name: expected one policy of the name {policy.name}, got two")
+                try:
+                    policy.check_model(self.model.spec().num_experts)
+                except ValueError as problem:
+                    raise UserError(f"policies.{number}.{problem}") from None
         for number, claim in enumerate(self.claims):
             self.claimed_policies(number)
             try:
@@ -444,8 +506,9 @@ def _read(
     path: Path, schema: type[SweepPoint], overrides: Iterable[str], overrides_folder: Path, *, on_cpu: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The file's values and its sweep, both with the overrides applied and relative paths resolved."""
-    files = _file_keys(schema)
+    files = _file_keys(schema) | _POLICY_FILES
     raw = read_yaml(path, "cannot read the config")
+    raw.setdefault("name", re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+", "-", path.stem).strip("-") or "config")
     sections = {name: raw.pop(name, None) or {} for name in schema.BESIDE}
     for name, section in sections.items():
         if not isinstance(section, dict):
@@ -464,7 +527,7 @@ def _read(
         changes.append((key, value, overrides_folder, f"--set {override}"))
     for key, value, folder, where in changes:
         swept = key.removeprefix("sweep.")
-        value = _resolved(value, swept, files, folder)
+        value = _resolved(value, re.sub(r"\.\d+(?=\.|$)", "", swept), files, folder)
         if key == "sweep":
             raise ConfigError(f"{where}: expected sweep.KEY=[values], or KEY=value for one value alone")
         if key != swept:
@@ -500,11 +563,23 @@ def _resolved(value: Any, key: str, files: Mapping[str, FileKey], folder: Path) 
 
 def _put(raw: dict[str, Any], dotted: str, value: Any, where: str) -> None:
     *parents, last = str(dotted).split(".")
+    inner: Any = raw
     for parent in parents:
-        raw = raw.setdefault(parent, {})
-        if not isinstance(raw, dict):
+        listed = isinstance(inner, list)
+        inner = inner[_place(inner, parent, dotted, where)] if listed else inner.setdefault(parent, {})
+        if not isinstance(inner, dict | list):
             raise ConfigError(f"{where}: {dotted}: {parent} has no keys of its own")
-    raw[last] = value
+    if isinstance(inner, list):
+        inner[_place(inner, last, dotted, where)] = value
+    else:
+        inner[last] = value
+
+
+def _place(values: list[Any], number: str, dotted: str, where: str) -> int:
+    if not number.isdecimal() or int(number) >= len(values):
+        allowed = f"0 to {len(values) - 1}" if values else "nothing, for the list is empty"
+        raise ConfigError(f"{where}: {dotted}: expected {allowed} for an entry of the list, got {number}")
+    return int(number)
 
 
 # Keys that never enter a comparison's id: points that differ in them alone would overwrite each other.

@@ -1,5 +1,8 @@
 """Tell a user's mistake from a defect of ours."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(ValueError):
     """What a user can correct: one line that names the file or option, the value, and what is allowed.
@@ -7,3 +10,12 @@ class UserError(ValueError):
     Commands print it and exit with 2; any other exception is a defect and shown with its traceback. It is a ValueError,
     so that pydantic's validators may raise it.
     """
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """The end of an error's line: the known name that begins with a word, holds it or is spelt like it; else empty."""
+    text, names = str(word).lower(), list(known)
+    close = [name for name in names if text and name.lower().startswith(text)]
+    close += [name for name in names if text and text in name.lower()]
+    close += difflib.get_close_matches(text, names, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

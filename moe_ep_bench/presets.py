@@ -1,6 +1,6 @@
 """Read YAML files into strict pydantic models, with one line for every error.
 
-A preset is a YAML file of a folder of configs/ that users name without its ending. Its class says the folder:
+A preset is a YAML file of a folder of data/ that users name without its ending. Its class says the folder:
 
 ``models``   ``models.ModelSpec``           shape of a model
 ``devices``  ``cost_model.devices.Device``  roofline of a device that is not here
@@ -12,24 +12,40 @@ Policies stand in all files alike: a name and fields, where a list in place of a
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, did_you_mean
 from moe_ep_bench.policies import Policy, make_policy
+from moe_ep_bench.policies.own import without_folder
 
-CONFIGS_DIR = Path(__file__).resolve().parents[1] / "configs"
+DATA_DIR = Path(__file__).resolve().parent / "data"
 
 
 class ConfigError(UserError):
     """A user's mistake in a file or an override; its text is the one line to show."""
+
+
+class _Flag:
+    """A true or false where neither can stand: no type of a field takes it."""
+
+    def __init__(self, value: bool) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        return str(self._value).lower()
+
+
+def _marked(value: object) -> object:
+    if isinstance(value, list):
+        return [_marked(one) for one in value]
+    return _Flag(value) if isinstance(value, bool) else value
 
 
 class Strict(BaseModel):
@@ -37,15 +53,25 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_flag_for_a_number(cls, values: object) -> object:
+        """Pydantic would take true for 1."""
+        if not isinstance(values, dict):
+            return values
+        flags = {name for name, field in cls.model_fields.items() if _takes_flags(field.annotation)}
+        flags |= {str(cls.model_fields[name].alias) for name in flags}
+        return {key: value if key in flags else _marked(value) for key, value in values.items()}
+
 
 class Preset(Strict):
-    """What a YAML file of ``configs/<FOLDER>/`` holds."""
+    """What a YAML file of ``data/<FOLDER>/`` holds."""
 
     FOLDER: ClassVar[str]
 
     @classmethod
     def folder(cls) -> Path:
-        return CONFIGS_DIR / cls.FOLDER
+        return DATA_DIR / cls.FOLDER
 
     @classmethod
     def names(cls) -> list[str]:
@@ -61,7 +87,7 @@ class Preset(Strict):
         """
         names = cls.names()
         if name not in names:
-            raise UserError(f"expected {otherwise}one of {', '.join(names)}; got {name!r}{_hint(name, names)}")
+            raise UserError(f"expected {otherwise}one of {', '.join(names)}; got {name!r}{did_you_mean(name, names)}")
         return cls._read(cls.folder() / f"{name}.yaml")
 
     @classmethod
@@ -115,9 +141,12 @@ def read_yaml(path: Path, unreadable: str = "cannot be read") -> dict[str, Any]:
         ConfigError: one line that names the file.
     """
     try:
-        fields = parse_yaml(path.read_text())
+        fields = parse_yaml(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {unreadable}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ConfigError(f"{path}: expected text in UTF-8, got byte 0x{byte:02x} at position {error.start}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(fields, dict):
@@ -158,7 +187,15 @@ def _check_entry(entry: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
-PolicyEntry = Annotated[dict[str, Any], AfterValidator(_check_entry)]
+def _without_folders(entry: dict[str, Any]) -> dict[str, Any]:
+    """Results say of a policy's file its name alone."""
+    names = entry["name"]
+    return {**entry, "name": [*map(without_folder, names)] if isinstance(names, list) else without_folder(names)}
+
+
+PolicyEntry = Annotated[
+    dict[str, Any], AfterValidator(_check_entry), PlainSerializer(_without_folders, when_used="json")
+]
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
@@ -170,7 +207,10 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
 
 def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable[str]) -> str:
     """The first error as ``key: problem, got value``."""
-    problem = error.errors(include_url=False)[0]
+    problems = error.errors(include_url=False)
+    problem = problems[0]
+    if problem["type"] == "missing":  # A key that is not known may be the one that is missing, misspelt.
+        problem = next((one for one in problems if one["type"] == "extra_forbidden"), problem)
     location = list(problem["loc"])
     unknown = str(location.pop()) if problem["type"] == "extra_forbidden" else None
     models, keys = [kind], []
@@ -189,13 +229,71 @@ def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable
     if unknown is not None:
         known = [*_fields(models), *(() if keys else beside)]
         key = ".".join([*keys, unknown])
-        return f"{key}: no such key; expected one of {', '.join(known)}{_hint(unknown, known)}"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "missing":
-        message = "missing"
-    elif problem["type"] != "value_error":
-        message = f"{message[0].lower()}{message[1:]}, got {problem['input']!r}"
+        return f"{key}: no such key; expected one of {', '.join(known)}{did_you_mean(unknown, known)}"
+    message = problem_words(problem)
     return f"{key}: {message}" if key else message
+
+
+# What a field expects, by pydantic's type of error; its context fills the braces.
+_EXPECTED = {
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "at most {le}",
+    "finite_number": "a finite number",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a smaller whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "string_too_short": "text",
+    "string_pattern_mismatch": "text of the pattern {pattern}",
+    "path_type": "a path",
+    "literal_error": "{expected}",
+    "enum": "{expected}",
+    "too_short": "at least {min_length} of them",
+    "too_long": "at most {max_length} of them",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "keys with values",
+    "mapping_type": "keys with values",
+    "model_type": "keys with values",
+    "model_attributes_type": "keys with values",
+    "union_tag_not_found": "the key {discriminator}",
+    "union_tag_invalid": "{discriminator} as one of {expected_tags}",
+}
+
+
+def problem_words(problem: Mapping[str, Any]) -> str:
+    """One error of pydantic's in our words: ``expected ..., got value``."""
+    kind = problem["type"]
+    if kind == "missing":
+        return "missing"
+    if kind == "extra_forbidden":
+        return "no such key"
+    if kind == "json_invalid":
+        return f"not valid JSON: {problem['ctx']['error']}"
+    if kind == "value_error":
+        return problem["msg"].removeprefix("Value error, ")
+    context = {key: _plain(value) for key, value in problem.get("ctx", {}).items()}
+    if kind in _EXPECTED:
+        return f"expected {_EXPECTED[kind].format(**context)}, got {problem['input']!r}"
+    return f"{problem['msg'][0].lower()}{problem['msg'][1:]}, got {problem['input']!r}"
+
+
+def _plain(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value).replace("'", "")
+
+
+def _takes_flags(annotation: Any) -> bool:
+    """Whether true and false are values of a type, or of a member of its union or list."""
+    return annotation in (bool, object, Any) or any(
+        isinstance(part, bool) or _takes_flags(part) for part in get_args(annotation)
+    )
 
 
 def _fields(models: Iterable[type[BaseModel]]) -> dict[str, FieldInfo]:
@@ -205,8 +303,3 @@ def _fields(models: Iterable[type[BaseModel]]) -> dict[str, FieldInfo]:
 def _kind_of(model: type[BaseModel]) -> object:
     """Which word of a file stands for this member of a union."""
     return model.model_fields["kind"].default if "kind" in model.model_fields else None
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,6 +83,15 @@ PhaseKey = str | tuple[int, str]
 def layer_and_phase(key: PhaseKey) -> tuple[int | None, str]:
     """The layer of a recorded phase, None where it is of none, and its name."""
     return (None, key) if isinstance(key, str) else key
+
+
+def phases_in_depth(num_layers: int, moe_layers: Collection[int]) -> list[PhaseKey]:
+    """All phases that a model of so many layers may pass, in their order."""
+    names: list[PhaseKey] = ["embedding"]
+    for layer in range(num_layers):
+        own = (*LAYER_PHASES, MOE_REST) if layer in moe_layers else ("dense",)
+        names += [(layer, phase) for phase in ("rest", "attention", *own)]
+    return [*names, "rest", "output"]
 
 
 def phase_key(layer: int | None, phase: str) -> PhaseKey:

@@ -45,6 +45,7 @@ WARM = (
     "layer",
     "model_graph_run",
     "model_run",
+    "own_policies",
     "padding",
     "reproduce",
     "reproduce_whole",

@@ -18,7 +18,7 @@ from moe_ep_bench.layer.graphs import CapturedRun
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
-from moe_ep_bench.layer.router import logits_from_scores
+from moe_ep_bench.layer.scores import logits_from_scores
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.selection import weighted
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED

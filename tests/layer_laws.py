@@ -30,7 +30,7 @@ from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.phases import Rendezvous, instrumented
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
-from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
+from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
 from moe_ep_bench.layer.stages import STAGES
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.models import ModelSpec, load_model

@@ -88,7 +88,6 @@ def insert(path: Path, before: str, row: str) -> None:
 def test_a_phase_is_added_by_one_row_and_the_hook_that_times_it(tmp_path: Path) -> None:
     """The router's own glue, which no other phase covers, as a phase and a group of its own."""
     shutil.copytree(TREE / "moe_ep_bench", tmp_path / "moe_ep_bench", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "configs").symlink_to(TREE / "configs")
     package = tmp_path / "moe_ep_bench"
     gate = 'Phase("gate", '
     insert(package / "schema.py", f"        {gate}", '        Phase("glue", "router", "#999933"),')
@@ -115,13 +114,11 @@ def test_a_phase_is_added_by_one_row_and_the_hook_that_times_it(tmp_path: Path) 
 
 
 def test_a_preset_is_added_by_one_yaml(tmp_path: Path) -> None:
-    """A model of a new name, as a file of configs/models/, routes and is drawn."""
+    """A model of a new name, as a file of data/models/, routes and is drawn."""
     shutil.copytree(TREE / "moe_ep_bench", tmp_path / "moe_ep_bench", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(TREE / "configs" / "models", tmp_path / "configs" / "models")
-    preset = yaml.safe_load((TREE / "configs" / "models" / "olmoe-1b-7b.yaml").read_text())
-    (tmp_path / "configs" / "models" / "own-moe.yaml").write_text(
-        yaml.safe_dump({**preset, "name": "Own MoE", "num_experts": 12, "top_k": 3})
-    )
+    models = tmp_path / "moe_ep_bench" / "data" / "models"
+    preset = yaml.safe_load((models / "olmoe-1b-7b.yaml").read_text())
+    (models / "own-moe.yaml").write_text(yaml.safe_dump({**preset, "name": "Own MoE", "num_experts": 12, "top_k": 3}))
     config = {**CONFIG, "name": "own", "model": {"preset": "own-moe"}, "policies": [{"name": "topk"}], "sweep": {}}
     config["workload"] = {**config["workload"], "num_tokens": 48}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))

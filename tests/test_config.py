@@ -112,15 +112,15 @@ def test_a_model_by_its_config_json_is_found_beside_the_config_and_leaves_no_pat
         ({"hf_config": "nowhere/config.json"}, {}, "nowhere/config.json"),
         ({"preset": "qwen3-30b-a3b", "tensor_parallel": 5}, {}, "model: tensor_parallel: .*size=768, got 5"),
         ({"preset": "qwen3-30b-a3b", "tensor_parallel": 0}, {}, "model.tensor_parallel: .* got 0"),
-        (None, {"skew": "hot"}, "workload.skew: .*'mixed', 'single_domain' or 'worst_layer'.*'hot'"),
+        (None, {"skew": "hot"}, "workload.skew: expected mixed, .*, got 'hot'"),
         (None, {"rank_load": {"ep_size": 8}}, "workload.rank_load.load: missing"),
         (None, {"rank_load": {"ep_size": 8, "load": 1.5, "ranks": 8}}, "rank_load.ranks: no such key; .* load"),
-        (None, {"rank_shares": [-1]}, "workload.rank_shares.0: .*greater than or equal to 0, got -1"),
-        (None, {"rank_shares": []}, "workload.rank_shares: .*at least 1 item"),
+        (None, {"rank_shares": [-1]}, "workload.rank_shares.0: expected at least 0, got -1"),
+        (None, {"rank_shares": []}, "workload.rank_shares: expected at least 1 of them, got"),
         (None, {"family": "pareto"}, "workload.family: .*got 'pareto'"),
-        (None, {"padding_per_rank": -1}, "workload.padding_per_rank: .*greater than or equal to 0, got -1"),
+        (None, {"padding_per_rank": -1}, "workload.padding_per_rank: expected at least 0, got -1"),
         (None, {"padding": 1}, "workload.padding: no such key; .* padding_per_rank"),
-        (None, {"kind": "recorded", "trace": "x", "tail": "uniform", "layer": [[]]}, "workload.layer: .*integer, got "),
+        (None, {"kind": "recorded", "trace": "x", "tail": "uniform", "layer": [[]]}, "layer: expected a whole number"),
         (None, {"mask_padding": "some"}, "workload.mask_padding: .*got 'some'"),
     ],
 )  # fmt: skip
@@ -134,7 +134,11 @@ def test_a_mistake_is_one_line_that_names_the_key(
 @pytest.mark.parametrize(
     ("model", "workload", "message"),
     [
-        ({"hf_config": "config.json"}, {"skew": "mixed"}, "workload: skew: expected none for a model by hf_config"),
+        (
+            {"hf_config": "config.json"},
+            {"skew": "mixed"},
+            "workload: skew: expected none for a model that is no preset",
+        ),
         (None, {"rank_shares": [0, 0]}, "workload.rank_shares: expected one above 0 among the 1 ranks"),
         (None, {"peak_load": 2.0, "burst_every": 3}, "workload: burst_every, burst_peak_load: expected both or none"),
     ],

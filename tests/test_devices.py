@@ -1,4 +1,4 @@
-"""The roofline by hand and by properties; the files of configs/devices/."""
+"""The roofline by hand and by properties; the files of data/devices/."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_auto_takes_decode_below_the_crossover_and_never_without_one() -> None:
     assert takes_decode(known, 3.9) == (True, "3.9 rows an expert, below decode_below_rows 4 of devices/test")
     assert takes_decode(known, 4.0) == (False, "4 rows an expert, not below decode_below_rows 4 of devices/test")
     assert takes_decode(device(), 0.1) == (False, "devices/test: decode_below_rows is not measured")
-    assert takes_decode(None, 0.1) == (False, "no file of configs/devices/ has this GPU's name")
+    assert takes_decode(None, 0.1) == (False, "no file of data/devices/ has this GPU's name")
 
 
 def test_a_gpu_is_found_by_its_name_and_by_no_part_of_it() -> None:

@@ -98,6 +98,7 @@ LISTED = {
         "--help",
         "needs a GPU: CUDA graphs",
     ),
+    "check-policy ./my_policy.py:LeaveBusiest --set num_left=2": ("--help", "test_own_policies does so"),
     "validate configs/quickstart.yaml": ("--help", "configs/validate-cpu.yaml is validated here"),
     "validate configs/validate-model-cpu.yaml --nproc 2": ("--help", "test_whole_validate does so"),
 }

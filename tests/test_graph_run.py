@@ -124,7 +124,7 @@ def test_replays_route_alike_and_are_checked(taped: tuple[Path, int]) -> None:
         ({"cuda_graph": True, "dispatcher": "allgather"}, "layer.cuda_graph: true needs a GPU"),
         ({"dispatcher": "allgather", "experts": "decode", "permute": "indexed"}, "layer.permute: expected auto"),
         ({"dispatcher": "allgather", "permute": "indexed"}, "indexed serves layer.dispatcher alltoall only"),
-        ({"dispatcher": "ring"}, "layer.dispatcher: input should be 'alltoall', 'allgather' or 'flex', got 'ring'"),
+        ({"dispatcher": "ring"}, "layer.dispatcher: expected alltoall, allgather or flex, got 'ring'"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(layer: dict, message: str, tmp_path: Path, capsys) -> None:

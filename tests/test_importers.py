@@ -796,7 +796,9 @@ def test_a_failure_at_the_end_leaves_nothing_behind(tmp_path, out, kind, monkeyp
         ("tensorrt", {}, "kind: expected one of esft, gpt-oss, megatron, sglang, vllm; got 'tensorrt'"),
         ("esft", {"phase": "decode"}, "phase: not for esft recordings, which take domain; got 'decode'"),
         ("vllm", {"micro_batch_size": 2}, "micro_batch_size: not for vllm recordings, which take preset, model,"),
-        ("vllm", {"num_experts": 8}, "model: needed, because vllm recordings do not say it (or preset)"),
+        ("vllm", {"num_experts": 8, "assume_equal_scores": True}, "model: needed, because vllm recordings do not say"),
+        ("vllm", {}, "model, num_experts, assume_equal_scores: needed, because vllm recordings do not say it, and"),
+        ("megatron", {}, "model, phase: needed, because megatron recordings do not say it; preset says what"),
         ("vllm", {"preset": "olmoe"}, "preset: expected one of deepseek-"),
         (
             "vllm",
@@ -815,7 +817,7 @@ def test_options_that_do_not_suit_are_refused(tmp_path, out, kind, options, mess
     [
         ({"phase": "training and decode"}, "phase: expected one of prefill, decode, prefill and decode, training; got"),
         ({"score_function": "relu"}, "score_function: expected softmax or sigmoid, got 'relu'"),
-        ({"num_experts": 257}, "num_experts: expected 2 to 256, got 257"),
+        ({"num_experts": 1025}, "num_experts: expected 2 to 1024, got 1025"),
         ({"micro_batch_size": 0}, "micro_batch_size: expected at least 1, got 0"),
         ({"model": "a\nb"}, r"model: expected words on one line, got 'a\\nb'"),
     ],

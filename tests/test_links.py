@@ -1,4 +1,4 @@
-"""The link model against slow, obvious forms of it; fits against what they were made from; configs/links/."""
+"""The link model against slow, obvious forms of it; fits against what they were made from; data/links/."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def _form(ranks: Any, preset: str, num_ranks: int, fields: dict[str, Any] | None
 
     from moe_ep_bench.cost_model.timeline import legs_of
     from moe_ep_bench.layer.build import SingleLayer
-    from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
+    from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
     from moe_ep_bench.layer.virtual import Announced, VirtualRanks
     from moe_ep_bench.policies import make_policy
     from moe_ep_bench.timing.timer import PhaseRecorder, clock_for

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.layer import RankWork, modelled_legs
 from moe_ep_bench.cost_model.whole_model import PassWork, modelled_pass
-from moe_ep_bench.layer.depth import phases_in_depth
 from moe_ep_bench.models import Attention, LatentAttention, ModelSpec
-from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, layer_and_phase
+from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, layer_and_phase, phases_in_depth
 
 # Arithmetic 5e7 operations per us, of attention 2e7; memory 1e6 bytes per us, permutation 5e5.
 DEVICE = Device(

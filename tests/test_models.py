@@ -6,6 +6,7 @@ checkpoints and reports, and no wrong size of a preset would give them.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -308,17 +309,17 @@ def without(name: str, key: str) -> dict[str, Any]:
     [
         (without("olmoe-1b-7b", "hidden_size"), "hidden_size: missing"),
         (changed("olmoe-1b-7b", model_type="llama"), "got 'llama'"),
-        (changed("olmoe-1b-7b", hidden_size="2048"), "hidden_size: input should be a valid integer, got '2048'"),
+        (changed("olmoe-1b-7b", hidden_size="2048"), "hidden_size: expected a whole number, got '2048'"),
         (
             changed("olmoe-1b-7b", num_experts_per_tok=65),
             "num_experts_per_tok: expected at most the 64 experts, got 65",
         ),
-        (changed("olmoe-1b-7b", hidden_act="gelu"), "hidden_act: input should be 'silu', got 'gelu'"),
-        (changed("qwen3-30b-a3b", decoder_sparse_step=2), "decoder_sparse_step: input should be 1, got 2"),
+        (changed("olmoe-1b-7b", hidden_act="gelu"), "hidden_act: expected silu, got 'gelu'"),
+        (changed("qwen3-30b-a3b", decoder_sparse_step=2), "decoder_sparse_step: expected 1, got 2"),
         (changed("qwen3-30b-a3b", mlp_only_layers=[3]), "mlp_only_layers: expected [0, 1, ...], the first layers"),
-        (changed("deepseek-v3", moe_layer_freq=True), "moe_layer_freq: expected 1, got True"),
+        (changed("deepseek-v3", moe_layer_freq=True), "moe_layer_freq: expected 1, got true"),
         (changed("deepseek-v3", intermediate_size=0), "intermediate_size: 0; expected a whole number from 1"),
-        (changed("deepseek-v3", topk_method="greedy"), "topk_method: input should be 'noaux_tc', got 'greedy'"),
+        (changed("deepseek-v3", topk_method="greedy"), "topk_method: expected noaux_tc, got 'greedy'"),
         (changed("deepseek-v3", first_k_dense_replace=61), "first_dense_layers: expected fewer than num_layers=61"),
         ("{not json", "not valid JSON"),
     ],
@@ -341,3 +342,73 @@ def test_only_the_files_own_keys_count(tmp_path: Path) -> None:
 
 def test_a_missing_json_file_is_one_line(tmp_path: Path) -> None:
     assert "cannot read a model's config.json" in one_line_error(tmp_path / "nowhere.json")
+
+
+_GQA = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "hidden_size": 48}
+# Keys as the families' files state them, at small sizes, and what they stand for.
+LATER = {
+    "kimi_k2": (
+        {"num_hidden_layers": 5, "hidden_size": 48, "vocab_size": 64, "num_attention_heads": 4, "kv_lora_rank": 8,
+         "q_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "n_routed_experts": 384,
+         "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 32, "intermediate_size": 96,
+         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "scoring_func": "sigmoid",
+         "topk_method": "noaux_tc", "routed_scaling_factor": 2.827, "moe_layer_freq": 1},
+        {"num_experts": 384, "top_k": 8, "shared_ffn_hidden_size": 32, "score_function": "sigmoid", "num_moe_layers": 4,
+         "selection_bias": True, "num_groups": None, "routed_scale": 2.827, "normalize": True},
+    ),
+    "glm4_moe": (
+        {**_GQA, "num_hidden_layers": 4, "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1,
+         "moe_intermediate_size": 24, "intermediate_size": 96, "first_k_dense_replace": 1, "n_group": 1,
+         "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "attention_bias": True,
+         "use_qk_norm": True},
+        {"num_experts": 128, "top_k": 8, "shared_ffn_hidden_size": 24, "score_function": "sigmoid", "num_moe_layers": 3,
+         "selection_bias": True, "attention.bias": "qkv", "attention.qk_norm": "head"},
+    ),
+    "qwen3_next": (
+        {**_GQA, "num_hidden_layers": 4, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 24,
+         "shared_expert_intermediate_size": 40, "intermediate_size": 96, "norm_topk_prob": True, "mlp_only_layers": [],
+         "decoder_sparse_step": 1, "layer_types": ["linear_attention", "full_attention"] * 2},
+        {"num_experts": 512, "top_k": 10, "shared_ffn_hidden_size": 40, "shared_expert_gate": True, "attention": None,
+         "score_function": "softmax", "num_moe_layers": 4},
+    ),
+    "minimax_m2": (
+        {**_GQA, "num_hidden_layers": 3, "num_local_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 24,
+         "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "shared_intermediate_size": 0},
+        {"num_experts": 256, "top_k": 8, "ffn_hidden_size": 24, "score_function": "sigmoid", "selection_bias": True,
+         "normalize": True, "attention.qk_norm": "all_heads", "shared_ffn_hidden_size": 0},
+    ),
+    "llama4": (
+        {"tie_word_embeddings": False, "vision_config": {"hidden_size": 7}, "text_config": {
+            **_GQA, "model_type": "llama4_text", "num_hidden_layers": 3, "num_local_experts": 16,
+            "num_experts_per_tok": 1, "intermediate_size": 24, "intermediate_size_mlp": 48,
+            "interleave_moe_layer_step": 1, "moe_layers": [0, 1, 2]}},
+        {"num_experts": 16, "top_k": 1, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 24, "normalize": False,
+         "score_function": "sigmoid", "num_moe_layers": 3},
+    ),
+    "qwen3_vl_moe": (
+        {"tie_word_embeddings": False, "text_config": {
+            **_GQA, "model_type": "qwen3_vl_moe_text", "num_hidden_layers": 3, "num_experts": 128,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 24, "intermediate_size": 96, "norm_topk_prob": True,
+            "tie_word_embeddings": True, "mlp_only_layers": [], "decoder_sparse_step": 1}},
+        {"num_experts": 128, "top_k": 8, "ffn_hidden_size": 24, "attention.qk_norm": "head", "tied_embeddings": False},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", LATER)
+def test_later_families_are_known(family: str, tmp_path: Path) -> None:
+    values, expected = LATER[family]
+    spec = load_hf_model(written(tmp_path, {"model_type": family, **values}))
+    found = {key: functools.reduce(getattr, key.split("."), spec) for key in expected}
+    assert found == expected
+
+
+def test_what_no_spec_can_express_says_how_to_write_it_by_hand(tmp_path: Path) -> None:
+    maverick = {**LATER["llama4"][0]["text_config"], "interleave_moe_layer_step": 2, "moe_layers": [1]}
+    for values in ({"model_type": "llama4", "text_config": maverick}, {"model_type": "new_moe"}):
+        assert "or give the shape: model: {num_experts: ..., top_k: ..." in one_line_error(written(tmp_path, values))
+
+
+def test_a_hub_id_says_that_nothing_is_fetched(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"read from this machine, nothing is fetched from a hub"):
+        load_hf_model(Path("deepseek-ai/DeepSeek-V3"))

@@ -27,8 +27,9 @@ from policy_cases import (
 )
 from torch import Tensor
 
+from moe_ep_bench.kernels import compiled
 from moe_ep_bench.kernels.policy_steps import DeviceSteps, HostSteps
-from moe_ep_bench.policies import POLICIES, Routing, RoutingContext, make_policy
+from moe_ep_bench.policies import POLICIES, Routing, RoutingContext, laws, make_policy
 from moe_ep_bench.policies.steps import TORCH
 
 # --- The rule and the laws -------------------------------------------------------------------------
@@ -40,71 +41,11 @@ def assert_as_expected(routing: Routing, spec: Spec, scores_TE: Tensor, argument
     torch.testing.assert_close(routing.weights_TE.double(), expected.weights_TE, rtol=1e-6, atol=1e-12)
 
 
-def law_shapes_and_values(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
-    """One bit per (token, expert), so no expert twice; weights are finite, and zero off the map."""
-    assert routing.map_TE.shape == routing.weights_TE.shape == scores_TE.shape
-    assert routing.map_TE.dtype == torch.bool
-    assert routing.weights_TE.dtype == torch.float32
-    assert routing.weights_TE.isfinite().all()
-    assert (routing.weights_TE >= 0).all()
-    assert (routing.weights_TE[~routing.map_TE] == 0).all()
-
-
-def law_no_token_has_more_experts_than_promised(
-    routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments
-) -> None:
-    most = make_policy(spec).most_experts(scores_TE.shape[1], context_of(arguments))
-    assert 1 <= most <= scores_TE.shape[1]
-    assert len(scores_TE) == 0 or int(routing.map_TE.sum(1).max()) <= most
-
-
-def law_pure_and_deterministic(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
-    """The same inputs give the same bits, stay as they were, and the global generator does not move."""
-    before = scores_TE.clone(), {k: v.clone() for k, v in arguments.items() if isinstance(v, Tensor)}
-    global_state = torch.get_rng_state()
-    assert_same(route(spec, scores_TE, arguments), routing)
-    assert torch.equal(torch.get_rng_state(), global_state)
-    assert torch.equal(scores_TE, before[0])
-    assert all(torch.equal(arguments[key], value) for key, value in before[1].items())
-
-
-def law_padding(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
-    """Padding selects nothing, and what it holds, or that it is there at all, changes nothing."""
-    valid_T = arguments["token_mask_T"]
-    if valid_T is None:
-        return
-    assert not routing.map_TE[~valid_T].any()
-    assert not routing.weights_TE[~valid_T].any()
-    other_TE = torch.where(valid_T.unsqueeze(1), scores_TE, 0.75)
-    assert_same(route(spec, other_TE, arguments), routing)
-    if "random" in repr(spec):
-        return  # its keys are drawn for all rows, padding included
-    shorter = route(spec, scores_TE[valid_T], {**rows_of(arguments, valid_T), "token_mask_T": None})
-    assert_same(shorter, Routing(routing.map_TE[valid_T], routing.weights_TE[valid_T]))
-
-
-def rows_of(arguments: Arguments, rows_T: Tensor) -> Arguments:
-    """The arguments for some of the tokens."""
-    per_token = {key: value for key, value in arguments.items() if key.endswith("_T") and value is not None}
-    return {**arguments, **{key: value[rows_T] for key, value in per_token.items()}}
-
-
-def law_split(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
-    """Statistics summed over parts of the tokens give each part the routing that it has in the whole."""
+def law_of_all_policies(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
+    """What ``check-policy`` holds a policy of a user's to."""
     policy = make_policy(spec)
-    if policy.batch_stats(scores_TE, context_of(arguments)) is None:
-        return
-    part_T = torch.arange(scores_TE.shape[0]) % 3
-    if arguments.get("request_id_T") is not None:  # a request lives on one rank
-        part_T = arguments["request_id_T"] % 3
-    parts = [part_T == part for part in range(4)]  # the last is a rank without tokens
-    contexts = [context_of(rows_of(arguments, rows_T)) for rows_T in parts]
-    stats = [policy.batch_stats(scores_TE[rows_T], context) for rows_T, context in zip(parts, contexts, strict=True)]
-    assert all(part.dtype == torch.float64 for part in stats)
-    total_SE = torch.stack(stats).sum(dim=0)
-    for rows_T, context in zip(parts, contexts, strict=True):
-        part = policy.route(scores_TE[rows_T], context, total_SE)
-        assert_same(part, Routing(routing.map_TE[rows_T], routing.weights_TE[rows_T]))
+    for law in laws.LAWS:
+        law(laws.Trial(policy, scores_TE, arguments, compiled(policy, "cpu")), routing)
 
 
 def law_twins(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
@@ -181,14 +122,10 @@ def law_weights(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Argu
 
 
 LAWS: list[Callable[[Routing, Spec, Tensor, Arguments], None]] = [
-    law_shapes_and_values,
-    law_no_token_has_more_experts_than_promised,
-    law_pure_and_deterministic,
-    law_padding,
+    law_of_all_policies,
     law_capacity,
     law_candidates,
     law_weights,
-    law_split,
     law_twins,
 ]
 
@@ -307,27 +244,6 @@ def test_requests_are_joined_to_the_last_bit(num_threads: int, num_requests: int
         slow_E = [sum(column) for column in scores_TE[rows_T].T.tolist()]
         assert sums_QE[request].tolist() == slow_E
     assert torch.equal(HostSteps().load_of(wanted_TE), TORCH.load_of(wanted_TE))
-
-
-@every_spec
-def test_memory_layout_does_not_matter(spec: Spec) -> None:
-    scores_TE = random_scores("levels", 30, 16, seed=1)
-    tokens_T = torch.arange(30)
-    arguments = {"top_k": 4, "num_ranks": 4, "rank": 1, "modality_T": tokens_T % 2, "request_id_T": tokens_T % 3}
-    spec = fitted(spec, scores_TE, arguments)
-    strided_TE = scores_TE.t().contiguous().t()
-    assert not strided_TE.is_contiguous()
-    assert_same(route(spec, strided_TE, arguments), route(spec, scores_TE, arguments))
-
-
-@every_spec
-def test_the_sign_of_zero_does_not_matter(spec: Spec) -> None:
-    scores_TE = random_scores("signed zeros", 40, 16, seed=5)
-    assert (scores_TE.signbit() & (scores_TE == 0)).any()
-    tokens_T = torch.arange(40)
-    arguments = {"top_k": 6, "num_ranks": 4, "rank": 3, "modality_T": tokens_T % 2, "request_id_T": tokens_T % 3}
-    spec = fitted(spec, scores_TE, arguments)
-    assert torch.equal(route(spec, scores_TE, arguments).map_TE, route(spec, scores_TE.abs(), arguments).map_TE)
 
 
 # --- Policies as values ----------------------------------------------------------------------------

@@ -546,7 +546,7 @@ def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_pa
         (["layer.ep_size=3"], "layer.ep_size: expected a divisor of the 8 experts of tiny-olmoe, got 3"),
         (["policies=[{name: oea}]"], "k0: oea needs it"),
         (["policies=[{name: token_drop, capacity_factor: 1, modality: image_first}]"], "modality_T"),
-        (["arrangement=both"], "arrangement: input should be 'auto', 'prefill' or 'decode', got 'both'"),
+        (["arrangement=both"], "arrangement: expected auto, prefill or decode, got 'both'"),
         (["batch_size=4"], "batch_size: expected tasks beside it, got none (of a text: text.batch_size)"),
         (["model.device=cuda"], "device: expected cpu or auto"),
     ],

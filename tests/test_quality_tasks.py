@@ -434,7 +434,7 @@ def test_a_task_that_fails_is_one_line_and_what_is_done_stays(
             ["tasks=[{name: piqua}]"],
             "tasks: expected a task of lm_eval (`lm_eval ls tasks`) or of include, got",
         ),
-        (["tasks=[]"], "tasks: tuple should have at least 1 item"),
+        (["tasks=[]"], "tasks: expected at least 1 of them, got"),
         (["tasks=null"], "text, tasks: expected at least one of them, got neither"),
         (["tasks=null", "text={file: words.txt}"], "include: expected tasks beside it, got none"),
         (["tasks=[{name: sums, shots: 2}]"], "tasks.0.shots: no such key; expected one of name, num_fewshot, metric"),
@@ -519,7 +519,7 @@ def test_configs_ask_what_their_tables_hold(config: Path) -> None:
         ({"models": {"Tiny": [{"policy": None, "accuracy": [1.0]}]}}, "expected 3 values, one for each column, got 1"),
         (
             {"models": {"Tiny": [{"policy": None, "accuracy": [1.0, 2.0, 101]}]}},
-            "less than or equal to 100, got 101",
+            "expected at most 100, got 101",
         ),
         ({"models": {"Tiny": [{"policy": {"name": "token_drop"}, "accuracy": [1, 2, 3]}]}}, "capacity_factor"),
         ({"sauce": "x"}, "sauce: no such key; expected one of source"),

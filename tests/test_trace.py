@@ -196,7 +196,7 @@ WRONG = {
     ),
     "dtype of ids": (
         set_("tensors", "expert_ids", np.zeros((LAYERS, TOKENS, K), np.int64)),
-        "expert_ids: expected dtype U8, got I64",
+        "expert_ids: expected dtype U8, U16, got I64",
     ),
     "scattered sequence": (
         poke("sequence_id", 39, 0),
@@ -206,9 +206,9 @@ WRONG = {
         poke("position", 12, 3),
         "position: token 12: expected more than 4, the one before it in its sequence, got 3",
     ),
-    "more experts than a byte names": (
-        set_("metadata", "num_experts", "257"),
-        "num_experts: expected at most 256, got 257",
+    "more experts than the format names": (
+        set_("metadata", "num_experts", "1025"),
+        "num_experts: expected at most 1024, got 1025",
     ),
     "no number": (set_("metadata", "num_experts", "-1"), "num_experts: expected a number in the metadata, got '-1'"),
     "two lines": (

@@ -283,13 +283,13 @@ def test_counts_give_loads_and_nothing_else(tmp_path):
 
 
 LOADS = {
-    "not JSON": ("{", "loads.json: Invalid JSON"),
-    "nothing": ([], "loads.json: List should have at least 1 item"),
-    "no model": ([{k: v for k, v in loads_entry().items() if k != "model"}], "loads.json: 0.model: Field required"),
-    "unknown key": ([loads_entry(tokens=3)], "loads.json: 0.tokens: Extra inputs are not permitted"),
-    "negative": ([loads_entry(load_E_by_layer={"0": [4, -1]})], "0.load_E_by_layer.0.1: Input should be greater than"),
-    "half a pair": ([loads_entry(load_E_by_layer={"0": [0.5, 1]})], "0.load_E_by_layer.0.0: Input should be a valid"),
-    "no layers": ([loads_entry(load_E_by_layer={})], "0.load_E_by_layer: Dictionary should have at least 1"),
+    "not JSON": ("{", "loads.json: not valid JSON"),
+    "nothing": ([], "loads.json: expected at least 1 of them, got []"),
+    "no model": ([{k: v for k, v in loads_entry().items() if k != "model"}], "loads.json: 0.model: missing"),
+    "unknown key": ([loads_entry(tokens=3)], "loads.json: 0.tokens: no such key"),
+    "negative": ([loads_entry(load_E_by_layer={"0": [4, -1]})], "0.load_E_by_layer.0.1: expected at least 0, got -1"),
+    "half a pair": ([loads_entry(load_E_by_layer={"0": [0.5, 1]})], "0.load_E_by_layer.0.0: expected a whole number"),
+    "no layers": ([loads_entry(load_E_by_layer={})], "0.load_E_by_layer: expected at least 1 of them"),
     "uneven layers": (
         [loads_entry(load_E_by_layer={"0": [2, 2, 2], "1": [2, 2]})],
         "expected the same number of experts in every layer, got [2, 3]",

@@ -503,7 +503,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path, capsys: pytest
     assert main(["validate", str(config), "--nproc", "2", "--out", str(out)]) == USER_ERROR
     assert "holds the results of another command" in capsys.readouterr().err
     (out / "run.json").unlink()
-    links = Path(__file__).parents[1] / "configs" / "links" / "h100-nvlink4.yaml"
+    links = Path(__file__).parents[1] / "moe_ep_bench" / "data" / "links" / "h100-nvlink4.yaml"
     ValidationDirectory(out).links.write_text(links.read_text())
     assert main(["validate", str(config), "--nproc", "2", "--out", str(out)]) == USER_ERROR
     assert "holds links measured on 8 ranks, here are 2" in capsys.readouterr().err

@@ -11,13 +11,12 @@ from torch import Tensor
 from transformer_laws import SEED, Lab, law, replayed
 
 from moe_ep_bench.layer.build import Transformer
-from moe_ep_bench.layer.depth import phases_in_depth
 from moe_ep_bench.layer.graphs import CapturedRun
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.passes import Decode, KeyValueCache
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.policies import Policy
-from moe_ep_bench.schema import TOTAL, UNACCOUNTED, layer_and_phase
+from moe_ep_bench.schema import TOTAL, UNACCOUNTED, layer_and_phase, phases_in_depth
 from moe_ep_bench.timing.timer import PhaseRecorder
 
 BY_MAP = Parts("decode", "none", "torch", "allgather")

@@ -29,7 +29,7 @@ from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import initialize_expert_parallel
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
-from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
+from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
 from moe_ep_bench.layer.virtual import Announced, VirtualRanks, with_slots
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import make_placement, replicate

@@ -22,17 +22,16 @@ from moe_ep_bench.cost_model.layer import RankWork
 from moe_ep_bench.cost_model.timeline import Leg, compose, legs_of, phase_of_meeting
 from moe_ep_bench.cost_model.whole_model import PassWork, modelled_pass
 from moe_ep_bench.layer.build import Transformer
-from moe_ep_bench.layer.depth import phases_in_depth
 from moe_ep_bench.layer.experts import seeded_generator
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import initialize_expert_parallel
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Pass, Prefill
-from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
+from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
 from moe_ep_bench.layer.virtual import Announced, VirtualRanks
 from moe_ep_bench.models import load_model
 from moe_ep_bench.policies import Policy, Routing, make_policy
 from moe_ep_bench.runtime.ranks import Ranks, join
-from moe_ep_bench.schema import TOTAL, UNACCOUNTED, layer_and_phase
+from moe_ep_bench.schema import TOTAL, UNACCOUNTED, layer_and_phase, phases_in_depth
 from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
 
 SEED, CONTEXT = 3, 8

@@ -1,4 +1,4 @@
-"""A measured decode run's cost model, as figures for a file of configs/devices/.
+"""A measured decode run's cost model, as figures for a file of data/devices/.
 
 OEA's cost model (arXiv 2511.02237, section 2) is time = base + b x activated experts + a x pairs. All points of a layer
 (``activated.decode_steps``) are fitted at once. The term for pairs is kept where its interval lies above 0; else it
@@ -24,7 +24,7 @@ def fit_text(run: Run, preset: str | None = None) -> str:
     """YAML for ``decode`` of a device's file: an entry for each layer of the run.
 
     Args:
-        preset: of configs/models/; only its layers, where the run has others too.
+        preset: of data/models/; only its layers, where the run has others too.
 
     Raises:
         ResultsError: nothing of the run can be fitted; one line that says why.

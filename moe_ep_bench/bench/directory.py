@@ -116,17 +116,24 @@ def status_of(directory: RunDirectory, comparisons: Sequence[Comparison], launch
 def keep_other_policies(directory: RunDirectory, description: dict[str, Any], is_done: Callable[[str], bool]) -> None:
     """Keep in ``description`` what is there of the same comparisons under policies that this config does not name.
 
-    For modes without times: cases of a comparison saw the same batches whenever they were done.
+    For modes without times: cases of a comparison saw the same batches whenever they were done. An edited policy of a
+    user's own takes the place of what it was.
     """
+    now = [_but_for_code(case) for case in description["cases"].values()]
     earlier = json.loads(directory.run_json.read_text())["cases"] if directory.run_json.exists() else {}
     others = {
         case_id: {**case, "order": len(description["cases"]) + case["order"]}
         for case_id, case in earlier.items()
         if case["comparison_id"] in description["comparisons"]
         and case_id not in description["cases"]
+        and _but_for_code(case) not in now
         and is_done(case_id)
     }
     description["cases"] |= others
+
+
+def _but_for_code(case: dict[str, Any]) -> list[Any]:
+    return [case.get(key) for key in ("comparison_id", "role", "policy", "policy_params")]
 
 
 def _check_writable(directory: RunDirectory) -> None:

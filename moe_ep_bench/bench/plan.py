@@ -41,6 +41,8 @@ from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import Placement, Replication, replicate
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
+from moe_ep_bench.policies.contract import check_routing
+from moe_ep_bench.policies.own import source_hash
 from moe_ep_bench.workload import RecordedWorkload, Workload
 
 RANKS, VIRTUAL, MODELLED, ROUTING = "ranks", "virtual", "modelled", "routing"
@@ -85,6 +87,12 @@ class CaseSpec:
         return self.policy.params() if self.policy else {}
 
     @property
+    def policy_code(self) -> list[str]:
+        """The hash of a policy's file where it is none of this package: an edited rule never meets old results."""
+        code = None if self.policy is None else source_hash(type(self.policy))
+        return [] if code is None else [code]
+
+    @property
     def capacity_factor(self) -> float:
         """By which its excess load is counted: the policy's own, 1 where it has none."""
         factor = self.params.get("capacity_factor")
@@ -104,13 +112,17 @@ class CaseSpec:
             "policy_params": self.params,
             "label": self.label,
             "role": self.role,
+            **({"policy_code": self.policy_code[0]} if self.policy_code else {}),
             "looks_past_top_k": self.policy is not None and self.policy.looks_past_top_k,
         }
 
 
 def cases_of(comparison_id: str, specs: Iterable[CaseSpec]) -> list[CaseSpec]:
     """The same cases with their ids: hashes of the comparison and of all that makes a case."""
-    return [replace(one, case_id=stable_hash([comparison_id, one.role, one.name, one.params])) for one in specs]
+    return [
+        replace(one, case_id=stable_hash([comparison_id, one.role, one.name, one.params, *one.policy_code]))
+        for one in specs
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,7 +319,7 @@ class Comparison:
         context = replace(context, modality_T=text_T if has_images else None)
         for policy in experiment.make_policies():
             try:
-                compiled(policy, "cpu").route(scores_TE, context)
+                check_routing(compiled(policy, "cpu").route(scores_TE, context), scores_TE)
             except ValueError as problem:
                 asks = self.backend == ROUTING and "modality_T" in str(problem)
                 hint = "; route.image_share assumes images" if asks else ""

@@ -22,7 +22,7 @@ from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
-from moe_ep_bench.policies import POLICIES
+from moe_ep_bench.policies import policy_class
 from moe_ep_bench.workload import open_trace
 
 # Those of a question that names none.
@@ -320,7 +320,7 @@ def candidates(experiments: Sequence[Experiment]) -> tuple[list[dict[str, Any]],
     kept, left_out = [], []
     for entry in policies:
         words = " ".join(str(value) for key, value in entry.items() if key in ("name", "scope"))
-        if POLICIES[entry["name"]].looks_past_top_k and lacks_scores:
+        if policy_class(entry["name"]).looks_past_top_k and lacks_scores:
             left_out.append(f"{words}: looks past the top-k, of which the recording has no scores")
         elif entry.get("scope") == "request" and any(_request_tokens(one) == 1 for one in workloads):
             left_out.append(f"{words}: decides for a request's tokens, of which a step has one")

@@ -13,12 +13,11 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from moe_ep_bench.bench.building import builder, random_pass
 from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.bench.traffic import CaseRouter, Share, Traffic, chunks_of
 from moe_ep_bench.cost_model.devices import Device
@@ -26,14 +25,16 @@ from moe_ep_bench.cost_model.layer import RankWork, modelled_legs
 from moe_ep_bench.cost_model.timeline import Leg, legs_of
 from moe_ep_bench.cost_model.whole_model import PassWork, modelled_pass
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
-from moe_ep_bench.layer.passes import Pass
-from moe_ep_bench.layer.virtual import VirtualRanks
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.schema import PhaseKey
 from moe_ep_bench.timing.allocations import Allocations
 from moe_ep_bench.timing.cache import CacheFlush, RotatingInput
 from moe_ep_bench.timing.protocol import HOST, THREAD_CPU, timed
 from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
+
+if TYPE_CHECKING:  # They need Megatron-Core, which modelled ranks do not.
+    from moe_ep_bench.layer.passes import Pass
+    from moe_ep_bench.layer.virtual import VirtualRanks
 
 # What the router's own run has taken.
 _ROUTING = ("gate", "policy")
@@ -174,6 +175,9 @@ class MeasuredRanks:
     def _virtual(self, num_slots: int) -> VirtualRanks:
         """Layers of so many slots, built when they are first asked for."""
         if num_slots not in self._built:
+            from moe_ep_bench.bench.building import builder
+            from moe_ep_bench.layer.virtual import VirtualRanks
+
             build = builder(self._comparison, self._device, num_slots)
             self._built[num_slots] = VirtualRanks(build, self._comparison.ep_size)
         return self._built[num_slots]
@@ -194,6 +198,8 @@ class MeasuredRanks:
             return self._hidden.next()[: shares[None].num_tokens]
         assert traffic.lengths_R is not None
         index, lengths = traffic.index, traffic.lengths_R[rank]
+        from moe_ep_bench.bench.building import random_pass
+
         return random_pass(self._comparison, self._device, index, rank, lengths, self._cache)
 
 

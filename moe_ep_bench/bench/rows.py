@@ -13,8 +13,7 @@ import numpy as np
 from moe_ep_bench.bench.job import Job
 from moe_ep_bench.bench.plan import CaseSpec, Comparison
 from moe_ep_bench.bench.subjects import LayerSubject
-from moe_ep_bench.layer.depth import phases_in_depth
-from moe_ep_bench.schema import METRICS, TOTAL, PhaseKey, layer_and_phase
+from moe_ep_bench.schema import METRICS, TOTAL, PhaseKey, layer_and_phase, phases_in_depth
 from moe_ep_bench.timing.protocol import COLUMNS, HOST, THREAD_CPU, Step, sample_keys
 
 

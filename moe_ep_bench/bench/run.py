@@ -164,10 +164,11 @@ class _Launch:
     def measure(self, comparisons: Plan, *, is_point: bool = False, survey: bool = True) -> int:
         """Measure what is left of this launch; return the exit status."""
         # Megatron-Core takes seconds to import: not before it is clear that there is something to run.
-        from moe_ep_bench.bench import session, virtual
-
         ranks, directory, setup = self.ranks, self.directory, self.setup
-        measure = (session if comparisons[0].backend == RANKS else virtual).measure_comparison
+        if comparisons[0].backend == RANKS:
+            from moe_ep_bench.bench.session import measure_comparison as measure
+        else:
+            from moe_ep_bench.bench.virtual import measure_comparison as measure
         todo = self._left(comparisons)
         run_id = ranks.texts(new_run_id())[0]
         if any(todo):

@@ -39,7 +39,7 @@ from moe_ep_bench.layer.megatron import initialize_expert_parallel, meeting_grou
 from moe_ep_bench.layer.passes import KeyValueCache
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
-from moe_ep_bench.layer.router import logits_from_scores
+from moe_ep_bench.layer.scores import logits_from_scores
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import Routing, RoutingContext
 from moe_ep_bench.runtime.ranks import Ranks

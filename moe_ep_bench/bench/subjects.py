@@ -28,6 +28,8 @@ from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
 from moe_ep_bench.workload.batch import deal_sequences
 from moe_ep_bench.workload.formatting import tokens_words
+from moe_ep_bench.workload.patterns import PatternWorkload
+from moe_ep_bench.workload.skews import PATTERNS
 
 _COPIES_BYTES = 2**27
 
@@ -341,6 +343,9 @@ def make_workload(experiment: Experiment, world_size: int, *, or_chance: bool = 
     shape |= {"num_tokens": config.total_tokens(world_size), "num_batches": config.num_batches, "seed": config.seed}
     try:
         if isinstance(config, SyntheticConfig):
+            if config.skew in PATTERNS:
+                groups = {"num_groups": model.num_groups, "top_groups": model.top_groups}
+                return PatternWorkload(pattern=config.skew, sequence_length=config.sequence_length, **shape, **groups)
             targets = config.targets(experiment.model.preset)
             rank_load = targets.pop("rank_load")
             return SyntheticWorkload(

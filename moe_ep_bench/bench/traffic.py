@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,15 +27,17 @@ from moe_ep_bench.bench.plan import CEILING, NATIVE, CaseSpec
 from moe_ep_bench.bench.rows import PackedMetrics
 from moe_ep_bench.bench.subjects import LayerSubject
 from moe_ep_bench.kernels import compiled
-from moe_ep_bench.layer.build import Subject
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
-from moe_ep_bench.layer.router import logits_from_scores, scores_from_logits
-from moe_ep_bench.layer.virtual import Announced
+from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
 from moe_ep_bench.metrics import ScoreMetrics, routing_metrics, score_metrics
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.workload import TokenBatch
 from moe_ep_bench.workload.skew import balanced_scores
+
+if TYPE_CHECKING:  # They need Megatron-Core, which routing alone does not.
+    from moe_ep_bench.layer.build import Subject
+    from moe_ep_bench.layer.virtual import Announced
 
 # Scores of a batch that are kept rather than made again: of one layer, and of all together.
 _HELD_BYTES, _HELD_BYTES_OF_ALL = 2**28, 2**32
@@ -187,6 +189,8 @@ class LayerTraffic:
 
     def announced(self, chunk: int, device: torch.device) -> Announced:
         """What the exchange answers a rank's chunk of tokens with."""
+        from moe_ep_bench.layer.virtual import Announced
+
         return Announced(self.counts_CRP[chunk].to(device), self.stats_SE)
 
     def work(self, rank: int) -> tuple[Any, ...]:

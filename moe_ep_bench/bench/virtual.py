@@ -28,14 +28,12 @@ from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.plan import BASELINE, NOISE, CaseSpec, Comparison
 from moe_ep_bench.bench.rank_timers import MeasuredRanks, ModelledRanks, RankTime
 from moe_ep_bench.bench.rows import PackedMetrics, columns_of, write_case
-from moe_ep_bench.bench.small_layers import errors_of
 from moe_ep_bench.bench.subjects import LayerSubject, ModelSubject
 from moe_ep_bench.bench.traffic import CaseRouter, LayerTraffic, RankBatches, Share, Shares, Traffic, traffic_of
 from moe_ep_bench.cost_model.timeline import compose, median_legs
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.layer.host import device_scope, free_memory
-from moe_ep_bench.layer.megatron import initialize_expert_parallel
 from moe_ep_bench.layer.reference import TOLERANCE
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
@@ -57,7 +55,11 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
             job.write_unmeasured(comparison, case, "skipped", shortage)
         return
     with device_scope(), torch.inference_mode():
-        initialize_expert_parallel(1, comparison.experiment.measure.timeout_s + 60)
+        if comparison.device is None:
+            # Only a layer that is built needs Megatron-Core.
+            from moe_ep_bench.layer.megatron import initialize_expert_parallel
+
+            initialize_expert_parallel(1, comparison.experiment.measure.timeout_s + 60)
         emulation = Emulation(comparison, cases, device, job.begin)
         for case, reason in emulation.check().items():
             job.write_unmeasured(comparison, case, "failed", reason)
@@ -109,6 +111,8 @@ class Emulation:
         failed: dict[CaseSpec, str] = {}
         if self.comparison.device is not None:
             return failed
+        from moe_ep_bench.bench.small_layers import errors_of
+
         allowed, routers = TOLERANCE[torch.float32], self._routers(0)
         for case, layer, error in errors_of(self.comparison, routers, self.layers, self.device, self.begin):
             self.errors[case.case_id, layer] = error

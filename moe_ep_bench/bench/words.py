@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.workload import RecordedWorkload, Workload
 from moe_ep_bench.workload.formatting import tokens_words
-from moe_ep_bench.workload.skews import load_skew
+from moe_ep_bench.workload.skews import PATTERNS, load_skew
 
 
 def title(comparison: Any) -> str:
@@ -43,6 +43,10 @@ def describe_workload(experiment: Experiment, workload: Workload, tokens_BR: NDA
         tokens = " to ".join(f"{number:,}" for number in sorted(set(of)))
         known = "masked from policies" if config.mask_padding else "of which policies are not told"
         described["description"] += f"; {config.padding_per_rank:,} of {tokens} tokens a rank are padding, {known}"
+    if isinstance(config, SyntheticConfig) and config.skew in PATTERNS:
+        return described
+    if isinstance(config, SyntheticConfig) and experiment.model.preset is None:
+        described["description"] += "; the skew is assumed: nothing was recorded of this model"
     if isinstance(config, SyntheticConfig) and config.skew is not None:
         assert experiment.model.preset is not None
         skew = load_skew(experiment.model.preset, config.skew)

@@ -325,6 +325,14 @@ def _trace_thresholds(options: argparse.Namespace) -> int:
     return OK
 
 
+def _trace_eplb(options: argparse.Namespace) -> int:
+    from moe_ep_bench.workload.expert_map import write_expert_map
+
+    how = {"num_ranks": options.ep, "spare_per_rank": options.spare_per_rank, "num_nodes": options.nodes}
+    print(write_expert_map(options.file, options.out, **how, preset=options.preset))
+    return OK
+
+
 def _trace_record(options: argparse.Namespace) -> int:
     from moe_ep_bench.quality.recording import RecordOptions, record_trace
 
@@ -337,10 +345,35 @@ def _trace_record(options: argparse.Namespace) -> int:
 def _trace_import(options: argparse.Namespace) -> int:
     from moe_ep_bench.workload.importers import ImportOptions, import_trace
 
-    # All but top_k, which only a preset gives.
-    names = [field.name for field in dataclasses.fields(ImportOptions) if field.name != "top_k"]
+    # All but what only a preset gives.
+    names = [field.name for field in dataclasses.fields(ImportOptions) if field.name not in ("top_k", "num_layers")]
     chosen = {name: getattr(options, name) for name in names}
     print(import_trace(options.kind, options.source, options.out, ImportOptions(**chosen)).text())
+    return OK
+
+
+def _check_policy(options: argparse.Namespace) -> int:
+    from moe_ep_bench.policies import make_policy
+    from moe_ep_bench.policies.laws import check_text
+    from moe_ep_bench.presets import parse_yaml
+
+    entry: dict[str, object] = {"name": options.policy}
+    for field in options.fields:
+        key, separator, value = field.partition("=")
+        if not separator:
+            raise UserError(f"--set {field}: expected field=value")
+        entry[key] = parse_yaml(value)
+    text, kept = check_text(make_policy(entry))
+    print(text)
+    return OK if kept else CASES_FAILED
+
+
+def _schema(options: argparse.Namespace) -> int:
+    import json
+
+    from moe_ep_bench.cli.json_schema import config_schema
+
+    print(json.dumps(config_schema(options.configs), indent=2))
     return OK
 
 
@@ -396,8 +429,11 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "calibrate": _calibrate,
     "trace info": _trace_info,
     "trace thresholds": _trace_thresholds,
+    "trace eplb": _trace_eplb,
     "trace record": _trace_record,
     "trace import": _trace_import,
+    "check-policy": _check_policy,
+    "schema": _schema,
     "doctor": _doctor,
     "show": _show,
     "plot": _plot,

@@ -93,11 +93,25 @@ def make_parser() -> argparse.ArgumentParser:
     _add_nodes(calibrate)
     _add_cpu(calibrate)
     calibrate.add_argument(
-        "--from", type=Path, metavar="DIR", dest="run_directory", help="print figures for configs/devices/ of this run"
+        "--from", type=Path, metavar="DIR", dest="run_directory", help="print figures for data/devices/ of this run"
     )
-    calibrate.add_argument("--preset", metavar="NAME", help="with --from: only this model of configs/models/")
+    calibrate.add_argument("--preset", metavar="NAME", help="with --from: only this model of data/models/")
 
     _add_trace(add("trace", "inspect, record or import routing recordings"))
+
+    checked = add("check-policy", "hold a policy to the laws that every policy keeps")
+    checked.add_argument("policy", metavar="NAME", help="a policy, package.module:Class or my_policy.py:Class")
+    checked.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        dest="fields",
+        help="a field of it; repeatable",
+    )
+
+    schema = add("schema", "print a JSON schema of configs, by which editors complete them")
+    schema.add_argument("configs", metavar="CONFIGS", nargs="?", default="run", help="run (default) or quality")
 
     doctor = add("doctor", "check this machine: what works, and what each missing part costs")
     doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a config to be run here")
@@ -159,11 +173,11 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", type=Path, nargs="?", metavar="CONFIG", help="a YAML file, or a results directory; or give --model"
     )
-    parser.add_argument("--model", metavar="MODEL", help="a model of configs/models/, or a Hugging Face config.json")
+    parser.add_argument("--model", metavar="MODEL", help="a model of data/models/, or a Hugging Face config.json")
     parser.add_argument("--ep", type=int, metavar="N", help="expert-parallel ranks")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens of a batch, all ranks together")
-    parser.add_argument("--device", metavar="NAME", help="of configs/devices/ (h100-sxm)")
-    parser.add_argument("--links", metavar="NAME", help="of configs/links/ (those of the device)")
+    parser.add_argument("--device", metavar="NAME", help="of data/devices/ (h100-sxm)")
+    parser.add_argument("--links", metavar="NAME", help="of data/links/ (those of the device)")
     traffic = parser.add_argument_group("traffic (default: several peak loads)")
     traffic.add_argument("--trace", type=Path, metavar="FILE", help="a moe-trace-v1 recording")
     traffic.add_argument("--peak-load", type=float, metavar="X", help="load of the busiest expert over the mean")
@@ -218,6 +232,15 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     _add_float(thresholds, "--keep", 0.25, "SHARE", "share of tokens that keep their top-k")
     thresholds.set_defaults(command="trace thresholds")
 
+    eplb = actions.add_parser("eplb", help="plan replicas for its loads; write which expert each slot holds (SGLang)")
+    eplb.add_argument("file", type=Path, metavar="FILE", help="a moe-trace-v1 file, or a .json of expert loads")
+    eplb.add_argument("out", type=Path, metavar="OUT", help="the JSON file to write")
+    eplb.add_argument("--ep", type=int, required=True, metavar="N", help="expert-parallel ranks")
+    eplb.add_argument("--spare-per-rank", type=int, required=True, metavar="N", help="slots beyond a rank's share")
+    eplb.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of neighbouring ranks (%(default)s)")
+    eplb.add_argument("--preset", metavar="MODEL", help="its model: rows for dense layers too, groups kept on nodes")
+    eplb.set_defaults(command="trace eplb")
+
     record = actions.add_parser("record", help="record a checkpoint's routing of a text")
     record.add_argument("model", type=Path, metavar="MODEL", help="a checkpoint's folder (transformers)")
     record.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text")
@@ -236,7 +259,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     imported.add_argument("source", type=Path, metavar="SOURCE", help="a checkout, directory or file")
     imported.add_argument("out", type=Path, metavar="OUT", help="the file to write; must not exist")
     for name, text in (
-        ("preset", "a model of configs/models/"),
+        ("preset", "a model of data/models/"),
         ("model", "name of the model, without a preset"),
         ("domain", "part of a published recording; of others, the subject of the texts"),
         ("phase", "prefill, decode, 'prefill and decode' or training"),

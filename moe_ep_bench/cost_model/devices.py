@@ -1,6 +1,6 @@
 """Model how long a layer's steps take on a device that is not here, by a roofline.
 
-A file of configs/devices/ states the roofline (Williams, Waterman, Patterson, Commun. ACM 52(4), 2009): the data
+A file of data/devices/ states the roofline (Williams, Waterman, Patterson, Commun. ACM 52(4), 2009): the data
 sheet's arithmetic and memory bandwidth, and the share of each that expert GEMMs reach. The share of the arithmetic
 rises with the rows of a GEMM (an expert's tokens), so it is a table. Routing takes a time per score, because no
 roofline describes a top-k or a sort. Permutation reaches its own share of the bandwidth. Each figure beyond the data
@@ -274,7 +274,7 @@ def gated_ffn(
 
 
 def device_of_gpu(gpu_name: str) -> Device | None:
-    """The device of configs/devices/ whose ``gpu_names`` have this name; None where there is none."""
+    """The device of data/devices/ whose ``gpu_names`` have this name; None where there is none."""
     devices = (Device.named(name) for name in Device.names())
     return next((device for device in devices if gpu_name in device.gpu_names), None)
 
@@ -287,7 +287,7 @@ def takes_decode(device: Device | None, mean_rows: float) -> tuple[bool, str]:
         mean_rows: tokens x top_k / experts.
     """
     if device is None:
-        return False, "no file of configs/devices/ has this GPU's name"
+        return False, "no file of data/devices/ has this GPU's name"
     if device.decode_below_rows is None:
         return False, f"devices/{device.name}: decode_below_rows is not measured"
     takes = mean_rows < device.decode_below_rows

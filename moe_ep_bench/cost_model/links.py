@@ -1,6 +1,6 @@
 """Model how long a collective takes between ranks that are not there.
 
-A file of configs/links/ states two links of each rank: one inside its node, one between nodes. Each has a latency and a
+A file of data/links/ states two links of each rank: one inside its node, one between nodes. Each has a latency and a
 bandwidth per rank and direction. A message of x bytes takes latency + x / bandwidth (Hockney, Parallel Computing 20(3),
 1994). A file from ``calibrate`` also holds the measured curve, since caches and protocol changes need more than two
 numbers.

@@ -8,22 +8,13 @@ timed as a whole; ``rest`` is what of a layer, and of the decoder around them, i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from moe_ep_bench.layer.megatron import MoELayer
 from moe_ep_bench.layer.phases import instrumented, replaced
-from moe_ep_bench.schema import LAYER_PHASES, MOE_REST, PhaseKey
+from moe_ep_bench.schema import MOE_REST
 from moe_ep_bench.timing.timer import PhaseRecorder
-
-
-def phases_in_depth(num_layers: int, moe_layers: Collection[int]) -> list[PhaseKey]:
-    """All phases that a model of so many layers may pass, in their order."""
-    names: list[PhaseKey] = ["embedding"]
-    for layer in range(num_layers):
-        own = (*LAYER_PHASES, MOE_REST) if layer in moe_layers else ("dense",)
-        names += [(layer, phase) for phase in ("rest", "attention", *own)]
-    return [*names, "rest", "output"]
 
 
 class _AtLayer:

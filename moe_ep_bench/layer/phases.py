@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from moe_ep_bench.layer.megatron import MoELayer
 from moe_ep_bench.layer.stages import Stage, stages_of
+
+if TYPE_CHECKING:
+    from moe_ep_bench.layer.megatron import MoELayer
 
 
 class Wraps(Protocol):

@@ -18,24 +18,10 @@ from torch import Tensor
 
 from moe_ep_bench.kernels import compiled
 from moe_ep_bench.layer.megatron import TopKRouter
+from moe_ep_bench.layer.scores import scores_from_logits
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.capacity import CapacityPolicy, expert_capacity
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
-
-
-def scores_from_logits(logits_TE: Tensor, score_function: str) -> Tensor:
-    """The model's score function: float32 [T, E], softmax over the experts or sigmoid."""
-    if score_function == "softmax":
-        return torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
-    return torch.sigmoid(logits_TE.float())
-
-
-def logits_from_scores(scores_TE: Tensor, score_function: str) -> Tensor:
-    """Logits that the score function turns back into these scores (softmax: rows that sum to 1)."""
-    smallest = torch.finfo(torch.float32).tiny
-    if score_function == "softmax":
-        return scores_TE.clamp_min(smallest).log()
-    return torch.logit(scores_TE.clamp_min(smallest))
 
 
 def most_pairs(policy: Policy, num_tokens: int, num_experts: int, context: RoutingContext) -> int | None:

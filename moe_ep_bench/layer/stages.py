@@ -13,9 +13,10 @@ and, where experts are cut, what moves inside a tensor group (``tensor_group``),
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moe_ep_bench.layer.megatron import MoELayer
+if TYPE_CHECKING:
+    from moe_ep_bench.layer.megatron import MoELayer
 
 
 @dataclass(frozen=True)

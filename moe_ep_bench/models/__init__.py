@@ -1,6 +1,6 @@
 """Model shapes: what decides how a model's MoE layers behave under expert parallelism.
 
-A preset is a YAML file in configs/models/, each figure with its source. A Hugging Face config.json serves as well
+A preset is a YAML file in data/models/, each figure with its source. A Hugging Face config.json serves as well
 (``hf_config``). ``scaled`` shrinks the hidden sizes, so that CPU ranks can run a layer; experts, top-k and routing
 stay, and results say that it was scaled. ``sharded`` takes one tensor-parallel rank's slice of each expert's FFN, and
 the name says so.

@@ -29,15 +29,7 @@ from pydantic import (
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.presets import Strict, validated
 
-
-def _no_flag(value: object) -> object:
-    """A Literal takes true for 1."""
-    if isinstance(value, bool):
-        raise UserError(f"expected 1, got {value}")
-    return value
-
-
-_One = Annotated[Literal[1], BeforeValidator(_no_flag)]
+BY_HAND = "or give the shape: model: {num_experts: ..., top_k: ..., hidden_size: ..., ffn_hidden_size: ...}"
 
 
 class _Family(Strict):
@@ -87,7 +79,8 @@ class _Family(Strict):
         unused = set() if self._has_dense_layers else {"dense_ffn_hidden_size"}
         return {**self.model_dump(exclude=unused), "attention": self.attention(), **self.FACTS}
 
-    def attention(self) -> dict[str, Any]:
+    def attention(self) -> dict[str, Any] | None:
+        """Fields of the spec's attention; None where no spec can express it."""
         biases = [name for name in self.BIASES if getattr(self, name)]
         return {
             "num_heads": self.num_heads,
@@ -107,7 +100,7 @@ class _Deepseek(_Family):
     topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
     scoring_func: Literal["softmax"] = "softmax"
     routed_scale: PositiveFloat = Field(1.0, alias="routed_scaling_factor")
-    moe_layer_freq: _One = 1
+    moe_layer_freq: Literal[1] = 1
 
     def spec(self) -> dict[str, Any]:
         found = {**super().spec(), "shared_ffn_hidden_size": self.n_shared_experts * self.ffn_hidden_size}
@@ -137,11 +130,56 @@ class _DeepseekV3(_DeepseekV2):
     routed_scale: PositiveFloat = Field(alias="routed_scaling_factor")
 
 
+class _Glm4(_Deepseek):
+    """GLM-4.5: DeepSeek-V3's routing, grouped-query attention whose output projection never has a bias."""
+
+    FACTS: ClassVar = {"score_function": "sigmoid", "selection_bias": True}
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    use_qk_norm: bool = False
+
+    def attention(self) -> dict[str, Any]:
+        qk_norm = "head" if self.use_qk_norm else "none"
+        return {**super().attention(), "bias": "qkv" if self.attention_bias else "none", "qk_norm": qk_norm}
+
+
 class _Mixtral(_Family):
     BIASES: ClassVar = ()
     num_experts: PositiveInt = Field(alias="num_local_experts")
     ffn_hidden_size: PositiveInt = Field(alias="intermediate_size")
     normalize: Literal[True] = Field(True, alias="norm_topk_prob")  # a softmax of the top-k
+
+
+class _MinimaxM2(_Mixtral):
+    """MiniMax-M2: a sigmoid with a selection bias; weights are normalised over the top-k."""
+
+    FACTS: ClassVar = {"score_function": "sigmoid", "selection_bias": True}
+    ATTENTION: ClassVar = {"qk_norm": "all_heads"}
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    use_routing_bias: Literal[True] = True
+    use_qk_norm: Literal[True] = True
+    shared_intermediate_size: Literal[0] = 0
+
+
+class _Llama4(_Family):
+    """Llama 4 with experts in every layer (Scout). Its weights scale what experts take, not what they give."""
+
+    FACTS: ClassVar = {"score_function": "sigmoid"}
+    num_experts: PositiveInt = Field(alias="num_local_experts")
+    ffn_hidden_size: PositiveInt = Field(alias="intermediate_size")
+    dense_ffn_hidden_size: NonNegativeInt | None = Field(None, alias="intermediate_size_mlp")
+    normalize: Literal[False] = Field(False, alias="norm_topk_prob")
+    interleave_moe_layer_step: PositiveInt = 1
+    moe_layers: list[int] | None = None
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> _Llama4:
+        if self.interleave_moe_layer_step != 1 or len(self.moe_layers or range(self.num_layers)) != self.num_layers:
+            raise UserError(f"interleave_moe_layer_step, moe_layers: expected experts in every layer; {BY_HAND}")
+        return self
+
+    def spec(self) -> dict[str, Any]:
+        return {**super().spec(), "shared_ffn_hidden_size": self.ffn_hidden_size}  # one, as wide as a routed one
 
 
 class _GptOss(_Mixtral):
@@ -215,7 +253,7 @@ class _Qwen3(_Family):
     first_dense_layers: Annotated[int, BeforeValidator(_leading_layers)] = Field(0, alias="mlp_only_layers")
     # The first in files of later transformers.
     num_experts: PositiveInt = Field(validation_alias=AliasChoices("num_local_experts", "num_experts"))
-    decoder_sparse_step: _One = 1
+    decoder_sparse_step: Literal[1] = 1
 
 
 class _Qwen2(_Qwen3):
@@ -227,17 +265,37 @@ class _Qwen2(_Qwen3):
     qkv_bias: bool = True
 
 
+class _Qwen3Next(_Qwen3):
+    """Most layers have linear attention, which no spec can express: a whole model is refused."""
+
+    FACTS: ClassVar = {"shared_expert_gate": True}
+    num_experts: PositiveInt
+    shared_ffn_hidden_size: PositiveInt = Field(alias="shared_expert_intermediate_size")
+
+    def attention(self) -> None:
+        return None
+
+
+# Files of models that see and read hold the language model's keys below ``text_config``.
+_NESTED = ("llama4", "qwen3_vl_moe")
+
 _FAMILIES: dict[str, type[_Family]] = {
     "deepseek": _Deepseek,
     "deepseek_v2": _DeepseekV2,
     "deepseek_v3": _DeepseekV3,
+    "glm4_moe": _Glm4,
     "gpt_oss": _GptOss,
+    "kimi_k2": _DeepseekV3,
+    "llama4": _Llama4,
+    "minimax_m2": _MinimaxM2,
     "mixtral": _Mixtral,
     "molmo": _Molmo,
     "molmoe": _Molmoe,
     "olmoe": _Olmoe,
     "qwen2_moe": _Qwen2,
     "qwen3_moe": _Qwen3,
+    "qwen3_next": _Qwen3Next,
+    "qwen3_vl_moe": _Qwen3,
 }
 
 
@@ -257,7 +315,8 @@ def read_hf_config(path: Path, keys: Iterable[str]) -> dict[str, Any]:
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise UserError(f"{file}: cannot read a model's config.json: {error.strerror}") from None
+        hint = "" if file.suffix == ".json" else "; files are read from this machine, nothing is fetched from a hub"
+        raise UserError(f"{file}: cannot read a model's config.json: {error.strerror}{hint}") from None
     try:
         values = json.loads(content)
     except ValueError as error:
@@ -266,8 +325,13 @@ def read_hf_config(path: Path, keys: Iterable[str]) -> dict[str, Any]:
         raise UserError(f"{file}: expected keys with values, got {type(values).__name__}")
     stated = {key: value for key, value in values.items() if value is not None}
     family = stated.get("model_type")
+    if family in _NESTED and isinstance(inner := stated.get("text_config"), dict):
+        above = {key: stated[key] for key in ("_name_or_path", "architectures", "tie_word_embeddings") if key in stated}
+        stated = {key: value for key, value in {**inner, **above}.items() if value is not None}
+    elif isinstance(family, str) and family.removesuffix("_text") in _NESTED:
+        family = family.removesuffix("_text")
     if not isinstance(family, str) or family not in _FAMILIES:
-        raise UserError(f"{file}: model_type: expected one of {', '.join(_FAMILIES)}, got {family!r}")
+        raise UserError(f"{file}: model_type: expected one of {', '.join(_FAMILIES)}, got {family!r}; {BY_HAND}")
     if family == "deepseek" and "kv_lora_rank" in stated:
         family = "deepseek_v2"  # which was first published under this model_type
     spec = validated(_FAMILIES[family], stated, file).spec()

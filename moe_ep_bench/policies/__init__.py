@@ -1,17 +1,17 @@
-"""Routing policies: pure functions of router scores. ``POLICIES`` is the table of all of them."""
+"""Routing policies: pure functions of router scores. ``POLICIES`` is the table of all that come with the package."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, did_you_mean
 from moe_ep_bench.policies.capacity import ExpandedDrop, TokenDrop
 from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.laser import Laser, LoadOnly
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
 from moe_ep_bench.policies.oea import OEA, Pruned
+from moe_ep_bench.policies.own import find_policy
 from moe_ep_bench.policies.skipping import DynamicSkip, ExpertDrop, Lynx
 from moe_ep_bench.policies.topk import TopK
 from moe_ep_bench.policies.xshare import XShare
@@ -32,7 +32,16 @@ _ALL: tuple[type[Policy], ...] = (
 )
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _ALL}
 
-__all__ = ["POLICIES", "Policy", "Routing", "RoutingContext", "make_policy"]
+__all__ = ["POLICIES", "Policy", "Routing", "RoutingContext", "make_policy", "policy_class"]
+
+
+def policy_class(name: object) -> type[Policy]:
+    """The class of a policy, by its name in ``POLICIES`` or as ``own`` finds those of others.
+
+    Raises:
+        ValueError: see ``own.find_policy``.
+    """
+    return POLICIES[name] if isinstance(name, str) and name in POLICIES else find_policy(name, POLICIES)
 
 
 def make_policy(spec: Mapping[str, object]) -> Policy:
@@ -43,21 +52,21 @@ def make_policy(spec: Mapping[str, object]) -> Policy:
             message names the field and what is allowed.
     """
     values = dict(spec)
-    name = values.pop("name", None)
-    if not isinstance(name, str) or name not in POLICIES:
-        raise UserError(f"name: expected one of {', '.join(POLICIES)}; got {name!r}{_hint(name, POLICIES)}")
-    policy = POLICIES[name]
+    policy = policy_class(values.pop("name", None))
+    name = policy.name
     known = {field.name: field for field in fields(policy)}
     for key in values:
         if key not in known:
             allowed = ", ".join(known) or "no fields"
-            raise UserError(f"{key}: {name} has no such field; expected {allowed}{_hint(key, known)}")
+            raise UserError(f"{key}: {name} has no such field; expected {allowed}{did_you_mean(key, known)}")
     for key, field in known.items():
         if field.default is MISSING and key not in values:
             raise UserError(f"{key}: {name} needs it")
-    return policy(**values)
-
-
-def _hint(word: object, known: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(str(word), known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    if policy is POLICIES.get(name):
+        return policy(**values)
+    try:
+        made = policy(**values)
+        hash(made)
+    except (TypeError, ValueError) as error:  # Of its own checks, or of a value that cannot be compared.
+        raise UserError(" ".join(f"{name}: {error}".split())) from None
+    return made

@@ -184,6 +184,7 @@ class ExpandedDrop(CapacityPolicy):
 
     name: ClassVar[str] = "expanded_drop"
     look: ClassVar[tuple[str, str]] = ("#009E73", "^")
+    experts_in: ClassVar[tuple[str, ...]] = ("num_candidates", "max_experts_per_token")
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
     looks_past_top_k: ClassVar[bool] = True
 

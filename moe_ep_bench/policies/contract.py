@@ -96,6 +96,7 @@ class Policy:
         fewer_experts_by: the field by which a batch activates fewer experts; None = that is not what it is for.
         torch_only: values by field that only the form in torch, or numba's steps of it, can run.
         optional: fields that ``params`` holds only where they differ from their defaults.
+        experts_in: fields that count experts; a config may ask for as many as the model has.
     """
 
     name: ClassVar[str]
@@ -105,6 +106,7 @@ class Policy:
     fewer_experts_by: ClassVar[str | None] = None
     torch_only: ClassVar[Mapping[str, object]] = {}
     optional: ClassVar[tuple[str, ...]] = ()
+    experts_in: ClassVar[tuple[str, ...]] = ()
 
     def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         """Route one batch of tokens.
@@ -131,6 +133,16 @@ class Policy:
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         """Raise ValueError when this policy cannot route these scores in this context."""
         check_inputs(scores_TE, context)
+
+    def check_model(self, num_experts: int) -> None:
+        """Raise ValueError where a field counts more experts than a config's model has.
+
+        ``route`` itself takes more as all: one policy may serve layers of several sizes.
+        """
+        for field in self.experts_in:
+            count = getattr(self, field)
+            if count is not None and count > num_experts:
+                raise UserError(f"{field}: expected at most the model's {num_experts} experts, got {count}")
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         """The most experts that a token may be given: all, unless a policy promises less.
@@ -224,6 +236,18 @@ def check_inputs(scores_TE: Tensor, context: RoutingContext) -> None:
     least, largest = scores_TE.aminmax()
     if not (bool(least >= 0) and bool(largest < torch.inf)):
         raise UserError("scores_TE: expected finite, non-negative values; got NaN, Inf or a negative score")
+
+
+def check_routing(routing: object, scores_TE: Tensor) -> None:
+    """Raise ValueError unless a policy returned a routing of these scores' shape and of the contract's types."""
+    if not isinstance(routing, Routing):
+        raise UserError(f"route: expected a Routing, got {type(routing).__name__}")
+    shape = list(scores_TE.shape)
+    for name, dtype in (("map_TE", torch.bool), ("weights_TE", torch.float32)):
+        value = getattr(routing, name)
+        got = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        if got != f"{dtype} {shape}":
+            raise UserError(f"{name}: expected {dtype} {shape}, got {got}")
 
 
 def _check_groups(context: RoutingContext, num_experts: int) -> None:

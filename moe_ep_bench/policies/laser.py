@@ -107,6 +107,7 @@ class Laser(LoadAwarePolicy):
 
     name: ClassVar[str] = "laser"
     look: ClassVar[tuple[str, str]] = ("#0072B2", "<")
+    experts_in: ClassVar[tuple[str, ...]] = ("c",)
 
     eps_high: float
     t_fix: float

@@ -34,6 +34,7 @@ class Pruned(SteppedPolicy):
     look: ClassVar[tuple[str, str]] = ("#56B4E9", "P")
     acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
     fewer_experts_by: ClassVar[str] = "k0"
+    experts_in: ClassVar[tuple[str, ...]] = ("k0",)
 
     k0: int
     p: float = 1.0
@@ -73,6 +74,7 @@ class OEA(Pruned):
     name: ClassVar[str] = "oea"
     look: ClassVar[tuple[str, str]] = ("#CC79A7", "X")
     looks_past_top_k: ClassVar[bool] = True
+    experts_in: ClassVar[tuple[str, ...]] = ("k0", "k_max", "max_rank")
 
     k_max: int | None = None
     max_rank: int | None = None

@@ -56,6 +56,7 @@ class ExpertDrop(ClosingPolicy):
 
     name: ClassVar[str] = "expert_drop"
     look: ClassVar[tuple[str, str]] = ("#CC79A7", "D")
+    experts_in: ClassVar[tuple[str, ...]] = ("count",)
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
 
     fraction: float = 0.1
@@ -88,6 +89,7 @@ class Lynx(ClosingPolicy):
     look: ClassVar[tuple[str, str]] = ("#56B4E9", "v")
     acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
     fewer_experts_by: ClassVar[str] = "num_dropped"
+    experts_in: ClassVar[tuple[str, ...]] = ("num_dropped",)
 
     num_dropped: int
 

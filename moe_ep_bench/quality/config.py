@@ -96,7 +96,7 @@ class QualityExperiment(SweepPoint):
     """A config file of ``quality`` at one point of its ``sweep``."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """The config's name; results carry it."""
+    """The config's name, which results carry; without it, its file's."""
     model: CheckpointConfig
     text: TextConfig | None = None
     """Text whose next tokens are judged; give this, tasks or both."""

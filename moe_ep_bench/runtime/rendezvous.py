@@ -81,9 +81,10 @@ class Nodes:
                 f"got {self.nproc}, {self.count}, {self.rank}"
             )
         host, _, port = self.master.rpartition(":")
-        if not host or not port.isdigit() or (self.count > 1 and port == "0"):
+        least = 1 if self.count > 1 else 0
+        if not host or not port.isdecimal() or not least <= int(port) < 1 << 16:
             raise UserError(
-                f"--master: expected host:port of node 0, with a port above 0 for several nodes; got {self.master!r}"
+                f"--master: expected host:port of node 0, with a port of {least} to 65535; got {self.master!r}"
             )
 
     @property

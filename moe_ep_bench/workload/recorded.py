@@ -298,7 +298,7 @@ class RecordedWorkload(Workload):
         return np.cumsum([0, *(trace.num_tokens for trace in self.traces)])
 
     @cached_property
-    def _routing(self) -> tuple[NDArray[np.uint8], FittedTopK, NDArray[np.float64]]:
+    def _routing(self) -> tuple[NDArray[np.unsignedinteger], FittedTopK, NDArray[np.float64]]:
         """The layer as it will be used, of all recordings: recorded ids, fitted scores, tail weights."""
         layers = [trace.read_layer(self.layer) for trace in self.traces]
         ids_TK, recorded_TK = (np.concatenate(parts) for parts in zip(*layers, strict=True))

@@ -1,6 +1,6 @@
 """Skews of real models by name: targets for synthetic workloads, each with what it was calibrated to.
 
-A file of configs/skews/ belongs to the preset of the same name and holds three:
+A file of data/skews/ belongs to the preset of the same name and holds three:
 
 ``mixed``          traffic of several domains together, a layer of average skew
 ``single_domain``  one domain, a layer of average skew
@@ -56,6 +56,8 @@ class Skews(Preset):
 
 
 SKEWS = tuple(Skews.model_fields)
+# Other benchmarks' patterns, of any model; see the module of that name.
+PATTERNS = (*(f"megatron_w{number}" for number in range(8)), "power_law_1.01", "power_law_1.2")
 
 
 def load_skew(preset: str, name: str) -> Skew:
@@ -65,5 +67,5 @@ def load_skew(preset: str, name: str) -> Skew:
         ValueError: the model has no file.
     """
     if preset not in Skews.names():
-        raise UserError(f"there is no configs/skews/{preset}.yaml to calibrate to; give peak_load and the like instead")
+        raise UserError(f"there is no data/skews/{preset}.yaml to calibrate to; give peak_load and the like instead")
     return getattr(Skews.named(preset), name)

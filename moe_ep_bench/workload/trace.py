@@ -3,14 +3,14 @@
 A safetensors file (never unpickled) with
 
 =============  ========================  =====================================================
-expert_ids     uint8   [layers, T, K]    the top-k of each token, best first
+expert_ids     uint8   [layers, T, K]    the top-k of each token, best first; uint16 above 256 experts
 scores         float16 [layers, T, K]    their scores, in the same order
 sequence_id    int32   [T]               which text a token is from, a name from 0; its tokens are adjacent
 position       int32   [T]               place of the token in that text, from 0, ascending; gaps are tokens left out
 full_scores    float32 [layers, T, E]    optional: the scores of all experts, by their index; a row sums to 1
 =============  ========================  =====================================================
 
-and string metadata ``format``, ``model``, ``num_experts`` (at most 256: ids are uint8), ``top_k``,
+and string metadata ``format``, ``model``, ``num_experts`` (at most 1,024), ``top_k``,
 ``score``, ``phase``, ``domain``, ``source`` and ``licence``. ``score`` says what the scores are:
 
 * ``softmax, not renormalised``, or anything else: shares of a token's whole score mass, so at most 1 in sum;
@@ -43,11 +43,16 @@ from moe_ep_bench.errors import UserError
 FORMAT = "moe-trace-v1"
 METADATA = ("format", "model", "num_experts", "top_k", "score", "phase", "domain", "source", "licence")
 FULL_SCORES = "full_scores"
-TENSORS = {"expert_ids": ("U8", 3), "scores": ("F16", 3), "sequence_id": ("I32", 1), "position": ("I32", 1)}
+TENSORS = {
+    "expert_ids": ("U8, U16", 3),
+    "scores": ("F16", 3),
+    "sequence_id": ("I32", 1),
+    "position": ("I32", 1),
+}
 # How far a row may sum beyond what its score function allows: K roundings to float16 or bfloat16
 # stay below half of this (the worst row of our recordings is off by 0.0034).
 SUM_TOLERANCE = 0.02
-MAX_EXPERTS = 256
+MAX_EXPERTS = 1024
 # A header describes four tensors and a few strings; ours are below 2 KiB.
 MAX_HEADER_BYTES = 2**20
 ROWS_AT_ONCE = 2**16
@@ -86,7 +91,7 @@ class Trace:
         """Whether the source had expert ids only, so that nothing which follows from scores was recorded."""
         return self.metadata["score"].startswith("assumed")
 
-    def read_layer(self, layer: int) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
+    def read_layer(self, layer: int) -> tuple[NDArray[np.unsignedinteger], NDArray[np.float16]]:
         """Read and check one layer: expert ids and scores, both [T, K], best first.
 
         Raises:
@@ -134,6 +139,11 @@ class Trace:
         """Hash of the whole file, read piece by piece."""
         with self.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def id_type(num_experts: int) -> tuple[type[np.unsignedinteger], str]:
+    """Of so many experts' ids: numpy's type and safetensors' name of it."""
+    return (np.uint8, "U8") if num_experts <= 256 else (np.uint16, "U16")
 
 
 def scores_are_normalised(score: str) -> bool:
@@ -280,7 +290,7 @@ def _sequences(path: Path, file: Any) -> NDArray[np.int64]:
 
 def _shape(path: Path, file: Any, name: str, dtype: str, num_dims: int) -> tuple[int, ...]:
     stored = file.get_slice(name)
-    if stored.get_dtype() != dtype:
+    if stored.get_dtype() not in dtype.split(", "):
         raise UserError(f"{path}: {name}: expected dtype {dtype}, got {stored.get_dtype()}")
     if len(stored.get_shape()) != num_dims:
         raise UserError(f"{path}: {name}: expected {num_dims} dimensions, got shape {tuple(stored.get_shape())}")

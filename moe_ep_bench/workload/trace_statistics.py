@@ -50,6 +50,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.presets import problem_words
 from moe_ep_bench.workload.formatting import tokens_words
 from moe_ep_bench.workload.trace import Trace, open_trace
 
@@ -250,7 +251,7 @@ def loads_statistics(path: str | Path) -> list[RecordingStatistics]:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path}: {place + ': ' if place else ''}{first['msg']}") from None
+        raise UserError(f"{path}: {place + ': ' if place else ''}{problem_words(first)}") from None
     recordings = []
     for index, entry in enumerate(entries):
         loads = {layer: np.array(load, dtype=np.int64) for layer, load in entry.load_E_by_layer.items()}

@@ -16,6 +16,7 @@ from moe_ep_bench.analysis.route.loads import (
     heatmap_figure,
     imbalance_figure,
     modality_figure,
+    traffic_figure,
     violation_figure,
 )
 from moe_ep_bench.analysis.route.scores import decay_figure, overlap_figure, scores_figure
@@ -36,5 +37,6 @@ ROUTE_FIGURES: dict[str, Callable[[RouteRun], Drawing | None]] = {
     "mass": mass_figure,
     "budgets": budgets_figure,
     "ranks": ranks_figure,
+    "traffic": traffic_figure,
 }
 draw_route_figures = partial(draw_named, ROUTE_FIGURES)

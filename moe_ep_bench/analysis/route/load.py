@@ -48,7 +48,7 @@ _FACTS = [
     "order", "group", "family", "model", "num_experts", "top_k", "num_ranks", "num_tokens", "num_batches", "traffic",
     "phase", "layer_weights", "image_share",
 ]  # fmt: skip
-_LOADS = ["load_E", "load_R", "load_over_mean_E", "image_load_E"]
+_LOADS = ["load_E", "load_R", "load_over_mean_E", "image_load_E", "pairs_RR"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,8 @@ class RouteRun:
         batches: a row per group, layer, case and batch, in that order, ``native`` first; cases that a layer lacks are
             left out. Columns: ``label``, ``policy``, ``params``, ``looks_past_top_k``; summed counts and mean shares of
             the table ``routing``; ``ROUTED``; pairs as arrays: ``load_E``, ``load_R``, ``load_over_mean_E`` (over the
-            model's mean load T * K / E), ``image_load_E`` (of image tokens; null without modality).
+            model's mean load T * K / E), ``image_load_E`` (of image tokens; null without modality), ``pairs_RR``
+            (from each source rank to each rank's experts, row by row).
         scores, overlap: the tables ``score_curves`` and ``overlap``.
     """
 
@@ -166,6 +167,7 @@ def _about(comparison_id: str, facts: Mapping[str, Any]) -> dict[str, Any]:
         "layer": "-" if layer is None else str(layer),
         "layer_number": layer or 0,
         "placement": facts["placement"]["name"],
+        "bytes_per_pair": facts.get("bytes_per_pair"),
         "workload": workload["kind"],
         "description": workload["description"],
         "tail_model": workload["tail_model"],
@@ -223,6 +225,8 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
         facts["placement"]["shares"] or facts["placement"]["name"], num_experts, facts["num_ranks"]
     )
     load_BR = placement.rank_load(load_BE)
+    ranked = rows.sort_values(["batch", "rank"])["load_E"].to_list()
+    pairs_BRR = placement.rank_load(np.stack(ranked)).reshape(len(counts), -1)
     images = [np.sum(loads.to_list(), axis=0) for _, loads in by_batch["image_load_E"] if loads.notna().all()]
     return (
         pd.concat([counts, means[_SHARES]], axis=1)
@@ -242,6 +246,7 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
             load_R=list(load_BR),
             load_over_mean_E=list(load_BE * (num_experts / counts["num_topk_pairs"].to_numpy()[:, None])),
             image_load_E=images if len(images) == len(counts) else None,
+            pairs_RR=list(pairs_BRR),
         )
         .reset_index()
     )

@@ -85,6 +85,55 @@ def heatmap_figure(run: RouteRun) -> Drawing | None:
     return drawing(figure, _by_expert(rows.explode(["layer", "load_over_mean"])), "layer", "expert", "load_over_mean")
 
 
+def traffic_figure(run: RouteRun) -> Drawing | None:
+    """Bytes that every rank sends to every rank's experts in a layer, of native and a few policies."""
+    cases = largest(run.cases)
+    cases = cases[(cases["num_ranks"] > 1) & cases["bytes_per_pair"].notna()]
+    if cases.empty:
+        return None
+    own = split(cases, "group")[0]
+    names = own["label"].unique()[1:]
+    own = own[own["label"].isin(["native", *few(names, 3)])]
+    first, size = own.iloc[0], own["num_ranks"].iloc[0]
+    pairs_VRR = [
+        run.loads(first["group"], label, "pairs_RR").mean(axis=(0, 1)).reshape(size, size) for label in own["label"]
+    ]
+    columns = 1 if is_narrow() else min(2, len(own))
+    figure = sheet(
+        "Bytes from every rank to every rank's experts",
+        f"{first['comparison']}. A layer's dispatch, mean of batches and layers: {first['bytes_per_pair']:,.0f} bytes "
+        "for every (token, expert) pair; the diagonal stays on its rank. Combine sends as much back.",
+        footer(own, not_drawn(len(names) - len(own) + 1, "policies"), looks_past=own["looks_past_top_k"].any()),
+        [],
+        width=10.5 if len(own) > 1 else 6.5,
+        body=3.2 * -(-len(own) // columns),
+    )
+    panels = figure.subplots(-(-len(own) // columns), columns, squeeze=False, sharex=True, sharey=True)
+    for axes in panels.flat[len(own) :]:
+        axes.set_visible(False)
+    megabytes = first["bytes_per_pair"] / 1e6
+    colours = Normalize(0, max(np.max(pairs_VRR) * megabytes, 1e-9))
+    for axes, case, pairs_RR in zip(panels.flat, own.itertuples(), pairs_VRR, strict=False):
+        image = axes.imshow(pairs_RR * megabytes, cmap=HEAT, norm=colours, interpolation="nearest")
+        panel_title(axes, short(case.label), 4)
+        axes.grid(False)
+        axes.set_xticks(ticks(size, 9))
+        axes.set_yticks(ticks(size, 9))
+        axes.set_ylabel("from rank")
+        axes.label_outer()
+    for axes in panels[-1]:
+        axes.set_xlabel("to the experts of rank")
+    bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.01)
+    bar.set_label("MB")
+    bar.outline.set_visible(False)
+    source, target = np.divmod(np.arange(size * size), size)
+    rows = own.assign(
+        from_rank=[source] * len(own), to_rank=[target] * len(own), pairs=[pairs_RR.ravel() for pairs_RR in pairs_VRR]
+    ).explode(["from_rank", "to_rank", "pairs"])
+    rows["bytes"] = rows["pairs"] * rows["bytes_per_pair"]
+    return drawing(figure, rows, "from_rank", "to_rank", "pairs", "bytes")
+
+
 def _by_expert(rows: pd.DataFrame) -> pd.DataFrame:
     """A row per expert, of rows with an array of loads."""
     experts = [range(len(load_E)) for load_E in rows["load_over_mean"]]

@@ -6,7 +6,7 @@ kind      source                                                                
 esft      a checkout of deepseek-ai/ESFT (``results/expert_scores``)                  full softmax
 gpt-oss   a checkout of AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting (``data``)     softmax over top-k
 megatron  ``router_trace_rank*.jsonl`` of Megatron-Core 0.19's router tracer          with a logits sidecar
-sglang    a per_token dump of SGLang's expert distribution recorder, as npz           none
+sglang    a per_token dump of SGLang's recorder as npz, or responses as JSON lines    none
 vllm      vLLM's returned routed experts, as npz or JSON lines                        none
 ========  ==========================================================================  ==================
 
@@ -84,7 +84,7 @@ IMPORTERS: Mapping[str, Importer] = MappingProxyType(
         "sglang": Importer(
             sglang.read,
             "SGLang expert distribution recorder",
-            "one dump's npz file",
+            "one dump's npz file, or responses as JSON lines",
             takes=_OWN,
             needs=("model",),
             has_scores=False,
@@ -129,7 +129,14 @@ def import_trace(kind: str, source: Path, out: Path, options: ImportOptions | No
         raise UserError(f"{source}: no such file or directory")
     if out.exists():
         raise UserError(f"{out}: expected a name that is free, but there is such a file already")
-    for name in importer.needs:
+    missing = [name for name in importer.needs if getattr(options, name) is None]
+    if importer.has_scores is False and not options.assume_equal_scores and missing:
+        missing.append("assume_equal_scores")  # Asked for at once, and not after the rest was given.
+    if len(missing) > 1:
+        hint = "; preset says what belongs to a model" if {"model", "num_experts"} & set(missing) else ""
+        scores = ", and they have no scores, only expert ids" if "assume_equal_scores" in missing else ""
+        raise UserError(f"{', '.join(missing)}: needed, because {kind} recordings do not say it{scores}{hint}")
+    for name in missing:
         options.need(name, f"{kind} recordings do not say it")
     if importer.is_folder not in (None, source.is_dir()):
         raise UserError(f"{source}: expected {importer.expects}, got a {'file' if importer.is_folder else 'directory'}")

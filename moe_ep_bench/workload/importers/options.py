@@ -18,10 +18,11 @@ class ImportOptions:
     """Facts about a recording.
 
     Attributes:
-        preset: a model of configs/models/, which gives ``model``, ``num_experts``, ``top_k`` and ``score_function``.
+        preset: a model of data/models/, which gives ``model``, ``num_experts``, ``top_k`` and ``score_function``.
         model: name of the model, where there is no preset.
-        num_experts: of one layer, 2 to 256.
+        num_experts: of one layer, 2 to 1,024.
         top_k: from the preset; the recording must agree.
+        num_layers: from the preset: all of the model's, dense ones included.
         domain: part of a published recording; of others, the subject of the texts.
         phase: prefill, decode, both, or training; see the importer.
         licence: under which the recording may be used.
@@ -34,6 +35,7 @@ class ImportOptions:
     model: str | None = None
     num_experts: int | None = None
     top_k: int | None = None
+    num_layers: int | None = None
     domain: str | None = None
     phase: str | None = None
     licence: str | None = None
@@ -75,6 +77,7 @@ class ImportOptions:
             model=spec.name,
             num_experts=spec.num_experts,
             top_k=spec.top_k,
+            num_layers=spec.num_layers,
             score_function=spec.score_function,
         )
 

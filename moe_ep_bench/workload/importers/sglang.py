@@ -1,4 +1,8 @@
-"""SGLang's expert distribution recorder, mode ``per_token``, converted to npz.
+"""SGLang's expert distribution recorder, mode ``per_token``, converted to npz; or its returned routed experts.
+
+The second (``--enable-return-routed-experts``, and ``return_routed_experts`` in a request) are responses, one a
+line of a .jsonl file, each with ``routed_experts`` in its ``meta_info`` (or ``sglext``): base64 of int32
+[tokens, layers, K], all layers of the model, of the prompt and of what was generated but its last token. Only a preset says how many.
 
 SGLang dumps with ``torch.save``, which is a pickle, and nothing is unpickled here. Where SGLang
 runs, and trusts its own file, ``CONVERT`` below, typed there, converts it.
@@ -24,7 +28,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.importers.options import ImportOptions
-from moe_ep_bench.workload.importers.sources import Npz, brief, opened_npz
+from moe_ep_bench.workload.importers.sources import Npz, brief, from_base64, lines, opened_npz, parse_json
 from moe_ep_bench.workload.importers.writer import TraceWriter
 
 CONVERT = (
@@ -36,6 +40,7 @@ CONVERT = (
 
 MAP = "last_physical_to_logical_map"
 IDS, POSITIONS, LENGTHS = "topk_ids_of_layer", "positions", "extend_seq_lens"
+ROUTED = "routed_experts"
 COUNTS = re.compile(r"(\d+\.)?(logical_count|global_physical_count)")
 
 
@@ -47,6 +52,8 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
     """
     if source.suffix == ".pt":
         raise UserError(f"{source}: a pickle, which is not read; convert it where SGLang runs: {CONVERT}")
+    if source.suffix in (".jsonl", ".json"):
+        return _read_responses(source, options, writer)
     with opened_npz(source) as npz:
         passes = _passes(npz)
         logical = _map(npz)
@@ -102,6 +109,52 @@ def read(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
     writer.notes.append("a sequence is a prompt or a chunk of one" if "prefill" in phases else "a token is a sequence")
     if writer.left_out:
         writer.notes.append("tokens that only fill up a batch left out")
+
+
+def _read_responses(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
+    if options.num_layers is None or options.top_k is None or options.num_experts is None:
+        raise UserError(f"preset: needed, because {source.name} holds flat arrays and no number of layers and top-k")
+    shape = (options.num_layers, options.top_k)
+    phase = "prefill and decode"
+    writer.describe(num_experts=options.num_experts, top_k=shape[1], where=str(source), phase=phase)
+    routed: list[int] | None = None
+    sequence = 0
+    for where, line in lines(source):
+        response = parse_json(line, where)
+        for number, one in enumerate(response if isinstance(response, list) else [response]):
+            place = f"{where}: {number}" if isinstance(response, list) else where
+            routed = _add_response(one, place, shape, sequence, routed, writer)
+            sequence += 1
+    if routed is not None and len(routed) < shape[0]:
+        writer.notes.append(f"{shape[0] - len(routed)} layers that route nothing left out")
+
+
+def _add_response(
+    response: object, where: str, shape: tuple[int, int], sequence: int, routed: list[int] | None, writer: TraceWriter
+) -> list[int]:
+    """Add one response; return the layers that route, which the first response tells."""
+    inner = response if isinstance(response, dict) else {}
+    told = inner.get("meta_info") or inner.get("sglext")
+    text = told.get(ROUTED) if isinstance(told, dict) else None
+    if not isinstance(text, str):
+        raise UserError(f"{where}: meta_info: {ROUTED}: expected base64 text, got {brief(text)}")
+    content = from_base64(text, f"{where}: {ROUTED}")
+    row_bytes = 4 * shape[0] * shape[1]
+    if not content or len(content) % row_bytes:
+        raise UserError(
+            f"{where}: {ROUTED}: expected rows of {shape[0]} layers x top-{shape[1]} as int32 ({row_bytes} bytes), got "
+            f"{len(content)} bytes"
+        )
+    ids_TLK = np.frombuffer(content, dtype="<i4").reshape(-1, *shape)
+    if routed is None:
+        # One expert K times over is no routing: the buffer of a dense layer, which nothing writes to.
+        idle_L = (ids_TLK <= 0).all(axis=(0, 2)) if shape[1] > 1 else np.zeros(shape[0], bool)
+        routed = np.flatnonzero(~idle_L).tolist()
+    position_T = np.arange(len(ids_TLK))
+    writer.add_tokens(sequence, position_T, where)
+    for layer in routed:
+        writer.add(layer, ids_TLK[:, layer], None, f"{where}: layer {layer}", position_T)
+    return routed
 
 
 def _passes(npz: Npz) -> list[int]:

@@ -5,6 +5,7 @@ Every error is a ValueError of one line that names the file and the place in it.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import zipfile
@@ -64,6 +65,20 @@ def integers(value: Any, where: str, shape: tuple[int | None, ...]) -> NDArray[n
 def reals(value: Any, where: str, shape: tuple[int | None, ...]) -> NDArray[np.float64]:
     """Nested lists of numbers as an array; None in ``shape`` takes any length."""
     return _numbers(value, where, shape, "iuf", "numbers").astype(np.float64)
+
+
+def from_base64(text: str, where: str) -> bytes:
+    """The bytes of base64 text.
+
+    Raises:
+        ValueError: it is none, or stands for more bytes than one array may have.
+    """
+    if len(text) > MAX_ARRAY_BYTES * 4 // 3 + 4:
+        raise UserError(f"{where}: expected at most {MAX_ARRAY_BYTES} bytes in base64, got more")
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise UserError(f"{where}: expected base64, got {brief(text)} ({error})") from None
 
 
 def whole(record: Any, name: str, where: str, least: int) -> int:

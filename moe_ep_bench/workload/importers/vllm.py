@@ -8,13 +8,14 @@ releases put both into the latter. From Python they are arrays:
         (("prompt_routed_experts", getattr(output, "prompt_routed_experts", None)),
          ("routed_experts", output.outputs[0].routed_experts)) if array is not None})
 
-From the server, one response a line. Tokens whose routing came from a cached prefix are -1 and are
-left out; layers that route nothing are all 0 in older releases, and are left out. There are ids
-only, no scores.
+From the server, one response a line; there each is a list, or the base64 text of an array in npy form. Tokens whose
+routing came from a cached prefix are -1 and are left out; layers that route nothing are all 0 in older releases, and
+are left out. There are ids only, no scores.
 """
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.importers.options import ImportOptions
-from moe_ep_bench.workload.importers.sources import brief, integers, lines, opened_npz, parse_json
+from moe_ep_bench.workload.importers.sources import brief, from_base64, integers, lines, opened_npz, parse_json
 from moe_ep_bench.workload.importers.writer import TraceWriter
 
 PROMPT, GENERATED = "prompt_routed_experts", "routed_experts"
@@ -119,6 +120,21 @@ def _from_npz(path: Path) -> Iterator[Piece]:
                 position += len(ids_TLK)
 
 
+def _ids(value: object, where: str) -> NDArray[np.integer]:
+    """Expert ids [T, L, K] of lists, or of base64 text of an npy file."""
+    if not isinstance(value, str):
+        return integers(value, where, (None, None, None))
+    content = from_base64(value, where)
+    try:
+        array = np.load(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, EOFError, OSError, MemoryError) as error:
+        raise UserError(f"{where}: expected an npy array in base64 ({' '.join(str(error).split())[:100]})") from None
+    if not isinstance(array, np.ndarray) or array.ndim != 3 or array.dtype.kind not in "iu":
+        got = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else "an archive"
+        raise UserError(f"{where}: expected whole numbers of 3 dimensions, got {got}")
+    return array
+
+
 def _from_lines(path: Path) -> Iterator[Piece]:
     sequence = 0
     for where, line in lines(path):
@@ -129,13 +145,13 @@ def _from_lines(path: Path) -> Iterator[Piece]:
         prompt = response.get(PROMPT)
         length = 0
         if prompt is not None:
-            ids_TLK = integers(prompt, f"{where}: {PROMPT}", (None, None, None))
+            ids_TLK = _ids(prompt, f"{where}: {PROMPT}")
             length = len(ids_TLK)
             yield Piece(f"{where}: {PROMPT}", sequence, True, 0, ids_TLK)
         for index, choice in enumerate(choices):
             place = f"{where}: choices: {index}: {GENERATED}"
             if choice.get(GENERATED) is None:
                 raise UserError(f"{place}: expected lists of experts, got none")
-            ids_TLK = integers(choice[GENERATED], place, (None, None, None))
+            ids_TLK = _ids(choice[GENERATED], place)
             yield Piece(place, sequence, False, length, ids_TLK)
             sequence += 1

@@ -29,6 +29,7 @@ from moe_ep_bench.workload.trace import (
     MAX_EXPERTS,
     Trace,
     find_problem,
+    id_type,
     open_trace,
     scores_are_normalised,
 )
@@ -39,7 +40,7 @@ _ORDER = (
     ("sequence_id", "I32"),
     (FULL_SCORES, "F32"),
     ("scores", "F16"),
-    ("expert_ids", "U8"),
+    ("expert_ids", ""),  # by the number of experts
 )
 _LAYERED = (FULL_SCORES, "scores", "expert_ids")
 
@@ -104,8 +105,7 @@ class TraceWriter:
         """
         if not top_k < num_experts <= MAX_EXPERTS:
             raise UserError(
-                f"{where}: num_experts: expected {top_k + 1} (more than top_k) to {MAX_EXPERTS} (ids are one byte), "
-                f"got {num_experts}"
+                f"{where}: num_experts: expected {top_k + 1} (more than top_k) to {MAX_EXPERTS}, got {num_experts}"
             )
         self.num_experts, self.top_k = num_experts, top_k
         self.metadata |= metadata
@@ -154,7 +154,7 @@ class TraceWriter:
         load_E = np.bincount(ids_TK.ravel(), minlength=self.num_experts)
         self._load_E[layer] = self._load_E.get(layer, 0) + load_E
         self._tokens[layer] = self._tokens.get(layer, 0) + len(ids_TK)
-        self._spool(f"expert_ids-{layer}", best_TK.astype(np.uint8))
+        self._spool(f"expert_ids-{layer}", best_TK.astype(id_type(self.num_experts)[0]))
         self._spool(f"scores-{layer}", scores_TK.astype(np.float16))
         if full_TE is not None:
             self._spool(f"{FULL_SCORES}-{layer}", full_TE.astype(np.float32))
@@ -223,7 +223,7 @@ class TraceWriter:
             width = self.num_experts if name == FULL_SCORES else self.top_k
             size = sum((self._directory / piece).stat().st_size for piece in names)
             header[name] = {
-                "dtype": dtype,
+                "dtype": dtype or id_type(self.num_experts)[1],
                 "shape": [len(layers), self.num_tokens, width] if is_layered else [self.num_tokens],
                 "data_offsets": [end, end + size],
             }

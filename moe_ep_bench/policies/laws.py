@@ -1,0 +1,265 @@
+"""What every routing policy keeps, whatever its rule: ``check-policy`` tries it on scores of many kinds.
+
+A law takes a ``Trial``: a policy, scores and the context's arguments. It raises ``LawBroken``, which says what was
+expected. The tests of this package hold every policy of its own to the same laws.
+
+Shapes: T = tokens, E = experts, K = top_k, R = ranks, S = rows of batch statistics.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext, check_routing
+from moe_ep_bench.policies.lazy import Tensor, torch
+
+
+class LawBroken(Exception):  # noqa: N818 - a finding, no error of ours
+    """What was expected of a routing, in one line."""
+
+
+class Router(Protocol):
+    """What routes by a policy: the policy itself, or a compiled form of it."""
+
+    def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing: ...
+
+    def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Scores to route, and what the policy may know besides.
+
+    Attributes:
+        scores_TE: float32 [T, E].
+        arguments: of ``RoutingContext``, but ``seed`` in place of its generator: every routing draws the same numbers.
+    """
+
+    policy: Policy
+    scores_TE: Tensor
+    arguments: Mapping[str, Any]
+    router: Router
+
+    def context(self, rows_T: Tensor | None = None, **changes: Any) -> RoutingContext:
+        """The context of all tokens, or of those in ``rows_T``."""
+        values = {**self.arguments, **changes}
+        generator = torch.Generator().manual_seed(values.pop("seed", 0))
+        if rows_T is not None:
+            per_token = {key: value for key, value in values.items() if key.endswith("_T") and value is not None}
+            values |= {key: value[rows_T] for key, value in per_token.items()}
+        return RoutingContext(generator=generator, **values)
+
+    def route(self, scores_TE: Tensor | None = None) -> Routing:
+        return self.router.route(self.scores_TE if scores_TE is None else scores_TE, self.context())
+
+    @property
+    def title(self) -> str:
+        (num_tokens, num_experts), found = self.scores_TE.shape, self.arguments
+        mask_T = found.get("token_mask_T")
+        padding = 0 if mask_T is None else int((~mask_T).sum())
+        shape = f"T={num_tokens} E={num_experts} K={found['top_k']} R={found.get('num_ranks', 1)}"
+        return f"{shape} padding={padding} seed={found.get('seed', 0)}"
+
+
+def law_types(trial: Trial, routing: Routing) -> None:
+    """map_TE is bool and weights_TE float32, both [T, E]; weights are finite, at least 0, and 0 off the map"""
+    try:
+        check_routing(routing, trial.scores_TE)
+    except UserError as error:
+        raise LawBroken(str(error)) from None
+    weights_TE = routing.weights_TE
+    _require(bool(weights_TE.isfinite().all()), "weights_TE holds NaN or Inf")
+    _require(bool((weights_TE >= 0).all()), "weights_TE holds a negative weight")
+    _require(not bool(weights_TE[~routing.map_TE].any()), "weights_TE holds a weight where map_TE is False")
+
+
+def law_most_experts(trial: Trial, routing: Routing) -> None:
+    """no token has more experts than most_experts promises"""
+    num_experts = trial.scores_TE.shape[1]
+    most = trial.policy.most_experts(num_experts, trial.context())
+    _require(1 <= most <= num_experts, f"most_experts: expected 1 to {num_experts}, got {most}")
+    found = int(routing.map_TE.sum(dim=1).max()) if len(trial.scores_TE) else 0
+    _require(found <= most, f"a token has {found} experts, most_experts says {most}")
+
+
+def law_pure(trial: Trial, routing: Routing) -> None:
+    """the same inputs give the same bits; inputs and torch's global generator stay as they were"""
+    tensors = {key: value for key, value in trial.arguments.items() if isinstance(value, torch.Tensor)}
+    before, scores_TE = {key: value.clone() for key, value in tensors.items()}, trial.scores_TE.clone()
+    state = torch.get_rng_state()
+    _require_same(trial.route(), routing, "a second routing")
+    _require(torch.equal(torch.get_rng_state(), state), "torch's global generator moved")
+    _require(torch.equal(trial.scores_TE, scores_TE), "scores_TE changed")
+    changed = [key for key, value in tensors.items() if not torch.equal(value, before[key])]
+    _require(not changed, f"{', '.join(changed)} of the context changed")
+
+
+def law_padding(trial: Trial, routing: Routing) -> None:
+    """padding selects nothing, and what it holds, or that it is there at all, changes nothing"""
+    valid_T = trial.arguments.get("token_mask_T")
+    if valid_T is None:
+        return
+    selects = bool(routing.map_TE[~valid_T].any()) or bool(routing.weights_TE[~valid_T].any())
+    _require(not selects, "a padding token selects an expert")
+    other_TE = torch.where(valid_T.unsqueeze(1), trial.scores_TE, 0.75)
+    _require_same(trial.route(other_TE), routing, "with other scores in the padding, the routing")
+    context = trial.context()
+    state = context.generator.get_state() if context.generator else None
+    trial.router.route(trial.scores_TE, context)
+    if context.generator and not torch.equal(context.generator.get_state(), state):
+        return  # Numbers are drawn for all rows, padding included.
+    context = replace(trial.context(valid_T), token_mask_T=None)
+    shorter = trial.router.route(trial.scores_TE[valid_T], context)
+    _require_same(shorter, _rows(routing, valid_T), "without the padding, the routing")
+
+
+def law_split(trial: Trial, routing: Routing) -> None:
+    """batch_stats summed over parts of the batch give each part the routing that it has in the whole"""
+    if trial.policy.batch_stats(trial.scores_TE, trial.context()) is None:
+        return
+    part_T = torch.arange(len(trial.scores_TE)) % 3
+    if trial.arguments.get("request_id_T") is not None:  # A request lives on one rank.
+        part_T = trial.arguments["request_id_T"] % 3
+    parts = [part_T == part for part in range(4)]  # The last is a rank without tokens.
+    stats = [trial.policy.batch_stats(trial.scores_TE[rows_T], trial.context(rows_T)) for rows_T in parts]
+    kinds = {(str(one.dtype), tuple(one.shape)) if isinstance(one, torch.Tensor) else str(one) for one in stats}
+    _require(len(kinds) == 1, f"batch_stats: expected one shape whatever the tokens, got {sorted(map(str, kinds))}")
+    _require(stats[0].dtype == torch.float64, f"batch_stats: expected float64, got {stats[0].dtype}")
+    total_SE = torch.stack(stats).sum(dim=0)
+    for rows_T in parts:
+        part = trial.policy.route(trial.scores_TE[rows_T], trial.context(rows_T), total_SE)
+        _require_same(part, _rows(routing, rows_T), "of a part of the batch, with everyone's statistics, the routing")
+
+
+def law_layout(trial: Trial, routing: Routing) -> None:
+    """neither the memory layout of the scores nor the sign of a zero changes anything"""
+    strided_TE = trial.scores_TE.t().contiguous().t()
+    _require_same(trial.route(strided_TE), routing, "of scores that lie column by column, the routing")
+    negative_TE = torch.where(trial.scores_TE == 0, -0.0, trial.scores_TE)
+    _require(torch.equal(trial.route(negative_TE).map_TE, routing.map_TE), "with -0 for 0, the routing differs")
+
+
+Law = Callable[[Trial, Routing], None]
+LAWS: tuple[Law, ...] = (law_types, law_most_experts, law_pure, law_padding, law_split, law_layout)
+
+
+def _require(condition: bool, broken: str) -> None:
+    if not condition:
+        raise LawBroken(broken)
+
+
+def _require_same(found: Routing, expected: Routing, what: str) -> None:
+    """Bit for bit."""
+    _require(torch.equal(found.map_TE, expected.map_TE), f"{what} has another map")
+    _require(torch.equal(found.weights_TE, expected.weights_TE), f"{what} has other weights")
+
+
+def _rows(routing: Routing, rows_T: Tensor) -> Routing:
+    return Routing(routing.map_TE[rows_T], routing.weights_TE[rows_T])
+
+
+# ---- trials --------------------------------------------------------------------------------------------------------
+
+# Tokens, experts, ranks, top_k.
+_SHAPES = [(0, 8, 1, 1), (1, 8, 8, 8), (5, 64, 4, 6), (1, 256, 8, 8), (40, 16, 4, 2), (33, 12, 3, 4), (300, 8, 2, 2)]
+_KINDS = ("softmax", "sigmoid", "ties", "zero rows")
+
+
+def trials(policy: Policy, count: int = 56) -> Iterator[Trial]:
+    """Scores and contexts of every kind, always the same ones."""
+    for seed in range(count):
+        num_tokens, num_experts, num_ranks, top_k = _SHAPES[seed % len(_SHAPES)]
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(high: int, *shape: int, generator: torch.Generator = generator) -> Tensor:
+            return torch.randint(high, shape, generator=generator)
+
+        logits_TE = torch.randn(num_tokens, num_experts, generator=generator)
+        logits_TE += 1.5 * torch.randn(num_experts, generator=generator)  # Some experts are sought after.
+        match _KINDS[seed % len(_KINDS)]:
+            case "softmax":
+                scores_TE = logits_TE.softmax(dim=1)
+            case "sigmoid":
+                scores_TE = logits_TE.sigmoid()
+            case "ties":
+                scores_TE = draw(4, num_tokens, num_experts) / 4
+            case _:
+                scores_TE = logits_TE.softmax(dim=1) * draw(2, num_tokens, 1)
+        arguments = {
+            "top_k": top_k,
+            "num_ranks": num_ranks,
+            "rank": seed % num_ranks,
+            "normalize": seed % 2 == 1,
+            "scale": (1.0, 2.5)[seed // 2 % 2],
+            "bias_E": (draw(9, num_experts) - 4) / 4 if seed % 5 == 4 else None,
+            "token_mask_T": draw(3, num_tokens) > 0 if seed % 3 else None,
+            "request_id_T": draw(4, num_tokens),
+            "modality_T": draw(2, num_tokens),
+            "layer_fraction": seed % 4 / 3,
+            "load_E": draw(3, num_experts) if seed % 4 == 3 else None,
+            "seed": seed,
+        }
+        yield Trial(policy, scores_TE, arguments, policy)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How often a law was tried, and the first trial that broke it."""
+
+    law: str
+    tried: int
+    broken: str | None
+
+    @property
+    def word(self) -> str:
+        return "BROKEN" if self.broken else "kept" if self.tried else "not tried"
+
+
+def check_policy(policy: Policy) -> tuple[list[Verdict], int, list[str]]:
+    """Hold a policy to all laws.
+
+    Returns:
+        The verdicts, the number of trials, and why trials were refused by the policy's own checks.
+    """
+    broken: dict[Law, str] = {}
+    tries: Counter[Law] = Counter()
+    tried, refused = 0, []
+    for trial in trials(policy):
+        try:
+            trial.policy.check(trial.scores_TE, trial.context())
+        except ValueError as error:
+            refused.append(f"{trial.title}: {error}")
+            continue
+        tried += 1
+        routing = None
+        for law in LAWS:
+            tries[law] += 1
+            try:
+                routing = trial.route() if routing is None else routing
+                law(trial, routing)
+            except LawBroken as error:
+                broken.setdefault(law, f"{trial.title}: {error}")
+            except Exception as error:
+                at = traceback.extract_tb(error.__traceback__)[-1]
+                told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                broken.setdefault(law, f"{trial.title}: {told} ({at.filename.rpartition('/')[2]}, line {at.lineno})")
+            if law is law_types and law in broken:
+                break  # The others compare what has no such shape.
+    return [Verdict(law.__doc__ or "", tries[law], broken.get(law)) for law in LAWS], tried, refused
+
+
+def check_text(policy: Policy) -> tuple[str, bool]:
+    """What ``check-policy`` prints, and whether all laws were kept."""
+    verdicts, tried, refused = check_policy(policy)
+    if not tried:
+        raise UserError(f"{policy.label}: refuses all trials: {refused[0]}")
+    kept = all(one.word == "kept" for one in verdicts)
+    lines = [f"{policy.label}: {tried} trials" + (f", {len(refused)} refused ({refused[0]})" if refused else "")]
+    for one in verdicts:
+        lines += [f"  {one.word}: {one.law}", *([f"    {one.broken}"] if one.broken else [])]
+    return "\n".join(lines), kept

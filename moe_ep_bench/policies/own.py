@@ -1,0 +1,143 @@
+"""Find policies that stand outside of this package.
+
+A config's ``name:`` may be a name of ``POLICIES``, a name of the entry-point group ``moe_ep_bench.policies``,
+``package.module:Class``, or ``my_policy.py:Class`` (a path, in a config relative to its folder). What is found is a
+frozen dataclass that extends ``Policy`` and implements ``route``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from types import ModuleType
+
+from moe_ep_bench.errors import UserError, did_you_mean
+from moe_ep_bench.policies.contract import Policy
+
+GROUP = "moe_ep_bench.policies"
+_PACKAGE = __name__.partition(".")[0]
+# Names of cases that are no policies.
+_RESERVED = ("native", "native_balanced", "eplb")
+
+
+def is_file(reference: str) -> bool:
+    """Whether a policy's name is ``some/file.py:Class``."""
+    return reference.rpartition(":")[0].endswith(".py")
+
+
+def without_folder(reference: str) -> str:
+    """``some/file.py:Class`` as ``file.py:Class``, any other name as it is: what results say."""
+    return Path(reference).name if is_file(reference) else reference
+
+
+def find_policy(reference: object, taken: Collection[str]) -> type[Policy]:
+    """The class that a name stands for.
+
+    Args:
+        taken: names that the package's own policies have.
+
+    Raises:
+        ValueError: there is none of that name, it cannot be imported, or it breaks the contract.
+    """
+    if not isinstance(reference, str) or not reference:
+        raise UserError(f"name: expected one of {', '.join(taken)}; got {reference!r}")
+    place, colon, name = reference.rpartition(":")
+    if not colon:
+        points = {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
+        if reference not in points:
+            known = [*taken, *points]
+            own = "package.module:Class or my_policy.py:Class"
+            raise UserError(
+                f"name: expected one of {', '.join(known)}, {own}; got {reference!r}{did_you_mean(reference, known)}"
+            )
+        found = find_policy(points[reference], taken)
+        if found.name != reference:
+            raise UserError(f"name: entry point {reference} leads to a policy of another name, {found.name}")
+        return found
+    if is_file(reference):
+        module = _load_file(reference, Path(place))
+    else:
+        try:
+            module = importlib.import_module(place)
+        except Exception as error:
+            raise UserError(f"name: cannot import {place} of {reference!r}: {_in_short(error)}") from None
+    return _checked(getattr(module, name, None), reference, taken)
+
+
+def source_hash(policy: type[Policy]) -> str | None:
+    """SHA-256 of the files that define a policy; None for one of this package, whose code results name as a whole."""
+    modules = [kind.__module__ for kind in policy.__mro__ if kind not in (object, Policy)]
+    own = [name for name in dict.fromkeys(modules) if name.partition(".")[0] != _PACKAGE and name in sys.modules]
+    return hashlib.sha256("".join(map(_module_hash, own)).encode()).hexdigest() if own else None
+
+
+def _module_hash(name: str) -> str:
+    module = sys.modules[name]
+    if (known := getattr(module, "_source_sha256", None)) is not None:
+        return known
+    file = inspect.getsourcefile(module) if getattr(module, "__file__", None) else None
+    return _file_hash(file) if file else name
+
+
+@functools.cache
+def _file_hash(file: str) -> str:
+    """Of a module that is imported once: read once, or a later edit would be taken for what runs."""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _load_file(reference: str, path: Path) -> ModuleType:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"name: cannot read the file of {reference!r}: {error.strerror}") from None
+    try:
+        return _module_of(path.resolve(), content)
+    except Exception as error:
+        raise UserError(f"name: cannot load the file of {reference!r}: {_in_short(error)}") from None
+
+
+@functools.cache
+def _module_of(path: Path, content: bytes) -> ModuleType:
+    """The content of a file as a module: the same one for the same content, another one once it was edited."""
+    digest = hashlib.sha256(content).hexdigest()
+    name = f"{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{digest[:12]}"
+    module = ModuleType(name)
+    module.__dict__.update(__file__=str(path), _source_sha256=digest)
+    sys.modules[name] = module  # Dataclasses look for it there.
+    try:
+        exec(compile(content, str(path), "exec"), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _checked(found: object, reference: str, taken: Collection[str]) -> type[Policy]:
+    if not isinstance(found, type):
+        raise UserError(f"name: {reference}: there is no such class in it")
+    if not issubclass(found, Policy):
+        raise UserError(f"name: {reference}: expected a class that extends moe_ep_bench.policies.Policy")
+    options = found.__dict__.get("__dataclass_params__")
+    if not dataclasses.is_dataclass(found) or options is None or not options.frozen:
+        raise UserError(f"name: {reference}: expected @dataclass(frozen=True, kw_only=True) above the class")
+    name = getattr(found, "name", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise UserError(f"name: {reference}: expected its name in lower case, digits and _, got {name!r}")
+    if name in (*taken, *_RESERVED):
+        raise UserError(f"name: {reference}: its name {name} is that of a policy of moe-ep-bench; give it another")
+    if found.route is Policy.route:
+        raise UserError(f"name: {reference}: expected a method route(scores_TE, context, stats=None)")
+    return found
+
+
+def _in_short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

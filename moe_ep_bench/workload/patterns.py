@@ -1,0 +1,154 @@
+"""Token imbalances that other benchmarks prescribe: which experts a token may choose, or how many tokens each gets.
+
+``megatron_w0`` to ``w7`` are those of Megatron-LM's token-imbalance benchmark (NVIDIA/Megatron-LM, pull request 7488).
+With E experts, top-K and a hot set of H = max(K, E / 4):
+
+==  ==============================================================================================
+w0  round-robin: every expert alike
+w1  three tokens of four choose in a hot set, experts 0 to H - 1, the fourth among all
+w2  the same; there it is told apart by what ranks own. Contiguous ranks make it a hot rank
+w3  the hot set is every other expert
+w4  all choose among all; sources are ragged (``rank_shares`` beside it)
+w5  all choose among the upper half; the lower half gets nothing
+w6  as w1, and the hot set moves on by H every three batches
+w7  every fourth batch every other token chooses in the hot set; else all among all
+==  ==============================================================================================
+
+``power_law_1.01`` and ``power_law_1.2`` are aiconfigurator's (ai-dynamo/aiconfigurator, ``power_law_logits_v3``):
+tokens of an expert are drawn from a power law with that exponent between 1 and 0.8 T (0.01 and 2 where T K <= E) and scaled to
+T K in all. It also gives rank 0 the most, which depends on the number of ranks and is left out here.
+
+Which of its possible experts a token takes is chance, from our own stream: loads are those of the source in
+distribution, not to the token. Scores are a softmax of noise plus what keeps the choice where it belongs.
+
+Shapes: T = tokens of a batch, E = experts, K = top_k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.workload.noise import IndependentNoise
+from moe_ep_bench.workload.randomness import Run, Stream, generator
+from moe_ep_bench.workload.workload import Workload
+
+# Above what noise differs by.
+_INSIDE = 40.0
+
+
+@dataclass(frozen=True, eq=False)
+class PatternWorkload(Workload):
+    """Batches of one pattern.
+
+    Attributes:
+        pattern: one of ``skews.PATTERNS``. All else is as of a ``SyntheticWorkload``.
+
+    Raises:
+        ValueError: the model's experts are in groups, which none of the patterns knows.
+    """
+
+    pattern: str
+    num_experts: int
+    top_k: int
+    num_tokens: int
+    num_batches: int
+    sequence_length: int
+    seed: int
+    topk_share: None = None
+    num_groups: int | None = None
+    top_groups: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_counts("num_experts", "num_tokens", "num_batches", "sequence_length")
+        if self.num_groups is not None:
+            raise UserError(f"skew: {self.pattern} knows no groups of experts; the model has {self.num_groups}")
+        if self.pattern == "megatron_w5" and self.num_experts // 2 < self.top_k:
+            raise UserError(f"skew: megatron_w5 leaves {self.num_experts // 2} experts, fewer than top_k={self.top_k}")
+
+    def sequence_lengths(self, index: int) -> NDArray[np.int64]:
+        whole, rest = divmod(self.num_tokens, self.sequence_length)
+        return np.append(np.full(whole, self.sequence_length), [rest] * (rest > 0)).astype(np.int64)
+
+    def make_scores(self, index: int, runs: Sequence[Run]) -> Iterator[NDArray[np.float32]]:
+        row_T = np.concatenate([np.arange(run.first, run.end) for run in runs]) if runs else np.zeros(0, np.int64)
+        first = 0
+        for noise_TE in IndependentNoise(self.seed, index, self.num_tokens, self.num_experts).chunks(runs):
+            rows_T = row_T[first : first + len(noise_TE)]
+            first += len(noise_TE)
+            logits_TE = noise_TE + _INSIDE * self.inside(index, rows_T)
+            odds_TE = np.exp(logits_TE - logits_TE.max(axis=1, keepdims=True))
+            yield (odds_TE / odds_TE.sum(axis=1, keepdims=True)).astype(np.float32)
+
+    def inside(self, index: int, row_T: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Among which experts these tokens of a batch choose their top-k: bool [T, E], at least K in a row."""
+        num_experts, top_k = self.num_experts, self.top_k
+        inside_TE = np.zeros((len(row_T), num_experts), dtype=bool)
+        if self.pattern == "megatron_w0":
+            np.put_along_axis(inside_TE, (row_T[:, None] * top_k + np.arange(top_k)) % num_experts, True, axis=1)
+            return inside_TE
+        if self.pattern.startswith("power_law"):
+            # Each expert's tokens stand side by side in one row of T K, cut into K rows of T: no token has one twice.
+            place_TK = row_T[:, None] + self.num_tokens * np.arange(top_k)
+            expert_TK = np.searchsorted(self.quotas(index).cumsum(), place_TK, side="right")
+            np.put_along_axis(inside_TE, expert_TK, True, axis=1)
+            return inside_TE
+        hot, experts = max(top_k, num_experts // 4), np.arange(num_experts)
+        pool_E, is_hot_T = experts < hot, row_T % 4 != 0
+        match self.pattern:
+            case "megatron_w3":
+                spread = np.unique(2 * np.arange(max(top_k, num_experts // 2)) % num_experts)
+                pool_E = np.isin(experts, spread) if len(spread) >= top_k else experts >= 0
+            case "megatron_w4":
+                is_hot_T = np.zeros(len(row_T), dtype=bool)
+            case "megatron_w5":
+                pool_E, is_hot_T = experts >= num_experts // 2, np.ones(len(row_T), dtype=bool)
+            case "megatron_w6":
+                pool_E = (experts - index // 3 * hot) % num_experts < hot
+            case "megatron_w7":
+                is_hot_T = (row_T % 2 == 0) & (index % 4 == 3)
+        return pool_E | ~is_hot_T[:, None]
+
+    def quotas(self, index: int) -> NDArray[np.int64]:
+        """Tokens of every expert under a power law: int64 [E], T K in all, at most T each."""
+        return _quotas(
+            float(self.pattern.rpartition("_")[2]), self.num_experts, self.top_k, self.num_tokens, self.seed, index
+        )
+
+    def describe(self) -> dict[str, object]:
+        achieved = self.achieved()
+        reached = f", peak load achieved {achieved['peak_load']:.3g}" if achieved else ""
+        return {
+            "kind": "synthetic",
+            "description": (
+                f"synthetic pattern {self.pattern}{reached}, {self.num_experts} experts, top-{self.top_k}, "
+                f"{self.num_batches} x {self.num_tokens} tokens in sequences of {self.sequence_length}, "
+                f"seed {self.seed}"
+            ),
+            "tail_model": None,
+            "targets": {"pattern": self.pattern},
+            "achieved": achieved,
+            "recording": None,
+        }
+
+
+@lru_cache(maxsize=8)
+def _quotas(exponent: float, num_experts: int, top_k: int, num_tokens: int, seed: int, batch: int) -> NDArray[np.int64]:
+    total = num_tokens * top_k
+    least, most = (1.0, 0.8 * num_tokens) if total > num_experts else (0.01, 2.0)
+    uniform_E = generator(seed, Stream.POPULARITY, batch).random(num_experts)
+    # The inverse of the distribution function of x ** -exponent between its ends.
+    ends = np.array([least, most]) ** (1 - exponent)
+    weight_E = (ends[0] + (ends[1] - ends[0]) * uniform_E) ** (1 / (1 - exponent))
+    quota_E = np.minimum(np.rint(weight_E / weight_E.sum() * total), num_tokens).astype(np.int64)
+    fullest_E = np.argsort(-weight_E, kind="stable")
+    while missing := total - int(quota_E.sum()):  # What rounding and the limit of T have left or added.
+        has_room_E = quota_E < num_tokens if missing > 0 else quota_E > 0
+        quota_E[fullest_E[has_room_E[fullest_E]][: abs(missing)]] += np.sign(missing)
+    quota_E.setflags(write=False)
+    return quota_E

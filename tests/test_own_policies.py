@@ -1,0 +1,171 @@
+"""Policies outside of the package: the page's example under every command, every way to name one, and broken ones."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import hf_models
+import pytest
+import yaml
+
+from moe_ep_bench import cli
+from moe_ep_bench.config import load_experiments
+from moe_ep_bench.policies import make_policy, policy_class
+from moe_ep_bench.policies.own import source_hash
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
+
+PAGE = Path(__file__).parents[1] / "docs" / "policies.md"
+EXAMPLE = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+NAME = "./my_policy.py:LeaveBusiest"
+CONFIG = {
+    "model": {"preset": "olmoe-1b-7b", "scale": 0.03125},
+    "workload": {"kind": "synthetic", "num_tokens": 32, "num_batches": 1, "peak_load": 3.0},
+    "layer": {"ep_size": 2, "dtype": "float32"},
+    "policies": [{"name": NAME, "num_left": 2}],
+    "measure": {"iterations": 1, "breakdown_iterations": 0, "warmup": 0, "max_warmup": 1},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The example beside a config."""
+    (tmp_path / "my_policy.py").write_text(EXAMPLE)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(CONFIG))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    return tmp_path
+
+
+def cases_of(out: Path) -> dict[str, dict]:
+    """What run.json says of the policy's cases, by id."""
+    described = json.loads((out / "run.json").read_text())
+    assert str(out.parent) not in json.dumps(described["config"])
+    assert described["config"][0]["policies"][0]["name"] == "my_policy.py:LeaveBusiest"
+    return {key: case for key, case in described["cases"].items() if case["policy"] == "leave_busiest"}
+
+
+def test_the_example_is_short() -> None:
+    assert len(EXAMPLE.splitlines()) <= 32
+
+
+def test_route_and_modelled_emulation_take_it_and_an_edit_makes_another_case(folder: Path) -> None:
+    assert cli.main(["route", str(folder / "tiny.yaml"), "--out", str(folder / "routed")]) == OK
+    modelled = ["--set", "emulate.device=h100-sxm", "--set", "emulate.links=h100-nvlink4"]
+    assert cli.main(["emulate", str(folder / "tiny.yaml"), "--out", str(folder / "emulated"), *modelled]) == OK
+    (case,) = cases_of(folder / "emulated").values()
+    assert case["label"] == "leave_busiest num_left=2"
+    assert case["policy_params"] == {"num_left": 2}
+    before = cases_of(folder / "routed")
+    (folder / "my_policy.py").write_text(EXAMPLE + "# another rule\n")
+    assert cli.main(["route", str(folder / "tiny.yaml"), "--out", str(folder / "routed")]) == OK
+    now = cases_of(folder / "routed")
+    assert not set(before) & set(now)
+    assert [case["policy_code"] for case in before.values()] != [case["policy_code"] for case in now.values()]
+
+
+def test_every_rank_loads_it(folder: Path) -> None:
+    command = [sys.executable, "-m", "moe_ep_bench", "run", "../tiny.yaml", "--nproc", "2", "--out", "../ran"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == OK, done.stderr
+    (case_id,) = cases_of(folder / "ran")
+    assert (folder / "ran" / "cases" / f"{case_id}.parquet").exists()
+
+
+def test_quality_takes_it(folder: Path) -> None:
+    hf_models.checkpoint(folder / "checkpoint", "olmoe")
+    (folder / "words.txt").write_text("".join(f"{n}: the mean of {n * 7 % 13} and a word\n" for n in range(20)))
+    config = {
+        "model": {"checkpoint": "checkpoint", "device": "cpu"},
+        "text": {"file": "words.txt", "num_sequences": 2, "sequence_length": 16, "batch_size": 2},
+        "layer": {"ep_size": 2},
+        "policies": [{"name": NAME}],
+    }
+    (folder / "judged.yaml").write_text(yaml.safe_dump(config))
+    assert cli.main(["quality", str(folder / "judged.yaml"), "--out", str(folder / "judged")]) == OK
+    assert len(cases_of(folder / "judged")) == 1
+
+
+def test_a_policy_is_found_by_module_by_entry_point_and_by_an_override(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "own_package.py").write_text(EXAMPLE)
+    monkeypatch.syspath_prepend(folder)
+    by_module = make_policy({"name": "own_package:LeaveBusiest", "num_left": 3})
+    assert by_module.label == "leave_busiest num_left=3"
+    point = importlib.metadata.EntryPoint("leave_busiest", "own_package:LeaveBusiest", "moe_ep_bench.policies")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point] if group == point.group else [])
+    assert make_policy({"name": "leave_busiest", "num_left": 3}) == by_module
+    monkeypatch.chdir(folder)
+    (found,) = load_experiments(folder / "tiny.yaml", [f"policies.0.name={NAME}"], on_cpu=True)
+    assert source_hash(type(found.make_policies()[0])) == source_hash(type(by_module))  # the same bytes
+    assert source_hash(policy_class("topk")) is None
+
+
+def test_the_laws_can_be_run_on_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"{folder}/my_policy.py:LeaveBusiest"
+    assert cli.main(["check-policy", name, "--set", "num_left=2"]) == OK
+    assert capsys.readouterr().out.count("  kept: ") == 6
+
+
+BREAKS = {
+    "a token's experts in float": ("map_TE=map_TE", "map_TE=map_TE.float()", "map_TE: expected torch.bool"),
+    "negative weights": ("context.scale *", "-context.scale *", "negative weight"),
+    "weights off the map": ("scores_TE * map_TE)", "scores_TE)", "where map_TE is False"),
+    "a draw of its own": ("& (best_TE", "& (torch.rand(scores_TE.shape) < 0.5) & (best_TE", "generator moved"),
+    "padding counts": ("top_k_map(scores_TE, context).double()", "scores_TE.double()", "the routing has another map"),
+    "statistics are left out": ("if stats is None else stats", "", "of a part of the batch"),
+    "statistics in float32": (".double()", ".float()", "batch_stats: expected float64"),
+    "it fails": (
+        "busiest_E[stats",
+        "busiest_E[missing",
+        "NameError: name 'missing' is not defined (my_pol",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_each_law_can_be_broken(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after, message = BREAKS[name]
+    assert before in EXAMPLE
+    (folder / "my_policy.py").write_text(EXAMPLE.replace(before, after))
+    assert cli.main(["check-policy", f"{folder}/my_policy.py:LeaveBusiest"]) == CASES_FAILED
+    said = capsys.readouterr().out
+    assert "BROKEN: " in said
+    assert message in said
+
+
+MISTAKES = {
+    "no file": ({"name": "./none.py:A"}, None, "cannot read the file"),
+    "no class": ({"name": "./my_policy.py:Other"}, None, "there is no such class in it"),
+    "no policy": ({"name": "./my_policy.py:ClassVar"}, None, "there is no such class in it"),
+    "a module": ({"name": "no.such.module:A"}, None, "cannot import no.such.module"),
+    "syntax": ({"name": NAME}, ("def route", "def"), "SyntaxError"),
+    "not frozen": ({"name": NAME}, ("frozen=True, ", ""), "cannot inherit non-frozen dataclass"),
+    "no dataclass": ({"name": NAME}, ("@dataclass(frozen=True, kw_only=True)", ""), "expected @dataclass(frozen=True"),
+    "no route": ({"name": NAME}, ("def route", "def routes"), "expected a method route(scores_TE, context"),
+    "a name of ours": ({"name": NAME}, ('"leave_busiest"', '"oea"'), "its name oea is that of a policy of"),
+    "no name": ({"name": NAME}, ('"leave_busiest"', "None"), "expected its name in lower case"),
+    "a field": ({"name": NAME, "num_loft": 2}, None, "leave_busiest has no such field; expected num_left"),
+    "a value": ({"name": NAME, "num_left": -1}, None, "leave_busiest: num_left: expected 0 or more, got -1"),
+    "a type": ({"name": NAME, "num_left": "two"}, None, "leave_busiest: '<' not supported"),
+    "a float map": ({"name": NAME}, ("map_TE=map_TE", "map_TE=map_TE.float()"), "map_TE: expected torch.bool [2, 64]"),
+    "a misspelt name": ({"name": "token_dorp"}, None, "(did you mean token_drop?)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_policy_that_cannot_be_used_is_one_line(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entry, change, message = MISTAKES[name]
+    if change:
+        (folder / "my_policy.py").write_text(EXAMPLE.replace(*change))
+    (folder / "tiny.yaml").write_text(yaml.safe_dump({**CONFIG, "policies": [entry]}, width=1000))
+    assert cli.main(["route", str(folder / "tiny.yaml"), "--dry-run"]) == USER_ERROR
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1

@@ -1,0 +1,170 @@
+"""Mistakes of a user's: each is one line on standard error that names the key or option and the value, and exit 2."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moe_ep_bench import cli
+from moe_ep_bench.config import load_experiments
+from moe_ep_bench.presets import ConfigError
+from moe_ep_bench.runtime.exit_codes import USER_ERROR
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIG = {
+    "model": {"preset": "olmoe-1b-7b", "scale": 0.03125},
+    "workload": {"kind": "synthetic", "num_tokens": 64, "num_batches": 1},
+    "policies": [{"name": "topk"}, {"name": "oea", "k0": 3}],
+}
+
+CHANGES = {
+    "workload.peak_load=true": "workload.peak_load: expected a number, got true",
+    "workload.num_tokens=true": "workload.num_tokens: expected a whole number, got true",
+    "workload.num_tokens=1.5": "workload.num_tokens: expected a whole number, got 1.5",
+    "workload.num_tokens=many": "workload.num_tokens: expected a whole number, got 'many'",
+    "workload.num_tokens=0": "workload.num_tokens: expected at least 1, got 0",
+    "workload.peak_load=.inf": "workload.peak_load: expected a finite number, got inf",
+    "workload.topk_share=1": "workload.topk_share: expected a number below 1, got 1",
+    "workload.rank_shares=[]": "workload.rank_shares: expected at least 1 of them, got []",
+    "workload.rank_shares=[true]": "workload.rank_shares.0: expected a number, got true",
+    "workload.rank_shares=3": "workload.rank_shares: expected a list, got 3",
+    "workload.family=pareto": "workload.family: expected lognormal, zipf, dirichlet or uniform, got 'pareto'",
+    "workload.kind=random": "workload: expected kind as one of synthetic, recorded, got {",
+    "workload=3": "workload: expected keys with values, got 3",
+    "workload.mask_padding=7": "workload.mask_padding: expected true or false, got 7",
+    "workload.peek_load=3": "workload.peek_load: no such key; ",
+    "workload.skew=true": "workload.skew: expected mixed, single_domain, worst_layer, megatron_w0",
+    "model.preset=olmoe": "got 'olmoe' (did you mean olmoe-1b-7b?)",
+    "model.preset=true": "model.preset: expected text, got true",
+    "model.scale=2": "model.scale: expected at most 1, got 2",
+    "model=[]": "model: expected keys with values, got []",
+    "name=a/b": "name: expected text of the pattern ^[A-Za-z0-9][A-Za-z0-9._-]*$, got 'a/b'",
+    "measure.timeout_s=0": "measure.timeout_s: expected a number above 0, got 0",
+    "policies=[]": "policies: expected at least 1 of them, got []",
+    "policies=topk": "policies: expected a list, got 'topk'",
+    "policies.0.x=1": "policies.0: x: topk has no such field; expected no fields",
+    "policies.1.k0=99": "policies.1.k0: expected at most the model's 64 experts, got 99",
+    "policies.1.k_max=65": "policies.1.k_max: expected at most the model's 64 experts, got 65",
+    "policies.2.k0=1": "--set policies.2.k0=1: policies.2.k0: expected 0 to 1 for an entry of the list, got 2",
+    "policies.first.k0=1": "policies.first.k0: expected 0 to 1 for an entry of the list, got first",
+    "policies.0.name=oa": "policies.0: name: expected one of ",
+    "policies.0.name.x=1": "--set policies.0.name.x=1: policies.0.name.x: name has no keys of its own",
+    "route.placement=[[true]]": "route.placement",
+    "no-equals-sign": "--set no-equals-sign: expected key=value",
+    "sweep=3": "sweep=3: expected sweep.KEY=[values]",
+}
+
+
+def write(folder: Path, **changes: object) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({**CONFIG, **changes}, sort_keys=False))
+    return path
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_wrong_value_is_one_line(change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["emulate", str(write(tmp_path)), "--set", change]) == USER_ERROR
+    said = capsys.readouterr().err
+    assert CHANGES[change] in said
+    assert said.count("\n") == 1
+    for word in ("Traceback", "pydantic", "http", "nput should", "should have"):
+        assert word not in said
+
+
+CONTENTS = {
+    "not UTF-8": (b"name: caf\xe9\n", "expected text in UTF-8, got byte 0xe9 at position 9"),
+    "UTF-16": ("name: x\n".encode("utf-16"), "expected text in UTF-8, got byte 0xff at position 0"),
+    "not YAML": (b"a: [", "not valid YAML"),
+    "a list": (b"- a\n", "expected keys with values, got list"),
+    "a misspelt section": (
+        yaml.safe_dump({("workloads" if key == "workload" else key): value for key, value in CONFIG.items()}).encode(),
+        "workloads: no such key; expected one of",
+    ),
+    "a section twice": (b"model: 1\nmodel: 2\n", "model stands here twice"),
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_file_that_is_no_config_is_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, message = CONTENTS[name]
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    assert cli.main(["route", str(path)]) == USER_ERROR
+    said = capsys.readouterr().err
+    assert said.startswith(f"moe-ep-bench: {path}: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_a_misspelt_section_is_suggested(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(CONTENTS["a misspelt section"][0])
+    with pytest.raises(ConfigError, match=r"did you mean workload\?"):
+        load_experiments(path, on_cpu=False)
+
+
+OPTIONS = {
+    "--nnodes 2 --master nohost:99999": "--master: expected host:port of node 0, with a port of 1 to 65535",
+    "--nnodes 2 --master nohost:0": "--master: expected host:port of node 0, with a port of 1 to 65535",
+    "--master nohost": "--master: expected host:port of node 0, with a port of 0 to 65535",
+    "--nnodes 0": "--nproc, --nnodes, --node-rank: expected at least 1",
+    "--launch 1": "--launch: only for ranks that torchrun started",
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_wrong_option_is_one_line(options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", str(write(tmp_path)), "--dry-run", *options.split()]) == USER_ERROR
+    said = capsys.readouterr().err
+    assert OPTIONS[options] in said
+    assert said.count("\n") == 1
+
+
+def test_shares_are_written_alike_in_every_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["advise", "--model", "olmoe-1b-7b", "--ep", "8", "--tokens", "64", "--dry-run", "--peak-load", "2"]
+    assert cli.main([*command, "--max-dropped", "30%", "--max-lost-mass", "0.1"]) == 0
+    assert cli.main([*command, "--max-dropped", "130%"]) == USER_ERROR
+    assert "--max-dropped: expected a share such as 5% or 0.05, 0 to 1; got 130%" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [("my run (2).yaml", "my-run-2"), ("decode.yaml", "decode"), ("_.yaml", "config")]
+)
+def test_a_config_without_a_name_has_its_files(file: str, name: str, tmp_path: Path) -> None:
+    path = write(tmp_path).rename(tmp_path / file)
+    assert load_experiments(path, on_cpu=False)[0].name == name
+    assert load_experiments(path, ["name=other"], on_cpu=False)[0].name == "other"
+
+
+def test_a_policys_field_is_set_by_its_place(tmp_path: Path) -> None:
+    (found,) = load_experiments(write(tmp_path), ["policies.1.k0=5", "policies.0.name=load_only"], on_cpu=False)
+    assert [policy.label for policy in found.make_policies()] == ["load_only", "oea k0=5"]
+
+
+def test_no_config_of_ours_asks_for_more_experts_than_its_model_has() -> None:
+    counts = re.compile(r"^ +-? *(k0|c|count|num_dropped|num_candidates|\w*budget): ", re.MULTILINE)
+    paths = [path for path in sorted(CONFIGS.glob("*.yaml")) if not path.stem.startswith("quality")]
+    found = [path for path in paths if counts.search(path.read_text()) and "trace:" not in path.read_text()]
+    assert len(found) > 5
+    for path in found:
+        assert load_experiments(path, ["sweep.workload.seed=[0]"], on_cpu=False)
+
+
+SHAPE = {"num_experts": 1024, "top_k": 2, "hidden_size": 32, "ffn_hidden_size": 16}
+
+
+def test_a_model_may_be_given_by_its_shape(tmp_path: Path) -> None:
+    (found,) = load_experiments(write(tmp_path, model=SHAPE), on_cpu=False)
+    spec = found.model.spec()
+    assert (spec.num_experts, spec.top_k, spec.num_moe_layers, spec.normalize) == (1024, 2, 1, True)
+    for model, message in (
+        ({**SHAPE, "preset": "olmoe-1b-7b"}, "model: give either preset or hf_config, or the shape"),
+        ({"top_k": 2, "hidden_size": 32}, "model: num_experts: missing beside top_k, hidden_size"),
+        ({**SHAPE, "top_k": 1025}, "top_k: expected at most num_experts=1024, got 1025"),
+        ({"preset": "olmoe-1b-7b", "normalize": True}, "model: num_experts: missing beside normalize"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load_experiments(write(tmp_path, model=model), on_cpu=False)

@@ -92,23 +92,15 @@ def drop_in_passes(job: Job, routing: Routing, block: int) -> None:
         NUM_EXPERTS=num_experts, NUM_SHARED=job.num_shared, BLOCK=_LISTED, num_warps=NUM_WARPS,
     )  # fmt: skip
     _settle[(num_groups,)](
-        listed,
-        bin_G,
-        room_G,
-        start_G,
-        count_G,
-        threshold_G,
-        bin_shift,
-        BLOCK=_SETTLED,
-        num_warps=_SETTLING_WARPS,
+        listed, bin_G, room_G, start_G, count_G, threshold_G, bin_shift, BLOCK=_SETTLED, num_warps=_SETTLING_WARPS
     )
-    most, slots = constants["MOST"], triton.next_power_of_2(num_slots)
+    slots = triton.next_power_of_2(num_slots)
     block = min(_MOST_ROWS, triton.cdiv(_WRITTEN, slots))
     _write[(triton.cdiv(num_tokens, block),)](
         standing_NT, job.scores_TE, job.bias_E, threshold_G, as_bytes(routing.map_TE), routing.weights_TE, num_tokens,
         ranking.index_bits, job.scale,
         TELLS_SCORE=ranking.tells_score, NUM_SLOTS=num_slots, SLOTS_P=slots, NUM_SHARED=job.num_shared,
-        NORMALIZE=constants["NORMALIZE"], MOST=most if most is not None and most < num_slots else None,
+        NORMALIZE=constants["NORMALIZE"], MOST=constants["MOST"],
         NUM_EXPERTS=num_experts, TOP_K=top_k, BLOCK=block, FILLED=_FILLED, num_warps=NUM_WARPS,
     )  # fmt: skip
 

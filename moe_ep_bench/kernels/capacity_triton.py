@@ -65,7 +65,10 @@ def capacity(policy: CapacityPolicy, scores_TE: Tensor, context: RoutingContext,
     num_tokens, num_experts = scores_TE.shape
     shape = layout(num_experts, context)
     num_shared = num_experts // context.num_ranks if policy.granularity == "device" else 1
+    expansion = _expansion(policy, context, num_experts)
     most = policy.max_experts_per_token if isinstance(policy, ExpandedDrop) else None
+    if most is not None and most >= context.top_k + expansion["NUM_MORE"]:
+        most = None  # no token has as many candidates
     contiguous_TE, bias_E, valid_T = inputs(scores_TE, context)
     job = Job(
         scores_TE=contiguous_TE,
@@ -77,7 +80,7 @@ def capacity(policy: CapacityPolicy, scores_TE: Tensor, context: RoutingContext,
         scale=context.scale,
         num_shared=num_shared,
         constants={"METRIC": policy.metric, "NORMALIZE": context.normalize, "MOST": most, **shape},
-        expansion=_expansion(policy, context, num_experts),
+        expansion=expansion,
     )
     routing = empty_routing(scores_TE)
     if num_tokens:

@@ -464,7 +464,7 @@ def test_the_page_of_modelled_numbers_is_made_of_its_table(papers_table: ModuleT
 
 def test_rows_of_one_number_are_told_from_the_next_ones(papers_table: ModuleType, tmp_path: Path) -> None:
     """Traffic by traffic; another comparison of the same claim begins where a traffic comes again."""
-    fields = dict.fromkeys([*papers_table.COLUMNS, "comparison"], "x")
+    fields = dict.fromkeys([*papers_table.COLUMNS, "comparison", "device", "links"], "x")
     rows = [{**fields, "source": s, "traffic": t} for s, t in ("aM", "aS", "aM", "aS", "bM", "bS")]
     pd.DataFrame(rows).to_csv(tmp_path / "claims.csv", index=False)
     point = {"name": "one", "workload": {"num_batches": 1, "seed": 2}}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pandas as pd
 from moe_ep_bench.analysis.claims import number_words
 from moe_ep_bench.analysis.claims_report import METRIC_WORDS
 from moe_ep_bench.analysis.render import missing
-from moe_ep_bench.config import load_experiments
+from moe_ep_bench.config import Experiment, load_experiments
 from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS
 
 COLUMNS = (
@@ -53,8 +53,13 @@ def main(arguments: list[str] | None = None) -> int:
     csv = args.out.with_suffix(".csv")
     if args.directories:
         pd.concat(map(rows_of, args.directories)).to_csv(csv, index=False, float_format=f"%.{DIGITS}g")
-    args.out.with_suffix(".md").write_text(page(pd.read_csv(csv)))
+    args.out.with_suffix(".md").write_text(page(read(csv)))
     return 0
+
+
+def read(csv: Path) -> pd.DataFrame:
+    """The table as it was written."""
+    return pd.read_csv(csv, dtype={"changes": str}).fillna({"changes": ""})
 
 
 def rows_of(directory: Path) -> pd.DataFrame:
@@ -79,8 +84,7 @@ def rows_of(directory: Path) -> pd.DataFrame:
         about=rows["comparison"].str.rpartition(", ")[0],
         device=rows["device"].map(_short),
         links=rows["links"].map(_short),
-        batches=points[0]["workload"]["num_batches"],
-        seeds=_seeds(point["workload"]["seed"] for point in points),
+        changes=" ".join(_changes(points[0]["name"], points)),
         commit=environment["git_commit"][:7] + ("+" if environment["git_dirty"] else ""),
         date=described["created"][:10],
     )
@@ -92,11 +96,10 @@ def page(rows: pd.DataFrame) -> str:
     parts = [HEAD, *_figure_4(primary)]
     for config, of_config in primary.groupby("config", sort=False):
         first = of_config.iloc[0]
-        path = next(CONFIGS.rglob(f"{config}.yaml"))
         parts.append(f"## {config}\n")
         how = f"Modelled by {first['device']}, {first['links']}, {_draws(int(first['draws']))}"
         parts.append(f"{how}. Commit {first['commit']}, {first['date']}:\n")
-        command = " ".join(["moe-ep-bench papers", str(path.relative_to(ROOT)), *_changes(path, first)])
+        command = " ".join(["moe-ep-bench papers", str(_path(config).relative_to(ROOT)), first["changes"]]).strip()
         parts.append(f"```\n{command}\n```\n")
         parts.append(_table(of_config))
     return "\n".join(parts)
@@ -106,17 +109,34 @@ def _draws(draws: int) -> str:
     return f"{draws} draws" if draws > 1 else "one draw (of whole models: a draw for each layer)"
 
 
-def _changes(config: Path, row: pd.Series) -> Iterator[str]:
-    """What was asked for otherwise than the config says."""
-    workloads = [point.workload for point in load_experiments(config, on_cpu=False)]
-    if workloads[0].num_batches != row["batches"]:
-        yield f"--set workload.num_batches={row['batches']}"
-    if _seeds(one.seed for one in workloads) != str(row["seeds"]):
-        yield f"--set 'sweep.workload.seed=[{', '.join(str(row['seeds']).split())}]'"
+def _changes(name: str, points: list[dict[str, Any]]) -> Iterator[str]:
+    """What was asked for otherwise than the config of this name says, as options of the command.
+
+    Args:
+        points: of the sweep, as ``run.json`` has them.
+    """
+    asked = load_experiments(_path(name), on_cpu=False)
+    keys = {"workload.num_batches": False} | {key: True for key, _ in asked[0].point}
+    for key, is_swept in keys.items():
+        wanted, ran = ([_value(point, key) for point in those] for those in (_dumped(asked), points))
+        if set(map(str, wanted)) != set(map(str, ran)):
+            values = ", ".join(dict.fromkeys(map(str, ran)))
+            yield f"--set 'sweep.{key}=[{values}]'" if is_swept else f"--set {key}={values}"
 
 
-def _seeds(seeds: Iterable[int]) -> str:
-    return " ".join(map(str, sorted(set(seeds))))
+def _dumped(experiments: list[Experiment]) -> list[dict[str, Any]]:
+    return [experiment.model_dump(mode="json") for experiment in experiments]
+
+
+def _value(point: dict[str, Any], dotted: str) -> Any:
+    found: Any = point
+    for part in dotted.split("."):
+        found = found[part]
+    return found
+
+
+def _path(name: str) -> Path:
+    return next(CONFIGS.rglob(f"{name}.yaml"))
 
 
 def _primary(rows: pd.DataFrame) -> pd.DataFrame:

@@ -453,8 +453,7 @@ def papers_table() -> ModuleType:
 
 
 def test_the_page_of_modelled_numbers_is_made_of_its_table(papers_table: ModuleType) -> None:
-    rows = pd.read_csv(MODELLED.with_suffix(".csv"))
-    page = papers_table.page(rows)
+    page = papers_table.page(papers_table.read(MODELLED.with_suffix(".csv")))
     assert page == MODELLED.with_suffix(".md").read_text()
     # Figure 4's errors stand in the docs as they are computed, of all bars.
     (said,) = (line for line in page.splitlines() if line.startswith("Mean absolute error"))
@@ -464,10 +463,11 @@ def test_the_page_of_modelled_numbers_is_made_of_its_table(papers_table: ModuleT
 
 def test_rows_of_one_number_are_told_from_the_next_ones(papers_table: ModuleType, tmp_path: Path) -> None:
     """Traffic by traffic; another comparison of the same claim begins where a traffic comes again."""
-    fields = dict.fromkeys([*papers_table.COLUMNS, "comparison"], "x")
+    fields = dict.fromkeys([*papers_table.COLUMNS, "comparison", "device", "links"], "x")
     rows = [{**fields, "source": s, "traffic": t} for s, t in ("aM", "aS", "aM", "aS", "bM", "bS")]
     pd.DataFrame(rows).to_csv(tmp_path / "claims.csv", index=False)
-    point = {"name": "one", "workload": {"num_batches": 1, "seed": 2}}
+    point = load_experiments(CONFIGS / "xshare-table2.yaml", on_cpu=False)[0].model_dump(mode="json")
+    point["workload"] |= {"seed": 2, "num_batches": 3}
     described = {
         "environment": {"git_commit": "0" * 40, "git_dirty": True},
         "config": [point],
@@ -477,6 +477,8 @@ def test_rows_of_one_number_are_told_from_the_next_ones(papers_table: ModuleType
     found = papers_table.rows_of(tmp_path)
     assert found["number"].tolist() == [1, 1, 2, 2, 3, 3]
     assert found["commit"].unique().tolist() == ["0000000+"]
+    changes = "--set workload.num_batches=3 --set 'sweep.workload.seed=[2]'"
+    assert found["changes"].unique().tolist() == [changes], "otherwise than the config says"
 
 
 @pytest.mark.parametrize(("paper", "ours"), [(1.3, 1.52), (1.09, 1.12)])

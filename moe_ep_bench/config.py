@@ -309,6 +309,9 @@ class MeasureConfig(Strict):
     """Overwrite the last-level cache before every timed iteration."""
     preroll_us: float = Field(300, ge=0)
     """Hold a GPU for so long before every timed iteration, so that its first launches are issued ahead."""
+    microbatch_tokens: int | None = Field(None, ge=1)
+    """Run a layer on at most so many tokens of a rank at a time, all routed before; null = on all at once. `run` only:
+    `emulate` has emulate.chunk_tokens."""
     timeout_s: float = Field(300, gt=0)
     """Time limit of every iteration and every rendezvous."""
 
@@ -322,10 +325,10 @@ class MeasureConfig(Strict):
 
     @property
     def definition(self) -> dict[str, Any]:
-        """What decides the samples. The pre-roll came later: at its default it is left out, so that case ids stay."""
+        """What decides the samples. Some came later: at their defaults they are left out, so that case ids stay."""
+        later = ("preroll_us", "microbatch_tokens")
         left_out = {"timeout_s", "launches"}
-        if self.preroll_us == MeasureConfig.model_fields["preroll_us"].default:
-            left_out.add("preroll_us")
+        left_out |= {name for name in later if getattr(self, name) == MeasureConfig.model_fields[name].default}
         return self.model_dump(mode="json", exclude=left_out)
 
 

@@ -326,6 +326,37 @@ def policies_wait_for_the_host_where_native_does(lab: Lab) -> None:
 
 
 @law
+def a_layer_in_pieces_routes_and_computes_what_it_does_at_once(lab: Lab) -> None:
+    """Also where a piece is empty on some rank, and with hooks that see the whole."""
+    model = lab.model("deepseek-v2-lite")
+    for permute, num_tokens in (("indexed", 61), ("megatron", 61), ("indexed", 4)):
+        parts = Parts("grouped", permute)
+        whole = lab.layers("deepseek-v2-lite", parts=parts)
+        made = SingleLayer(model, torch.float32, lab.ranks.device, lab.ep_group, SEED, parts, num_pieces=3)
+        mine = lab.mine(num_tokens)
+        hidden_TD, scores_TE = lab.all_hidden(model, num_tokens)[mine], lab.all_scores(model, num_tokens)[mine]
+        calls, dispatcher = [], made.pair.native.token_dispatcher
+        dispatcher.token_combine = counted(dispatcher.token_combine, calls)
+        for spec in (None, POLICIES[1], POLICIES[5], POLICIES[8], BATCH_WIDE[1]):
+            policy = None if spec is None else make_policy(spec)
+            expected_TD, expected = lab.route(whole, policy, hidden_TD, scores_TE)
+            output_TD, routing = lab.route(made.pair, policy, hidden_TD, scores_TE)
+            assert torch.equal(routing.map_TE, expected.map_TE), f"{parts} {spec}"
+            torch.testing.assert_close(output_TD, expected_TD, rtol=1e-4, atol=1e-5)
+        assert len(calls) == 3, "native ran in three pieces"
+
+
+def counted(method: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
+    """The same, with a note of every call."""
+
+    def noted(*arguments: Any) -> Any:
+        calls.append(1)
+        return method(*arguments)
+
+    return noted
+
+
+@law
 def token_drop_with_a_huge_capacity_factor_equals_topk(lab: Lab) -> None:
     layers, model = lab.layers("deepseek-v2-lite"), lab.model("deepseek-v2-lite")
     hidden_TD, scores_TE = lab.all_hidden(model, 61)[lab.mine(61)], lab.all_scores(model, 61)[lab.mine(61)]

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from moe_ep_bench.bench import plan as module
+from moe_ep_bench.bench.checks import check_pieces
 from moe_ep_bench.bench.description import describe_experiment
 from moe_ep_bench.bench.plan import RANKS, Comparison
 from moe_ep_bench.config import ConfigError, SyntheticConfig, load_experiments
@@ -211,6 +212,22 @@ def test_memory_on_a_gpu_includes_what_its_libraries_take(tmp_path: Path) -> Non
 
     assert 0 < extra(1) < extra(2) < extra(4), "a communicator, and buffers for each peer"
     assert extra(2, flush_l2=True) > extra(2, flush_l2=False)
+
+
+def test_micro_batches_are_of_layers_on_real_ranks_and_take_less_memory(tmp_path: Path) -> None:
+    one = experiment(tmp_path)
+
+    def of(most: int | None) -> Comparison:
+        measure = one.measure.model_copy(update={"microbatch_tokens": most})
+        return Comparison.of(one.model_copy(update={"measure": measure}), RANKS, 2, on_cpu=True)
+
+    whole, pieces = of(None), of(40)
+    assert whole.num_pieces == 1
+    assert pieces.num_pieces == -(-pieces.subject.most_tokens // 40) > 1
+    assert pieces.memory_bytes_per_rank() < whole.memory_bytes_per_rank()
+    for section in ({"layer": one.layer.model_copy(update={"cuda_graph": True})}, {"scope": "model"}):
+        with pytest.raises(ValueError, match=r"measure.microbatch_tokens: expected null .* with (layer|scope)"):
+            check_pieces(pieces.experiment.model_copy(update=section))
 
 
 def test_a_sweep_is_set_key_by_key_and_one_value_ends_it(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ OTHER = {
     "layer.dispatcher": "allgather",
     "measure.iterations": 6,
     "measure.preroll_us": 0,
+    "measure.microbatch_tokens": 8,
     "measure.breakdown_iterations": 1,
     "measure.warmup": 2,
     "measure.max_warmup": 6,

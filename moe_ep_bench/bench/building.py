@@ -33,6 +33,8 @@ def builder(
     if subject.name == "model":
         longest = subject.context_length + subject.most_tokens
         build = partial(Transformer, num_layers=subject.num_layers, max_length=longest)
+    elif comparison.num_pieces > 1:
+        build = partial(SingleLayer, num_pieces=comparison.num_pieces)
     return partial(build, model, DTYPES[settings.dtype], device, **known)
 
 

@@ -53,6 +53,14 @@ def check_whole_experts(experiment: Experiment, command: str) -> None:
     _refuse(num_slices > 1, "layer.expert_tensor_parallel", f"1, for {command} whole experts", num_slices)
 
 
+def check_pieces(experiment: Experiment) -> None:
+    """Refuse micro-batches of what is not run in pieces."""
+    pieces = experiment.measure.microbatch_tokens
+    key, expected = "measure.microbatch_tokens", "null (the whole batch) with"
+    _refuse(pieces is not None and experiment.scope == "model", key, f"{expected} scope model", pieces)
+    _refuse(pieces is not None and experiment.layer.cuda_graph, key, f"{expected} layer.cuda_graph: true", pieces)
+
+
 def check_baseline(experiment: Experiment, ep_size: int) -> None:
     """Refuse models that Megatron-Core's router, the baseline, would route in another way, and flex on one rank."""
     model = experiment.model.spec()

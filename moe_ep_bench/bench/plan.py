@@ -172,6 +172,7 @@ class Comparison:
         checks.check_ranks(experiment, world_size, ep_size)
         if backend != ROUTING:
             checks.check_baseline(experiment, ep_size)
+            checks.check_pieces(experiment)
         parts = _parts(experiment, backend, world_size, on_cpu, device)
         subject = SUBJECTS[experiment.scope].of(experiment, world_size)
         one = cls(subject, backend, parts, ExpertPlacement.contiguous(num_experts, ep_size), links, device, not on_cpu)
@@ -401,6 +402,12 @@ class Comparison:
             groups = (self.ep_size, slices, self.subject.num_together) if slices > 1 else (self.ep_size,)
             connected = sum(_COMMUNICATOR_BYTES + size * _BYTES_PER_PEER for size in groups if size > 1)
         return connected + _WORKSPACE_BYTES + self.experiment.measure.flush_l2 * _FLUSH_BYTES
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces in which real ranks run their tokens through a layer: as many on each rank and in each batch."""
+        most = self.experiment.measure.microbatch_tokens
+        return 1 if most is None or self.backend != RANKS else -(-self.subject.most_tokens // most)
 
     @property
     def in_chunks(self) -> bool:

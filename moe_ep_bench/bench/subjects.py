@@ -183,7 +183,8 @@ class LayerSubject:
         """Of the fullest rank at the peak load: values while a layer runs, bytes summed over slices (float32)."""
         model = self.model
         peak = min(getattr(self.experiment.workload, "peak_load", None) or 2.0, self.ep_size)
-        pairs = int(self.fullest_tokens * model.top_k * peak) * self.num_slices
+        at_once = self.experiment.measure.microbatch_tokens or self.fullest_tokens
+        pairs = int(min(self.fullest_tokens, at_once) * model.top_k * peak) * self.num_slices
         values = pairs * (4 * model.hidden_size + 3 * (model.ffn_hidden_size // self.num_slices))
         return values, pairs * 4 * model.hidden_size if self.num_slices > 1 else 0
 

@@ -12,6 +12,7 @@
 ``attention``   attention of a whole model by torch's kernels
 ``passes``      batches of a whole model: prompts, or one new token of each request
 ``stages``      which method of the layer is which phase
+``microbatches`` a layer on a few tokens at a time
 ``phases``      exclusive timers and waiting probes on those stages
 ``depth``       the same through all layers of a model
 ``graphs``      a run as CUDA graphs

@@ -38,6 +38,7 @@ from moe_ep_bench.layer.megatron import (
     default_groups,
     moe_submodules,
 )
+from moe_ep_bench.layer.microbatches import run_in_pieces
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.phases import instrumented
 from moe_ep_bench.layer.router import PolicyRouter, ReplayRouter
@@ -191,11 +192,14 @@ def layer_seed(seed: int, layer: int | None) -> int:
 class SingleLayer(Subject):
     """An MoE layer of ``model`` alone. Its batch is hidden states [T, 1, D], its output too."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take ``Subject``'s arguments."""
+    def __init__(self, *args: Any, num_pieces: int = 1, **kwargs: Any) -> None:
+        """Take ``Subject``'s arguments; ``num_pieces``: of a rank's tokens, see ``microbatches``."""
         super().__init__(*args, **kwargs)
         self._add(None, self._new_layer(ReplayRouter, capacity_factor=None))
         self._seed_layer(None)
+        if num_pieces > 1:
+            for moe in self.pair.both:
+                run_in_pieces(moe, num_pieces)
         self.take(())
 
     @property

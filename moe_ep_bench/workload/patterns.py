@@ -14,9 +14,9 @@ w6  as w1, and the hot set moves on by H every three batches
 w7  every fourth batch every other token chooses in the hot set; else all among all
 ==  ==============================================================================================
 
-``power_law_1.01`` and ``power_law_1.2`` are aiconfigurator's (ai-dynamo/aiconfigurator, ``power_law_logits_v3``): tokens
-of an expert are drawn from a power law with that exponent between 1 and 0.8 T (0.01 and 2 where T K <= E) and scaled to
-T K in all. It also gives rank 0 the most, which depends on the number of ranks and is left out here.
+``power_law_1.01`` and ``power_law_1.2`` are aiconfigurator's (ai-dynamo/aiconfigurator, ``power_law_logits_v3``):
+tokens of an expert are drawn from a power law with that exponent between 1 and 0.8 T (0.01 and 2 where T K <= E) and
+scaled to T K in all. It also gives rank 0 the most, which depends on the number of ranks and is left out here.
 
 Which of its possible experts a token takes is chance, from our own stream: loads are those of the source in
 distribution, not to the token. Scores are a softmax of noise plus what keeps the choice where it belongs.

@@ -136,6 +136,8 @@ class Npz:
         return self._load(name, "iuf", "numbers")
 
     def _load(self, name: str, kinds: str, words: str) -> NDArray[Any]:
+        if name not in self.names:
+            raise UserError(f"{self.path}: missing array: {name}")
         try:
             array = self._archive[name]
         except _NPZ_ERRORS as error:
@@ -151,8 +153,6 @@ class Npz:
         Raises:
             ValueError: no such array, a damaged or pickled one, or one of other things or dimensions.
         """
-        if name not in self.names:
-            raise UserError(f"{self.path}: missing array: {name}")
         array = self._load(name, "iu", "whole numbers")
         if array.ndim != num_dims:
             raise UserError(f"{self.where(name)}: expected {num_dims} dimensions, got shape {array.shape}")

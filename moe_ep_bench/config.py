@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, Field, PlainSerializer, PrivateAttr, field_validator, model_validator
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.models import ModelSpec, load_hf_model
@@ -33,6 +33,7 @@ from moe_ep_bench.presets import (
     read_yaml,
     validated,
 )
+from moe_ep_bench.workload.counts import mean_peak_load, read_counts
 from moe_ep_bench.workload.skews import PATTERNS, SKEWS, RankLoad, load_skew
 from moe_ep_bench.workload.tail import TAILS
 from moe_ep_bench.workload.trace import open_trace
@@ -47,6 +48,8 @@ class FileKey:
 
 
 FILE = FileKey()
+# ``run.json`` has only the last part of a path.
+NAME = PlainSerializer(lambda path: path and path.name, when_used="json")
 OWN_POLICY = FileKey(is_name=lambda text: not is_file(text))
 # Entries of policies are no models with fields of their own.
 _POLICY_FILES = {f"{key}.name": OWN_POLICY for key in ("policies", "claims.policy", "claims.versus")}
@@ -168,6 +171,9 @@ class SyntheticConfig(_Workload):
     skew: Literal[(*SKEWS, *PATTERNS)] | None = None
     """Targets calibrated to the model (data/skews/): keys given beside it win, null included. Or another benchmark's
     pattern: ``megatron_w0`` to ``megatron_w7``, ``power_law_1.01``, ``power_law_1.2``; no targets beside it."""
+    skew_from: Annotated[Path | None, FILE, NAME] = None
+    """Counts of chosen experts, for ``peak_load`` as their mean over layers: a recording, SGLang's ``logical_count``
+    (JSON or npz), or [layers][experts] in JSON; in place of ``skew``."""
     peak_load: float | None = Field(None, ge=1)
     """Load of the fullest expert over the mean; null = unskewed."""
     sequence_length: int = Field(128, ge=1)
@@ -193,6 +199,8 @@ class SyntheticConfig(_Workload):
 
     @model_validator(mode="after")
     def _check_pattern(self) -> SyntheticConfig:
+        if self.skew is not None and self.skew_from is not None:
+            raise UserError("skew, skew_from: expected one of the two, got both")
         if self.skew in PATTERNS:
             beside = self.model_fields_set - {*_Workload.model_fields, "kind", "skew", "sequence_length"}
             if beside:
@@ -207,7 +215,9 @@ class SyntheticConfig(_Workload):
         Raises:
             ValueError: there is no such skew of the model.
         """
-        own = self.model_dump(exclude={*_Workload.model_fields, "kind", "skew", "sequence_length"})
+        own = self.model_dump(exclude={*_Workload.model_fields, "kind", "skew", "skew_from", "sequence_length"})
+        if self.skew_from is not None and "peak_load" not in self.model_fields_set:
+            own["peak_load"] = mean_peak_load(self.skew_from)
         if self.skew is None or self.skew in PATTERNS:
             return own
         if preset is None:
@@ -414,13 +424,17 @@ class Experiment(SweepPoint):
         unused = self.whole.model_dump(exclude_defaults=True)
         if self.scope == "layer" and unused:
             raise UserError(f"whole.{next(iter(unused))}: expected with scope: model alone; one layer is timed")
+        counted = self.workload.skew_from if isinstance(self.workload, SyntheticConfig) else None
+        num_experts = self.model.spec().num_experts
+        if counted is not None and (found := read_counts(counted).shape[1]) != num_experts:
+            raise UserError(f"workload.skew_from: {counted}: expected counts of {num_experts} experts, got {found}")
         classes: dict[str, type[Policy]] = {}
         for number, entry in enumerate(self.policies):
             for policy in expand_policies([entry]):
                 if classes.setdefault(policy.name, type(policy)) is not type(policy):
                     raise UserError(f"policies.{number}.name: expected one policy of the name {policy.name}, got two")
                 try:
-                    policy.check_model(self.model.spec().num_experts)
+                    policy.check_model(num_experts)
                 except ValueError as problem:
                     raise UserError(f"policies.{number}.{problem}") from None
         for number, claim in enumerate(self.claims):

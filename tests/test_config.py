@@ -135,11 +135,7 @@ def test_a_mistake_is_one_line_that_names_the_key(
 @pytest.mark.parametrize(
     ("model", "workload", "message"),
     [
-        (
-            {"hf_config": "config.json"},
-            {"skew": "mixed"},
-            "workload: skew: expected none for a model that is no preset",
-        ),
+        ({"hf_config": "config.json"}, {"skew": "mixed"}, "workload: skew: expected none for a model that is"),
         (None, {"rank_shares": [0, 0]}, "workload.rank_shares: expected one above 0 among the 1 ranks"),
         (None, {"peak_load": 2.0, "burst_every": 3}, "workload: burst_every, burst_peak_load: expected both or none"),
     ],

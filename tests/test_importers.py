@@ -25,6 +25,7 @@ from moe_ep_bench.workload.trace import open_trace
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 MEGATRON = {"model": "toy", "phase": "prefill", "score_function": "softmax"}
+FLAME = {"model": "toy", "num_experts": 16, "phase": "training"}
 SGLANG = {"model": "toy", "assume_equal_scores": True}
 VLLM = {"model": "toy", "num_experts": 16, "assume_equal_scores": True}
 
@@ -213,6 +214,56 @@ def vllm_arrays(dense=1):
     return arrays
 
 
+def flame_moe_arrays(passes=(5, 3), layers=(2, 3), top_k=3):
+    """Two passes of two layers; probabilities in no order, as ``topk(sorted=False)`` leaves them."""
+    random, arrays = np.random.default_rng(5), {}
+    for number, num_tokens in enumerate(passes):
+        for layer in layers:
+            odds_TE = np.exp(random.normal(size=(num_tokens, 16)))
+            ids_TK = np.argsort(-odds_TE, axis=1)[:, :top_k][:, ::-1]
+            probs_TK = np.take_along_axis(odds_TE / odds_TE.sum(axis=1, keepdims=True), ids_TK, axis=1)
+            arrays[f"{number}.{layer}.ids"] = ids_TK
+            arrays[f"{number}.{layer}.probs"] = probs_TK.astype(np.float32)
+    return arrays
+
+
+def test_flame_moe_keeps_probabilities_as_shares_of_the_whole_mass(tmp_path, out):
+    arrays = flame_moe_arrays()
+    np.savez(tmp_path / "f.npz", **arrays)
+    trace = imported("flame-moe", tmp_path / "f.npz", out, **FLAME).trace
+    assert (trace.num_layers, trace.num_tokens, trace.num_sequences, trace.top_k) == (2, 8, 2, 3)
+    assert not trace.scores_are_normalised
+    ids, scores, sequence_id_T, _ = read_back(out)
+    assert sequence_id_T.tolist() == [0] * 5 + [1] * 3
+    for index, layer in enumerate((2, 3)):
+        both = [np.concatenate([arrays[f"{number}.{layer}.{name}"] for number in (0, 1)]) for name in ("ids", "probs")]
+        assert_rows_match((ids[index], scores[index]), *both)
+
+
+FLAME_ERRORS = {
+    "another name": ({"x": np.zeros(3)}, "expected <pass>.<layer>.ids and .probs, got 'x'"),
+    "no probabilities": ({"0.2.ids": np.zeros((2, 3), int)}, "missing array: 0.2.probs"),
+    "other shapes": (
+        {"0.2.ids": np.zeros((2, 3), int), "0.2.probs": np.zeros((2, 2))},
+        "0.2: expected ids and probs of",
+    ),
+    "too much mass": (
+        {"0.2.ids": np.array([[0, 1, 2]]), "0.2.probs": np.array([[0.9, 0.9, 0.9]])},
+        "0.2: token 0: scores: expected the sum of part of a softmax",
+    ),
+    "a pickle": ({"0.2.ids": np.array([[{}]], dtype=object)}, "0.2.ids: "),
+}
+
+
+@pytest.mark.parametrize("name", FLAME_ERRORS)
+def test_a_flame_moe_file_that_is_none_is_one_line(tmp_path, out, name):
+    arrays, message = FLAME_ERRORS[name]
+    np.savez(tmp_path / "f.npz", **arrays)
+    said = refusal("flame-moe", tmp_path / "f.npz", out, **FLAME)
+    assert message in said
+    assert "\n" not in said
+
+
 def as_lines(arrays):
     return "".join(
         json.dumps(
@@ -227,7 +278,7 @@ def as_lines(arrays):
     )
 
 
-OPTIONS = {"esft": {}, "gpt-oss": {}, "megatron": MEGATRON, "sglang": SGLANG, "vllm": VLLM}
+OPTIONS = {"esft": {}, "flame-moe": FLAME, "gpt-oss": {}, "megatron": MEGATRON, "sglang": SGLANG, "vllm": VLLM}
 
 
 def prepared(kind, root):
@@ -239,6 +290,9 @@ def prepared(kind, root):
     if kind == "gpt-oss":
         gpt_oss(root)
         return root, {}
+    if kind == "flame-moe":
+        np.savez(root / "f.npz", **flame_moe_arrays())
+        return root / "f.npz", FLAME
     if kind == "megatron":
         megatron(root)
         return root, MEGATRON
@@ -793,7 +847,7 @@ def test_a_failure_at_the_end_leaves_nothing_behind(tmp_path, out, kind, monkeyp
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("tensorrt", {}, "kind: expected one of esft, gpt-oss, megatron, sglang, vllm; got 'tensorrt'"),
+        ("tensorrt", {}, "kind: expected one of esft, flame-moe, gpt-oss, megatron, sglang, vllm; got 'tensorrt'"),
         ("esft", {"phase": "decode"}, "phase: not for esft recordings, which take domain; got 'decode'"),
         ("vllm", {"micro_batch_size": 2}, "micro_batch_size: not for vllm recordings, which take preset, model,"),
         ("vllm", {"num_experts": 8, "assume_equal_scores": True}, "model: needed, because vllm recordings do not say"),

@@ -288,7 +288,7 @@ DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity, ren
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"name": "token_dorp"}, f"name: expected one of {', '.join(POLICIES)}; got 'token_dorp' (did you mean "),
+        ({"name": "token_dorp"}, f"name: expected one of {', '.join(POLICIES)}, package.module:Class or my_policy.py"),
         ({"name": "topk", "k": 2}, "k: topk has no such field; expected no fields"),
         (
             {**DROP, "capacity_facto": 2},

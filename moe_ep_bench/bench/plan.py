@@ -279,7 +279,8 @@ class Comparison:
         config = self.experiment.workload
         workload = config.model_dump(mode="json")
         if isinstance(config, SyntheticConfig):
-            # What a skew's name stands for may change; what is measured then does too.
+            # What a skew's name or a file of counts stands for may change; what is measured then does too.
+            del workload["skew_from"]
             workload |= config.targets(self.experiment.model.preset)
         if isinstance(self.workload, RecordedWorkload):
             traces = zip(self.workload.sources, self.workload.traces, strict=True)

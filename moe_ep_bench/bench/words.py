@@ -43,6 +43,11 @@ def describe_workload(experiment: Experiment, workload: Workload, tokens_BR: NDA
         tokens = " to ".join(f"{number:,}" for number in sorted(set(of)))
         known = "masked from policies" if config.mask_padding else "of which policies are not told"
         described["description"] += f"; {config.padding_per_rank:,} of {tokens} tokens a rank are padding, {known}"
+    if isinstance(config, SyntheticConfig) and config.skew_from is not None:
+        described["description"] = (
+            f"synthetic, peak load counted in {config.skew_from.name}; {described['description']}"
+        )
+        return described
     if isinstance(config, SyntheticConfig) and config.skew in PATTERNS:
         return described
     if isinstance(config, SyntheticConfig) and experiment.model.preset is None:
@@ -71,6 +76,8 @@ def workload_in_short(experiment: Experiment) -> str:
         return f"recorded, layer {config.layer},{step} {config.tail_words}"
     if config.skew is not None:
         return config.skew.replace("_", " ")
+    if config.skew_from is not None:
+        return f"peak load of {config.skew_from.name}"
     return "unskewed" if config.peak_load is None else f"peak load {config.peak_load:g}"
 
 

@@ -255,7 +255,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     record.set_defaults(command="trace record")
 
     imported = actions.add_parser("import", help="convert another program's recording to moe-trace-v1")
-    imported.add_argument("kind", metavar="KIND", help="esft, gpt-oss, megatron, sglang or vllm")
+    imported.add_argument("kind", metavar="KIND", help="esft, flame-moe, gpt-oss, megatron, sglang or vllm")
     imported.add_argument("source", type=Path, metavar="SOURCE", help="a checkout, directory or file")
     imported.add_argument("out", type=Path, metavar="OUT", help="the file to write; must not exist")
     for name, text in (

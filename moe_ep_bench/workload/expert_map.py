@@ -16,7 +16,7 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, check_folder
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import replicate
-from moe_ep_bench.workload.trace_statistics import statistics
+from moe_ep_bench.workload.counts import read_counts
 
 MAP = "physical_to_logical_map"
 
@@ -27,7 +27,7 @@ def write_expert_map(
     """Plan by EPLB for the loads of a recording, layer by layer.
 
     Args:
-        source: a recording, or a ``.json`` of expert loads of one model and domain.
+        source: a recording, or counts of any form that ``counts`` reads.
         out: the file to write.
         num_ranks: ranks that share all experts.
         spare_per_rank: slots of each rank beyond its share.
@@ -41,11 +41,8 @@ def write_expert_map(
     Raises:
         ValueError: the recording, the numbers or the model do not fit each other.
     """
-    recordings = statistics(source)
-    if len(recordings) != 1:
-        raise UserError(f"{source}: expected the loads of one recording, got {len(recordings)}")
-    (recording,) = recordings
-    num_experts, load_LE = recording.num_experts, np.stack([layer.load_E for layer in recording.layers])
+    load_LE = read_counts(source)
+    num_experts = load_LE.shape[1]
     asked = (("--ep", num_ranks, 1), ("--spare-per-rank", spare_per_rank, 0), ("--nodes", num_nodes, 1))
     for option, value, least in asked:
         if value < least:

@@ -70,6 +70,10 @@ def _notes(rows: pd.DataFrame) -> list[str]:
         f"scores below the recorded top-k are those of the {facts['tail_model']} tail model": (
             looks_past and pd.notna(facts["tail_model"])
         ),
+        "scores were not recorded and are assumed equal over the top-k: loads are the recording's, but mass, and what "
+        "policies choose by scores (oea, xshare, drops by score), say nothing of the model": (
+            "scores assumed" in facts["description"]
+        ),
         "policies that look at ranks (local scope, devices, rank budgets) take experts to lie contiguously": (
             facts["placement"] != "contiguous"
         ),

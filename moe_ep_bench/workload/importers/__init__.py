@@ -1,14 +1,15 @@
 """Convert other programs' recordings to ``moe-trace-v1``.
 
-========  ==========================================================================  ==================
-kind      source                                                                      scores
-========  ==========================================================================  ==================
-esft      a checkout of deepseek-ai/ESFT (``results/expert_scores``)                  full softmax
-gpt-oss   a checkout of AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting (``data``)     softmax over top-k
-megatron  ``router_trace_rank*.jsonl`` of Megatron-Core 0.19's router tracer          with a logits sidecar
-sglang    a per_token dump of SGLang's recorder as npz, or responses as JSON lines    none
-vllm      vLLM's returned routed experts, as npz or JSON lines                        none
-========  ==========================================================================  ==================
+=========  ==========================================================================  ==================
+kind       source                                                                      scores
+=========  ==========================================================================  ==================
+esft       a checkout of deepseek-ai/ESFT (``results/expert_scores``)                  full softmax
+flame-moe  captured routing of cmu-flame/FLAME-MoE, as npz                             full softmax
+gpt-oss    a checkout of AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting (``data``)     softmax over top-k
+megatron   ``router_trace_rank*.jsonl`` of Megatron-Core 0.19's router tracer          with a logits sidecar
+sglang     a per_token dump of SGLang's recorder as npz, or responses as JSON lines    none
+vllm       vLLM's returned routed experts, as npz or JSON lines                        none
+=========  ==========================================================================  ==================
 
 An importer is a row of ``IMPORTERS`` and a function ``read(source, options, writer)`` that hands the writer
 blocks of (layer, experts, scores) and the tokens that they belong to. All else is shared. Importers stream: they
@@ -30,7 +31,7 @@ from types import MappingProxyType
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
-from moe_ep_bench.workload.importers import esft, gpt_oss, megatron, sglang, vllm
+from moe_ep_bench.workload.importers import esft, flame_moe, gpt_oss, megatron, sglang, vllm
 from moe_ep_bench.workload.importers.options import ImportOptions
 from moe_ep_bench.workload.importers.writer import ImportSummary, TraceWriter
 
@@ -65,6 +66,13 @@ IMPORTERS: Mapping[str, Importer] = MappingProxyType(
     {
         "esft": Importer(
             esft.read, "deepseek-ai/ESFT results/expert_scores", "a checkout of deepseek-ai/ESFT", is_folder=True
+        ),
+        "flame-moe": Importer(
+            flame_moe.read,
+            "cmu-flame/FLAME-MoE captured routing",
+            "an npz file",
+            takes=("model", "num_experts", "domain", "licence", "phase"),
+            needs=("model", "num_experts", "phase"),
         ),
         "gpt-oss": Importer(
             gpt_oss.read,

@@ -1,9 +1,9 @@
 """SGLang's expert distribution recorder, mode ``per_token``, converted to npz; or its returned routed experts.
 
 The second (``--enable-return-routed-experts``, and ``return_routed_experts`` in a request) are responses, one a
-line of a .jsonl file, each with ``routed_experts`` in its ``meta_info`` (or ``sglext``): base64 of int32
-[tokens, layers, K], all layers of the model, of the prompt and of what was generated but its last token. Only a preset
-says how many.
+line of a .jsonl file, each with ``routed_experts`` in its ``meta_info`` (or ``sglext``): base64 of int32 [tokens,
+layers, K], all layers of the model, of the prompt and of what was generated but its last token. Only a preset says
+how many layers.
 
 SGLang dumps with ``torch.save``, which is a pickle, and nothing is unpickled here. Where SGLang
 runs, and trusts its own file, ``CONVERT`` below, typed there, converts it.

@@ -127,21 +127,33 @@ class Npz:
     def where(self, name: str) -> str:
         return f"{self.path}: {name}"
 
-    def array(self, name: str, num_dims: int) -> NDArray[np.integer]:
-        """An array of ``num_dims`` dimensions, of whatever integers are stored.
+    def reals(self, name: str) -> NDArray[Any]:
+        """An array of numbers of any dimensions.
 
         Raises:
-            ValueError: no such array, a damaged or pickled one, or one of other things or dimensions.
+            ValueError: as ``array``.
         """
+        return self._load(name, "iuf", "numbers")
+
+    def _load(self, name: str, kinds: str, words: str) -> NDArray[Any]:
         if name not in self.names:
             raise UserError(f"{self.path}: missing array: {name}")
         try:
             array = self._archive[name]
         except _NPZ_ERRORS as error:
             raise UserError(f"{self.where(name)}: {' '.join(str(error).split())}") from None
-        if not isinstance(array, np.ndarray) or (array.dtype.kind not in "iu" and array.size):
+        if not isinstance(array, np.ndarray) or (array.dtype.kind not in kinds and array.size):
             got = f"dtype {array.dtype}" if isinstance(array, np.ndarray) else "no array"
-            raise UserError(f"{self.where(name)}: expected whole numbers, got {got}")
+            raise UserError(f"{self.where(name)}: expected {words}, got {got}")
+        return array
+
+    def array(self, name: str, num_dims: int) -> NDArray[np.integer]:
+        """An array of ``num_dims`` dimensions, of whatever integers are stored.
+
+        Raises:
+            ValueError: no such array, a damaged or pickled one, or one of other things or dimensions.
+        """
+        array = self._load(name, "iu", "whole numbers")
         if array.ndim != num_dims:
             raise UserError(f"{self.where(name)}: expected {num_dims} dimensions, got shape {array.shape}")
         return array if array.size else array.astype(np.int64)  # an empty list becomes an array of floats

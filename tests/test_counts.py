@@ -1,0 +1,97 @@
+"""Counts of experts as targets of a workload and as loads for EPLB: every form, and what is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from test_trace_info import loads_entry
+
+from moe_ep_bench import cli
+from moe_ep_bench.bench.plan import ROUTING, Comparison
+from moe_ep_bench.config import ConfigError, load_experiments
+from moe_ep_bench.workload.counts import mean_peak_load, read_counts
+
+COUNTS = [[0, 0, 0, 0], [9, 1, 3, 3], [1, 9, 4, 2]]  # a dense layer and two others
+SHAPE = {"num_experts": 4, "top_k": 1, "hidden_size": 32, "ffn_hidden_size": 16}
+
+
+def written(folder: Path, form: str) -> Path:
+    path = folder / ("counts.npz" if form.startswith("npz") else "counts.json")
+    match form:
+        case "matrix":
+            path.write_text(json.dumps(COUNTS))
+        case "logical_count":
+            path.write_text(json.dumps({"logical_count": COUNTS}))
+        case "passes":
+            path.write_text(json.dumps({"logical_count": [COUNTS, COUNTS]}))
+        case "loads":
+            path.write_text(json.dumps([loads_entry(load_E_by_layer={"1": COUNTS[1], "2": COUNTS[2]})]))
+        case "npz":
+            np.savez(path, logical_count=np.array(COUNTS), rank=0)
+        case "npz passes":
+            np.savez(path, logical_count=np.array([COUNTS, COUNTS], dtype=np.float32))
+    return path
+
+
+@pytest.mark.parametrize("form", ["matrix", "logical_count", "passes", "loads", "npz", "npz passes"])
+def test_every_form_gives_the_same_loads(form: str, tmp_path: Path) -> None:
+    path = written(tmp_path, form)
+    count_LE = read_counts(path)
+    assert np.array_equal(count_LE / count_LE.sum(axis=1, keepdims=True), np.array(COUNTS[1:]) / 16)
+    assert mean_peak_load(path) == 9 / 4
+    out = tmp_path / "map.json"
+    assert cli.main(["trace", "eplb", str(path), str(out), "--ep", "2", "--spare-per-rank", "1"]) == 0
+    assert len(json.loads(out.read_text())["physical_to_logical_map"]) == 2
+
+
+def config(folder: Path, **workload: Any) -> Path:
+    path = folder / "config.yaml"
+    asked = {"kind": "synthetic", "num_tokens": 512, "num_batches": 1, "skew_from": "counts.json", **workload}
+    path.write_text(yaml.safe_dump({"model": SHAPE, "workload": asked, "policies": [{"name": "topk"}]}))
+    return path
+
+
+def test_a_workload_is_as_skewed_as_was_counted(tmp_path: Path) -> None:
+    written(tmp_path, "matrix")
+    (found,) = load_experiments(config(tmp_path), on_cpu=True)
+    comparison = Comparison.of(found, ROUTING, on_cpu=True)
+    described = comparison.describe_workload()
+    assert described["achieved"]["peak_load"] == pytest.approx(9 / 4, rel=0.02)
+    assert "peak load counted in counts.json" in described["description"]
+    assert str(tmp_path) not in json.dumps(comparison.definition)
+    (plain,) = load_experiments(config(tmp_path, skew_from=None, peak_load=9 / 4), on_cpu=True)
+    assert Comparison.of(plain, ROUTING, on_cpu=True).comparison_id == comparison.comparison_id
+    (given,) = load_experiments(config(tmp_path, peak_load=1.5), on_cpu=True)
+    assert given.workload.targets(None)["peak_load"] == 1.5
+
+
+MISTAKES = {
+    "other experts": ([[1, 2], [3, 4]], "workload.skew_from: .*counts.json: expected counts of 4 experts, got 2"),
+    "no counts": ({"x": 1}, "counts.json: expected logical_count, counts by layer and expert"),
+    "negative": ([[1, -1, 0, 0]], "counts.json: expected counts from 0, got some below it"),
+    "nothing": ([[0, 0, 0, 0]], "counts.json: expected some count above 0, got none"),
+    "uneven": ([[1, 2], [1]], "counts.json: expected lists of equal length"),
+    "words": ([["a", "b", "c", "d"]], "counts.json: expected numbers of shape"),
+    "empty": ([], "counts.json: expected"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_is_no_count_is_one_line(name: str, tmp_path: Path) -> None:
+    content, message = MISTAKES[name]
+    (tmp_path / "counts.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=f"^[^\n]*{message}[^\n]*$"):
+        load_experiments(config(tmp_path), on_cpu=True)
+
+
+def test_counts_and_a_named_skew_exclude_each_other(tmp_path: Path) -> None:
+    written(tmp_path, "matrix")
+    with pytest.raises(ConfigError, match="skew, skew_from: expected one of the two, got both"):
+        load_experiments(config(tmp_path, skew="megatron_w1"), on_cpu=True)
+    with pytest.raises(ConfigError, match=r"none\.json: no such file"):
+        load_experiments(config(tmp_path, skew_from="none.json"), on_cpu=True)

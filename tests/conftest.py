@@ -33,6 +33,7 @@ LONGEST = (
 
 # Files whose processes are forked from one that has torch and Megatron-Core imported (tests/warm.py).
 WARM = (
+    "docs_commands",
     "adding",
     "calibrate",
     "carried",

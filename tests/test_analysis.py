@@ -283,6 +283,10 @@ def test_on_gpus_waits_are_less_what_a_probe_costs_when_nobody_waits(tmp_path):
     assert waiting_ms("all", "nccl", 1e9)[0] == 0
 
 
+def test_a_layer_that_ran_in_pieces_says_so(tmp_path):
+    assert "through the rest of the layer in 4 pieces" in run_text(load_run(run_of(tmp_path, facts={"num_pieces": 4})))
+
+
 TAIL = {"kind": "recorded", "description": "ShareGPT", "tail_model": "geometric"}
 
 

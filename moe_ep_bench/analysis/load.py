@@ -105,6 +105,7 @@ class Comparison(_Described):
     dtype: str
     backend: Literal["nccl", "gloo"]
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    num_pieces: int = 1  # in which a rank's tokens go through the layer (measure.microbatch_tokens)
     cuda_graph: str | None = None  # what graphs hold and replay; None = run eagerly
     experts: Part
     permute: Part

@@ -33,6 +33,7 @@ _NOTES = {
     "parts": "{}",
     "is_modelled": MODEL_CAVEAT,
     "allgather": "dispatcher: allgather; crossing bytes are those that an all-to-all would send",
+    "pieces": "a rank's tokens are routed at once and go through the rest of the layer in {} pieces",
     "graph": "replayed from CUDA graphs, which hold {}",
     "load": "imbalance under native: fullest expert {0.fullest_expert:.2f} x mean, fullest rank {0.fullest_rank:.2f} x "
     "mean of what valid tokens select",
@@ -112,6 +113,7 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
             "parts": parts + (f"; routing: {part_words(facts.kernel)}" if facts.kernel else ""),
             "allgather": facts.dispatcher == "allgather",
             "graph": facts.cuda_graph,
+            "pieces": facts.num_pieces > 1 and facts.num_pieces,
             "floor": comparison.floor,
             "warm_up": ", ".join(str(launch.warm_up.rounds) for launch in comparison.conditions),
             "drift": far and (100 * baseline.drift, 100 * far.share, far.worst),

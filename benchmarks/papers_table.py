@@ -93,7 +93,10 @@ def rows_of(directory: Path) -> pd.DataFrame:
 def page(rows: pd.DataFrame) -> str:
     """The page of a table of claims."""
     primary = _primary(rows)
-    parts = [HEAD, *_figure_4(primary)]
+    of_claims = {path.stem for path in CONFIGS.rglob("*.yaml") if path.parent.name != "accuracy"}
+    missing_ones = ", ".join(f"`{name}`" for name in sorted(of_claims - {*rows["config"]}))
+    not_run = [f"**Not run for this table**, for time: {missing_ones}.\n"] if missing_ones else []
+    parts = [HEAD, *not_run, *_figure_4(primary)]
     for config, of_config in primary.groupby("config", sort=False):
         first = of_config.iloc[0]
         parts.append(f"## {config}\n")

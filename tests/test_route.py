@@ -409,7 +409,7 @@ def test_figures_without_rows_are_named_and_not_drawn(tmp_path: Path, capsys: py
     assert main(["route", str(write_config(tmp_path)), "--out", str(out)]) == OK
     printed = capsys.readouterr().out
     drawn = {path.stem for path in (out / "figures").glob("*.png")}
-    assert drawn == {"decay", "overlap"}
+    assert drawn == {"decay", "overlap", "traffic"}
     said = " ".join(printed.split())
     assert "not drawn, the rows hold nothing for them: heatmap, violation, imbalance, scores, dropped" in said
     assert main(["show", str(out)]) == OK

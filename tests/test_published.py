@@ -17,6 +17,7 @@ import pytest
 
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import load_experiments
+from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.papers import derived
 from moe_ep_bench.papers.accuracies import load_table
 from moe_ep_bench.papers.claims import Claim
@@ -375,8 +376,8 @@ def test_limits_that_numbers_break() -> None:
     assert native["IFeval", 16].value > derived.most_activated(256, 8, 16) == 128
     assert native["GSM-8K", 8].value < derived.most_activated(256, 8, 8) == 64
     (layers,) = values("oea", "Section 4.2", what="layers")
-    preset = parse_yaml((CONFIGS.parent / "models" / "qwen3-235b-a22b.yaml").read_text())
-    assert (layers, preset["num_layers"]) == (96, 94)
+    preset = ModelSpec.named("qwen3-235b-a22b")
+    assert (layers, preset.num_layers) == (96, 94)
     assert derived.most_imbalance(64, 6) == pytest.approx(10.67, abs=0.01)
     assert min(values("laser", "Figure 7")) < derived.most_imbalance(64, 6) < 77
     for tokens, said in ((8, 57), (32, 163)):

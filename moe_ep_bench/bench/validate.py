@@ -34,7 +34,7 @@ from moe_ep_bench.bench.emulate import emulate
 from moe_ep_bench.bench.plan import BASELINE, POLICY, RANKS, VIRTUAL, CaseSpec, Comparison, Plan, plan
 from moe_ep_bench.bench.validation_directory import ValidationDirectory
 from moe_ep_bench.config import EmulateConfig, RouteConfig
-from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, MIN_BYTES
+from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, ENOUGH_BYTES
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
@@ -166,13 +166,14 @@ def _largest_bytes(real: Plan) -> int:
     """More than any all-to-all of the layers moves between two ranks, as a power of two: what is calibrated up to.
 
     That is all (token, expert) pairs of the model's own routing; half of them cross two ranks where loads are even.
+    Small layers are calibrated up to ENOUGH_BYTES: below, the bandwidth is lost in the latency's noise.
     """
     most = max(
         one.subject.num_tokens * one.model.top_k * one.model.hidden_size * DTYPES[one.experiment.layer.dtype].itemsize
         for one in real
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return min(max(1 << (most - 1).bit_length(), 2 * MIN_BYTES), DEFAULT_MAX_BYTES[device])
+    return min(max(1 << (most - 1).bit_length(), ENOUGH_BYTES), DEFAULT_MAX_BYTES[device])
 
 
 def _check_comparable(comparison: Comparison, num_ranks: int) -> None:

@@ -41,6 +41,7 @@ from moe_ep_bench.runtime.watchdog import Watchdog
 from moe_ep_bench.timing.timer import clock_for
 
 MIN_BYTES = 2**10
+ENOUGH_BYTES = 2**20  # to tell a bandwidth beside the latency
 DEFAULT_MAX_BYTES = {"cuda": 2**30, "cpu": 2**26}
 
 # Splits: all messages alike, or one rank of each node that receives this many times what others do.

@@ -122,7 +122,8 @@ if [ -n "$rehearse" ]; then
   small=(--set model.scale=0.03125 --set layer.dtype=float32 --set workload.num_batches=1 --set measure.iterations=1
     --set measure.breakdown_iterations=1 --set measure.max_warmup=1 --set measure.flush_l2=false)
   tiny=(--set model.scale=0.03125 --set layer.dtype=float32 --set workload.tokens_per_rank=64
-    --set workload.sequence_length=32 --set emulate.chunk_tokens=40 --set measure.iterations=1)
+    --set workload.sequence_length=32 --set emulate.chunk_tokens=40 --set measure.iterations=1
+    --set workload.skew=single_domain --set workload.num_batches=1)
   experts+=(--scale 0.03125 --tokens 512 --dtype float32 --square 256 --rounds 3)
 fi
 
@@ -142,13 +143,13 @@ kernel_tests() {
 export -f kernel_tests
 export python out
 
-# emulate COMMAND NAME SECONDS OPTIONS...: layers of Figure 4, measured on this GPU in the place of eight.
+# emulate COMMAND NAME SECONDS OPTIONS...: layers of Figure 4, measured on this GPU in the place of eight; one draw each.
 emulate() {
   local command=$1 name=$2 limit=$3
   shift 3
   show "$name" "$limit" "${module[@]}" "$command" configs/papers/capacity-figure4.yaml --out "$out/$name" \
     --set emulate.device=measured --set emulate.links=h100-nvlink4 --set measure.warmup=1 \
-    --set measure.breakdown_iterations=0 "$@" "${tiny[@]}"
+    --set measure.breakdown_iterations=0 --set workload.seed=1 "$@" "${tiny[@]}"
   # `emulate` has printed it.
   [ "$command" = emulate ] || show "$name-table" 30 "${module[@]}" show "$out/$name"
 }

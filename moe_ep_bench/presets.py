@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
@@ -88,7 +89,7 @@ class Preset(Strict):
         names = cls.names()
         if name not in names:
             raise UserError(f"expected {otherwise}one of {', '.join(names)}; got {name!r}{did_you_mean(name, names)}")
-        return cls._read(cls.folder() / f"{name}.yaml")
+        return cls._packaged(cls.folder() / f"{name}.yaml")
 
     @classmethod
     def load(cls, name_or_path: str) -> Self:
@@ -99,6 +100,12 @@ class Preset(Strict):
         """
         path = Path(name_or_path)
         return cls._read(path) if path.suffix == ".yaml" else cls.named(name_or_path, "a path of a .yaml or ")
+
+    @classmethod
+    @cache
+    def _packaged(cls, path: Path) -> Self:
+        """A long sweep names the same few again and again."""
+        return cls._read(path)
 
     @classmethod
     def _read(cls, path: Path) -> Self:

@@ -197,7 +197,7 @@ ROUTED = {
             "model": {"preset": "deepseek-v3"},
             "workload": synthetic(num_tokens=256, num_batches=1, peak_load=5.0, sequence_length=8),
             "layer": {"ep_size": 8, "seed": 1},
-            "policies": ALL,
+            "policies": [*FEW, *FEWER_EXPERTS, *BALANCE],
         },
         ("routing",),
     ),
@@ -291,7 +291,7 @@ ROUTED = {
         ("routing",),
         {
             "layer 2": {"workload.layer": 2},
-            "layer 14, uniform tail": {"workload.layer": 14, "workload.tail": "uniform"},
+            "layer 14, uniform tail": {"workload.layer": 14, "workload.tail": "uniform", "policies": FEW},
         },
         traces=(INTENT,),
     ),
@@ -323,7 +323,7 @@ ROUTED = {
         "route",
         {
             "model": {"preset": "deepseek-v2-lite"},
-            "workload": recorded(layer=[2, 14, 24], num_batches=2, arrangement="decode", tokens_per_request=2),
+            "workload": recorded(layer=[2, 24], num_batches=2, arrangement="decode", tokens_per_request=2),
             "layer": {"ep_size": 4},
             "policies": [
                 {"name": "laser", "eps_high": 0.9, "t_fix": 0.2, "c": [6, 12, 24]},
@@ -338,14 +338,26 @@ ROUTED = {
                 {"name": "xshare", "scope": "rank", "k0": 1, "rank_budget": [4, 6]},
                 {"name": "lynx", "num_dropped": [2, 6]},
             ],
-            "route": {"image_share": 0.5, "placement": "strided", "layer_weights": [1, 2, 1]},
+            "route": {"image_share": 0.5, "placement": "strided", "layer_weights": [1, 2]},
             "sweep": {
                 "workload.trace": [INTENT, [{"trace": INTENT}, {"trace": SUMMARY}]],
-                "workload.num_tokens": [4, 16, 64],
+                "workload.num_tokens": [4, 64],
             },
         },
         ("figures",),
         traces=(INTENT, SUMMARY),
+    ),
+    # What grows with a step's tokens.
+    "route-sizes": Golden(
+        "route",
+        {
+            "model": {"preset": "olmoe-1b-7b"},
+            "workload": synthetic(sequence_length=1),
+            "layer": {"ep_size": 4},
+            "policies": FEWEST,
+            "sweep": {"workload.num_tokens": [4, 16, 64]},
+        },
+        ("figures",),
     ),
 }
 

@@ -366,14 +366,15 @@ def test_the_table_shows_the_means_of_every_case(loaded: RouteRun) -> None:
         assert said.count(words) >= len(tables)
 
 
-def test_a_route_directory_is_shown_in_every_format(full: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = {}
+def test_a_route_directory_is_shown_in_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown, out = {}, tmp_path / "out"
+    route(write_config(tmp_path, sweep={"workload.num_tokens": [8, 16, 96]}), out, [])
     for to in ("text", "md", "latex", "csv", "json"):
-        assert main(["show", str(full), "--format", to]) == OK
+        assert main(["show", str(out), "--format", to]) == OK
         shown[to] = capsys.readouterr().out
     rows = json.loads(shown["json"])["rows"]
     frame = pd.read_csv(io.StringIO(shown["csv"]))
-    assert len(rows) == len(frame) == len(load_route(full).cases)
+    assert len(rows) == len(frame) == len(load_route(out).cases)
     assert [row["rank_imbalance"] for row in rows] == pytest.approx(frame["rank_imbalance"].tolist())
     assert shown["md"].count("| policy |") == shown["latex"].count("tabular}") // 2 == 3
 

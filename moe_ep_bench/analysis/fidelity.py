@@ -44,15 +44,15 @@ def fidelity(case: Case) -> Fidelity | None:
     rows = case.routing
     if rows.empty:
         return None
-    counts = rows.groupby("batch")[["num_topk_pairs", "num_dropped_pairs"]].sum()
+    mass = rows["retained_mass_topk"] * rows["num_tokens"]
     # A rank without tokens has no share of mass.
-    mass = (rows["retained_mass_topk"] * rows["num_tokens"]).groupby(rows["batch"]).sum()
-    known = rows[(rows["num_tokens"] > 0) & rows["retained_mass_topk"].notna()].groupby("batch")["num_tokens"].sum()
+    known = rows["num_tokens"].where((rows["num_tokens"] > 0) & mass.notna())
+    sums = rows[["num_topk_pairs", "num_dropped_pairs"]].assign(mass=mass, known=known).groupby(rows["batch"]).sum()
     by_layer = layers_apart(rows)
     load_BE, load_BR = _relative_load(by_layer, "load_E"), _relative_load(by_layer, "load_R")
     return Fidelity(
-        dropped_share=float((counts["num_dropped_pairs"] / counts["num_topk_pairs"]).mean()),
-        retained_mass=float((mass.reindex(known.index) / known).mean()),
+        dropped_share=float((sums["num_dropped_pairs"] / sums["num_topk_pairs"]).mean()),
+        retained_mass=float((sums["mass"] / sums["known"])[sums["known"] > 0].mean()),
         output_error=float(rows.groupby("batch")["output_error"].max().mean()),
         expert_load=load_BE.mean(axis=0),
         rank_load=load_BR.mean(axis=0),

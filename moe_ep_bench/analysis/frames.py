@@ -40,15 +40,15 @@ def speedups(run: Run) -> pd.DataFrame:
     """
     if run.scope == "model":
         rows = [
-            _common(run, one.comparison, each.result) | _of_model(one, each) | _steadiness(each.result)
+            common | _of_model(one, each) | _steadiness(each.result)
             for one in analyse_whole(run)
-            for each in one.results
+            for common, each in zip(_common(run, one.comparison), one.results, strict=True)
         ]
     else:
         rows = [
-            _common(run, one, result) | _of_layer(result) | _steadiness(result)
+            common | _of_layer(result) | _steadiness(result)
             for one in analyse(run)
-            for result in one.results
+            for common, result in zip(_common(run, one), one.results, strict=True)
         ]
     return pd.DataFrame(rows).astype({"speedup_num_launches": "Int64"})
 
@@ -58,10 +58,17 @@ def _values(prefix: str, source: object, names: Iterable[str]) -> dict[str, Any]
     return {f"{prefix}{name}": getattr(source, name, None) for name in names}
 
 
-def _common(run: Run, one: ComparisonResult, result: CaseResult) -> dict[str, Any]:
-    """What a case is, its time, its speedup and what it drops and keeps."""
-    case, facts = result.case, one.comparison
-    topk, over_topk = next((other.case for other in one.policies if other.case.policy == "topk"), None), None
+def _common(run: Run, one: ComparisonResult) -> list[dict[str, Any]]:
+    """What each case is, its time, its speedup and what it drops and keeps."""
+    topk = next((other.case for other in one.policies if other.case.policy == "topk"), None)
+    activated = activated_by_case(one)
+    return [_of_case(run, one, result, topk, activated.get(result.case.case_id)) for result in one.results]
+
+
+def _of_case(
+    run: Run, one: ComparisonResult, result: CaseResult, topk: Case | None, activated: float | None
+) -> dict[str, Any]:
+    case, facts, over_topk = result.case, one.comparison, None
     if topk is not None and case is not topk and case.is_ok:
         over_topk = estimate_median(paired_ratios(layer_time_us(topk), layer_time_us(case)))
     return {
@@ -83,7 +90,7 @@ def _common(run: Run, one: ComparisonResult, result: CaseResult) -> dict[str, An
         "verdict": _ROLE_VERDICTS.get(case.role, result.verdict) if case.is_ok else None,
         "detectable": result.detectable,
         **_values("", result.fidelity, _FIDELITY),
-        "activated_fullest_rank": activated_by_case(one).get(case.case_id),
+        "activated_fullest_rank": activated,
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,9 +19,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from moe_ep_bench.analysis.parts import (
     SAMPLE,
+    Iterations,
     ResultsError,
     Tried,
     check_routing,
+    iterations_of,
     launches_of,
     one_line,
     over_layers,
@@ -241,6 +244,15 @@ class Case:
     @property
     def is_ok(self) -> bool:
         return self.status == "ok"
+
+    @cached_property
+    def plain(self) -> Iterations:
+        """Plain iterations, of which only the totals are timed."""
+        return iterations_of(self.timings, "plain")
+
+    @cached_property
+    def breakdown(self) -> Iterations:
+        return iterations_of(self.timings, "breakdown")
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pandas as pd
 
 from moe_ep_bench.analysis.load import Case
-from moe_ep_bench.analysis.timing import ITERATION, layer_time_us
+from moe_ep_bench.analysis.timing import layer_time_us
 from moe_ep_bench.analysis.whole import MOE_PHASES, slowest_us
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL
 
@@ -29,11 +29,8 @@ def times_of(case: Case, is_whole: bool) -> dict[str, pd.Series]:
     found = {ALL: layer_time_us(case)}
     slowest = slowest_us(case) if is_whole else None
     if slowest is not None:
-        slowest = slowest.droplevel("rank")
-        moe = slowest.reindex(columns=list(MOE_PHASES), fill_value=0.0).sum(axis=1)
-        attention = slowest.get("attention", 0.0 * moe)
+        moe, attention = slowest[list(MOE_PHASES)].sum(axis=1), slowest["attention"]
         found |= {MOE: moe, ATTENTION: attention, REST: slowest[TOTAL] - moe - attention}
-    rows = case.timings[case.timings["kind"] == "breakdown"]
-    most = rows.groupby(["phase", *ITERATION])["time_us"].max()
-    present = set(rows["phase"])
-    return found | {phase: most.loc[phase] for phase in LAYER_PHASES if phase in present}
+    times = case.breakdown
+    occurred = [phase for phase in LAYER_PHASES if phase in times.occurred]
+    return found | {phase: times.series(times.of(phase).max(axis=1)) for phase in occurred}

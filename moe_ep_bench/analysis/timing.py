@@ -34,6 +34,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.fidelity import pairs_by_rank, source_loads
 from moe_ep_bench.analysis.load import Case, Comparison, Conditions
+from moe_ep_bench.analysis.parts import PHASE_AXIS, Iterations
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.schema import LAYER_PHASES, PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES, phase_groups
 
@@ -98,12 +99,12 @@ class Rates:
 
 def layer_time_us(case: Case) -> pd.Series:
     """Time of the slowest rank in each plain iteration, indexed by (launch, batch, iteration)."""
-    return _totals(case).groupby(ITERATION)["time_us"].max()
+    return case.plain.series(case.plain.of(TOTAL).max(axis=1))
 
 
 def host_time_us(case: Case) -> pd.Series:
     """Time for which the slowest rank's host issued a plain iteration, indexed by (launch, batch, iteration)."""
-    return _slowest_rank(case).set_index(ITERATION)["host_us"]
+    return case.plain.series(_of_slowest(case.plain, case.plain.host_us))
 
 
 def host_bound_share(case: Case) -> float:
@@ -111,18 +112,11 @@ def host_bound_share(case: Case) -> float:
 
     Meaningful on a GPU only, where the host runs ahead of the device.
     """
-    slowest = _slowest_rank(case)
-    return float((slowest["host_us"] >= _HOST_BOUND * slowest["time_us"]).mean())
+    return float((host_time_us(case) >= _HOST_BOUND * layer_time_us(case)).mean())
 
 
-def _totals(case: Case) -> pd.DataFrame:
-    return case.timings[(case.timings["kind"] == "plain") & (case.timings["phase"] == TOTAL)]
-
-
-def _slowest_rank(case: Case) -> pd.DataFrame:
-    """Of each plain iteration the total of the rank that took longest."""
-    rows = _totals(case)
-    return rows.loc[rows.groupby(ITERATION)["time_us"].idxmax()]
+def _of_slowest(iterations: Iterations, values_IR: np.ndarray) -> np.ndarray:
+    return values_IR[np.arange(len(values_IR)), iterations.slowest_rank()]
 
 
 def probe_floor_us(comparison: Comparison, conditions: Sequence[Conditions]) -> float:
@@ -133,43 +127,41 @@ def probe_floor_us(comparison: Comparison, conditions: Sequence[Conditions]) -> 
 
 def break_down(case: Case, floor_us: float = 0.0) -> Breakdown | None:
     """Reduce the breakdown iterations of a case; None when it has none. ``floor_us`` is taken off every wait."""
-    rows = case.timings[case.timings["kind"] == "breakdown"]
-    if rows.empty:
+    if case.breakdown.index.empty:
         return None
-    # One row per (launch, batch, iteration, rank), a column per phase; a phase that did not occur took no time.
-    times_us = rows.pivot(index=[*ITERATION, "rank"], columns="phase", values="time_us").fillna(0.0)
-    times_us = times_us.reindex(columns=[*LAYER_PHASES, UNACCOUNTED, TOTAL], fill_value=0.0)
-    waits = list(WAITING_PHASES)
-    times_us[waits] = (times_us[waits] - floor_us).clip(lower=0.0)
-    slowest_us = times_us.loc[times_us.groupby(level=ITERATION)[TOTAL].idxmax()]
-    per_batch_us = slowest_us.groupby(level="batch").sum()
-    shares = per_batch_us.div(per_batch_us[TOTAL], axis=0).median()
-    mean_us = times_us.groupby(level=ITERATION).mean()
-    slowest = str(slowest_us[list(LAYER_PHASES)].median().idxmax())
+    times = case.breakdown.less(floor_us, WAITING_PHASES)
+    slowest_us_IP = times.on_slowest()
+    batches, batch_I = np.unique(times.index.get_level_values("batch"), return_inverse=True)
+    per_batch_us_BP = np.zeros((len(batches), slowest_us_IP.shape[1]))
+    np.add.at(per_batch_us_BP, batch_I, slowest_us_IP)
+    median_us = dict(zip(PHASE_AXIS, np.median(slowest_us_IP, axis=0), strict=True))
+    shares_P = np.median(per_batch_us_BP / per_batch_us_BP[:, [PHASE_AXIS.index(TOTAL)]], axis=0)
+    shares = dict(zip(PHASE_AXIS, shares_P, strict=True))
+    slowest = max(LAYER_PHASES, key=median_us.__getitem__)
     return Breakdown(
-        group_ms={name: float(mean_us[list(phases)].sum(axis=1).median()) / 1e3 for name, phases in GROUPS.items()},
+        group_ms={name: float(np.median(times.of(*phases).mean(axis=1))) / 1e3 for name, phases in GROUPS.items()},
         # Waiting is not the phase that it stands before.
         slowest_phase=f"waiting ({PHASES[slowest].meets})" if PHASES[slowest].is_waiting else slowest,
         unaccounted_share=float(shares[UNACCOUNTED]),
         policy_share=float(shares["policy"]),
-        layer_ms=float(slowest_us[TOTAL].median()) / 1e3,
+        layer_ms=float(median_us[TOTAL]) / 1e3,
     )
 
 
 def rates(case: Case, comparison: Comparison, conditions: Sequence[Conditions]) -> Rates | None:
     """Rates of one case; None where its experts were not timed, and of whole models, whose phases are many layers'."""
-    times = case.timings[case.timings["kind"] == "breakdown"]
-    if comparison.whole is not None or not conditions or not (times["phase"] == "experts").any():
+    times = case.breakdown
+    if comparison.whole is not None or not conditions or "experts" not in times.occurred:
         return None
     hidden_bytes = comparison.hidden_size * VALUE_BYTES[comparison.dtype]
     crossing_bytes = case.routing.groupby("batch")[["crossing_pairs", "crossing_copies"]].sum().mean() * hidden_bytes
     pairs = _fullest_buffer_pairs(case.routing, comparison.num_ranks)
     gbps: dict[str, float | None] = {}
     for phase, pair_bytes in (("dispatch", hidden_bytes + _WEIGHT_BYTES), ("combine", hidden_bytes)):
-        found = _algorithm_gbps(times[times["phase"] == phase], pairs * pair_bytes, comparison)
+        found = _algorithm_gbps(times, phase, pairs * pair_bytes, comparison)
         gbps[f"{phase}_gbps"] = found
         gbps[f"{phase}_bus_gbps"] = None if found is None else found * (comparison.num_ranks - 1) / comparison.num_ranks
-    tflops, of_matmul, of_copy = _expert_rates(case, times[times["phase"] == "experts"], comparison, conditions)
+    tflops, of_matmul, of_copy = _expert_rates(case, comparison, conditions)
     return Rates(
         *map(float, crossing_bytes), **gbps, experts_tflops=tflops, experts_of_matmul=of_matmul, experts_of_copy=of_copy
     )
@@ -183,32 +175,31 @@ def _fullest_buffer_pairs(routing: pd.DataFrame, num_ranks: int) -> pd.Series:
     return pd.Series(fullest_B, batches, dtype=float)
 
 
-def _algorithm_gbps(times: pd.DataFrame, buffer_bytes: pd.Series, comparison: Comparison) -> float | None:
+def _algorithm_gbps(times: Iterations, phase: str, buffer_bytes: pd.Series, comparison: Comparison) -> float | None:
     """Algorithm bandwidth of an all-to-all."""
     is_one_transfer = comparison.dispatcher == "alltoall" and comparison.expert_tensor_parallel == 1
-    if comparison.num_ranks == 1 or not is_one_transfer or times.empty:
+    if comparison.num_ranks == 1 or not is_one_transfer or phase not in times.occurred:
         return None
-    slowest_us = times.groupby(ITERATION)["time_us"].max()
-    return float((buffer_bytes.reindex(slowest_us.index, level="batch") / slowest_us).median()) / 1e3
+    bytes_I = buffer_bytes.loc[times.index.get_level_values("batch")].to_numpy()
+    return float(np.median(bytes_I / times.of(phase).max(axis=1))) / 1e3
 
 
-def _expert_rates(
-    case: Case, experts: pd.DataFrame, comparison: Comparison, conditions: Sequence[Conditions]
-) -> tuple[float, float, float]:
+def _expert_rates(case: Case, comparison: Comparison, conditions: Sequence[Conditions]) -> tuple[float, float, float]:
     """TFLOP/s, its share of the matmul's, and the share of the copy's bandwidth."""
     hidden, ffn, size = comparison.hidden_size, comparison.slice_size, VALUE_BYTES[comparison.dtype]
     batches, pairs_BRL = pairs_by_rank(case.routing, comparison)
-    rank_B = pairs_BRL.sum(axis=2).argmax(axis=1)
-    pairs_BL = pairs_BRL[np.arange(len(batches)), rank_B]
-    of_batch = pd.DataFrame(
-        {"rank": rank_B, "pairs": pairs_BL.sum(axis=1), "activated": (pairs_BL > 0).sum(axis=1)}, batches
-    )
-    rows = experts.merge(of_batch.reset_index(), on=["batch", "rank"])
+    batch_I = batches.get_indexer(case.breakdown.index.get_level_values("batch"))
+    rank_I = pairs_BRL.sum(axis=2).argmax(axis=1)[batch_I]
+    pairs_IL = pairs_BRL[batch_I, rank_I]
+    pairs_I, activated_I = pairs_IL.sum(axis=1), (pairs_IL > 0).sum(axis=1)
+    time_us_I = case.breakdown.of("experts")[np.arange(len(rank_I)), rank_I]
+    ceilings = []
     for name in ("matmul_tflops", "copy_gbps"):
-        ceilings = np.median([[getattr(rank.ceilings, name) for rank in launch.ranks] for launch in conditions], axis=0)
+        by_rank = np.median([[getattr(rank.ceilings, name) for rank in launch.ranks] for launch in conditions], axis=0)
         # One device may have stood in for all ranks.
-        rows[name] = ceilings[rows["rank"].astype(int)] if len(ceilings) > 1 else ceilings[0]
-    tflops = 6 * hidden * ffn * rows["pairs"] / rows["time_us"] / 1e6
-    moved_bytes = size * (3 * hidden * ffn * rows["activated"] + rows["pairs"] * (2 * hidden + 6 * ffn))
-    of_copy = moved_bytes / rows["time_us"] / 1e3 / rows["copy_gbps"]
-    return float(tflops.median()), float((tflops / rows["matmul_tflops"]).median()), float(of_copy.median())
+        ceilings.append(by_rank[rank_I] if len(by_rank) > 1 else by_rank[0])
+    tflops_I = 6 * hidden * ffn * pairs_I / time_us_I / 1e6
+    moved_bytes_I = size * (3 * hidden * ffn * activated_I + pairs_I * (2 * hidden + 6 * ffn))
+    found = tflops_I, tflops_I / ceilings[0], moved_bytes_I / time_us_I / 1e3 / ceilings[1]
+    tflops, of_matmul, of_copy = (float(np.median(values_I)) for values_I in found)
+    return tflops, of_matmul, of_copy

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.load import Case, Run
 from moe_ep_bench.analysis.notes import spread_words
+from moe_ep_bench.analysis.parts import PHASE_AXIS
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.timing import GROUPS, MODEL_GROUPS
 from moe_ep_bench.analysis.words import MODEL_CAVEAT, part_words, workload_words
@@ -141,22 +143,14 @@ def _whole_result(comparison: ComparisonResult, result: CaseResult, native: Whol
 
 
 def slowest_us(case: Case) -> pd.DataFrame | None:
-    """Phases of the slowest rank in each breakdown iteration, summed over layers; None where there are none."""
-    times_us = _broken_down(case)
-    return None if times_us.empty else times_us.loc[times_us.groupby(level=_ITERATION)[TOTAL].idxmax()]
-
-
-def _broken_down(case: Case) -> pd.DataFrame:
-    """Phases of every rank in each breakdown iteration, summed over layers."""
-    rows = case.timings[case.timings["kind"] == "breakdown"]
-    return rows.pivot(index=[*_ITERATION, "rank"], columns="phase", values="time_us").fillna(0.0)
+    """Phases of the slowest rank, summed over layers, by launch, batch and breakdown iteration; None without these."""
+    times = case.breakdown
+    return None if times.index.empty else pd.DataFrame(times.on_slowest(), times.index, PHASE_AXIS)
 
 
 def _parts_ms(case: Case) -> dict[str, float]:
-    mean_us = _broken_down(case).groupby(level=_ITERATION).mean()
     return {
-        name: float(mean_us.reindex(columns=list(phases), fill_value=0.0).sum(axis=1).median()) / 1e3
-        for name, phases in PASS_PARTS.items()
+        name: float(np.median(case.breakdown.of(*phases).mean(axis=1))) / 1e3 for name, phases in PASS_PARTS.items()
     }
 
 
@@ -164,7 +158,7 @@ def moe_time_us(case: Case) -> pd.Series:
     """Time of all MoE layers on the slowest rank of each breakdown iteration, indexed by launch, batch, iteration."""
     times_us = slowest_us(case)
     assert times_us is not None
-    return times_us.reindex(columns=list(MOE_PHASES), fill_value=0.0).sum(axis=1).droplevel("rank")
+    return times_us[list(MOE_PHASES)].sum(axis=1)
 
 
 def _all_layers_ms(comparison: ComparisonResult, result: CaseResult) -> float | None:

@@ -13,13 +13,13 @@ class _Lines(tqdm):
 
     def __init__(self, total: int, unit: str) -> None:
         super().__init__(total=total, unit=unit, disable=True)
-        self._unit = unit
+        self._units = f"{unit}es" if unit.endswith("ch") else f"{unit}s"
 
     def update(self, n: float | None = 1) -> None:
         self.n += n or 0
 
     def set_description(self, desc: str | None = None, refresh: bool | None = True) -> None:
-        print(f"{desc}: {self.n:,} of {self.total:,} {self._unit}s done before", file=sys.stderr, flush=True)
+        print(f"{desc}: {self.n:,} of {self.total:,} {self._units} done before", file=sys.stderr, flush=True)
 
 
 def progress_bar(total: int, unit: str, *, shown: bool = True) -> tqdm:

@@ -10,7 +10,7 @@ Shapes: L = layers, B = batches, E = experts, R = EP ranks, N = E or R.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,8 @@ _COUNTS = [
     "crossing_pairs",
 ]  # fmt: skip
 _SHARES = [name for name, metric in METRICS.items() if metric.of == "scores"]
+_MASSES = [*_SHARES, "retained_mass_all"]
+_READ = ["case_id", "rank", "batch", *_COUNTS, *_MASSES, "load_E", "image_load_E"]
 # Of all ranks together.
 ROUTED = [
     "expert_imbalance",  # pairs of the fullest expert over the mean one's
@@ -196,57 +198,63 @@ def _read_layer(
     return pd.concat([rows for _, rows in read if rows is not None], ignore_index=True), scores, overlap
 
 
-def _read_table(path: Path, schema: pa.Schema) -> pd.DataFrame:
+def _read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> pd.DataFrame:
     if not path.is_file():
         raise ResultsError(f"{path}: missing; routing did not finish: start it again to go on")
-    return read_table(path, schema).to_pandas()
+    return read_table(path, schema, columns).to_pandas()
 
 
 def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts: Mapping[str, Any]) -> pd.DataFrame:
     """One row per batch, ranks joined."""
     path, num_experts = files.path("routing", case_id), facts["num_experts"]
-    rows = _read_table(path, ROUTING_SCHEMA)
+    rows = _read_table(path, ROUTING_SCHEMA, _READ)
     if set(rows["case_id"]) != {case_id}:
         raise ResultsError(f"{path}: foreign, case_id: expected {case_id!r} in all rows")
-    if len(rows) != facts["num_ranks"] * facts["num_batches"] or rows.duplicated(["rank", "batch"]).any():
+    ranks = [*range(facts["num_ranks"])] * facts["num_batches"]
+    rows = rows.sort_values(["batch", "rank"])
+    if rows["rank"].tolist() != ranks or rows.duplicated(["rank", "batch"]).any():
         raise ResultsError(
             f"{path}: expected one row for each of {facts['num_ranks']} ranks in {facts['num_batches']} batches, "
             f"got {len(rows)}"
         )
     if (rows["load_E"].map(len) != num_experts).any():
         raise ResultsError(f"{path}: load_E: expected {num_experts} entries")
-    by_batch = rows.groupby("batch")
-    counts = by_batch[_COUNTS].sum()
+    batches = rows["batch"].to_numpy()[:: facts["num_ranks"]]
+    shape = len(batches), facts["num_ranks"], -1
+    summed_BN = rows[_COUNTS].to_numpy().reshape(shape).sum(axis=1)
+    counts = dict(zip(_COUNTS, summed_BN.T, strict=True))
     # Scores of every token sum to 1, so that a share of all mass is a mean over tokens.
-    weighted = rows[[*_SHARES, "retained_mass_all"]].mul(rows["num_tokens"], axis=0)
-    means = weighted.groupby(rows["batch"]).sum().div(counts["num_tokens"], axis=0)
-    load_BE = np.stack([np.sum(loads.to_list(), axis=0) for _, loads in by_batch["load_E"]])
+    weighted_BRN = (rows[_MASSES].to_numpy(dtype=float) * rows[["num_tokens"]].to_numpy()).reshape(shape)
+    means = dict(zip(_MASSES, np.nansum(weighted_BRN, axis=1).T / counts["num_tokens"], strict=True))
+    load_BRE = np.stack(rows["load_E"].to_list()).reshape(shape)
+    load_BE = load_BRE.sum(axis=1)
     placement = make_placement(
         facts["placement"]["shares"] or facts["placement"]["name"], num_experts, facts["num_ranks"]
     )
     load_BR = placement.rank_load(load_BE)
-    ranked = rows.sort_values(["batch", "rank"])["load_E"].to_list()
-    pairs_BRR = placement.rank_load(np.stack(ranked)).reshape(len(counts), -1)
-    images = [np.sum(loads.to_list(), axis=0) for _, loads in by_batch["image_load_E"] if loads.notna().all()]
-    return (
-        pd.concat([counts, means[_SHARES]], axis=1)
-        .assign(
-            label=case["label"],
-            policy=case["policy"],
-            params=[case["policy_params"]] * len(counts),
-            looks_past_top_k=case["looks_past_top_k"],
-            expert_imbalance=imbalance(load_BE),
-            rank_imbalance=imbalance(load_BR),
-            dropped_share=counts["num_dropped_pairs"] / counts["num_topk_pairs"],
-            retained_mass=means["retained_mass_all"] / means["topk_share"],
-            experts_per_token=(counts["num_pairs"] - counts["padding_pairs"]) / counts["num_tokens"],
-            activated=(load_BE > 0).sum(axis=1),
-            fullest_activated=placement.activated_experts(load_BE).max(axis=1),
-            load_E=list(load_BE),
-            load_R=list(load_BR),
-            load_over_mean_E=list(load_BE * (num_experts / counts["num_topk_pairs"].to_numpy()[:, None])),
-            image_load_E=images if len(images) == len(counts) else None,
-            pairs_RR=list(pairs_BRR),
-        )
-        .reset_index()
+    pairs_BRR = placement.rank_load(load_BRE.reshape(-1, num_experts)).reshape(len(batches), -1)
+    has_images = bool(rows["image_load_E"].notna().all())
+    images_BE = np.stack(rows["image_load_E"].to_list()).reshape(shape).sum(axis=1) if has_images else None
+    return pd.DataFrame(
+        {
+            "batch": batches,
+            **counts,
+            **{name: means[name] for name in _SHARES},
+            "label": case["label"],
+            "policy": case["policy"],
+            "params": [case["policy_params"]] * len(batches),
+            "looks_past_top_k": case["looks_past_top_k"],
+            "expert_imbalance": imbalance(load_BE),
+            "rank_imbalance": imbalance(load_BR),
+            "dropped_share": counts["num_dropped_pairs"] / counts["num_topk_pairs"],
+            "retained_mass": means["retained_mass_all"] / means["topk_share"],
+            "experts_per_token": (counts["num_pairs"] - counts["padding_pairs"]) / counts["num_tokens"],
+            "activated": (load_BE > 0).sum(axis=1),
+            "fullest_activated": placement.activated_experts(load_BE).max(axis=1),
+            "load_E": list(load_BE),
+            "load_R": list(load_BR),
+            "load_over_mean_E": list(load_BE * (num_experts / counts["num_topk_pairs"][:, None])),
+            "image_load_E": None if images_BE is None else list(images_BE),
+            "pairs_RR": list(pairs_BRR),
+        }
     )

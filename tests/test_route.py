@@ -383,7 +383,10 @@ def test_ids_alone_are_marked_and_choices_by_score_need_a_share_that_is_assumed(
         config = write_config(tmp_path, workload={**workload, "topk_share": 0.6})
     out = route(config, tmp_path / "out", []).root
     shown = " ".join(render(route_tables(load_route(out)), "text").split())
-    marks = ("scores assumed", "mass, and what policies choose by scores (oea, xshare, drops by score), say nothing")
+    marks = (
+        "scores were not recorded and are assumed equal",
+        "mass, and what policies choose by scores",
+    )
     assert [mark in shown for mark in marks] == [not has_scores] * 2
     native = rows_of(out).query("policy == 'native'")
     load_E = np.bincount(load_file(path)["expert_ids"][0].ravel(), minlength=64)

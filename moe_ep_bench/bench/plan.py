@@ -35,7 +35,8 @@ from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import compiled
-from moe_ep_bench.kernels.dispatch import KERNELS
+from moe_ep_bench.kernels.dispatch import AUTO, KERNELS
+from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
@@ -340,9 +341,11 @@ class Comparison:
             return twin.runs(self.subject.fullest_tokens, self.model.num_experts)
 
     def describe_kernels(self, device_type: str) -> dict[str, str]:
-        """What was asked for, and all that ran."""
-        ran = [self.kernel_of(case, device_type) for case in self.cases]
-        return {"requested": self.experiment.layer.kernel, "ran": ", ".join(one for one in KERNELS if one in ran)}
+        """What was asked for, all that ran, and why on a GPU Triton did not where it was left open."""
+        ran, asked = [self.kernel_of(case, device_type) for case in self.cases], self.experiment.layer.kernel
+        why = triton_lacks() if device_type == "cuda" and asked == AUTO else ""
+        described = {"requested": asked, "ran": ", ".join(one for one in KERNELS if one in ran)}
+        return {**described, "why": why} if why else described
 
     # ---- words -------------------------------------------------------------------------------------------------------
 

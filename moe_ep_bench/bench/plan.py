@@ -57,6 +57,9 @@ BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
 # Native routing on replicated experts: what spare memory buys in place of a policy.
 REPLICATION = "replication"
 
+# Megatron-Core's own drop-and-pad, where a config asks for it (``layer.native_padded``).
+PADDED = "native_padded"
+
 # What the baseline computes.
 NATIVE = make_policy({"name": "topk"})
 
@@ -88,6 +91,11 @@ class CaseSpec:
         return self.policy.params() if self.policy else {}
 
     @property
+    def is_padded(self) -> bool:
+        """Whether Megatron-Core's own router and dispatcher drop and pad; its policy states the same rule."""
+        return self.name == PADDED
+
+    @property
     def policy_code(self) -> list[str]:
         """The hash of a policy's file where it is none of this package: an edited rule never meets old results."""
         code = None if self.policy is None else source_hash(type(self.policy))
@@ -103,6 +111,8 @@ class CaseSpec:
     def label(self) -> str:
         if self.replication is not None:
             return f"EPLB, {self.replication.spare_per_rank} spare per rank"
+        if self.is_padded:
+            return f"{PADDED} capacity_factor={self.capacity_factor}"
         references = {NOISE: "native again", CEILING: "native, balanced scores"}
         return self.policy.label if self.policy else references.get(self.role, self.name)
 
@@ -174,6 +184,7 @@ class Comparison:
         if backend != ROUTING:
             checks.check_baseline(experiment, ep_size)
             checks.check_pieces(experiment)
+            checks.check_overlap(experiment)
         parts = _parts(experiment, backend, world_size, on_cpu, device)
         subject = SUBJECTS[experiment.scope].of(experiment, world_size)
         one = cls(subject, backend, parts, ExpertPlacement.contiguous(num_experts, ep_size), links, device, not on_cpu)
@@ -242,6 +253,9 @@ class Comparison:
             masks = config.mask_padding and config.padding_per_rank > 0
             specs = [baseline, *(one for one in policies if masks or one.policy != NATIVE)]
         else:
+            if factor := self.experiment.layer.native_padded:
+                rule = make_policy({"name": "megatron_drop", "capacity_factor": factor, "pad_to_capacity": True})
+                policies = [CaseSpec("", POLICY, PADDED, rule), *policies]
             replicated = [CaseSpec("", REPLICATION, "eplb", None, one) for one in asked if self.backend != RANKS]
             specs = [baseline, noise, *policies, *replicated, CaseSpec("", CEILING, "native_balanced", None)]
         return cases_of(self.comparison_id, specs)
@@ -261,7 +275,7 @@ class Comparison:
             routed = {"ep_size": self.ep_size, "seed": layer.seed}
             return {**found, "layer": routed, "image_share": experiment.route.image_share}
         found |= {
-            "layer": {**layer.model_dump(mode="json"), "ep_size": self.ep_size},
+            "layer": {**layer.definition, "ep_size": self.ep_size},
             "measure": experiment.measure.definition,
             "world_size": self.subject.world_size,
         }
@@ -315,6 +329,8 @@ class Comparison:
             next(self.workload.rank_batches(0, self.ep_size))
         if self.parts.dispatcher == "allgather" and subject.num_together > 1:
             checks.check_gathering(subject.rank_tokens)
+        if experiment.layer.native_padded and self.backend == RANKS:
+            checks.check_padded(experiment, subject.rank_tokens)
         scores_TE = torch.rand(2, self.model.num_experts, generator=torch.Generator().manual_seed(0))
         text_T = torch.zeros(2, dtype=torch.int64)
         has_images = self.backend == ROUTING and experiment.route.image_share is not None
@@ -334,7 +350,7 @@ class Comparison:
         Raises:
             ValueError: ``layer.kernel`` asks for what cannot run this policy here.
         """
-        if case.policy is None:
+        if case.policy is None or case.is_padded:
             return None
         with _named("layer.kernel"):
             twin = compiled(case.policy, device_type, self.experiment.layer.kernel)
@@ -600,7 +616,7 @@ def _parts(experiment: Experiment, backend: str, world_size: int, on_cpu: bool, 
         return Parts(experts=ran, permute="indexed", kernel=asked.kernel, experts_why=why)
     has_gpu = not on_cpu and torch.cuda.is_available()
     here = device_of_gpu(torch.cuda.get_device_name()) if has_gpu and asked.experts == "auto" else None
-    return Parts.choose(
+    chosen = Parts.choose(
         asked.experts,
         asked.permute,
         asked.kernel,
@@ -610,3 +626,4 @@ def _parts(experiment: Experiment, backend: str, world_size: int, on_cpu: bool, 
         decode=takes_decode(here, mean_rows),
         expert_tensor_parallel=asked.expert_tensor_parallel,
     )
+    return replace(chosen, shared_expert_overlap=asked.shared_expert_overlap)

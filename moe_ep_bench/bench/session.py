@@ -349,14 +349,18 @@ class Session:
     def _reference_error(self, case: Case, layer: int | None, seen: LayerLook) -> float:
         """Compare a layer's run on batch 0 with the dense reference; a policy's map also with the policy itself.
 
-        Not so the map of a policy whose statistics are summed over other ranks.
+        Not so the map of a policy whose statistics are summed over other ranks, nor one that Megatron-Core made.
         """
         weights_NE = seen.routing.weights_TE[self.rows_to_check(0)]
         error = self._reference(layer, seen.input_ND).worst_error(seen.output_ND, weights_NE)
         policy, share = case.spec.policy, case.share(0, layer)
-        if policy is not None and (
-            self.comparison.subject.num_together == 1
-            or policy.batch_stats(share.scores_TE, case.router.context(share, 0)) is None
+        if (
+            policy is not None
+            and not case.spec.is_padded
+            and (
+                self.comparison.subject.num_together == 1
+                or policy.batch_stats(share.scores_TE, case.router.context(share, 0)) is None
+            )
         ):
             expected = oracle_for(policy, self.device).route(share.scores_TE, case.router.context(share, 0))
             if not torch.equal(expected.map_TE, seen.routing.map_TE):

@@ -61,6 +61,8 @@ class Parts:
     """Ranks among which every expert is cut."""
     router_fusion: bool = False
     """Native selects its experts by Transformer Engine's fused kernel."""
+    shared_expert_overlap: bool = False
+    """Shared experts run on a stream of their own beside the transfers, but for breakdowns."""
 
     @property
     def fusions(self) -> list[str]:

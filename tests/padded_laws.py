@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from layer_laws import SEED, Lab, assert_close, law
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ep_bench.layer import megatron
 from moe_ep_bench.layer.build import LayerPair, SingleLayer
@@ -143,3 +144,42 @@ def shared_experts_beside_transfers_change_nothing_but_the_order(lab: Lab) -> No
 def note(calls: list[str], name: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     calls.append(name)
     return method(*arguments, **options)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what makes the host wait for a device: shapes or numbers that follow from values."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal"), name
+        return function(*arguments, **(options or {}))
+
+
+@law
+def megatron_drop_is_routed_by_megatrons_own_operations_which_wait_for_nothing(lab: Lab) -> None:
+    model, pair, scores_TE = lab.model(MODEL), layers(lab, PERMUTATIONS[0]), tokens(lab)[1]
+    router, logits_TE = pair.policy_router, logits_from_scores(scores_TE, "softmax")
+    router.context = RoutingContext(top_k=model.top_k, normalize=model.normalize, scale=model.routed_scale)
+    for factor, order, pad in (
+        (0.4, "probs", False),
+        (1.5, "position", False),
+        (1.0, "probs", True),
+        (0, "probs", False),
+    ):
+        spec = {"name": "megatron_drop", "capacity_factor": factor, "drop_policy": order, "pad_to_capacity": pad}
+        router.policy = make_policy(spec)
+        with NoWaiting():
+            weights_TE, map_TE = router.routing(logits_TE)
+        ours = router.policy.route(scores_TE, router.context)
+        assert torch.equal(map_TE.sum(dim=0), ours.map_TE.sum(dim=0)), spec
+        if order == "probs":
+            torch.testing.assert_close(weights_TE, ours.weights_TE, rtol=2e-6, atol=0)
+        assert router.config.moe_expert_capacity_factor is None
+        assert router.routing(logits_TE[:0])[1].shape == (0, model.num_experts)
+    router.kernel = "torch"  # Asked for by name, ours runs: it waits.
+    try:
+        with NoWaiting():
+            router.routing(logits_TE)
+    except AssertionError:
+        return
+    raise RuntimeError("nothing was noticed")

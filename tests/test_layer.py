@@ -24,6 +24,7 @@ ON_ONE = (
     "drop_and_pad_at_full_capacity_computes_what_native_does",
     "drop_and_pad_drops_by_megatrons_rule_and_exchanges_no_counts",
     "drop_and_pad_waits_before_the_transfers_alone",
+    "megatron_drop_is_routed_by_megatrons_own_operations_which_wait_for_nothing",
     "shared_experts_beside_transfers_change_nothing_but_the_order",
     *(name for name, counts in NEEDS_RANKS.items() if counts == (1,)),
 )

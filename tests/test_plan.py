@@ -116,6 +116,18 @@ def test_drop_and_pad_is_a_case_more_and_leaves_the_others_ids(config: Path) -> 
     assert not {case.case_id for case in beside.cases} & {case.case_id for case in plain.cases}
 
 
+def test_megatron_drop_is_megatrons_own_where_a_layer_runs(config: Path) -> None:
+    asked = ["policies=[{name: megatron_drop, capacity_factor: 1.0}]"]
+    numba, ours = ["layer.kernel=numba"], {}
+    for backend in (RANKS, VIRTUAL, MODELLED):
+        ours[backend] = [
+            one.kernel_of(next(case for case in one.cases if case.policy), "cpu")
+            for keys in ([], numba)
+            for one in on(backend, config, *asked, *keys)[:1]
+        ]
+    assert ours == {RANKS: [None, "numba"], VIRTUAL: [None, "numba"], MODELLED: ["numba", "numba"]}
+
+
 @pytest.mark.parametrize(
     ("backend", "overrides", "message"),
     [

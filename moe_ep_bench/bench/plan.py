@@ -43,6 +43,7 @@ from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import Placement, Replication, replicate
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.contract import check_routing
+from moe_ep_bench.policies.megatron_drop import MegatronDrop
 from moe_ep_bench.policies.own import source_hash
 from moe_ep_bench.workload import RecordedWorkload, Workload
 
@@ -350,11 +351,17 @@ class Comparison:
         Raises:
             ValueError: ``layer.kernel`` asks for what cannot run this policy here.
         """
-        if case.policy is None or case.is_padded:
+        if case.policy is None or case.is_padded or self._drops_itself(case):
             return None
         with _named("layer.kernel"):
             twin = compiled(case.policy, device_type, self.experiment.layer.kernel)
             return twin.runs(self.subject.fullest_tokens, self.model.num_experts)
+
+    def _drops_itself(self, case: CaseSpec) -> bool:
+        """Whether Megatron-Core's own router drops in the layer that runs (``layer.router``)."""
+        masked = self.experiment.workload.padding_per_rank > 0 and case.masks_padding
+        runs = self.backend in (RANKS, VIRTUAL) and not masked and self.experiment.layer.kernel == AUTO
+        return runs and isinstance(case.policy, MegatronDrop)
 
     def describe_kernels(self, device_type: str) -> dict[str, str]:
         """What was asked for, all that ran, and why on a GPU Triton did not where it was left open."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from moe_ep_bench.config import load_experiments
+
 SCRIPT = Path(__file__).parents[1] / "launch" / "gpu_session.sh"
+FIGURE_4 = Path(__file__).parents[1] / "configs" / "papers" / "capacity-figure4.yaml"
 
 WRONG = {
     "no folder": ([], "expected DIR"),
@@ -95,6 +99,17 @@ def test_the_same_command_repeats_what_failed_and_nothing_else(session: Session)
     assert "output of benchmarks/experts.py" in session.summary()
     assert "commit " in session.summary()
     assert session.run()[::2] == (0, 0)
+
+
+def test_steps_that_emulate_make_one_draw(session: Session) -> None:
+    """A batch of 524,288 tokens takes a core 20 s: the config's twelve draws would outlast the step."""
+    assert session.run("--only", "olmoe,deepseek-v2-lite,mixtral,mixtral-paper-size")[0] == 0
+    calls = (session.folder / "calls").read_text().splitlines()
+    assert len(calls) == 4
+    for call in calls:
+        options = re.findall(r"(?:model.preset|workload.skew|sweep.[\w.]+)=\S+", call)
+        points = load_experiments(FIGURE_4, options, on_cpu=False)
+        assert len(points) == 1, call
 
 
 def test_only_some_steps_can_be_asked_for(session: Session) -> None:

@@ -4,7 +4,8 @@
     python benchmarks/papers_table.py DIR/* --out results/reference/papers-modelled
 
 writes ``papers-modelled.csv``, a row for each claim, policy and traffic of every directory with the commit that ran it,
-and ``papers-modelled.md``. Without directories the page is made anew from the CSV: all it says is computed from that.
+and ``papers-modelled.md``. What the CSV has of other configs stays. The page is made from the CSV alone, also without
+directories.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     csv = args.out.with_suffix(".csv")
     if args.directories:
-        pd.concat(map(rows_of, args.directories)).to_csv(csv, index=False, float_format=f"%.{DIGITS}g")
+        rows = merged(read(csv) if csv.exists() else None, [rows_of(directory) for directory in args.directories])
+        rows.to_csv(csv, index=False, float_format=f"%.{DIGITS}g")
     args.out.with_suffix(".md").write_text(page(read(csv)))
     return 0
 
@@ -60,6 +62,14 @@ def main(arguments: list[str] | None = None) -> int:
 def read(csv: Path) -> pd.DataFrame:
     """The table as it was written."""
     return pd.read_csv(csv, dtype={"changes": str}).fillna({"changes": ""})
+
+
+def merged(before: pd.DataFrame | None, new: list[pd.DataFrame]) -> pd.DataFrame:
+    """The new rows in place of those of the same configs; config by config."""
+    rows = pd.concat(new)
+    if before is not None:
+        rows = pd.concat([before[~before["config"].isin(rows["config"])], rows])
+    return rows.sort_values("config", kind="stable")
 
 
 def rows_of(directory: Path) -> pd.DataFrame:

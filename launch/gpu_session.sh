@@ -60,6 +60,7 @@ step() {
   shift 2
   order+=("$name")
   [ -z "$only" ] || [[ ,$only, == *,$name,* ]] || return 0
+  [ -z "$rehearse" ] || limit=$((limit * 10))
   [ -z "$only" ] || left=$limit
   ! grep -qs ' done in ' "$out/steps/$name" || return 0
   if [ -n "$stopped" ] || [ "$left" -lt 10 ]; then
@@ -67,7 +68,6 @@ step() {
     missing=yes
     return 0
   fi
-  [ -z "$rehearse" ] || limit=$((limit * 10))
   [ "$left" -ge "$limit" ] || { limit=$left; cut=", when time was up"; }
   echo "gpu_session.sh: $name ..."
   # INT, so that what is stopped says what it knows: pytest its failures.
@@ -143,21 +143,23 @@ kernel_tests() {
 export -f kernel_tests
 export python out
 
-# emulate COMMAND NAME SECONDS OPTIONS...: layers of Figure 4, measured on this GPU in the place of eight; one draw each.
+# emulate COMMAND NAME SECONDS OPTIONS...: layers of Figure 4, measured on this GPU in the place of eight. One draw of the
+# traffic that is shown first: making 524,288 tokens takes a core 20 s, and the config has twelve draws.
 emulate() {
   local command=$1 name=$2 limit=$3
   shift 3
   show "$name" "$limit" "${module[@]}" "$command" configs/papers/capacity-figure4.yaml --out "$out/$name" \
     --set emulate.device=measured --set emulate.links=h100-nvlink4 --set measure.warmup=1 \
-    --set measure.breakdown_iterations=0 --set workload.seed=1 "$@" "${tiny[@]}"
+    --set measure.breakdown_iterations=0 --set workload.skew=single_domain --set 'sweep.workload.seed=[1]' \
+    "$@" "${tiny[@]}"
   # `emulate` has printed it.
   [ "$command" = emulate ] || show "$name-table" 30 "${module[@]}" show "$out/$name"
 }
 
-# table NAME SECONDS: a paper's decode table from CUDA graphs.
+# table NAME SECONDS: a paper's decode table from CUDA graphs, of one draw.
 table() {
   show "$1" "$2" "${module[@]}" papers "configs/papers/$1.yaml" --nproc 1 --out "$out/$1" \
-    --set workload.num_batches=10 "${replayed[@]}" "${small[@]}"
+    --set workload.num_batches=10 --set 'sweep.workload.seed=[1]' "${replayed[@]}" "${small[@]}"
 }
 
 # decode NAME SECONDS OPTIONS...: a config of decode steps, and what it says.
@@ -188,7 +190,7 @@ decode decode-graph 110 ${rehearse:+--set sweep.workload.num_tokens=[1,4]}
 show decode-fit 20 "${module[@]}" calibrate --from "$out/decode-graph"
 # What time is left for, here or when the command is given again.
 [ -n "$rehearse" ] || step decode-tests 80 "${tests[@]}" tests/test_decode_experts.py
-emulate papers mixtral 150 "${measured[@]}" --set model.preset=mixtral-8x7b --set workload.skew=single_domain
+emulate papers mixtral 150 "${measured[@]}" --set model.preset=mixtral-8x7b
 show policies 240 "$python" benchmarks/policies_gpu.py --out "$out" $rehearse ${rehearse:+--rounds 1}
 step no-preroll 90 "${module[@]}" run configs/gpu-check.yaml --out "$out/no-preroll" --nproc 1 \
   --set measure.preroll_us=0 --set model.preset=olmoe-1b-7b
@@ -200,7 +202,7 @@ table xshare-table3 40
 table xshare-table4 40
 decode decode-padding 40 "${replayed[@]}" ${rehearse:+--set sweep.workload.padding_per_rank=[4]}
 emulate emulate mixtral-paper-size 120 --set workload.tokens_per_rank=524288 --set workload.num_batches=1 \
-  --set measure.iterations=1 --set model.preset=mixtral-8x7b --set workload.skew=single_domain \
+  --set measure.iterations=1 --set model.preset=mixtral-8x7b \
   --set 'policies=[{name: token_drop, capacity_factor: 1.5}]' --set 'claims=[]'
 for name in run decode-graph; do step "$name-figures" 30 "$python" plot_results.py "$out/$name"; done
 

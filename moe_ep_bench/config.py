@@ -292,6 +292,18 @@ class LayerConfig(Strict):
     """Megatron-Core's dispatcher; ``flex`` needs DeepEP. Behind ``allgather``, ``decode`` experts permute nothing."""
     cuda_graph: bool = False
     """Replay the layer, or a model's decode step, from CUDA graphs. Needs ``decode`` experts, ``allgather``, a GPU."""
+    shared_expert_overlap: bool = False
+    """Run shared experts beside the transfers in plain iterations, on a stream of their own (Megatron-Core's
+    ``moe_shared_expert_overlap``); breakdowns run them before. ``run`` only, behind ``alltoall``."""
+    native_padded: float | None = Field(None, gt=0)
+    """Time Megatron-Core's own drop-and-pad too, as case ``native_padded``, at this capacity factor: every expert gets
+    as many pairs, so that no counts are exchanged. ``run`` only, behind ``alltoall``, equally many tokens on ranks."""
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """What decides the samples of every case; what came later is left out at its default, so that ids stay."""
+        left_out = {"native_padded"} | ({"shared_expert_overlap"} if not self.shared_expert_overlap else set())
+        return self.model_dump(mode="json", exclude=left_out)
 
 
 class WholeConfig(Strict):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import flex_laws  # noqa: F401, adds its laws to the others
 import graph_laws  # noqa: F401, adds its laws to the others
+import padded_laws  # noqa: F401, adds its laws to the others
 import slice_laws  # noqa: F401, adds its laws to the others
 from layer_laws import main
 

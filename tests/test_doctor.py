@@ -20,6 +20,7 @@ from test_run import free_port, write_config
 
 from moe_ep_bench.cli import main
 from moe_ep_bench.files import write_json
+from moe_ep_bench.kernels import toolchain
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.doctor import checks, examine, exchange, facts
 from moe_ep_bench.machine.doctor.checks import (
@@ -284,7 +285,7 @@ def test_a_package_that_is_there_and_cannot_be_imported_is_a_problem() -> None:
 def test_triton_without_a_c_compiler_is_a_problem_on_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    lacking = facts._c_compiler()
+    lacking = toolchain.lacking()
     assert lacking == "no C compiler (gcc or clang)"
     findings = list(package_findings(machine(compiler=lacking), {}))
     assert worst(findings) == PROBLEM
@@ -293,10 +294,10 @@ def test_triton_without_a_c_compiler_is_a_problem_on_gpus(monkeypatch: pytest.Mo
     compiler = tmp_path / "cc"
     compiler.touch(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    monkeypatch.setattr(facts.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    assert facts._c_compiler() == f"no {tmp_path / 'Python.h'}"
+    monkeypatch.setattr(toolchain.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert toolchain.lacking() == f"no {tmp_path / 'Python.h'}"
     (tmp_path / "Python.h").touch()
-    assert facts._c_compiler() == ""
+    assert toolchain.lacking() == ""
 
 
 def test_the_package_index_apex_is_not_nvidias() -> None:

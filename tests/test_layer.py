@@ -10,6 +10,7 @@ from pathlib import Path
 
 import flex_laws  # noqa: F401, adds its laws to the others
 import graph_laws  # noqa: F401, adds its laws to the others
+import padded_laws  # noqa: F401, adds its laws to the others
 import pytest
 import slice_laws  # noqa: F401, adds its laws to the others
 from layer_laws import LAWS, NEEDS_RANKS
@@ -20,6 +21,11 @@ ON_ONE = (
     "every_policy_equals_the_dense_reference",
     "phases_are_exclusive_and_close_against_the_total",
     "policies_wait_for_the_host_where_native_does",
+    "drop_and_pad_at_full_capacity_computes_what_native_does",
+    "drop_and_pad_drops_by_megatrons_rule_and_exchanges_no_counts",
+    "drop_and_pad_waits_before_the_transfers_alone",
+    "megatron_drop_is_routed_by_megatrons_own_operations_which_wait_for_nothing",
+    "shared_experts_beside_transfers_change_nothing_but_the_order",
     *(name for name, counts in NEEDS_RANKS.items() if counts == (1,)),
 )
 ON_FOUR = (

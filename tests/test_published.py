@@ -469,6 +469,14 @@ def test_the_page_of_modelled_numbers_is_made_of_its_table(papers_table: ModuleT
         assert f"| {paper} | {ours} (" in docs
 
 
+def test_a_config_that_ran_again_takes_the_place_of_its_rows(papers_table: ModuleType) -> None:
+    before = pd.DataFrame({"config": ["a", "a", "b"], "ours": [1, 2, 3]})
+    new = [pd.DataFrame({"config": ["c"], "ours": [4]}), pd.DataFrame({"config": ["a"], "ours": [5]})]
+    rows = papers_table.merged(before, new)
+    assert list(zip(rows["config"], rows["ours"], strict=True)) == [("a", 5), ("b", 3), ("c", 4)]
+    assert papers_table.merged(None, new)["ours"].tolist() == [5, 4]
+
+
 def test_rows_of_one_number_are_told_from_the_next_ones(papers_table: ModuleType, tmp_path: Path) -> None:
     """Traffic by traffic; another comparison of the same claim begins where a traffic comes again."""
     fields = dict.fromkeys([*papers_table.COLUMNS, "comparison", "device", "links"], "x")

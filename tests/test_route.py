@@ -37,6 +37,7 @@ from moe_ep_bench.metrics import (
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import ROUTING_SCHEMA
+from moe_ep_bench.workload.importers.options import ASSUMED
 from moe_ep_bench.workload.thresholds import laser_thresholds
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
@@ -364,6 +365,32 @@ def test_the_table_shows_the_means_of_every_case(loaded: RouteRun) -> None:
     said = render(tables, "text")
     for words in ("routing only (nothing was timed)", "popularity tail model", "first 50% of every sequence's tokens"):
         assert said.count(words) >= len(tables)
+
+
+@pytest.mark.parametrize("has_scores", [True, False])
+def test_ids_alone_are_marked_and_choices_by_score_need_a_share_that_is_assumed(
+    has_scores: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What routes by score (oea) or counts it (mass) says that the recording had none; loads are the recording's."""
+    score = {} if has_scores else {"normalised": True, "equal": True, "score": ASSUMED}
+    path = write_trace(tmp_path / "a.safetensors", num_experts=64, top_k=6, length_S=(40, 56), **score)
+    workload = {"kind": "recorded", "trace": "a.safetensors", "layer": 0, "tail": "uniform", "num_tokens": 96}
+    workload["num_batches"] = 1
+    config = write_config(tmp_path, workload=workload)
+    if not has_scores:
+        assert main(["route", str(config), "--out", str(tmp_path / "refused")]) == USER_ERROR
+        assert "topk_share: needed" in capsys.readouterr().err
+        config = write_config(tmp_path, workload={**workload, "topk_share": 0.6})
+    out = route(config, tmp_path / "out", []).root
+    shown = " ".join(render(route_tables(load_route(out)), "text").split())
+    marks = (
+        "scores were not recorded and are assumed equal",
+        "mass, and what policies choose by scores",
+    )
+    assert [mark in shown for mark in marks] == [not has_scores] * 2
+    native = rows_of(out).query("policy == 'native'")
+    load_E = np.bincount(load_file(path)["expert_ids"][0].ravel(), minlength=64)
+    assert np.sum(native["load_E"].tolist(), axis=0).tolist() == load_E.tolist()
 
 
 def test_a_route_directory_is_shown_in_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

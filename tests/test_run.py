@@ -137,6 +137,32 @@ def test_run_json_says_what_was_run_and_on_what(finished: Path) -> None:
     assert len(load_run(finished).comparisons) == 1
 
 
+def test_megatrons_own_drop_and_pad_and_overlap_are_timed_beside_native(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A layer whose ranks hold as many tokens; shared experts beside the transfers, but for breakdowns."""
+    changes = {"layer__native_padded": 1.0, "layer__shared_expert_overlap": True, "measure__iterations": 1}
+    policies = [{"name": "megatron_drop", "capacity_factor": 1.0}]
+    config = write_config(tmp_path, policies=policies, workload__num_batches=1, workload__num_tokens=192, **changes)
+    done = launch(config, "--out", tmp_path / "out")
+    assert done.returncode == OK, done.stderr
+    rows = pd.concat(pd.read_parquet(path) for path in (tmp_path / "out" / "routing").glob("*.parquet"))
+    padded, dropping = (rows[rows.policy == name].sort_values("rank") for name in ("native_padded", "megatron_drop"))
+    assert [set(loads) for loads in padded.load_E] == [{96 * 6 // 64}] * 2
+    for kept in ("num_dropped_pairs", "retained_mass_topk", "tokens_without_expert", "experts_per_token"):
+        assert padded[kept].tolist() == pytest.approx(dropping[kept].tolist()), kept
+    assert padded.num_dropped_pairs.min() > 0
+    assert padded.num_pairs.min() > dropping.num_pairs.max()
+    assert padded.reference_error.max() < 1e-4
+    samples = cases_of(tmp_path / "out")
+    assert "wait_metadata" not in set(samples[samples.policy == "native_padded"].phase)
+    assert samples[(samples.phase == "shared") & (samples.kind == "breakdown")].time_us.min() > 0
+    assert main(["show", str(tmp_path / "out")]) == OK
+    said = capsys.readouterr().out
+    assert "native_padded capacity_factor=1.0" in said
+    assert "shared experts run beside the transfers in plain iterations" in " ".join(said.split())
+
+
 def test_a_finished_run_is_not_run_again(finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*.parquet")}
     done = launch(finished.parent / "config.yaml", "--out", finished)

@@ -12,11 +12,19 @@ from typing import ClassVar
 import pytest
 import torch
 from policy_cases import assert_same, random_scores
+from test_route import write_config
 from torch import Tensor
 
 from moe_ep_bench import policies
-from moe_ep_bench.kernels import compiled, dispatch
+from moe_ep_bench.analysis.load import Part
+from moe_ep_bench.analysis.words import part_words
+from moe_ep_bench.bench.plan import ROUTING, plan
+from moe_ep_bench.kernels import compiled, dispatch, toolchain
 from moe_ep_bench.kernels.dispatch import KERNELS
+from moe_ep_bench.kernels.swiglu import weighted_swiglu, weighted_swiglu_formula
+from moe_ep_bench.layer import parts
+from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.layer.te_check import TransformerEngine
 from moe_ep_bench.policies import POLICIES, Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.topk import TopK
 
@@ -162,7 +170,7 @@ assert not {"numba", "triton"} & sys.modules.keys()
 @pytest.fixture
 def _forgets() -> None:
     """The table is looked up anew, before and after."""
-    tables = (dispatch.triton_twins, dispatch._steps)
+    tables = (toolchain.triton_lacks, dispatch._steps)
     for table in tables:
         table.cache_clear()
     yield
@@ -182,3 +190,37 @@ def test_a_missing_package_is_said_once_and_torch_runs(
     assert compiled(policy, device_type).runs(8, 64) == "torch"  # warnings are errors here
     with pytest.raises(ValueError, match="is not installed"):
         compiled(policy, device_type, module).runs(8, 64)
+
+
+class OnGpu(torch.Tensor):
+    """Lies on the host and says that it lies on a GPU."""
+
+    is_cuda = property(lambda self: True)
+
+
+@pytest.mark.usefixtures("_forgets")
+def test_without_a_c_compiler_torch_runs_and_results_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Triton is there, and builds nothing: no case is lost, and what cannot run without it is refused by name."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    why = "no C compiler (gcc or clang), which Triton needs"
+    policies = [{"name": "token_drop", "capacity_factor": 1.0}, {"name": "load_only"}]
+    config = write_config(tmp_path, policies=policies)
+    comparison = plan(config, [], ROUTING)[0]
+    with pytest.warns(RuntimeWarning, match=r"no C compiler.*: on the GPU policies and activations run as torch"):
+        described = comparison.describe_kernels("cuda")
+    assert described == {"requested": "auto", "ran": "numba, torch", "why": why}
+    assert part_words(Part(**described)) == f"numba, torch (asked for auto: {why})"
+    assert comparison.describe_kernels("cpu") == {"requested": "auto", "ran": "numba"}
+    with pytest.raises(ValueError, match=r"triton cannot run topk: no C compiler .*; expected auto, torch"):
+        compiled(TopK(), "cuda", "triton").runs(8, 64)
+    rows_N2F, weights_N = torch.rand(3, 8), torch.rand(3)
+    expected_NF = weighted_swiglu_formula(rows_N2F, weights_N)
+    assert torch.equal(weighted_swiglu(rows_N2F.as_subclass(OnGpu), weights_N), expected_NF)
+    monkeypatch.setattr(parts, "transformer_engine", TransformerEngine)
+    chosen = Parts.choose("auto", "indexed", on_cpu=False, decode=(True, "measured faster"))
+    assert (chosen.experts, chosen.experts_why) == ("grouped", why)
+    for asked, key in ((("decode", "auto"), "layer.experts: decode"), (("auto", "auto"), "layer.cuda_graph: true")):
+        graph = {"cuda_graph": True, "dispatcher": "allgather"} if "graph" in key else {}
+        with pytest.raises(ValueError, match=f"{key} needs Triton's kernels on a GPU: no C compiler"):
+            Parts.choose(*asked, **graph, on_cpu=False)

@@ -110,6 +110,7 @@ class Comparison(_Described):
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     num_pieces: int = 1  # in which a rank's tokens go through the layer (measure.microbatch_tokens)
     cuda_graph: str | None = None  # what graphs hold and replay; None = run eagerly
+    shared_expert_overlap: bool = False  # in plain iterations, not in breakdowns
     experts: Part
     permute: Part
     kernel: Part | None = None  # of routing

@@ -35,6 +35,8 @@ _NOTES = {
     "allgather": "dispatcher: allgather; crossing bytes are those that an all-to-all would send",
     "pieces": "a rank's tokens are routed at once and go through the rest of the layer in {} pieces",
     "graph": "replayed from CUDA graphs, which hold {}",
+    "overlap": "shared experts run beside the transfers in plain iterations, and before them in breakdowns, which may "
+    "last longer",
     "load": "imbalance under native: fullest expert {0.fullest_expert:.2f} x mean, fullest rank {0.fullest_rank:.2f} x "
     "mean of what valid tokens select",
     "padding": "padding: native spends {:.1f} % of its pairs on padding",
@@ -113,6 +115,7 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
             "parts": parts + (f"; routing: {part_words(facts.kernel)}" if facts.kernel else ""),
             "allgather": facts.dispatcher == "allgather",
             "graph": facts.cuda_graph,
+            "overlap": facts.shared_expert_overlap,
             "pieces": facts.num_pieces > 1 and facts.num_pieces,
             "floor": comparison.floor,
             "warm_up": ", ".join(str(launch.warm_up.rounds) for launch in comparison.conditions),

@@ -28,7 +28,7 @@ def builder(
     model, subject, settings = comparison.model, comparison.subject, comparison.experiment.layer
     if num_slots not in (None, model.num_experts):
         model = with_slots(model, num_slots)
-    known = {"seed": settings.seed, "parts": comparison.parts}
+    known = {"seed": settings.seed, "parts": comparison.parts, "padded_to": settings.native_padded}
     build: Callable[..., SingleLayer | Transformer] = SingleLayer
     if subject.name == "model":
         longest = subject.context_length + subject.most_tokens

@@ -5,6 +5,8 @@ Shapes: B = batches, R = ranks.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -61,6 +63,34 @@ def check_pieces(experiment: Experiment) -> None:
     _refuse(pieces is not None and experiment.layer.cuda_graph, key, f"{expected} layer.cuda_graph: true", pieces)
 
 
+def check_overlap(experiment: Experiment) -> None:
+    """Refuse shared experts beside transfers where there are none of either, or where Megatron-Core cannot."""
+    layer, model = experiment.layer, experiment.model.spec()
+    wanted, key = layer.shared_expert_overlap, "layer.shared_expert_overlap"
+    _refuse(wanted and not model.shared_ffn_hidden_size, key, f"false, for {model.name} has no shared experts", "true")
+    _refuse(wanted and layer.dispatcher != "alltoall", key, f"false behind layer.dispatcher {layer.dispatcher}", "true")
+    slices = layer.expert_tensor_parallel
+    _refuse(wanted and slices > 1, key, f"false with layer.expert_tensor_parallel: {slices}", "true")
+
+
+def check_padded(experiment: Experiment, tokens_BR: NDArray[np.int64]) -> None:
+    """Refuse drop-and-pad where its splits, known beforehand, would not be those of all ranks."""
+    layer, model, factor = experiment.layer, experiment.model.spec(), experiment.layer.native_padded
+    assert factor is not None
+    key = "layer.native_padded"
+    _refuse(layer.dispatcher != "alltoall", key, f"null behind layer.dispatcher {layer.dispatcher}", factor)
+    slices, pieces = layer.expert_tensor_parallel, experiment.measure.microbatch_tokens
+    _refuse(slices > 1, key, f"null with layer.expert_tensor_parallel: {slices}", factor)
+    _refuse(pieces is not None, key, f"null with measure.microbatch_tokens: {pieces}", factor)
+    least, most = int(tokens_BR.min()), int(tokens_BR.max())
+    uneven = f"null, or as many tokens on every rank in every batch, which have {least} to {most}"
+    _refuse(least < most, key, uneven, factor)
+    # As Megatron-Core's get_capacity rounds; its permutation has no rows for more than a rank's tokens.
+    capacity = math.ceil((most * model.top_k / model.num_experts) * factor)
+    widest = f"at most {model.num_experts / model.top_k:g} (experts over top-k), with which nothing is dropped"
+    _refuse(capacity > most, key, widest, factor)
+
+
 def check_baseline(experiment: Experiment, ep_size: int) -> None:
     """Refuse models that Megatron-Core's router, the baseline, would route in another way, and flex on one rank."""
     model = experiment.model.spec()
@@ -100,6 +130,9 @@ def check_emulated(experiment: Experiment) -> None:
     _refuse(experiment.layer.cuda_graph, "layer.cuda_graph", "false, for emulate runs eagerly", "true")
     stands_in = "alltoall, for emulate stands in for the all-to-all"
     _refuse(dispatcher != "alltoall", "layer.dispatcher", stands_in, dispatcher)
+    layer, real = experiment.layer, "for only run's ranks can"
+    _refuse(layer.shared_expert_overlap, "layer.shared_expert_overlap", f"false, {real}", "true")
+    _refuse(layer.native_padded is not None, "layer.native_padded", f"null, {real}", layer.native_padded)
 
 
 def check_placed(experiment: Experiment, slots: ExpertPlacement) -> None:

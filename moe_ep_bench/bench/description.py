@@ -211,6 +211,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         "experts": {"requested": asked.experts, "ran": parts.experts, "why": parts.experts_why},
         "permute": {"requested": asked.permute, "ran": parts.permute},
         "fusions": parts.fusions,
+        "shared_expert_overlap": parts.shared_expert_overlap,
         "num_pieces": comparison.num_pieces,
         "flush_l2": experiment.measure.flush_l2,
         "oversubscribed": ranks.oversubscribed,

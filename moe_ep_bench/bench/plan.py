@@ -35,13 +35,15 @@ from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import compiled
-from moe_ep_bench.kernels.dispatch import KERNELS
+from moe_ep_bench.kernels.dispatch import AUTO, KERNELS
+from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import Placement, Replication, replicate
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.contract import check_routing
+from moe_ep_bench.policies.megatron_drop import MegatronDrop
 from moe_ep_bench.policies.own import source_hash
 from moe_ep_bench.workload import RecordedWorkload, Workload
 
@@ -55,6 +57,9 @@ _COMMUNICATOR_BYTES, _BYTES_PER_PEER = 2**27, 2**26
 BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
 # Native routing on replicated experts: what spare memory buys in place of a policy.
 REPLICATION = "replication"
+
+# Megatron-Core's own drop-and-pad, where a config asks for it (``layer.native_padded``).
+PADDED = "native_padded"
 
 # What the baseline computes.
 NATIVE = make_policy({"name": "topk"})
@@ -87,6 +92,11 @@ class CaseSpec:
         return self.policy.params() if self.policy else {}
 
     @property
+    def is_padded(self) -> bool:
+        """Whether Megatron-Core's own router and dispatcher drop and pad; its policy states the same rule."""
+        return self.name == PADDED
+
+    @property
     def policy_code(self) -> list[str]:
         """The hash of a policy's file where it is none of this package: an edited rule never meets old results."""
         code = None if self.policy is None else source_hash(type(self.policy))
@@ -102,6 +112,8 @@ class CaseSpec:
     def label(self) -> str:
         if self.replication is not None:
             return f"EPLB, {self.replication.spare_per_rank} spare per rank"
+        if self.is_padded:
+            return f"{PADDED} capacity_factor={self.capacity_factor}"
         references = {NOISE: "native again", CEILING: "native, balanced scores"}
         return self.policy.label if self.policy else references.get(self.role, self.name)
 
@@ -173,6 +185,7 @@ class Comparison:
         if backend != ROUTING:
             checks.check_baseline(experiment, ep_size)
             checks.check_pieces(experiment)
+            checks.check_overlap(experiment)
         parts = _parts(experiment, backend, world_size, on_cpu, device)
         subject = SUBJECTS[experiment.scope].of(experiment, world_size)
         one = cls(subject, backend, parts, ExpertPlacement.contiguous(num_experts, ep_size), links, device, not on_cpu)
@@ -241,6 +254,9 @@ class Comparison:
             masks = config.mask_padding and config.padding_per_rank > 0
             specs = [baseline, *(one for one in policies if masks or one.policy != NATIVE)]
         else:
+            if factor := self.experiment.layer.native_padded:
+                rule = make_policy({"name": "megatron_drop", "capacity_factor": factor, "pad_to_capacity": True})
+                policies = [CaseSpec("", POLICY, PADDED, rule), *policies]
             replicated = [CaseSpec("", REPLICATION, "eplb", None, one) for one in asked if self.backend != RANKS]
             specs = [baseline, noise, *policies, *replicated, CaseSpec("", CEILING, "native_balanced", None)]
         return cases_of(self.comparison_id, specs)
@@ -260,7 +276,7 @@ class Comparison:
             routed = {"ep_size": self.ep_size, "seed": layer.seed}
             return {**found, "layer": routed, "image_share": experiment.route.image_share}
         found |= {
-            "layer": {**layer.model_dump(mode="json"), "ep_size": self.ep_size},
+            "layer": {**layer.definition, "ep_size": self.ep_size},
             "measure": experiment.measure.definition,
             "world_size": self.subject.world_size,
         }
@@ -314,6 +330,8 @@ class Comparison:
             next(self.workload.rank_batches(0, self.ep_size))
         if self.parts.dispatcher == "allgather" and subject.num_together > 1:
             checks.check_gathering(subject.rank_tokens)
+        if experiment.layer.native_padded and self.backend == RANKS:
+            checks.check_padded(experiment, subject.rank_tokens)
         scores_TE = torch.rand(2, self.model.num_experts, generator=torch.Generator().manual_seed(0))
         text_T = torch.zeros(2, dtype=torch.int64)
         has_images = self.backend == ROUTING and experiment.route.image_share is not None
@@ -333,16 +351,24 @@ class Comparison:
         Raises:
             ValueError: ``layer.kernel`` asks for what cannot run this policy here.
         """
-        if case.policy is None:
+        if case.policy is None or case.is_padded or self._drops_itself(case):
             return None
         with _named("layer.kernel"):
             twin = compiled(case.policy, device_type, self.experiment.layer.kernel)
             return twin.runs(self.subject.fullest_tokens, self.model.num_experts)
 
+    def _drops_itself(self, case: CaseSpec) -> bool:
+        """Whether Megatron-Core's own router drops in the layer that runs (``layer.router``)."""
+        masked = self.experiment.workload.padding_per_rank > 0 and case.masks_padding
+        runs = self.backend in (RANKS, VIRTUAL) and not masked and self.experiment.layer.kernel == AUTO
+        return runs and isinstance(case.policy, MegatronDrop)
+
     def describe_kernels(self, device_type: str) -> dict[str, str]:
-        """What was asked for, and all that ran."""
-        ran = [self.kernel_of(case, device_type) for case in self.cases]
-        return {"requested": self.experiment.layer.kernel, "ran": ", ".join(one for one in KERNELS if one in ran)}
+        """What was asked for, all that ran, and why on a GPU Triton did not where it was left open."""
+        ran, asked = [self.kernel_of(case, device_type) for case in self.cases], self.experiment.layer.kernel
+        why = triton_lacks() if device_type == "cuda" and asked == AUTO else ""
+        described = {"requested": asked, "ran": ", ".join(one for one in KERNELS if one in ran)}
+        return {**described, "why": why} if why else described
 
     # ---- words -------------------------------------------------------------------------------------------------------
 
@@ -597,7 +623,7 @@ def _parts(experiment: Experiment, backend: str, world_size: int, on_cpu: bool, 
         return Parts(experts=ran, permute="indexed", kernel=asked.kernel, experts_why=why)
     has_gpu = not on_cpu and torch.cuda.is_available()
     here = device_of_gpu(torch.cuda.get_device_name()) if has_gpu and asked.experts == "auto" else None
-    return Parts.choose(
+    chosen = Parts.choose(
         asked.experts,
         asked.permute,
         asked.kernel,
@@ -607,3 +633,4 @@ def _parts(experiment: Experiment, backend: str, world_size: int, on_cpu: bool, 
         decode=takes_decode(here, mean_rows),
         expert_tensor_parallel=asked.expert_tensor_parallel,
     )
+    return replace(chosen, shared_expert_overlap=asked.shared_expert_overlap)

@@ -39,6 +39,9 @@ if TYPE_CHECKING:  # They need Megatron-Core, which routing alone does not.
     from moe_ep_bench.layer.build import Subject
     from moe_ep_bench.layer.virtual import Announced
 
+# Metrics of what a token gets, whatever else an expert is filled up with.
+_OF_KEPT = ("retained_mass_topk", "retained_mass_all", "tokens_without_expert", "experts_per_token")
+
 # Scores of a batch that are kept rather than made again: of one layer, and of all together.
 _HELD_BYTES, _HELD_BYTES_OF_ALL = 2**28, 2**32
 
@@ -146,11 +149,14 @@ class CaseRouter:
 
     def enter(self, subject: Subject, shares: Mapping[int | None, Share], index: int) -> None:
         """Put the case's routing of a rank's tokens of batch ``index`` into the MoE layers of ``subject``."""
-        policy = self.case.policy
-        subject.take(() if policy is None else subject.pairs)
+        policy, padded = self.case.policy, self.case.is_padded
+        subject.take(() if policy is None else subject.pairs, padded=padded)
         for layer, share in shares.items():
             assert share.logits_TE is not None
             context = None
+            if padded:  # By Megatron-Core's own router.
+                subject.route(layer, share.logits_TE)
+                continue
             if policy is not None:
                 told = self.context(share, index)
                 context = replace(told, random_TE=policy.draws(share.logits_TE, told))  # a captured graph cannot draw
@@ -281,7 +287,12 @@ def _statistics(
 def case_metrics(case: CaseSpec, routing: Routing, share: Share, num_slices: int = 1) -> dict[str, Any]:
     """``routing_metrics`` of a case's routing; excess load by the case's own capacity factor."""
     how: dict[str, Any] = {"capacity_factor": case.capacity_factor, "num_slices": num_slices}
-    return routing_metrics(routing, share.scores_TE, share.context, of_scores=share.of_scores, **how)
+    row = routing_metrics(routing, share.scores_TE, share.context, of_scores=share.of_scores, **how)
+    if case.is_padded:  # What fills an expert up weighs nothing: it is computed, and no mass of it is kept.
+        kept = replace(routing, map_TE=routing.weights_TE > 0)
+        of_kept = routing_metrics(kept, share.scores_TE, share.context, of_scores=share.of_scores, **how)
+        row |= {key: of_kept[key] for key in _OF_KEPT}
+    return row
 
 
 def chunks_of(num_tokens: int, num_chunks: int) -> list[slice]:

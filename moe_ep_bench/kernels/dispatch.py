@@ -11,8 +11,8 @@ kernel      scores lie on       policies
 ==========  ==================  =====================================================================================
 
 ``auto`` is the first of triton, numba and torch that there is. A twin equals the policy in torch: the same pairs to
-the bit, weights within rounding (numba's to the bit too). Where numba or Triton cannot be imported that is said once,
-and the next one runs. Nothing here imports either before it is chosen.
+the bit, weights within rounding (numba's to the bit too). Where numba or Triton cannot be imported, or Triton finds no
+C compiler, that is said once, and the next one runs. Nothing here imports either before it is chosen.
 
 Shapes: T = tokens, E = experts, S = rows of batch statistics.
 """
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.capacity import CapacityPolicy, ExpandedDrop, TokenDrop
 from moe_ep_bench.policies.contract import SteppedPolicy
@@ -150,8 +151,8 @@ def _objection(policy: Policy, kernel: str, device_type: str, num_tokens: int, n
     if kernel == "triton":
         if device_type != "cuda":
             return "Triton compiles for CUDA GPUs, and the scores lie on the host"
-        if not triton_twins():
-            return "Triton is not installed"
+        if why := triton_lacks():
+            return why
         if type(policy) not in triton_twins():
             return "there is no Triton form of it"
         for field, value in policy.torch_only.items():
@@ -211,17 +212,7 @@ class Twin(NamedTuple):
 
 @functools.cache
 def triton_twins() -> Mapping[type[Policy], Twin]:
-    """The policies that have a Triton form; none where Triton is missing."""
-    try:
-        import triton  # noqa: F401 - is it there?
-    except ImportError as error:
-        warnings.warn(
-            f"Triton cannot be imported ({error}): on the GPU policies run as torch operations, which is exact but "
-            "several times slower",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return {}
+    """The policies that have a Triton form; Triton must be there."""
     from moe_ep_bench.kernels import capacity_triton, laser_triton, rows_triton, sets_triton
 
     return {

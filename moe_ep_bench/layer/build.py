@@ -1,10 +1,11 @@
 """Build what is compared: an MoE layer alone or a whole model, with Megatron-Core's router and with a policy.
 
-Every MoE layer is built twice. ``native`` is the baseline of every speedup: Megatron-Core's router on its dropless
-path, which knows its buffer sizes beforehand. ``policy`` takes any number of experts per token. With ``indexed``
-permutation it waits for the host where native does; with Megatron-Core's own it takes the dynamic path, whose host sync
-stands before the first permutation. Both share one set of weights. Everything else of a
-whole model is built once, and ``take`` selects which of the two runs in each layer.
+Every MoE layer is built in two forms or three. ``native`` is the baseline of every speedup: Megatron-Core's router on
+its dropless path, which knows its buffer sizes beforehand. ``policy`` takes any number of experts per token. With
+``indexed`` permutation it waits for the host where native does; with Megatron-Core's own it takes the dynamic path,
+whose host sync stands before the first permutation. ``padded``, where it is asked for, is Megatron-Core's own
+drop-and-pad, which waits nowhere. All share one set of weights. Everything else of a whole model is built once, and
+``take`` selects which of them runs in each layer.
 
 Weights are random. They follow from the seed, the layer and the expert's global id, not from the number of ranks.
 """
@@ -49,14 +50,15 @@ from moe_ep_bench.timing.timer import PhaseRecorder
 
 @dataclass(frozen=True)
 class LayerPair:
-    """The two forms of an MoE layer on this rank, which share their weights."""
+    """The forms of an MoE layer on this rank, which share their weights."""
 
     native: MoELayer
     policy: MoELayer
+    padded: MoELayer | None = None
 
     @property
-    def both(self) -> tuple[MoELayer, MoELayer]:
-        return self.native, self.policy
+    def forms(self) -> tuple[MoELayer, ...]:
+        return self.native, self.policy, *([self.padded] if self.padded is not None else [])
 
     @property
     def policy_router(self) -> PolicyRouter:
@@ -83,18 +85,26 @@ class Subject(ABC):
         seed: int,
         parts: Parts = DEFAULT_PARTS,
         groups: Any = None,
+        padded_to: float | None = None,
     ) -> None:
-        """``groups``: Megatron-Core's process groups; None = those that ``initialize_expert_parallel`` formed."""
+        """Prepare to build the layers.
+
+        Args:
+            groups: Megatron-Core's process groups; None = those that ``initialize_expert_parallel`` formed.
+            padded_to: capacity factor of the padded form; None = there is none.
+        """
         self.model, self.dtype, self.device, self.seed, self.parts = model, dtype, device, seed, parts
-        self.ep_group = ep_group
+        self.ep_group, self._padded_to = ep_group, padded_to
         self._groups = default_groups() if groups is None else groups
         self.pairs: dict[int | None, LayerPair] = {}
         self.moe_layers: dict[int | None, MoELayer] = {}
 
-    def take(self, policy_layers: Container[int | None]) -> None:
-        """Run the policy's form of these layers, and the native form of all others."""
+    def take(self, policy_layers: Container[int | None], *, padded: bool = False) -> None:
+        """Run the policy's form of these layers, or the ``padded`` one, and the native form of all others."""
         for layer, pair in self.pairs.items():
-            self.moe_layers[layer] = pair.policy if layer in policy_layers else pair.native
+            other = pair.padded if padded else pair.policy
+            assert other is not None
+            self.moe_layers[layer] = other if layer in policy_layers else pair.native
 
     def route(
         self, layer: int | None, logits_TE: Tensor, policy: Policy | None = None, context: RoutingContext | None = None
@@ -120,24 +130,22 @@ class Subject(ABC):
     def instrumented(self, recorder: PhaseRecorder, meet: Callable[[], object]) -> contextlib.AbstractContextManager:
         """Time every phase with ``recorder``, and probe the waiting with ``meet``, while the block runs."""
 
-    def _config(self, capacity_factor: float | None, num_layers: int | None = None) -> TransformerConfig:
+    def _config(self, capacity_factor: float | None, **how: Any) -> TransformerConfig:
         size, on_cpu = self.ep_group.size(), self.device.type == "cpu"
-        return megatron_config(
-            self.model, self.dtype, size, capacity_factor, self.parts, on_cpu=on_cpu, num_layers=num_layers
-        )
+        return megatron_config(self.model, self.dtype, size, capacity_factor, self.parts, on_cpu=on_cpu, **how)
 
     def _submodules(self, router: Any) -> Any:
         num_experts = self.model.num_experts
         return moe_submodules(num_experts, router, experts_submodule(self.parts, num_experts))
 
-    def _new_layer(self, router: Any, capacity_factor: float | None) -> MoELayer:
-        config = self._config(capacity_factor)
+    def _new_layer(self, router: Any, capacity_factor: float | None, *, padded: bool = False) -> MoELayer:
+        config = self._config(capacity_factor, padded=padded)
         layer = MoELayer(config, self._submodules(router), layer_number=1, pg_collection=self._groups)
         layer.set_layer_number(1)
         return layer.to(self.device).eval()
 
     def _add(self, layer: int | None, native: MoELayer) -> None:
-        """Build the policy's form beside a native one, whose weights it shares."""
+        """Build the other forms beside a native one, whose weights they share."""
         model, parts = self.model, self.parts
         context = RoutingContext(
             top_k=model.top_k,
@@ -154,14 +162,19 @@ class Subject(ABC):
         router = partial(PolicyRouter, policy=topk, context=context, ep_group=deciding, kernel=parts.kernel)
         # Ours counts its rows itself.
         policy = self._new_layer(router, capacity_factor=None if parts.permute == "indexed" else 1.0)
-        policy.experts, policy.shared_experts = native.experts, native.shared_experts
-        policy.router.weight = native.router.weight
-        pair = self.pairs[layer] = LayerPair(native, policy)
-        dispatcher = own_dispatcher(parts)
-        if dispatcher is not None:
-            for moe in pair.both:
+        factor, padded = self._padded_to, None
+        if factor is not None:
+            padded = self._new_layer(ReplayRouter, factor, padded=True)
+        pair = self.pairs[layer] = LayerPair(native, policy, padded)
+        for moe in pair.forms:
+            moe.experts, moe.shared_experts = native.experts, native.shared_experts
+            moe.router.weight = native.router.weight
+            dispatcher = own_dispatcher(parts, padded=moe is padded)
+            if dispatcher is not None:
                 experts = moe.num_local_experts, moe.local_expert_indices
                 moe.token_dispatcher = dispatcher(*experts, config=moe.config, pg_collection=self._groups)
+            if parts.shared_expert_overlap:
+                moe.token_dispatcher.set_shared_experts(native.shared_experts)
         if isinstance(policy.token_dispatcher, IndexedAlltoAllDispatcher):
             policy.token_dispatcher.router = policy.router
 
@@ -198,7 +211,7 @@ class SingleLayer(Subject):
         self._add(None, self._new_layer(ReplayRouter, capacity_factor=None))
         self._seed_layer(None)
         if num_pieces > 1:
-            for moe in self.pair.both:
+            for moe in self.pair.forms:
                 run_in_pieces(moe, num_pieces)
         self.take(())
 
@@ -229,7 +242,7 @@ class Transformer(Subject):
         core_attention: None = Megatron-Core's own ``DotProductAttention``.
         """
         super().__init__(*args, **kwargs)
-        model, config = self.model, self._config(None, num_layers)
+        model, config = self.model, self._config(None, num_layers=num_layers)
         assert model.vocab_size is not None
         spec, group = decoder_spec(config, core_attention, self._submodules(ReplayRouter)), self._groups.ep
         self.gpt = build_gpt(
@@ -247,8 +260,8 @@ class Transformer(Subject):
     def layers(self) -> Any:
         return self.gpt.decoder.layers
 
-    def take(self, policy_layers: Container[int | None]) -> None:
-        super().take(policy_layers)
+    def take(self, policy_layers: Container[int | None], *, padded: bool = False) -> None:
+        super().take(policy_layers, padded=padded)
         for layer, moe in self.moe_layers.items():
             self.layers[layer].mlp = moe
 

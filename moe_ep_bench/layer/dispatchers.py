@@ -2,6 +2,7 @@
 
 ``TensorGroupDispatcher``     all-to-all for experts that are cut into slices (expert tensor parallelism)
 ``IndexedAlltoAllDispatcher`` the same with permutations by index, where Transformer Engine's fused ones are missing
+``PaddedDispatcher``          the same for as many pairs of every expert, whose splits are known beforehand
 ``MapDispatcher``             all-gather without permutations, for experts that take a map (``backends.MappedExperts``)
 ``FlexDispatcher``            DeepEP's, with room for policies that give a token more than K experts
 
@@ -30,8 +31,10 @@ from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.router import PolicyRouter
 
 
-def own_dispatcher(parts: Parts) -> Any:
+def own_dispatcher(parts: Parts, *, padded: bool = False) -> Any:
     """Return the class that replaces Megatron-Core's dispatcher; None = Megatron-Core's stays."""
+    if padded:
+        return PaddedDispatcher if parts.permute == "indexed" else None
     if parts.dispatcher == "flex":
         return FlexDispatcher
     if parts.by_map:
@@ -121,6 +124,8 @@ class IndexedAlltoAllDispatcher(TensorGroupDispatcher):
         counts_L = self.preprocess(routing_map)
         # Taken before the copy to the host, which Megatron-Core's splitting needs and ours does not.
         self._counts_RL = self.num_global_tokens_per_local_expert if self.num_local_experts > 1 else None
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts_L)
         expert_N, token_N = expert_major_pairs(routing_map, self._most_pairs(routing_map))
         self._flat_N = token_N * self.num_experts + expert_N
@@ -151,6 +156,9 @@ class IndexedAlltoAllDispatcher(TensorGroupDispatcher):
         return hidden_ND[:num_pairs], probs_N[:num_pairs]
 
     def dispatch_postprocess(self, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shared = self.shared_experts
+        if shared is not None and shared.cached_fc1_input is not None:  # 0.19 did it between the all-to-alls.
+            shared.linear_fc1_forward_and_act(hidden_ND)
         if self.tp_size > 1:
             hidden_ND, probs_N = self.gather_rows(hidden_ND, probs_N)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
@@ -172,7 +180,22 @@ class IndexedAlltoAllDispatcher(TensorGroupDispatcher):
         return self.sum_slices(hidden_ND) if self.tp_size > 1 else hidden_ND
 
     def combine_postprocess(self, hidden_ND: Tensor) -> Tensor:
-        return sum_per_token(hidden_ND, self.routing_map, self._flat_N).view(self.hidden_shape)
+        shared = self.shared_experts
+        if shared is not None and shared.cached_fc2_input is not None:  # 0.19 did it behind the all-to-all.
+            shared.linear_fc2_forward(hidden_ND)
+            shared.post_forward_comm()
+        output = sum_per_token(hidden_ND, self.routing_map, self._flat_N).view(self.hidden_shape)
+        return output if shared is None else output + shared.get_output()
+
+
+class PaddedDispatcher(IndexedAlltoAllDispatcher):
+    """The same for Megatron-Core's drop-and-pad: every expert gets as many pairs of every rank.
+
+    So nothing is counted, exchanged or waited for, and the second permutation is a transpose, Megatron-Core's.
+    """
+
+    dispatch_postprocess = MoEAlltoAllTokenDispatcher.dispatch_postprocess
+    combine_preprocess = MoEAlltoAllTokenDispatcher.combine_preprocess
 
 
 def expert_major_pairs(map_TE: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.layer.te_check import TransformerEngine, transformer_engine
 from moe_ep_bench.machine.provenance import package_versions
 
@@ -60,6 +61,8 @@ class Parts:
     """Ranks among which every expert is cut."""
     router_fusion: bool = False
     """Native selects its experts by Transformer Engine's fused kernel."""
+    shared_expert_overlap: bool = False
+    """Shared experts run on a stream of their own beside the transfers, but for breakdowns."""
 
     @property
     def fusions(self) -> list[str]:
@@ -114,6 +117,12 @@ class Parts:
             lacking = f"a Transformer Engine that works; {version} does not ({there.problem})"
         if experts == "te" and lacking:
             raise UserError(f"layer.experts: te needs {lacking}; expected auto, grouped or sequential")
+        wants_decode = experts == "decode" or (experts == "auto" and (decode[0] or cuda_graph))
+        if wants_decode and not on_cpu and (without := triton_lacks()):
+            if experts == "decode" or cuda_graph:
+                key = "layer.cuda_graph: true" if cuda_graph else "layer.experts: decode"
+                raise UserError(f"{key} needs Triton's kernels on a GPU: {without}; see moe-ep-bench doctor")
+            decode = False, without
         takes_decode, why = (False, "") if on_cpu or experts != "auto" else decode
         if refused and experts == "auto" and not takes_decode:
             why = refused

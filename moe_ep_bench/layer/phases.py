@@ -56,10 +56,16 @@ def instrumented(layer: MoELayer, recorder: Wraps, meet: Callable[[], object]) -
     """Time every stage of ``layer`` with ``recorder``, and probe the waiting, while the block runs."""
     alone = layer.ep_group.size() == 1 and layer.token_dispatcher.tp_size == 1
     groups = getattr(layer.token_dispatcher, "meeting_groups", {})
+    # Drop-and-pad knows its splits: no counts are gathered.
+    padded = getattr(layer.token_dispatcher, "drop_and_pad", False)
     with contextlib.ExitStack() as stack:
+        if layer.shared_expert_overlap:  # Beside transfers their time would stand in no phase.
+            stack.enter_context(replaced(layer, "shared_expert_overlap", False))
+            stack.enter_context(replaced(layer.token_dispatcher, "shared_experts", None))
         for owner, stage in stages_of(layer):
             there = meet.within(groups[stage.method]) if stage.method in groups else meet
             unshared = alone or (stage.method in groups and there.size == 1)
+            unshared = unshared or (padded and stage.waits == "wait_metadata")
             method = _timed(getattr(owner, stage.method), stage, recorder, there, unshared)
             stack.enter_context(replaced(owner, stage.method, method))
         yield

@@ -8,15 +8,17 @@ Shapes: T = local tokens, E = experts, D = hidden size.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep_bench.kernels import compiled
+from moe_ep_bench.kernels.dispatch import AUTO
 from moe_ep_bench.layer.megatron import TopKRouter
 from moe_ep_bench.layer.scores import scores_from_logits
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
@@ -39,6 +41,11 @@ def most_pairs(policy: Policy, num_tokens: int, num_experts: int, context: Routi
         within = max(capacity, sharing * policy.min_capacity) * (num_experts // sharing)
         return min(within, num_tokens * of_token)
     return num_tokens * of_token if of_token < num_experts else None
+
+
+def routes_itself(policy: Policy, context: RoutingContext, kernel: str) -> TypeGuard[MegatronDrop]:
+    """Whether Megatron-Core's own router drops in a layer: its rule, unless padding is masked or a kernel is named."""
+    return isinstance(policy, MegatronDrop) and kernel == AUTO and context.token_mask_T is None
 
 
 class ReplayRouter(TopKRouter):
@@ -69,8 +76,8 @@ class PolicyRouter(ReplayRouter):
     """A router whose choice is a policy's.
 
     Overriding ``routing`` also puts Megatron-Core's own token dropping out of play, which lives
-    there; the capacity factor in the layer's config then only makes the dispatcher count its
-    buffers instead of assuming K pairs per token.
+    there (but for the policy that stands for it); the capacity factor in the layer's config then
+    only makes the dispatcher count its buffers instead of assuming K pairs per token.
 
     Attributes:
         policy: what routes.
@@ -89,8 +96,12 @@ class PolicyRouter(ReplayRouter):
         self.ep_group = ep_group
         self.kernel = kernel
         self.most_pairs: int | None = None
+        self._configs: dict[MegatronDrop, Any] = {}
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if routes_itself(self.policy, self.context, self.kernel):
+            self.most_pairs = most_pairs(self.policy, *logits.view(-1, logits.shape[-1]).shape, self.context)
+            return self._dropping(self.policy, logits)
         scores_TE = scores_from_logits(logits.view(-1, self.config.num_moe_experts), self.score_function)
         self.most_pairs = most_pairs(self.policy, *scores_TE.shape, self.context)
         policy = compiled(self.policy, scores_TE.device, self.kernel)
@@ -101,6 +112,19 @@ class PolicyRouter(ReplayRouter):
             stats_SE = self.sum_over_ranks(stats_SE)
         routing: Routing = policy.select(scores_TE, self.context, stats_SE)
         return routing.weights_TE, routing.map_TE
+
+    def _dropping(self, rule: MegatronDrop, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Drop as Megatron-Core's router does, which waits for no count; the dispatcher's config stays as it is."""
+        config = self.config
+        if rule not in self._configs:
+            its = self._configs[rule] = copy.copy(config)
+            its.moe_expert_capacity_factor, its.moe_token_drop_policy = rule.capacity_factor, rule.drop_policy
+            its.moe_pad_expert_input_to_capacity = rule.pad_to_capacity
+        self.config = self._configs[rule]
+        try:
+            return super().routing(logits)
+        finally:
+            self.config = config
 
     def sum_over_ranks(self, stats_SE: Tensor) -> Tensor:
         if self.ep_group.size() > 1:

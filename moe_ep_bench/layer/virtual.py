@@ -169,7 +169,7 @@ class VirtualRanks:
         self._weights: dict[tuple[int | None, int], ExpertWeights] = {}
         for layer, pair in self.subject.pairs.items():
             pair.policy_router.sum_over_ranks = partial(self._sum_over_ranks, layer)
-            for moe in pair.both:
+            for moe in pair.forms:
                 moe.register_forward_pre_hook(partial(self._begin, layer))
 
     @property
@@ -190,7 +190,7 @@ class VirtualRanks:
         per_rank = self.subject.model.num_experts // self.num_ranks
         slots = list(range(rank * per_rank, (rank + 1) * per_rank))
         for layer, pair in self.subject.pairs.items():
-            for moe in pair.both:
+            for moe in pair.forms:
                 moe.local_expert_indices = moe.token_dispatcher.local_expert_indices = slots
                 if hasattr(moe.token_dispatcher, "ep_rank"):
                     moe.token_dispatcher.ep_rank = rank

@@ -98,7 +98,7 @@ def package_findings(machine: Facts, broken: Mapping[str, str]) -> Findings:
         what = "apex here is another project's of that name"
         yield Finding("packages", NOTE, what, "nothing uses it; it is not NVIDIA Apex", "pip uninstall apex")
     if on_gpus and versions["triton"] and machine["compiler"]:
-        means = "Triton compiles nothing: cases that need a kernel of it fail"
+        means = "Triton compiles nothing: policies and activations run as torch operations, decode experts not at all"
         fix = "install gcc and Python's headers (Debian, Ubuntu: python3-dev), or set CC"
         yield Finding("packages", PROBLEM, f"{machine['compiler']}, which Triton needs", means, fix)
     for key, why in broken.items():

@@ -6,8 +6,6 @@ import importlib
 import importlib.util
 import os
 import platform
-import shutil
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ def machine() -> dict[str, Any]:
     """This machine as a run will see it."""
     import torch
 
+    from moe_ep_bench.kernels import toolchain
     from moe_ep_bench.machine import provenance
     from moe_ep_bench.runtime import launcher
 
@@ -49,22 +48,13 @@ def machine() -> dict[str, Any]:
         "host_free_bytes": provenance.available_memory_bytes(torch.device("cpu"), 1),
         "gpus": gpus,
         "no_gpus_why": why,
-        "compiler": _c_compiler(),
+        "compiler": toolchain.lacking(),
         "default_nproc": launcher.default_nproc(),
         "packages": provenance.package_versions(),
         "foreign_apex": importlib.util.find_spec("apex") is not None and provenance.nvidia_apex_version() is None,
         "variables": provenance.relevant_variables(),
         "conditions": provenance.conditions(torch.device("cuda" if gpus else "cpu")),
     }
-
-
-def _c_compiler() -> str:
-    """What Triton lacks to build its launchers, in words; empty where nothing is."""
-    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
-    if not any(map(shutil.which, compilers)):
-        return f"no C compiler ({' or '.join(compilers)})"
-    headers = Path(sysconfig.get_paths()["include"], "Python.h")
-    return "" if headers.exists() else f"no {headers}"
 
 
 def imports() -> dict[str, str]:

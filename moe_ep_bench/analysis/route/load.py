@@ -224,9 +224,14 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
     placement = make_placement(
         facts["placement"]["shares"] or facts["placement"]["name"], num_experts, facts["num_ranks"]
     )
-    load_BR = placement.rank_load(load_BE)
-    ranked = rows.sort_values(["batch", "rank"])["load_E"].to_list()
-    pairs_BRR = placement.rank_load(np.stack(ranked)).reshape(len(counts), -1)
+    ranked = rows.sort_values(["batch", "rank"])
+    if case["role"] == "replication":  # Replicas stand elsewhere in every batch; their ranks were counted.
+        pairs_NR, fullest_activated = np.stack(ranked["load_R"].to_list()).astype(np.float64), np.nan
+    else:
+        pairs_NR = placement.rank_load(np.stack(ranked["load_E"].to_list()))
+        fullest_activated = placement.activated_experts(load_BE).max(axis=1)
+    pairs_BRR = pairs_NR.reshape(len(counts), facts["num_ranks"], -1)
+    load_BR = pairs_BRR.sum(axis=1)
     images = [np.sum(loads.to_list(), axis=0) for _, loads in by_batch["image_load_E"] if loads.notna().all()]
     return (
         pd.concat([counts, means[_SHARES]], axis=1)
@@ -241,12 +246,12 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
             retained_mass=means["retained_mass_all"] / means["topk_share"],
             experts_per_token=(counts["num_pairs"] - counts["padding_pairs"]) / counts["num_tokens"],
             activated=(load_BE > 0).sum(axis=1),
-            fullest_activated=placement.activated_experts(load_BE).max(axis=1),
+            fullest_activated=fullest_activated,
             load_E=list(load_BE),
             load_R=list(load_BR),
             load_over_mean_E=list(load_BE * (num_experts / counts["num_topk_pairs"].to_numpy()[:, None])),
             image_load_E=images if len(images) == len(counts) else None,
-            pairs_RR=list(pairs_BRR),
+            pairs_RR=list(pairs_BRR.reshape(len(counts), -1)),
         )
         .reset_index()
     )

@@ -155,7 +155,7 @@ def solving_words(result: CaseResult, facts: Comparison) -> str:
     params = result.case.policy_params
     if params.get("balancer") != "lp":
         return ""
-    assumed_us, timings = params["solve_us"], result.case.timings
+    assumed_us, timings = params.get("solve_us"), result.case.timings
     counted = "as measured" if assumed_us is None else f"as {assumed_us:g} us, assumed"
     # Nothing else is done by a host where the device is modelled.
     here_us = None if facts.device is None else timings["host_us"].dropna().median()

@@ -159,7 +159,7 @@ def solving_words(result: CaseResult, facts: Comparison) -> str:
     counted = "as measured" if assumed_us is None else f"as {assumed_us:g} us, assumed"
     # Nothing else is done by a host where the device is modelled.
     here_us = None if facts.device is None else timings["host_us"].dropna().median()
-    here = "" if here_us is None else f" (here it took {here_us:,.0f} us, measured on one thread of this CPU)"
+    here = "" if here_us is None else f" (here it took {here_us:,.0f} us of CPU time, measured)"
     return f"; solving counts in every batch{here}, {counted}, in the phase policy"
 
 

@@ -227,10 +227,10 @@ class Emulation:
             for legs in legs_R:  # Every rank solves once all counts are known.
                 leg = legs[meetings.index("wait_metadata") + 1]
                 leg["policy"] = leg.get("policy", 0.0) + solving.charged_us
-        host_us, cpu_us = (0.0, 0.0) if solving is None else (solving.host_us, solving.cpu_us)
+        solving_us = 0.0 if solving is None else solving.measured_us
         for rank, phases in enumerate(compose(legs_R, meetings, link_us)):
-            phases[HOST] = float(np.median([run.host_us for run in times_R[rank]])) + host_us
-            phases[THREAD_CPU] = float(np.median([run.thread_cpu_us for run in times_R[rank]])) + cpu_us
+            phases[HOST] = float(np.median([run.host_us for run in times_R[rank]])) + solving_us
+            phases[THREAD_CPU] = float(np.median([run.thread_cpu_us for run in times_R[rank]])) + solving_us
             for name, value in phases.items():
                 self.samples[number, rank, index, self.columns.index(name)] = value
 

@@ -385,6 +385,21 @@ class ReplicationConfig(Strict):
     """Nodes, each of neighbouring ranks; the hierarchical policy reads it."""
     policy: Literal["auto", "hierarchical", "global"] = "auto"
     """EPLB's policy; auto = hierarchical where groups of experts fit the nodes, else global."""
+    balancer: Literal["static", "lp"] = "static"
+    """How replicas share their expert's pairs: evenly, or split anew for every batch by a linear program (LPLB)."""
+    solve_us: float | None = Field(None, ge=0)
+    """Time that solving takes every rank in a batch, assumed; null = as measured on this machine's CPU. Of lp alone."""
+
+    @model_validator(mode="after")
+    def _check_solving(self) -> ReplicationConfig:
+        if self.balancer == "static" and self.solve_us is not None:
+            raise ValueError(f"solve_us: expected none with balancer static, got {self.solve_us:g}")
+        return self
+
+    def params(self) -> dict[str, Any]:
+        """What makes a case of it, JSON-ready; the default balancer is not named."""
+        unnamed = {"balancer", "solve_us"} if self.balancer == "static" else set()
+        return self.model_dump(mode="json", exclude=unnamed)
 
 
 # ``emulate.device``: this machine's own.

@@ -34,6 +34,10 @@ none of a rank's S replicas bears more than the S-th part of the busiest expert;
 spare slot, P = E = 2 R, under the global policy or with one group per node: the rule pairs the heaviest with the
 lightest, which is optimal. Neither rule keeps two replicas of an expert apart; on one rank the second relieves nobody.
 
+**Balancing.** Replicas that share evenly bear what the plan foresaw. ``balance`` splits each expert's pairs anew for
+the batch at hand, so that the fullest rank is as empty as these replicas allow: the linear program of DeepSeek's LPLB
+(github.com/deepseek-ai/LPLB). ``least_fullest`` bounds what any plan and any split could reach.
+
 Shapes: R = ranks, E = experts, L = layers, P = slots of all ranks (physical experts), S = P / R slots of a rank,
 X = layers x nodes; loads of a ``Placement`` may have any leading dimensions.
 """
@@ -263,6 +267,88 @@ def _pack(load_XI: NDArray[np.float64], num_packs: int) -> NDArray[np.int64]:
         pack_load_XN[row_X, pack_X] += load_XI[row_X, heaviest_X]
         held_XN[row_X, pack_X] += 1
     return item_XI
+
+
+def balance(slot_expert_P: ArrayLike, load_E: ArrayLike, num_ranks: int) -> NDArray[np.int64]:
+    """Split every expert's pairs over its slots so that the fullest rank is as empty as these slots allow.
+
+    The linear program: minimise t, where x_er >= 0 pairs of expert e go to rank r that holds it, all of an expert's
+    pairs go somewhere, and no rank gets more than t. Of whole pairs the fullest rank gets t rounded up, because flows
+    with whole capacities have whole solutions: rounding costs less than one pair.
+
+    Args:
+        slot_expert_P: the expert in each slot, P / num_ranks of them on every rank, as in ``Replication``.
+        load_E: whole pairs of every expert in one batch, below 2**31 in all.
+
+    Returns:
+        int64 [P], pairs of every slot. Of an expert's slots on one rank the first takes all.
+    """
+    from scipy.optimize import linprog  # It takes a second to import.
+    from scipy.sparse import csr_array
+
+    expert_P, load_E, R = np.asarray(slot_expert_P), np.asarray(load_E, dtype=np.int64), num_ranks
+    rank_P = np.arange(len(expert_P)) // (len(expert_P) // R)
+    # V = experts on ranks, in however many slots; those on several ranks are X experts in S places.
+    place_V, first_V = np.unique(rank_P * len(load_E) + expert_P, return_index=True)
+    rank_V, expert_V = np.divmod(place_V, len(load_E))
+    is_shared_V = np.bincount(expert_V, minlength=len(load_E))[expert_V] > 1
+    pairs_V = np.where(is_shared_V, 0, load_E[expert_V])
+    if is_shared_V.any():
+        fixed_R, rank_S = np.bincount(rank_V, pairs_V, minlength=R), rank_V[is_shared_V]
+        shared_X, expert_S = np.unique(expert_V[is_shared_V], return_inverse=True)
+        load_X, S = load_E[shared_X], len(rank_S)
+        share_S, values, minus_t = np.arange(S), np.ones(S), (-np.ones(R), (np.arange(R), np.full(R, S)))
+        on_ranks = csr_array((values, (rank_S, share_S)), shape=(R, S + 1)) + csr_array(minus_t, shape=(R, S + 1))
+        of_experts = csr_array((values, (expert_S, share_S)), shape=(len(load_X), S + 1))
+        found = linprog(
+            np.r_[np.zeros(S), 1.0], A_ub=on_ranks, b_ub=-fixed_R, A_eq=of_experts, b_eq=load_X, method="highs-ds"
+        )
+        assert found.status == 0, found.message
+        pairs_V[is_shared_V] = _whole_pairs(found.fun, load_X, fixed_R.astype(np.int64), expert_S, rank_S)
+    pairs_P = np.zeros(len(expert_P), dtype=np.int64)
+    pairs_P[first_V] = pairs_V
+    return pairs_P
+
+
+def _whole_pairs(
+    least: float,
+    load_X: NDArray[np.int64],
+    fixed_R: NDArray[np.int64],
+    expert_S: NDArray[np.int64],
+    rank_S: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Whole pairs of every place, no rank above ``least`` rounded up: a flow from experts over places to ranks.
+
+    Args:
+        fixed_R: pairs that a rank has beside.
+        expert_S, rank_S: of each place.
+    """
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import maximum_flow
+
+    X, R = len(load_X), len(fixed_R)
+    source, sink, num_nodes = X + R, X + R + 1, X + R + 2
+    tails = np.r_[np.full(X, source), expert_S, X + np.arange(R)]
+    heads = np.r_[np.arange(X), X + rank_S, np.full(R, sink)]
+    most = int(np.ceil(least - 1e-6 * max(1.0, least)))  # The solver may be so far off.
+    while True:
+        room_R = np.maximum(most - fixed_R, 0)
+        capacities = np.r_[load_X, load_X[expert_S], room_R].astype(np.int32)
+        found = maximum_flow(csr_array((capacities, (tails, heads)), shape=(num_nodes, num_nodes)), source, sink)
+        if found.flow_value == load_X.sum():
+            return np.asarray(found.flow.toarray()[expert_S, X + rank_S], dtype=np.int64)
+        most += 1
+
+
+def least_fullest(load_E: ArrayLike, *, num_slots: int, num_ranks: int) -> float:
+    """A bound: no placement of so many slots and no split of pairs has a fullest rank with fewer pairs.
+
+    The larger of two: the mean rank's load, and the greatest share of an expert, whose replicas together bear all of
+    it, under the best numbers of replicas (``_spread``).
+    """
+    load_1E = np.asarray(load_E, dtype=np.float64)[None]
+    _, replicas_1E = _spread(load_1E, num_slots)
+    return float(max(load_1E.sum() / num_ranks, (load_1E / replicas_1E).max()))
 
 
 def _check(num_experts: int, num_slots: int, num_ranks: int, num_nodes: int, num_groups: int, policy: str) -> str:

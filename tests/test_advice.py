@@ -15,11 +15,11 @@ from results_builder import FakeCase, FakeComparison, write_run
 from safetensors.numpy import save_file
 from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 
-from moe_ep_bench.analysis.advice import advice_of, candidates
+from moe_ep_bench.analysis.advice import advice_of, advised_run, candidates, picks
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.tables import run_text
-from moe_ep_bench.bench.question import Bounds, Question, ask
+from moe_ep_bench.bench.question import Bounds, Question, ask, ask_both
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
@@ -59,7 +59,7 @@ def table_of(root: Path, bounds: Bounds, *cases: FakeCase, seed: int = 0, **chan
 
 
 def advised(root: Path, *cases: FakeCase, mode: str = "run", **changes) -> str:
-    return advice_of(write_run(root, [comparison_of(*cases, **changes)], mode), BOUNDS)
+    return advice_of(advised_run(write_run(root, [comparison_of(*cases, **changes)], mode)), BOUNDS)
 
 
 def rows_of(text: str) -> list[str]:
@@ -119,7 +119,7 @@ def test_without_a_baseline_or_with_shared_cores_nothing_is_said(tmp_path: Path)
     cases = references()
     cases[0].status, cases[0].reason = "oom", "too big"
     directory = write_run(tmp_path / "none", [FakeComparison(cases=[*cases, *USUAL], num_iterations=1)])
-    assert "inconclusive: the baseline was not measured" in advice_of(directory, BOUNDS)
+    assert "inconclusive: the baseline was not measured" in advice_of(advised_run(directory), BOUNDS)
     assert "inconclusive: more ranks than cores" in advised(tmp_path / "shared", *USUAL, facts={"oversubscribed": True})
 
 
@@ -152,7 +152,7 @@ def test_where_traffic_decides_the_table_shows_it_and_the_pick_names_each(tmp_pa
         )
         for number, (peak, speedup) in enumerate(((4.0, 1.5), (1.0, 0.8), (2.0, 0.9), (5.0, 1.6)))
     ]
-    text = advice_of(write_run(tmp_path, comparisons), BOUNDS)
+    text = advice_of(advised_run(write_run(tmp_path, comparisons)), BOUNDS)
     assert rows_of(text) == ["token_drop gamma 1.5"] * 4 + ["token_drop gamma 2"] * 4
     assert re.findall("gamma 1.5 +peak load (.)  (.....)", text) == [
         *(("1", "0.800"), ("2", "0.900")),
@@ -196,13 +196,13 @@ def test_experts_of_a_cpu_behind_links_of_gpus_are_warned_of_in_the_first_line(
     facts = {"links": f"modelled by links/{links}: inside a node of 8 10.6 us", "backend": backend, "scale": 0.125}
     directory = write_run(tmp_path, [comparison_of(*USUAL, facts=facts)], "emulated")
     warning = "MIXED MACHINES: experts of this CPU (sizes x 0.125 of the true ones) behind links of GPUs"
-    for text in (advice_of(directory, BOUNDS), run_text(load_run(directory))):
+    for text in (advice_of(advised_run(directory), BOUNDS), run_text(load_run(directory))):
         assert (warning in text.splitlines()[0]) == is_mixed
 
 
 def test_whole_models_are_ranked_by_the_pass_with_their_layers_beside(tmp_path: Path) -> None:
     directory = write_whole(tmp_path, [*references(), *USUAL], native_us=2 * ELSEWHERE_TOTAL_US)
-    text = advice_of(directory, NO_BOUNDS)
+    text = advice_of(advised_run(directory), NO_BOUNDS)
     assert rows_of(text)[0] == "token_drop gamma 1"
     row = next(line for line in text.splitlines() if line.startswith("token_drop gamma 1 "))
     end_to_end, layers = (float(found) for found in re.findall(r"(\d\.\d+) \[", row))
@@ -230,7 +230,8 @@ def test_options_become_a_config_of_modelled_emulation() -> None:
     assert config["workload"]["num_tokens"] == 16384
     assert config["sweep"] == {"workload.peak_load": [1.2, 2.0, 4.0]}
     assert (config["emulate"]["device"], config["emulate"]["links"]) == ("h100-sxm", "h100-nvlink4")
-    assert config["emulate"]["replication"] == [{"spare_per_rank": 1}]
+    lp = {"balancer": "lp", "solve_us": 100.0}
+    assert config["emulate"]["replication"] == [{"spare_per_rank": 1}, {"spare_per_rank": 1, **lp}]
     labels = candidates_of(question)
     for name in ("token_drop", "expanded_drop"):
         assert all(f"{name} capacity_factor={factor}" in labels for factor in (1.0, 1.5, 2.0))
@@ -239,6 +240,33 @@ def test_options_become_a_config_of_modelled_emulation() -> None:
     assert "sweep" not in yaml.safe_load(asked(*QWEN, "--peak-load", "3").text)
     beyond = yaml.safe_load(asked("--model", "qwen3-30b-a3b", "--ep", 16, "--tokens", 64, "--device", "h20").text)
     assert beyond["emulate"]["links"] == "h20-nvlink4-ndr"
+
+
+def test_decode_is_asked_beside_prefill_with_one_token_of_each_request() -> None:
+    options = make_parser().parse_args(["advise", *QWEN, "--decode-tokens", "256", "--out", "both"])
+    both = {phase: yaml.safe_load(one.text)["workload"] for phase, one in ask_both(options).items()}
+    sizes = {phase: (one["num_tokens"], one["sequence_length"]) for phase, one in both.items()}
+    assert sizes == {"prefill": (16384, 128), "decode": (256, 1)}
+    prefill, decode = ask_both(options).values()
+    assert (prefill.context_length, decode.context_length) == (0, 2048)
+    assert [str(one.out) for one in (prefill, decode)] == ["both/prefill", "both/decode"]
+    assert "2,048 tokens in each request's cache" in decode.assumed
+    alone = ask_both(make_parser().parse_args(["advise", *QWEN]))
+    assert list(alone) == [""]
+    assert alone[""].text == prefill.text, "asked for decode too, prefill's question is the same"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--decode-tokens", "4"], "--decode-tokens: expected at least one for each of the 8 ranks; got 4"),
+        (["--context", "64"], "--context: expected --decode-tokens beside it"),
+        (["--decode-tokens", "64", "--context", "0"], "--context: expected at least one token in each"),
+    ],
+)
+def test_a_wrong_question_about_decode_is_refused(option: list[str], message: str, capsys) -> None:
+    assert main(["advise", *QWEN, *option, "--dry-run"]) == USER_ERROR
+    assert message in capsys.readouterr().err
 
 
 def test_a_hugging_face_config_serves_as_a_model() -> None:
@@ -361,7 +389,7 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys: pytest
     assert "peak load 4, unskewed traffic, assumed, not OLMoE-1B-7B's own" in first.out.splitlines()[0]
     assert first.out.splitlines()[-1] == f"config: {out}/advise.yaml"
     assert first.err.startswith(
-        "moe-ep-bench: OLMoE-1B-7B, 15 candidates x 10 batches x 2 points, modelled on h100-sxm"
+        "moe-ep-bench: OLMoE-1B-7B, 16 candidates x 10 batches x 2 points, modelled on h100-sxm"
     )
     described = json.loads((out / "run.json").read_text())
     assert set(described["hashes"]["workload"].values()) == {None}, "nobody asked for a survey"
@@ -369,3 +397,31 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys: pytest
     assert main(command) == OK
     assert capsys.readouterr().out == first.out
     assert {part: part.stat().st_mtime_ns for part in (out / "cases").iterdir()} == written
+
+
+def test_a_pick_comes_to_what_amdahl_s_law_says(tmp_path: Path) -> None:
+    """A pass of which MoE layers take 2 ms of 8; where native stays there is nothing to gain."""
+    comparisons = [
+        comparison_of(drop(1.5, speedup, 0.05, 0.97), eplb(0.9), comparison_id=name, facts={"title": name})
+        for name, speedup in (("faster", 2.0), ("slower", 0.8))
+    ]
+    rows = picks(advised_run(write_run(tmp_path, comparisons)), BOUNDS, {"faster": 6000.0, "slower": 6000.0})
+    assert rows["label"].tolist() == ["token_drop gamma 1.5", "native"]
+    assert rows["moe_share"].tolist() == pytest.approx([0.25] * 2, rel=1e-6)
+    assert rows["layer_speedup"].tolist() == pytest.approx([2.0, 1.0], rel=1e-6)
+    assert rows["end_to_end"].tolist() == pytest.approx([8 / 7, 1.0], rel=1e-6)
+
+
+def test_prefill_and_decode_are_answered_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    trace = recording(tmp_path / "top.safetensors", full=False)
+    sizes = ["--ep", "4", "--tokens", "64", "--decode-tokens", "8", "--context", "128", "--trace", str(trace)]
+    assert main(["advise", "--model", "olmoe-1b-7b", *sizes, "--out", str(out)]) == OK
+    told = capsys.readouterr().out
+    *_, last = told.split("Prefill and decode, from end to end")
+    phases = [line.split()[0] for line in last.splitlines() if line.startswith(("prefill", "decode"))]
+    assert phases == ["prefill", "decode"]
+    assert told.count("Pick (modelled): ") == 2
+    assert "the time to solve it, assumed" in told
+    assert "requests that decode route as their prompts did" in told
+    assert all((out / phase / "advise.yaml").is_file() for phase in phases)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -187,7 +188,9 @@ def test_chunks_change_no_routing_and_are_told(finished: Path, tmp_path: Path) -
     assert set(cases_of(tmp_path / "out").phase) == set(cases_of(finished).phase)
 
 
-MODELLED = {"emulate": {"links": "h20-nvlink4", "device": "h20", "replication": [{"spare_per_rank": 1}]}}
+LP = {"spare_per_rank": 1, "balancer": "lp"}
+REPLICATION = [{"spare_per_rank": 1}, LP, {**LP, "solve_us": 100}]
+MODELLED = {"emulate": {"links": "h20-nvlink4", "device": "h20", "replication": REPLICATION}}
 
 
 @pytest.fixture(scope="module")
@@ -221,8 +224,24 @@ def test_replicas_relieve_the_fullest_rank_drop_nothing_and_cost_memory(modelled
     extra = {case["label"]: case["extra_bytes_per_rank"] for case in cases}
     model = ModelSpec.named("deepseek-v2-lite").scaled(1 / 32)
     one_expert = 3 * model.hidden_size * model.ffn_hidden_size * 4
-    assert extra.pop(label) == one_expert * model.num_moe_layers
+    assert {extra.pop(one) for one in list(extra) if one.startswith("EPLB")} == {one_expert * model.num_moe_layers}
     assert set(extra.values()) == {None}
+
+
+def test_a_linear_program_empties_the_fullest_rank_and_its_solving_counts(modelled: Path) -> None:
+    rows, samples = routing_of(modelled), cases_of(modelled)
+    static, here, assumed = (f"EPLB{how}, 1 spare per rank" for how in ("", " + LP", " + LP (100 us to solve)"))
+    loads = rows.groupby(["label", "batch"]).load_R.apply(lambda lists: np.sum(lists.tolist(), axis=0).max())
+    assert (loads[assumed] <= loads[static]).all()
+    assert (loads[assumed] < loads[static]).any()
+    assert loads[here].tolist() == loads[assumed].tolist()
+    policy = samples[samples.phase == "policy"].set_index("case_id").time_us
+    labels = json.loads((modelled / "run.json").read_text())["cases"]
+    policy_us = policy.groupby(policy.index.map(lambda one: labels[one]["label"])).median()
+    assert policy_us[assumed] == pytest.approx(policy_us["native"] + 100)
+    assert policy_us[here] > policy_us["native"] + 100, "SciPy alone takes a millisecond"
+    text = run_text(load_run(modelled))
+    assert re.search(r"here it took [\d,]+ us of CPU time, measured\), as 100 us, assumed", text)
 
 
 def test_ranks_with_the_same_to_do_are_timed_once(tmp_path: Path) -> None:

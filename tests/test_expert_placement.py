@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ep_bench.bench.traffic import chunks_of, placed_metrics
-from moe_ep_bench.layer.expert_placement import ExpertPlacement
+from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
 from moe_ep_bench.metrics import routing_metrics
-from moe_ep_bench.placement import Placement, make_placement, replicate
+from moe_ep_bench.placement import Placement, balance, make_placement, replicate
 from moe_ep_bench.policies import RoutingContext, make_policy
 
 
@@ -43,6 +43,27 @@ def test_every_pair_goes_to_one_slot_of_its_expert_and_replicas_share_evenly(cas
     weights_TP = slots.spread_weights(weights_TE, map_TP)
     assert torch.equal(weights_TP != 0, map_TP & (weights_TP != 0))
     torch.testing.assert_close(weights_TP.sum(1), weights_TE.sum(1))
+
+
+@given(cases(), st.integers(0, 10**6))
+def test_a_split_gives_every_slot_its_pairs_and_every_rank_sends_each_its_share(case, seed: int) -> None:
+    slots, map_TE, _ = case
+    generator = np.random.default_rng(seed)
+    ranks = [map_TE[torch.from_numpy(generator.random(len(map_TE)) < 0.7)] for _ in range(slots.num_ranks)]
+    counts_RE = np.stack([one.sum(0).numpy() for one in ranks])
+    pairs_P = balance(slots.expert_P.numpy(), counts_RE.sum(axis=0), slots.num_ranks)
+    split = Split.of(slots.expert_P, pairs_P, counts_RE)
+    slots = ExpertPlacement(slots.expert_P, slots.num_experts, slots.num_ranks, split)
+    maps = [slots.spread(one, rank) for rank, one in enumerate(ranks)]
+    assert sum(one.sum(0) for one in maps).tolist() == pairs_P.tolist()
+    for rank, map_TP in enumerate(maps):
+        for expert in range(slots.num_experts):
+            own_P = slots.expert_P == expert
+            assert torch.equal(map_TP[:, own_P].sum(1), ranks[rank][:, expert].long())
+            even_P = pairs_P[own_P.numpy()] * (counts_RE[rank, expert] / max(counts_RE[:, expert].sum(), 1))
+            assert np.abs(map_TP[:, own_P].sum(0).numpy() - even_P).max() <= len(even_P)
+    # Another batch's tokens find a slot too: few of them are checked against the reference.
+    assert torch.equal(slots.spread(map_TE, 0).sum(1), map_TE.sum(1))
 
 
 @given(cases())

@@ -12,6 +12,7 @@ from results_builder import FAST_RANK, FakeCase, FakeComparison, standard_cases,
 
 from moe_ep_bench.analysis.choice import Choice, IterationChoice, choose
 from moe_ep_bench.analysis.figures.latency import latency_figure, layer_by_rank_us, work_by_rank_us
+from moe_ep_bench.analysis.figures.memory import memory_figure
 from moe_ep_bench.analysis.figures.pareto import front, pareto_figure
 from moe_ep_bench.analysis.figures.scaling import scaling_figure, scalings
 from moe_ep_bench.analysis.figures.timeline import critical_rank, timeline_figure, typical_iteration
@@ -303,3 +304,30 @@ def test_work_is_time_without_waiting(run):
         np.testing.assert_allclose(sorted(work.loc[rank]), sorted(slow))
     layer = layer_by_rank_us(case)
     assert layer.loc[1].median() == pytest.approx(FAST_RANK * layer.loc[0].median())
+
+
+# ---- memory against score mass -------------------------------------------------------------------------------------
+
+
+def replicas(spare: int, speedup: float, **params) -> FakeCase:
+    how = " + LP" if params else ""
+    params = {"spare_per_rank": spare, **params}
+    return FakeCase("eplb", "replication", params, f"EPLB{how}, {spare} spare per rank", speedup=speedup)
+
+
+def test_replicas_stand_over_their_slots_beside_policies_and_above_the_bound(tmp_path: Path) -> None:
+    cases = [replicas(spare, 1 + spare / 10, **how) for how in ({}, {"balancer": "lp"}) for spare in (1, 2)]
+    comparison = FakeComparison(cases=[*standard_cases(), *cases], num_iterations=1)
+    drawing = drawn(memory_figure, load_run(write_run(tmp_path / "both", [comparison])))
+    rows = drawing.rows[drawing.rows["role"] == "replication"]
+    assert rows["spare_per_rank"].tolist() == [1, 2, 1, 2]
+    # No expert of the fake load bears more than a rank's mean by half.
+    assert rows["bound_of_fullest_rank"].tolist() == pytest.approx([1.0] * 4)
+    assert drawing.rows.loc[drawing.rows["role"] != "replication", "bound_of_fullest_rank"].isna().all()
+    speeds, loads = drawing.figure.axes[0], drawing.figure.axes[2]
+    static, lp = (line.get_xydata() for line in speeds.lines[:2])
+    assert static.tolist() == [[0, 1], *([n, s] for n, s in zip([1, 2], rows["speedup"], strict=False))]
+    assert lp[:, 1].tolist() == [1, *rows["speedup"][2:]]
+    assert speeds.get_ylim() == drawing.figure.axes[1].get_ylim() != loads.get_ylim()
+    without = FakeComparison(cases=standard_cases(), num_iterations=1)
+    assert drawn(memory_figure, load_run(write_run(tmp_path / "none", [without]))) is None

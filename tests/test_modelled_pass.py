@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.layer import RankWork, modelled_legs
-from moe_ep_bench.cost_model.whole_model import PassWork, modelled_pass
+from moe_ep_bench.cost_model.whole_model import PassWork, modelled_pass, outside_moe_us
 from moe_ep_bench.models import Attention, LatentAttention, ModelSpec
 from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, layer_and_phase, phases_in_depth
 
@@ -246,3 +246,14 @@ def test_a_device_that_does_not_state_its_attention_is_named() -> None:
     unstated = DEVICE.model_copy(update={"attention_efficiency": None, "attention_basis": None})
     with pytest.raises(ValueError, match="devices/test: attention_efficiency: missing"):
         phases(prefill(8), device=unstated)
+
+
+@pytest.mark.parametrize("model", [MODEL, LATENT])
+@pytest.mark.parametrize("is_decode", [False, True])
+def test_what_no_moe_layer_takes_is_the_pass_without_them(model: ModelSpec, is_decode: bool) -> None:
+    layers = model.num_layers
+    work = decode(6, 50, model, layers) if is_decode else prefill(30, 20, model=model, num_layers=layers)
+    legs, _ = modelled_pass(DEVICE, model, layers, work, by_policy=False, batch_wide=False)
+    elsewhere = ("embedding", "attention", "dense", "rest", "output")
+    expected = sum(us for leg in legs for key, us in leg.items() if layer_and_phase(key)[1] in elsewhere)
+    assert outside_moe_us(DEVICE, model, work) == pytest.approx(expected)

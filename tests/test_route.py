@@ -34,6 +34,7 @@ from moe_ep_bench.metrics import (
     token_overlap,
     uniform_activated_experts,
 )
+from moe_ep_bench.placement import balance, replicate
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import ROUTING_SCHEMA
@@ -235,6 +236,26 @@ def test_the_load_of_ranks_goes_through_the_placement(loaded: RouteRun) -> None:
     """The directory's placement is strided; another one needs no new routing."""
     native = loaded.batches.iloc[0]
     assert native["load_R"].tolist() == [native["load_E"][rank::4].sum() for rank in range(4)]
+
+
+def test_replicas_have_the_ranks_of_emulated_ones_and_keep_every_pair(tmp_path: Path) -> None:
+    """Two batches, each planned for the other; EPLB's even shares, and those of the linear program."""
+    replication = [{"spare_per_rank": 1}, {"spare_per_rank": 1, "balancer": "lp"}]
+    config = write_config(tmp_path, emulate={"replication": replication})
+    routed = load_route(route(config, tmp_path / "out", []).root).batches
+    static, lp = (routed[routed["label"] == f"EPLB{how}, 1 spare per rank"] for how in ("", " + LP"))
+    native = routed[routed["label"] == "native"]
+    counts = [row["pairs_RR"].reshape(4, 4) for _, row in native.iterrows()]
+    load_BE = np.stack(native["load_E"].to_list())
+    for index, (even_R, split_R) in enumerate(zip(static["load_R"], lp["load_R"], strict=True)):
+        plan = replicate(load_BE[1 - index], num_slots=68, num_ranks=4)
+        # Whole pairs of each source rank in turn: at most one off for each slot and source.
+        assert np.abs(even_R - plan.rank_load(load_BE[index])[0]).max() <= 17 * 4
+        assert split_R.max() == balance(plan.slot_expert_LP[0], load_BE[index], 4).reshape(4, -1).sum(axis=1).max()
+        assert split_R.max() <= even_R.max() < counts[index].sum(axis=0).max()
+    for rows in (static, lp):
+        assert (rows["dropped_share"] == 0).all()
+        assert rows["num_pairs"].tolist() == native["num_pairs"].tolist()
 
 
 def test_overlap_and_scores_are_those_of_the_batches(full: Path, loaded: RouteRun) -> None:

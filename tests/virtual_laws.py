@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from layer_laws import ALL_PARTS, BATCH_WIDE, FOUR_EXPERTS, POLICIES, SIGMOID_MODEL
@@ -23,7 +24,7 @@ from moe_ep_bench.bench.plan import VIRTUAL, plan
 from moe_ep_bench.bench.rank_timers import MeasuredRanks
 from moe_ep_bench.bench.traffic import CaseRouter, RankBatches, Shares, Traffic, traffic_of
 from moe_ep_bench.layer.build import SingleLayer
-from moe_ep_bench.layer.expert_placement import ExpertPlacement
+from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
 from moe_ep_bench.layer.experts import seeded_generator
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import initialize_expert_parallel
@@ -32,7 +33,7 @@ from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
 from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
 from moe_ep_bench.layer.virtual import Announced, VirtualRanks, with_slots
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.placement import make_placement, replicate
+from moe_ep_bench.placement import balance, make_placement, replicate
 from moe_ep_bench.policies import Policy, Routing, make_policy
 from moe_ep_bench.runtime.ranks import Ranks, join
 
@@ -138,9 +139,13 @@ def experts_in_slots_equal_the_dense_reference(ranks: Ranks) -> None:
     model = ModelSpec.named("deepseek-v2-lite").scaled(1 / 32)
     load_E = torch.arange(model.num_experts).numpy() ** 2.0
     plan = replicate(load_E, num_slots=model.num_experts + 8, num_ranks=4)
+    even = ExpertPlacement.of_replication(plan)
+    counts_RE = np.full((4, model.num_experts), 5)
+    pairs_P = balance(plan.slot_expert_LP[0], counts_RE.sum(axis=0), 4)
     for slots in (
         ExpertPlacement.of_placement(make_placement("strided", model.num_experts, 4)),
-        ExpertPlacement.of_replication(plan),
+        even,
+        replace(even, split=Split.of(even.expert_P, pairs_P, counts_RE)),
     ):
         lab = Lab(ranks, model, 4, 61, num_slots=slots.num_slots)
         lab.virtual.placement = slots

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -70,19 +70,24 @@ def candidates(run: Run, bounds: Bounds) -> pd.DataFrame:
     return rows.sort_values(order, ascending=[False, False, True], kind="stable")
 
 
-def advice_of(directory: Path, bounds: Bounds, by_default: Sequence[str] = (), left_out: Sequence[str] = ()) -> str:
-    """What is assumed, the table of candidates, best first, and the pick.
-
-    Args:
-        directory: of layers, or of whole models, whose speedups are from end to end.
-        by_default: what the user left open, each in a few words.
-        left_out: candidates that were not tried, each with the reason.
+def advised_run(directory: Path) -> Run:
+    """A run of layers, or of whole models, whose speedups are from end to end.
 
     Raises:
         ResultsError: the directory cannot be read or trusted, or holds no times.
     """
     check_timed(directory)
-    run = load_run(directory, whole=is_whole(directory))
+    return load_run(directory, whole=is_whole(directory))
+
+
+def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out: Sequence[str] = ()) -> str:
+    """What is assumed, the table of candidates, best first, and the pick.
+
+    Args:
+        run: of ``advised_run``.
+        by_default: what the user left open, each in a few words.
+        left_out: candidates that were not tried, each with the reason.
+    """
     rows = candidates(run, bounds)
     facts = list(run.comparisons.values())
     rows = rows.assign(shown=rows["verdict"].where(rows["within"], "out of bounds"))
@@ -107,6 +112,62 @@ def advice_of(directory: Path, bounds: Bounds, by_default: Sequence[str] = (), l
     return "\n\n".join([_assumed(run, facts, by_default), table, _pick(run, rows)])
 
 
+def picks(run: Run, bounds: Bounds, outside_us: Mapping[str, float]) -> pd.DataFrame:
+    """The pick of each comparison and what it comes to in a whole model, by Amdahl's law.
+
+    Args:
+        outside_us: of each comparison, microseconds of a pass that no MoE layer takes, over the number of MoE layers;
+            modelled (``bench.advise.outside_of``).
+
+    Returns:
+        A row per comparison, in order: ``at``, ``label`` of the pick or native, ``layer_speedup`` (1 for native),
+        ``moe_share`` of a native pass, where every MoE layer takes what this one does, ``end_to_end``,
+        ``dropped_share``, ``retained_mass``, ``more_gib``.
+    """
+    chosen = candidates(run, bounds)
+    chosen = chosen[chosen["is_pick"]].set_index("comparison_id")
+    native_ms = speedups(run).query("role == 'baseline'").set_index("comparison_id")["median_ms"]
+    kept = {"label": "native", "speedup_median": 1.0, "dropped_share": 0.0, "retained_mass": 1.0, "more_gib": np.nan}
+    rows = []
+    for name, facts in run.comparisons.items():
+        pick = chosen.loc[name] if name in chosen.index else kept
+        layer_us = 1e3 * native_ms[name]
+        share = layer_us / (layer_us + outside_us[name])
+        speedup = float(pick["speedup_median"])
+        rows.append(
+            {"at": _where(facts), "layer_speedup": speedup, "moe_share": share}
+            | {"end_to_end": 1 / (1 - share + share / speedup)}
+            | {column: pick[column] for column in ("label", "dropped_share", "retained_mass", "more_gib")}
+        )
+    return pd.DataFrame(rows)
+
+
+def picks_text(phases: Mapping[str, tuple[Run, Mapping[str, float]]], bounds: Bounds) -> str:
+    """One table of every phase's picks, from end to end.
+
+    Args:
+        phases: of each the run of layers, and ``outside_us`` of ``picks``.
+    """
+    rows = pd.concat([picks(of[0], bounds, of[1]).assign(phase=phase) for phase, of in phases.items()])
+    columns = [
+        text("phase"),
+        text("at", "traffic"),
+        text("label", "pick"),
+        number("layer_speedup", "MoE layer"),
+        percentage("moe_share", "MoE % of a pass"),
+        number("end_to_end", "end to end"),
+        percentage("dropped_share", "drop %"),
+        percentage("retained_mass", "kept %"),
+        number("more_gib", "GiB", "{:.2g}"),
+    ]
+    notes = [
+        "modelled: end to end by Amdahl's law, as if every MoE layer took what this one does; the rest of a pass is a "
+        "roofline of attention, dense layers, norms and output (docs/model.md)"
+    ]
+    title = "Prefill and decode, from end to end"
+    return render([Table(rows.reset_index(drop=True), columns, title, notes)], "text")
+
+
 def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds) -> Iterator[str]:
     """What has to be known to read the table."""
     yield (
@@ -114,6 +175,11 @@ def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds) -> Iterator[str]:
         f"{100 * bounds.min_retained:g} % of the top-k's score mass kept (more: experts were added), which is no "
         "accuracy; GiB: more memory of a rank, for replicas in all layers"
     )
+    if any(case.policy_params.get("balancer") == "lp" for case in run.cases):
+        yield (
+            "LP: every batch's pairs split over replicas by a linear program; the time to solve it, assumed, is in the "
+            "speedup (LPLB's README: about 100 us inside a node, longer beyond)"
+        )
     if any(facts.device is not None for facts in run.comparisons.values()):
         yield MODEL_CAVEAT
     tails = {facts.workload.tail_model for facts in run.comparisons.values()} - {None}

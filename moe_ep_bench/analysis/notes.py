@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from moe_ep_bench.analysis.load import Run
+from moe_ep_bench.analysis.load import Comparison, Run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.timing import probe_floor_us
 from moe_ep_bench.analysis.words import MODEL_CAVEAT, NOT_FUSED, OVERSUBSCRIBED, part_words, percent, workload_words
@@ -124,7 +124,9 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
             "unaccounted": _worst({r: r.breakdown and r.breakdown.unaccounted_share for r in results}),
             "probe_floor": facts.whole is None and probe_floor_us(facts, comparison.conditions),
         }
-    memory = [f"{one.case.label}: {extra_memory_words(one)}" for one in comparison.replications]
+    memory = [
+        f"{one.case.label}: {extra_memory_words(one)}{solving_words(one, facts)}" for one in comparison.replications
+    ]
     machines = dict.fromkeys(line for launch in comparison.conditions for line in remarks(launch.machines))
     return [*_said(_NOTES, known), *memory, *machines]
 
@@ -149,6 +151,19 @@ def extra_memory_words(result: CaseResult) -> str:
     if result.case.extra_bytes_per_rank is None:
         return "more memory per rank, by how much was not recorded"
     return f"{result.case.extra_bytes_per_rank / 2**30:.3g} GiB more memory per rank, in all layers together"
+
+
+def solving_words(result: CaseResult, facts: Comparison) -> str:
+    """What balancing by a linear program takes in every batch; empty where nothing is solved."""
+    params = result.case.policy_params
+    if params.get("balancer") != "lp":
+        return ""
+    assumed_us, timings = params.get("solve_us"), result.case.timings
+    counted = "as measured" if assumed_us is None else f"as {assumed_us:g} us, assumed"
+    # Nothing else is done by a host where the device is modelled.
+    here_us = None if facts.device is None else timings["host_us"].dropna().median()
+    here = "" if here_us is None else f" (here it took {here_us:,.0f} us of CPU time, measured)"
+    return f"; solving counts in every batch{here}, {counted}, in the phase policy"
 
 
 def warnings_of(comparison: ComparisonResult, run: Run) -> list[str]:

@@ -88,7 +88,7 @@ class CaseSpec:
     @property
     def params(self) -> dict[str, Any]:
         if self.replication is not None:
-            return self.replication.model_dump(mode="json")
+            return self.replication.params()
         return self.policy.params() if self.policy else {}
 
     @property
@@ -111,7 +111,10 @@ class CaseSpec:
     @property
     def label(self) -> str:
         if self.replication is not None:
-            return f"EPLB, {self.replication.spare_per_rank} spare per rank"
+            spare, solve_us = self.replication.spare_per_rank, self.replication.solve_us
+            solving = "" if solve_us is None else f" ({solve_us:g} us to solve)"
+            balancer = f" + LP{solving}" if self.replication.balancer == "lp" else ""
+            return f"EPLB{balancer}, {spare} spare per rank"
         if self.is_padded:
             return f"{PADDED} capacity_factor={self.capacity_factor}"
         references = {NOISE: "native again", CEILING: "native, balanced scores"}
@@ -193,14 +196,15 @@ class Comparison:
         if backend == RANKS:
             return one
         placement = one.placement
-        if links is None:
-            return one  # A placement is applied to what routing counted.
-        with _named("route.placement"):
-            one = replace(one, slots=ExpertPlacement.of_placement(placement))
+        if links is not None:  # Else a placement is applied to what routing counted.
+            with _named("route.placement"):
+                one = replace(one, slots=ExpertPlacement.of_placement(placement))
         checks.check_placed(experiment, one.slots)
         with _named("emulate.replication"):
             for wanted in experiment.emulate.replication:
                 one.replicate(wanted, np.ones(num_experts))
+        if links is None:
+            return one
         with _named("emulate.links, layer.ep_size"):
             links.all_gather_us(0, ep_size)
         return one
@@ -248,16 +252,16 @@ class Comparison:
         """
         config, asked = self.experiment.workload, self.experiment.emulate.replication
         baseline, noise = CaseSpec("", BASELINE, "native", None), CaseSpec("", NOISE, "native", None)
+        replicated = [CaseSpec("", REPLICATION, "eplb", None, one) for one in asked if self.backend != RANKS]
         made = self.experiment.make_policies()
         policies = [CaseSpec("", POLICY, one.name, one, masks_padding=config.mask_padding) for one in made]
         if self.backend == ROUTING:
             masks = config.mask_padding and config.padding_per_rank > 0
-            specs = [baseline, *(one for one in policies if masks or one.policy != NATIVE)]
+            specs = [baseline, *(one for one in policies if masks or one.policy != NATIVE), *replicated]
         else:
             if factor := self.experiment.layer.native_padded:
                 rule = make_policy({"name": "megatron_drop", "capacity_factor": factor, "pad_to_capacity": True})
                 policies = [CaseSpec("", POLICY, PADDED, rule), *policies]
-            replicated = [CaseSpec("", REPLICATION, "eplb", None, one) for one in asked if self.backend != RANKS]
             specs = [baseline, noise, *policies, *replicated, CaseSpec("", CEILING, "native_balanced", None)]
         return cases_of(self.comparison_id, specs)
 

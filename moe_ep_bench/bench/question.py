@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,21 @@ _BATCHES = 10
 _SEQUENCE_LENGTH = 128
 # Score mass of the top-k, where a recording has scores that are normalised over it.
 _TOPK_SHARE = 0.7
+# Tokens of each request in the cache, at decode.
+CONTEXT_LENGTH = 2048
+# What a linear program takes to balance a batch inside a node, by the README of LPLB; longer beyond one.
+_SOLVE_US = 100.0
 # Of a token, expert, case and batch, and what comes on top: measured on one core (Xeon, 2.1 GHz).
 _SECONDS, _START_SECONDS = 3.5e-8, 10
-# Native, native again, EPLB and the ceiling.
-_OTHER_CASES = 4
+# Native, native again, EPLB with and without a linear program, and the ceiling.
+_OTHER_CASES = 5
 # Keys of a config that do not enter the question, or that modelled emulation reads only to refuse them.
 _UNREAD = (
     *("policies", "measure", "claims", "claims_device", "layer.dispatcher", "layer.cuda_graph"),
     *("emulate.replication", "emulate.chunk_tokens"),
 )
 # Options that stand in place of a config.
-_OF_MODEL = ("model", "ep", "tokens", "trace", "peak_load")
+_OF_MODEL = ("model", "ep", "tokens", "trace", "peak_load", "decode_tokens", "context")
 CONFIG_NAME = "advise.yaml"
 
 
@@ -89,13 +93,18 @@ def parse_share(option: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class Question:
-    """A config file's text and its points; what was given by default, and which candidates were left out and why."""
+    """A config file's text and its points; what was given by default, and which candidates were left out and why.
+
+    Attributes:
+        context_length: tokens of each request in the cache; 0 where no decode step was asked for.
+    """
 
     text: str
     experiments: tuple[Experiment, ...]
     assumed: tuple[str, ...]
     left_out: tuple[str, ...]
     out: Path
+    context_length: int = 0
 
     @property
     def config(self) -> Path:
@@ -165,9 +174,30 @@ def ask(options: argparse.Namespace) -> Question:
     Raises:
         ValueError: one line: the option or the key, the value, what is allowed.
     """
+    return _asked(options, decode=False)
+
+
+def ask_both(options: argparse.Namespace) -> dict[str, Question]:
+    """Read the options of ``advise`` for prefill and, with ``--decode-tokens``, for decode; by phase.
+
+    Raises:
+        ValueError: as ``ask``.
+    """
+    if options.decode_tokens is None and options.context is not None:
+        raise UserError("--context: expected --decode-tokens beside it, whose requests have it; got none")
+    if options.decode_tokens is None or options.config is not None:
+        return {"": ask(options)}
+    found = {"prefill": _asked(options, decode=False), "decode": _asked(options, decode=True)}
+    if options.out is not None:
+        found = {phase: replace(one, out=options.out / phase) for phase, one in found.items()}
+    return found
+
+
+def _asked(options: argparse.Namespace, *, decode: bool) -> Question:
+    context_length = (CONTEXT_LENGTH if options.context is None else options.context) if decode else 0
     if options.config is None:
         where = Path(CONFIG_NAME)
-        raw, sweep, assumed = _of_flags(options)
+        raw, sweep, assumed = _of_flags(options, decode)
     else:
         where, assumed = options.config, []
         raw, sweep = _of_config(options)
@@ -180,10 +210,12 @@ def ask(options: argparse.Namespace) -> Question:
     experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
     name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
     out = options.out or Path("results", name)
-    return Question(text, tuple(experiments), tuple(assumed), tuple(left_out), out)
+    if decode and options.context is None:
+        assumed.append(f"{CONTEXT_LENGTH:,} tokens in each request's cache")
+    return Question(text, tuple(experiments), tuple(assumed), tuple(left_out), out, context_length)
 
 
-def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """A config's values, its sweep, and what was assumed."""
     if options.model is None:
         raise UserError("advise: expected a config, a results directory or --model; got none")
@@ -191,13 +223,15 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
         raise UserError(f"--set {options.overrides[0]}: goes with a config; expected the options of --model")
     with _named("--model"):
         model = load_model(options.model)
-    ep, tokens, peak_load = options.ep, options.tokens, options.peak_load
+    ep, tokens, peak_load = options.ep, options.decode_tokens if decode else options.tokens, options.peak_load
+    counted, context = "decode-tokens" if decode else "tokens", options.context
     most = model.num_experts / model.top_k
     for option, value, expected, is_right in (
         ("ep", ep, "a number beside --model", ep is not None),
-        ("tokens", tokens, "a number beside --model", tokens is not None),
+        (counted, tokens, "a number beside --model", tokens is not None),
         ("ep", ep, f"a divisor of the {model.num_experts} experts of {model.name}", ep and model.num_experts % ep == 0),
-        ("tokens", tokens, f"at least one for each of the {ep} ranks", tokens and ep and tokens >= ep > 0),
+        (counted, tokens, f"at least one for each of the {ep} ranks", tokens and ep and tokens >= ep > 0),
+        ("context", context, "at least one token in each request's cache", context is None or context > 0),
         ("peak-load", peak_load, "none beside --trace, which has its own skew", not (options.trace and peak_load)),
         ("peak-load", peak_load, f"1 to {most:g} (experts / top-k)", peak_load is None or 1 <= peak_load <= most),
     ):
@@ -208,12 +242,12 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     workload: dict[str, Any] = {"num_tokens": tokens, "num_batches": _BATCHES, "seed": 1}
     sweep: dict[str, Any] = {}
     if options.trace is not None:
-        recorded, assumed = _recorded(options.trace, model)
+        recorded, assumed = _recorded(options.trace, model, decode)
         workload |= recorded
     else:
-        length = min(_SEQUENCE_LENGTH, tokens // ep)
+        length = 1 if decode else min(_SEQUENCE_LENGTH, tokens // ep)
         workload |= {"kind": "synthetic", "sequence_length": length}
-        assumed = [f"prompts of {length} tokens"]
+        assumed = [] if decode else [f"prompts of {length} tokens"]
         if peak_load is not None:
             workload["peak_load"] = peak_load
         else:
@@ -234,7 +268,7 @@ def peak_loads(model: ModelSpec, num_tokens: int) -> list[float | None]:
     return [*([None] if len(found) < len(PEAK_LOADS) else []), *found]
 
 
-def _recorded(path: Path, model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
+def _recorded(path: Path, model: ModelSpec, decode: bool) -> tuple[dict[str, Any], list[str]]:
     """The workload of a recording, in its middle layer."""
     with _named("--trace"):
         trace = open_trace(path)
@@ -248,13 +282,15 @@ def _recorded(path: Path, model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
         "kind": "recorded",
         "trace": str(Path(path).absolute()),
         "layer": layer,
-        "arrangement": "decode" if trace.metadata["phase"] == "decode" else "sequences",
+        "arrangement": "decode" if decode or trace.metadata["phase"] == "decode" else "sequences",
         "tail": "recorded" if trace.has_full_scores else "popularity",
     }
     assumed = [f"recorded layer {layer} of {trace.num_layers}"]
     if trace.scores_are_normalised:
         found["topk_share"] = _TOPK_SHARE
         assumed.append(f"top-k score mass {_TOPK_SHARE:g}")
+    if decode and trace.metadata["phase"] != "decode":
+        assumed.append("requests that decode route as their prompts did")
     return found, assumed
 
 
@@ -298,7 +334,8 @@ def _with_links(
 
 
 def candidates(experiments: Sequence[Experiment]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
-    """Policies of the four papers at their usual settings, spare slots for EPLB, and what the workload rules out.
+    """Policies of the four papers at their usual settings, a spare slot for EPLB, balanced evenly and by LP, and what
+    the workload rules out.
 
     Settings in experts are those of the papers' models, scaled to this one's experts and top-k. Rules that a paper only
     compares with (``pruned``, ``expert_drop``, ``load_only``) are no candidates.
@@ -330,7 +367,8 @@ def candidates(experiments: Sequence[Experiment]) -> tuple[list[dict[str, Any]],
     if any(one.layer.ep_size == 1 for one in experiments):
         why = why or "one rank holds all experts"
     left_out += [f"EPLB: {why}"] if why else []
-    return kept, [] if why else [{"spare_per_rank": 1}], left_out
+    spare = {"spare_per_rank": 1}
+    return kept, [] if why else [spare, {**spare, "balancer": "lp", "solve_us": _SOLVE_US}], left_out
 
 
 def _request_tokens(workload: SyntheticConfig | RecordedConfig) -> int | None:

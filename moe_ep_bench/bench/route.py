@@ -21,15 +21,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
 from moe_ep_bench.bench.carried import CarriedLoads
 from moe_ep_bench.bench.description import describe_run
 from moe_ep_bench.bench.job import fill, identity
-from moe_ep_bench.bench.plan import ROUTING, CaseSpec, Comparison, plan
+from moe_ep_bench.bench.plan import BASELINE, ROUTING, CaseSpec, Comparison, plan
+from moe_ep_bench.bench.replicas import Replicas
 from moe_ep_bench.bench.run import print_cases
-from moe_ep_bench.bench.traffic import CaseRouter, Share, case_metrics, one_thread
+from moe_ep_bench.bench.traffic import CaseRouter, Share, case_metrics, one_thread, placed_metrics
 from moe_ep_bench.kernels import compiled
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.metrics import score_order, token_overlap
@@ -92,11 +94,20 @@ def _route_comparison(
     carried = CarriedLoads(
         lambda case, _, index: _shares(comparison, comparison.workload.batch(index)), comparison.slots, layer.seed
     )
+
+    def native_counts() -> NDArray[np.int64]:
+        router, counts = CaseRouter(CaseSpec("", BASELINE, "native", None), comparison.slots, layer.seed), []
+        for index in range(comparison.workload.num_batches):
+            shares = _shares(comparison, comparison.workload.batch(index))
+            counts.append([row["load_E"] for row in _route_batch(router, shares, index, layer.kernel)])
+        return np.array(counts)
+
+    replicas = Replicas(comparison, native_counts)
     for index in range(comparison.workload.num_batches):
         batch = comparison.workload.batch(index)
         shares = _shares(comparison, batch)
         for case in cases:
-            router = CaseRouter(case, comparison.slots, layer.seed, carried)
+            router = CaseRouter(case, replicas.slots(case, index), layer.seed, carried)
             for rank, row in enumerate(_route_batch(router, shares, index, layer.kernel)):
                 _append(rows_of[case.case_id], {**row, "rank": rank, "batch": index, "layer": comparison.layer})
         rows = {"overlap": _overlap_rows(comparison, batch, index), "score_curves": _score_rows(batch)}
@@ -143,6 +154,8 @@ def _route_batch(router: CaseRouter, shares: Sequence[Share], index: int, kernel
     rows = []
     for share, routing in zip(shares, routings, strict=True):
         row = case_metrics(router.case, routing, share)
+        if router.case.replication is not None:
+            row |= placed_metrics(router.slots.spread(routing.map_TE, share.rank), router.slots, share.rank)
         if share.context.modality_T is not None:
             is_image_T = share.context.modality_T == IMAGE
             valid_T = share.context.token_mask_T

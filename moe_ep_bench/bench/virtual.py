@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from moe_ep_bench.bench.carried import CarriedLoads
 from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.plan import BASELINE, NOISE, CaseSpec, Comparison
 from moe_ep_bench.bench.rank_timers import MeasuredRanks, ModelledRanks, RankTime
+from moe_ep_bench.bench.replicas import Replicas, Solving
 from moe_ep_bench.bench.rows import PackedMetrics, columns_of, write_case
 from moe_ep_bench.bench.subjects import LayerSubject, ModelSubject
 from moe_ep_bench.bench.traffic import CaseRouter, LayerTraffic, RankBatches, Share, Shares, Traffic, traffic_of
@@ -96,6 +96,7 @@ class Emulation:
         self.num_ranks, self.num_batches = comparison.ep_size, comparison.workload.num_batches
         self.layers, self.columns = subject.layers(), columns_of(subject)
         self.carried = CarriedLoads(self._all_shares, comparison.slots, self.seed)
+        self.replicas = Replicas(comparison, self._native_counts)
         self.num_chunks = 1
         self.samples = np.empty(0)
         self.metrics: list[PackedMetrics] = []
@@ -184,7 +185,8 @@ class Emulation:
                     if round_number >= rounds - kept:
                         times[number][rank].append(done[work])
         for number, one in enumerate(traffic):
-            self._store(number, index, times[number], self._link_us(one))
+            solving = self.replicas.solving(routers[number].case, index)
+            self._store(number, index, times[number], self._link_us(one), solving)
 
     def _routed(
         self, index: int, routers: Sequence[CaseRouter], *, keep: bool
@@ -218,16 +220,22 @@ class Emulation:
         index: int,
         times_R: Sequence[Sequence[RankTime]],
         link_us: dict[PhaseKey, NDArray[np.float64]],
+        solving: Solving | None,
     ) -> None:
-        legs_R = [median_legs([run.legs for run in runs]) for runs in times_R]
-        for rank, phases in enumerate(compose(legs_R, times_R[0][0].meetings, link_us)):
-            phases[HOST] = float(np.median([run.host_us for run in times_R[rank]]))
-            phases[THREAD_CPU] = float(np.median([run.thread_cpu_us for run in times_R[rank]]))
+        legs_R, meetings = [median_legs([run.legs for run in runs]) for runs in times_R], times_R[0][0].meetings
+        if solving is not None:
+            for legs in legs_R:  # Every rank solves once all counts are known.
+                leg = legs[meetings.index("wait_metadata") + 1]
+                leg["policy"] = leg.get("policy", 0.0) + solving.charged_us
+        solving_us = 0.0 if solving is None else solving.measured_us
+        for rank, phases in enumerate(compose(legs_R, meetings, link_us)):
+            phases[HOST] = float(np.median([run.host_us for run in times_R[rank]])) + solving_us
+            phases[THREAD_CPU] = float(np.median([run.thread_cpu_us for run in times_R[rank]])) + solving_us
             for name, value in phases.items():
                 self.samples[number, rank, index, self.columns.index(name)] = value
 
     def _routers(self, index: int) -> list[CaseRouter]:
-        return [CaseRouter(case, self._slots(case, index), self.seed, self.carried) for case in self.cases]
+        return [CaseRouter(case, self.replicas.slots(case, index), self.seed, self.carried) for case in self.cases]
 
     def _all_shares(self, case: CaseSpec, layer: int | None, index: int) -> Iterator[Share]:
         """Every rank's tokens of a batch in a layer."""
@@ -235,23 +243,13 @@ class Emulation:
         for rank, tokens in enumerate(RankBatches(of, index, len(self.layers))):
             yield Shares(of, tokens, rank, self.device).of(case)
 
-    def _slots(self, case: CaseSpec, index: int) -> ExpertPlacement:
-        """Where a case's experts stand for one batch: replicas are placed for the mean load of all other batches."""
-        if case.replication is None:
-            return self.comparison.slots
-        loads_BE = self._native_loads
-        if self.num_batches > 1:  # One that is alone is placed for itself.
-            loads_BE = np.delete(loads_BE, index, axis=0)
-        return ExpertPlacement.of_replication(self.comparison.replicate(case.replication, loads_BE.mean(axis=0)))
-
-    @cached_property
-    def _native_loads(self) -> NDArray[np.float64]:
-        """Pairs of every expert under the model's own top-k, [B, E]; a layer's that stands alone."""
+    def _native_counts(self) -> NDArray[np.int64]:
+        """Pairs of each rank's tokens and each expert under the model's own top-k, [B, R, E]; of a layer alone."""
         slots, layer = ExpertPlacement.contiguous(self.comparison.model.num_experts, self.num_ranks), self.layers[None]
         router = CaseRouter(CaseSpec("", BASELINE, "native", None), slots, self.seed)
         batches = [RankBatches(layer, batch) for batch in range(self.num_batches)]
         traffic = [traffic_of(layer, [router], ranks, ranks.index, self.device)[0] for ranks in batches]
-        return np.stack([one.counts_CRP.sum((0, 1)).numpy().astype(np.float64) for one in traffic])
+        return np.stack([one.counts_CRP.sum(0).numpy() for one in traffic])
 
     def _traffic(
         self, layer: LayerSubject, routers: Sequence[CaseRouter], ranks: RankBatches, num_chunks: int

@@ -193,32 +193,42 @@ def _route(options: argparse.Namespace) -> int:
 
 
 def _advise(options: argparse.Namespace) -> int:
-    from moe_ep_bench.bench.question import Bounds, ask, check_reading
+    from moe_ep_bench.bench.question import Bounds, ask_both, check_reading
 
     bounds = Bounds.of(options.max_dropped, options.max_lost_mass)
     if options.config is not None and options.config.is_dir():
         check_reading(options)
-        from moe_ep_bench.analysis.advice import advice_of
+        from moe_ep_bench.analysis.advice import advice_of, advised_run
 
-        print(advice_of(options.config, bounds))
+        print(advice_of(advised_run(options.config), bounds))
         return OK
     if options.config is not None:
         _check_config(options)
-    question = ask(options)
+    questions = ask_both(options)
     if options.dry_run:
-        print(question.plan)
+        print("\n\n".join(one.plan for one in questions.values()))
         return OK
-    question.check_out()
-    print(f"moe-ep-bench: {question.summary}", file=sys.stderr, flush=True)
-    from moe_ep_bench.bench.advise import model_question
+    for question in questions.values():
+        question.check_out()
+    from moe_ep_bench.bench.advise import model_question, outside_of
 
-    status = model_question(question, force=options.force)
+    # Found to be known before anything is modelled.
+    outside = {phase: outside_of(one) for phase, one in questions.items()} if len(questions) > 1 else {}
+    for phase, question in questions.items():
+        print(f"moe-ep-bench: {phase and f'{phase}: '}{question.summary}", file=sys.stderr, flush=True)
+        status = model_question(question, force=options.force)
+        if status not in (OK, CASES_FAILED):
+            return status
 
     def report() -> str:
-        from moe_ep_bench.analysis.advice import advice_of
+        from moe_ep_bench.analysis.advice import advice_of, advised_run, picks_text
 
-        told = advice_of(question.out, bounds, question.assumed, question.left_out)
-        return f"{told}\n\nconfig: {question.config}"
+        told, runs = [], {phase: advised_run(one.out) for phase, one in questions.items()}
+        for phase, one in questions.items():
+            advice = advice_of(runs[phase], bounds, one.assumed, one.left_out)
+            told.append(f"{phase and f'{phase.upper()}  '}{advice}\n\nconfig: {one.config}")
+        phases = {phase: (runs[phase], outside_us) for phase, outside_us in outside.items()}
+        return "\n\n".join([*told, *([picks_text(phases, bounds)] if phases else [])])
 
     return _shown(status, report)
 

@@ -176,6 +176,10 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help="a model of data/models/, or a Hugging Face config.json")
     parser.add_argument("--ep", type=int, metavar="N", help="expert-parallel ranks")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens of a batch, all ranks together")
+    parser.add_argument(
+        "--decode-tokens", type=int, metavar="N", help="answer for decode too: requests of a step, all ranks together"
+    )
+    parser.add_argument("--context", type=int, metavar="N", help="of decode: tokens in each request's cache (2048)")
     parser.add_argument("--device", metavar="NAME", help="of data/devices/ (h100-sxm)")
     parser.add_argument("--links", metavar="NAME", help="of data/links/ (those of the device)")
     traffic = parser.add_argument_group("traffic (default: several peak loads)")

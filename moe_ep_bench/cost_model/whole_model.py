@@ -126,6 +126,18 @@ def modelled_pass(
     return legs, meetings
 
 
+def outside_moe_us(device: Device, model: ModelSpec, work: PassWork, *, bytes_per_value: int = 2) -> float:
+    """Microseconds of a pass through all of a model's layers that no MoE layer takes.
+
+    Raises:
+        ValueError: the device's share for attention is not stated.
+    """
+    timed = _Formulas(device, model, work, bytes_per_value)
+    layers_us = model.num_layers * (timed.attention_us + timed.layer_rest_us)
+    dense_us = model.first_dense_layers * timed.dense_us
+    return timed.embedding_us + layers_us + dense_us + timed.norm_us + timed.output_us
+
+
 @dataclass(frozen=True)
 class _Formulas:
     """The module's table, in microseconds."""

@@ -19,6 +19,7 @@ from moe_ep_bench.analysis.figures.decode import activated_figure, graphs_figure
 from moe_ep_bench.analysis.figures.latency import latency_figure
 from moe_ep_bench.analysis.figures.lines import dropped_figure, speedup_figure
 from moe_ep_bench.analysis.figures.maps import map_figure, sweep_figure
+from moe_ep_bench.analysis.figures.memory import memory_figure
 from moe_ep_bench.analysis.figures.panels import case_rows, of_policies
 from moe_ep_bench.analysis.figures.pareto import pareto_figure
 from moe_ep_bench.analysis.figures.scaling import scaling_figure
@@ -59,6 +60,7 @@ FIGURES = {
     "graphs": Figure(graphs_figure),
     "timeline": Figure(timeline_figure, of_one_case=True),
     "pareto": Figure(pareto_figure, ("speedup", "retained_mass_percent")),
+    "memory": Figure(memory_figure, ("speedup", "retained_mass_percent")),
     "scaling": Figure(scaling_figure),
     "latency": Figure(latency_figure, of_one_case=True),
 }

@@ -34,7 +34,7 @@ _COUNTS = [
 ]  # fmt: skip
 _SHARES = [name for name, metric in METRICS.items() if metric.of == "scores"]
 _MASSES = [*_SHARES, "retained_mass_all"]
-_READ = ["case_id", "rank", "batch", *_COUNTS, *_MASSES, "load_E", "image_load_E"]
+_READ = ["case_id", "rank", "batch", *_COUNTS, *_MASSES, "load_E", "load_R", "image_load_E"]
 # Of all ranks together.
 ROUTED = [
     "expert_imbalance",  # pairs of the fullest expert over the mean one's
@@ -231,8 +231,13 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
     placement = make_placement(
         facts["placement"]["shares"] or facts["placement"]["name"], num_experts, facts["num_ranks"]
     )
-    load_BR = placement.rank_load(load_BE)
-    pairs_BRR = placement.rank_load(load_BRE.reshape(-1, num_experts)).reshape(len(batches), -1)
+    if case["role"] == "replication":  # Replicas stand elsewhere in every batch; their ranks were counted.
+        pairs_NR, fullest_activated = np.stack(rows["load_R"].to_list()).astype(np.float64), np.nan
+    else:
+        pairs_NR = placement.rank_load(load_BRE.reshape(-1, num_experts))
+        fullest_activated = placement.activated_experts(load_BE).max(axis=1)
+    pairs_BRR = pairs_NR.reshape(shape)
+    load_BR = pairs_BRR.sum(axis=1)
     has_images = bool(rows["image_load_E"].notna().all())
     images_BE = np.stack(rows["image_load_E"].to_list()).reshape(shape).sum(axis=1) if has_images else None
     return pd.DataFrame(
@@ -250,11 +255,11 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
             "retained_mass": means["retained_mass_all"] / means["topk_share"],
             "experts_per_token": (counts["num_pairs"] - counts["padding_pairs"]) / counts["num_tokens"],
             "activated": (load_BE > 0).sum(axis=1),
-            "fullest_activated": placement.activated_experts(load_BE).max(axis=1),
+            "fullest_activated": fullest_activated,
             "load_E": list(load_BE),
             "load_R": list(load_BR),
             "load_over_mean_E": list(load_BE * (num_experts / counts["num_topk_pairs"][:, None])),
             "image_load_E": None if images_BE is None else list(images_BE),
-            "pairs_RR": list(pairs_BRR),
+            "pairs_RR": list(pairs_BRR.reshape(len(batches), -1)),
         }
     )

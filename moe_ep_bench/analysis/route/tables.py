@@ -74,6 +74,8 @@ def _notes(rows: pd.DataFrame) -> list[str]:
         "policies choose by scores (oea, xshare, drops by score), say nothing of the model": (
             "scores assumed" in facts["description"]
         ),
+        "EPLB: planned for the mean load of the other batches; what solving a linear program takes is not shown here, "
+        "emulate counts it": rows["policy"].eq("eplb").any(),
         "policies that look at ranks (local scope, devices, rank budgets) take experts to lie contiguously": (
             facts["placement"] != "contiguous"
         ),

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
+import yaml
 from policy_cases import random_scores
 from torch import Tensor
 
+from moe_ep_bench.analysis.frames import speedups
+from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.render import render
+from moe_ep_bench.analysis.route.load import load_route
+from moe_ep_bench.analysis.route.tables import route_tables
+from moe_ep_bench.bench.plan import ROUTING, plan
+from moe_ep_bench.cli import main
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.policies.frontier import Frontier, joint, top_k_pairs
 from moe_ep_bench.policies.selection import top_k_map
+from moe_ep_bench.runtime.exit_codes import OK
+from moe_ep_bench.workload import deal
 
 RANK_E = torch.arange(8) // 2  # four ranks
 
@@ -101,3 +115,59 @@ def test_a_batch_without_pairs_loses_nothing() -> None:
     empty = Frontier.of([(torch.zeros(0), torch.zeros(0, dtype=torch.int64))], RANK_E)
     assert (empty.kept(0), empty.kept_by_experts(0), empty.fullest) == (1.0, 1.0, 0)
     assert empty.curve()[1][-1] == 1.0
+
+
+# ---- rows and tables -------------------------------------------------------------------------------------------------
+
+TINY = {
+    "name": "tiny",
+    "model": {"preset": "deepseek-v2-lite"},
+    "workload": {"kind": "synthetic", "num_tokens": 96, "num_batches": 2, "peak_load": 4.0, "sequence_length": 8},
+    "layer": {"ep_size": 4},
+    "policies": [
+        {"name": "token_drop", "capacity_factor": 1.0, "granularity": ["expert", "device"]},
+        {"name": "load_only"},
+    ],
+    "emulate": {"device": "h100-sxm", "links": "h100-nvlink4", "replication": [{"spare_per_rank": 1}]},
+}
+
+
+def test_route_and_emulate_hold_each_policy_against_the_frontier_of_its_batches(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(TINY))
+    for command in ("route", "emulate"):
+        assert main([command, str(config), "--out", str(tmp_path / command)]) == OK
+    routed = load_route(tmp_path / "route").cases.set_index("label")
+    emulated = speedups(load_run(tmp_path / "emulate")).set_index("label")
+    (comparison,) = plan(config, [], ROUTING)
+    expected: dict[str, list[float]] = {}
+    for batch in (comparison.workload.batch(0), comparison.workload.batch(1)):
+        parts = [batch.scores_TE[rows_T] for rows_T in deal(batch, 4)]
+        contexts = [RoutingContext(top_k=6, num_ranks=4, rank=rank) for rank in range(4)]
+        pairs = [top_k_pairs(one, top_k_map(one, context)) for one, context in zip(parts, contexts, strict=True)]
+        frontier = Frontier.of(pairs, torch.arange(64) // 16)
+        for policy in comparison.experiment.make_policies():
+            maps = [policy.route(one, context).map_TE for one, context in zip(parts, contexts, strict=True)]
+            kept = sum(float((one * map_TE).sum()) for one, map_TE in zip(parts, maps, strict=True)) / frontier.mass
+            load_R = torch.cat(maps).sum(dim=0).view(4, 16).sum(dim=1)
+            expected.setdefault(policy.label, []).append(frontier.kept(int(load_R.max())) - kept)
+    for label, found in expected.items():
+        assert routed.loc[label, "below_frontier"] == pytest.approx(sum(found) / 2, abs=1e-6)
+        assert emulated.loc[label, "below_frontier"] == pytest.approx(sum(found) / 2, abs=1e-6)
+    assert routed.loc["native", "below_frontier"] == pytest.approx(0, abs=1e-6)
+    assert routed.loc["token_drop capacity_factor=1.0", "below_frontier"] > 0.01
+    assert pd.isna(emulated.loc["EPLB, 1 spare per rank", "below_frontier"])
+    assert "below frontier" in render(route_tables(load_route(tmp_path / "route")), "text")
+
+
+def test_experts_with_several_homes_have_no_frontier(tmp_path: Path) -> None:
+    matrix = np.zeros((4, 64))
+    matrix[np.arange(64) % 4, np.arange(64)] = 1
+    matrix[:, 0] = 1
+    (tmp_path / "matrix.json").write_text(json.dumps(matrix.tolist()))
+    config = {**TINY, "route": {"placement": str(tmp_path / "matrix.json")}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["route", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "out")]) == OK
+    run = load_route(tmp_path / "out")
+    assert run.cases["below_frontier"].isna().all()
+    assert "below frontier" not in render(route_tables(run), "text")

@@ -21,7 +21,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from moe_ep_bench.analysis.parts import ResultsError, Tried, read_run_json, read_table
+from moe_ep_bench.analysis.parts import ResultsError, Tried, read_frontier, read_run_json, read_table
 from moe_ep_bench.metrics import imbalance
 from moe_ep_bench.placement import make_placement
 from moe_ep_bench.results import RunDirectory
@@ -43,6 +43,8 @@ ROUTED = [
     "activated",  # experts with a pair
     "fullest_activated",  # on the rank that has most of them
 ]
+# What dropping alone keeps at most, less what the case keeps, of the top-k's mass; null where it was not computed.
+FRONTIER = ["below_frontier", "below_frontier_experts"]
 # What run.json says of a comparison. Layers of a ``group``, and sizes of a ``family``, differ in nothing else.
 _FACTS = [
     "order", "group", "family", "model", "num_experts", "top_k", "num_ranks", "num_tokens", "num_batches", "traffic",
@@ -97,7 +99,7 @@ class RouteRun:
 
 def _means(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     grouped = rows.groupby(keys, sort=False)
-    return grouped.first().assign(**grouped[[*_COUNTS, *_SHARES, *ROUTED]].mean()).reset_index()
+    return grouped.first().assign(**grouped[[*_COUNTS, *_SHARES, *ROUTED, *FRONTIER]].mean()).reset_index()
 
 
 def short(label: str) -> str:
@@ -227,6 +229,7 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
     load_BR = placement.rank_load(load_BE)
     ranked = rows.sort_values(["batch", "rank"])["load_E"].to_list()
     pairs_BRR = placement.rank_load(np.stack(ranked)).reshape(len(counts), -1)
+    retained_B = means["retained_mass_all"] / means["topk_share"]
     images = [np.sum(loads.to_list(), axis=0) for _, loads in by_batch["image_load_E"] if loads.notna().all()]
     return (
         pd.concat([counts, means[_SHARES]], axis=1)
@@ -238,7 +241,8 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
             expert_imbalance=imbalance(load_BE),
             rank_imbalance=imbalance(load_BR),
             dropped_share=counts["num_dropped_pairs"] / counts["num_topk_pairs"],
-            retained_mass=means["retained_mass_all"] / means["topk_share"],
+            retained_mass=retained_B,
+            **_below_frontier(files, case_id, retained_B),
             experts_per_token=(counts["num_pairs"] - counts["padding_pairs"]) / counts["num_tokens"],
             activated=(load_BE > 0).sum(axis=1),
             fullest_activated=placement.activated_experts(load_BE).max(axis=1),
@@ -250,3 +254,13 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
         )
         .reset_index()
     )
+
+
+def _below_frontier(files: RunDirectory, case_id: str, retained_B: pd.Series) -> dict[str, pd.Series]:
+    """``FRONTIER`` of every batch; a rerouting policy may keep more, below 0."""
+    rows = read_frontier(files, case_id)
+    if rows is None:
+        return dict.fromkeys(FRONTIER, pd.Series(np.nan, index=retained_B.index))
+    rows = rows.set_index("batch")
+    most = (rows["kept_by_load"], rows["kept_by_experts"])
+    return {name: one - retained_B for name, one in zip(FRONTIER, most, strict=True)}

@@ -24,6 +24,7 @@ FIELDS = {
     "token_drop": {"capacity_factor": 1.0},
     "expanded_drop": {"capacity_factor": 1.0},
     "megatron_drop": {"capacity_factor": 1.0},
+    "budget_drop": {"max_dropped": 0.1},
     "pruned": {"k0": 2},
     "oea": {"k0": 2},
     "laser": {"eps_high": 0.8, "t_fix": 0.1, "c": 8},
@@ -32,7 +33,7 @@ FIELDS = {
     "dynamic_skip": {"beta": 0.5},
 }
 EVERYONE = [make_policy({"name": name, **FIELDS.get(name, {})}) for name in POLICIES]
-WITHOUT_TRITON = {"megatron_drop"}
+WITHOUT_TRITON = {"megatron_drop", "budget_drop"}
 ON_HOST_FROM_GPU = {"laser", "load_only"}
 
 every_policy = pytest.mark.parametrize("policy", EVERYONE, ids=lambda policy: policy.name)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 
 from moe_ep_bench.errors import UserError, did_you_mean
+from moe_ep_bench.policies.budget_drop import BudgetDrop
 from moe_ep_bench.policies.capacity import ExpandedDrop, TokenDrop
 from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.laser import Laser, LoadOnly
@@ -22,6 +23,7 @@ _ALL: tuple[type[Policy], ...] = (
     ExpandedDrop,
     ExpertDrop,
     MegatronDrop,
+    BudgetDrop,
     Pruned,
     OEA,
     Laser,

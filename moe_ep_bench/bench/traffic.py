@@ -156,6 +156,7 @@ class CaseRouter:
             context = None
             if policy is not None:
                 told = self.context(share, index)
+                policy = policy.in_layer(told.layer_fraction)
                 context = replace(told, random_TE=policy.draws(share.logits_TE, told))  # a captured graph cannot draw
             subject.route(layer, share.logits_TE, policy, context)
 

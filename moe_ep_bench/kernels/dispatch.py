@@ -66,25 +66,27 @@ class Compiled:
 
     def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         """``Policy.route``; also a ValueError for a kernel that cannot run this policy here."""
-        self.policy.check(scores_TE, context)
+        self.policy.in_layer(context.layer_fraction).check(scores_TE, context)
         return self.select(scores_TE, context, stats_SE)
 
     def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
         """``Policy.batch_stats``."""
-        self.policy.check(scores_TE, context)
+        self.policy.in_layer(context.layer_fraction).check(scores_TE, context)
         return self.stats(scores_TE, context)
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         """``route`` unchecked: what a timed layer calls."""
-        return self._form(scores_TE)[0](scores_TE, context, stats_SE)
+        return self._form(scores_TE, context)[0](scores_TE, context, stats_SE)
 
     def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
         """``batch_stats`` unchecked."""
-        return self._form(scores_TE)[1](scores_TE, context)
+        return self._form(scores_TE, context)[1](scores_TE, context)
 
-    def _form(self, scores_TE: Tensor) -> Form:
+    def _form(self, scores_TE: Tensor, context: RoutingContext) -> Form:
         num_tokens, num_experts = scores_TE.shape
-        return _form(self, num_tokens, num_experts)
+        here = self.policy.in_layer(context.layer_fraction)
+        one = self if here is self.policy else compiled(here, self.device_type, self.kernel)
+        return _form(one, num_tokens, num_experts)
 
     def select_all(self, scores: Sequence[Tensor], contexts: Sequence[RoutingContext]) -> list[Routing]:
         """``select`` for all ranks at once, where one process holds every rank's scores.

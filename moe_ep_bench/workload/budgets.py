@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -189,6 +190,36 @@ def compared_policies(budget: float, derived: Derived, setting: Setting) -> dict
         "by layer": make_policy({**drop, "capacity_factor": derived.layers}),
         "budget_drop": make_policy({"name": "budget_drop", "max_lost_mass": budget}),
     }
+
+
+def budget_text(path: Path | str, budget: float, setting: Setting) -> str:
+    """``token_drop`` with factors by layer as an entry of a config, below comments that say what it does elsewhere."""
+    derived = derive_factors(path, budget, setting)
+    rows = judge(path, budget, setting, compared_policies(budget, derived, setting))
+    num_batches = len(setting.batches(open_trace(path)))
+    entry = {"name": "token_drop", "granularity": setting.granularity, "capacity_factor": [derived.layers]}
+    lines = [
+        f"# Factors by layer for {100 * budget:g} % of the score mass, from {(num_batches + 1) // 2} of {num_batches} "
+        f"batches of at least {setting.num_tokens:,} tokens, EP {setting.num_ranks}.",
+        f"# One factor for all layers: {derived.one:g}. The other batches, means over batches and layers:",
+        "#",
+        "#                    mass lost %  at most %  fullest rank  above frontier %",
+    ]
+    lines += [
+        f"# {row['method']:<18} {100 * row['lost']:>11.2f}  {_or_none(100 * row['most_lost'])}  {row['fullest']:>12.3f}"
+        f"  {100 * row['above']:>16.2f}"
+        for row in rows
+    ]
+    lines += [
+        "#",
+        "# Fullest rank: pairs over the mean before anything is dropped. Above frontier: over the least possible for the",
+        "# same loss in the same batch; spread: over batches and layers, as only a policy that knows all of them could.",
+    ]
+    return "\n".join([*lines, yaml.safe_dump([entry], sort_keys=False, default_flow_style=None, width=110).rstrip()])
+
+
+def _or_none(percent: float) -> str:
+    return f"{'-':>9}" if math.isnan(percent) else f"{percent:>9.2f}"
 
 
 def _routed(policy: Policy, parts: Parts, contexts: Sequence[RoutingContext], rank_E: Tensor) -> tuple[float, int]:

@@ -53,7 +53,7 @@ def compare(path: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def markdown(rows: pd.DataFrame, command: str) -> str:
+def markdown(rows: pd.DataFrame, made: str) -> str:
     """The table at 1 %, the distance at all budgets, and where the numbers come from."""
     at_one = rows[rows["budget"] == 0.01]
     lines = [
@@ -87,7 +87,7 @@ def markdown(rows: pd.DataFrame, command: str) -> str:
         "|---" * (1 + len(pivot.columns)) + "|",
         *(f"| {budget:.1%} | {' | '.join(f'{one:.2f}' for one in row)} |" for budget, row in pivot.iterrows()),
         "",
-        f"Made by `{command}` at commit {commit()}.",
+        f"Made by {made}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -124,10 +124,11 @@ def main() -> None:
     parser.add_argument("traces", type=Path, help="a folder of moe-trace-v1 recordings")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "reference", help="folder (%(default)s)")
     options = parser.parse_args()
+    made = f"`python benchmarks/frontier.py {options.traces.name}` at commit {commit()}"
     plt.rcParams["svg.hashsalt"] = "frontier"
     rows = pd.concat([compare(path) for path in sorted(options.traces.glob("*.safetensors"))], ignore_index=True)
     rows.round(5).to_csv(options.out / "frontier.csv", index=False)
-    (options.out / "frontier.md").write_text(markdown(rows, f"python benchmarks/frontier.py {options.traces.name}"))
+    (options.out / "frontier.md").write_text(markdown(rows, made))
     draw(rows, options.out / "frontier.svg")
 
 

@@ -212,8 +212,8 @@ def budget_text(path: Path | str, budget: float, setting: Setting) -> str:
     ]
     lines += [
         "#",
-        "# Fullest rank: pairs over the mean before anything is dropped. Above frontier: over the least possible for the",
-        "# same loss in the same batch; spread: over batches and layers, as only a policy that knows all of them could.",
+        "# Fullest rank: pairs over the mean before anything is dropped. Above frontier: over the least possible for",
+        "# the same loss in the same batch; spread: over batches and layers, by who knows all of them.",
     ]
     return "\n".join([*lines, yaml.safe_dump([entry], sort_keys=False, default_flow_style=None, width=110).rstrip()])
 

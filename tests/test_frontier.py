@@ -14,11 +14,13 @@ import yaml
 from policy_cases import random_scores
 from torch import Tensor
 
+from moe_ep_bench.analysis.figures.pareto import pareto_figure
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.render import render
 from moe_ep_bench.analysis.route.load import load_route
 from moe_ep_bench.analysis.route.tables import route_tables
+from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.bench.plan import ROUTING, plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import RoutingContext, make_policy
@@ -171,3 +173,23 @@ def test_experts_with_several_homes_have_no_frontier(tmp_path: Path) -> None:
     run = load_route(tmp_path / "out")
     assert run.cases["below_frontier"].isna().all()
     assert "below frontier" not in render(route_tables(run), "text")
+
+
+def test_pareto_draws_the_frontier_and_no_policy_that_only_drops_is_above_it(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    drops = [{"name": "token_drop", "capacity_factor": [0.8, 1.5], "granularity": ["expert", "device"]}]
+    config.write_text(yaml.safe_dump({**TINY, "policies": [*drops, {"name": "budget_drop", "max_lost_mass": 0.05}]}))
+    assert main(["emulate", str(config), "--out", str(tmp_path / "out")]) == OK
+    with house_style():
+        drawing = pareto_figure(load_run(tmp_path / "out"))
+    assert drawing is not None
+    panel = drawing.figure.axes[2]
+    kept_N, relief_N = max((line.get_data() for line in panel.lines), key=lambda data: len(data[0]))
+    points = drawing.rows[drawing.rows["relief"].notna()]
+    assert len(points) == 5
+    # Of the same mass the frontier's relief is the most; kept_N ascends, and 65 points leave a chord's error.
+    most = np.interp(points["kept_percent"], kept_N, relief_N)
+    assert (points["relief"] <= most * 1.001).all()
+    assert (points["relief"] < most * 0.9).any()
+    (legend,) = drawing.figure.legends
+    assert any("frontier: none that only drops is above" in text.get_text() for text in legend.get_texts())

@@ -66,6 +66,10 @@ SPECS: list[Spec] = [
             (1e6, "position", True),
         ]
     ),
+    *({"name": "budget_drop", "max_dropped": share} for share in (0, 0.07, 0.29, 1)),
+    *({"name": "budget_drop", "max_lost_mass": share} for share in (0, 0.01, 0.2)),
+    {"name": "budget_drop", "max_dropped": 0.2, "granularity": "expert", "bins_per_octave": 1},
+    {"name": "budget_drop", "max_lost_mass": 0.05, "granularity": "expert", "bins_per_octave": 64},
     {"name": "pruned", "k0": 1},
     {"name": "pruned", "k0": 3, "p": 0.5},
     {"name": "pruned", "k0": 10_000, "p": 0.9},
@@ -119,10 +123,6 @@ SPECS: list[Spec] = [
 TORCH_SPECS: list[Spec] = [
     {"name": "laser", "eps_high": 1, "t_fix": 0, "c": 12, "carry_loads": True, "load_scope": "all"},
     {"name": "load_only", "carry_loads": True, "load_scope": "all"},
-    *({"name": "budget_drop", "max_dropped": share} for share in (0, 0.07, 0.29, 1)),
-    *({"name": "budget_drop", "max_lost_mass": share} for share in (0, 0.01, 0.2)),
-    {"name": "budget_drop", "max_dropped": 0.2, "granularity": "expert", "bins_per_octave": 1},
-    {"name": "budget_drop", "max_lost_mass": 0.05, "granularity": "expert", "bins_per_octave": 64},
     {"name": "token_drop", "capacity_factor": 0.7, "renormalize": "kept"},
     {"name": "token_drop", "capacity_factor": 0.7, "rounding": "ceil"},
     {"name": "expanded_drop", "capacity_factor": 0.7, "renormalize": "kept", "granularity": "device"},

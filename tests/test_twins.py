@@ -33,7 +33,7 @@ FIELDS = {
     "dynamic_skip": {"beta": 0.5},
 }
 EVERYONE = [make_policy({"name": name, **FIELDS.get(name, {})}) for name in POLICIES]
-WITHOUT_TRITON = {"megatron_drop", "budget_drop"}
+WITHOUT_TRITON = {"megatron_drop"}
 ON_HOST_FROM_GPU = {"laser", "load_only"}
 
 every_policy = pytest.mark.parametrize("policy", EVERYONE, ids=lambda policy: policy.name)

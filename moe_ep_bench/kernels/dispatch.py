@@ -6,8 +6,8 @@ kernel      scores lie on       policies
 ``torch``   any device          all: the definition of what is right
 ``numba``   the host            all of this package, step by step (``policy_steps``)
 ``numba``   a GPU               ``laser`` and ``load_only``: the sequential rule on the host, with copies there and back
-``triton``  a CUDA GPU          all but ``megatron_drop`` and ``budget_drop``, in a launch or a few (``triton_twins``
-                                below), and but for values of ``Policy.torch_only``
+``triton``  a CUDA GPU          all but ``megatron_drop``, in a launch or a few (``triton_twins`` below), and but for
+                                values of ``Policy.torch_only``
 ==========  ==================  =====================================================================================
 
 ``auto`` is the first of triton, numba and torch that there is. A twin equals the policy in torch: the same pairs to
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.budget_drop import BudgetDrop
 from moe_ep_bench.policies.capacity import CapacityPolicy, ExpandedDrop, TokenDrop
 from moe_ep_bench.policies.contract import SteppedPolicy
 from moe_ep_bench.policies.laser import Laser, LoadAwarePolicy, LoadOnly
@@ -224,12 +225,13 @@ def triton_twins() -> Mapping[type[Policy], Twin]:
             stacklevel=2,
         )
         return {}
-    from moe_ep_bench.kernels import capacity_triton, laser_triton, rows_triton, sets_triton
+    from moe_ep_bench.kernels import budget_triton, capacity_triton, laser_triton, rows_triton, sets_triton
 
     return {
         TopK: Twin(rows_triton.topk),
         TokenDrop: Twin(capacity_triton.capacity),
         ExpandedDrop: Twin(capacity_triton.capacity),
+        BudgetDrop: Twin(budget_triton.budget_drop, budget_triton.budget_drop_stats),
         ExpertDrop: Twin(sets_triton.expert_drop, sets_triton.expert_drop_stats),
         Pruned: Twin(rows_triton.pruned),
         OEA: Twin(sets_triton.oea, sets_triton.oea_stats),

@@ -436,7 +436,8 @@ class Experiment(SweepPoint):
     """Router scores, synthetic or recorded."""
     layer: LayerConfig = LayerConfig()
     policies: tuple[PolicyEntry, ...] = Field(min_length=1)
-    """Policies by name and fields; a list in place of a value means one policy for each."""
+    """Policies by name and fields; a list in place of a value means one policy for each. A number may differ by MoE
+    layer: a mapping from bands (``{"0-5": 1.0, "6-25": 1.5}``), or in that list a list with one for each layer."""
     whole: WholeConfig = WholeConfig()
     measure: MeasureConfig = MeasureConfig()
     route: RouteConfig = RouteConfig()

@@ -75,6 +75,12 @@ class Placement:
         """Pairs of every rank: [..., E] -> float64 [..., R]. Replicas divide an expert's pairs by their shares."""
         return np.asarray(load_E, dtype=np.float64) @ self.share_RE.T
 
+    @property
+    def rank_E(self) -> NDArray[np.int64] | None:  # noqa: N802
+        """The rank of every expert, int64 [E]; None where an expert is shared by several."""
+        is_whole = bool((self.share_RE.max(axis=0) == 1).all())
+        return self.share_RE.argmax(axis=0) if is_whole else None
+
     def activated_experts(self, load_E: ArrayLike) -> NDArray[np.int64]:
         """Experts with at least one pair on every rank: [..., E] -> int64 [..., R].
 

@@ -231,6 +231,21 @@ OVERLAP_SCHEMA = pa.schema(
     ]
 )
 
+# The frontier of dropping (``policies.frontier``): one row per case x batch x layer, all ranks together. A case without
+# a part has none: real ranks see their own scores alone, replicas lose nothing, and very large batches are passed over.
+FRONTIER_SCHEMA = pa.schema(
+    [
+        ("comparison_id", pa.string()),
+        ("case_id", pa.string()),
+        ("batch", pa.int32()),
+        ("layer", pa.int32()),
+        ("kept_by_load", pa.float64()),  # share of the top-k mass, at this case's fullest rank
+        ("kept_by_experts", pa.float64()),  # at its number of activated experts
+        ("curve_load", pa.list_(pa.float64())),  # of native: the fullest rank over the mean, ascending
+        ("curve_kept", pa.list_(pa.float64())),  # the share kept there
+    ]
+)
+
 # What ``quality`` leaves of a model's answers: one row per metric of each sequence of a text, of each question of a
 # task, and of each whole task. ``rank`` is null, the model ran as a whole. A task's rows without a filter are ours:
 # ``dropped_fraction``, ``retained_mass_topk`` and ``experts_per_token`` of all its passes and layers.
@@ -294,6 +309,7 @@ TABLES = {
     "routing": Table("routing", ROUTING_SCHEMA),
     "score_curves": Table("scores", SCORE_CURVES_SCHEMA),  # per comparison
     "overlap": Table("overlap", OVERLAP_SCHEMA),  # per comparison
+    "frontier": Table("frontier", FRONTIER_SCHEMA),
     "quality": Table("quality", QUALITY_SCHEMA),
     "quality_routing": Table("routing", QUALITY_ROUTING_SCHEMA),
 }

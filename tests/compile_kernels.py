@@ -81,6 +81,7 @@ ROUTED: list[tuple[str, str, dict[str, Any]]] = [
      {**_EXPANDED_DROP, "num_candidates": 3, "scope": "global", "metric": "random"}),
     ("expanded_drop", "decode", {**_EXPANDED_DROP, "max_experts_per_token": 8}),
     ("expert_drop", "prefill", {"name": "expert_drop"}),
+    ("budget_drop", "grouped", {"name": "budget_drop", "max_lost_mass": 0.01}),
     ("pruned", "odd", {"name": "pruned", "k0": 3, "p": 0.5}),
     ("dynamic_skip", "prefill", {"name": "dynamic_skip", "beta": 0.3}),
     ("lynx", "decode", {"name": "lynx", "num_dropped": 8}),

@@ -512,12 +512,72 @@ def xshare(
     return weigh(selection, selection, router_TE, context)
 
 
+# --- budget_drop -----------------------------------------------------------------------------------
+
+
+def score_bin(score: float, bins_per_octave: int) -> int:
+    """Equal parts of the octaves from 2**-16 to 1; all below is in the first bin, 1 and above in the last."""
+    if score < 2**-16:
+        return 0
+    if score >= 1:
+        return 16 * bins_per_octave - 1
+    octave = next(n for n in range(16) if score < Fraction(2) ** (n - 15))
+    return octave * bins_per_octave + int((Fraction(score) / Fraction(2) ** (octave - 16) - 1) * bins_per_octave)
+
+
+def budget_drop(
+    scores_TE: Tensor,
+    context: RoutingContext,
+    max_dropped: float | None = None,
+    max_lost_mass: float | None = None,
+    granularity: str = "rank",
+    bins_per_octave: int = 8,
+) -> Routing:
+    """The smallest load whose loss is within the budget, by trying all loads."""
+    scores, num_experts = scores_TE.tolist(), scores_TE.shape[1]
+    top_k = model_top_k(scores_TE, context)
+    cells: dict[tuple[int, int], list[int]] = {}  # (expert, bin): its tokens
+    for token, experts in enumerate(top_k):
+        for expert in experts:
+            cells.setdefault((expert, score_bin(scores[token][expert], bins_per_octave)), []).append(token)
+
+    def mass(cell: tuple[int, int]) -> Fraction:
+        return sum(
+            (Fraction(round(Fraction(scores[token][cell[0]]) * 2**32), 2**32) for token in cells[cell]), Fraction()
+        )
+
+    size = num_experts // context.num_ranks if granularity == "rank" else 1
+    groups = [
+        sorted(
+            (cell for cell in cells if cell[0] // size == group),
+            key=lambda cell: (mass(cell) / len(cells[cell]), cell[1], cell[0]),
+        )
+        for group in range(num_experts // size)
+    ]
+    share = Fraction(str(max_dropped if max_lost_mass is None else max_lost_mass))
+    lost = {cell: Fraction(len(cells[cell])) if max_lost_mass is None else mass(cell) for cell in cells}
+    for most in range(sum(map(len, cells.values())) + 1):
+        given_up = set()
+        for group in groups:
+            left = sum(len(cells[cell]) for cell in group)
+            for cell in group:
+                if left > most:
+                    given_up.add(cell)
+                    left -= len(cells[cell])
+        if sum(lost[cell] for cell in given_up) <= share * sum(lost.values()):
+            break
+    gone = {(token, cell[0]) for cell in given_up for token in cells[cell]}
+    kept = [{expert for expert in experts if (token, expert) not in gone} for token, experts in enumerate(top_k)]
+    return weigh(kept, top_k, scores_TE, context)
+
+
 ORACLES: dict[str, Callable[..., Routing]] = {
     "topk": topk,
     "token_drop": token_drop,
     "expanded_drop": expanded_drop,
     "expert_drop": expert_drop,
     "megatron_drop": megatron_drop,
+    "budget_drop": budget_drop,
     "pruned": pruned,
     "oea": oea,
     "laser": laser,

@@ -66,6 +66,10 @@ SPECS: list[Spec] = [
             (1e6, "position", True),
         ]
     ),
+    *({"name": "budget_drop", "max_dropped": share} for share in (0, 0.07, 0.29, 1)),
+    *({"name": "budget_drop", "max_lost_mass": share} for share in (0, 0.01, 0.2)),
+    {"name": "budget_drop", "max_dropped": 0.2, "granularity": "expert", "bins_per_octave": 1},
+    {"name": "budget_drop", "max_lost_mass": 0.05, "granularity": "expert", "bins_per_octave": 64},
     {"name": "pruned", "k0": 1},
     {"name": "pruned", "k0": 3, "p": 0.5},
     {"name": "pruned", "k0": 10_000, "p": 0.9},

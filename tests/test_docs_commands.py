@@ -70,6 +70,10 @@ OWN_STAND_INS = {
     "trace record MODEL --text FILE": {"FILE": "text.txt"},
     "calibrate --from DIR": {"DIR": "results/decode"},
     "route CONFIG": {"CONFIG": "configs/route-laser.yaml"},
+    "trace thresholds FILE --budget 1% --tokens 2048": {
+        "FILE": "recordings/gpt-oss-20b-mixed.safetensors",
+        "2048": "20",
+    },
 }
 # Not run as printed: the option that stands for it, and why.
 A_START = "the ranks of configs/decode.yaml start here; each start takes seconds"

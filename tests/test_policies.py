@@ -77,6 +77,19 @@ def law_capacity(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arg
     assert all(sum(load_E[expert] for expert in group) <= room for group in groups)
 
 
+def law_budget(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
+    """No more is lost than the budget allows, and nothing where the fullest group stays as full as it was."""
+    if spec["name"] != "budget_drop":
+        return
+    top_k_TE = route({"name": "topk"}, scores_TE, arguments).map_TE
+    weights_TE = top_k_TE.double() if "max_dropped" in spec else scores_TE.double() * top_k_TE
+    budget = spec.get("max_dropped", spec.get("max_lost_mass")) * float(weights_TE.sum())
+    assert float(weights_TE[top_k_TE & ~routing.map_TE].sum()) <= budget * (1 + 1e-6) + 1e-6
+    num_groups = arguments["num_ranks"] if spec.get("granularity", "rank") == "rank" else scores_TE.shape[1]
+    before, after = (one.sum(dim=0).view(num_groups, -1).sum(dim=1).max() for one in (top_k_TE, routing.map_TE))
+    assert after < before or torch.equal(routing.map_TE, top_k_TE)
+
+
 def law_candidates(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
     """Only candidates are chosen: K of them by the model itself, of the top-k by Token Drop."""
     top_k = route({"name": "topk"}, scores_TE, arguments)
@@ -88,7 +101,7 @@ def law_candidates(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: A
         chosen = [set(row.nonzero().flatten().tolist()) for row in routing.map_TE]
         assert all(experts <= allowed for experts, allowed in zip(chosen, candidates, strict=True))
         assert (experts_T <= (spec.get("max_experts_per_token") or scores_TE.shape[1])).all()
-    drops = ("token_drop", "expert_drop", "megatron_drop", "lynx", "dynamic_skip")
+    drops = ("token_drop", "expert_drop", "megatron_drop", "budget_drop", "lynx", "dynamic_skip")
     if spec["name"] in drops and not spec.get("pad_to_capacity"):
         assert not (routing.map_TE & ~top_k.map_TE).any()
     valid_T = arguments["token_mask_T"]
@@ -105,7 +118,9 @@ def law_candidates(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: A
         assert (experts_T >= valid_T.long()).all()
 
 
-NORMALISED_BY_TOP_K = ("topk", "token_drop", "expanded_drop", "expert_drop", "megatron_drop", "lynx")
+NORMALISED_BY_TOP_K = (
+    "topk", "token_drop", "expanded_drop", "expert_drop", "megatron_drop", "budget_drop", "lynx",
+)  # fmt: skip
 
 
 def law_weights(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
@@ -124,6 +139,7 @@ def law_weights(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Argu
 LAWS: list[Callable[[Routing, Spec, Tensor, Arguments], None]] = [
     law_of_all_policies,
     law_capacity,
+    law_budget,
     law_candidates,
     law_weights,
     law_twins,
@@ -273,6 +289,7 @@ ONE_OF_EACH: list[Spec] = [
     EXPANDED,
     MEGATRON,
     LASER,
+    {"name": "budget_drop", "max_dropped": 0.1},
     {"name": "expert_drop"},
     {"name": "pruned", "k0": 1},
     {"name": "oea", "k0": 1},
@@ -304,6 +321,12 @@ DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity, ren
         ({**EXPANDED, "num_candidates": -1}, "num_candidates: expected a whole number >= 0, got -1"),
         ({**EXPANDED, "max_experts_per_token": 0}, "max_experts_per_token: expected a whole number >= 1, got 0"),
         ({"name": "expert_drop", "fraction": 1.1}, "fraction: expected a number >= 0 and <= 1, got 1.1"),
+        ({"name": "budget_drop"}, "max_dropped and max_lost_mass: expected one of them, got neither"),
+        ({"name": "budget_drop", "max_dropped": 1.5}, "max_dropped: expected a number >= 0 and <= 1, got 1.5"),
+        (
+            {"name": "budget_drop", "max_dropped": 0.1, "bins_per_octave": 3},
+            "bins_per_octave: expected a power of two from 1 to 64, got 3",
+        ),
         ({**MEGATRON, "drop_policy": "score"}, "drop_policy: expected one of probs, position; got 'score'"),
         ({**MEGATRON, "pad_to_capacity": 1}, "pad_to_capacity: expected true or false, got 1"),
         ({"name": "pruned", "k0": 0}, "k0: expected a whole number >= 1, got 0"),

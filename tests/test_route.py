@@ -295,7 +295,7 @@ def test_finished_cases_are_not_routed_again(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     out = route(config, tmp_path / "out", []).root
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
-    assert len(before) == 5  # native, two policies, scores, overlap
+    assert len(before) == 8  # native and two policies with their frontiers, scores, overlap
     victim = next((out / "routing").glob("*.parquet"))
     victim.unlink()
     route(config, tmp_path / "out", [])

@@ -14,11 +14,11 @@ from policy_cases import SPECS, Spec, cases, context_of, few_examples, random_sc
 from torch import Tensor
 from twin_laws import Select, Stats, assert_routes_like_torch, assert_same_choice
 
-from moe_ep_bench.kernels import requests_triton, rows_triton, sets_triton
+from moe_ep_bench.kernels import budget_triton, requests_triton, rows_triton, sets_triton
 from moe_ep_bench.policies import make_policy
 
 ALONE = ("topk", "pruned", "dynamic_skip")
-TOGETHER = ("expert_drop", "lynx", "oea", "xshare")
+TOGETHER = ("budget_drop", "expert_drop", "lynx", "oea", "xshare")
 OURS = [spec for spec in SPECS if spec["name"] in ALONE + TOGETHER]
 
 # Every rule once, its fields such that they bind with some tens of tokens.
@@ -26,6 +26,7 @@ EVERY_RULE: list[Spec] = [
     {"name": "topk"},
     {"name": "pruned", "k0": 5, "p": 0.3},
     {"name": "dynamic_skip", "beta": 0.3},
+    {"name": "budget_drop", "max_lost_mass": 0.2},
     {"name": "expert_drop", "fraction": 0.3},
     {"name": "lynx", "num_dropped": 5},
     {"name": "oea", "k0": 2, "p": 0.6, "k_max": 3},
@@ -46,7 +47,8 @@ def twin(spec: Spec) -> tuple[Select, Stats | None]:
     name = spec["name"]
     if name in ALONE:
         return getattr(rows_triton, name), None
-    return getattr(sets_triton, name), getattr(sets_triton, f"{name}_stats")
+    module = budget_triton if name == "budget_drop" else sets_triton
+    return getattr(module, name), getattr(module, f"{name}_stats")
 
 
 def assert_like_torch(spec: Spec, scores_TE: Tensor, **context: Any) -> None:
@@ -183,7 +185,7 @@ def test_a_decode_step_is_one_launch_and_with_requests_two(spec, launches):
     case = {"top_k": 4, "num_ranks": 4, "request_id_T": torch.arange(16)}
     launches.clear()
     select(make_policy(spec), random_scores("softmax", 16, 256, 1), context_of(case), None)
-    assert len(launches) == (2 if spec.get("scope") == "request" else 1)
+    assert len(launches) == (2 if spec.get("scope") == "request" or spec["name"] == "budget_drop" else 1)
 
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(16, 1), (40, 2)])

@@ -32,6 +32,7 @@ FIELDS = {
     "token_drop": {"capacity_factor": 1.0},
     "expanded_drop": {"capacity_factor": 1.0},
     "megatron_drop": {"capacity_factor": 1.0},
+    "budget_drop": {"max_dropped": 0.1},
     "pruned": {"k0": 2},
     "oea": {"k0": 2},
     "laser": {"eps_high": 0.8, "t_fix": 0.1, "c": 8},

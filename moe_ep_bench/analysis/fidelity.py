@@ -28,6 +28,9 @@ class Fidelity:
         expert_load, rank_load: pairs per expert and per expert rank over the model's mean, T*K/E and T*K/R: the same
             yardstick for every policy, so that dropping shows as less load.
         fullest_expert, fullest_rank: fullest expert and rank, on the same yardstick.
+        below_frontier, below_frontier_experts: what dropping alone keeps at most (``policies.frontier``) at the same
+            fullest rank, or with as many activated experts, less what the case keeps: shares of the top-k mass. Below
+            0 where a policy that reroutes keeps more; None where it was not computed.
     """
 
     dropped_share: float
@@ -37,6 +40,8 @@ class Fidelity:
     rank_load: np.ndarray
     fullest_expert: float
     fullest_rank: float
+    below_frontier: float | None
+    below_frontier_experts: float | None
 
 
 def fidelity(case: Case) -> Fidelity | None:
@@ -49,6 +54,7 @@ def fidelity(case: Case) -> Fidelity | None:
     known = rows["num_tokens"].where((rows["num_tokens"] > 0) & mass.notna())
     sums = rows[["num_topk_pairs", "num_dropped_pairs"]].assign(mass=mass, known=known).groupby(rows["batch"]).sum()
     by_layer = layers_apart(rows)
+    below = (None, None) if case.frontier is None else _below_frontier(by_layer, case.frontier)
     load_BE, load_BR = _relative_load(by_layer, "load_E"), _relative_load(by_layer, "load_R")
     return Fidelity(
         dropped_share=float((sums["num_dropped_pairs"] / sums["num_topk_pairs"]).mean()),
@@ -58,7 +64,17 @@ def fidelity(case: Case) -> Fidelity | None:
         rank_load=load_BR.mean(axis=0),
         fullest_expert=float(load_BE.max(axis=1).mean()),
         fullest_rank=float(load_BR.max(axis=1).mean()),
+        below_frontier=below[0],
+        below_frontier_experts=below[1],
     )
+
+
+def _below_frontier(rows: pd.DataFrame, frontier: pd.DataFrame) -> tuple[float, ...]:
+    """Means over batches of what the frontier keeps beyond the case; scores of every token sum to 1."""
+    mass = rows[["retained_mass_all", "topk_share"]].mul(rows["num_tokens"], axis=0).groupby(rows["batch"]).sum()
+    kept_B = (mass["retained_mass_all"] / mass["topk_share"]).to_numpy()
+    most = layers_apart(frontier).sort_values("batch") if "layer" in rows else frontier.sort_values("batch")
+    return tuple(float((most[name].to_numpy() - kept_B).mean()) for name in ("kept_by_load", "kept_by_experts"))
 
 
 def layers_apart(rows: pd.DataFrame) -> pd.DataFrame:

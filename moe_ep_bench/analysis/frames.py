@@ -24,7 +24,10 @@ from moe_ep_bench.timing.statistics import estimate_median, paired_ratios
 # Roles that have no verdict of their own.
 _ROLE_VERDICTS = {"baseline": "baseline", "noise": "noise floor"}
 _ESTIMATE = ("median", "low", "high", "is_interval")
-_FIDELITY = ("dropped_share", "retained_mass", "output_error", "fullest_expert", "fullest_rank")
+_FIDELITY = (
+    "dropped_share", "retained_mass", "output_error", "fullest_expert", "fullest_rank", "below_frontier",
+    "below_frontier_experts",
+)  # fmt: skip
 _BREAKDOWN = ("slowest_phase", "unaccounted_share", "policy_share", "layer_ms")
 
 

@@ -27,6 +27,7 @@ from moe_ep_bench.analysis.parts import (
     launches_of,
     one_line,
     over_layers,
+    read_frontier,
     read_part,
     read_run_json,
     timings_of,
@@ -224,6 +225,7 @@ class Case:
             each phase is the sum over its layers.
         routing: one row per rank x batch, of a whole model x ``layer``, as in ``ROUTING_SCHEMA``; no rows unless ok.
         layers: of a whole model, the phases of every layer in breakdown iterations; None of a layer alone.
+        frontier: one row per batch and layer, as in ``FRONTIER_SCHEMA``; None where it was not computed.
         extra_bytes_per_rank: memory that a rank needs beyond native's, for replicas of experts; None without any.
     """
 
@@ -241,6 +243,7 @@ class Case:
     routing: pd.DataFrame
     extra_bytes_per_rank: float | None = None
     layers: pd.DataFrame | None = None
+    frontier: pd.DataFrame | None = None
 
     @property
     def is_ok(self) -> bool:
@@ -403,6 +406,7 @@ def _read_case(files: RunDirectory, case_id: str, case: _CaseFacts, comparison: 
         timings=over_layers(samples),
         routing=routing,
         layers=layers,
+        frontier=read_frontier(files, case_id) if status == "ok" else None,
     )
 
 

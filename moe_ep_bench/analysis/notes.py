@@ -28,6 +28,12 @@ MAX_DRIFT = 0.1
 # What each number of a table of padded batches is about.
 READING = "loads, activated experts and traffic count padding that is computed; drops and mass kept are of valid tokens"
 
+# Of the columns that hold a policy against the frontier of dropping.
+FRONTIER = (
+    "below frontier: mass that dropping alone could keep beyond this, at the same fullest rank (of experts: with as "
+    "many activated experts); a policy that reroutes may keep more, below 0"
+)
+
 _NOTES = {
     "workload": "{}",
     "parts": "{}",
@@ -52,6 +58,7 @@ _NOTES = {
     "unaccounted": "unaccounted time: at worst {}",
     "probes": "probe overhead: at worst {}",
     "probe_floor": "probe floor: {:.1f} us, what a waiting probe costs when nobody waits; waits are less that",
+    "frontier": FRONTIER,
     "error": "output error: relative to native, with random weights; it is no measure of a model's accuracy",
     "on_device": "peak memory: {:.2f} GiB on the fullest rank (on the device)",
     "of_process": "peak memory: {:.2f} GiB on the fullest rank (of the process, imports and all)",
@@ -106,6 +113,7 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
         "detectable": " to ".join(f"{effects[label]:.3f} ({label})" for label in ends),
         "ceiling": comparison.of_role("ceiling"),
         "probes": _worst({r: r.probe_overhead for r in results}),
+        "frontier": any(r.case.frontier is not None for r in comparison.policies),
         "error": facts.random_weights and any(r.fidelity and not math.isnan(r.fidelity.output_error) for r in results),
         "on_device": facts.backend == "nccl" and peak_gib,
         "of_process": facts.backend != "nccl" and peak_gib,

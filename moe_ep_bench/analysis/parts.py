@@ -18,7 +18,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.schema import LAYER_PHASES, PHASES, SCHEMA_VERSION, STATUSES, TOTAL, UNACCOUNTED
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.schema import FRONTIER_SCHEMA, LAYER_PHASES, PHASES, SCHEMA_VERSION, STATUSES, TOTAL, UNACCOUNTED
 
 ITERATION = ["launch", "batch", "iteration", "kind"]
 SAMPLE = ["rank", *ITERATION, "layer", "phase", "time_us", "host_us"]
@@ -96,6 +97,12 @@ def read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = No
             return part.read(list(columns or schema.names))
     except (OSError, pa.ArrowException) as error:
         raise ResultsError(f"{path}: damaged, not Parquet: {one_line(error)}") from error
+
+
+def read_frontier(files: RunDirectory, case_id: str) -> pd.DataFrame | None:
+    """A case's part of the table ``frontier``; None where it has none."""
+    path = files.path("frontier", case_id)
+    return read_table(path, FRONTIER_SCHEMA).to_pandas() if path.is_file() else None
 
 
 def read_part(

@@ -42,6 +42,18 @@ def _kept(column: Column) -> Column:
 
 
 _COST = (_kept(percentage("dropped_share", "dropped %")), _kept(percentage("retained_mass", "mass kept %")))
+
+
+def _points(share: float) -> str:
+    """A difference of shares in percent, without the minus of a rounded zero."""
+    return f"{round(100 * share, 2) + 0.0:.2f}"
+
+
+# Beside the mass kept: how much more of it dropping alone could keep. The second is of decode steps.
+BELOW_FRONTIER = (
+    number("below_frontier", "below frontier %", _points),
+    number("below_frontier_experts", "of experts %", _points),
+)
 _POLICY = text("label", "policy")
 _TAIL = (number("p90_ms", "p90", milliseconds), number("p99_ms", "p99", milliseconds))
 _OVER_TOPK = (interval("over_topk", "over topk"), text("verdict"))
@@ -52,6 +64,7 @@ _LAYER = (
     interval("speedup", "speedup", one="baseline"),
     *_OVER_TOPK,
     *_COST,
+    *map(_kept, BELOW_FRONTIER),
     _kept(number("output_error", "output error", "{:.2g}")),
     number("activated_fullest_rank", "activated", "{:.1f}"),
     text("breakdown_slowest_phase", "slowest phase"),
@@ -86,7 +99,13 @@ _MODEL = (
     number("speedup_extrapolated", "end to end, extrapolated"),
 )
 # Columns that stand there only where they hold something.
-_OF_SOME = ("over topk", "activated", "all layers ms, extrapolated", "end to end, extrapolated")
+_OF_SOME = (
+    "over topk",
+    "activated",
+    *(column.header for column in BELOW_FRONTIER),
+    "all layers ms, extrapolated",
+    "end to end, extrapolated",
+)
 
 
 def run_tables(run: Run, cases: Sequence[Case] | None = None) -> list[Table]:
@@ -108,6 +127,8 @@ def run_tables(run: Run, cases: Sequence[Case] | None = None) -> list[Table]:
         facts = comparison.comparison
         columns, notes = (_MODEL, whole_notes(one)) if isinstance(one, WholeComparison) else (_LAYER, notes_of(one))
         columns = [c for c in columns if c.header not in _OF_SOME or rows[c.source].notna().any()]
+        if rows["activated_fullest_rank"].isna().all():
+            columns = [column for column in columns if column.header != BELOW_FRONTIER[1].header]
         if facts.whole is None and rows["activated_fullest_rank"].notna().any():
             held = facts.num_experts // facts.num_ranks
             notes.append(

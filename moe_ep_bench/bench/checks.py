@@ -149,6 +149,17 @@ def check_placed(experiment: Experiment, slots: ExpertPlacement) -> None:
         _refuse(spare > most, "emulate.replication: spare_per_rank", expected, spare)
 
 
+def check_layers(experiment: Experiment, num_layers: int | None) -> None:
+    """Refuse policies by layer where the layer's place is unknown, or of another number of layers."""
+    for policy in experiment.make_policies():
+        for field, values in policy.by_layer.items():
+            key, got = f"policies: {policy.name}.{field}", f"values for {len(values)}"
+            _refuse(
+                num_layers is None, key, "one value, for synthetic scores are of no layer (scope: model has all)", got
+            )
+            _refuse(len(values) != num_layers, key, f"values for the {num_layers} MoE layers", got)
+
+
 def check_layer_weights(experiment: Experiment, num_layers: int) -> None:
     """Refuse layer weights of another number than there are layers."""
     weights = experiment.route.layer_weights

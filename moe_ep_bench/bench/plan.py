@@ -191,6 +191,7 @@ class Comparison:
             checks.check_overlap(experiment)
         parts = _parts(experiment, backend, world_size, on_cpu, device)
         subject = SUBJECTS[experiment.scope].of(experiment, world_size)
+        checks.check_layers(experiment, subject.num_places)
         one = cls(subject, backend, parts, ExpertPlacement.contiguous(num_experts, ep_size), links, device, not on_cpu)
         one.describe_kernels("cpu" if on_cpu or backend == ROUTING else "cuda")  # Finds those that cannot run.
         if backend == RANKS:

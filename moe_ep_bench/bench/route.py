@@ -28,14 +28,24 @@ from tqdm import tqdm
 from moe_ep_bench.bench.carried import CarriedLoads
 from moe_ep_bench.bench.description import describe_run
 from moe_ep_bench.bench.job import fill, identity
-from moe_ep_bench.bench.plan import BASELINE, ROUTING, CaseSpec, Comparison, plan
+from moe_ep_bench.bench.plan import BASELINE, REPLICATION, ROUTING, CaseSpec, Comparison, plan
 from moe_ep_bench.bench.replicas import Replicas
+from moe_ep_bench.bench.rows import write_frontier
 from moe_ep_bench.bench.run import print_cases
-from moe_ep_bench.bench.traffic import CaseRouter, Share, case_metrics, one_thread, placed_metrics
+from moe_ep_bench.bench.traffic import (
+    CaseRouter,
+    Share,
+    case_metrics,
+    frontier_row,
+    one_thread,
+    placed_metrics,
+    with_pairs,
+)
 from moe_ep_bench.kernels import compiled
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.metrics import score_order, token_overlap
 from moe_ep_bench.policies.capacity import IMAGE
+from moe_ep_bench.policies.frontier import Frontier
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.exit_codes import OK
@@ -91,6 +101,9 @@ def _route_comparison(
     layer = comparison.experiment.layer
     rows_of: dict[str, dict[str, list[Any]]] = {case.case_id: defaultdict(list) for case in cases}
     beside: dict[str, dict[str, list[Any]]] = {"overlap": defaultdict(list), "score_curves": defaultdict(list)}
+    frontiers: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    home_E = comparison.placement.rank_E
+    rank_E = None if home_E is None else torch.from_numpy(home_E)
     carried = CarriedLoads(
         lambda case, _, index: _shares(comparison, comparison.workload.batch(index)), comparison.slots, layer.seed
     )
@@ -106,16 +119,23 @@ def _route_comparison(
     for index in range(comparison.workload.num_batches):
         batch = comparison.workload.batch(index)
         shares = _shares(comparison, batch)
+        frontier = _frontier(shares, rank_E)
         for case in cases:
             router = CaseRouter(case, replicas.slots(case, index), layer.seed, carried)
-            for rank, row in enumerate(_route_batch(router, shares, index, layer.kernel)):
+            rows = _route_batch(router, shares, index, layer.kernel)
+            for rank, row in enumerate(rows):
                 _append(rows_of[case.case_id], {**row, "rank": rank, "batch": index, "layer": comparison.layer})
-        rows = {"overlap": _overlap_rows(comparison, batch, index), "score_curves": _score_rows(batch)}
-        for table, row in ((table, row) for table, of_batch in rows.items() for row in of_batch):
+            if frontier is not None and rank_E is not None and case.role != REPLICATION:
+                load_E = torch.tensor([row["load_E"] for row in rows]).sum(dim=0)
+                own = {"batch": index, "layer": comparison.layer, **frontier_row(case, frontier, load_E, rank_E)}
+                frontiers[case.case_id].append(own)
+        found = {"overlap": _overlap_rows(comparison, batch, index), "score_curves": _score_rows(batch)}
+        for table, row in ((table, row) for table, of_batch in found.items() for row in of_batch):
             _append(beside[table], {**row, "batch": index, "comparison_id": comparison.comparison_id})
         progress.update()
     for case in cases:
         named = identity("route", run_id, comparison, case)
+        write_frontier(directory, comparison, case, frontiers[case.case_id])
         directory.write("routing", case.case_id, {**named, **rows_of[case.case_id]})
     for table, columns in beside.items():  # There may be no pair of tokens.
         if columns:
@@ -133,6 +153,14 @@ def _shares(comparison: Comparison, batch: TokenBatch) -> list[Share]:
             context = replace(context, modality_T=assumed_modality(tokens.sequence_id_T, image_share))
         shares.append(Share(None, rank, context, lambda scores_TE=tokens.scores_TE: scores_TE))
     return shares
+
+
+def _frontier(shares: Sequence[Share], rank_E: Tensor | None) -> Frontier | None:
+    """What dropping alone could keep of a batch; None where experts have several homes, or there are too many pairs."""
+    pairs: list[tuple[Tensor, Tensor]] | None = [] if rank_E is not None else None
+    for share in shares:
+        pairs = None if pairs is None else with_pairs(pairs, share)
+    return None if pairs is None or rank_E is None else Frontier.of(pairs, rank_E)
 
 
 def assumed_modality(sequence_id_T: Tensor, image_share: float) -> Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 from moe_ep_bench.bench.job import Job
 from moe_ep_bench.bench.plan import CaseSpec, Comparison
 from moe_ep_bench.bench.subjects import LayerSubject
+from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import METRICS, TOTAL, PhaseKey, layer_and_phase, phases_in_depth
 from moe_ep_bench.timing.protocol import COLUMNS, HOST, THREAD_CPU, Step, sample_keys
 
@@ -66,6 +67,16 @@ def write_case(
         job.directory.write("routing", case.case_id, {**job.identity(comparison, case), **routing})
     samples = _sample_columns(steps, times_RSC, columns)
     job.directory.write("samples", case.case_id, {**job.identity(comparison, case), **samples}, job.launch)
+
+
+def write_frontier(
+    directory: RunDirectory, comparison: Comparison, case: CaseSpec, rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write a case's part of the table ``frontier``; nothing where there are no rows."""
+    if rows:
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        about = {"comparison_id": comparison.comparison_id, "case_id": case.case_id}
+        directory.write("frontier", case.case_id, {**about, **columns})
 
 
 def _sample_columns(steps: Sequence[Step], times_RSC: np.ndarray, columns: Sequence[PhaseKey]) -> dict[str, Any]:

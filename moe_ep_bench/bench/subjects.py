@@ -121,6 +121,13 @@ class LayerSubject:
             return (layer - self.model.first_dense_layers) / self.model.num_moe_layers
         return workload.layer / workload.traces[0].num_layers if isinstance(workload, RecordedWorkload) else 0.0
 
+    @property
+    def num_places(self) -> int | None:
+        """MoE layers that ``layer_fraction`` is a place among; None where that is unknown."""
+        if self.moe_layers[0] is not None:
+            return self.model.num_moe_layers
+        return self.workload.traces[0].num_layers if isinstance(self.workload, RecordedWorkload) else None
+
     def layers(self) -> dict[int | None, LayerSubject]:
         """Each MoE layer as a subject of its own, with its scores and its place in the depth."""
         return {key: LayerSubject(self.experiment, self.world_size, {key: one}) for key, one in self.workloads.items()}

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_ep_bench.bench.plan import CEILING, NATIVE, CaseSpec
+from moe_ep_bench.bench.plan import BASELINE, CEILING, NATIVE, CaseSpec
 from moe_ep_bench.bench.rows import PackedMetrics
 from moe_ep_bench.bench.subjects import LayerSubject
 from moe_ep_bench.kernels import compiled
@@ -32,6 +32,7 @@ from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
 from moe_ep_bench.metrics import ScoreMetrics, routing_metrics, score_metrics
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.frontier import Frontier, top_k_pairs
 from moe_ep_bench.workload import TokenBatch
 from moe_ep_bench.workload.skew import balanced_scores
 
@@ -44,6 +45,8 @@ _OF_KEPT = ("retained_mass_topk", "retained_mass_all", "tokens_without_expert", 
 
 # Scores of a batch that are kept rather than made again: of one layer, and of all together.
 _HELD_BYTES, _HELD_BYTES_OF_ALL = 2**28, 2**32
+# Top-k pairs of a batch that are sorted for its frontier; more would take gigabytes.
+_MOST_FRONTIER_PAIRS = 2**24
 
 
 @contextlib.contextmanager
@@ -159,6 +162,7 @@ class CaseRouter:
                 continue
             if policy is not None:
                 told = self.context(share, index)
+                policy = policy.in_layer(told.layer_fraction)
                 context = replace(told, random_TE=policy.draws(share.logits_TE, told))  # a captured graph cannot draw
             subject.route(layer, share.logits_TE, policy, context)
 
@@ -173,12 +177,14 @@ class LayerTraffic:
         stats_SE: what a batch-wide policy's statistics sum up to over ranks; None where it has none.
         metrics: of each rank's tokens, [R] rows: ``metrics.routing_metrics``, and empty columns for what a layer's
             output is compared with.
+        frontier: ``frontier_row``; None where there is none.
     """
 
     num_tokens_R: list[int]
     counts_CRP: Tensor
     stats_SE: Tensor | None
     metrics: PackedMetrics
+    frontier: dict[str, Any] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -247,9 +253,12 @@ def traffic_of(
     # One array each for all ranks: many small ones between the large ones that come and go would scatter memory.
     counts = [torch.zeros(num_chunks, layer.ep_size, router.slots.num_slots, dtype=torch.int64) for router in routers]
     metrics = [PackedMetrics(layer.ep_size) for _ in routers]
+    pairs: list[tuple[Tensor, Tensor]] | None = []
     for rank, tokens in enumerate(ranks):
         shares = Shares(layer, tokens, rank, device)
         num_tokens.append(tokens.num_tokens)
+        if pairs is not None:
+            pairs = with_pairs(pairs, next((shares.of(one.case) for one in routers if one.case.role != CEILING), None))
         for number, router in enumerate(routers):
             share, slots = shares.of(router.case), router.slots
             routing = router.route(share, index, stats[number])
@@ -260,7 +269,43 @@ def traffic_of(
             if not slots.is_contiguous:
                 row |= placed_metrics(map_TP, slots, rank)
             metrics[number].put((rank,), {**row, "reference_error": None, "output_error": None})
-    return [LayerTraffic(num_tokens, *parts) for parts in zip(counts, stats, metrics, strict=True)]
+    rows = _frontier_rows(pairs, routers, metrics)
+    return [LayerTraffic(num_tokens, *parts) for parts in zip(counts, stats, metrics, rows, strict=True)]
+
+
+def with_pairs(pairs: list[tuple[Tensor, Tensor]], share: Share | None) -> list[tuple[Tensor, Tensor]] | None:
+    """Add a rank's top-k pairs to those of the ranks before it; None where there are too many, or no share."""
+    if share is None:
+        return None
+    pairs.append(top_k_pairs(share.scores_TE, share.of_scores.top_k_TE))
+    return pairs if sum(len(scores_N) for scores_N, _ in pairs) <= _MOST_FRONTIER_PAIRS else None
+
+
+def frontier_row(case: CaseSpec, frontier: Frontier, load_E: Tensor, rank_E: Tensor) -> dict[str, Any]:
+    """What of the top-k mass dropping alone keeps at most, where a case computes ``load_E`` pairs (all ranks')."""
+    fullest = int(load_E.new_zeros(int(rank_E.max()) + 1).index_add(0, rank_E, load_E).max())
+    loads, kept = frontier.curve() if case.role == BASELINE else (None, None)
+    return {
+        "kept_by_load": frontier.kept(fullest),
+        "kept_by_experts": frontier.kept_by_experts(int((load_E > 0).sum())),
+        "curve_load": loads,
+        "curve_kept": kept,
+    }
+
+
+def _frontier_rows(
+    pairs: list[tuple[Tensor, Tensor]] | None, routers: Sequence[CaseRouter], metrics: Sequence[PackedMetrics]
+) -> list[dict[str, Any] | None]:
+    """``frontier_row`` of every case whose experts have one home each and which sees the model's scores."""
+    homes = [None if one.case.role == CEILING else one.slots.rank_E for one in routers]
+    rank_E = next((one for one in homes if one is not None), None)
+    if pairs is None or rank_E is None:
+        return [None for _ in routers]
+    frontier, rows = Frontier.of(pairs, rank_E), []
+    for router, home_E, of_case in zip(routers, homes, metrics, strict=True):
+        load_E = torch.from_numpy(of_case["load_E"].sum(axis=0)).long()
+        rows.append(None if home_E is None else frontier_row(router.case, frontier, load_E, home_E))
+    return rows
 
 
 def _statistics(

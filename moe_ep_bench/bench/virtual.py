@@ -15,6 +15,7 @@ Shapes: R = virtual ranks, V = cases, B = batches, C = columns of a sample, E = 
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.plan import BASELINE, NOISE, CaseSpec, Comparison
 from moe_ep_bench.bench.rank_timers import MeasuredRanks, ModelledRanks, RankTime
 from moe_ep_bench.bench.replicas import Replicas, Solving
-from moe_ep_bench.bench.rows import PackedMetrics, columns_of, write_case
+from moe_ep_bench.bench.rows import PackedMetrics, columns_of, write_case, write_frontier
 from moe_ep_bench.bench.subjects import LayerSubject, ModelSubject
 from moe_ep_bench.bench.traffic import CaseRouter, LayerTraffic, RankBatches, Share, Shares, Traffic, traffic_of
 from moe_ep_bench.cost_model.timeline import compose, median_legs
@@ -86,6 +87,7 @@ class Emulation:
         samples: microseconds [V, R, B, C].
         metrics: of each case [R, B x layers] rows, those of a batch's layers together as ``write_case`` wants them.
         errors: of each case and layer, beside the reference.
+        frontiers: of each case, rows of the table ``frontier``.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Emulation:
         self.samples = np.empty(0)
         self.metrics: list[PackedMetrics] = []
         self.errors: dict[tuple[str, int | None], float] = {}
+        self.frontiers: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.timed_runs = self.shared_runs = 0
 
     def check(self) -> dict[CaseSpec, str]:
@@ -156,6 +159,7 @@ class Emulation:
             plain_RBC = np.full_like(samples_RBC, np.nan)
             plain_RBC[..., whole] = samples_RBC[..., whole]
             times_RSC = np.concatenate([plain_RBC, samples_RBC], axis=1)
+            write_frontier(job.directory, self.comparison, case, self.frontiers[case.case_id])
             write_case(job, self.comparison, case, steps, times_RSC, self.columns, metrics)
 
     def _time_batch(self, index: int, timer: MeasuredRanks | ModelledRanks, rounds: int, kept: int) -> None:
@@ -165,6 +169,8 @@ class Emulation:
         for case, metrics, of_case in zip(self.cases, self.metrics, traffic, strict=True):
             for row, (layer, one) in enumerate(of_case.layers.items(), index * len(self.layers)):
                 metrics.put((slice(None), row), one.metrics)
+                if one.frontier is not None:
+                    self.frontiers[case.case_id].append({"batch": index, "layer": layer, **one.frontier})
                 if index == 0:
                     metrics["reference_error"][:, row] = self.errors.get((case.case_id, layer), np.nan)
         times: list[list[list[RankTime]]] = [[[] for _ in range(self.num_ranks)] for _ in routers]

@@ -328,6 +328,13 @@ def _trace_info(options: argparse.Namespace) -> int:
 def _trace_thresholds(options: argparse.Namespace) -> int:
     import yaml
 
+    if options.budget is not None:
+        from moe_ep_bench.bench.question import parse_share
+        from moe_ep_bench.workload.budgets import Setting, budget_text
+
+        setting = Setting(options.ep, options.tokens, options.granularity)
+        print(budget_text(options.file, parse_share("--budget", options.budget), setting))
+        return OK
     from moe_ep_bench.workload.thresholds import laser_thresholds
 
     derived = laser_thresholds(options.file, options.keep)

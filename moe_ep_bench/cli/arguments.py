@@ -231,9 +231,25 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     info.add_argument("--out", type=Path, metavar="DIR", help="draw figures into this directory")
     info.set_defaults(command="trace info")
 
-    thresholds = actions.add_parser("thresholds", help="derive the fields of the policy laser from a recording")
+    thresholds = actions.add_parser("thresholds", help="derive fields of the policies laser or token_drop")
     thresholds.add_argument("file", type=Path, metavar="FILE", help="a moe-trace-v1 file")
-    _add_float(thresholds, "--keep", 0.25, "SHARE", "share of tokens that keep their top-k")
+    _add_float(thresholds, "--keep", 0.25, "SHARE", "of laser: share of tokens that keep their top-k")
+    thresholds.add_argument(
+        "--budget",
+        metavar="SHARE",
+        help="of token_drop: score mass that may be lost, e.g. 1%%, from which factors follow",
+    )
+    thresholds.add_argument("--ep", type=int, default=8, metavar="N", help="with --budget: ranks (%(default)s)")
+    thresholds.add_argument(
+        "--tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="with --budget: of a batch, all ranks together (%(default)s)",
+    )
+    thresholds.add_argument(
+        "--granularity", choices=("device", "expert"), default="device", help="with --budget: (%(default)s)"
+    )
     thresholds.set_defaults(command="trace thresholds")
 
     eplb = actions.add_parser("eplb", help="plan replicas for its loads; write which expert each slot holds (SGLang)")

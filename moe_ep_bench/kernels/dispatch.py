@@ -31,6 +31,7 @@ from torch import Tensor
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.budget_drop import BudgetDrop
 from moe_ep_bench.policies.capacity import CapacityPolicy, ExpandedDrop, TokenDrop
 from moe_ep_bench.policies.contract import SteppedPolicy
 from moe_ep_bench.policies.laser import Laser, LoadAwarePolicy, LoadOnly
@@ -67,25 +68,27 @@ class Compiled:
 
     def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         """``Policy.route``; also a ValueError for a kernel that cannot run this policy here."""
-        self.policy.check(scores_TE, context)
+        self.policy.in_layer(context.layer_fraction).check(scores_TE, context)
         return self.select(scores_TE, context, stats_SE)
 
     def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
         """``Policy.batch_stats``."""
-        self.policy.check(scores_TE, context)
+        self.policy.in_layer(context.layer_fraction).check(scores_TE, context)
         return self.stats(scores_TE, context)
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         """``route`` unchecked: what a timed layer calls."""
-        return self._form(scores_TE)[0](scores_TE, context, stats_SE)
+        return self._form(scores_TE, context)[0](scores_TE, context, stats_SE)
 
     def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
         """``batch_stats`` unchecked."""
-        return self._form(scores_TE)[1](scores_TE, context)
+        return self._form(scores_TE, context)[1](scores_TE, context)
 
-    def _form(self, scores_TE: Tensor) -> Form:
+    def _form(self, scores_TE: Tensor, context: RoutingContext) -> Form:
         num_tokens, num_experts = scores_TE.shape
-        return _form(self, num_tokens, num_experts)
+        here = self.policy.in_layer(context.layer_fraction)
+        one = self if here is self.policy else compiled(here, self.device_type, self.kernel)
+        return _form(one, num_tokens, num_experts)
 
     def select_all(self, scores: Sequence[Tensor], contexts: Sequence[RoutingContext]) -> list[Routing]:
         """``select`` for all ranks at once, where one process holds every rank's scores.
@@ -213,12 +216,13 @@ class Twin(NamedTuple):
 @functools.cache
 def triton_twins() -> Mapping[type[Policy], Twin]:
     """The policies that have a Triton form; Triton must be there."""
-    from moe_ep_bench.kernels import capacity_triton, laser_triton, rows_triton, sets_triton
+    from moe_ep_bench.kernels import budget_triton, capacity_triton, laser_triton, rows_triton, sets_triton
 
     return {
         TopK: Twin(rows_triton.topk),
         TokenDrop: Twin(capacity_triton.capacity),
         ExpandedDrop: Twin(capacity_triton.capacity),
+        BudgetDrop: Twin(budget_triton.budget_drop, budget_triton.budget_drop_stats),
         ExpertDrop: Twin(sets_triton.expert_drop, sets_triton.expert_drop_stats),
         Pruned: Twin(rows_triton.pruned),
         OEA: Twin(sets_triton.oea, sets_triton.oea_stats),

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.kernels import greedy_load, row_selection
-from moe_ep_bench.policies.steps import LeastLoaded, Steps, lowest
+from moe_ep_bench.policies.steps import LeastLoaded, Steps, bin_shift, lowest
 
 Result = TypeVar("Result")
 
@@ -76,6 +76,18 @@ class HostSteps(Steps):
     def load_of(self, map_TE: Tensor) -> Tensor:
         parts = _in_slices(map_TE.shape[0], row_selection.load_of, _array(map_TE))
         return torch.from_numpy(np.sum(parts, axis=0)).double()
+
+    def histogram(self, scores_TE: Tensor, map_TE: Tensor, num_bins: int, bins_per_octave: int, unit: float) -> Tensor:
+        scores, shift = _array(scores_TE), bin_shift(bins_per_octave)
+        arrays = scores.view(np.int32), scores, _array(map_TE), num_bins, shift, unit
+        return torch.from_numpy(np.sum(_in_slices(len(scores), row_selection.histogram, *arrays), axis=0))
+
+    def without_cells(self, scores_TE: Tensor, map_TE: Tensor, dropped_SE: Tensor, bins_per_octave: int) -> Tensor:
+        kept_TE = torch.zeros(map_TE.shape, dtype=torch.bool)
+        bits, shift = _array(scores_TE).view(np.int32), bin_shift(bins_per_octave)
+        arrays = bits, _array(map_TE), _array(dropped_SE), shift, _array(kept_TE)
+        _in_slices(len(bits), row_selection.without_cells, *arrays)
+        return kept_TE
 
     def by_request(
         self, scores_TE: Tensor, wanted_TE: Tensor, request_T: Tensor, num_requests: int

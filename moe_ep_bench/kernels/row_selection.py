@@ -129,6 +129,36 @@ def load_of(map_TE, first, last):
 
 
 @njit(cache=True, nogil=True)
+def histogram(bits_TE, scores_TE, map_TE, num_bins, shift, unit, first, last):
+    """Marked pairs by score bin and expert, and in the rows below the sum of their scores: float64 [2 * bins, E]."""
+    num_experts = scores_TE.shape[1]
+    cells_SE = np.zeros((2 * num_bins, num_experts))
+    for token in range(first, last):
+        for expert in range(num_experts):
+            if map_TE[token, expert]:
+                place = score_bin(bits_TE[token, expert], num_bins, shift)
+                cells_SE[place, expert] += 1
+                cells_SE[num_bins + place, expert] += np.rint(np.float64(scores_TE[token, expert]) / unit) * unit
+    return cells_SE
+
+
+@njit(cache=True, nogil=True)
+def without_cells(bits_TE, map_TE, dropped_SE, shift, kept_TE, first, last):
+    """Mark what is marked and whose cell is not dropped."""
+    for token in range(first, last):
+        for expert in range(map_TE.shape[1]):
+            if map_TE[token, expert]:
+                place = score_bin(bits_TE[token, expert], dropped_SE.shape[0], shift)
+                kept_TE[token, expert] = not dropped_SE[place, expert]
+
+
+@njit(cache=True, nogil=True)
+def score_bin(bits, num_bins, shift):
+    """The bin of a score, from the bits of its float32; those of -0.0 are negative, and in the first."""
+    return min(max(((np.int64(bits) - (127 << 23)) >> shift) + num_bins, 0), num_bins - 1)
+
+
+@njit(cache=True, nogil=True)
 def by_request(scores_TE, wanted_TE, request_T, wanted_QE, sums_QE, first, last):
     """Join the tokens, in their order, of each request from ``first`` to ``last``."""
     for token in range(scores_TE.shape[0]):

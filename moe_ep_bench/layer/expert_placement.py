@@ -117,6 +117,14 @@ class ExpertPlacement:
         return self.num_slots == self.num_experts and torch.equal(self.expert_P, torch.arange(self.num_experts))
 
     @cached_property
+    def rank_E(self) -> Tensor | None:  # noqa: N802
+        """The rank of every expert, int64 [E]; None where an expert has several slots."""
+        if self.num_slots != self.num_experts:
+            return None
+        rank_P = torch.arange(self.num_slots) // (self.num_slots // self.num_ranks)
+        return torch.empty_like(rank_P).scatter(0, self.expert_P, rank_P)
+
+    @cached_property
     def replicas(self) -> Tensor:
         """Slots of every expert: int64 [E]."""
         return torch.bincount(self.expert_P, minlength=self.num_experts)

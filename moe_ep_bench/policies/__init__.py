@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from typing import Any
 
 from moe_ep_bench.errors import UserError, did_you_mean
+from moe_ep_bench.policies.budget_drop import BudgetDrop
+from moe_ep_bench.policies.by_layer import ByLayer
 from moe_ep_bench.policies.capacity import ExpandedDrop, TokenDrop
 from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.laser import Laser, LoadOnly
@@ -22,6 +26,7 @@ _ALL: tuple[type[Policy], ...] = (
     ExpandedDrop,
     ExpertDrop,
     MegatronDrop,
+    BudgetDrop,
     Pruned,
     OEA,
     Laser,
@@ -55,6 +60,8 @@ def make_policy(spec: Mapping[str, object]) -> Policy:
     policy = policy_class(values.pop("name", None))
     name = policy.name
     known = {field.name: field for field in fields(policy)}
+    layered = values.pop("by_layer", None)  # of ``Policy.params``
+    values |= layered if isinstance(layered, Mapping) and "by_layer" not in known else {}
     for key in values:
         if key not in known:
             allowed = ", ".join(known) or "no fields"
@@ -62,11 +69,34 @@ def make_policy(spec: Mapping[str, object]) -> Policy:
     for key, field in known.items():
         if field.default is MISSING and key not in values:
             raise UserError(f"{key}: {name} needs it")
+    layered = {key: value for key, value in values.items() if _is_by_layer(known[key].type, value)}
     if policy is POLICIES.get(name):
-        return policy(**values)
+        return _made(policy, values, layered)
     try:
-        made = policy(**values)
+        made = _made(policy, values, layered)
         hash(made)
     except (TypeError, ValueError) as error:  # Of its own checks, or of a value that cannot be compared.
         raise UserError(" ".join(f"{name}: {error}".split())) from None
+    return made
+
+
+def _is_by_layer(annotation: object, value: object) -> bool:
+    """Whether a value is a list or a mapping where the field holds a number."""
+    kinds = set(str(getattr(annotation, "__name__", annotation)).replace(" ", "").split("|"))
+    return isinstance(value, list | tuple | Mapping) and {"None"} < kinds | {"None"} <= {"int", "float", "None"}
+
+
+def _made(policy: type[Policy], values: Mapping[str, Any], layered: Mapping[str, Any]) -> Policy:
+    """A policy whose checks have seen every layer's values."""
+    if not layered:
+        return policy(**values)
+    columns = {key: ByLayer.of(key, value) for key, value in layered.items()}
+    lengths = {key: len(column) for key, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise UserError(f"{', '.join(lengths)}: expected as many layers in each, got {list(lengths.values())}")
+    rows = zip(*columns.values(), strict=True)
+    of_layers = [policy(**{**values, **dict(zip(columns, row, strict=True))}) for row in rows]
+    made = copy.copy(of_layers[0])
+    for key in columns:
+        object.__setattr__(made, key, ByLayer(getattr(one, key) for one in of_layers))
     return made

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import ClassVar, Literal, Self
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from typing import ClassVar, Literal, Self, TypeVar
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.policies.by_layer import ByLayer
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.steps import TORCH, Steps
 
@@ -140,9 +142,10 @@ class Policy:
         ``route`` itself takes more as all: one policy may serve layers of several sizes.
         """
         for field in self.experts_in:
-            count = getattr(self, field)
-            if count is not None and count > num_experts:
-                raise UserError(f"{field}: expected at most the model's {num_experts} experts, got {count}")
+            counts = getattr(self, field)
+            for count in counts if isinstance(counts, ByLayer) else [counts]:
+                if count is not None and count > num_experts:
+                    raise UserError(f"{field}: expected at most the model's {num_experts} experts, got {count}")
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         """The most experts that a token may be given: all, unless a policy promises less.
@@ -151,16 +154,43 @@ class Policy:
         """
         return num_experts
 
+    @property
+    def by_layer(self) -> dict[str, ByLayer]:
+        """The fields that differ by layer."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if isinstance(value, ByLayer)}
+
+    def in_layer(self, layer_fraction: float) -> Self:
+        """The policy with the values of one layer (``RoutingContext.layer_fraction``), which routes there."""
+        return _in_layer(self, layer_fraction) if self.by_layer else self
+
     def params(self) -> dict[str, object]:
-        """The fields as a JSON-ready dict, without the name. Ids of cases follow from it."""
+        """The fields as a JSON-ready dict, without the name. Ids of cases follow from it.
+
+        What differs by layer is None in its place, and stands under ``by_layer``, which ``make_policy`` takes.
+        """
         default = {field.name: field.default for field in fields(self)}
-        return {key: value for key, value in asdict(self).items() if key not in self.optional or value != default[key]}
+        values = asdict(self)
+        found = {key: value for key, value in values.items() if key not in self.optional or value != default[key]}
+        layered = {name: list(values) for name, values in self.by_layer.items()}
+        return {**found, **dict.fromkeys(layered), "by_layer": layered} if layered else found
 
     @property
     def label(self) -> str:
         """Name and the fields that differ from their defaults, for tables and figures."""
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
         return " ".join([self.name, *(f"{f.name}={getattr(self, f.name)}" for f in changed)])
+
+
+_Kind = TypeVar("_Kind", bound=Policy)
+
+
+@lru_cache(maxsize=4096)
+def _in_layer(policy: _Kind, layer_fraction: float) -> _Kind:
+    layered = policy.by_layer
+    num_layers = len(next(iter(layered.values())))
+    layer = min(round(layer_fraction * num_layers), num_layers - 1)
+    return replace(policy, **{name: values[layer] for name, values in layered.items()})
 
 
 class SteppedPolicy(Policy):
@@ -179,12 +209,18 @@ class SteppedPolicy(Policy):
         return None
 
     def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-        self.check(scores_TE, context)
-        return self.select(scores_TE, context, stats_SE)
+        here = self.in_layer(context.layer_fraction)
+        here.check(scores_TE, context)
+        return here.select(scores_TE, context, stats_SE)
 
     def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
-        self.check(scores_TE, context)
-        return self.stats(scores_TE, context)
+        here = self.in_layer(context.layer_fraction)
+        here.check(scores_TE, context)
+        return here.stats(scores_TE, context)
+
+    def in_layer(self, layer_fraction: float) -> Self:
+        here = super().in_layer(layer_fraction)
+        return here if here is self else here.by(self.steps)
 
     def by(self, steps: Steps) -> Self:
         """The same policy by other steps, which return the same bits."""

@@ -99,6 +99,31 @@ class Steps:
         """Pairs per expert: float64 [E]."""
         return map_TE.sum(dim=0).double()
 
+    def histogram(self, scores_TE: Tensor, map_TE: Tensor, num_bins: int, bins_per_octave: int, unit: float) -> Tensor:
+        """Marked pairs by score bin (``score_bins``) and expert, and below these rows the sum of their scores.
+
+        Args:
+            unit: to whose multiples scores are rounded, so that their sums are exact.
+
+        Returns:
+            float64 [2 * num_bins, E].
+        """
+        num_experts = scores_TE.shape[1]
+        cell_TE = score_bins(scores_TE, num_bins, bins_per_octave) * num_experts
+        cell_N = (cell_TE + torch.arange(num_experts, device=scores_TE.device))[map_TE]
+        values_2N = torch.stack([torch.ones_like(cell_N).double(), (scores_TE[map_TE].double() / unit).round() * unit])
+        cells_2N = values_2N.new_zeros(2, num_bins * num_experts).index_add(1, cell_N, values_2N)
+        return cells_2N.view(2 * num_bins, num_experts)
+
+    def without_cells(self, scores_TE: Tensor, map_TE: Tensor, dropped_SE: Tensor, bins_per_octave: int) -> Tensor:
+        """The marked pairs whose cell is not dropped: bool [T, E].
+
+        Args:
+            dropped_SE: bool [bins, E].
+        """
+        bin_TE = score_bins(scores_TE, dropped_SE.shape[0], bins_per_octave)
+        return map_TE & ~dropped_SE.gather(0, bin_TE)
+
     def by_request(
         self, scores_TE: Tensor, wanted_TE: Tensor, request_T: Tensor, num_requests: int
     ) -> tuple[Tensor, Tensor]:
@@ -219,6 +244,28 @@ def lowest(keys: Tensor) -> Any:
 def share_of(part: Tensor, whole: Tensor) -> Tensor:
     """part / whole, where a share of nothing is 0."""
     return torch.where(whole > 0, part / whole, 0.0)
+
+
+def score_bins(scores_TE: Tensor, num_bins: int, bins_per_octave: int) -> Tensor:
+    """Equal parts of octaves, the last one below 1; what lies outside is in the first or last: 0 to num_bins - 1.
+
+    The bits of a positive float32 are its exponent and mantissa: without the lower ones they count bins.
+
+    Args:
+        bins_per_octave: a power of two.
+
+    Returns:
+        int64 [T, E].
+    """
+    shift = bin_shift(bins_per_octave)
+    bits_TE = (scores_TE + 0).contiguous().view(torch.int32).long()  # -0.0 is 0.0
+    one = 127 << 23  # the bits of 1.0
+    return (((bits_TE - one) >> shift) + num_bins).clamp(0, num_bins - 1)
+
+
+def bin_shift(bins_per_octave: int) -> int:
+    """Lower bits of a float32 that tell scores of one bin apart."""
+    return 23 - (bins_per_octave.bit_length() - 1)
 
 
 def best_first(keys_TE: Tensor) -> Tensor:

@@ -220,7 +220,7 @@ class _Patch:
                 # What a rank, or all together, were given before this batch.
                 told = [load_RE.sum(dim=0) if policy.load_scope == "all" else load_RE[one.rank] for one in contexts]
                 contexts = [replace(one, load_E=load_E.clone()) for one, load_E in zip(contexts, told, strict=True)]
-            policy.check(scores[0], contexts[0])
+            policy.in_layer(contexts[0].layer_fraction).check(scores[0], contexts[0])
             routings = compiled(policy, scores_TE.device).select_all(scores, contexts)
             for (_, token_N), of_rank in zip(batch, routings, strict=True):
                 routing.map_TE[token_N] = of_rank.map_TE

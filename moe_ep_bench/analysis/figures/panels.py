@@ -172,7 +172,7 @@ def sheet_of_panels(
     else:
         columns = min(most, number)
     rows = -(-number // columns)
-    figure = sheet(*header, width=_WIDTHS[min(4, columns * (2 if beside else 1))], body=rows * height)
+    figure = sheet(*header, width=_WIDTHS[min(4, columns * (per_group if beside else 1))], body=rows * height)
     if beside:
         grid = figure.add_gridspec(rows, columns * per_group, width_ratios=[*ratios] * columns)
     else:

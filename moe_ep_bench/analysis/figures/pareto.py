@@ -4,11 +4,14 @@ A case is on the *front* when no other of its comparison is at least as fast and
 one of the two. Native (speedup 1, all mass, nothing dropped) competes, so what is slower than native is on the front
 only where it keeps more than native's mass. The front connects medians and knows nothing of their intervals: of two
 points whose intervals overlap neither beats the other.
+
+Where ranks are emulated a third panel leaves time aside: how much less the fullest rank computes, over the mass kept,
+below the frontier of dropping (``policies.frontier``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from moe_ep_bench.analysis.fidelity import fidelity
 from moe_ep_bench.analysis.figures.panels import (
     COST,
     SPEEDUP,
@@ -30,9 +34,10 @@ from moe_ep_bench.analysis.figures.panels import (
     run_looks,
     sheet_of_panels,
 )
-from moe_ep_bench.analysis.load import Run
+from moe_ep_bench.analysis.load import Case, Run
 from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, Drawing, Look, Looks
 from moe_ep_bench.analysis.words import interval_words
+from moe_ep_bench.policies.frontier import joint
 
 _FRONT = {"color": INK, "linewidth": 1.1, "linestyle": (0, (1, 1))}
 _NATIVE = {"color": INK, "marker": "*", "markersize": 10, "linestyle": "none", "markeredgewidth": 0}
@@ -41,6 +46,7 @@ _COSTS = {
     "retained_mass_percent": ("score mass kept (% of top-k's)", 100.0, 1, "on_front_of_retained_mass"),
     "dropped_percent": ("dropped (% of top-k pairs)", 0.0, -1, "on_front_of_dropped_share"),
 }
+_FRONTIER = {"color": INK, "linewidth": 1.4}
 # Of top-k pairs: a policy that drops more computes nothing that a speedup could be of.
 _DROPS_ALL = 95.0
 
@@ -60,6 +66,8 @@ def pareto_figure(run: Run) -> Drawing | None:
             if place < len(own)
         ]
         policies = policies.assign(**{on_front: policies.index.isin(kept)})
+    frontiers = _frontiers(run)
+    policies = _with_relief(policies, run, frontiers)
     floors = rows[rows["is_floor"] & rows["comparison_id"].isin(policies["comparison_id"])]
     rows = pd.concat([policies, floors]).sort_index()
     drawn, notes = drawn_part(run, rows)
@@ -70,17 +78,78 @@ def pareto_figure(run: Run) -> Drawing | None:
     factors = f" Numbers: {GAMMA}." if policies["capacity_factor"].notna().any() else ""
     lines = interval_words(list(policies["speedup_is_interval"]), "Lines")
     subtitle = f"Speedup over native against what a policy keeps and drops. {lines}{factors}"
-    header = "What speed costs", subtitle, footer(run, drawn, notes), _legend(drawn, looks)
+    has_frontier = bool(frontiers) and policies["relief"].notna().any()
+    legend = _legend(drawn, looks)
+    if has_frontier:
+        legend.append(("frontier: none that only drops is above; rerouting may be", Line2D([], [], **_FRONTIER)))
+    header = "What speed costs", subtitle, footer(run, drawn, notes), legend
     groups = list(drawn.groupby("comparison_id", sort=False))
     titles = [own["comparison"].iloc[0] for _, own in groups]
     figure, axes = sheet_of_panels(
-        header, titles, (1, 1), 4.0 if len(groups) == 1 else 5.2, beside=len(groups) == 1, most=4
+        header, titles, (1,) * (2 + has_frontier), 4.0 if len(groups) == 1 else 5.2, beside=len(groups) == 1, most=4
     )
-    for group, (_, own) in zip(axes, groups, strict=True):
-        for one, cost in zip(group, _COSTS, strict=True):
+    for group, (comparison_id, own) in zip(axes, groups, strict=True):
+        if has_frontier:
+            _draw_relief(group[2], own[(own["role"] == "policy") & ~away.reindex(own.index, fill_value=False)], looks)
+            _draw_frontier(group[2], frontiers.get(str(comparison_id)))
+        for one, cost in zip(group[:2], _COSTS, strict=True):
             _draw(one, own, away.reindex(own.index, fill_value=False).astype(bool), cost, looks)
             one.set_ylabel(SPEEDUP_LABEL if len(groups) > 1 or one is group[0] else "")
-    return Drawing(figure, csv(rows, *SPEEDUP, "verdict", *COST, *(cost[3] for cost in _COSTS.values())))
+    columns = [*SPEEDUP, "verdict", *COST, *(cost[3] for cost in _COSTS.values())]
+    return Drawing(figure, csv(rows, *columns, *(["relief", "kept_percent"] if has_frontier else [])))
+
+
+def _frontiers(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """By comparison: how much less the fullest rank computes than native's, and the mass in % that is kept at most."""
+    found = {}
+    for case in run.cases:
+        if case.role == "baseline" and case.frontier is not None:
+            curves = zip(case.frontier["curve_load"], case.frontier["curve_kept"], strict=True)
+            load_N, kept_N = (one.numpy() for one in joint([(list(load), list(kept)) for load, kept in curves]))
+            reached = load_N > 0
+            found[case.comparison_id] = (load_N[-1] / load_N[reached], 100 * kept_N[reached])
+    return found
+
+
+def _with_relief(policies: pd.DataFrame, run: Run, frontiers: Mapping[str, Any]) -> pd.DataFrame:
+    """Each policy's place in the panel of the frontier: the fullest rank native's over its own, and the mass kept."""
+    by_case = {case.case_id: case for case in run.cases}
+    full = {case.comparison_id: result for case, result in _fullest(run)}
+    places = []
+    for row in policies.to_dict("records"):
+        frontier, native = by_case[row["case_id"]].frontier, full.get(row["comparison_id"])
+        known = frontier is not None and native and row["comparison_id"] in frontiers and row["fullest_rank"]
+        kept = float(frontier["kept_by_load"].mean()) - row["below_frontier"] if known else np.nan
+        places.append((native / row["fullest_rank"] if known else np.nan, 100 * kept))
+    relief, kept = zip(*places, strict=True)
+    return policies.assign(relief=relief, kept_percent=kept)
+
+
+def _fullest(run: Run) -> list[tuple[Case, float]]:
+    """The fullest rank over the mean under native."""
+    found = [(case, fidelity(case)) for case in run.cases if case.role == "baseline" and case.is_ok]
+    return [(case, one.fullest_rank) for case, one in found if one is not None]
+
+
+def _draw_relief(axes: Axes, policies: pd.DataFrame, looks: Looks) -> None:
+    """Points of the panel that leaves time aside."""
+    for _, point in policies[policies["relief"].notna()].iterrows():
+        look = looks[point["family"]]
+        axes.plot(point["kept_percent"], point["relief"], zorder=3, **_mark(look, "faster"))
+        if not np.isnan(point["capacity_factor"]):
+            place = (point["kept_percent"], point["relief"])
+            _write(axes, f"{point['capacity_factor']:g}", place, (6, 3), look.colour)
+    axes.plot(100, 1, zorder=2.2, **_NATIVE)
+    axes.set(xlabel="score mass kept (% of top-k's)", ylabel="fullest rank: native's pairs over the policy's")
+    axes.margins(x=0.08, y=0.12)
+
+
+def _draw_frontier(axes: Axes, frontier: tuple[np.ndarray, np.ndarray] | None) -> None:
+    """The frontier, as far as the points reach."""
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    if frontier is not None:
+        axes.plot(frontier[1], frontier[0], zorder=2, **_FRONTIER)
+    axes.set(xlim=(right, left), ylim=(low, high))  # what costs more stands to the right
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:

@@ -21,7 +21,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from moe_ep_bench.analysis.parts import ResultsError, Tried, read_run_json, read_table
+from moe_ep_bench.analysis.parts import ResultsError, Tried, read_frontier, read_run_json, read_table
 from moe_ep_bench.metrics import imbalance
 from moe_ep_bench.placement import make_placement
 from moe_ep_bench.results import RunDirectory
@@ -45,6 +45,8 @@ ROUTED = [
     "activated",  # experts with a pair
     "fullest_activated",  # on the rank that has most of them
 ]
+# What dropping alone keeps at most, less what the case keeps, of the top-k's mass; null where it was not computed.
+FRONTIER = ["below_frontier", "below_frontier_experts"]
 # What run.json says of a comparison. Layers of a ``group``, and sizes of a ``family``, differ in nothing else.
 _FACTS = [
     "order", "group", "family", "model", "num_experts", "top_k", "num_ranks", "num_tokens", "num_batches", "traffic",
@@ -99,7 +101,7 @@ class RouteRun:
 
 def _means(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     grouped = rows.groupby(keys, sort=False)
-    return grouped.first().assign(**grouped[[*_COUNTS, *_SHARES, *ROUTED]].mean()).reset_index()
+    return grouped.first().assign(**grouped[[*_COUNTS, *_SHARES, *ROUTED, *FRONTIER]].mean()).reset_index()
 
 
 def short(label: str) -> str:
@@ -240,6 +242,7 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
     load_BR = pairs_BRR.sum(axis=1)
     has_images = bool(rows["image_load_E"].notna().all())
     images_BE = np.stack(rows["image_load_E"].to_list()).reshape(shape).sum(axis=1) if has_images else None
+    retained_B = means["retained_mass_all"] / means["topk_share"]
     return pd.DataFrame(
         {
             "batch": batches,
@@ -252,7 +255,8 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
             "expert_imbalance": imbalance(load_BE),
             "rank_imbalance": imbalance(load_BR),
             "dropped_share": counts["num_dropped_pairs"] / counts["num_topk_pairs"],
-            "retained_mass": means["retained_mass_all"] / means["topk_share"],
+            "retained_mass": retained_B,
+            **_below_frontier(files, case_id, pd.Series(retained_B, batches)),
             "experts_per_token": (counts["num_pairs"] - counts["padding_pairs"]) / counts["num_tokens"],
             "activated": (load_BE > 0).sum(axis=1),
             "fullest_activated": fullest_activated,
@@ -263,3 +267,13 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
             "pairs_RR": list(pairs_BRR.reshape(len(batches), -1)),
         }
     )
+
+
+def _below_frontier(files: RunDirectory, case_id: str, retained_B: pd.Series) -> dict[str, Any]:
+    """``FRONTIER`` of every batch; a rerouting policy may keep more, below 0."""
+    rows = read_frontier(files, case_id)
+    if rows is None:
+        return dict.fromkeys(FRONTIER, np.nan)
+    rows = rows.set_index("batch")
+    most = (rows["kept_by_load"], rows["kept_by_experts"])
+    return {name: (one - retained_B).to_numpy() for name, one in zip(FRONTIER, most, strict=True)}

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from moe_ep_bench.analysis.notes import READING
+from moe_ep_bench.analysis.notes import FRONTIER, READING
 from moe_ep_bench.analysis.render import Column, Table, number, percentage
+from moe_ep_bench.analysis.route.load import FRONTIER as BELOW
 from moe_ep_bench.analysis.route.load import ROUTED, RouteRun, short
+from moe_ep_bench.analysis.tables import BELOW_FRONTIER
 from moe_ep_bench.analysis.words import MODE_WORDS
 from moe_ep_bench.metrics import uniform_activated_experts
 
@@ -26,6 +28,7 @@ _COLUMNS = (
     number("rank_imbalance", "fullest rank", "{:.2f}"),
     percentage("dropped_share", "dropped %"),
     percentage("retained_mass", "mass kept %"),
+    *BELOW_FRONTIER,
     number("experts_per_token", "experts/token", "{:.2f}"),
     number("activated", "activated", "{:.1f}"),
     number("fullest_activated", "on one rank", "{:.1f}"),
@@ -54,7 +57,11 @@ def route_tables(run: RouteRun) -> list[Table]:
         batches = f"{facts['num_batches']} batch{'es' if facts['num_batches'] > 1 else ''}"
         how = f"{MODE_WORDS['route']}, {batches}, {facts['placement']} placement"
         title = f"{facts['comparison']}{layered}: {how}"
-        tables.append(Table(rows[[*_ABOUT, *ROUTED]].reset_index(drop=True), _COLUMNS, title, _notes(rows)))
+        left_out = {column.header for column in BELOW_FRONTIER if rows[column.source].isna().all()}
+        if facts["phase"] != "decode":  # Of many tokens all experts are activated.
+            left_out.add(BELOW_FRONTIER[1].header)
+        columns = [column for column in _COLUMNS if column.header not in left_out]
+        tables.append(Table(rows[[*_ABOUT, *ROUTED, *BELOW]].reset_index(drop=True), columns, title, _notes(rows)))
     return tables
 
 
@@ -65,6 +72,7 @@ def _notes(rows: pd.DataFrame) -> list[str]:
         "fullest: pairs over the mean expert's or rank's, of each batch, then means over batches and layers": True,
         f"activated: experts with a token, of {facts['num_experts']} ({uniform:.1f} if tokens chose independently and "
         "uniformly), and on the rank with most of them": True,
+        FRONTIER: rows["below_frontier"].notna().any(),
         "dropped: of the model's own pairs, also where a policy computes others in their place": looks_past,
         READING: facts["is_padded"],
         f"scores below the recorded top-k are those of the {facts['tail_model']} tail model": (

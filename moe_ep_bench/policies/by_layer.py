@@ -1,0 +1,60 @@
+"""Numbers that differ by layer: any numeric field of a policy may be a list, or a mapping by bands of layers.
+
+``capacity_factor: {"0-5": 1.0, "6-25": 1.5}`` has the values of MoE layers 0 to 5 and 6 to 25, counted from the first
+one. ``[[1.0, 1.1, ...]]`` has one for each; the outer list is a config's choice between policies.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from moe_ep_bench.errors import UserError
+
+_MOST_BANDS = 4  # that a label spells out
+
+
+class ByLayer(tuple[Any, ...]):
+    """One number for each MoE layer, from the first."""
+
+    @classmethod
+    def of(cls, name: str, value: Sequence[Any] | Mapping[Any, Any]) -> ByLayer:
+        """Read a list, or a mapping from bands.
+
+        Raises:
+            ValueError: an empty list, or bands that are no ranges, overlap or leave layers out.
+        """
+        values = _of_bands(name, value) if isinstance(value, Mapping) else list(value)
+        if not values or any(isinstance(one, list | tuple | Mapping) or one is None for one in values):
+            raise UserError(f"{name}: expected a number for each layer, got {value!r}")
+        return cls(values)
+
+    def bands(self) -> dict[str, Any]:
+        """The shortest mapping of bands."""
+        found, first = {}, 0
+        for value, equal in groupby(self):
+            last = first + len(list(equal)) - 1
+            found[f"{first}-{last}" if last > first else str(first)] = value
+            first = last + 1
+        return found
+
+    def __str__(self) -> str:
+        bands = self.bands()
+        if len(bands) <= _MOST_BANDS:
+            return "/".join(f"{band}:{value:g}" for band, value in bands.items())
+        return f"{min(self):g}..{max(self):g}#{zlib.crc32(repr(tuple(self)).encode()) % 65536:04x}"
+
+
+def _of_bands(name: str, bands: Mapping[Any, Any]) -> list[Any]:
+    values: list[Any] = []
+    for band, value in bands.items():
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", str(band))
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (-1, -1)
+        if first != len(values) or last < first:
+            expected = f"{len(values)} or {len(values)}-LAST for the next band of layers"
+            raise UserError(f"{name}: expected {expected}, got {band!r}")
+        values += [value] * (last - first + 1)
+    return values

@@ -5,23 +5,29 @@ A part is trusted only after it has been held against the schema and against wha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from moe_ep_bench.errors import UserError
-from moe_ep_bench.schema import LAYER_PHASES, SCHEMA_VERSION, STATUSES, TOTAL, UNACCOUNTED
+from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.files import read_json
+from moe_ep_bench.presets import problem_words
+from moe_ep_bench.results import RunDirectory, check_part
+from moe_ep_bench.schema import LAYER_PHASES, METRICS, MODES, SCHEMA_VERSION, STATUSES, TOTAL, UNACCOUNTED
 
 ITERATION = ["launch", "batch", "iteration", "kind"]
 SAMPLE = ["rank", *ITERATION, "layer", "phase", "time_us", "host_us"]
 # What a measured routing row must hold. The two ratios of masses are exempt: a rank without valid tokens has none.
 _ROUTING_NEEDS = ("rank", "batch", "num_tokens", "load_E", "load_R", "num_topk_pairs", "num_dropped_pairs")
+
+MOST_COUNT = 2**53  # beyond which a double does not count
 
 _Read = TypeVar("_Read")
 
@@ -39,14 +45,103 @@ class Tried:
     def __call__(self, read: Callable[..., _Read], *arguments: Any) -> _Read | None:
         try:
             return read(*arguments)
-        except ResultsError as error:
+        except UserError as error:
             self.error(error)
             return None
 
-    def error(self, error: ResultsError) -> None:
+    def error(self, error: UserError) -> None:
         if self._lines is None:
             raise error
         self._lines.append(str(error))
+
+
+class Described(BaseModel):
+    """What a JSON document of a results directory says: typed, finite, and free to say more."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+_Type = TypeVar("_Type", bound=Described)
+
+
+def described(model: type[_Type], path: Path, key: str, content: Any) -> _Type:
+    """What ``path`` says under ``key``; ResultsError names the first key that says it otherwise."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join([*([key] if key else []), *map(str, first["loc"])])
+        raise ResultsError(f"{path}: {brief(where, 200, quoted=False)}: {problem_words(first)}") from None
+
+
+class Job(Described):
+    """What run.json says of a job; null stands for nothing, as earlier versions wrote it."""
+
+    created: str | None = None
+    config: list[dict[str, Any]] | dict[str, Any] | None = None
+    environment: dict[str, Any] = Field({})
+    hashes: dict[str, Any] = Field({})
+
+    @field_validator("environment", "hashes", mode="before")
+    @classmethod
+    def _nothing(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+    @model_validator(mode="after")
+    def _check(self) -> Job:
+        ranks = self.environment.get("ranks") or []
+        if not isinstance(ranks, list) or not all(isinstance(one, dict) for one in ranks):
+            raise UserError(f"environment.ranks: expected a list of keys with values, got {brief(ranks)}")
+        for config in self.config if isinstance(self.config, list) else [self.config or {}]:
+            if not isinstance(config.get("workload") or {}, dict):
+                raise UserError(f"config.workload: expected keys with values, got {brief(config['workload'])}")
+            if dotted := _dotted(config):
+                raise UserError(f"config: expected keys without dots, got {brief(dotted)}")
+        return self
+
+
+def _dotted(config: dict[str, Any]) -> str | None:
+    """A key that would be taken for one inside another."""
+    left = [config]
+    while left:
+        for key, value in left.pop().items():
+            if "." in key:
+                return key
+            left += [value] if isinstance(value, dict) else []
+    return None
+
+
+class Jobs(Job):
+    """run.json as far as every mode writes it: the latest job, and all whose rows are there."""
+
+    run_id: str
+    mode: Literal[*MODES]
+    runs: dict[str, Job] = Field({})
+
+
+def read_jobs(directory: Path) -> Jobs:
+    """What run.json says of the jobs.
+
+    Raises:
+        ResultsError: it is missing or damaged.
+    """
+    path = RunDirectory(directory).run_json
+    return described(Jobs, path, "", read_run_json(path))
+
+
+def read_document(path: Path) -> Any:
+    """A JSON document of a results directory.
+
+    Raises:
+        ResultsError: it is missing or damaged.
+    """
+    try:
+        return read_json(path)
+    except FileNotFoundError:
+        raise ResultsError(f"{path}: missing") from None
+    except (OSError, ValueError) as error:
+        said = str(error).removeprefix(f"{path}: ")
+        raise ResultsError(f"{path}: damaged, not JSON: {one_line(said)}") from None
 
 
 def one_line(text: object) -> str:
@@ -65,10 +160,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
         raise ResultsError(f"{path.parent}: no such directory")
     if not path.is_file():
         raise ResultsError(f"{path}: missing; a results directory is one that `moe-ep-bench` has written")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ResultsError(f"{path}: damaged, not JSON: {one_line(error)}") from error
+    content = read_document(path)
     version = content.get("schema_version") if isinstance(content, dict) else None
     if not isinstance(version, int):
         raise ResultsError(f"{path}: schema_version: expected a whole number, got {version!r}")
@@ -85,9 +177,9 @@ def read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = No
         ResultsError: it is damaged, or lacks a column of the schema.
     """
     try:
-        found = pq.read_schema(path)
+        found = check_part(path).schema.to_arrow_schema()
         for field in schema:
-            if field.name not in found.names or found.field(field.name).type != field.type:
+            if found.names.count(field.name) != 1 or found.field(field.name).type != field.type:
                 raise ResultsError(f"{path}: foreign, expected a column {field.name} of type {field.type}")
         return pq.read_table(path, columns=list(columns or schema.names), partitioning=None)
     except (OSError, pa.ArrowException) as error:
@@ -148,6 +240,8 @@ def timings_of(path: Path, samples: pa.Table, world_size: int, phases: Sequence[
         raise ResultsError(f"{path}: damaged, a measured row lacks its rank, batch, iteration or time_us")
     if rows.duplicated(["rank", *ITERATION, "layer", "phase"]).any():
         raise ResultsError(f"{path}: damaged, one rank, iteration, layer and phase stands there twice")
+    if not np.isfinite(rows[["time_us", "host_us"]].to_numpy(float, na_value=0)).all():
+        raise ResultsError(f"{path}: damaged, a time is no finite number")
     is_total = rows["phase"] == TOTAL
     if (rows.loc[is_total, "time_us"] <= 0).any():
         raise ResultsError(f"{path}: damaged, a total is not above 0")
@@ -171,12 +265,30 @@ def over_layers(samples: pd.DataFrame) -> pd.DataFrame:
 
 def check_routing(path: Path, rows: pd.DataFrame, *, num_experts: int, num_ranks: int, world_size: int) -> None:
     """Raise ResultsError unless each rank has a row in every batch, with a load for each expert and expert rank."""
-    for column in _ROUTING_NEEDS:
-        if rows[column].isna().any():
-            raise ResultsError(f"{path}: damaged, a measured row lacks its {column}")
-    for column, expected in (("load_E", num_experts), ("load_R", num_ranks)):
-        for found in set(rows[column].map(len)) - {expected}:
-            raise ResultsError(f"{path}: {column}: expected {expected} entries, got {found}")
+    check_counts(path, rows, {"load_E": num_experts, "load_R": num_ranks})
     counts = rows.groupby("batch")["rank"].nunique()
     if (counts != world_size).any() or rows.duplicated(["rank", "batch"]).any():
         raise ResultsError(f"{path}: expected one row for each of {world_size} ranks in every batch")
+
+
+def check_counts(path: Path, rows: pd.DataFrame, lengths: Mapping[str, int]) -> None:
+    """Raise ResultsError unless rows of routing have what they must, and every number of them is one that can be.
+
+    Args:
+        lengths: of the columns of lists; all entries are counts.
+    """
+    for column in _ROUTING_NEEDS:
+        if rows[column].isna().any():
+            raise ResultsError(f"{path}: damaged, a measured row lacks its {column}")
+    for column, expected in lengths.items():
+        for found in set(rows[column].map(len)) - {expected}:
+            raise ResultsError(f"{path}: {column}: expected {expected} entries, got {found}")
+        counts = np.stack(rows[column].to_list()).astype(float)
+        if not ((counts >= 0) & (counts < MOST_COUNT)).all():
+            raise ResultsError(f"{path}: {column}: expected counts, got others")
+    for column, metric in METRICS.items():
+        if column not in rows or pa.types.is_list(metric.dtype):
+            continue
+        known = rows[column].dropna().astype(float)
+        if not ((known >= -1 if metric.name == "max_violation" else known >= 0) & (known < MOST_COUNT)).all():
+            raise ResultsError(f"{path}: {column}: expected finite numbers from 0, got others")

@@ -32,6 +32,9 @@ class ConfigError(UserError):
     """A user's mistake in a file or an override; its text is the one line to show."""
 
 
+_MOST = 2**63 - 1
+
+
 class _Flag:
     """A true or false where neither can stand: no type of a field takes it."""
 
@@ -59,6 +62,9 @@ class Strict(BaseModel):
         """Pydantic would take true for 1."""
         if not isinstance(values, dict):
             return values
+        for key, value in values.items():
+            if isinstance(value, int) and abs(value) > _MOST:
+                raise UserError(f"{key}: expected a whole number of 64 bits, got {brief(value)}")
         flags = {name for name, field in cls.model_fields.items() if _takes_flags(field.annotation)}
         flags |= {str(cls.model_fields[name].alias) for name in flags}
         return {key: value if key in flags else _marked(value) for key, value in values.items()}

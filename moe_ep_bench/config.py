@@ -17,7 +17,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, Field, PlainSerializer, PrivateAttr, field_validator, model_validator
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import PLACEMENTS, Placement, make_placement
@@ -29,7 +30,6 @@ from moe_ep_bench.presets import (
     Strict,
     expand_policies,
     models_in,
-    parse_yaml,
     read_yaml,
     validated,
 )
@@ -557,19 +557,20 @@ def _read(
     sections = {name: raw.pop(name, None) or {} for name in schema.BESIDE}
     for name, section in sections.items():
         if not isinstance(section, dict):
-            raise ConfigError(f"{path}: {name}: expected dotted keys with values, got {section!r}")
+            raise ConfigError(f"{path}: {name}: expected dotted keys with values, got {brief(section)}")
     raw, sweep = (_resolved(values, "", files, path.parent) for values in (raw, sections["sweep"]))
     on_cpu_values = sections["on_cpu"] if on_cpu else {}
     changes = [(str(key), value, path.parent, f"{path}: on_cpu.{key}") for key, value in on_cpu_values.items()]
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator:
-            raise ConfigError(f"--set {override}: expected key=value")
+            raise ConfigError(f"--set {brief(override, quoted=False)}: expected key=value")
+        where = f"--set {brief(override, quoted=False)}"
         try:
             value = parse_yaml(text)
-        except ValueError:
-            raise ConfigError(f"--set {override}: the value is not valid YAML") from None
-        changes.append((key, value, overrides_folder, f"--set {override}"))
+        except ValueError as error:
+            raise ConfigError(f"{where}: the value is {error}") from None
+        changes.append((key, value, overrides_folder, where))
     for key, value, folder, where in changes:
         swept = key.removeprefix("sweep.")
         value = _resolved(value, re.sub(r"\.\d+(?=\.|$)", "", swept), files, folder)
@@ -643,7 +644,7 @@ def _points(path: Path, schema: type[_Schema], raw: dict[str, Any], sweep: Mappi
     """One experiment for every combination of swept values."""
     for key, values in sweep.items():
         if not isinstance(values, list) or not values:
-            raise ConfigError(f"{path}: sweep.{key}: expected a list of values, got {values!r}")
+            raise ConfigError(f"{path}: sweep.{key}: expected a list of values, got {brief(values)}")
         if key in _NO_SWEEP and len(values) > 1:
             raise ConfigError(
                 f"{path}: sweep.{key}: its {len(values)} values would be measured as one and the same comparison: "
@@ -676,7 +677,7 @@ def _sweep_recording(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> 
             if value != "all":
                 raise ConfigError(
                     f"{path}: {key}: expected all, for with scope model every MoE layer takes its own recorded one; "
-                    f"got {value!r}"
+                    f"got {brief(value)}"
                 )
         workload["layer"] = 0
     elif isinstance(layer, list):
@@ -689,7 +690,7 @@ def _sweep_recording(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> 
         while isinstance(trace, list | dict) and trace:
             trace = trace[0] if isinstance(trace, list) else trace.get("trace")
         if not isinstance(trace, str):
-            raise ConfigError(f"{path}: workload.layer: all needs a recording in workload.trace, got {trace!r}")
+            raise ConfigError(f"{path}: workload.layer: all needs a recording in workload.trace, got {brief(trace)}")
         try:
             sweep["workload.layer"] = list(range(open_trace(trace).num_layers))
         except ValueError as error:

@@ -19,3 +19,17 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     close += [name for name in names if text and text in name.lower()]
     close += difflib.get_close_matches(text, names, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def brief(value: object, most: int = 80, *, quoted: bool = True) -> str:
+    """A value as an error's line shows it: on one line, cut at ``most`` characters."""
+    try:
+        text = " ".join((repr(value) if quoted else str(value)).split())
+    except (ValueError, RecursionError):  # an integer of thousands of digits
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def printable(text: str) -> str:
+    """A text as one line that no terminal takes for a command: what cannot be printed is written out."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in " ".join(text.split()))

@@ -1,21 +1,44 @@
-"""Write files whole or not at all, and hash what they say."""
+"""Write files whole or not at all, hash what they say, and read YAML and JSON that others wrote.
+
+Whatever reads a document of a user's, or of a results directory, comes through here; whom it concerns holds a type (a
+pydantic model) against it. Refused at this door, each in one line:
+
+* what is no regular file, or larger than its kind ever is; in a results directory, what leads out of it;
+* nesting beyond ``MOST_DEPTH``, and aliases that stand for more than ``MOST_VALUES`` values;
+* numbers that JSON does not have (NaN, infinities) or that fit no double or 64 bits, in JSON; in YAML, numbers of more
+  than 100 digits;
+* YAML's tags: a config needs none, and they choose what is constructed;
+* characters that are no text: halves of some (surrogates), control characters, and marks that turn a line round.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_ep_bench.errors import UserError
+import yaml
+
+from moe_ep_bench.errors import UserError, brief
 
 _MOST_LINKS = 40  # of one path, as in Linux
+MOST_YAML_BYTES = 2**20
+MOST_JSON_BYTES = 2**28
+MOST_DEPTH = 40
+MOST_VALUES = 200_000
+_MOST_DIGITS = 100
+_TOO_DEEP = f"expected values at most {MOST_DEPTH} deep in each other, got deeper ones"
+_NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def stable_hash(value: Any) -> str:
@@ -110,3 +133,200 @@ def _descriptor(path: Path) -> int | None:
             return None
         path = path.parent / path.readlink()
     return None
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+def inside(folder: Path, path: Path) -> Path:
+    """A path below a folder, which no name and no link leads out of it, and where no pipe or device stands.
+
+    Raises:
+        ValueError: one line that names the path.
+    """
+    if "\0" in str(path) or len(path.name) > 250:
+        raise UserError(f"{brief(str(path), quoted=False)}: no name of a file")
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{path}: leads out of {folder}")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{path}: expected a regular file")
+    return path
+
+
+def read_bytes(path: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        ValueError: it is no regular file, or a larger one; one line that names it.
+    """
+    if "\0" in str(path):
+        raise UserError(f"{brief(str(path))}: no name of a file")
+    # A pipe without a writer would be waited for.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode):
+            raise UserError(f"{path}: expected a regular file")
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        size = max(facts.st_size, len(content))
+        raise UserError(f"{path}: expected at most {most_bytes:,} bytes, got {size:,}")
+    return content
+
+
+def read_text(path: Path, most_bytes: int = MOST_JSON_BYTES) -> str:
+    """The text of a regular file.
+
+    Raises:
+        OSError, ValueError: as ``read_bytes``, or it is not UTF-8.
+    """
+    try:
+        return read_bytes(path, most_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise UserError(f"{path}: expected text in UTF-8, got byte 0x{byte:02x} at position {error.start}") from None
+
+
+def free_memory_bytes() -> int:
+    """Memory of this machine that no process has; a lot where the system does not say."""
+    with contextlib.suppress(OSError, ValueError, StopIteration, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    return 2**62
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def parse_json(text: bytes | str, where: object) -> Any:
+    """A JSON value; NaN and infinities, which JSON does not have, are refused.
+
+    Raises:
+        ValueError: one line that begins with ``where``.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        start = text[:40].decode(errors="replace") if isinstance(text, bytes) else text[:40]
+        words = brief(start) if text else "nothing"
+        raise UserError(f"{where}: expected JSON, got {words} ({' '.join(str(error).split())})") from None
+
+
+def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES) -> Any:
+    """A JSON document of plain values.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+        ValueError: one line that names the file.
+    """
+    value = parse_json(read_text(path, most_bytes), path)
+    if problem := _problem_of(value):
+        raise UserError(f"{path}: {problem}")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise UserError(f"{name} is no JSON number")
+
+
+def _problem_of(document: Any) -> str | None:
+    """What no reader should meet in a JSON document."""
+    left: list[tuple[Any, int]] = [(document, 1)]
+    while left:
+        value, depth = left.pop()
+        if isinstance(value, dict | list) and depth > MOST_DEPTH:
+            return _TOO_DEEP
+        if isinstance(value, dict):
+            left += [(one, depth + 1) for pair in value.items() for one in pair]
+        elif isinstance(value, list):
+            left += [(one, depth + 1) for one in value]
+        elif isinstance(value, float) and not math.isfinite(value):
+            return "expected numbers that a double holds, got a larger one"
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            return f"expected whole numbers of 64 bits, got one of {value.bit_length()}"
+        elif isinstance(value, str) and (found := _NO_TEXT.search(value)):
+            return f"expected text, got the character U+{ord(found[0]):04X}"
+    return None
+
+
+# ---- YAML ------------------------------------------------------------------------------------------------------------
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    """Composes nodes of plain values whose keys are unique; PyYAML would take the last one silently."""
+
+    depth = 0
+
+    def descend_resolver(self, current_node: yaml.Node | None, current_index: Any) -> None:
+        """Called at every value that is composed; libyaml's composer would overflow the stack."""
+        self.depth += 1
+        if self.depth > MOST_DEPTH:
+            raise yaml.YAMLError(_TOO_DEEP)
+        super().descend_resolver(current_node, current_index)
+
+    def ascend_resolver(self) -> None:
+        self.depth -= 1
+        super().ascend_resolver()
+
+    def get_single_data(self) -> Any:
+        node = self.get_single_node()
+        if node is None:
+            return None
+        self._check(node)
+        return self.construct_document(node)
+
+    def _check(self, top: yaml.Node) -> None:
+        """Raise YAMLError for what is no plain, bounded document; aliases count as what they stand for."""
+        left, seen = [(top, 1)], 0
+        while left:
+            node, depth = left.pop()
+            seen += 1
+            if depth > MOST_DEPTH:
+                raise _error(_TOO_DEEP, node)
+            if seen > MOST_VALUES:
+                raise _error(f"more than {MOST_VALUES:,} values, aliases counted", node)
+            if isinstance(node, yaml.ScalarNode):
+                self._check_scalar(node)
+                continue
+            plain = "tag:yaml.org,2002:map" if isinstance(node, yaml.MappingNode) else "tag:yaml.org,2002:seq"
+            if node.tag != plain:
+                raise _error(f"tags are not read, got {brief(node.tag)}", node)
+            if isinstance(node, yaml.SequenceNode):
+                left += [(one, depth + 1) for one in node.value]
+                continue
+            keys = set()
+            for key, value in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    raise _error("expected a word as a key", key)
+                if key.value in keys:
+                    raise _error(f"{brief(key.value, quoted=False)} stands here twice", key)
+                keys.add(key.value)
+                left += [(key, depth + 1), (value, depth + 1)]
+
+    def _check_scalar(self, node: yaml.ScalarNode) -> None:
+        is_bare = not node.style  # None, or libyaml's empty word: without quotes
+        plain = self.resolve(yaml.ScalarNode, node.value, (is_bare, not is_bare))
+        if node.tag != plain:
+            raise _error(f"tags are not read, got {brief(node.tag)}", node)
+        if not node.tag.endswith((":str", ":merge")) and len(node.value) > _MOST_DIGITS:
+            raise _error(f"expected a number of at most {_MOST_DIGITS} digits, got {len(node.value):,}", node)
+        if found := _NO_TEXT.search(node.value):
+            raise _error(f"expected text, got the character U+{ord(found[0]):04X}", node)
+
+
+def _error(words: str, node: yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, words, node.start_mark)
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML of plain values whose keys are unique.
+
+    Raises:
+        ValueError: the text is not that.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    # PyYAML raises ValueError and OverflowError for an impossible date.
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        words = re.sub(r'in "<[\w ]+>", line', "in line", " ".join(str(error).split()))
+        raise UserError(f"not valid YAML: {brief(words, 200, quoted=False)}") from None

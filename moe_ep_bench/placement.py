@@ -44,7 +44,6 @@ X = layers x nodes; loads of a ``Placement`` may have any leading dimensions.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +53,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.files import read_json
 from moe_ep_bench.models import ModelSpec
 
 PLACEMENTS = ("contiguous", "strided")
@@ -112,13 +112,11 @@ def make_placement(spec: str | Path | Sequence[Sequence[float]], num_experts: in
 
 def _read(path: Path) -> object:
     try:
-        return json.loads(path.read_text())
+        return read_json(path)
     except OSError as error:
         raise UserError(
             f"expected {', '.join(PLACEMENTS)} or a JSON file with a matrix; {path}: {error.strerror}"
         ) from None
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from None
 
 
 def _from_matrix(matrix: object, num_experts: int, num_ranks: int, where: str) -> Placement:

@@ -18,11 +18,11 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from moe_ep_bench.errors import UserError, did_you_mean
+from moe_ep_bench.errors import UserError, brief, did_you_mean
+from moe_ep_bench.files import MOST_YAML_BYTES, parse_yaml, read_text
 from moe_ep_bench.policies import Policy, make_policy
 from moe_ep_bench.policies.own import without_folder
 
@@ -31,6 +31,9 @@ DATA_DIR = Path(__file__).resolve().parent / "data"
 
 class ConfigError(UserError):
     """A user's mistake in a file or an override; its text is the one line to show."""
+
+
+_MOST = 2**63 - 1
 
 
 class _Flag:
@@ -60,6 +63,9 @@ class Strict(BaseModel):
         """Pydantic would take true for 1."""
         if not isinstance(values, dict):
             return values
+        for key, value in values.items():
+            if isinstance(value, int) and abs(value) > _MOST:
+                raise UserError(f"{key}: expected a whole number of 64 bits, got {brief(value)}")
         flags = {name for name, field in cls.model_fields.items() if _takes_flags(field.annotation)}
         flags |= {str(cls.model_fields[name].alias) for name in flags}
         return {key: value if key in flags else _marked(value) for key, value in values.items()}
@@ -88,7 +94,9 @@ class Preset(Strict):
         """
         names = cls.names()
         if name not in names:
-            raise UserError(f"expected {otherwise}one of {', '.join(names)}; got {name!r}{did_you_mean(name, names)}")
+            raise UserError(
+                f"expected {otherwise}one of {', '.join(names)}; got {brief(name)}{did_you_mean(name, names)}"
+            )
         return cls._packaged(cls.folder() / f"{name}.yaml")
 
     @classmethod
@@ -115,32 +123,6 @@ class Preset(Strict):
 _Kind = TypeVar("_Kind", bound=Strict)
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses repeated keys; PyYAML takes the last one silently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} stands here twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def parse_yaml(text: str) -> Any:
-    """Parse YAML whose keys are unique.
-
-    Raises:
-        ValueError: the text is not valid YAML.
-    """
-    try:
-        return yaml.load(text, _UniqueKeyLoader)
-    except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for an impossible date.
-        raise UserError(f"not valid YAML: {' '.join(str(error).split())}") from None
-
-
 def read_yaml(path: Path, unreadable: str = "cannot be read") -> dict[str, Any]:
     """Read the keys and values of a YAML file.
 
@@ -148,12 +130,13 @@ def read_yaml(path: Path, unreadable: str = "cannot be read") -> dict[str, Any]:
         ConfigError: one line that names the file.
     """
     try:
-        fields = parse_yaml(path.read_text("utf-8"))
+        text = read_text(path, MOST_YAML_BYTES)
     except OSError as error:
         raise ConfigError(f"{path}: {unreadable}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise ConfigError(f"{path}: expected text in UTF-8, got byte 0x{byte:02x} at position {error.start}") from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        fields = parse_yaml(text)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(fields, dict):
@@ -288,8 +271,8 @@ def problem_words(problem: Mapping[str, Any]) -> str:
         return problem["msg"].removeprefix("Value error, ")
     context = {key: _plain(value) for key, value in problem.get("ctx", {}).items()}
     if kind in _EXPECTED:
-        return f"expected {_EXPECTED[kind].format(**context)}, got {problem['input']!r}"
-    return f"{problem['msg'][0].lower()}{problem['msg'][1:]}, got {problem['input']!r}"
+        return f"expected {_EXPECTED[kind].format(**context)}, got {brief(problem['input'])}"
+    return f"{problem['msg'][0].lower()}{problem['msg'][1:]}, got {brief(problem['input'])}"
 
 
 def _plain(value: object) -> str:

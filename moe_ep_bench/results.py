@@ -17,7 +17,6 @@ run again. Samples are never thinned or averaged here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,58 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field
 
-from moe_ep_bench.files import atomic_path, write_json
+from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.files import atomic_path, inside, read_json, write_json
 from moe_ep_bench.runtime import locks
 from moe_ep_bench.schema import TABLES
 
 RUN_JSON = "run.json"
+_UNREADABLE = (UserError, OSError, pa.ArrowException)
+# Of one part. A few bytes of Parquet can stand for more than any memory holds.
+_MOST_VALUES, _MOST_BYTES = 2**28, 2**32
+
+
+def check_part(path: Path) -> pq.FileMetaData:
+    """What a part says of itself, read before anything else of it.
+
+    Raises:
+        ValueError: it announces more than a part ever holds.
+        OSError, pa.ArrowException: it cannot be read.
+    """
+    return check_size(path, pq.read_metadata(path))
+
+
+def check_size(path: Path, found: pq.FileMetaData) -> pq.FileMetaData:
+    """Raise a ValueError where a part announces more than one ever holds."""
+    groups = [found.row_group(number) for number in range(found.num_row_groups)]
+    values = sum(group.column(place).num_values for group in groups for place in range(group.num_columns))
+    size = sum(group.total_byte_size for group in groups)
+    if max(values, found.num_rows) > _MOST_VALUES or size > _MOST_BYTES:
+        raise UserError(f"{path}: expected at most {_MOST_VALUES:,} values, got {max(values, found.num_rows):,}")
+    return found
+
+
+class _Case(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    comparison_id: str
+    order: int | None = None
+
+
+class _Earlier(BaseModel):
+    """What a job that goes on in a directory reads of its run.json."""
+
+    model_config = ConfigDict(extra="allow")
+
+    mode: str
+    scope: str = "layer"
+    environment: dict[str, Any]
+    hashes: dict[str, Any]
+    runs: dict[str, dict[str, Any]] = Field({})
+    comparisons: dict[str, dict[str, Any]] = Field({})
+    cases: dict[str, _Case] = Field({})
 
 
 class RunDirectory:
@@ -41,11 +86,29 @@ class RunDirectory:
 
     @property
     def run_json(self) -> Path:
-        return self.root / RUN_JSON
+        return inside(self.root, self.root / RUN_JSON)
 
     def path(self, table: str, part_id: str) -> Path:
         """The part of a case or comparison in one of ``TABLES``."""
-        return self.root / TABLES[table].folder / f"{part_id}.parquet"
+        return inside(self.root, self.root / TABLES[table].folder / f"{_a_name(part_id)}.parquet")
+
+    def earlier(self) -> dict[str, Any] | None:
+        """What ``run.json`` says, where there is one already.
+
+        Raises:
+            ValueError: it is damaged; one line that names it.
+        """
+        path = self.run_json
+        if not path.exists():
+            return None
+        try:
+            content = read_json(path)
+            _Earlier.model_validate(content)
+        except (OSError, ValueError):
+            raise UserError(f"{path}: damaged, or not written by this program") from None
+        for part_id in (*content.get("comparisons", {}), *content.get("cases", {})):
+            _a_name(part_id)
+        return content
 
     @property
     def folders(self) -> list[Path]:
@@ -62,13 +125,15 @@ class RunDirectory:
         return self.root / "profiles"
 
     def conditions_path(self, comparison_id: str, launch: int) -> Path:
-        return self.root / "conditions" / f"{comparison_id}-{launch}.json"
+        return inside(self.root, self.root / "conditions" / f"{_a_name(comparison_id)}-{launch}.json")
 
     def statuses(self, case_id: str) -> dict[int, str]:
         """The status of every launch that a case's part holds; empty where there is no part that can be read."""
+        path = self.path("samples", case_id)
         try:
-            rows = pq.read_table(self.path("samples", case_id), columns=["launch", "status"])
-        except (OSError, pa.ArrowException):
+            check_part(path)
+            rows = pq.read_table(path, columns=["launch", "status"], partitioning=None)
+        except _UNREADABLE:
             return {}
         return dict(zip(rows["launch"].to_pylist(), rows["status"].to_pylist(), strict=True))
 
@@ -79,8 +144,8 @@ class RunDirectory:
     def is_done(self, table: str, part_id: str) -> bool:
         """Whether there is a part with rows."""
         try:
-            return pq.read_metadata(self.path(table, part_id)).num_rows > 0
-        except (OSError, pa.ArrowException):
+            return check_part(self.path(table, part_id)).num_rows > 0
+        except _UNREADABLE:
             return False
 
     def remove_unfinished(self, ids: Iterable[str]) -> None:
@@ -151,7 +216,7 @@ class RunDirectory:
         is_done = is_done or (lambda case_id: bool(self.statuses(case_id)))
         provenance = {key: description.get(key) for key in ("created", "config", "environment", "hashes")}
         merged = {**description, "runs": {description["run_id"]: provenance}}
-        earlier = json.loads(self.run_json.read_text()) if self.run_json.exists() else {}
+        earlier = self.earlier() or {}
         merged["runs"] = {**earlier.get("runs", {}), **merged["runs"]}
         for comparison_id, comparison in earlier.get("comparisons", {}).items():
             if comparison_id in description["comparisons"]:
@@ -170,6 +235,18 @@ class RunDirectory:
 def _other_launches(path: Path, launch: int) -> list[pa.Table]:
     """What a part holds beside a launch; nothing where it cannot be read."""
     try:
+        check_part(path)
         return [pq.read_table(path, partitioning=None).filter(pc.field("launch") != launch)]
-    except (OSError, pa.ArrowException):
+    except _UNREADABLE:
         return []
+
+
+def _a_name(part_id: str) -> str:
+    """An id as a file's name: other people's ids lead into no other folder.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if part_id != Path(part_id).name and part_id:
+        raise UserError(f"expected an id that is a file's name, got {brief(part_id)}")
+    return part_id

@@ -557,10 +557,10 @@ BREAKAGES = {
     "no JSON": (lambda d: (d / "run.json").write_text('{"schema_version": 1,'), "run.json: damaged, not JSON"),
     "a list": (lambda d: (d / "run.json").write_text("[]"), "schema_version: expected a whole number, got None"),
     "newer": (lambda d: edit_json(d, lambda c: c.update(schema_version=4)), "expected 3, got 4; it is newer"),
-    "no cases": (lambda d: edit_json(d, lambda c: c.pop("cases")), "run.json: cases: Field required"),
+    "no cases": (lambda d: edit_json(d, lambda c: c.pop("cases")), "run.json: cases: missing"),
     "key gone": (
         lambda d: edit_json(d, lambda c: c["comparisons"]["c0"].pop("dtype")),
-        "run.json: comparisons.c0.dtype: Field required",
+        "run.json: comparisons.c0.dtype: missing",
     ),
     "odd role": (lambda d: edit_json(d, lambda c: c["cases"]["c0-0"].update(role="king")), "cases.c0-0.role"),
     "two baselines": (
@@ -590,7 +590,7 @@ BREAKAGES = {
     "another mode": (lambda d: edit_json(d, lambda c: c.update(mode="route")), "mode: expected 'route', got 'run'"),
     "another job": (foreign_run_id, "c0-0.parquet: of another job than c0-4.parquet"),
     "no conditions": (lambda d: conditions_of(d).unlink(), "c0-0.json: missing; it says under which conditions"),
-    "damaged conditions": (lambda d: conditions_of(d).write_text("{}"), "c0-0.json: damaged"),
+    "damaged conditions": (lambda d: conditions_of(d).write_text("{}"), "c0-0.json: run_id: missing"),
     "another job's conditions": (
         lambda d: conditions_of(d).write_text(conditions_of(d).read_text().replace('"r0"', '"r7"')),
         "c0-0.json: of another job than the cases (r7, r0)",

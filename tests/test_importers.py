@@ -711,7 +711,7 @@ def test_damaged_vllm_lines_are_refused_with_file_and_line(tmp_path, out, line, 
     assert refusal("vllm", path, out, **VLLM).startswith(f"{path}:4: {message}")
 
 
-def test_an_array_that_claims_to_be_huge_is_refused_before_it_is_held(tmp_path, out, monkeypatch):
+def test_an_array_that_claims_to_be_huge_is_refused_before_it_is_held(tmp_path, out):
     path = tmp_path / "r.npz"
     np.savez(path, **{"0.routed_experts": np.zeros((3, 4, 2), np.int64)})
     with zipfile.ZipFile(path) as archive:
@@ -721,8 +721,8 @@ def test_an_array_that_claims_to_be_huge_is_refused_before_it_is_held(tmp_path, 
             claim = b"(" + rows.strip() + b", 4, 2), }" + b" " * (5 + rows.count(b" "))
             archive.writestr("0.routed_experts.npy", data.replace(b"(3, 4, 2), }" + b" " * 17, claim))
         assert refusal("vllm", path, out, **VLLM).startswith(f"{path}: 0.routed_experts: ")
-    monkeypatch.setattr(sources, "MAX_ARRAY_BYTES", 100)
-    assert "0.routed_experts.npy: expected at most 100 bytes, got " in refusal("vllm", path, out, **VLLM)
+    with pytest.raises(ValueError, match=r"0.routed_experts.npy: expected at most 100 bytes \(--max-bytes\), got "):
+        import_trace("vllm", path, out, ImportOptions(**VLLM), max_bytes=100)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from moe_ep_bench.machine import monitor
 from moe_ep_bench.machine.monitor import (
@@ -419,9 +420,4 @@ def test_what_could_not_be_read_is_remarked_once():
     "original", [of_samples(READINGS, READINGS), state(notes=("no GPU", "no /proc"))], ids=["gpu", "cpu"]
 )
 def test_a_state_survives_json(original):
-    assert MachineState.from_dict(json.loads(json.dumps(original.as_dict()))) == original
-
-
-def test_an_unknown_key_is_an_error():
-    with pytest.raises(TypeError, match="colour"):
-        MachineState.from_dict({**state().as_dict(), "colour": "red"})
+    assert TypeAdapter(MachineState).validate_json(json.dumps(original.as_dict())) == original

@@ -321,7 +321,7 @@ def without(name: str, key: str) -> dict[str, Any]:
         (changed("deepseek-v3", intermediate_size=0), "intermediate_size: 0; expected a whole number from 1"),
         (changed("deepseek-v3", topk_method="greedy"), "topk_method: expected noaux_tc, got 'greedy'"),
         (changed("deepseek-v3", first_k_dense_replace=61), "first_dense_layers: expected fewer than num_layers=61"),
-        ("{not json", "not valid JSON"),
+        ("{not json", "expected JSON, got"),
     ],
 )
 def test_a_wrong_config_json_is_one_line_with_file_and_key(tmp_path: Path, values: Any, words: str) -> None:

@@ -101,5 +101,5 @@ def test_what_is_no_placement_is_refused(spec, num_experts: int, num_ranks: int,
 
 def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "experts.json").write_text("[[1,")
-    with pytest.raises(ValueError, match=r"experts\.json: not valid JSON"):
+    with pytest.raises(ValueError, match=r"experts\.json: expected JSON, got"):
         make_placement(tmp_path / "experts.json", 2, 2)

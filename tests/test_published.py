@@ -17,6 +17,7 @@ import pytest
 
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import load_experiments
+from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.papers import derived
 from moe_ep_bench.papers.accuracies import load_table
@@ -24,7 +25,6 @@ from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.papers.published import FOLDER, Item, Number, load, names, numbers
 from moe_ep_bench.papers.run import _value
 from moe_ep_bench.policies import make_policy
-from moe_ep_bench.presets import parse_yaml
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
 ROOT = Path(__file__).parents[1]

@@ -283,7 +283,7 @@ def test_counts_give_loads_and_nothing_else(tmp_path):
 
 
 LOADS = {
-    "not JSON": ("{", "loads.json: not valid JSON"),
+    "not JSON": ("{", "loads.json: expected JSON, got"),
     "nothing": ([], "loads.json: expected at least 1 of them, got []"),
     "no model": ([{k: v for k, v in loads_entry().items() if k != "model"}], "loads.json: 0.model: missing"),
     "unknown key": ([loads_entry(tokens=3)], "loads.json: 0.tokens: no such key"),

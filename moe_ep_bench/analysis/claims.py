@@ -11,25 +11,25 @@ suffices.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
-from pydantic import ValidationError
 
 from moe_ep_bench.analysis.activated import mean_activated
 from moe_ep_bench.analysis.fidelity import layers_apart
 from moe_ep_bench.analysis.load import Case, Comparison, ResultsError, Run, is_whole, load_run
+from moe_ep_bench.analysis.parts import Described, described, read_document
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.sweep import key_words
 from moe_ep_bench.analysis.timing import layer_time_us
 from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, moe_time_us, slowest_us
 from moe_ep_bench.analysis.words import mode_words
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.files import inside
 from moe_ep_bench.papers.claims import (
     NATIVE_METRICS,
     OWN_METRICS,
@@ -63,6 +63,47 @@ _OF = {
 _NEEDED = ("found", "value", "fullest_expert", "fullest_rank")
 # Columns for people alone.
 NOT_IN_CSV = ("number", "comparison_id", "claim", "case", "paper", "unmeasured", "primary_because")
+
+
+class _WrittenClaim(Claim):
+    """A claim of a results directory: its policies are words, for making them would run files that it names."""
+
+    policy: dict[str, Any] | None = None
+    versus: dict[str, Any] | None = None
+
+
+class _Needed(Described):  # ``papers.needed_skew``
+    placement: Literal[*PLACEMENTS]
+    found: bool
+    value: float | None
+    fullest_expert: float | None
+    fullest_rank: float | None
+
+
+class _Entry(Described):
+    comparison_id: str
+    case_id: str
+    versus_id: str | None
+    traffic: str | None
+    primary: bool = False
+
+
+class _Written(Described):  # ``papers.run``
+    claim: _WrittenClaim
+    policy: str
+    policy_params: dict[str, Any]
+    label: str
+    versus: str | None
+    others: dict[str, Any]
+    primary_because: str | None = None
+    entries: list[_Entry]
+    needed: list[_Needed]
+    needed_tokens_per_rank: int | None
+
+
+class _ClaimsFile(Described):
+    claims: list[_Written]
+    solved_on: str | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,29 +147,26 @@ def load_claims(directory: Path) -> Claims:
     Raises:
         ResultsError: one line that names the file and what is wrong with it.
     """
-    path = claims_path(directory)
-    try:
-        content = json.loads(path.read_text())
-        written = content["claims"]
-    except OSError:
-        raise ResultsError(f"{path}: missing; a directory with claims is one that `papers` has written") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ResultsError(f"{path}: damaged: {error}") from None
+    path = inside(directory, claims_path(directory))
+    if not path.is_file():
+        raise ResultsError(f"{path}: missing; a directory with claims is one that `papers` has written")
+    content = described(_ClaimsFile, path, "", read_document(path))
+    written = content.claims
     run = load_run(directory, whole=is_whole(directory))
     wholes = dict(zip(run.comparisons, analyse_whole(run), strict=True)) if run.scope == "model" else {}
     comparisons = {name: one.comparison for name, one in wholes.items()}
     comparisons = comparisons or dict(zip(run.comparisons, analyse(run), strict=True))
     try:
         rows = [
-            {"number": number, **row, "needed_device": content["solved_on"] if one["needed"] else None}
+            {"number": number, **row, "needed_device": content.solved_on if one.needed else None}
             for number, one in enumerate(written, start=1)
             for row in _rows(one, run, comparisons, wholes)
         ]
         frame = pd.DataFrame(rows).astype(dict.fromkeys(_NUMBERS, float))  # NaN where there is none
-        frame = _over_draws(frame, {n: Claim.model_validate(one["claim"]) for n, one in enumerate(written, start=1)})
+        frame = _over_draws(frame, {n: one.claim for n, one in enumerate(written, start=1)})
         about = list(dict.fromkeys(frame["comparison_id"][frame["ours"].notna()]))
-        tokens = {one["needed_tokens_per_rank"] for one in written} - {None}
-    except (KeyError, TypeError, ValidationError) as error:
+        tokens = {one.needed_tokens_per_rank for one in written} - {None}
+    except KeyError as error:
         raise ResultsError(f"{path}: of another run than run.json, or damaged: {error!r}"[:300]) from None
     return Claims(
         directory,
@@ -136,7 +174,7 @@ def load_claims(directory: Path) -> Claims:
         frame,
         {name: comparisons[name] for name in about},
         {name: wholes[name] for name in about if name in wholes},
-        content["solved_on"],
+        content.solved_on,
         max(tokens, default=None),
     )
 
@@ -166,24 +204,24 @@ def _over_draws(frame: pd.DataFrame, claims: dict[int, Claim]) -> pd.DataFrame:
 
 
 def _rows(
-    written: dict[str, Any],
+    written: _Written,
     run: Run,
     comparisons: dict[str, ComparisonResult],
     wholes: dict[str, WholeComparison],
 ) -> Iterator[dict[str, Any]]:
     """Rows of ``Claims.frame`` for one claim of one policy, a row for each traffic."""
-    claim = Claim.model_validate(written["claim"])
+    claim = written.claim
     ours_of = "layer" if run.scope != "model" else "end_to_end" if claim.metric in PASS_METRICS else "layers"
-    others = ", ".join(f"{key_words(key)} {value}" for key, value in written["others"].items())
-    label, versus = written["label"], written["versus"]
-    needed = {one["placement"]: one for one in written["needed"]}
-    for entry in written["entries"]:
-        name = entry["comparison_id"]
+    others = ", ".join(f"{key_words(key)} {value}" for key, value in written.others.items())
+    label, versus = written.label, written.versus
+    needed = {one.placement: one for one in written.needed}
+    for entry in written.entries:
+        name = entry.comparison_id
         comparison, whole = comparisons[name], wholes.get(name)
         facts, native = comparison.comparison, comparison.of_role("baseline")
         cases = {result.case.case_id: result for result in comparison.results}
-        case = cases[entry["case_id"]]
-        against = cases[entry["versus_id"]] if entry["versus_id"] else native
+        case = cases[entry.case_id]
+        against = cases[entry.versus_id] if entry.versus_id else native
         is_measured = case.case.is_ok and against is not None and against.case.is_ok
         value = _value(claim, case, against, facts) if is_measured and case.fidelity is not None else None
         low, high = claim.paper or (None, None)
@@ -199,9 +237,9 @@ def _rows(
             "policy": label,
             "versus": versus,
             "comparison": facts.title,
-            "traffic": entry["traffic"] or facts.title.rsplit(", ", 1)[-1],
-            "primary": entry.get("primary", False),
-            "primary_because": written.get("primary_because"),
+            "traffic": entry.traffic or facts.title.rsplit(", ", 1)[-1],
+            "primary": entry.primary,
+            "primary_because": written.primary_because,
             "paper_low": low,
             "paper_high": high,
             **dict(zip(("ours", "ours_low", "ours_high"), value or (None,) * 3, strict=True)),
@@ -211,7 +249,7 @@ def _rows(
             "fullest_expert": native and native.fidelity and native.fidelity.fullest_expert,
             "fullest_rank": native and native.fidelity and native.fidelity.fullest_rank,
             **{
-                f"needed_{placement}_{column}": needed[placement][column] if placement in needed else None
+                f"needed_{placement}_{column}": getattr(needed[placement], column) if placement in needed else None
                 for placement in PLACEMENTS
                 for column in _NEEDED
             },
@@ -304,10 +342,10 @@ def needed_moe_speedup(claim: Claim, share: float) -> float:
     return share / left if left > 0 else math.inf
 
 
-def _bounds(claim: Claim, written: dict[str, Any], facts: Comparison) -> dict[str, float | None]:
+def _bounds(claim: Claim, written: _Written, facts: Comparison) -> dict[str, float | None]:
     """What Token Drop's published share of dropped pairs bounds, where each rank has one expert."""
-    factor, dropped = written["policy_params"].get("capacity_factor"), claim.number
-    is_bound = claim.metric == "dropped_fraction" and written["policy"] == "token_drop" and factor
+    factor, dropped = written.policy_params.get("capacity_factor"), claim.number
+    is_bound = claim.metric == "dropped_fraction" and written.policy == "token_drop" and factor
     if not is_bound or dropped is None or facts.num_experts != facts.num_ranks:
         return {"peak_at_most": None, "gain_at_most": None}
     arguments = dropped, factor, facts.num_experts

@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.load import Part, Run
+from moe_ep_bench.analysis.parts import read_jobs
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.results import RunDirectory
 
 # Of run.json's ``environment``: what decides times.
 _ENVIRONMENT = (
@@ -61,7 +61,7 @@ def differences(base: Run, new: Run, comparison_id: str, intended: Collection[st
         is_same = old == now
         if key in _MEASURED:
             allowed, form = _MEASURED[key]
-            is_same = abs(now / old - 1) <= allowed
+            is_same = abs(now - old) <= allowed * abs(old)
             old, now = form.format(old), form.format(now)
         if not is_same:
             rows.append((key, old, now, _WEIGHTS.get(key, "none"), key in intended))
@@ -70,11 +70,11 @@ def differences(base: Run, new: Run, comparison_id: str, intended: Collection[st
 
 def _conditions(run: Run, comparison_id: str) -> dict[str, Any]:
     """The conditions that a run recorded: texts, and numbers of ``_MEASURED``."""
-    runs = json.loads(RunDirectory(run.directory).run_json.read_text(encoding="utf-8")).get("runs") or {}
+    runs = read_jobs(run.directory).runs
     ids = {run_id for case in run.cases if case.comparison_id == comparison_id for run_id in case.run_ids.values()}
     jobs = [runs[run_id] for run_id in sorted(ids & runs.keys())]
-    hashes = [{key: one for key, one in (job.get("hashes") or {}).items() if key == "code"} for job in jobs]
-    environments = [(job.get("environment") or {}) | code for job, code in zip(jobs, hashes, strict=True)]
+    hashes = [{key: one for key, one in job.hashes.items() if key == "code"} for job in jobs]
+    environments = [job.environment | code for job, code in zip(jobs, hashes, strict=True)]
     found: dict[str, Any] = {}
     for key in (*_ENVIRONMENT, *_INFORMATIVE):
         texts = {_text(one[key]) for one in environments if key in one}

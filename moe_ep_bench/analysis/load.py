@@ -12,21 +12,24 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from moe_ep_bench.analysis.parts import (
     SAMPLE,
+    Described,
     Iterations,
     ResultsError,
     Tried,
     check_routing,
+    described,
     iterations_of,
     launches_of,
     one_line,
     over_layers,
+    read_document,
     read_frontier,
     read_part,
     read_run_json,
@@ -49,24 +52,20 @@ _OF_MODELS = "holds times of whole models, which this does not read (docs/model.
 # ---- what run.json and conditions say --------------------------------------------------------------------------------
 
 
-class _Described(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
+Count = Annotated[int, Field(ge=1, le=2**40)]
 
 
-_Model = TypeVar("_Model", bound=_Described)
-
-
-class Workload(_Described):
+class Workload(Described):
     kind: Literal["synthetic", "recorded"]
     description: str
     tail_model: str | None
     recording: dict[str, Any] | None = None
     skew: dict[str, Any] | None = None  # that was named: ``workload.skews.Skew``
-    targets: dict[str, Any] = {}  # of a synthetic workload
+    targets: dict[str, Any] = Field({})  # of a synthetic workload
     padding: dict[str, Any] | None = None  # see ``bench.words.describe_padding``
 
 
-class Part(_Described):
+class Part(Described):
     """A part of the layer: what the config asked for, what ran, and why where that was left open."""
 
     requested: str
@@ -79,37 +78,39 @@ class Part(_Described):
         return self.ran not in ("fused", "none")
 
 
-class Whole(_Described):  # ``bench.subjects``
-    num_layers: int  # that were built
-    of_layers: int  # that the model has
-    moe_layers: list[int]  # of those that were built
-    of_moe_layers: int
-    context_length: int  # tokens in the cache of each request that decodes; 0 = prefill
+class Whole(Described):  # ``bench.subjects``
+    num_layers: Count  # that were built
+    of_layers: Count  # that the model has
+    moe_layers: list[NonNegativeInt] = Field(min_length=1)  # of those that were built
+    of_moe_layers: Count
+    context_length: NonNegativeInt  # tokens in the cache of each request that decodes; 0 = prefill
     attention: str
     peak_loads: list[float]  # fullest expert over mean, of each MoE layer's scores
-    shared_by_chance: list[float] = []  # experts that neighbours share, of layers where that is more than was asked for
+    shared_by_chance: list[float] = Field(
+        []
+    )  # experts that neighbours share, of layers where that is more than was asked for
 
 
-class Comparison(_Described):
+class Comparison(Described):
     """Conditions that all its cases share; cases of one comparison may be paired."""
 
     title: str
     model: str
-    scale: float  # 1.0 = the model's true sizes
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_ranks: int  # expert-parallel size
-    expert_tensor_parallel: int = 1  # ranks that an expert is cut among
-    num_replicas: int
-    world_size: int
-    num_tokens: int  # of all ranks
-    num_batches: int
+    scale: PositiveFloat  # 1.0 = the model's true sizes
+    num_experts: Count
+    top_k: Count
+    hidden_size: Count
+    ffn_hidden_size: Count
+    num_ranks: Count  # expert-parallel size
+    expert_tensor_parallel: Count = 1  # ranks that an expert is cut among
+    num_replicas: Count
+    world_size: Count
+    num_tokens: Count  # of all ranks
+    num_batches: Count
     dtype: str
     backend: Literal["nccl", "gloo"]
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    num_pieces: int = 1  # in which a rank's tokens go through the layer (measure.microbatch_tokens)
+    num_pieces: Count = 1  # in which a rank's tokens go through the layer (measure.microbatch_tokens)
     cuda_graph: str | None = None  # what graphs hold and replay; None = run eagerly
     shared_expert_overlap: bool = False  # in plain iterations, not in breakdowns
     experts: Part
@@ -122,7 +123,7 @@ class Comparison(_Described):
     links: str | None = None  # the model of what moved between ranks, where nothing did
     device: str | None = None  # the model of the device, where nothing was run
     placement: str = "contiguous"  # of experts on ranks, where they are emulated
-    point: dict[str, Any] = {}  # of the config's sweep: dotted keys with their values
+    point: dict[str, Any] = Field({})  # of the config's sweep: dotted keys with their values
     workload: Workload
     whole: Whole | None = None  # None = one layer was timed
 
@@ -147,42 +148,42 @@ class Comparison(_Described):
         return rank // self.expert_tensor_parallel % self.num_ranks
 
 
-class WarmUp(_Described):  # ``timing.protocol.WarmUp``
+class WarmUp(Described):  # ``timing.protocol.WarmUp``
     rounds: int
     change: float | None
     settled: bool
 
 
-class Ceilings(_Described):  # ``timing.ceilings.Ceilings``
+class Ceilings(Described):  # ``timing.ceilings.Ceilings``
     matmul_size: int
-    matmul_tflops: float
-    copy_gbps: float
-    read_gbps: float | None = None
+    matmul_tflops: PositiveFloat
+    copy_gbps: PositiveFloat
+    read_gbps: PositiveFloat | None = None
 
 
-class RankConditions(_Described):
+class RankConditions(Described):
     hostname: str
-    machine: dict[str, Any]  # see machine.MachineState
+    machine: MachineState
     ceilings: Ceilings
     peak_memory_bytes: int | None
-    allocating_iterations: dict[str, int] = {}  # timed ones that asked the driver for memory, by case
+    allocating_iterations: dict[str, int] = Field({})  # timed ones that asked the driver for memory, by case
     probe_floor_us: float | None = None  # what a waiting probe costs when nobody waits; None = ranks wait for nobody
 
 
-class Conditions(_Described):
+class Conditions(Described):
     """Under which conditions one launch of a comparison was timed; ranks in order."""
 
     run_id: str
-    attention: list[str] = []  # torch's kernels for it; of whole models
+    attention: list[str] = Field([])  # torch's kernels for it; of whole models
     warm_up: WarmUp
     ranks: list[RankConditions]
 
     @property
     def machines(self) -> list[tuple[str, MachineState]]:
-        return [(rank.hostname, MachineState.from_dict(rank.machine)) for rank in self.ranks]
+        return [(rank.hostname, rank.machine) for rank in self.ranks]
 
 
-class _CaseFacts(_Described):
+class CaseFacts(Described):
     comparison_id: str
     policy: str
     policy_params: dict[str, Any]
@@ -192,7 +193,7 @@ class _CaseFacts(_Described):
     extra_bytes_per_rank: float | None = None
 
 
-class _Environment(_Described):
+class _Environment(Described):
     device_name: str
     torch: str | None = None
     megatron_core: str | None = None
@@ -200,7 +201,7 @@ class _Environment(_Described):
     driver: str | None = None
 
 
-class _RunFacts(_Described):
+class _RunFacts(Described):
     """run.json, whose comparisons and cases are validated one by one."""
 
     run_id: str
@@ -293,10 +294,10 @@ def load_run(directory: Path | str, passed_over: list[str] | None = None, *, who
             is left.
     """
     files, tried = RunDirectory(Path(directory)), Tried(passed_over)
-    facts = _validated(_RunFacts, files.run_json, "", read_run_json(files.run_json))
+    facts = described(_RunFacts, files.run_json, "", read_run_json(files.run_json))
     if (facts.scope == "model") != whole:
         raise ResultsError(f"{files.root}: {_OF_LAYERS if whole else _OF_MODELS}")
-    comparisons, described = _described(files.run_json, facts, tried)
+    comparisons, listed = _described(files.run_json, facts, tried)
     for path in sorted(
         path for table in ("samples", "routing") for path in files.path(table, "").parent.glob("*.parquet")
     ):
@@ -304,7 +305,7 @@ def load_run(directory: Path | str, passed_over: list[str] | None = None, *, who
             tried.error(ResultsError(f"{path}: foreign, run.json lists no case {path.stem!r}"))
     read = (
         tried(_read_case, files, case_id, case, comparisons[case.comparison_id], facts.mode)
-        for case_id, case in _with_parts(files, described, tried).items()
+        for case_id, case in _with_parts(files, listed, tried).items()
     )
     cases, jobs = _of_one_job(files, [case for case in read if case is not None], tried)
     # What a model of a device says has no conditions.
@@ -313,7 +314,7 @@ def load_run(directory: Path | str, passed_over: list[str] | None = None, *, who
     }
     for (comparison_id, launch), run_id in jobs.items():
         if comparison_id in conditions:
-            found = tried(_read_conditions, files.conditions_path(comparison_id, launch), run_id)
+            found = tried(_read_conditions, files, comparison_id, launch, run_id)
             conditions[comparison_id] |= {} if found is None else {launch: found}
     if not any(case.is_ok for case in cases):
         counts = ", ".join(f"{number} {status}" for status, number in sorted(Counter(c.status for c in cases).items()))
@@ -334,23 +335,13 @@ def load_run(directory: Path | str, passed_over: list[str] | None = None, *, who
     )
 
 
-def _validated(model: type[_Model], path: Path, key: str, content: Any) -> _Model:
-    """What ``path`` says under ``key``; ResultsError names the first key that says it otherwise."""
-    try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join([*([key] if key else []), *map(str, first["loc"])])
-        raise ResultsError(f"{path}: {where}: {first['msg']}") from None
-
-
-def _described(path: Path, facts: _RunFacts, tried: Tried) -> tuple[dict[str, Comparison], dict[str, _CaseFacts]]:
+def _described(path: Path, facts: _RunFacts, tried: Tried) -> tuple[dict[str, Comparison], dict[str, CaseFacts]]:
     """The comparisons and cases of run.json that can be trusted; with a comparison go its cases."""
     read = {
-        key: tried(_validated, Comparison, path, f"comparisons.{key}", one) for key, one in facts.comparisons.items()
+        key: tried(described, Comparison, path, f"comparisons.{key}", one) for key, one in facts.comparisons.items()
     }
     comparisons = {key: one for key, one in read.items() if one is not None}
-    read = {key: tried(_validated, _CaseFacts, path, f"cases.{key}", one) for key, one in facts.cases.items()}
+    read = {key: tried(described, CaseFacts, path, f"cases.{key}", one) for key, one in facts.cases.items()}
     cases = {key: one for key, one in read.items() if one is not None}
     for key, case in cases.items():
         if case.comparison_id not in facts.comparisons:
@@ -361,8 +352,10 @@ def _described(path: Path, facts: _RunFacts, tried: Tried) -> tuple[dict[str, Co
     return comparisons, {key: case for key, case in cases.items() if case.comparison_id in comparisons}
 
 
-def _with_parts(files: RunDirectory, cases: dict[str, _CaseFacts], tried: Tried) -> dict[str, _CaseFacts]:
+def _with_parts(files: RunDirectory, cases: dict[str, CaseFacts], tried: Tried) -> dict[str, CaseFacts]:
     """The cases that have their parts; one line for all others, which an unfinished run leaves."""
+    paths = {key: tried(files.path, "samples", key) for key in cases}
+    cases = {key: case for key, case in cases.items() if paths[key] is not None}
     missing = [key for key in cases if not files.path("samples", key).is_file()]
     if missing:
         path, label = files.path("samples", missing[0]), cases[missing[0]].label
@@ -371,7 +364,7 @@ def _with_parts(files: RunDirectory, cases: dict[str, _CaseFacts], tried: Tried)
     return {key: case for key, case in cases.items() if key not in missing}
 
 
-def _read_case(files: RunDirectory, case_id: str, case: _CaseFacts, comparison: Comparison, mode: str) -> Case:
+def _read_case(files: RunDirectory, case_id: str, case: CaseFacts, comparison: Comparison, mode: str) -> Case:
     identity = {"case_id": case_id, "comparison_id": case.comparison_id, "mode": mode}
     path, routing_path = files.path("samples", case_id), files.path("routing", case_id)
     part = read_part(path, SAMPLES_SCHEMA, identity, ["run_id", "status", "reason", *SAMPLE])
@@ -436,14 +429,11 @@ def _of_one_job(files: RunDirectory, cases: list[Case], tried: Tried) -> tuple[l
     return [case for case in cases if case.case_id not in strangers], jobs
 
 
-def _read_conditions(path: Path, run_id: str) -> Conditions:
-    try:
-        conditions = Conditions.model_validate_json(path.read_text(encoding="utf-8"))
-        _ = conditions.machines
-    except OSError:
-        raise ResultsError(f"{path}: missing; it says under which conditions the cases were timed") from None
-    except (ValidationError, TypeError, KeyError) as error:
-        raise ResultsError(f"{path}: damaged: {one_line(error)[:200]}") from None
+def _read_conditions(files: RunDirectory, comparison_id: str, launch: int, run_id: str) -> Conditions:
+    path = files.conditions_path(comparison_id, launch)
+    if not path.is_file():
+        raise ResultsError(f"{path}: missing; it says under which conditions the cases were timed")
+    conditions = described(Conditions, path, "", read_document(path))
     if conditions.run_id != run_id:
         raise ResultsError(f"{path}: of another job than the cases ({conditions.run_id}, {run_id})")
     return conditions
@@ -488,8 +478,8 @@ def is_whole(directory: Path | str) -> bool:
 def _said(directory: Path | str, key: str) -> Any:
     """What ``run.json`` says under a key; None where there is none that can be read."""
     try:
-        return json.loads(RunDirectory(Path(directory)).run_json.read_text()).get(key)
-    except (OSError, ValueError, AttributeError):
+        return read_document(RunDirectory(Path(directory)).run_json).get(key)
+    except (ValueError, AttributeError):
         return None
 
 

@@ -5,26 +5,41 @@ A part is trusted only after it has been held against the schema and against wha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from moe_ep_bench.errors import UserError
-from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.schema import FRONTIER_SCHEMA, LAYER_PHASES, PHASES, SCHEMA_VERSION, STATUSES, TOTAL, UNACCOUNTED
+from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.files import read_json
+from moe_ep_bench.presets import problem_words
+from moe_ep_bench.results import RunDirectory, check_size
+from moe_ep_bench.schema import (
+    FRONTIER_SCHEMA,
+    LAYER_PHASES,
+    METRICS,
+    MODES,
+    PHASES,
+    SCHEMA_VERSION,
+    STATUSES,
+    TOTAL,
+    UNACCOUNTED,
+)
 
 ITERATION = ["launch", "batch", "iteration", "kind"]
 SAMPLE = ["rank", *ITERATION, "layer", "phase", "time_us", "host_us"]
 # What a measured routing row must hold. The two ratios of masses are exempt: a rank without valid tokens has none.
 _ROUTING_NEEDS = ("rank", "batch", "num_tokens", "load_E", "load_R", "num_topk_pairs", "num_dropped_pairs")
+
+LEAST_US, MOST_US = 1e-6, 1e15  # no clock tells less, no run lasts so long
+MOST_COUNT = 2**53  # beyond which a double does not count
 
 _Read = TypeVar("_Read")
 
@@ -42,14 +57,103 @@ class Tried:
     def __call__(self, read: Callable[..., _Read], *arguments: Any) -> _Read | None:
         try:
             return read(*arguments)
-        except ResultsError as error:
+        except UserError as error:
             self.error(error)
             return None
 
-    def error(self, error: ResultsError) -> None:
+    def error(self, error: UserError) -> None:
         if self._lines is None:
             raise error
         self._lines.append(str(error))
+
+
+class Described(BaseModel):
+    """What a JSON document of a results directory says: typed, finite, and free to say more."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+_Type = TypeVar("_Type", bound=Described)
+
+
+def described(model: type[_Type], path: Path, key: str, content: Any) -> _Type:
+    """What ``path`` says under ``key``; ResultsError names the first key that says it otherwise."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join([*([key] if key else []), *map(str, first["loc"])])
+        raise ResultsError(f"{path}: {brief(where, 200, quoted=False)}: {problem_words(first)}") from None
+
+
+class Job(Described):
+    """What run.json says of a job; null stands for nothing, as earlier versions wrote it."""
+
+    created: str | None = None
+    config: list[dict[str, Any]] | dict[str, Any] | None = None
+    environment: dict[str, Any] = Field({})
+    hashes: dict[str, Any] = Field({})
+
+    @field_validator("environment", "hashes", mode="before")
+    @classmethod
+    def _nothing(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+    @model_validator(mode="after")
+    def _check(self) -> Job:
+        ranks = self.environment.get("ranks") or []
+        if not isinstance(ranks, list) or not all(isinstance(one, dict) for one in ranks):
+            raise UserError(f"environment.ranks: expected a list of keys with values, got {brief(ranks)}")
+        for config in self.config if isinstance(self.config, list) else [self.config or {}]:
+            if not isinstance(config.get("workload") or {}, dict):
+                raise UserError(f"config.workload: expected keys with values, got {brief(config['workload'])}")
+            if dotted := _dotted(config):
+                raise UserError(f"config: expected keys without dots, got {brief(dotted)}")
+        return self
+
+
+def _dotted(config: dict[str, Any]) -> str | None:
+    """A key that would be taken for one inside another."""
+    left = [config]
+    while left:
+        for key, value in left.pop().items():
+            if "." in key:
+                return key
+            left += [value] if isinstance(value, dict) else []
+    return None
+
+
+class Jobs(Job):
+    """run.json as far as every mode writes it: the latest job, and all whose rows are there."""
+
+    run_id: str
+    mode: Literal[*MODES]
+    runs: dict[str, Job] = Field({})
+
+
+def read_jobs(directory: Path) -> Jobs:
+    """What run.json says of the jobs.
+
+    Raises:
+        ResultsError: it is missing or damaged.
+    """
+    path = RunDirectory(directory).run_json
+    return described(Jobs, path, "", read_run_json(path))
+
+
+def read_document(path: Path) -> Any:
+    """A JSON document of a results directory.
+
+    Raises:
+        ResultsError: it is missing or damaged.
+    """
+    try:
+        return read_json(path)
+    except FileNotFoundError:
+        raise ResultsError(f"{path}: missing") from None
+    except (OSError, ValueError) as error:
+        said = str(error).removeprefix(f"{path}: ")
+        raise ResultsError(f"{path}: damaged, not JSON: {one_line(said)}") from None
 
 
 def one_line(text: object) -> str:
@@ -68,10 +172,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
         raise ResultsError(f"{path.parent}: no such directory")
     if not path.is_file():
         raise ResultsError(f"{path}: missing; a results directory is one that `moe-ep-bench` has written")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ResultsError(f"{path}: damaged, not JSON: {one_line(error)}") from error
+    content = read_document(path)
     version = content.get("schema_version") if isinstance(content, dict) else None
     if not isinstance(version, int):
         raise ResultsError(f"{path}: schema_version: expected a whole number, got {version!r}")
@@ -90,9 +191,10 @@ def read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = No
     try:
         # Quicker than pq.read_table by half: a part is one small file.
         with pq.ParquetFile(path) as part:
+            check_size(path, part.metadata)
             found = part.schema_arrow
             for field in schema:
-                if field.name not in found.names or found.field(field.name).type != field.type:
+                if found.names.count(field.name) != 1 or found.field(field.name).type != field.type:
                     raise ResultsError(f"{path}: foreign, expected a column {field.name} of type {field.type}")
             return part.read(list(columns or schema.names))
     except (OSError, pa.ArrowException) as error:
@@ -159,8 +261,10 @@ def timings_of(path: Path, samples: pa.Table, world_size: int, phases: Sequence[
         raise ResultsError(f"{path}: damaged, a measured row lacks its rank, batch, iteration or time_us")
     if rows.duplicated(["rank", *ITERATION, "layer", "phase"]).any():
         raise ResultsError(f"{path}: damaged, one rank, iteration, layer and phase stands there twice")
+    if not (np.abs(rows[["time_us", "host_us"]].to_numpy(float, na_value=0)) < MOST_US).all():
+        raise ResultsError(f"{path}: damaged, a time is not below {MOST_US:g} us")
     is_total = rows["phase"] == TOTAL
-    if (rows.loc[is_total, "time_us"] <= 0).any():
+    if (rows.loc[is_total, "time_us"] < LEAST_US).any():
         raise ResultsError(f"{path}: damaged, a total is not above 0")
     # The slowest rank can be named only when all ranks are there.
     num_totals = is_total.groupby([rows[name] for name in ITERATION], observed=True).sum()
@@ -247,12 +351,30 @@ def over_layers(samples: pd.DataFrame) -> pd.DataFrame:
 
 def check_routing(path: Path, rows: pd.DataFrame, *, num_experts: int, num_ranks: int, world_size: int) -> None:
     """Raise ResultsError unless each rank has a row in every batch, with a load for each expert and expert rank."""
-    for column in _ROUTING_NEEDS:
-        if rows[column].isna().any():
-            raise ResultsError(f"{path}: damaged, a measured row lacks its {column}")
-    for column, expected in (("load_E", num_experts), ("load_R", num_ranks)):
-        for found in set(rows[column].map(len)) - {expected}:
-            raise ResultsError(f"{path}: {column}: expected {expected} entries, got {found}")
+    check_counts(path, rows, {"load_E": num_experts, "load_R": num_ranks})
     counts = rows.groupby("batch")["rank"].nunique()
     if (counts != world_size).any() or rows.duplicated(["rank", "batch"]).any():
         raise ResultsError(f"{path}: expected one row for each of {world_size} ranks in every batch")
+
+
+def check_counts(path: Path, rows: pd.DataFrame, lengths: Mapping[str, int]) -> None:
+    """Raise ResultsError unless rows of routing have what they must, and every number of them is one that can be.
+
+    Args:
+        lengths: of the columns of lists; all entries are counts.
+    """
+    for column in _ROUTING_NEEDS:
+        if rows[column].isna().any():
+            raise ResultsError(f"{path}: damaged, a measured row lacks its {column}")
+    for column, expected in lengths.items():
+        for found in set(rows[column].map(len)) - {expected}:
+            raise ResultsError(f"{path}: {column}: expected {expected} entries, got {found}")
+        counts = np.stack(rows[column].to_list()).astype(float)
+        if not ((counts >= 0) & (counts < MOST_COUNT)).all():
+            raise ResultsError(f"{path}: {column}: expected counts, got others")
+    numbers = [name for name, metric in METRICS.items() if name in rows and not pa.types.is_list(metric.dtype)]
+    values_NM = rows[numbers].to_numpy(dtype=float)
+    least_M = [-1 if name == "max_violation" else 0 for name in numbers]
+    is_known = np.isnan(values_NM) | ((values_NM >= least_M) & (values_NM < MOST_COUNT))
+    for column in np.array(numbers)[~is_known.all(axis=0)]:
+        raise ResultsError(f"{path}: {column}: expected finite numbers from 0, got others")

@@ -12,14 +12,17 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from pydantic import ConfigDict, Field, model_validator
 from scipy import stats
 
-from moe_ep_bench.analysis.parts import ResultsError, read_table
+from moe_ep_bench.analysis.load import CaseFacts, Count
+from moe_ep_bench.analysis.parts import Described, ResultsError, check_counts, described, read_part, read_run_json
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import TABLES
 
@@ -29,6 +32,58 @@ _CASE = ["comparison_id", "label", "role", "policy", "policy_params", "phase"]
 _ROUTED = ["dropped_fraction", "retained_mass_topk", "experts_per_token", "activated_experts", "peak_load"]
 _ROUTED += ["rank_peak_load", "num_pairs"]
 _SCORE = ["task", "metric", "filter", "num_fewshot", "num_samples", "value", "stderr"]
+
+
+class _Number(Described):  # ``quality.tasks.published_numbers``
+    policy: str
+    policy_params: dict[str, Any]
+    metric: str
+    num_fewshot: int | None
+    percent: float
+
+
+class _Published(Described):
+    model_config = ConfigDict(extra="allow")
+
+    numbers: list[_Number] = Field([])
+    unstated: list[str] = Field([])
+
+
+class _Facts(Described):  # ``quality.plan``; a text's comparison has ``text``, a task's has ``task``
+    model_config = ConfigDict(extra="allow")
+
+    title: str
+    model: str
+    order: int
+    num_experts: Count
+    num_ranks: Count
+    top_k: Count
+    batch_size: Count
+    text: str = ""
+    task: str = ""
+    metric: str | None = None
+    limit: float | None = None
+    published: _Published | None = None
+    image_prefix: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> _Facts:
+        if ("text" in self.model_fields_set) == ("task" in self.model_fields_set):
+            raise UserError("expected either text or task")
+        if "task" in self.model_fields_set and not {"metric", "limit", "published"} <= self.model_fields_set:
+            raise UserError("expected metric, limit and published beside task")
+        return self
+
+
+class _Case(CaseFacts):
+    order: int
+    phase: str | None
+
+
+class _RunFacts(Described):
+    mode: Literal["quality"]
+    comparisons: dict[str, _Facts]
+    cases: dict[str, _Case]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,37 +125,48 @@ def read_quality(directory: Path) -> Quality:
         ResultsError: the directory is not one of ``quality``, is damaged, or has nothing to compare yet.
     """
     files = RunDirectory(directory)
-    try:
-        described = json.loads(files.run_json.read_text())
-        facts = dict(sorted(described["comparisons"].items(), key=lambda item: item[1]["order"]))
-        order = list(facts)
-        rows = [
-            {"case_id": case_id, **case}
-            for case_id, case in described["cases"].items()
-            if files.is_done("quality", case_id)
-        ]
-        rows.sort(key=lambda case: (order.index(case["comparison_id"]), case["role"] != "baseline", case["order"]))
-        begun = {case["comparison_id"] for case in rows if case["role"] == "baseline"}
-        if not begun:
-            raise ResultsError(f"{directory}: no comparison has its unpatched model yet; the same command goes on")
-        cases = pd.DataFrame(case for case in rows if case["comparison_id"] in begun).set_index("case_id")[_CASE]
-        has_text = cases["comparison_id"].map(lambda comparison_id: "text" in facts[comparison_id])
-        return Quality(
-            {comparison_id: facts[comparison_id] for comparison_id in order if comparison_id in begun},
-            cases,
-            _read(files, "quality", cases.index),
-            _read(files, "quality_routing", cases.index[has_text]),
-        )
-    except ResultsError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-        raise ResultsError(f"{directory}: damaged, or not written by `quality`: {error}") from None
+    path = files.run_json
+    written = described(_RunFacts, path, "", read_run_json(path))
+    by_order = sorted(written.comparisons.items(), key=lambda item: item[1].order)
+    facts = {comparison_id: one.model_dump(exclude_unset=True) for comparison_id, one in by_order}
+    order = list(facts)
+    for case_id, case in written.cases.items():
+        if case.comparison_id not in facts:
+            raise ResultsError(f"{path}: cases.{case_id}.comparison_id: no comparison {case.comparison_id!r}")
+    rows = [
+        {"case_id": case_id, **case.model_dump()}
+        for case_id, case in written.cases.items()
+        if files.is_done("quality", case_id)
+    ]
+    rows.sort(key=lambda case: (order.index(case["comparison_id"]), case["role"] != "baseline", case["order"]))
+    begun = {case["comparison_id"] for case in rows if case["role"] == "baseline"}
+    if not begun:
+        raise ResultsError(f"{directory}: no comparison has its unpatched model yet; the same command goes on")
+    cases = pd.DataFrame(case for case in rows if case["comparison_id"] in begun).set_index("case_id")[_CASE]
+    has_text = cases["comparison_id"].map(lambda comparison_id: "text" in facts[comparison_id])
+    return Quality(
+        {comparison_id: facts[comparison_id] for comparison_id in order if comparison_id in begun},
+        cases,
+        _read(files, "quality", cases.index),
+        _read(files, "quality_routing", cases.index[has_text]),
+    )
 
 
 def _read(files: RunDirectory, table: str, case_ids: Iterable[str]) -> pd.DataFrame:
     schema = TABLES[table].schema
-    parts = [read_table(files.path(table, case_id), schema) for case_id in case_ids]
+    parts = [_sound(files.path(table, case_id), schema, case_id) for case_id in case_ids]
     return pa.concat_tables([schema.empty_table(), *parts]).to_pandas()
+
+
+def _sound(path: Path, schema: pa.Schema, case_id: str) -> pa.Table:
+    """A case's part, all of whose numbers can be."""
+    table = read_part(path, schema, {"case_id": case_id})
+    for field in schema:
+        if pa.types.is_floating(field.type) and not np.isfinite(table[field.name].drop_null().to_numpy()).all():
+            raise ResultsError(f"{path}: {field.name}: expected finite numbers")
+    if "load_E" in table.column_names:
+        check_counts(path, table.to_pandas(), {})
+    return table
 
 
 def half_interval(values: pd.Series) -> float:

@@ -9,7 +9,6 @@ a pass dilutes their error.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_whole, load_run
+from moe_ep_bench.analysis.parts import read_jobs, read_table
 from moe_ep_bench.analysis.render import Row
 from moe_ep_bench.analysis.validation_times import (
     PASS_TIMES,
@@ -28,7 +28,7 @@ from moe_ep_bench.analysis.validation_times import (
     phase_times_ms,
 )
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED
-from moe_ep_bench.bench.validation_directory import ValidationDirectory
+from moe_ep_bench.bench.validation_directory import ALONE_SCHEMA, ValidationDirectory
 
 # A band whose upper end is more than this over its lower one holds too much to confirm anything.
 MAX_BAND = 1.25
@@ -103,7 +103,7 @@ def load_validation(directory: Path) -> Validation:
             raise ResultsError(f"{run.directory}: holds no comparison {unknown[0]}, which {files.pairs} names")
     rows = _side_by_side(real, emulated, pairs)
     by_id = {case.case_id: case for run in runs for case in run.cases}
-    alone = pd.read_parquet(files.experts_alone) if files.experts_alone.is_file() else None
+    alone = read_table(files.experts_alone, ALONE_SCHEMA).to_pandas() if files.experts_alone.is_file() else None
     times = PASS_TIMES if real.scope == "model" else TIMES
     phases, errors, laws, beside, unsound = [], [], [], [], {}
     for name, own in rows.groupby("comparison_id", sort=False):
@@ -221,8 +221,7 @@ def _loads(case: Case) -> pd.Series:
 
 def _threads(run: Run) -> int:
     """Compute threads of a rank of the latest job."""
-    path = run.directory / "run.json"
-    try:
-        return int(json.loads(path.read_text())["environment"]["threads_per_rank"])
-    except (KeyError, TypeError, ValueError):
-        raise ResultsError(f"{path}: environment.threads_per_rank: missing") from None
+    found = read_jobs(run.directory).environment.get("threads_per_rank")
+    if not isinstance(found, int):
+        raise ResultsError(f"{run.directory / 'run.json'}: environment.threads_per_rank: expected a whole number")
+    return found

@@ -14,9 +14,12 @@ from moe_ep_bench.config import Experiment, SyntheticConfig
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.files import free_memory_bytes
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.models import ModelSpec
 
+MOST_EXPERTS, MOST_BATCHES = 2**16, 2**20
+_RANKS_IN_TURN = 64
 # Of a row, in bytes: what grouped_mm wants.
 _GEMM_ALIGNMENT = 16
 
@@ -24,6 +27,21 @@ _GEMM_ALIGNMENT = 16
 def _refuse(is_wrong: object, key: str, expected: str, got: object) -> None:
     if is_wrong:
         raise UserError(f"{key}: expected {expected}, got {got}")
+
+
+def check_size(experiment: Experiment, world_size: int) -> None:
+    """Refuse sizes that no machine holds before anything of them is made; memory for the rest is found later."""
+    workload, num_experts = experiment.workload, experiment.model.spec().num_experts
+    key = "num_tokens" if workload.num_tokens is not None else "tokens_per_rank"
+    _refuse(num_experts > MOST_EXPERTS, "model", f"at most {MOST_EXPERTS:,} experts", f"{num_experts:,}")
+    _refuse(
+        workload.num_batches > MOST_BATCHES, "workload.num_batches", f"at most {MOST_BATCHES:,}", workload.num_batches
+    )
+    most = free_memory_bytes() // (4 * num_experts)  # float32 scores of one batch
+    tokens = workload.total_tokens(experiment.layer.ep_size or world_size)
+    _refuse(
+        tokens > most, f"workload.{key}", f"a batch of at most {most:,} tokens, whose scores fit free memory", tokens
+    )
 
 
 def check_ranks(experiment: Experiment, world_size: int, ep_size: int) -> None:

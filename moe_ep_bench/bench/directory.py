@@ -6,7 +6,6 @@ no timed rows beside emulated ones, nor two versions of torch.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from moe_ep_bench.bench.plan import CaseSpec, Comparison
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime import locks
@@ -39,19 +38,17 @@ def check_agreement(
         ValueError: one line naming the directory, what differs and what helps.
     """
     _check_writable(directory)
-    if not directory.run_json.exists():
+    earlier = directory.earlier()
+    if earlier is None:
         return
-    try:
-        earlier = json.loads(directory.run_json.read_text())
-        kind = {"mode": earlier["mode"], "scope": earlier.get("scope", "layer")}
-        then = {**kind, **earlier["environment"], "code": earlier["hashes"]["code"]}
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{directory.run_json}: damaged, or not written by this program") from None
+    kind = {"mode": earlier["mode"], "scope": earlier.get("scope", "layer")}
+    then = {**kind, **earlier["environment"], "code": earlier["hashes"].get("code")}
     now = {"mode": mode, "scope": scope, **conditions} | ({} if force else {"code": provenance.code_hash()})
     for key, value in now.items():
         if then.get(key) != value:
+            held = brief(then.get(key), quoted=False)
             raise UserError(
-                f"--out {directory.root}: holds results with {key} {then.get(key)}, here it is {value}; "
+                f"--out {directory.root}: holds results with {key} {held}, here it is {value}; "
                 "choose another directory" + (" or --force" if key == "code" else "")
             )
 
@@ -120,9 +117,9 @@ def keep_other_policies(directory: RunDirectory, description: dict[str, Any], is
     user's own takes the place of what it was.
     """
     now = [_but_for_code(case) for case in description["cases"].values()]
-    earlier = json.loads(directory.run_json.read_text())["cases"] if directory.run_json.exists() else {}
+    earlier = (directory.earlier() or {}).get("cases", {})
     others = {
-        case_id: {**case, "order": len(description["cases"]) + case["order"]}
+        case_id: {**case, "order": len(description["cases"]) + (case.get("order") or 0)}
         for case_id, case in earlier.items()
         if case["comparison_id"] in description["comparisons"]
         and case_id not in description["cases"]

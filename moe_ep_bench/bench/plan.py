@@ -554,6 +554,7 @@ def plan(
     comparisons = []
     with _named(str(config)):
         for experiment in experiments:
+            checks.check_size(experiment, world_size or 1)
             before(experiment)
             comparisons.append(Comparison.of(experiment, backend, world_size, on_cpu=on_cpu))
             if try_out:

@@ -32,7 +32,7 @@ from moe_ep_bench.bench.building import builder
 from moe_ep_bench.bench.checks import check_whole_experts
 from moe_ep_bench.bench.emulate import emulate
 from moe_ep_bench.bench.plan import BASELINE, POLICY, RANKS, VIRTUAL, CaseSpec, Comparison, Plan, plan
-from moe_ep_bench.bench.validation_directory import ValidationDirectory
+from moe_ep_bench.bench.validation_directory import ALONE_SCHEMA, ValidationDirectory
 from moe_ep_bench.config import EmulateConfig, RouteConfig
 from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, ENOUGH_BYTES
 from moe_ep_bench.cost_model.links import Links
@@ -56,17 +56,6 @@ from moe_ep_bench.timing.timer import clock_for
 _FREE = {"links", "chunk_tokens"}
 # Rounds over all ranks' counts; a first, untimed one lets every shape be seen.
 REPETITIONS = 3
-ALONE_SCHEMA = pa.schema(
-    [
-        ("comparison_id", pa.string()),
-        ("case_id", pa.string()),
-        ("rank", pa.int32()),
-        ("batch", pa.int32()),
-        ("repetition", pa.int32()),
-        ("num_rows", pa.int64()),
-        ("time_us", pa.float64()),
-    ]
-)
 _JOIN_TIMEOUT_S = 120.0
 _ROWS = 20  # a stream of random numbers that the layer does not use
 

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow as pa
+from pydantic import BaseModel, ValidationError
+
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.files import write_json
+from moe_ep_bench.files import inside, read_json, write_json
+
+ALONE_SCHEMA = pa.schema(
+    [
+        ("comparison_id", pa.string()),
+        ("case_id", pa.string()),
+        ("rank", pa.int32()),
+        ("batch", pa.int32()),
+        ("repetition", pa.int32()),
+        ("num_rows", pa.int64()),
+        ("time_us", pa.float64()),
+    ]
+)
+
+
+class _Pairs(BaseModel):
+    pairs: list[tuple[str, str]]
+    links: str
 
 
 class ValidationDirectory:
@@ -33,9 +52,9 @@ class ValidationDirectory:
             ValueError: one line that names the file: it is missing or damaged.
         """
         try:
-            described = json.loads(self.pairs.read_text())
-            return [(real, emulated) for real, emulated in described["pairs"]], described["links"]
+            described = _Pairs.model_validate(read_json(inside(self.root, self.pairs)))
+            return described.pairs, described.links
         except OSError:
             raise UserError(f"{self.pairs}: missing; `moe-ep-bench validate` writes it after both runs") from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, ValidationError):
             raise UserError(f"{self.pairs}: damaged, or not written by this program") from None

@@ -6,11 +6,12 @@ torch, Megatron-Core, pandas and matplotlib are imported inside commands: help a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status. User mistakes are one line on stderr and status 2 (``complain``)."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    with tolerant_stderr():
+    with tolerant_stderr(), _no_prompt():
         if arguments and arguments[0] in SUCCESSORS:
             instead = f"use: moe-ep-bench {SUCCESSORS[arguments[0]]}"
             print(f"moe-ep-bench: there is no command {arguments[0]} any more; {instead}", file=sys.stderr)
@@ -53,6 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _end_output()
                 return OK
             return complain(error)
+
+
+@contextlib.contextmanager
+def _no_prompt() -> Iterator[None]:
+    """No command asks anything, and no library for it: standard input is empty in the block."""
+    stream = sys.stdin
+    with open(os.devnull) as sys.stdin:
+        try:
+            yield
+        finally:
+            sys.stdin = stream
 
 
 def _drop_force_after_restart(options: argparse.Namespace) -> None:
@@ -365,14 +377,15 @@ def _trace_import(options: argparse.Namespace) -> int:
     # All but what only a preset gives.
     names = [field.name for field in dataclasses.fields(ImportOptions) if field.name not in ("top_k", "num_layers")]
     chosen = {name: getattr(options, name) for name in names}
-    print(import_trace(options.kind, options.source, options.out, ImportOptions(**chosen)).text())
+    what = (options.kind, options.source, options.out, ImportOptions(**chosen))
+    print(import_trace(*what, max_bytes=options.max_bytes).text())
     return OK
 
 
 def _check_policy(options: argparse.Namespace) -> int:
+    from moe_ep_bench.files import parse_yaml
     from moe_ep_bench.policies import make_policy
     from moe_ep_bench.policies.laws import check_text
-    from moe_ep_bench.presets import parse_yaml
 
     entry: dict[str, object] = {"name": options.policy}
     for field in options.fields:

@@ -288,6 +288,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     ):
         imported.add_argument(f"--{name}", help=text)
     imported.add_argument("--num-experts", type=int, help="without a preset")
+    imported.add_argument("--max-bytes", type=int, metavar="N", help="largest array of the source (default: 2^30)")
     imported.add_argument("--micro-batch-size", type=int, default=1, help="sequences interleaved in a forward pass")
     imported.add_argument("--assume-equal-scores", action="store_true", help="accept a recording of expert ids only")
     imported.set_defaults(command="trace import")

@@ -97,11 +97,6 @@ class MachineState:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> MachineState:
-        clocks = values["sm_clock_mhz"]
-        return cls(**{**values, "sm_clock_mhz": tuple(clocks) if clocks else None, "notes": tuple(values["notes"])})
-
 
 @dataclass(frozen=True)
 class Counters:

@@ -9,7 +9,6 @@ between) is refused, not guessed.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,7 +25,8 @@ from pydantic import (
     model_validator,
 )
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.files import MOST_YAML_BYTES, parse_json, read_bytes
 from moe_ep_bench.presets import Strict, validated
 
 BY_HAND = "or give the shape: model: {num_experts: ..., top_k: ..., hidden_size: ..., ffn_hidden_size: ...}"
@@ -244,7 +244,7 @@ class _Molmo(_Family):
 def _leading_layers(layers: object) -> int:
     """How many dense layers there are, which must be the first ones."""
     if not isinstance(layers, list) or layers != list(range(len(layers))):
-        raise UserError(f"expected [0, 1, ...], the first layers, got {layers!r}")
+        raise UserError(f"expected [0, 1, ...], the first layers, got {brief(layers)}")
     return len(layers)
 
 
@@ -313,14 +313,11 @@ def read_hf_config(path: Path, keys: Iterable[str]) -> dict[str, Any]:
     """
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = file.read_bytes()
+        content = read_bytes(file, MOST_YAML_BYTES)
     except OSError as error:
         hint = "" if file.suffix == ".json" else "; files are read from this machine, nothing is fetched from a hub"
         raise UserError(f"{file}: cannot read a model's config.json: {error.strerror}{hint}") from None
-    try:
-        values = json.loads(content)
-    except ValueError as error:
-        raise UserError(f"{file}: not valid JSON: {error}") from None
+    values = parse_json(content, file)
     if not isinstance(values, dict):
         raise UserError(f"{file}: expected keys with values, got {type(values).__name__}")
     stated = {key: value for key, value in values.items() if value is not None}
@@ -331,7 +328,7 @@ def read_hf_config(path: Path, keys: Iterable[str]) -> dict[str, Any]:
     elif isinstance(family, str) and family.removesuffix("_text") in _NESTED:
         family = family.removesuffix("_text")
     if not isinstance(family, str) or family not in _FAMILIES:
-        raise UserError(f"{file}: model_type: expected one of {', '.join(_FAMILIES)}, got {family!r}; {BY_HAND}")
+        raise UserError(f"{file}: model_type: expected one of {', '.join(_FAMILIES)}, got {brief(family)}; {BY_HAND}")
     if family == "deepseek" and "kv_lora_rank" in stated:
         family = "deepseek_v2"  # which was first published under this model_type
     spec = validated(_FAMILIES[family], stated, file).spec()

@@ -11,7 +11,6 @@ The result is ``claims.json`` beside the results; ``analysis.claims`` makes tabl
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from moe_ep_bench.bench.plan import BASELINE, POLICY, RANKS, VIRTUAL, Comparison
 from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig, load_experiments
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.files import stable_hash, write_json
+from moe_ep_bench.files import read_json, stable_hash, write_json
 from moe_ep_bench.machine.provenance import code_hash
 from moe_ep_bench.papers.claims import Claim, claims_path
 from moe_ep_bench.papers.needed_skew import SkewSolver, solved_tokens
@@ -208,9 +207,9 @@ def _described(row: _Row, solver: SkewSolver | None, earlier: dict[str, list[dic
 def _earlier(path: Path) -> dict[str, list[dict[str, Any]]]:
     """Skews that this code solved for before, by key; none where the file is not there or not ours."""
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         if content["code"] != code_hash():
             return {}
         return {row["needed_key"]: row["needed"] for row in content["claims"] if row["needed"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.policies.contract import Routing, RoutingContext, SteppedPolicy
 from moe_ep_bench.policies.field_checks import real, require_choice, require_count, require_flag
 from moe_ep_bench.policies.lazy import Tensor, torch
@@ -130,12 +130,12 @@ class Laser(LoadAwarePolicy):
         allowed = ("eps_high", "t_fix", "c", "trim")
         given = bands.as_dict() if isinstance(bands, Bands) else bands
         if not isinstance(given, Mapping) or not given.keys() <= set(BANDS):
-            raise UserError(f"bands: expected a mapping of {', '.join(BANDS)}; got {given!r}")
+            raise UserError(f"bands: expected a mapping of {', '.join(BANDS)}; got {brief(given)}")
         checked = []
         for band in filter(given.__contains__, BANDS):
             values = given[band]
             if not isinstance(values, Mapping) or not values.keys() <= set(allowed):
-                raise UserError(f"bands.{band}: expected a mapping of {', '.join(allowed)}; got {values!r}")
+                raise UserError(f"bands.{band}: expected a mapping of {', '.join(allowed)}; got {brief(values)}")
             try:
                 other = replace(self, bands=None, **values)
             except ValueError as error:

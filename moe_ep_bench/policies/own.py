@@ -20,7 +20,7 @@ from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 
-from moe_ep_bench.errors import UserError, did_you_mean
+from moe_ep_bench.errors import UserError, brief, did_you_mean
 from moe_ep_bench.policies.contract import Policy
 
 GROUP = "moe_ep_bench.policies"
@@ -49,7 +49,7 @@ def find_policy(reference: object, taken: Collection[str]) -> type[Policy]:
         ValueError: there is none of that name, it cannot be imported, or it breaks the contract.
     """
     if not isinstance(reference, str) or not reference:
-        raise UserError(f"name: expected one of {', '.join(taken)}; got {reference!r}")
+        raise UserError(f"name: expected one of {', '.join(taken)}; got {brief(reference)}")
     place, colon, name = reference.rpartition(":")
     if not colon:
         points = {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
@@ -57,7 +57,8 @@ def find_policy(reference: object, taken: Collection[str]) -> type[Policy]:
             known = [*taken, *points]
             own = "package.module:Class or my_policy.py:Class"
             raise UserError(
-                f"name: expected one of {', '.join(known)}, {own}; got {reference!r}{did_you_mean(reference, known)}"
+                f"name: expected one of {', '.join(known)}, {own}; got {brief(reference)}"
+                f"{did_you_mean(reference, known)}"
             )
         found = find_policy(points[reference], taken)
         if found.name != reference:
@@ -131,7 +132,7 @@ def _checked(found: object, reference: str, taken: Collection[str]) -> type[Poli
         raise UserError(f"name: {reference}: expected @dataclass(frozen=True, kw_only=True) above the class")
     name = getattr(found, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise UserError(f"name: {reference}: expected its name in lower case, digits and _, got {name!r}")
+        raise UserError(f"name: {reference}: expected its name in lower case, digits and _, got {brief(name)}")
     if name in (*taken, *_RESERVED):
         raise UserError(f"name: {reference}: its name {name} is that of a policy of moe-ep-bench; give it another")
     if found.route is Policy.route:

@@ -25,7 +25,8 @@ from typing import Any, Literal
 
 import torch
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.files import read_bytes, read_json
 from moe_ep_bench.quality.families import MoELayer, find_moe_layers
 from moe_ep_bench.runtime.device import device_type
 
@@ -33,7 +34,13 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 _CHARACTERS_AT_ONCE = 2**20
 _HASHED_BYTES = 2**20
 # What transformers raises for a config.json that it cannot follow.
-_WRONG_CONFIG = (OSError, ValueError, KeyError, TypeError)
+_WRONG_CONFIG = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+# Small files that transformers reads whole; it would follow any nesting.
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_READ_BEFORE = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+_MOST_MODULES = 2**17  # layers x experts, many times those of the largest models: building more would not end
+# Nothing that a folder names is imported; without this word transformers would ask on the terminal.
+_NO_CODE = {"local_files_only": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,9 @@ class Checkpoint:
             raise UserError(f"{path}: expected a checkpoint's folder, {'got a file' if path.exists() else 'got none'}")
         if not (path / "config.json").is_file():
             raise UserError(f"{path}: expected a checkpoint's folder, got one without config.json")
+        for name in _READ_BEFORE:
+            if (path / name).exists():
+                read_json(path / name)
         checkpoint = Checkpoint(path)
         _ = checkpoint.moe_layers, checkpoint.weight_files, checkpoint.tokenizer
         return checkpoint
@@ -66,27 +76,34 @@ class Checkpoint:
         """The model's configuration, as transformers reads it."""
         transformers = import_transformers()
         with _one_line(f"{self.path}: cannot read config.json: ", _WRONG_CONFIG):
-            return transformers.AutoConfig.from_pretrained(self.path, local_files_only=True)
+            config = transformers.AutoConfig.from_pretrained(self.path, **_NO_CODE)
+        counts = [getattr(config, name, None) for name in ("num_hidden_layers", *_EXPERT_COUNTS)]
+        layers, *experts = [count if isinstance(count, int) else 1 for count in counts]
+        if layers * max(experts) > _MOST_MODULES:
+            raise UserError(
+                f"{self.path}: expected at most {_MOST_MODULES:,} layers x experts, got {max(experts)} x {layers}"
+            )
+        return config
 
     @cached_property
     def moe_layers(self) -> list[MoELayer]:
         """The MoE layers of the model, without weights."""
         config, transformers = self.config, import_transformers()
         with _one_line(f"{self.path}: ", _WRONG_CONFIG), torch.device("meta"):
-            return find_moe_layers(transformers.AutoModelForCausalLM.from_config(config))
+            return find_moe_layers(transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False))
 
     @cached_property
     def tokenizer(self) -> Any:
         transformers = import_transformers()
         with _one_line(f"{self.path}: expected a tokenizer beside the model; "):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.path, **_NO_CODE)
         if not tokenizer("words", add_special_tokens=False)["input_ids"]:  # made up, without a vocabulary
             raise UserError(f"{self.path}: expected a tokenizer beside the model, got no vocabulary")
         return tokenizer
 
     @cached_property
     def weight_files(self) -> list[Path]:
-        files = sorted(self.path.glob("*.safetensors"))
+        files = sorted(file for file in self.path.glob("*.safetensors") if file.is_file())
         if not files:
             raise UserError(f"{self.path}: expected weights in *.safetensors, got none")
         return files
@@ -106,7 +123,7 @@ class Checkpoint:
         transformers = import_transformers()
         with _one_line(f"{self.path}: cannot load the model: "):
             model, found = transformers.AutoModelForCausalLM.from_pretrained(
-                self.path, local_files_only=True, dtype=dtype, output_loading_info=True
+                self.path, **_NO_CODE, use_safetensors=True, dtype=dtype, output_loading_info=True
             )
         for kind in ("missing_keys", "mismatched_keys"):
             if found[kind]:
@@ -122,7 +139,7 @@ class Checkpoint:
         """16 hex digits of what the folder holds: its small files; of weights their sizes, first and last MiB."""
         digest = hashlib.sha256()
         for file in sorted(self.path.glob("*.json")):
-            digest.update(file.name.encode() + file.read_bytes())
+            digest.update(file.name.encode() + read_bytes(file))
         for file in self.weight_files:
             size = file.stat().st_size
             digest.update(f"{file.name} {size}".encode())
@@ -235,4 +252,5 @@ def _one_line(what: str, errors: tuple[type[Exception], ...] = (Exception,)) -> 
         yield
     except errors as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"{what}{lines[0].strip()}") from None
+        said = "needs its own code, which is not run" if "trust_remote_code" in str(error) else lines[0].strip()
+        raise UserError(f"{what}{brief(said, 300, quoted=False)}") from None

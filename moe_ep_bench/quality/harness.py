@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.quality.loads import Row, pass_metrics
 from moe_ep_bench.quality.passes import Arrangement, judged_phase
@@ -54,6 +54,8 @@ def import_harness() -> ModuleType:
         raise UserError(
             f"expected the package lm_eval, which tasks need: pip install 'moe-ep-bench[harness]' ({error})"
         ) from None
+    # What a data set's own code would be run by, in versions of datasets that know of such; None would ask.
+    importlib.import_module("datasets").config.HF_DATASETS_TRUST_REMOTE_CODE = False
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     return harness
 
@@ -109,7 +111,7 @@ class TaskIndex:
                 self._managers[defaults] = new_manager(include_path=folder, include_defaults=defaults)
             if name in self._managers[defaults].all_tasks:
                 return self._managers[defaults]
-        raise UserError(f"tasks: expected a task of lm_eval (`lm_eval ls tasks`) or of include, got {name!r}")
+        raise UserError(f"tasks: expected a task of lm_eval (`lm_eval ls tasks`) or of include, got {brief(name)}")
 
 
 # ---- The model under a policy ----------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ Shapes: T = tokens of a batch, E = experts, K = top_k.
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.files import atomic_path, stable_hash, write_json
+from moe_ep_bench.files import atomic_path, read_json, stable_hash, write_json
 from moe_ep_bench.quality.checkpoint import (
     Checkpoint,
     Dtype,
@@ -143,7 +142,7 @@ def _resume(writer: TraceWriter, folder: Path, asked: str) -> int:
     """Take up what an earlier process left; how many sequences that is."""
     file = folder / _PROGRESS
     try:
-        noted = json.loads(file.read_text())
+        noted = read_json(file)
     except FileNotFoundError:
         noted = {"asked": asked, "sequences": 0, "writer": writer.progress() | {"spools": {}}}
     except ValueError:

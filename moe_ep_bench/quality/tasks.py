@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ep_bench.bench.plan import CaseSpec
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.papers.accuracies import load_table
 from moe_ep_bench.quality.config import QualityExperiment, TaskConfig
@@ -95,7 +95,7 @@ def published_numbers(experiment: QualityExperiment, task: str) -> dict[str, Any
     except ValueError as problem:
         raise UserError(f"published.table: {problem}") from None
     if chosen.model not in table.models:
-        raise UserError(f"published.model: expected one of {', '.join(table.models)}, got {chosen.model!r}")
+        raise UserError(f"published.model: expected one of {', '.join(table.models)}, got {brief(chosen.model)}")
     numbers = [
         {
             "policy": "native" if cell.policy is None else cell.policy.name,

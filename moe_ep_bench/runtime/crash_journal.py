@@ -12,14 +12,13 @@ the case.
 
 from __future__ import annotations
 
-import json
 import mmap
 import signal
 from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_ep_bench.files import write_json
+from moe_ep_bench.files import read_json, write_json
 
 MAX_ATTEMPTS = 2
 
@@ -95,7 +94,7 @@ def stopped_reason(signal_number: int) -> str:
 def lost_attempts(folder: Path, case_id: str) -> list[str]:
     """Reasons of the earlier attempts at this case that were lost, oldest first; none where the file is damaged."""
     try:
-        return [str(reason) for reason in json.loads((folder / f"{case_id}.json").read_text())]
+        return [str(reason) for reason in read_json(folder / f"{case_id}.json")]
     except (OSError, ValueError, TypeError):
         return []
 

@@ -10,9 +10,10 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, printable
 from moe_ep_bench.runtime.exit_codes import LOST, USER_ERROR
 
+_MOST_CHARACTERS = 1500  # of the line; values in it are cut much earlier
 # The last two: what libraries raise of a file that is not what it should be; the file is the user's.
 MISTAKES = (UserError, UnicodeError, json.JSONDecodeError)
 _UNWRITABLE = (
@@ -26,11 +27,13 @@ def complain(error: Exception) -> int:
     status = status_of(error)
     if status == LOST:
         traceback.print_exception(error)
-    elif isinstance(error, OSError):
-        # pyarrow's own errors say it in their text.
-        print(f"moe-ep-bench: cannot write {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
     else:
-        print(f"moe-ep-bench: {error}", file=sys.stderr)
+        # pyarrow's own errors say it in their text.
+        words = (
+            f"cannot write {error.filename or ''}: {error.strerror or error}" if isinstance(error, OSError) else error
+        )
+        line = printable(f"moe-ep-bench: {words}")
+        print(line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}...", file=sys.stderr)
     return status
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.files import read_json
 
 FOLDER = ".locks"
 
@@ -135,7 +136,7 @@ def _lock(handle: int, root: Path) -> None:
 
 def _holder(path: Path) -> str:
     try:
-        holder = json.loads(path.read_text())
+        holder = read_json(path)
         return f"process {holder['pid']} on {holder['hostname']}, begun {holder['begun']}"
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return "which has not said who it is"

@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.files import free_memory_bytes
 
 FORMAT = "moe-trace-v1"
 METADATA = ("format", "model", "num_experts", "top_k", "score", "phase", "domain", "source", "licence")
@@ -237,6 +238,10 @@ def open_trace(path: str | Path) -> Trace:
         if has_full:
             shape = _shape(path, file, FULL_SCORES, "F32", 3)
             _agree(path, FULL_SCORES, (num_layers, num_tokens, counts["num_experts"]), shape)
+        # Of a layer's arrays and the places of all tokens; layers are read one at a time.
+        row = top_k * (4 if counts["num_experts"] > 256 else 3) + (4 * counts["num_experts"] if has_full else 0)
+        if num_tokens * (row + 16) > (free := free_memory_bytes()):
+            raise UserError(f"{path}: expected layers that fit the {free:,} bytes of memory that are free")
         start_S = _sequences(path, file)
     return Trace(path, metadata, num_layers, num_tokens, counts["num_experts"], top_k, start_S, has_full)
 

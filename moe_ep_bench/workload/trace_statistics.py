@@ -50,6 +50,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.files import read_bytes, read_json
 from moe_ep_bench.presets import problem_words
 from moe_ep_bench.workload.formatting import tokens_words
 from moe_ep_bench.workload.trace import Trace, open_trace
@@ -245,9 +246,9 @@ def loads_statistics(path: str | Path) -> list[RecordingStatistics]:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file")
-    content = path.read_bytes()
+    content = read_bytes(path)
     try:
-        entries = TypeAdapter(Annotated[list[_Loads], Field(min_length=1)]).validate_json(content)
+        entries = TypeAdapter(Annotated[list[_Loads], Field(min_length=1)]).validate_python(read_json(path))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))

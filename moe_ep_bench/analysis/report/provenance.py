@@ -20,8 +20,8 @@ import pandas as pd
 import yaml
 
 from moe_ep_bench.analysis.load import Run
+from moe_ep_bench.analysis.parts import read_jobs
 from moe_ep_bench.analysis.render import NONE, Column, Table, missing
-from moe_ep_bench.results import RunDirectory
 
 _COMMANDS = {"emulated": "emulate", "route": "route", "validate": "validate"}
 
@@ -56,15 +56,14 @@ class Provenance:
 
 
 def read_provenance(directory: Path, world_size: int) -> Provenance:
-    """Read what ``load_run`` or ``load_route`` has found to be readable."""
-    content = json.loads(RunDirectory(directory).run_json.read_text(encoding="utf-8"))
-    own = {key: content.get(key) for key in ("created", "config", "environment", "hashes")}
-    runs = content.get("runs") or {content["run_id"]: own}
-    runs = dict(sorted(runs.items(), key=lambda item: (str(item[1].get("created")), item[0])))
-    configs = [run.get("config") or [] for run in runs.values()]
+    """Read what ``run.json`` says of the jobs, of whatever mode."""
+    facts = read_jobs(directory)
+    runs = facts.runs or {facts.run_id: facts}
+    runs = dict(sorted(runs.items(), key=lambda item: (str(item[1].created), item[0])))
+    configs = [run.config or [] for run in runs.values()]
     each = itertools.chain.from_iterable(one if isinstance(one, list) else [one] for one in configs)
-    environment = content.get("environment") or {}
-    return Provenance(directory.resolve().name, content["mode"], environment, runs, _distinct(each), world_size)
+    plain = {run_id: run.model_dump() for run_id, run in runs.items()}
+    return Provenance(directory.resolve().name, facts.mode, facts.environment, plain, _distinct(each), world_size)
 
 
 def provenance_tables(source: Provenance, run: Run | None) -> list[Table]:

@@ -14,14 +14,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from moe_ep_bench.analysis.parts import ResultsError, Tried, read_frontier, read_run_json, read_table
+from moe_ep_bench.analysis.load import CaseFacts, Count, Workload
+from moe_ep_bench.analysis.parts import (
+    Described,
+    ResultsError,
+    Tried,
+    check_counts,
+    described,
+    read_frontier,
+    read_run_json,
+    read_table,
+)
 from moe_ep_bench.metrics import imbalance
 from moe_ep_bench.placement import make_placement
 from moe_ep_bench.results import RunDirectory
@@ -53,6 +64,44 @@ _FACTS = [
     "phase", "layer_weights", "image_share",
 ]  # fmt: skip
 _LOADS = ["load_E", "load_R", "load_over_mean_E", "image_load_E", "pairs_RR"]
+
+
+class _Placement(Described):
+    name: str
+    shares: list[list[float]] | None = None
+
+
+class _Facts(Described):  # ``bench.description``
+    order: int
+    title: str
+    group: str
+    family: str
+    model: str
+    num_experts: Count
+    top_k: Count
+    num_ranks: Count
+    num_tokens: Count
+    num_batches: Count
+    traffic: str
+    phase: str | None
+    layer: NonNegativeInt | None
+    layer_weights: list[NonNegativeFloat] | None
+    image_share: float | None
+    placement: _Placement
+    bytes_per_pair: PositiveFloat | None = None
+    workload: Workload
+
+
+class _Case(CaseFacts):
+    order: int
+
+
+class _RunFacts(Described):
+    """run.json, whose comparisons and cases are validated one by one."""
+
+    mode: Literal["route"]
+    comparisons: dict[str, Any]
+    cases: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,38 +171,41 @@ def load_route(directory: Path | str, passed_over: list[str] | None = None) -> R
     """
     files = RunDirectory(Path(directory))
     tried = Tried(passed_over)
-    content = read_run_json(files.run_json)
-    if content.get("mode") != "route":
-        raise ResultsError(f"{files.run_json}: mode: expected route, got {content.get('mode')}")
+    content = described(_RunFacts, files.run_json, "", read_run_json(files.run_json))
     about, read = [], {}
-    try:
-        cases = sorted(content["cases"].items(), key=lambda case: case[1]["order"])
-        for comparison_id, facts in sorted(content["comparisons"].items(), key=lambda item: item[1]["order"]):
-            own = {case_id: case for case_id, case in cases if case["comparison_id"] == comparison_id}
+    found = {
+        kind: {
+            key: facts.model_dump()
+            for key, one in listed.items()
+            if (facts := tried(described, model, files.run_json, f"{kind}.{key}", one)) is not None
+        }
+        for kind, model, listed in (("comparisons", _Facts, content.comparisons), ("cases", _Case, content.cases))
+    }
+    cases = sorted(found["cases"].items(), key=lambda case: case[1]["order"])
+    for comparison_id, facts in sorted(found["comparisons"].items(), key=lambda item: item[1]["order"]):
+        own = {case_id: case for case_id, case in cases if case["comparison_id"] == comparison_id}
+        if (frames := tried(_read_layer, files, comparison_id, facts, own, tried)) is not None:
             about.append(_about(comparison_id, facts))
-            if (frames := tried(_read_layer, files, comparison_id, facts, own, tried)) is not None:
-                read[comparison_id] = frames
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ResultsError(f"{files.run_json}: damaged: {type(error).__name__}: {error}") from None
+            read[comparison_id] = frames
     if not read:
         raise ResultsError(f"{files.run_json}: {'no comparison can be read' if passed_over else 'lists no comparison'}")
-    described = pd.DataFrame(about).set_index("comparison_id").loc[list(read)]
-    groups = described.groupby("group")
-    described = described.assign(place=groups["order"].transform("min"), num_layers=groups["layer"].transform("size"))
-    described = described.sort_values(["place", "layer_number"], kind="stable")
-    layers = described.groupby("group")["layer"]
+    known = pd.DataFrame(about).set_index("comparison_id").loc[list(read)]
+    groups = known.groupby("group")
+    known = known.assign(place=groups["order"].transform("min"), num_layers=groups["layer"].transform("size"))
+    known = known.sort_values(["place", "layer_number"], kind="stable")
+    layers = known.groupby("group")["layer"]
     # The workload's own words, of all layers together.
     spans = layers.transform("size").astype(str) + " layers from " + layers.transform("first") + " to "
     spans += layers.transform("last")
-    described["description"] = [
+    known["description"] = [
         words if number == 1 else re.sub(r"layer \d+", span, words, count=1)
-        for words, number, span in zip(described["description"], described["num_layers"], spans, strict=True)
+        for words, number, span in zip(known["description"], known["num_layers"], spans, strict=True)
     ]
 
     def joined(place: int) -> pd.DataFrame:
-        rows = pd.concat([read[key][place].assign(comparison_id=key) for key in described.index], ignore_index=True)
-        clashing = [name for name in rows if name in described]
-        return rows.join(described.drop(columns=clashing), on="comparison_id").drop(columns="comparison_id")
+        rows = pd.concat([read[key][place].assign(comparison_id=key) for key in known.index], ignore_index=True)
+        clashing = [name for name in rows if name in known]
+        return rows.join(known.drop(columns=clashing), on="comparison_id").drop(columns="comparison_id")
 
     batches, scores, overlap = map(joined, range(3))
     num_layers = batches.groupby(["group", "label"])["layer"].transform("nunique")
@@ -219,8 +271,7 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
             f"{path}: expected one row for each of {facts['num_ranks']} ranks in {facts['num_batches']} batches, "
             f"got {len(rows)}"
         )
-    if (rows["load_E"].map(len) != num_experts).any():
-        raise ResultsError(f"{path}: load_E: expected {num_experts} entries")
+    check_counts(path, rows, {"load_E": num_experts, "load_R": facts["num_ranks"]})
     batches = rows["batch"].to_numpy()[:: facts["num_ranks"]]
     shape = len(batches), facts["num_ranks"], -1
     summed_BN = rows[_COUNTS].to_numpy().reshape(shape).sum(axis=1)

@@ -33,6 +33,7 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.workload.importers import esft, flame_moe, gpt_oss, megatron, sglang, vllm
 from moe_ep_bench.workload.importers.options import ImportOptions
+from moe_ep_bench.workload.importers.sources import MAX_ARRAY_BYTES, most_bytes
 from moe_ep_bench.workload.importers.writer import ImportSummary, TraceWriter
 
 __all__ = ["IMPORTERS", "ImportOptions", "ImportSummary", "import_trace"]
@@ -109,7 +110,9 @@ IMPORTERS: Mapping[str, Importer] = MappingProxyType(
 )
 
 
-def import_trace(kind: str, source: Path, out: Path, options: ImportOptions | None = None) -> ImportSummary:
+def import_trace(
+    kind: str, source: Path, out: Path, options: ImportOptions | None = None, *, max_bytes: int | None = None
+) -> ImportSummary:
     """Write the recording at ``source`` as the ``moe-trace-v1`` file ``out``.
 
     Args:
@@ -117,6 +120,7 @@ def import_trace(kind: str, source: Path, out: Path, options: ImportOptions | No
         source: file or directory, see the importer's module.
         out: must not exist yet; parent directories are made.
         options: facts that the source does not hold.
+        max_bytes: of the source's largest array; None = ``sources.MAX_ARRAY_BYTES``.
 
     Raises:
         ValueError: an unknown kind, an option that does not suit it, a source that is missing, damaged or not
@@ -148,11 +152,14 @@ def import_trace(kind: str, source: Path, out: Path, options: ImportOptions | No
         options.need(name, f"{kind} recordings do not say it")
     if importer.is_folder not in (None, source.is_dir()):
         raise UserError(f"{source}: expected {importer.expects}, got a {'file' if importer.is_folder else 'directory'}")
+    if max_bytes is not None and max_bytes < 1:
+        raise UserError(f"--max-bytes: expected at least 1, got {max_bytes}")
     metadata = options.metadata() | {"source": importer.recorder}
     if importer.has_scores is False:
         metadata["score"] = options.accept_no_scores(str(source))
     try:
         with (
+            most_bytes(max_bytes or MAX_ARRAY_BYTES),
             atomic_path(out) as temporary,
             tempfile.TemporaryDirectory(dir=out.parent, prefix=".importing.") as directory,
         ):

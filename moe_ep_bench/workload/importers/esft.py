@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.workload.importers.options import ImportOptions
-from moe_ep_bench.workload.importers.sources import brief, lines
+from moe_ep_bench.workload.importers.sources import lines
 from moe_ep_bench.workload.importers.writer import TraceWriter
 
 # scripts/get_expert_scores.py of the repository names the first two; the model's first of 27 layers is dense.

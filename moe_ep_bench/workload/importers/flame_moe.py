@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.workload.importers.options import ImportOptions
-from moe_ep_bench.workload.importers.sources import brief, opened_npz
+from moe_ep_bench.workload.importers.sources import opened_npz
 from moe_ep_bench.workload.importers.writer import TraceWriter
 
 CONVERT = (

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.workload.importers.options import ImportOptions
-from moe_ep_bench.workload.importers.sources import brief, integers, read_json, reals
+from moe_ep_bench.workload.importers.sources import integers, read_json, reals
 from moe_ep_bench.workload.importers.writer import TraceWriter
 
 TOKEN = re.compile(r"token_(\d{1,9})", re.ASCII)

@@ -33,9 +33,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.files import parse_json
 from moe_ep_bench.workload.importers.options import ImportOptions
-from moe_ep_bench.workload.importers.sources import brief, integers, lines, parse_json, whole
+from moe_ep_bench.workload.importers.sources import integers, lines, whole
 from moe_ep_bench.workload.importers.writer import TraceWriter
 
 FILE = re.compile(r"router_trace_rank(\d+)\.jsonl")

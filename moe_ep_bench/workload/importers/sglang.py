@@ -27,9 +27,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.files import parse_json
 from moe_ep_bench.workload.importers.options import ImportOptions
-from moe_ep_bench.workload.importers.sources import Npz, brief, from_base64, lines, opened_npz, parse_json
+from moe_ep_bench.workload.importers.sources import Npz, from_base64, lines, opened_npz
 from moe_ep_bench.workload.importers.writer import TraceWriter
 
 CONVERT = (

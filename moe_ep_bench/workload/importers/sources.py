@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
+import math
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,42 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.files import free_memory_bytes, parse_json, read_bytes
 
 # A line of text or a JSON document; the largest of the published recordings are below 4 MiB.
 MAX_PIECE_BYTES = 2**28
 # An array of one request or forward pass: 128k tokens of 94 layers, top-8, as int32, are 0.4 GiB.
 MAX_ARRAY_BYTES = 2**30
+_most_bytes: ContextVar[int] = ContextVar("most_bytes", default=MAX_ARRAY_BYTES)
+
+
+@contextmanager
+def most_bytes(number: int) -> Iterator[None]:
+    """Take arrays of so many bytes in the block (``trace import --max-bytes``)."""
+    token = _most_bytes.set(number)
+    try:
+        yield
+    finally:
+        _most_bytes.reset(token)
+
+
+def check_size(where: str, size: int) -> None:
+    """Refuse an array before anything is allocated for it.
+
+    Raises:
+        ValueError: it is larger than allowed, or than the memory that is free.
+    """
+    if size > (most := _most_bytes.get()):
+        raise UserError(f"{where}: expected at most {most:,} bytes (--max-bytes), got {size:,}")
+    if size > (free := free_memory_bytes()):
+        raise UserError(f"{where}: expected at most the {free:,} bytes of memory that are free, got {size:,}")
 
 
 def lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """The lines of a file, each with its place (``file:line``), without their ends."""
+    if not path.is_file():
+        raise UserError(f"{path}: expected a regular file")
     with path.open("rb") as file:
         for number in range(1, 2**63):
             line = file.readline(MAX_PIECE_BYTES + 1)
@@ -40,21 +67,9 @@ def lines(path: Path) -> Iterator[tuple[str, bytes]]:
             yield where, line.rstrip(b"\r\n")
 
 
-def parse_json(text: bytes, where: str) -> Any:
-    """A JSON value; NaN and infinities, which JSON does not have, are refused."""
-    try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        start = brief(text[:40].decode(errors="replace")) if text else "nothing"
-        raise UserError(f"{where}: expected JSON, got {start} ({' '.join(str(error).split())})") from None
-
-
 def read_json(path: Path) -> Any:
     """A JSON document."""
-    size = path.stat().st_size
-    if size > MAX_PIECE_BYTES:
-        raise UserError(f"{path}: expected at most {MAX_PIECE_BYTES} bytes, got {size}")
-    return parse_json(path.read_bytes(), str(path))
+    return parse_json(read_bytes(path, MAX_PIECE_BYTES), path)
 
 
 def integers(value: Any, where: str, shape: tuple[int | None, ...]) -> NDArray[np.int64]:
@@ -73,8 +88,7 @@ def from_base64(text: str, where: str) -> bytes:
     Raises:
         ValueError: it is none, or stands for more bytes than one array may have.
     """
-    if len(text) > MAX_ARRAY_BYTES * 4 // 3 + 4:
-        raise UserError(f"{where}: expected at most {MAX_ARRAY_BYTES} bytes in base64, got more")
+    check_size(where, len(text) * 3 // 4)
     try:
         return base64.b64decode(text, validate=True)
     except ValueError as error:
@@ -87,12 +101,6 @@ def whole(record: Any, name: str, where: str, least: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UserError(f"{where}: {name}: expected a whole number from {least}, got {brief(value)}")
     return value
-
-
-def brief(value: Any) -> str:
-    """A value for an error message, cut short."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def sha256_of(paths: Sequence[Path], root: Path) -> str:
@@ -139,13 +147,31 @@ class Npz:
         if name not in self.names:
             raise UserError(f"{self.path}: missing array: {name}")
         try:
+            self._check_header(name)
             array = self._archive[name]
+        except UserError:
+            raise
         except _NPZ_ERRORS as error:
-            raise UserError(f"{self.where(name)}: {' '.join(str(error).split())}") from None
+            raise UserError(f"{self.where(name)}: {brief(str(error), 200, quoted=False)}") from None
         if not isinstance(array, np.ndarray) or (array.dtype.kind not in kinds and array.size):
             got = f"dtype {array.dtype}" if isinstance(array, np.ndarray) else "no array"
             raise UserError(f"{self.where(name)}: expected {words}, got {got}")
         return array
+
+    def _check_header(self, name: str) -> None:
+        """Hold what an array announces against what its member holds: numpy allocates it before it reads."""
+        info = self._archive.zip.getinfo(f"{name}.npy")
+        with self._archive.zip.open(info) as member:
+            if np.lib.format.read_magic(member) == (1, 0):
+                shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+            else:
+                shape, _, dtype = np.lib.format.read_array_header_2_0(member)
+            announced = math.prod(shape) * dtype.itemsize
+            left = info.file_size - member.tell()
+        if dtype.hasobject:
+            raise UserError(f"{self.where(name)}: Object arrays are pickles, which are not read")
+        if not 0 <= announced <= left:
+            raise UserError(f"{self.where(name)}: announces {announced:,} bytes, but {left:,} are there")
 
     def array(self, name: str, num_dims: int) -> NDArray[np.integer]:
         """An array of ``num_dims`` dimensions, of whatever integers are stored.
@@ -162,19 +188,22 @@ class Npz:
 @contextmanager
 def opened_npz(path: Path) -> Iterator[Npz]:
     """Open an npz file; what is no such file, a pickle among them, is refused."""
+    if not path.is_file():
+        raise UserError(f"{path}: expected a regular file")
     with path.open("rb") as file:  # numpy leaves a damaged file open
         try:
             archive = np.load(file, allow_pickle=False)
         except _NPZ_ERRORS as error:
-            raise UserError(f"{path}: not a whole, readable npz file ({' '.join(str(error).split())})") from None
+            raise UserError(
+                f"{path}: not a whole, readable npz file ({brief(str(error), 200, quoted=False)})"
+            ) from None
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise UserError(f"{path}: not a whole, readable npz file (one array)")
         for info in archive.zip.infolist():
             name, size = info.filename, info.file_size
             if not name.endswith(".npy"):
                 raise UserError(f"{path}: expected arrays only (*.npy), got {brief(name)}")
-            if size > MAX_ARRAY_BYTES:
-                raise UserError(f"{path}: {name}: expected at most {MAX_ARRAY_BYTES} bytes, got {size}")
+            check_size(f"{path}: {brief(name, quoted=False)}", size)
         yield Npz(path, archive)
 
 
@@ -192,7 +221,3 @@ def _numbers(value: Any, where: str, shape: tuple[int | None, ...], kinds: str, 
     if not fits or array.dtype.kind not in kinds:
         raise UserError(f"{where}: expected {words} of shape {wanted}, got {brief(value)}")
     return array
-
-
-def _refuse_constant(name: str) -> None:
-    raise UserError(f"{name} is no JSON number")

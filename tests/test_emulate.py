@@ -157,6 +157,10 @@ def test_a_finished_directory_is_not_measured_again(finished: Path) -> None:
             },
             "emulate.replication: num_groups: expected a multiple of num_nodes=3",
         ),
+        (
+            {"emulate": {**LINKS["emulate"], "replication": [{"spare_per_rank": 1, "solve_us": 5}]}},
+            "emulate.replication.0: solve_us: expected none with balancer static, got 5",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(

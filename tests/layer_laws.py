@@ -69,6 +69,7 @@ BATCH_WIDE = [
     {"name": "xshare", "k0": 0, "mass_threshold": 0.6},
     {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1, "budget": 1},
     {"name": "xshare", "k0": 0, "scope": "rank", "rank_budget": 2},
+    {"name": "budget_drop", "max_lost_mass": 0.2},
 ]
 # Where a law is about parts of the layer: one that drops, one that adds, one that selects nothing.
 SOME = [POLICIES[i] for i in (1, 4, 5)]

@@ -216,7 +216,7 @@ def test_layers_of_a_whole_model_have_busy_experts_of_their_own():
     columns = {"num_topk_pairs": 8, "num_dropped_pairs": 0, "num_tokens": 4, "retained_mass_topk": 1.0}
     loads = [[8, 0], [0, 8]]
     rows = pd.DataFrame({"batch": 0, "rank": 0, "layer": [1, 2], "output_error": [np.nan, 0.1], **columns})
-    found = fidelity(SimpleNamespace(routing=rows.assign(load_E=loads, load_R=loads)))
+    found = fidelity(SimpleNamespace(routing=rows.assign(load_E=loads, load_R=loads), frontier=None))
     assert (found.fullest_expert, found.fullest_rank) == (2, 2)
     assert found.output_error == 0.1
     assert found.retained_mass == 1

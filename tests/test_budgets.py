@@ -49,6 +49,9 @@ def test_each_layer_is_routed_by_its_own_values(name: str, fields: dict, of_laye
                 found = form.route(scores_TE, context, stats_SE)
                 assert torch.equal(found.map_TE, expected.map_TE)
                 assert torch.equal(found.weights_TE, expected.weights_TE)
+    elsewhere = RoutingContext(top_k=2, num_ranks=4, layer_fraction=0.9)
+    with pytest.raises(ValueError, match=r"one of which stands at 0\.9 of its depth; got"):
+        policy.route(scores_TE, elsewhere)
     rebuilt = make_policy({"name": name, **json.loads(json.dumps(policy.params()))})
     assert rebuilt == policy
     assert hash(rebuilt) == hash(policy)

@@ -161,7 +161,11 @@ class Policy:
         return {name: value for name, value in found.items() if isinstance(value, ByLayer)}
 
     def in_layer(self, layer_fraction: float) -> Self:
-        """The policy with the values of one layer (``RoutingContext.layer_fraction``), which routes there."""
+        """The policy with the values of one layer (``RoutingContext.layer_fraction``), which routes there.
+
+        Raises:
+            ValueError: there are values for another number of layers.
+        """
         return _in_layer(self, layer_fraction) if self.by_layer else self
 
     def params(self) -> dict[str, object]:
@@ -189,7 +193,10 @@ _Kind = TypeVar("_Kind", bound=Policy)
 def _in_layer(policy: _Kind, layer_fraction: float) -> _Kind:
     layered = policy.by_layer
     num_layers = len(next(iter(layered.values())))
-    layer = min(round(layer_fraction * num_layers), num_layers - 1)
+    layer = round(layer_fraction * num_layers)
+    if layer >= num_layers or abs(layer_fraction * num_layers - layer) > 1e-6:
+        expected = f"values for all MoE layers of the model, one of which stands at {layer_fraction:.4g} of its depth"
+        raise UserError(f"{', '.join(layered)}: expected {expected}; got {num_layers}")
     return replace(policy, **{name: values[layer] for name, values in layered.items()})
 
 

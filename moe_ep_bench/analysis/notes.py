@@ -13,7 +13,15 @@ from typing import Any
 from moe_ep_bench.analysis.load import Comparison, Run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.timing import probe_floor_us
-from moe_ep_bench.analysis.words import MODEL_CAVEAT, NOT_FUSED, OVERSUBSCRIBED, part_words, percent, workload_words
+from moe_ep_bench.analysis.words import (
+    MODEL_CAVEAT,
+    NOT_FUSED,
+    OVERLAP,
+    OVERSUBSCRIBED,
+    part_words,
+    percent,
+    workload_words,
+)
 from moe_ep_bench.machine.monitor import disturbances, remarks
 from moe_ep_bench.timing.statistics import MIN_BATCHES
 
@@ -41,8 +49,7 @@ _NOTES = {
     "allgather": "dispatcher: allgather; crossing bytes are those that an all-to-all would send",
     "pieces": "a rank's tokens are routed at once and go through the rest of the layer in {} pieces",
     "graph": "replayed from CUDA graphs, which hold {}",
-    "overlap": "shared experts run beside the transfers in plain iterations, and before them in breakdowns, which may "
-    "last longer",
+    "overlap": OVERLAP,
     "load": "imbalance under native: fullest expert {0.fullest_expert:.2f} x mean, fullest rank {0.fullest_rank:.2f} x "
     "mean of what valid tokens select",
     "padding": "padding: native spends {:.1f} % of its pairs on padding",

@@ -23,7 +23,7 @@ from moe_ep_bench.analysis.notes import spread_words
 from moe_ep_bench.analysis.parts import PHASE_AXIS
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.timing import GROUPS, MODEL_GROUPS
-from moe_ep_bench.analysis.words import MODEL_CAVEAT, part_words, workload_words
+from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERLAP, part_words, workload_words
 from moe_ep_bench.schema import LAYER_PHASES, MOE_REST, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing.statistics import Estimate, estimate_median, paired_ratios
 from moe_ep_bench.workload.formatting import tokens_words
@@ -229,6 +229,8 @@ def whole_notes(one: WholeComparison) -> list[str]:
     ]
     if facts.cuda_graph is not None:
         notes.append(f"replayed from CUDA graphs, which hold {facts.cuda_graph}")
+    if facts.shared_expert_overlap:
+        notes.append(OVERLAP)
     if facts.device is not None:
         notes.append(MODEL_CAVEAT)
     elif floor is not None:

@@ -22,6 +22,9 @@ MODE_WORDS = {
 MODELLED = "modelled (nothing was run)"
 MODEL_CAVEAT = "Intervals are over batches only: what the model leaves out, or has wrong, is in none of them."
 OVERSUBSCRIBED = "more ranks than cores: they share time slices, and no straggler speedup is claimed"
+OVERLAP = (
+    "shared experts run beside the transfers in plain iterations, and before them in breakdowns, which may last longer"
+)
 NOT_FUSED = "permutation is not fused: phase shares are not to be set beside a paper's"
 
 # How times came about, and where router scores were taken from: the tags of a figure, in the words of ``marks``.

@@ -71,7 +71,7 @@ def described(model: type[_Type], path: Path, key: str, content: Any) -> _Type:
         return model.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join([*([key] if key else []), *map(str, first["loc"])])
+        where = ".".join([*([key] if key else []), *map(str, first["loc"])]) or "damaged"
         raise ResultsError(f"{path}: {brief(where, 200, quoted=False)}: {problem_words(first)}") from None
 
 

@@ -483,8 +483,9 @@ def test_formats_hold_every_row_and_say_of_which_kind(
 def test_what_is_damaged_or_not_begun_is_one_line(done: Path, tmp_path: Path) -> None:
     described = json.loads((done / "run.json").read_text())
     for content, expected in (
-        ("{", "damaged, or not written by `quality`"),
-        (json.dumps({**described, "cases": {"a": {}}}), "no comparison has its unpatched model yet"),
+        ("{", "damaged, not JSON"),
+        (json.dumps({**described, "cases": {"a": {}}}), r"cases\.a\.comparison_id: missing"),
+        (json.dumps({**described, "cases": {}}), "no comparison has its unpatched model yet"),
     ):
         (tmp_path / "run.json").write_text(content)
         with pytest.raises(ResultsError, match=expected):

@@ -82,7 +82,7 @@ def described(model: type[_Type], path: Path, key: str, content: Any) -> _Type:
         return model.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join([*([key] if key else []), *map(str, first["loc"])])
+        where = ".".join([*([key] if key else []), *map(str, first["loc"])]) or "damaged"
         raise ResultsError(f"{path}: {brief(where, 200, quoted=False)}: {problem_words(first)}") from None
 
 
@@ -357,13 +357,16 @@ def check_routing(path: Path, rows: pd.DataFrame, *, num_experts: int, num_ranks
         raise ResultsError(f"{path}: expected one row for each of {world_size} ranks in every batch")
 
 
-def check_counts(path: Path, rows: pd.DataFrame, lengths: Mapping[str, int]) -> None:
+def check_counts(
+    path: Path, rows: pd.DataFrame, lengths: Mapping[str, int], needs: Sequence[str] = _ROUTING_NEEDS
+) -> None:
     """Raise ResultsError unless rows of routing have what they must, and every number of them is one that can be.
 
     Args:
         lengths: of the columns of lists; all entries are counts.
+        needs: columns without nulls.
     """
-    for column in _ROUTING_NEEDS:
+    for column in needs:
         if rows[column].isna().any():
             raise ResultsError(f"{path}: damaged, a measured row lacks its {column}")
     for column, expected in lengths.items():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +30,7 @@ _OF_A_CHECKPOINT = {"name", "model", "title", "order"}
 _CASE = ["comparison_id", "label", "role", "policy", "policy_params", "phase"]
 _ROUTED = ["dropped_fraction", "retained_mass_topk", "experts_per_token", "activated_experts", "peak_load"]
 _ROUTED += ["rank_peak_load", "num_pairs"]
+_ROUTING_NEEDS = ("layer", "num_tokens", "load_E", "num_topk_pairs", "num_dropped_pairs")
 _SCORE = ["task", "metric", "filter", "num_fewshot", "num_samples", "value", "stderr"]
 
 
@@ -147,25 +147,28 @@ def read_quality(directory: Path) -> Quality:
     return Quality(
         {comparison_id: facts[comparison_id] for comparison_id in order if comparison_id in begun},
         cases,
-        _read(files, "quality", cases.index),
-        _read(files, "quality_routing", cases.index[has_text]),
+        _read(files, "quality", cases, facts),
+        _read(files, "quality_routing", cases[has_text], facts),
     )
 
 
-def _read(files: RunDirectory, table: str, case_ids: Iterable[str]) -> pd.DataFrame:
+def _read(files: RunDirectory, table: str, cases: pd.DataFrame, facts: dict[str, dict[str, Any]]) -> pd.DataFrame:
     schema = TABLES[table].schema
-    parts = [_sound(files.path(table, case_id), schema, case_id) for case_id in case_ids]
+    parts = [
+        _sound(files.path(table, case_id), schema, case_id, facts[comparison_id]["num_experts"])
+        for case_id, comparison_id in cases["comparison_id"].items()
+    ]
     return pa.concat_tables([schema.empty_table(), *parts]).to_pandas()
 
 
-def _sound(path: Path, schema: pa.Schema, case_id: str) -> pa.Table:
+def _sound(path: Path, schema: pa.Schema, case_id: str, num_experts: int) -> pa.Table:
     """A case's part, all of whose numbers can be."""
     table = read_part(path, schema, {"case_id": case_id})
     for field in schema:
         if pa.types.is_floating(field.type) and not np.isfinite(table[field.name].drop_null().to_numpy()).all():
             raise ResultsError(f"{path}: {field.name}: expected finite numbers")
     if "load_E" in table.column_names:
-        check_counts(path, table.to_pandas(), {})
+        check_counts(path, table.to_pandas(), {"load_E": num_experts}, _ROUTING_NEEDS)
     return table
 
 

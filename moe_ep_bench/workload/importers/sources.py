@@ -8,8 +8,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -118,9 +116,6 @@ def sha256_of(paths: Sequence[Path], root: Path) -> str:
     return hashlib.sha256(listing.encode()).hexdigest()
 
 
-_NPZ_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError, MemoryError)
-
-
 @dataclass(frozen=True)
 class Npz:
     """Arrays of whole numbers in an npz file, read one at a time and never unpickled."""
@@ -151,7 +146,7 @@ class Npz:
             array = self._archive[name]
         except UserError:
             raise
-        except _NPZ_ERRORS as error:
+        except Exception as error:  # zipfile, zlib and numpy's parser of headers raise whatever they meet
             raise UserError(f"{self.where(name)}: {brief(str(error), 200, quoted=False)}") from None
         if not isinstance(array, np.ndarray) or (array.dtype.kind not in kinds and array.size):
             got = f"dtype {array.dtype}" if isinstance(array, np.ndarray) else "no array"
@@ -193,7 +188,7 @@ def opened_npz(path: Path) -> Iterator[Npz]:
     with path.open("rb") as file:  # numpy leaves a damaged file open
         try:
             archive = np.load(file, allow_pickle=False)
-        except _NPZ_ERRORS as error:
+        except Exception as error:
             raise UserError(
                 f"{path}: not a whole, readable npz file ({brief(str(error), 200, quoted=False)})"
             ) from None

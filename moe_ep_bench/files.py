@@ -212,15 +212,15 @@ def parse_json(text: bytes | str, where: object) -> Any:
         raise UserError(f"{where}: expected JSON, got {words} ({' '.join(str(error).split())})") from None
 
 
-def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """A JSON document of plain values.
+def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES, most_bits: int = 64) -> Any:
+    """A JSON document of plain values, whole numbers of at most ``most_bits`` with their sign.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
         ValueError: one line that names the file.
     """
     value = parse_json(read_text(path, most_bytes), path)
-    if problem := _problem_of(value):
+    if problem := _problem_of(value, most_bits):
         raise UserError(f"{path}: {problem}")
     return value
 
@@ -229,7 +229,7 @@ def _refuse_constant(name: str) -> None:
     raise UserError(f"{name} is no JSON number")
 
 
-def _problem_of(document: Any) -> str | None:
+def _problem_of(document: Any, most_bits: int) -> str | None:
     """What no reader should meet in a JSON document."""
     left: list[tuple[Any, int]] = [(document, 1)]
     while left:
@@ -242,8 +242,8 @@ def _problem_of(document: Any) -> str | None:
             left += [(one, depth + 1) for one in value]
         elif isinstance(value, float) and not math.isfinite(value):
             return "expected numbers that a double holds, got a larger one"
-        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-            return f"expected whole numbers of 64 bits, got one of {value.bit_length()}"
+        elif isinstance(value, int) and not -(2 ** (most_bits - 1)) <= value < 2 ** (most_bits - 1):
+            return f"expected whole numbers of {most_bits} bits, got one of {value.bit_length()}"
         elif isinstance(value, str) and (found := _NO_TEXT.search(value)):
             return f"expected text, got the character U+{ord(found[0]):04X}"
     return None

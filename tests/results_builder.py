@@ -283,7 +283,7 @@ def _routing_rows(comparison: FakeComparison, case: FakeCase) -> list[dict[str, 
             tokens = round(comparison.tokens * share)
             pairs = tokens * top_k
             # Shares that differ between ranks and come to the case's own only when weighted by tokens.
-            tilt = 0.0 if num_ranks == 1 or case.mass == 1 else 0.02 * (1 if rank == 0 else -3)
+            side = 0 if num_ranks == 1 or case.mass == 1 else 1 if rank == 0 else -3
             own_load_E = load_E if load_E.ndim == 1 else load_E[rank]
             load_of_rank_E = np.round(own_load_E * pairs / comparison.num_experts).astype(int)
             rows.append(
@@ -296,8 +296,8 @@ def _routing_rows(comparison: FakeComparison, case: FakeCase) -> list[dict[str, 
                     "num_pairs": int(load_of_rank_E.sum()),
                     "padding_pairs": case.padding_pairs,
                     "num_topk_pairs": pairs,
-                    "num_dropped_pairs": round((case.dropped + tilt) * pairs),
-                    "retained_mass_topk": case.mass + tilt,
+                    "num_dropped_pairs": round((case.dropped + side * min(0.02, case.dropped / 3)) * pairs),
+                    "retained_mass_topk": case.mass + 0.02 * side,
                     "output_error": 1 - case.mass,
                     "crossing_pairs": int(load_of_rank_E.sum()) // 2,
                     "crossing_copies": int(load_of_rank_E.sum()) // 4,

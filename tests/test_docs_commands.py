@@ -110,6 +110,7 @@ LISTED = {
 SCRIPTS = {
     "benchmarks/decode_experts.py": "needs a GPU",
     "benchmarks/emulate_scale.py": "takes minutes",
+    "benchmarks/fuzz.py": "takes an hour; test_fuzz takes a short round",
     "benchmarks/soak.py": "takes hours",
     "benchmarks/train_small_moe.py": "takes minutes",
     "docs/make_config.py": "test_docs runs it",

@@ -62,7 +62,7 @@ class Checkpoint:
             raise UserError(f"{path}: expected a checkpoint's folder, got one without config.json")
         for name in _READ_BEFORE:
             if (path / name).exists():
-                read_json(path / name)
+                read_json(path / name, most_bits=128)  # a tokenizer without a limit says int(1e30)
         checkpoint = Checkpoint(path)
         _ = checkpoint.moe_layers, checkpoint.weight_files, checkpoint.tokenizer
         return checkpoint

@@ -5,7 +5,9 @@ So does ``-m slurm`` those that start a Slurm, and ``-m browser`` those that ope
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -65,6 +67,9 @@ def _wants_gpu(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     # Processes of tests have more threads than there are cores; those that spin while they wait take ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Or every process would compile the package anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     if not _wants_gpu(config):
         # Before anything asks torch; processes that tests start inherit it.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -88,6 +93,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="runs with -m gpu, on a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    # What tests import stays: no collection of garbage need walk through it again.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

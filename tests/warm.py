@@ -2,8 +2,9 @@
 
 ``warm`` replaces what ``subprocess`` calls to fork and execute. A call of this interpreter (``-m``, ``-c`` or a
 script) goes to a server, which forks the process and hands it over as the caller's own child: process ids, signals,
-groups, streams and exit statuses are those of an ordinary one. What such a process starts is forked likewise. Each
-imports the package itself and the tests' helpers anew. /proc shows the server's environment and command line.
+groups, streams and exit statuses are those of an ordinary one. What such a process starts is forked likewise. It has
+this checkout's package imported too, unless it would find another; tests' helpers each imports anew. /proc shows the
+server's environment and command line.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import _posixsubprocess
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
+import importlib.util
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
@@ -43,6 +47,8 @@ IMPORTED = (
     "torch.distributed.run",
     "yaml",
 )
+_PACKAGE = "moe_ep_bench"
+_ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 # What only a process that begins anew reads.
 READ_AT_START = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONHOME")}
 _PYTHON = sys.executable
@@ -117,8 +123,12 @@ def _become(job: dict[str, object], files: dict[int, int]) -> None:
         os.environ.clear()
         os.environ.update(job["env"])
         os.chdir(job["cwd"])
-        for name in [name for name in sys.modules if name.partition(".")[0] == "moe_ep_bench"]:
-            del sys.modules[name]
+        own = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+        if not _finds_this_package(job["arguments"], own):
+            for name in [name for name in sys.modules if name.partition(".")[0] == _PACKAGE]:
+                del sys.modules[name]
+        elif signals := sys.modules.get(f"{_PACKAGE}.runtime.signals"):
+            signals._explain.clear()  # what a launcher would say
         for number, name in enumerate(("stdin", "stdout", "stderr")):
             stream = os.fdopen(number, "w" if number else "r", closefd=False)
             if number:
@@ -127,7 +137,6 @@ def _become(job: dict[str, object], files: dict[int, int]) -> None:
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
         sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
-        own = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
         sys.path[:] = [*own, *_INSTALLED]
         importlib.invalidate_caches()
         sys.orig_argv = [job["program"], *job["arguments"]]
@@ -146,6 +155,13 @@ def _become(job: dict[str, object], files: dict[int, int]) -> None:
             with contextlib.suppress(BaseException):
                 stream.flush()
         os._exit(status)
+
+
+def _finds_this_package(arguments: list[str], own: list[str]) -> bool:
+    """Whether a process would import the package of this checkout."""
+    first = os.getcwd() if arguments[0] in ("-m", "-c") else os.path.dirname(os.path.realpath(arguments[0]))
+    folders = [one for one in (first, *own) if os.path.isdir(os.path.join(one, _PACKAGE))]
+    return os.path.realpath(folders[0]) == _ROOT if folders else _INSTALLED_IS_THIS
 
 
 def _run(arguments: list[str]) -> int:
@@ -193,12 +209,27 @@ def _replace(fork_exec: Callable[..., int]) -> None:
     _posixsubprocess.fork_exec = fork_exec
 
 
+def _nothing() -> None:
+    pass
+
+
+def _modules() -> list[str]:
+    """Modules of the package; not those whose kernels look, as they are imported, whether they are interpreted."""
+    package = importlib.import_module(_PACKAGE)
+    names = [one.name for one in pkgutil.walk_packages(package.__path__, f"{_PACKAGE}.")]
+    return [name for name in names if not name.endswith(("__main__", "_triton"))]
+
+
 def _serve(connection: socket.socket) -> None:
     """Fork a process for each request, as a child of this server's parent."""
     parent = os.getppid()
     with warnings.catch_warnings(action="ignore"):
-        for name in IMPORTED:
+        for name in [*IMPORTED, *_modules()]:
             importlib.import_module(name)
+        # Numba and torch's compiler look for what they know at the first call.
+        sys.modules["numba"].njit(_nothing)()
+        sys.modules["torch"].compile(_nothing, backend="eager")()
+    gc.freeze()  # or each collection in a fork would walk through all of it
     _replace(_fork_here)
     while True:
         length, own, _, _ = socket.recv_fds(connection, 8, 64)
@@ -286,4 +317,7 @@ def ordinary() -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    _installed = importlib.util.find_spec(_PACKAGE)
+    _INSTALLED_IS_THIS = _installed is not None and os.path.dirname(os.path.dirname(_installed.origin)) == _ROOT
+    sys.path.insert(0, _ROOT)
     _serve(socket.socket(fileno=int(sys.argv[1])))

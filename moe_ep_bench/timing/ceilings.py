@@ -14,9 +14,10 @@ import torch
 
 from moe_ep_bench.timing.timer import clock_for
 
-_MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
-_COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
-_REPETITIONS = {"cuda": 20, "cpu": 5}
+_MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
+_COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
+_WARMUPS = {"cuda": 3, "cpu": 1}
+_REPETITIONS = {"cuda": 20, "cpu": 3}
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 def _median_us(function: Callable[[], object], device: torch.device) -> float:
     clock = clock_for(device)
-    for _ in range(3):
+    for _ in range(_WARMUPS[device.type]):
         function()
     times = []
     for _ in range(_REPETITIONS[device.type]):

@@ -635,7 +635,14 @@ _NO_SWEEP = {
     "measure.launches": "expected one number in measure.launches, which repeats every comparison that often",
     **{
         key: f"expected one value, as {key} outside of sweep"
-        for key in ("name", "measure.timeout_s", "route.layer_weights", "claims", "claims_device")
+        for key in (
+            "name",
+            "measure.timeout_s",
+            "layer.native_padded",
+            "route.layer_weights",
+            "claims",
+            "claims_device",
+        )
     },
 }
 

@@ -30,6 +30,7 @@ from moe_ep_bench.runtime.crash_journal import (
 )
 from moe_ep_bench.schema import SAMPLES_SCHEMA
 
+A_JOB = {"mode": "run", "environment": {}, "hashes": {}}
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:77, {}, NCCL version 2.28.3\n{}"
 
 
@@ -212,7 +213,7 @@ def test_missing_columns_are_nulls_of_the_schemas_type(tmp_path: Path) -> None:
 def test_a_second_run_keeps_what_run_json_knew_of_other_cases(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     for run_id, case, comparison in (("1", "a", "x"), ("2", "b", "y"), ("3", "c", "z")):
-        description = {"run_id": run_id, "hashes": run_id, "comparisons": {comparison: {}}}
+        description = {**A_JOB, "run_id": run_id, "hashes": {"code": run_id}, "comparisons": {comparison: {}}}
         directory.write_run({**description, "cases": {case: {"comparison_id": comparison}}})
         if case != "b":  # Never finished.
             directory.write("samples", case, {"case_id": [case], "status": ["ok"]}, 0)
@@ -221,9 +222,7 @@ def test_a_second_run_keeps_what_run_json_knew_of_other_cases(tmp_path: Path) ->
     assert list(run["cases"]) == ["a", "c"]
     assert list(run["comparisons"]) == ["x", "z"]
     assert {run_id: provenance["hashes"] for run_id, provenance in run["runs"].items()} == {
-        "1": "1",
-        "2": "2",
-        "3": "3",
+        number: {"code": number} for number in "123"
     }
 
 
@@ -351,6 +350,7 @@ def test_a_comparison_that_another_job_is_at_is_not_dropped_from_the_description
 
     def description(comparison: str) -> dict[str, object]:
         return {
+            **A_JOB,
             "run_id": comparison,
             "comparisons": {comparison: {}},
             "cases": {comparison: {"comparison_id": comparison}},
@@ -380,7 +380,7 @@ def test_what_a_killed_job_had_begun_to_write_goes_and_nothing_else(tmp_path: Pa
 def write_points(root: Path, points: Sequence[int]) -> None:
     for point in points:
         comparison, case = f"comparison-{point}", f"case-{point}"
-        description = {"run_id": str(point), "comparisons": {comparison: {}}}
+        description = {**A_JOB, "run_id": str(point), "comparisons": {comparison: {}}}
         cases = {case: {"comparison_id": comparison}}
         RunDirectory(root).write_run({**description, "cases": cases}, keep_others=True)
 

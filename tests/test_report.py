@@ -280,6 +280,8 @@ def test_the_embedded_config_is_read_back_as_what_was_measured(name: str, tmp_pa
 def _holds(found: Any, recorded: Any) -> bool:
     if isinstance(recorded, dict):
         return isinstance(found, dict) and all(_holds(found.get(key), value) for key, value in recorded.items())
+    if isinstance(recorded, list):
+        return isinstance(found, list) and len(found) == len(recorded) and all(map(_holds, found, recorded))
     return found == recorded
 
 

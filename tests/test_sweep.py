@@ -37,6 +37,8 @@ OTHER = {
     "layer.permute": "indexed",
     "layer.kernel": "torch",
     "layer.dispatcher": "allgather",
+    "layer.native_padded": 1.5,
+    "layer.shared_expert_overlap": True,
     "measure.iterations": 6,
     "measure.preroll_us": 0,
     "measure.microbatch_tokens": 8,

@@ -7,7 +7,8 @@ Mutates sound inputs and gives each to the real entry point, ``cli.main``, in th
 
 * an exception that leaves ``main``, a traceback, or an exit status that no page names;
 * a message of a user's mistake that is no single, short, printable line;
-* a hang: more than 5 s of CPU time, or 90 s by the clock (other people's work may take the rest);
+* a hang: more than 5 s of CPU time before a refusal, 60 s with a result, or 90 s by the clock (other people's work
+  may take the rest);
 * a prompt: standard input is read, or the terminal opened;
 * a process that is started, or a connection;
 * a file that is written, made, moved or removed outside of ``--out``; the canary, which hostile contents would touch.
@@ -48,7 +49,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-CPU_S, CLOCK_S = 5.0, 90.0
+CPU_S, RESULT_CPU_S, CLOCK_S = 5.0, 60.0, 90.0
 MORE_BYTES = 4 * 2**30  # that a command may map beyond what this process has
 MOST_LINES, MOST_CHARACTERS = 12, 1500  # lines: what `plot` passes over, each in one
 SHARES = {"configs": 0.4, "results": 0.3, "recordings": 0.2, "commands": 0.1}  # of --inputs, without --kind
@@ -183,7 +184,7 @@ def call(arguments: Sequence[str], out: Path, scratch: Path) -> Outcome:
         waited_s = _waited_s() - waited_before_s
         if number == signal.SIGALRM and waited_s > CLOCK_S / 4:  # for a core, not for a pipe
             return
-        limit = f"{CPU_S:g} s of CPU time" if number == signal.SIGPROF else f"{CLOCK_S:g} s"
+        limit = f"{RESULT_CPU_S:g} s of CPU time" if number == signal.SIGPROF else f"{CLOCK_S:g} s"
         raise _Ended(f"hangs: more than {limit}\n{''.join(traceback.format_stack(limit=12))}")
 
     waited_before_s = _waited_s()
@@ -191,13 +192,13 @@ def call(arguments: Sequence[str], out: Path, scratch: Path) -> Outcome:
     handlers |= {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     limits, environment = resource.getrlimit(resource.RLIMIT_AS), dict(os.environ)
     most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MORE_BYTES
-    _watch.seen, begun = [], time.monotonic()
+    _watch.seen, begun, cpu_before_s = [], time.monotonic(), time.process_time()
     stdin = sys.stdin
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             sys.stdin = _Keyboard()
-            signal.setitimer(signal.ITIMER_PROF, CPU_S)
+            signal.setitimer(signal.ITIMER_PROF, RESULT_CPU_S)
             signal.setitimer(signal.ITIMER_REAL, CLOCK_S, CLOCK_S)
             resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
             # Caches of matplotlib, numba and torch.
@@ -224,6 +225,8 @@ def call(arguments: Sequence[str], out: Path, scratch: Path) -> Outcome:
     err = said.getvalue()
     if not problems:
         problems += _problems_of(status, printed.getvalue(), err)
+    if status == 2 and (cpu_s := time.process_time() - cpu_before_s) > CPU_S:
+        problems.append(f"hangs: {cpu_s:.0f} s of CPU time before a refusal")
     return Outcome(status, printed.getvalue(), err, problems, time.monotonic() - begun)
 
 
@@ -312,7 +315,8 @@ def mutate(document: Any, rand: random.Random) -> Any:
                     break
             parent[last] = copy.deepcopy(other)
         elif how < 0.94 and is_number:
-            parent[last] = rand.choice((-value, value * 1000, value * 10**20, value + 0.5, str(value), [value]))
+            larger = value if isinstance(value, float) else min(value, 10**300)
+            parent[last] = rand.choice((-value, larger * 1000, larger * 1e20, larger + 0.5, str(value), [value]))
         elif isinstance(value, str):
             parent[last] = value[: rand.randrange(len(value) + 1)] + str(odd(rand))[:50]
         else:

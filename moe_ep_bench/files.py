@@ -146,11 +146,29 @@ def inside(folder: Path, path: Path) -> Path:
     """
     if "\0" in str(path) or len(path.name) > 250:
         raise UserError(f"{brief(str(path), quoted=False)}: no name of a file")
-    if not path.resolve().is_relative_to(folder.resolve()):
+    try:
+        stays = path.resolve().is_relative_to(folder.resolve())
+    except RuntimeError:
+        raise UserError(f"{path}: leads to no file, as links lead in a ring") from None
+    if not stays:
         raise UserError(f"{path}: leads out of {folder}")
     if path.exists() and not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: expected a regular file")
     return path
+
+
+def refuse_links_out(root: Path, *folders: Path) -> None:
+    """Look through a results directory, and folders of it, before files of fixed names are written there.
+
+    Raises:
+        ValueError: a link there leads out of the directory; one line that names it.
+    """
+    for folder in (root, *folders):
+        if folder.is_dir():
+            with os.scandir(folder) as entries:
+                links = [Path(entry.path) for entry in entries if entry.is_symlink()]
+            for link in links:
+                inside(root, link)
 
 
 def read_bytes(path: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:

@@ -289,8 +289,24 @@ class Elements(html.parser.HTMLParser):
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>-->]]>'\"&$x^$"
 
 
-def test_names_are_text_in_pages_and_pictures(box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzz, "CPU_S", 100.0)  # All figures are drawn.
+@pytest.mark.parametrize("link", ["figures", "figures/speedup.csv", "report.html", "claims.json"])
+@pytest.mark.parametrize("target", ["own", "itself"])
+def test_nothing_is_written_through_links_of_a_results_directory(link: str, target: str, box: Path) -> None:
+    """Neither through one that leads out of it, nor through one that leads to itself."""
+    root, outside = directory(box / "run", "native"), box / "own"
+    outside.write_text("the user's")
+    (root / link).parent.mkdir(exist_ok=True)
+    (root / link).symlink_to(outside if target == "own" else (root / link).name)
+    for command in (["plot", str(root), "--figures", "speedup"], ["show", str(root), "--format", "html"]):
+        if command[0] == "show" and link.startswith("figures/"):
+            continue  # It writes the page alone.
+        done = fuzz.call(command, root, box / "scratch")
+        assert (done.status, done.problems) == (2, []), done
+        assert link in done.err
+    assert outside.read_text() == "the user's"
+
+
+def test_names_are_text_in_pages_and_pictures(box: Path) -> None:
     root = directory(box / "run", HOSTILE)
     edit(
         root / "run.json",

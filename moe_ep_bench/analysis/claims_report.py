@@ -30,7 +30,7 @@ from moe_ep_bench.analysis.style import (
 )
 from moe_ep_bench.analysis.whole import chance_words, extrapolated_words
 from moe_ep_bench.analysis.words import Footer, hardware_words, mode_words, origins_of, scale_words
-from moe_ep_bench.files import atomic_path
+from moe_ep_bench.files import atomic_path, refuse_links_out
 from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS, PHASE_METRICS, PLACEMENTS
 
 METRIC_WORDS = {
@@ -80,6 +80,7 @@ _PAPER_LOOK = {"color": INK, "marker": "|", "markersize": 15, "markeredgewidth":
 
 def write_claims(claims: Claims) -> list[Path]:
     """Write ``claims.txt``, ``claims.csv`` and the figure; return their paths."""
+    refuse_links_out(claims.directory, claims.directory / "figures")
     written = {"claims.txt": claims_text(claims) + "\n"}
     if len(claims.measured):
         written["claims.csv"] = render([Table(claims.measured.drop(columns=[*NOT_IN_CSV]), ())], "csv")

@@ -18,7 +18,7 @@ from moe_ep_bench.analysis.load import is_quality, is_route, is_whole
 from moe_ep_bench.analysis.style import FORMATS, SIZES, Drawing
 from moe_ep_bench.analysis.validation import is_validation
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.files import check_folder
+from moe_ep_bench.files import check_folder, refuse_links_out
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
 
@@ -55,6 +55,8 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     out = options.out or single
     if options.out is not None:
         check_folder(out, "--out")
+    elif len(options.directories) == 1:
+        refuse_links_out(out.parent, out)
     choice = Choice(options.case, IterationChoice.parse(options.iteration))
     for directory in options.directories:
         if is_validation(directory):

@@ -28,9 +28,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
+from matplotlib.font_manager import FontProperties, findfont
+from matplotlib.ft2font import FT2Font, LoadFlags
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.textpath import text_to_path
 
 from moe_ep_bench.analysis.words import HOW, Origin, tags_of
 from moe_ep_bench.errors import UserError
@@ -388,8 +388,18 @@ def wrap(text: str, inches: float, points: float, weight: str = "normal", most: 
     return "\n".join(lines)
 
 
-@lru_cache(maxsize=2**16)
 def text_width(text: str, points: float, weight: str = "normal") -> float:
     """Width of a line in inches, where it is drawn in pixels: whole ones for each letter, up to 3 % wider."""
-    font = FontProperties(family=rcParams["font.family"], size=points, weight=weight)
-    return text_to_path.get_text_width_height_descent(text, font, False)[0] / 72 * 1.03
+    return sum(_advance(letter, points, weight) for letter in text) / 72 * 1.03
+
+
+@lru_cache
+def _font(points: float, weight: str) -> FT2Font:
+    font = FT2Font(findfont(FontProperties(family=rcParams["font.family"], weight=weight)), hinting_factor=1)
+    font.set_size(points, 72)
+    return font
+
+
+@lru_cache(maxsize=2**12)
+def _advance(letter: str, points: float, weight: str) -> float:
+    return _font(points, weight).load_char(ord(letter), LoadFlags.NO_HINTING).linearHoriAdvance / 65536

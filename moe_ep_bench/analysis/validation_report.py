@@ -43,7 +43,7 @@ from moe_ep_bench.analysis.timing import GROUPS
 from moe_ep_bench.analysis.validation import MAX_BAND, Validation
 from moe_ep_bench.analysis.validation_times import QUIET
 from moe_ep_bench.analysis.words import Footer, Origin, footer_lines, hardware_words, percent, scale_words
-from moe_ep_bench.files import atomic_path
+from moe_ep_bench.files import atomic_path, refuse_links_out
 
 # The times that are printed, a whole model's pass before its MoE layers; and the look of their bars.
 _PRINTED = {
@@ -82,6 +82,7 @@ _CSV_NAMES = {
 def write_report(validation: Validation) -> list[Path]:
     """Write ``validation.txt``, the two CSV files and the figure; return their paths."""
     files = validation.files
+    refuse_links_out(files.root, files.figures)
     cases = validation.cases.drop(columns="policy").rename(columns=lambda name: _csv_name(name, validation.timed))
     written = {files.text: f"{validation_text(validation)}\n", files.cases_table: render([Table(cases, ())], "csv")}
     if len(validation.phases):

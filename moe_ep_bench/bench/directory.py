@@ -16,6 +16,7 @@ import torch
 
 from moe_ep_bench.bench.plan import CaseSpec, Comparison
 from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.files import refuse_links_out
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime import locks
@@ -136,6 +137,7 @@ def _but_for_code(case: dict[str, Any]) -> list[Any]:
 def _check_writable(directory: RunDirectory) -> None:
     if directory.root.exists() and not directory.root.is_dir():
         raise UserError(f"--out {directory.root}: expected a directory, new or not; got a file")
+    refuse_links_out(directory.root, directory.root / "figures", *directory.folders)
     try:
         directory.root.mkdir(parents=True, exist_ok=True)
         # What an earlier run left may belong to somebody else, or be no folder any more.

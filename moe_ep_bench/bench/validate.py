@@ -37,7 +37,7 @@ from moe_ep_bench.config import EmulateConfig, RouteConfig
 from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, ENOUGH_BYTES
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.files import atomic_path
+from moe_ep_bench.files import atomic_path, refuse_links_out
 from moe_ep_bench.layer.experts import DTYPES, seeded_generator
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import initialize_expert_parallel
@@ -80,6 +80,7 @@ def validate(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, 
     """
     real = _plan(config, overrides, num_ranks)
     files = ValidationDirectory(out)
+    refuse_links_out(out)
     _check_directory(files, num_ranks, _given_links(real), force=force)
     try:
         return _validate(real, files, num_ranks, force=force)

@@ -91,10 +91,10 @@ class Room:
 def room_of(policy: CapacityPolicy, shape: torch.Size, context: RoutingContext, num_shared: int) -> Room:
     """The capacity of groups of ``num_shared`` experts (``policies.capacity.expert_capacity``), no tokens counted."""
     num_tokens, num_experts = shape
-    least = num_shared * policy.min_capacity
+    least = min(num_shared * policy.min_capacity, 2**31 - 1)
     if context.token_mask_T is None or num_tokens == 0:
         of_all = expert_capacity(policy.capacity_factor, num_tokens, context.top_k, num_experts, num_shared)
-        return Room(max(least, min(of_all, 2**31 - 1)))
+        return Room(min(max(least, of_all), 2**31 - 1))
     of_token = decimal(policy.capacity_factor) * num_shared * context.top_k / num_experts
     # More room than there are pairs is room for all.
     of_token = largest_below(min(of_token, Fraction(num_experts)), num_tokens)

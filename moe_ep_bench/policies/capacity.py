@@ -119,6 +119,7 @@ class CapacityPolicy(SteppedPolicy):
         capacity = max(
             num_shared * self.min_capacity, expert_capacity(self.capacity_factor, *sizes, rounding=self.rounding)
         )
+        capacity = min(capacity, candidates_TE.numel())  # a whole number of any size is no number of torch's
         # Keys come first and always: what a random metric draws must not depend on the data.
         keys_TE = self._keys(scores_TE, context)
         return self.steps.within_capacity(candidates_TE, keys_TE, capacity, num_shared)

@@ -43,7 +43,7 @@ from moe_ep_bench.analysis.validation import Validation, is_validation, load_val
 from moe_ep_bench.analysis.validation_report import validation_figure, validation_tables, verdict_line
 from moe_ep_bench.analysis.whole import PASS_PARTS, analyse_whole
 from moe_ep_bench.analysis.words import MODE_WORDS, count_words, device_words, hardware_words, mode_words
-from moe_ep_bench.files import atomic_path, check_folder
+from moe_ep_bench.files import atomic_path, check_folder, refuse_links_out
 from moe_ep_bench.schema import TOTAL
 
 MAX_SVG_BYTES = 400_000
@@ -136,7 +136,9 @@ def write_report(directory: Path, out: Path | None = None) -> tuple[Path, list[s
     """
     if out is not None:
         check_folder(out.parent, "--out: folder")
-    out = directory / "report.html" if out is None else out
+    if out is None:
+        refuse_links_out(directory)
+        out = directory / "report.html"
     if out.is_dir():
         raise ResultsError(f"--out {out}: expected a file to write, got a directory")
     if is_quality(directory):

@@ -127,9 +127,11 @@ def traffic_figure(run: RouteRun) -> Drawing | None:
     bar.set_label("MB")
     bar.outline.set_visible(False)
     source, target = np.divmod(np.arange(size * size), size)
-    rows = own.assign(
-        from_rank=[source] * len(own), to_rank=[target] * len(own), pairs=[pairs_RR.ravel() for pairs_RR in pairs_VRR]
-    ).explode(["from_rank", "to_rank", "pairs"])
+    rows = own.take(np.repeat(np.arange(len(own)), size * size)).assign(
+        from_rank=np.tile(source, len(own)),
+        to_rank=np.tile(target, len(own)),
+        pairs=np.concatenate(pairs_VRR, axis=None),
+    )
     rows["bytes"] = rows["pairs"] * rows["bytes_per_pair"]
     return drawing(figure, rows, "from_rank", "to_rank", "pairs", "bytes")
 

@@ -395,7 +395,7 @@ def text_width(text: str, points: float, weight: str = "normal") -> float:
 
 @lru_cache
 def _font(points: float, weight: str) -> FT2Font:
-    font = FT2Font(findfont(FontProperties(family=rcParams["font.family"], weight=weight)), hinting_factor=1)
+    font = FT2Font(findfont(FontProperties(family=rcParams["font.family"], weight=weight)))
     font.set_size(points, 72)
     return font
 

@@ -642,7 +642,7 @@ def damage(path: Path, rand: random.Random, sound: Path) -> None:
             path.rmdir()
         replace_file(path, rand, sound)
     elif path.suffix == ".json" and how < 0.8:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):  # what was damaged before
             path.write_text(json.dumps(mutate(json.loads(path.read_bytes()), rand)), "utf-8", "surrogatepass")
     elif path.suffix == ".json" and how < 0.9:
         text = path.read_bytes().decode(errors="replace")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -314,7 +315,8 @@ def load_run(directory: Path | str, passed_over: list[str] | None = None, *, who
     }
     for (comparison_id, launch), run_id in jobs.items():
         if comparison_id in conditions:
-            found = tried(_read_conditions, files, comparison_id, launch, run_id)
+            num_ranks = {len(one.ranks) for one in conditions[comparison_id].values()}
+            found = tried(_read_conditions, files, comparison_id, launch, run_id, num_ranks)
             conditions[comparison_id] |= {} if found is None else {launch: found}
     if not any(case.is_ok for case in cases):
         counts = ", ".join(f"{number} {status}" for status, number in sorted(Counter(c.status for c in cases).items()))
@@ -399,7 +401,7 @@ def _read_case(files: RunDirectory, case_id: str, case: CaseFacts, comparison: C
         timings=over_layers(samples),
         routing=routing,
         layers=layers,
-        frontier=read_frontier(files, case_id) if status == "ok" else None,
+        frontier=read_frontier(files, case_id, routing) if status == "ok" else None,
     )
 
 
@@ -429,13 +431,18 @@ def _of_one_job(files: RunDirectory, cases: list[Case], tried: Tried) -> tuple[l
     return [case for case in cases if case.case_id not in strangers], jobs
 
 
-def _read_conditions(files: RunDirectory, comparison_id: str, launch: int, run_id: str) -> Conditions:
+def _read_conditions(
+    files: RunDirectory, comparison_id: str, launch: int, run_id: str, num_ranks: Collection[int]
+) -> Conditions:
+    """Of one launch; ``num_ranks`` is what other launches of the comparison had, if there are any."""
     path = files.conditions_path(comparison_id, launch)
     if not path.is_file():
         raise ResultsError(f"{path}: missing; it says under which conditions the cases were timed")
     conditions = described(Conditions, path, "", read_document(path))
     if conditions.run_id != run_id:
         raise ResultsError(f"{path}: of another job than the cases ({conditions.run_id}, {run_id})")
+    if not conditions.ranks or (num_ranks and len(conditions.ranks) not in num_ranks):
+        raise ResultsError(f"{path}: ranks: expected as many as in other launches, got {len(conditions.ranks)}")
     return conditions
 
 

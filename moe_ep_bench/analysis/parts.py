@@ -201,10 +201,34 @@ def read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = No
         raise ResultsError(f"{path}: damaged, not Parquet: {one_line(error)}") from error
 
 
-def read_frontier(files: RunDirectory, case_id: str) -> pd.DataFrame | None:
-    """A case's part of the table ``frontier``; None where it has none."""
+def read_frontier(files: RunDirectory, case_id: str, routing: pd.DataFrame) -> pd.DataFrame | None:
+    """A case's part of the table ``frontier``, in order; None where it has none.
+
+    Args:
+        routing: the case's rows of the table ``routing``, whose batches (and layers) it must have.
+
+    Raises:
+        ResultsError: it is damaged, or has other rows.
+    """
     path = files.path("frontier", case_id)
-    return read_table(path, FRONTIER_SCHEMA).to_pandas() if path.is_file() else None
+    if not path.is_file():
+        return None
+    keys = [key for key in ("batch", "layer") if key in routing and routing[key].notna().all()]
+    rows = read_table(path, FRONTIER_SCHEMA).to_pandas().sort_values(keys, ignore_index=True)
+    wanted = routing[keys].drop_duplicates().sort_values(keys)
+    if rows[keys].to_numpy(dtype=float).tolist() != wanted.to_numpy(dtype=float).tolist():
+        raise ResultsError(
+            f"{path}: expected one row for each {' and '.join(keys)} of the routing, got {len(rows)} rows"
+        )
+    for column in ("kept_by_load", "kept_by_experts"):
+        if not rows[column].between(0, 1 + 1e-6).all():
+            raise ResultsError(f"{path}: {column}: expected shares, got others")
+    for load, kept in zip(rows["curve_load"], rows["curve_kept"], strict=True):
+        if load is None and kept is None:  # Native's part alone has the curve.
+            continue
+        if load is None or kept is None or len(load) != len(kept) or not np.isfinite([load, kept]).all():
+            raise ResultsError(f"{path}: expected curves of as many loads as shares, got others")
+    return rows
 
 
 def read_part(

@@ -307,7 +307,7 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
             "rank_imbalance": imbalance(load_BR),
             "dropped_share": counts["num_dropped_pairs"] / counts["num_topk_pairs"],
             "retained_mass": retained_B,
-            **_below_frontier(files, case_id, pd.Series(retained_B, batches)),
+            **_below_frontier(files, case_id, rows, retained_B),
             "experts_per_token": (counts["num_pairs"] - counts["padding_pairs"]) / counts["num_tokens"],
             "activated": (load_BE > 0).sum(axis=1),
             "fullest_activated": fullest_activated,
@@ -320,11 +320,10 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
     )
 
 
-def _below_frontier(files: RunDirectory, case_id: str, retained_B: pd.Series) -> dict[str, Any]:
+def _below_frontier(files: RunDirectory, case_id: str, routing: pd.DataFrame, retained_B: np.ndarray) -> dict[str, Any]:
     """``FRONTIER`` of every batch; a rerouting policy may keep more, below 0."""
-    rows = read_frontier(files, case_id)
+    rows = read_frontier(files, case_id, routing)
     if rows is None:
         return dict.fromkeys(FRONTIER, np.nan)
-    rows = rows.set_index("batch")
     most = (rows["kept_by_load"], rows["kept_by_experts"])
-    return {name: (one - retained_B).to_numpy() for name, one in zip(FRONTIER, most, strict=True)}
+    return {name: one.to_numpy() - retained_B for name, one in zip(FRONTIER, most, strict=True)}

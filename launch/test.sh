@@ -4,5 +4,5 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/launch/setup.sh"
 cd "$root"
-# Two files at a time, the longest first (tests/conftest.py): most tests are one process that computes on one core.
-exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25 "$@"
+# Three files at a time, the longest first (tests/conftest.py): two cores compute while a third test waits.
+exec .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25 "$@"

@@ -62,7 +62,7 @@ class _Facts(Described):  # ``quality.plan``; a text's comparison has ``text``, 
     text: str = ""
     task: str = ""
     metric: str | None = None
-    limit: float | None = None
+    limit: int | float | None = None
     published: _Published | None = None
     image_prefix: dict[str, Any] | None = None
 

@@ -388,6 +388,8 @@ def _read_case(files: RunDirectory, case_id: str, case: CaseFacts, comparison: C
         sizes = {"num_experts": comparison.num_experts, "num_ranks": comparison.num_ranks}
         for _, rows in routing.groupby("layer") if is_whole else [(None, routing)]:
             check_routing(routing_path, rows, world_size=comparison.world_size, **sizes)
+        if lacking := sorted(set(part["batch"].to_pylist()) - {None, *routing["batch"]}):
+            raise ResultsError(f"{routing_path}: batch: expected rows of every timed batch, got none of {lacking[0]}")
     else:
         samples = part.select(SAMPLE).slice(0, 0).to_pandas()
         routing = pd.DataFrame(columns=ROUTING_SCHEMA.names)

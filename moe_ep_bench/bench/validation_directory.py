@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import inside, read_json, write_json
@@ -25,7 +25,7 @@ ALONE_SCHEMA = pa.schema(
 
 
 class _Pairs(BaseModel):
-    pairs: list[tuple[str, str]]
+    pairs: list[tuple[str, str]] = Field(min_length=1)
     links: str
 
 

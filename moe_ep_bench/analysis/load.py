@@ -13,10 +13,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import pandas as pd
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from moe_ep_bench.analysis.parts import (
     SAMPLE,
@@ -37,6 +37,7 @@ from moe_ep_bench.analysis.parts import (
     timings_of,
 )
 from moe_ep_bench.bench.validation_directory import ValidationDirectory
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.machine.monitor import MachineState
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import LAYER_PHASES, METRICS, PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA
@@ -127,6 +128,15 @@ class Comparison(Described):
     point: dict[str, Any] = Field({})  # of the config's sweep: dotted keys with their values
     workload: Workload
     whole: Whole | None = None  # None = one layer was timed
+
+    @model_validator(mode="after")
+    def _ranks_add_up(self) -> Self:
+        if self.world_size != self.num_together * self.num_replicas or self.num_experts % self.num_ranks:
+            raise UserError(
+                "expected as many ranks as replicas have together, and as many experts on each, got "
+                f"world_size {self.world_size}, num_ranks {self.num_ranks}, num_experts {self.num_experts}"
+            )
+        return self
 
     @property
     def slice_size(self) -> int:
@@ -386,7 +396,9 @@ def _read_case(files: RunDirectory, case_id: str, case: CaseFacts, comparison: C
         routing = read_part(routing_path, ROUTING_SCHEMA, identity).to_pandas()
         routing = routing.drop(columns=_OF_IMAGES if is_whole else [*_OF_IMAGES, "layer"])
         sizes = {"num_experts": comparison.num_experts, "num_ranks": comparison.num_ranks}
-        for _, rows in routing.groupby("layer") if is_whole else [(None, routing)]:
+        for _, rows in routing.groupby("layer", dropna=False) if is_whole else [(None, routing)]:
+            if set(rows["batch"]) != set(routing["batch"]):
+                raise ResultsError(f"{routing_path}: layer: expected rows of every batch in each, got fewer")
             check_routing(routing_path, rows, world_size=comparison.world_size, **sizes)
         if lacking := sorted(set(part["batch"].to_pylist()) - {None, *routing["batch"]}):
             raise ResultsError(f"{routing_path}: batch: expected rows of every timed batch, got none of {lacking[0]}")

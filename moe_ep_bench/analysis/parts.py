@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.errors import UserError, brief, printable
 from moe_ep_bench.files import read_json
 from moe_ep_bench.presets import problem_words
 from moe_ep_bench.results import RunDirectory, check_size
@@ -157,7 +157,7 @@ def read_document(path: Path) -> Any:
 
 
 def one_line(text: object) -> str:
-    return " ".join(str(text).split())
+    return printable(str(text))
 
 
 def read_run_json(path: Path) -> dict[str, Any]:

@@ -167,6 +167,9 @@ def _sound(path: Path, schema: pa.Schema, case_id: str, num_experts: int) -> pa.
     for field in schema:
         if pa.types.is_floating(field.type) and not np.isfinite(table[field.name].drop_null().to_numpy()).all():
             raise ResultsError(f"{path}: {field.name}: expected finite numbers")
+    keys = [key for key in ("phase", "task", "item", "metric", "filter", "batch", "layer") if key in table.column_names]
+    if table.select(keys).to_pandas().duplicated().any():
+        raise ResultsError(f"{path}: {', '.join(keys)}: expected one row for each, got several")
     if "load_E" in table.column_names:
         check_counts(path, table.to_pandas(), {"load_E": num_experts}, _ROUTING_NEEDS)
     return table

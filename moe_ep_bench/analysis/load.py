@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pandas as pd
-from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, field_validator, model_validator
 
 from moe_ep_bench.analysis.parts import (
     SAMPLE,
@@ -37,7 +37,7 @@ from moe_ep_bench.analysis.parts import (
     timings_of,
 )
 from moe_ep_bench.bench.validation_directory import ValidationDirectory
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.machine.monitor import MachineState
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import LAYER_PHASES, METRICS, PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA
@@ -202,6 +202,14 @@ class CaseFacts(Described):
     role: Role
     looks_past_top_k: bool
     extra_bytes_per_rank: float | None = None
+
+    @field_validator("policy_params")
+    @classmethod
+    def _factor_is_a_number(cls, value: dict[str, Any]) -> dict[str, Any]:
+        factor = value.get("capacity_factor")
+        if isinstance(factor, bool) or not isinstance(factor, int | float | None):
+            raise UserError(f"capacity_factor: expected a number or null, got {brief(factor)}")
+        return value
 
 
 class _Environment(Described):

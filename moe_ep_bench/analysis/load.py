@@ -88,9 +88,8 @@ class Whole(Described):  # ``bench.subjects``
     context_length: NonNegativeInt  # tokens in the cache of each request that decodes; 0 = prefill
     attention: str
     peak_loads: list[float]  # fullest expert over mean, of each MoE layer's scores
-    shared_by_chance: list[float] = Field(
-        []
-    )  # experts that neighbours share, of layers where that is more than was asked for
+    # Experts that neighbours share, of layers where that is more than was asked for.
+    shared_by_chance: list[float] = Field([])
 
 
 class Comparison(Described):

@@ -107,8 +107,8 @@ def like_torch(
 
 
 def sorted_by_request(*case: Any, **arguments: Any) -> str:
-    """As a batch of many tokens, whose requests are sorted first."""
-    with mock.patch.object(requests_triton, "_MOST_UNSORTED", 10):
+    """As a batch of many tokens, whose requests are sorted and added up in chunks."""
+    with mock.patch.multiple(requests_triton, _MOST_UNSORTED=10, _CHUNK=2):
         return like_torch(*case, **arguments)
 
 

@@ -160,10 +160,11 @@ def test_tokens_of_a_request_may_stand_anywhere(spec):
 @pytest.mark.parametrize("spec", REQUESTS, ids=str)
 def test_sorted_requests_route_like_torch(spec, monkeypatch):
     monkeypatch.setattr(requests_triton, "_MOST_UNSORTED", 10)
+    monkeypatch.setattr(requests_triton, "_CHUNK", 8)  # some chunks a request, of some tiles each
     generator = torch.Generator().manual_seed(3)
     id_T = torch.randint(-1, 2, [48], generator=generator) * 2**61
     mask_T = (torch.rand([48], generator=generator) < 0.8) & (id_T != 0)
-    scores_TE = random_scores("sigmoid", 48, 512, 4)  # some tiles a request
+    scores_TE = random_scores("sigmoid", 48, 512, 4)
     for token_mask_T in (None, mask_T):
         assert_like_torch(spec, scores_TE, top_k=3, request_id_T=id_T, token_mask_T=token_mask_T)
 

@@ -47,7 +47,7 @@ _MOST_BIN_BITS = 12
 _LEAST_BIN_BITS = 6
 _LISTED = 1024  # pairs that a program lists at a time
 # Pairs that a program looks at at a time, and its warps. Where all scores are equal each expert's pairs are all listed:
-# an SM then goes through them once for every eight bits in which they differ.
+# an SM then goes through them once to see in which bits they differ, and once for every eight of these.
 _SETTLED, _SETTLING_WARPS = 4096, 16
 _DIGIT_BITS = tl.constexpr(8)
 _DIGITS = tl.constexpr(256)
@@ -92,7 +92,7 @@ def drop_in_passes(job: Job, routing: Routing, block: int) -> None:
         NUM_EXPERTS=num_experts, NUM_SHARED=job.num_shared, BLOCK=_LISTED, num_warps=NUM_WARPS,
     )  # fmt: skip
     _settle[(num_groups,)](
-        listed, bin_G, room_G, start_G, count_G, threshold_G, bin_shift, BLOCK=_SETTLED, num_warps=_SETTLING_WARPS
+        listed, room_G, start_G, count_G, threshold_G, bin_shift, BLOCK=_SETTLED, num_warps=_SETTLING_WARPS
     )
     slots = triton.next_power_of_2(num_slots)
     block = min(_MOST_ROWS, triton.cdiv(_WRITTEN, slots))
@@ -232,22 +232,43 @@ def _gather(
     is_pair = standing != NO_PAIR
     group = expert_at(standing, index_bits, NUM_EXPERTS) // NUM_SHARED
     is_listed = is_pair & ((standing >> bin_shift) == tl.load(bin_ptr + group, mask=is_pair, other=-1))
-    nth = tl.atomic_add(next_ptr + group, 1, mask=is_listed, sem="relaxed")
     start = tl.load(start_ptr + group, mask=is_listed, other=0)
-    tl.store(listed_ptr + start + nth, standing, mask=is_listed)
+    num_listed = tl.sum(is_listed.to(tl.int32), 0)
+    first = tl.min(tl.where(is_listed, group, NUM_EXPERTS), 0)
+    if (num_listed > 1) & (tl.max(tl.where(is_listed, group, -1), 0) == first):
+        # As where scores are equal: a thousand additions to one word would wait for each other.
+        nth = tl.atomic_add(next_ptr + first, num_listed, sem="relaxed") + tl.cumsum(is_listed.to(tl.int32), 0) - 1
+        tl.store(listed_ptr + start + nth, standing, mask=is_listed)
+    else:
+        nth = tl.atomic_add(next_ptr + group, 1, mask=is_listed, sem="relaxed")
+        tl.store(listed_ptr + start + nth, standing, mask=is_listed)
 
 
 @triton.jit(do_not_specialize=["bin_shift"])
 def _settle(
-    listed_ptr, bin_ptr, room_ptr, start_ptr, count_ptr, threshold_ptr, bin_shift, BLOCK: tl.constexpr
+    listed_ptr, room_ptr, start_ptr, count_ptr, threshold_ptr, bin_shift, BLOCK: tl.constexpr
 ):  # fmt: skip
     group = tl.program_id(0)
     num_listed = tl.load(count_ptr + group).to(tl.int32)
     if num_listed > 0:
         listed_ptr += tl.load(start_ptr + group)
         digits = tl.arange(0, _DIGITS)
-        leading = tl.load(bin_ptr + group)  # the threshold's bits above ``low``
+        lowest = tl.full([], _ABOVE_ALL, tl.int64)
+        highest = lowest * 0
+        first = num_listed * 0
+        while first < num_listed:
+            at = first + tl.arange(0, BLOCK)
+            standing = tl.load(listed_ptr + at, mask=at < num_listed, other=0)
+            lowest = tl.minimum(lowest, tl.min(tl.where(at < num_listed, standing, _ABOVE_ALL), 0))
+            highest = tl.maximum(highest, tl.max(standing, 0))
+            first += BLOCK
+        # Digits in which no two differ need no look.
         low = bin_shift.to(tl.int32)
+        next_low = tl.maximum(low - _DIGIT_BITS, 0)
+        while (next_low < low) & ((lowest >> next_low) == (highest >> next_low)):
+            low = next_low
+            next_low = tl.maximum(low - _DIGIT_BITS, 0)
+        leading = lowest >> low  # the threshold's bits above ``low``
         room = tl.load(room_ptr + group).to(tl.int32)
         inside = num_listed
         while (low > 0) & (room < inside):

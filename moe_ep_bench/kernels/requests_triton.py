@@ -1,9 +1,10 @@
 """What each request opens where a batch shares experts by requests (``xshare``, scope ``request``), in Triton.
 
-A request is all tokens of one id, wherever they stand. A program stands at every token and works only where it is its
-request's first: so there is one per request, and nobody has to know how many there are. It marks what any of the
-request's tokens wants, adds their scores in the order of the tokens, as the formulation in torch does, and takes the
-best of the rest. Few tokens look through all ids to find their request's; more are sorted by id first.
+A request is all tokens of one id, wherever they stand. Its set stands in the row of one of its tokens, so that nobody
+has to know how many requests there are. Scores are added in a fixed order, whichever program runs first. In a batch of
+few tokens, the program of a request's first token looks through all ids for the others: one launch. More tokens are
+sorted by id; a program adds up ``_CHUNK`` of a request's tokens, and a second launch adds these sums in their order, so
+that a long request keeps the whole GPU busy.
 
 Shapes: T = tokens, E = experts.
 """
@@ -31,61 +32,33 @@ from moe_ep_bench.policies.xshare import XShare
 
 _MOST_UNSORTED = 1024
 _ROWS_UNSORTED = 4
+_CHUNK = 64  # tokens
 _WARPS = 2 * NUM_WARPS
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _find_request_sets(scores_ptr, bias_ptr, valid_ptr, id_ptr, order_ptr, end_ptr, sets_ptr, num_tokens,
-                       COUNT: tl.constexpr, BUDGET: tl.constexpr, TOKENS_P: tl.constexpr, BLOCK: tl.constexpr,
-                       NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-                       GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr):  # fmt: skip
-    """Write the set of each request into one row of ``sets`` [T, E] (bytes), and nothing into the others.
-
-    A program stands at every token; it goes on where it is its request's first, and adds up the request's rows in the
-    order of the tokens. With ``order`` tokens lie by request, each run ending before ``end``, padding among them.
-    """
-    expert, is_expert = experts_of_columns(NUM_EXPERTS, GROUPS, GROUPS_P, SIZE_P)
+@triton.jit
+def _add_rows(wanted, sums, token, is_there, scores_ptr, bias_ptr, expert, is_expert, COUNT: tl.constexpr,
+              BLOCK: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr,
+              TOP_GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr):  # fmt: skip
+    """Count by expert which of a tile's tokens want it, and add the tokens' scores one after the other."""
     row = tl.arange(0, BLOCK)
-    here = tl.program_id(0).to(tl.int64)
-    if order_ptr is None:
-        every, is_valid = tokens_of_block(here * 0, num_tokens, valid_ptr, TOKENS_P)
-        ids = tl.load(id_ptr + every, mask=is_valid, other=0)
-        is_mine = is_valid & (ids == tl.load(id_ptr + here))
-        nth = tl.cumsum(is_mine.to(tl.int32), 0) - 1
-        opens = tl.min(tl.where(is_mine, every, num_tokens), 0) == here
-        num_rows = tl.sum(is_mine.to(tl.int32), 0)
-    else:
-        before = tl.maximum(here - 1, 0)
-        opens = (here == 0) | (tl.load(end_ptr + before) == here)
-        num_rows = (tl.load(end_ptr + here) - here).to(tl.int32)
-    num_rows = tl.where(opens, num_rows, 0)
+    if COUNT > 0:
+        scores = load_rows(scores_ptr, token, is_there, expert, is_expert, NUM_EXPERTS)
+        order = order_rows(
+            scores, is_there, bias_ptr, expert, is_expert, COUNT, TOP_K, GROUPS, TOP_GROUPS, GROUPS_P, SIZE_P
+        )
+        wanted += tl.sum(first_of_list(order, COUNT, NUM_EXPERTS).to(tl.int32), 0)
+    for one in range(BLOCK):
+        is_one = (row == one) & is_there
+        at = tl.sum(tl.where(is_one, token, 0), 0) * NUM_EXPERTS + expert
+        is_score = is_expert & (tl.sum(is_one.to(tl.int32), 0) > 0)
+        sums += tl.load(scores_ptr + at, mask=is_score, other=0.0).to(tl.float64)
+    return wanted, sums
 
-    num_valid = num_rows * 0
-    wanted = tl.zeros([GROUPS_P * SIZE_P], tl.int32)
-    sums = tl.zeros([GROUPS_P * SIZE_P], tl.float64)
-    first = num_valid
-    while first < num_rows:
-        is_there = first + row < num_rows
-        if order_ptr is None:
-            is_row = is_mine[None, :] & (nth[None, :] == (first + row)[:, None])
-            token = tl.sum(tl.where(is_row, every[None, :], 0), 1)
-        else:
-            token = tl.load(order_ptr + here + first + row, mask=is_there, other=0)
-            if valid_ptr is not None:
-                is_there = is_there & (tl.load(valid_ptr + token, mask=is_there, other=0) != 0)
-        num_valid += tl.sum(is_there.to(tl.int32), 0)
-        if COUNT > 0:
-            scores = load_rows(scores_ptr, token, is_there, expert, is_expert, NUM_EXPERTS)
-            order = order_rows(scores, is_there, bias_ptr, expert, is_expert, COUNT, TOP_K, GROUPS, TOP_GROUPS,
-                               GROUPS_P, SIZE_P)  # fmt: skip
-            wanted += tl.sum(first_of_list(order, COUNT, NUM_EXPERTS).to(tl.int32), 0)
-        for one in range(BLOCK):
-            is_one = (row == one) & is_there
-            at = tl.sum(tl.where(is_one, token, 0), 0) * NUM_EXPERTS + expert
-            is_score = is_expert & (tl.sum(is_one.to(tl.int32), 0) > 0)
-            sums += tl.load(scores_ptr + at, mask=is_score, other=0.0).to(tl.float64)
-        first += BLOCK
 
+@triton.jit
+def _store_set(set_ptr, wanted, sums, num_valid, expert, is_expert, BUDGET: tl.constexpr, NUM_EXPERTS: tl.constexpr):
+    """Write what a request's tokens want and the ``BUDGET`` best of the rest; nothing where all are padding."""
     in_set = wanted > 0
     if BUDGET >= NUM_EXPERTS:
         in_set = is_expert
@@ -99,7 +72,85 @@ def _find_request_sets(scores_ptr, bias_ptr, valid_ptr, id_ptr, order_ptr, end_p
             left = left & (adds == 0)
             num_added += 1
     in_set = in_set & (num_valid > 0)
-    tl.store(sets_ptr + here * NUM_EXPERTS + expert, in_set.to(tl.uint8), mask=is_expert)
+    tl.store(set_ptr + expert, in_set.to(tl.uint8), mask=is_expert)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _find_sets(scores_ptr, bias_ptr, valid_ptr, id_ptr, sets_ptr, num_tokens, COUNT: tl.constexpr,
+               BUDGET: tl.constexpr, TOKENS_P: tl.constexpr, BLOCK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+               TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS_P: tl.constexpr,
+               SIZE_P: tl.constexpr):  # fmt: skip
+    """A program per token; it works where its token is the first valid one of a request."""
+    expert, is_expert = experts_of_columns(NUM_EXPERTS, GROUPS, GROUPS_P, SIZE_P)
+    row = tl.arange(0, BLOCK)
+    here = tl.program_id(0).to(tl.int64)
+    every, is_valid = tokens_of_block(here * 0, num_tokens, valid_ptr, TOKENS_P)
+    ids = tl.load(id_ptr + every, mask=is_valid, other=0)
+    is_mine = is_valid & (ids == tl.load(id_ptr + here))
+    nth = tl.cumsum(is_mine.to(tl.int32), 0) - 1
+    opens = tl.min(tl.where(is_mine, every, num_tokens), 0) == here
+    num_rows = tl.where(opens, tl.sum(is_mine.to(tl.int32), 0), 0)
+
+    wanted = tl.zeros([GROUPS_P * SIZE_P], tl.int32)
+    sums = tl.zeros([GROUPS_P * SIZE_P], tl.float64)
+    first = num_rows * 0
+    while first < num_rows:
+        is_row = is_mine[None, :] & (nth[None, :] == (first + row)[:, None])
+        token = tl.sum(tl.where(is_row, every[None, :], 0), 1)
+        wanted, sums = _add_rows(wanted, sums, token, first + row < num_rows, scores_ptr, bias_ptr, expert, is_expert,
+                                 COUNT, BLOCK, NUM_EXPERTS, TOP_K, GROUPS, TOP_GROUPS, GROUPS_P, SIZE_P)  # fmt: skip
+        first += BLOCK
+    _store_set(sets_ptr + here * NUM_EXPERTS, wanted, sums, num_rows, expert, is_expert, BUDGET, NUM_EXPERTS)
+
+
+@triton.jit
+def _add_chunks(scores_ptr, bias_ptr, valid_ptr, order_ptr, begin_ptr, end_ptr, wanted_ptr, sums_ptr, valid_count_ptr,
+                CHUNK: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+                TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS_P: tl.constexpr,
+                SIZE_P: tl.constexpr):  # fmt: skip
+    """A program per place in ``order``; it works where a chunk of a request begins, and writes into that row."""
+    here = tl.program_id(0).to(tl.int64)
+    end = tl.load(end_ptr + here)
+    if (here - tl.load(begin_ptr + here)) % CHUNK == 0:
+        expert, is_expert = experts_of_columns(NUM_EXPERTS, GROUPS, GROUPS_P, SIZE_P)
+        row = tl.arange(0, BLOCK)
+        num_rows = tl.minimum(end - here, CHUNK).to(tl.int32)
+        num_valid = num_rows * 0
+        wanted = tl.zeros([GROUPS_P * SIZE_P], tl.int32)
+        sums = tl.zeros([GROUPS_P * SIZE_P], tl.float64)
+        first = num_rows * 0
+        while first < num_rows:
+            is_there = first + row < num_rows
+            token = tl.load(order_ptr + here + first + row, mask=is_there, other=0)
+            if valid_ptr is not None:
+                is_there = is_there & (tl.load(valid_ptr + token, mask=is_there, other=0) != 0)
+            num_valid += tl.sum(is_there.to(tl.int32), 0)
+            wanted, sums = _add_rows(wanted, sums, token, is_there, scores_ptr, bias_ptr, expert, is_expert, COUNT,
+                                     BLOCK, NUM_EXPERTS, TOP_K, GROUPS, TOP_GROUPS, GROUPS_P, SIZE_P)  # fmt: skip
+            first += BLOCK
+        tl.store(wanted_ptr + here * NUM_EXPERTS + expert, (wanted > 0).to(tl.uint8), mask=is_expert)
+        tl.store(sums_ptr + here * NUM_EXPERTS + expert, sums, mask=is_expert)
+        tl.store(valid_count_ptr + here, num_valid)
+
+
+@triton.jit
+def _join_chunks(begin_ptr, end_ptr, wanted_ptr, sums_ptr, valid_count_ptr, sets_ptr, CHUNK: tl.constexpr,
+                 BUDGET: tl.constexpr, NUM_EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_P: tl.constexpr,
+                 SIZE_P: tl.constexpr):  # fmt: skip
+    """A program per place; it works where a request begins, and clears the row elsewhere."""
+    expert, is_expert = experts_of_columns(NUM_EXPERTS, GROUPS, GROUPS_P, SIZE_P)
+    here = tl.program_id(0).to(tl.int64)
+    end = tl.where(tl.load(begin_ptr + here) == here, tl.load(end_ptr + here), here)
+    num_valid = tl.zeros([], tl.int32)
+    wanted = tl.zeros([GROUPS_P * SIZE_P], tl.int32)
+    sums = tl.zeros([GROUPS_P * SIZE_P], tl.float64)
+    chunk = here
+    while chunk < end:
+        num_valid += tl.load(valid_count_ptr + chunk)
+        wanted += tl.load(wanted_ptr + chunk * NUM_EXPERTS + expert, mask=is_expert, other=0).to(tl.int32)
+        sums += tl.load(sums_ptr + chunk * NUM_EXPERTS + expert, mask=is_expert, other=0.0)
+        chunk += CHUNK
+    _store_set(sets_ptr + here * NUM_EXPERTS, wanted, sums, num_valid, expert, is_expert, BUDGET, NUM_EXPERTS)
 
 
 def request_sets(policy: XShare, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
@@ -110,26 +161,26 @@ def request_sets(policy: XShare, scores_TE: Tensor, context: RoutingContext) -> 
     sets_TE = torch.empty((num_tokens, num_experts), dtype=torch.uint8, device=scores_TE.device)
     if num_tokens == 0:
         return sets_TE
-    shape = layout(num_experts, context)
-    id_T = on_device(context.request_id_T, scores_TE.device, torch.int64)
-    order_T = end_T = None
-    block, tokens = min(_ROWS_UNSORTED, rows_of_tile(num_tokens, shape)), triton.next_power_of_2(num_tokens)
-    if num_tokens > _MOST_UNSORTED:
-        sorted_T, order_T = id_T.sort(stable=True)
-        end_T = torch.searchsorted(sorted_T, sorted_T, right=True)
-        block, tokens = rows_of_tile(num_tokens, shape), 1
-    _find_request_sets[(num_tokens,)](
-        *inputs(scores_TE, context),
-        id_T,
-        order_T,
-        end_T,
-        sets_TE,
-        num_tokens,
-        COUNT=min(policy.k0, num_experts),
-        BUDGET=min(policy.request_budget or 0, num_experts),
-        TOKENS_P=tokens,
-        BLOCK=block,
-        num_warps=_WARPS,
-        **shape,
+    shape, device = layout(num_experts, context), scores_TE.device
+    rows = inputs(scores_TE, context)
+    id_T = on_device(context.request_id_T, device, torch.int64)
+    counts = {"COUNT": min(policy.k0, num_experts), "BUDGET": min(policy.request_budget or 0, num_experts)}
+    block = rows_of_tile(num_tokens, shape)
+    if num_tokens <= _MOST_UNSORTED:
+        _find_sets[(num_tokens,)](
+            *rows, id_T, sets_TE, num_tokens, TOKENS_P=triton.next_power_of_2(num_tokens),
+            BLOCK=min(_ROWS_UNSORTED, block), num_warps=_WARPS, **counts, **shape,
+        )  # fmt: skip
+        return sets_TE
+    sorted_T, order_T = id_T.sort(stable=True)
+    begin_T, end_T = (torch.searchsorted(sorted_T, sorted_T, right=is_end) for is_end in (False, True))
+    wanted_TE = torch.empty_like(sets_TE)
+    sums_TE = torch.empty(sets_TE.shape, dtype=torch.float64, device=device)
+    num_valid_T = torch.empty(num_tokens, dtype=torch.int32, device=device)
+    chunks = (begin_T, end_T, wanted_TE, sums_TE, num_valid_T)
+    _add_chunks[(num_tokens,)](
+        *rows, order_T, *chunks, CHUNK=_CHUNK, COUNT=counts["COUNT"], BLOCK=block, num_warps=_WARPS, **shape
     )
+    columns = {name: shape[name] for name in ("NUM_EXPERTS", "GROUPS", "GROUPS_P", "SIZE_P")}
+    _join_chunks[(num_tokens,)](*chunks, sets_TE, CHUNK=_CHUNK, BUDGET=counts["BUDGET"], num_warps=NUM_WARPS, **columns)
     return sets_TE

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from moe_ep_bench.bench import description
 from moe_ep_bench.bench.description import survey_together
 from moe_ep_bench.workload import SyntheticWorkload, Workload
 
@@ -36,7 +37,9 @@ class Together:
     def texts(self, text: str) -> list[str]:
         self._told[self.rank] = text
         self._barrier.wait(60)
-        return list(self._told)
+        told = list(self._told)
+        self._barrier.wait(60)
+        return told
 
 
 def surveyed(num_ranks: int, of_rank: list[list[SyntheticWorkload]]) -> list[int]:
@@ -60,7 +63,7 @@ def surveyed(num_ranks: int, of_rank: list[list[SyntheticWorkload]]) -> list[int
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_others_found_and_solved_for_is_what_a_rank_would_have_found(name: str) -> None:
     of_rank = [[make(name, seed) for seed in range(3)] for _ in range(2)]
-    assert surveyed(2, of_rank) == [4, 4], "of the one with fewer workloads too"
+    surveyed(2, of_rank)
     refused = mock.Mock(side_effect=AssertionError("gone through or solved for once more"))
     for seed in range(3):
         alone = make(name, seed)
@@ -81,8 +84,29 @@ def test_what_others_found_and_solved_for_is_what_a_rank_would_have_found(name: 
                     assert torch.equal(mine.sequence_id_T, theirs.sequence_id_T)
 
 
-def test_a_rank_that_waits_for_a_long_workload_is_fed_after_each_batch_of_it() -> None:
-    assert surveyed(3, [[make("no skew", 0)] for _ in range(3)]) == [2, 2, 2]
+def test_ranks_share_the_batches_of_one_workload_and_all_are_fed() -> None:
+    of_rank = [[SyntheticWorkload(**{**SIZES, "num_batches": 5, "seed": 0})] for _ in range(3)]
+    gone_through = mock.Mock(side_effect=Workload.blocks, autospec=True)
+    with (
+        mock.patch.object(Workload, "blocks", lambda *arguments: gone_through(*arguments)),
+        mock.patch.object(description, "_MEETS_AFTER_S", 0.0),
+    ):
+        counts = surveyed(3, of_rank)
+    assert len(set(counts)) == 1
+    assert counts[0] >= 2, "the one with the fewest batches too"
+    passes = [
+        [index for one, index in (call.args for call in gone_through.call_args_list) if one is own] for [own] in of_rank
+    ]
+    assert passes == [[0, 3], [1, 4], [2]]
+
+
+def test_a_rank_makes_its_own_tokens_and_no_others() -> None:
+    workload = make("peak load", 0)
+    whole = list(workload.rank_batches(1, 4))
+    with mock.patch.object(SyntheticWorkload, "make_scores", side_effect=workload.make_scores) as made:
+        mine = workload.rank_batch(1, 3, 4)
+    assert torch.equal(mine.scores_TE, whole[3].scores_TE)
+    assert sum(run.num_rows for call in made.call_args_list for run in call.args[1]) == mine.num_tokens
 
 
 def test_a_target_that_cannot_be_met_is_told_by_every_rank() -> None:

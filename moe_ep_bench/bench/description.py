@@ -23,6 +23,8 @@ from moe_ep_bench.workload import Workload
 
 # Memory of a rank that batches may take until they are used.
 _MOST_KEPT_BYTES = 4 * 2**30
+# While ranks go through batches they meet so often.
+_MEETS_AFTER_S = 5.0
 
 
 def run_json(
@@ -117,11 +119,11 @@ def survey_together(
 ) -> None:
     """Go through all batches of all workloads, so that each knows its ``findings`` on every rank; all call this alike.
 
-    Rank r goes through workloads r, r + R, r + 2R, ... and tells the others what it found and solved for. All ranks
-    meet after each batch: one may take many minutes for all, in which the others wait and are alive.
+    Ranks share the batches and tell the others what they found and solved for. All meet every few seconds: batches may
+    take many minutes, in which those that are done wait and are alive.
 
     Args:
-        before: called after each batch on all ranks.
+        before: called at each meeting, on all ranks.
         keep: keep what a rank alone makes, where it fits into memory.
 
     Raises:
@@ -131,29 +133,29 @@ def survey_together(
     if keep and ranks.world_size == 1 and size <= _MOST_KEPT_BYTES:
         for workload in workloads:
             workload.keep_batches()
-    mine, problem = {}, ""
-    of_rank = [range(rank, len(workloads), ranks.world_size) for rank in range(ranks.world_size)]
-    steps = chain.from_iterable(workloads[number].survey() for number in of_rank[ranks.rank])
-    try:
-        for _ in range(max(sum(workloads[number].num_batches for number in numbers) for numbers in of_rank)):
-            if not problem:
-                try:
-                    next(steps, None)
-                except ValueError as error:
-                    problem = str(error)
-            before()
-            ranks.texts("")
-        mine = {} if problem else {number: workloads[number].findings() for number in of_rank[ranks.rank]}
-    except ValueError as error:
-        problem = str(error)
-    told = [json.loads(text) for text in ranks.texts(json.dumps([problem, mine]))]
-    for found, _ in told:
-        if found:
-            raise UserError(found)
-    for rank, (_, others) in enumerate(told):
-        for number, findings in others.items():
-            if rank != ranks.rank:
-                workloads[int(number)].take_findings(findings)
+    batches = [(workload, index) for workload in workloads for index in range(workload.num_batches)]
+    steps = chain.from_iterable(workload.survey(index) for workload, index in batches[ranks.rank :: ranks.world_size])
+    problem, are_done = "", [False]
+    while not all(are_done):
+        meets_at, is_done = time.monotonic() + _MEETS_AFTER_S, False
+        try:
+            while not is_done:
+                is_done = next(steps, "end") == "end"
+                if time.monotonic() >= meets_at:
+                    break
+        except ValueError as error:
+            problem = str(error)
+        before()
+        told = [json.loads(text) for text in ranks.texts(json.dumps([problem, is_done]))]
+        for found, _ in told:
+            if found:
+                raise UserError(found)
+        are_done = [is_done for _, is_done in told]
+    told = ranks.texts(json.dumps([workload.findings() for workload in workloads]))
+    for rank, text in enumerate(told):
+        if rank != ranks.rank:
+            for workload, findings in zip(workloads, json.loads(text), strict=True):
+                workload.take_findings(findings)
 
 
 def _fingerprint(comparison: Comparison) -> str | None:

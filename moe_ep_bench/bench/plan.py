@@ -328,11 +328,9 @@ class Comparison:
         experiment, subject = self.experiment, self.subject
         if experiment.workload.padding_per_rank:
             checks.check_padding(experiment.workload.padding_per_rank, subject.rank_tokens)
-        # Finds skews that cannot be had; a batch of all virtual ranks may not fit into memory.
-        if self.links is None:
-            self.workload.batch(0)
-        else:
-            next(self.workload.rank_batches(0, self.ep_size))
+        # Finds skews that cannot be had; a batch of all ranks may not fit into memory.
+        num_ranks = self.subject.world_size if self.links is None else self.ep_size
+        self.workload.rank_batch(0, 0, num_ranks, experiment.workload.rank_shares)
         if self.parts.dispatcher == "allgather" and subject.num_together > 1:
             checks.check_gathering(subject.rank_tokens)
         if experiment.layer.native_padded and self.backend == RANKS:

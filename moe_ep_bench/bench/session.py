@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -271,8 +270,8 @@ class Session:
         mine: TokenBatch | None = None
         for layer, subject in self.layers.items():
             self.job.watchdog.feed()
-            rank_batches = subject.workload.rank_batches(number, ranks.world_size, config.rank_shares)
-            tokens = next(islice(rank_batches, ranks.rank, None)).with_padding(config.padding_per_rank)
+            tokens = subject.workload.rank_batch(number, ranks.rank, ranks.world_size, config.rank_shares)
+            tokens = tokens.with_padding(config.padding_per_rank)
             assert mine is None or torch.equal(tokens.sequence_id_T, mine.sequence_id_T), "layers see other tokens"
             mine, scores_TE = tokens, tokens.scores_TE.to(self.device)
             balanced_TE = balanced_scores(scores_TE, model.top_k)

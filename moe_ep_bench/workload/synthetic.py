@@ -330,7 +330,7 @@ class SyntheticWorkload(Workload):
         for _ in range(1 if self.num_groups is None or not self._has_sharpness else _ROUNDS_WITH_GROUPS):
             bias_E = log_odds(self.family, normal_E, self._strength(noise, normal_E, index, factor))
             factor = self._sharpness(noise, bias_E)
-        if len(self._recipes) == _RECIPES_KEPT:
+        if len(self._recipes) >= _RECIPES_KEPT:
             del self._recipes[next(iter(self._recipes))]
         self._recipes[index] = Recipe(bias_E, factor)
 

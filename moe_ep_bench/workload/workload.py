@@ -42,6 +42,7 @@ class Workload(ABC):
     topk_share: float | None
     num_groups: int | None = None
     top_groups: int | None = None
+    _skips_survey = False
 
     @abstractmethod
     def sequence_lengths(self, index: int) -> NDArray[np.int64]:
@@ -81,27 +82,34 @@ class Workload(ABC):
 
         Raises:
             IndexError: no such batch.
-            ValueError: see ``deal``; raised when the first rank is asked for.
+            ValueError: see ``deal``.
         """
-        start_S = self._starts(index)
-        if num_ranks == 1 and index in self._kept:
-            return iter([self._kept.pop(index)])
-        return self._rank_batches(index, start_S, num_ranks, shares)
+        if num_ranks == 1:
+            return iter([self.rank_batch(index, 0, 1, shares)])
+        start_S, rank_S = self._dealt(index, num_ranks, shares)
+        return (self._of_rank(index, rank, start_S, rank_S) for rank in range(num_ranks))
 
-    def _rank_batches(
-        self, index: int, start_S: NDArray[np.int64], num_ranks: int, shares: Sequence[float] | None
-    ) -> Iterator[TokenBatch]:
-        rank_S = deal_sequences(np.diff(start_S), num_ranks, shares)
-        by_rank_S = np.argsort(rank_S, kind="stable")
-        end_R = np.bincount(rank_S, minlength=num_ranks).cumsum()
-        for sequences in np.split(by_rank_S, end_R[:-1]):
-            yield self._tokens(index, sequences, start_S)
+    def rank_batch(self, index: int, rank: int, num_ranks: int, shares: Sequence[float] | None = None) -> TokenBatch:
+        """Make one rank's tokens of batch ``index`` and no others; see ``rank_batches``."""
+        if num_ranks == 1 and index in self._kept:
+            return self._kept.pop(index)
+        return self._of_rank(index, rank, *self._dealt(index, num_ranks, shares))
+
+    def _dealt(
+        self, index: int, num_ranks: int, shares: Sequence[float] | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where sequences start, int64 [S + 1], and whose each is, int64 [S]."""
+        start_S = self._starts(index)
+        return start_S, deal_sequences(np.diff(start_S), num_ranks, shares)
+
+    def _of_rank(self, index: int, rank: int, start_S: NDArray[np.int64], rank_S: NDArray[np.int64]) -> TokenBatch:
+        return self._tokens(index, np.flatnonzero(rank_S == rank), start_S)
 
     def tokens_of_ranks(self, index: int, num_ranks: int, shares: Sequence[float] | None = None) -> NDArray[np.int64]:
         """How many tokens each rank gets of batch ``index`` (``rank_batches``): int64 [R]; arguments as there."""
-        length_S = np.diff(self._starts(index))
+        start_S, rank_S = self._dealt(index, num_ranks, shares)
         tokens_R = np.zeros(num_ranks, dtype=np.int64)
-        np.add.at(tokens_R, deal_sequences(length_S, num_ranks, shares), length_S)
+        np.add.at(tokens_R, rank_S, np.diff(start_S))
         return tokens_R
 
     def blocks(self, index: int) -> Iterator[TokenBatch]:
@@ -146,8 +154,9 @@ class Workload(ABC):
             )
 
     def fingerprint(self) -> str | None:
-        """16 hex digits of the sha256 over the bytes of all batches; makes every batch once. None if not surveyed."""
-        return self._survey["fingerprint"]
+        """16 hex digits of a sha256 over the bytes of all batches; makes every batch once. None if not surveyed."""
+        digests = "".join(batch["digest"] for batch in self._surveyed_all())
+        return hashlib.sha256(digests.encode()).hexdigest()[:16] if digests else None
 
     def achieved(self) -> dict[str, object]:
         """What the batches turned out to be under the model's own top-k; makes every batch once.
@@ -158,7 +167,7 @@ class Workload(ABC):
         of the scores over log E, and ``neighbour_overlap`` (experts that adjacent tokens of a sequence share;
         None without such tokens). Empty if not surveyed.
         """
-        batches = self._survey["batches"]
+        batches = self._surveyed_all()
         if not batches:
             return {}
         peaks = [batch["peak_load"] for batch in batches]
@@ -181,7 +190,7 @@ class Workload(ABC):
         Raises:
             ValueError: a batch cannot meet its targets.
         """
-        self.__dict__["_survey"] = {"fingerprint": None, "batches": []}
+        self._skips_survey = True
         self.solve()
 
     def solve(self) -> None:  # noqa: B027
@@ -200,12 +209,12 @@ class Workload(ABC):
         return {}
 
     def findings(self) -> dict[str, Any]:
-        """What going through all batches once has shown, JSON-ready, for others to take over; goes through them."""
-        return {**self._survey, "solved": self.solved()}
+        """What going through batches has shown so far, JSON-ready, for others to take over."""
+        return {"batches": self._surveyed, "solved": self.solved()}
 
     def take_findings(self, findings: Mapping[str, Any]) -> None:
-        """Take over the ``findings`` of an equal workload elsewhere, in place of going through all batches."""
-        self.__dict__["_survey"] = findings
+        """Take over the ``findings`` of an equal workload elsewhere, in place of going through its batches."""
+        self._surveyed.update((int(index), batch) for index, batch in findings["batches"].items())
         self.take_solved(findings["solved"])
 
     def solved(self) -> dict[str, Any]:
@@ -217,32 +226,40 @@ class Workload(ABC):
         assert not solved, "a subclass that solves for something takes it over"
 
     @cached_property
-    def _survey(self) -> Mapping[str, Any]:
-        """The ``fingerprint``, and of all ``batches`` what they turned out to be."""
-        for _ in self.survey():
-            pass
-        return self.__dict__["_survey"]
+    def _surveyed(self) -> dict[int, dict[str, Any]]:
+        """By batch its ``digest``, and what it turned out to be."""
+        return {}
 
-    def survey(self) -> Iterator[int]:
-        """Go through all batches for ``findings``, a block in memory, and yield after each; nothing the second time."""
-        if "_survey" in self.__dict__:
-            return
-        digest, batches = hashlib.sha256(), []
+    def _surveyed_all(self) -> list[dict[str, Any]]:
+        """Of every batch, in order; none if the survey was skipped."""
+        if self._skips_survey:
+            return []
         for index in range(self.num_batches):
-            tally, ids, scores = _Tally(self.num_experts, self.selection), [], []
-            digest.update(repr((self.num_tokens, self.num_experts)).encode())
-            for block in self.blocks(index):
-                digest.update(block.scores_TE.numpy().data.cast("B"))
-                ids.append(block.sequence_id_T)
-                tally.add(block)
-                scores += [block.scores_TE] if "_keeps" in self.__dict__ else []
-            if scores:
-                self._kept[index] = TokenBatch(torch.cat(scores), torch.cat(ids))
-            for sequence_id_T in ids:
-                digest.update(sequence_id_T.numpy().data.cast("B"))
-            batches.append(tally.result())
-            yield index
-        self.__dict__["_survey"] = {"fingerprint": digest.hexdigest()[:16], "batches": batches}
+            for _ in self.survey(index):
+                pass
+        return [self._surveyed[index] for index in range(self.num_batches)]
+
+    def survey(self, index: int) -> Iterator[None]:
+        """Go through batch ``index`` for ``findings`` once, a block in memory; yield after each.
+
+        Raises:
+            ValueError: it cannot meet its targets.
+        """
+        if index in self._surveyed:
+            return
+        digest, tally, ids, scores = hashlib.sha256(), _Tally(self.num_experts, self.selection), [], []
+        digest.update(repr((self.num_tokens, self.num_experts)).encode())
+        for block in self.blocks(index):
+            digest.update(block.scores_TE.numpy().data.cast("B"))
+            ids.append(block.sequence_id_T)
+            tally.add(block)
+            scores += [block.scores_TE] if "_keeps" in self.__dict__ else []
+            yield
+        if scores:
+            self._kept[index] = TokenBatch(torch.cat(scores), torch.cat(ids))
+        for sequence_id_T in ids:
+            digest.update(sequence_id_T.numpy().data.cast("B"))
+        self._surveyed[index] = {"digest": digest.hexdigest(), **tally.result()}
 
 
 class _Tally:

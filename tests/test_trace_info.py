@@ -169,9 +169,8 @@ traces = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("chunk", [5, 1 << 14])
 @few_examples
-@given(traces)
+@given(st.sampled_from([5, 1 << 14]), traces)
 def test_every_statistic_equals_a_plain_loop(chunk, fields):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_CHUNK", chunk)

@@ -389,9 +389,9 @@ def _read_case(files: RunDirectory, case_id: str, case: CaseFacts, comparison: C
     part = read_part(path, SAMPLES_SCHEMA, identity, ["run_id", "status", "reason", *SAMPLE])
     launches, is_whole, layers = launches_of(path, part), comparison.whole is not None, None
     status, reason = "ok", None
-    for launch, row in launches[launches["status"] != "ok"][:1].iterrows():
-        said = "no reason was recorded" if pd.isna(row["reason"]) else str(row["reason"])
-        status, reason = row["status"], f"launch {launch + 1}: {said}" if len(launches) > 1 else said
+    for launch in [launch for launch, row in launches.items() if row["status"] != "ok"][:1]:
+        status, said = launches[launch]["status"], launches[launch]["reason"] or "no reason was recorded"
+        reason = f"launch {launch + 1}: {said}" if len(launches) > 1 else said
     if status == "ok":
         samples = timings_of(path, part, comparison.world_size, tuple(PHASES) if is_whole else LAYER_PHASES)
         if is_whole:
@@ -418,7 +418,7 @@ def _read_case(files: RunDirectory, case_id: str, case: CaseFacts, comparison: C
         **{**dict(case), "policy_params": params},
         status=status,
         reason=reason,
-        run_ids=launches["run_id"].to_dict(),
+        run_ids={launch: row["run_id"] for launch, row in launches.items()},
         timings=over_layers(samples),
         routing=routing,
         layers=layers,

@@ -276,7 +276,9 @@ def test_without_a_noise_case_there_is_no_verdict(tmp_path):
 def test_on_gpus_waits_are_less_what_a_probe_costs_when_nobody_waits(tmp_path):
     def waiting_ms(name, backend, floor_us):
         rank = {"probe_floor_us": floor_us} if floor_us else {}
-        out = run_of(tmp_path / name, **FEW, facts={"backend": backend}, conditions={"rank": rank})
+        out = run_of(
+            tmp_path / name, cases=standard_cases()[2:], **FEW, facts={"backend": backend}, conditions={"rank": rank}
+        )
         said = f"probe floor: {floor_us:.1f} us" in run_text(load_run(out)) if floor_us else None
         return results_of(out)["native"].breakdown.group_ms["waiting"], said
 
@@ -322,7 +324,7 @@ TAIL = {"kind": "recorded", "description": "ShareGPT", "tail_model": "geometric"
     ],
 )
 def test_what_weakens_a_result_is_said(tmp_path, changes, warning):
-    text = run_text(load_run(run_of(tmp_path, **FEW, **changes)))
+    text = run_text(load_run(run_of(tmp_path, cases=standard_cases()[2:], **FEW, **changes)))
     warnings = [line for line in text.splitlines() if "warning:" in line]
     assert len(warnings) == 1
     assert warning in warnings[0]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
-import os
 import re
-import stat
 import subprocess
 import sys
 
@@ -37,7 +35,7 @@ def directory(tmp_path_factory):
 @pytest.fixture
 def exported(directory, capsys, monkeypatch):
     """What ``show`` prints of the directory, which is read once."""
-    monkeypatch.setattr(show, "load_run", lambda root, whole: read(root))
+    monkeypatch.setattr(show, "load_times", read)
 
     def run(*arguments: str) -> str:
         assert main(["show", str(directory), *arguments]) == 0
@@ -254,28 +252,6 @@ def test_a_file_holds_the_same_bytes_as_standard_output_every_time(directory, ex
     assert exported("--format", to, "--out", str(out)) == ""
     assert out.read_text() == exported("--format", to)
     assert [path.name for path in out.parent.iterdir()] == ["file"]
-
-
-def test_a_link_named_by_out_stays_and_leads_to_the_file(directory, exported, tmp_path):
-    (tmp_path / "link").symlink_to("file")
-    for before in (None, "before"):
-        if before is not None:
-            (tmp_path / "file").write_text(before)
-        assert exported("--format", "csv", "--out", str(tmp_path / "link")) == ""
-        assert (tmp_path / "link").is_symlink()
-        assert (tmp_path / "file").read_text() == exported("--format", "csv")
-
-
-def test_a_pipe_named_by_out_gets_what_standard_output_would(directory, exported, tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    ends = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
-    try:
-        assert exported("--format", "csv", "--out", str(pipe)) == ""
-        assert stat.S_ISFIFO(pipe.stat().st_mode)
-        assert os.read(ends, 65536).decode() == exported("--format", "csv")
-    finally:
-        os.close(ends)
 
 
 @pytest.mark.parametrize("to_file", [False, True])

@@ -511,6 +511,16 @@ def _said(directory: Path | str, key: str) -> Any:
         return None
 
 
+def load_times(directory: Path | str) -> Run:
+    """A run of layers, or of whole models, whichever a directory holds.
+
+    Raises:
+        ResultsError: it cannot be read or trusted, or is not one run's times.
+    """
+    check_timed(directory)
+    return load_run(directory, whole=is_whole(directory))
+
+
 def check_timed(directory: Path | str) -> None:
     """Raise ResultsError where a directory is not one run's times: it holds none, or two runs (``validate``)."""
     if ValidationDirectory(Path(directory)).pairs.is_file():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moe_ep_bench.analysis import frames
 from moe_ep_bench.analysis.choice import TYPICAL, IterationChoice
-from moe_ep_bench.analysis.load import Case, ResultsError, Run, check_timed, is_quality, is_route, is_whole, load_run
+from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_quality, is_route, load_times
 from moe_ep_bench.analysis.render import PROGRAMS, Table, render
 from moe_ep_bench.analysis.tables import run_tables, run_text
 from moe_ep_bench.analysis.trace_export import perfetto_trace
@@ -70,8 +70,7 @@ def show(
     if to == "text":
         text = f"{text_of(directory)}\n"
     elif to == "perfetto" or cases or samples or not (is_route(directory) or is_quality(directory)):
-        check_timed(directory)
-        text = _of_run(load_run(directory, whole=is_whole(directory)), to, cases, choices, samples)
+        text = _of_run(load_times(directory), to, cases, choices, samples)
     else:
         text = render(_of_route(directory), to) if is_route(directory) else quality_text(directory, to)
     if out is None:
@@ -93,7 +92,7 @@ def text_of(directory: Path) -> str:
         return terminal_text(_of_route(directory))
     if is_quality(directory):
         return quality_text(directory)
-    return run_text(load_run(directory, whole=is_whole(directory)), terminal_width())
+    return run_text(load_times(directory), terminal_width())
 
 
 def terminal_width() -> int | None:

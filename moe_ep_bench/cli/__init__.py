@@ -210,9 +210,10 @@ def _advise(options: argparse.Namespace) -> int:
     bounds = Bounds.of(options.max_dropped, options.max_lost_mass)
     if options.config is not None and options.config.is_dir():
         check_reading(options)
-        from moe_ep_bench.analysis.advice import advice_of, advised_run
+        from moe_ep_bench.analysis.advice import advice_of
+        from moe_ep_bench.analysis.load import load_times
 
-        print(advice_of(advised_run(options.config), bounds))
+        print(advice_of(load_times(options.config), bounds))
         return OK
     if options.config is not None:
         _check_config(options)
@@ -233,9 +234,10 @@ def _advise(options: argparse.Namespace) -> int:
             return status
 
     def report() -> str:
-        from moe_ep_bench.analysis.advice import advice_of, advised_run, picks_text
+        from moe_ep_bench.analysis.advice import advice_of, picks_text
+        from moe_ep_bench.analysis.load import load_times
 
-        told, runs = [], {phase: advised_run(one.out) for phase, one in questions.items()}
+        told, runs = [], {phase: load_times(one.out) for phase, one in questions.items()}
         for phase, one in questions.items():
             advice = advice_of(runs[phase], bounds, one.assumed, one.left_out)
             told.append(f"{phase and f'{phase.upper()}  '}{advice}\n\nconfig: {one.config}")

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from results_builder import FAST_RANK, QUIET_MACHINE, FakeCase, FakeComparison, standard_cases, write_run
 
+from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.report import page as report_page
@@ -151,7 +152,10 @@ def test_every_figure_of_the_run_is_there_under_its_own_line(content: Content, p
     assert all((image["src"] or "").startswith("data:image/") and image["alt"] for image in images)
 
 
-def test_several_comparisons_have_an_overview_of_their_fastest_policies(tmp_path: Path) -> None:
+def test_several_comparisons_have_an_overview_of_their_fastest_policies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_page, "FIGURES", {name: FIGURES[name] for name in ("speedup", "map", "sweep")})
     native = [FakeCase("native", role="baseline"), FakeCase("native", role="noise", label="native again")]
     comparisons = [
         FakeComparison(

@@ -6,8 +6,6 @@ beyond the noise floor. Where there is none, native stays.
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
@@ -16,7 +14,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import Comparison, Run
-from moe_ep_bench.analysis.render import Table, interval, number, percentage, render, text
+from moe_ep_bench.analysis.render import Table, interval, number, percentage, render, terminal_width, text
 from moe_ep_bench.analysis.whole import PASS_PARTS
 from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERSUBSCRIBED, device_words, mode_words, scale_words
 from moe_ep_bench.bench.question import Bounds
@@ -96,8 +94,7 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
         text("limit"),
     ]
     notes = [*(f"left out: {words}" for words in left_out), *_notes(run, rows, bounds)]
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    table = render([Table(rows, columns if len(rows) else (), notes=notes)], "text", width=width)
+    table = render([Table(rows, columns if len(rows) else (), notes=notes)], "text", width=terminal_width())
     return "\n\n".join([_assumed(run, facts, by_default), table, _pick(run, rows)])
 
 

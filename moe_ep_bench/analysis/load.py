@@ -28,7 +28,6 @@ from moe_ep_bench.analysis.parts import (
     described,
     iterations_of,
     launches_of,
-    one_line,
     over_layers,
     read_document,
     read_frontier,
@@ -37,7 +36,7 @@ from moe_ep_bench.analysis.parts import (
     timings_of,
 )
 from moe_ep_bench.bench.validation_directory import ValidationDirectory
-from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.errors import UserError, brief, printable
 from moe_ep_bench.machine.monitor import MachineState
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import LAYER_PHASES, METRICS, PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA
@@ -337,7 +336,7 @@ def load_run(directory: Path | str, passed_over: list[str] | None = None, *, who
             conditions[comparison_id] |= {} if found is None else {launch: found}
     if not any(case.is_ok for case in cases):
         counts = ", ".join(f"{number} {status}" for status, number in sorted(Counter(c.status for c in cases).items()))
-        first = f"; {cases[0].label}: {one_line(cases[0].reason)}" if cases else ""
+        first = f"; {cases[0].label}: {printable(str(cases[0].reason))}" if cases else ""
         nothing = "none can be read" if passed_over else "run.json lists none"
         raise ResultsError(f"{files.root}: no case was measured ({counts or nothing}){first}")
     if passed_over is not None:

@@ -153,11 +153,7 @@ def read_document(path: Path) -> Any:
         raise ResultsError(f"{path}: missing") from None
     except (OSError, ValueError) as error:
         said = str(error).removeprefix(f"{path}: ")
-        raise ResultsError(f"{path}: damaged, not JSON: {one_line(said)}") from None
-
-
-def one_line(text: object) -> str:
-    return printable(str(text))
+        raise ResultsError(f"{path}: damaged, not JSON: {printable(said)}") from None
 
 
 def read_run_json(path: Path) -> dict[str, Any]:
@@ -198,7 +194,7 @@ def read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = No
                     raise ResultsError(f"{path}: foreign, expected a column {field.name} of type {field.type}")
             return part.read(list(columns or schema.names))
     except (OSError, pa.ArrowException) as error:
-        raise ResultsError(f"{path}: damaged, not Parquet: {one_line(error)}") from error
+        raise ResultsError(f"{path}: damaged, not Parquet: {printable(str(error))}") from error
 
 
 def read_frontier(files: RunDirectory, case_id: str, routing: pd.DataFrame) -> pd.DataFrame | None:
@@ -214,15 +210,18 @@ def read_frontier(files: RunDirectory, case_id: str, routing: pd.DataFrame) -> p
     if not path.is_file():
         return None
     keys = [key for key in ("batch", "layer") if key in routing and routing[key].notna().all()]
-    rows = read_table(path, FRONTIER_SCHEMA).to_pandas().sort_values(keys, ignore_index=True)
-    wanted = routing[keys].drop_duplicates().sort_values(keys)
-    if rows[keys].to_numpy(dtype=float).tolist() != wanted.to_numpy(dtype=float).tolist():
+    table = read_table(path, FRONTIER_SCHEMA)
+    found = np.column_stack([table[key].to_numpy() for key in keys]).astype(float)
+    order = np.lexsort(found.T[::-1])
+    if not np.array_equal(found[order], np.unique(routing[keys].to_numpy(dtype=float), axis=0)):
         raise ResultsError(
-            f"{path}: expected one row for each {' and '.join(keys)} of the routing, got {len(rows)} rows"
+            f"{path}: expected one row for each {' and '.join(keys)} of the routing, got {len(table)} rows"
         )
     for column in ("kept_by_load", "kept_by_experts"):
-        if not rows[column].between(0, 1 + 1e-6).all():
+        shares = table[column].to_numpy()
+        if not ((shares >= 0) & (shares <= 1 + 1e-6)).all():
             raise ResultsError(f"{path}: {column}: expected shares, got others")
+    rows = (table if (order[1:] > order[:-1]).all() else table.take(order)).to_pandas()
     for load, kept in zip(rows["curve_load"], rows["curve_kept"], strict=True):
         if load is None and kept is None:  # Native's part alone has the curve.
             continue
@@ -288,7 +287,7 @@ def timings_of(path: Path, samples: pa.Table, world_size: int, phases: Sequence[
     needed = ("rank", *ITERATION, "phase")
     if any(samples[column].null_count for column in needed) or np.isnan(time_us).any():
         raise ResultsError(f"{path}: damaged, a measured row lacks its rank, batch, iteration or time_us")
-    if _num_different(samples, [*needed, "layer"]) != len(samples):
+    if samples.group_by([*needed, "layer"], use_threads=False).aggregate([]).num_rows != len(samples):
         raise ResultsError(f"{path}: damaged, one rank, iteration, layer and phase stands there twice")
     if (np.abs([time_us, host_us]) >= MOST_US).any():
         raise ResultsError(f"{path}: damaged, a time is not below {MOST_US:g} us")
@@ -305,10 +304,6 @@ def timings_of(path: Path, samples: pa.Table, world_size: int, phases: Sequence[
         )
     # Of millions of rows each word is one object.
     return samples.to_pandas(strings_to_categorical=True).astype({"kind": object, "phase": object})
-
-
-def _num_different(rows: pa.Table, columns: Sequence[str]) -> int:
-    return rows.group_by(list(columns), use_threads=False).aggregate([]).num_rows
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,8 @@ from results_builder import FakeCase, FakeComparison, write_run
 from safetensors.numpy import save_file
 from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 
-from moe_ep_bench.analysis.advice import advice_of, advised_run, candidates, picks
-from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.advice import advice_of, candidates, picks
+from moe_ep_bench.analysis.load import load_run, load_times
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.bench.question import Bounds, Question, ask, ask_both
@@ -59,7 +59,7 @@ def table_of(root: Path, bounds: Bounds, *cases: FakeCase, seed: int = 0, **chan
 
 
 def advised(root: Path, *cases: FakeCase, mode: str = "run", **changes) -> str:
-    return advice_of(advised_run(write_run(root, [comparison_of(*cases, **changes)], mode)), BOUNDS)
+    return advice_of(load_times(write_run(root, [comparison_of(*cases, **changes)], mode)), BOUNDS)
 
 
 def rows_of(text: str) -> list[str]:
@@ -118,9 +118,11 @@ def test_native_is_kept_where_nothing_is_significantly_faster(
 def test_without_a_baseline_or_with_shared_cores_nothing_is_said(tmp_path: Path) -> None:
     cases = references()
     cases[0].status, cases[0].reason = "oom", "too big"
-    directory = write_run(tmp_path / "none", [FakeComparison(cases=[*cases, *USUAL], num_iterations=1)])
-    assert "inconclusive: the baseline was not measured" in advice_of(advised_run(directory), BOUNDS)
-    assert "inconclusive: more ranks than cores" in advised(tmp_path / "shared", *USUAL, facts={"oversubscribed": True})
+    directory = write_run(tmp_path / "none", [FakeComparison(cases=[*cases, USUAL[0]], num_iterations=1)])
+    assert "inconclusive: the baseline was not measured" in advice_of(load_times(directory), BOUNDS)
+    assert "inconclusive: more ranks than cores" in advised(
+        tmp_path / "shared", USUAL[1], facts={"oversubscribed": True}
+    )
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------
@@ -152,7 +154,7 @@ def test_where_traffic_decides_the_table_shows_it_and_the_pick_names_each(tmp_pa
         )
         for number, (peak, speedup) in enumerate(((4.0, 1.5), (1.0, 0.8), (2.0, 0.9), (5.0, 1.6)))
     ]
-    text = advice_of(advised_run(write_run(tmp_path, comparisons)), BOUNDS)
+    text = advice_of(load_times(write_run(tmp_path, comparisons)), BOUNDS)
     assert rows_of(text) == ["token_drop gamma 1.5"] * 4 + ["token_drop gamma 2"] * 4
     assert re.findall("gamma 1.5 +peak load (.)  (.....)", text) == [
         *(("1", "0.800"), ("2", "0.900")),
@@ -177,7 +179,7 @@ def test_where_traffic_decides_the_table_shows_it_and_the_pick_names_each(tmp_pa
 def test_the_first_line_says_whose_skew_and_that_nothing_ran(tmp_path: Path, workload: dict, words: str) -> None:
     workload = {"kind": "synthetic", "description": "", "tail_model": None, **workload}
     modelled = {"links": "modelled by links/a: 10.6 us", "device": "modelled by devices/b: a roofline"}
-    text = advised(tmp_path, *USUAL, mode="emulated", facts={**modelled, "workload": workload})
+    text = advised(tmp_path, USUAL[0], mode="emulated", num_batches=1, facts={**modelled, "workload": workload})
     first = text.splitlines()[0]
     assert first.startswith(
         "Modelled (nothing was run), Tiny-MoE, 2 ranks modelled by devices/b, modelled by links/a; "
@@ -194,15 +196,15 @@ def test_experts_of_a_cpu_behind_links_of_gpus_are_warned_of_in_the_first_line(
     tmp_path: Path, links: str, backend: str, is_mixed: bool
 ) -> None:
     facts = {"links": f"modelled by links/{links}: inside a node of 8 10.6 us", "backend": backend, "scale": 0.125}
-    directory = write_run(tmp_path, [comparison_of(*USUAL, facts=facts)], "emulated")
+    directory = write_run(tmp_path, [comparison_of(USUAL[0], facts=facts, num_batches=1)], "emulated")
     warning = "MIXED MACHINES: experts of this CPU (sizes x 0.125 of the true ones) behind links of GPUs"
-    for text in (advice_of(advised_run(directory), BOUNDS), run_text(load_run(directory))):
+    for text in (advice_of(load_times(directory), BOUNDS), run_text(load_run(directory))):
         assert (warning in text.splitlines()[0]) == is_mixed
 
 
 def test_whole_models_are_ranked_by_the_pass_with_their_layers_beside(tmp_path: Path) -> None:
     directory = write_whole(tmp_path, [*references(), *USUAL], native_us=2 * ELSEWHERE_TOTAL_US)
-    text = advice_of(advised_run(directory), NO_BOUNDS)
+    text = advice_of(load_times(directory), NO_BOUNDS)
     assert rows_of(text)[0] == "token_drop gamma 1"
     row = next(line for line in text.splitlines() if line.startswith("token_drop gamma 1 "))
     end_to_end, layers = (float(found) for found in re.findall(r"(\d\.\d+) \[", row))
@@ -383,14 +385,13 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys: pytest
     assert yaml.safe_load(plan.partition("\n\n")[2])["sweep"] == {"workload.peak_load": [None, 4.0]}
     assert "about 1" in plan
     assert not out.exists()
+    command += ["--peak-load", "4"]
     assert main(command) == OK
     first = capsys.readouterr()
     assert first.out.startswith("Modelled (nothing was run), OLMoE-1B-7B, 4 ranks modelled by devices/h100-sxm, ")
-    assert "peak load 4, unskewed traffic, assumed, not OLMoE-1B-7B's own" in first.out.splitlines()[0]
+    assert "peak load 4, assumed, not OLMoE-1B-7B's own" in first.out.splitlines()[0]
     assert first.out.splitlines()[-1] == f"config: {out}/advise.yaml"
-    assert first.err.startswith(
-        "moe-ep-bench: OLMoE-1B-7B, 16 candidates x 10 batches x 2 points, modelled on h100-sxm"
-    )
+    assert first.err.startswith("moe-ep-bench: OLMoE-1B-7B, 16 candidates x 10 batches, modelled on h100-sxm")
     described = json.loads((out / "run.json").read_text())
     assert set(described["hashes"]["workload"].values()) == {None}, "nobody asked for a survey"
     written = {part: part.stat().st_mtime_ns for part in (out / "cases").iterdir()}
@@ -405,7 +406,7 @@ def test_a_pick_comes_to_what_amdahl_s_law_says(tmp_path: Path) -> None:
         comparison_of(drop(1.5, speedup, 0.05, 0.97), eplb(0.9), comparison_id=name, facts={"title": name})
         for name, speedup in (("faster", 2.0), ("slower", 0.8))
     ]
-    rows = picks(advised_run(write_run(tmp_path, comparisons)), BOUNDS, {"faster": 6000.0, "slower": 6000.0})
+    rows = picks(load_times(write_run(tmp_path, comparisons)), BOUNDS, {"faster": 6000.0, "slower": 6000.0})
     assert rows["label"].tolist() == ["token_drop gamma 1.5", "native"]
     assert rows["moe_share"].tolist() == pytest.approx([0.25] * 2, rel=1e-6)
     assert rows["layer_speedup"].tolist() == pytest.approx([2.0, 1.0], rel=1e-6)

@@ -19,8 +19,8 @@ from test_run import launch
 
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.analysis.notes import READING
 from moe_ep_bench.analysis.tables import run_text
+from moe_ep_bench.analysis.words import READING
 from moe_ep_bench.bench.plan import RANKS, ROUTING, Comparison, plan
 from moe_ep_bench.bench.route import route
 from moe_ep_bench.cli import main

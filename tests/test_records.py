@@ -386,7 +386,7 @@ def write_points(root: Path, points: Sequence[int]) -> None:
 
 
 def test_jobs_that_fill_one_directory_at_once_are_all_in_its_run_json(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # or each would import torch
     writers = [context.Process(target=write_points, args=(tmp_path, range(k, 60, 3))) for k in range(3)]
     for writer in writers:
         writer.start()

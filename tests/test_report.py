@@ -15,9 +15,11 @@ import pytest
 import yaml
 from results_builder import FAST_RANK, QUIET_MACHINE, FakeCase, FakeComparison, standard_cases, write_run
 
+from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.render import Table
-from moe_ep_bench.analysis.report.page import Content, content_of, write_report
+from moe_ep_bench.analysis.report import page as report_page
+from moe_ep_bench.analysis.report.page import Content, content_of, page_of, write_report
 from moe_ep_bench.analysis.report.provenance import (
     commands,
     config_files,
@@ -25,6 +27,7 @@ from moe_ep_bench.analysis.report.provenance import (
     provenance_tables,
     read_provenance,
 )
+from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.bench.route import route
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import load_experiments
@@ -55,9 +58,21 @@ def content(directory: Path) -> Content:
     return content_of(directory, [])
 
 
+@house_style()
+def written(content: Content) -> str:
+    """The page, without drawing all of it anew."""
+    return page_of(content)
+
+
 @pytest.fixture(scope="module")
-def page(directory: Path) -> str:
-    return write_report(directory)[0].read_text()
+def page(content: Content) -> str:
+    return written(content)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No figures, where they are not looked at."""
+    monkeypatch.setattr(report_page, "FIGURES", {})
 
 
 class Parsed(HTMLParser):
@@ -99,9 +114,10 @@ def test_the_line_says_what_was_measured_and_what_was_not(content: Content, page
     assert cells["host"] == HOSTILE
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_modelled_numbers_are_called_so(tmp_path: Path) -> None:
     facts = {"links": "modelled by links/x: 3 us", "device": "modelled by devices/y: a roofline of 1 TFLOP/s"}
-    comparison = FakeComparison(cases=standard_cases(), num_iterations=2, facts=facts)
+    comparison = FakeComparison(cases=standard_cases(), num_batches=1, num_iterations=1, facts=facts)
     line = content_of(write_run(tmp_path, [comparison], mode="emulated"), []).line
     assert line.startswith("Modelled (nothing was run): 2 ranks modelled by devices/y, links modelled by links/x;")
 
@@ -136,10 +152,10 @@ def test_every_figure_of_the_run_is_there_under_its_own_line(content: Content, p
     assert all((image["src"] or "").startswith("data:image/") and image["alt"] for image in images)
 
 
-def test_several_comparisons_have_an_overview_of_their_fastest_policies(tmp_path: Path) -> None:
-    def dropping(factor: float, speedup: float) -> FakeCase:
-        return FakeCase("token_drop", params={"capacity_factor": factor}, speedup=speedup)
-
+def test_several_comparisons_have_an_overview_of_their_fastest_policies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_page, "FIGURES", {name: FIGURES[name] for name in ("speedup", "map", "sweep")})
     native = [FakeCase("native", role="baseline"), FakeCase("native", role="noise", label="native again")]
     comparisons = [
         FakeComparison(
@@ -154,9 +170,8 @@ def test_several_comparisons_have_an_overview_of_their_fastest_policies(tmp_path
         for peak, gain in ((2.0, 1.4), (1.0, 0.7))
     ]
     comparisons[0].facts["permute"] = {"requested": "auto", "ran": "indexed"}
-    directory = write_run(tmp_path, comparisons)
-    assert " paper's (peak 2.0)" in Parsed(write_report(directory)[0].read_text()).text
-    content = content_of(directory, [])
+    content = content_of(write_run(tmp_path, comparisons), [])
+    assert " paper's (peak 2.0)" in Parsed(written(content)).text
     overview = content.tables[0]
     assert list(overview.frame["title"]) == ["peak 1.0", "peak 2.0"]
     assert list(overview.frame["label"]) == ["token_drop gamma 1"] * 2
@@ -248,10 +263,11 @@ def test_mistakes_are_one_line_and_nothing_is_written(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_damaged_part_is_left_out_and_named_among_the_warnings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    comparison = FakeComparison(cases=standard_cases(), num_iterations=2)
+    comparison = FakeComparison(cases=standard_cases(), num_batches=1, num_iterations=1)
     directory = write_run(tmp_path / "run", [comparison])
     lost = next(case for case in load_run(directory).cases if case.role == "policy")
     (directory / "cases" / f"{lost.case_id}.parquet").write_bytes(b"PAR1")

@@ -6,18 +6,15 @@ beyond the noise floor. Where there is none, native stays.
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.frames import speedups
-from moe_ep_bench.analysis.load import Comparison, Run, check_timed, is_whole, load_run
-from moe_ep_bench.analysis.render import Table, interval, number, percentage, render, text
+from moe_ep_bench.analysis.load import Comparison, Run
+from moe_ep_bench.analysis.render import Table, interval, number, percentage, render, terminal_width, text
 from moe_ep_bench.analysis.whole import PASS_PARTS
 from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERSUBSCRIBED, device_words, mode_words, scale_words
 from moe_ep_bench.bench.question import Bounds
@@ -70,21 +67,11 @@ def candidates(run: Run, bounds: Bounds) -> pd.DataFrame:
     return rows.sort_values(order, ascending=[False, False, True], kind="stable")
 
 
-def advised_run(directory: Path) -> Run:
-    """A run of layers, or of whole models, whose speedups are from end to end.
-
-    Raises:
-        ResultsError: the directory cannot be read or trusted, or holds no times.
-    """
-    check_timed(directory)
-    return load_run(directory, whole=is_whole(directory))
-
-
 def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out: Sequence[str] = ()) -> str:
     """What is assumed, the table of candidates, best first, and the pick.
 
     Args:
-        run: of ``advised_run``.
+        run: of layers, or of whole models, whose speedups are from end to end.
         by_default: what the user left open, each in a few words.
         left_out: candidates that were not tried, each with the reason.
     """
@@ -107,8 +94,7 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
         text("limit"),
     ]
     notes = [*(f"left out: {words}" for words in left_out), *_notes(run, rows, bounds)]
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    table = render([Table(rows, columns if len(rows) else (), notes=notes)], "text", width=width)
+    table = render([Table(rows, columns if len(rows) else (), notes=notes)], "text", width=terminal_width())
     return "\n\n".join([_assumed(run, facts, by_default), table, _pick(run, rows)])
 
 

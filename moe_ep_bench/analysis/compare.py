@@ -1,7 +1,7 @@
 """Compare two runs of the same cases: what became slower, what faster, and what is inconclusive.
 
 Cases are paired by case id, a hash of all that defines them. Of each pair are compared the time of the layer, or of a
-whole model's pass; what it consists of (``quantities``); and the speedup over native. Two jobs share no moment;
+whole model's pass; what it consists of (``times_of``); and the speedup over native. Two jobs share no moment;
 ``timing.changes`` says how a change is estimated all the same. Each change is held against the noise floors of both
 runs, of the same quantity: what native differs by from itself.
 
@@ -12,23 +12,49 @@ control; its change is reported as the machine's or that of code that all cases 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.differences import check_intended, differences
 from moe_ep_bench.analysis.frames import speedups
-from moe_ep_bench.analysis.load import ResultsError, Run, check_timed, is_whole, load_run
-from moe_ep_bench.analysis.notes import warnings_of
-from moe_ep_bench.analysis.quantities import ALL, times_of
+from moe_ep_bench.analysis.load import Case, Part, ResultsError, Run, load_times
+from moe_ep_bench.analysis.parts import read_jobs
 from moe_ep_bench.analysis.speedups import analyse
-from moe_ep_bench.analysis.words import MODE_WORDS
+from moe_ep_bench.analysis.timing import layer_time_us
+from moe_ep_bench.analysis.whole import MOE_PHASES, slowest_us
+from moe_ep_bench.analysis.words import MODE_WORDS, warnings_of
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.schema import LAYER_PHASES, TOTAL
 from moe_ep_bench.timing.changes import estimate_change, joint_floor
 from moe_ep_bench.timing.statistics import MIN_BATCHES, Estimate, estimate_median, judge, noise_floor, paired_ratios
 
+# The layer, or the pass of a whole model: from plain iterations, as the speedup is.
+ALL = "all"
+MOE, ATTENTION, REST = PARTS = ("MoE layers", "attention", "the rest")
+# Of run.json's ``environment``: what decides times.
+_ENVIRONMENT = (
+    *("device_name", "driver", "cpu_name", "num_cores", "threads_per_rank", "python", "torch", "cuda", "nccl"),
+    *("triton", "megatron_core", "transformer_engine", "apex", "deep_ep", "variables"),
+)
+# Of run.json's ``comparisons``: what the same config may have become on another machine.
+_PARTS = ("backend", "experts", "permute", "kernel", "cuda_graph", "oversubscribed", "links", "device", "placement")
+_INFORMATIVE = ("hostname", "code", "git_commit")
+CHANGEABLE = (*_ENVIRONMENT, *_PARTS, "clocks")
+
+# Measured conditions: how far they may differ, and their form. A GPU's clock moves in steps of 15 MHz, under 1 %; the
+# matmul and the copy beside a run are taken a few times only, too rough to take a verdict away.
+_MEASURED = {
+    "clocks": (0.02, "SM clock {:,.0f} MHz (median)"),
+    "matmul beside the run": (0.05, "{:.3g} TFLOP/s"),
+    "copy beside the run": (0.05, "{:.3g} GB/s"),
+}
+# Which verdicts a condition takes away: of times and speedups, of times only, or none.
+_WEIGHTS = {**dict.fromkeys(CHANGEABLE, "all"), "clocks": "times"}
 # Of a run's own warnings, those that say that its times may not be those of another day.
 _WEAKENS = ("disturbed machine", "warm-up did not settle", "times drifted", "more ranks than cores", "launch-bound")
 # What ``judge`` says of a ratio above the floor, in words for a time and for a speedup.
@@ -52,7 +78,7 @@ class RunChange:
             speedup); ``ratio`` = new / base with its interval; the floor, ratios that noise alone makes; ``verdict``:
             slower or faster (of a speedup: higher or lower), no difference, or inconclusive; ``why`` it is.
         only_base, only_new: rows of ``frames.speedups``.
-        differences: conditions that differ (``differences.differences``), with their comparison id.
+        differences: conditions that differ (``_differences``), with their comparison id.
         warnings: what weakens either run: comparison id and line.
     """
 
@@ -78,17 +104,17 @@ def compare_directories(
     """Compare two results directories.
 
     Args:
-        intended: conditions that were changed on purpose (``differences.CHANGEABLE``).
+        intended: conditions that were changed on purpose (``CHANGEABLE``).
         same_machine: the machine is known to be unchanged, so that native is no control but a case like others.
 
     Raises:
         ResultsError: one holds no times, no case was measured in both, or they are of two modes or scopes.
         ValueError: ``intended`` names no condition.
     """
-    check_intended(intended)
-    for directory in (base, new):
-        check_timed(directory)
-    old, now = runs = [load_run(directory, whole=is_whole(directory)) for directory in (base, new)]
+    for key in intended:
+        if key not in CHANGEABLE:
+            raise UserError(f"--changed: expected some of {', '.join(CHANGEABLE)}; got {key!r}")
+    old, now = runs = [load_times(directory) for directory in (base, new)]
     if old.scope != now.scope:
         raise ResultsError(f"{new}: holds times of a {now.scope}, but {base} of a {old.scope}; expected one scope")
     if old.mode != now.mode:
@@ -108,7 +134,7 @@ def compare_directories(
             "ids in run.json)"
         )
     differing = pd.concat(
-        differences(*runs, name, intended).assign(comparison_id=name) for name in cases["comparison_id"].unique()
+        _differences(*runs, name, intended).assign(comparison_id=name) for name in cases["comparison_id"].unique()
     )
     changes = _changes(runs, measured, differing, same_machine)
     for of in _WORDS:
@@ -250,3 +276,93 @@ def _hold_against_native(time: dict[str, Any], speedup: dict[str, Any], native: 
 
 def percent_change(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f} %"
+
+
+# ---- what a case consists of -----------------------------------------------------------------------------------------
+
+
+def times_of(case: Case, is_whole: bool) -> dict[str, pd.Series]:
+    """Microseconds of each quantity of a measured case, indexed by (launch, batch, iteration).
+
+    Of a layer these are its phases, each on the rank that spends most in it. Of a whole model the pass in three parts,
+    on the rank that is slowest in each breakdown iteration, where they add up: its MoE layers, waiting included;
+    attention; and all the rest, which no policy reaches. The phases are then those of all MoE layers together.
+
+    Returns:
+        ``ALL``, then ``PARTS`` of a whole model, then every phase that occurred; ``ALL`` alone without breakdown
+        iterations.
+    """
+    found = {ALL: layer_time_us(case)}
+    slowest = slowest_us(case) if is_whole else None
+    if slowest is not None:
+        moe, attention = slowest[list(MOE_PHASES)].sum(axis=1), slowest["attention"]
+        found |= {MOE: moe, ATTENTION: attention, REST: slowest[TOTAL] - moe - attention}
+    times = case.breakdown
+    occurred = [phase for phase in LAYER_PHASES if phase in times.occurred]
+    return found | {phase: times.series(times.of(phase).max(axis=1)) for phase in occurred}
+
+
+# ---- conditions ------------------------------------------------------------------------------------------------------
+
+
+def _differences(base: Run, new: Run, comparison_id: str, intended: Collection[str]) -> pd.DataFrame:
+    """The conditions of a comparison that differ; what a run did not record differs from nothing.
+
+    Another GPU, driver or package takes away the verdicts on times and speedups, unless the user names it as changed on
+    purpose. Another clock takes the verdicts on times only, for a speedup is paired inside its run. Other code and
+    another host are listed and take nothing: code is what ``compare`` mostly compares.
+
+    Returns:
+        key, base, new (texts), takes_verdicts_on (all, times or none), intended (changed on purpose: of no weight).
+    """
+    recorded = [_conditions(run, comparison_id) for run in (base, new)]
+    rows = []
+    for key in (*_ENVIRONMENT, *_PARTS, *_MEASURED, *_INFORMATIVE):
+        old, now = (conditions.get(key) for conditions in recorded)
+        if old is None or now is None:
+            continue
+        is_same = old == now
+        if key in _MEASURED:
+            allowed, form = _MEASURED[key]
+            is_same = abs(now - old) <= allowed * abs(old)
+            old, now = form.format(old), form.format(now)
+        if not is_same:
+            rows.append((key, old, now, _WEIGHTS.get(key, "none"), key in intended))
+    return pd.DataFrame(rows, columns=["key", "base", "new", "takes_verdicts_on", "intended"])
+
+
+def _conditions(run: Run, comparison_id: str) -> dict[str, Any]:
+    """The conditions that a run recorded: texts, and numbers of ``_MEASURED``."""
+    runs = read_jobs(run.directory).runs
+    ids = {run_id for case in run.cases if case.comparison_id == comparison_id for run_id in case.run_ids.values()}
+    jobs = [runs[run_id] for run_id in sorted(ids & runs.keys())]
+    hashes = [{key: one for key, one in job.hashes.items() if key == "code"} for job in jobs]
+    environments = [job.environment | code for job, code in zip(jobs, hashes, strict=True)]
+    found: dict[str, Any] = {}
+    for key in (*_ENVIRONMENT, *_INFORMATIVE):
+        texts = {_text(one[key]) for one in environments if key in one}
+        if texts:
+            found[key] = " and ".join(sorted(texts))
+    facts = run.comparisons[comparison_id]
+    for key in _PARTS:
+        value = getattr(facts, key)
+        found[key] = value.ran.partition(" (")[0] if isinstance(value, Part) else _text(value)
+    if facts.kernel is None:  # not recorded
+        del found["kernel"]
+    launches = list(run.conditions.get(comparison_id, {}).values())
+    clocks = [state.sm_clock_mhz[1] for one in launches for _, state in one.machines if state.sm_clock_mhz]
+    if clocks:
+        found["clocks"] = float(np.median(clocks))
+    ceilings = [rank.ceilings for one in launches for rank in one.ranks]
+    if ceilings:
+        found["matmul beside the run"] = min(one.matmul_tflops for one in ceilings)
+        found["copy beside the run"] = min(one.copy_gbps for one in ceilings)
+    return found
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, dict):
+        return " ".join(f"{key}={one}" for key, one in sorted(value.items())) or "none"
+    return value if isinstance(value, str) else json.dumps(value)

@@ -14,8 +14,7 @@ from typing import Literal
 
 import pandas as pd
 
-from moe_ep_bench.analysis.compare import RunChange, percent_change
-from moe_ep_bench.analysis.quantities import ALL, MOE, PARTS
+from moe_ep_bench.analysis.compare import ALL, MOE, PARTS, RunChange, percent_change
 from moe_ep_bench.analysis.render import (
     NONE,
     Column,

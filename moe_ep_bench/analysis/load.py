@@ -28,7 +28,6 @@ from moe_ep_bench.analysis.parts import (
     described,
     iterations_of,
     launches_of,
-    one_line,
     over_layers,
     read_document,
     read_frontier,
@@ -37,7 +36,7 @@ from moe_ep_bench.analysis.parts import (
     timings_of,
 )
 from moe_ep_bench.bench.validation_directory import ValidationDirectory
-from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.errors import UserError, brief, printable
 from moe_ep_bench.machine.monitor import MachineState
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import LAYER_PHASES, METRICS, PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA
@@ -337,7 +336,7 @@ def load_run(directory: Path | str, passed_over: list[str] | None = None, *, who
             conditions[comparison_id] |= {} if found is None else {launch: found}
     if not any(case.is_ok for case in cases):
         counts = ", ".join(f"{number} {status}" for status, number in sorted(Counter(c.status for c in cases).items()))
-        first = f"; {cases[0].label}: {one_line(cases[0].reason)}" if cases else ""
+        first = f"; {cases[0].label}: {printable(str(cases[0].reason))}" if cases else ""
         nothing = "none can be read" if passed_over else "run.json lists none"
         raise ResultsError(f"{files.root}: no case was measured ({counts or nothing}){first}")
     if passed_over is not None:
@@ -389,9 +388,9 @@ def _read_case(files: RunDirectory, case_id: str, case: CaseFacts, comparison: C
     part = read_part(path, SAMPLES_SCHEMA, identity, ["run_id", "status", "reason", *SAMPLE])
     launches, is_whole, layers = launches_of(path, part), comparison.whole is not None, None
     status, reason = "ok", None
-    for launch, row in launches[launches["status"] != "ok"][:1].iterrows():
-        said = "no reason was recorded" if pd.isna(row["reason"]) else str(row["reason"])
-        status, reason = row["status"], f"launch {launch + 1}: {said}" if len(launches) > 1 else said
+    for launch in [launch for launch, row in launches.items() if row["status"] != "ok"][:1]:
+        status, said = launches[launch]["status"], launches[launch]["reason"] or "no reason was recorded"
+        reason = f"launch {launch + 1}: {said}" if len(launches) > 1 else said
     if status == "ok":
         samples = timings_of(path, part, comparison.world_size, tuple(PHASES) if is_whole else LAYER_PHASES)
         if is_whole:
@@ -418,7 +417,7 @@ def _read_case(files: RunDirectory, case_id: str, case: CaseFacts, comparison: C
         **{**dict(case), "policy_params": params},
         status=status,
         reason=reason,
-        run_ids=launches["run_id"].to_dict(),
+        run_ids={launch: row["run_id"] for launch, row in launches.items()},
         timings=over_layers(samples),
         routing=routing,
         layers=layers,
@@ -509,6 +508,16 @@ def _said(directory: Path | str, key: str) -> Any:
         return read_document(RunDirectory(Path(directory)).run_json).get(key)
     except (ValueError, AttributeError):
         return None
+
+
+def load_times(directory: Path | str) -> Run:
+    """A run of layers, or of whole models, whichever a directory holds.
+
+    Raises:
+        ResultsError: it cannot be read or trusted, or is not one run's times.
+    """
+    check_timed(directory)
+    return load_run(directory, whole=is_whole(directory))
 
 
 def check_timed(directory: Path | str) -> None:

@@ -153,11 +153,7 @@ def read_document(path: Path) -> Any:
         raise ResultsError(f"{path}: missing") from None
     except (OSError, ValueError) as error:
         said = str(error).removeprefix(f"{path}: ")
-        raise ResultsError(f"{path}: damaged, not JSON: {one_line(said)}") from None
-
-
-def one_line(text: object) -> str:
-    return printable(str(text))
+        raise ResultsError(f"{path}: damaged, not JSON: {printable(said)}") from None
 
 
 def read_run_json(path: Path) -> dict[str, Any]:
@@ -198,7 +194,7 @@ def read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = No
                     raise ResultsError(f"{path}: foreign, expected a column {field.name} of type {field.type}")
             return part.read(list(columns or schema.names))
     except (OSError, pa.ArrowException) as error:
-        raise ResultsError(f"{path}: damaged, not Parquet: {one_line(error)}") from error
+        raise ResultsError(f"{path}: damaged, not Parquet: {printable(str(error))}") from error
 
 
 def read_frontier(files: RunDirectory, case_id: str, routing: pd.DataFrame) -> pd.DataFrame | None:
@@ -214,15 +210,18 @@ def read_frontier(files: RunDirectory, case_id: str, routing: pd.DataFrame) -> p
     if not path.is_file():
         return None
     keys = [key for key in ("batch", "layer") if key in routing and routing[key].notna().all()]
-    rows = read_table(path, FRONTIER_SCHEMA).to_pandas().sort_values(keys, ignore_index=True)
-    wanted = routing[keys].drop_duplicates().sort_values(keys)
-    if rows[keys].to_numpy(dtype=float).tolist() != wanted.to_numpy(dtype=float).tolist():
+    table = read_table(path, FRONTIER_SCHEMA)
+    found = np.column_stack([table[key].to_numpy() for key in keys]).astype(float)
+    order = np.lexsort(found.T[::-1])
+    if not np.array_equal(found[order], np.unique(routing[keys].to_numpy(dtype=float), axis=0)):
         raise ResultsError(
-            f"{path}: expected one row for each {' and '.join(keys)} of the routing, got {len(rows)} rows"
+            f"{path}: expected one row for each {' and '.join(keys)} of the routing, got {len(table)} rows"
         )
     for column in ("kept_by_load", "kept_by_experts"):
-        if not rows[column].between(0, 1 + 1e-6).all():
+        shares = table[column].to_numpy()
+        if not ((shares >= 0) & (shares <= 1 + 1e-6)).all():
             raise ResultsError(f"{path}: {column}: expected shares, got others")
+    rows = (table if (order[1:] > order[:-1]).all() else table.take(order)).to_pandas()
     for load, kept in zip(rows["curve_load"], rows["curve_kept"], strict=True):
         if load is None and kept is None:  # Native's part alone has the curve.
             continue
@@ -252,19 +251,23 @@ def read_part(
     return table
 
 
-def launches_of(path: Path, samples: pa.Table) -> pd.DataFrame:
-    """The run_id, status and reason of each launch, indexed by launch in their order.
+def launches_of(path: Path, samples: pa.Table) -> dict[int, dict[str, Any]]:
+    """The run_id, status and reason of each launch, by launch in their order.
 
     Raises:
-        ResultsError: a launch has no status, or several.
+        ResultsError: a row has no launch, or a launch no status, or several.
     """
     columns = ["launch", "run_id", "status", "reason"]
-    rows = samples.group_by(columns, use_threads=False).aggregate([]).to_pandas()
-    for _, statuses in rows.groupby("launch", dropna=False)["status"]:
-        found = list(statuses.unique())
+    launches: dict[int, list[dict[str, Any]]] = {}
+    for row in samples.group_by(columns, use_threads=False).aggregate([]).to_pylist():
+        launches.setdefault(row["launch"], []).append(row)
+    for rows in launches.values():
+        found = list(dict.fromkeys(row["status"] for row in rows))
         if len(found) != 1 or found[0] not in STATUSES:
             raise ResultsError(f"{path}: status: expected one of {', '.join(STATUSES)} in all rows, got {found}")
-    return rows.drop_duplicates("launch").set_index("launch").sort_index()
+    if None in launches:
+        raise ResultsError(f"{path}: damaged, a row lacks its launch")
+    return {launch: launches[launch][0] for launch in sorted(launches)}
 
 
 def timings_of(path: Path, samples: pa.Table, world_size: int, phases: Sequence[str] = LAYER_PHASES) -> pd.DataFrame:
@@ -276,28 +279,31 @@ def timings_of(path: Path, samples: pa.Table, world_size: int, phases: Sequence[
     Raises:
         ResultsError: a row lacks what it must have or stands there twice, or an iteration lacks a rank.
     """
-    # Categories keep millions of rows fast to compare.
-    rows = samples.select(SAMPLE).to_pandas(strings_to_categorical=True)
+    samples = samples.select(SAMPLE)
     for column, allowed in (("kind", ("plain", "breakdown")), ("phase", (*phases, TOTAL, UNACCOUNTED))):
-        for value in rows[column].cat.categories.difference(allowed):
+        for value in sorted(set(pc.unique(samples[column]).to_pylist()) - {None, *allowed}):
             raise ResultsError(f"{path}: {column}: expected one of {', '.join(allowed)}; got {value!r}")
-    if rows[["rank", *ITERATION, "phase", "time_us"]].isna().any(axis=None):
+    time_us, host_us = (samples[column].to_numpy() for column in ("time_us", "host_us"))
+    needed = ("rank", *ITERATION, "phase")
+    if any(samples[column].null_count for column in needed) or np.isnan(time_us).any():
         raise ResultsError(f"{path}: damaged, a measured row lacks its rank, batch, iteration or time_us")
-    if rows.duplicated(["rank", *ITERATION, "layer", "phase"]).any():
+    if samples.group_by([*needed, "layer"], use_threads=False).aggregate([]).num_rows != len(samples):
         raise ResultsError(f"{path}: damaged, one rank, iteration, layer and phase stands there twice")
-    if not (np.abs(rows[["time_us", "host_us"]].to_numpy(float, na_value=0)) < MOST_US).all():
+    if (np.abs([time_us, host_us]) >= MOST_US).any():
         raise ResultsError(f"{path}: damaged, a time is not below {MOST_US:g} us")
-    is_total = rows["phase"] == TOTAL
-    if (rows.loc[is_total, "time_us"] < LEAST_US).any():
+    is_total = pc.equal(samples["phase"], TOTAL)
+    if (time_us[is_total.to_numpy()] < LEAST_US).any():
         raise ResultsError(f"{path}: damaged, a total is not above 0")
     # The slowest rank can be named only when all ranks are there.
-    num_totals = is_total.groupby([rows[name] for name in ITERATION], observed=True).sum()
-    for (launch, batch, iteration, kind), number in num_totals[num_totals != world_size].items():
+    totals = samples.append_column("is_total", pc.cast(is_total, pa.int64())).group_by(ITERATION, use_threads=False)
+    totals = totals.aggregate([("is_total", "sum")])
+    for row in totals.filter(pc.not_equal(totals["is_total_sum"], world_size)).sort_by("iteration").to_pylist():
         raise ResultsError(
-            f"{path}: launch {launch}, batch {batch}, {kind} iteration {iteration}: "
-            f"expected totals of {world_size} ranks, got {number}"
+            f"{path}: launch {row['launch']}, batch {row['batch']}, {row['kind']} iteration {row['iteration']}: "
+            f"expected totals of {world_size} ranks, got {row['is_total_sum']}"
         )
-    return rows.astype({"kind": object, "phase": object})
+    # Of millions of rows each word is one object.
+    return samples.to_pandas(strings_to_categorical=True).astype({"kind": object, "phase": object})
 
 
 @dataclass(frozen=True, eq=False)
@@ -376,8 +382,8 @@ def over_layers(samples: pd.DataFrame) -> pd.DataFrame:
 def check_routing(path: Path, rows: pd.DataFrame, *, num_experts: int, num_ranks: int, world_size: int) -> None:
     """Raise ResultsError unless each rank has a row in every batch, with a load for each expert and expert rank."""
     check_counts(path, rows, {"load_E": num_experts, "load_R": num_ranks})
-    counts = rows.groupby("batch")["rank"].nunique()
-    if (counts != world_size).any() or rows.duplicated(["rank", "batch"]).any():
+    _, ranks_of_batches = np.unique(rows["batch"], return_counts=True)
+    if (ranks_of_batches != world_size).any() or len(set(zip(rows["batch"], rows["rank"], strict=True))) != len(rows):
         raise ResultsError(f"{path}: expected one row for each of {world_size} ranks in every batch")
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import html
 import json
 import math
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -142,6 +144,11 @@ def render(tables: Sequence[Table], to: str, *, width: int | None = None) -> str
     block = {"md": _markdown, "latex": _latex, "html": _html}[to]
     head = "% \\usepackage{booktabs}\n" if to == "latex" else ""
     return head + "\n\n".join(block(table) for table in tables) + "\n"
+
+
+def terminal_width() -> int | None:
+    """Characters in a line of the terminal; None where the output is no terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _plain(value: Any) -> Any:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ep_bench.analysis import frames
 from moe_ep_bench.analysis.choice import TYPICAL, IterationChoice
-from moe_ep_bench.analysis.load import Case, ResultsError, Run, check_timed, is_quality, is_route, is_whole, load_run
-from moe_ep_bench.analysis.render import PROGRAMS, Table, render
+from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_quality, is_route, load_times
+from moe_ep_bench.analysis.render import PROGRAMS, Table, render, terminal_width
 from moe_ep_bench.analysis.tables import run_tables, run_text
 from moe_ep_bench.analysis.trace_export import perfetto_trace
 from moe_ep_bench.bench.validation_directory import ValidationDirectory
@@ -70,10 +69,9 @@ def show(
     if to == "text":
         text = f"{text_of(directory)}\n"
     elif to == "perfetto" or cases or samples or not (is_route(directory) or is_quality(directory)):
-        check_timed(directory)
-        text = _of_run(load_run(directory, whole=is_whole(directory)), to, cases, choices, samples)
+        text = _of_run(load_times(directory), to, cases, choices, samples)
     else:
-        text = render(_of_route(directory), to) if is_route(directory) else quality_text(directory, to)
+        text = route_text(directory, to) if is_route(directory) else quality_text(directory, to)
     if out is None:
         sys.stdout.write(text)
     else:
@@ -90,27 +88,18 @@ def text_of(directory: Path) -> str:
 
         return validation_text(load_validation(directory))
     if is_route(directory):
-        return terminal_text(_of_route(directory))
+        return route_text(directory)
     if is_quality(directory):
         return quality_text(directory)
-    return run_text(load_run(directory, whole=is_whole(directory)), terminal_width())
+    return run_text(load_times(directory), terminal_width())
 
 
-def terminal_width() -> int | None:
-    """Characters in a line of the terminal; None where the output is no terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def terminal_text(tables: Sequence[Table]) -> str:
-    """Tables as text that fits the terminal."""
-    return render(tables, "text", width=terminal_width())
-
-
-def _of_route(directory: Path) -> list[Table]:
+def route_text(directory: Path, to: str = "text") -> str:
+    """Tables of what ``route`` wrote, in a format of ``render``."""
     from moe_ep_bench.analysis.route.load import load_route  # it imports torch
     from moe_ep_bench.analysis.route.tables import route_tables
 
-    return route_tables(load_route(directory))
+    return render(route_tables(load_route(directory)), to, width=terminal_width())
 
 
 def quality_text(directory: Path, to: str = "text") -> str:

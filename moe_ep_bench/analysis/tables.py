@@ -12,7 +12,6 @@ from moe_ep_bench.analysis.activated import decode_steps, decode_words
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.graphs import graph_pairs, graph_table
 from moe_ep_bench.analysis.load import Case, Run
-from moe_ep_bench.analysis.notes import notes_of, warnings_of
 from moe_ep_bench.analysis.render import (
     NONE,
     Column,
@@ -28,7 +27,7 @@ from moe_ep_bench.analysis.render import (
 )
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
 from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, layers_ms, whole_notes
-from moe_ep_bench.analysis.words import count_words, hardware_words, mode_words, scale_words
+from moe_ep_bench.analysis.words import count_words, hardware_words, mode_words, notes_of, scale_words, warnings_of
 
 _REASON_WIDTH = 90
 _ROUNDING = 1e-6  # shares are sums of float32

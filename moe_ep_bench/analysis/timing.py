@@ -104,7 +104,8 @@ def layer_time_us(case: Case) -> pd.Series:
 
 def host_time_us(case: Case) -> pd.Series:
     """Time for which the slowest rank's host issued a plain iteration, indexed by (launch, batch, iteration)."""
-    return case.plain.series(_of_slowest(case.plain, case.plain.host_us))
+    times = case.plain
+    return times.series(times.host_us[np.arange(len(times.index)), times.slowest_rank()])
 
 
 def host_bound_share(case: Case) -> float:
@@ -113,10 +114,6 @@ def host_bound_share(case: Case) -> float:
     Meaningful on a GPU only, where the host runs ahead of the device.
     """
     return float((host_time_us(case) >= _HOST_BOUND * layer_time_us(case)).mean())
-
-
-def _of_slowest(iterations: Iterations, values_IR: np.ndarray) -> np.ndarray:
-    return values_IR[np.arange(len(values_IR)), iterations.slowest_rank()]
 
 
 def probe_floor_us(comparison: Comparison, conditions: Sequence[Conditions]) -> float:

@@ -19,11 +19,10 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.load import Case, Run
-from moe_ep_bench.analysis.notes import spread_words
 from moe_ep_bench.analysis.parts import PHASE_AXIS
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.timing import GROUPS, MODEL_GROUPS
-from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERLAP, part_words, workload_words
+from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERLAP, part_words, spread_words, workload_words
 from moe_ep_bench.schema import LAYER_PHASES, MOE_REST, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing.statistics import Estimate, estimate_median, paired_ratios
 from moe_ep_bench.workload.formatting import tokens_words

@@ -1,17 +1,25 @@
-"""Words that the table and the figures share, so that both say the same of one run."""
+"""Words that tables and figures share, so that both say the same of one run; and what stands below a table.
+
+Notes say what has to be known to read a table, warnings what forbids or weakens a reading. Each is a fact and its
+sentence, which stands where the fact is neither None nor zero nor empty.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moe_ep_bench.analysis.load import Comparison, Part, Run
 from moe_ep_bench.analysis.render import NONE
 from moe_ep_bench.analysis.render import milliseconds as milliseconds
+from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
+from moe_ep_bench.analysis.timing import probe_floor_us
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.machine.monitor import disturbances, remarks
 from moe_ep_bench.timing.statistics import MIN_BATCHES
 
 MODE_WORDS = {
@@ -165,3 +173,223 @@ def interval_words(is_interval: Sequence[bool], mark: str = "Whiskers") -> str:
 def percent(share: float) -> str:
     """A share as a percentage with one decimal, without the sign; a dash where there is none."""
     return NONE if math.isnan(share) else f"{100 * share:.1f}"
+
+
+# ---- below a table ---------------------------------------------------------------------------------------------------
+
+# Aims of the timing protocol: above these a breakdown is told apart from what it breaks down.
+MAX_UNACCOUNTED = 0.01
+MAX_PROBE_OVERHEAD = 0.01
+# A share of launch-bound iterations below this is chance.
+MAX_HOST_BOUND = 0.1
+# Pairs cancel a drift that is slow against them; beyond this it is worth a warning.
+MAX_DRIFT = 0.1
+
+# What each number of a table of padded batches is about.
+READING = "loads, activated experts and traffic count padding that is computed; drops and mass kept are of valid tokens"
+
+# Of the columns that hold a policy against the frontier of dropping.
+FRONTIER = (
+    "below frontier: mass that dropping alone could keep beyond this, at the same fullest rank (of experts: with as "
+    "many activated experts); a policy that reroutes may keep more, below 0"
+)
+
+_NOTES = {
+    "workload": "{}",
+    "parts": "{}",
+    "is_modelled": MODEL_CAVEAT,
+    "allgather": "dispatcher: allgather; crossing bytes are those that an all-to-all would send",
+    "pieces": "a rank's tokens are routed at once and go through the rest of the layer in {} pieces",
+    "graph": "replayed from CUDA graphs, which hold {}",
+    "overlap": OVERLAP,
+    "load": "imbalance under native: fullest expert {0.fullest_expert:.2f} x mean, fullest rank {0.fullest_rank:.2f} x "
+    "mean of what valid tokens select",
+    "padding": "padding: native spends {:.1f} % of its pairs on padding",
+    "has_padding": READING,
+    "spread": "speedup: slowest rank's layer time, native over case, median of pairs {}",
+    "floor": "noise floor: {0.low:.3f} to {0.high:.3f}, by which native run twice differs from itself",
+    "detectable": "smallest speedup that would be called (power 80 %): {}",
+    "ceiling": "ceiling: native on perfectly balanced scores; what balance alone could buy, no policy",
+    "warm_up": "warm-up: {} rounds over all batches and cases, by launch",
+    "drift": "native over the run: drift {:+.1f} % (pairs cancel it), {:.1f} % of its iterations far out, the worst "
+    "{:.2f} x its batch's median",
+    "choosing": "choosing experts, share of the slowest rank's time: at worst {}",
+    "unaccounted": "unaccounted time: at worst {}",
+    "probes": "probe overhead: at worst {}",
+    "probe_floor": "probe floor: {:.1f} us, what a waiting probe costs when nobody waits; waits are less that",
+    "frontier": FRONTIER,
+    "error": "output error: relative to native, with random weights; it is no measure of a model's accuracy",
+    "on_device": "peak memory: {:.2f} GiB on the fullest rank (on the device)",
+    "of_process": "peak memory: {:.2f} GiB on the fullest rank (of the process, imports and all)",
+}
+_WARNINGS = {
+    "no_baseline": "the baseline was not measured, so there are no speedups",
+    "no_floor": "native was not measured a second time, so there is no noise floor and no verdict",
+    "differs": "native differs from itself: something drifts with the order of cases; the floor covers it",
+    "drift": "times drifted by {:+.1f} % between the begin and the end of a launch",
+    "oversubscribed": OVERSUBSCRIBED,
+    "unaccounted": f"phases leave more than {percent(MAX_UNACCOUNTED)} % of the time unaccounted for",
+    "probes": f"probes cost more than {percent(MAX_PROBE_OVERHEAD)} %: phase times are too long by about that",
+    "cpu_probes": "probes are not free on CPU ranks (gloo): read phase times as shares; speedups come from iterations "
+    "without probes",
+    "launch_bound": "launch-bound: in {} of the iterations the host issued work until the end; its time is the host's, "
+    "not the device's",
+    "allocating": "memory was asked of the driver in {} timed iterations of one rank ({}), which stops the device: "
+    "fewer tokens or cases, or more measure.max_warmup",
+    "not_fused": NOT_FUSED,
+}
+
+
+def _said(sentences: Mapping[str, str], facts: Mapping[str, Any]) -> list[str]:
+    return [
+        sentence.format(*facts[key] if isinstance(facts[key], tuple) else [facts[key]])
+        for key, sentence in sentences.items()
+        if facts.get(key)
+    ]
+
+
+def notes_of(comparison: ComparisonResult) -> list[str]:
+    facts, results = comparison.comparison, comparison.results
+    baseline = comparison.of_role("baseline")
+    far = baseline.outliers if baseline else None
+    effects = {r.case.label: r.detectable for r in comparison.policies if r.detectable is not None}
+    ends = [pick(effects, key=effects.__getitem__) for pick in (min, max)] if effects else []
+    peaks = [rank.peak_memory_bytes or 0 for launch in comparison.conditions for rank in launch.ranks]
+    peak_gib = max(peaks, default=0) / 2**30
+    routing = None if baseline is None else baseline.case.routing
+    padding = (
+        facts.workload.padding and routing is not None and routing["padding_pairs"].sum() / routing["num_pairs"].sum()
+    )
+    parts = f"experts: {part_words(facts.experts)}; permutation: {part_words(facts.permute)}"
+    known: dict[str, Any] = {
+        "workload": workload_words(facts),
+        "parts": parts,
+        "is_modelled": facts.device is not None,
+        "load": baseline and baseline.fidelity,
+        "padding": padding and 100 * padding,
+        "has_padding": facts.workload.padding,
+        "spread": spread_words(comparison),
+        "detectable": " to ".join(f"{effects[label]:.3f} ({label})" for label in ends),
+        "ceiling": comparison.of_role("ceiling"),
+        "probes": _worst({r: r.probe_overhead for r in results}),
+        "frontier": any(r.case.frontier is not None for r in comparison.policies),
+        "error": facts.random_weights and any(r.fidelity and not math.isnan(r.fidelity.output_error) for r in results),
+        "on_device": facts.backend == "nccl" and peak_gib,
+        "of_process": facts.backend != "nccl" and peak_gib,
+    }
+    if facts.device is None:
+        known |= {
+            "parts": parts + (f"; routing: {part_words(facts.kernel)}" if facts.kernel else ""),
+            "allgather": facts.dispatcher == "allgather",
+            "graph": facts.cuda_graph,
+            "overlap": facts.shared_expert_overlap,
+            "pieces": facts.num_pieces > 1 and facts.num_pieces,
+            "floor": comparison.floor,
+            "warm_up": ", ".join(str(launch.warm_up.rounds) for launch in comparison.conditions),
+            "drift": far and (100 * baseline.drift, 100 * far.share, far.worst),
+            "choosing": _worst({r: r.breakdown and r.breakdown.policy_share for r in comparison.policies}),
+            "unaccounted": _worst({r: r.breakdown and r.breakdown.unaccounted_share for r in results}),
+            "probe_floor": facts.whole is None and probe_floor_us(facts, comparison.conditions),
+        }
+    memory = [
+        f"{one.case.label}: {extra_memory_words(one)}{solving_words(one, facts)}" for one in comparison.replications
+    ]
+    machines = dict.fromkeys(line for launch in comparison.conditions for line in remarks(launch.machines))
+    return [*_said(_NOTES, known), *memory, *machines]
+
+
+def _worst(shares: Mapping[CaseResult, float | None]) -> str:
+    """The largest share and whose it is; empty where there is none."""
+    share, label = max(((one, r.case.label) for r, one in shares.items() if one is not None), default=(None, ""))
+    return "" if share is None else f"{percent(share)} % ({label})"
+
+
+def spread_words(comparison: ComparisonResult) -> str:
+    """What stands beside a speedup: its interval, or the ends of its samples."""
+    if comparison.comparison.num_batches < MIN_BATCHES:
+        return f"(min..max: fewer than {MIN_BATCHES} batches give no interval, and so no verdict)"
+    num_launches = len(comparison.conditions)
+    launches = f", and Student's t over {num_launches} launches" if num_launches > 1 else ", of this launch only"
+    return f"[95 % interval, bootstrapped over batches, then iterations{launches}]"
+
+
+def extra_memory_words(result: CaseResult) -> str:
+    """What replicas of experts cost, in all layers of the model together."""
+    if result.case.extra_bytes_per_rank is None:
+        return "more memory per rank, by how much was not recorded"
+    return f"{result.case.extra_bytes_per_rank / 2**30:.3g} GiB more memory per rank, in all layers together"
+
+
+def solving_words(result: CaseResult, facts: Comparison) -> str:
+    """What balancing by a linear program takes in every batch; empty where nothing is solved."""
+    params = result.case.policy_params
+    if params.get("balancer") != "lp":
+        return ""
+    assumed_us, timings = params.get("solve_us"), result.case.timings
+    counted = "as measured" if assumed_us is None else f"as {assumed_us:g} us, assumed"
+    # Nothing else is done by a host where the device is modelled.
+    here_us = None if facts.device is None else timings["host_us"].dropna().median()
+    here = "" if here_us is None else f" (here it took {here_us:,.0f} us of CPU time, measured)"
+    return f"; solving counts in every batch{here}, {counted}, in the phase policy"
+
+
+def warnings_of(comparison: ComparisonResult, run: Run) -> list[str]:
+    facts, results, again = comparison.comparison, comparison.results, comparison.of_role("noise")
+    native = again.speedup if again else None
+    drift = max((result.drift for result in results if result.drift is not None), key=abs, default=0.0)
+    is_gpu = facts.backend == "nccl"
+    probes = any((result.probe_overhead or 0) > MAX_PROBE_OVERHEAD for result in results)
+    bound = {r: r.host_bound_share for r in results if is_gpu and (r.host_bound_share or 0) > MAX_HOST_BOUND}
+    known = {
+        "no_baseline": comparison.of_role("baseline") is None,
+        "no_floor": comparison.of_role("baseline") and comparison.floor is None,
+        "differs": native and native.is_interval and (native.low > 1 or native.high < 1),
+        "drift": abs(drift) > MAX_DRIFT and 100 * drift,
+        "oversubscribed": facts.oversubscribed,
+        "unaccounted": any(r.breakdown and r.breakdown.unaccounted_share > MAX_UNACCOUNTED for r in results),
+        "probes": probes and is_gpu,
+        "cpu_probes": probes and not is_gpu,
+        "launch_bound": _worst(bound),
+        "allocating": _most_allocating(comparison),
+        "not_fused": facts.permute.is_unfused_permutation and facts.device is None,
+    }
+    timed = "the layer" if facts.whole is None else "what was built"
+    simpler = [f"{timed} is simpler than {facts.model}'s: {line}" for line in facts.departures]
+    return [*_said(_WARNINGS, known), *_machine_warnings(comparison), *simpler, *_tail_warnings(comparison, run)]
+
+
+def _most_allocating(comparison: ComparisonResult) -> tuple[int, str] | None:
+    """Most timed iterations of a case that asked the driver for memory on one rank, and the case; None = none did."""
+    labels = {result.case.case_id: result.case.label for result in comparison.results}
+    found = [
+        (count, labels[case])
+        for launch in comparison.conditions
+        for rank in launch.ranks
+        for case, count in rank.allocating_iterations.items()
+        if case in labels
+    ]
+    return max(found, default=None)
+
+
+def _machine_warnings(comparison: ComparisonResult) -> list[str]:
+    warnings = []
+    for number, launch in enumerate(comparison.conditions):
+        where = f" (launch {number + 1})" if len(comparison.conditions) > 1 else ""
+        warnings += [f"disturbed machine: {line}{where}" for line in disturbances(launch.machines)]
+        if launch.warm_up.change is not None and not launch.warm_up.settled:
+            change = f"{100 * launch.warm_up.change:+.1f} %"
+            warnings.append(f"warm-up did not settle: its last round took {change} against the one before{where}")
+    return warnings
+
+
+def _tail_warnings(comparison: ComparisonResult, run: Run) -> list[str]:
+    """What policies that look past a recorded top-k rest on, and whether it was tried another way."""
+    workload = comparison.comparison.workload
+    looking = ", ".join(result.case.label for result in comparison.policies if result.case.looks_past_top_k)
+    if workload.tail_model is None or not looking:
+        return []
+    alike = [one.workload for one in run.comparisons.values() if one.workload.recording == workload.recording]
+    others = ", ".join(sorted({one.tail_model for one in alike if one.tail_model} - {workload.tail_model}))
+    tried = f"set it beside the same under {others}" if others else "measured under this one only (workload.tail: both)"
+    modelled = f"scores past the recorded top-k are modelled ({workload.tail_model} tail)"
+    return [f"{modelled}, and what {looking} did rests on them: {tried}"]

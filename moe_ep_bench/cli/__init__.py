@@ -187,10 +187,10 @@ def _shown(status: int, report: Callable[[], str]) -> int:
 
 def _route(options: argparse.Namespace) -> int:
     _check_config(options)
+    from moe_ep_bench.analysis.render import render, terminal_width
     from moe_ep_bench.analysis.route.figures import ROUTE_FIGURES, draw_route_figures
     from moe_ep_bench.analysis.route.load import load_route
     from moe_ep_bench.analysis.route.tables import drawn_words, route_tables
-    from moe_ep_bench.analysis.show import terminal_text
     from moe_ep_bench.analysis.style import DEFAULT_FORMATS
     from moe_ep_bench.bench import route
 
@@ -198,7 +198,7 @@ def _route(options: argparse.Namespace) -> int:
         return route.dry_run(options.config, options.overrides)
     directory = route.route(options.config, _out(options), options.overrides, force=options.force)
     loaded = load_route(directory.root)
-    print(terminal_text(route_tables(loaded)))
+    print(render(route_tables(loaded), "text", width=terminal_width()))
     figures = directory.root / "figures"
     print(drawn_words(*draw_route_figures(loaded, figures, DEFAULT_FORMATS, ROUTE_FIGURES, "page")))
     return OK
@@ -210,9 +210,10 @@ def _advise(options: argparse.Namespace) -> int:
     bounds = Bounds.of(options.max_dropped, options.max_lost_mass)
     if options.config is not None and options.config.is_dir():
         check_reading(options)
-        from moe_ep_bench.analysis.advice import advice_of, advised_run
+        from moe_ep_bench.analysis.advice import advice_of
+        from moe_ep_bench.analysis.load import load_times
 
-        print(advice_of(advised_run(options.config), bounds))
+        print(advice_of(load_times(options.config), bounds))
         return OK
     if options.config is not None:
         _check_config(options)
@@ -233,9 +234,10 @@ def _advise(options: argparse.Namespace) -> int:
             return status
 
     def report() -> str:
-        from moe_ep_bench.analysis.advice import advice_of, advised_run, picks_text
+        from moe_ep_bench.analysis.advice import advice_of, picks_text
+        from moe_ep_bench.analysis.load import load_times
 
-        told, runs = [], {phase: advised_run(one.out) for phase, one in questions.items()}
+        told, runs = [], {phase: load_times(one.out) for phase, one in questions.items()}
         for phase, one in questions.items():
             advice = advice_of(runs[phase], bounds, one.assumed, one.left_out)
             told.append(f"{phase and f'{phase.upper()}  '}{advice}\n\nconfig: {one.config}")

@@ -23,10 +23,10 @@ from moe_ep_bench.analysis.figures.panels import (
 )
 from moe_ep_bench.analysis.graphs import EAGER, GRAPH_KEY, REPLAYED, Pair, graph_pairs
 from moe_ep_bench.analysis.load import Run
-from moe_ep_bench.analysis.notes import MAX_HOST_BOUND
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.style import INK, MUTED, NOISE_FILL, Drawing, Legend, Look, Looks
 from moe_ep_bench.analysis.sweep import key_words, value_of, value_words
+from moe_ep_bench.analysis.words import MAX_HOST_BOUND
 
 _LINE, _BOUND = {"color": INK, "linewidth": 1.2}, {"color": MUTED, "linewidth": 1.2, "linestyle": "--"}
 _NATIVE = Look("native", INK, "*", "-", "")

@@ -150,17 +150,15 @@ def commands(source: Provenance) -> list[str]:
         return [*lines, "# the config was not recorded: no command can be given"]
     recorded = any((config.get("workload") or {}).get("kind") == "recorded" for config in source.configs)
     beside = ", and the recordings that it names beside it" if recorded else ""
-    out = shlex.quote(f"results/{source.config_name}")
+    out, ranks = shlex.quote(f"results/{source.config_name}"), ""
+    if source.mode == "validate":
+        ranks = f" --nproc {source.world_size}"
     return [
         *lines,
         f"# save the config above as {', '.join(names)}{beside}",
-        *(f"{_command(source)} {shlex.quote(name)}{_ranks(source)} --out {out}" for name in names),
+        *(f"{_command(source)} {shlex.quote(name)}{ranks} --out {out}" for name in names),
         f"moe-ep-bench show {out} --format html",
     ]
-
-
-def _ranks(source: Provenance) -> str:
-    return f" --nproc {source.world_size}" if source.mode == "validate" else ""
 
 
 def _command(source: Provenance) -> str:

@@ -264,9 +264,9 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
     rows = _read_table(path, ROUTING_SCHEMA, _READ)
     if set(rows["case_id"]) != {case_id}:
         raise ResultsError(f"{path}: foreign, case_id: expected {case_id!r} in all rows")
-    ranks = [*range(facts["num_ranks"])] * facts["num_batches"]
     rows = rows.sort_values(["batch", "rank"])
-    if rows["rank"].tolist() != ranks or rows.duplicated(["rank", "batch"]).any():
+    ranks, every_batch = [*range(facts["num_ranks"])] * facts["num_batches"], rows["batch"].unique()
+    if rows["rank"].tolist() != ranks or rows["batch"].tolist() != every_batch.repeat(facts["num_ranks"]).tolist():
         raise ResultsError(
             f"{path}: expected one row for each of {facts['num_ranks']} ranks in {facts['num_batches']} batches, "
             f"got {len(rows)}"

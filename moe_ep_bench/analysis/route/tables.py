@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from moe_ep_bench.analysis.notes import FRONTIER, READING
 from moe_ep_bench.analysis.render import Column, Table, number, percentage
 from moe_ep_bench.analysis.route.load import FRONTIER as BELOW
 from moe_ep_bench.analysis.route.load import ROUTED, RouteRun, short
 from moe_ep_bench.analysis.tables import BELOW_FRONTIER
-from moe_ep_bench.analysis.words import MODE_WORDS
+from moe_ep_bench.analysis.words import FRONTIER, MODE_WORDS, READING
 from moe_ep_bench.metrics import uniform_activated_experts
 
 _WIDTH = 120

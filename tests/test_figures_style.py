@@ -15,6 +15,7 @@ from results_builder import FakeComparison, standard_cases, write_run
 from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.style import (
+    FORMATS,
     MIN_POINTS,
     PHASE_LOOKS,
     SIZES,
@@ -32,7 +33,7 @@ RECORDED = {"workload": {"kind": "recorded", "description": "a trace", "tail_mod
 
 
 def run_of(root: Path, mode: str = "run", **facts) -> Run:
-    comparison = FakeComparison(cases=standard_cases(), num_batches=10, num_iterations=1, num_ranks=4, facts=facts)
+    comparison = FakeComparison(cases=standard_cases(), num_batches=3, num_iterations=1, num_ranks=4, facts=facts)
     return load_run(write_run(root, [comparison], mode=mode))
 
 
@@ -75,8 +76,13 @@ def assert_texts_fit(figure: Sheet) -> None:
         assert outside < 0.02 * figure.dpi, text.get_text()
 
 
-@pytest.mark.parametrize("size", ["page", "column", "slide"])
-@pytest.mark.parametrize("name", ["timeline", "pareto", "latency", "phases", "speedup", "load", "dropped"])
+NAMES = ("timeline", "pareto", "latency", "phases", "speedup", "load", "dropped")
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [*((name, size) for name in NAMES for size in ("page", "column")), ("timeline", "slide"), ("pareto", "slide")],
+)
 def test_every_figure_fits_every_size(measured, name, size):
     with house_style(size):
         figure = sheet_of(name, measured)
@@ -108,14 +114,15 @@ def test_a_size_leaves_no_settings_behind():
     assert dict(matplotlib.rcParams) == before
 
 
-@pytest.mark.parametrize("file_format", ["png", "svg", "pdf"])
-def test_equal_rows_give_equal_bytes(measured, tmp_path, file_format, monkeypatch):
-    files = [tmp_path / f"{number}.{file_format}" for number in range(2)]
-    for number, file in enumerate(files):
+def test_equal_rows_give_equal_bytes(measured, tmp_path, monkeypatch):
+    for number in range(2):
         monkeypatch.setenv("SOURCE_DATE_EPOCH", str(86400 * (number + 1)))  # what a date in a file would come from
         with house_style("column"):
-            save(sheet_of("timeline", measured), file, file_format)
-    assert files[0].read_bytes() == files[1].read_bytes()
+            figure = sheet_of("load", measured)
+            for file_format in FORMATS:
+                save(figure, tmp_path / f"{number}.{file_format}", file_format)
+    for file_format in FORMATS:
+        assert (tmp_path / f"0.{file_format}").read_bytes() == (tmp_path / f"1.{file_format}").read_bytes()
 
 
 # ---- a policy's look ------------------------------------------------------------------------------------------------

@@ -389,8 +389,10 @@ def _read_case(files: RunDirectory, case_id: str, case: CaseFacts, comparison: C
     part = read_part(path, SAMPLES_SCHEMA, identity, ["run_id", "status", "reason", *SAMPLE])
     launches, is_whole, layers = launches_of(path, part), comparison.whole is not None, None
     status, reason = "ok", None
-    for launch, row in launches[launches["status"] != "ok"][:1].iterrows():
-        said = "no reason was recorded" if pd.isna(row["reason"]) else str(row["reason"])
+    failed = next(((launch, row) for launch, row in launches.items() if row["status"] != "ok"), None)
+    if failed is not None:
+        launch, row = failed
+        said = row["reason"] or "no reason was recorded"
         status, reason = row["status"], f"launch {launch + 1}: {said}" if len(launches) > 1 else said
     if status == "ok":
         samples = timings_of(path, part, comparison.world_size, tuple(PHASES) if is_whole else LAYER_PHASES)
@@ -403,10 +405,7 @@ def _read_case(files: RunDirectory, case_id: str, case: CaseFacts, comparison: C
         routing = read_part(routing_path, ROUTING_SCHEMA, identity).to_pandas()
         routing = routing.drop(columns=_OF_IMAGES if is_whole else [*_OF_IMAGES, "layer"])
         sizes = {"num_experts": comparison.num_experts, "num_ranks": comparison.num_ranks}
-        for _, rows in routing.groupby("layer", dropna=False) if is_whole else [(None, routing)]:
-            if set(rows["batch"]) != set(routing["batch"]):
-                raise ResultsError(f"{routing_path}: layer: expected rows of every batch in each, got fewer")
-            check_routing(routing_path, rows, world_size=comparison.world_size, **sizes)
+        check_routing(routing_path, routing, world_size=comparison.world_size, **sizes)
         if lacking := sorted(set(part["batch"].to_pylist()) - {None, *routing["batch"]}):
             raise ResultsError(f"{routing_path}: batch: expected rows of every timed batch, got none of {lacking[0]}")
     else:
@@ -418,7 +417,7 @@ def _read_case(files: RunDirectory, case_id: str, case: CaseFacts, comparison: C
         **{**dict(case), "policy_params": params},
         status=status,
         reason=reason,
-        run_ids=launches["run_id"].to_dict(),
+        run_ids={launch: row["run_id"] for launch, row in launches.items()},
         timings=over_layers(samples),
         routing=routing,
         layers=layers,

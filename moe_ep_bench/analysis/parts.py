@@ -252,19 +252,22 @@ def read_part(
     return table
 
 
-def launches_of(path: Path, samples: pa.Table) -> pd.DataFrame:
-    """The run_id, status and reason of each launch, indexed by launch in their order.
+def launches_of(path: Path, samples: pa.Table) -> dict[int, dict[str, Any]]:
+    """The run_id, status and reason of each launch, by launch in their order.
 
     Raises:
         ResultsError: a launch has no status, or several.
     """
     columns = ["launch", "run_id", "status", "reason"]
-    rows = samples.group_by(columns, use_threads=False).aggregate([]).to_pandas()
-    for _, statuses in rows.groupby("launch", dropna=False)["status"]:
-        found = list(statuses.unique())
+    launches: dict[int, dict[str, Any]] = {}
+    statuses: dict[int, list[str]] = {}
+    for row in samples.group_by(columns, use_threads=False).aggregate([]).sort_by("launch").to_pylist():
+        launches.setdefault(row["launch"], row)
+        statuses.setdefault(row["launch"], []).append(row["status"])
+    for found in map(list, map(dict.fromkeys, statuses.values())):
         if len(found) != 1 or found[0] not in STATUSES:
             raise ResultsError(f"{path}: status: expected one of {', '.join(STATUSES)} in all rows, got {found}")
-    return rows.drop_duplicates("launch").set_index("launch").sort_index()
+    return launches
 
 
 def timings_of(path: Path, samples: pa.Table, world_size: int, phases: Sequence[str] = LAYER_PHASES) -> pd.DataFrame:
@@ -279,23 +282,26 @@ def timings_of(path: Path, samples: pa.Table, world_size: int, phases: Sequence[
     # Categories keep millions of rows fast to compare.
     rows = samples.select(SAMPLE).to_pandas(strings_to_categorical=True)
     for column, allowed in (("kind", ("plain", "breakdown")), ("phase", (*phases, TOTAL, UNACCOUNTED))):
-        for value in rows[column].cat.categories.difference(allowed):
+        for value in sorted(set(rows[column].cat.categories) - set(allowed)):
             raise ResultsError(f"{path}: {column}: expected one of {', '.join(allowed)}; got {value!r}")
-    if rows[["rank", *ITERATION, "phase", "time_us"]].isna().any(axis=None):
+    needed, time_us = ["rank", *ITERATION, "phase", "time_us"], rows["time_us"].to_numpy(float)
+    if any(samples[name].null_count for name in needed) or np.isnan(time_us).any():
         raise ResultsError(f"{path}: damaged, a measured row lacks its rank, batch, iteration or time_us")
-    if rows.duplicated(["rank", *ITERATION, "layer", "phase"]).any():
+    identity = samples.group_by(["rank", *ITERATION, "layer", "phase"], use_threads=False).aggregate([])
+    if identity.num_rows < samples.num_rows:
         raise ResultsError(f"{path}: damaged, one rank, iteration, layer and phase stands there twice")
     if not (np.abs(rows[["time_us", "host_us"]].to_numpy(float, na_value=0)) < MOST_US).all():
         raise ResultsError(f"{path}: damaged, a time is not below {MOST_US:g} us")
-    is_total = rows["phase"] == TOTAL
-    if (rows.loc[is_total, "time_us"] < LEAST_US).any():
+    is_total = pc.equal(samples["phase"], TOTAL)
+    if (time_us[is_total.to_numpy()] < LEAST_US).any():
         raise ResultsError(f"{path}: damaged, a total is not above 0")
     # The slowest rank can be named only when all ranks are there.
-    num_totals = is_total.groupby([rows[name] for name in ITERATION], observed=True).sum()
-    for (launch, batch, iteration, kind), number in num_totals[num_totals != world_size].items():
+    by_iteration = samples.select(ITERATION).append_column("totals", is_total).group_by(ITERATION, use_threads=False)
+    totals = by_iteration.aggregate([("totals", "sum")])
+    for odd in totals.filter(pc.not_equal(totals["totals_sum"], world_size)).slice(0, 1).to_pylist():
         raise ResultsError(
-            f"{path}: launch {launch}, batch {batch}, {kind} iteration {iteration}: "
-            f"expected totals of {world_size} ranks, got {number}"
+            f"{path}: launch {odd['launch']}, batch {odd['batch']}, {odd['kind']} iteration {odd['iteration']}: "
+            f"expected totals of {world_size} ranks, got {odd['totals_sum']}"
         )
     return rows.astype({"kind": object, "phase": object})
 
@@ -374,10 +380,14 @@ def over_layers(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def check_routing(path: Path, rows: pd.DataFrame, *, num_experts: int, num_ranks: int, world_size: int) -> None:
-    """Raise ResultsError unless each rank has a row in every batch, with a load for each expert and expert rank."""
+    """Raise ResultsError unless rows of routing hold counts, and all ranks' of every batch (and layer) once."""
     check_counts(path, rows, {"load_E": num_experts, "load_R": num_ranks})
-    counts = rows.groupby("batch")["rank"].nunique()
-    if (counts != world_size).any() or rows.duplicated(["rank", "batch"]).any():
+    keys = ["rank", *(key for key in ("batch", "layer") if key in rows)]
+    where_NK = np.column_stack([rows[key].to_numpy(dtype=float, na_value=-1) for key in keys])
+    batches, numbers = np.unique(where_NK[:, 1:], axis=0, return_counts=True)
+    if len(batches) < np.prod([len(np.unique(column)) for column in where_NK[:, 1:].T]):
+        raise ResultsError(f"{path}: layer: expected rows of every batch in each, got fewer")
+    if (numbers != world_size).any() or len(np.unique(where_NK, axis=0)) < len(where_NK):
         raise ResultsError(f"{path}: expected one row for each of {world_size} ranks in every batch")
 
 

@@ -11,11 +11,16 @@ import pytest
 from results_builder import FAST_RANK, FakeCase, FakeComparison, standard_cases, write_run
 
 from moe_ep_bench.analysis.choice import Choice, IterationChoice, choose
-from moe_ep_bench.analysis.figures.latency import latency_figure, layer_by_rank_us, work_by_rank_us
-from moe_ep_bench.analysis.figures.memory import memory_figure
-from moe_ep_bench.analysis.figures.pareto import front, pareto_figure
+from moe_ep_bench.analysis.figures.costs import front, memory_figure, pareto_figure
+from moe_ep_bench.analysis.figures.ranks import (
+    critical_rank,
+    latency_figure,
+    layer_by_rank_us,
+    timeline_figure,
+    typical_iteration,
+    work_by_rank_us,
+)
 from moe_ep_bench.analysis.figures.scaling import scaling_figure, scalings
-from moe_ep_bench.analysis.figures.timeline import critical_rank, timeline_figure, typical_iteration
 from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
 from moe_ep_bench.analysis.style import Drawing, house_style

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from results_builder import FakeCase, FakeComparison, write_run
 
-from moe_ep_bench.analysis.figures.bars import load_figure, phases_figure
-from moe_ep_bench.analysis.figures.latency import latency_figure
-from moe_ep_bench.analysis.figures.lines import dropped_figure, speedup_figure
+from moe_ep_bench.analysis.figures.costs import pareto_figure
 from moe_ep_bench.analysis.figures.panels import MOST, case_rows, drawn_part
-from moe_ep_bench.analysis.figures.pareto import pareto_figure
+from moe_ep_bench.analysis.figures.policies import dropped_figure, load_figure, phases_figure, speedup_figure
+from moe_ep_bench.analysis.figures.ranks import latency_figure
 from moe_ep_bench.analysis.figures.scaling import scalings
 from moe_ep_bench.analysis.load import Run, load_run
-from moe_ep_bench.analysis.style import Drawing, house_style, settle_layout
+from moe_ep_bench.analysis.style import Drawing, house_style
 from moe_ep_bench.bench.plan import RANKS, ROUTING, Comparison
 from moe_ep_bench.config import load_experiments
 
@@ -53,7 +52,6 @@ def drawn(figure, run: Run) -> Drawing:
     with house_style():
         drawing = figure(run)
         assert drawing is not None
-        settle_layout(drawing.figure)
     return drawing
 
 

@@ -87,6 +87,7 @@ def test_every_figure_fits_every_size(measured, name, size):
     with house_style(size):
         figure = sheet_of(name, measured)
         settle_layout(figure)
+        figure.draw_without_rendering()
         assert figure.get_figwidth() <= SIZES[size][0]
         assert figure.dpi == SIZES[size][3]
         panels = [axes.get_position() for axes in figure.axes]

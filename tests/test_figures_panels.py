@@ -51,7 +51,6 @@ def drop_cases() -> list[FakeCase]:
 def drawn(figure, run: Run) -> Drawing:
     with house_style():
         drawing = figure(run)
-        assert drawing is not None
     return drawing
 
 

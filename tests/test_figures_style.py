@@ -32,9 +32,9 @@ from moe_ep_bench.schema import LAYER_PHASES, UNACCOUNTED
 RECORDED = {"workload": {"kind": "recorded", "description": "a trace", "tail_model": None}}
 
 
-def run_of(root: Path, mode: str = "run", **facts) -> Run:
-    comparison = FakeComparison(cases=standard_cases(), num_batches=3, num_iterations=1, num_ranks=4, facts=facts)
-    return load_run(write_run(root, [comparison], mode=mode))
+def run_of(root: Path, mode: str = "run", **changes) -> Run:
+    usual = {"cases": standard_cases(), "num_batches": 3, "num_iterations": 1, "num_ranks": 4}
+    return load_run(write_run(root, [FakeComparison(**{**usual, **changes})], mode=mode))
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_neighbouring_phases_are_told_apart_in_grey():
     ],
 )
 def test_origins_are_told_apart_by_words_and_frames(tmp_path, mode, facts, how, scores):
-    run = run_of(tmp_path, mode, **facts)
+    run = run_of(tmp_path, mode, cases=standard_cases()[::4], facts=facts)
     with house_style():
         figure = sheet_of("speedup", run)
         settle_layout(figure)

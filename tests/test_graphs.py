@@ -181,7 +181,6 @@ def figure(tmp_path_factory: pytest.TempPathFactory) -> Figure:
 def drawn(run: Run) -> Figure:
     with house_style():
         drawing = graphs_figure(run)
-    assert drawing is not None
     return drawing.figure
 
 

@@ -51,7 +51,6 @@ def drawn(run: Run) -> tuple[pd.DataFrame, list[str], int]:
     """The marks, all texts on the sheet, and how many bars are hatched as extrapolated."""
     with house_style():
         drawing = whole_figure(run)
-        assert drawing is not None
         texts = [text.get_text() for text in drawing.figure.texts]
         texts += [axes.get_xlabel() for axes in drawing.figure.axes]
         bars = [bar for axes in drawing.figure.axes for bar in axes.patches]

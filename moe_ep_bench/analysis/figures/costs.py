@@ -26,7 +26,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from moe_ep_bench.analysis.fidelity import fidelity, source_loads
+from moe_ep_bench.analysis.fidelity import source_loads
 from moe_ep_bench.analysis.figures.panels import (
     COST,
     SPEEDUP,
@@ -126,7 +126,8 @@ def _frontiers(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 def _with_relief(policies: pd.DataFrame, run: Run, frontiers: Mapping[str, Any]) -> pd.DataFrame:
     """Each policy's place in the panel of the frontier: the fullest rank native's over its own, and the mass kept."""
     by_case = {case.case_id: case for case in run.cases}
-    full = {case.comparison_id: result for case, result in _fullest(run)}
+    native_rows = case_rows(run).query("role == 'baseline' and status == 'ok'")
+    full = dict(zip(native_rows["comparison_id"], native_rows["fullest_rank"], strict=True))
     places = []
     for row in policies.to_dict("records"):
         frontier, native = by_case[row["case_id"]].frontier, full.get(row["comparison_id"])
@@ -135,12 +136,6 @@ def _with_relief(policies: pd.DataFrame, run: Run, frontiers: Mapping[str, Any])
         places.append((native / row["fullest_rank"] if known else np.nan, 100 * kept))
     relief, kept = zip(*places, strict=True)
     return policies.assign(relief=relief, kept_percent=kept)
-
-
-def _fullest(run: Run) -> list[tuple[Case, float]]:
-    """The fullest rank over the mean under native."""
-    found = [(case, fidelity(case)) for case in run.cases if case.role == "baseline" and case.is_ok]
-    return [(case, one.fullest_rank) for case, one in found if one is not None]
 
 
 def _draw_relief(axes: Axes, policies: pd.DataFrame, looks: Looks) -> None:

@@ -12,6 +12,7 @@ from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, write_whole
 
 from moe_ep_bench.analysis.figures.whole import whole_figure
 from moe_ep_bench.analysis.load import Run, load_run
+from moe_ep_bench.analysis.parts import ResultsError, check_routing
 from moe_ep_bench.analysis.style import EXTRAPOLATED_LOOK, house_style
 from moe_ep_bench.analysis.tables import more_tables, run_tables
 from moe_ep_bench.analysis.whole import PASS_PARTS
@@ -114,6 +115,21 @@ def test_the_tables_hold_the_pass_its_layers_and_what_bounds_both(run: Run, cut:
     layers = more_tables(cut)[0].frame
     assert list(layers["layer"]) == [0, 1, 2]
     assert layers["dense"].iloc[0] == pytest.approx(ELSEWHERE_US["dense"] / 1e3)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda rows: rows[(rows["layer"] != 2) | (rows["batch"] != 1)], "layer: expected rows of every batch in each"),
+        (lambda rows: rows.iloc[1:], "expected one row for each of 2 ranks in every batch"),
+        (lambda rows: pd.concat([rows.iloc[[1]], rows.iloc[1:]]), "expected one row for each of 2 ranks"),
+    ],
+)
+def test_every_rank_batch_and_layer_must_be_routed_once(change, words: str, run: Run) -> None:
+    rows, sizes = run.cases[0].routing, {"num_experts": 8, "num_ranks": 2, "world_size": 2}
+    check_routing(Path("x"), rows, **sizes)
+    with pytest.raises(ResultsError, match=words):
+        check_routing(Path("x"), change(rows), **sizes)
 
 
 def test_a_page_of_whole_models_is_written(cut: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,9 @@ def cases_of(speedup: float = 1.5) -> list[FakeCase]:
     return [*standard_cases()[1:], *drops]
 
 
+FULL = {"cases": cases_of(), "kinds": ("plain", "breakdown")}
+
+
 def few_cases() -> list[FakeCase]:
     """Two policies, and what they are held against."""
     *references, drop, _ = cases_of()
@@ -46,7 +49,7 @@ def few_cases() -> list[FakeCase]:
 
 def directory_of(root: Path, comparison_id: str = "c0", job: str = "", device: str = "", **changes) -> Path:
     """A run of its own job, on a device of its own where one is named."""
-    usual = {"cases": few_cases(), "num_batches": 3, "num_iterations": 2}
+    usual = {"cases": few_cases(), "num_batches": 3, "num_iterations": 2, "kinds": ("plain",)}
     comparison = FakeComparison(comparison_id, **{**usual, **changes})
     write_run(root, [comparison], seed=len(str(root)))
     for path in root.glob("cases/*.parquet") if job else ():
@@ -77,8 +80,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Likewise of all."""
-    return directory_of(tmp_path_factory.mktemp("plot") / "full", cases=cases_of())
+    """Likewise of all, with breakdown iterations."""
+    return directory_of(tmp_path_factory.mktemp("plot") / "full", **FULL)
 
 
 def copy_of(directory: Path, to: Path) -> Path:
@@ -343,14 +346,14 @@ def test_what_holds_no_times_is_one_line_and_nothing_is_written(
 
 @pytest.mark.parametrize(("option", "value"), [("--case", "nobody"), ("--iteration", "99/0"), ("--iteration", "all")])
 def test_a_case_or_iteration_that_there_is_not_is_said_before_anything_is_drawn(
-    option: str, value: str, good: Path, capsys: pytest.CaptureFixture[str]
+    option: str, value: str, full: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plot", str(good), option, value]) == 2
+    assert main(["plot", str(full), option, value]) == 2
     said = capsys.readouterr().err
     assert f"{option}: expected" in said
     assert value in said
     assert said.count("\n") == 1
-    assert not (good / "figures").exists()
+    assert not (full / "figures").exists()
 
 
 def test_a_validation_is_sent_to_its_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -363,7 +366,7 @@ def test_a_validation_is_sent_to_its_two_runs(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_numbers_of_a_figure_are_those_of_the_analysis(tmp_path: Path) -> None:
-    directory = directory_of(tmp_path / "run", facts={"workload": _RECORDED}, cases=cases_of())
+    directory = directory_of(tmp_path / "run", facts={"workload": _RECORDED}, **FULL)
     run = load_run(directory)
     (comparison,) = analyse(run)
     draw_figures(run, tmp_path, [], ["speedup", "phases", "load", "dropped"])

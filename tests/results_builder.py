@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from moe_ep_bench.files import write_json
 from moe_ep_bench.results import RunDirectory
@@ -264,6 +266,18 @@ def _phases(layer_us: float, rank: int, factors: Mapping[str, float]) -> dict[st
         phases[TOTAL] += phases[phase] * (times - 1)
         phases[phase] *= times
     return phases
+
+
+def assert_nothing_is_clipped(figure: Figure) -> None:
+    """Texts, legends and panels of a figure lie on its sheet, and none upon another."""
+    figure.draw_without_rendering()
+    boxes = [artist.get_window_extent() for artist in (*figure.texts, *figure.legends)]
+    boxes += [axes.get_tightbbox() for axes in figure.axes]
+    for box in boxes:
+        assert min(box.x0, box.y0) >= 0
+        assert box.x1 <= figure.bbox.x1
+        assert box.y1 <= figure.bbox.y1
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
 def native_load(num_experts: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from results_builder import FFN_SIZE, HIDDEN_SIZE, FakeCase, FakeComparison, sta
 from test_activated import EXPERT_US, FIXED_US, NATIVE_US, decode
 from test_devices import FIGURES, NO_MEMORY
 
-from moe_ep_bench.analysis.decode_fit import fit_text
+from moe_ep_bench.analysis.activated import fit_text
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model.devices import Device
@@ -40,7 +40,7 @@ def steps(tokens: int, time_us: Callable[[int], float], identity: str = "c0", **
                 expert_load=np.array(2 * load_L),
             )
         )
-    return decode(identity, cases=cases, tokens=tokens, **changes)
+    return decode(identity, cases=cases, tokens=tokens, **{"num_batches": 2, **changes})
 
 
 def straight(activated: int) -> float:
@@ -58,7 +58,7 @@ def test_what_is_printed_goes_into_a_devices_file_as_it_stands(tmp_path: Path) -
     assert (fit.hidden_size, fit.ffn_hidden_size, fit.basis) == (HIDDEN_SIZE, FFN_SIZE, "measured")
     assert fit.source == "NVIDIA Fake 80GB, torch 2.13, run r0"
     assert text.startswith("# NVIDIA Fake 80GB, by `moe-ep-bench calibrate --from`\ndecode:\n")
-    assert "30 points; [95 % intervals]" in text
+    assert "6 points; [95 % intervals]" in text
     assert "per_expert_us: 200  # [200, 200]" in text
     assert "per_pair_us: null  # not fitted: pairs do not vary on their own" in text
 
@@ -71,7 +71,7 @@ def test_pairs_get_a_term_where_it_is_told_from_none(tmp_path: Path) -> None:
 
 
 def test_a_term_for_pairs_that_may_be_none_is_none(tmp_path: Path) -> None:
-    noisy = [steps(tokens, straight, str(tokens), noise=0.05) for tokens in (64, 256)]
+    noisy = [steps(tokens, straight, str(tokens), noise=0.05, num_batches=10) for tokens in (64, 256)]
     text = text_of(tmp_path, *noisy)
     (fit,) = yaml.safe_load(text)["decode"]
     assert fit["per_pair_us"] is None
@@ -79,16 +79,9 @@ def test_a_term_for_pairs_that_may_be_none_is_none(tmp_path: Path) -> None:
     assert "us: not above 0" in text
 
 
-@pytest.mark.parametrize(
-    ("facts", "words"),
-    [
-        ({"scale": 0.25}, "not a device's figure: sizes x 0.25 of the true ones"),
-        ({"oversubscribed": True}, "not a device's figure: more ranks than cores"),
-    ],
-)
-def test_what_is_no_devices_figure_is_a_comment_that_says_why(facts: dict, words: str, tmp_path: Path) -> None:
-    text = text_of(tmp_path, decode(facts=facts))
-    assert words in text
+def test_what_is_no_devices_figure_is_a_comment_that_says_why(tmp_path: Path) -> None:
+    text = text_of(tmp_path, decode(facts={"scale": 0.25, "oversubscribed": True}))
+    assert "not a device's figure: sizes x 0.25 of the true ones, which no model has; more ranks than cores" in text
     assert yaml.safe_load(text) is None
     assert "per_expert_us: 200" in text
 
@@ -97,7 +90,7 @@ def test_what_was_not_measured_or_is_no_decode_run_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     modelled = write_run(tmp_path / "modelled", [decode(facts={"device": "H100 (modelled)"})])
-    prefill = write_run(tmp_path / "prefill", [FakeComparison(cases=standard_cases())])
+    prefill = write_run(tmp_path / "prefill", [FakeComparison(cases=standard_cases(), num_batches=1)])
     for directory, words in ((modelled, "its times are modelled"), (prefill, "expected a decode run")):
         assert main(["calibrate", "--from", str(directory)]) == USER_ERROR
         (line,) = capsys.readouterr().err.splitlines()

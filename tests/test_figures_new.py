@@ -11,11 +11,16 @@ import pytest
 from results_builder import FAST_RANK, FakeCase, FakeComparison, standard_cases, write_run
 
 from moe_ep_bench.analysis.choice import Choice, IterationChoice, choose
-from moe_ep_bench.analysis.figures.latency import latency_figure, layer_by_rank_us, work_by_rank_us
-from moe_ep_bench.analysis.figures.memory import memory_figure
-from moe_ep_bench.analysis.figures.pareto import front, pareto_figure
+from moe_ep_bench.analysis.figures.costs import front, memory_figure, pareto_figure
+from moe_ep_bench.analysis.figures.ranks import (
+    critical_rank,
+    latency_figure,
+    layer_by_rank_us,
+    timeline_figure,
+    typical_iteration,
+    work_by_rank_us,
+)
 from moe_ep_bench.analysis.figures.scaling import scaling_figure, scalings
-from moe_ep_bench.analysis.figures.timeline import critical_rank, timeline_figure, typical_iteration
 from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
 from moe_ep_bench.analysis.style import Drawing, house_style
@@ -47,26 +52,20 @@ def comparisons(run: Run) -> list[ComparisonResult]:
 # ---- which case ----------------------------------------------------------------------------------------------------
 
 
-def test_the_policy_that_gains_most_beyond_the_noise_is_shown(comparisons):
-    chosen = choose(comparisons, Choice(), lambda case: True)
-    assert chosen is not None
-    assert chosen.policy.case.label == "token_drop gamma 1"
-    assert chosen.native.case.role == "baseline"
+@pytest.mark.parametrize(
+    ("choice", "label"),
+    [(Choice(), "token_drop gamma 1"), (Choice(case="lynx"), "lynx"), (Choice(case="c0-5"), "lynx")],
+)
+def test_a_case_is_chosen_by_its_label_or_its_id_or_gains_most_beyond_the_noise(comparisons, choice, label):
+    chosen = choose(comparisons, choice, lambda case: True)
+    assert (chosen.native.case.role, chosen.policy.case.label) == ("baseline", label)
 
 
 def test_without_a_gain_the_first_policy_is_shown_and_said_to_be_none(comparisons):
     losing = [r for r in comparisons[0].results if r.verdict != "faster"]
     chosen = choose([replace(comparisons[0], results=tuple(losing))], Choice(), lambda case: True)
-    assert chosen is not None
     assert chosen.policy.case.label == "topk"
     assert "none is faster" in chosen.why
-
-
-@pytest.mark.parametrize("name", ["lynx", "c0-5"])
-def test_a_case_is_chosen_by_its_label_or_its_id(comparisons, name):
-    chosen = choose(comparisons, Choice(case=name), lambda case: True)
-    assert chosen is not None
-    assert chosen.policy.case.label == "lynx"
 
 
 def test_an_unknown_case_lists_what_there_is(comparisons):
@@ -94,7 +93,6 @@ def test_the_planted_critical_rank_is_the_one_that_is_marked(run):
 
     run = edited(run, "token_drop gamma 1", swap)
     drawing = drawn(timeline_figure, run)
-    assert drawing is not None
     marked = drawing.rows[drawing.rows["is_critical"]].groupby("policy")["rank"].unique().map(list).to_dict()
     assert marked == {"native": [0], "token_drop gamma 1": [2]}
     labels = [[label.get_text() for label in axes.get_yticklabels()] for axes in drawing.figure.axes]
@@ -124,7 +122,6 @@ def test_the_iteration_closest_to_the_median_is_shown(run):
 
 def test_both_sides_are_of_the_same_batch_and_lanes_are_as_long_as_their_ranks_time(run):
     drawing = drawn(timeline_figure, run)
-    assert drawing is not None
     rows = drawing.rows
     assert rows["policy"].unique().tolist() == ["native", "token_drop gamma 1"]
     assert len(rows[["launch", "batch"]].drop_duplicates()) == 1
@@ -147,7 +144,6 @@ def test_both_sides_are_of_the_same_batch_and_lanes_are_as_long_as_their_ranks_t
 
 def test_an_iteration_is_chosen_by_its_numbers_and_unknown_ones_are_refused(run):
     drawing = drawn(timeline_figure, run, choice=Choice(iteration=IterationChoice.parse("7/1")))
-    assert drawing is not None
     policy = drawing.rows[drawing.rows["policy"] != "native"]
     assert policy[["launch", "batch", "iteration"]].drop_duplicates().to_numpy().tolist() == [[0, 7, 1]]
     with pytest.raises(ValueError, match=r"iteration: expected .*batch 0\.\.9.*got 0/99/0"):
@@ -165,7 +161,6 @@ def test_of_many_ranks_some_are_shown_and_the_critical_ones_among_them(tmp_path)
 
     run = edited(run, "token_drop gamma 1", blame)
     drawing = drawn(timeline_figure, run)
-    assert drawing is not None
     shown = drawing.rows["rank"].unique()
     assert 16 <= len(shown) <= 18
     assert {0, 31} <= set(shown)
@@ -191,7 +186,6 @@ def test_the_front_holds_exactly_the_points_that_no_other_beats():
 
 def test_policies_on_the_front_and_points_within_the_noise_are_told(run):
     drawing = drawn(pareto_figure, run)
-    assert drawing is not None
     rows = drawing.rows.set_index("policy")
     on_front = rows["on_front_of_retained_mass"]
     assert on_front["token_drop gamma 1"]  # fastest
@@ -209,38 +203,24 @@ def test_policies_on_the_front_and_points_within_the_noise_are_told(run):
 # ---- scaling -------------------------------------------------------------------------------------------------------
 
 
-def ladder(root: Path, points: list[dict], mode: str = "run") -> Run:
-    """A comparison for each point: ranks, tokens, and the policy's speedup."""
+def ladder(root: Path, points: list[tuple[int, int, float, dict]]) -> Run:
+    """A comparison for each point: ranks, tokens, the policy's speedup, and facts."""
+    sizes = {"num_experts": 16, "num_batches": 2, "num_iterations": 1, "noise": 0.0}
     comparisons = []
-    for number, point in enumerate(points):
-        cases = [
-            FakeCase("native", role="baseline"),
-            FakeCase("native", role="noise", label="native again"),
-            FakeCase("token_drop", params={"capacity_factor": 1.0}, speedup=point["speedup"], dropped=0.2, mass=0.8),
-        ]
-        comparisons.append(
-            FakeComparison(
-                f"c{number}",
-                facts=point.get("facts", {}),
-                cases=cases,
-                num_ranks=point["ranks"],
-                tokens=point["tokens"],
-                num_experts=16,
-                num_batches=10,
-                num_iterations=1,
-                noise=0.0,
-            )
-        )
-    return load_run(write_run(root, comparisons, mode=mode))
+    for number, (ranks, tokens, speedup, facts) in enumerate(points):
+        drop = FakeCase("token_drop", params={"capacity_factor": 1.0}, speedup=speedup, dropped=0.2, mass=0.8)
+        cases = [FakeCase("native", role="baseline"), FakeCase("native", role="noise", label="native again"), drop]
+        comparisons.append(FakeComparison(f"c{number}", facts, cases, num_ranks=ranks, tokens=tokens, **sizes))
+    return load_run(write_run(root, comparisons))
 
 
 def test_a_line_connects_only_what_differs_in_nothing_else(tmp_path):
     points = [
-        {"ranks": 2, "tokens": 2048, "speedup": 1.1},
-        {"ranks": 4, "tokens": 4096, "speedup": 1.2},
-        {"ranks": 8, "tokens": 8192, "speedup": 1.4},
-        {"ranks": 8, "tokens": 4096, "speedup": 1.3},
-        {"ranks": 16, "tokens": 16384, "speedup": 9.0, "facts": {"dtype": "float32"}},
+        (2, 2048, 1.1, {}),
+        (4, 4096, 1.2, {}),
+        (8, 8192, 1.4, {}),
+        (8, 4096, 1.3, {}),
+        (16, 16384, 9.0, {"dtype": "float32"}),
     ]
     run = ladder(tmp_path, points)
     found = {(one.quantity, tuple(value for value, _ in one.points)) for one in scalings(run)}
@@ -250,7 +230,6 @@ def test_a_line_connects_only_what_differs_in_nothing_else(tmp_path):
         ("tokens per rank", (512.0, 1024.0)),
     }
     drawing = drawn(scaling_figure, run)
-    assert drawing is not None
     rows = drawing.rows[(drawing.rows["quantity"].str.contains("per rank held")) & (drawing.rows["role"] == "policy")]
     np.testing.assert_allclose(rows["speedup"], [1.1, 1.2, 1.4], rtol=1e-6)
     np.testing.assert_allclose(rows["layer_time_us"], [2000 / 1.1, 2000 / 1.2, 2000 / 1.4], rtol=1e-6)
@@ -258,13 +237,7 @@ def test_a_line_connects_only_what_differs_in_nothing_else(tmp_path):
 
 def test_a_swept_number_is_an_axis_and_a_single_comparison_is_no_scaling(tmp_path):
     skews = [
-        {
-            "ranks": 2,
-            "tokens": 512,
-            "speedup": 1 + x / 10,
-            "facts": {"title": f"x, peak load {x}", "point": {"workload.peak_load": x}},
-        }
-        for x in (1.5, 2, 4)
+        (2, 512, 1 + x / 10, {"title": f"x, peak load {x}", "point": {"workload.peak_load": x}}) for x in (1.5, 2, 4)
     ]
     run = ladder(tmp_path / "many", skews)
     assert [(one.quantity, [value for value, _ in one.points]) for one in scalings(run)] == [
@@ -279,7 +252,6 @@ def test_a_swept_number_is_an_axis_and_a_single_comparison_is_no_scaling(tmp_pat
 
 def test_percentiles_are_of_each_ranks_own_iterations(run):
     drawing = drawn(latency_figure, run)
-    assert drawing is not None
     rows = drawing.rows.set_index(["policy", "quantity", "rank"])
     for label in ("native", "token_drop gamma 1"):
         times = case_of(run, label).timings

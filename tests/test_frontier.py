@@ -14,7 +14,7 @@ import yaml
 from policy_cases import random_scores
 from torch import Tensor
 
-from moe_ep_bench.analysis.figures.pareto import pareto_figure
+from moe_ep_bench.analysis.figures.costs import pareto_figure
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.render import render

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from results_builder import FakeCase, FakeComparison, write_run
+from results_builder import FakeCase, FakeComparison, assert_nothing_is_clipped, write_run
 
 import plot_results
 from moe_ep_bench.analysis.figures import draw_figures
@@ -37,7 +37,7 @@ def cases(oea: float = 1.05) -> list[FakeCase]:
 def eager(identity: str = "eager", tokens: int = 16, **changes: object) -> FakeComparison:
     facts = {"point": {GRAPH_KEY: False, TOKENS: tokens}, **changes.pop("facts", {})}
     usual = {"cases": cases(), "native_us": EAGER_US, "noise": 0.0, "host_share": 1.0}
-    usual |= {"num_batches": 3, "num_iterations": 2}
+    usual |= {"num_batches": 2, "num_iterations": 1}
     return FakeComparison(identity, **{**usual, "tokens": tokens, "facts": facts, **changes})
 
 
@@ -73,24 +73,27 @@ def test_ratios_are_taken_batch_by_batch(tmp_path: Path) -> None:
     assert (ratio.low, ratio.median, ratio.high) == pytest.approx((2.5, 2.5, 2.5))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"model": "Other-MoE"},
-        {"dtype": "float32"},
-        {"dispatcher": "allgather"},
-        {"workload": {"kind": "synthetic", "description": "Zipf 1.2", "tail_model": None}},
-        {"point": {GRAPH_KEY: True, TOKENS: 16, "workload.seed": 2}},
-    ],
+OTHER = (
+    {"model": "Other-MoE"},
+    {"dtype": "float32"},
+    {"dispatcher": "allgather"},
+    {"workload": {"kind": "synthetic", "description": "Zipf 1.2", "tail_model": None}},
+    {"point": {GRAPH_KEY: True, TOKENS: 16, "workload.seed": 2}},
 )
-def test_what_differs_in_anything_else_is_no_pair(other: dict[str, object], tmp_path: Path) -> None:
-    assert len(pairs_of(tmp_path / "alike", eager(), replayed())) == 1
-    assert pairs_of(tmp_path / "other", eager(), replayed(facts=other)) == []
+
+
+def test_what_differs_in_anything_else_is_no_pair(tmp_path: Path) -> None:
+    native = cases()[:1]
+    others = [replayed(f"other{number}", cases=native, facts=facts) for number, facts in enumerate(OTHER)]
+    run = load_run(write_run(tmp_path, [eager(cases=native), *others, replayed(cases=native)]))
+    found = dict(zip(run.comparisons, analyse(run), strict=True))
+    pairs = {name: len(graph_pairs([found["eager"], one])) for name, one in found.items() if name != "eager"}
+    assert pairs == {**{f"other{number}": 0 for number in range(len(OTHER))}, "replayed": 1}
 
 
 def test_every_step_of_a_sweep_has_its_own_pair(tmp_path: Path) -> None:
-    parts = [one(f"{one.__name__}{n}", tokens) for one in (eager, replayed) for n, tokens in enumerate((64, 4, 16))]
-    found = pairs_of(tmp_path, *parts)
+    steps = itertools.product((eager, replayed), enumerate((64, 4, 16)))
+    found = pairs_of(tmp_path, *(one(f"{one.__name__}{n}", tokens, cases=cases()[:1]) for one, (n, tokens) in steps))
     tokens = [(pair.eager.comparison.num_tokens, pair.replayed.comparison.num_tokens) for pair in found]
     assert tokens == [(4, 4), (16, 16), (64, 64)]
 
@@ -133,7 +136,7 @@ def test_the_summary_has_a_row_per_case_and_says_what_was_compared(tmp_path: Pat
 
 def test_an_all_gather_has_no_bandwidth_of_an_all_to_all(tmp_path: Path) -> None:
     runs = {
-        name: load_run(write_run(tmp_path / name, [eager(facts={"dispatcher": name})]))
+        name: load_run(write_run(tmp_path / name, [eager(cases=cases()[:1], facts={"dispatcher": name})]))
         for name in ("alltoall", "allgather")
     }
     found = {name: analyse(run)[0].results[0].rates for name, run in runs.items()}
@@ -155,7 +158,7 @@ POLICIES = [
 ]
 
 
-def sweep(root: Path, tokens: tuple[int, ...], num_policies: int, num_layers: int = 1) -> Run:
+def sweep(root: Path, tokens: tuple[int, ...], policies: list[FakeCase], num_layers: int = 1) -> Run:
     """Both ways of layers, at some numbers of tokens, under native and some policies."""
     comparisons = []
     for layer, of_step, way in itertools.product(range(num_layers), tokens, (eager, replayed)):
@@ -163,17 +166,21 @@ def sweep(root: Path, tokens: tuple[int, ...], num_policies: int, num_layers: in
         if way is replayed:
             facts["cuda_graph"] = "gate and policy; experts"
         native_us = (EAGER_US if way is eager else REPLAYED_US) + of_step * (1 + layer)
-        own = [*cases()[:2], *POLICIES[:num_policies]]
         identity = f"{layer}-{of_step}-{way.__name__}"
         facts["point"] = {GRAPH_KEY: way is replayed, TOKENS: of_step, "layer.dtype": facts.get("dtype", "bfloat16")}
+        own = [*cases()[:2], *policies]
         comparisons.append(way(identity, of_step, facts=facts, cases=own, native_us=native_us, noise=0.01))
     return load_run(write_run(root, comparisons))
+
+
+@pytest.fixture(scope="module")
+def figure(tmp_path_factory: pytest.TempPathFactory) -> Figure:
+    return drawn(sweep(tmp_path_factory.mktemp("graphs"), (4, 64), POLICIES))
 
 
 def drawn(run: Run) -> Figure:
     with house_style():
         drawing = graphs_figure(run)
-    assert drawing is not None
     return drawing.figure
 
 
@@ -181,46 +188,36 @@ def is_hollow(line: Line2D) -> bool:
     return to_hex(line.get_markerfacecolor()) == to_hex("white")
 
 
-def test_eager_is_hollow_and_dashed_and_a_replay_filled_and_solid(tmp_path: Path) -> None:
-    above, below = drawn(sweep(tmp_path, (4, 16, 64), 3)).axes
-    for axes, per_way in ((above, 4), (below, 3)):  # native stands above only
+def test_eager_is_hollow_and_dashed_and_a_replay_filled_and_solid(figure: Figure) -> None:
+    above, below = figure.axes
+    for axes, per_way in ((above, 9), (below, 8)):  # native stands above only, token_drop is one line
         lines = [line for line in axes.lines if line.get_marker() not in ("None", "")]
         hollow = [line for line in lines if is_hollow(line)]
         assert (len(hollow), len(lines)) == (per_way, 2 * per_way)
         assert all(line.is_dashed() == is_hollow(line) for line in lines)
     replay = next(line for line in above.lines if not is_hollow(line))
-    assert replay.get_ydata() == pytest.approx([REPLAYED_US + tokens for tokens in (4, 16, 64)], rel=0.02)
-    assert [float(tick) for tick in below.get_xticks()] == [4, 16, 64]
-    assert [label.get_text() for label in below.get_xticklabels()] == ["4", "16", "64"]
+    assert replay.get_ydata() == pytest.approx([REPLAYED_US + tokens for tokens in (4, 64)], rel=0.02)
+    assert [float(tick) for tick in below.get_xticks()] == [4, 64]
+    assert [label.get_text() for label in below.get_xticklabels()] == ["4", "64"]
 
 
 def test_each_layer_has_a_panel_of_its_own_that_says_what_its_graphs_hold(tmp_path: Path) -> None:
-    titles = [axes.get_title(loc="left") for axes in drawn(sweep(tmp_path, (4, 16), 1, num_layers=2)).axes]
+    titles = [axes.get_title(loc="left") for axes in drawn(sweep(tmp_path, (4,), [], num_layers=2)).axes]
     titles = [title.replace("\n", " ") for title in titles if title]
     assert [("bfloat16" in title, "float32" in title) for title in titles] == [(True, False), (False, True)]
     assert all(title.endswith("; the graphs hold gate and policy; experts") for title in titles)
     assert not any("tokens" in title for title in titles)
 
 
-def test_a_policy_of_several_factors_is_drawn_at_its_smallest(tmp_path: Path) -> None:
-    figure = drawn(sweep(tmp_path, (16,), len(POLICIES)))
+def test_a_policy_of_several_factors_is_drawn_at_its_smallest(figure: Figure) -> None:
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert [label for label in labels if label.startswith("token_drop")] == [
         "token_drop, \N{GREEK SMALL LETTER GAMMA} 1: dropped 0.0 %, kept 100.0 %"
     ]
 
 
-@pytest.mark.parametrize(("tokens", "num_policies", "num_layers"), [((1, 4, 8, 16, 64, 256), 9, 1)])
-def test_nothing_is_clipped_and_the_legend_hides_no_data(
-    tokens: tuple[int, ...], num_policies: int, num_layers: int, tmp_path: Path
-) -> None:
-    figure = drawn(sweep(tmp_path, tokens, num_policies, num_layers))
-    figure.draw_without_rendering()
-    boxes = [artist.get_window_extent() for artist in (*figure.texts, *figure.legends)]
-    boxes += [axes.get_tightbbox() for axes in figure.axes]
-    assert all(min(box.x0, box.y0) >= 0 for box in boxes)
-    assert all(box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1 for box in boxes)
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+def test_nothing_is_clipped_and_the_legend_hides_no_data(figure: Figure) -> None:
+    assert_nothing_is_clipped(figure)
     for axes in figure.axes:
         low, high = axes.get_ylim()
         heights = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
@@ -230,6 +227,6 @@ def test_nothing_is_clipped_and_the_legend_hides_no_data(
 
 def test_without_a_pair_there_is_no_such_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = write_run(tmp_path, [eager()])
-    assert "graphs.csv" not in [path.name for path in draw_figures(load_run(directory), tmp_path / "all", [])[0]]
+    assert draw_figures(load_run(directory), tmp_path / "none", [], ["graphs"]) == ([], ["graphs"])
     assert plot_results.main([str(directory), "--figures", "graphs"]) == 2
     assert "graphs: not drawn" in capsys.readouterr().err

@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from results_builder import FakeCase, FakeComparison, write_run
+from results_builder import FakeCase, FakeComparison, assert_nothing_is_clipped, write_run
 
 import plot_results
 from moe_ep_bench.analysis.figures.maps import map_figure, sweep_figure
-from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.load import Comparison as Facts
+from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.sweep import in_order, key_words, sweeps_along, swept_keys, value_of, value_words
@@ -89,53 +91,54 @@ def test_shipped_sweeps_are_of_one_key_and_on_a_modelled_device(name: str) -> No
 # ---- built results -------------------------------------------------------------------------------------------------
 
 
-def cases_of(speedups: dict[float, float], *, ceiling: float = 1.5, eplb: float | None = None) -> list[FakeCase]:
-    """token_drop at each capacity factor with the given speedup, between native and its ceiling."""
+def cases_of(speedups: dict[float, float], *, ceiling: float | None = None, eplb: float | None = None):
+    """token_drop at each capacity factor with the given speedup; with a ceiling all that may stand beside it."""
     drops = [
         FakeCase("token_drop", params={"capacity_factor": factor}, speedup=speedup, dropped=0.3 / factor, mass=0.9)
         for factor, speedup in speedups.items()
     ]
-    spare = FakeCase("eplb", role="replication", label="EPLB, 1 spare per rank", speedup=eplb or 1.0)
-    return [
-        FakeCase("native", role="baseline"),
+    beside = [
         FakeCase("native", role="noise", label="native again"),
         FakeCase("topk"),
-        *drops,
-        *([spare] if eplb else []),
-        FakeCase("native_balanced", role="ceiling", label="native, balanced scores", speedup=ceiling),
+        FakeCase("native_balanced", role="ceiling", label="native, balanced scores", speedup=ceiling or 1.0),
     ]
+    spare = FakeCase("eplb", role="replication", label="EPLB, 1 spare per rank", speedup=eplb or 1.0)
+    return [FakeCase("native", role="baseline"), *drops, *([spare] if eplb else []), *(beside if ceiling else [])]
 
 
 def comparison_at(number: int, point: dict, cases: list[FakeCase], **changes) -> FakeComparison:
     facts = {"point": point, "title": f"Tiny {number}", **changes.pop("facts", {})}
-    return FakeComparison(f"c{number}", facts, cases, **{"num_iterations": 1, "noise": 0.0, **changes})
+    usual = {"num_batches": 2, "num_iterations": 1, "noise": 0.0}
+    return FakeComparison(f"c{number}", facts, cases, **{**usual, **changes})
 
 
-def peak_sweep(root: Path, mode: str = "run", *, factor: float = 1.0, eplb: float | None = None, **changes) -> Path:
-    """Peak loads 1 to 4, written out of order; token_drop pays where the peak load is above its capacity factor."""
-    comparisons = [
-        comparison_at(
-            number,
-            {PEAK: peak},
-            cases_of({g: (1 + 0.2 * (peak - g)) * factor for g in (1.0, 2.0, 3.0)}, ceiling=1 + peak / 10, eplb=eplb),
-            **changes,
-        )
-        for number, peak in enumerate((4, 1, 2.5, 2))
-    ]
-    return write_run(root, comparisons, mode)
+def peak_sweep(root: Path, mode: str = "run", peaks=(2, 1), *, factor: float = 1.0, ceiling=None, eplb=None, **facts):
+    """Peak loads written out of order; token_drop pays where the peak load is above its capacity factor."""
+    comparisons = []
+    for number, peak in enumerate(peaks):
+        speedups = {g: (1 + 0.2 * (peak - g)) * factor for g in (1.0, 2.0, 3.0)}
+        cases = cases_of(speedups, ceiling=ceiling and ceiling + peak / 10, eplb=eplb)
+        comparisons.append(comparison_at(number, {PEAK: peak}, cases, facts=facts))
+    return load_run(write_run(root, comparisons, mode))
 
 
 @pytest.fixture(scope="module")
-def peaks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return peak_sweep(tmp_path_factory.mktemp("peaks"), eplb=1.25)
+def peaks(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return peak_sweep(tmp_path_factory.mktemp("peaks"), peaks=(4, 1, 2.5, 2), ceiling=1, eplb=1.25)
 
 
-def analysed(directory: Path) -> list[ComparisonResult]:
-    return analyse(load_run(directory))
+@pytest.fixture(scope="module")
+def peaks_axes(peaks: Run) -> Axes:
+    (axes,) = figure_of(peaks).axes
+    return axes
 
 
-def figure_of(directory: Path, draw=map_figure) -> Figure | None:
-    run = load_run(directory)
+@pytest.fixture(scope="module")
+def peaks_text(peaks: Run) -> str:
+    return run_text(peaks)
+
+
+def figure_of(run: Run, draw=map_figure) -> Figure | None:
     with house_style():
         drawing = draw(run)
     return None if drawing is None else drawing.figure
@@ -155,48 +158,44 @@ def texts_in(axes) -> dict[tuple[float, float], list[str]]:
     return found
 
 
-def test_run_json_without_points_links_or_device_is_read_as_before(tmp_path: Path) -> None:
-    directory = write_run(tmp_path, [FakeComparison("c0", cases=cases_of({1.0: 1.2}), num_iterations=1)])
-    (facts,) = load_run(directory).comparisons.values()
+def test_comparisons_stand_in_the_order_of_the_sweep(peaks: Run, peaks_text: str) -> None:
+    assert [facts.point[PEAK] for facts in peaks.comparisons.values()] == [1, 2, 2.5, 4]
+    places = [peaks_text.index(f"Tiny {number}:") for number in (1, 3, 2, 0)]
+    assert places == sorted(places)
+
+
+# ---- keys and values -----------------------------------------------------------------------------------------------
+
+
+def result_at(point: dict, num_ranks: int = 2, **facts) -> ComparisonResult:
+    """A comparison of which nothing was measured."""
+    described = FakeComparison(facts={"point": point, **facts}, num_ranks=num_ranks).described()
+    return ComparisonResult(Facts.model_validate(described), (), None, ())
+
+
+def test_run_json_without_points_links_or_device_is_read_as_before() -> None:
+    facts = Facts.model_validate(FakeComparison().described())
     assert (facts.point, facts.links, facts.device) == ({}, None, None)
 
 
-def test_comparisons_stand_in_the_order_of_the_sweep(peaks: Path) -> None:
-    run = load_run(peaks)
-    assert [facts.point[PEAK] for facts in run.comparisons.values()] == [1, 2, 2.5, 4]
-    text = run_text(run)
-    assert [text.index(f"Tiny {number}:") for number in (1, 3, 2, 0)] == sorted(
-        text.index(f"Tiny {number}:") for number in range(4)
-    )
-
-
-def test_ep_size_is_shown_as_experts_per_rank(tmp_path: Path) -> None:
-    comparisons = [
-        comparison_at(number, {EP_SIZE: size}, cases_of({1.0: 1.2, 2.0: 1.1}), num_ranks=size or 8)
-        for number, size in enumerate((2, 4, None))
-    ]
-    results = analysed(write_run(tmp_path, comparisons))
+def test_ep_size_is_shown_as_experts_per_rank() -> None:
+    results = [result_at({EP_SIZE: size}, size or 8) for size in (2, 4, None)]
     (sweep,) = sweeps_along(EP_SIZE, results)
     assert (key_words(sweep.key), sweep.labels) == ("experts per rank", ["1", "2", "4"])
     assert [result.comparison.num_ranks for result in sweep.comparisons] == [8, 4, 2]
 
 
-def test_words_are_for_people(tmp_path: Path) -> None:
-    point = {"emulate.replication": [{"spare_per_rank": 1, "policy": None}], LINKS: "pcie5"}
-    (result,) = analysed(write_run(tmp_path, [comparison_at(0, point, cases_of({1.0: 1.2}))]))
-    assert [value_of(key, result.comparison) for key in point] == ["spare_per_rank=1", "pcie5"]
+def test_words_are_for_people() -> None:
+    point = {"emulate.replication": [{"spare_per_rank": 1, "policy": None}], LINKS: "pcie5", PEAK: None}
+    facts = result_at(point).comparison
+    said = [value_words(value_of(key, facts)) for key in point]
+    assert said == ["spare_per_rank=1", "pcie5", "unskewed"]
     assert [key_words(key) for key in (LINKS, "layer.cuda_graph")] == ["links", "cuda graph"]
-    unskewed = comparison_at(0, {PEAK: None}, cases_of({1.0: 1.2}))
-    (result,) = analysed(write_run(tmp_path / "unskewed", [unskewed]))
-    assert value_words(value_of(PEAK, result.comparison)) == "unskewed"
 
 
-def test_the_key_with_most_numbers_is_the_axis_and_the_others_have_maps_of_their_own(tmp_path: Path) -> None:
-    comparisons = [
-        comparison_at(number, {LINKS: links, PEAK: peak}, cases_of({1.0: 1.2, 2.0: 1.1}))
-        for number, (links, peak) in enumerate(itertools.product(("pcie5", "nvlink", "ib"), (2.0, 1.0)))
-    ]
-    results = analysed(write_run(tmp_path, comparisons))
+def test_the_key_with_most_numbers_is_the_axis_and_the_others_have_maps_of_their_own() -> None:
+    points = itertools.product(("pcie5", "nvlink", "ib"), (2.0, 1.0))
+    results = [result_at({LINKS: links, PEAK: peak}) for links, peak in points]
     assert swept_keys(results) == [PEAK, LINKS]
     assert [(sweep.others, sweep.values) for sweep in sweeps_along(PEAK, results)] == [
         ("links ib", (1.0, 2.0)),
@@ -204,35 +203,24 @@ def test_the_key_with_most_numbers_is_the_axis_and_the_others_have_maps_of_their
         ("links pcie5", (1.0, 2.0)),
     ]
     assert [sweep.values for sweep in sweeps_along(LINKS, results)] == [("ib", "nvlink", "pcie5")] * 2
-    titles = [axes.get_title(loc="left").replace("\n", " ") for axes in figure_of(tmp_path).axes]
-    assert [title.partition(":")[0] for title in titles] == [
-        "token_drop, links ib",
-        "token_drop, links nvlink",
-        "token_drop, links pcie5",
-    ]
 
 
-def test_numbers_and_words_of_one_key_stand_as_words(tmp_path: Path) -> None:
-    comparisons = [
-        comparison_at(number, {PEAK: peak}, cases_of({1.0: 1.2, 2.0: 0.9})) for number, peak in enumerate((None, 2.0))
-    ]
-    (sweep,) = sweeps_along(PEAK, analysed(write_run(tmp_path, comparisons)))
+def test_numbers_and_words_of_one_key_stand_as_words() -> None:
+    (sweep,) = sweeps_along(PEAK, [result_at({PEAK: peak}) for peak in (None, 2.0)])
     assert sweep.values == ("2", "unskewed")
     assert not sweep.is_numeric
 
 
-def test_in_order_leaves_comparisons_without_a_sweep_alone(tmp_path: Path) -> None:
-    comparisons = [FakeComparison(name, cases=cases_of({1.0: 1.2}), num_iterations=1) for name in ("b", "a", "c")]
-    results = analysed(write_run(tmp_path, comparisons))
+def test_in_order_leaves_comparisons_without_a_sweep_alone() -> None:
+    results = [result_at({}, title=name) for name in ("b", "a", "c")]
     assert in_order(results) == results
 
 
 # ---- map -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_cell_shows_its_speedup_and_what_it_drops(peaks: Path) -> None:
-    (axes,) = figure_of(peaks).axes
-    cells = texts_in(axes)
+def test_every_cell_shows_its_speedup_and_what_it_drops(peaks_axes: Axes) -> None:
+    axes, cells = peaks_axes, texts_in(peaks_axes)
     for column, peak in enumerate((1, 2, 2.5, 4)):
         for row, factor in enumerate((1.0, 2.0, 3.0)):
             assert cells[column, row] == [f"{1 + 0.2 * (peak - factor):.2f}", f"{30 / factor:.1f} %"]
@@ -250,17 +238,16 @@ def break_even_of(axes) -> set[tuple]:
     return {tuple(map(tuple, line.get_xydata().tolist())) for line in axes.lines}
 
 
-def test_the_break_even_line_runs_along_the_edges_of_cells_that_pay(peaks: Path) -> None:
+def test_the_break_even_line_runs_along_the_edges_of_cells_that_pay(peaks_axes: Axes) -> None:
     """Gamma 1 pays above a peak load of 1, gamma 2 above 2, gamma 3 at 4 alone: three steps, each ahead of its cell."""
-    (axes,) = figure_of(peaks).axes
     steps = [(0, 0), (1, 1), (2, 2)]  # the last column of each row that does not pay
     upright = {((x + 0.5, y - 0.5), (x + 0.5, y + 0.5)) for x, y in steps}
     level = {((x - 0.5, y - 0.5), (x + 0.5, y - 0.5)) for x, y in steps[1:]}
-    assert break_even_of(axes) == upright | level
+    assert break_even_of(peaks_axes) == upright | level
 
 
-def test_no_text_of_a_map_hides_its_break_even_line(peaks: Path) -> None:
-    (axes,) = figure_of(peaks).axes
+def test_no_text_of_a_map_hides_its_break_even_line(peaks_axes: Axes) -> None:
+    axes = peaks_axes
     axes.figure.draw_without_rendering()
     ends = [axes.transData.transform(line.get_xydata()) for line in axes.lines]
     points = np.concatenate([start + np.linspace(0, 1, 50)[:, None] * (end - start) for start, end in ends])
@@ -271,13 +258,28 @@ def test_no_text_of_a_map_hides_its_break_even_line(peaks: Path) -> None:
     assert min(line.get_zorder() for line in axes.lines) > max(text.get_zorder() for text in axes.texts)
 
 
+EMULATED = {"links": LINKS_WORDS}, "emulated (one device for all ranks, the all-to-all is modelled)"
+MODELLED = {"links": LINKS_WORDS, "device": DEVICE_WORDS}, "modelled (nothing was run)"
+
+
 @pytest.mark.parametrize(
-    ("factor", "words"), [(0.6, "nowhere faster than native"), (1.7, "faster than native in every cell")]
+    ("factor", "where", "origin"),
+    [(0.6, "nowhere faster than native", EMULATED), (1.7, "faster than native in every cell", MODELLED)],
 )
-def test_a_map_without_a_break_even_says_so(tmp_path: Path, factor: float, words: str) -> None:
-    (axes,) = figure_of(peak_sweep(tmp_path, factor=factor)).axes
+def test_sheets_say_where_there_is_no_break_even_and_what_is_modelled(
+    tmp_path: Path, factor: float, where: str, origin: tuple
+) -> None:
+    facts, how = origin
+    run = peak_sweep(tmp_path, "emulated", factor=factor, **facts)
+    figures = [figure_of(run, draw) for draw in (map_figure, sweep_figure)]
+    (axes,) = figures[0].axes
     assert break_even_of(axes) == set()
-    assert axes.get_title(loc="left").replace("\n", " ") == f"token_drop: {words}"
+    assert axes.get_title(loc="left").replace("\n", " ") == f"token_drop: {where}"
+    for words in map(words_of, figures):
+        assert how in words
+        assert all(model.partition(":")[0] in words for model in facts.values())
+        assert ("NVIDIA Fake 80GB in place of 2 ranks" in words) == (origin is EMULATED)
+        assert ("NVIDIA Fake" in words) == ("emulated" in words) == (origin is EMULATED)
 
 
 def hatches_of(axes) -> set[tuple[float, float, str]]:
@@ -286,20 +288,21 @@ def hatches_of(axes) -> set[tuple[float, float, str]]:
 
 def test_cells_inside_the_noise_floor_are_hatched(tmp_path: Path) -> None:
     speedups = ({1.0: 1.0, 2.0: 1.5}, {1.0: 1.5, 2.0: 0.999})
+    noisy = {"noise": 0.02, "num_batches": 10, "num_iterations": 6}
     comparisons = [
-        comparison_at(number, {PEAK: 1.0 + number}, cases_of(one), noise=0.02, num_iterations=6)
+        comparison_at(number, {PEAK: 1.0 + number}, cases_of(one, ceiling=1.5), **noisy)
         for number, one in enumerate(speedups)
     ]
-    directory = write_run(tmp_path, comparisons)
+    run = load_run(write_run(tmp_path, comparisons))
     verdicts = {
         (x, result.capacity_factor): result.verdict
-        for x, comparison in enumerate(analysed(directory))
+        for x, comparison in enumerate(analyse(run))
         for result in comparison.policies
         if result.capacity_factor
     }
     assert set(verdicts.values()) >= {"faster"}
     expected = {"no difference": "////", "inconclusive": ".."}
-    (axes,) = figure_of(directory).axes
+    (axes,) = figure_of(run).axes
     found = {(x, y): hatch for x, y, hatch in hatches_of(axes) if y < 2}
     assert found == {(x, g - 1): expected[verdict] for (x, g), verdict in verdicts.items() if verdict in expected}
     assert len(found) == 2
@@ -307,62 +310,43 @@ def test_cells_inside_the_noise_floor_are_hatched(tmp_path: Path) -> None:
 
 def test_a_case_that_failed_is_an_empty_cell_with_its_status(tmp_path: Path) -> None:
     comparisons = [comparison_at(number, {PEAK: 1.0 + number}, cases_of({1.0: 1.5, 2.0: 0.9})) for number in range(2)]
-    comparisons[1].cases[3].status, comparisons[1].cases[3].reason = "oom", "too big"
-    (axes,) = figure_of(write_run(tmp_path, comparisons)).axes
+    comparisons[1].cases[1].status, comparisons[1].cases[1].reason = "oom", "too big"
+    (axes,) = figure_of(load_run(write_run(tmp_path, comparisons))).axes
     assert texts_in(axes)[1, 0] == ["oom"]
-    drawn = {tuple(map(tuple, line.get_xydata().tolist())) for line in axes.lines}
-    assert drawn == {((-0.5, 0.5), (0.5, 0.5))}, "no break-even beside what was not measured"
+    assert break_even_of(axes) == {((-0.5, 0.5), (0.5, 0.5))}, "no break-even beside what was not measured"
 
 
-def test_replication_is_in_the_table_with_its_memory(peaks: Path) -> None:
-    text = run_text(load_run(peaks))
-    assert "EPLB, 1 spare per rank: more memory per rank, by how much was not recorded" in text
-
-
-def test_several_replications_are_allowed_and_their_memory_is_said(tmp_path: Path) -> None:
+def test_replication_is_in_the_table_with_its_memory(peaks_text: str, tmp_path: Path) -> None:
+    assert "EPLB, 1 spare per rank: more memory per rank, by how much was not recorded" in peaks_text
     spare = [
         FakeCase("eplb", role="replication", label=f"EPLB, {n} spare per rank", params={"spare_per_rank": n})
         for n in (1, 2)
     ]
-    directory = write_run(tmp_path, [FakeComparison("c0", cases=[*cases_of({1.0: 1.2}), *spare], num_iterations=1)])
+    cases = [*cases_of({1.0: 1.2}, ceiling=1.5), *spare]
+    directory = write_run(tmp_path, [comparison_at(0, {}, cases)])
     path = directory / "run.json"
     path.write_text(
         path.read_text().replace('"role": "replication"', '"role": "replication", "extra_bytes_per_rank": 3e9')
     )
-    (result,) = analysed(directory)
+    run = load_run(directory)
+    (result,) = analyse(run)
     assert [one.case.extra_bytes_per_rank for one in result.replications] == [3e9, 3e9]
     assert [one.case.label for one in result.results[-3:]] == [*(c.label for c in spare), "native, balanced scores"]
-    assert "EPLB, 2 spare per rank: 2.79 GiB more memory per rank" in run_text(load_run(directory))
+    assert "EPLB, 2 spare per rank: 2.79 GiB more memory per rank" in run_text(run)
 
 
-@pytest.mark.parametrize("draw", [map_figure, sweep_figure])
-def test_captions_say_what_is_modelled(tmp_path: Path, draw) -> None:
-    emulated = figure_of(peak_sweep(tmp_path / "emulated", "emulated", facts={"links": LINKS_WORDS}), draw)
-    words = words_of(emulated)
-    assert "emulated (one device for all ranks, the all-to-all is modelled)" in words
-    assert "NVIDIA Fake 80GB in place of 2 ranks" in words
-    assert LINKS_WORDS.partition(":")[0] in words
-    facts = {"links": LINKS_WORDS, "device": DEVICE_WORDS}
-    words = words_of(figure_of(peak_sweep(tmp_path / "modelled", "emulated", facts=facts), draw))
-    assert "modelled (nothing was run)" in words
-    assert DEVICE_WORDS.partition(":")[0] in words
-    assert LINKS_WORDS.partition(":")[0] in words
-    assert "NVIDIA Fake" not in words
-    assert "emulated" not in words
-
-
-@pytest.mark.parametrize("draw", [map_figure, sweep_figure])
-def test_without_a_sweep_or_several_factors_nothing_is_drawn(tmp_path: Path, draw) -> None:
-    one_value = write_run(tmp_path / "value", [comparison_at(0, {PEAK: 2.0}, cases_of({1.0: 1.2, 2.0: 1.1}))])
+def test_without_a_sweep_or_several_factors_nothing_is_drawn(tmp_path: Path) -> None:
+    one_value = [comparison_at(0, {PEAK: 2.0}, cases_of({1.0: 1.2, 2.0: 1.1}))]
     one_factor = [comparison_at(number, {PEAK: 1.0 + number}, cases_of({1.0: 1.2})) for number in range(2)]
-    assert figure_of(one_value, draw) is None
-    assert figure_of(write_run(tmp_path / "factor", one_factor), draw) is None
+    for name, comparisons in (("value", one_value), ("factor", one_factor)):
+        run = load_run(write_run(tmp_path / name, comparisons))
+        assert figure_of(run) is figure_of(run, sweep_figure) is None
 
 
 # ---- lines ---------------------------------------------------------------------------------------------------------
 
 
-def test_lines_run_along_the_key_with_the_ceiling_dashed(peaks: Path) -> None:
+def test_lines_run_along_the_key_with_the_ceiling_dashed(peaks: Run) -> None:
     above, below = figure_of(peaks, sweep_figure).axes
     lines = {
         tuple(np.round(line.get_ydata(), 6)): line for line in above.lines if list(line.get_xdata()) == [1, 2, 2.5, 4]
@@ -374,30 +358,34 @@ def test_lines_run_along_the_key_with_the_ceiling_dashed(peaks: Path) -> None:
     assert [line.get_ydata()[0] for line in below.lines] == pytest.approx([30, 15, 10], rel=1e-3)
 
 
-# ---- files ---------------------------------------------------------------------------------------------------------
+# ---- clipping ------------------------------------------------------------------------------------------------------
+
+LONG = "a name that goes on and on withALongWordThatHasNoPlaceToBreakAnywhereAtAll"
+
+
+@pytest.fixture(scope="module")
+def long_names(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Three families along peak loads, over two links."""
+    cases = cases_of({1.0: 1.2, 2.0: 0.9}, ceiling=1.5, eplb=1.1)
+    cases = [case for case in cases if case.role != "noise" and case.policy != "topk"]
+    cases += [
+        FakeCase("expanded_drop", params={"capacity_factor": g, "metric": f"{LONG}{number}"}, speedup=1 + g / 9)
+        for number in range(2)
+        for g in (1.0, 2.0)
+    ]
+    cases[3].label = LONG
+    points = itertools.product((1, 2), (1.0, 2.0))
+    comparisons = [
+        comparison_at(number, {LINKS: f"{LONG} {links}", PEAK: peak}, list(cases), facts={"links": LONG})
+        for number, (links, peak) in enumerate(points)
+    ]
+    return load_run(write_run(tmp_path_factory.mktemp("long"), comparisons))
 
 
 @pytest.mark.parametrize("draw", [map_figure, sweep_figure])
-@pytest.mark.parametrize("families", [2])
-def test_nothing_is_clipped_and_no_text_hides_another(tmp_path: Path, draw, families: int) -> None:
-    long = "a name that goes on and on withALongWordThatHasNoPlaceToBreakAnywhereAtAll"
-    cases = cases_of({1.0: 1.2, 2.0: 0.9}, eplb=1.1)
-    for number in range(families):
-        cases += [
-            FakeCase("expanded_drop", params={"capacity_factor": g, "metric": f"{long}{number}"}, speedup=1 + g / 9)
-            for g in (1.0, 2.0)
-        ]
-    cases[5].label = long
-    comparisons = [
-        comparison_at(number, {LINKS: f"{long} {links}", PEAK: peak}, list(cases), facts={"links": long})
-        for number, (links, peak) in enumerate(itertools.product((1, 2), (1.0, 2.0)))
-    ]
-    figure = figure_of(write_run(tmp_path, comparisons), draw)
-    figure.draw_without_rendering()
-    boxes = [artist.get_window_extent() for artist in (*figure.texts, *figure.legends)]
-    boxes += [axes.get_tightbbox() for axes in figure.axes]
-    for box in boxes:
-        assert min(box.x0, box.y0) >= 0
-        assert box.x1 <= figure.bbox.x1
-        assert box.y1 <= figure.bbox.y1
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+def test_nothing_is_clipped_and_no_text_hides_another(long_names: Run, draw) -> None:
+    figure = figure_of(long_names, draw)
+    titles = ["".join(axes.get_title(loc="left").split()) for axes in figure.axes]
+    of_drops = [title for title in titles if title.startswith("token_drop")]
+    assert ["".join(f"links {LONG} 1".split()) in title for title in of_drops] == [True, False]
+    assert_nothing_is_clipped(figure)

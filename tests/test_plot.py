@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +38,19 @@ def cases_of(speedup: float = 1.5) -> list[FakeCase]:
     return [*standard_cases()[1:], *drops]
 
 
+FULL = {"cases": cases_of(), "kinds": ("plain", "breakdown")}
+
+
+def few_cases() -> list[FakeCase]:
+    """Two policies, and what they are held against."""
+    *references, drop, _ = cases_of()
+    return [*references[1:], drop]
+
+
 def directory_of(root: Path, comparison_id: str = "c0", job: str = "", device: str = "", **changes) -> Path:
     """A run of its own job, on a device of its own where one is named."""
-    comparison = FakeComparison(comparison_id, cases=cases_of(), num_batches=3, num_iterations=2, **changes)
+    usual = {"cases": few_cases(), "num_batches": 3, "num_iterations": 2, "kinds": ("plain",)}
+    comparison = FakeComparison(comparison_id, **{**usual, **changes})
     write_run(root, [comparison], seed=len(str(root)))
     for path in root.glob("cases/*.parquet") if job else ():
         table = pq.read_table(path)
@@ -60,6 +72,22 @@ def edit_json(root: Path, change) -> None:
     (root / "run.json").write_text(json.dumps(content))
 
 
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sound run of few cases, which nobody writes to."""
+    return directory_of(tmp_path_factory.mktemp("plot") / "good")
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Likewise of all, with breakdown iterations."""
+    return directory_of(tmp_path_factory.mktemp("plot") / "full", **FULL)
+
+
+def copy_of(directory: Path, to: Path) -> Path:
+    return Path(shutil.copytree(directory, to))
+
+
 def drawn(root: Path, *arguments: str | Path) -> tuple[int, Path]:
     out = root / "drawn"
     return main(["plot", *map(str, arguments), "--out", str(out), "--format", "svg"]), out
@@ -69,14 +97,13 @@ def drawn(root: Path, *arguments: str | Path) -> tuple[int, Path]:
 
 
 def test_jobs_of_different_sizes_stand_in_one_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for size in (2, 4, 8):
-        directory_of(tmp_path / f"ep{size}", f"c{size}", f"job{size}", num_ranks=size)
-    status, out = drawn(tmp_path, *(tmp_path / f"ep{size}" for size in (2, 4, 8)), "--figures", "dropped,speedup")
+    roots = [directory_of(tmp_path / f"ep{n}", f"c{n}", f"job{n}", num_ranks=n) for n in (2, 4)]
+    status, out = drawn(tmp_path, *roots, "--figures", "dropped,speedup")
     assert status == 0
     assert sorted(path.name for path in out.iterdir()) == ["dropped.csv", "dropped.svg", "speedup.csv", "speedup.svg"]
     rows = pd.read_csv(out / "speedup.csv")
-    assert sorted(set(rows["num_ranks"])) == [2, 4, 8]
-    assert capsys.readouterr().err == "moe-ep-bench: read as one: ep2, ep4, ep8\n"
+    assert sorted(set(rows["num_ranks"])) == [2, 4]
+    assert capsys.readouterr().err == "moe-ep-bench: read as one: ep2, ep4\n"
 
 
 def test_the_same_comparison_of_another_job_is_a_further_launch(tmp_path: Path) -> None:
@@ -89,21 +116,18 @@ def test_the_same_comparison_of_another_job_is_a_further_launch(tmp_path: Path) 
     for case in run.cases:
         assert case.run_ids == {0: "first-0", 1: "second-0"}
     (together,) = analyse(run)
-    for result in together.results:
-        if result.speedup is not None:
-            # The oracle: ratios of each directory by itself, thrown together.
-            ratios = []
-            for directory in (one, two):
-                alone = load_run(directory)
-                times = {case.role: layer_time_us(case) for case in alone.cases}
-                own = next(case for case in alone.cases if case.case_id == result.case.case_id)
-                ratios += list(times["baseline"] / layer_time_us(own))
-            assert result.speedup.median == pytest.approx(np.median(ratios))
-            assert result.speedup.num_launches == 2
+    # The oracle: ratios of each directory by itself, thrown together.
+    alone = [{case.case_id: layer_time_us(case) for case in load_run(one).cases} for one in (one, two)]
+    native = together.of_role("baseline").case.case_id
+    for result in (*together.policies, together.of_role("noise")):
+        ratios = np.concatenate([times[native] / times[result.case.case_id] for times in alone])
+        assert result.speedup.median == pytest.approx(np.median(ratios))
+        assert result.speedup.num_launches == 2
 
 
 def test_a_copy_of_a_directory_adds_no_samples(tmp_path: Path) -> None:
-    one, two = (directory_of(tmp_path / name, job="same") for name in ("a", "b"))
+    one = directory_of(tmp_path / "a", job="same", cases=cases_of())
+    two = copy_of(one, tmp_path / "b")
     # The copy was made before the first was whole: what it lacks comes from the other.
     (one / "cases" / "c0-4.parquet").unlink()
     gathered = gather([one, two])
@@ -136,7 +160,7 @@ def test_what_was_measured_elsewhere_or_emulated_is_never_pooled(
 ) -> None:
     directory_of(tmp_path / "a" / "mine", job="a")
     directory_of(tmp_path / "b" / "mine", job="b", device="NVIDIA Other 40GB")
-    comparison = FakeComparison("c0", {"links": "modelled links"}, cases_of(), num_batches=3, num_iterations=2)
+    comparison = FakeComparison("c0", {"links": "modelled links"}, few_cases(), num_batches=3, num_iterations=2)
     write_run(tmp_path / "emulated", [comparison], "emulated")
     directories = [tmp_path / "a" / "mine", tmp_path / "b" / "mine", tmp_path / "emulated"]
     status, out = drawn(tmp_path, *directories, "--figures", "dropped")
@@ -157,7 +181,6 @@ def test_what_was_measured_elsewhere_or_emulated_is_never_pooled(
 def _figure(run):
     with house_style():
         drawing = FIGURES["dropped"](run)
-    assert drawing is not None
     return drawing.figure
 
 
@@ -175,8 +198,10 @@ def test_figures_of_several_directories_land_here_unless_told_otherwise(
 # ---- what cannot be trusted --------------------------------------------------------------------------------------
 
 
-def test_a_damaged_part_is_named_and_the_rest_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = directory_of(tmp_path / "run")
+def test_a_damaged_part_is_named_and_the_rest_drawn(
+    full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = copy_of(full, tmp_path / "run")
     lost = next(case for case in load_run(directory).cases if case.label == "token_drop gamma 1")
     (directory / "cases" / f"{lost.case_id}.parquet").write_bytes(b"PAR1")
     (directory / "cases" / "stranger.parquet").write_bytes(b"")
@@ -190,9 +215,9 @@ def test_a_damaged_part_is_named_and_the_rest_drawn(tmp_path: Path, capsys: pyte
 
 
 def test_one_directory_that_cannot_be_read_does_not_keep_the_others_from_being_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good, newer = directory_of(tmp_path / "good"), directory_of(tmp_path / "newer")
+    newer = copy_of(good, tmp_path / "newer")
     edit_json(newer, lambda content: content.update(schema_version=99))
     (tmp_path / "empty").mkdir()
     status, out = drawn(tmp_path, good, newer, tmp_path / "empty", "--figures", "dropped")
@@ -206,8 +231,8 @@ def test_one_directory_that_cannot_be_read_does_not_keep_the_others_from_being_d
     assert (status, out.exists()) == (2, False)
 
 
-def test_a_comparison_that_lost_its_baseline_has_no_speedups_and_says_so(tmp_path: Path) -> None:
-    directory = directory_of(tmp_path / "run")
+def test_a_comparison_that_lost_its_baseline_has_no_speedups_and_says_so(full: Path, tmp_path: Path) -> None:
+    directory = copy_of(full, tmp_path / "run")
     native = next(case for case in load_run(directory).cases if case.role == "baseline")
     (directory / "routing" / f"{native.case_id}.parquet").write_bytes(b"")
     lines: list[str] = []
@@ -217,8 +242,8 @@ def test_a_comparison_that_lost_its_baseline_has_no_speedups_and_says_so(tmp_pat
     assert [path.name for path in draw_figures(run, tmp_path, [], ["dropped"])[0]] == ["dropped.csv"]
 
 
-def test_parts_that_an_unfinished_run_lacks_are_one_line(tmp_path: Path) -> None:
-    directory = directory_of(tmp_path / "run")
+def test_parts_that_an_unfinished_run_lacks_are_one_line(full: Path, tmp_path: Path) -> None:
+    directory = copy_of(full, tmp_path / "run")
     for path in sorted((directory / "cases").glob("*.parquet"))[-2:]:
         path.unlink()
     lines: list[str] = []
@@ -229,12 +254,11 @@ def test_parts_that_an_unfinished_run_lacks_are_one_line(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("option", "value"), [("--format", "gif"), ("--figures", "speedup,nonsense")])
 def test_options_that_name_what_there_is_not_write_nothing(
-    option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: str, value: str, good: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = directory_of(tmp_path / "run")
-    assert main(["plot", str(directory), option, value]) == 2
+    assert main(["plot", str(good), option, value]) == 2
     assert f"{option}: expected some of" in capsys.readouterr().err
-    assert not (directory / "figures").exists()
+    assert not (good / "figures").exists()
 
 
 @pytest.mark.parametrize("command", [["plot"], ["show", "--format", "md"], ["show", "--format", "html"]])
@@ -263,51 +287,47 @@ def _read_by(command: str, directory: Path, good: Path, out: Path) -> int:
     return main(list(map(str, _READERS[command](directory, good, out))))
 
 
-@pytest.mark.parametrize("command", _READERS)
+@pytest.mark.parametrize(
+    ("command", "damage"), [("plot", "other"), ("plot", "cut"), ("html", "cut"), ("csv", "other"), ("compare", "cut")]
+)
 def test_a_part_with_other_columns_or_cut_off_is_named(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, damage: str, good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good, other, cut = (directory_of(tmp_path / name) for name in ("good", "other", "cut"))
-    first = sorted((other / "cases").glob("*.parquet"))[-1]
-    pq.write_table(pq.read_table(first).drop_columns(["layer"]), first)
-    routing = sorted((cut / "routing").glob("*.parquet"))[-1]
-    content = routing.read_bytes()
-    routing.write_bytes(content[: random.Random(command).randrange(len(content))])
+    directory = copy_of(good, tmp_path / "damaged")
+    if damage == "other":
+        path = sorted((directory / "cases").glob("*.parquet"))[-1]
+        pq.write_table(pq.read_table(path).drop_columns(["layer"]), path)
+        words = f"{path}: foreign, expected a column layer of type int32"
+    else:
+        path = sorted((directory / "routing").glob("*.parquet"))[-1]
+        content = path.read_bytes()
+        path.write_bytes(content[: random.Random(command).randrange(len(content))])
+        words = f"{path}: damaged, not Parquet"
     # What is left is drawn, with status 1; where it would change what is said, nothing is.
     status = 1 if command in ("plot", "html") else 2
-    for directory, words in (
-        (other, f"{first}: foreign, expected a column layer of type int32"),
-        (cut, f"{routing}: damaged, not Parquet"),
-    ):
-        out = tmp_path / f"out-{directory.name}"
-        assert _read_by(command, directory, good, out) == status
-        said = capsys.readouterr().err
-        assert words in said
-        assert said.count("\n") == 1
-        assert bool(list(tmp_path.glob(f"out-{directory.name}*"))) == (status == 1)
+    assert _read_by(command, directory, good, tmp_path / "out") == status
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+    assert bool(list(tmp_path.glob("out*"))) == (status == 1)
 
 
-@pytest.mark.parametrize("command", _READERS)
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("file", "is a file; expected a directory"),
-        ("empty", "run.json: missing"),
-        ("quality", "holds what policies do to a model's answers"),
-        ("route", "holds routing without times"),
-        ("validation", "holds two runs side by side"),
-    ],
-)
+_HOLDS = {
+    "file": "is a file; expected a directory",
+    "empty": "run.json: missing",
+    "quality": "holds what policies do to a model's answers",
+    "route": "holds routing without times",
+    "validation": "holds two runs side by side",
+}
+_SHOWN = {("plot", "quality"), ("plot", "route"), ("html", "route"), ("html", "validation"), ("csv", "route")}
+_SHOWN |= {("csv", "quality")}
+
+
+@pytest.mark.parametrize(("command", "kind"), sorted({*itertools.product(_READERS, _HOLDS)} - _SHOWN))
 def test_what_holds_no_times_is_one_line_and_nothing_is_written(
-    command: str, kind: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, kind: str, good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = {("plot", "quality"), ("plot", "route"), ("html", "route"), ("html", "validation")}
-    shown |= {("csv", "route"), ("csv", "quality")}
-    if (command, kind) in shown:
-        pytest.skip("it shows these")
-    good, other = tmp_path / "good", tmp_path / "other"
-    if command == "compare":
-        directory_of(good)
+    words, other = _HOLDS[kind], tmp_path / "other"
     if kind == "file":
         other.write_text("mine")
     else:
@@ -326,15 +346,14 @@ def test_what_holds_no_times_is_one_line_and_nothing_is_written(
 
 @pytest.mark.parametrize(("option", "value"), [("--case", "nobody"), ("--iteration", "99/0"), ("--iteration", "all")])
 def test_a_case_or_iteration_that_there_is_not_is_said_before_anything_is_drawn(
-    option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: str, value: str, full: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = directory_of(tmp_path / "run")
-    assert main(["plot", str(directory), option, value]) == 2
+    assert main(["plot", str(full), option, value]) == 2
     said = capsys.readouterr().err
     assert f"{option}: expected" in said
     assert value in said
     assert said.count("\n") == 1
-    assert not (directory / "figures").exists()
+    assert not (full / "figures").exists()
 
 
 def test_a_validation_is_sent_to_its_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -347,7 +366,7 @@ def test_a_validation_is_sent_to_its_two_runs(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_numbers_of_a_figure_are_those_of_the_analysis(tmp_path: Path) -> None:
-    directory = directory_of(tmp_path / "run", facts={"workload": _RECORDED})
+    directory = directory_of(tmp_path / "run", facts={"workload": _RECORDED}, **FULL)
     run = load_run(directory)
     (comparison,) = analyse(run)
     draw_figures(run, tmp_path, [], ["speedup", "phases", "load", "dropped"])
@@ -411,7 +430,7 @@ def test_loads_of_all_batches_at_once_are_those_of_each(tmp_path: Path) -> None:
 
 def test_a_case_that_failed_in_one_directory_failed(tmp_path: Path) -> None:
     good = directory_of(tmp_path / "good", job="good")
-    cases = [dataclasses.replace(case) for case in cases_of()]
+    cases = [dataclasses.replace(case) for case in few_cases()]
     cases[-1].status, cases[-1].reason = "oom", "too big"
     write_run(tmp_path / "bad", [FakeComparison("c0", cases=cases, num_batches=3, num_iterations=2)])
     (run,) = gather([good, tmp_path / "bad"]).runs.values()

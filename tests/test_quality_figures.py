@@ -103,4 +103,5 @@ def test_orderings_fit_every_size(size: str) -> None:
     with house_style(size):
         figure = drawn(orderings_figure(quality_of(*seeds(0.10, 0.12, -0.14)))).figure
         settle_layout(figure)
+        figure.draw_without_rendering()
         assert_texts_fit(figure)

@@ -24,9 +24,17 @@ from test_run import environment, write_config
 from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, MOE_LAYERS, write_whole
 
 from moe_ep_bench.analysis.load import Case, ResultsError, load_run
-from moe_ep_bench.analysis.validation import MAX_BAND, Validation, agreement, load_validation
+from moe_ep_bench.analysis.validation import (
+    MAX_BAND,
+    PASS_TIMES,
+    Validation,
+    agreement,
+    law_rows,
+    load_validation,
+    phase_errors,
+    phase_times_ms,
+)
 from moe_ep_bench.analysis.validation_report import validation_text, verdict_line, write_report
-from moe_ep_bench.analysis.validation_times import PASS_TIMES, law_rows, phase_errors, phase_times_ms
 from moe_ep_bench.bench import validate as validate_module
 from moe_ep_bench.bench.plan import RANKS, plan
 from moe_ep_bench.bench.validate import ALONE_SCHEMA, REPETITIONS, chosen_cases, counts_of

@@ -11,7 +11,8 @@ from results_builder import FakeCase, FakeComparison, standard_cases, write_run
 from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, write_whole
 
 from moe_ep_bench.analysis.figures.whole import whole_figure
-from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.load import Run, load_run
+from moe_ep_bench.analysis.parts import ResultsError, check_routing
 from moe_ep_bench.analysis.style import EXTRAPOLATED_LOOK, house_style
 from moe_ep_bench.analysis.tables import more_tables, run_tables
 from moe_ep_bench.analysis.whole import PASS_PARTS
@@ -29,9 +30,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(directory: Path) -> Run:
+    return load_run(directory, whole=True)
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Three of nine layers."""
-    return write_whole(tmp_path_factory.mktemp("cut"), cases(), of_layers=9)
+    return load_run(write_whole(tmp_path_factory.mktemp("cut"), cases(), of_layers=9), whole=True)
 
 
 def cases() -> list[FakeCase]:
@@ -42,11 +48,10 @@ def cases() -> list[FakeCase]:
     ]
 
 
-def drawn(directory: Path) -> tuple[pd.DataFrame, list[str], int]:
+def drawn(run: Run) -> tuple[pd.DataFrame, list[str], int]:
     """The marks, all texts on the sheet, and how many bars are hatched as extrapolated."""
     with house_style():
-        drawing = whole_figure(load_run(directory, whole=True))
-        assert drawing is not None
+        drawing = whole_figure(run)
         texts = [text.get_text() for text in drawing.figure.texts]
         texts += [axes.get_xlabel() for axes in drawing.figure.axes]
         bars = [bar for axes in drawing.figure.axes for bar in axes.patches]
@@ -57,8 +62,8 @@ def shown(rows: pd.DataFrame, what: str, policy: str = "token_drop gamma 2") -> 
     return rows[(rows.policy == policy) & (rows.shows == what)]
 
 
-def test_the_pass_its_layers_and_the_law_stand_side_by_side(directory: Path) -> None:
-    rows, texts, num_hatched = drawn(directory)
+def test_the_pass_its_layers_and_the_law_stand_side_by_side(run: Run) -> None:
+    rows, texts, num_hatched = drawn(run)
     found = {what: shown(rows, what).speedup.item() for what in ("end to end", "MoE layers", "by Amdahl")}
     assert found["end to end"] == pytest.approx(END_TO_END, rel=0.01)
     assert found["MoE layers"] == pytest.approx(LAYERS, rel=0.03)
@@ -72,8 +77,8 @@ def test_the_pass_its_layers_and_the_law_stand_side_by_side(directory: Path) -> 
     assert not any("extrapolated" in text for text in texts)
 
 
-def test_the_parts_of_a_pass_come_to_the_mean_ranks_pass(directory: Path) -> None:
-    rows, *_ = drawn(directory)
+def test_the_parts_of_a_pass_come_to_the_mean_ranks_pass(run: Run) -> None:
+    rows, *_ = drawn(run)
     parts = shown(rows, "part", "native").set_index("part").time_ms
     assert list(parts.index) == list(PASS_PARTS)
     assert parts["attention"] == pytest.approx(ELSEWHERE_US["attention"] / 1e3)
@@ -82,7 +87,7 @@ def test_the_parts_of_a_pass_come_to_the_mean_ranks_pass(directory: Path) -> Non
     assert parts.sum() == pytest.approx(3 * ELSEWHERE_TOTAL_US / 1e3, rel=0.02)
 
 
-def test_what_was_extrapolated_is_hatched_and_said_and_nothing_else_is(cut: Path) -> None:
+def test_what_was_extrapolated_is_hatched_and_said_and_nothing_else_is(cut: Run) -> None:
     rows, texts, num_hatched = drawn(cut)
     extrapolated = rows[rows.origin == "extrapolated"]
     assert set(extrapolated.shows) == {"all layers"}
@@ -93,8 +98,8 @@ def test_what_was_extrapolated_is_hatched_and_said_and_nothing_else_is(cut: Path
     assert any("3 of 9 layers were built and timed" in " ".join(text.split()) for text in texts)
 
 
-def test_the_tables_hold_the_pass_its_layers_and_what_bounds_both(directory: Path, cut: Path) -> None:
-    (table,) = run_tables(load_run(directory, whole=True))
+def test_the_tables_hold_the_pass_its_layers_and_what_bounds_both(run: Run, cut: Run) -> None:
+    (table,) = run_tables(run)
     rows = table.frame.set_index("label")
     policy = rows.loc["token_drop gamma 2"]
     assert policy["speedup_median"] == pytest.approx(END_TO_END, rel=0.01)
@@ -104,17 +109,32 @@ def test_the_tables_hold_the_pass_its_layers_and_what_bounds_both(directory: Pat
     assert rows.loc["native", "moe_share"] == pytest.approx(SHARE, rel=0.01)
     assert rows.loc["laser", "instead"].startswith("oom: rank 1")
     assert not any("extrapolated" in column.header for column in table.columns)
-    (of_cut,) = run_tables(load_run(cut, whole=True))
+    (of_cut,) = run_tables(cut)
     assert "all layers ms, extrapolated" in [column.header for column in of_cut.columns]
     assert any("3 of 9 layers were built and timed" in note for note in of_cut.notes)
-    layers = more_tables(load_run(cut, whole=True))[0].frame
+    layers = more_tables(cut)[0].frame
     assert list(layers["layer"]) == [0, 1, 2]
     assert layers["dense"].iloc[0] == pytest.approx(ELSEWHERE_US["dense"] / 1e3)
 
 
-def test_a_page_of_whole_models_is_written(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda rows: rows[(rows["layer"] != 2) | (rows["batch"] != 1)], "layer: expected rows of every batch in each"),
+        (lambda rows: rows.iloc[1:], "expected one row for each of 2 ranks in every batch"),
+        (lambda rows: pd.concat([rows.iloc[[1]], rows.iloc[1:]]), "expected one row for each of 2 ranks"),
+    ],
+)
+def test_every_rank_batch_and_layer_must_be_routed_once(change, words: str, run: Run) -> None:
+    rows, sizes = run.cases[0].routing, {"num_experts": 8, "num_ranks": 2, "world_size": 2}
+    check_routing(Path("x"), rows, **sizes)
+    with pytest.raises(ResultsError, match=words):
+        check_routing(Path("x"), change(rows), **sizes)
+
+
+def test_a_page_of_whole_models_is_written(cut: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.html"
-    assert main(["show", str(cut), "--format", "html", "--out", str(out)]) == 0
+    assert main(["show", str(cut.directory), "--format", "html", "--out", str(out)]) == 0
     page = out.read_text()
     assert page.count("<figure") == 1
     for words in ("end to end", "by Amdahl", "extrapolated", "eights are random"):
@@ -124,7 +144,7 @@ def test_a_page_of_whole_models_is_written(cut: Path, tmp_path: Path, capsys: py
 def test_plot_chooses_by_what_a_directory_holds(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    layers = write_run(tmp_path / "layers", [FakeComparison(cases=standard_cases(), num_iterations=2)])
+    layers = write_run(tmp_path / "layers", [FakeComparison(cases=standard_cases()[::4], num_batches=2)])
     out = tmp_path / "figures"
     command = ["plot", str(directory), str(layers), "--figures", "whole,dropped", "--format", "svg"]
     assert main([*command, "--out", str(out)]) == 0
@@ -146,11 +166,10 @@ def test_what_reads_layers_alone_refuses_whole_models(
 def test_the_table_of_layers_shows_the_policies_that_gain_most(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    many = [FakeCase("oea", params={"k0": k0}, label=f"oea k0={k0}", speedup=1 + k0 / 10) for k0 in range(1, 9)]
-    references = [case for case in standard_cases() if case.policy != "token_drop"]
-    directory = write_whole(tmp_path / "run", [*references, *many], num_batches=2)
+    many = [FakeCase("oea", params={"k0": k0}, label=f"oea k0={k0}", speedup=1 + k0 / 10) for k0 in range(3, 9)]
+    directory = write_whole(tmp_path / "run", [FakeCase("native", role="baseline"), *many], num_batches=2)
     assert main(["show", str(directory)]) == 0
     table = capsys.readouterr().out.partition("By layer, ms")[2].splitlines()
-    assert "the 4 of 8 policies that gain most from end to end" in table[0]
+    assert "the 4 of 6 policies that gain most from end to end" in table[0]
     assert re.findall(r"k0=\d", table[2]) == ["k0=8", "k0=7", "k0=6", "k0=5"]
     assert [line.split()[0] for line in table[4:7]] == ["0", "1", "2"]

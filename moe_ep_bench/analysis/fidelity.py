@@ -49,17 +49,21 @@ def fidelity(case: Case) -> Fidelity | None:
     rows = case.routing
     if rows.empty:
         return None
-    mass = rows["retained_mass_topk"] * rows["num_tokens"]
-    # A rank without tokens has no share of mass.
-    known = rows["num_tokens"].where((rows["num_tokens"] > 0) & mass.notna())
-    sums = rows[["num_topk_pairs", "num_dropped_pairs"]].assign(mass=mass, known=known).groupby(rows["batch"]).sum()
+    columns = ["num_tokens", "retained_mass_topk", "num_topk_pairs", "num_dropped_pairs", "output_error"]
+    tokens_N, share_N, topk_N, dropped_N, error_N = rows[columns].to_numpy(dtype=float).T
+    batches, batch_N = np.unique(rows["batch"], return_inverse=True)
+    is_known_N = (tokens_N > 0) & ~np.isnan(share_N)  # a rank without tokens has no share of mass
+    counted = topk_N, dropped_N, tokens_N * is_known_N, np.where(is_known_N, tokens_N * share_N, 0)
+    topk_B, dropped_B, known_B, mass_B = (np.bincount(batch_N, values_N) for values_N in counted)
+    worst_B = np.full(len(batches), np.nan)
+    np.fmax.at(worst_B, batch_N, error_N)
     by_layer = layers_apart(rows)
     below = (None, None) if case.frontier is None else _below_frontier(by_layer, case.frontier)
     load_BE, load_BR = _relative_load(by_layer, "load_E"), _relative_load(by_layer, "load_R")
     return Fidelity(
-        dropped_share=float((sums["num_dropped_pairs"] / sums["num_topk_pairs"]).mean()),
-        retained_mass=float((sums["mass"] / sums["known"])[sums["known"] > 0].mean()),
-        output_error=float(rows.groupby("batch")["output_error"].max().mean()),
+        dropped_share=_mean(dropped_B[topk_B > 0] / topk_B[topk_B > 0]),
+        retained_mass=_mean(mass_B[known_B > 0] / known_B[known_B > 0]),
+        output_error=_mean(worst_B[~np.isnan(worst_B)]),
         expert_load=load_BE.mean(axis=0),
         rank_load=load_BR.mean(axis=0),
         fullest_expert=float(load_BE.max(axis=1).mean()),
@@ -67,6 +71,10 @@ def fidelity(case: Case) -> Fidelity | None:
         below_frontier=below[0],
         below_frontier_experts=below[1],
     )
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else np.nan
 
 
 def _below_frontier(rows: pd.DataFrame, frontier: pd.DataFrame) -> tuple[float, ...]:
@@ -94,16 +102,17 @@ def source_loads(routing: pd.DataFrame, column: str) -> tuple[pd.Index, np.ndarr
     Returns:
         The batches, ascending, and the loads [B, source ranks, E or R].
     """
-    ordered = routing.sort_values(["batch", "rank"])
-    batches = pd.Index(np.unique(ordered["batch"]), name="batch")
-    load_NE = np.stack(ordered[column].to_list())
+    batch_N = routing["batch"].to_numpy()
+    order_N = np.lexsort((routing["rank"].to_numpy(), batch_N))
+    batches = pd.Index(np.unique(batch_N), name="batch")
+    load_NE = np.stack(routing[column].to_numpy()[order_N])
     return batches, load_NE.reshape(len(batches), -1, load_NE.shape[1])
 
 
 def _relative_load(rows: pd.DataFrame, column: str) -> np.ndarray:
     """Loads summed over source ranks, over the mean that the model's own top-k pairs would give: [B, E or R]."""
     load_BN = source_loads(rows, column)[1].sum(axis=1)
-    topk_pairs_B = rows.groupby("batch")["num_topk_pairs"].sum().to_numpy()
+    topk_pairs_B = np.bincount(np.unique(rows["batch"], return_inverse=True)[1], rows["num_topk_pairs"])
     return load_BN * load_BN.shape[1] / topk_pairs_B[:, None]
 
 

@@ -402,10 +402,7 @@ def _read_case(files: RunDirectory, case_id: str, case: CaseFacts, comparison: C
         routing = read_part(routing_path, ROUTING_SCHEMA, identity).to_pandas()
         routing = routing.drop(columns=_OF_IMAGES if is_whole else [*_OF_IMAGES, "layer"])
         sizes = {"num_experts": comparison.num_experts, "num_ranks": comparison.num_ranks}
-        for _, rows in routing.groupby("layer", dropna=False) if is_whole else [(None, routing)]:
-            if set(rows["batch"]) != set(routing["batch"]):
-                raise ResultsError(f"{routing_path}: layer: expected rows of every batch in each, got fewer")
-            check_routing(routing_path, rows, world_size=comparison.world_size, **sizes)
+        check_routing(routing_path, routing, world_size=comparison.world_size, **sizes)
         if lacking := sorted(set(part["batch"].to_pylist()) - {None, *routing["batch"]}):
             raise ResultsError(f"{routing_path}: batch: expected rows of every timed batch, got none of {lacking[0]}")
     else:

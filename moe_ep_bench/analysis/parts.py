@@ -45,7 +45,10 @@ _Read = TypeVar("_Read")
 
 
 class ResultsError(UserError):
-    """A results directory, or a file of one, that cannot be read; the message is one line for the user."""
+    """A results directory, or a file of one, that cannot be read; one printable line, whatever the file holds."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))
 
 
 class Tried:
@@ -380,10 +383,14 @@ def over_layers(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def check_routing(path: Path, rows: pd.DataFrame, *, num_experts: int, num_ranks: int, world_size: int) -> None:
-    """Raise ResultsError unless each rank has a row in every batch, with a load for each expert and expert rank."""
+    """Raise ResultsError unless rows of routing hold counts, and all ranks' of every batch (and layer) once."""
     check_counts(path, rows, {"load_E": num_experts, "load_R": num_ranks})
-    _, ranks_of_batches = np.unique(rows["batch"], return_counts=True)
-    if (ranks_of_batches != world_size).any() or len(set(zip(rows["batch"], rows["rank"], strict=True))) != len(rows):
+    keys = ["rank", *(key for key in ("batch", "layer") if key in rows)]
+    where_NK = np.column_stack([rows[key].to_numpy(dtype=float, na_value=-1) for key in keys])
+    batches, numbers = np.unique(where_NK[:, 1:], axis=0, return_counts=True)
+    if len(batches) < np.prod([len(np.unique(column)) for column in where_NK[:, 1:].T]):
+        raise ResultsError(f"{path}: layer: expected rows of every batch in each, got fewer")
+    if (numbers != world_size).any() or len(np.unique(where_NK, axis=0)) < len(where_NK):
         raise ResultsError(f"{path}: expected one row for each of {world_size} ranks in every batch")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 from pydantic import ConfigDict, Field, model_validator
-from scipy import stats
+from scipy.special import stdtrit  # Student's quantile; scipy.stats imports slowly
 
 from moe_ep_bench.analysis.load import CaseFacts, Count
 from moe_ep_bench.analysis.parts import Described, ResultsError, check_counts, described, read_part, read_run_json
@@ -168,7 +169,7 @@ def _sound(path: Path, schema: pa.Schema, case_id: str, num_experts: int) -> pa.
         if pa.types.is_floating(field.type) and not np.isfinite(table[field.name].drop_null().to_numpy()).all():
             raise ResultsError(f"{path}: {field.name}: expected finite numbers")
     keys = [key for key in ("phase", "task", "item", "metric", "filter", "batch", "layer") if key in table.column_names]
-    if table.select(keys).to_pandas().duplicated().any():
+    if table.group_by(keys, use_threads=False).aggregate([]).num_rows < table.num_rows:
         raise ResultsError(f"{path}: {', '.join(keys)}: expected one row for each, got several")
     if "load_E" in table.column_names:
         check_counts(path, table.to_pandas(), {"load_E": num_experts}, _ROUTING_NEEDS)
@@ -179,7 +180,7 @@ def half_interval(values: pd.Series) -> float:
     """Half of Student's 95 % interval of a mean; infinite where there is one value."""
     if len(values) < 2:
         return math.inf
-    return float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
+    return float(stdtrit(len(values) - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
 def costs_by_sequence(quality: Quality, comparison_id: str) -> pd.DataFrame:
@@ -191,8 +192,11 @@ def costs_by_sequence(quality: Quality, comparison_id: str) -> pd.DataFrame:
     return costs.join(pd.concat({"added": added}, axis=1))
 
 
+@lru_cache(maxsize=2)
 def text_costs(quality: Quality) -> pd.DataFrame:
     """A row per case of a text, in config order; of the unpatched model one for each phase in which others are judged.
+
+    Not to be written to.
 
     Columns: what the case is; ``comparison`` and ``checkpoints``, the title and number of those that differ in the
     checkpoint alone, and ``group``, which tells them apart; ``cross_entropy``, ``kl`` (nats per token), ``perplexity``,

@@ -341,13 +341,14 @@ def panel_title(axes: Axes, text: str, inches: float) -> None:
 
 def settle_layout(figure: Figure) -> None:
     """Fix the panels where the layout puts them; rounded, for the solver's last bits differ from run to run."""
-    if not isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine):
+    engine = figure.get_layout_engine()
+    if not isinstance(engine, ConstrainedLayoutEngine):
         return
     hows = {origin.how for origin in getattr(figure, "origins", ())}
     for axes in figure.axes if len(hows) == 1 else ():
         if axes.get_subplotspec() is not None:
             frame(axes, *hows)
-    figure.draw_without_rendering()
+    engine.execute(figure)
     figure.set_layout_engine("none")
     for axes in figure.axes:
         axes.set_position(np.round(axes.get_position(original=True).bounds, 6).tolist())

@@ -40,8 +40,7 @@ from moe_ep_bench.analysis.style import (
     wrap,
 )
 from moe_ep_bench.analysis.timing import GROUPS
-from moe_ep_bench.analysis.validation import MAX_BAND, Validation
-from moe_ep_bench.analysis.validation_times import QUIET
+from moe_ep_bench.analysis.validation import MAX_BAND, QUIET, Validation
 from moe_ep_bench.analysis.words import Footer, Origin, footer_lines, hardware_words, percent, scale_words
 from moe_ep_bench.files import atomic_path, refuse_links_out
 

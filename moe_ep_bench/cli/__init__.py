@@ -311,7 +311,7 @@ def _quality(options: argparse.Namespace) -> int:
 
 def _calibrate(options: argparse.Namespace) -> int:
     if options.run_directory is not None:
-        from moe_ep_bench.analysis.decode_fit import fit_text
+        from moe_ep_bench.analysis.activated import fit_text
         from moe_ep_bench.analysis.load import check_timed, load_run
 
         check_timed(options.run_directory)

@@ -14,16 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from moe_ep_bench.analysis.choice import Choice
-from moe_ep_bench.analysis.figures.bars import load_figure, phases_figure
+from moe_ep_bench.analysis.figures.costs import memory_figure, pareto_figure
 from moe_ep_bench.analysis.figures.decode import activated_figure, graphs_figure
-from moe_ep_bench.analysis.figures.latency import latency_figure
-from moe_ep_bench.analysis.figures.lines import dropped_figure, speedup_figure
 from moe_ep_bench.analysis.figures.maps import map_figure, sweep_figure
-from moe_ep_bench.analysis.figures.memory import memory_figure
 from moe_ep_bench.analysis.figures.panels import case_rows, of_policies
-from moe_ep_bench.analysis.figures.pareto import pareto_figure
+from moe_ep_bench.analysis.figures.policies import dropped_figure, load_figure, phases_figure, speedup_figure
+from moe_ep_bench.analysis.figures.ranks import latency_figure, timeline_figure
 from moe_ep_bench.analysis.figures.scaling import scaling_figure
-from moe_ep_bench.analysis.figures.timeline import timeline_figure
 from moe_ep_bench.analysis.figures.whole import whole_figure
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, Drawing, house_style, save

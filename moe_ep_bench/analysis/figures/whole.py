@@ -15,7 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from moe_ep_bench.analysis.figures.bars import in_parts, phase_legend, stacked_bars
 from moe_ep_bench.analysis.figures.panels import (
     COST,
     OF_COMPARISON,
@@ -34,6 +33,7 @@ from moe_ep_bench.analysis.figures.panels import (
     sheet_of_panels,
     write_ends,
 )
+from moe_ep_bench.analysis.figures.policies import in_parts, phase_legend, stacked_bars
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.style import CEILING_LINE, EXTRAPOLATED_LOOK, INK, MUTED, Drawing, Legend, Looks
 from moe_ep_bench.analysis.whole import PASS_PARTS

@@ -1,16 +1,22 @@
-"""What speed costs: speedup against retained score mass, and against the dropped share, of all policies at once.
+"""What speed costs: ``pareto``, of all policies at once, and ``memory``, beside replicas of experts.
 
-A case is on the *front* when no other of its comparison is at least as fast and at least as faithful, and better in
-one of the two. Native (speedup 1, all mass, nothing dropped) competes, so what is slower than native is on the front
-only where it keeps more than native's mass. The front connects medians and knows nothing of their intervals: of two
-points whose intervals overlap neither beats the other.
+*Pareto.* Speedup against retained score mass, and against the dropped share. A case is on the *front* when no other of
+its comparison is at least as fast and at least as faithful, and better in one of the two. Native (speedup 1, all mass,
+nothing dropped) competes, so what is slower than native is on the front only where it keeps more than native's mass.
+The front connects medians and knows nothing of their intervals: of two points whose intervals overlap neither beats the
+other. Where ranks are emulated a third panel leaves time aside: how much less the fullest rank computes, over the mass
+kept, below the frontier of dropping (``policies.frontier``).
 
-Where ranks are emulated a third panel leaves time aside: how much less the fullest rank computes, over the mass kept,
-below the frontier of dropping (``policies.frontier``).
+*Memory.* What balancing buys with memory, and dropping with score mass. Left, replicas: speedup over the spare slots of
+a rank, evenly shared or split by a linear program. Right, policies over the score mass that they lose. Panels of a row
+share their axis. Balancing ends at perfect balance; dropping goes on, because it also saves work. Below, the fullest
+rank in place of speed, with the bound that no placement of so many slots and no split goes below
+(``placement.least_fullest``).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,8 +24,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
-from moe_ep_bench.analysis.fidelity import fidelity
+from moe_ep_bench.analysis.fidelity import source_loads
 from moe_ep_bench.analysis.figures.panels import (
     COST,
     SPEEDUP,
@@ -29,15 +36,20 @@ from moe_ep_bench.analysis.figures.panels import (
     draw_references,
     drawn_part,
     footer,
+    limits,
     of_policies,
     reference_legend,
     run_looks,
     sheet_of_panels,
+    speedup_limits,
 )
 from moe_ep_bench.analysis.load import Case, Run
-from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, Drawing, Look, Looks
+from moe_ep_bench.analysis.style import CEILING_LINE, GAMMA, INK, MUTED, Drawing, Look, Looks
 from moe_ep_bench.analysis.words import interval_words
+from moe_ep_bench.placement import least_fullest
 from moe_ep_bench.policies.frontier import joint
+
+# ---- pareto ---------------------------------------------------------------------------------------------------------
 
 _FRONT = {"color": INK, "linewidth": 1.1, "linestyle": (0, (1, 1))}
 _NATIVE = {"color": INK, "marker": "*", "markersize": 10, "linestyle": "none", "markeredgewidth": 0}
@@ -114,7 +126,8 @@ def _frontiers(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 def _with_relief(policies: pd.DataFrame, run: Run, frontiers: Mapping[str, Any]) -> pd.DataFrame:
     """Each policy's place in the panel of the frontier: the fullest rank native's over its own, and the mass kept."""
     by_case = {case.case_id: case for case in run.cases}
-    full = {case.comparison_id: result for case, result in _fullest(run)}
+    native_rows = case_rows(run).query("role == 'baseline' and status == 'ok'")
+    full = dict(zip(native_rows["comparison_id"], native_rows["fullest_rank"], strict=True))
     places = []
     for row in policies.to_dict("records"):
         frontier, native = by_case[row["case_id"]].frontier, full.get(row["comparison_id"])
@@ -123,12 +136,6 @@ def _with_relief(policies: pd.DataFrame, run: Run, frontiers: Mapping[str, Any])
         places.append((native / row["fullest_rank"] if known else np.nan, 100 * kept))
     relief, kept = zip(*places, strict=True)
     return policies.assign(relief=relief, kept_percent=kept)
-
-
-def _fullest(run: Run) -> list[tuple[Case, float]]:
-    """The fullest rank over the mean under native."""
-    found = [(case, fidelity(case)) for case in run.cases if case.role == "baseline" and case.is_ok]
-    return [(case, one.fullest_rank) for case, one in found if one is not None]
 
 
 def _draw_relief(axes: Axes, policies: pd.DataFrame, looks: Looks) -> None:
@@ -236,3 +243,109 @@ def _legend(rows: pd.DataFrame, looks: Looks) -> list:
         unsure = Line2D([], [], **_mark(Look("", MUTED, "o", "-", ""), "no difference"))
         legend.append(("no difference, or inconclusive", unsure))
     return [*legend, ("front", Line2D([], [], **_FRONT)), *reference_legend(rows, native=False)]
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+_LOAD_LABEL = "fullest rank (mean of native = 1)"
+_BOUND = {"color": MUTED, "linestyle": (0, (1, 1.5)), "linewidth": 1.6}
+_REPLICAS = [
+    {"color": "#CC79A7", "linestyle": line, "marker": marker, "markeredgecolor": "white", "markeredgewidth": 0.6}
+    for line, marker in (((0, (3, 2)), "s"), ("-", "D"), ("-.", "X"), ((0, (1, 1)), "P"))
+]
+
+
+def memory_figure(run: Run) -> Drawing | None:
+    """Speedup and fullest rank over spare slots and over lost mass; None without both replicas and a policy."""
+    rows = memory_rows(run)
+    timed = rows[rows["speedup"].notna()].groupby("comparison_id")["role"].agg(set)
+    both = [name for name, roles in timed.items() if {"policy", "replication"} <= roles]
+    rows = rows[rows["comparison_id"].isin(both)]
+    if rows.empty:
+        return None
+    drawn, notes = drawn_part(run, rows)
+    ways, looks = list(drawn["way"].dropna().unique()), run_looks(run)
+    families = set(drawn["family"].dropna())
+    legend = [("native", Line2D([], [], **_NATIVE))]
+    legend += [(way, Line2D([], [], **_REPLICAS[place % 4])) for place, way in enumerate(ways)]
+    legend += [(look.label, Line2D([], [], **look.marks)) for key, look in looks.items() if key in families]
+    legend += [*reference_legend(drawn, native=False), ("bound with so many slots", Line2D([], [], **_BOUND))]
+    subtitle = (
+        "Replicas cost memory and lose nothing; policies lose score mass and cost no memory. Up to perfect balance "
+        f"both help; past it only work that is not done. Numbers: {GAMMA}, or GiB more of a rank's memory, all layers."
+    )
+    header = "What memory buys, and what score mass buys", subtitle, footer(run, drawn, notes), legend
+    groups = [own for _, own in drawn.groupby("comparison_id", sort=False)]
+    below = "the same: how full the fullest rank is"
+    titles = [title for own in groups for title in (own["comparison"].iloc[0], below)]
+    figure, axes = sheet_of_panels(header, titles, (1, 1), 3.4, beside=True, most=1)
+    for place, own in enumerate(groups):
+        _draw_memory(axes[2 * place], own, ways, looks, "speedup")
+        _draw_memory(axes[2 * place + 1], own, ways, looks, "fullest_rank")
+    shown = (*SPEEDUP, "verdict", *COST, "fullest_rank", "spare_per_rank", "more_gib_per_rank", "bound_of_fullest_rank")
+    return Drawing(figure, csv(rows, *shown))
+
+
+def memory_rows(run: Run) -> pd.DataFrame:
+    """``case_rows`` with what replicas cost, which way they balance (``way``), and the bound for so many slots."""
+    rows = case_rows(run)
+    params = rows["policy_params"].fillna("{}").map(json.loads)
+    spare = params.map(lambda one: one.get("spare_per_rank")).astype(float)
+    way = pd.Series([label.partition(",")[0] for label in rows["policy"]], rows.index, object).where(spare.notna())
+    extra = {case.case_id: case.extra_bytes_per_rank for case in run.cases}
+    native = {case.comparison_id: case for case in run.cases if case.role == "baseline" and case.is_ok}
+    bounds = [
+        _bound(run, native[name], int(slots)) if name in native and not np.isnan(slots) else np.nan
+        for name, slots in zip(rows["comparison_id"], spare, strict=True)
+    ]
+    return rows.assign(
+        spare_per_rank=spare,
+        way=way,
+        more_gib_per_rank=rows["case_id"].map(extra).astype(float) / 2**30,
+        bound_of_fullest_rank=bounds,
+        fullest_rank=rows["fullest_rank"].astype(float),
+        lost_percent=100 - rows["retained_mass_percent"],
+    )
+
+
+def _bound(run: Run, native: Case, spare: int) -> float:
+    """The least that the fullest rank may hold over the mean, mean over batches."""
+    facts = run.comparisons[native.comparison_id]
+    load_BE = source_loads(native.routing, "load_E")[1].sum(axis=1)
+    sizes = {"num_slots": facts.num_experts + spare * facts.num_ranks, "num_ranks": facts.num_ranks}
+    return float(np.mean([least_fullest(load_E, **sizes) * facts.num_ranks / load_E.sum() for load_E in load_BE]))
+
+
+def _draw_memory(pair: list[Axes], rows: pd.DataFrame, ways: list[str], looks: Looks, column: str) -> None:
+    """Replicas in the first panel, policies in the second."""
+    memory, mass = pair
+    native = rows.loc[rows["role"] == "baseline", column].iloc[0] if column != "speedup" else 1.0
+    for place, way in enumerate(ways):
+        own = rows[(rows["way"] == way) & rows[column].notna()].sort_values("spare_per_rank")
+        memory.plot([0, *own["spare_per_rank"]], [native, *own[column]], **_REPLICAS[place % 4], zorder=3)
+        if place == 0 and column == "speedup":
+            for x, y, gib in own[["spare_per_rank", column, "more_gib_per_rank"]].itertuples(index=False):
+                _write(memory, f"{gib:.2g}", (x, y), (5, 4), MUTED)
+    for key, look in looks.items():
+        own = rows[(rows["family"] == key) & rows[column].notna()].sort_values("lost_percent")
+        mass.plot(own["lost_percent"], own[column], **look.marks, zorder=3)
+        for x, y, factor in own[["lost_percent", column, "capacity_factor"]].dropna().itertuples(index=False):
+            _write(mass, f"{factor:g}", (x, y), (5, 4), MUTED)
+    if column == "speedup":
+        for axes in pair:
+            draw_references(axes, rows)
+        ends = speedup_limits(rows[rows["role"].isin(["policy", "replication", "ceiling"])])
+    else:
+        bound = rows.dropna(subset=["spare_per_rank"]).drop_duplicates("spare_per_rank").sort_values("spare_per_rank")
+        memory.plot(bound["spare_per_rank"], bound["bound_of_fullest_rank"], **_BOUND, zorder=2)
+        for axes in pair:
+            axes.axhline(1, **CEILING_LINE, zorder=1)
+        judged = rows[rows["role"].isin(["policy", "replication", "baseline"])]
+        ends = limits([1.0, *judged[column].dropna()], least=0.1)
+    for axes in pair:
+        axes.plot(0, native, **_NATIVE, zorder=3.5)
+        axes.set_ylim(ends)
+    memory.set_ylabel(SPEEDUP_LABEL if column == "speedup" else _LOAD_LABEL)
+    memory.set_xlabel("spare slots per rank")
+    memory.xaxis.set_major_locator(MaxNLocator(integer=True))
+    mass.set_xlabel("score mass lost (% of top-k's)")

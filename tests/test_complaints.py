@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from moe_ep_bench import cli
+from moe_ep_bench.analysis.parts import ResultsError
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.progress import progress_bar
@@ -35,6 +36,10 @@ def test_what_nobody_foresaw_is_a_lost_job_and_shown_whole(
     monkeypatch.setitem(cli.COMMANDS, command, raising(error))
     assert cli.main([command, *MEASURE[command]]) == LOST
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_error_of_results_holds_nothing_that_a_terminal_obeys() -> None:
+    assert str(ResultsError("of another job (\x1b[31mred,\nr0)")) == "of another job (\\x1b[31mred, r0)"
 
 
 DEFECTS = {

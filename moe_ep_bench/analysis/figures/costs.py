@@ -24,6 +24,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from moe_ep_bench.analysis.fidelity import source_loads
@@ -216,8 +217,9 @@ def _draw(axes: Axes, rows: pd.DataFrame, away: pd.Series, cost: str, looks: Loo
 
 
 def _write(axes: Axes, text: str, point: tuple, offset: tuple, colour: str, **place: str) -> None:
-    """A word beside a mark."""
-    about = {"textcoords": "offset points", "fontsize": "small", "color": colour, "zorder": 4}
+    """A word beside a mark, legible where a line runs through it."""
+    halo = [withStroke(linewidth=2.5, foreground="white")]
+    about = {"textcoords": "offset points", "fontsize": "small", "color": colour, "zorder": 4, "path_effects": halo}
     axes.annotate(text, point, offset, **about, **place).set_in_layout(False)
 
 
@@ -325,12 +327,13 @@ def _draw_memory(pair: list[Axes], rows: pd.DataFrame, ways: list[str], looks: L
         memory.plot([0, *own["spare_per_rank"]], [native, *own[column]], **_REPLICAS[place % 4], zorder=3)
         if place == 0 and column == "speedup":
             for x, y, gib in own[["spare_per_rank", column, "more_gib_per_rank"]].itertuples(index=False):
-                _write(memory, f"{gib:.2g}", (x, y), (5, 4), MUTED)
+                _write(memory, f"{gib:.2g}", (x, y), (0, -7), MUTED, ha="center", va="top")
     for key, look in looks.items():
         own = rows[(rows["family"] == key) & rows[column].notna()].sort_values("lost_percent")
         mass.plot(own["lost_percent"], own[column], **look.marks, zorder=3)
         for x, y, factor in own[["lost_percent", column, "capacity_factor"]].dropna().itertuples(index=False):
-            _write(mass, f"{factor:g}", (x, y), (5, 4), MUTED)
+            place = {"ha": "center", "va": "top"} if column == "speedup" else {}
+            _write(mass, f"{factor:g}", (x, y), (0, -7) if place else (5, 4), MUTED, **place)
     if column == "speedup":
         for axes in pair:
             draw_references(axes, rows)

@@ -38,7 +38,9 @@ class Task:
             (root / name).write_text(text)
             (root / name).chmod(0o755)
 
-    def run(self, number: int, *, at_once: int = 1, options: str = "", **variables: object) -> tuple[int, str, list[str]]:
+    def run(
+        self, number: int, *, at_once: int = 1, options: str = "", **variables: object
+    ) -> tuple[int, str, list[str]]:
         """Exit status, what it said, and a line for each run that it started, by its point."""
         (self.root / "started").write_text("")
         of_slurm = {"ARRAY_TASK_ID": number, "JOB_ID": 1, "JOB_NUM_NODES": 1, "JOB_NODELIST": "node1"}

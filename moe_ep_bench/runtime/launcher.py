@@ -245,7 +245,7 @@ def _near_their_gpus() -> Any:
 
 
 def _set_environment(nodes: Nodes) -> None:
-    """What ranks are told unless the user has: threads, and on several nodes or under Slurm a cache of Triton's per node.
+    """What ranks are told unless the user has: threads, and on several nodes or under Slurm a Triton cache per node.
 
     Homes are shared there, and ranks of all nodes, or of all tasks of an array, would compile into one folder at once.
     """

@@ -193,7 +193,8 @@ show run-table 30 "${module[@]}" show "$out/run"
 # One GPU in the place of eight.
 show quickstart 75 "${module[@]}" emulate configs/quickstart.yaml --out "$out/quickstart" --set layer.ep_size=8 \
   --set emulate.device=measured --set emulate.links=h100-nvlink4 --set workload.num_batches=2 \
-  --set measure.breakdown_iterations=1 "${tiny[@]}"
+  --set measure.breakdown_iterations=1 "${tiny[@]}" \
+  ${rehearse:+--set layer.ep_size=2 --set policies.1.capacity_factor=1.0 --set policies.2.capacity_factor=1.0}
 show experts 60 "$python" benchmarks/experts.py "${experts[@]}"
 emulate papers olmoe 120 "${measured[@]}" --set model.preset=olmoe-1b-7b
 emulate papers deepseek-v2-lite 120 "${measured[@]}" --set model.preset=deepseek-v2-lite

@@ -92,9 +92,19 @@ show() {
   step "$@"
 }
 
+# Results of a session are kept in the repository, or sent by mail.
+size() {
+  local mb
+  mb=$({ du -sm --apparent-size "$out" || true; } | cut -f1)
+  echo "$mb MB in $out"
+  [ "$mb" -le 100 ] || du -sm --apparent-size "$out"/* | sort -n | tail -n 1 |
+    sed "s|^\([0-9]*\)\t.*/|TOO LARGE: more than 100 MB. The largest, of \1 MB: |"
+}
+
 summary() {
   {
     [ -z "$rehearse" ] || echo "REHEARSAL on the CPU at toy sizes: no number below means anything."
+    size
     cat "$out/provenance.txt"
     for name in "${order[@]}"; do [ ! -e "$out/steps/$name" ] || cat "$out/steps/$name"; done
     for file in "$out"/tests-*.txt; do [ ! -e "$file" ] || echo "$(basename "$file"): $(tail -n 1 "$file")"; done
@@ -180,6 +190,11 @@ fi
 # Native against native, unaccounted time and probe overhead, of layers at true size.
 step run 170 "${module[@]}" run configs/gpu-check.yaml --out "$out/run" --nproc 1
 show run-table 30 "${module[@]}" show "$out/run"
+# One GPU in the place of eight.
+show quickstart 75 "${module[@]}" emulate configs/quickstart.yaml --out "$out/quickstart" --set layer.ep_size=8 \
+  --set emulate.device=measured --set emulate.links=h100-nvlink4 --set workload.num_batches=2 \
+  --set measure.breakdown_iterations=1 "${tiny[@]}" \
+  ${rehearse:+--set layer.ep_size=2 --set policies.1.capacity_factor=1.0 --set policies.2.capacity_factor=1.0}
 show experts 60 "$python" benchmarks/experts.py "${experts[@]}"
 emulate papers olmoe 120 "${measured[@]}" --set model.preset=olmoe-1b-7b
 emulate papers deepseek-v2-lite 120 "${measured[@]}" --set model.preset=deepseek-v2-lite
@@ -210,5 +225,4 @@ for name in run decode-graph; do step "$name-figures" 30 "$python" plot_results.
   [[ " ${order[*]} " == *" $name "* ]] || fail "--only: expected some of ${order[*]}, got $name"
 done
 summary
-echo "gpu_session.sh: $(du -sm "$out" | cut -f1) MB in $out"
 [ -z "$missing" ]

@@ -10,15 +10,15 @@ export ROOT=${ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}   # this repository, on a file sy
 export NPROC=${NPROC:-}                          # ranks per node; empty: all GPUs, without any one per core, 2 to 4
 export VENV=${VENV:-}                            # an environment that is ready; empty: .venv, made if it is not there
 REQUEUES=${REQUEUES:-0}                          # how often a job may requeue itself when time is up or a node is lost
-SRUN_OPTIONS=${SRUN_OPTIONS:-}                   # e.g. SITE: --container-image=... --container-mounts=$PWD
+SRUN_OPTIONS=${SRUN_OPTIONS:-}                   # e.g. a container's: docs/running.md
 
 # SITE: modules that nodes need, and the network that NCCL and gloo (agreement between ranks) use.
 # module load cuda
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 # SITE: in an NGC container (it brings torch, Transformer Engine and Apex) make .venv once before, inside it:
-#   srun --nodes=1 --container-image=... --container-mounts=$PWD --container-workdir=$PWD \
+#   srun --nodes=1 --container-image=... --container-mounts=$PWD:$PWD --container-workdir=$PWD \
 #     launch/setup.sh --system-torch
-# and then name the same image in SRUN_OPTIONS.
+# and then give the same three options in SRUN_OPTIONS.
 
 cd "$ROOT" || exit 2
 [ -f launch/torchrun.sh ] || { echo "job.sh: ROOT=$ROOT is not this repository; submit from its root" >&2; exit 2; }

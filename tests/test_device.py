@@ -167,12 +167,3 @@ def test_nccl_leaves_a_rank_that_waits_to_our_watchdog(machine: pytest.MonkeyPat
         join(1.0)
     assert seen["TORCH_NCCL_ENABLE_MONITORING"] == "0"
     assert seen["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3", "what a user has set stays"
-
-
-def test_sbatch_files_ask_for_gpus_and_job_sh_for_the_nodes_cores() -> None:
-    slurm = Path(__file__).parent.parent / "slurm"
-    for name in ("bench", "sweep"):
-        lines = (slurm / f"{name}.sbatch").read_text().splitlines()
-        assert "#SBATCH --gpus-per-node=8" in lines
-        assert "#SBATCH --exclusive" in lines
-    assert "${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-}}" in (slurm / "job.sh").read_text()

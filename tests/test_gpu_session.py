@@ -26,7 +26,7 @@ WRONG = {
 }
 # Stands for Python: notes what it is asked for, and fails or hangs in a script where a file says so.
 PYTHON = """#!/bin/bash
-echo "$*" >>{folder}/calls
+echo "${{TORCH_ALLOW_TF32_CUBLAS_OVERRIDE:+with TF32: }}$*" >>{folder}/calls
 echo "output of $*"
 for does in fails hangs; do
   [ -e {folder}/$does ] && [[ "$*" == *$(cat {folder}/$does)* ]] || continue
@@ -63,17 +63,20 @@ class Session:
         python.write_text(PYTHON.format(folder=folder))
         python.chmod(0o755)
 
-    def start(self, *options: str) -> subprocess.Popen:
-        command = ["bash", SCRIPT, self.out, *options, "--rehearse"]
+    def start(self, *options: str, rehearse: bool = True) -> subprocess.Popen:
+        command = ["bash", SCRIPT, self.out, *options, *(["--rehearse"] if rehearse else [])]
         environment = {**os.environ, "VENV": str(self.folder / "venv")}
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
-    def run(self, *options: str) -> tuple[int, str, int]:
+    def run(self, *options: str, rehearse: bool = True) -> tuple[int, str, int]:
         """Exit status, what was printed, and how many steps were begun."""
         (self.folder / "calls").write_text("")
-        started = self.start(*options)
+        started = self.start(*options, rehearse=rehearse)
         printed, errors = started.communicate(timeout=300)
-        return started.returncode, printed + errors, len((self.folder / "calls").read_text().splitlines())
+        return started.returncode, printed + errors, len(self.calls())
+
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().splitlines()
 
     def summary(self) -> str:
         return (self.out / "summary.txt").read_text()
@@ -104,7 +107,7 @@ def test_steps_that_repeat_papers_make_one_draw(session: Session) -> None:
     """A batch of 524,288 tokens takes a core 20 s: Figure 4's twelve draws would outlast the step."""
     figure_4, tables = "olmoe,deepseek-v2-lite,mixtral,mixtral-paper-size", "oea-table3,oea-table5,xshare-table3"
     assert session.run("--only", f"{figure_4},{tables}")[0] == 0
-    calls = (session.folder / "calls").read_text().splitlines()
+    calls = session.calls()
     assert len(calls) == 7
     for call in calls:
         (config,) = re.findall(r"configs/papers/[\w-]+.yaml", call)
@@ -112,6 +115,50 @@ def test_steps_that_repeat_papers_make_one_draw(session: Session) -> None:
         points = load_experiments(SCRIPT.parents[1] / config, options, on_cpu=False)
         assert {one.workload.seed for one in points} == {1}
         assert len(points) == 1 or "figure4" not in call
+
+
+def test_layers_keep_their_laws_where_the_environment_asks_for_tf32(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NGC images do. The stand-in for Python says that torch sees a GPU."""
+    monkeypatch.delenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", raising=False)
+    assert session.run("--only", "layer-tests", rehearse=False)[0] == 0
+    assert [call for call in session.calls() if "tests/test_gpu.py" in call] == [
+        "with TF32: -m pytest -m gpu -q -p no:cacheprovider tests/test_gpu.py"
+    ]
+
+
+def test_the_quickstart_is_measured_at_true_size_in_the_place_of_eight_ranks(session: Session) -> None:
+    assert session.run("--only", "quickstart", rehearse=False)[0] == 0
+    call = session.calls()[-1]
+    assert "emulate configs/quickstart.yaml" in call
+    (point,) = load_experiments(
+        SCRIPT.parents[1] / "configs" / "quickstart.yaml", re.findall(r"--set (\S+)", call), on_cpu=False
+    )
+    assert (point.layer.ep_size, point.model.scale, point.workload.tokens_per_rank) == (8, 1.0, 16384)
+    assert point.emulate is not None
+    assert point.emulate.device == "measured"
+
+
+def test_limits_of_what_is_worth_most_are_within_25_minutes() -> None:
+    first = SCRIPT.read_text().partition("# What everything else rests on.")[2].partition("# What time is left for")[0]
+    steps = re.findall(r"^ *(?:(?:step|show|table|decode|emulate papers) )([\w-]+) (\d+)", first, re.MULTILINE)
+    assert {"layer-tests", "run", "quickstart", "olmoe", "oea-table3", "decode-graph"} <= {name for name, _ in steps}
+    assert sum(int(limit) for _, limit in steps) <= 25 * 60
+
+
+@pytest.mark.parametrize("size_mb", [90, 110])
+def test_outputs_over_100_mb_are_named_with_the_largest(session: Session, size_mb: int) -> None:
+    for name, size in {"olmoe": size_mb - 10, "run": 5}.items():
+        folder = session.out / name / "cases"
+        folder.mkdir(parents=True)
+        with open(folder / "samples.parquet", "wb") as file:
+            file.truncate(size * 10**6)
+    (session.out / "steps").mkdir()
+    _, printed, _ = session.run("--only", "experts")
+    assert f" MB in {session.out}" in session.summary()
+    found = re.findall(r"^TOO LARGE: .*", printed, re.MULTILINE)
+    assert found == (["TOO LARGE: more than 100 MB. The largest, of 96 MB: olmoe"] if size_mb > 100 else [])
 
 
 def test_only_some_steps_can_be_asked_for(session: Session) -> None:

@@ -151,18 +151,23 @@ def job(tmp_path: Path):
         each.end()
 
 
+@pytest.mark.parametrize(("nodes", "in_slurm"), [(2, False), (1, True)])
 def test_ranks_of_several_nodes_have_a_triton_cache_on_each_and_are_bound_to_their_gpus_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, in_slurm: bool
 ) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", "")
-    monkeypatch.delenv("TRITON_CACHE_DIR")
+    """A task of a job array knows of no other node, and shares a home with the others all the same."""
+    for name in ("TRITON_CACHE_DIR", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(launcher.tempfile, "gettempdir", lambda: str(tmp_path))
     launcher._set_environment(Nodes(1, 1, 0, "host:1"))
     assert "TRITON_CACHE_DIR" not in os.environ
-    launcher._set_environment(Nodes(1, 2, 0, "host:1"))
+    if in_slurm:
+        monkeypatch.setenv("SLURM_JOB_ID", "17")
+    launcher._set_environment(Nodes(1, nodes, 0, "host:1"))
     assert Path(os.environ["TRITON_CACHE_DIR"]).parent == tmp_path
-    launcher._set_environment(Nodes(1, 2, 0, "host:1"))
+    launcher._set_environment(Nodes(1, nodes, 0, "host:1"))
     assert launcher._near_their_gpus() is None, "no GPUs here"
     monkeypatch.setattr(launcher.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(launcher.shutil, "which", lambda name: "/usr/bin/numactl")

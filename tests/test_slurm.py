@@ -204,6 +204,16 @@ def test_an_array_fills_one_directory_without_collisions(array: Path) -> None:
     assert [one.point for one in run.comparisons.values()] == [{"workload.seed": seed} for seed in SEEDS]
 
 
+def test_a_task_fills_its_node_with_points_of_one_rank(slurm: Cluster, tmp_path: Path) -> None:
+    """Two of three points, one per core; the third task of the array would have none to take."""
+    config, out = write_config(tmp_path, **SMALL, sweep={"workload.seed": SEEDS}), tmp_path / "out"
+    job = slurm.submit("sweep.sbatch", config, "--out", out, options=("--array=0,2",), POINTS_PER_TASK=2)
+    assert slurm.finish(f"{job}_0", STEP_S) == ALL_DONE, slurm.printed(job)
+    assert [one.point["workload.seed"] for one in load_run(out).comparisons.values()] == SEEDS[:2]
+    assert slurm.finish(f"{job}_2", STEP_S) == ("FAILED", f"{USER_ERROR}:0")
+    assert "--point: expected 0 to 2, got 4" in slurm.printed(job)
+
+
 def test_two_nodes_give_the_routing_rows_of_one(interrupted: Path, array: Path) -> None:
     pd.testing.assert_frame_equal(routing_of(interrupted), routing_of(array))
 

@@ -245,12 +245,12 @@ def _near_their_gpus() -> Any:
 
 
 def _set_environment(nodes: Nodes) -> None:
-    """What ranks are told unless the user has: threads, and on several nodes a cache of Triton's for each node.
+    """What ranks are told unless the user has: threads, and on several nodes or under Slurm a Triton cache per node.
 
-    Homes are shared there, and ranks of all nodes would compile into one folder at once.
+    Homes are shared there, and ranks of all nodes, or of all tasks of an array, would compile into one folder at once.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if nodes.count > 1 and "TRITON_CACHE_DIR" not in os.environ:
+    if (nodes.count > 1 or "SLURM_JOB_ID" in os.environ) and "TRITON_CACHE_DIR" not in os.environ:
         folder = Path(tempfile.gettempdir(), f"moe-ep-bench-triton-{os.getuid()}")
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid == os.getuid():

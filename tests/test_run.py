@@ -36,7 +36,7 @@ CONFIG = {
         {"name": "token_drop", "capacity_factor": [1.0, 2.0]},
         {"name": "expanded_drop", "capacity_factor": 1.0, "metric": "random"},
     ],
-    "measure": {"iterations": 2, "breakdown_iterations": 1, "timeout_s": 60},
+    "measure": {"iterations": 2, "breakdown_iterations": 1, "max_warmup": 1, "timeout_s": 60},
 }
 NUM_CASES = 7  # native, native again, four policies, native with balanced scores
 
@@ -174,7 +174,8 @@ def test_a_finished_run_is_not_run_again(finished: Path) -> None:
 
 def test_launches_repeat_the_process_and_share_parts_and_routing(tmp_path: Path) -> None:
     policies = [{"name": "topk"}]
-    config = write_config(tmp_path, policies=policies, measure__launches=2, measure__flush_l2=True)
+    small = {"workload__num_batches": 1, "measure__iterations": 1}
+    config = write_config(tmp_path, policies=policies, measure__launches=2, measure__flush_l2=True, **small)
     done = launch(config, "--out", tmp_path / "out")
     assert done.returncode == OK, done.stderr
     rows = cases_of(tmp_path / "out")
@@ -213,7 +214,7 @@ def test_conditions_of_each_launch_say_how_the_machine_was(finished: Path) -> No
 
 
 def test_a_profile_is_one_trace_per_rank_with_the_phases_and_no_timing(tmp_path: Path) -> None:
-    config, out = write_config(tmp_path), tmp_path / "out"
+    config, out = write_config(tmp_path, workload__num_batches=1), tmp_path / "out"
     done = launch(config, "--out", out, "--profile", "token_drop capacity_factor=1.0")
     assert done.returncode == OK, done.stderr
     assert str(out / "profiles") in done.stdout

@@ -47,7 +47,7 @@ WARM = (
     "graph_run",
     "launcher",
     "layer",
-    "model_graph_run",
+    "locks",
     "model_run",
     "own_policies",
     "padding",
@@ -62,6 +62,7 @@ WARM = (
     "validate",
     "virtual",
     "watchdog",
+    "without_megatron",
 )
 
 

@@ -13,6 +13,8 @@ import sys
 import tempfile
 import traceback
 
+from moe_ep_bench.analysis import style
+
 
 def run(script: str, arguments: list[str]) -> tuple[int, str, float]:
     """The exit status of a script, and the last of what it and its children wrote to either stream."""
@@ -40,6 +42,7 @@ def run(script: str, arguments: list[str]) -> tuple[int, str, float]:
 
 
 if __name__ == "__main__":
+    style.DEFAULT_FORMATS = ("svg",)  # a PNG takes as long again
     for line in sys.stdin.read().splitlines():
         script, *arguments = json.loads(line)
         print(json.dumps(run(script, arguments)), flush=True)

@@ -22,10 +22,10 @@ settings.load_profile("seeded")
 # The longest files, which start processes; they begin first, so that none of them runs alone at the end.
 LONGEST = (
     "docs_commands",
+    "faults",
     "layer",
     "goldens",
     "reproduce",
-    "faults",
     "run",
     "transformer",
     "virtual",

@@ -24,6 +24,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import yaml
@@ -86,16 +87,17 @@ def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
     temporary.mkdir()
     shared_before = set(os.listdir("/dev/shm"))
     command = [sys.executable, "-m", "moe_ep_bench", "run", "--nproc", "2", str(path), "--out", str(out)]
-    # The variable tells the processes of this soak from all others, whatever becomes of their parents.
-    mark = f"MOE_EP_BENCH_SOAK={os.getpid()}"
-    env = {**os.environ, "TMPDIR": str(temporary), **dict([mark.split("=")])}
     with open(folder / "errors", "w") as errors:
-        job = subprocess.Popen(command, env=env, stderr=errors)
+        job = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(temporary)}, stderr=errors)
     samples: dict[str, list[Sample]] = defaultdict(list)
+    seen: set[Process] = set()
     while job.poll() is None:
-        num_finished = len(list((out / "cases").glob("*.parquet")))
-        for pid in _marked(mark):
-            _sample(pid, num_finished, samples)
+        num_finished, running = len(list((out / "cases").glob("*.parquet"))), _processes()
+        ours = _descendants(job.pid, running)
+        seen.update(ours)
+        ranks = [one for one in ours if one.parent == job.pid]
+        for name, pid in {"launcher": job.pid, **{f"rank {i}": one.pid for i, one in enumerate(ranks)}}.items():
+            _sample(name, pid, num_finished, samples)
         time.sleep(0.1)
     if job.returncode:
         return [f"exit status {job.returncode}: {(folder / 'errors').read_text()[-500:]}"]
@@ -105,7 +107,9 @@ def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
     problems = [] if measured == len(run.cases) >= num_cases else [f"only {measured} cases were measured"]
     for name in sorted(samples):
         problems += _judge(name, samples[name], len(run.cases))
-    left = [f"process {pid}" for pid in _marked(mark)]
+    # Whose parent has ended has another now.
+    known = {(one.pid, one.started) for one in seen}
+    left = [f"process {one.pid}" for one in _processes() if (one.pid, one.started) in known]
     # torch's cache of compiled code is one folder per user, which it means to keep.
     left += [str(file) for file in temporary.iterdir() if not file.name.startswith("torchinductor_")]
     left += [str(file) for file in out.rglob("*") if file.name.startswith((".", "now-"))]
@@ -150,25 +154,36 @@ def _slope(x_N: np.ndarray, y_N: np.ndarray) -> tuple[float, float]:
     return float(slope), float(student_t.ppf(0.975, left) * error)
 
 
-def _marked(mark: str) -> list[int]:
-    """Ids of the processes, zombies aside, that were started with the variable."""
+class Process(NamedTuple):
+    """A running process; ``started`` in clock ticks since boot."""
+
+    started: int
+    pid: int
+    parent: int
+
+
+def _processes() -> list[Process]:
+    """All processes but zombies, in order of their start."""
     found = []
-    for path in Path("/proc").glob("[0-9]*"):
+    for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            if mark.encode() in (path / "environ").read_bytes().split(b"\0"):
-                found.append(int(path.name))
+            state, parent, *values = path.read_text().rpartition(")")[2].split()
         except OSError:
-            continue
-    return found
+            continue  # It has just ended.
+        if state != "Z":
+            found.append(Process(int(values[17]), int(path.parent.name), int(parent)))
+    return sorted(found)
 
 
-def _sample(pid: int, num_finished: int, samples: dict[str, list[Sample]]) -> None:
+def _descendants(root: int, running: list[Process]) -> list[Process]:
+    """The processes that ``root`` has started, and theirs."""
+    children = [one for one in running if one.parent == root]
+    return children + [found for child in children for found in _descendants(child.pid, running)]
+
+
+def _sample(name: str, pid: int, num_finished: int, samples: dict[str, list[Sample]]) -> None:
     process = Path("/proc") / str(pid)
     try:
-        variables = dict(
-            pair.split(b"=", 1) for pair in (process / "environ").read_bytes().split(b"\0") if b"=" in pair
-        )
-        name = f"rank {variables[b'RANK'].decode()}" if b"RANK" in variables else "launcher"
         resident = int((process / "statm").read_text().split()[1]) * _PAGE_BYTES
         samples[name].append(Sample(num_finished, resident, len(os.listdir(process / "fd"))))
     except OSError:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
-from warm import Server, ordinary, warm
+from warm import Server, warm
 
 # One seed for all: what CI finds, everyone finds. The machines are shared, so no example has a deadline.
 settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=40)
@@ -22,10 +22,10 @@ settings.load_profile("seeded")
 # The longest files, which start processes; they begin first, so that none of them runs alone at the end.
 LONGEST = (
     "docs_commands",
+    "faults",
     "layer",
     "goldens",
     "reproduce",
-    "faults",
     "run",
     "transformer",
     "virtual",
@@ -40,6 +40,7 @@ WARM = (
     "calibrate",
     "carried",
     "directory",
+    "doctor",
     "emulate",
     "emulate_model",
     "export",
@@ -47,18 +48,23 @@ WARM = (
     "graph_run",
     "launcher",
     "layer",
-    "model_graph_run",
+    "locks",
     "model_run",
     "own_policies",
     "padding",
+    "permutation",
+    "ranks",
     "report",
     "reproduce",
     "reproduce_whole",
     "run",
     "slices",
+    "stopping",
     "transformer",
     "validate",
     "virtual",
+    "watchdog",
+    "without_megatron",
 )
 
 
@@ -69,6 +75,9 @@ def _wants_gpu(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     # Processes of tests have more threads than there are cores; those that spin while they wait take ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # And two that share a tiny product wait more than they compute.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("MOE_EP_BENCH_THREADS", "1")
     # Or every process would compile the package anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
@@ -116,13 +125,6 @@ def _warm(request: pytest.FixtureRequest, _server: Server) -> Iterator[None]:
         with warm(_server):
             yield
     else:
-        yield
-
-
-@pytest.fixture
-def cold() -> Iterator[None]:
-    """Start ordinary processes in a test of a warm file: for what is read from /proc, for instance."""
-    with ordinary():
         yield
 
 

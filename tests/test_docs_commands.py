@@ -37,21 +37,24 @@ SMALL = {
     "quickstart": f"workload.tokens_per_rank=64 {NARROW}",
     "whatif-skew": "workload.tokens_per_rank=64 sweep.workload.peak_load=[2,4] workload.num_batches=2",
     "decode": f"sweep.workload.num_tokens=[4,16] {NARROW}",
-    "model-prefill": f"emulate.device=h100-sxm workload.tokens_per_rank=32 workload.sequence_length=16 {BRIEF}",
+    "model-prefill": "emulate.device=h100-sxm whole.num_layers=3 workload.tokens_per_rank=32 "
+    f"workload.sequence_length=16 {BRIEF}",
     "route-laser": "workload.layer=2 workload.num_tokens=64 workload.num_batches=2",
     "validate-cpu": f"workload.num_tokens=64 {NARROW}",
     "capacity-figure4": f"workload.tokens_per_rank=64 workload.sequence_length=32 {NARROW}",
     "xshare-table3": "sweep.workload.seed=[1] workload.num_batches=2",
-    "whole-capacity": "workload.tokens_per_rank=64 workload.sequence_length=32 whole.num_layers=2",
+    "whole-capacity": "workload.tokens_per_rank=64 workload.sequence_length=32 workload.num_batches=2 "
+    "whole.num_layers=2",
     "quality-capacity": "text.num_sequences=2 text.sequence_length=8 text.batch_size=2",
     "quality-small": "text.num_sequences=8 text.sequence_length=16",
 }
 # Of lists that --set cannot shorten by a plain value.
 FEWER = {
-    "quickstart": [TWO_POLICIES],
-    "decode": [TWO_POLICIES],
-    "model-prefill": [TWO_POLICIES],
-    "validate-cpu": [TWO_POLICIES],
+    "mine": [TWO_POLICIES, "emulate.replication=[]"],
+    **{name: [TWO_POLICIES] for name in ("quickstart", "decode", "model-prefill", "validate-cpu")},
+    "whatif-skew": ["policies=[{name: token_drop, capacity_factor: [1.0, 2.0]}]"],
+    "route-laser": ["policies=[{name: load_only}]"],
+    "quality-small": [TWO_POLICIES],
     "capacity-figure4": ["sweep.model.preset=[olmoe-1b-7b]", "sweep.workload.skew=[mixed]", "sweep.workload.seed=[1]"],
     "whole-capacity": ["sweep.model.preset=[olmoe-1b-7b]", "sweep.workload.skew=[mixed]"],
 }
@@ -67,9 +70,8 @@ STAND_INS = {
     "16384": "256",  # tokens of advise --model
 }
 OWN_STAND_INS = {
-    "trace record MODEL --text FILE": {"FILE": "text.txt"},
+    "trace record MODEL --text FILE": {"FILE": "short.txt"},
     "calibrate --from DIR": {"DIR": "results/decode"},
-    "route CONFIG": {"CONFIG": "configs/route-laser.yaml"},
     "trace thresholds FILE --budget 1% --tokens 2048": {
         "FILE": "recordings/gpt-oss-20b-mixed.safetensors",
         "2048": "20",
@@ -79,6 +81,7 @@ OWN_STAND_INS = {
 A_START = "the ranks of configs/decode.yaml start here; each start takes seconds"
 AN_ANSWER = "advise answers one question here; each takes seconds"
 LISTED = {
+    "route CONFIG": ("--help", "configs/route-laser.yaml is routed here"),
     "run configs/decode-graph.yaml --nproc 1": ("--dry-run", "needs a GPU: CUDA graphs"),
     "run configs/model-decode-graph.yaml --nproc 1": ("--dry-run", "needs a GPU: CUDA graphs"),
     "run configs/decode-speculative.yaml --nproc 1": ("--dry-run", "needs a GPU: CUDA graphs"),
@@ -156,7 +159,7 @@ def arguments_of(line: str) -> list[str]:
     if line in LISTED:
         return [*arguments, LISTED[line][0]]
     if line.startswith("plot"):
-        return [*arguments, "--format", "svg"]  # a PNG takes as long again
+        return [*arguments, "--format", "svg", "--figures", "speedup"]  # the report draws all
     configs = [one for one in arguments if one.endswith(".yaml")] if "--list-points" not in arguments else []
     for config in configs:
         stem = Path(config).stem
@@ -179,6 +182,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / link).symlink_to(model)
     shutil.copy(model / "config.json", folder)
     text = inspect.getsource(argparse)[:20_000]
+    (folder / "short.txt").write_text(text[:5_000])
     for place in (folder, folder / "configs"):  # what --set names lies beside the config
         (place / "text.txt").write_text(text)
     (model / "heldout.txt").write_text(text)
@@ -212,7 +216,7 @@ def begun(folder: Path, lines: list[list[str]]) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[str, tuple[int, str, float]]:
-    """Exit status, output and seconds of every command."""
+    """Exit status, output and CPU seconds of every command."""
     lanes = [list(OF_RANKS), [line for line in PRINTED if line not in OF_RANKS]]
     drivers = [begun(folder, [[ENTRY_POINT, *arguments_of(line)] for line in lines]) for lines in lanes]
     found: dict[str, tuple[int, str, float]] = {}
@@ -237,8 +241,7 @@ def test_printed_calls_of_plot_results_draw(folder: Path, outcomes: dict[str, tu
     lines = [line for page in PAGES for line in code(page.read_text()) if re.match(r"\S*python plot_results\.py", line)]
     calls = [["plot_results.py", *shlex.split(line, comments=True)[2:]] for line in dict.fromkeys(lines)]
     assert len(calls) >= 2
-    # `plot` has drawn the others.
-    calls = [one if "--figures" in one else [*one, "--figures", "speedup"] for one in calls]
+    calls = [one if "--figures" in one else [*one, "--figures", "phases"] for one in calls]
     said, _ = begun(folder, calls).communicate(timeout=900)
     for line, one in zip(lines, said.splitlines(), strict=False):
         status, output, _ = json.loads(one)

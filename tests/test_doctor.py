@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -161,7 +161,8 @@ def test_the_doctor_itself_loads_neither_torch_nor_megatron() -> None:
         "import sys; from moe_ep_bench import cli; from moe_ep_bench.machine.doctor import examine;"
         " print({'torch', 'megatron'} & set(sys.modules))"
     )
-    assert output_of([sys.executable, "-c", program], 60).strip() == "set()"
+    cold = [sys.executable, "-W", "default", "-c", program]  # With an option it is no fork of a process that has torch.
+    assert output_of(cold, 60).strip() == "set()"
 
 
 # ---- the all-to-all
@@ -228,58 +229,141 @@ def test_nccl_is_tried_where_there_are_two_gpus_and_its_failure_told() -> None:
     assert "NCCL_DEBUG=INFO" in finding.remedy
 
 
-# ---- packages
+# ---- what is found of packages, GPUs, links, settings, ranks and memory
 
 
-def test_a_complete_installation_has_nothing_to_note() -> None:
-    (finding,) = package_findings(machine(), {})
-    assert finding.status == OK
-    for name in ("Transformer Engine 2.9.0", "DeepEP 1.2.1", "NVIDIA Apex 0.1", "megatron-core 0.19.2"):
-        assert name in finding.what
+def packages(**versions: str | None) -> dict[str, Any]:
+    return {"packages": {**VERSIONS, **versions}}
+
+
+BARE = [{key: gpu[key] if key in ("index", "name", "uuid", "driver") else None for key in gpu} for gpu in gpus()]
+NO_DRIVER = "pynvml.NVMLError_DriverNotLoaded: Driver Not Loaded"
+NO_NVML = "pynvml.NVMLError_LibraryNotFound: NVML Shared Library Not Found"
+SERVING_GPUS = dict.fromkeys(("transformer_engine", "apex", "deep_ep"))
+# What is examined, the status of each finding, and words that are in them.
+FOUND: dict[str, tuple[Callable[[], Iterable[Finding]], list[str], list[str]]] = {
+    "all packages": (
+        lambda: package_findings(machine(), {}), [OK],
+        ["Transformer Engine 2.9.0", "DeepEP 1.2.1", "NVIDIA Apex 0.1", "megatron-core 0.19.2"],
+    ),
+    "packages for GPUs alone, without GPUs": (
+        lambda: package_findings(machine(0, **packages(**SERVING_GPUS)), {}), [OK, OK],
+        ["of use on GPUs only: Transformer Engine, NVIDIA Apex, DeepEP"],
+    ),
+    **{
+        f"no {package}": (
+            lambda package=package: package_findings(machine(**packages(**{package: None})), {}), [OK, NOTE],
+            ["note packages ", cost],
+        )
+        for package, cost in (
+            ("transformer_engine", "grouped GEMMs"), ("apex", "torch's own kernels"),
+            ("deep_ep", "flex dispatcher cannot run"), ("triton", "routed by torch"),
+        )
+    },
+    "the index's apex": (
+        lambda: package_findings(machine(**packages(apex=None), foreign_apex=True), {"apex": "x"}), [OK, NOTE, NOTE],
+        ["is not NVIDIA Apex"],
+    ),
+    "a broken package": (
+        lambda: package_findings(machine(), {"transformer_engine": "ImportError: undefined symbol"}), [OK, PROBLEM],
+        ["undefined symbol"],
+    ),
+    "healthy GPUs": (
+        lambda: gpu_findings(machine(), gpus()), [OK],
+        ["2 x NVIDIA H100 80GB HBM3, driver 570.86.15, 79.0 GiB free on the fullest"],
+    ),
+    "idle GPUs": (lambda: gpu_findings(machine(), gpus(throttle_reasons=1)), [OK], []),
+    "GPUs at their cap": (
+        lambda: gpu_findings(machine(), gpus(throttle_reasons=THROTTLE_REASONS["power_cap"])), [OK], [],
+    ),
+    "several capped GPUs": (
+        lambda: gpu_findings(machine(8), [{**gpu, "power_limit_w": 500.0} for gpu in gpus(8)]), [OK, NOTE],
+        ["note GPUs 0, 1, 2, 3, 4, 5, 6, 7: capped at 500 W of 700 W"],
+    ),
+    "unknown states": (lambda: gpu_findings(machine(), BARE), [OK], []),
+    "another's busy GPU": (
+        lambda: gpu_findings(machine(), [*gpus(), {**gpus()[0], "uuid": "GPU-9", "utilization_percent": 100.0}]),
+        [OK], [],
+    ),
+    "no NVML": (lambda: gpu_findings(machine(0), NO_NVML), [NOTE], []),
+    "no GPUs": (lambda: gpu_findings(machine(0), []), [NOTE], []),
+    "no driver": (lambda: gpu_findings(machine(0), NO_DRIVER), [PROBLEM], [NO_DRIVER]),
+    "a driver that hangs": (
+        lambda: gpu_findings(machine(0), "no answer within 20 s"), [PROBLEM], ["no answer within 20 s"],
+    ),
+    "GPUs that torch cannot use": (
+        lambda: gpu_findings(machine(0, no_gpus_why="this torch is built without CUDA"), gpus()), [PROBLEM],
+        ["2 here, none that torch can use: this torch is built without CUDA"],
+    ),
+    "hidden GPUs": (lambda: gpu_findings(machine(0, variables={"CUDA_VISIBLE_DEVICES": ""}), gpus()), [NOTE], []),
+    "GPUs without NVML": (lambda: gpu_findings(machine(), "no answer within 20 s"), [OK, NOTE], []),
+    "a free host": (lambda: cpu_findings(machine()), [OK], []),
+    "a busy host": (lambda: cpu_findings(machine(load_average=12.0)), [OK, NOTE], []),
+    **{
+        f"a path over {path}": (
+            lambda path=path: topology_findings(parse_topology(OLD_DRIVER.replace("PHB", path)), []), statuses,
+            [f"1 of 1 pairs of GPUs have no NVLink (1 x {path})"],
+        )
+        for path, statuses in (("NODE", [NOTE, NOTE]), ("SYS", [NOTE, NOTE]), ("PIX", [NOTE]), ("PHB", [NOTE]))
+    },
+    "NVLink": (
+        lambda: topology_findings(parse_topology(TWO_H100.replace("NODE", "PXB")), gpus()), [OK],
+        ["NVLink between all GPUs (1 x NV18 pairs)"],
+    ),
+    "a far NIC, and links that are down": (
+        lambda: topology_findings(parse_topology(TWO_H100), gpus(nvlinks=[True, False])), [OK, NOTE, NOTE],
+        ["GPU1 reach their nearest NIC across the host (NODE)", "inactive links (GPU 0: 1 of 2)"],
+    ),
+    "an unknown topology": (lambda: topology_findings("no answer within 20 s", []), [NOTE], []),
+    **{
+        f"{name}={value}": (
+            lambda name=name, value=value: nccl_findings(machine(variables={name: value})), statuses,
+            ["2.28.9, ", f"{name}={value}"],
+        )
+        for name, value, statuses in (
+            ("NCCL_P2P_DISABLE", "1", [OK, NOTE]), ("NCCL_P2P_DISABLE", "0", [OK]),
+            ("CUDA_LAUNCH_BLOCKING", "1", [OK, NOTE]), ("NCCL_DEBUG", "info", [OK, NOTE]),
+            ("NCCL_DEBUG", "WARN", [OK]), ("NCCL_SOCKET_IFNAME", "eth0", [OK]),
+        )
+    },
+    "too little memory": (
+        lambda: memory_findings(COMPARISONS, 8 * GIB), [PROBLEM],
+        ["1 of 2 comparisons need more", "large needs about 9.0 GiB of 8.0 GiB"],
+    ),
+    "just enough memory": (lambda: memory_findings(COMPARISONS, 9 * GIB), [OK], ["3 cases in 2 comparisons"]),
+    "a rank a GPU": (lambda: ranks_findings(machine(2), 2), [], []),
+    "more ranks than GPUs": (lambda: ranks_findings(machine(2), 3), [PROBLEM], []),
+    "a rank a core": (lambda: ranks_findings(machine(0), 16), [], []),
+    "more ranks than cores": (lambda: ranks_findings(machine(0), 17), [NOTE], []),
+    "more ranks than time slices": (lambda: ranks_findings(machine(0), 33), [PROBLEM], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_so_is_found_with_its_numbers(name: str) -> None:
+    examine_it, statuses, words = FOUND[name]
+    findings = list(examine_it())
+    assert [finding.status for finding in findings] == statuses
+    assert [text for text in words if text not in worded(findings)] == []
 
 
 @pytest.mark.parametrize(
-    ("package", "cost"),
+    ("package", "version", "status"),
     [
-        ("transformer_engine", "grouped GEMMs"),
-        ("apex", "torch's own kernels"),
-        ("deep_ep", "flex dispatcher cannot run"),
-        ("triton", "routed by torch"),
+        ("megatron_core", None, PROBLEM), ("megatron_core", "0.20.0", PROBLEM), ("torch", "2.9.1", PROBLEM),
+        ("megatron_core", "0.16.1", OK), ("megatron_core", "0.19.2", OK), ("megatron_core", "0.17.0rc1", OK),
     ],
-)
-def test_what_is_missing_is_a_note_that_says_what_it_costs(package: str, cost: str) -> None:
-    findings = list(package_findings(machine(packages={**VERSIONS, package: None}), {}))
-    (note,) = [finding for finding in findings if finding.status != OK]
-    assert note.status == NOTE
-    assert cost in note.means
-    assert worded([note]).startswith("note packages ")
+)  # fmt: skip
+def test_versions_that_no_run_can_do_with_are_a_problem(package: str, version: str | None, status: str) -> None:
+    assert worst(package_findings(machine(0, **packages(**{package: version})), {})) == status
 
 
-def test_without_gpus_what_serves_gpus_only_is_one_line_and_no_note() -> None:
-    lacking = dict.fromkeys(("transformer_engine", "apex", "deep_ep"))
-    findings = list(package_findings(machine(0, packages={**VERSIONS, **lacking}), {}))
-    assert [finding.status for finding in findings] == [OK, OK]
-    assert "of use on GPUs only: Transformer Engine, NVIDIA Apex, DeepEP" in findings[1].what
-
-
-@pytest.mark.parametrize(
-    ("package", "version"), [("megatron_core", None), ("megatron_core", "0.20.0"), ("torch", "2.9.1")]
-)
-def test_what_no_run_can_do_without_is_a_problem(package: str, version: str | None) -> None:
-    assert worst(package_findings(machine(0, packages={**VERSIONS, package: version}), {})) == PROBLEM
-
-
-@pytest.mark.parametrize("version", ["0.16.1", "0.19.2", "0.17.0rc1"])
-def test_supported_versions_are_fine(version: str) -> None:
-    assert worst(package_findings(machine(packages={**VERSIONS, "megatron_core": version}), {})) == OK
-
-
-def test_a_package_that_is_there_and_cannot_be_imported_is_a_problem() -> None:
-    broken = {"transformer_engine": "ImportError: undefined symbol"}
-    findings = list(package_findings(machine(), broken))
-    assert worst(findings) == PROBLEM
-    assert "undefined symbol" in worded(findings)
-    assert "Transformer Engine" not in findings[0].what
+def test_the_fullest_of_the_gpus_that_are_used_counts_and_on_the_cpu_a_share() -> None:
+    full = machine(3)
+    full["gpus"][1]["free_bytes"] = 10 * GIB
+    full["gpus"][2]["free_bytes"] = 1 * GIB
+    assert available_bytes(full, 2) == 10 * GIB
+    assert available_bytes(machine(0), 4) == 25 * GIB
 
 
 def test_triton_without_a_c_compiler_is_a_problem_on_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -298,21 +382,6 @@ def test_triton_without_a_c_compiler_is_a_problem_on_gpus(monkeypatch: pytest.Mo
     assert toolchain.lacking() == f"no {tmp_path / 'Python.h'}"
     (tmp_path / "Python.h").touch()
     assert toolchain.lacking() == ""
-
-
-def test_the_package_index_apex_is_not_nvidias() -> None:
-    findings = list(package_findings(machine(packages={**VERSIONS, "apex": None}, foreign_apex=True), {"apex": "x"}))
-    assert worst(findings) == NOTE
-    assert "is not NVIDIA Apex" in worded(findings)
-
-
-# ---- GPUs
-
-
-def test_healthy_gpus_are_one_line() -> None:
-    (finding,) = gpu_findings(machine(), gpus())
-    assert finding.status == OK
-    assert finding.what == "2 x NVIDIA H100 80GB HBM3, driver 570.86.15, 79.0 GiB free on the fullest"
 
 
 @pytest.mark.parametrize(
@@ -335,81 +404,6 @@ def test_what_makes_one_gpu_slow_or_useless_is_named_with_its_number(state: Any,
     assert words in worded([found])
 
 
-@pytest.mark.parametrize("state", [{"throttle_reasons": 1}, {"throttle_reasons": THROTTLE_REASONS["power_cap"]}])
-def test_idling_gpus_are_not_throttled(state: Any) -> None:
-    assert worst(gpu_findings(machine(), gpus(**state))) == OK
-
-
-def test_what_is_so_of_several_gpus_is_said_once() -> None:
-    capped = [{**gpu, "power_limit_w": 500.0} for gpu in gpus(8)]
-    _, note = gpu_findings(machine(8), capped)
-    assert (note.check, note.what) == ("GPUs", "0, 1, 2, 3, 4, 5, 6, 7: capped at 500 W of 700 W")
-
-
-def test_unknown_states_are_no_findings() -> None:
-    known = ("index", "name", "uuid", "driver")
-    bare = [{key: gpu[key] if key in known else None for key in gpu} for gpu in gpus()]
-    assert worst(gpu_findings(machine(), bare)) == OK
-
-
-def test_gpus_of_others_are_not_judged() -> None:
-    hidden = {**gpus()[0], "uuid": "GPU-9", "utilization_percent": 100.0}
-    assert worst(gpu_findings(machine(), [*gpus(), hidden])) == OK
-
-
-def test_a_machine_without_gpus_is_a_note_and_one_with_a_broken_driver_a_problem() -> None:
-    for none in ("pynvml.NVMLError_LibraryNotFound: NVML Shared Library Not Found", []):
-        assert worst(gpu_findings(machine(0), none)) == NOTE
-    for why in ("pynvml.NVMLError_DriverNotLoaded: Driver Not Loaded", "no answer within 20 s"):
-        (finding,) = gpu_findings(machine(0), why)
-        assert finding.status == PROBLEM
-        assert why in finding.what
-
-
-def test_gpus_that_torch_cannot_use_are_a_problem_unless_they_were_hidden() -> None:
-    (finding,) = gpu_findings(machine(0, no_gpus_why="this torch is built without CUDA"), gpus())
-    assert finding.status == PROBLEM
-    assert "2 here, none that torch can use: this torch is built without CUDA" in finding.what
-    (finding,) = gpu_findings(machine(0, variables={"CUDA_VISIBLE_DEVICES": ""}), gpus())
-    assert finding.status == NOTE
-
-
-def test_gpus_without_nvml_are_used_and_their_clocks_unknown() -> None:
-    listed, note = gpu_findings(machine(), "no answer within 20 s")
-    assert (listed.status, note.status) == (OK, NOTE)
-
-
-def test_a_busy_host_is_noted() -> None:
-    assert worst(cpu_findings(machine())) == OK
-    assert worst(cpu_findings(machine(load_average=12.0))) == NOTE
-
-
-# ---- topology, NICs, NCCL
-
-
-@pytest.mark.parametrize("path", ["NODE", "SYS", "PIX", "PHB"])
-def test_every_path_but_nvlink_goes_over_pcie(path: str) -> None:
-    finding, *_ = topology_findings(parse_topology(OLD_DRIVER.replace("PHB", path)), [])
-    assert finding.status == NOTE
-    assert f"1 of 1 pairs of GPUs have no NVLink (1 x {path})" in finding.what
-
-
-def test_nvlink_between_all_gpus_is_fine() -> None:
-    (finding,) = topology_findings(parse_topology(TWO_H100.replace("NODE", "PXB")), gpus())
-    assert (finding.status, finding.what) == (OK, "NVLink between all GPUs (1 x NV18 pairs)")
-
-
-def test_a_nic_across_the_host_and_links_that_are_down_are_named() -> None:
-    findings = list(topology_findings(parse_topology(TWO_H100), gpus(nvlinks=[True, False])))
-    words = worded([finding for finding in findings if finding.status == NOTE])
-    assert "GPU1 reach their nearest NIC across the host (NODE)" in words
-    assert "inactive links (GPU 0: 1 of 2)" in words
-
-
-def test_an_unknown_topology_is_a_note() -> None:
-    assert worst(topology_findings("no answer within 20 s", [])) == NOTE
-
-
 def test_rdma_ports_are_counted_and_those_that_are_down_named(monkeypatch: pytest.MonkeyPatch) -> None:
     unlimited = (checks.resource.RLIM_INFINITY,) * 2
     monkeypatch.setattr(checks.resource, "getrlimit", lambda limit: unlimited)
@@ -423,24 +417,6 @@ def test_rdma_ports_are_counted_and_those_that_are_down_named(monkeypatch: pytes
     assert "ulimit -l unlimited" in worded(nic_findings([up]))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "noted"),
-    [
-        ("NCCL_P2P_DISABLE", "1", True),
-        ("NCCL_P2P_DISABLE", "0", False),
-        ("CUDA_LAUNCH_BLOCKING", "1", True),
-        ("NCCL_DEBUG", "info", True),
-        ("NCCL_DEBUG", "WARN", False),
-        ("NCCL_SOCKET_IFNAME", "eth0", False),
-    ],
-)
-def test_settings_that_cost_are_noted_and_all_of_nccls_shown(name: str, value: str, noted: bool) -> None:
-    version, *notes = nccl_findings(machine(variables={name: value}))
-    assert version.what.startswith("2.28.9, ")
-    assert (f"{name}={value}" in version.what) == ("NCCL" in name)
-    assert [note.status for note in notes] == ([NOTE] if noted else [])
-
-
 def test_little_shared_memory_is_noted_for_several_gpus_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     small = type("Space", (), {"f_bavail": 2**14, "f_frsize": 2**12})
     monkeypatch.setattr(checks.os, "statvfs", lambda folder: small)
@@ -448,34 +424,6 @@ def test_little_shared_memory_is_noted_for_several_gpus_only(monkeypatch: pytest
     assert list(shared_memory_findings(1)) == []
     monkeypatch.undo()
     assert list(shared_memory_findings(8, tmp_path / "none")) == []
-
-
-# ---- ranks and memory
-
-
-def test_a_config_that_needs_too_much_memory_is_found_before_anything_starts() -> None:
-    (finding,) = memory_findings(COMPARISONS, 8 * GIB)
-    assert finding.status == PROBLEM
-    assert "1 of 2 comparisons need more" in finding.what
-    assert "large needs about 9.0 GiB of 8.0 GiB" in finding.what
-    (finding,) = memory_findings(COMPARISONS, 9 * GIB)
-    assert (finding.status, finding.what.split(",")[0]) == (OK, "3 cases in 2 comparisons")
-
-
-def test_the_fullest_of_the_gpus_that_are_used_counts_and_on_the_cpu_a_share() -> None:
-    full = machine(3)
-    full["gpus"][1]["free_bytes"] = 10 * GIB
-    full["gpus"][2]["free_bytes"] = 1 * GIB
-    assert available_bytes(full, 2) == 10 * GIB
-    assert available_bytes(machine(0), 4) == 25 * GIB
-
-
-def test_more_ranks_than_gpus_is_a_problem_and_than_cores_a_note() -> None:
-    assert list(ranks_findings(machine(2), 2)) == []
-    assert worst(ranks_findings(machine(2), 3)) == PROBLEM
-    assert list(ranks_findings(machine(0), 16)) == []
-    assert worst(ranks_findings(machine(0), 17)) == NOTE
-    assert worst(ranks_findings(machine(0), 33)) == PROBLEM
 
 
 # ---- the results directory

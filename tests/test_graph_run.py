@@ -1,23 +1,32 @@
-"""A run whose layers are replayed from graphs, from the config to the rows: tapes stand in for CUDA graphs."""
+"""A run whose layers, or decode passes, are replayed from graphs, from the config to the rows.
+
+Tapes stand in for CUDA graphs (``run_taped.py``). A layer runs on one rank, whose graph holds all of it; a model on
+two, whose graphs hold what lies between collectives.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 import pytest
-import yaml
-from test_run import TESTS, cases_of, environment
+from test_run import TESTS, cases_of, environment, write_config
 
+from moe_ep_bench.analysis.graphs import graph_pairs
+from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.whole import analyse_whole
+from moe_ep_bench.bench.plan import RANKS, plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.layer.parts import Parts
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, USER_ERROR
-from moe_ep_bench.schema import TOTAL, UNACCOUNTED
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.schema import PHASES, TOTAL, UNACCOUNTED
 
-CONFIG = {
+LAYER = {
     "name": "taped",
     "model": {"preset": "olmoe-1b-7b", "scale": 0.03125},
     "workload": {"kind": "synthetic", "num_tokens": 12, "num_batches": 2, "sequence_length": 1},
@@ -28,146 +37,213 @@ CONFIG = {
         {"name": "pruned", "k0": 3},
         {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1},
     ],
-    "measure": {"iterations": 2, "breakdown_iterations": 1, "timeout_s": 60},
+    "measure": {"warmup": 1, "max_warmup": 1, "iterations": 2, "breakdown_iterations": 1, "timeout_s": 60},
     "sweep": {"layer.cuda_graph": [False, True]},
 }
+MODEL = {
+    **LAYER,
+    "scope": "model",
+    "whole": {"num_layers": 2, "context_length": 16},
+    "workload": {**LAYER["workload"], "num_tokens": 8},
+    "policies": LAYER["policies"][:3],
+}
+CAPTURE, REPLAY = "cannot be captured as a CUDA graph: ", "replayed from a CUDA graph, it routes batch 0 otherwise"
+FAILING = {"token_drop": CAPTURE, "xshare": CAPTURE, "pruned": REPLAY}
 
 
-def write(folder: Path, config: dict = CONFIG) -> Path:
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+class Taped(NamedTuple):
+    """What a run has left; by whether it was replayed: case ids, and rows of cases."""
+
+    out: Path
+    num_ranks: int
+    comparisons: list[dict]
+    cases: dict[bool, dict[str, dict]]
+    rows: dict[bool, pd.DataFrame]
 
 
-@pytest.fixture(scope="module", params=[1])
-def taped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """The results of one run, and its number of ranks."""
-    folder = tmp_path_factory.mktemp("taped")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    command += [str(TESTS / "run_taped.py"), str(write(folder)), "--out", str(folder / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment())
-    assert (folder / "out" / "run.json").exists(), done.stderr[-3000:]
-    assert f"exitcode  : {CASES_FAILED} " in done.stderr, done.stderr[-3000:]
-    return folder / "out", request.param
+@pytest.fixture(scope="module")
+def taped(tmp_path_factory: pytest.TempPathFactory):
+    """A run of a scope, by the first test that asks for it."""
+
+    @cache
+    def run(scope: str) -> Taped:
+        folder, num_ranks = tmp_path_factory.mktemp(scope), 1 if scope == "layer" else 2
+        config, out = write_config(folder, LAYER if scope == "layer" else MODEL), folder / "out"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        command += [str(TESTS / "run_taped.py"), str(config), "--out", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment())
+        assert (out / "run.json").exists(), done.stderr[-3000:]
+        assert f"exitcode  : {CASES_FAILED} " in done.stderr, done.stderr[-3000:]
+        described, rows = json.loads((out / "run.json").read_text()), cases_of(out)
+        cases: dict[bool, dict[str, dict]] = {False: {}, True: {}}
+        for case_id, case in described["cases"].items():
+            cases[described["comparisons"][case["comparison_id"]]["cuda_graph"] is not None][case_id] = case
+        comparisons = sorted(described["comparisons"].values(), key=lambda one: one["title"])
+        return Taped(out, num_ranks, comparisons, cases, {side: rows[rows.case_id.isin(cases[side])] for side in cases})
+
+    return run
 
 
-def sides(out: Path) -> dict[bool, set[str]]:
-    """{replayed: case ids}"""
-    described = json.loads((out / "run.json").read_text())
-    found: dict[bool, set[str]] = {False: set(), True: set()}
-    for case_id, case in described["cases"].items():
-        found[described["comparisons"][case["comparison_id"]]["cuda_graph"] is not None].add(case_id)
-    return found
+BOTH = pytest.mark.parametrize("scope", ["layer", "model"])
 
 
-def test_what_the_graph_holds_is_recorded(taped: tuple[Path, int]) -> None:
-    out, num_ranks = taped
-    facts = json.loads((out / "run.json").read_text())["comparisons"].values()
-    facts = sorted(facts, key=lambda one: one["title"])
-    held = "the whole layer" if num_ranks == 1 else "all between the collectives"
+@BOTH
+def test_what_the_graphs_hold_is_recorded(scope: str, taped) -> None:
+    facts = taped(scope).comparisons
+    held = "the whole layer" if scope == "layer" else "all between the collectives"
     assert [one["cuda_graph"] for one in facts] == [None, held]
     assert [one["title"].endswith(", CUDA graph") for one in facts] == [False, True]
     assert {one["dispatcher"] for one in facts} == {"allgather"}
     assert {one["permute"]["ran"] for one in facts} == {"none"}
 
 
-def test_replayed_cases_have_the_rows_of_eager_ones(taped: tuple[Path, int]) -> None:
-    out, num_ranks = taped
-    rows, by_side = cases_of(out), sides(out)
-    for case_ids in by_side.values():
-        ok = rows[
-            rows.case_id.isin(case_ids) & (rows.status == "ok") & ~rows.policy.isin(["token_drop", "pruned", "xshare"])
-        ]
+@BOTH
+def test_replayed_cases_have_the_rows_of_eager_ones(scope: str, taped) -> None:
+    run, found = taped(scope), {}
+    for side, rows in run.rows.items():
+        ok = rows[(rows.status == "ok") & ~rows.policy.isin(FAILING)]
         assert ok.case_id.nunique() == 4  # native, native again, topk, native with balanced scores
-        assert len(ok[ok.kind == "plain"]) == 4 * num_ranks * 2 * 2
-        waits = {"wait_dispatch", "wait_combine"} if num_ranks > 1 else set()
-        assert set(ok[ok.kind == "breakdown"].phase) == {
-            "gate", "policy", "permute", "dispatch", "experts", "combine", *waits, UNACCOUNTED, TOTAL,
-        }  # fmt: skip
+        assert len(ok[(ok.kind == "plain") & (ok.phase == TOTAL)]) == 4 * run.num_ranks * 2 * 2
         assert (ok.time_us >= 0).all()
+        breakdown = ok[ok.kind == "breakdown"]
+        found[side] = set(zip(breakdown.layer.fillna(-1), breakdown.phase, strict=True))
+    assert found[True] == found[False]
+    if scope == "layer":
+        phases = {"gate", "policy", "permute", "dispatch", "experts", "combine", UNACCOUNTED, TOTAL}
+        assert {phase for _, phase in found[True]} == phases
+    else:
+        expected = {(-1, "embedding"), (-1, "output"), (0, "attention"), (1, "experts"), (1, "policy")}
+        assert expected | {(1, "wait_combine")} <= found[True]
+        assert {phase for layer, phase in found[True] if layer >= 0} <= set(PHASES)
 
 
 @pytest.mark.parametrize(
-    ("policy", "reason"),
-    [
-        ("token_drop", "cannot be captured as a CUDA graph: "),
-        ("xshare", "cannot be captured as a CUDA graph: "),
-        ("pruned", "replayed from a CUDA graph, it routes batch 0 otherwise"),
-    ],
+    ("scope", "policy"),
+    [("layer", "token_drop"), ("layer", "xshare"), ("layer", "pruned"), ("model", "token_drop"), ("model", "pruned")],
 )
-def test_what_cannot_be_replayed_fails_with_the_reason(taped: tuple[Path, int], policy: str, reason: str) -> None:
-    out, _ = taped
-    rows, by_side = cases_of(out), sides(out)
-    rows = rows[rows.policy == policy].drop_duplicates("case_id").set_index("case_id")
-    eager, replayed = (rows[rows.index.isin(by_side[side])] for side in (False, True))
+def test_what_cannot_be_replayed_fails_with_the_reason(scope: str, policy: str, taped) -> None:
+    eager, replayed = (rows[rows.policy == policy].drop_duplicates("case_id") for rows in taped(scope).rows.values())
     assert list(eager.status) == ["ok"]
     assert list(replayed.status) == ["failed"]
-    assert f"rank 0: {reason}" in replayed.reason.iloc[0]
+    assert f"rank 0: {FAILING[policy]}" in replayed.reason.iloc[0]
 
 
-def test_replays_route_alike_and_are_checked(taped: tuple[Path, int]) -> None:
-    out, _ = taped
-    described = json.loads((out / "run.json").read_text())["cases"]
-    parts = {path.stem: path for path in (out / "routing").glob("*.parquet")}
+def test_replays_route_alike_and_are_checked(taped) -> None:
+    run = taped("layer")
     for label in ("native", "topk"):
         eager, replayed = (
-            pd.read_parquet(parts[next(one for one in ids if described[one]["label"] == label)])
-            for ids in sides(out).values()
+            pd.read_parquet(
+                run.out / "routing" / f"{next(key for key, one in cases.items() if one['label'] == label)}.parquet"
+            )
+            for cases in run.cases.values()
         )
         assert eager.load_E.map(list).equals(replayed.load_E.map(list))
         assert replayed.reference_error.max() < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        ({"cuda_graph": True, "dispatcher": "allgather"}, "layer.cuda_graph: true needs a GPU"),
-        ({"dispatcher": "allgather", "experts": "decode", "permute": "indexed"}, "layer.permute: expected auto"),
-        ({"dispatcher": "allgather", "permute": "indexed"}, "indexed serves layer.dispatcher alltoall only"),
-        ({"dispatcher": "ring"}, "layer.dispatcher: expected alltoall, allgather or flex, got 'ring'"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_a_line(layer: dict, message: str, tmp_path: Path, capsys) -> None:
-    config = {key: value for key, value in CONFIG.items() if key != "sweep"} | {"layer": {"dtype": "float32", **layer}}
-    assert main(["run", str(write(tmp_path, config)), "--nproc", "1", "--dry-run"]) == USER_ERROR
+def test_eager_and_replayed_passes_stand_side_by_side(
+    taped, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = taped("model").out
+    assert main(["show", str(out)]) == OK
+    printed = capsys.readouterr().out
+    assert "run eagerly, and replayed from CUDA graphs" in printed
+    assert "the graphs hold all between the collectives; comparisons" in printed
+    assert "replayed from CUDA graphs, which hold all between the collectives" in printed
+    lines = printed[printed.index("run eagerly, and") :].splitlines()
+    header, native = (next(line for line in lines if line.startswith(name)) for name in ("policy", "native "))
+    assert "eager / replayed" in header
+    (pair,) = graph_pairs([one.comparison for one in analyse_whole(load_run(out, whole=True))])
+    (case,) = (case for case in pair.cases if case.label == "native")
+    assert case.eager.layer is not None
+    assert f"{case.eager.layer.median_ms * 1e3:.1f}" in native
+    assert "pruned k0=3 (eager: ok, replayed: failed)" in printed
+    assert main(["plot", str(out), "--out", str(tmp_path), "--format", "svg", "--figures", "graphs"]) == OK
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["graphs.csv", "graphs.svg"]
+    marks = pd.read_csv(tmp_path / "graphs.csv")
+    drawn = marks[(marks.role == "baseline") & (marks.way == "run eagerly")].model_time_us
+    assert drawn.tolist() == pytest.approx([case.eager.layer.median_ms * 1e3])
+    assert "one MoE layer" not in (tmp_path / "graphs.svg").read_text()
+
+
+REFUSED = {
+    "graphs on the CPU": (
+        {"layer": {"cuda_graph": True, "dispatcher": "allgather"}}, "run", 1, "layer.cuda_graph: true needs a GPU",
+    ),
+    "decode experts permute nothing": (
+        {"layer": {"dispatcher": "allgather", "experts": "decode", "permute": "indexed"}}, "run", 1,
+        "layer.permute: expected auto",
+    ),
+    "indexed behind allgather": (
+        {"layer": {"dispatcher": "allgather", "permute": "indexed"}}, "run", 1,
+        "indexed serves layer.dispatcher alltoall only",
+    ),
+    "no dispatcher": (
+        {"layer": {"dispatcher": "ring"}}, "run", 1,
+        "layer.dispatcher: expected alltoall, allgather or flex, got 'ring'",
+    ),
+    "flex on one rank": (
+        {"layer": {"dispatcher": "flex"}}, "run", 1,
+        "layer.dispatcher: expected alltoall on one rank in layer.ep_size, got flex",
+    ),
+    "unequal tokens": ({"workload__num_tokens": 13}, "run", 2, "got allgather, where batch 0 deals 6 to 7 tokens"),
+    "emulate": (
+        {"emulate": {"links": "h100-nvlink4"}}, "emulate", None,
+        "layer.dispatcher: expected alltoall, for emulate stands in for the all-to-all, got allgather",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_in_a_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes, command, nproc, message = REFUSED[name]
+    config = write_config(tmp_path, LAYER, sweep={}, **changes)
+    options = [] if nproc is None else ["--nproc", str(nproc)]
+    assert main([command, str(config), "--dry-run", *options]) == USER_ERROR
     assert message in capsys.readouterr().err
 
 
-def test_graphs_need_what_does_not_wait_for_the_host() -> None:
-    assert Parts.choose("auto", "auto", "auto", "allgather", cuda_graph=True, on_cpu=False) == Parts(
+def choose(experts: str = "auto", dispatcher: str = "allgather", *, on_cpu: bool = False, graph: bool = False) -> Parts:
+    return Parts.choose(experts, "auto", "auto", dispatcher, cuda_graph=graph, on_cpu=on_cpu)
+
+
+def test_graphs_take_what_does_not_wait_for_the_host() -> None:
+    assert choose(graph=True) == Parts(
         "decode", "none", "auto", "allgather", cuda_graph=True, experts_why="a CUDA graph holds no others"
     )
-    with pytest.raises(ValueError, match=r"layer.cuda_graph: true needs layer.dispatcher allgather.*got alltoall"):
-        Parts.choose("auto", "auto", "auto", "alltoall", cuda_graph=True, on_cpu=False)
-    with pytest.raises(ValueError, match=r"layer.cuda_graph: true needs layer.experts decode.*got grouped"):
-        Parts.choose("grouped", "auto", "auto", "allgather", cuda_graph=True, on_cpu=False)
 
 
-def test_ranks_with_unequal_tokens_cannot_gather(tmp_path: Path, capsys) -> None:
-    config = CONFIG | {"workload": CONFIG["workload"] | {"num_tokens": 13}, "sweep": {}}
-    assert main(["run", str(write(tmp_path, config)), "--dry-run", "--nproc", "2"]) == USER_ERROR
-    assert "got allgather, where batch 0 deals 6 to 7 tokens" in (capsys.readouterr().err)
-
-
-def test_emulation_refuses_what_only_run_does(tmp_path: Path, capsys) -> None:
-    config = CONFIG | {"emulate": {"links": "h100-nvlink4"}, "sweep": {}}
-    path = write(tmp_path, config)
-    assert main(["emulate", str(path), "--out", str(tmp_path / "out")]) == USER_ERROR
-    assert "layer.dispatcher: expected alltoall, for emulate stands in for the all-to-all, got allgather" in (
-        capsys.readouterr().err
-    )
+NEEDS_ALLGATHER = "layer.cuda_graph: true needs layer.dispatcher allgather.*got alltoall"
+NEEDS_DECODE = "layer.cuda_graph: true needs layer.experts decode.*got grouped"
 
 
 @pytest.mark.parametrize(
-    ("has_gpu", "message"),
-    [(False, "flex needs a GPU"), (True, r"flex needs DeepEP \(the package deep_ep\), which is not installed")],
+    ("asked", "message"),
+    [
+        ({"dispatcher": "alltoall", "graph": True}, NEEDS_ALLGATHER),
+        ({"experts": "grouped", "graph": True}, NEEDS_DECODE),
+        ({"dispatcher": "flex", "on_cpu": True}, "flex needs a GPU"),
+        ({"dispatcher": "flex"}, r"flex needs DeepEP \(the package deep_ep\), which is not installed"),
+    ],
 )
-def test_flex_needs_deepep(has_gpu: bool, message: str) -> None:
+def test_parts_that_cannot_go_together_are_refused(asked: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Parts.choose("auto", "auto", "auto", "flex", on_cpu=not has_gpu)
+        choose(**asked)
 
 
-def test_flex_needs_ranks_to_send_to(tmp_path: Path, capsys) -> None:
-    config = {key: value for key, value in CONFIG.items() if key != "sweep"} | {"layer": {"dispatcher": "flex"}}
-    assert main(["run", str(write(tmp_path, config)), "--nproc", "1", "--dry-run"]) == USER_ERROR
-    assert "layer.dispatcher: expected alltoall on one rank in layer.ep_size, got flex" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"whole": {"num_layers": 2}, "workload__sequence_length": 4},
+            r"layer.cuda_graph: expected whole.context_length of at least 1.*got 0",
+        ),
+        ({"layer__dispatcher": "alltoall", "layer__experts": "auto"}, NEEDS_ALLGATHER),
+        ({"layer__experts": "grouped"}, NEEDS_DECODE),
+    ],
+)
+def test_a_pass_needs_what_a_layer_needs_and_prompts_are_in_no_graph(
+    changes: dict, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(write_config(tmp_path, MODEL, **changes), [], RANKS, 1, on_cpu=False)

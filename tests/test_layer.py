@@ -59,10 +59,3 @@ def test_law(law: str, num_ranks: int, folder: Path) -> None:
     found = results(folder, num_ranks)
     assert law in found, f"the law did not finish:\n{found['output']}"
     assert found[law] is None, found[law]
-
-
-def test_importing_megatron_core_is_silent() -> None:
-    code = "import warnings; warnings.simplefilter('error'); import moe_ep_bench.layer.megatron"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "not installed" not in done.stdout + done.stderr

@@ -15,6 +15,7 @@ import test_run
 import torch
 import yaml
 from safetensors.numpy import save_file
+from test_run import launch
 
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.whole import analyse_whole
@@ -40,7 +41,7 @@ CONFIG = {
     "workload": {"kind": "synthetic", "num_tokens": 200, "num_batches": 2, "peak_load": 4.0, "sequence_length": 24},
     "layer": {"dtype": "float32"},
     "policies": [{"name": "topk"}, {"name": "token_drop", "capacity_factor": 1.0}],
-    "measure": {"iterations": 2, "breakdown_iterations": 1, "max_warmup": 1, "timeout_s": 60},
+    "measure": {"iterations": 1, "breakdown_iterations": 1, "max_warmup": 1, "timeout_s": 60},
 }
 DECODE = {"whole__context_length": 40, "workload__sequence_length": 1, "workload__num_tokens": 12}
 NUM_CASES = 5  # native, native again, two policies, native with balanced scores
@@ -49,11 +50,6 @@ KEY = ["rank", "batch", "iteration"]
 
 
 write_config = partial(test_run.write_config, base=CONFIG)
-
-
-def launch(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "moe_ep_bench", "run", "--nproc", "2", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
 def parts(out: Path, folder: str) -> pd.DataFrame:
@@ -90,7 +86,7 @@ def test_layers_and_the_rest_close_against_the_total(finished: Path) -> None:
     assert cases.case_id.nunique() == layers.case_id.nunique() == NUM_CASES
     plain, breakdown = cases[cases.kind == "plain"], cases[cases.kind == "breakdown"]
     assert set(plain.phase) == {TOTAL}
-    assert len(plain) == NUM_CASES * 2 * 2 * 2  # ranks, batches, iterations
+    assert len(plain) == NUM_CASES * 2 * 2  # ranks, batches
     assert set(breakdown.phase) == {*LAYER_PHASES, *MODEL_PHASES, TOTAL, UNACCOUNTED} - {"wait_policy"}
     key = ["case_id", *KEY]
     sums = layers.groupby(key).time_us.sum()
@@ -210,15 +206,11 @@ def test_decode_steps_are_one_token_of_each_request(decoded: Path, capsys: pytes
 
 BAD = {
     "too few layers": ({"whole__num_layers": 1}, "whole.num_layers: expected 2 to 27 layers of DeepSeek-V2-Lite"),
-    
-    
-    
     "layers of a layer": ({"scope": "layer"}, "whole.num_layers: expected with scope: model alone; one layer is timed"),
     "prompts with a cache": (
         {"whole__context_length": 8},
         "workload.sequence_length: expected 1, for whole.context_length=8 makes a batch one decode step, got 24",
     ),
-    
     "a rank without tokens": ({"workload__num_tokens": 20}, "workload: expected tokens for every rank"),
     "padding": ({"workload__padding_per_rank": 2}, "workload.padding_per_rank: expected 0 with scope model"),
     "a shard": ({"model__tensor_parallel": 2}, "model.tensor_parallel: expected 1 with scope model, got 2"),

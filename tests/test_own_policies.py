@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from moe_ep_bench import cli
+from moe_ep_bench.analysis import style
 from moe_ep_bench.config import load_experiments
 from moe_ep_bench.policies import make_policy, policy_class
 from moe_ep_bench.policies.own import source_hash
@@ -33,7 +34,8 @@ CONFIG = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The example beside a config."""
+    """The example beside a config; figures as SVG alone."""
+    monkeypatch.setattr(style, "DEFAULT_FORMATS", ("svg",))
     (tmp_path / "my_policy.py").write_text(EXAMPLE)
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(CONFIG))
     elsewhere = tmp_path / "elsewhere"

@@ -36,7 +36,7 @@ CONFIG = {
         {"name": "token_drop", "capacity_factor": [1.0, 2.0]},
         {"name": "expanded_drop", "capacity_factor": 1.0, "metric": "random"},
     ],
-    "measure": {"iterations": 2, "breakdown_iterations": 1, "timeout_s": 60},
+    "measure": {"iterations": 2, "breakdown_iterations": 1, "max_warmup": 1, "timeout_s": 60},
 }
 NUM_CASES = 7  # native, native again, four policies, native with balanced scores
 
@@ -174,7 +174,8 @@ def test_a_finished_run_is_not_run_again(finished: Path) -> None:
 
 def test_launches_repeat_the_process_and_share_parts_and_routing(tmp_path: Path) -> None:
     policies = [{"name": "topk"}]
-    config = write_config(tmp_path, policies=policies, measure__launches=2, measure__flush_l2=True)
+    small = {"workload__num_batches": 1, "measure__iterations": 1}
+    config = write_config(tmp_path, policies=policies, measure__launches=2, measure__flush_l2=True, **small)
     done = launch(config, "--out", tmp_path / "out")
     assert done.returncode == OK, done.stderr
     rows = cases_of(tmp_path / "out")
@@ -213,7 +214,7 @@ def test_conditions_of_each_launch_say_how_the_machine_was(finished: Path) -> No
 
 
 def test_a_profile_is_one_trace_per_rank_with_the_phases_and_no_timing(tmp_path: Path) -> None:
-    config, out = write_config(tmp_path), tmp_path / "out"
+    config, out = write_config(tmp_path, workload__num_batches=1), tmp_path / "out"
     done = launch(config, "--out", out, "--profile", "token_drop capacity_factor=1.0")
     assert done.returncode == OK, done.stderr
     assert str(out / "profiles") in done.stdout
@@ -324,20 +325,6 @@ def test_two_nodes_give_the_routing_of_one(finished: Path, tmp_path: Path) -> No
 
 
 BAD = {
-    "unknown key": ({"workload__peak_lod": 3.0}, [], "workload.peak_lod: no such key", "did you mean peak_load?"),
-    
-    "unknown model": (
-        {"model__preset": "deepseek-v2-lit"}, [], "model: preset: expected one of", "did you mean deepseek-v2-lite?",
-    ),
-    "unknown policy": (
-        {"policies": [{"name": "topk"}, {"name": "token_drp"}]}, [],
-        "config.yaml: policies.1: name: expected one of", "did you mean token_drop?",
-    ),
-    "policy field": (
-        {"policies": [{"name": "topk", "gamma": 1}]}, [], "policies.0: gamma: topk has no such field", "no fields",
-    ),
-    "no ranks": ({}, ["--nproc", "0"], "--nproc, --nnodes, --node-rank: expected at least 1", "got 0, 1, 0"),
-    
     "pool below top-k": (
         {"policies": [{"name": "laser", "eps_high": 0.9, "t_fix": 0.1, "c": 4}]}, [],
         "policies: laser: c: expected 6 (top_k) to 64", "got 4",
@@ -348,30 +335,17 @@ BAD = {
     "experts over ranks": ({"model__preset": "mixtral-8x7b"}, ["--nproc", "3"], "8 experts of Mixtral-8x7B", "got 3"),
     "ranks over groups": ({"layer__ep_size": 4}, [], "layer.ep_size: expected a divisor of the 2 ranks", "got 4"),
     "skew out of reach": ({"workload__peak_load": 60.0}, [], "workload: peak_load", "got 60"),
-    
-    
-    
     "missing trace": (
         {"workload": {"kind": "recorded", "trace": "no.safetensors", "layer": 0, "tail": "uniform", "num_tokens": 8}},
         [], "no.safetensors", "config.yaml",
     ),
-    
-    "override without value": ({}, ["--set", "workload.seed"], "--set workload.seed: expected key=value", ""),
-    
-    "override of unknown key": ({}, ["--set", "layer.dtpye=float32"], "layer.dtpye: no such key", "dtype"),
     "experts that cannot run": ({"layer__experts": "te"}, [], "layer.experts: te needs", "grouped"),
-    
     "kernel that cannot run": (
         {"layer__kernel": "triton"}, [],
         "layer.kernel: triton cannot run topk: Triton compiles for CUDA GPUs", "expected auto, numba, torch",
     ),
-    
-    
     "warm-up upside down": ({"measure__warmup": 3, "measure__max_warmup": 2}, [], "at least warmup=3", "got 2"),
-    
     "profile of nothing": ({}, ["--profile", "token"], "--profile token: expected a case", "native, balanced scores"),
-    
-    "port": ({}, ["--nnodes", "2", "--master", "host"], "--master: expected host:port", "got 'host'"),
 }  # fmt: skip
 
 
@@ -399,35 +373,6 @@ def test_a_skew_that_a_later_batch_cannot_have_is_one_clear_line(tmp_path: Path)
     assert "24 tokens" in done.stderr
     assert "peak_load: expected 3.112 to 10.6667" in done.stderr
     assert not list((tmp_path / "out").glob("cases/*"))
-
-
-def test_a_key_that_stands_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = write_config(tmp_path)
-    config.write_text(config.read_text() + "layer:\n  dtype: bfloat16\n")
-    assert main(["run", str(config), "--nproc", "2"]) == USER_ERROR
-    printed = capsys.readouterr().err
-    assert "layer stands here twice" in printed
-    assert printed.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "name: [",
-    ],
-    ids=[
-        "empty",
-        "no yaml",
-    ],
-)
-def test_a_file_that_is_no_config_is_named(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(content)
-    assert main(["run", str(path), "--nproc", "2"]) == USER_ERROR
-    printed = capsys.readouterr()
-    assert printed.err.startswith(f"moe-ep-bench: {path}: ")
-    assert printed.err.count("\n") == 1
 
 
 def test_a_dry_run_tells_cases_memory_and_time_and_runs_nothing(

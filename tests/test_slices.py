@@ -5,8 +5,6 @@ What holds of the layer itself is in ``slice_laws``.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from test_run import launch
 
 from moe_ep_bench.analysis.fidelity import pairs_by_rank
 from moe_ep_bench.analysis.load import Comparison as Facts
@@ -25,7 +24,7 @@ from moe_ep_bench.layer.experts import ExpertWeights, apply_expert
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
-from moe_ep_bench.schema import PHASES, TOTAL
+from moe_ep_bench.schema import TOTAL
 
 CONFIG = {
     "name": "tiny",
@@ -34,12 +33,6 @@ CONFIG = {
     "layer": {"dtype": "float32", "expert_tensor_parallel": 2},
     "policies": [{"name": "token_drop", "capacity_factor": 1.0}, {"name": "oea", "k0": 2}],
     "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 0, "max_warmup": 0, "timeout_s": 60},
-}
-WHOLE = {
-    "scope": "model",
-    "model": {"preset": "deepseek-v2-lite", "scale": 0.03125},
-    "whole": {"num_layers": 2},
-    "policies": [{"name": "oea", "k0": 2}],
 }
 
 
@@ -55,35 +48,23 @@ def planned(folder: Path, world_size: int, layer: dict[str, object] | None = Non
     return one
 
 
-def launched(folder: Path, **changes: object) -> Path:
-    command = ["run", str(write(folder, **changes)), "--out", str(folder / "out"), "--nproc", "2"]
-    done = subprocess.run([sys.executable, "-m", "moe_ep_bench", *command], capture_output=True, text=True, timeout=600)
-    assert done.returncode == OK, done.stderr[-3000:]
-    return folder / "out"
-
-
-def parts(out: Path, folder: str) -> pd.DataFrame:
-    return pd.concat(pd.read_parquet(path) for path in sorted((out / folder).glob("*.parquet")))
-
-
 # --- Run on two ranks ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def layer_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launched(tmp_path_factory.mktemp("layer"))
-
-
-def phases_of(out: Path) -> pd.DataFrame:
-    """Rows of phases, of every layer; totals and what no phase covers left out."""
-    rows = parts(out, "cases")
-    return rows[rows.phase.isin(PHASES)]
+    folder = tmp_path_factory.mktemp("layer")
+    done = launch(write(folder), "--out", folder / "out")
+    assert done.returncode == OK, done.stderr[-3000:]
+    return folder / "out"
 
 
 def test_a_layer_in_slices_is_right_and_its_transfers_are_waited_for(
     layer_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    times, routing = parts(layer_run, "cases"), parts(layer_run, "routing")
+    times, routing = (
+        pd.concat(map(pd.read_parquet, (layer_run / folder).glob("*.parquet"))) for folder in ("cases", "routing")
+    )
     assert set(times.status) == {"ok"}
     assert times.case_id.nunique() == 5
     assert routing.reference_error.max() < 1e-4

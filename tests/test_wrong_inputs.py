@@ -44,6 +44,7 @@ CHANGES = {
     "name=a/b": "name: expected text of the pattern ^[A-Za-z0-9][A-Za-z0-9._-]*$, got 'a/b'",
     "measure.timeout_s=0": "measure.timeout_s: expected a number above 0, got 0",
     "policies=[]": "policies: expected at least 1 of them, got []",
+    "policies.0.name=tokn": "did you mean topk?",
     "policies=topk": "policies: expected a list, got 'topk'",
     "policies.0.x=1": "policies.0: x: topk has no such field; expected no fields",
     "policies.1.k0=99": "policies.1.k0: expected at most the model's 64 experts, got 99",
@@ -78,6 +79,7 @@ CONTENTS = {
     "not UTF-8": (b"name: caf\xe9\n", "expected text in UTF-8, got byte 0xe9 at position 9"),
     "UTF-16": ("name: x\n".encode("utf-16"), "expected text in UTF-8, got byte 0xff at position 0"),
     "not YAML": (b"a: [", "not valid YAML"),
+    "empty": (b"", "expected keys with values, got NoneType"),
     "a list": (b"- a\n", "expected keys with values, got list"),
     "a misspelt section": (
         yaml.safe_dump({("workloads" if key == "workload" else key): value for key, value in CONFIG.items()}).encode(),

@@ -17,10 +17,9 @@ from virtual_time import VirtualTime, all_in, passing_where_late
 from moe_ep_bench.layer import megatron
 from moe_ep_bench.layer.build import Transformer
 from moe_ep_bench.layer.configs import megatron_config
-from moe_ep_bench.layer.depth import instrumented_model
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Prefill
-from moe_ep_bench.layer.phases import Rendezvous
+from moe_ep_bench.layer.phases import Rendezvous, instrumented_model
 from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
 from moe_ep_bench.models import LatentAttention, ModelSpec, load_model
 from moe_ep_bench.policies import make_policy

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from layer_laws import ALL_PARTS, BATCH_WIDE, FOUR_EXPERTS, POLICIES, SIGMOID_MODEL
+from layer_laws import ALL_PARTS, BATCH_WIDE, FOUR_EXPERTS, POLICIES, SIGMOID_MODEL, SOME
 from torch import Tensor
 
 from moe_ep_bench.bench.plan import VIRTUAL, plan
@@ -121,9 +121,10 @@ class Lab:
 
 
 def every_policy_equals_the_dense_reference(ranks: Ranks) -> None:
-    for model, num_ranks in ((ModelSpec.named("deepseek-v2-lite").scaled(1 / 32), 8), (SIGMOID_MODEL, 4)):
-        lab = Lab(ranks, model, num_ranks, 61)
-        for spec in [None, *POLICIES, *BATCH_WIDE]:
+    lite = ModelSpec.named("deepseek-v2-lite").scaled(1 / 32)
+    for model, specs in ((lite, [None, *POLICIES, *BATCH_WIDE]), (SIGMOID_MODEL, [None, *SOME, BATCH_WIDE[0]])):
+        lab = Lab(ranks, model, 4, 61)
+        for spec in specs:
             lab.check(None if spec is None else make_policy(spec), f"{model.name} {spec}")
 
 

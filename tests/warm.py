@@ -305,17 +305,6 @@ def warm(server: Server) -> Iterator[None]:
         _replace(_FORK_EXEC)
 
 
-@contextlib.contextmanager
-def ordinary() -> Iterator[None]:
-    """Start ordinary processes in here."""
-    replaced = subprocess._fork_exec
-    _replace(_FORK_EXEC)
-    try:
-        yield
-    finally:
-        _replace(replaced)
-
-
 if __name__ == "__main__":
     _installed = importlib.util.find_spec(_PACKAGE)
     _INSTALLED_IS_THIS = _installed is not None and os.path.dirname(os.path.dirname(_installed.origin)) == _ROOT

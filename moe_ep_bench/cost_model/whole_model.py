@@ -1,7 +1,7 @@
 """What one rank's pass of a whole model takes on a device that is not here, cut into legs as a measured pass is.
 
 MoE layers are ``modelled``'s. What stands between them has a formula each over the figures of a device file
-(``devices``), in microseconds. Phases are those of ``layer.depth``: (layer, phase) within a layer.
+(``devices``), in microseconds. Phases are those of ``layer.phases``: (layer, phase) within a layer.
 
 embedding  T rows gathered: 2 T D b bytes at the share of the bandwidth that permutation reaches
 attention  projections, one GEMM after another: rooflines of 2 T I O operations and b (I O + T (I + O)) bytes;

@@ -12,9 +12,7 @@
 ``attention``   attention of a whole model by torch's kernels
 ``passes``      batches of a whole model: prompts, or one new token of each request
 ``stages``      which method of the layer is which phase
-``microbatches`` a layer on a few tokens at a time
-``phases``      exclusive timers and waiting probes on those stages
-``depth``       the same through all layers of a model
+``phases``      exclusive timers and waiting probes on those stages, through all layers of a model too
 ``graphs``      a run as CUDA graphs
 ``virtual``     many ranks on one device, one after another
 ``expert_placement`` experts in slots, for placements other than Megatron-Core's

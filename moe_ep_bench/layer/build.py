@@ -28,7 +28,6 @@ from torch import Tensor
 from moe_ep_bench.layer.attention import SdpaAttention
 from moe_ep_bench.layer.backends import experts_submodule, fill_experts_
 from moe_ep_bench.layer.configs import megatron_config
-from moe_ep_bench.layer.depth import instrumented_model
 from moe_ep_bench.layer.dispatchers import IndexedAlltoAllDispatcher, own_dispatcher
 from moe_ep_bench.layer.experts import DEPTH, GATE, REST, ROUTED, SHARED, expert_weights, fill_mlp_, seeded_generator
 from moe_ep_bench.layer.megatron import (
@@ -39,9 +38,8 @@ from moe_ep_bench.layer.megatron import (
     default_groups,
     moe_submodules,
 )
-from moe_ep_bench.layer.microbatches import run_in_pieces
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
-from moe_ep_bench.layer.phases import instrumented
+from moe_ep_bench.layer.phases import instrumented, instrumented_model, replaced
 from moe_ep_bench.layer.router import PolicyRouter, ReplayRouter
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
@@ -206,7 +204,7 @@ class SingleLayer(Subject):
     """An MoE layer of ``model`` alone. Its batch is hidden states [T, 1, D], its output too."""
 
     def __init__(self, *args: Any, num_pieces: int = 1, **kwargs: Any) -> None:
-        """Take ``Subject``'s arguments; ``num_pieces``: of a rank's tokens, see ``microbatches``."""
+        """Take ``Subject``'s arguments; ``num_pieces``: of a rank's tokens, see ``run_in_pieces``."""
         super().__init__(*args, **kwargs)
         self._add(None, self._new_layer(ReplayRouter, capacity_factor=None))
         self._seed_layer(None)
@@ -285,3 +283,29 @@ class Transformer(Subject):
             parameter.copy_(values * parameter.shape[1] ** -0.5)
         for layer in self.pairs:
             self._seed_layer(layer)
+
+
+def run_in_pieces(layer: MoELayer, num_pieces: int) -> None:
+    """Let the layer route all of its input [T, 1, D] and then run on so many pieces of it, from now on.
+
+    What is permuted for all of a long prefill at once may not fit. The router sees all tokens first, so that a policy
+    decides as it would without; there are as many pieces on every rank, which meet in each. Pieces differ by one token
+    at most; some are empty where there are few tokens.
+    """
+    forward, router = layer.forward, layer.router
+
+    def in_pieces(hidden_T1D: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
+        probs_TE, map_TE = layer.route(hidden_T1D)
+        most_pairs = router.most_pairs if isinstance(router, PolicyRouter) else None
+        outputs = []
+        parts = (whole.tensor_split(num_pieces) for whole in (hidden_T1D, probs_TE, map_TE))
+        for piece_T1D, *routed in zip(*parts, strict=True):
+            if most_pairs is not None:
+                num_tokens, num_experts = routed[1].shape
+                of_token = router.policy.most_experts(num_experts, router.context)
+                router.most_pairs = min(most_pairs, num_tokens * of_token)
+            with replaced(layer, "route", lambda *_, routed=routed, **__: tuple(routed)):
+                outputs.append(forward(piece_T1D, *arguments, **options)[0])
+        return torch.cat(outputs), None
+
+    layer.forward = in_pieces

@@ -1,4 +1,4 @@
-"""Timers and waiting probes on a layer's stages, put on for breakdown iterations and taken off again.
+"""Timers and waiting probes on the stages of layers and models, on for breakdown iterations and then off again.
 
 A collective lasts until the slowest rank has come and moved its data; timed alone it mixes the
 two. In front of every stage in which ranks meet a one-element all-reduce is therefore run and
@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from moe_ep_bench.layer.stages import Stage, stages_of
+from moe_ep_bench.schema import MOE_REST
 
 if TYPE_CHECKING:
     from moe_ep_bench.layer.megatron import MoELayer
+    from moe_ep_bench.timing.timer import PhaseRecorder
 
 
 class Wraps(Protocol):
@@ -97,3 +99,42 @@ def _timed(
         return run(*args, **kwargs)
 
     return wait_then_run
+
+
+class _AtLayer:
+    """A recorder's ``wrap`` that adds the layer to a phase."""
+
+    def __init__(self, recorder: PhaseRecorder, layer: int) -> None:
+        self._recorder = recorder
+        self._layer = layer
+
+    def wrap(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return self._recorder.wrap((self._layer, phase), function)
+
+
+@contextlib.contextmanager
+def instrumented_model(gpt: Any, recorder: PhaseRecorder, meet: Callable[[], object]) -> Iterator[None]:
+    """Time every phase of every layer of a GPTModel with ``recorder``, and probe the waiting, while the block runs.
+
+    A phase of a layer is recorded as (layer, phase); what belongs to none (embedding, last norm, output layer) by its
+    name. Attention and dense layers are timed as a whole; ``rest`` is what of a layer, and of the decoder around them,
+    is neither: norms and residual additions.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def time(recorder: PhaseRecorder | _AtLayer, owner: Any, phase: str) -> None:
+            stack.enter_context(replaced(owner, "forward", recorder.wrap(phase, owner.forward)))
+
+        time(recorder, gpt.embedding, "embedding")
+        time(recorder, gpt.decoder, "rest")
+        time(recorder, gpt.output_layer, "output")
+        for layer, block in enumerate(gpt.decoder.layers):
+            there = _AtLayer(recorder, layer)
+            time(there, block, "rest")
+            time(there, block.self_attention, "attention")
+            if hasattr(block.mlp, "token_dispatcher"):  # an MoE layer
+                stack.enter_context(instrumented(block.mlp, there, meet))
+                time(there, block.mlp, MOE_REST)
+            else:
+                time(there, block.mlp, "dense")
+        yield

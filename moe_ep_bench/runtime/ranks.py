@@ -25,6 +25,9 @@ from moe_ep_bench.runtime.errors import in_short
 # be blamed for it. Our watchdog ends it instead, and says for what it waited.
 _NCCL_LEAVES_IT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
+# Threads of a CPU rank, in place of as many as it has cores: tests of tiny layers on busy cores would wait for them.
+_THREADS = "MOE_EP_BENCH_THREADS"
+
 # Ranks may wait for one that reads a recording or writes results; a hang is the watchdog's to end.
 _SIDE_TIMEOUT = datetime.timedelta(hours=1)
 
@@ -120,7 +123,8 @@ def join(timeout_s: float, *, measures: bool = True) -> Ranks:
     else:
         device, backend = torch.device("cpu"), "gloo"
         # One core per rank; with fewer cores than ranks they share.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+        cores = max(1, len(os.sched_getaffinity(0)) // local_world_size)
+        torch.set_num_threads(int(os.environ.get(_THREADS, cores)))
     # Without a device_id NCCL builds a communicator when a group is first used: most groups never are.
     if "RANK" in os.environ:
         try:

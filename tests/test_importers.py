@@ -336,16 +336,18 @@ def test_a_real_recording_survives_a_round_through_the_form_it_was_published_in(
     trace = real_recording("deepseek-v2-lite-intent")
     directory = tmp_path / "intent"
     directory.mkdir()
-    first = np.arange(6)[None], np.full((1, 6), 0.1)
+    first, start_S = (np.arange(6)[None], np.full((1, 6), 0.1)), trace.start_S[:9]
     for layer in range(26):
         layer_TK = trace.read_layer(layer)
         with (directory / f"expert_weights_{layer + 1}.txt").open("w") as file:
-            for start, end in zip(trace.start_S, trace.start_S[1:], strict=False):
+            for start, end in zip(start_S, start_S[1:], strict=False):
                 rows = (np.concatenate([a, b[start:end]]) for a, b in zip(first, layer_TK, strict=True))
                 file.write(esft_line(*rows))
     imported("esft", tmp_path, out)
     for ours, theirs in zip(read_back(out), read_back(trace.path), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(
+            ours, theirs[..., : start_S[-1], :] if theirs.ndim == 3 else theirs[: start_S[-1]]
+        )
 
 
 def test_gpt_oss_keeps_every_generated_token(tmp_path, out):
@@ -796,9 +798,8 @@ def test_pairs_of_every_expert_are_conserved_and_replayed(tmp_path, out, kind, m
     np.testing.assert_array_equal(best.numpy(), trace.read_layer(1)[0][workload.draw(0)[0]])
 
 
-@every_kind
-def test_a_writer_that_loses_or_changes_pairs_is_found_out(tmp_path, out, kind, monkeypatch):
-    source, options = prepared(kind, tmp_path / "source")
+def test_a_writer_that_loses_or_changes_pairs_is_found_out(tmp_path, out, monkeypatch):
+    source, options = prepared("vllm", tmp_path / "source")
     spool = TraceWriter._spool
 
     def changing(writer, name, values):
@@ -809,7 +810,7 @@ def test_a_writer_that_loses_or_changes_pairs_is_found_out(tmp_path, out, kind, 
 
     monkeypatch.setattr(TraceWriter, "_spool", changing)
     with pytest.raises(RuntimeError, match="was written with other experts than it was read with"):
-        imported(kind, source, out, **options)
+        imported("vllm", source, out, **options)
     assert list(out.parent.iterdir()) == []
 
 
@@ -833,15 +834,14 @@ def test_the_same_source_gives_the_same_bytes_and_another_hash_when_it_changes(t
     assert made("changed")[1] != first[1]
 
 
-@every_kind
-def test_a_failure_at_the_end_leaves_nothing_behind(tmp_path, out, kind, monkeypatch):
-    source, options = prepared(kind, tmp_path / "source")
+def test_a_failure_at_the_end_leaves_nothing_behind(tmp_path, out, monkeypatch):
+    source, options = prepared("vllm", tmp_path / "source")
 
     def full(*_):
         raise OSError(28, "No space left on device", "spool")
 
     monkeypatch.setattr(TraceWriter, "_string_together", full)
-    assert refusal(kind, source, out, **options) == "spool: No space left on device"
+    assert refusal("vllm", source, out, **options) == "spool: No space left on device"
 
 
 @pytest.mark.parametrize(
@@ -912,11 +912,6 @@ def test_the_command_makes_the_trace_that_its_options_ask_for(tmp_path, out, cap
     assert out.read_bytes() == path.read_bytes()
     assert said.out == expected.text().replace(str(path), str(out)) + "\n"
     assert said.err == ""
-
-
-def run_command(*arguments):
-    command = [sys.executable, "-m", "moe_ep_bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 @every_kind

@@ -5,16 +5,17 @@ Sources are made here, small and of the published form; none is copied.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from test_recorded import real
 
 from moe_ep_bench.cli import main
 from moe_ep_bench.workload import RecordedWorkload
@@ -23,7 +24,6 @@ from moe_ep_bench.workload.importers.sglang import CONVERT
 from moe_ep_bench.workload.importers.writer import TraceWriter
 from moe_ep_bench.workload.trace import open_trace
 
-TRACES = Path(__file__).parents[2] / "shared" / "traces"
 MEGATRON = {"model": "toy", "phase": "prefill", "score_function": "softmax"}
 FLAME = {"model": "toy", "num_experts": 16, "phase": "training"}
 SGLANG = {"model": "toy", "assume_equal_scores": True}
@@ -303,14 +303,6 @@ def prepared(kind, root):
     return root / "r.npz", VLLM
 
 
-def real_recording(name):
-    real = TRACES / f"{name}.safetensors"
-    if not real.is_file():
-        assert "MOE_EP_BENCH_REQUIRE_TRACES" not in os.environ, f"{real} is missing"
-        pytest.skip("no recorded traces in ../shared/traces")
-    return open_trace(real)
-
-
 # What is imported
 
 
@@ -333,21 +325,20 @@ def test_esft_keeps_every_token_but_the_first_of_each_text(tmp_path, out):
 
 
 def test_a_real_recording_survives_a_round_through_the_form_it_was_published_in(tmp_path, out):
-    trace = real_recording("deepseek-v2-lite-intent")
+    trace = open_trace(real("deepseek-v2-lite-intent"))
     directory = tmp_path / "intent"
     directory.mkdir()
     first, start_S = (np.arange(6)[None], np.full((1, 6), 0.1)), trace.start_S[:9]
     for layer in range(26):
         layer_TK = trace.read_layer(layer)
         with (directory / f"expert_weights_{layer + 1}.txt").open("w") as file:
-            for start, end in zip(start_S, start_S[1:], strict=False):
+            for start, end in itertools.pairwise(start_S):
                 rows = (np.concatenate([a, b[start:end]]) for a, b in zip(first, layer_TK, strict=True))
                 file.write(esft_line(*rows))
     imported("esft", tmp_path, out)
     for ours, theirs in zip(read_back(out), read_back(trace.path), strict=True):
-        np.testing.assert_array_equal(
-            ours, theirs[..., : start_S[-1], :] if theirs.ndim == 3 else theirs[: start_S[-1]]
-        )
+        recorded = np.s_[:, : start_S[-1]] if theirs.ndim == 3 else np.s_[: start_S[-1]]
+        np.testing.assert_array_equal(ours, theirs[recorded])
 
 
 def test_gpt_oss_keeps_every_generated_token(tmp_path, out):

@@ -9,12 +9,11 @@ from itertools import pairwise
 from statistics import fmean
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
+from test_recorded import EXPERTS, K, save
 
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, TokenBatch, Workload, deal
 from moe_ep_bench.workload import noise as noise_module
@@ -130,33 +129,15 @@ def test_the_targets_of_a_large_batch_are_met_on_the_solved_part_and_nearly_on_t
 
 # Recorded
 
-EXPERTS, K = 16, 3
-
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory):
     """Two domains: a few long sequences, and many short ones."""
     folder = tmp_path_factory.mktemp("traces")
     return [
-        saved(folder / "long.safetensors", [40, 1, 55], 0),
-        saved(folder / "short.safetensors", [4, 6, 5, 8, 3, 9, 7, 30], 1),
+        save(folder / "long.safetensors", lengths=[40, 1, 55], seed=0),
+        save(folder / "short.safetensors", lengths=[4, 6, 5, 8, 3, 9, 7, 30], seed=1),
     ]
-
-
-def saved(path, lengths, seed):
-    odds = np.exp(1.5 * np.random.default_rng(seed).normal(size=(1, sum(lengths), EXPERTS)))
-    scores = odds / odds.sum(axis=2, keepdims=True)
-    ids = np.argsort(-scores, axis=2)[..., :K]
-    tensors = {
-        "expert_ids": np.ascontiguousarray(ids.astype(np.uint8)),
-        "scores": np.take_along_axis(scores, ids, axis=2).astype(np.float16),
-        "sequence_id": np.repeat(np.arange(len(lengths)), lengths).astype(np.int32),
-        "position": np.concatenate([np.arange(length) for length in lengths]).astype(np.int32),
-    }
-    words = ("score", "phase", "domain", "source", "licence")
-    metadata = {"format": "moe-trace-v1", "model": "toy", "num_experts": str(EXPERTS), "top_k": str(K)}
-    save_file(tensors, path, {**metadata, **dict.fromkeys(words, "toy")})
-    return path
 
 
 def recorded(paths, **changes):

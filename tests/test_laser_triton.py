@@ -46,7 +46,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @every_spec
 @settings(few_examples, max_examples=2)
-@given(case=cases(most_experts=64))
+@given(case=cases(most_experts=64, most_tokens=12))
 def test_routes_like_torch(spec: Spec, case: tuple[Tensor, Arguments]) -> None:
     assert_routes_like_torch(select, None, spec, *case)
 

@@ -176,7 +176,7 @@ def test_the_specs_cover_every_policy_and_every_field() -> None:
 
 CORNERS = [
     (num_tokens, num_experts, num_ranks, top_k)
-    for num_experts, num_ranks, top_k, num_tokens in [(8, 1, 1, 0), (8, 8, 8, 1), (64, 4, 6, 5), (256, 8, 8, 1)]
+    for num_experts, num_ranks, top_k, num_tokens in [(8, 1, 1, 0), (8, 8, 8, 1), (256, 8, 8, 1)]
 ]
 
 

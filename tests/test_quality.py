@@ -673,7 +673,7 @@ def test_the_papers_orderings_come_out_of_a_trained_model(script: Any, tmp_path:
         "name": "trained",
         "model": {"checkpoint": str(Path(__file__).parent / "data" / "small-moe"), "dtype": "float32", "device": "cpu"},
         "text": {"file": "heldout.txt", "num_sequences": 40, "sequence_length": 32, "batch_size": 4},
-        "layer": {"ep_size": 4},
+        "layer": {"ep_size": 2},
         "policies": [
             {**dropping, "metric": ["score", "random"]},
             {"name": "laser", "eps_high": 0.9, "t_fix": 0.5, "c": 8},

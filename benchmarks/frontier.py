@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/frontier.py TRACES
 
 For every moe-trace-v1 recording in the folder TRACES and several budgets, factors are derived from every second batch,
-and all methods are judged on the others (``moe_ep_bench.workload.budgets``). Writes ``results/reference/frontier.csv``,
+and all methods are judged on the others (``moe_ep_bench.workload.derived``). Writes ``results/reference/frontier.csv``,
 ``.md`` and ``.svg``. Routing alone: nothing is timed. Takes about ten minutes on one core.
 """
 
@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from moe_ep_bench.policies import make_policy
-from moe_ep_bench.workload.budgets import Setting, compared_policies, derive_factors, judge
+from moe_ep_bench.workload.derived import Setting, compared_policies, derive_factors, judge
 from moe_ep_bench.workload.trace import open_trace
 
 ROOT = Path(__file__).parents[1]

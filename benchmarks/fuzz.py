@@ -528,7 +528,9 @@ def make_directories(folder: Path) -> dict[str, Path]:
     from results_builder import FakeCase, FakeComparison, standard_cases, write_run
     from whole_builder import write_whole
 
-    from moe_ep_bench.cli import main
+    from moe_ep_bench.bench.emulate import emulate
+    from moe_ep_bench.bench.route import route
+    from moe_ep_bench.papers.run import run_claims
 
     native = [FakeCase("native", role="baseline"), FakeCase("native", role="noise", label="native again")]
     drop = FakeCase("token_drop", params={"capacity_factor": 1.0}, speedup=1.5, dropped=0.25, mass=0.8)
@@ -557,11 +559,9 @@ def make_directories(folder: Path) -> dict[str, Path]:
     config = {**SMALL, "model": {"preset": "mixtral-8x7b"}, "policies": SMALL["policies"][:2], "claims": [claim]}
     del config["sweep"]
     (folder / "small.yaml").write_bytes(_yaml(config))
-    for name, command in (("emulated", "emulate"), ("routed", "route"), ("claims", "papers")):
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
-            if main([command, str(folder / "small.yaml"), "--out", str(folder / name)]) != 0:
-                raise AssertionError(said.getvalue())
-        shutil.rmtree(folder / name / "figures", ignore_errors=True)
+    for name, make in (("emulated", emulate), ("routed", route), ("claims", run_claims)):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            make(folder / "small.yaml", folder / name, [])
         found[name] = folder / name
     found["quality"] = _thinned_quality(folder / "quality")
     return found

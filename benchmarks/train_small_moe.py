@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import sysconfig
 import time
@@ -45,10 +46,11 @@ def corpus() -> tuple[list[str], list[str]]:
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     apart = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "__pycache__"}
-    files = sorted(
-        path for path in library.rglob("*.py") if not apart.intersection(path.relative_to(library).parts[:-1])
-    )
-    texts = [path.read_text(encoding="utf-8", errors="ignore") for path in files]
+    files: list[Path] = []
+    for folder, inner, names in os.walk(library):
+        inner[:] = [name for name in inner if name not in apart]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    texts = [path.read_text(encoding="utf-8", errors="ignore") for path in sorted(files)]
     texts = [text for text in texts if len(text) > 1000]
     train = [text for number, text in enumerate(texts) if number % HELD_OUT_EVERY]
     pieces = [text[len(text) // 2 :][:HELD_OUT_CHARACTERS] for text in texts[::HELD_OUT_EVERY]]

@@ -230,10 +230,10 @@ def possible_groups(num_experts: int, top_k: int) -> list[tuple[int, int]]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, most_experts: int = 256) -> tuple[Tensor, Arguments]:
+def cases(draw: st.DrawFn, most_experts: int = 256, most_tokens: int = 40) -> tuple[Tensor, Arguments]:
     """Scores and context arguments: any shape of interest, any option of a model, with and without padding."""
     num_experts = draw(st.sampled_from([size for size in (8, 12, 16, 32, 64, 128, 256) if size <= most_experts]))
-    num_tokens = draw(st.integers(0, 40))
+    num_tokens = draw(st.integers(0, most_tokens))
     top_k = draw(st.integers(1, 8))
     num_ranks = draw(st.sampled_from([ranks for ranks in range(1, 9) if num_experts % ranks == 0]))
     num_groups, top_groups = draw(st.sampled_from([(None, None), *possible_groups(num_experts, top_k)]))

@@ -20,7 +20,7 @@ from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.policies.by_layer import ByLayer
 from moe_ep_bench.presets import expand_policies
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
-from moe_ep_bench.workload.budgets import Setting, compared_policies, derive_factors, judge, layers_of, needed_factors
+from moe_ep_bench.workload.derived import Setting, compared_policies, derive_factors, judge, layers_of, needed_factors
 from moe_ep_bench.workload.trace import open_trace
 
 # ---- fields by layer -------------------------------------------------------------------------------------------------

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from policy_cases import SPECS, Arguments, Spec, cases, distinct_scores, random_scores
+from policy_cases import SPECS, Arguments, Spec, distinct_scores, random_scores
 from torch import Tensor
 from twin_laws import assert_routes_like_torch
 
@@ -28,17 +26,11 @@ def check(spec: Spec, scores_TE: Tensor, case: Arguments) -> None:
     assert_routes_like_torch(capacity, None, spec, scores_TE, case)
 
 
-@settings(max_examples=8)
-@given(spec=st.sampled_from(OURS), case=cases(most_experts=64))
-def test_it_routes_like_torch(spec: Spec, case: tuple[Tensor, Arguments]) -> None:
-    check(spec, *case)
-
-
 @pytest.mark.parametrize("number", range(len(OURS)))
 def test_every_rule_routes_like_torch(number: int) -> None:
     """Each spec once, with whatever model, padding and scores its number draws."""
     draw = random.Random(number)
-    num_tokens, num_experts = draw.choice([1, 5, 37, 70]), draw.choice([8, 12, 64])
+    num_tokens, num_experts = draw.choice([1, 5, 37]), draw.choice([8, 12, 64])
     generator = torch.Generator().manual_seed(number)
     model: dict[str, Any] = draw.choice(
         [

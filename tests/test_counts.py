@@ -1,4 +1,4 @@
-"""Counts of experts as targets of a workload and as loads for EPLB: every form, and what is none."""
+"""Counts of experts as targets of a workload and as loads for EPLB: every form, what is none, and the plan."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from test_trace_info import loads_entry
+from test_trace_info import loads_entry, write_loads
 
 from moe_ep_bench import cli
 from moe_ep_bench.bench.plan import ROUTING, Comparison
 from moe_ep_bench.config import ConfigError, load_experiments
+from moe_ep_bench.placement import replicate
 from moe_ep_bench.workload.counts import mean_peak_load, read_counts
 
 COUNTS = [[0, 0, 0, 0], [9, 1, 3, 3], [1, 9, 4, 2]]  # a dense layer and two others
@@ -95,3 +96,67 @@ def test_counts_and_a_named_skew_exclude_each_other(tmp_path: Path) -> None:
         load_experiments(config(tmp_path, skew="megatron_w1"), on_cpu=True)
     with pytest.raises(ConfigError, match=r"none\.json: no such file"):
         load_experiments(config(tmp_path, skew_from="none.json"), on_cpu=True)
+
+
+# ``trace eplb``: the plan of ``placement.replicate``, as the one key that SGLang reads.
+
+LOADS = {"0": [9, 1, 3, 3], "1": [1, 9, 4, 2]}
+PLAN = ["--ep", "2", "--spare-per-rank", "1"]
+
+
+@pytest.fixture
+def loads(tmp_path: Path) -> Path:
+    return write_loads(tmp_path / "loads.json", loads_entry(load_E_by_layer=LOADS))
+
+
+def test_a_file_says_of_every_slot_which_expert_it_holds(
+    loads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "map.json"
+    assert cli.main(["trace", "eplb", str(loads), str(out), *PLAN]) == 0
+    written = json.loads(out.read_text())
+    assert list(written) == ["physical_to_logical_map"]  # SGLang passes all keys on by name.
+    slots_LP = np.array(written["physical_to_logical_map"])
+    assert slots_LP.shape == (2, 6)
+    plan = replicate(list(LOADS.values()), num_slots=6, num_ranks=2)
+    assert np.array_equal(slots_LP, plan.slot_expert_LP)
+    for load_E, slot_P in zip(LOADS.values(), slots_LP, strict=True):
+        replicas_E = np.bincount(slot_P, minlength=4)
+        assert (replicas_E >= 1).all()
+        assert replicas_E[np.argmax(load_E)] == 3  # both spare slots go to the busiest
+        rank_load = [sum(load_E[expert] / replicas_E[expert] for expert in rank) for rank in slot_P.reshape(2, 3)]
+        assert max(rank_load) < max(sum(load_E[:2]), sum(load_E[2:]))
+    assert "fullest rank over the mean" in capsys.readouterr().out
+
+
+def test_dense_layers_of_a_model_have_rows_too(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    load = {str(layer): (np.bincount(rng.integers(64, size=594), minlength=64)).tolist() for layer in range(26)}
+    loads = write_loads(tmp_path / "loads.json", {**loads_entry(load_E_by_layer=load), "top_k": 6})
+    out = tmp_path / "map.json"
+    assert cli.main(["trace", "eplb", str(loads), str(out), "--ep", "8", "--spare-per-rank", "1", "--preset",
+                     "deepseek-v2-lite"]) == 0  # fmt: skip
+    rows = json.loads(out.read_text())["physical_to_logical_map"]
+    assert len(rows) == 27
+    assert rows[0] == [slot % 64 for slot in range(72)]
+
+
+PLAN_MISTAKES = {
+    "ranks": (["--ep", "3", "--spare-per-rank", "1"], "--ep: expected a divisor of the 4 experts of loads.json, got 3"),
+    "no ranks": (["--ep", "0", "--spare-per-rank", "1"], "--ep: expected at least 1, got 0"),
+    "spares": (["--ep", "2", "--spare-per-rank", "-1"], "--spare-per-rank: expected at least 0, got -1"),
+    "model": ([*PLAN, "--preset", "olmoe-1b-7b"], "--preset: olmoe-1b-7b has 16 layers of 64 experts, loads.json has"),
+    "unknown": ([*PLAN, "--preset", "olmoe"], "(did you mean olmoe-1b-7b?)"),
+}
+
+
+@pytest.mark.parametrize("name", PLAN_MISTAKES)
+def test_a_plan_that_does_not_fit_is_one_line(
+    name: str, loads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, message = PLAN_MISTAKES[name]
+    assert cli.main(["trace", "eplb", str(loads), str(tmp_path / "map.json"), *options]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "map.json").exists()

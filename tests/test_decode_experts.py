@@ -105,7 +105,7 @@ def assert_like_the_loop(*case: Tensor, device: str = "cpu") -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(few_examples, max_examples=5)
+@settings(few_examples, max_examples=3)
 @given(
     num_tokens=st.integers(1, 40),
     num_experts=st.integers(1, 12),
@@ -166,10 +166,9 @@ def test_an_expert_of_more_rows_than_a_tile_takes_them_all():
 # --- Parts -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("most_tokens", [16, 256])
-def test_a_map_of_more_tokens_than_a_program_looks_at_is_read_to_its_end(monkeypatch, most_tokens):
-    monkeypatch.setattr(decode_experts_triton, "_MOST_TOKENS", most_tokens)
-    assert_like_the_loop(*routed(70, 3, 40, torch.float32, share=0.4), *weights(3, 40, 24, torch.float32))
+def test_a_map_of_more_tokens_than_a_program_looks_at_is_read_to_its_end(monkeypatch):
+    monkeypatch.setattr(decode_experts_triton, "_MOST_TOKENS", 16)
+    assert_like_the_loop(*routed(40, 3, 40, torch.float32, share=0.4), *weights(3, 40, 24, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

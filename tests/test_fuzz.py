@@ -21,6 +21,7 @@ import pytest
 import yaml
 from results_builder import FakeCase, FakeComparison, standard_cases, write_run
 
+from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.files import MOST_DEPTH, parse_yaml, read_json
 from moe_ep_bench.results import RunDirectory
 
@@ -30,7 +31,7 @@ import fuzz
 SMALL = {"num_batches": 2, "num_iterations": 1, "tokens": 64}
 
 
-@pytest.mark.parametrize(("kind", "inputs"), [("configs", 200), ("recordings", 100), ("results", 60), ("commands", 30)])
+@pytest.mark.parametrize(("kind", "inputs"), [("configs", 100), ("recordings", 100), ("results", 30), ("commands", 20)])
 def test_mutated_inputs_end_in_a_result_or_one_line(kind: str, inputs: int) -> None:
     done = fuzz.fuzz(kind, inputs, seed=1_000_000)
     assert not done.findings, "\n".join(map(str, done.findings))
@@ -276,14 +277,19 @@ def test_claims_name_no_file_that_is_run(box: Path) -> None:
 
 
 class Elements(html.parser.HTMLParser):
-    """The elements of a page, and their attributes."""
+    """The attributes of a page's elements, and what its scripts begin with."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.scripts: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        if self.cdata_elem == "script":
+            self.scripts.append(data[:20])
 
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>-->]]>'\"&$x^$"
@@ -306,7 +312,9 @@ def test_nothing_is_written_through_links_of_a_results_directory(link: str, targ
     assert outside.read_text() == "the user's"
 
 
-def test_names_are_text_in_pages_and_pictures(box: Path) -> None:
+def test_names_are_text_in_pages_and_pictures(box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in set(FIGURES) - {"speedup", "phases"}:  # names enter all alike
+        monkeypatch.delitem(FIGURES, name)
     root = directory(box / "run", HOSTILE)
     edit(
         root / "run.json",
@@ -317,13 +325,9 @@ def test_names_are_text_in_pages_and_pictures(box: Path) -> None:
     assert fuzz.call(["show", "run", "--format", "html", "--out", "out/page.html"], box / "out", box).status == 0
     page = Elements()
     page.feed((box / "out" / "page.html").read_text())
-    sound = Elements()
-    directory(box / "sound", "plain")
-    assert fuzz.call(["show", "sound", "--format", "html", "--out", "out/sound.html"], box / "out", box).status == 0
-    sound.feed((box / "out" / "sound.html").read_text())
-    for tag in ("script", "img", "iframe"):
-        assert sum(one == tag for one, _ in page.found) == sum(one == tag for one, _ in sound.found)
-    assert not [name for _, attributes in page.found for name in attributes if name.startswith("on")]
+    assert page.scripts
+    assert not [script for script in page.scripts if "alert" in script]
+    assert not [name for name, value in page.attributes if name.startswith("on") or (name, value) == ("src", "x")]
     plot = ["plot", "run", "--format", "svg", "--figures", "speedup", "--out", "out"]
     assert fuzz.call(plot, box / "out", box).status == 0
     for picture in (box / "out").glob("*.svg"):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,12 @@ import pytest
 import torch
 import yaml
 from numpy.typing import NDArray
+from safetensors.torch import load_file as load_weights
+from safetensors.torch import save_file as save_weights
 
+from moe_ep_bench.bench.emulate import emulate
 from moe_ep_bench.bench.plan import ROUTING, plan
+from moe_ep_bench.bench.route import route
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences, token_sequences
@@ -187,9 +190,8 @@ def test_route_and_emulate_route_it_alike_without_a_tail_model(recording: Path, 
     (first, _) = plan(config, [], ROUTING)
     assert "all scores recorded" in first.title
     outs = [tmp_path / name for name in ("route", "emulate")]
-    for out in outs:
-        assert main([out.name, str(config), "--out", str(out)]) == OK
-        assert main(["show", str(out)]) == OK
+    route(config, outs[0], [])
+    assert emulate(config, outs[1], []) == OK
     routed, emulated = (by_layer_and_batch(out) for out in outs)
     assert len(routed) == 2 * 2 * 2, "layers, batches and cases"
     assert all(sum(load_E) > 0 for load_E in routed.values())
@@ -255,71 +257,53 @@ def test_text_is_cut_into_sequences_across_lines_and_pieces(
 # --- Mistakes ------------------------------------------------------------------------------------
 
 
-def _not_a_folder(olmoe: Path, tmp: Path) -> tuple[Path, str]:
-    return tmp / "none", "none: expected a checkpoint's folder, got none"
+BROKEN = {
+    "no folder": "none: expected a checkpoint's folder, got none",
+    "no config": "got one without config.json",
+    "unknown": "cannot read config.json: The checkpoint you are trying to load has model type `unheard_of`",
+    "dense": "expected routers of Mixtral (MixtralTopKRouter), OLMoE",
+    "no weights": "expected weights in *.safetensors, got none",
+    "no tokenizer": "expected a tokenizer beside the model",
+    "a weight is missing": "expected all weights of OlmoeForCausalLM; missing: lm_head.weight",
+    "damaged": "cannot load the model",
+}
 
 
-def _no_config(olmoe: Path, tmp: Path) -> tuple[Path, str]:
-    return tmp, "got one without config.json"
+def broken(how: str, olmoe: Path, folder: Path) -> Path:
+    """A checkpoint with one thing wrong, in an empty folder."""
+    if how == "no folder":
+        return folder / "none"
+    if how == "unknown":
+        (folder / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
+    elif how == "dense":
+        hf_models.save(hf_models.dense(), folder)
+    elif how != "no config":
+        left_out = {"no weights": ".safetensors", "no tokenizer": "token"}.get(how, "nothing")
+        for path in olmoe.iterdir():
+            if left_out not in path.name:
+                (folder / path.name).write_bytes(path.read_bytes())
+    if how == "a weight is missing":
+        weights = load_weights(folder / "model.safetensors")
+        del weights["lm_head.weight"]
+        save_weights(weights, folder / "model.safetensors", {"format": "pt"})
+    elif how == "damaged":
+        (folder / "model.safetensors").write_bytes(b"not weights")
+    return folder
 
 
-def _unknown(olmoe: Path, tmp: Path) -> tuple[Path, str]:
-    (tmp / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
-    return tmp, "cannot read config.json: The checkpoint you are trying to load has model type `unheard_of`"
-
-
-def _dense(olmoe: Path, tmp: Path) -> tuple[Path, str]:
-    return hf_models.save(hf_models.dense(), tmp), "expected routers of Mixtral (MixtralTopKRouter), OLMoE"
-
-
-def _no_weights(olmoe: Path, tmp: Path) -> tuple[Path, str]:
-    _copy(olmoe, tmp, lambda name: not name.endswith(".safetensors"))
-    return tmp, "expected weights in *.safetensors, got none"
-
-
-def _no_tokenizer(olmoe: Path, tmp: Path) -> tuple[Path, str]:
-    _copy(olmoe, tmp, lambda name: "token" not in name)
-    return tmp, "expected a tokenizer beside the model"
-
-
-def _weights_lacking(olmoe: Path, tmp: Path) -> tuple[Path, str]:
-    from safetensors.torch import load_file, save_file
-
-    _copy(olmoe, tmp, lambda _: True)
-    weights = load_file(tmp / "model.safetensors")
-    del weights["lm_head.weight"]
-    save_file(weights, tmp / "model.safetensors", {"format": "pt"})
-    return tmp, "expected all weights of OlmoeForCausalLM; missing: lm_head.weight"
-
-
-def _damaged(olmoe: Path, tmp: Path) -> tuple[Path, str]:
-    _copy(olmoe, tmp, lambda _: True)
-    (tmp / "model.safetensors").write_bytes(b"not weights")
-    return tmp, "cannot load the model"
-
-
-def _copy(source: Path, target: Path, wanted: Callable[[str], bool]) -> None:
-    for path in source.iterdir():
-        if wanted(path.name):
-            (target / path.name).write_bytes(path.read_bytes())
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [_not_a_folder, _no_config, _unknown, _dense, _no_weights, _no_tokenizer, _weights_lacking, _damaged],
-)
+@pytest.mark.parametrize("how", BROKEN)
 def test_a_checkpoint_that_cannot_be_used_is_one_line(
-    broken: Any, olmoe: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    how: str, olmoe: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "model").mkdir()
-    folder, expected = broken(olmoe, tmp_path / "model")
+    folder = broken(how, olmoe, tmp_path / "model")
     capsys.readouterr()
     out = tmp_path / "out" / "x.safetensors"
     arguments = ["trace", "record", str(folder), "--text", str(text), "--out", str(out), "--sequence-length", "16"]
     assert main(arguments) == USER_ERROR
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert said.startswith("moe-ep-bench: ")
-    assert expected in said
+    assert BROKEN[how] in said
     assert not out.exists()
 
 
@@ -357,11 +341,12 @@ def test_without_transformers_a_line_says_what_to_install(
     assert "pip install 'moe-ep-bench[models]'" in said
 
 
-def test_all_but_checkpoints_works_where_transformers_is_not_installed() -> None:
-    code = (
-        "import sys; sys.modules['transformers'] = None\n"
-        "import moe_ep_bench.cli, moe_ep_bench.bench.route\n"
-        "import moe_ep_bench.quality.session, moe_ep_bench.quality.recording\n"
-        "sys.exit(moe_ep_bench.cli.main(['run', 'configs/quickstart.yaml', '--list-points']))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1], capture_output=True)
+def test_only_opening_a_checkpoint_imports_transformers() -> None:
+    """So all else works where it is not installed."""
+    package = Path(__file__).parents[1] / "moe_ep_bench"
+    found = {
+        (file.name, indent)
+        for file in package.rglob("*.py")
+        for indent in re.findall(r"^( *)(?:import|from) transformers\b", file.read_text(), re.MULTILINE)
+    }
+    assert found == {("checkpoint.py", 8 * " ")}, "inside import_transformers alone"

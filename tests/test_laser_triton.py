@@ -46,7 +46,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @every_spec
 @settings(few_examples, max_examples=2)
-@given(case=cases(most_experts=64))
+@given(case=cases(most_experts=64, most_tokens=12))
 def test_routes_like_torch(spec: Spec, case: tuple[Tensor, Arguments]) -> None:
     assert_routes_like_torch(select, None, spec, *case)
 
@@ -56,7 +56,7 @@ def test_routes_like_torch(spec: Spec, case: tuple[Tensor, Arguments]) -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("most_in_one_program", [1, 10_000])
-@pytest.mark.parametrize("chunk_size", [1, 3, 10])
+@pytest.mark.parametrize("chunk_size", [3, 10])
 @each_policy
 def test_any_chunk_size_routes_like_torch_on_either_path(
     spec: Spec, chunk_size: int, most_in_one_program: int, monkeypatch: pytest.MonkeyPatch
@@ -84,13 +84,12 @@ def test_padding_between_tokens_moves_no_token_into_another_chunk(spec: Spec) ->
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
-@pytest.mark.parametrize("chunk_size", [1, 5])
 @each_policy
-def test_no_token_and_a_lone_token_route_like_torch(spec: Spec, chunk_size: int, num_tokens: int) -> None:
+def test_no_token_and_a_lone_token_route_like_torch(spec: Spec, num_tokens: int) -> None:
     scores_TE = random_scores("softmax", num_tokens, 12, seed=0)
     for mask in (True, False):
         mask_T = torch.full([num_tokens], mask)
-        assert_like_torch({**spec, "chunk_size": chunk_size}, scores_TE, token_mask_T=mask_T, top_k=3)
+        assert_like_torch({**spec, "chunk_size": 5}, scores_TE, token_mask_T=mask_T, top_k=3)
 
 
 # --- Scores and thresholds -------------------------------------------------------------------------
@@ -137,8 +136,7 @@ def test_random_trimming_draws_what_the_torch_form_draws_and_leaves_the_generato
 # --- Loads -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk_size", [3, 100])
-@pytest.mark.parametrize("kind", ["any fraction", "huge", "tiny", "-0.0"])
+@pytest.mark.parametrize(("kind", "chunk_size"), [("any fraction", 3), ("huge", 100), ("tiny", 3), ("-0.0", 100)])
 @each_policy
 def test_carried_loads_of_any_size_count_as_in_torch(spec: Spec, kind: str, chunk_size: int) -> None:
     """Also where adding to them rounds: a chunk's pairs are added to them at once."""

@@ -22,9 +22,8 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.quality.checkpoint import Checkpoint
-from moe_ep_bench.quality.plan import plan_quality
 from moe_ep_bench.quality.routed import RouterCall, routed
-from moe_ep_bench.quality.session import run_quality
+from moe_ep_bench.quality.session import plan_quality, run_quality
 from moe_ep_bench.quality.text import Text
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.exit_codes import USER_ERROR

@@ -158,7 +158,7 @@ def assert_keeps_the_rule_and_the_laws(spec: Spec, scores_TE: Tensor, arguments:
 def test_every_policy_keeps_its_rule_and_all_laws(spec: Spec) -> None:
     # A seed of its own, or every spec would meet the same few cases.
     @seed(zlib.crc32(repr(spec).encode()))
-    @settings(few_examples, max_examples=5)
+    @settings(few_examples, max_examples=3)
     @given(case=cases())
     def holds(case: tuple[Tensor, Arguments]) -> None:
         assert_keeps_the_rule_and_the_laws(spec, *case)
@@ -176,7 +176,7 @@ def test_the_specs_cover_every_policy_and_every_field() -> None:
 
 CORNERS = [
     (num_tokens, num_experts, num_ranks, top_k)
-    for num_experts, num_ranks, top_k, num_tokens in [(8, 1, 1, 0), (8, 8, 8, 1), (64, 4, 6, 5), (256, 8, 8, 1)]
+    for num_experts, num_ranks, top_k, num_tokens in [(8, 1, 1, 0), (8, 8, 8, 1), (256, 8, 8, 1)]
 ]
 
 
@@ -298,7 +298,6 @@ ONE_OF_EACH: list[Spec] = [
     {"name": "lynx", "num_dropped": 1},
     {"name": "dynamic_skip", "beta": 0.5},
 ]
-every_name = pytest.mark.parametrize("spec", ONE_OF_EACH, ids=lambda spec: spec["name"])
 DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity, renormalize, rounding"
 
 
@@ -375,35 +374,36 @@ def with_value(value: float) -> Tensor:
 BAD_SCORES = "scores_TE: expected finite, non-negative values; got NaN, Inf or a negative score"
 
 
-@every_name
+def refuses(spec: Spec, scores_TE: Tensor, arguments: Arguments, message: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared below
+        route(spec, scores_TE, {"top_k": 2, **arguments})
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("spec", ONE_OF_EACH, ids=lambda spec: spec["name"])
+def test_every_policy_checks_scores_and_context(spec: Spec) -> None:
+    refuses(spec, with_value(float("nan")), {}, BAD_SCORES)
+    refuses(spec, torch.full([6, 8], 0.125), {"rank": 4, "num_ranks": 4}, "rank: expected 0 to 3, got 4")
+
+
 @pytest.mark.parametrize(
     ("scores_TE", "message"),
     [
-        (with_value(float("nan")), BAD_SCORES),
         (with_value(-1e-30), BAD_SCORES),
         (torch.full([6, 8], 0.125, dtype=torch.float64), "scores_TE: expected float32, got torch.float64"),
         (torch.full([8], 0.125), "scores_TE: expected 2 dimensions [T, E], got 1"),
     ],
-    ids=[
-        "nan",
-        "negative",
-        "float64",
-        "1-d",
-    ],
+    ids=["negative", "float64", "1-d"],
 )
-def test_wrong_scores_are_refused(spec: Spec, scores_TE: Tensor, message: str) -> None:
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared below
-        route(spec, scores_TE, {"top_k": 2})
-    assert str(error.value) == message
+def test_wrong_scores_are_refused(scores_TE: Tensor, message: str) -> None:
+    refuses({"name": "topk"}, scores_TE, {}, message)
 
 
-@every_name
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"top_k": 9}, "top_k: expected 1 to 8 (the experts), got 9"),
         ({"num_ranks": 3}, "num_ranks: expected a divisor of the 8 experts, got 3"),
-        ({"num_ranks": 4, "rank": 4}, "rank: expected 0 to 3, got 4"),
         ({"bias_E": torch.zeros(7)}, "bias_E: expected shape (8,), got (7,)"),
         ({"bias_E": torch.full([8], float("nan"))}, "bias_E: expected finite values, got NaN or Inf"),
         ({"bias_E": torch.zeros(8, dtype=torch.float64)}, "bias_E: expected float32, got torch.float64"),
@@ -426,10 +426,8 @@ def test_wrong_scores_are_refused(spec: Spec, scores_TE: Tensor, message: str) -
     ],
     ids=str,
 )
-def test_a_wrong_context_is_refused(spec: Spec, arguments: Arguments, message: str) -> None:
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared below
-        route(spec, torch.full([6, 8], 0.125), {"top_k": 2, **arguments})
-    assert str(error.value) == message
+def test_a_wrong_context_is_refused(arguments: Arguments, message: str) -> None:
+    refuses({"name": "topk"}, torch.full([6, 8], 0.125), arguments, message)
 
 
 @pytest.mark.parametrize("spec", [DROP, EXPANDED], ids=lambda spec: spec["name"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import math
@@ -30,14 +31,13 @@ from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
-from moe_ep_bench.quality import plan as plan_module
+from moe_ep_bench.quality import session as session_module
 from moe_ep_bench.quality import text as text_module
 from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences
 from moe_ep_bench.quality.config import load_quality
-from moe_ep_bench.quality.loads import pass_metrics
-from moe_ep_bench.quality.plan import plan_quality
+from moe_ep_bench.quality.passes import pass_metrics
 from moe_ep_bench.quality.routed import RouterCall, routed
-from moe_ep_bench.quality.session import run_quality
+from moe_ep_bench.quality.session import plan_quality, run_quality
 from moe_ep_bench.quality.text import Text, hidden_states, token_costs
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import QUALITY_ROUTING_SCHEMA, QUALITY_SCHEMA
@@ -601,7 +601,9 @@ def test_results_of_another_mode_or_device_are_refused_and_nothing_is_judged(
 def test_a_sweep_over_devices_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan_module, "pick_device", lambda device: torch.device("cuda" if device == "cuda" else "cpu"))
+    monkeypatch.setattr(
+        session_module, "pick_device", lambda device: torch.device("cuda" if device == "cuda" else "cpu")
+    )
     arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path / "out"), "--set"]
     assert main([*arguments, "sweep.model.device=[cpu, cuda]"]) == USER_ERROR
     (said,) = capsys.readouterr().err.strip().splitlines()
@@ -625,11 +627,19 @@ def test_configs_of_the_repository_are_valid() -> None:
 # --- The small model -----------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def script() -> Any:
+    """The script, which reads its corpus once."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        module = importlib.import_module("train_small_moe")
+        monkeypatch.setattr(module, "corpus", functools.cache(module.corpus))
+        yield module
+
+
 def test_the_small_models_script_leaves_a_checkpoint_and_text_that_it_was_not_trained_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    script = importlib.import_module("train_small_moe")
     train, held_out = script.corpus()
     assert len(train) > 300
     assert not any(piece in text for piece in held_out for text in train)
@@ -656,15 +666,14 @@ def test_the_small_models_script_leaves_a_checkpoint_and_text_that_it_was_not_tr
     assert all(1 <= fullest <= 32 / 4 for fullest in facts["fullest_expert_over_mean"])
 
 
-def test_the_papers_orderings_come_out_of_a_trained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    (tmp_path / "heldout.txt").write_text("".join(importlib.import_module("train_small_moe").corpus()[1]))
+def test_the_papers_orderings_come_out_of_a_trained_model(script: Any, tmp_path: Path) -> None:
+    (tmp_path / "heldout.txt").write_text("".join(script.corpus()[1]))
     dropping = {"name": "token_drop", "capacity_factor": 1.0}
     config = {
         "name": "trained",
         "model": {"checkpoint": str(Path(__file__).parent / "data" / "small-moe"), "dtype": "float32", "device": "cpu"},
-        "text": {"file": "heldout.txt", "num_sequences": 48, "sequence_length": 64, "batch_size": 4},
-        "layer": {"ep_size": 4},
+        "text": {"file": "heldout.txt", "num_sequences": 40, "sequence_length": 32, "batch_size": 4},
+        "layer": {"ep_size": 2},
         "policies": [
             {**dropping, "metric": ["score", "random"]},
             {"name": "laser", "eps_high": 0.9, "t_fix": 0.5, "c": 8},

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from test_workload import assert_rows_are_distributions_without_ties
 
 from moe_ep_bench.workload import TAILS, RecordedWorkload, deal, open_trace
 from moe_ep_bench.workload.draws import Pool, draw_sequences, draw_steps
@@ -28,13 +29,6 @@ def real(name):
         assert "MOE_EP_BENCH_REQUIRE_TRACES" not in os.environ, f"{path} is missing"
         pytest.skip("no recorded traces in ../shared/traces")
     return path
-
-
-def assert_rows_are_distributions_without_ties(scores_TE):
-    assert scores_TE.dtype == torch.float32
-    assert (scores_TE > 0).all()
-    torch.testing.assert_close(scores_TE.sum(1), torch.ones(len(scores_TE)), rtol=0, atol=1e-6)
-    assert (scores_TE.sort(dim=1).values.diff(dim=1) > 0).all()
 
 
 # Recorded: a small file of our own
@@ -473,24 +467,6 @@ def test_only_the_layer_that_is_asked_for_is_read(tmp_path):
 
 
 # Recorded: real models
-
-
-DEEPSEEK = ("intent", "summary", "translation")
-
-
-def activated(path, layer, requests, per_request, num_steps=32):
-    """Mean number of experts that a decoding step of GPT-OSS needs, and the steps' tokens."""
-    fields = {"num_experts": 32, "top_k": 4, "tail": "uniform", "seed": 0, "topk_share": 0.6, "arrangement": "decode"}
-    workload = RecordedWorkload(
-        path,
-        layer,
-        **fields,
-        num_tokens=requests * per_request,
-        num_batches=num_steps,
-        tokens_per_request=per_request,
-    )
-    chosen = [workload.batch(step).scores_TE.topk(4, dim=1).indices.unique().numel() for step in range(num_steps)]
-    return np.mean(chosen)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from test_trace import TRACES
+from test_recorded import TRACES
 
 from moe_ep_bench.analysis.claims import Claims, load_claims, paper_words
 from moe_ep_bench.analysis.claims_report import claims_figure, claims_text, write_claims

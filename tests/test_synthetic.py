@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import gumbel_r, kstest
+from test_workload import assert_rows_are_distributions_without_ties
 
 from moe_ep_bench.workload import SyntheticWorkload, deal
 from moe_ep_bench.workload.noise import CorrelatedNoise
@@ -66,13 +67,23 @@ def test_top_k_looks_only_into_the_best_groups(shape, seed):
 # Targets
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "uniform"])
-@pytest.mark.parametrize(("peak_load", "num_experts", "top_k"), [(1.5, 64, 6), (9.0, 128, 8), (3.0, 8, 2)])
-def test_every_family_meets_its_peak_load(family, peak_load, num_experts, top_k):
-    workload = synthetic(family=family, peak_load=peak_load, num_experts=num_experts, top_k=top_k, num_tokens=512)
+SHAPES = [(1.5, 64, 6, 512), (9.0, 128, 8, 512), (3.0, 8, 2, 512)]
+CORNERS = [(1.3, 64, 6, 2048), (64 / 6, 64, 6, 512), (32.0, 256, 8, 512), (7.0, 16, 1, 300), (3.0, 16, 4, 20)]
+
+
+@pytest.mark.parametrize(
+    ("family", "peak_load", "num_experts", "top_k", "num_tokens"),
+    [(family, *shape) for family in FAMILIES if family != "uniform" for shape in SHAPES]
+    + [("lognormal", *shape) for shape in CORNERS],
+)
+def test_every_family_meets_its_peak_load(family, peak_load, num_experts, top_k, num_tokens):
+    sizes = {"num_experts": num_experts, "top_k": top_k, "num_tokens": num_tokens}
+    workload = synthetic(family=family, peak_load=peak_load, **sizes)
     for index in range(2):
+        scores_TE = workload.batch(index).scores_TE
+        assert_rows_are_distributions_without_ties(scores_TE)
         load = loads(workload.batch(index), top_k)
-        one_token = num_experts / (512 * top_k)
+        one_token = num_experts / (num_tokens * top_k)
         assert load.max() / load.mean() == pytest.approx(peak_load, abs=max(0.01 * peak_load, one_token) + 1e-9)
 
 
@@ -182,6 +193,8 @@ def test_ranks_get_their_shares_as_nearly_as_whole_sequences_allow(length_S, num
         return
     dealt = deal(ids_T, num_ranks, shares)
     assert torch.equal(torch.cat(dealt).sort().values, torch.arange(len(ids_T)))
+    assert all((indices.diff() > 0).all() for indices in dealt)
+    assert sum(ids_T[indices].unique().numel() for indices in dealt) == len(length_S), "a sequence is on one rank"
     fills = []
     for indices, share in zip(dealt, share_R, strict=True):
         assert share > 0 or len(indices) == 0

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import tracemalloc
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from test_recorded import real
 
 from moe_ep_bench.workload import trace as trace_module
 from moe_ep_bench.workload.trace import find_problem, open_trace
 
 few_examples = settings(max_examples=25)
 
-TRACES = Path(__file__).parents[2] / "shared" / "traces"
 LAYERS, TOKENS, EXPERTS, K = 3, 40, 16, 4
 LENGTHS = [9, 1, 20, 10]
 
@@ -344,9 +342,5 @@ def test_a_row_is_wrong_where_a_slow_loop_finds_it_wrong(seed, normalised):
     ["deepseek-v2-lite-intent", "deepseek-v2-lite-summary", "deepseek-v2-lite-translation", "gpt-oss-20b-mixed"],
 )
 def test_every_layer_of_the_real_recordings_is_sound(name):
-    path = TRACES / f"{name}.safetensors"
-    if not path.is_file():
-        assert "MOE_EP_BENCH_REQUIRE_TRACES" not in os.environ, f"{path} is missing"
-        pytest.skip("no recorded traces in ../shared/traces")
-    trace = read_all(path)
+    trace = read_all(real(name))
     assert trace.start_S[-1] == trace.num_tokens

@@ -66,31 +66,6 @@ def test_padding_leaves_a_valid_token(num_padding):
 
 # Dealing
 
-sequence_lengths = st.lists(st.integers(1, 40), max_size=30)
-
-
-def ids_of(length_S):
-    return torch.arange(len(length_S)).repeat_interleave(torch.tensor(length_S, dtype=torch.int64))
-
-
-@few_examples
-@given(sequence_lengths, st.integers(1, 9))
-def test_dealing_gives_every_token_to_one_rank_and_keeps_sequences_whole_and_in_order(length_S, num_ranks):
-    ids_T = ids_of(length_S)
-    dealt = deal(ids_T, num_ranks)
-    assert len(dealt) == num_ranks
-    assert torch.equal(torch.cat(dealt).sort().values, torch.arange(len(ids_T)))
-    for indices in dealt:
-        assert (indices.diff() > 0).all()
-    assert sum(ids_T[indices].unique().numel() for indices in dealt) == len(length_S)
-
-
-@few_examples
-@given(sequence_lengths, st.integers(1, 9))
-def test_ranks_differ_by_at_most_the_longest_sequence(length_S, num_ranks):
-    tokens = [len(indices) for indices in deal(ids_of(length_S), num_ranks)]
-    assert max(tokens) - min(tokens) <= max(length_S, default=0)
-
 
 def test_dealing_refuses_scattered_sequences_and_no_ranks():
     with pytest.raises(ValueError, match="sequence_id_T: expected the tokens of a sequence side by side"):
@@ -107,29 +82,6 @@ def test_ranks_together_hold_the_same_scores_however_many_they_are():
 
 
 # Synthetic
-
-
-@pytest.mark.parametrize(
-    ("num_experts", "top_k", "num_tokens", "target"),
-    [
-        (64, 6, 2048, 1.3),
-        (64, 6, 2048, 3.0),
-        (64, 6, 2048, 64 / 6),
-        (128, 8, 1000, 5.5),
-        (8, 2, 4096, 2.0),
-        (256, 8, 512, 32.0),
-        (16, 1, 300, 7.0),
-        (16, 4, 20, 3.0),
-    ],
-)
-def test_synthetic_batches_meet_their_peak_load(num_experts, top_k, num_tokens, target):
-    workload = synthetic(num_experts=num_experts, top_k=top_k, num_tokens=num_tokens, peak_load=target)
-    one_token = num_experts / (num_tokens * top_k)
-    for index in range(workload.num_batches):
-        scores_TE = workload.batch(index).scores_TE
-        assert_rows_are_distributions_without_ties(scores_TE)
-        achieved = peak_load(top_k_load(scores_TE, top_k))
-        assert achieved == pytest.approx(target, abs=max(0.01 * target, one_token) + 1e-9)
 
 
 def test_a_batch_is_the_same_bytes_whenever_it_is_made():

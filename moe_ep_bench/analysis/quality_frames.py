@@ -50,7 +50,7 @@ class _Published(Described):
     unstated: list[str] = Field([])
 
 
-class _Facts(Described):  # ``quality.plan``; a text's comparison has ``text``, a task's has ``task``
+class _Facts(Described):  # ``quality.session``; a text's comparison has ``text``, a task's has ``task``
     model_config = ConfigDict(extra="allow")
 
     title: str

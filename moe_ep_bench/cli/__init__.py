@@ -344,12 +344,12 @@ def _trace_thresholds(options: argparse.Namespace) -> int:
 
     if options.budget is not None:
         from moe_ep_bench.bench.question import parse_share
-        from moe_ep_bench.workload.budgets import Setting, budget_text
+        from moe_ep_bench.workload.derived import Setting, budget_text
 
         setting = Setting(options.ep, options.tokens, options.granularity)
         print(budget_text(options.file, parse_share("--budget", options.budget), setting))
         return OK
-    from moe_ep_bench.workload.thresholds import laser_thresholds
+    from moe_ep_bench.workload.derived import laser_thresholds
 
     derived = laser_thresholds(options.file, options.keep)
     print(yaml.safe_dump([{"name": "laser", **derived}], sort_keys=False, default_flow_style=None), end="")
@@ -357,7 +357,7 @@ def _trace_thresholds(options: argparse.Namespace) -> int:
 
 
 def _trace_eplb(options: argparse.Namespace) -> int:
-    from moe_ep_bench.workload.expert_map import write_expert_map
+    from moe_ep_bench.workload.counts import write_expert_map
 
     how = {"num_ranks": options.ep, "spare_per_rank": options.spare_per_rank, "num_nodes": options.nodes}
     print(write_expert_map(options.file, options.out, **how, preset=options.preset))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def with_list_joined(arguments: Sequence[str]) -> list[str]:
     return [PAPERS_LIST, *arguments[2:]] if is_list else list(arguments)
 
 
+@functools.cache
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; ``command`` of what it parses is the name of one, or None.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import ClassVar, Literal, Self, TypeVar
 
 from moe_ep_bench.errors import UserError
@@ -154,7 +154,7 @@ class Policy:
         """
         return num_experts
 
-    @property
+    @cached_property
     def by_layer(self) -> dict[str, ByLayer]:
         """The fields that differ by layer."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -1,12 +1,12 @@
 """Judge policies inside Hugging Face language models: what they cost the answers, on a text and on tasks.
 
-``config``, ``plan``, ``session``  the config file, the comparisons of its sweep, and the command that goes through them
-``text``, ``tasks``                what a comparison evaluates: a text's next tokens, or a task of the
-                                   lm-evaluation-harness (``harness``)
-``checkpoint``, ``families``       a model on disk, and how each known class of routers chooses
-``passes``, ``routed``             what a forward pass is to a policy, and a policy patched into the routers by hooks
-``loads``                          metrics of what a router chose
-``recording``                      what the routers chose, as a moe-trace-v1 file
+``config``, ``session``       the config file; the comparisons of its sweep, and the command that goes through them
+``text``, ``tasks``           what a comparison evaluates: a text's next tokens, or a task of the lm-evaluation-harness
+                              (``harness``)
+``checkpoint``, ``families``  a model on disk, and how each known class of routers chooses
+``passes``, ``routed``        what a forward pass is to a policy, with metrics of it, and a policy patched into the
+                              routers by hooks
+``recording``                 what the routers chose, as a moe-trace-v1 file
 
 Nothing outside this folder imports transformers, and nothing in it is needed to time a layer.
 """

@@ -33,8 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.policies import Policy
-from moe_ep_bench.quality.loads import Row, pass_metrics
-from moe_ep_bench.quality.passes import Arrangement, judged_phase
+from moe_ep_bench.quality.passes import Arrangement, Row, judged_phase, pass_metrics
 from moe_ep_bench.quality.routed import RouterCall, routed
 
 # ---- The package and its tasks ---------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.kernels import compiled
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
-from moe_ep_bench.policies.contract import check_inputs
 from moe_ep_bench.policies.laser import LoadAwarePolicy
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.quality.families import MoELayer, find_moe_layers
@@ -201,7 +200,9 @@ class _Patch:
         # A rank's draws of a layer go on from batch to batch of the pass.
         key = self.seed, DRAWS, self.number, self.layers.index(layer)
         generators = [seeded_generator(scores_TE.device, *key, rank) for rank in range(self.num_ranks)]
-        check_inputs(scores_TE, context)
+        asked = replace(context, request_id_T=self.forward_pass.sequence_T, generator=generators[0])
+        policy.in_layer(context.layer_fraction).check(scores_TE, asked)
+        form = compiled(policy, scores_TE.device)
         routing = Routing(torch.zeros_like(scores_TE, dtype=torch.bool), torch.zeros_like(scores_TE))
         for batch in self.forward_pass.batches(self.num_ranks):
             scores = [scores_TE[token_N] for _, token_N in batch]
@@ -220,8 +221,7 @@ class _Patch:
                 # What a rank, or all together, were given before this batch.
                 told = [load_RE.sum(dim=0) if policy.load_scope == "all" else load_RE[one.rank] for one in contexts]
                 contexts = [replace(one, load_E=load_E.clone()) for one, load_E in zip(contexts, told, strict=True)]
-            policy.in_layer(contexts[0].layer_fraction).check(scores[0], contexts[0])
-            routings = compiled(policy, scores_TE.device).select_all(scores, contexts)
+            routings = form.select_all(scores, contexts)
             for (_, token_N), of_rank in zip(batch, routings, strict=True):
                 routing.map_TE[token_N] = of_rank.map_TE
                 routing.weights_TE[token_N] = of_rank.weights_TE

@@ -15,12 +15,12 @@ from moe_ep_bench.files import stable_hash
 from moe_ep_bench.papers.accuracies import load_table
 from moe_ep_bench.quality.config import QualityExperiment, TaskConfig
 from moe_ep_bench.quality.harness import TaskIndex, TaskRouting, routed_lm, run_task
-from moe_ep_bench.quality.loads import Tables
+from moe_ep_bench.quality.passes import Tables
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A task at one number of shots; see ``plan.QualityComparison.evaluated``.
+    """A task at one number of shots; see ``session.QualityComparison.evaluated``.
 
     Attributes:
         published: what the config's published table says of the task, JSON-ready.

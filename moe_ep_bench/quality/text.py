@@ -31,8 +31,7 @@ from moe_ep_bench.files import stable_hash
 from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.quality.checkpoint import Checkpoint, redundant_prefixes, text_hash, text_sequences
 from moe_ep_bench.quality.config import QualityExperiment, TextConfig
-from moe_ep_bench.quality.loads import Row, Tables, pass_metrics
-from moe_ep_bench.quality.passes import PHASES, ForwardPass, judged_phase
+from moe_ep_bench.quality.passes import PHASES, ForwardPass, Row, Tables, judged_phase, pass_metrics
 from moe_ep_bench.quality.routed import RouterCall, routed
 
 _LOGITS_AT_ONCE = 2**24
@@ -48,7 +47,7 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A text, in the batches in which every case reads it; see ``plan.QualityComparison.evaluated``.
+    """A text, in the batches in which every case reads it; see ``session.QualityComparison.evaluated``.
 
     Attributes:
         tokens_BS: all of the text that is read, int64 on the CPU.

@@ -31,9 +31,8 @@ from types import MappingProxyType
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
-from moe_ep_bench.workload.importers import esft, flame_moe, gpt_oss, megatron, sglang, vllm
-from moe_ep_bench.workload.importers.options import ImportOptions
-from moe_ep_bench.workload.importers.sources import MAX_ARRAY_BYTES, most_bytes
+from moe_ep_bench.workload.importers import megatron, published, sglang, vllm
+from moe_ep_bench.workload.importers.sources import MAX_ARRAY_BYTES, ImportOptions, most_bytes
 from moe_ep_bench.workload.importers.writer import ImportSummary, TraceWriter
 
 __all__ = ["IMPORTERS", "ImportOptions", "ImportSummary", "import_trace"]
@@ -66,17 +65,20 @@ _OWN = ("preset", "model", "num_experts", "domain", "licence", "assume_equal_sco
 IMPORTERS: Mapping[str, Importer] = MappingProxyType(
     {
         "esft": Importer(
-            esft.read, "deepseek-ai/ESFT results/expert_scores", "a checkout of deepseek-ai/ESFT", is_folder=True
+            published.read_esft,
+            "deepseek-ai/ESFT results/expert_scores",
+            "a checkout of deepseek-ai/ESFT",
+            is_folder=True,
         ),
         "flame-moe": Importer(
-            flame_moe.read,
+            published.read_flame_moe,
             "cmu-flame/FLAME-MoE captured routing",
             "an npz file",
             takes=("model", "num_experts", "domain", "licence", "phase"),
             needs=("model", "num_experts", "phase"),
         ),
         "gpt-oss": Importer(
-            gpt_oss.read,
+            published.read_gpt_oss,
             "AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting",
             "a checkout of GPT-OSS-MoE-ExpertFingerprinting",
             is_folder=True,

@@ -35,8 +35,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import parse_json
-from moe_ep_bench.workload.importers.options import ImportOptions
-from moe_ep_bench.workload.importers.sources import integers, lines, whole
+from moe_ep_bench.workload.importers.sources import ImportOptions, integers, lines, whole
 from moe_ep_bench.workload.importers.writer import TraceWriter
 
 FILE = re.compile(r"router_trace_rank(\d+)\.jsonl")

@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import parse_json
-from moe_ep_bench.workload.importers.options import ImportOptions
-from moe_ep_bench.workload.importers.sources import Npz, from_base64, lines, opened_npz
+from moe_ep_bench.workload.importers.sources import ImportOptions, Npz, from_base64, lines, opened_npz
 from moe_ep_bench.workload.importers.writer import TraceWriter
 
 CONVERT = (

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import parse_json
-from moe_ep_bench.workload.importers.options import ImportOptions
-from moe_ep_bench.workload.importers.sources import from_base64, integers, lines, opened_npz
+from moe_ep_bench.workload.importers.sources import ImportOptions, from_base64, integers, lines, opened_npz
 from moe_ep_bench.workload.importers.writer import TraceWriter
 
 PROMPT, GENERATED = "prompt_routed_experts", "routed_experts"

@@ -1,11 +1,21 @@
-"""What a budget of lost score mass buys on a recording: capacity factors derived on one half, judged on the other.
+"""Fields of policies derived from a recording, so that nobody has to guess them.
 
-A recording is cut into batches of whole sequences, which are dealt to source ranks as ``run`` deals them. Factors are
-derived from every second batch. A pair is kept by ``token_drop`` if it is among the best floor(gamma * T * K / E) of
-its expert (of a device's group: floor(gamma * L * T * K / E)), so the pair at place n is lost below
-gamma = n * E / (L * T * K). Sorting pairs by this gamma gives the lost mass for every factor at once, and the smallest
-factor within the budget exactly. The other batches say what such factors lose there, beside ``budget_drop``, which
-derives nothing, and the frontier.
+**Capacity factors** for a budget of lost score mass, derived on one half, judged on the other. A recording is cut into
+batches of whole sequences, which are dealt to source ranks as ``run`` deals them. Factors are derived from every second
+batch. A pair is kept by ``token_drop`` if it is among the best floor(gamma * T * K / E) of its expert (of a device's
+group: floor(gamma * L * T * K / E)), so the pair at place n is lost below gamma = n * E / (L * T * K). Sorting pairs by
+this gamma gives the lost mass for every factor at once, and the smallest factor within the budget exactly. The other
+batches say what such factors lose there, beside ``budget_drop``, which derives nothing, and the frontier.
+
+**LASER's thresholds.** LASER (arXiv 2510.03293) leaves a token alone whose top-k holds at least ``eps_high`` of its
+score mass, and lets any other choose among experts that score at least ``t_fix`` times its best one. Both depend on how
+a model's scores are shaped, and that changes with depth; the paper sets them by layer from statistics of its prefill.
+The rule here is our own: for each third of the depth, over all tokens of its layers:
+
+- ``eps_high``: the quantile of the top-k share above which a share ``keep`` of the tokens lies. So ``keep`` is what
+  it says: the surest quarter of the tokens, say, keep their own choice.
+- ``t_fix``: the median of the K-th best score over the best. So the pool holds experts that come as near to
+  the best one as the last of the model's own choices does in the median token.
 
 Shapes: T = tokens of a source rank, E = experts, K = top_k, R = ranks, L = E / R, N = pairs.
 """
@@ -15,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +38,12 @@ from torch import Tensor
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.frontier import Frontier, joint, top_k_pairs
+from moe_ep_bench.policies.laser import BANDS
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.workload.batch import deal_sequences
 from moe_ep_bench.workload.trace import Trace, open_trace
 
-# A factor is rounded up to so many decimals: what is printed is what was meant, and within the budget.
+# Factors are rounded up to so many decimals, thresholds rounded: what is printed is what was meant.
 _DECIMALS = 3
 
 Parts = list[Tensor]
@@ -232,3 +244,44 @@ def _routed(policy: Policy, parts: Parts, contexts: Sequence[RoutingContext], ra
     kept = sum(float((part * map_TE).sum(dtype=torch.float64)) for part, map_TE in zip(parts, maps, strict=True))
     load_E = torch.stack([map_TE.sum(dim=0) for map_TE in maps]).sum(dim=0)
     return kept, int(torch.zeros(len(contexts), dtype=torch.int64).index_add(0, rank_E, load_E).max())
+
+
+def laser_thresholds(path: str | Path, keep: float = 0.25) -> dict[str, Any]:
+    """Derive LASER's fields from a recording.
+
+    Args:
+        path: a ``moe-trace-v1`` file, of prefill as the paper has it.
+        keep: share of tokens that are to keep their top-k, 0 to 1.
+
+    Returns:
+        ``eps_high`` and ``t_fix`` over all layers, and under ``bands`` those of every third of the depth that has a
+        layer: fields of the policy ``laser``, to be completed by ``c``.
+
+    Raises:
+        ValueError: ``keep`` out of range, or a recording whose scores do not say what share of the mass the top-k hold.
+    """
+    if not 0 <= keep <= 1:
+        raise UserError(f"keep: expected 0 to 1, got {keep:g}")
+    trace = open_trace(path)
+    if trace.scores_are_assumed or trace.scores_are_normalised:
+        what = "assumed" if trace.scores_are_assumed else "normalised over the top-k"
+        raise UserError(f"{path}: score: expected shares of a token's whole score mass, got scores that are {what}")
+    shares: dict[str, list[np.ndarray]] = {}
+    nearness: dict[str, list[np.ndarray]] = {}
+    for layer in range(trace.num_layers):
+        scores_TK = trace.read_layer(layer)[1].astype(np.float64)
+        band = BANDS[layer * len(BANDS) // trace.num_layers]
+        best_T = scores_TK[:, 0]
+        shares.setdefault(band, []).append(scores_TK.sum(axis=1))
+        nearness.setdefault(band, []).append(scores_TK[best_T > 0, -1] / best_T[best_T > 0])
+    return {
+        **_thresholds(list(chain(*shares.values())), list(chain(*nearness.values())), keep),
+        "bands": {band: _thresholds(shares[band], nearness[band], keep) for band in shares},
+    }
+
+
+def _thresholds(shares: list[np.ndarray], nearness: list[np.ndarray], keep: float) -> dict[str, float]:
+    # Float16 scores may sum to a little more than 1, which no threshold may be.
+    eps_high = min(float(np.quantile(np.concatenate(shares), 1 - keep)), 1.0)
+    t_fix = float(np.median(np.concatenate(nearness)))
+    return {"eps_high": round(eps_high, _DECIMALS), "t_fix": round(t_fix, _DECIMALS)}

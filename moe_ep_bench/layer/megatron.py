@@ -72,6 +72,7 @@ __all__ = [
     "initialize_expert_parallel",
     "meeting_group",
     "moe_submodules",
+    "moe_utils",
     "reduce_scatter_to_sequence_parallel_region",
     "token_dispatcher",
 ]

@@ -5,6 +5,8 @@
 
 Every backend computes the same experts on the same rows, interleaved with the square matmul that
 is the yardstick. For ``grouped`` its steps are timed too: they say where the rest of the time goes.
+Permutations, there and back, stand beside a copy of as many rows as they must read and write.
+A copy after each kind of cache flush says what dirty lines cost what is timed behind them.
 Prints a table; with --out writes it as experts.csv and the environment beside it.
 """
 
@@ -21,16 +23,19 @@ from pathlib import Path
 import pandas as pd
 import torch
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.kernels.swiglu import weighted_swiglu
 from moe_ep_bench.layer.build import SingleLayer
+from moe_ep_bench.layer.dispatchers import expert_major_pairs, sum_per_token
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.layer.host import device_scope
-from moe_ep_bench.layer.megatron import initialize_expert_parallel
+from moe_ep_bench.layer.megatron import initialize_expert_parallel, moe_utils
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.runtime.ranks import join
+from moe_ep_bench.timing.cache import CacheFlush
 from moe_ep_bench.timing.timer import clock_for
 
 
@@ -41,6 +46,13 @@ class Contender:
     flops: float
     """Floating-point operations of one call; 0 where it is memory that counts."""
     bytes: float = 0.0
+    before: Callable[[], object] | None = None
+    """Runs ahead of each call, untimed."""
+
+
+COPY = "copy of permuted rows"
+# Of the copy behind a flush: some 20 us of an H100, as a decode step's kernel takes.
+SMALL_BYTES = 32 * 2**20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,11 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks = join(120)
     with device_scope(), torch.inference_mode():
         contenders = _contenders(model, DTYPES[options.dtype], ranks.device, options)
+        contenders += permutations(model, options.tokens, DTYPES[options.dtype], ranks.device)
+        contenders += flushes(ranks.device)
         times = _interleaved(contenders, ranks.device, options.rounds)
     table = _table(contenders, times)
     title = f"{model.name} x {model.scale:g}, {options.tokens:,} tokens, {options.dtype}, skew {options.skew:g}"
     print(f"{title}\n{provenance.describe(ranks.device)['device_name']}, medians of {options.rounds} rounds\n")
     print(table.to_string(index=False, float_format="{:.3g}".format))
+    if why := refused(ranks.device, permute="fused"):
+        print(f"\npermute and unpermute, fused: not timed; {why}")
     if options.out:
         with atomic_path(options.out / "experts.csv") as path:
             table.to_csv(path, index=False)
@@ -90,7 +106,7 @@ def _contenders(
     product = torch.empty_like(square)
     contenders = [Contender("square matmul", lambda: torch.mm(square, square, out=product), 2.0 * options.square**3)]
     backends = ["sequential", "grouped"]
-    if device.type == "cuda" and provenance.package_versions()["transformer_engine"]:
+    if not refused(device, experts="te"):
         backends.append("te")
     for backend in backends:
         experts = SingleLayer(model, dtype, device, group, 0, Parts(backend, "indexed")).pair.native.experts
@@ -123,6 +139,61 @@ def _contenders(
     ]
 
 
+def permutations(model: ModelSpec, num_tokens: int, dtype: torch.dtype, device: torch.device) -> list[Contender]:
+    """A copy, then each way to permute tokens of random experts and to sum the rows up again; all move as many bytes.
+
+    A permutation reads T tokens and writes N = T * K rows; the way back reads N and writes T. So the copy is of N + T.
+    """
+    generator = torch.Generator(device).manual_seed(1)
+    hidden_TD = torch.randn(num_tokens, model.hidden_size, generator=generator, device=device).to(dtype)
+    scores_TE = torch.rand(num_tokens, model.num_experts, generator=generator, device=device)
+    chosen_TK = scores_TE.topk(model.top_k, dim=1).indices
+    map_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(1, chosen_TK, True)
+    num_pairs = num_tokens * model.top_k
+    rows_ND = hidden_TD.new_zeros(num_tokens + num_pairs, model.hidden_size)
+    copied_ND = torch.empty_like(rows_ND)
+
+    def indexed() -> torch.Tensor:
+        expert_N, token_N = expert_major_pairs(map_TE, num_pairs)
+        permuted_ND = hidden_TD.index_select(0, token_N)
+        return sum_per_token(permuted_ND, map_TE, token_N * model.num_experts + expert_N)
+
+    def megatron(fused: bool) -> torch.Tensor:
+        permuted = moe_utils.permute(hidden_TD, map_TE, num_out_tokens=num_pairs, fused=fused)
+        return moe_utils.unpermute(permuted[0], permuted[2], hidden_TD.shape, routing_map=map_TE, fused=fused)
+
+    ways: dict[str, Callable[[], torch.Tensor]] = {"indexed": indexed, "megatron": lambda: megatron(False)}
+    if not refused(device, permute="fused"):
+        ways["fused"] = lambda: megatron(True)
+    moved = 2.0 * rows_ND.nbytes
+    return [
+        Contender(COPY, lambda: copied_ND.copy_(rows_ND), 0.0, moved),
+        *(Contender(f"permute and unpermute, {name}", run, 0.0, moved) for name, run in ways.items()),
+    ]
+
+
+def refused(device: torch.device, experts: str = "sequential", permute: str = "indexed") -> str:
+    """Why these parts of a layer cannot run here; empty where they can."""
+    try:
+        Parts.choose(experts, permute, on_cpu=device.type == "cpu")
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def flushes(device: torch.device) -> list[Contender]:
+    """One small copy after a flush that ends with a read-only sweep, and after one that leaves dirty lines."""
+    source = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return [
+        Contender(f"copy after a flush {name}", lambda: target.copy_(source), 0.0, 2.0 * SMALL_BYTES, flush)
+        for name, flush in (
+            ("with its sweep", CacheFlush(device)),
+            ("without its sweep", CacheFlush(device, sweeps=False)),
+        )
+    ]
+
+
 def _counts(model: ModelSpec, num_tokens: int, skew: float) -> torch.Tensor:
     """Rows per expert, int64 [E]: one expert ``skew`` times the mean, the others alike."""
     total = num_tokens * model.top_k
@@ -139,6 +210,8 @@ def _interleaved(contenders: Sequence[Contender], device: torch.device, rounds: 
     times: dict[str, list[float]] = defaultdict(list)
     for number in range(rounds + 3):
         for contender in contenders:
+            if contender.before is not None:
+                contender.before()
             start = clock.stamp()
             contender.run()
             end = clock.stamp()
@@ -149,10 +222,12 @@ def _interleaved(contenders: Sequence[Contender], device: torch.device, rounds: 
 
 
 def _table(contenders: Sequence[Contender], times: dict[str, list[float]]) -> pd.DataFrame:
-    yardstick = contenders[0].flops / statistics.median(times[contenders[0].name])
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    yardstick = contenders[0].flops / medians[contenders[0].name]
     rows = []
     for contender in contenders:
-        median = statistics.median(times[contender.name])
+        median = medians[contender.name]
+        permutes = contender.name.startswith("permute")
         rate = contender.flops / median
         rows.append(
             {
@@ -161,6 +236,7 @@ def _table(contenders: Sequence[Contender], times: dict[str, list[float]]) -> pd
                 "TFLOP/s": rate / 1e6 if contender.flops else float("nan"),
                 "of square matmul": rate / yardstick if contender.flops else float("nan"),
                 "GB/s": contender.bytes / median / 1e3 if contender.bytes else float("nan"),
+                "times the copy": median / medians[COPY] if permutes else float("nan"),
             }
         )
     return pd.DataFrame(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -37,6 +38,19 @@ class TopKOnDevice(Policy):
     def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         chosen_TK = scores_TE.topk(context.top_k, dim=1).indices
         map_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, chosen_TK, True)
+        return weighted(scores_TE, map_TE, map_TE, context)
+
+
+class RandomOnDevice(TopKOnDevice):
+    """The same by random numbers, as a random metric has them."""
+
+    name = "random_on_device"
+
+    def draws(self, like_TE: Tensor, context: RoutingContext) -> Tensor:
+        return context.drawn(like_TE)
+
+    def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        map_TE = super().route(context.drawn(scores_TE), context).map_TE
         return weighted(scores_TE, map_TE, map_TE, context)
 
 
@@ -113,7 +127,10 @@ def captured(
     layer = subject.moe_layers[None]
     layer.router.replay_TE = logits_from_scores(scores_TE, layer.router.score_function)
     if policy is not None:
-        layer.router.policy, layer.router.context = policy, lab.context(subject.pair)
+        # As ``Traffic.enter`` has it: a graph can draw nothing.
+        context = lab.context(subject.pair)
+        context = replace(context, random_TE=policy.draws(scores_TE, context))
+        layer.router.policy, layer.router.context = policy, context
     meet = Rendezvous(lab.ep_group, lab.ranks.device)
     return CapturedRun(subject, hidden_TD.unsqueeze(1), TapeGraph, TapeClock(), meet, by_phase=by_phase)
 
@@ -137,6 +154,22 @@ def a_captured_run_computes_again_what_lies_in_its_tensors(lab: Lab) -> None:
                 assert torch.equal(run.output[:, 0], other_TD), f"{name} {policy}: replayed"
                 assert torch.equal(run.routing[None][1], routing.map_TE)
                 assert not torch.equal(other_TD, eager_TD)
+
+
+@law
+def random_numbers_are_drawn_before_the_capture_and_are_the_same_in_every_replay(lab: Lab) -> None:
+    subject, model, mine = lab.subject("deepseek-v2-lite", parts=BY_MAP), lab.model("deepseek-v2-lite"), even(lab, 60)
+    hidden_TD, scores_TE = lab.all_hidden(model, 60)[mine], lab.all_scores(model, 60)[mine]
+    with capturable():
+        eager_TD, routing = lab.route(subject.pair, RandomOnDevice(), hidden_TD, scores_TE)
+        _, by_scores = lab.route(subject.pair, TopKOnDevice(), hidden_TD, scores_TE)
+        assert not torch.equal(routing.map_TE, by_scores.map_TE)
+        run = captured(lab, subject, RandomOnDevice(), hidden_TD, scores_TE, by_phase=False)
+        for _ in range(2):
+            run.output.fill_(torch.nan)
+            run.replay()
+            assert torch.equal(run.routing[None][1], routing.map_TE)
+            assert torch.equal(run.output[:, 0], eager_TD)
 
 
 @law

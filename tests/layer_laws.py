@@ -655,6 +655,13 @@ def what_a_production_setting_fuses_is_fused_with_transformer_engine(lab: Lab) -
     for parts, fused in ((Parts("te", "indexed", router_fusion=True), True), (Parts("grouped", "indexed"), False)):
         config = megatron_config(model, torch.bfloat16, 1, None, parts, on_cpu=True)
         assert (config.bias_activation_fusion, config.moe_router_fusion) == (fused, fused)
+    kernels = ("fused_permute", "fused_unpermute", "fused_sort_chunks_by_index")
+    kernels += ("fused_permute_with_probs", "fused_sort_chunks_by_index_with_probs")
+    # Megatron-Core looks for them.
+    with mock.patch.multiple(megatron.moe_utils, create=True, **dict.fromkeys(kernels, mock.Mock())):
+        for permute in ("fused", "indexed", "megatron"):
+            config = megatron_config(model, torch.bfloat16, 1, None, Parts("grouped", permute), on_cpu=True)
+            assert config.moe_permute_fusion == (permute == "fused")
 
 
 def run_laws(laws: Mapping[str, Callable[[Any], None]], lab: Any, report: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from policy_cases import SPECS, Arguments, Spec, distinct_scores, random_scores
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from twin_laws import assert_routes_like_torch
 
 from moe_ep_bench.kernels.capacity_triton import capacity
@@ -20,6 +21,18 @@ pytestmark = pytest.mark.usefixtures("patched_once")
 
 TOKEN_DROP = {"name": "token_drop", "capacity_factor": 1.0}
 EXPANDED_DROP = {"name": "expanded_drop", "capacity_factor": 1.0}
+
+
+class Operators(TorchDispatchMode):
+    """The names of torch's operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
 
 
 def check(spec: Spec, scores_TE: Tensor, case: Arguments) -> None:
@@ -83,5 +96,10 @@ def test_a_capacity_of_valid_tokens_is_the_exact_decimal_one(gamma: float) -> No
 def test_a_decode_step_is_one_launch_and_a_longer_batch_five(spec: Spec, launches: list[str]) -> None:
     for num_tokens, expected in ((32, ["_drop"]), (33, ["_offer", "_cut", "_gather", "_settle", "_write"])):
         launches.clear()
-        capacity(make_policy(spec), random_scores("softmax", num_tokens, 128, 1), RoutingContext(top_k=8), None)
+        scores_TE = random_scores("softmax", num_tokens, 128, 1)
+        with Operators() as torch_s:
+            capacity(make_policy(spec), scores_TE, RoutingContext(top_k=8), None)
         assert launches == expected
+        # A fill is a launch too: passes need one.
+        fills = {name for name in torch_s.seen if "zero" in name or "fill" in name}
+        assert bool(fills) == (num_tokens > 32), fills

@@ -72,6 +72,18 @@ def test_commands_parse(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
             pytest.fail(f"{' '.join(arguments)}: {capsys.readouterr().err}")
 
 
+def test_commands_that_wait_for_a_gpu_name_configs_keys_and_steps_that_there_are() -> None:
+    text = RESULTS[0].read_text().partition("## What still waits for a GPU")[2]
+    found = [make_parser().parse_args(with_list_joined(one)) for one in commands(text) if one[0] == "run" and one[1:]]
+    assert len(found) > 10
+    for asked in found:
+        load_experiments(ROOT / asked.config, asked.overrides, on_cpu=False)
+    script = (ROOT / "launch" / "gpu_session.sh").read_text()
+    steps = [step for names in re.findall(r"--only ([a-z][\w,-]+)", text) for step in names.split(",")]
+    assert steps
+    assert not [step for step in steps if f"step {step} " not in script]
+
+
 def test_readme_lists_every_command_and_policy() -> None:
     from moe_ep_bench.policies import POLICIES
 

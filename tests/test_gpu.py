@@ -11,8 +11,10 @@ from pathlib import Path
 
 import flex_laws  # noqa: F401, adds its laws to the others
 import graph_laws  # noqa: F401, adds its laws to the others
+import padded_laws  # noqa: F401, adds its laws to the others
 import pandas as pd
 import pytest
+import slice_laws  # noqa: F401, adds its laws to the others
 import torch
 from layer_laws import LAWS, NEEDS_RANKS
 from test_run import cases_of, launch, statuses, write_config
@@ -164,6 +166,7 @@ def test_decode_layers_are_replayed_from_cuda_graphs_with_their_phases(tmp_path:
         {"name": "topk"}, {"name": "oea", "k0": 3}, {"name": "xshare", "k0": 1, "budget": 8},
         {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 2}, {"name": "lynx", "num_dropped": 4},
         {"name": "laser", "eps_high": 0.5, "t_fix": 0.3, "c": 16}, {"name": "token_drop", "capacity_factor": 1.0},
+        {"name": "token_drop", "capacity_factor": 1.0, "metric": "random"},
     ]  # fmt: skip
     config = write_config(
         tmp_path,

@@ -33,7 +33,7 @@ from moe_ep_bench.timing.protocol import (
     turn_of,
     warm_up,
 )
-from moe_ep_bench.timing.timer import PhaseRecorder
+from moe_ep_bench.timing.timer import CudaClock, PhaseRecorder
 from moe_ep_bench.workload import peak_load, top_k_load
 from moe_ep_bench.workload.skew import balanced_scores
 
@@ -191,6 +191,9 @@ def test_a_flush_writes_twice_the_cache_and_then_reads_it_all_so_that_no_line_is
     (_, written), *_ = [one for one in traffic.seen if one[0]]
     assert written == 2000
     assert traffic.seen[-1] == (False, 2000)
+    with Traffic() as traffic:
+        cache.CacheFlush(torch.device("cpu"), sweeps=False)()
+    assert all(written for written, _ in traffic.seen), "what a flush without its sweep reads cleans lines"
 
 
 def test_the_cache_is_flushed_before_every_timed_iteration_and_outside_of_it() -> None:
@@ -254,6 +257,15 @@ def test_a_preroll_is_in_no_time_and_gives_the_host_a_head_start() -> None:
     assert events == ["met", 1e9, "met", 2e9 + 5]
     assert (samples[:, :, COLUMNS.index(TOTAL)] == 5).all()
     assert (samples[:, :, COLUMNS.index(HOST)] == 0).all()
+
+
+def test_a_gpu_is_held_by_two_thousand_cycles_a_microsecond_and_by_no_launch_where_none_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    assert [CudaClock().hold(time_us) for time_us in (300.0, 0.0, 0.5)] == [300.0, 0.0, 0.5]
+    assert slept == [600_000, 1000]
 
 
 def test_ceilings_are_rates_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:

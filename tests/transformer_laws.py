@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 from layer_laws import run_laws
@@ -131,6 +132,24 @@ def packed_prompts_get_the_logits_that_an_unmodified_model_gives_each_alone(lab:
         theirs = unmodified(lab, name, lab.build(name))
         alone = [whole_sequence(theirs, ids)[-1] for ids in ids_T.split(LENGTHS)]
         torch.testing.assert_close(packed_SV, torch.stack(alone), rtol=1e-3, atol=1e-4, msg=f"{name}")
+
+
+@law
+def positions_of_many_prompts_are_set_at_once_and_as_megatron_sets_them_one_by_one(lab: Lab) -> None:
+    rope_utils = megatron.rope_utils
+    heads_THD = torch.randn(sum(LENGTHS), 2, 8, generator=torch.Generator().manual_seed(1)).to(lab.ranks.device)
+    freqs_S11D = torch.randn(max(LENGTHS), 1, 1, 6, generator=torch.Generator().manual_seed(2)).to(lab.ranks.device)
+    rotate = rope_utils._apply_rotary_pos_emb_bshd
+    alone = [rotate(one.unsqueeze(1), freqs_S11D[: len(one)]).squeeze(1) for one in heads_THD.split(LENGTHS)]
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
+    with mock.patch.object(rope_utils, "_apply_rotary_pos_emb_bshd", side_effect=rotate) as calls:
+        packed_THD = rope_utils._apply_rotary_pos_emb_thd(heads_THD, bounds, freqs_S11D, cp_group=lab.ep_group)
+        assert torch.equal(packed_THD, torch.cat(alone))
+        assert calls.call_count == 1
+        calls.reset_mock()
+        model, built = lab.model("deepseek-v2-lite"), lab.build("deepseek-v2-lite", Parts())
+        Prefill(lab.ids(model, sum(LENGTHS)), LENGTHS)(built.gpt)
+        assert calls.call_count == 2 * len(built.gpt.decoder.layers), "queries and keys of each layer"
 
 
 @law

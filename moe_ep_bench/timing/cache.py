@@ -18,14 +18,19 @@ _OVERSIZE = 2
 
 
 class CacheFlush:
-    """Fills the last-level cache of ``device`` with clean lines of its own, in order with what runs on it."""
+    """Fills the last-level cache of ``device`` with clean lines of its own, in order with what runs on it.
 
-    def __init__(self, device: torch.device) -> None:
+    Without ``sweeps`` it leaves the lines dirty, for a benchmark of what that costs.
+    """
+
+    def __init__(self, device: torch.device, *, sweeps: bool = True) -> None:
+        self._sweeps = sweeps
         self._buffer = torch.zeros(_OVERSIZE * cache_bytes(device) // 8, dtype=torch.int64, device=device)
 
     def __call__(self) -> None:
         self._buffer.add_(1)
-        self._buffer.sum()
+        if self._sweeps:
+            self._buffer.sum()
 
 
 class RotatingInput:

@@ -13,10 +13,10 @@ import experts
 
 from moe_ep_bench.models import load_model
 
+pytestmark = pytest.mark.seam
 CPU = torch.device("cpu")
 
 
-@pytest.mark.seam
 def test_every_permutation_gives_each_token_back_as_often_as_it_has_experts() -> None:
     model = load_model("olmoe-1b-7b").scaled(1 / 32)
     copy, *ways = experts.permutations(model, 24, torch.float32, CPU)

@@ -20,7 +20,7 @@ import test_model_run
 from hypothesis import given
 from hypothesis import strategies as st
 from results_builder import FakeCase, FakeComparison, standard_cases, write_run
-from test_run import environment, write_config
+from test_run import environment, routing_of, write_config
 from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, MOE_LAYERS, write_whole
 
 from moe_ep_bench.analysis.load import Case, ResultsError, load_run
@@ -551,7 +551,9 @@ def command(*arguments: object) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
     folder = tmp_path_factory.mktemp("validate")
-    config = write_config(folder, workload__num_batches=2, measure__max_warmup=1)
+    few = {"workload__num_tokens": 96, "workload__num_batches": 2, "measure__iterations": 1, "measure__max_warmup": 1}
+    policies = [{"name": "topk"}, {"name": "expanded_drop", "capacity_factor": 1.0, "metric": "random"}]
+    config = write_config(folder, policies=policies, **few)
     done = command(config, "--nproc", 2, "--out", folder / "out")
     assert done.returncode == OK, done.stderr
     return folder, done
@@ -562,7 +564,7 @@ def test_real_and_emulated_ranks_are_measured_and_compared(finished: tuple[Path,
     files = ValidationDirectory(folder / "out")
     last = done.stdout.splitlines()[-1]
     # Two batches make no interval, whatever they were.
-    assert last.startswith("0 of 5 speedups agree within the real run's noise (5 cannot be judged); largest difference")
+    assert last.startswith("0 of 3 speedups agree within the real run's noise (3 cannot be judged); largest difference")
     assert files.text.read_text().splitlines()[-1] == last
     assert "not comparable" not in done.stdout, "the same routing and as many threads, whatever the machine"
     for name in ("real", "emulated"):
@@ -575,7 +577,12 @@ def test_real_and_emulated_ranks_are_measured_and_compared(finished: tuple[Path,
     assert len(alone) == 2 * 2 * 2 * REPETITIONS  # cases, ranks, batches
     validation = load_validation(files.root)
     assert len(validation.alone) == 4
-    assert validation.laws["num_points"].iloc[0] == 7 * 2 * 2
+    assert validation.laws["num_points"].iloc[0] == 5 * 2 * 2
+
+
+def test_emulated_ranks_route_as_real_ones(finished: tuple[Path, subprocess.CompletedProcess]) -> None:
+    files = ValidationDirectory(finished[0] / "out")
+    pd.testing.assert_frame_equal(routing_of(files.emulated), routing_of(files.real))
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -603,7 +610,8 @@ def test_a_second_call_calibrates_and_times_the_experts_anew_only_if_forced(
 
 
 def test_real_and_emulated_passes_are_measured_and_compared(tmp_path: Path) -> None:
-    config, out = test_model_run.write_config(tmp_path, measure__iterations=1), tmp_path / "out"
+    # With links that are given, none are calibrated.
+    config, out = test_model_run.write_config(tmp_path, measure__iterations=1, **LINKS), tmp_path / "out"
     done = command(config, "--nproc", 2, "--out", out)
     assert done.returncode == OK, done.stderr
     # Two batches make no interval, whatever they were.

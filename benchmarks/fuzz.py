@@ -152,7 +152,6 @@ def warm() -> None:
     import moe_ep_bench.analysis.report.page
     import moe_ep_bench.analysis.trace_report
     import moe_ep_bench.analysis.validation_report
-    import moe_ep_bench.bench.emulate
     import moe_ep_bench.bench.question
     import moe_ep_bench.bench.route
     import moe_ep_bench.bench.run

@@ -31,9 +31,8 @@ from moe_ep_bench.analysis.validation_times import PASS_TIMES, law_rows, phase_e
 from moe_ep_bench.bench import validate as validate_module
 from moe_ep_bench.bench.plan import RANKS, plan
 from moe_ep_bench.bench.validate import ALONE_SCHEMA, REPETITIONS, chosen_cases, counts_of
-from moe_ep_bench.bench.validation_directory import ValidationDirectory
 from moe_ep_bench.cli import main
-from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.results import RunDirectory, ValidationDirectory
 from moe_ep_bench.runtime import launcher
 from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
 from moe_ep_bench.schema import LAYER_PHASES, MODEL_PHASES, ROUTING_SCHEMA, TOTAL, UNACCOUNTED

@@ -26,8 +26,16 @@ from moe_ep_bench.analysis.notes import warnings_of
 from moe_ep_bench.analysis.quantities import ALL, times_of
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.words import MODE_WORDS
-from moe_ep_bench.timing.changes import estimate_change, joint_floor
-from moe_ep_bench.timing.statistics import MIN_BATCHES, Estimate, estimate_median, judge, noise_floor, paired_ratios
+from moe_ep_bench.timing.statistics import (
+    MIN_BATCHES,
+    Estimate,
+    estimate_change,
+    estimate_median,
+    joint_floor,
+    judge,
+    noise_floor,
+    paired_ratios,
+)
 
 # Of a run's own warnings, those that say that its times may not be those of another day.
 _WEAKENS = ("disturbed machine", "warm-up did not settle", "times drifted", "more ranks than cores", "launch-bound")

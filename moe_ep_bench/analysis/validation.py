@@ -28,7 +28,7 @@ from moe_ep_bench.analysis.validation_times import (
     phase_times_ms,
 )
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED
-from moe_ep_bench.bench.validation_directory import ALONE_SCHEMA, ValidationDirectory
+from moe_ep_bench.results import ALONE_SCHEMA, ValidationDirectory
 
 # A band whose upper end is more than this over its lower one holds too much to confirm anything.
 MAX_BAND = 1.25

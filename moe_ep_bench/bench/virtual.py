@@ -23,14 +23,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_ep_bench.bench.carried import CarriedLoads
 from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.plan import BASELINE, NOISE, CaseSpec, Comparison
 from moe_ep_bench.bench.rank_timers import MeasuredRanks, ModelledRanks, RankTime
 from moe_ep_bench.bench.replicas import Replicas, Solving
 from moe_ep_bench.bench.rows import PackedMetrics, columns_of, write_case, write_frontier
 from moe_ep_bench.bench.subjects import LayerSubject, ModelSubject
-from moe_ep_bench.bench.traffic import CaseRouter, LayerTraffic, RankBatches, Share, Shares, Traffic, traffic_of
+from moe_ep_bench.bench.traffic import (
+    CarriedLoads,
+    CaseRouter,
+    LayerTraffic,
+    RankBatches,
+    Share,
+    Shares,
+    Traffic,
+    traffic_of,
+)
 from moe_ep_bench.cost_model.timeline import compose, median_legs
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.experts import DTYPES

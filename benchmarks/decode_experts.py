@@ -39,9 +39,9 @@ from moe_ep_bench.layer.experts import ExpertWeights, apply_expert
 from moe_ep_bench.layer.reference import TOLERANCE
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.models import ModelSpec, load_model
-from moe_ep_bench.timing.cache import CacheFlush
 from moe_ep_bench.timing.ceilings import measure_ceilings
 from moe_ep_bench.timing.linear import linear_fit
+from moe_ep_bench.timing.memory import CacheFlush
 from moe_ep_bench.timing.timer import Clock, clock_for
 
 # Preset and the ranks among which an expert's FFN is split: the layers of the papers' tables.

@@ -35,7 +35,7 @@ from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.runtime.ranks import join
-from moe_ep_bench.timing.cache import CacheFlush
+from moe_ep_bench.timing.memory import CacheFlush
 from moe_ep_bench.timing.timer import clock_for
 
 

@@ -152,7 +152,6 @@ def warm() -> None:
     import moe_ep_bench.analysis.report.page
     import moe_ep_bench.analysis.trace_report
     import moe_ep_bench.analysis.validation_report
-    import moe_ep_bench.bench.emulate
     import moe_ep_bench.bench.question
     import moe_ep_bench.bench.route
     import moe_ep_bench.bench.run
@@ -528,8 +527,8 @@ def make_directories(folder: Path) -> dict[str, Path]:
     from results_builder import FakeCase, FakeComparison, standard_cases, write_run
     from whole_builder import write_whole
 
-    from moe_ep_bench.bench.emulate import emulate
     from moe_ep_bench.bench.route import route
+    from moe_ep_bench.bench.run import emulate
     from moe_ep_bench.papers.run import run_claims
 
     native = [FakeCase("native", role="baseline"), FakeCase("native", role="noise", label="native again")]

@@ -18,8 +18,7 @@ from moe_ep_bench.analysis.compare import compare_directories
 from moe_ep_bench.analysis.compare_report import compare_text, exit_status, outcome
 from moe_ep_bench.analysis.load import ResultsError
 from moe_ep_bench.cli import main
-from moe_ep_bench.timing.changes import estimate_change, joint_floor
-from moe_ep_bench.timing.statistics import NoiseFloor
+from moe_ep_bench.timing.statistics import NoiseFloor, estimate_change, joint_floor
 
 BOTH = ("plain", "breakdown")
 DROP = "token_drop gamma 1"

@@ -196,7 +196,7 @@ ROUTED = {
         "route",
         {
             "model": {"preset": "deepseek-v3"},
-            "workload": synthetic(num_tokens=256, num_batches=1, peak_load=5.0, sequence_length=8),
+            "workload": synthetic(num_tokens=96, num_batches=1, peak_load=5.0, sequence_length=8),
             "layer": {"ep_size": 8, "seed": 1},
             "policies": [*FEW, *FEWER_EXPERTS, *BALANCE],
         },
@@ -208,7 +208,12 @@ ROUTED = {
         {
             "model": {"preset": "qwen3-30b-a3b"},
             "workload": synthetic(
-                num_tokens=320, peak_load=3.0, topk_share=0.6, neighbour_overlap=2.5, sequence_length=16
+                num_tokens=160,
+                num_batches=1,
+                peak_load=3.0,
+                topk_share=0.6,
+                neighbour_overlap=2.5,
+                sequence_length=16,
             ),
             "layer": {"ep_size": 4},
             "policies": [*ALL, *MODALITIES],
@@ -238,7 +243,7 @@ ROUTED = {
         "route",
         {
             "model": {"preset": "olmoe-1b-7b"},
-            "workload": synthetic(num_tokens=512),
+            "workload": synthetic(num_tokens=256),
             "layer": {"ep_size": 8},
             "policies": FEWEST,
         },
@@ -269,7 +274,7 @@ ROUTED = {
         "route",
         {
             "model": {"preset": "olmoe-1b-7b"},
-            "workload": synthetic(num_tokens=512, peak_load=4.0),
+            "workload": synthetic(num_tokens=128, peak_load=4.0),
             "layer": {"ep_size": 2},
             "policies": [{"name": "laser", "eps_high": 0.9, "t_fix": 0.2, "c": [8, 16]}, {"name": "load_only"}],
         },
@@ -285,7 +290,7 @@ ROUTED = {
         "route",
         {
             "model": {"preset": "deepseek-v2-lite"},
-            "workload": recorded(trace=INTENT, num_tokens=320),
+            "workload": recorded(trace=INTENT, num_tokens=160),
             "layer": {"ep_size": 4},
             "policies": [*ALL, *BANDS],
         },
@@ -324,10 +329,12 @@ ROUTED = {
         "route",
         {
             "model": {"preset": "deepseek-v2-lite"},
-            "workload": recorded(layer=[2, 24], num_batches=2, arrangement="decode", tokens_per_request=2),
+            "workload": recorded(
+                layer=[2, 24], num_batches=2, num_tokens=32, arrangement="decode", tokens_per_request=2
+            ),
             "layer": {"ep_size": 4},
             "policies": [
-                {"name": "laser", "eps_high": 0.9, "t_fix": 0.2, "c": [6, 12, 24]},
+                {"name": "laser", "eps_high": 0.9, "t_fix": 0.2, "c": [6, 24]},
                 {"name": "load_only"},
                 {"name": "token_drop", "capacity_factor": [1.0, 2.0]},
                 {"name": "token_drop", "capacity_factor": 1.0, "modality": ["image_first", "text_first"]},
@@ -335,15 +342,12 @@ ROUTED = {
                 {"name": "pruned", "k0": [2, 4]},
                 {"name": "oea", "k0": [2, 4]},
                 {"name": "xshare", "k0": [0, 1], "budget": [4, 8]},
-                {"name": "xshare", "scope": "request", "k0": 1, "request_budget": [1, 4]},
-                {"name": "xshare", "scope": "rank", "k0": 1, "rank_budget": [4, 6]},
+                {"name": "xshare", "scope": "request", "k0": 1, "request_budget": 1},
+                {"name": "xshare", "scope": "rank", "k0": 1, "rank_budget": 4},
                 {"name": "lynx", "num_dropped": [2, 6]},
             ],
             "route": {"image_share": 0.5, "placement": "strided", "layer_weights": [1, 2]},
-            "sweep": {
-                "workload.trace": [INTENT, [{"trace": INTENT}, {"trace": SUMMARY}]],
-                "workload.num_tokens": [4, 64],
-            },
+            "sweep": {"workload.trace": [INTENT, [{"trace": INTENT}, {"trace": SUMMARY}]]},
         },
         ("figures",),
         traces=(INTENT, SUMMARY),
@@ -368,7 +372,7 @@ EMULATED = {
         "emulate",
         {
             "model": {"preset": "olmoe-1b-7b"},
-            "workload": synthetic(tokens_per_rank=128, peak_load=3.0),
+            "workload": synthetic(tokens_per_rank=64, peak_load=3.0),
             "layer": {"ep_size": 8},
             "policies": FEW,
             "emulate": {"replication": [{"spare_per_rank": 1}, {"spare_per_rank": 2, "policy": "global"}]},
@@ -384,7 +388,7 @@ EMULATED = {
         "emulate",
         {
             "model": {"preset": "deepseek-v3"},
-            "workload": synthetic(tokens_per_rank=32, num_batches=1, peak_load=5.0, sequence_length=8),
+            "workload": synthetic(tokens_per_rank=16, num_batches=1, peak_load=5.0, sequence_length=8),
             "layer": {"ep_size": 16},
             "policies": FEWEST,
             "emulate": {"replication": [{"spare_per_rank": 2, "num_nodes": 2, "policy": "hierarchical"}]},
@@ -409,7 +413,7 @@ EMULATED = {
         "emulate",
         {
             "model": {"preset": "qwen3-30b-a3b"},
-            "workload": synthetic(num_tokens=16, sequence_length=1),
+            "workload": synthetic(num_tokens=16, sequence_length=1, num_batches=1),
             "layer": {"ep_size": 1},
             "policies": FEW,
             "measure": {"flush_l2": True},
@@ -418,7 +422,7 @@ EMULATED = {
         ("routing", "times"),
         {
             "one rank": {},
-            "decode experts": {"layer.experts": "decode"},
+            "decode experts": {"layer.experts": "decode", "policies": FEWEST},
             "eight ranks, padding": {"layer.ep_size": 8, "workload.num_tokens": 64, "workload.padding_per_rank": 2},
         },
     ),
@@ -427,7 +431,7 @@ EMULATED = {
         "emulate",
         {
             "model": {"preset": "deepseek-v2-lite"},
-            "workload": synthetic(num_tokens=512, num_batches=1, skew="single_domain", sequence_length=16),
+            "workload": synthetic(num_tokens=128, num_batches=1, skew="single_domain", sequence_length=16),
             "layer": {"ep_size": 4},
             "policies": FEW,
             "emulate": {"device": "h100-sxm", "links": "h100-nvlink4"},
@@ -444,7 +448,7 @@ EMULATED = {
         "emulate",
         {
             "model": {"preset": "deepseek-v2-lite"},
-            "workload": recorded(trace=INTENT, layer=14, num_tokens=512),
+            "workload": recorded(trace=INTENT, layer=14, num_tokens=256),
             "layer": {"ep_size": 4},
             "policies": [
                 {"name": ["token_drop", "expanded_drop"], "capacity_factor": 1.0, "metric": "order"},
@@ -462,8 +466,8 @@ EMULATED = {
         {
             "scope": "model",
             "model": {"preset": "deepseek-v2-lite"},
-            "whole": {"num_layers": 4},
-            "workload": synthetic(tokens_per_rank=128, peak_load=3.0, sequence_length=32),
+            "whole": {"num_layers": 3},
+            "workload": synthetic(tokens_per_rank=64, num_batches=1, peak_load=3.0, sequence_length=32),
             "layer": {"ep_size": 4},
             "policies": FEW,
             "emulate": {"device": "h100-sxm", "links": "h100-nvlink4"},
@@ -490,14 +494,33 @@ CLAIMED = {
         "papers",
         GOLDENS / "claims-layer.yaml",
         ("claims",),
-        {"": {"workload.tokens_per_rank": 1024, "workload.num_batches": 1}},
+        {"": {"workload.tokens_per_rank": 256, "workload.num_batches": 1}},
     ),
-    "claims-decode": Golden("papers", GOLDENS / "claims-decode.yaml", ("claims",), {"": {"workload.num_batches": 4}}),
+    "claims-decode": Golden(
+        "papers",
+        GOLDENS / "claims-decode.yaml",
+        ("claims",),
+        {
+            "": {
+                "workload.num_batches": 2,
+                "sweep": {"workload.num_tokens": [8, 16], "workload.peak_load": [None, 10.6]},
+            }
+        },
+    ),
     "claims-whole": Golden(
         "papers",
         CONFIGS / "papers" / "whole" / "whole-capacity-mixtral.yaml",
         ("claims",),
-        {"": {"workload.tokens_per_rank": 512, "workload.num_batches": 1, "whole.num_layers": 3}},
+        {
+            "": {
+                "workload.tokens_per_rank": 128,
+                "workload.sequence_length": 64,
+                "workload.num_batches": 1,
+                "whole.num_layers": 2,
+                "measure": {"iterations": 1, "breakdown_iterations": 1},
+                "sweep": {"layer.ep_size": [8, 4], "workload.skew": ["single_domain", "worst_layer"]},
+            }
+        },
     ),
 }
 
@@ -509,8 +532,8 @@ JUDGED = {
             "model": {"checkpoint": str(TESTS / "data" / "small-moe"), "dtype": "float32", "device": "cpu"},
             "text": {
                 "file": str(GOLDENS / "text.txt"),
-                "num_sequences": 8,
-                "sequence_length": 32,
+                "num_sequences": 4,
+                "sequence_length": 16,
                 "batch_size": 4,
             },
             "layer": {"ep_size": 4},

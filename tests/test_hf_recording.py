@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file as load_weights
 from safetensors.torch import save_file as save_weights
 
-from moe_ep_bench.bench.emulate import emulate
 from moe_ep_bench.bench.plan import ROUTING, plan
 from moe_ep_bench.bench.route import route
+from moe_ep_bench.bench.run import emulate
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences, token_sequences

@@ -23,9 +23,9 @@ from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.timing import _fullest_buffer_pairs, layer_time_us
-from moe_ep_bench.bench.validation_directory import ValidationDirectory
 from moe_ep_bench.cli import main
 from moe_ep_bench.files import atomic_path
+from moe_ep_bench.results import ValidationDirectory
 
 FACTORS = (1.0, 1.5)
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_time import HandClock
 
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED
-from moe_ep_bench.timing import cache, ceilings
-from moe_ep_bench.timing.allocations import Allocations
+from moe_ep_bench.timing import ceilings, memory
+from moe_ep_bench.timing.memory import Allocations
 from moe_ep_bench.timing.protocol import (
     BREAKDOWN,
     COLUMNS,
@@ -156,16 +156,16 @@ def test_ranks_end_their_warm_up_together_by_the_slowest(monkeypatch: pytest.Mon
 
 
 def test_small_inputs_are_handed_out_in_turn_and_large_ones_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "cache_bytes", lambda device: 1000)
-    small = cache.RotatingInput(torch.arange(100, dtype=torch.float32), most=9)
+    monkeypatch.setattr(memory, "cache_bytes", lambda device: 1000)
+    small = memory.RotatingInput(torch.arange(100, dtype=torch.float32), most=9)
     assert len(small.copies) == 5  # 5 x 400 bytes reach twice the cache
     handed = [small.next() for _ in range(10)]
     assert len({copy.data_ptr() for copy in handed[:5]}) == 5
     assert [copy.data_ptr() for copy in handed[:5]] == [copy.data_ptr() for copy in handed[5:]]
     assert all(torch.equal(copy, small.copies[0]) for copy in handed)
-    assert len(cache.RotatingInput(torch.zeros(100), most=3).copies) == 3
-    assert len(cache.RotatingInput(torch.zeros(500), most=9).copies) == 1
-    assert len(cache.RotatingInput(torch.zeros(0), most=4).copies) == 4
+    assert len(memory.RotatingInput(torch.zeros(100), most=3).copies) == 3
+    assert len(memory.RotatingInput(torch.zeros(500), most=9).copies) == 1
+    assert len(memory.RotatingInput(torch.zeros(0), most=4).copies) == 4
 
 
 class Traffic(TorchDispatchMode):
@@ -184,15 +184,15 @@ class Traffic(TorchDispatchMode):
 def test_a_flush_writes_twice_the_cache_and_then_reads_it_all_so_that_no_line_is_left_dirty(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cache, "cache_bytes", lambda device: 1000)
-    flush = cache.CacheFlush(torch.device("cpu"))
+    monkeypatch.setattr(memory, "cache_bytes", lambda device: 1000)
+    flush = memory.CacheFlush(torch.device("cpu"))
     with Traffic() as traffic:
         flush()
     (_, written), *_ = [one for one in traffic.seen if one[0]]
     assert written == 2000
     assert traffic.seen[-1] == (False, 2000)
     with Traffic() as traffic:
-        cache.CacheFlush(torch.device("cpu"), sweeps=False)()
+        memory.CacheFlush(torch.device("cpu"), sweeps=False)()
     assert all(written for written, _ in traffic.seen), "what a flush without its sweep reads cleans lines"
 
 

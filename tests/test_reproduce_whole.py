@@ -298,7 +298,6 @@ def test_every_layers_targets_can_be_had_or_are_said_to_be_chances(config: Path)
     """Of whole models, each layer of which draws its experts' popularity from another seed."""
     seen = set()
     by_chance = 0
-    every = 1 if config.stem == "whole-capacity" else 8
     for experiment in load_experiments(config, ["workload.tokens_per_rank=1024"], on_cpu=False):
         what = experiment.model.preset, experiment.workload.skew, experiment.layer.ep_size
         if what in seen:
@@ -306,11 +305,11 @@ def test_every_layers_targets_can_be_had_or_are_said_to_be_chances(config: Path)
         seen.add(what)
         workloads = list(layer_workloads(experiment, experiment.layer.ep_size).values())
         assert len(workloads) == experiment.model.spec().num_moe_layers
-        for workload in workloads[::every]:
+        for workload in workloads[::12]:
             assert len(workload.solved()["placement"]) == experiment.model.spec().num_experts
             by_chance += workload.shares_by_chance
-    # DeepSeek-V2-Lite's worst layer, two of 26.
-    assert by_chance == (2 if config.stem == "whole-capacity" else 0)
+    # One of these three layers of DeepSeek-V2-Lite, with its worst layer's traffic.
+    assert by_chance == (config.stem == "whole-capacity")
 
 
 def _at(values: Any, dotted: str) -> Any:

@@ -58,6 +58,15 @@ def write_config(folder: Path, base: dict = CONFIG, **changes: object) -> Path:
     return path
 
 
+def routing_of(out: Path) -> pd.DataFrame:
+    """All routing rows by label, rank and batch, without what names the run."""
+    rows = pd.concat(pd.read_parquet(path) for path in (out / "routing").glob("*.parquet"))
+    labels = {case_id: case["label"] for case_id, case in json.loads((out / "run.json").read_text())["cases"].items()}
+    own = ["run_id", "case_id", "comparison_id", "mode", "backend", "reference_error", "output_error"]
+    rows = rows.assign(label=rows.case_id.map(labels)).drop(columns=own)
+    return rows.sort_values(["label", "rank", "batch"]).reset_index(drop=True)
+
+
 def launch(*arguments: object, nproc: int = 2, faults: str = "", timeout: float = 500) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "moe_ep_bench", "run", "--nproc", str(nproc), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(faults))

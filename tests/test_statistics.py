@@ -273,7 +273,7 @@ def test_minimum_detectable_effect_is_detected_as_often_as_its_power_says(design
     unchanged = {key: value for key, value in design.items() if not key.endswith("_effect")}
 
     pairs = []
-    for _ in range(300):
+    for _ in range(100):
         native, again, case = (times(generator, **d) for d in (unchanged, unchanged, design))
         floor = noise_floor(estimate_median(paired_ratios(native, again)))
         pairs.append((estimate_median(paired_ratios(native, case)), floor))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import test_model_run
 from hypothesis import given
 from hypothesis import strategies as st
 from results_builder import FakeCase, FakeComparison, standard_cases, write_run
-from test_run import environment, write_config
+from test_run import environment, routing_of, write_config
 from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, MOE_LAYERS, write_whole
 
 from moe_ep_bench.analysis.load import Case, ResultsError, load_run
@@ -38,9 +39,8 @@ from moe_ep_bench.analysis.validation_report import validation_text, verdict_lin
 from moe_ep_bench.bench import validate as validate_module
 from moe_ep_bench.bench.plan import RANKS, plan
 from moe_ep_bench.bench.validate import ALONE_SCHEMA, REPETITIONS, chosen_cases, counts_of
-from moe_ep_bench.bench.validation_directory import ValidationDirectory
 from moe_ep_bench.cli import main
-from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.results import RunDirectory, ValidationDirectory
 from moe_ep_bench.runtime import launcher
 from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
 from moe_ep_bench.schema import LAYER_PHASES, MODEL_PHASES, ROUTING_SCHEMA, TOTAL, UNACCOUNTED
@@ -155,6 +155,17 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def alike(models: Path) -> Validation:
+    return load_validation(models)
+
+
+@pytest.fixture
+def own_models(models: Path, tmp_path: Path) -> Path:
+    """A copy of ``models``, to be written to."""
+    return shutil.copytree(models, tmp_path / "models")
 
 
 def verdicts(validation: Validation) -> list[str | None]:
@@ -359,15 +370,14 @@ def test_what_is_timed_alone_is_the_baseline_and_a_policy_on_the_counts_of_the_r
 # Whole models.
 
 
-def test_alike_models_agree_from_end_to_end_and_in_their_moe_layers(models: Path, tmp_path: Path) -> None:
-    validation = load_validation(models)
-    line = verdict_line(validation)
+def test_alike_models_agree_from_end_to_end_and_in_their_moe_layers(alike: Validation, tmp_path: Path) -> None:
+    line = verdict_line(alike)
     assert line.startswith("3 of 3 speedups agree")
     assert "; of MoE layers alone 3 of 3, largest" in line
-    text = validation_text(validation)
+    text = validation_text(alike)
     assert "dense, norms and ends" in text
     assert "layer time" not in text
-    written = write_report(dataclasses.replace(validation, files=ValidationDirectory(tmp_path)))
+    written = write_report(dataclasses.replace(alike, files=ValidationDirectory(tmp_path)))
     assert {"validation.png", "validation.csv", "validation-phases.csv"} < {path.name for path in written}
     columns = set(pd.read_csv(tmp_path / "validation.csv"))
     assert {"real_pass_ms", "emulated_pass_ms", "real_moe_low", "moe_verdict"} < columns
@@ -390,10 +400,10 @@ def test_an_error_in_the_moe_layers_is_diluted_in_the_pass_and_found_in_its_phas
     assert (drop["moe_verdict"], claims.loc["topk", "moe_verdict"]) == ("differs", "agrees")
 
 
-def test_the_moe_layers_speedup_is_native_over_case_on_the_slowest_rank(models: Path) -> None:
+def test_the_moe_layers_speedup_is_native_over_case_on_the_slowest_rank(models: Path, alike: Validation) -> None:
     """A slow reading of the rows."""
     run = load_run(models / "real", whole=True)
-    moe = load_validation(models).claims.set_index("label").loc[DROP].filter(like="real_moe_speedup_")
+    moe = alike.claims.set_index("label").loc[DROP].filter(like="real_moe_speedup_")
 
     def times_us(label: str) -> dict[tuple[int, int], float]:
         case = next(case for case in run.cases if case.label == label)
@@ -436,9 +446,9 @@ def turn_last_layer_round(root: Path, case_id: str) -> None:
     pq.write_table(pa.Table.from_pydict(rows, schema=ROUTING_SCHEMA), path)
 
 
-def test_the_pass_follows_every_layers_own_fullest_rank(tmp_path: Path) -> None:
-    turn_last_layer_round(built_models(tmp_path) / "real", "r-0")
-    run = load_run(tmp_path / "real", whole=True)
+def test_the_pass_follows_every_layers_own_fullest_rank(own_models: Path) -> None:
+    turn_last_layer_round(own_models / "real", "r-0")
+    run = load_run(own_models / "real", whole=True)
     whole = run.cases[0]
     rows = rows_of(whole, 0)
     assert rows.max(axis=1).sum() > rows.sum(axis=0).max(), "no rank is the fullest in both layers"
@@ -454,19 +464,18 @@ def test_the_pass_follows_every_layers_own_fullest_rank(tmp_path: Path) -> None:
     assert (law["slope_us"], law["intercept_us"]) == (pytest.approx(0.5), pytest.approx(70.0))
 
 
-def test_routing_that_differs_in_one_layer_is_not_judged(tmp_path: Path) -> None:
-    turn_last_layer_round(built_models(tmp_path) / "emulated", "e-0")
-    validation = load_validation(tmp_path)
+def test_routing_that_differs_in_one_layer_is_not_judged(own_models: Path) -> None:
+    turn_last_layer_round(own_models / "emulated", "e-0")
+    validation = load_validation(own_models)
     assert set(validation.claims["verdict"]) == {"inconclusive"}
     assert f"warning: not comparable: routing is not the same in both runs: {DROP}" in validation_text(validation)
 
 
-def test_layers_are_not_held_against_models(tmp_path: Path) -> None:
-    built_models(tmp_path)
-    path = tmp_path / "emulated" / "run.json"
+def test_layers_are_not_held_against_models(own_models: Path) -> None:
+    path = own_models / "emulated" / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "scope": "layer"}))
     with pytest.raises(ResultsError, match="holds no times of whole models"):
-        load_validation(tmp_path)
+        load_validation(own_models)
 
 
 # The command.
@@ -559,7 +568,9 @@ def command(*arguments: object) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
     folder = tmp_path_factory.mktemp("validate")
-    config = write_config(folder, workload__num_batches=2, measure__max_warmup=1)
+    few = {"workload__num_tokens": 96, "workload__num_batches": 2, "measure__iterations": 1, "measure__max_warmup": 1}
+    policies = [{"name": "topk"}, {"name": "expanded_drop", "capacity_factor": 1.0, "metric": "random"}]
+    config = write_config(folder, policies=policies, **few)
     done = command(config, "--nproc", 2, "--out", folder / "out")
     assert done.returncode == OK, done.stderr
     return folder, done
@@ -570,7 +581,7 @@ def test_real_and_emulated_ranks_are_measured_and_compared(finished: tuple[Path,
     files = ValidationDirectory(folder / "out")
     last = done.stdout.splitlines()[-1]
     # Two batches make no interval, whatever they were.
-    assert last.startswith("0 of 5 speedups agree within the real run's noise (5 cannot be judged); largest difference")
+    assert last.startswith("0 of 3 speedups agree within the real run's noise (3 cannot be judged); largest difference")
     assert files.text.read_text().splitlines()[-1] == last
     assert "not comparable" not in done.stdout, "the same routing and as many threads, whatever the machine"
     for name in ("real", "emulated"):
@@ -583,7 +594,12 @@ def test_real_and_emulated_ranks_are_measured_and_compared(finished: tuple[Path,
     assert len(alone) == 2 * 2 * 2 * REPETITIONS  # cases, ranks, batches
     validation = load_validation(files.root)
     assert len(validation.alone) == 4
-    assert validation.laws["num_points"].iloc[0] == 7 * 2 * 2
+    assert validation.laws["num_points"].iloc[0] == 5 * 2 * 2
+
+
+def test_emulated_ranks_route_as_real_ones(finished: tuple[Path, subprocess.CompletedProcess]) -> None:
+    files = ValidationDirectory(finished[0] / "out")
+    pd.testing.assert_frame_equal(routing_of(files.emulated), routing_of(files.real))
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -611,11 +627,14 @@ def test_a_second_call_calibrates_and_times_the_experts_anew_only_if_forced(
 
 
 def test_real_and_emulated_passes_are_measured_and_compared(tmp_path: Path) -> None:
-    config, out = test_model_run.write_config(tmp_path, measure__iterations=1), tmp_path / "out"
+    few = {"whole__num_layers": 2, "workload__num_tokens": 48, "measure__iterations": 1}
+    policies = [{"name": "token_drop", "capacity_factor": 1.0}]
+    # With links that are given, none are calibrated.
+    config, out = test_model_run.write_config(tmp_path, policies=policies, **few, **LINKS), tmp_path / "out"
     done = command(config, "--nproc", 2, "--out", out)
     assert done.returncode == OK, done.stderr
     # Two batches make no interval, whatever they were.
-    assert done.stdout.splitlines()[-1].startswith("0 of 3 speedups agree within the real run's noise (3 cannot be")
+    assert done.stdout.splitlines()[-1].startswith("0 of 2 speedups agree within the real run's noise (2 cannot be")
     assert "not comparable" not in done.stdout, "the same routing in every layer and as many threads"
     assert not ValidationDirectory(out).experts_alone.exists(), "those of layers only"
     times = load_validation(out).phases.pivot(index="label", columns="time", values=["real_ms", "emulated_ms"])

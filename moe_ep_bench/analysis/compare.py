@@ -2,7 +2,7 @@
 
 Cases are paired by case id, a hash of all that defines them. Of each pair are compared the time of the layer, or of a
 whole model's pass; what it consists of (``times_of``); and the speedup over native. Two jobs share no moment;
-``timing.changes`` says how a change is estimated all the same. Each change is held against the noise floors of both
+``timing.statistics`` says how a change is estimated all the same. Each change is held against the noise floors of both
 runs, of the same quantity: what native differs by from itself.
 
 No interval of a time shows that the whole machine was slower. Native is the control: a case is slower only where native
@@ -30,8 +30,16 @@ from moe_ep_bench.analysis.whole import MOE_PHASES, slowest_us
 from moe_ep_bench.analysis.words import MODE_WORDS, warnings_of
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL
-from moe_ep_bench.timing.changes import estimate_change, joint_floor
-from moe_ep_bench.timing.statistics import MIN_BATCHES, Estimate, estimate_median, judge, noise_floor, paired_ratios
+from moe_ep_bench.timing.statistics import (
+    MIN_BATCHES,
+    Estimate,
+    estimate_change,
+    estimate_median,
+    joint_floor,
+    judge,
+    noise_floor,
+    paired_ratios,
+)
 
 # The layer, or the pass of a whole model: from plain iterations, as the speedup is.
 ALL = "all"

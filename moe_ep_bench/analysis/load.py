@@ -35,10 +35,9 @@ from moe_ep_bench.analysis.parts import (
     read_run_json,
     timings_of,
 )
-from moe_ep_bench.bench.validation_directory import ValidationDirectory
 from moe_ep_bench.errors import UserError, brief, printable
 from moe_ep_bench.machine.monitor import MachineState
-from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.results import RunDirectory, ValidationDirectory
 from moe_ep_bench.schema import LAYER_PHASES, METRICS, PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA
 
 Role = Literal["baseline", "noise", "ceiling", "policy", "replication"]

@@ -13,9 +13,9 @@ from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_quality, is_r
 from moe_ep_bench.analysis.render import PROGRAMS, Table, render, terminal_width
 from moe_ep_bench.analysis.tables import run_tables, run_text
 from moe_ep_bench.analysis.trace_export import perfetto_trace
-from moe_ep_bench.bench.validation_directory import ValidationDirectory
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, check_folder
+from moe_ep_bench.results import ValidationDirectory
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 
 FORMATS = ("text", "md", "latex", "csv", "json", "html", "perfetto")

@@ -27,7 +27,7 @@ from moe_ep_bench.analysis.parts import read_jobs, read_table
 from moe_ep_bench.analysis.render import Row
 from moe_ep_bench.analysis.timing import GROUPS, MODEL_GROUPS, layer_time_us
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED
-from moe_ep_bench.bench.validation_directory import ALONE_SCHEMA, ValidationDirectory
+from moe_ep_bench.results import ALONE_SCHEMA, ValidationDirectory
 from moe_ep_bench.schema import LAYER_PHASES, MODEL_PHASES, MOE_REST, UNACCOUNTED
 from moe_ep_bench.timing.linear import linear_fit
 

@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 
 from moe_ep_bench.bench.checks import check_model
-from moe_ep_bench.bench.emulate import emulate_plan, plan_virtual
 from moe_ep_bench.bench.plan import Comparison, Plan
 from moe_ep_bench.bench.question import Question
+from moe_ep_bench.bench.run import emulate_plan, plan_virtual
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.cost_model.whole_model import PassWork, outside_moe_us
 from moe_ep_bench.errors import UserError

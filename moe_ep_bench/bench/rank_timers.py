@@ -27,8 +27,7 @@ from moe_ep_bench.cost_model.whole_model import PassWork, modelled_pass
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.schema import PhaseKey
-from moe_ep_bench.timing.allocations import Allocations
-from moe_ep_bench.timing.cache import CacheFlush, RotatingInput
+from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
 from moe_ep_bench.timing.protocol import HOST, THREAD_CPU, timed
 from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
 

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from moe_ep_bench.bench.carried import CarriedLoads
 from moe_ep_bench.bench.description import describe_run
 from moe_ep_bench.bench.job import fill, identity
 from moe_ep_bench.bench.plan import BASELINE, REPLICATION, ROUTING, CaseSpec, Comparison, plan
@@ -33,6 +32,7 @@ from moe_ep_bench.bench.replicas import Replicas
 from moe_ep_bench.bench.rows import write_frontier
 from moe_ep_bench.bench.run import print_cases
 from moe_ep_bench.bench.traffic import (
+    CarriedLoads,
     CaseRouter,
     Share,
     case_metrics,

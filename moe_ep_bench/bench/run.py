@@ -1,8 +1,14 @@
-"""``run``: time real expert-parallel ranks, every case on the same batches.
+"""``run`` and ``emulate``: time real expert-parallel ranks, or one device that stands in for all of them.
 
 Before anything runs, ranks agree that they are doing the same thing. Then each comparison is measured (``session``):
 every case runs once on every batch, which checks it against the dense reference, takes its routing metrics and lets
 every shape be seen; then come warm-up, timing, another check, and all ranks' samples are written.
+
+``emulate``: for each batch every virtual rank runs the same layer on its own tokens, with as many rows arriving at its
+experts as all ranks' routing would send it (``layer.virtual``). What it takes is measured with the same phases and
+clock. The runs are then set side by side (``cost_model.timeline``), where waiting appears, and what moves between ranks
+is modelled from the bytes (``links``). With ``emulate.device`` nothing is run, and the phases are modelled too
+(``cost_model.layer``).
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import torch
 from moe_ep_bench.bench.description import describe_timed_run
 from moe_ep_bench.bench.directory import cannot_write, check_timing, hold_comparisons, left_of, status_of
 from moe_ep_bench.bench.job import ToldError, is_of_peers, measure_each, new_run_id, open_job
-from moe_ep_bench.bench.plan import RANKS, CaseSpec, Comparison, Plan, plan
+from moe_ep_bench.bench.plan import RANKS, VIRTUAL, CaseSpec, Comparison, Plan, plan
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
@@ -86,6 +92,20 @@ def run(
             # Not a user's mistake and not a case's failure: show all of it.
             traceback.print_exc()
         return LOST
+
+
+def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False) -> int:
+    """Measure all comparisons of ``config`` on virtual ranks; return the exit status, 128 + signal where one ended it.
+
+    Raises:
+        ValueError: the config cannot be used; one line.
+    """
+    return emulate_plan(plan_virtual(config, overrides), out, force=force)
+
+
+def plan_virtual(config: Path, overrides: Sequence[str]) -> Plan:
+    """Plan a config for virtual ranks on this device; ValueError where it does not fit."""
+    return plan(config, overrides, VIRTUAL, on_cpu=not torch.cuda.is_available())
 
 
 def emulate_plan(comparisons: Plan, out: Path, *, force: bool = False, survey: bool = True) -> int:
@@ -278,11 +298,11 @@ def dry_run(config: Path, overrides: Sequence[str], world_size: int, point: int 
     return OK
 
 
-def dry_run_virtual(comparisons: Plan) -> int:
+def dry_run_virtual(config: Path, overrides: Sequence[str]) -> int:
     """Print the cases and how often a layer would be run, or nothing where it is modelled; run nothing."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     available = provenance.available_memory_bytes(device, 1)
-    for comparison in comparisons:
+    for comparison in plan_virtual(config, overrides):
         assert comparison.links is not None
         print(f"{comparison.title}, {comparison.describe_workload()['description']}\n  {comparison.links.describe()}")
         print_cases(comparison)

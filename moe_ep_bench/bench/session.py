@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.bench.building import builder, random_pass
-from moe_ep_bench.bench.carried import CarriedLoads
 from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.plan import BASELINE, CEILING, CaseSpec, Comparison
 from moe_ep_bench.bench.rows import PackedMetrics, columns_of, write_case
-from moe_ep_bench.bench.traffic import CaseRouter, Share, Shares, case_metrics
+from moe_ep_bench.bench.traffic import CarriedLoads, CaseRouter, Share, Shares, case_metrics
 from moe_ep_bench.kernels.dispatch import oracle_for
 from moe_ep_bench.layer.attention import kernels_of_attention
 from moe_ep_bench.layer.build import Transformer, layer_seed
@@ -43,8 +42,7 @@ from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import Routing, RoutingContext
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
 from moe_ep_bench.runtime.ranks import Ranks
-from moe_ep_bench.timing.allocations import Allocations
-from moe_ep_bench.timing.cache import CacheFlush, RotatingInput
+from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
 from moe_ep_bench.timing.protocol import measure, plan, probe_floor_us, warm_up
 from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
 from moe_ep_bench.workload import TokenBatch

@@ -30,9 +30,8 @@ import torch
 
 from moe_ep_bench.bench.building import builder
 from moe_ep_bench.bench.checks import check_whole_experts
-from moe_ep_bench.bench.emulate import emulate
 from moe_ep_bench.bench.plan import BASELINE, POLICY, RANKS, VIRTUAL, CaseSpec, Comparison, Plan, plan
-from moe_ep_bench.bench.validation_directory import ALONE_SCHEMA, ValidationDirectory
+from moe_ep_bench.bench.run import emulate
 from moe_ep_bench.config import EmulateConfig, RouteConfig
 from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, ENOUGH_BYTES
 from moe_ep_bench.cost_model.links import Links
@@ -42,13 +41,13 @@ from moe_ep_bench.layer.experts import DTYPES, seeded_generator
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import initialize_expert_parallel
 from moe_ep_bench.layer.virtual import VirtualRanks
-from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.results import ALONE_SCHEMA, RunDirectory, ValidationDirectory
 from moe_ep_bench.runtime import launcher
 from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.errors import complain
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 from moe_ep_bench.runtime.ranks import join
-from moe_ep_bench.timing.cache import CacheFlush
+from moe_ep_bench.timing.memory import CacheFlush
 from moe_ep_bench.timing.protocol import collections_between
 from moe_ep_bench.timing.timer import clock_for
 

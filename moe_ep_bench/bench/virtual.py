@@ -23,14 +23,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_ep_bench.bench.carried import CarriedLoads
 from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.plan import BASELINE, NOISE, CaseSpec, Comparison
 from moe_ep_bench.bench.rank_timers import MeasuredRanks, ModelledRanks, RankTime
 from moe_ep_bench.bench.replicas import Replicas, Solving
 from moe_ep_bench.bench.rows import PackedMetrics, columns_of, write_case, write_frontier
 from moe_ep_bench.bench.subjects import LayerSubject, ModelSubject
-from moe_ep_bench.bench.traffic import CaseRouter, LayerTraffic, RankBatches, Share, Shares, Traffic, traffic_of
+from moe_ep_bench.bench.traffic import (
+    CarriedLoads,
+    CaseRouter,
+    LayerTraffic,
+    RankBatches,
+    Share,
+    Shares,
+    Traffic,
+    traffic_of,
+)
 from moe_ep_bench.cost_model.timeline import compose, median_legs
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.experts import DTYPES
@@ -71,7 +79,8 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
             emulation.write(job)
         job.check_written()
     del emulation
-    free_memory(device)
+    if comparison.device is None:
+        free_memory(device)
 
 
 class Emulation:
@@ -175,7 +184,8 @@ class Emulation:
                     metrics["reference_error"][:, row] = self.errors.get((case.case_id, layer), np.nan)
         times: list[list[list[RankTime]]] = [[[] for _ in range(self.num_ranks)] for _ in routers]
         for round_number in range(rounds):
-            gc.collect(0)
+            if timer.needs_tokens:  # something runs
+                gc.collect(0)
             turn = turn_of(Step(index, round_number, PLAIN), self.num_batches, len(routers))
             done: dict[tuple[Any, ...], RankTime] = {}
             for rank, shares in enumerate(self._shares(batches)):

@@ -154,10 +154,10 @@ def _list_points(options: argparse.Namespace) -> int:
 
 def _emulate(options: argparse.Namespace) -> int:
     _check_config(options)
-    from moe_ep_bench.bench.emulate import dry_run, emulate
+    from moe_ep_bench.bench.run import dry_run_virtual, emulate
 
     if options.dry_run:
-        return dry_run(options.config, options.overrides)
+        return dry_run_virtual(options.config, options.overrides)
     out = _out(options)
     status = emulate(options.config, out, options.overrides, force=options.force)
 

@@ -63,6 +63,8 @@ def median_legs(runs: Sequence[Sequence[Leg]]) -> list[Leg]:
     The slowest of many ranks is the slowest of many noisy times: taken run by run it would be too slow, the more so
     the more alike ranks are. Runs of one rank are therefore put together before ranks are.
     """
+    if len(runs) == 1:
+        return [dict(leg) for leg in runs[0]]
     return [
         {phase: float(np.median([run[number].get(phase, 0.0) for run in runs])) for phase in leg}
         for number, leg in enumerate(runs[0])

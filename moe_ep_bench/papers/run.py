@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from moe_ep_bench.bench.emulate import emulate
 from moe_ep_bench.bench.plan import BASELINE, POLICY, RANKS, VIRTUAL, Comparison, plan
+from moe_ep_bench.bench.run import emulate
 from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig, load_experiments
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.errors import UserError

@@ -23,7 +23,7 @@ import torch
 
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED, PhaseKey
-from moe_ep_bench.timing.allocations import Allocations
+from moe_ep_bench.timing.memory import Allocations
 from moe_ep_bench.timing.timer import Clock, PhaseRecorder
 
 PLAIN, BREAKDOWN = "plain", "breakdown"

@@ -504,7 +504,7 @@ def test_nothing_is_clipped_and_no_text_hides_another(tmp_path):
     facts = {"title": long, "workload": {**TAIL, "description": long}}
     comparisons = [
         FakeComparison(f"c{i}", facts, [dataclasses.replace(case) for case in cases], num_batches=2, num_iterations=2)
-        for i in range(3)
+        for i in range(2)
     ]
     run = load_run(write_run(tmp_path, comparisons))
     with house_style():
@@ -608,6 +608,8 @@ BREAKAGES = {
     "unknown status": (lambda d: edit_part(first_part(d), status=["meh"]), "status: expected one of ok, failed"),
     "no time": (lambda d: edit_part(first_part(d), time_us=[None]), "lacks its rank, batch, iteration or time_us"),
     "time stands still": (lambda d: edit_part(first_part(d), time_us=[0.0]), "a total is not above 0"),
+    "endless host time": (lambda d: edit_part(first_part(d), host_us=[float("inf")]), "a time is not below 1e+15 us"),
+    "no launch": (lambda d: edit_part(first_part(d), launch=[None]), "damaged, a row lacks its launch"),
     "a rank twice": (lambda d: edit_part(first_part(d), rank=[1]), "stands there twice"),
     "a rank gone": (
         lambda d: edit_part(first_part(d), iteration=[77]),

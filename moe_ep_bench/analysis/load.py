@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pandas as pd
-from pydantic import Field, NonNegativeInt, PositiveFloat, field_validator, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, field_validator, model_validator
 
 from moe_ep_bench.analysis.parts import (
     SAMPLE,
@@ -169,9 +169,15 @@ class Ceilings(Described):  # ``timing.ceilings.Ceilings``
     read_gbps: PositiveFloat | None = None
 
 
+def _has_cores(machine: MachineState) -> MachineState:
+    if machine.num_cores < 1:
+        raise ValueError(f"num_cores: expected at least 1, got {machine.num_cores}")
+    return machine
+
+
 class RankConditions(Described):
     hostname: str
-    machine: MachineState
+    machine: Annotated[MachineState, AfterValidator(_has_cores)]
     ceilings: Ceilings
     peak_memory_bytes: int | None
     allocating_iterations: dict[str, int] = Field({})  # timed ones that asked the driver for memory, by case

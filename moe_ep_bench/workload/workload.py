@@ -190,7 +190,7 @@ class Workload(ABC):
         Raises:
             ValueError: a batch cannot meet its targets.
         """
-        self._skips_survey = True
+        self.__dict__["_skips_survey"] = True
         self.solve()
 
     def solve(self) -> None:  # noqa: B027

@@ -389,8 +389,8 @@ def test_a_full_disk_is_one_line_of_every_command(
 
 def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
     soak = Path(__file__).parents[1] / "benchmarks" / "soak.py"
-    command = [sys.executable, str(soak), "--cases", "30", "--out", str(tmp_path / "out")]
+    command = [sys.executable, str(soak), "--cases", "40", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment(), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "30 of 30 cases measured" in done.stdout
+    assert "40 of 40 cases measured" in done.stdout
     assert done.stdout.count(" KiB per case") == 3  # Two ranks and their launcher.

@@ -23,12 +23,21 @@ settings.load_profile("seeded")
 LONGEST = (
     "docs_commands",
     "faults",
-    "layer",
     "goldens",
-    "reproduce",
+    "validate",
+    "layer",
     "run",
+    "golden_figures",
+    "graph_run",
+    "setup",
+    "model_run",
+    "compile_kernels",
+    "reproduce_whole",
+    "analysis",
+    "report",
+    "adding",
+    "reproduce",
     "transformer",
-    "virtual",
     "launcher",
     "ptx",
 )
@@ -107,9 +116,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    # What tests import stays: no collection of garbage need walk through it again.
+    # What tests import stays: no collection of garbage need walk through it again, and fewer save a twentieth.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 50, 50)
 
 
 @pytest.fixture(scope="session")

@@ -230,6 +230,7 @@ def _serve(connection: socket.socket) -> None:
         sys.modules["numba"].njit(_nothing)()
         sys.modules["torch"].compile(_nothing, backend="eager")()
     gc.freeze()  # or each collection in a fork would walk through all of it
+    gc.set_threshold(100_000, 50, 50)
     _replace(_fork_here)
     while True:
         length, own, _, _ = socket.recv_fds(connection, 8, 64)

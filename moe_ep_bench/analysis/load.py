@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pandas as pd
+import pyarrow as pa
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, field_validator, model_validator
 
 from moe_ep_bench.analysis.parts import (
@@ -44,7 +45,12 @@ Role = Literal["baseline", "noise", "ceiling", "policy", "replication"]
 # Roles that several cases of a comparison may hold; speedups need to know *the* baseline.
 _SHARED_ROLES = ("policy", "replication")
 
-_OF_IMAGES = [name for name, metric in METRICS.items() if metric.of == "images"]  # ``route``'s alone
+# Columns of ``ROUTING_SCHEMA`` that are read: a case has its words already, and images are ``route``'s alone.
+_ROUTED = [
+    field.name
+    for field in ROUTING_SCHEMA
+    if field.type != pa.string() and not (field.name in METRICS and METRICS[field.name].of == "images")
+]
 _OF_LAYERS = "holds no times of whole models (scope: model)"
 _OF_MODELS = "holds times of whole models, which this does not read (docs/model.md says what does); expected layers'"
 
@@ -246,7 +252,7 @@ class Case:
         run_ids: the job that wrote each launch.
         timings: launch, rank, batch, iteration, kind, phase, time_us, host_us; no rows unless ok. Of a whole model
             each phase is the sum over its layers.
-        routing: one row per rank x batch, of a whole model x ``layer``, as in ``ROUTING_SCHEMA``; no rows unless ok.
+        routing: numbers of ``ROUTING_SCHEMA``, a row per rank x batch, of a whole model x ``layer``; no rows unless ok.
         layers: of a whole model, the phases of every layer in breakdown iterations; None of a layer alone.
         frontier: one row per batch and layer, as in ``FRONTIER_SCHEMA``; None where it was not computed.
         extra_bytes_per_rank: memory that a rank needs beyond native's, for replicas of experts; None without any.
@@ -404,15 +410,15 @@ def _read_case(files: RunDirectory, case_id: str, case: CaseFacts, comparison: C
             raise ResultsError(
                 f"{routing_path}: missing; the run did not finish ({case.label}): start it again to go on"
             )
-        routing = read_part(routing_path, ROUTING_SCHEMA, identity).to_pandas()
-        routing = routing.drop(columns=_OF_IMAGES if is_whole else [*_OF_IMAGES, "layer"])
+        columns = [name for name in _ROUTED if is_whole or name != "layer"]
+        routing = read_part(routing_path, ROUTING_SCHEMA, identity, columns).select(columns).to_pandas()
         sizes = {"num_experts": comparison.num_experts, "num_ranks": comparison.num_ranks}
         check_routing(routing_path, routing, world_size=comparison.world_size, **sizes)
         if lacking := sorted(set(part["batch"].to_pylist()) - {None, *routing["batch"]}):
             raise ResultsError(f"{routing_path}: batch: expected rows of every timed batch, got none of {lacking[0]}")
     else:
         samples = part.select(SAMPLE).slice(0, 0).to_pandas()
-        routing = pd.DataFrame(columns=ROUTING_SCHEMA.names)
+        routing = pd.DataFrame(columns=_ROUTED)
     params = {key: value for key, value in case.policy_params.items() if key != "name"}
     return Case(
         case_id=case_id,

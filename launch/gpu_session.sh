@@ -166,10 +166,12 @@ emulate() {
   [ "$command" = emulate ] || show "$name-table" 30 "${module[@]}" show "$out/$name"
 }
 
-# table NAME SECONDS: a paper's decode table from CUDA graphs, of one draw.
+# table NAME SECONDS OPTIONS...: a paper's decode table from CUDA graphs, of one draw.
 table() {
-  show "$1" "$2" "${module[@]}" papers "configs/papers/$1.yaml" --nproc 1 --out "$out/$1" \
-    --set workload.num_batches=10 --set 'sweep.workload.seed=[1]' "${replayed[@]}" "${small[@]}"
+  local name=$1 limit=$2
+  shift 2
+  show "$name" "$limit" "${module[@]}" papers "configs/papers/$name.yaml" --nproc 1 --out "$out/$name" \
+    --set workload.num_batches=10 --set 'sweep.workload.seed=[1]' "${replayed[@]}" "${small[@]}" "$@"
 }
 
 # decode NAME SECONDS OPTIONS...: a config of decode steps, and what it says.
@@ -198,7 +200,7 @@ show quickstart 75 "${module[@]}" emulate configs/quickstart.yaml --out "$out/qu
 show experts 60 "$python" benchmarks/experts.py "${experts[@]}"
 emulate papers olmoe 120 "${measured[@]}" --set model.preset=olmoe-1b-7b
 emulate papers deepseek-v2-lite 120 "${measured[@]}" --set model.preset=deepseek-v2-lite
-table oea-table3 70
+table oea-table3 70 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}
 show policies-quick 100 "$python" benchmarks/policies_gpu.py --quick --out "$out/policies-quick" $rehearse ${rehearse:+--rounds 1}
 show decode-experts 80 "$python" benchmarks/decode_experts.py --out "$out" $rehearse ${rehearse:+--rounds 1}
 decode decode-graph 110 ${rehearse:+--set sweep.workload.num_tokens=[1,4]}
@@ -215,7 +217,7 @@ step no-preroll-decode 40 "${module[@]}" run configs/decode-graph.yaml --nproc 1
 show no-preroll-decode-table 30 "${module[@]}" show "$out/no-preroll-decode"
 decode model-decode-graph 50 --set whole.num_layers=4 --set workload.num_batches=3 --set measure.iterations=5 \
   --set sweep.workload.tokens_per_rank=[16] ${rehearse:+--set whole.num_layers=2 --set whole.context_length=16}
-table oea-table5 40
+table oea-table5 40 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}
 table xshare-table3 40
 table xshare-table4 40
 decode decode-padding 40 "${replayed[@]}" ${rehearse:+--set sweep.workload.padding_per_rank=[4]}

@@ -271,7 +271,8 @@ def problem_words(problem: Mapping[str, Any]) -> str:
         return problem["msg"].removeprefix("Value error, ")
     context = {key: _plain(value) for key, value in problem.get("ctx", {}).items()}
     if kind in _EXPECTED:
-        return f"expected {_EXPECTED[kind].format(**context)}, got {brief(problem['input'])}"
+        got = problem["ctx"]["tag"] if kind == "union_tag_invalid" else problem["input"]
+        return f"expected {_EXPECTED[kind].format(**context)}, got {brief(got)}"
     return f"{problem['msg'][0].lower()}{problem['msg'][1:]}, got {brief(problem['input'])}"
 
 

@@ -144,6 +144,19 @@ def test_the_table_is_best_first_and_one_sentence_follows(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.parametrize(
+    ("mode", "speedup", "words"),
+    [("emulated", 1.015, "keep native: "), ("emulated", 1.03, "use EPLB, "), ("run", 1.015, "use EPLB, ")],
+)
+def test_a_modelled_pick_gains_2_percent_and_one_that_drops_nothing_says_so(
+    tmp_path: Path, mode: str, speedup: float, words: str
+) -> None:
+    facts = {"links": "modelled by links/a", "device": "modelled by devices/b"} if mode == "emulated" else {}
+    pick = advised(tmp_path, eplb(speedup), mode=mode, facts=facts).splitlines()[-1]
+    assert words in pick
+    assert ("x native, nothing dropped" in pick) == words.startswith("use")
+
+
 def test_where_traffic_decides_the_table_shows_it_and_the_pick_names_each(tmp_path: Path) -> None:
     comparisons = [
         comparison_of(
@@ -186,6 +199,30 @@ def test_the_first_line_says_whose_skew_and_that_nothing_ran(tmp_path: Path, wor
     )
     assert first.endswith(words)
     assert "Pick (modelled): " in text
+
+
+@pytest.mark.parametrize(
+    ("workload", "words"),
+    [
+        ({"targets": {"peak_load": 4.0}}, "one draw: native's fullest rank has"),
+        ({"targets": {"peak_load": 4.0, "rank_load": {"ep_size": 2, "load": 1.2}}}, None),
+        (
+            {"kind": "recorded", "description": "a batch uses the recording 8.19 times, seed 1"},
+            "recording 8.19 times, so",
+        ),
+        ({"kind": "recorded", "description": "a batch uses the recording 0.83 times, seed 1"}, None),
+    ],
+)
+def test_traffic_by_chance_and_batches_that_are_alike_are_said(
+    tmp_path: Path, workload: dict, words: str | None
+) -> None:
+    workload = {"kind": "synthetic", "description": "", "tail_model": None, **workload}
+    text = advised(tmp_path, USUAL[0], facts={"workload": workload})
+    assert ("one draw: " in text, " times, so " in text) == (
+        words is not None and "draw" in words,
+        "8.19" in str(words),
+    )
+    assert words is None or words in text
 
 
 @pytest.mark.parametrize(

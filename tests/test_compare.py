@@ -137,6 +137,11 @@ def test_a_run_against_itself_shows_no_difference_anywhere(with_phases):
     assert exit_status(change, 0.01, strict=True) == 0
 
 
+def test_one_directory_in_both_places_is_said(base, capsys):
+    assert main(["compare", str(base), str(base.parent / "." / base.name), "--fail-over", "3%"]) == 0
+    assert capsys.readouterr().err == "moe-ep-bench: BASE and NEW are one directory, so that nothing can differ\n"
+
+
 @pytest.mark.parametrize("factor", [1.05, 1 / 1.05])
 def test_a_planted_change_of_one_phase_is_found_there_and_in_the_layer_and_nowhere_else(with_phases, tmp_path, factor):
     new = run_of(tmp_path / "new", seed=1, kinds=BOTH, drop={"phase_factors": {"experts": factor}})

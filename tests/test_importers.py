@@ -621,7 +621,7 @@ DAMAGE = {
         ].__setitem__(0, arrays[f"1.{IDS}"][1]),
     },
     "vllm": {
-        " expected <request>.prompt_routed_experts and": array("arr_0", np.zeros((1, 4, 3), int)),
+        " expected names like 0.prompt_routed_experts and": array("arr_0", np.zeros((1, 4, 3), int)),
         " 1.routed_experts: expected 3 dimensions, got shape (4, 3)": array("1.routed_experts", np.zeros((4, 3), int)),
         " 1.routed_experts: token 5: expected -1 for all": item("1.routed_experts", (2, 3), -1),
         " 1.routed_experts: layer 0: expected 0 only": item("1.routed_experts", (2, 0), [1, 2, 3]),

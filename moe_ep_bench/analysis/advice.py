@@ -1,11 +1,12 @@
 """``advise``: a table of candidates, best first, and one sentence with the pick.
 
 The pick is the fastest candidate within the bounds whose verdict is ``faster``: the whole interval of its speedup lies
-beyond the noise floor. Where there is none, native stays.
+beyond the noise floor, and by 2 % at least where times are modelled. Where there is none, native stays.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
@@ -19,8 +20,12 @@ from moe_ep_bench.analysis.whole import PASS_PARTS
 from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERSUBSCRIBED, device_words, mode_words, scale_words
 from moe_ep_bench.bench.question import Bounds
 
+# A model has no noise, but errors larger than this: a modelled pick gains it at least.
+_LEAST_MODELLED_GAIN = 0.02
 # Shares are sums of float32.
 _ROUNDING = 1e-6
+# What a recorded workload's description says of a recording that is too short.
+_PASSES = re.compile(r"uses the recordings? (\d{1,9}\.\d\d)")
 # So many points of a sweep are named one by one.
 _MOST_NAMED = 4
 
@@ -53,7 +58,9 @@ def candidates(run: Run, bounds: Bounds) -> pd.DataFrame:
         log_speed=np.log(rows["speedup_median"].astype(float)),
     )
     oversubscribed = [name for name, facts in run.comparisons.items() if facts.oversubscribed]
+    modelled = [name for name, facts in run.comparisons.items() if facts.device is not None]
     pays = rows["within"] & (rows["verdict"] == "faster") & ~rows["comparison_id"].isin(oversubscribed)
+    pays &= ~rows["comparison_id"].isin(modelled) | (rows["speedup_median"].astype(float) >= 1 + _LEAST_MODELLED_GAIN)
     fastest = rows[pays].groupby("comparison_id")["log_speed"].idxmax()
     # Labels may be shared, parameters are not.
     by_candidate = rows.assign(pays=pays).groupby(["policy", "role", "policy_params"], sort=False)
@@ -159,8 +166,9 @@ def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds) -> Iterator[str]:
     yield (
         f"bounds: at most {100 * bounds.max_dropped:g} % of top-k pairs dropped, at least "
         f"{100 * bounds.min_retained:g} % of the top-k's score mass kept (more: experts were added), which is no "
-        "accuracy; GiB: more memory of a rank, for replicas in all layers"
+        "accuracy; GiB: more memory of a rank, for replicas in all layers; limit: what takes longest"
     )
+    yield from _draw_notes(run)
     if any(case.policy_params.get("balancer") == "lp" for case in run.cases):
         yield (
             "LP: every batch's pairs split over replicas by a linear program; the time to solve it, assumed, is in the "
@@ -184,6 +192,31 @@ def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds) -> Iterator[str]:
         yield from (f"no policy exceeds {one:.3f} end to end (Amdahl)" for one in most)
     else:
         yield "speedups are of one MoE layer: a whole model gains less (scope: model)"
+
+
+def _draw_notes(run: Run) -> Iterator[str]:
+    """What of the traffic is chance, and where batches are alike."""
+    facts = run.comparisons.values()
+    # A peak load says nothing of which experts share a rank.
+    by_chance = [one.workload.kind == "synthetic" and "rank_load" not in one.workload.targets for one in facts]
+    names = [name for name, is_so in zip(run.comparisons, by_chance, strict=True) if is_so]
+    frame = speedups(run)
+    frame = frame[(frame["role"] == "baseline") & (frame["num_ranks"] > 1) & frame["comparison_id"].isin(names)]
+    loads = frame["fullest_rank"].dropna().astype(float)
+    if len(loads):
+        found = f"{loads.min():.2f}" + (f" to {loads.max():.2f}" if len(loads) > 1 else "")
+        yield (
+            f"the traffic is one draw: native's fullest rank has {found} x the mean load by chance; another "
+            "workload.seed gives another, and speedups that differ by more than the intervals; workload.rank_load "
+            "sets it"
+        )
+    passes = {one.title: _PASSES.search(one.workload.description) for one in facts if one.workload.kind == "recorded"}
+    alike = [f"{found[1]} times" for found in passes.values() if found and float(found[1]) > 1]
+    if alike:
+        yield (
+            f"a batch uses the recording {alike[0]}, so that all batches are alike: intervals say nothing of other "
+            "traffic, and replicas are planned on the traffic that they meet; record more, or ask for fewer tokens"
+        )
 
 
 def _assumed(run: Run, facts: Sequence[Comparison], by_default: Sequence[str]) -> str:
@@ -257,7 +290,8 @@ def _pick(run: Run, rows: pd.DataFrame) -> str:
             own = picks.loc[names]
             speedup, dropped, kept = own["speedup_median"], own["dropped_share"].max(), own["retained_mass"].min()
             words += f": {speedup.min():.3f}" + (f" to {speedup.max():.3f}" if len(own) > 1 else "") + " x native"
-            words += f", at most {100 * dropped:.1f} % dropped, at least {100 * kept:.1f} % of the score mass kept"
+            cost = f"at most {100 * dropped:.1f} % dropped, at least {100 * kept:.1f} % of the score mass kept"
+            words += ", nothing dropped" if dropped == 0 and kept > 1 - _ROUNDING else f", {cost}"
             memory = own["more_gib"].max()
             words += f", {memory:.3g} GiB more on each rank" if memory > 0 else ""
         parts.append(f"at {where} {words}")

@@ -296,7 +296,7 @@ def _recorded(path: Path, model: ModelSpec, decode: bool) -> tuple[dict[str, Any
 
 def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """A config's values and its sweep, without what does not enter the question."""
-    _refuse(options, _OF_MODEL, "with a config; --set KEY=VALUE changes it")
+    _refuse(options, _OF_MODEL, "with a config, whose keys say that; --set KEY=VALUE changes one")
     raw, sweep = read_config(options.config, options.overrides)
     experiments_of(options.config, *copy.deepcopy((raw, sweep)))  # what is wrong with it is said as of any config
     for key in _UNREAD:

@@ -445,6 +445,8 @@ def _compare(options: argparse.Namespace) -> int:
         raise UserError("--strict: expected --fail-over beside it")
     changed = [key for key in options.changed.split(",") if key]
     change = compare_directories(options.base, options.new, intended=changed, same_machine=options.same_machine)
+    if options.base.resolve() == options.new.resolve():
+        print("moe-ep-bench: BASE and NEW are one directory, so that nothing can differ", file=sys.stderr)
     print(compare_json(change, limit, strict=options.strict) if options.json else compare_text(change, limit))
     return exit_status(change, limit, strict=options.strict)
 

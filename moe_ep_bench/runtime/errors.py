@@ -30,7 +30,9 @@ def complain(error: Exception) -> int:
     else:
         # pyarrow's own errors say it in their text.
         words = (
-            f"cannot write {error.filename or ''}: {error.strerror or error}" if isinstance(error, OSError) else error
+            f"cannot write{f' {error.filename}' if error.filename else ''}: {error.strerror or error}"
+            if isinstance(error, OSError)
+            else error
         )
         line = printable(f"moe-ep-bench: {words}")
         print(line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}...", file=sys.stderr)

@@ -148,7 +148,7 @@ def _draw_relief(axes: Axes, policies: pd.DataFrame, looks: Looks) -> None:
             place = (point["kept_percent"], point["relief"])
             _write(axes, f"{point['capacity_factor']:g}", place, (6, 3), look.colour)
     axes.plot(100, 1, zorder=2.2, **_NATIVE)
-    axes.set(xlabel="score mass kept (% of top-k's)", ylabel="fullest rank: native's pairs over the policy's")
+    axes.set(xlabel="score mass kept (% of top-k's)", ylabel="fullest rank, native / policy")
     axes.margins(x=0.08, y=0.12)
 
 

@@ -109,7 +109,7 @@ def _from_npz(path: Path) -> Iterator[Piece]:
         for name in npz.names:
             match = form.fullmatch(name)
             if not match:
-                raise UserError(f"{path}: expected <request>.{PROMPT} and <request>.{GENERATED}, got {brief(name)}")
+                raise UserError(f"{path}: expected names like 0.{PROMPT} and 0.{GENERATED}, got {brief(name)}")
             requests.setdefault(int(match[1]), []).append(match[2])
         for sequence, request in enumerate(sorted(requests)):
             position = 0

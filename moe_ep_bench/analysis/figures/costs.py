@@ -147,7 +147,7 @@ def _draw_relief(axes: Axes, policies: pd.DataFrame, looks: Looks) -> None:
         if not np.isnan(point["capacity_factor"]):
             place = (point["kept_percent"], point["relief"])
             _write(axes, f"{point['capacity_factor']:g}", place, (6, 3), look.colour)
-    axes.plot(100, 1, zorder=2.2, **_NATIVE)
+    axes.plot(100, 1, zorder=2.95, **_NATIVE)
     axes.set(xlabel="score mass kept (% of top-k's)", ylabel="fullest rank, native / policy")
     axes.margins(x=0.08, y=0.12)
 
@@ -192,9 +192,9 @@ def _draw(axes: Axes, rows: pd.DataFrame, away: pd.Series, cost: str, looks: Loo
         axes.plot(point[cost], point["speedup"], zorder=3, **_mark(look, point["verdict"]))
         if not np.isnan(point["capacity_factor"]):
             _write(axes, f"{point['capacity_factor']:g}", (point[cost], point["speedup"]), (6, 3), look.colour)
-    axes.plot(native, 1, zorder=2.2, **_NATIVE)
+    axes.plot(native, 1, zorder=2.95, **_NATIVE)
     axes.set_xlabel(label)
-    axes.margins(x=0.08, y=0.08)
+    axes.margins(x=0.15, y=0.1)
     if sign > 0:
         axes.invert_xaxis()  # what costs more stands to the right in both panels
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
@@ -217,9 +217,9 @@ def _draw(axes: Axes, rows: pd.DataFrame, away: pd.Series, cost: str, looks: Loo
 
 
 def _write(axes: Axes, text: str, point: tuple, offset: tuple, colour: str, **place: str) -> None:
-    """A word beside a mark, legible where a line runs through it."""
+    """A word beside a mark, legible where a line runs through it, and never over another mark."""
     halo = [withStroke(linewidth=2.5, foreground="white")]
-    about = {"textcoords": "offset points", "fontsize": "small", "color": colour, "zorder": 4, "path_effects": halo}
+    about = {"textcoords": "offset points", "fontsize": "small", "color": colour, "zorder": 2.9, "path_effects": halo}
     axes.annotate(text, point, offset, **about, **place).set_in_layout(False)
 
 

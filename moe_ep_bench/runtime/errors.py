@@ -28,12 +28,10 @@ def complain(error: Exception) -> int:
     if status == LOST:
         traceback.print_exception(error)
     else:
-        # pyarrow's own errors say it in their text.
-        words = (
-            f"cannot write{f' {error.filename}' if error.filename else ''}: {error.strerror or error}"
-            if isinstance(error, OSError)
-            else error
-        )
+        # pyarrow's own errors name no file and say the rest in their text.
+        words = error
+        if isinstance(error, OSError):
+            words = f"cannot write {error.filename or 'a file'}: {error.strerror or error}"
         line = printable(f"moe-ep-bench: {words}")
         print(line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}...", file=sys.stderr)
     return status

@@ -34,18 +34,18 @@ NARROW = f"model.scale=0.03125 {BRIEF}"
 # What --set makes of a config: fewer tokens, narrower layers, fewer cases.
 SMALL = {
     "mine": "workload.num_tokens=256 workload.num_batches=2",
-    "quickstart": f"workload.tokens_per_rank=64 {NARROW}",
+    "quickstart": f"layer.ep_size=2 workload.tokens_per_rank=64 {NARROW}",
     "whatif-skew": "workload.tokens_per_rank=64 sweep.workload.peak_load=[2,4] workload.num_batches=2",
-    "decode": f"sweep.workload.num_tokens=[4,16] {NARROW}",
-    "model-prefill": "emulate.device=h100-sxm whole.num_layers=3 workload.tokens_per_rank=32 "
+    "decode": f"sweep.workload.num_tokens=[4] {NARROW}",
+    "model-prefill": "emulate.device=h100-sxm whole.num_layers=2 layer.ep_size=2 workload.tokens_per_rank=32 "
     f"workload.sequence_length=16 {BRIEF}",
     "route-laser": "workload.layer=2 workload.num_tokens=64 workload.num_batches=2",
     "validate-cpu": f"workload.num_tokens=64 {NARROW}",
-    "capacity-figure4": f"workload.tokens_per_rank=64 workload.sequence_length=32 {NARROW}",
+    "capacity-figure4": f"layer.ep_size=2 workload.tokens_per_rank=64 workload.sequence_length=32 {NARROW}",
     "xshare-table3": "sweep.workload.seed=[1] workload.num_batches=2",
-    "whole-capacity": "workload.tokens_per_rank=64 workload.sequence_length=32 workload.num_batches=2 "
+    "whole-capacity": "layer.ep_size=2 workload.tokens_per_rank=64 workload.sequence_length=32 workload.num_batches=2 "
     "whole.num_layers=2",
-    "quality-capacity": "text.num_sequences=2 text.sequence_length=8 text.batch_size=2",
+    "quality-capacity": "layer.ep_size=2 text.num_sequences=2 text.sequence_length=8 text.batch_size=2",
     "quality-small": "text.num_sequences=8 text.sequence_length=16",
 }
 # Of lists that --set cannot shorten by a plain value.
@@ -54,7 +54,7 @@ FEWER = {
     **{name: [TWO_POLICIES] for name in ("quickstart", "decode", "model-prefill", "validate-cpu")},
     "whatif-skew": ["policies=[{name: token_drop, capacity_factor: [1.0, 2.0]}]"],
     "route-laser": ["policies=[{name: load_only}]"],
-    "quality-small": [TWO_POLICIES],
+    **{name: [TWO_POLICIES] for name in ("quality-capacity", "quality-small")},
     "capacity-figure4": ["sweep.model.preset=[olmoe-1b-7b]", "sweep.workload.skew=[mixed]", "sweep.workload.seed=[1]"],
     "whole-capacity": ["sweep.model.preset=[olmoe-1b-7b]", "sweep.workload.skew=[mixed]"],
 }
@@ -70,7 +70,8 @@ STAND_INS = {
     "16384": "256",  # tokens of advise --model
 }
 OWN_STAND_INS = {
-    "trace record MODEL --text FILE": {"FILE": "short.txt"},
+    "trace record MODEL --text FILE": {"FILE": "text.txt"},
+    "advise --model config.json --ep 8 --tokens 16384 --trace FILE": {"8": "2"},
     "calibrate --from DIR": {"DIR": "results/decode"},
     "trace thresholds FILE --budget 1% --tokens 2048": {
         "FILE": "recordings/gpt-oss-20b-mixed.safetensors",
@@ -181,8 +182,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for link in ("models/OLMoE-1B-7B-0924-Instruct", "checkpoints/small-moe"):
         (folder / link).symlink_to(model)
     shutil.copy(model / "config.json", folder)
-    text = inspect.getsource(argparse)[:20_000]
-    (folder / "short.txt").write_text(text[:5_000])
+    text = inspect.getsource(argparse)[:8_000]
     for place in (folder, folder / "configs"):  # what --set names lies beside the config
         (place / "text.txt").write_text(text)
     (model / "heldout.txt").write_text(text)

@@ -107,8 +107,9 @@ def started(config: Path, out: Path) -> Iterator[subprocess.Popen]:
         time.sleep(0.3)
         yield job
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)
+        for pid in [*ranks_of(job), job.pid]:  # Ranks hold the pipe open, also where a test stopped them and failed.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         job.communicate()
 
 

@@ -156,7 +156,7 @@ PRINTED = printed()
 def call_of(line: str) -> list[str]:
     """What is run for a printed line: a script and its arguments."""
     if line.startswith("plot_results.py"):
-        call = shlex.split(line, comments=True)
+        call = [*shlex.split(line, comments=True), "--format", "svg"]
         return call if "--figures" in call else [*call, "--figures", "phases"]
     return [ENTRY_POINT, *arguments_of(line)]
 

@@ -195,24 +195,22 @@ def test_after_a_death_no_node_begins_again_before_the_last_has_ended(dying: int
     assert min(at_s for _, at_s in starts[2:]) > ended_s
 
 
-def test_a_loss_after_the_other_nodes_ranks_ended_well_is_another_attempt(job) -> None:
-    started = job("""
-        time.sleep(0.5 if rank == 1 else 0)
-        sys.exit(75 if attempt == 1 and rank == 1 else 0)
-    """)
-    assert started.statuses() == [OK, OK]
-    assert len(started.notes("starts")) == 4
+# What ranks do, whether an attempt leaves something, how both launchers end, and how many ranks were started.
+ENDS = {
+    "lost after the other node's ranks ended well": (
+        "time.sleep(rank / 2); sys.exit(75 if attempt == 1 and rank == 1 else 0)", True, OK, 4,
+    ),
+    "lost, and nothing left to go on from": ("sys.exit(75)", False, LOST, 2),
+    "a status on which ranks agreed": ("sys.exit(1) if rank == 1 else time.sleep(1000)", True, CASES_FAILED, 2),
+}  # fmt: skip
 
 
-def test_a_job_that_leaves_nothing_to_go_on_from_is_given_up_on_all_nodes(job) -> None:
-    started = job("sys.exit(75)", moves=False)
-    assert started.statuses() == [LOST, LOST]
-    assert len(started.notes("starts")) == 2
-
-
-def test_a_status_that_ranks_agreed_on_is_that_of_every_node(job) -> None:
-    started = job("sys.exit(1) if rank == 1 else time.sleep(1000)")
-    assert started.statuses() == [CASES_FAILED, CASES_FAILED]
+@pytest.mark.parametrize("name", ENDS)
+def test_nodes_begin_again_or_end_together(name: str, job) -> None:
+    code, moves, status, num_started = ENDS[name]
+    started = job(code, moves=moves)
+    assert started.statuses() == [status, status]
+    assert len(started.notes("starts")) == num_started
 
 
 @pytest.mark.parametrize("node", [0, 1])

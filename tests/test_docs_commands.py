@@ -34,18 +34,18 @@ NARROW = f"model.scale=0.03125 {BRIEF}"
 # What --set makes of a config: fewer tokens, narrower layers, fewer cases.
 SMALL = {
     "mine": "workload.num_tokens=256 workload.num_batches=2",
-    "quickstart": f"workload.tokens_per_rank=64 {NARROW}",
+    "quickstart": f"layer.ep_size=2 workload.tokens_per_rank=64 {NARROW}",
     "whatif-skew": "workload.tokens_per_rank=64 sweep.workload.peak_load=[2,4] workload.num_batches=2",
-    "decode": f"sweep.workload.num_tokens=[4,16] {NARROW}",
-    "model-prefill": "emulate.device=h100-sxm whole.num_layers=3 workload.tokens_per_rank=32 "
+    "decode": f"sweep.workload.num_tokens=[4] {NARROW}",
+    "model-prefill": "emulate.device=h100-sxm whole.num_layers=2 layer.ep_size=2 workload.tokens_per_rank=32 "
     f"workload.sequence_length=16 {BRIEF}",
     "route-laser": "workload.layer=2 workload.num_tokens=64 workload.num_batches=2",
     "validate-cpu": f"workload.num_tokens=64 {NARROW}",
-    "capacity-figure4": f"workload.tokens_per_rank=64 workload.sequence_length=32 {NARROW}",
+    "capacity-figure4": f"layer.ep_size=2 workload.tokens_per_rank=64 workload.sequence_length=32 {NARROW}",
     "xshare-table3": "sweep.workload.seed=[1] workload.num_batches=2",
-    "whole-capacity": "workload.tokens_per_rank=64 workload.sequence_length=32 workload.num_batches=2 "
+    "whole-capacity": "layer.ep_size=2 workload.tokens_per_rank=64 workload.sequence_length=32 workload.num_batches=2 "
     "whole.num_layers=2",
-    "quality-capacity": "text.num_sequences=2 text.sequence_length=8 text.batch_size=2",
+    "quality-capacity": "layer.ep_size=2 text.num_sequences=2 text.sequence_length=8 text.batch_size=2",
     "quality-small": "text.num_sequences=8 text.sequence_length=16",
 }
 # Of lists that --set cannot shorten by a plain value.
@@ -54,7 +54,7 @@ FEWER = {
     **{name: [TWO_POLICIES] for name in ("quickstart", "decode", "model-prefill", "validate-cpu")},
     "whatif-skew": ["policies=[{name: token_drop, capacity_factor: [1.0, 2.0]}]"],
     "route-laser": ["policies=[{name: load_only}]"],
-    "quality-small": [TWO_POLICIES],
+    **{name: [TWO_POLICIES] for name in ("quality-capacity", "quality-small")},
     "capacity-figure4": ["sweep.model.preset=[olmoe-1b-7b]", "sweep.workload.skew=[mixed]", "sweep.workload.seed=[1]"],
     "whole-capacity": ["sweep.model.preset=[olmoe-1b-7b]", "sweep.workload.skew=[mixed]"],
 }
@@ -70,7 +70,8 @@ STAND_INS = {
     "16384": "256",  # tokens of advise --model
 }
 OWN_STAND_INS = {
-    "trace record MODEL --text FILE": {"FILE": "short.txt"},
+    "trace record MODEL --text FILE": {"FILE": "text.txt"},
+    "advise --model config.json --ep 8 --tokens 16384 --trace FILE": {"8": "2"},
     "calibrate --from DIR": {"DIR": "results/decode"},
     "trace thresholds FILE --budget 1% --tokens 2048": {
         "FILE": "recordings/gpt-oss-20b-mixed.safetensors",
@@ -143,10 +144,21 @@ def printed() -> list[str]:
     found = [" ".join(map(shlex.quote, one)) for page in PAGES for one in commands(page.read_text())]
     lines = [line for line in dict.fromkeys(found) if line not in {*COMMANDS, *THIRTEEN}]
     assert {*FIRST, *OF_RANKS, *LISTED, *OWN_STAND_INS} <= set(lines), "a command that is listed here is on no page"
-    return [*FIRST, *(line for line in lines if line not in FIRST)]
+    calls = [re.match(r"\S*python (plot_results\.py .+)", line) for page in PAGES for line in code(page.read_text())]
+    drawn = [call[1] for call in calls if call]
+    assert len(drawn) >= 2
+    return [*FIRST, *(line for line in lines if line not in FIRST), *dict.fromkeys(drawn)]
 
 
 PRINTED = printed()
+
+
+def call_of(line: str) -> list[str]:
+    """What is run for a printed line: a script and its arguments."""
+    if line.startswith("plot_results.py"):
+        call = [*shlex.split(line, comments=True), "--format", "svg"]
+        return call if "--figures" in call else [*call, "--figures", "phases"]
+    return [ENTRY_POINT, *arguments_of(line)]
 
 
 def arguments_of(line: str) -> list[str]:
@@ -181,8 +193,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for link in ("models/OLMoE-1B-7B-0924-Instruct", "checkpoints/small-moe"):
         (folder / link).symlink_to(model)
     shutil.copy(model / "config.json", folder)
-    text = inspect.getsource(argparse)[:20_000]
-    (folder / "short.txt").write_text(text[:5_000])
+    text = inspect.getsource(argparse)[:8_000]
     for place in (folder, folder / "configs"):  # what --set names lies beside the config
         (place / "text.txt").write_text(text)
     (model / "heldout.txt").write_text(text)
@@ -198,7 +209,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def begun(folder: Path, lines: list[list[str]]) -> subprocess.Popen[str]:
+def begun(folder: Path, calls: list[list[str]]) -> subprocess.Popen[str]:
     driver = subprocess.Popen(
         [sys.executable, ROOT / "tests" / "run_commands.py"],
         cwd=folder,
@@ -208,7 +219,7 @@ def begun(folder: Path, lines: list[list[str]]) -> subprocess.Popen[str]:
         text=True,
     )
     assert driver.stdin is not None
-    driver.stdin.write("".join(json.dumps(line) + "\n" for line in lines))
+    driver.stdin.write("".join(json.dumps(call) + "\n" for call in calls))
     driver.stdin.close()
     driver.stdin = None
     return driver
@@ -218,7 +229,7 @@ def begun(folder: Path, lines: list[list[str]]) -> subprocess.Popen[str]:
 def outcomes(folder: Path) -> dict[str, tuple[int, str, float]]:
     """Exit status, output and CPU seconds of every command."""
     lanes = [list(OF_RANKS), [line for line in PRINTED if line not in OF_RANKS]]
-    drivers = [begun(folder, [[ENTRY_POINT, *arguments_of(line)] for line in lines]) for lines in lanes]
+    drivers = [begun(folder, list(map(call_of, lines))) for lines in lanes]
     found: dict[str, tuple[int, str, float]] = {}
     for driver, lines in zip(drivers, lanes, strict=True):
         said, _ = driver.communicate(timeout=1500)
@@ -235,17 +246,6 @@ def test_a_printed_command_runs(line: str, outcomes: dict[str, tuple[int, str, f
     print(f"{seconds:.1f} s", said)
     # A doctor may find that the machine lacks something.
     assert status in ((0, 1) if line.startswith("doctor") else (0,)), said
-
-
-def test_printed_calls_of_plot_results_draw(folder: Path, outcomes: dict[str, tuple[int, str, float]]) -> None:
-    lines = [line for page in PAGES for line in code(page.read_text()) if re.match(r"\S*python plot_results\.py", line)]
-    calls = [["plot_results.py", *shlex.split(line, comments=True)[2:]] for line in dict.fromkeys(lines)]
-    assert len(calls) >= 2
-    calls = [one if "--figures" in one else [*one, "--figures", "phases"] for one in calls]
-    said, _ = begun(folder, calls).communicate(timeout=900)
-    for line, one in zip(lines, said.splitlines(), strict=False):
-        status, output, _ = json.loads(one)
-        assert status == 0, f"{line}: {output}"
 
 
 def test_scripts_that_pages_call_are_listed_with_the_reason_why_they_are_not_run_here() -> None:

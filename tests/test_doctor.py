@@ -120,7 +120,7 @@ def test_a_command_that_hangs_is_ended_in_time_with_all_that_it_started() -> Non
     assert not state.exists() or ") Z " in state.read_text()
 
 
-def test_a_command_that_is_not_there_or_fails_says_so_in_a_line() -> None:
+def test_a_command_answers_or_says_in_a_line_why_not() -> None:
     with pytest.raises(CommandError, match="no-such-program: No such file or directory"):
         output_of(["no-such-program"], 5)
     with pytest.raises(CommandError, match=r"^ended with status 3: out err$"):
@@ -166,12 +166,6 @@ def test_the_doctor_itself_loads_neither_torch_nor_megatron() -> None:
 
 
 # ---- the all-to-all
-
-
-def test_two_real_ranks_exchange_the_right_values() -> None:
-    (finding,) = exchange_findings(0)
-    assert finding.status == OK, finding
-    assert "gloo" in finding.what
 
 
 def test_ranks_that_torchrun_or_srun_started_exchange_with_each_other() -> None:
@@ -272,7 +266,6 @@ FOUND: dict[str, tuple[Callable[[], Iterable[Finding]], list[str], list[str]]] =
         lambda: gpu_findings(machine(), gpus()), [OK],
         ["2 x NVIDIA H100 80GB HBM3, driver 570.86.15, 79.0 GiB free on the fullest"],
     ),
-    "idle GPUs": (lambda: gpu_findings(machine(), gpus(throttle_reasons=1)), [OK], []),
     "GPUs at their cap": (
         lambda: gpu_findings(machine(), gpus(throttle_reasons=THROTTLE_REASONS["power_cap"])), [OK], [],
     ),
@@ -304,7 +297,7 @@ FOUND: dict[str, tuple[Callable[[], Iterable[Finding]], list[str], list[str]]] =
             lambda path=path: topology_findings(parse_topology(OLD_DRIVER.replace("PHB", path)), []), statuses,
             [f"1 of 1 pairs of GPUs have no NVLink (1 x {path})"],
         )
-        for path, statuses in (("NODE", [NOTE, NOTE]), ("SYS", [NOTE, NOTE]), ("PIX", [NOTE]), ("PHB", [NOTE]))
+        for path, statuses in (("NODE", [NOTE, NOTE]), ("PIX", [NOTE]))
     },
     "NVLink": (
         lambda: topology_findings(parse_topology(TWO_H100.replace("NODE", "PXB")), gpus()), [OK],
@@ -322,8 +315,7 @@ FOUND: dict[str, tuple[Callable[[], Iterable[Finding]], list[str], list[str]]] =
         )
         for name, value, statuses in (
             ("NCCL_P2P_DISABLE", "1", [OK, NOTE]), ("NCCL_P2P_DISABLE", "0", [OK]),
-            ("CUDA_LAUNCH_BLOCKING", "1", [OK, NOTE]), ("NCCL_DEBUG", "info", [OK, NOTE]),
-            ("NCCL_DEBUG", "WARN", [OK]), ("NCCL_SOCKET_IFNAME", "eth0", [OK]),
+            ("NCCL_DEBUG", "info", [OK, NOTE]), ("NCCL_DEBUG", "WARN", [OK]),
         )
     },
     "too little memory": (
@@ -511,7 +503,7 @@ def test_another_runs_directory_is_a_problem_and_ones_own_says_what_is_done(tmp_
 # ---- the whole
 
 
-def test_a_finding_says_what_it_means_and_what_to_do_within_120_columns() -> None:
+def test_a_finding_is_said_within_120_columns() -> None:
     lines = text(Finding("NVLink", NOTE, "what " * 20, "means " * 20, "remedy")).splitlines()
     assert lines[0].startswith("note    NVLink      what what")
     assert len(lines) > 1
@@ -527,7 +519,8 @@ def test_this_machine_and_a_small_config_are_examined_as_json(
     report = json.loads(capfd.readouterr().out)
     found = {finding["check"]: finding for finding in report["findings"]}
     assert status == report["status"] == int(any(f["status"] == PROBLEM for f in report["findings"]))
-    assert found["all-to-all"]["status"] == OK
+    assert found["all-to-all"]["status"] == OK, "two ranks of its own"
+    assert "gloo" in found["all-to-all"]["what"]
     assert found["memory"]["status"] == OK
     assert found["results"]["status"] == OK
     assert (report["nproc"], len(report["comparisons"])) == (2, 1)

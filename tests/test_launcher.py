@@ -71,8 +71,8 @@ class Left:
 def be_a_launcher(nodes: Nodes, rank_program: str, moves: bool, limit_s: float) -> None:
     """The process of one node: launch the stand-ins until the nodes agree on a status, and end with it."""
     sys.executable = rank_program
-    rendezvous._END_S, rendezvous._GRACE_S, launcher._AGENTS_END_S = limit_s, 1.0, 1.0
-    rendezvous._STORE_TIMEOUT = datetime.timedelta(seconds=limit_s)
+    rendezvous._END_S, rendezvous._LOOK_S, rendezvous._GRACE_S, launcher._AGENTS_END_S = limit_s, 0.2, 0.5, 0.5
+    rendezvous._STORE_TIMEOUT, rendezvous._STOP_S = datetime.timedelta(seconds=limit_s), 5.0
     left = Left(moves=moves)
 
     def work(met: rendezvous.Rendezvous) -> int:
@@ -179,12 +179,12 @@ def test_after_a_death_no_node_begins_again_before_the_last_has_ended(dying: int
     # One rank dies; the other has noticed nothing and takes its time to end.
     started = job(f"""
         def slow(number, frame):
-            time.sleep(2)
+            time.sleep(1)
             note("ends")
             os._exit(75)
         signal.signal(signal.SIGTERM, slow)
         if attempt == 1 and rank == {dying}:
-            time.sleep(0.5)
+            time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1000 if attempt == 1 else 0)
     """)
@@ -195,24 +195,22 @@ def test_after_a_death_no_node_begins_again_before_the_last_has_ended(dying: int
     assert min(at_s for _, at_s in starts[2:]) > ended_s
 
 
-def test_a_loss_after_the_other_nodes_ranks_ended_well_is_another_attempt(job) -> None:
-    started = job("""
-        time.sleep(1 if rank == 1 else 0)
-        sys.exit(75 if attempt == 1 and rank == 1 else 0)
-    """)
-    assert started.statuses() == [OK, OK]
-    assert len(started.notes("starts")) == 4
+# What ranks do, whether an attempt leaves something, how both launchers end, and how many ranks were started.
+ENDS = {
+    "lost after the other node's ranks ended well": (
+        "time.sleep(rank / 2); sys.exit(75 if attempt == 1 and rank == 1 else 0)", True, OK, 4,
+    ),
+    "lost, and nothing left to go on from": ("sys.exit(75)", False, LOST, 2),
+    "a status on which ranks agreed": ("sys.exit(1) if rank == 1 else time.sleep(1000)", True, CASES_FAILED, 2),
+}  # fmt: skip
 
 
-def test_a_job_that_leaves_nothing_to_go_on_from_is_given_up_on_all_nodes(job) -> None:
-    started = job("sys.exit(75)", moves=False)
-    assert started.statuses() == [LOST, LOST]
-    assert len(started.notes("starts")) == 2
-
-
-def test_a_status_that_ranks_agreed_on_is_that_of_every_node(job) -> None:
-    started = job("sys.exit(1) if rank == 1 else time.sleep(1000)")
-    assert started.statuses() == [CASES_FAILED, CASES_FAILED]
+@pytest.mark.parametrize("name", ENDS)
+def test_nodes_begin_again_or_end_together(name: str, job) -> None:
+    code, moves, status, num_started = ENDS[name]
+    started = job(code, moves=moves)
+    assert started.statuses() == [status, status]
+    assert len(started.notes("starts")) == num_started
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -267,10 +265,10 @@ def test_a_launcher_that_is_killed_loses_the_job_and_no_other_waits_for_ever(nod
     started = job(
         f"""
         note("ready")
-        time.sleep(3 if rank == {1 - node} else 1000)
+        time.sleep(1.5 if rank == {1 - node} else 1000)
         sys.exit(75)
         """,
-        limit_s=5,
+        limit_s=3,
     )
     started.wait_for(lambda: len(started.notes("ready")) == 2)
     started.nodes[node].kill()
@@ -280,11 +278,11 @@ def test_a_launcher_that_is_killed_loses_the_job_and_no_other_waits_for_ever(nod
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_node_0_that_stands_still_holds_no_other_up(asked: bool, job) -> None:
-    started = job("note('ready'); time.sleep(1000)", limit_s=40 if asked else 4)
+    started = job("note('ready'); time.sleep(1000)", limit_s=40 if asked else 3)
     started.wait_for(lambda: len(started.notes("ready")) == 2)
     node_0, node_1 = started.nodes
     os.kill(node_0.pid, signal.SIGSTOP)
-    time.sleep(2)  # The other has asked it something.
+    time.sleep(1)  # The other has asked it something.
     if asked:
         node_1.terminate()
     node_1.join(LIMIT_S)
@@ -308,7 +306,7 @@ def test_another_jobs_node_is_sent_away_and_disturbs_nobody(job, tmp_path: Path)
     stranger.join(LIMIT_S)
     assert stranger.exitcode == USER_ERROR
     assert "another job's nodes meet there" in (tmp_path / "refused-1").read_text()
-    time.sleep(2)  # Whoever had been told of a loss would have ended its rank.
+    time.sleep(1.5)  # Whoever had been told of a loss would have ended its rank.
     assert all(node.is_alive() for node in started.nodes)
     assert len(started.notes("starts")) == 2
 

@@ -7,18 +7,6 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-# What took the place of commands that there were.
-SUCCESSORS = {
-    "launch": "run CONFIG",
-    "points": "run CONFIG --list-points",
-    "reproduce": "papers CONFIG",
-    "accuracy": "quality CONFIG",
-    "fit": "calibrate --from DIR",
-    "summary": "show DIR",
-    "export": "show DIR --format md|latex|csv|json|perfetto",
-    "report": "show DIR --format html",
-}
-
 # ``papers`` takes a config; with this action in its place it is a command of its own.
 PAPERS_LIST = "papers list"
 
@@ -91,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     calibrate = add("calibrate", "measure this machine's all-to-all, or fit a device to a decode run")
     calibrate.add_argument("--out", type=Path, metavar="FILE", help="default: results/calibration/links.yaml")
     calibrate.add_argument("--max-bytes", type=int, metavar="N", help="largest message (default: 2^30; CPU: 2^26)")
-    calibrate.add_argument("--repetitions", type=int, default=20, metavar="N", help="of each message (%(default)s)")
+    _add_value(calibrate, "--repetitions", 20, "N", "of each message")
     _add_nodes(calibrate)
     _add_cpu(calibrate)
     calibrate.add_argument(
@@ -103,14 +91,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     checked = add("check-policy", "hold a policy to the laws that every policy keeps")
     checked.add_argument("policy", metavar="NAME", help="a policy, package.module:Class or my_policy.py:Class")
-    checked.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        dest="fields",
-        help="a field of it; repeatable",
-    )
+    _add_repeated(checked, "--set", "FIELD=VALUE", "a field of it; repeatable", dest="fields")
 
     schema = add("schema", "print a JSON schema of configs, by which editors complete them")
     schema.add_argument("configs", metavar="CONFIGS", nargs="?", default="run", help="run (default) or quality")
@@ -125,16 +106,12 @@ def make_parser() -> argparse.ArgumentParser:
 
     show = add("show", "print the table of a results directory, or write it in another format")
     show.add_argument("directory", type=Path, metavar="DIR")
-    show.add_argument("--format", default="text", metavar="FORMAT", help=f"{_FORMATS} (%(default)s)")
+    _add_value(show, "--format", "text", "FORMAT", _FORMATS)
     show.add_argument(
         "--out", type=Path, metavar="FILE", help="file to write (default: standard output; html: DIR/report.html)"
     )
-    show.add_argument(
-        "--case", action="append", default=[], metavar="CASE", help="only this id, label or policy; may be repeated"
-    )
-    show.add_argument(
-        "--iteration", action="append", default=[], metavar="WHICH", help=f"perfetto: {_ITERATION}, or all; repeatable"
-    )
+    _add_repeated(show, "--case", "CASE", "only this id, label or policy; may be repeated")
+    _add_repeated(show, "--iteration", "WHICH", f"perfetto: {_ITERATION}, or all; repeatable")
     show.add_argument("--samples", action="store_true", help="csv, json: every sample instead of the results")
 
     plot = add("plot", "draw the figures of one or several results directories")
@@ -142,7 +119,7 @@ def make_parser() -> argparse.ArgumentParser:
     plot.add_argument("--format", default="png,svg", help="comma-separated (%(default)s); a CSV is written beside each")
     plot.add_argument("--figures", help="comma-separated (default: all for which there are rows)")
     plot.add_argument("--out", type=Path, metavar="DIR", help="default: DIR/figures of one directory, else figures")
-    plot.add_argument("--size", default="page", help="page, column (3.3 inches) or slide (16:9) (%(default)s)")
+    _add_value(plot, "--size", "page", "SIZE", "page, column (3.3 inches) or slide (16:9)")
     plot.add_argument("--case", metavar="CASE", help="of timeline and latency (default: the fastest significant one)")
     plot.add_argument("--iteration", default="median", metavar="WHICH", help=f"of timeline: {_ITERATION}")
 
@@ -197,14 +174,8 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="replace a value of the config, e.g. workload.peak_load=4; may be repeated",
-    )
+    text = "replace a value of the config, e.g. workload.peak_load=4; may be repeated"
+    _add_repeated(parser, "--set", "KEY=VALUE", text, dest="overrides")
 
 
 def _add_nproc(parser: argparse.ArgumentParser) -> None:
@@ -222,8 +193,13 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--master", default="127.0.0.1:0", help="host:port of node 0 (one node: any free port)")
 
 
-def _add_float(parser: argparse.ArgumentParser, name: str, default: float, metavar: str, text: str) -> None:
-    parser.add_argument(name, type=float, default=default, metavar=metavar, help=f"{text} (%(default)s)")
+def _add_repeated(parser: argparse.ArgumentParser, name: str, metavar: str, text: str, dest: str | None = None) -> None:
+    parser.add_argument(name, action="append", default=[], metavar=metavar, dest=dest, help=text)
+
+
+def _add_value(parser: argparse.ArgumentParser, name: str, default: object, metavar: str, text: str) -> None:
+    """An option of its default's type; the help says the default."""
+    parser.add_argument(name, type=type(default), default=default, metavar=metavar, help=f"{text} (%(default)s)")
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
@@ -235,20 +211,11 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
 
     thresholds = actions.add_parser("thresholds", help="derive fields of the policies laser or token_drop")
     thresholds.add_argument("file", type=Path, metavar="FILE", help="a moe-trace-v1 file")
-    _add_float(thresholds, "--keep", 0.25, "SHARE", "of laser: share of tokens that keep their top-k")
-    thresholds.add_argument(
-        "--budget",
-        metavar="SHARE",
-        help="of token_drop: score mass that may be lost, e.g. 1%%, from which factors follow",
-    )
-    thresholds.add_argument("--ep", type=int, default=8, metavar="N", help="with --budget: ranks (%(default)s)")
-    thresholds.add_argument(
-        "--tokens",
-        type=int,
-        default=2048,
-        metavar="N",
-        help="with --budget: of a batch, all ranks together (%(default)s)",
-    )
+    _add_value(thresholds, "--keep", 0.25, "SHARE", "of laser: share of tokens that keep their top-k")
+    text = "of token_drop: score mass that may be lost, e.g. 1%%, from which factors follow"
+    thresholds.add_argument("--budget", metavar="SHARE", help=text)
+    _add_value(thresholds, "--ep", 8, "N", "with --budget: ranks")
+    _add_value(thresholds, "--tokens", 2048, "N", "with --budget: of a batch, all ranks together")
     thresholds.add_argument(
         "--granularity", choices=("device", "expert"), default="device", help="with --budget: (%(default)s)"
     )
@@ -259,7 +226,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     eplb.add_argument("out", type=Path, metavar="OUT", help="the JSON file to write")
     eplb.add_argument("--ep", type=int, required=True, metavar="N", help="expert-parallel ranks")
     eplb.add_argument("--spare-per-rank", type=int, required=True, metavar="N", help="slots beyond a rank's share")
-    eplb.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of neighbouring ranks (%(default)s)")
+    _add_value(eplb, "--nodes", 1, "N", "nodes of neighbouring ranks")
     eplb.add_argument("--preset", metavar="MODEL", help="its model: rows for dense layers too, groups kept on nodes")
     eplb.set_defaults(command="trace eplb")
 
@@ -267,13 +234,13 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     record.add_argument("model", type=Path, metavar="MODEL", help="a checkpoint's folder (transformers)")
     record.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text")
     record.add_argument("--out", type=Path, metavar="FILE", help="default: recordings/MODEL-TEXT.safetensors")
-    record.add_argument("--sequence-length", type=int, default=512, metavar="N", help="in tokens (%(default)s)")
+    _add_value(record, "--sequence-length", 512, "N", "in tokens")
     record.add_argument("--num-sequences", type=int, metavar="N", help="default: as many as the text has")
-    record.add_argument("--batch", type=int, default=8, metavar="N", help="sequences at a time (%(default)s)")
+    _add_value(record, "--batch", 8, "N", "sequences at a time")
     record.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="(%(default)s)")
     record.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(%(default)s)")
     record.add_argument("--domain", help="subject of the text (default: its file's name)")
-    record.add_argument("--licence", default="unstated", help="of the text (%(default)s)")
+    _add_value(record, "--licence", "unstated", "LICENCE", "of the text")
     record.set_defaults(command="trace record")
 
     imported = actions.add_parser("import", help="convert another program's recording to moe-trace-v1")

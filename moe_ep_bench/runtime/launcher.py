@@ -96,12 +96,7 @@ def launch(
 
 
 def launch_calibrate(arguments: Sequence[str], nodes: Nodes) -> int:
-    """Measure the all-to-all on this node's ranks; return the exit status."""
-    return launch_once("calibrate", arguments, nodes)
-
-
-def launch_once(command: str, arguments: Sequence[str], nodes: Nodes) -> int:
-    """Run a command on this node's ranks in one job; nothing is tried again. Return the exit status.
+    """Measure the all-to-all on this node's ranks in one job; nothing is tried again. Return the exit status.
 
     Raises:
         UserError: this node cannot carry these ranks.
@@ -116,7 +111,7 @@ def launch_once(command: str, arguments: Sequence[str], nodes: Nodes) -> int:
         return LOST if agreed is None else agreed
 
     def work(rendezvous: Rendezvous) -> int:
-        return rendezvous.agree(_one_job(command, arguments, nodes, rendezvous), decide)
+        return rendezvous.agree(_one_job("calibrate", arguments, nodes, rendezvous), decide)
 
     return _together(nodes, work)
 

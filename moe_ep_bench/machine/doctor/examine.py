@@ -16,7 +16,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,85 +36,80 @@ _WIDTH, _INDENT = 120, " " * 20
 _T = TypeVar("_T")
 
 
-@dataclass
-class Examination:
-    """What is examined, and the facts that it leaves for ``--json``.
+def findings(
+    facts: dict[str, Any],
+    out: Path,
+    config: Path | None,
+    overrides: Sequence[str],
+    nproc: int | None,
+    nnodes: int,
+    place: Place | None,
+) -> Iterator[Finding]:
+    """All findings, as they come; ``facts`` receives what ``--json`` prints of the machine.
 
-    Attributes:
+    Args:
         out: results directory.
         nproc: ranks on this node; None = as ``run`` would start.
+
+    Raises:
+        UserError: one line on what is wrong with the config; before any finding.
     """
-
-    out: Path
-    config: Path | None = None
-    overrides: Sequence[str] = ()
-    nproc: int | None = None
-    nnodes: int = 1
-    place: Place | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def findings(self) -> Iterator[Finding]:
-        """All findings, as they come.
-
-        Raises:
-            UserError: one line on what is wrong with the config; before any finding.
-        """
-        with Question(f"{_FACTS}:imports", timeout_s=_IMPORTS_S) as imports:
-            try:
-                machine = self.facts["machine"] = ask(f"{_FACTS}:machine", timeout_s=_MACHINE_S)
-            except CommandError as error:
-                remedy = "if it hangs: nvidia-smi and dmesg; if an import fails: launch/setup.sh"
-                yield Finding("torch", PROBLEM, f"cannot be asked ({error})", "nothing else could be looked at", remedy)
-                yield from checks.directory_findings(self.out, [], 1)
-                return
-            if self.place is not None and self.place.local_rank > 0:  # The node's first process looks at the rest.
-                yield from exchange_findings(len(machine["gpus"]), self.place)
-                return
-            nproc = self.nproc = self.nproc or machine["default_nproc"]
-            planned = list(self._plan(nproc * self.nnodes))
-            comparisons = self.facts.get("comparisons", [])
-            yield from checks.cpu_findings(machine)
-            yield from self._gpus(machine)
-            broken = _or_why(imports.answer)
-            if isinstance(broken, str):
-                yield Finding("packages", PROBLEM, f"importing them failed ({broken})", "a run imports them too")
-                broken = {}
-            yield from checks.package_findings(machine, broken)
-        yield from checks.nccl_findings(machine)
-        yield from exchange_findings(len(machine["gpus"]), self.place)
-        yield from checks.ranks_findings(machine, nproc)
-        yield from planned
-        if comparisons:
-            yield from checks.memory_findings(comparisons, checks.available_bytes(machine, nproc))
-        yield from checks.directory_findings(self.out, comparisons, nproc * self.nnodes)
-        if (self.out / "run.json").exists():
-            try:
-                refusal = ask(f"{_FACTS}:agreement", str(self.out), machine["conditions"], timeout_s=_AGREEMENT_S)
-            except CommandError as error:
-                refusal = f"run.json cannot be read ({error})"
-            yield from checks.earlier_findings(self.out, refusal, comparisons)
-
-    def _plan(self, num_ranks: int) -> Iterator[Finding]:
-        if self.config is None:
-            return
+    with Question(f"{_FACTS}:imports", timeout_s=_IMPORTS_S) as imports:
         try:
-            plan = ask(f"{_FACTS}:plan", str(self.config), list(self.overrides), num_ranks, timeout_s=_PLAN_S)
+            machine = facts["machine"] = ask(f"{_FACTS}:machine", timeout_s=_MACHINE_S)
         except CommandError as error:
-            yield Finding("config", PROBLEM, f"{self.config}: cannot be planned ({error})")
+            remedy = "if it hangs: nvidia-smi and dmesg; if an import fails: launch/setup.sh"
+            yield Finding("torch", PROBLEM, f"cannot be asked ({error})", "nothing else could be looked at", remedy)
+            yield from checks.directory_findings(out, [], 1)
             return
-        if "mistake" in plan:
-            raise UserError(plan["mistake"])
-        self.facts["comparisons"] = plan["comparisons"]
-
-    def _gpus(self, machine: dict[str, Any]) -> Iterator[Finding]:
+        num_gpus = len(machine["gpus"])
+        if place is not None and place.local_rank > 0:  # The node's first process looks at the rest.
+            yield from exchange_findings(num_gpus, place)
+            return
+        nproc = facts["nproc"] = nproc or machine["default_nproc"]
+        comparisons, not_planned = _plan(config, overrides, nproc * nnodes)
+        if comparisons:
+            facts["comparisons"] = comparisons
+        yield from checks.cpu_findings(machine)
         gpus, ports = _or_why(query_gpus), rdma_ports()
-        self.facts |= {"gpus": gpus if isinstance(gpus, list) else [], "rdma_ports": ports}
+        facts |= {"gpus": gpus if isinstance(gpus, list) else [], "rdma_ports": ports}
         yield from checks.gpu_findings(machine, gpus)
-        if machine["gpus"]:
-            topology = self.facts["topology"] = _or_why(query_topology)
-            yield from checks.topology_findings(topology, self.facts["gpus"])
-            yield from checks.shared_memory_findings(len(machine["gpus"]))
+        if num_gpus:
+            topology = facts["topology"] = _or_why(query_topology)
+            yield from checks.topology_findings(topology, facts["gpus"])
+            yield from checks.shared_memory_findings(num_gpus)
             yield from checks.nic_findings(ports)
+        broken = _or_why(imports.answer)
+        if isinstance(broken, str):
+            yield Finding("packages", PROBLEM, f"importing them failed ({broken})", "a run imports them too")
+            broken = {}
+        yield from checks.package_findings(machine, broken)
+    yield from checks.nccl_findings(machine)
+    yield from exchange_findings(num_gpus, place)
+    yield from checks.ranks_findings(machine, nproc)
+    yield from not_planned
+    if comparisons:
+        yield from checks.memory_findings(comparisons, checks.available_bytes(machine, nproc))
+    yield from checks.directory_findings(out, comparisons, nproc * nnodes)
+    if (out / "run.json").exists():
+        try:
+            refusal = ask(f"{_FACTS}:agreement", str(out), machine["conditions"], timeout_s=_AGREEMENT_S)
+        except CommandError as error:
+            refusal = f"run.json cannot be read ({error})"
+        yield from checks.earlier_findings(out, refusal, comparisons)
+
+
+def _plan(config: Path | None, overrides: Sequence[str], num_ranks: int) -> tuple[list[dict[str, Any]], list[Finding]]:
+    """The comparisons of a config, and why there are none."""
+    if config is None:
+        return [], []
+    try:
+        plan = ask(f"{_FACTS}:plan", str(config), list(overrides), num_ranks, timeout_s=_PLAN_S)
+    except CommandError as error:
+        return [], [Finding("config", PROBLEM, f"{config}: cannot be planned ({error})")]
+    if "mistake" in plan:
+        raise UserError(plan["mistake"])
+    return plan["comparisons"], []
 
 
 def _or_why(query: Callable[[], _T]) -> _T | str:
@@ -132,9 +127,9 @@ def text(finding: Finding) -> str:
     return f"{finding.status:8}{finding.check:12}" + f"\n{_INDENT}".join(lines)
 
 
-def verdict(findings: Sequence[Finding]) -> str:
+def verdict(found: Sequence[Finding]) -> str:
     """All findings in a line."""
-    counts = Counter(finding.status for finding in findings)
+    counts = Counter(finding.status for finding in found)
     problems, notes = counts[PROBLEM], counts[NOTE]
     said = f"{problems or 'no'} problem{'' if problems == 1 else 's'}, {notes or 'no'} note{'' if notes == 1 else 's'}"
     return said + ("; a run would fail, or not be what it seems" if problems else "; runs can start")
@@ -159,10 +154,11 @@ def doctor(
         place = place_of()
     except CommandError as error:
         raise UserError(f"SLURM_STEP_NODELIST: expected hosts that scontrol knows ({error})") from None
-    examination, found = Examination(out, config, overrides, nproc, nnodes, place), []
+    facts: dict[str, Any] = {}
+    found: list[Finding] = []
     is_first = place is None or place.rank == 0
     host = f"{platform.node()}: " if place is not None else ""
-    for finding in examination.findings():
+    for finding in findings(facts, out, config, overrides, nproc, nnodes, place):
         found.append(finding)
         if not as_json and (is_first or finding.status != OK):
             print("\n".join(host + line for line in text(finding).splitlines()), flush=True)
@@ -170,11 +166,7 @@ def doctor(
     status = exit_codes.CASES_FAILED if problems else exit_codes.OK
     if as_json:
         listed = [asdict(finding) for finding in found]
-        print(
-            json.dumps(
-                {"findings": listed, "status": status, "nproc": examination.nproc, **examination.facts}, indent=2
-            )
-        )
+        print(json.dumps({"findings": listed, "status": status, "nproc": nproc, **facts}, indent=2))
     elif is_first:
         print(f"\n{verdict(found)}")
     sys.stdout.flush()

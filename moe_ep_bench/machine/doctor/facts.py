@@ -26,20 +26,18 @@ def machine() -> dict[str, Any]:
     from moe_ep_bench.kernels import toolchain
     from moe_ep_bench.machine import provenance
     from moe_ep_bench.runtime import launcher
+    from moe_ep_bench.runtime.device import why_torch_has_none
+    from moe_ep_bench.runtime.errors import in_short
 
     gpus, why = [], ""
     try:
-        if torch.version.cuda is None:
-            why = "this torch is built without CUDA"
-        elif torch.cuda.device_count() == 0:
-            torch.cuda.init()  # Says why there is none.
-        for index in range(torch.cuda.device_count() if torch.version.cuda else 0):
+        for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             free, total = torch.cuda.mem_get_info(index)
             uuid = f"GPU-{properties.uuid}"
             gpus.append({"name": properties.name, "uuid": uuid, "free_bytes": free, "memory_bytes": total})
     except Exception as error:  # of whatever kind: it is the answer
-        gpus, why = [], " ".join(str(error).split())[:200]
+        gpus, why = [], in_short(error)
     return {
         "hostname": platform.node(),
         "cpu": provenance.cpu_name(),
@@ -47,7 +45,7 @@ def machine() -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "host_free_bytes": provenance.available_memory_bytes(torch.device("cpu"), 1),
         "gpus": gpus,
-        "no_gpus_why": why,
+        "no_gpus_why": why or ("" if gpus else why_torch_has_none()),
         "compiler": toolchain.lacking(),
         "default_nproc": launcher.default_nproc(),
         "packages": provenance.package_versions(),

@@ -9,7 +9,6 @@ import pytest
 from results_builder import CEILINGS, FFN_SIZE, HIDDEN_SIZE, FakeCase, FakeComparison, write_run
 
 from moe_ep_bench.analysis.activated import Steps, decode_steps
-from moe_ep_bench.analysis.figures import draw_figures
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.tables import run_text
 
@@ -64,8 +63,11 @@ def test_comparisons_that_differ_in_their_tokens_alone_are_pooled(tmp_path: Path
     assert (pools[0].cost.per_expert_us, pools[0].cost.per_pair_us) == pytest.approx((EXPERT_US, 0), abs=1e-6)
 
 
-def test_another_dispatcher_and_replayed_graphs_are_other_layers(tmp_path: Path) -> None:
+def test_other_dispatchers_and_graphs_are_other_layers_and_what_is_modelled_or_placed_is_left_out(
+    tmp_path: Path,
+) -> None:
     others = {"dispatcher": "allgather"}, {"cuda_graph": "the whole layer"}
+    others += {"device": "H100 (modelled)"}, {"placement": "strided"}
     found = steps_of(tmp_path, decode("a"), *(decode(f"b{n}", facts=facts) for n, facts in enumerate(others)))
     assert [steps.title.partition("te experts")[2] for steps in found] == [
         "",
@@ -82,35 +84,16 @@ def activated_column(text: str) -> dict[str, str]:
     return {row.split()[0]: row[place : place + len("activated")].strip() for row in rows}
 
 
-@pytest.mark.parametrize(("mode", "facts"), [("run", {}), ("emulated", {"device": "H100 (modelled)"})])
-def test_the_table_counts_the_fullest_rank_s_experts_over_all_source_ranks(
-    mode: str, facts: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_table_counts_the_fullest_rank_s_experts_over_all_source_ranks(tmp_path: Path) -> None:
     # Each source rank touches two experts of the first rank: three together, however many each has of its own.
     apart = FakeCase("pruned", expert_load=np.array([[4, 4, 0, 0, 0, 0, 0, 0], [0, 4, 4, 0, 0, 0, 0, 0]]))
     lost = FakeCase("laser", status="failed", reason="wrong")
     replicated = FakeCase("eplb", role="replication")
-    comparison = decode(facts=facts, cases=[*STEPS, apart, lost, replicated])
-    text = run_text(load_run(write_run(tmp_path, [comparison], mode)))
+    comparison = decode(facts={"device": "H100 (modelled)"}, cases=[*STEPS, apart, lost, replicated])
+    text = run_text(load_run(write_run(tmp_path, [comparison], "emulated")))
     found = activated_column(text)
     assert {name: found[name] for name in ("native", "oea", "lynx", "xshare", "pruned", "eplb")} == {
         **{"native": "4.0", "oea": "3.0", "lynx": "1.0", "xshare": "2.0", "pruned": "3.0"},
         "eplb": "-",
     }
     assert "activated: experts with a token on the rank that has most of them, of 4; mean over batches" in text
-
-
-def test_what_is_modelled_or_placed_otherwise_is_left_out(tmp_path: Path) -> None:
-    others = {"device": "H100 (modelled)"}, {"placement": "strided"}
-    comparisons = [decode(f"c{number}", facts=facts) for number, facts in enumerate(others)]
-    assert steps_of(tmp_path, *comparisons) == []
-
-
-def test_the_summary_and_the_figure_say_it(tmp_path: Path) -> None:
-    run = load_run(write_run(tmp_path, [decode()]))
-    text = run_text(run)
-    assert "experts' time = 80.0 us + 200.00 us x activated experts of the fullest rank" in text
-    assert f"bound: {3 * HIDDEN_SIZE * FFN_SIZE * 2 / READ_GBPS / 1e3:.2f} us an expert" in text
-    written, lacking = draw_figures(run, tmp_path / "figures", ["png"], ["activated"])
-    assert [path.name for path in written] == ["activated.png", "activated.csv"]
-    assert not lacking

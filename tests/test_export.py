@@ -11,7 +11,7 @@ import sys
 
 import pandas as pd
 import pytest
-from results_builder import FAST_RANK, FakeCase, FakeComparison, standard_cases, write_run
+from results_builder import FakeCase, FakeComparison, standard_cases, write_run
 
 from moe_ep_bench.analysis import show
 from moe_ep_bench.analysis.load import load_run
@@ -29,7 +29,8 @@ NASTY = r'50% of_a|b & "c", $x^2 {~} #1 <i>\\'
 def directory(tmp_path_factory):
     cases = [*standard_cases(), FakeCase("oea", label=NASTY, speedup=1.1, mass=0.9)]
     cases.append(FakeCase("lynx", status="oom", reason="too large"))
-    return write_run(tmp_path_factory.mktemp("export") / "run", [FakeComparison(cases=cases, num_iterations=3)])
+    comparison = FakeComparison(cases=cases, num_batches=5, num_iterations=3)
+    return write_run(tmp_path_factory.mktemp("export") / "run", [comparison])
 
 
 @pytest.fixture
@@ -67,6 +68,8 @@ def test_trace_follows_the_trace_event_format(exported):
     assert trace["displayTimeUnit"] in ("ms", "ns")
     assert "reconstructed" in trace["otherData"]["how"]
     assert trace["otherData"]["mode"] == "run"
+    whole = [bar["name"].partition(",")[0] for bar in bars_of(trace, "iteration") if bar["pid"] == 0]
+    assert whole == ["native"] * 2 + ["native again"] * 2 + [DROP] * 2
     tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for event in events:
         # Complete events and metadata: no begins without an end, and no flows, whose ids would have to match.
@@ -124,28 +127,12 @@ def test_phases_stand_in_the_layers_order_and_are_as_long_as_measured(directory,
 
 def test_waiting_has_a_category_and_a_colour_of_its_own(exported):
     trace = json.loads(exported("--format", "perfetto", "--case", DROP))
+    assert {bar["args"]["slowest_rank"] for bar in bars_of(trace, "iteration")} == {0}
     waiting = bars_of(trace, "waiting")
     assert {bar["name"] for bar in waiting} == {"wait_combine"}
     assert {bar["pid"] for bar in waiting} == {1}  # rank 0 is the slowest: it waits for nobody
     assert {bar["cname"] for bar in waiting} == {"grey"}
     assert all("cname" not in bar for bar in bars_of(trace, "phase"))
-
-
-def test_spread_of_a_meeting_is_how_far_apart_its_ends_lie(directory, exported):
-    """In the built run rank 1 saves a fifth of the experts' time and waits for 99 % of that."""
-    (bar, _) = bars_of(json.loads(exported("--format", "perfetto", "--case", DROP)), "iteration")
-    about = bar["args"]
-    assert about["slowest_rank"] == 0
-    assert about["meeting_spread_us"] == pytest.approx(0.01 * (1 - FAST_RANK) * 0.44 * about["layer_us"], abs=0.01)
-
-
-def test_several_iterations_and_cases_follow_one_another(exported):
-    arguments = ("--case", "native", "--case", DROP, "--iteration", "0/0", "--iteration", "slowest")
-    whole = bars_of(json.loads(exported("--format", "perfetto", *arguments)), "iteration")
-    of_rank = [bar for bar in whole if bar["pid"] == 0]
-    assert [bar["name"].partition(",")[0] for bar in of_rank] == ["native"] * 2 + ["native again"] * 2 + [DROP] * 2
-    ends = [bar["ts"] + max(b["dur"] for b in whole if b["ts"] == bar["ts"]) for bar in of_rank]
-    assert all(end < bar["ts"] for end, bar in zip(ends, of_rank[1:], strict=False))
 
 
 def test_median_slowest_and_fastest_are_what_they_say(directory, exported):
@@ -162,7 +149,7 @@ def test_median_slowest_and_fastest_are_what_they_say(directory, exported):
         abs(bar["args"]["layer_us"] - layer_us.median()), abs=0.001
     )
     everything = json.loads(exported("--format", "perfetto", "--case", DROP, "--iteration", "all"))
-    assert len(bars_of(everything, "iteration")) == 2 * 30
+    assert len(bars_of(everything, "iteration")) == 2 * 15
 
 
 def test_an_emulated_trace_says_so(tmp_path, capsys):
@@ -176,7 +163,7 @@ def test_an_emulated_trace_says_so(tmp_path, capsys):
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def test_latex_escapes_what_latex_takes_for_its_own(exported):
+def test_latex_and_markdown_keep_their_columns_whatever_a_label_holds(exported):
     text = exported("--format", "latex")
     assert escape_latex(NASTY) in text
     assert "oom" in text
@@ -189,22 +176,10 @@ def test_latex_escapes_what_latex_takes_for_its_own(exported):
         assert not re.search(r"(?<!\\)[%$#_]", row)
     assert text.startswith("% \\usepackage{booktabs}")
     assert "noise floor" in text[: text.index(r"\toprule")]
-
-
-def test_markdown_keeps_its_columns_whatever_a_label_holds(exported):
     lines = [line for line in exported("--format", "md").splitlines() if line.startswith("|")]
     assert len(lines) == 9
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {12}
     assert any(escape_markdown(NASTY) in line for line in lines)
-
-
-def test_tables_say_what_the_summary_says(directory, exported):
-    drop = next(r for one in analyse(read(directory)) for r in one.results if r.case.label == DROP)
-    speedup = f"{drop.speedup.median:.3f} [{drop.speedup.low:.3f}, {drop.speedup.high:.3f}]"
-    for to in ("latex", "md"):
-        (row,) = [line for line in exported("--format", to).splitlines() if "drop gamma 1" in line]
-        assert speedup in row.replace("\\", "")
-        assert {"25.0", "80.0", "faster"} <= set(re.findall(r"[\w.]+", row))
 
 
 # ---- CSV ------------------------------------------------------------------------------------------------------------
@@ -237,16 +212,15 @@ def test_samples_are_all_there(directory, exported):
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("samples", [[], ["--samples", "--case", DROP]])
-def test_json_is_the_csvs_rows(exported, samples):
-    found = json.loads(exported("--format", "json", *samples), parse_constant=pytest.fail)
+def test_json_is_the_csvs_rows(exported):
+    found = json.loads(exported("--format", "json"), parse_constant=pytest.fail)
     assert found["version"] == JSON_VERSION
-    expected = pd.read_csv(io.StringIO(exported("--format", "csv", *samples)))
+    expected = pd.read_csv(io.StringIO(exported("--format", "csv")))
     found = pd.DataFrame(found["rows"]).replace({None: float("nan")})
     pd.testing.assert_frame_equal(found, expected, check_dtype=False)
 
 
-@pytest.mark.parametrize("to", ["text", "perfetto", "csv"])
+@pytest.mark.parametrize("to", ["text", "perfetto"])
 def test_a_file_holds_the_same_bytes_as_standard_output_every_time(directory, exported, tmp_path, to):
     out = tmp_path / "below" / "file"
     assert exported("--format", to, "--out", str(out)) == ""
@@ -254,8 +228,7 @@ def test_a_file_holds_the_same_bytes_as_standard_output_every_time(directory, ex
     assert [path.name for path in out.parent.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("to_file", [False, True])
-def test_standard_output_that_out_leads_to_is_written_on_and_not_replaced(directory, exported, tmp_path, to_file):
+def test_standard_output_that_out_leads_to_is_written_on_and_not_replaced(directory, exported, tmp_path):
     # Through a link, so that a write that replaces what it is given harms no device of this machine.
     (tmp_path / "link").symlink_to("/dev/stdout")
     command = [sys.executable, "-m", "moe_ep_bench", "show", str(directory), "--format", "csv"]
@@ -263,11 +236,9 @@ def test_standard_output_that_out_leads_to_is_written_on_and_not_replaced(direct
     with (tmp_path / "log").open("w") as log:
         log.write("before\n")
         log.flush()
-        out = log if to_file else subprocess.PIPE
-        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=600, check=False)
+        done = subprocess.run(command, stdout=log, stderr=subprocess.PIPE, text=True, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    written = (tmp_path / "log").read_text() if to_file else f"before\n{done.stdout}"
-    assert written == f"before\n{exported('--format', 'csv')}"
+    assert (tmp_path / "log").read_text() == f"before\n{exported('--format', 'csv')}"
     assert (tmp_path / "link").is_symlink()
 
 
@@ -282,11 +253,9 @@ def test_standard_output_that_out_leads_to_is_written_on_and_not_replaced(direct
         ),
         (
             ["--format", "perfetto", "--iteration", "0/99"],
-            "--iteration: expected a breakdown iteration of native (launch 0..0, batch 0..9, iteration 0..2); got 0/99",
+            "--iteration: expected a breakdown iteration of native (launch 0..0, batch 0..4, iteration 0..2); got 0/99",
         ),
-        (["--format", "csv", "--iteration", "median"], "--iteration: goes with --format perfetto"),
         (["--format", "excel"], "--format: expected one of text, md, latex, csv, json, html, perfetto; got 'excel'"),
-        (["--format", "latex", "--samples"], "--samples: goes with --format csv"),
         (["--case", "native"], "--case: goes with --format md, latex, csv, json, perfetto; got --format text"),
     ],
 )
@@ -298,14 +267,11 @@ def test_mistakes_are_one_line_and_status_2(directory, exported, capsys, argumen
     assert printed.out == ""
 
 
-def test_no_file_is_left_half_written_and_none_over_a_directory(directory, exported, tmp_path, capsys):
-    assert main(["show", str(directory), "--format", "csv", "--out", str(tmp_path)]) == 2
-    assert "is a directory" in capsys.readouterr().err
+def test_nothing_is_written_over_a_directory_and_a_run_without_breakdown_has_no_trace(tmp_path, capsys):
     assert main(["show", str(tmp_path / "nowhere"), "--format", "csv"]) == 2
     assert "no such directory" in capsys.readouterr().err
-
-
-def test_a_run_without_breakdown_has_no_trace(tmp_path, capsys):
     plain = write_run(tmp_path / "run", [FakeComparison(cases=standard_cases(), kinds=("plain",), num_iterations=1)])
     assert main(["show", str(plain), "--format", "perfetto"]) == 2
     assert "no breakdown iterations" in capsys.readouterr().err
+    assert main(["show", str(plain), "--format", "csv", "--out", str(tmp_path)]) == 2
+    assert "is a directory" in capsys.readouterr().err

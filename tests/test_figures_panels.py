@@ -13,15 +13,11 @@ from moe_ep_bench.analysis.figures.costs import pareto_figure
 from moe_ep_bench.analysis.figures.panels import MOST, case_rows, drawn_part
 from moe_ep_bench.analysis.figures.policies import dropped_figure, load_figure, phases_figure, speedup_figure
 from moe_ep_bench.analysis.figures.ranks import latency_figure
-from moe_ep_bench.analysis.figures.scaling import scalings
 from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.style import Drawing, house_style
-from moe_ep_bench.bench.plan import RANKS, ROUTING, Comparison
-from moe_ep_bench.config import load_experiments
 
 GAMMA = "\N{GREEK SMALL LETTER GAMMA}"
 PEAK = "workload.peak_load"
-ROOT = Path(__file__).parent.parent
 
 
 def decode_cases() -> list[FakeCase]:
@@ -105,12 +101,6 @@ def test_policies_without_a_capacity_factor_stand_in_rows_by_their_names(decode,
     assert places == pytest.approx({0: 0, 1: 100, 2: 50, 3: 20}, abs=0.5)
 
 
-def test_beside_capacity_factors_a_policy_without_one_stands_at_its_name(drops):
-    drawing = drawn(dropped_figure, drops)
-    assert ticks(drawing.figure.axes[-1].xaxis) == ["topk", "1", "2"]
-    assert legend(drawing) == ["topk", "token_drop", "token_drop granularity=device, \N{GREEK SMALL LETTER GAMMA} 1"]
-
-
 def test_a_case_has_one_name_in_all_figures(drops):
     """Families by the parameters that their labels name; a case by its capacity factor too."""
     device = f"token_drop granularity=device, {GAMMA} 1"
@@ -130,7 +120,7 @@ def test_a_case_has_one_name_in_all_figures(drops):
 def sweep(number: int) -> list[FakeComparison]:
     cases = [*drop_cases()[:1], *drop_cases()[-3:]]
     facts = [{"point": {PEAK: 1.0 + n}, "title": f"Tiny, peak load {1 + n}"} for n in range(number)]
-    return [one(cases, n, facts=facts[n]) for n in range(number)]
+    return [one(cases, n, facts=facts[n], kinds=("plain",)) for n in range(number)]
 
 
 def test_of_a_long_sweep_points_from_the_first_to_the_last_are_drawn(swept, tmp_path):
@@ -195,24 +185,3 @@ def test_what_drops_everything_stands_at_the_edge_with_its_numbers_and_sets_no_s
 
 
 # ---- scaling and titles --------------------------------------------------------------------------------------------
-
-
-def test_results_with_the_title_of_an_older_version_are_scaled_over(tmp_path):
-    traffic = {1: "1 tokens", 4: "4 tokens", 16: "1 token"}
-    comparisons = [
-        one(decode_cases()[:1], n, num_ranks=1, tokens=n, facts={"title": f"Tiny-MoE, EP 1, {words}, unskewed"})
-        for n, words in traffic.items()
-    ]
-    run = run_of(tmp_path, *comparisons)
-    assert [(found.held, [value for value, _ in found.points]) for found in scalings(run)] == [
-        ("Tiny-MoE, unskewed, EP 1", [1, 4, 16])
-    ]
-
-
-def test_one_token_is_not_said_to_be_tokens():
-    decode = load_experiments(ROOT / "configs" / "decode.yaml", [], on_cpu=True)[:2]
-    for planned in (
-        [Comparison.of(experiment, RANKS, 1, on_cpu=True) for experiment in decode],
-        [Comparison.of(experiment, ROUTING, on_cpu=True) for experiment in decode],
-    ):
-        assert [comparison.title.split(", ")[2] for comparison in planned] == ["1 token", "4 tokens"]

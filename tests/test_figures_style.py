@@ -15,7 +15,6 @@ from results_builder import FakeComparison, standard_cases, write_run
 from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.style import (
-    FORMATS,
     MIN_POINTS,
     PHASE_LOOKS,
     SIZES,
@@ -81,7 +80,8 @@ NAMES = ("timeline", "pareto", "latency", "phases", "speedup", "load", "dropped"
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [*((name, size) for name in NAMES for size in ("page", "column")), ("timeline", "slide"), ("pareto", "slide")],
+    # Pages with longer texts: test_analysis.test_nothing_is_clipped_and_no_text_hides_another.
+    [*((name, "column") for name in NAMES), ("timeline", "page"), ("latency", "page"), ("pareto", "slide")],
 )
 def test_every_figure_fits_every_size(measured, name, size):
     with house_style(size):
@@ -100,19 +100,13 @@ def test_every_figure_fits_every_size(measured, name, size):
                 assert all(getattr(a, ends[1]) < getattr(b, ends[0]) + 0.02 * figure.dpi for a, b in pairwise(boxes))
 
 
-def test_an_unknown_size_lists_what_there_is():
-    with (
-        pytest.raises(ValueError, match=r"size: expected one of page, column, slide; got 'poster'"),
-        house_style("poster"),
-    ):
-        pass
-
-
-def test_a_size_leaves_no_settings_behind():
+def test_a_size_leaves_no_settings_behind_and_an_unknown_one_is_refused():
     before = dict(matplotlib.rcParams)
     with house_style("slide"):
         pass
     assert dict(matplotlib.rcParams) == before
+    with pytest.raises(ValueError, match=r"size: expected one of page, column, slide; got 'poster'"):
+        house_style("poster").__enter__()
 
 
 def test_equal_rows_give_equal_bytes(measured, tmp_path, monkeypatch):
@@ -120,9 +114,9 @@ def test_equal_rows_give_equal_bytes(measured, tmp_path, monkeypatch):
         monkeypatch.setenv("SOURCE_DATE_EPOCH", str(86400 * (number + 1)))  # what a date in a file would come from
         with house_style("column"):
             figure = sheet_of("load", measured)
-            for file_format in FORMATS:
+            for file_format in ("svg", "pdf"):
                 save(figure, tmp_path / f"{number}.{file_format}", file_format)
-    for file_format in FORMATS:
+    for file_format in ("svg", "pdf"):
         assert (tmp_path / f"0.{file_format}").read_bytes() == (tmp_path / f"1.{file_format}").read_bytes()
 
 

@@ -18,11 +18,11 @@ from moe_ep_bench.analysis.load import Comparison as Facts
 from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
 from moe_ep_bench.analysis.style import house_style
-from moe_ep_bench.analysis.sweep import in_order, key_words, sweeps_along, swept_keys, value_of, value_words
+from moe_ep_bench.analysis.sweep import key_words, sweeps_along, swept_keys
 from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.bench.description import describe_experiment, describe_point
 from moe_ep_bench.bench.plan import RANKS, Comparison
-from moe_ep_bench.config import ConfigError, load_experiments
+from moe_ep_bench.config import load_experiments
 
 PEAK, LINKS, EP_SIZE = "workload.peak_load", "emulate.links", "layer.ep_size"
 LINKS_WORDS = "modelled by links/h100-nvlink4: 10.6 us (assumed) + bytes at 450 GB/s x 0.82 (published)"
@@ -53,22 +53,12 @@ def test_an_experiment_knows_where_in_the_sweep_it_stands(tmp_path: Path) -> Non
     assert [experiment.point for experiment in alone] == [()]
 
 
-@pytest.mark.parametrize("key", ["point", "_point"])
-def test_the_point_is_no_key_of_a_config(tmp_path: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"config.yaml: {key}: no such key"):
-        load_experiments(write_config(tmp_path, **{key: [["workload.peak_load", 2.0]]}), on_cpu=True)
-
-
-def test_the_point_changes_no_id(tmp_path: Path) -> None:
+def test_the_point_is_described_without_folders_and_changes_no_id(tmp_path: Path) -> None:
     swept = load_experiments(write_config(tmp_path, sweep={PEAK: [2.0, 3.0]}), on_cpu=True)[0]
     (alone,) = load_experiments(write_config(tmp_path), on_cpu=True)
-    assert swept.point != alone.point
     one, other = (Comparison.of(experiment, RANKS, 1, on_cpu=True) for experiment in (swept, alone))
     assert [case.case_id for case in one.cases] == [case.case_id for case in other.cases]
     assert describe_experiment(swept) == describe_experiment(alone)
-
-
-def test_the_point_is_described_without_folders(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("")
     path = write_config(tmp_path, sweep={LINKS: ["h100-nvlink4", "mine.yaml"], EP_SIZE: [None]})
     described = [describe_point(experiment) for experiment in load_experiments(path, on_cpu=True)]
@@ -108,7 +98,7 @@ def cases_of(speedups: dict[float, float], *, ceiling: float | None = None, eplb
 
 def comparison_at(number: int, point: dict, cases: list[FakeCase], **changes) -> FakeComparison:
     facts = {"point": point, "title": f"Tiny {number}", **changes.pop("facts", {})}
-    usual = {"num_batches": 2, "num_iterations": 1, "noise": 0.0}
+    usual = {"num_batches": 2, "num_iterations": 1, "noise": 0.0, "kinds": ("plain",)}
     return FakeComparison(f"c{number}", facts, cases, **{**usual, **changes})
 
 
@@ -173,24 +163,13 @@ def result_at(point: dict, num_ranks: int = 2, **facts) -> ComparisonResult:
     return ComparisonResult(Facts.model_validate(described), (), None, ())
 
 
-def test_run_json_without_points_links_or_device_is_read_as_before() -> None:
-    facts = Facts.model_validate(FakeComparison().described())
-    assert (facts.point, facts.links, facts.device) == ({}, None, None)
-
-
-def test_ep_size_is_shown_as_experts_per_rank() -> None:
+def test_ep_size_is_shown_as_experts_per_rank_and_numbers_beside_words_as_words() -> None:
     results = [result_at({EP_SIZE: size}, size or 8) for size in (2, 4, None)]
     (sweep,) = sweeps_along(EP_SIZE, results)
+    (mixed,) = sweeps_along(PEAK, [result_at({PEAK: peak}) for peak in (None, 2.0)])
+    assert (mixed.values, mixed.is_numeric) == (("2", "unskewed"), False)
     assert (key_words(sweep.key), sweep.labels) == ("experts per rank", ["1", "2", "4"])
     assert [result.comparison.num_ranks for result in sweep.comparisons] == [8, 4, 2]
-
-
-def test_words_are_for_people() -> None:
-    point = {"emulate.replication": [{"spare_per_rank": 1, "policy": None}], LINKS: "pcie5", PEAK: None}
-    facts = result_at(point).comparison
-    said = [value_words(value_of(key, facts)) for key in point]
-    assert said == ["spare_per_rank=1", "pcie5", "unskewed"]
-    assert [key_words(key) for key in (LINKS, "layer.cuda_graph")] == ["links", "cuda graph"]
 
 
 def test_the_key_with_most_numbers_is_the_axis_and_the_others_have_maps_of_their_own() -> None:
@@ -203,17 +182,6 @@ def test_the_key_with_most_numbers_is_the_axis_and_the_others_have_maps_of_their
         ("links pcie5", (1.0, 2.0)),
     ]
     assert [sweep.values for sweep in sweeps_along(LINKS, results)] == [("ib", "nvlink", "pcie5")] * 2
-
-
-def test_numbers_and_words_of_one_key_stand_as_words() -> None:
-    (sweep,) = sweeps_along(PEAK, [result_at({PEAK: peak}) for peak in (None, 2.0)])
-    assert sweep.values == ("2", "unskewed")
-    assert not sweep.is_numeric
-
-
-def test_in_order_leaves_comparisons_without_a_sweep_alone() -> None:
-    results = [result_at({}, title=name) for name in ("b", "a", "c")]
-    assert in_order(results) == results
 
 
 # ---- map -----------------------------------------------------------------------------------------------------------
@@ -271,15 +239,13 @@ def test_sheets_say_where_there_is_no_break_even_and_what_is_modelled(
 ) -> None:
     facts, how = origin
     run = peak_sweep(tmp_path, "emulated", factor=factor, **facts)
-    figures = [figure_of(run, draw) for draw in (map_figure, sweep_figure)]
-    (axes,) = figures[0].axes
+    figure = figure_of(run)
+    (axes,), words = figure.axes, words_of(figure)
     assert break_even_of(axes) == set()
     assert axes.get_title(loc="left").replace("\n", " ") == f"token_drop: {where}"
-    for words in map(words_of, figures):
-        assert how in words
-        assert all(model.partition(":")[0] in words for model in facts.values())
-        assert ("NVIDIA Fake 80GB in place of 2 ranks" in words) == (origin is EMULATED)
-        assert ("NVIDIA Fake" in words) == ("emulated" in words) == (origin is EMULATED)
+    assert how in words
+    assert all(model.partition(":")[0] in words for model in facts.values())
+    assert ("NVIDIA Fake 80GB in place of 2 ranks" in words) == ("emulated" in words) == (origin is EMULATED)
 
 
 def hatches_of(axes) -> set[tuple[float, float, str]]:
@@ -288,7 +254,7 @@ def hatches_of(axes) -> set[tuple[float, float, str]]:
 
 def test_cells_inside_the_noise_floor_are_hatched(tmp_path: Path) -> None:
     speedups = ({1.0: 1.0, 2.0: 1.5}, {1.0: 1.5, 2.0: 0.999})
-    noisy = {"noise": 0.02, "num_batches": 10, "num_iterations": 6}
+    noisy = {"noise": 0.02, "num_batches": 10, "num_iterations": 3}
     comparisons = [
         comparison_at(number, {PEAK: 1.0 + number}, cases_of(one, ceiling=1.5), **noisy)
         for number, one in enumerate(speedups)
@@ -335,27 +301,10 @@ def test_replication_is_in_the_table_with_its_memory(peaks_text: str, tmp_path: 
     assert "EPLB, 2 spare per rank: 2.79 GiB more memory per rank" in run_text(run)
 
 
-def test_without_a_sweep_or_several_factors_nothing_is_drawn(tmp_path: Path) -> None:
-    one_value = [comparison_at(0, {PEAK: 2.0}, cases_of({1.0: 1.2, 2.0: 1.1}))]
+def test_without_several_factors_nothing_is_drawn(tmp_path: Path) -> None:
     one_factor = [comparison_at(number, {PEAK: 1.0 + number}, cases_of({1.0: 1.2})) for number in range(2)]
-    for name, comparisons in (("value", one_value), ("factor", one_factor)):
-        run = load_run(write_run(tmp_path / name, comparisons))
-        assert figure_of(run) is figure_of(run, sweep_figure) is None
-
-
-# ---- lines ---------------------------------------------------------------------------------------------------------
-
-
-def test_lines_run_along_the_key_with_the_ceiling_dashed(peaks: Run) -> None:
-    above, below = figure_of(peaks, sweep_figure).axes
-    lines = {
-        tuple(np.round(line.get_ydata(), 6)): line for line in above.lines if list(line.get_xdata()) == [1, 2, 2.5, 4]
-    }
-    for factor in (1.0, 2.0, 3.0):
-        assert tuple(np.round([1 + 0.2 * (peak - factor) for peak in (1, 2, 2.5, 4)], 6)) in lines
-    assert lines[1.1, 1.2, 1.25, 1.4].get_linestyle() == "--"
-    assert (1.25,) * 4 in lines
-    assert [line.get_ydata()[0] for line in below.lines] == pytest.approx([30, 15, 10], rel=1e-3)
+    run = load_run(write_run(tmp_path, one_factor))
+    assert figure_of(run) is figure_of(run, sweep_figure) is None
 
 
 # ---- clipping ------------------------------------------------------------------------------------------------------

@@ -49,13 +49,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     throttled = {**QUIET_MACHINE, "throttle_shares": {"hw_thermal": 0.2}, "sm_clock_begin_mhz": 1980.0}
     rank = {"hostname": HOSTILE, "machine": {**throttled, "sm_clock_end_mhz": 1530.0}}
-    comparison = FakeComparison(cases=cases, num_iterations=2, conditions={"rank": rank})
+    comparison = FakeComparison(cases=cases, num_batches=10, num_iterations=1, conditions={"rank": rank})
     return write_run(tmp_path_factory.mktemp("one"), [comparison])
 
 
 @pytest.fixture(scope="module")
 def content(directory: Path) -> Content:
-    return content_of(directory, [])
+    """With two of its figures: tests/test_analysis.py draws them all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report_page, "FIGURES", {name: FIGURES[name] for name in ("speedup", "load", "map")})
+        return content_of(directory, [])
 
 
 @house_style()
@@ -98,7 +101,7 @@ def table_of(content: Content, title: str) -> Table:
 # ---- what a page holds -----------------------------------------------------------------------------------------------
 
 
-def test_the_line_says_what_was_measured_and_what_was_not(content: Content, page: str) -> None:
+def test_the_page_says_what_was_measured_and_what_was_not(content: Content, page: str) -> None:
     assert content.title.startswith("Tiny-MoE, EP 2")
     assert content.line.startswith("Measured: NVIDIA Fake 80GB x 2 ranks")
     assert "1 not (1 oom); weights are random." in content.line
@@ -114,15 +117,7 @@ def test_the_line_says_what_was_measured_and_what_was_not(content: Content, page
     assert cells["host"] == HOSTILE
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_modelled_numbers_are_called_so(tmp_path: Path) -> None:
-    facts = {"links": "modelled by links/x: 3 us", "device": "modelled by devices/y: a roofline of 1 TFLOP/s"}
-    comparison = FakeComparison(cases=standard_cases(), num_batches=1, num_iterations=1, facts=facts)
-    line = content_of(write_run(tmp_path, [comparison], mode="emulated"), []).line
-    assert line.startswith("Modelled (nothing was run): 2 ranks modelled by devices/y, links modelled by links/x;")
-
-
-def test_the_rank_that_others_wait_for_shows(content: Content) -> None:
+def test_the_rank_that_others_wait_for_shows_and_where_time_goes(content: Content) -> None:
     ranks = table_of(content, ": ranks").frame
     slowest, other = (ranks[(ranks["label"] == "native") & (ranks["rank"] == rank)].iloc[0] for rank in (0, 1))
     assert slowest["median_ms"] == pytest.approx(2, abs=0.02)
@@ -130,9 +125,6 @@ def test_the_rank_that_others_wait_for_shows(content: Content) -> None:
     assert [slowest["slowest_share"], other["slowest_share"]] == [1, 0]
     assert slowest["waiting_ms"] == 0 < other["waiting_ms"]
     assert set(ranks["label"]) == {"native", "token_drop gamma 1"}
-
-
-def test_phases_and_loads_stand_beside_the_cases(content: Content) -> None:
     phases = table_of(content, "loads and phases")
     native = phases.frame[phases.frame["role"] == "baseline"].iloc[0]
     # The builder's shares: experts 44 % of 2 ms, of which the faster rank saves a fifth and waits instead.
@@ -142,20 +134,10 @@ def test_phases_and_loads_stand_beside_the_cases(content: Content) -> None:
     assert {"fullest expert", "experts ms", "waiting ms", "unaccounted %", "choosing %"} <= set(headers)
 
 
-def test_every_figure_of_the_run_is_there_under_its_own_line(content: Content, page: str) -> None:
-    names = list(content.drawings)
-    assert {"speedup", "phases", "load", "dropped"} <= set(names)
-    assert not {"map", "sweep"} & set(names)  # a single comparison has no sweep
-    tags = Parsed(page).tags
-    assert [tag["id"] for name, tag in tags if name == "figure"] == [f"figure-{name}" for name in names]
-    images = [tag for name, tag in tags if name == "img"]
-    assert all((image["src"] or "").startswith("data:image/") and image["alt"] for image in images)
-
-
 def test_several_comparisons_have_an_overview_of_their_fastest_policies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report_page, "FIGURES", {name: FIGURES[name] for name in ("speedup", "map", "sweep")})
+    monkeypatch.setattr(report_page, "FIGURES", {"map": FIGURES["map"]})
     native = [FakeCase("native", role="baseline"), FakeCase("native", role="noise", label="native again")]
     comparisons = [
         FakeComparison(
@@ -177,14 +159,15 @@ def test_several_comparisons_have_an_overview_of_their_fastest_policies(
     assert list(overview.frame["label"]) == ["token_drop gamma 1"] * 2
     assert list(overview.frame["speedup_median"]) == pytest.approx([0.7, 1.4], abs=0.02)
     assert list(overview.frame["verdict"]) == ["slower", "faster"]
-    assert {"map", "sweep"} <= content.drawings.keys()
+    assert content.drawings.keys() == {"map"}
 
 
-def test_a_route_directory_is_reported_without_a_word_of_speed(tmp_path: Path) -> None:
+def test_a_route_directory_is_reported_without_a_word_of_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_page, "ROUTE_FIGURES", {"traffic": report_page.ROUTE_FIGURES["traffic"]})
     config = {
         "name": "loads",
         "model": {"preset": "olmoe-1b-7b"},
-        "workload": {"kind": "synthetic", "tokens_per_rank": 64, "num_batches": 2, "peak_load": 2.0, "seed": 1},
+        "workload": {"kind": "synthetic", "tokens_per_rank": 16, "num_batches": 1, "peak_load": 2.0, "seed": 1},
         "layer": {"ep_size": 4},
         "policies": [{"name": "token_drop", "capacity_factor": 1.0}],
     }
@@ -196,10 +179,11 @@ def test_a_route_directory_is_reported_without_a_word_of_speed(tmp_path: Path) -
     assert "token_drop capacity_factor=1.0" in text
     assert "faster" not in text
     assert "moe-ep-bench route loads.yaml --out results/loads" in text
-    assert page.count("<figure") >= 2
+    assert page.count("<figure") == 1
 
 
-def test_a_validation_is_a_page_too(tmp_path: Path) -> None:
+def test_a_validation_is_a_page_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_page, "validation_figure", lambda validation: None)  # tests/test_validate.py draws it
     path, passed_over = write_report(REFERENCE / "validate-2cpu", tmp_path / "page.html")
     text = Parsed(path.read_text()).text
     assert "Emulated against measured" in text
@@ -211,29 +195,22 @@ def test_a_validation_is_a_page_too(tmp_path: Path) -> None:
 # ---- the page as HTML ------------------------------------------------------------------------------------------------
 
 
-def test_labels_and_host_names_are_text_and_nothing_else(page: str) -> None:
+def test_labels_and_host_names_are_text_and_nothing_is_fetched(page: str, content: Content) -> None:
     parsed = Parsed(page)
+    assert content.drawings.keys() == {"speedup", "load"}  # a single comparison has no sweep
+    assert page.count("<figure id=") == page.count('src="data:image/') == len(content.drawings)
+    assert "default-src 'none'" in page
+    for tag, attributes in parsed.tags:
+        named = (attributes.get(name) or "#" for name in ("src", "href", "srcset", "action", "data", "poster"))
+        assert all(address.startswith(("#", "data:")) for address in named), (tag, attributes)
+    values = {float(tag["data-value"] or "nan") for _, tag in parsed.tags if "data-value" in tag}  # by which it sorts
+    assert set(content.tables[0].frame["speedup_median"].dropna().astype(float)) <= values
     assert [attributes for tag, attributes in parsed.tags if tag == "script"] == [{}]  # ours
     assert all("onerror" not in attributes for _, attributes in parsed.tags)
     assert HOSTILE in parsed.text  # written out, its braces included
 
 
-def test_the_page_names_no_address_but_its_own_data(page: str) -> None:
-    for tag, attributes in Parsed(page).tags:
-        for name in ("src", "href", "srcset", "action", "data", "poster"):
-            assert (attributes.get(name) or "#").startswith(("#", "data:")), (tag, attributes)
-    assert "@import" not in page
-    assert "default-src 'none'" in page
-
-
-def test_cells_of_numbers_hold_their_raw_values(page: str, content: Content) -> None:
-    values = [float(tag["data-value"] or "nan") for _, tag in Parsed(page).tags if "data-value" in tag]
-    assert all(value == value for value in values)
-    speedups = content.tables[0].frame["speedup_median"].dropna()
-    assert set(speedups.astype(float)) <= set(values)
-
-
-def test_the_installed_command_writes_the_same_bytes(directory: Path, page: str, tmp_path: Path) -> None:
+def test_the_installed_package_writes_the_same_bytes(directory: Path, page: str, tmp_path: Path) -> None:
     """Template and script are in the package; and equal input gives equal bytes, in another process too."""
     source, built, out = tmp_path / "source", tmp_path / "built", tmp_path / "out.html"
     source.mkdir()
@@ -243,9 +220,14 @@ def test_the_installed_command_writes_the_same_bytes(directory: Path, page: str,
     setup = [sys.executable, "-c", "from setuptools import setup; setup()", "-q", "build_py", "--build-lib", str(built)]
     subprocess.run(setup, cwd=source, check=True, capture_output=True)
     environment = {**os.environ, "PYTHONPATH": str(built)}
-    command = [sys.executable, "-m", "moe_ep_bench", "show", str(directory), "--format", "html", "--out", str(out)]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (0, "out.html\n"), result.stderr
+    code = (
+        "import sys, pathlib\n"
+        "from moe_ep_bench.analysis.report import page\n"
+        "page.FIGURES = {name: page.FIGURES[name] for name in ('speedup', 'load')}\n"
+        "page.write_report(*map(pathlib.Path, sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-c", code, str(directory), str(out)]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
     assert out.read_text() == page
 
 
@@ -264,11 +246,12 @@ def test_mistakes_are_one_line_and_nothing_is_written(
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_damaged_part_is_left_out_and_named_among_the_warnings(
+def test_a_damaged_part_is_left_out_and_named_among_the_warnings_of_a_modelled_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    comparison = FakeComparison(cases=standard_cases(), num_batches=1, num_iterations=1)
-    directory = write_run(tmp_path / "run", [comparison])
+    facts = {"links": "modelled by links/x: 3 us", "device": "modelled by devices/y: a roofline of 1 TFLOP/s"}
+    comparison = FakeComparison(cases=standard_cases(), num_batches=1, num_iterations=1, facts=facts)
+    directory = write_run(tmp_path / "run", [comparison], mode="emulated")
     lost = next(case for case in load_run(directory).cases if case.role == "policy")
     (directory / "cases" / f"{lost.case_id}.parquet").write_bytes(b"PAR1")
     assert main(["show", str(directory), "--format", "html"]) == 1
@@ -276,6 +259,7 @@ def test_a_damaged_part_is_left_out_and_named_among_the_warnings(
     assert f"{lost.case_id}.parquet: damaged" in line
     text = Parsed((directory / "report.html").read_text()).text
     assert f"left out: {line.removeprefix('moe-ep-bench: ')}" in text
+    assert "Modelled (nothing was run): 2 ranks modelled by devices/y, links modelled by links/x;" in text
 
 
 # ---- how to get it again ---------------------------------------------------------------------------------------------

@@ -62,19 +62,18 @@ FULL = {
         "arrangement": "decode",
         "tokens_per_request": 2,
         "num_tokens": 16,
-        "num_batches": 2,
+        "num_batches": 1,
     },
     "policies": [
-        {"name": "laser", "eps_high": 0.9, "t_fix": 0.2, "c": [6, 12, 24]},
+        {"name": "laser", "eps_high": 0.9, "t_fix": 0.2, "c": [6, 12]},
         {"name": "load_only"},
         {"name": "token_drop", "capacity_factor": [1.0, 2.0]},
-        {"name": "token_drop", "capacity_factor": 1.0, "modality": ["image_first", "text_first"]},
+        {"name": "token_drop", "capacity_factor": 1.0, "modality": "image_first"},
         {"name": "expanded_drop", "capacity_factor": 1.0, "num_candidates": [0, 4]},
         {"name": "oea", "k0": [2, 4]},
         {"name": "xshare", "k0": [0, 1], "budget": [4, 8]},
         {"name": "xshare", "scope": "request", "k0": 1, "request_budget": [1, 4]},
         {"name": "xshare", "scope": "rank", "k0": 1, "rank_budget": [4, 6]},
-        {"name": "lynx", "num_dropped": [2, 6]},
     ],
     "route": {"image_share": 0.5, "placement": "strided"},
     "sweep": {"workload.num_tokens": [8, 16, 96]},
@@ -121,17 +120,13 @@ def test_imbalance_is_reduced_before_it_is_averaged() -> None:
     assert imbalance_factor(load_BE[:, None, :]).tolist() == [2]
 
 
-def test_layers_count_by_their_weights() -> None:
+def test_layers_count_by_weights_of_which_there_is_one_for_each() -> None:
     load_LBE = np.array([[[6, 0, 0], [2, 2, 2]], [[3, 3, 0], [4, 1, 1]]])  # factors 3 and 1; 1.5 and 2
     assert imbalance_factor(load_LBE) == pytest.approx([2.25, 1.5])
     assert imbalance_factor(load_LBE, [3, 1]) == pytest.approx([2.625, 1.25])
-    assert imbalance_factor(load_LBE, [0, 2]) == pytest.approx([1.5, 2])
-
-
-@pytest.mark.parametrize("weights", [[1], [0, 0], [1, 2, 3]])
-def test_weights_that_do_not_fit_the_layers_are_refused(weights: list[float]) -> None:
-    with pytest.raises(ValueError, match="layer_weights: expected 2 numbers"):
-        imbalance_factor(np.ones((2, 1, 4)), weights)
+    for weights in ([1], [0, 0]):
+        with pytest.raises(ValueError, match="layer_weights: expected 2 numbers"):
+            imbalance_factor(load_LBE, weights)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +173,7 @@ def test_overlap_is_the_mean_over_all_pairs_of_tokens(data: st.DataObject) -> No
 # ---- routing -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+@pytest.mark.parametrize("num_ranks", [1, 8])
 def test_what_the_whole_batch_decides_does_not_depend_on_the_ranks(num_ranks: int, tmp_path: Path) -> None:
     """Native and OEA as one call over all tokens of the batch, without any ranks."""
     config = write_config(tmp_path, layer__ep_size=num_ranks)
@@ -221,17 +216,6 @@ def test_rows_are_the_schema_s_and_name_the_layer_and_the_mode(full: Path) -> No
     assert rows.groupby(["case_id", "batch"])["num_tokens"].sum().isin([8, 16, 96]).all()
 
 
-def test_layers_of_a_recording_are_comparisons_of_one_group(loaded: RouteRun) -> None:
-    groups = [rows for _, rows in loaded.layers.groupby("group", sort=False)]
-    assert [rows["num_tokens"].iloc[0] for rows in groups] == [8, 16, 96]
-    for rows in groups:
-        assert rows["layer"].unique().tolist() == ["0", "1", "2"]
-        assert set(rows["traffic"]) == {"domain a + domain b, decode, popularity tail"}
-        assert rows["label"].iloc[0] == "native"
-        assert rows["label"].unique()[1].startswith("laser")  # the config's order
-    assert loaded.cases["family"].nunique() == 1
-
-
 def test_the_load_of_ranks_goes_through_the_placement(loaded: RouteRun) -> None:
     """The directory's placement is strided; another one needs no new routing."""
     native = loaded.batches.iloc[0]
@@ -260,17 +244,16 @@ def test_replicas_have_the_ranks_of_emulated_ones_and_keep_every_pair(tmp_path: 
 
 def test_overlap_and_scores_are_those_of_the_batches(full: Path, loaded: RouteRun) -> None:
     comparison = plan(full.parent / "config.yaml", [], ROUTING)[0]
-    scores_TE = comparison.workload.batch(1).scores_TE
+    scores_TE = comparison.workload.batch(0).scores_TE
     scores, overlap = (
         rows[(rows["num_tokens"] == 8) & (rows["layer"] == "0")] for rows in (loaded.scores, loaded.overlap)
     )
-    rows = scores[scores["batch"] == 1]
-    assert rows["mean_score"].to_numpy() == pytest.approx(
+    assert scores["mean_score"].to_numpy() == pytest.approx(
         np.sort(scores_TE.numpy(), axis=1)[:, ::-1].mean(axis=0), rel=1e-5
     )
     kinds = overlap.groupby("kind")["num_pairs"].sum().to_dict()
-    # Four requests of two tokens in each of two batches, two of either domain.
-    assert kinds == {"neighbours": 8, "same_sequence": 8, "same_domain": 16, "cross_domain": 32}
+    # Four requests of two tokens, two of either domain.
+    assert kinds == {"neighbours": 4, "same_sequence": 4, "same_domain": 8, "cross_domain": 16}
 
 
 def test_random_drops_do_not_depend_on_the_other_cases(tmp_path: Path) -> None:
@@ -304,21 +287,13 @@ def test_finished_cases_are_not_routed_again(tmp_path: Path) -> None:
     assert {path for path in after if path.parent.name == "routing" and after[path] != before[path]} == {victim}
     route(config, tmp_path / "out", [], force=True)
     assert all(path.stat().st_mtime_ns != after[path] for path in after)
+    route(config, tmp_path / "out", ["workload.seed=5"])
+    assert load_route(out).cases["group"].nunique() == 2  # a directory keeps what another config left
 
 
-def test_a_directory_keeps_what_another_config_left(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    route(write_config(tmp_path), out, [])
-    route(write_config(tmp_path), out, ["workload.seed=5"])
-    assert load_route(out).cases["group"].nunique() == 2
-
-
-@pytest.mark.parametrize(("preset", "ranks"), [("deepseek-v2-lite", 8), ("qwen1.5-moe-a2.7b", 6)])
-def test_without_ep_size_there_are_up_to_eight_ranks_that_divide_the_experts(
-    preset: str, ranks: int, tmp_path: Path
-) -> None:
-    config = write_config(tmp_path, model__preset=preset, layer={}, policies=[{"name": "topk"}])
-    assert plan(config, [], ROUTING)[0].ep_size == ranks
+def test_without_ep_size_there_are_up_to_eight_ranks_that_divide_the_experts(tmp_path: Path) -> None:
+    config = write_config(tmp_path, model__preset="qwen1.5-moe-a2.7b", layer={}, policies=[{"name": "topk"}])
+    assert plan(config, [], ROUTING)[0].ep_size == 6  # of 60
 
 
 def test_the_first_tokens_of_every_sequence_are_taken_for_an_image() -> None:
@@ -335,7 +310,6 @@ BAD = {
         "route.image_share assumes images",
     ),
     "pool": ({"policies": [{"name": "laser", "eps_high": 0.9, "t_fix": 0.1, "c": 4}]}, "c: expected 6 (top_k) to 64"),
-    "placement word": ({"route": {"placement": "random"}}, "route.placement: "),
     "more weights than layers": ({"route": {"layer_weights": [1, 2]}}, "route.layer_weights: expected 1 numbers"),
     "all layers of nothing": ({"workload__layer": "all"}, "workload.layer: all needs a recording"),
     "kernel": ({"layer__kernel": "triton"}, "layer.kernel: triton cannot run"),
@@ -354,20 +328,10 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_timed_results_and_routing_do_not_share_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    route(write_config(tmp_path), out, [])
-    run = json.loads((out / "run.json").read_text())
-    (out / "run.json").write_text(json.dumps({**run, "mode": "run"}))
-    assert main(["route", str(write_config(tmp_path)), "--out", str(out), "--force"]) == USER_ERROR
-    assert "holds results with mode run" in capsys.readouterr().err
-
-
 def test_a_dry_run_lists_the_cases_and_routes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["route", str(write_config(tmp_path)), "--out", str(tmp_path / "out"), "--dry-run"]) == OK
     printed = capsys.readouterr().out
-    for text in ("96 tokens", "native", "token_drop capacity_factor=1.0", "oea k0=2"):
-        assert text in printed
+    assert all(text in printed for text in ("96 tokens", "native", "token_drop capacity_factor=1.0", "oea k0=2"))
     assert not (tmp_path / "out").exists()
 
 
@@ -414,37 +378,28 @@ def test_ids_alone_are_marked_and_choices_by_score_need_a_share_that_is_assumed(
     assert np.sum(native["load_E"].tolist(), axis=0).tolist() == load_E.tolist()
 
 
-def test_a_route_directory_is_shown_in_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown, out = {}, tmp_path / "out"
-    route(write_config(tmp_path, sweep={"workload.num_tokens": [8, 16]}), out, [])
-    for to in ("text", "md", "latex", "csv", "json"):
-        assert main(["show", str(out), "--format", to]) == OK
+def test_a_route_directory_is_shown_in_every_format(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for to in ("md", "latex", "csv", "json"):
+        assert main(["show", str(sound), "--format", to]) == OK
         shown[to] = capsys.readouterr().out
     rows = json.loads(shown["json"])["rows"]
     frame = pd.read_csv(io.StringIO(shown["csv"]))
-    assert len(rows) == len(frame) == len(load_route(out).cases)
+    assert len(rows) == len(frame) == 3
     assert [row["rank_imbalance"] for row in rows] == pytest.approx(frame["rank_imbalance"].tolist())
-    assert shown["md"].count("| policy |") == shown["latex"].count("tabular}") // 2 == 2
+    assert shown["md"].count("| policy |") == shown["latex"].count("tabular}") // 2 == 1
 
 
 def test_every_figure_is_drawn_where_the_rows_hold_it(loaded: RouteRun, tmp_path: Path) -> None:
     written, lacking = draw_route_figures(loaded, tmp_path, ["svg"], ROUTE_FIGURES, "page")
     assert lacking == []
     assert [path.name for path in written] == [f"{name}.{end}" for name in ROUTE_FIGURES for end in ("svg", "csv")]
-    # Equal rows give equal bytes.
-    again, _ = draw_route_figures(loaded, tmp_path / "again", ["svg"], ["imbalance"], "page")
-    for path in again:
-        assert path.read_bytes() == (tmp_path / path.name).read_bytes()
     # Beside each figure lie its numbers, and none of them claims to have been timed.
     for name in ROUTE_FIGURES:
         rows = pd.read_csv(tmp_path / f"{name}.csv")
         assert len(rows) > 1, name
         assert set(rows["origin"]) == {"routed"}, name
         assert set(rows["workload"]) == {"recorded"}, name
-    violation = pd.read_csv(tmp_path / "violation.csv")
-    native = violation[violation["policy"] == "native"]
-    expected = loaded.layers[(loaded.layers["label"] == "native") & (loaded.layers["num_tokens"] == 96)]
-    assert native["max_violation"].tolist() == pytest.approx((expected["expert_imbalance"] - 1).tolist())
 
 
 def test_figures_without_rows_are_named_and_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -457,10 +412,8 @@ def test_figures_without_rows_are_named_and_not_drawn(tmp_path: Path, capsys: py
     assert "not drawn, the rows hold nothing for them: heatmap, violation, imbalance, scores, dropped" in said
     assert main(["show", str(out)]) == OK
     assert capsys.readouterr().out in printed
-    for path in (out / "figures").iterdir():
-        path.unlink()
-    assert plot_results.main([str(out), "--format", "svg"]) == 0
-    assert {path.stem for path in (out / "figures").iterdir()} == drawn
+    assert plot_results.main([str(out), "--figures", "overlap", "--format", "svg"]) == 0
+    assert (out / "figures" / "overlap.svg").exists()
     assert plot_results.main([str(out), "--figures", "speedup"]) == 2
     assert "--figures: expected some of heatmap" in capsys.readouterr().err
 
@@ -471,8 +424,10 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return route(write_config(folder), folder / "out", []).root
 
 
-@pytest.mark.parametrize("role", ["baseline", "policy"])
-@pytest.mark.parametrize("what", ["missing part", "damaged part", "lost rows", "no json"])
+@pytest.mark.parametrize(
+    ("what", "role"),
+    [("missing part", "policy"), ("damaged part", "policy"), ("lost rows", "baseline"), ("no json", "baseline")],
+)
 def test_a_directory_that_cannot_be_trusted_is_refused(what: str, role: str, sound: Path, tmp_path: Path) -> None:
     out = shutil.copytree(sound, tmp_path / "out")
     cases = json.loads((out / "run.json").read_text())["cases"]

@@ -93,15 +93,7 @@ def layers_apart(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def source_loads(routing: pd.DataFrame, column: str) -> tuple[pd.Index, np.ndarray]:
-    """Loads of all batches at once, source ranks in their order.
-
-    Args:
-        routing: of a measured case, a row per rank and batch.
-        column: load_E or load_R.
-
-    Returns:
-        The batches, ascending, and the loads [B, source ranks, E or R].
-    """
+    """The batches, ascending, and their loads, source ranks in their order: [B, source ranks, E or R]."""
     batch_N = routing["batch"].to_numpy()
     order_N = np.lexsort((routing["rank"].to_numpy(), batch_N))
     batches = pd.Index(np.unique(batch_N), name="batch")

@@ -11,19 +11,17 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from moe_ep_bench.analysis.load import Case, Run, is_quality, is_route, is_whole, load_run
 from moe_ep_bench.analysis.parts import ResultsError
 
-if TYPE_CHECKING:
-    from moe_ep_bench.analysis.quality_frames import Quality
-    from moe_ep_bench.analysis.route.load import RouteRun
-
+# What a directory may hold, and how a note calls it.
+KINDS = {"layers": "", "models": "whole models", "routing": "routing only", "quality": "quality"}
 # What must be alike in runs that are read as one, and how it is named.
 _POOLED = {
     "device_name": "",
@@ -39,82 +37,81 @@ _MERGED, _REPEATED, _DIFFERING = (
 )
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Gathered:
     """What directories hold.
 
     Attributes:
-        runs, routes, wholes, qualities: by a name that is a folder's, "" where there is nothing else.
+        found: of each of ``KINDS`` its ``Run``, ``RouteRun`` or ``Quality`` by a name that is a folder's, "" where
+            there is nothing else.
         passed_over: a line for each thing that could not be trusted.
         notes: a line on what was read as one and what was not; none of a single directory.
     """
 
-    runs: dict[str, Run] = field(default_factory=dict)
-    routes: dict[str, RouteRun] = field(default_factory=dict)
-    wholes: dict[str, Run] = field(default_factory=dict)
-    qualities: dict[str, Quality] = field(default_factory=dict)
-    passed_over: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    found: dict[str, dict[str, Any]]
+    passed_over: list[str]
+    notes: list[str]
+
+
+def kind_of(directory: Path) -> str:
+    """Which of ``KINDS`` a directory holds."""
+    kinds = {"models": is_whole, "routing": is_route, "quality": is_quality}
+    return next((kind for kind, is_kind in kinds.items() if is_kind(directory)), "layers")
 
 
 def gather(directories: Sequence[Path]) -> Gathered:
-    """Read directories, each with what can be trusted of it.
-
-    Args:
-        directories: what ``run``, ``emulate``, ``route`` or ``quality`` wrote; one that is named twice is read once.
-    """
-    found, notes = Gathered(), []
+    """Read directories, each with what can be trusted of it; one that is named twice is read once."""
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+    passed_over, notes = [], []
     pools: dict[tuple, dict[str, Run]] = {}
     for name, directory in _named(directories).items():
+        kind = kind_of(directory)
         try:
-            _read(name, directory, found, pools)
+            run = _read(kind, directory, passed_over)
         except ResultsError as error:
-            found.passed_over.append(str(error))
+            passed_over.append(str(error))
+            continue
+        if kind == "layers":
+            pools.setdefault((run.mode, *(getattr(run, key) for key in _POOLED)), {})[name] = run
+        else:
+            found[kind][name] = run
     for members in pools.values():
         name = next(iter(members))
         run, words = pool(members)
         notes += words
-        found.runs[f"{name}-and-{len(members) - 1}-more" if len(members) > 1 else name] = run
-    kinds: list[dict[str, Any]] = [found.runs, found.routes, found.wholes, found.qualities]
-    if sum(map(len, kinds)) == 1:
-        for kind in kinds:
-            for name in list(kind):
-                kind[""] = kind.pop(name)
-    elif any(kinds):
+        found["layers"][f"{name}-and-{len(members) - 1}-more" if len(members) > 1 else name] = run
+    if sum(map(len, found.values())) == 1:
+        (kind,) = (kind for kind, of in found.items() if of)
+        found[kind] = {"": found[kind].popitem()[1]}
+    elif any(found.values()):
         members = [", ".join(pool_of) for pool_of in pools.values()]
         apart = []
-        for of, run in zip(members, found.runs.values(), strict=True):
+        for of, run in zip(members, found["layers"].values(), strict=True):
             known = [f"{name}{getattr(run, key)}" for key, name in _POOLED.items() if getattr(run, key) is not None]
             apart.append(f"{of} ({', '.join(['measured' if run.mode == 'run' else run.mode, *known])})")
-        for kind, what in zip(kinds[1:], ("routing only", "whole models", "quality"), strict=True):
-            apart += [f"{name} ({what})" for name in kind]
+        for kind in ("routing", "models", "quality"):
+            apart += [f"{name} ({KINDS[kind]})" for name in found[kind]]
         notes.append(f"kept apart, for mode, device or versions differ: {'; '.join(apart)}")
-        for (name, run), of in zip(found.runs.items(), members, strict=True):
-            found.runs[name] = replace(run, named=f"from {of}")
-        found.routes = {name: route.named(f"from {name}") for name, route in found.routes.items()}
-        found.wholes = {name: replace(whole, named=f"from {name}") for name, whole in found.wholes.items()}
-    found.notes = ["; ".join(notes)] if notes else []
-    return found
+        for (name, run), of in zip(found["layers"].items(), members, strict=True):
+            found["layers"][name] = replace(run, named=f"from {of}")
+        found["routing"] = {name: route.named(f"from {name}") for name, route in found["routing"].items()}
+        found["models"] = {name: replace(whole, named=f"from {name}") for name, whole in found["models"].items()}
+    return Gathered(found, passed_over, ["; ".join(notes)] if notes else [])
 
 
-def _read(name: str, directory: Path, found: Gathered, pools: dict[tuple, dict[str, Run]]) -> None:
-    """Read one directory; runs of layers go where they may be pooled."""
-    if is_quality(directory):
+def _read(kind: str, directory: Path, passed_over: list[str]) -> Any:
+    if kind == "quality":
         from moe_ep_bench.analysis.quality_frames import read_quality
 
         quality = read_quality(directory)
         if not quality.groups:
             raise ResultsError(f"{directory}: holds scores of tasks, of which there are no figures; `show` prints them")
-        found.qualities[name] = quality
-    elif is_route(directory):
+        return quality
+    if kind == "routing":
         from moe_ep_bench.analysis.route.load import load_route  # it imports torch
 
-        found.routes[name] = load_route(directory, found.passed_over)
-    elif is_whole(directory):
-        found.wholes[name] = load_run(directory, found.passed_over, whole=True)
-    else:
-        run = load_run(directory, found.passed_over)
-        pools.setdefault((run.mode, *(getattr(run, key) for key in _POOLED)), {})[name] = run
+        return load_route(directory, passed_over)
+    return load_run(directory, passed_over, whole=kind == "models")
 
 
 def _named(directories: Iterable[Path]) -> dict[str, Path]:
@@ -134,10 +131,8 @@ def _named(directories: Iterable[Path]) -> dict[str, Path]:
 def pool(runs: dict[str, Run]) -> tuple[Run, list[str]]:
     """Make one run of several by name, all of one mode, device and versions.
 
-    A job wrote one launch: a job that is there already, in a copy of the directory, adds nothing.
-
-    Returns:
-        The run, and in words what became of them; nothing of a single one.
+    A job wrote one launch: a job that is there already, in a copy of the directory, adds nothing. The second value says
+    what became of the runs; nothing of a single one.
     """
     first = next(iter(runs.values()))
     if len(runs) == 1:

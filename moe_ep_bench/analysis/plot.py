@@ -13,8 +13,7 @@ from pathlib import Path
 
 from moe_ep_bench.analysis.choice import Choice, IterationChoice
 from moe_ep_bench.analysis.figures import FIGURES, WHOLE_FIGURES, draw_figures, draw_named
-from moe_ep_bench.analysis.gather import gather
-from moe_ep_bench.analysis.load import is_quality, is_route, is_whole
+from moe_ep_bench.analysis.gather import gather, kind_of
 from moe_ep_bench.analysis.style import FORMATS, SIZES, Drawing
 from moe_ep_bench.analysis.validation import is_validation
 from moe_ep_bench.errors import UserError
@@ -40,15 +39,9 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
 
     Args:
         options: directories; format and figures (None = all), comma-separated; out (None = beside the one directory).
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ValueError: an option names what there is not.
     """
     formats = _names("--format", options.format, FORMATS)
-    known = dict.fromkeys(name for kind in {*map(_kind, options.directories)} for name in figures_of(kind))
+    known = dict.fromkeys(name for kind in {*map(kind_of, options.directories)} for name in figures_of(kind))
     asked = None if options.figures is None else _names("--figures", options.figures, known)
     size = _names("--size", options.size, SIZES)[0]
     single = options.directories[0] / "figures" if len(options.directories) == 1 else Path("figures")
@@ -66,14 +59,8 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     gathered = gather(options.directories)
     for line in (*gathered.passed_over, *gathered.notes):
         say(line)
-    found = {
-        "layers": gathered.runs,
-        "models": gathered.wholes,
-        "routing": gathered.routes,
-        "quality": gathered.qualities,
-    }
     files: list[Path] = []
-    for kind, folders in found.items():
+    for kind, folders in gathered.found.items():
         table = figures_of(kind) if folders else {}
         names = [name for name in (asked or table) if name in table]
         for folder, rows in folders.items():
@@ -91,11 +78,6 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     if not files:
         return USER_ERROR
     return CASES_FAILED if gathered.passed_over else OK
-
-
-def _kind(directory: Path) -> str:
-    kinds = {"models": is_whole, "routing": is_route, "quality": is_quality}
-    return next((kind for kind, is_kind in kinds.items() if is_kind(directory)), "layers")
 
 
 def _names(option: str, text: str, known: Collection[str]) -> list[str]:

@@ -125,11 +125,7 @@ def _of_run(run: Run, to: str, names: Sequence[str], choices: Sequence[Iteration
 
 
 def _find_cases(run: Run, cases: Sequence[Case], wanted: Sequence[str]) -> list[Case]:
-    """Of ``cases`` those whose id, label or policy was named, in the order of naming; all where none was.
-
-    Raises:
-        ResultsError: a name fits no case, or only cases that were not measured.
-    """
+    """Of ``cases`` those whose id, label or policy was named, in the order of naming; all where none was."""
     if not wanted:
         return list(cases)
     found: dict[str, Case] = {}

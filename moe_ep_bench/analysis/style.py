@@ -237,11 +237,7 @@ def looks_of(labels: Mapping[str, str]) -> Looks:
 
 @contextmanager
 def house_style(size: str = "page") -> Iterator[None]:
-    """Set matplotlib's parameters for one of ``SIZES``, whatever the user's own are, and restore these afterwards.
-
-    Raises:
-        ValueError: there is no such size.
-    """
+    """Set matplotlib's parameters for one of ``SIZES``, whatever the user's own are, and restore these afterwards."""
     if size not in SIZES:
         raise UserError(f"size: expected one of {', '.join(SIZES)}; got {size!r}")
     width, height, scale, dots = SIZES[size]
@@ -257,11 +253,7 @@ def is_narrow() -> bool:
 
 
 class Sheet(Figure):
-    """A figure with a header, a footer and panels between them.
-
-    Attributes:
-        origins: of the numbers that it shows.
-    """
+    """A figure with a header, a footer and panels between them, and the origins of what it shows."""
 
     origins: tuple[Origin, ...] = ()
 

@@ -108,11 +108,7 @@ _OF_SOME = (
 
 
 def run_tables(run: Run, cases: Sequence[Case] | None = None) -> list[Table]:
-    """The main table of every comparison, with what has to be known to read it.
-
-    Args:
-        cases: which rows; the default is all.
-    """
+    """The main table of every comparison, or the rows of some cases, with what has to be known to read it."""
     frame = speedups(run)
     if cases is not None:
         frame = frame[frame["case_id"].isin([case.case_id for case in cases])]

@@ -76,24 +76,16 @@ def draw_figures(
     """Draw figures of a run into a directory: for each a file per format, and its numbers in ``<name>.csv``.
 
     Args:
-        formats: some of ``style.FORMATS``.
         names: None = all for which the run has rows.
-        size: one of ``style.SIZES``.
-        choice: the case and iteration of figures that show one; None = the default.
+        choice: the case and iteration of figures that show one. ValueError, before anything is written, where there is
+            no such one.
 
     Returns:
         The files written, and the names for which the run lacks the rows.
-
-    Raises:
-        ValueError: the choice names what there is not; nothing has been written.
     """
     figures = WHOLE_FIGURES if run.scope == "model" else FIGURES
     table = {name: partial(figure, choice=choice) for name, figure in figures.items()}
-    wanted = list(figures if names is None else names)
-    # First those that may refuse the choice.
-    order = sorted(wanted, key=lambda name: not figures[name].of_one_case)
-    files, lacking = draw_named(table, run, directory, formats, order, size)
-    return sorted(files, key=lambda path: wanted.index(path.stem)), sorted(lacking, key=wanted.index)
+    return draw_named(table, run, directory, formats, figures if names is None else names, size)
 
 
 def draw_named(
@@ -105,16 +97,15 @@ def draw_named(
     size: str,
 ) -> tuple[list[Path], list[str]]:
     """Draw figures of a table into a directory; the files, and the names of those for which there is nothing."""
-    files, lacking = [], []
+    files = []
     with house_style(size):
-        for name in names:
-            drawing = table[name](rows)
-            if drawing is None:
-                lacking.append(name)
-                continue
-            for file_format in formats:
-                files.append(directory / f"{name}.{file_format}")
-                save(drawing.figure, files[-1], file_format)
-            files.append(directory / f"{name}.csv")
-            drawing.write_rows(files[-1])
-    return files, lacking
+        # All are drawn before any is written, for one may refuse a choice.
+        drawings = {name: table[name](rows) for name in names}
+        for name, drawing in drawings.items():
+            if drawing is not None:
+                for file_format in formats:
+                    files.append(directory / f"{name}.{file_format}")
+                    save(drawing.figure, files[-1], file_format)
+                files.append(directory / f"{name}.csv")
+                drawing.write_rows(files[-1])
+    return files, [name for name, drawing in drawings.items() if drawing is None]

@@ -196,11 +196,7 @@ def sheet_of_panels(
 
 
 def draw_references(axes: Axes, rows: pd.DataFrame, *, upright: bool = False) -> None:
-    """Native at 1, the noise floor about it, and the speedup on balanced scores, of one comparison.
-
-    Args:
-        upright: speedup runs along the bottom.
-    """
+    """Native at 1, the noise floor and the ceiling of one comparison; ``upright``: speedup runs along the bottom."""
     span, line = (axes.axvspan, axes.axvline) if upright else (axes.axhspan, axes.axhline)
     for floor in floors_of(rows).itertuples():
         span(floor.speedup_low, floor.speedup_high, color=NOISE_FILL, linewidth=0, zorder=0.5)

@@ -79,11 +79,7 @@ class Iteration:
 
 
 def timeline_figure(run: Run, choice: Choice | None = None) -> Drawing | None:
-    """One layer on every rank, before and after a policy; None where nothing was timed by phase on several ranks.
-
-    Raises:
-        ValueError: the choice names a case or an iteration that there is none of.
-    """
+    """One layer on every rank, before and after a policy; None where nothing was timed by phase on several ranks."""
     choice = choice or Choice()
     chosen = choose([one for one in analyse(run) if one.comparison.num_together > 1], choice, _has_phases)
     if chosen is None:
@@ -139,9 +135,6 @@ def typical_iteration(
 
     Args:
         among: of this launch and batch the one that is closest to the median of all, whatever is chosen.
-
-    Raises:
-        ValueError: there is none such.
     """
     rows = case.timings[(case.timings["kind"] == "breakdown")]
     layer_us = rows[rows["phase"] == TOTAL].groupby(ITERATION)["time_us"].max().sort_index()
@@ -162,11 +155,7 @@ def typical_iteration(
 
 
 def critical_rank(times_us: pd.DataFrame) -> int:
-    """The rank that waits least; of equals the one that takes longest, then the lower.
-
-    Args:
-        times_us: a row per rank, a column per phase, and ``total``.
-    """
+    """The rank that waits least; of equals the one that takes longest, then the lower."""
     waits_us = times_us[list(WAITING_PHASES)].sum(axis=1)
     return min((int(rank) for rank in times_us.index), key=lambda r: (waits_us[r], -times_us.loc[r, TOTAL], r))
 
@@ -231,11 +220,7 @@ _FEW = 100  # samples below which a 99th percentile is little more than the larg
 
 
 def latency_figure(run: Run, choice: Choice | None = None) -> Drawing | None:
-    """Distributions of layer time and work by rank; None where no policy stands beside native on several ranks.
-
-    Raises:
-        ValueError: the choice names a case that there is none of.
-    """
+    """Distributions of layer time and work by rank; None where no policy stands beside native on several ranks."""
     several = [one for one in analyse(run) if one.comparison.num_together > 1]
     chosen = choose(several, choice or Choice(), lambda case: len(layer_by_rank_us(case)) > 0)
     if chosen is None:

@@ -130,9 +130,6 @@ def write_report(directory: Path, out: Path | None = None) -> tuple[Path, list[s
 
     Returns:
         The file, and a line for each thing that could not be trusted and was left out.
-
-    Raises:
-        ResultsError: one line: what is there cannot be read, or is of another kind; or ``out`` is a directory.
     """
     if out is not None:
         check_folder(out.parent, "--out: folder")
@@ -220,14 +217,7 @@ def _encoded(figure: Figure, file_format: str) -> bytes:
 
 @house_style()
 def content_of(directory: Path, passed_over: list[str]) -> Content:
-    """Read a directory, whatever it holds.
-
-    Args:
-        passed_over: gets a line for each thing that cannot be trusted and is left out.
-
-    Raises:
-        ResultsError: one line that names the file and what is wrong with it.
-    """
+    """Read a directory, whatever it holds; ``passed_over`` gets a line for each thing that is left out."""
     if is_validation(directory):
         return _of_validation(load_validation(directory))
     if is_route(directory):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MultipleLocator
 
@@ -54,35 +55,45 @@ def heatmap_figure(run: RouteRun) -> Drawing | None:
         own = pd.concat([own, wider.assign(name="LASER, c = " + wider["value"].astype(str))])
     layers = run.layers.loc[run.layers["group"] == first["group"], "layer"].unique()
     load_VLE = [run.loads(first["group"], label, "load_over_mean_E").mean(axis=1) for label in own["label"]]
-    columns = 1 if is_narrow() else min(2, len(own))
-    height = -(-len(own) // columns) * max(2.2, 0.1 * len(layers) + 0.9)
-    figure = sheet(
+    header = (
         "Load of every expert in every layer",
         f"{first['comparison']}. (Token, expert) pairs over the mean T K / E, mean over batches; one colour scale. "
         "Above a panel: the fullest expert of each batch and layer, mean over batches and layers.",
         footer(own, looks_past=len(own) > 1),
-        [],
-        width=10.5 if len(own) > 1 else 6.5,
-        body=height,
     )
-    panels = figure.subplots(-(-len(own) // columns), columns, squeeze=False, sharex=True, sharey=True)
-    for axes in panels.flat[len(own) :]:
-        axes.set_visible(False)
-    colours = Normalize(0, np.max(load_VLE))
-    for axes, case, load_LE in zip(panels.flat, own.itertuples(), load_VLE, strict=False):
-        image = axes.imshow(load_LE, aspect="auto", cmap=HEAT, norm=colours, interpolation="nearest")
-        panel_title(axes, f"{case.name}: {case.expert_imbalance:.2f}", 4)
-        axes.grid(False)
+    titles = [f"{case.name}: {case.expert_imbalance:.2f}" for case in own.itertuples()]
+    figure, panels = _heat_sheet(
+        header, titles, load_VLE, "load (1 = mean)", max(2.2, 0.1 * len(layers) + 0.9), aspect="auto"
+    )
+    for axes in panels.flat[: len(own)]:
         layer_ticks(axes, layers, axis="y")
-        axes.set_xticks(ticks(load_LE.shape[1], 17))
+        axes.set_xticks(ticks(load_VLE[0].shape[1], 17))
         axes.label_outer()
     for axes in panels[-1]:
         axes.set_xlabel("expert")
-    bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.01)
-    bar.set_label("load (1 = mean)")
-    bar.outline.set_visible(False)
     rows = own.assign(layer=[list(layers)] * len(own), load_over_mean=[list(load_LE) for load_LE in load_VLE])
     return drawing(figure, _by_expert(rows.explode(["layer", "load_over_mean"])), "layer", "expert", "load_over_mean")
+
+
+def _heat_sheet(
+    header: tuple, titles: list[str], values_V: list[np.ndarray], label: str, height: float, aspect: str = "equal"
+) -> tuple[Figure, np.ndarray]:
+    """A sheet with a panel for each matrix, all on one scale of colours; ``height`` is a row's, in inches."""
+    columns = 1 if is_narrow() else min(2, len(titles))
+    num_rows = -(-len(titles) // columns)
+    figure = sheet(*header, [], width=10.5 if len(titles) > 1 else 6.5, body=num_rows * height)
+    panels = figure.subplots(num_rows, columns, squeeze=False, sharex=True, sharey=True)
+    for axes in panels.flat[len(titles) :]:
+        axes.set_visible(False)
+    colours = Normalize(0, max(np.max(values_V), 1e-9))
+    for axes, title, values in zip(panels.flat, titles, values_V, strict=False):
+        image = axes.imshow(values, aspect=aspect, cmap=HEAT, norm=colours, interpolation="nearest")
+        panel_title(axes, title, 4)
+        axes.grid(False)
+    bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.01)
+    bar.set_label(label)
+    bar.outline.set_visible(False)
+    return figure, panels
 
 
 def traffic_figure(run: RouteRun) -> Drawing | None:
@@ -98,34 +109,21 @@ def traffic_figure(run: RouteRun) -> Drawing | None:
     pairs_VRR = [
         run.loads(first["group"], label, "pairs_RR").mean(axis=(0, 1)).reshape(size, size) for label in own["label"]
     ]
-    columns = 1 if is_narrow() else min(2, len(own))
-    figure = sheet(
+    header = (
         "Bytes from every rank to every rank's experts",
         f"{first['comparison']}. A layer's dispatch, mean of batches and layers: {first['bytes_per_pair']:,.0f} bytes "
         "for every (token, expert) pair; the diagonal stays on its rank. Combine sends as much back.",
         footer(own, not_drawn(len(names) - len(own) + 1, "policies"), looks_past=own["looks_past_top_k"].any()),
-        [],
-        width=10.5 if len(own) > 1 else 6.5,
-        body=3.2 * -(-len(own) // columns),
     )
-    panels = figure.subplots(-(-len(own) // columns), columns, squeeze=False, sharex=True, sharey=True)
-    for axes in panels.flat[len(own) :]:
-        axes.set_visible(False)
-    megabytes = first["bytes_per_pair"] / 1e6
-    colours = Normalize(0, max(np.max(pairs_VRR) * megabytes, 1e-9))
-    for axes, case, pairs_RR in zip(panels.flat, own.itertuples(), pairs_VRR, strict=False):
-        image = axes.imshow(pairs_RR * megabytes, cmap=HEAT, norm=colours, interpolation="nearest")
-        panel_title(axes, short(case.label), 4)
-        axes.grid(False)
+    megabytes = [pairs_RR * (first["bytes_per_pair"] / 1e6) for pairs_RR in pairs_VRR]
+    figure, panels = _heat_sheet(header, [short(label) for label in own["label"]], megabytes, "MB", 3.2)
+    for axes in panels.flat[: len(own)]:
         axes.set_xticks(ticks(size, 9))
         axes.set_yticks(ticks(size, 9))
         axes.set_ylabel("from rank")
         axes.label_outer()
     for axes in panels[-1]:
         axes.set_xlabel("to the experts of rank")
-    bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.01)
-    bar.set_label("MB")
-    bar.outline.set_visible(False)
     source, target = np.divmod(np.arange(size * size), size)
     rows = own.take(np.repeat(np.arange(len(own)), size * size)).assign(
         from_rank=np.tile(source, len(own)),

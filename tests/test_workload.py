@@ -58,10 +58,9 @@ def test_the_last_tokens_of_a_rank_are_padding_and_keep_their_scores(num_tokens,
     assert valid_T == [True] * (num_tokens - of_tokens) + [False] * of_tokens
 
 
-@pytest.mark.parametrize("num_padding", [5, 6])
-def test_padding_leaves_a_valid_token(num_padding):
-    with pytest.raises(ValueError, match=f"padding_per_rank: expected less than the 5 tokens .*, got {num_padding}"):
-        TokenBatch(torch.rand(5, 4), torch.arange(5)).with_padding(num_padding)
+def test_padding_leaves_a_valid_token():
+    with pytest.raises(ValueError, match="padding_per_rank: expected less than the 5 tokens .*, got 5"):
+        TokenBatch(torch.rand(5, 4), torch.arange(5)).with_padding(5)
 
 
 # Dealing
@@ -94,9 +93,9 @@ def test_a_batch_is_the_same_bytes_whenever_it_is_made():
     assert len(again.fingerprint()) == 16
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"sequence_length": 99}, {"peak_load": 3.5}, {"num_batches": 1}])
-def test_the_fingerprint_tells_workloads_apart(change):
-    assert synthetic(**change).fingerprint() != synthetic().fingerprint()
+def test_the_fingerprint_tells_workloads_apart():
+    changes = ({}, {"seed": 1}, {"sequence_length": 99}, {"peak_load": 3.5}, {"num_batches": 1})
+    assert len({synthetic(num_tokens=512, **change).fingerprint() for change in changes}) == 5
 
 
 def test_a_peak_load_below_noise_is_refused_with_the_range_that_can_be_met():

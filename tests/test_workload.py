@@ -59,7 +59,7 @@ def test_the_last_tokens_of_a_rank_are_padding_and_keep_their_scores(num_tokens,
 
 
 def test_padding_leaves_a_valid_token():
-    with pytest.raises(ValueError, match="padding_per_rank: expected less than the 5 tokens .*, got 5"):
+    with pytest.raises(ValueError, match=r"padding_per_rank: expected less than the 5 tokens .*, got 5"):
         TokenBatch(torch.rand(5, 4), torch.arange(5)).with_padding(5)
 
 

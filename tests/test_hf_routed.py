@@ -183,7 +183,7 @@ def reference(one: RouterCall, hidden_TD: Tensor) -> Tensor:
 def test_any_number_of_experts_per_token_is_computed_like_one_at_a_time(
     family: str, spec: dict[str, Any], experts: str
 ) -> None:
-    model, ids_BS = tiny(family, experts), tokens(2, 6)
+    model, ids_BS = tiny(family, experts), tokens(2, 12)
     policy = make_policy(spec)
     inputs: dict[str, tuple[Tensor, Tensor]] = {}
     hooks = [

@@ -491,7 +491,7 @@ def test_the_command_and_summary_print_the_table_and_figures_are_drawn(
     assert first.out.startswith(table)
     assert "figures in" in first.out
     assert "quality_fronts" in first.out
-    assert "quality_capacity" not in first.out, "there is one capacity factor only"
+    assert "for them: quality_capacity\n" in first.out, "there is one capacity factor only"
 
 
 def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_path: Path) -> None:

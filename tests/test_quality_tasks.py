@@ -158,7 +158,7 @@ def test_scores_are_those_of_every_continuation_alone(batch_size: int, max_lengt
 def test_padding_takes_no_capacity_and_prompts_that_are_alike_are_read_once(model: Any) -> None:
     lengths: list[int] = []
     routing = TaskRouting(make_policy({"name": "topk"}), num_ranks=2)
-    with torch.inference_mode(), routing.scoring(model):
+    with torch.inference_mode(), routing.routed(model):
         handle = model.base_model.register_forward_pre_hook(
             lambda _, args, kwargs: lengths.extend(kwargs["attention_mask"].sum(dim=1).tolist()), with_kwargs=True
         )
@@ -174,7 +174,7 @@ def test_padding_takes_no_capacity_and_prompts_that_are_alike_are_read_once(mode
 def test_policies_act_where_answers_are_scored_in_the_phase_that_they_are_for(model: Any) -> None:
     def scored(spec: dict[str, Any] | None, phase: Any = "auto") -> tuple[list[tuple[float, bool]], TaskRouting]:
         routing = TaskRouting(None if spec is None else make_policy(spec), 2, phase)
-        with torch.inference_mode(), routing.scoring(model):
+        with torch.inference_mode(), routing.routed(model):
             return score_continuations(model, PAIRS, 4096, 8), routing
 
     native, nothing = scored(None)

@@ -17,6 +17,8 @@ Shapes: B = sequences of a batch, S = tokens of each, D = hidden size, V = vocab
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,7 +31,7 @@ from moe_ep_bench.bench.plan import CaseSpec
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.policies.capacity import IMAGE
-from moe_ep_bench.quality.checkpoint import Checkpoint, redundant_prefixes, text_hash, text_sequences
+from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences
 from moe_ep_bench.quality.config import QualityExperiment, TextConfig
 from moe_ep_bench.quality.passes import PHASES, ForwardPass, Row, Tables, judged_phase, pass_metrics
 from moe_ep_bench.quality.routed import RouterCall, routed
@@ -81,19 +83,26 @@ class Text:
 
     @cached_property
     def sequences(self) -> Tensor:
-        """What the model reads, int64 [sequences, tokens]: the text, after synthetic image tokens if any."""
+        """What the model reads, int64 [sequences, tokens]: the text, after synthetic image tokens if any.
+
+        These are a row of patterns, each drawn from a few; patterns are tokens of the text, drawn at random. So they
+        are redundant as an image's patches are, without anything to see.
+        """
         prefix = self.config.image_prefix
         if prefix is None:
             return self.tokens_BS
-        image_BP = redundant_prefixes(
-            self.tokens_BS, prefix.tokens, prefix.num_patterns, prefix.pattern_length, prefix.seed
-        )
+        random = torch.Generator().manual_seed(prefix.seed)
+        known_N = self.tokens_BS.unique()
+        of_patterns_PL = torch.randint(len(known_N), (prefix.num_patterns, prefix.pattern_length), generator=random)
+        per_sequence = -(-prefix.tokens // prefix.pattern_length)
+        drawn_BK = torch.randint(prefix.num_patterns, (len(self.tokens_BS), per_sequence), generator=random)
+        image_BP = known_N[of_patterns_PL][drawn_BK].flatten(1)[:, : prefix.tokens]
         return torch.cat([image_BP, self.tokens_BS], dim=1)
 
     @cached_property
     def fingerprint(self) -> str:
         """Of all tokens that are read."""
-        return text_hash(self.sequences)
+        return hashlib.sha256(json.dumps(self.sequences.tolist()).encode()).hexdigest()[:16]
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -109,9 +118,6 @@ class Text:
         size = f"{text.num_sequences} sequences of {text.sequence_length} tokens, {text.batch_size} at a time"
         images = f", each after {self.num_image_tokens} synthetic image tokens" if self.num_image_tokens else ""
         return f"{text.file.name}, {size}{images}"
-
-    def prepare(self) -> None:
-        """The text is read already."""
 
     @torch.inference_mode()
     def judge(self, model: Any, cases: Sequence[CaseSpec]) -> Iterator[tuple[CaseSpec, Tables]]:

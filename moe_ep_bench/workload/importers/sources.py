@@ -83,6 +83,12 @@ def reals(value: Any, where: str, shape: tuple[int | None, ...]) -> NDArray[np.f
     return _numbers(value, where, shape, "iuf", "numbers").astype(np.float64)
 
 
+def routing_layers(ids_TLK: NDArray[np.integer]) -> list[int]:
+    """Layers that route. One expert K times over is no routing: the buffer of a layer that never wrote to it."""
+    wrote_L = (ids_TLK > 0).any(axis=(0, 2)) | (ids_TLK.shape[2] == 1)
+    return np.flatnonzero(wrote_L).tolist()
+
+
 def from_base64(text: str, where: str) -> bytes:
     """The bytes of base64 text.
 

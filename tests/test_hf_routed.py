@@ -12,11 +12,9 @@ import hf_models
 import pytest
 import torch
 from hf_models import FAMILIES, IMPLEMENTATIONS, tiny, tokens
-from policy_cases import SPECS
 from torch import Tensor
 
-from moe_ep_bench.policies import POLICIES, make_policy
-from moe_ep_bench.policies.topk import TopK
+from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality.families import find_moe_layers
 from moe_ep_bench.quality.passes import ForwardPass
 from moe_ep_bench.quality.routed import RouterCall, routed
@@ -209,13 +207,6 @@ def test_any_number_of_experts_per_token_is_computed_like_one_at_a_time(
 # --- Prefill, decode, padding, ranks -------------------------------------------------------------
 
 
-def test_every_policy_has_phases_in_which_it_acts() -> None:
-    assert {spec["name"] for spec in SPECS} == set(POLICIES)
-    assert all(make_policy(spec).acts_in for spec in SPECS)
-    assert DROP.acts_in == ("prefill",)
-    assert make_policy({"name": "oea", "k0": 1}).acts_in == ("decode",)
-
-
 def steps(model: Any, ids_BS: Tensor, prompt: int) -> Tensor:
     """Answers of a prompt at once and then token by token, through the cache."""
     out = model(ids_BS[:, :prompt], use_cache=True)
@@ -331,14 +322,6 @@ def test_random_metrics_draw_the_same_in_the_same_pass_and_other_numbers_by_seed
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-
-
-def test_ranks_must_share_the_experts() -> None:
-    with (
-        pytest.raises(ValueError, match="num_ranks: expected a divisor of the 8 experts, got 3"),
-        routed(tiny("mixtral"), TopK(), num_ranks=3),
-    ):
-        pass
 
 
 def test_a_model_that_goes_around_its_experts_is_an_error_and_no_answer() -> None:

@@ -35,6 +35,17 @@ def real(name):
 
 LAYERS, TOKENS, EXPERTS, K = 2, 60, 16, 3
 LENGTHS = [7, 20, 1, 12, 20]
+METADATA = {
+    "format": "moe-trace-v1",
+    "model": "toy",
+    "num_experts": str(EXPERTS),
+    "top_k": str(K),
+    "score": "softmax, not renormalised",
+    "phase": "prefill",
+    "domain": "tests",
+    "source": "nowhere",
+    "licence": "none",
+}
 
 
 def trace_parts(score="softmax, not renormalised", lengths=LENGTHS, seed=0):
@@ -52,18 +63,7 @@ def trace_parts(score="softmax, not renormalised", lengths=LENGTHS, seed=0):
         "sequence_id": np.repeat([4, 0, 7, 8, 2, *range(10, 60)][: len(lengths)], lengths).astype(np.int32),
         "position": np.concatenate([np.arange(length) for length in lengths]).astype(np.int32),
     }
-    metadata = {
-        "format": "moe-trace-v1",
-        "model": "toy",
-        "num_experts": str(EXPERTS),
-        "top_k": str(K),
-        "score": score,
-        "phase": "prefill",
-        "domain": "tests",
-        "source": "nowhere",
-        "licence": "none",
-    }
-    return tensors, metadata
+    return tensors, {**METADATA, "score": score}
 
 
 @pytest.fixture
@@ -108,19 +108,6 @@ def test_the_top_k_of_a_batch_are_the_recorded_experts_in_their_order(trace, tai
         np.testing.assert_array_equal(best.indices[:, :K].numpy(), ids_TK[token_T])
         np.testing.assert_allclose(best.values[:, :K].numpy(), scores_TK[token_T].astype(np.float32), rtol=3e-7)
         assert (best.values[:, K] < best.values[:, K - 1]).all()
-
-
-def test_batches_are_whole_recorded_sequences_with_the_last_one_cut(trace):
-    workload = recorded(trace)
-    token_T, sequence_id_T = workload.draw(0)
-    assert len(token_T) == 50
-    starts = np.cumsum([0, *LENGTHS])
-    taken = [token_T[sequence_id_T == sequence] for sequence in range(sequence_id_T[-1] + 1)]
-    for place, tokens in enumerate(taken):
-        which = list(starts).index(tokens[0])
-        length = LENGTHS[which] if place < len(taken) - 1 else len(tokens)
-        assert tokens.tolist() == list(range(starts[which], starts[which] + length))
-    assert not np.array_equal(token_T, workload.draw(1)[0])
 
 
 def test_a_short_recording_is_gone_through_as_often_as_it_takes_and_says_so(trace):

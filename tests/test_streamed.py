@@ -179,8 +179,6 @@ def test_wrong_batches_ranks_and_shares_are_refused_as_ever(recordings):
                 workload.rank_batches(index, 2)
             with pytest.raises(IndexError, match=f"^batch: expected 0 to 2, got {index}$"):
                 workload.blocks(index)
-        with pytest.raises(ValueError, match=r"^num_ranks: expected at least 1, got 0$"):
-            list(workload.rank_batches(0, 0))
         with pytest.raises(ValueError, match=r"^shares: expected one above 0 among the 2 ranks"):
             list(workload.rank_batches(0, 2, [0, 0, 1]))
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from test_recorded import real
+from test_recorded import EXPERTS, METADATA, real
 
 from moe_ep_bench.workload.trace import find_problem, open_trace
 
 few_examples = settings(max_examples=25)
 
-LAYERS, TOKENS, EXPERTS, K = 3, 40, 16, 4
+LAYERS, TOKENS, K = 3, 40, 4
 LENGTHS = [9, 1, 20, 10]
 
 
@@ -33,18 +33,7 @@ def parts(num_tokens=TOKENS, lengths=LENGTHS, layers=LAYERS):
         "sequence_id": np.repeat(np.arange(len(lengths)) * 2, lengths).astype(np.int32),
         "position": np.concatenate([3 + np.arange(length) for length in lengths]).astype(np.int32),
     }
-    metadata = {
-        "format": "moe-trace-v1",
-        "model": "toy",
-        "num_experts": str(EXPERTS),
-        "top_k": str(K),
-        "score": "softmax, not renormalised",
-        "phase": "prefill",
-        "domain": "tests",
-        "source": "nowhere",
-        "licence": "none",
-    }
-    return tensors, metadata
+    return tensors, {**METADATA, "top_k": str(K)}
 
 
 def save(path, tensors, metadata):

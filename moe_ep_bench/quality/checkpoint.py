@@ -114,11 +114,7 @@ class Checkpoint:
             raise UserError(f"{name}: expected at most {most}, the positions that {self.name} knows, got {length}")
 
     def load(self, dtype: Dtype, device: torch.device) -> Any:
-        """The model with its weights, for inference.
-
-        Raises:
-            ValueError: weights that cannot be read, or lack some.
-        """
+        """The model with its weights, for inference. Raises ValueError: weights that cannot be read, or lack some."""
         transformers = import_transformers()
         with _one_line(f"{self.path}: cannot load the model: "):
             model, found = transformers.AutoModelForCausalLM.from_pretrained(
@@ -150,11 +146,7 @@ class Checkpoint:
 
 
 def import_transformers() -> Any:
-    """The package, told to speak of errors only.
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """The package, told to speak of errors only. Raises ValueError: it is not installed."""
     try:
         import transformers
     except ImportError as error:

@@ -62,11 +62,7 @@ class Text:
 
     @classmethod
     def of(cls, experiment: QualityExperiment, num_ranks: int, checkpoint: Checkpoint, config: TextConfig) -> Text:
-        """Check that the text fits the model.
-
-        Raises:
-            ValueError: naming the key whose value does not fit.
-        """
+        """Check that the text fits the model. Raises ValueError: naming the key whose value does not fit."""
         length, images = config.sequence_length, 0 if config.image_prefix is None else config.image_prefix.tokens
         prefix_key = "text.image_prefix.tokens + " if images else ""
         checkpoint.check_length(images + length, f"{prefix_key}text.sequence_length")

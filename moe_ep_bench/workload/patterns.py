@@ -45,14 +45,7 @@ _INSIDE = 40.0
 
 @dataclass(frozen=True, eq=False)
 class PatternWorkload(GeneratedWorkload):
-    """Batches of one pattern.
-
-    Attributes:
-        pattern: one of ``skews.PATTERNS``. All else is as of a ``SyntheticWorkload``.
-
-    Raises:
-        ValueError: the model's experts are in groups, which none of the patterns knows.
-    """
+    """Batches of one of ``skews.PATTERNS``, for a model without groups of experts; else as ``SyntheticWorkload``."""
 
     pattern: str
     num_experts: int

@@ -1,17 +1,10 @@
 """Batches that replay what a real model's router chose.
 
-Batches are made of *whole* recorded sequences (prefill), or of requests that decode sequences side by side, so
-that the skew of a text, and the likeness of neighbouring tokens, reach the ranks as they do in service; recordings
-of several domains can be mixed in stated shares. ``draws.py`` has the rules. The recorded choices
-are kept to the letter: the top-k of every row of a batch are the recorded experts, in their
-recorded order. Their scores are kept too, but for what ``tail.fit_top_k`` had to mend and a unit
-in the last place of float32 where recorded scores tie. The scores below the top-k, which few recordings hold,
-come from a tail model; ``describe`` names it. Where a recording has them (``full_scores``), the tail ``recorded``
-replays every row as it was. The popularity of an expert is that in the mixture, each recording
-counted by its share: it stands for what one router sees, not for what one text is about.
-
-Some recordings (GPT-OSS) hold scores that were normalised over the top-k. What share of the score
-mass the top-k had is then not known and the user has to say: ``topk_share``.
+Batches are *whole* recorded sequences (prefill), or requests that decode sequences side by side, so that the skew of a
+text, and the likeness of neighbouring tokens, reach the ranks as they do in service (``draws``). Recorded choices are
+kept to the letter, and their scores but for what ``tail.fit_top_k`` had to mend and a unit in the last place of float32
+where they tie. Scores below the top-k come from a tail model (``tail``), or from the recording where it has them. The
+popularity of an expert is that in the mixture, each recording counted by its share.
 
 Shapes: T = tokens, E = experts, K = top_k, B = requests of a decoding step, N = batches, S = sequences.
 """
@@ -49,23 +42,15 @@ class RecordedWorkload(Workload):
 
     A recording that is shorter than a batch is gone through again, in a fresh order, as often as it takes.
 
-    Attributes:
+    Attributes: those of ``config.RecordedConfig``, and
         path: the recording, or several with their shares. These must be of one model, with the same layers and kind
             of scores.
-        layer: which recorded layer, from 0.
         num_experts, top_k: of the model that is measured; the recordings must agree.
         num_tokens: tokens in a batch, all ranks together.
-        num_batches: how many batches there are; with ``decode``, how many steps.
-        tail: ``popularity`` or ``uniform``, see ``tail.py``; or ``recorded`` where all scores were.
-        seed: at least 0.
-        topk_share: share of a token's score mass that its top-k hold, above K / E and below 1. Needed where
-            the recorded scores are normalised over the top-k, and only there. Every row gets exactly this
-            share unless no tail would fit under its K-th score: such rows get more, and are counted.
-        arrangement: ``sequences``: a batch is whole sequences, the last cut to fit. ``decode``: a batch is one step of
-            ``num_tokens / tokens_per_request`` requests and the next batch the next step; ``sequence_id_T`` is
-            a request's slot, so a slot stays on its rank.
-        tokens_per_request: consecutive tokens of a request in a decoding step; above 1 with speculative decoding. A
-            sequence that has fewer left is over. So it is at a gap, where tokens were left out of a recording.
+        topk_share: needed where the recorded scores are normalised over the top-k (GPT-OSS), and only there. Every row
+            gets exactly this share unless no tail would fit under its K-th score: such rows get more, and are counted.
+        arrangement: with ``decode`` ``sequence_id_T`` is a request's slot, so a slot stays on its rank.
+        tokens_per_request: a sequence that has fewer left is over. So it is at a gap, where tokens were left out.
 
     Raises:
         ValueError: a file that cannot be used or a field that does not suit it; the message names which.

@@ -113,27 +113,14 @@ class GeneratedWorkload(Workload):
 class SyntheticWorkload(GeneratedWorkload):
     """Batches solved to targets; a target that is None is left to chance.
 
-    Attributes:
-        num_experts, top_k: of the model (E, K).
+    Attributes: those of ``config.SyntheticConfig``, and
+        num_experts, top_k, num_groups, top_groups: of the model.
         num_tokens: tokens in a batch, all ranks together.
-        num_batches: how many batches there are.
-        sequence_length: tokens per sequence; the last one of a batch may be shorter. 1 is decode, 1 + L a
-            speculative request with L draft tokens.
-        peak_load: target for every batch, up to E / K; None leaves the router unskewed.
-        seed: at least 0.
-        family: how popularity falls, see ``popularity``.
-        placement: where popular experts lie, see ``popularity``.
         rank_load: (number of contiguous ranks, load of the fullest over the mean), in place of a ``placement``.
-        topk_share: share of a token's score mass that its top-k hold, mean over tokens, above K / E and below 1.
-        entropy: of a token's scores, over log E, mean over tokens; above 0 and below 1. Give one of the two.
-        neighbour_overlap: experts that adjacent tokens of a sequence share, mean.
         or_chance: where independent tokens already share more, take these; ``shares_by_chance`` says so.
-        drift: 0 to 1, how much of the popularity is new in each batch.
-        num_groups, top_groups: of the model, where its top-k looks only into the best groups of experts.
-        burst_every: every so-manieth batch is a burst, with ``burst_peak_load`` in place of ``peak_load``.
 
     Raises:
-        ValueError: a field out of range. What a batch's noise does not allow is found when a batch is made,
+        ValueError: fields that do not go together. What a batch's noise does not allow is found when a batch is made,
             and the message gives what can be met.
     """
 

@@ -90,11 +90,7 @@ def routing_layers(ids_TLK: NDArray[np.integer]) -> list[int]:
 
 
 def from_base64(text: str, where: str) -> bytes:
-    """The bytes of base64 text.
-
-    Raises:
-        ValueError: it is none, or stands for more bytes than one array may have.
-    """
+    """The bytes of base64 text. Raises ValueError: it is none, or stands for more bytes than one array may have."""
     check_size(where, len(text) * 3 // 4)
     try:
         return base64.b64decode(text, validate=True)
@@ -140,11 +136,7 @@ class Npz:
         return f"{self.path}: {name}"
 
     def reals(self, name: str) -> NDArray[Any]:
-        """An array of numbers of any dimensions.
-
-        Raises:
-            ValueError: as ``array``.
-        """
+        """An array of numbers of any dimensions. Raises ValueError: as ``array``."""
         return self._load(name, "iuf", "numbers")
 
     def _load(self, name: str, kinds: str, words: str) -> NDArray[Any]:
@@ -308,11 +300,7 @@ class ImportOptions:
         return stated | {name: getattr(self, name) for name in ("model", "phase") if getattr(self, name) is not None}
 
     def need(self, name: str, why: str) -> object:
-        """The option of that name.
-
-        Raises:
-            ValueError: it was not given.
-        """
+        """The option of that name. Raises ValueError: it was not given."""
         value = getattr(self, name)
         if value is None:
             raise UserError(f"{name}: needed, because {why}{' (or preset)' if name in _OF_MODEL else ''}")
@@ -324,11 +312,7 @@ class ImportOptions:
             raise UserError(f"{where}: top_k: the model has {self.top_k}, the recording {top_k}")
 
     def accept_no_scores(self, where: str, remedy: str = "") -> str:
-        """The ``score`` of a trace that is made from ids alone.
-
-        Raises:
-            ValueError: the user has not accepted that.
-        """
+        """The ``score`` of a trace that is made from ids alone. Raises ValueError: the user has not accepted that."""
         if not self.assume_equal_scores:
             raise UserError(
                 f"{where}: no scores, only expert ids: {remedy}set assume_equal_scores to give all of a token's top-k "

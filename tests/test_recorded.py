@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from test_workload import assert_rows_are_distributions_without_ties
 
-from moe_ep_bench.workload import TAILS, RecordedWorkload, deal, open_trace
+from moe_ep_bench.workload import RecordedWorkload, deal, open_trace
 from moe_ep_bench.workload.draws import Pool, draw_sequences, draw_steps
+from moe_ep_bench.workload.tail import TAILS
 
 few_examples = settings(max_examples=15)
 

@@ -14,12 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_recorded import EXPERTS, K, save
+from test_workload import peak_load, top_k_load, top_k_share
 
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, TokenBatch, Workload, deal
 from moe_ep_bench.workload import noise as noise_module
 from moe_ep_bench.workload import randomness as randomness_module
 from moe_ep_bench.workload import synthetic as synthetic_module
-from moe_ep_bench.workload.skew import entropy, peak_load, rank_load, top_k_load, top_k_share
+from moe_ep_bench.workload.skew import entropy, rank_load
 
 few_examples = settings(max_examples=8)
 

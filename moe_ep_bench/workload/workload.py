@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.batch import TokenBatch, deal_sequences
 from moe_ep_bench.workload.randomness import Run, runs_of
-from moe_ep_bench.workload.skew import TopK, entropy, mass_share, peak_load, rank_load, shared_by_neighbours
+from moe_ep_bench.workload.skew import TopK, entropy, mass_share, rank_load, shared_by_neighbours
 
 
 class Workload(ABC):
@@ -284,7 +284,7 @@ class _Tally:
     def result(self) -> dict[str, Any]:
         counts = [2**power for power in range(1, 9) if len(self.load_E) % 2**power == 0]
         return {
-            "peak_load": peak_load(self.load_E),
+            "peak_load": rank_load(self.load_E, len(self.load_E)),
             "rank_load": {str(num_ranks): rank_load(self.load_E, num_ranks) for num_ranks in counts},
             "activated_experts": int((self.load_E > 0).sum()),
             "topk_share": self.topk_share / self.num_tokens,

@@ -18,7 +18,6 @@ from torch.nn import functional
 from moe_ep_bench.analysis.quality_frames import read_quality, text_costs
 from moe_ep_bench.analysis.quality_orderings import orderings
 from moe_ep_bench.analysis.show import quality_text
-from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.quality.checkpoint import Checkpoint
@@ -26,7 +25,6 @@ from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.quality.session import plan_quality, run_quality
 from moe_ep_bench.quality.text import Text
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
 PREFIX, TEXT = 24, 8
 MODALITIES = ("image_first", "uniform", "text_first")
@@ -172,20 +170,3 @@ def test_orderings_by_modality_are_told_of_each_policy_at_equal_capacity() -> No
         ["token_drop image_first", "token_drop uniform", "holds"],
         ["token_drop uniform", "token_drop text_first", "does not hold"],
     ]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["text.image_prefix=null"], "got None; text.image_prefix puts image tokens before the text"),
-        (["text.image_prefix.tokens=5000"], "text.image_prefix.tokens + text.sequence_length: expected at most 4096"),
-        (["text.image_prefix.size=5"], "text.image_prefix.size: no such key; expected one of tokens, num_patterns"),
-    ],
-)
-def test_what_cannot_be_is_one_line(
-    overrides: list[str], expected: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [part for one in overrides for part in ("--set", one)]
-    assert main(["quality", str(folder / "config.yaml"), "--out", str(tmp_path / "out"), *arguments]) == USER_ERROR
-    (said,) = capsys.readouterr().err.strip().splitlines()
-    assert expected in said

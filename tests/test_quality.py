@@ -518,6 +518,16 @@ def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_pa
 # --- Mistakes ------------------------------------------------------------------------------------
 
 
+def refused(folder: Path, out: Path, overrides: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line, with the config's name, with which ``quality`` refuses to begin; it leaves nothing."""
+    arguments = [part for one in overrides for part in ("--set", one)]
+    assert main(["quality", str(folder / "config.yaml"), "--out", str(out), *arguments]) == USER_ERROR
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert said.startswith(f"moe-ep-bench: {folder}/config.yaml: ")
+    assert not out.exists()
+    return said
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -528,7 +538,14 @@ def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_pa
         (["text.sequence_length=5000"], "text.sequence_length: expected at most 4096"),
         (["polices=[]"], "polices: no such key; expected one of name, model, text, tasks, include, limit"),
         (["layer.ep_size=3"], "layer.ep_size: expected a divisor of the 8 experts of tiny-olmoe, got 3"),
-        (["policies=[{name: token_drop, capacity_factor: 1, modality: image_first}]"], "modality_T"),
+        (
+            ["policies=[{name: token_drop, capacity_factor: 1, modality: image_first}]"],
+            "got None; text.image_prefix puts image tokens before the text",
+        ),
+        (
+            ["text.image_prefix={tokens: 5000}"],
+            "text.image_prefix.tokens + text.sequence_length: expected at most 4096",
+        ),
         (["batch_size=4"], "batch_size: expected tasks beside it, got none (of a text: text.batch_size)"),
         (["model.device=cuda"], "device: expected cpu or auto"),
     ],
@@ -536,13 +553,7 @@ def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_pa
 def test_what_cannot_be_judged_is_one_line_and_leaves_nothing(
     overrides: list[str], expected: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out"
-    arguments = [part for one in overrides for part in ("--set", one)]
-    assert main(["quality", str(folder / "config.yaml"), "--out", str(out), *arguments]) == USER_ERROR
-    (said,) = capsys.readouterr().err.strip().splitlines()
-    assert said.startswith(f"moe-ep-bench: {folder}/config.yaml: ")
-    assert expected.format(folder=folder) in said
-    assert not out.exists()
+    assert expected.format(folder=folder) in refused(folder, tmp_path / "out", overrides, capsys)
 
 
 def test_text_that_is_not_utf8_is_said(folder: Path, tmp_path: Path) -> None:
@@ -583,11 +594,8 @@ def test_a_sweep_over_devices_is_refused(
     monkeypatch.setattr(
         session_module, "pick_device", lambda device: torch.device("cuda" if device == "cuda" else "cpu")
     )
-    arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path / "out"), "--set"]
-    assert main([*arguments, "sweep.model.device=[cpu, cuda]"]) == USER_ERROR
-    (said,) = capsys.readouterr().err.strip().splitlines()
+    said = refused(folder, tmp_path / "out", ["sweep.model.device=[cpu, cuda]"], capsys)
     assert "model.device: expected one device for all comparisons of a directory, got cpu, cuda" in said
-    assert not (tmp_path / "out").exists()
 
 
 def test_configs_of_the_repository_are_valid() -> None:

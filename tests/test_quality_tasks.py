@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from test_quality import parts
+from test_quality import parts, refused
 
 from moe_ep_bench.analysis.quality_frames import Quality, read_quality, task_scores, text_costs
 from moe_ep_bench.analysis.quality_tables import task_means
@@ -425,23 +425,15 @@ def test_what_cannot_be_run_is_one_line_and_leaves_nothing(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out = tmp_path / "out"
-    arguments = [part for one in overrides for part in ("--set", one)]
-    assert main(["quality", str(folder / "config.yaml"), "--out", str(out), *arguments]) == USER_ERROR
-    (said,) = capsys.readouterr().err.strip().splitlines()
-    assert said.startswith(f"moe-ep-bench: {folder}/config.yaml: ")
-    assert expected.format(folder=folder) in said
-    assert not out.exists()
+    assert expected.format(folder=folder) in refused(folder, tmp_path / "out", overrides, capsys)
 
 
 def test_a_missing_package_is_one_line(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert main(["quality", str(folder / "config.yaml"), "--out", str(tmp_path / "out")]) == USER_ERROR
-    (said,) = capsys.readouterr().err.strip().splitlines()
+    said = refused(folder, tmp_path / "out", [], capsys)
     assert "expected the package lm_eval, which tasks need: pip install 'moe-ep-bench[harness]'" in said
-    assert not (tmp_path / "out").exists()
     assert main(["quality", str(folder / "config.yaml"), "--dry-run"]) == OK
     assert make_policy(DROP).label in capsys.readouterr().out
 

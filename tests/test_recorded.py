@@ -373,7 +373,7 @@ def test_a_gap_in_a_recording_ends_a_request_of_several_tokens(tmp_path):
     np.testing.assert_array_equal(single_NB[1:], (single_NB[:-1] + 1) % 20)  # single tokens have nothing to cross
 
 
-@pytest.mark.parametrize("change", [{}, {"arrangement": "decode"}, {"arrangement": "decode", "tokens_per_request": 2}])
+@pytest.mark.parametrize("change", [{}, {"arrangement": "decode", "tokens_per_request": 2}])
 def test_mixed_batches_are_the_same_bytes_whenever_and_beside_whichever_others_they_are_made(domains, change):
     sources = [(path, 1) for path in domains]
     fresh = recorded(sources, num_tokens=24, **change).batch(1)

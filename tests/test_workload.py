@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ep_bench.workload import SyntheticWorkload, TokenBatch, deal
+from moe_ep_bench.workload import SyntheticWorkload, TokenBatch
 from moe_ep_bench.workload.tail import fill_tail, fit_top_k
 
 few_examples = settings(max_examples=15)
@@ -57,16 +57,6 @@ def test_the_last_tokens_of_a_rank_are_padding_and_keep_their_scores(num_tokens,
 def test_padding_leaves_a_valid_token():
     with pytest.raises(ValueError, match=r"padding_per_rank: expected less than the 5 tokens .*, got 5"):
         TokenBatch(torch.rand(5, 4), torch.arange(5)).with_padding(5)
-
-
-# Dealing
-
-
-def test_ranks_together_hold_the_same_scores_however_many_they_are():
-    batch = synthetic().batch(0)
-    for num_ranks in (1, 3, 8):
-        together = torch.cat(deal(batch, num_ranks)).sort().values
-        assert torch.equal(batch.scores_TE[together], batch.scores_TE)
 
 
 # Synthetic

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import entr
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.noise import CorrelatedNoise, Noise, solve_correlation
@@ -459,5 +460,4 @@ def _solve_factor(
 
 
 def _mean_entropy(scores_TE: NDArray[np.float64]) -> float:
-    logarithms_TE = np.log(scores_TE, out=np.zeros_like(scores_TE), where=scores_TE > 0)
-    return float(-(scores_TE * logarithms_TE).sum(axis=1).mean() / math.log(scores_TE.shape[1]))
+    return float(entr(scores_TE).sum(axis=1).mean() / math.log(scores_TE.shape[1]))

@@ -40,11 +40,7 @@ from moe_ep_bench.quality.routed import RouterCall, routed
 
 
 def import_harness() -> ModuleType:
-    """The package, told to speak of errors only.
-
-    Raises:
-        ValueError: it is not installed, or lacks what it needs for transformers' models.
-    """
+    """The package, told to speak of errors only; ValueError where it, or what it needs of others, is not installed."""
     try:
         harness = importlib.import_module("lm_eval")
         for part in ("lm_eval.tasks", "lm_eval.models.huggingface"):
@@ -69,11 +65,7 @@ def harness_version() -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class TaskIndex:
-    """The harness' own tasks and those of a folder.
-
-    Attributes:
-        include: the folder with the user's own tasks.
-    """
+    """The harness' own tasks and those of the user's folder."""
 
     include: Path | None
     _managers: dict[bool, Any] = field(default_factory=dict)

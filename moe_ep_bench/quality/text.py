@@ -172,13 +172,7 @@ def hidden_states(model: Any, tokens_BS: Tensor) -> Tensor:
 
 
 def token_costs(model: Any, hidden_BSD: Tensor, native_BSD: Tensor, tokens_BS: Tensor) -> Costs:
-    """Compare answers with the unpatched model's.
-
-    Args:
-        hidden_BSD: ``hidden_states`` under a policy.
-        native_BSD: of the unpatched model.
-        tokens_BS: int64, the text.
-    """
+    """Compare answers to a text: ``hidden_states`` under a policy with the unpatched model's."""
     head = model.get_output_embeddings()
     num_sequences, length = tokens_BS.shape
     next_T = tokens_BS[:, 1:].reshape(-1)

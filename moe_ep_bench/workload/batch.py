@@ -74,7 +74,6 @@ def deal(batch: TokenBatch | Tensor, num_ranks: int, shares: Sequence[float] | N
 
     Args:
         batch: a batch, or its ``sequence_id_T``; the tokens of a sequence are adjacent.
-        num_ranks: at least 1.
         shares: what ranks get in relation to each other, repeated as often as there are ranks; 0 = nothing.
 
     Returns:

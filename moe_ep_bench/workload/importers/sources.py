@@ -228,20 +228,9 @@ _OF_MODEL = ("model", "num_experts", "score_function")
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Facts about a recording.
+    """Facts about a recording, as options of ``trace import`` say them; ``top_k`` and ``num_layers`` from the preset.
 
-    Attributes:
-        preset: a model of data/models/, which gives ``model``, ``num_experts``, ``top_k`` and ``score_function``.
-        model: name of the model, where there is no preset.
-        num_experts: of one layer, 2 to 1,024.
-        top_k: from the preset; the recording must agree.
-        num_layers: from the preset: all of the model's, dense ones included.
-        domain: part of a published recording; of others, the subject of the texts.
-        phase: prefill, decode, both, or training; see the importer.
-        licence: under which the recording may be used.
-        score_function: softmax or sigmoid: turns recorded logits into scores.
-        micro_batch_size: sequences that one forward pass interleaves.
-        assume_equal_scores: accept a recording that has no scores; every one of the top-k then gets the same.
+    The preset gives all facts of the model, and the recording must agree; its layers include the dense ones.
     """
 
     preset: str | None = None

@@ -729,7 +729,7 @@ def test_pairs_of_every_expert_are_conserved_and_replayed_and_a_changed_source_h
     share = 0.6 if trace.scores_are_normalised else None
     workload = RecordedWorkload(out, 1, **sizes, tail="uniform", seed=0, topk_share=share)
     best = workload.batch(0).scores_TE.topk(trace.top_k, dim=1).indices
-    np.testing.assert_array_equal(best.numpy(), trace.read_layer(1)[0][workload.draw(0)[0]])
+    np.testing.assert_array_equal(best.numpy(), trace.read_layer(1)[0][workload.draw(0)])
     again = imported(kind, source, out.with_name("again"), **options).trace
     assert again.path.read_bytes() == out.read_bytes()
     files = [source] if source.is_file() else source.rglob("*")

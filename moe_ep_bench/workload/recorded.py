@@ -159,15 +159,10 @@ class RecordedWorkload(Workload):
             token_T = tokens(chunk)
             yield fill_tail(ids_TK[token_T].astype(np.int64), fitted.scores_TK[token_T], weights_E, jitter_TE)
 
-    def draw(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Which recorded tokens make up a batch, and which of its sequences (or slots) each belongs to.
-
-        Returns:
-            Two int64 [T]. Tokens are counted through all recordings, one after the other, in the order of ``sources``.
-        """
+    def draw(self, index: int) -> NDArray[np.int64]:
+        """Which recorded tokens make up a batch: int64 [T], counted through all recordings, one after the other."""
         first_S, length_S = self._spans(index)
-        token_T = np.arange(self.num_tokens) + (first_S + length_S - length_S.cumsum()).repeat(length_S)
-        return token_T, np.arange(len(length_S)).repeat(length_S)
+        return np.arange(self.num_tokens) + (first_S + length_S - length_S.cumsum()).repeat(length_S)
 
     def _spans(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The first recorded token of each sequence (or slot) of a batch, and how many there are: both int64 [S]."""
@@ -231,11 +226,10 @@ class RecordedWorkload(Workload):
         tokens_NM = np.empty((self.num_batches, len(self.traces)), dtype=np.int64)
         requests_NM = np.empty_like(tokens_NM)
         for index in range(self.num_batches):
-            token_T, sequence_id_T = self.draw(index)
-            source_T = np.searchsorted(self._offsets, token_T, side="right") - 1
-            first_T = np.diff(sequence_id_T, prepend=-1) != 0
-            tokens_NM[index] = np.bincount(source_T, minlength=len(self.traces))
-            requests_NM[index] = np.bincount(source_T[first_T], minlength=len(self.traces))
+            first_S, length_S = self._spans(index)
+            source_S = np.searchsorted(self._offsets, first_S, side="right") - 1
+            tokens_NM[index] = np.bincount(source_S, length_S, minlength=len(self.traces))
+            requests_NM[index] = np.bincount(source_S, minlength=len(self.traces))
         return [
             {
                 "file": trace.path.name,

@@ -710,7 +710,7 @@ class Recordings:
         save(bases / "toy.safetensors", *parts())
         importers.gpt_oss(bases / "gpt-oss", answers=(("mmlu/law/True_True", 9, 2),))
         importers.megatron(bases / "megatron")
-        np.savez(bases / "sglang.npz", **importers.sglang_arrays(importers.sglang(bases / "dump")))
+        np.savez(bases / "sglang.npz", **importers.sglang_arrays(importers.sglang()))
         importers.esft(bases / "esft", lengths=(2,), domains=("law",))
         ids = routing(3, 4, 16, 3)
         response = {"prompt_routed_experts": npy(ids), "choices": [{"routed_experts": ids.tolist()}]}

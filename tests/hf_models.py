@@ -36,7 +36,11 @@ _COMMON = {
     "pad_token_id": 0,
     "initializer_range": 0.3,  # else every expert scores nearly the same
 }
+_QWEN = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 _LATENT = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
     "moe_intermediate_size": 16,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
@@ -48,49 +52,21 @@ _LATENT = {
 _CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "mixtral": (MixtralConfig, {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}),
     "olmoe": (OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 3}),
-    "qwen2_moe": (
-        Qwen2MoeConfig,
-        {
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-        },
-    ),
-    "qwen3_moe": (
-        Qwen3MoeConfig,
-        {
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 16,
-            "norm_topk_prob": True,
-            "head_dim": 16,
-        },
-    ),
+    "qwen2_moe": (Qwen2MoeConfig, {**_QWEN, "shared_expert_intermediate_size": 16}),
+    "qwen3_moe": (Qwen3MoeConfig, {**_QWEN, "norm_topk_prob": True, "head_dim": 16}),
     "deepseek_v2": (
         DeepseekV2Config,
         {
             **_LATENT,
-            "n_routed_experts": 8,
             "num_experts_per_tok": 3,
             "q_lora_rank": None,
             "topk_method": "group_limited_greedy",
-            "n_group": 4,
-            "topk_group": 2,
             "routed_scaling_factor": 1.5,
         },
     ),
     "deepseek_v3": (
         DeepseekV3Config,
-        {
-            **_LATENT,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 4,
-            "q_lora_rank": 8,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 2.5,
-        },
+        {**_LATENT, "num_experts_per_tok": 4, "q_lora_rank": 8, "routed_scaling_factor": 2.5},
     ),
     "gpt_oss": (GptOssConfig, {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 8}),
 }

@@ -5,9 +5,10 @@ Sources are made here, small and of the published form; none is copied.
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
-import subprocess
+import shlex
 import sys
 import zipfile
 
@@ -158,10 +159,9 @@ def megatron(directory, passes=(6, 4), layers=(1, 3), num_experts=16, top_k=3, l
     return rows
 
 
-def sglang(directory, num_physical=20, num_logical=16, top_k=3, layers=(1, 2, 3)):
+def sglang(num_physical=20, num_logical=16, top_k=3, layers=(1, 2, 3)):
     """A dump as SGLang's recorder holds it in memory: two prompts with filling, then two decode passes."""
     random = np.random.default_rng(11)
-    directory.mkdir(parents=True, exist_ok=True)
     to_logical = np.stack([random.permutation(np.arange(num_physical) % num_logical) for _ in range(4)])
     records = []
     for lengths, positions, valid in (
@@ -175,20 +175,9 @@ def sglang(directory, num_physical=20, num_logical=16, top_k=3, layers=(1, 2, 3)
             for token in range(valid):
                 logical = random.permutation(num_logical)[:top_k]
                 ids[layer, token, :top_k] = [random.choice(np.flatnonzero(to_logical[layer] == e)) for e in logical]
-        records.append(
-            {
-                "forward_pass_id": len(records),
-                "rank": 0,
-                "gatherer_key": "primary",
-                "input_ids": [7] * len(positions),
-                "positions": positions,
-                "extend_seq_lens": lengths,
-                "forward_mode": 1 if lengths else 2,
-                "topk_ids_of_layer": torch.from_numpy(ids),
-                "misc_objects": [],
-                "global_physical_count": torch.zeros(4, num_physical, dtype=torch.int32),
-            }
-        )
+        record = {"rank": 0, "input_ids": [7] * len(positions), "misc_objects": []}
+        record |= {"positions": positions, "extend_seq_lens": lengths, "topk_ids_of_layer": torch.from_numpy(ids)}
+        records.append(record)
     return {"records": records, "last_physical_to_logical_map": torch.from_numpy(to_logical)}
 
 
@@ -239,30 +228,6 @@ def test_flame_moe_keeps_probabilities_as_shares_of_the_whole_mass(tmp_path, out
         assert_rows_match((ids[index], scores[index]), *both)
 
 
-FLAME_ERRORS = {
-    "another name": ({"x": np.zeros(3)}, "expected <pass>.<layer>.ids and .probs, got 'x'"),
-    "no probabilities": ({"0.2.ids": np.zeros((2, 3), int)}, "missing array: 0.2.probs"),
-    "other shapes": (
-        {"0.2.ids": np.zeros((2, 3), int), "0.2.probs": np.zeros((2, 2))},
-        "0.2: expected ids and probs of",
-    ),
-    "too much mass": (
-        {"0.2.ids": np.array([[0, 1, 2]]), "0.2.probs": np.array([[0.9, 0.9, 0.9]])},
-        "0.2: token 0: scores: expected the sum of part of a softmax",
-    ),
-    "a pickle": ({"0.2.ids": np.array([[{}]], dtype=object)}, "0.2.ids: "),
-}
-
-
-@pytest.mark.parametrize("name", FLAME_ERRORS)
-def test_a_flame_moe_file_that_is_none_is_one_line(tmp_path, out, name):
-    arrays, message = FLAME_ERRORS[name]
-    np.savez(tmp_path / "f.npz", **arrays)
-    said = refusal("flame-moe", tmp_path / "f.npz", out, **FLAME)
-    assert message in said
-    assert "\n" not in said
-
-
 def as_lines(arrays):
     return "".join(
         json.dumps(
@@ -283,23 +248,13 @@ OPTIONS = {"esft": {}, "flame-moe": FLAME, "gpt-oss": {}, "megatron": MEGATRON, 
 def prepared(kind, root):
     """A sound source of each kind, and its options."""
     root.mkdir(parents=True, exist_ok=True)
-    if kind == "esft":
-        esft(root)
-        return root, {}
-    if kind == "gpt-oss":
-        gpt_oss(root)
-        return root, {}
-    if kind == "flame-moe":
-        np.savez(root / "f.npz", **flame_moe_arrays())
-        return root / "f.npz", FLAME
-    if kind == "megatron":
-        megatron(root)
-        return root, MEGATRON
-    if kind == "sglang":
-        np.savez(root / "d.npz", **sglang_arrays(sglang(root)))
-        return root / "d.npz", SGLANG
-    np.savez(root / "r.npz", **vllm_arrays())
-    return root / "r.npz", VLLM
+    folders = {"esft": esft, "gpt-oss": gpt_oss, "megatron": megatron}
+    if kind in folders:
+        folders[kind](root)
+        return root, OPTIONS[kind]
+    arrays = {"flame-moe": flame_moe_arrays, "sglang": lambda: sglang_arrays(sglang()), "vllm": vllm_arrays}
+    np.savez(root / "d.npz", **arrays[kind]())
+    return root / "d.npz", OPTIONS[kind]
 
 
 # What is imported
@@ -394,9 +349,10 @@ def test_interleaved_sequences_are_told_apart(tmp_path, out):
 @pytest.mark.seam
 @pytest.mark.parametrize("logits", [True, False])
 def test_what_megatrons_own_tracer_writes_is_read(tmp_path, out, logits, monkeypatch):
-    router_trace = pytest.importorskip(
-        "megatron.core.transformer.moe.router_trace", reason="0.16.1 has no router tracer"
-    )
+    if importlib.metadata.version("megatron-core").startswith("0.16"):  # asked first: its import takes seconds
+        pytest.skip("0.16.1 has no router tracer")
+    from megatron.core.transformer.moe import router_trace
+
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     tracer = router_trace.RouterTracer(str(tmp_path / "trace"), max_steps=9, rank=0, capture_logits=logits)
     generator = torch.Generator().manual_seed(0)
@@ -428,14 +384,16 @@ def test_what_megatrons_own_tracer_writes_is_read(tmp_path, out, logits, monkeyp
         )
 
 
-def test_sglangs_dump_goes_through_the_command_that_converts_it(tmp_path, out):
-    dump = sglang(tmp_path)
+def test_sglangs_dump_goes_through_the_command_that_converts_it(tmp_path, out, monkeypatch):
+    dump = sglang()
     torch.save(dump, tmp_path / "dump.pt")
     text = refusal("sglang", tmp_path / "dump.pt", out, **SGLANG)
     assert text.endswith(f"a pickle, which is not read; convert it where SGLang runs: {CONVERT}")
-    python, *rest = CONVERT.split(" ", 1)
-    assert python == "python"
-    subprocess.run(f"{sys.executable} {rest[0]}", shell=True, check=True, cwd=tmp_path, timeout=600)
+    python, option, code, *arguments = shlex.split(CONVERT)
+    assert (python, option, arguments) == ("python", "-c", ["dump.pt", "dump.npz"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["-c", *arguments])
+    exec(code, {})
     summary = imported("sglang", tmp_path / "dump.npz", out, **SGLANG)
     ids, scores, sequence_id_T, position_T = read_back(out)
     assert sequence_id_T.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 3, 4, 5]
@@ -493,7 +451,7 @@ def test_vllms_routed_experts_are_kept_with_their_places(tmp_path, out, form):
 def damaged(kind, root, damage):
     """A source, one file of which was changed by ``damage``: that file."""
     source, _ = prepared(kind, root)
-    if kind in ("sglang", "vllm"):
+    if source.suffix == ".npz":
         with np.load(source) as file:
             arrays = dict(file)
         damage(arrays)
@@ -565,6 +523,13 @@ def array(name, value):
 NO_EXPERTS = [-1] * 5
 MAP, IDS = "last_physical_to_logical_map", "topk_ids_of_layer"
 DAMAGE = {
+    "flame-moe": {
+        " expected <pass>.<layer>.ids and .probs, got 'x'": array("x", np.zeros(3)),
+        " missing array: 0.2.probs": array("0.2.probs", None),
+        " 0.2: expected ids and probs of one shape, with": array("0.2.probs", np.zeros((2, 2))),
+        " 0.2: token 0: scores: expected the sum of part of a softmax": item("0.2.probs", 0, 0.9),
+        " 0.2.ids: ": array("0.2.ids", np.array([[{}]], dtype=object)),
+    },
     "esft": {
         "1: expected 6 ids and weights per token, got 30 and 31": lambda text: text.replace("\t\t", "\t\t0.1\t", 1),
         "1: expected expert ids between tabs (": lambda text: "8.5" + text[text.index("\t") :],
@@ -660,24 +625,14 @@ def test_parts_that_are_missing_are_refused(tmp_path, out):
     assert text.endswith("expected at least one token, got none (3 left out)")
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ('{"router_data": [', "Expecting value"),
-        ("[" * 100_000, "recursion"),
-        ('{"router_data": [NaN]}', "NaN is no JSON number"),
-    ],
-)
-def test_what_is_no_json_is_refused(tmp_path, out, text, reason):
+def test_what_is_no_json_is_refused(tmp_path, out):
     gpt_oss(tmp_path / "gpt-oss")
     path = tmp_path / "gpt-oss" / "data" / "mmlu" / "law" / "True_True_examples.json"
-    path.write_text(text)
-    message = refusal("gpt-oss", tmp_path / "gpt-oss", out)
-    assert message.startswith(f"{path}: expected JSON, got ")
-    assert reason in message
+    path.write_text("[" * 100_000)
+    assert refusal("gpt-oss", tmp_path / "gpt-oss", out).startswith(f"{path}: expected JSON, got ")
 
 
-@pytest.mark.parametrize("value", [0x7FC0, 0x7F80, 0xFF80])  # NaN and both infinities in bfloat16
+@pytest.mark.parametrize("value", [0x7FC0, 0xFF80])  # NaN and an infinity in bfloat16
 def test_megatrons_logits_must_be_finite(tmp_path, out, value):
     megatron(tmp_path / "trace")
     sidecar = tmp_path / "trace" / "logits_rank0.bin"
@@ -717,16 +672,12 @@ def test_an_array_that_claims_to_be_huge_is_refused_before_it_is_held(tmp_path, 
         import_trace("vllm", path, out, ImportOptions(**VLLM), max_bytes=100)
 
 
-@pytest.mark.parametrize(
-    "damage", ["no archive", "truncated", "damaged data", "damaged packing", "pickle inside", "no array inside"]
-)
+@pytest.mark.parametrize("damage", ["truncated", "damaged data", "damaged packing", "pickle inside"])
 def test_a_damaged_archive_is_refused(tmp_path, out, damage):
     path = tmp_path / "r.npz"
     np.savez(path, **vllm_arrays())
     whole = path.read_bytes()
-    if damage == "no archive":
-        path.write_bytes(b"PK but not a zip")
-    elif damage == "truncated":
+    if damage == "truncated":
         path.write_bytes(whole[: len(whole) // 2])
     elif damage == "damaged packing":
         np.savez_compressed(path, **vllm_arrays())
@@ -740,7 +691,7 @@ def test_a_damaged_archive_is_refused(tmp_path, out, damage):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     else:
         with zipfile.ZipFile(path, "a") as archive:
-            archive.writestr("data.pkl" if damage == "pickle inside" else "0.routed_experts", b"\x80\x04.")
+            archive.writestr("data.pkl", b"\x80\x04.")
     assert refusal("vllm", path, out, **VLLM).startswith(f"{path}: ")
 
 
@@ -757,16 +708,19 @@ def test_a_line_without_end_is_refused(tmp_path, out, monkeypatch):
 
 
 @every_kind
-def test_pairs_of_every_expert_are_conserved_and_replayed(tmp_path, out, kind, monkeypatch):
+def test_pairs_of_every_expert_are_conserved_and_replayed_and_a_changed_source_has_another_hash(
+    tmp_path, out, kind, monkeypatch
+):
     seen, add = {}, TraceWriter.add
 
     def spy(writer, layer, ids_TK, *rest):
         seen[layer] = seen.get(layer, 0) + np.bincount(np.asarray(ids_TK).ravel(), minlength=256)
         return add(writer, layer, ids_TK, *rest)
 
-    monkeypatch.setattr(TraceWriter, "add", spy)
     source, options = prepared(kind, tmp_path / "source")
-    trace = imported(kind, source, out, **options).trace
+    with monkeypatch.context() as patch:
+        patch.setattr(TraceWriter, "add", spy)
+        trace = imported(kind, source, out, **options).trace
     ids = read_back(out)[0]
     for index, layer in enumerate(sorted(seen)):
         np.testing.assert_array_equal(np.bincount(ids[index].ravel(), minlength=256), seen[layer])
@@ -775,7 +729,18 @@ def test_pairs_of_every_expert_are_conserved_and_replayed(tmp_path, out, kind, m
     share = 0.6 if trace.scores_are_normalised else None
     workload = RecordedWorkload(out, 1, **sizes, tail="uniform", seed=0, topk_share=share)
     best = workload.batch(0).scores_TE.topk(trace.top_k, dim=1).indices
-    np.testing.assert_array_equal(best.numpy(), trace.read_layer(1)[0][workload.draw(0)[0]])
+    np.testing.assert_array_equal(best.numpy(), trace.read_layer(1)[0][workload.draw(0)])
+    again = imported(kind, source, out.with_name("again"), **options).trace
+    assert again.path.read_bytes() == out.read_bytes()
+    files = [source] if source.is_file() else source.rglob("*")
+    path = sorted(p for p in files if p.suffix in (".txt", ".jsonl", ".npz") or "_ex" in p.name)[-1]
+    if path.suffix == ".npz":
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.comment = b"changed"
+    else:
+        path.write_text(path.read_text().replace("\n", "\r\n") + " " * (kind == "gpt-oss"))
+    changed = imported(kind, source, out.with_name("changed"), **options).trace
+    assert changed.metadata["source_sha256"] != trace.metadata["source_sha256"]
 
 
 def test_a_writer_that_loses_or_changes_pairs_is_found_out(tmp_path, out, monkeypatch):
@@ -794,26 +759,6 @@ def test_a_writer_that_loses_or_changes_pairs_is_found_out(tmp_path, out, monkey
     assert list(out.parent.iterdir()) == []
 
 
-@every_kind
-def test_the_same_source_gives_the_same_bytes_and_another_hash_when_it_changes(tmp_path, out, kind):
-    source, options = prepared(kind, tmp_path / "source")
-
-    def made(name):
-        trace = imported(kind, source, out.with_name(name), **options).trace
-        return trace.path.read_bytes(), trace.metadata["source_sha256"]
-
-    first = made("first")
-    assert first == made("again")
-    files = [source] if source.is_file() else source.rglob("*")
-    path = sorted(p for p in files if p.suffix in (".txt", ".jsonl", ".npz") or "_ex" in p.name)[-1]
-    if path.suffix == ".npz":
-        with zipfile.ZipFile(path, "a") as archive:
-            archive.comment = b"changed"
-    else:
-        path.write_text(path.read_text().replace("\n", "\r\n") + " " * (kind == "gpt-oss"))
-    assert made("changed")[1] != first[1]
-
-
 def test_a_failure_at_the_end_leaves_nothing_behind(tmp_path, out, monkeypatch):
     source, options = prepared("vllm", tmp_path / "source")
 
@@ -829,10 +774,8 @@ def test_a_failure_at_the_end_leaves_nothing_behind(tmp_path, out, monkeypatch):
     [
         ("tensorrt", {}, "kind: expected one of esft, flame-moe, gpt-oss, megatron, sglang, vllm; got 'tensorrt'"),
         ("esft", {"phase": "decode"}, "phase: not for esft recordings, which take domain; got 'decode'"),
-        ("vllm", {"micro_batch_size": 2}, "micro_batch_size: not for vllm recordings, which take preset, model,"),
         ("vllm", {"num_experts": 8, "assume_equal_scores": True}, "model: needed, because vllm recordings do not say"),
         ("vllm", {}, "model, num_experts, assume_equal_scores: needed, because vllm recordings do not say it, and"),
-        ("megatron", {}, "model, phase: needed, because megatron recordings do not say it; preset says what"),
         ("vllm", {"preset": "olmoe"}, "preset: expected one of deepseek-"),
         (
             "vllm",
@@ -896,11 +839,10 @@ def test_the_command_makes_the_trace_that_its_options_ask_for(tmp_path, out, cap
 
 @every_kind
 def test_the_command_refuses_another_source_in_one_line(tmp_path, out, kind, capsys):
-    for name, text in (("nowhere", None), ("other", "no recording\n")):
-        source = tmp_path / name
-        if text:
-            source.write_text(text)
+    source = tmp_path / "other"
+    for said_of_it in (" no such file or directory", ""):
         assert main(command_line(kind, source, out, OPTIONS[kind])) == 2
         said = capsys.readouterr()
         assert (said.out, said.err.count("\n"), out.exists()) == ("", 1, False)
-        assert said.err.startswith(f"moe-ep-bench: {source}:{'' if text else ' no such file or directory'}")
+        assert said.err.startswith(f"moe-ep-bench: {source}:{said_of_it}")
+        source.write_text("no recording\n")

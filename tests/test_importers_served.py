@@ -75,46 +75,33 @@ def test_sglangs_responses_are_read_with_the_models_layers(tmp_path: Path) -> No
 # Experts that there are none of, but in the dense layer.
 HIGH_L1 = 60 * (np.arange(27) > 0)[:, None].astype(np.int32)
 HOSTILE = {
-    "no text": ("sglang", {"meta_info": {}}, "routed_experts: expected base64 text, got None"),
-    "a list": ("sglang", [3], "routed_experts: expected base64 text, got None"),
-    "no base64": ("sglang", {"meta_info": {"routed_experts": "!!!"}}, "routed_experts: expected base64, got '!!!'"),
+    "no text": ("sglang", {}, "routed_experts: expected base64 text, got {}"),
+    "no base64": ("sglang", "!!!", "routed_experts: expected base64, got '!!!'"),
     "another length": (
         "sglang",
-        {"meta_info": {"routed_experts": raw(np.zeros(5, np.int32))}},
+        raw(np.zeros(5, np.int32)),
         "expected rows of 27 layers x top-6 as int32 (648 bytes), got 20 bytes",
     ),
-    "no such expert": (
-        "sglang",
-        {"meta_info": {"routed_experts": raw(routing(2, 27, 64, 6) + HIGH_L1)}},
-        "expert_ids: expected 0 to 63, got ",
-    ),
+    "no such expert": ("sglang", raw(routing(2, 27, 64, 6) + HIGH_L1), "expert_ids: expected 0 to 63, got "),
     "a pickle": (
         "vllm",
-        {"choices": [{"routed_experts": npy(np.array([[[{}]]], dtype=object))}]},
+        npy(np.array([[[{}]]], dtype=object)),
         "choices: 0: routed_experts: expected an npy array in base64 (",
-    ),
-    "no npy": (
-        "vllm",
-        {"choices": [{"routed_experts": raw(np.zeros(9, np.int32))}]},
-        "expected an npy array in base64 (",
     ),
     "floats": (
         "vllm",
-        {"choices": [{"routed_experts": npy(np.zeros((1, 2, 3)))}]},
+        npy(np.zeros((1, 2, 3))),
         "expected whole numbers of 3 dimensions, got float64 of shape (1, 2, 3)",
     ),
-    "flat": (
-        "vllm",
-        {"choices": [{"routed_experts": npy(np.zeros(6, np.int32))}]},
-        "expected whole numbers of 3 dimensions, got int32 of shape (6,)",
-    ),
+    "flat": ("vllm", npy(np.zeros(6, np.int32)), "expected whole numbers of 3 dimensions, got int32 of shape (6,)"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_responses_are_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kind, response, message = HOSTILE[name]
-    source = written(tmp_path / "responses.jsonl", response)
+    kind, text, message = HOSTILE[name]
+    held = {"routed_experts": text}
+    source = written(tmp_path / "responses.jsonl", {"choices": [held]} if kind == "vllm" else {"meta_info": held})
     options = ["--preset", "deepseek-v2-lite", "--assume-equal-scores"]
     assert cli.main(["trace", "import", kind, str(source), str(tmp_path / "out"), *options]) == 2
     said = capsys.readouterr().err

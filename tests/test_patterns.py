@@ -38,8 +38,8 @@ def load(found: PatternWorkload, index: int = 0) -> NDArray[np.float64]:
 HOT = 0.75 * 4 + 0.25
 QUARTERS = {
     ("megatron_w0", 0): [1, 1, 1, 1],
-    ("megatron_w1", 0): [HOT, 0.25, 0.25, 0.25],
-    ("megatron_w2", 5): [HOT, 0.25, 0.25, 0.25],
+    ("megatron_w1", 5): [HOT, 0.25, 0.25, 0.25],
+    ("megatron_w2", 0): [HOT, 0.25, 0.25, 0.25],
     ("megatron_w3", 0): [1, 1, 1, 1],
     ("megatron_w4", 0): [1, 1, 1, 1],
     ("megatron_w5", 0): [0, 0, 2, 2],
@@ -67,7 +67,7 @@ def test_loads_are_those_of_the_definition(pattern: str, index: int) -> None:
 
 
 @pytest.mark.parametrize("exponent", [1.01, 1.2])
-@pytest.mark.parametrize("num_tokens", [4, 64, T])
+@pytest.mark.parametrize("num_tokens", [4, T])
 def test_power_law_loads_are_its_quotas(exponent: float, num_tokens: int) -> None:
     found = workload(f"power_law_{exponent}", num_tokens=num_tokens)
     quota_E = found.quotas(0)
@@ -110,10 +110,8 @@ def test_the_default_family_is_the_log_normal_of_deepep() -> None:
 def test_any_ranks_get_the_same_rows(pattern: str) -> None:
     found = workload(pattern, num_tokens=256)
     whole = found.batch(4)
-    for num_ranks in (1, 4):
-        rows = [rank.scores_TE for rank in found.rank_batches(4, num_ranks)]
-        joined = {tuple(row.tolist()) for part in rows for row in part}
-        assert joined == {tuple(row.tolist()) for row in whole.scores_TE}
+    rows = torch.cat([rank.scores_TE for rank in found.rank_batches(4, 4)])
+    assert {tuple(row) for row in rows.tolist()} == {tuple(row) for row in whole.scores_TE.tolist()}
     assert torch.allclose(whole.scores_TE.sum(dim=1), torch.ones(256))
 
 
@@ -128,7 +126,7 @@ CONFIG = {
 def test_a_pattern_is_a_skew_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(CONFIG))
-    assert cli.main(["route", str(path), "--out", str(tmp_path / "out")]) == 0
+    assert cli.main(["route", str(path), "--dry-run"]) == 0
     assert "megatron w1" in capsys.readouterr().out
     for change, message in (
         (["workload.peak_load=3"], "skew: megatron_w1 prescribes all loads; expected no peak_load"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_workload import peak_load, top_k_load
 from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_time import HandClock
 
@@ -34,7 +35,6 @@ from moe_ep_bench.timing.protocol import (
     warm_up,
 )
 from moe_ep_bench.timing.timer import CudaClock, PhaseRecorder
-from moe_ep_bench.workload import peak_load, top_k_load
 from moe_ep_bench.workload.skew import balanced_scores
 
 

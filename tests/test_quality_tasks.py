@@ -14,10 +14,10 @@ from typing import Any
 
 import hf_models
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from test_quality import parts, refused
 
 from moe_ep_bench.analysis.quality_frames import Quality, read_quality, task_scores, text_costs
 from moe_ep_bench.analysis.quality_tables import task_means
@@ -29,6 +29,7 @@ from moe_ep_bench.quality import harness
 from moe_ep_bench.quality.checkpoint import Checkpoint
 from moe_ep_bench.quality.config import load_quality
 from moe_ep_bench.quality.harness import TaskRouting, score_continuations
+from moe_ep_bench.quality.session import run_quality
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import QUALITY_SCHEMA
 
@@ -145,7 +146,7 @@ def one_by_one(model: Any, pairs: Any, max_length: int = 4096) -> list[tuple[flo
     return found
 
 
-@pytest.mark.parametrize(("batch_size", "max_length"), [(1, 4096), (4, 4096), (64, 4096), (4, 7)])
+@pytest.mark.parametrize(("batch_size", "max_length"), [(64, 4096), (4, 7)])
 def test_scores_are_those_of_every_continuation_alone(batch_size: int, max_length: int, model: Any) -> None:
     with torch.inference_mode():
         found = score_continuations(model, PAIRS, max_length, batch_size)
@@ -157,7 +158,7 @@ def test_scores_are_those_of_every_continuation_alone(batch_size: int, max_lengt
 def test_padding_takes_no_capacity_and_prompts_that_are_alike_are_read_once(model: Any) -> None:
     lengths: list[int] = []
     routing = TaskRouting(make_policy({"name": "topk"}), num_ranks=2)
-    with torch.inference_mode(), routing.scoring(model):
+    with torch.inference_mode(), routing.routed(model):
         handle = model.base_model.register_forward_pre_hook(
             lambda _, args, kwargs: lengths.extend(kwargs["attention_mask"].sum(dim=1).tolist()), with_kwargs=True
         )
@@ -173,7 +174,7 @@ def test_padding_takes_no_capacity_and_prompts_that_are_alike_are_read_once(mode
 def test_policies_act_where_answers_are_scored_in_the_phase_that_they_are_for(model: Any) -> None:
     def scored(spec: dict[str, Any] | None, phase: Any = "auto") -> tuple[list[tuple[float, bool]], TaskRouting]:
         routing = TaskRouting(None if spec is None else make_policy(spec), 2, phase)
-        with torch.inference_mode(), routing.scoring(model):
+        with torch.inference_mode(), routing.routed(model):
             return score_continuations(model, PAIRS, 4096, 8), routing
 
     native, nothing = scored(None)
@@ -255,15 +256,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return stand_in
 
 
-def scores(directory: Path) -> dict[str, pd.DataFrame]:
-    """Every case's rows by its label."""
-    described = json.loads((directory / "run.json").read_text())
-    return {
-        case["label"]: pq.read_table(directory / "quality" / f"{case_id}.parquet").to_pandas()
-        for case_id, case in described["cases"].items()
-    }
-
-
 def of_questions(rows: pd.DataFrame) -> pd.Series:
     return rows[rows["item"].notna()].set_index("item")["value"]
 
@@ -273,7 +265,7 @@ def test_rows_are_the_harnesss_numbers_and_a_second_time_nothing_is_run(
 ) -> None:
     assert main(["quality", str(folder / "config.yaml"), "--out", str(tmp_path)]) == OK
     assert stand_in.asked == [("sums", 2, None)] * 2
-    rows = scores(tmp_path)
+    rows = parts(tmp_path)
     for label in ("native", make_policy(DROP).label):
         assert list(rows[label]) == QUALITY_SCHEMA.names
         assert (rows[label]["task"] == "sums").all()
@@ -287,6 +279,13 @@ def test_rows_are_the_harnesss_numbers_and_a_second_time_nothing_is_run(
     dropped = {label: table.set_index("metric")["value"]["dropped_fraction"] for label, table in rows.items()}
     assert dropped["native"] == 0
     assert dropped[make_policy(DROP).label] > 0.3
+    # Policies are set against the unpatched model question by question.
+    paired = of_questions(rows[make_policy(DROP).label]) - of_questions(rows["native"])
+    native, drop = task_scores(read_quality(tmp_path)).itertuples()
+    assert math.isnan(native.added)
+    assert math.isnan(native.added_stderr)
+    assert drop.added == pytest.approx(paired.mean())
+    assert drop.added_stderr == pytest.approx(paired.std() / math.sqrt(12))
     first = capsys.readouterr().out
     assert main(["quality", str(folder / "config.yaml"), "--out", str(tmp_path)]) == OK
     again = capsys.readouterr()
@@ -302,16 +301,14 @@ def test_rows_are_the_harnesss_numbers_and_a_second_time_nothing_is_run(
 
 
 def test_a_text_and_tasks_of_one_config_lie_in_one_directory_and_are_shown_together(
-    folder: Path, stand_in: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, stand_in: StandIn, tmp_path: Path
 ) -> None:
     (folder / "words.txt").write_text("a few words, again and again\n" * 20)
     text = "text={file: words.txt, num_sequences: 4, sequence_length: 16, batch_size: 2}"
-    arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path), "--set"]
-    assert main([*arguments, text]) == OK
-    said = capsys.readouterr().out
+    run_quality(folder / "config.yaml", tmp_path, [text])
+    said = quality_text(tmp_path)
     assert "words.txt, 4 sequences of 16 tokens" in said
     assert "sums, 2-shot" in said
-    assert "quality_fronts" in said
     quality = read_quality(tmp_path)
     assert text_costs(quality)["policy"].tolist() == ["native", "token_drop"]
     scores = task_scores(quality)
@@ -324,10 +321,9 @@ def test_a_text_and_tasks_of_one_config_lie_in_one_directory_and_are_shown_toget
 def test_the_papers_number_stands_beside_the_same_task_shots_metric_and_policy_only(
     folder: Path, stand_in: StandIn, tmp_path: Path
 ) -> None:
-    arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path), "--set"]
     tasks = "tasks=[{name: sums, num_fewshot: 2}, {name: sums, num_fewshot: 3}, {name: sums, num_fewshot: 5}]"
     policies = "policies=[{name: token_drop, capacity_factor: 0.5}, {name: token_drop, capacity_factor: 0.25}]"
-    assert main([*arguments, tasks, "--set", policies]) == OK
+    run_quality(folder / "config.yaml", tmp_path, [tasks, policies])
     found = task_scores(read_quality(tmp_path))
     label = make_policy(DROP).label
     beside = found[found["paper"].notna()].set_index(["num_fewshot", "label", "metric"])
@@ -352,13 +348,11 @@ def test_the_papers_number_stands_beside_the_same_task_shots_metric_and_policy_o
 
 
 def test_a_number_stands_beside_whatever_its_paper_leaves_open(folder: Path, stand_in: StandIn, tmp_path: Path) -> None:
-    arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path)]
     policies = f"policies=[{json.dumps({**DROP, 'renormalize': ['kept', 'original'], 'rounding': 'ceil'})}]"
-    assert main([*arguments, "--set", policies, "--set", "published.unstated=[renormalize]"]) == OK
-    assert task_scores(read_quality(tmp_path))["paper"].notna().tolist() == [True, False, False], "rounding is stated"
-    changes = ["--set", policies, "--set", "published.unstated=[renormalize, rounding]", "--force"]
-    assert main([*arguments, *changes]) == OK
-    assert task_scores(read_quality(tmp_path))["paper"].tolist() == [0.5, 0.4, 0.4]
+    for unstated, expected in (("renormalize", [True, False, False]), ("renormalize, rounding", [True] * 3)):
+        overrides = [policies, "limit=4", f"published.unstated=[{unstated}]"]
+        run_quality(folder / "config.yaml", tmp_path, overrides, force=True)
+        assert task_scores(read_quality(tmp_path))["paper"].notna().tolist() == expected
 
 
 def answered(*tasks: tuple[str, dict[str, float], float], shots: int | None = 5) -> Quality:
@@ -383,12 +377,8 @@ def test_a_task_with_several_numbers_for_the_papers_one_is_left_out_of_the_means
     (row,) = means.itertuples()
     assert (row.label, row.tasks, row.value, row.paper) == ("native", 2, pytest.approx(0.3), pytest.approx(0.35))
     assert task_means(task_scores(answered(*single)))[1] == []
-
-
-def test_no_number_of_a_paper_stands_where_the_paper_states_no_shots() -> None:
-    one = ("one", {"none": 0.2}, 30.0)
-    assert task_scores(answered(one))["paper"].tolist() == [0.3]
-    assert task_scores(answered(one, shots=None))["paper"].isna().all()
+    unstated = task_scores(answered(single[0], shots=None))
+    assert unstated["paper"].isna().all(), "no number stands where the paper states no shots"
 
 
 def test_what_python_compiles_beside_tasks_makes_no_other_tasks_of_them(tmp_path: Path) -> None:
@@ -401,19 +391,6 @@ def test_what_python_compiles_beside_tasks_makes_no_other_tasks_of_them(tmp_path
     assert harness.TaskIndex(tmp_path).folder_hash == before
     code.write_text("def gold(doc):\n    return 1\n")
     assert harness.TaskIndex(tmp_path).folder_hash != before
-
-
-def test_policies_are_set_against_the_unpatched_model_question_by_question(
-    folder: Path, stand_in: StandIn, tmp_path: Path
-) -> None:
-    assert main(["quality", str(folder / "config.yaml"), "--out", str(tmp_path)]) == OK
-    rows = scores(tmp_path)
-    paired = of_questions(rows[make_policy(DROP).label]) - of_questions(rows["native"])
-    native, drop = task_scores(read_quality(tmp_path)).itertuples()
-    assert math.isnan(native.added)
-    assert math.isnan(native.added_stderr)
-    assert drop.added == pytest.approx(paired.mean())
-    assert drop.added_stderr == pytest.approx(paired.std() / math.sqrt(12))
 
 
 def test_a_task_that_fails_is_one_line_and_what_is_done_stays(
@@ -430,17 +407,12 @@ def test_a_task_that_fails_is_one_line_and_what_is_done_stays(
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (
-            ["tasks=[{name: piqua}]"],
-            "tasks: expected a task of lm_eval (`lm_eval ls tasks`) or of include, got",
-        ),
+        (["tasks=[{name: piqua}]"], "tasks: expected a task of lm_eval (`lm_eval ls tasks`) or of include, got"),
         (["tasks=[]"], "tasks: expected at least 1 of them, got"),
         (["tasks=null"], "text, tasks: expected at least one of them, got neither"),
         (["tasks=null", "text={file: words.txt}"], "include: expected tasks beside it, got none"),
-        (["tasks=[{name: sums, shots: 2}]"], "tasks.0.shots: no such key; expected one of name, num_fewshot, metric"),
         (["tasks=[{name: sums}, {name: sums}]"], "expected each task once at each number of shots, got sums twice"),
         (["include=nowhere"], "include: expected a folder with tasks, got {folder}/nowhere"),
-        (["policies=[{name: oea}]"], "k0: oea needs it"),
         (["published.model=Huge"], "published.model: expected one of Tiny, got 'Huge'"),
         (["published.table=none.yaml"], "published.table: {folder}/none.yaml: cannot read the table: No such file"),
     ],
@@ -453,23 +425,15 @@ def test_what_cannot_be_run_is_one_line_and_leaves_nothing(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out = tmp_path / "out"
-    arguments = [part for one in overrides for part in ("--set", one)]
-    assert main(["quality", str(folder / "config.yaml"), "--out", str(out), *arguments]) == USER_ERROR
-    (said,) = capsys.readouterr().err.strip().splitlines()
-    assert said.startswith(f"moe-ep-bench: {folder}/config.yaml: ")
-    assert expected.format(folder=folder) in said
-    assert not out.exists()
+    assert expected.format(folder=folder) in refused(folder, tmp_path / "out", overrides, capsys)
 
 
 def test_a_missing_package_is_one_line(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert main(["quality", str(folder / "config.yaml"), "--out", str(tmp_path / "out")]) == USER_ERROR
-    (said,) = capsys.readouterr().err.strip().splitlines()
+    said = refused(folder, tmp_path / "out", [], capsys)
     assert "expected the package lm_eval, which tasks need: pip install 'moe-ep-bench[harness]'" in said
-    assert not (tmp_path / "out").exists()
     assert main(["quality", str(folder / "config.yaml"), "--dry-run"]) == OK
     assert make_policy(DROP).label in capsys.readouterr().out
 
@@ -488,9 +452,7 @@ def test_published_averages_are_the_means_of_what_was_copied(file: Path) -> None
                 assert sum(numbers) / len(numbers) == pytest.approx(row.average, abs=0.11), (model, row.policy)
 
 
-@pytest.mark.parametrize(
-    "config", sorted((REPOSITORY / "configs").glob("quality-tasks-*.yaml")), ids=lambda file: file.stem
-)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda file: file.stem)
 def test_configs_ask_what_their_tables_hold(config: Path) -> None:
     """Every task, shots, metric and policy of the config has its number in the table that it names."""
     experiment = load_quality(config)[0]

@@ -12,7 +12,6 @@ from test_workload import assert_rows_are_distributions_without_ties
 
 from moe_ep_bench.workload import SyntheticWorkload, deal
 from moe_ep_bench.workload.noise import CorrelatedNoise
-from moe_ep_bench.workload.popularity import FAMILIES
 from moe_ep_bench.workload.randomness import Run
 from moe_ep_bench.workload.skew import TopK
 
@@ -67,22 +66,22 @@ def test_top_k_looks_only_into_the_best_groups(shape, seed):
 # Targets
 
 
-SHAPES = [(1.5, 64, 6, 512), (9.0, 128, 8, 512), (3.0, 8, 2, 512)]
-CORNERS = [(1.3, 64, 6, 2048), (64 / 6, 64, 6, 512), (32.0, 256, 8, 512), (7.0, 16, 1, 300), (3.0, 16, 4, 20)]
+SHAPES = [(1.5, 64, 6, 512), (9.0, 128, 8, 256)]
+CORNERS = [(64 / 6, 64, 6, 256), (7.0, 16, 1, 300), (3.0, 16, 4, 20)]
 
 
 @pytest.mark.parametrize(
     ("family", "peak_load", "num_experts", "top_k", "num_tokens"),
-    [(family, *shape) for family in FAMILIES if family != "uniform" for shape in SHAPES]
+    [(family, *shape) for family in ("lognormal", "zipf", "dirichlet") for shape in SHAPES]
     + [("lognormal", *shape) for shape in CORNERS],
 )
 def test_every_family_meets_its_peak_load(family, peak_load, num_experts, top_k, num_tokens):
     sizes = {"num_experts": num_experts, "top_k": top_k, "num_tokens": num_tokens}
     workload = synthetic(family=family, peak_load=peak_load, **sizes)
     for index in range(2):
-        scores_TE = workload.batch(index).scores_TE
-        assert_rows_are_distributions_without_ties(scores_TE)
-        load = loads(workload.batch(index), top_k)
+        batch = workload.batch(index)
+        assert_rows_are_distributions_without_ties(batch.scores_TE)
+        load = loads(batch, top_k)
         one_token = num_experts / (num_tokens * top_k)
         assert load.max() / load.mean() == pytest.approx(peak_load, abs=max(0.01 * peak_load, one_token) + 1e-9)
 
@@ -100,7 +99,7 @@ def test_the_peak_load_is_met_under_the_models_groups(num_groups):
         assert not np.array_equal(ungrouped, load), "the groups make no difference"
 
 
-@pytest.mark.parametrize(("num_ranks", "load"), [(2, 1.2), (8, 2.0), (64, 3.0)])
+@pytest.mark.parametrize(("num_ranks", "load"), [(2, 1.2), (64, 3.0)])
 def test_the_fullest_rank_gets_its_load(num_ranks, load):
     workload = synthetic(rank_load=(num_ranks, load))
     assert fullest(loads(workload.batch(0), 6), num_ranks) == pytest.approx(load, rel=0.02)
@@ -109,7 +108,7 @@ def test_the_fullest_rank_gets_its_load(num_ranks, load):
     assert workload.achieved()["peak_load"] == pytest.approx(3.0, rel=0.01)
 
 
-@pytest.mark.parametrize("share", [0.12, 0.7, 0.95])
+@pytest.mark.parametrize("share", [0.12, 0.95])
 def test_the_top_k_hold_the_share_asked_for_and_choices_stay(share):
     plain, sharp = synthetic().batch(0), synthetic(topk_share=share).batch(0)
     best_TK = torch.tensor([sorted(row)[-6:] for row in sharp.scores_TE.tolist()])
@@ -118,17 +117,15 @@ def test_the_top_k_hold_the_share_asked_for_and_choices_stay(share):
     assert (sharp.scores_TE.sort(1).values.diff(dim=1) > 0).all()
 
 
-@pytest.mark.parametrize("entropy", [0.2, 0.6, 0.97])
+@pytest.mark.parametrize("entropy", [0.2, 0.97])
 def test_scores_have_the_entropy_asked_for(entropy):
     workload = synthetic(entropy=entropy)
-    per_token = []
-    for row in workload.batch(0).scores_TE.double().tolist():
-        per_token.append(-sum(score * np.log(score) for score in row) / np.log(64))
-    assert np.mean(per_token) == pytest.approx(entropy, abs=2e-3)
+    scores_TE = workload.batch(0).scores_TE.double().numpy()
+    assert np.mean(-(scores_TE * np.log(scores_TE)).sum(1) / np.log(64)) == pytest.approx(entropy, abs=2e-3)
     assert workload.achieved()["entropy"] == pytest.approx(entropy, abs=2e-3)
 
 
-@pytest.mark.parametrize(("overlap", "sequence_length"), [(1.7, 128), (4.0, 512), (5.5, 2)])
+@pytest.mark.parametrize(("overlap", "sequence_length"), [(1.7, 128), (5.5, 2)])
 def test_neighbours_share_as_many_experts_as_asked_for(overlap, sequence_length):
     workload = synthetic(neighbour_overlap=overlap, sequence_length=sequence_length, num_tokens=4096)
     batch = workload.batch(1)
@@ -210,7 +207,7 @@ def test_ranks_get_their_shares_as_nearly_as_whole_sequences_allow(length_S, num
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"family": "pareto"}, "family: expected one of lognormal, zipf, dirichlet, uniform; got 'pareto'"),
+        ({"peak_load": 11.0}, r"peak_load: expected 1 to 10.6667 \(experts / top_k\), got 11"),
         ({"family": "uniform"}, "family: uniform has no skew to solve for; expected no peak_load"),
         ({"topk_share": 0.09}, r"topk_share: expected a number between 0.09375 .* and 1, got 0.09"),
         ({"topk_share": 0.5, "entropy": 0.5}, "topk_share, entropy: expected one of the two at most"),

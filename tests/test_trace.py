@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from test_recorded import real
+from test_recorded import EXPERTS, METADATA, real
 
-from moe_ep_bench.workload import trace as trace_module
 from moe_ep_bench.workload.trace import find_problem, open_trace
 
 few_examples = settings(max_examples=25)
 
-LAYERS, TOKENS, EXPERTS, K = 3, 40, 16, 4
+LAYERS, TOKENS, K = 3, 40, 4
 LENGTHS = [9, 1, 20, 10]
 
 
@@ -34,18 +33,7 @@ def parts(num_tokens=TOKENS, lengths=LENGTHS, layers=LAYERS):
         "sequence_id": np.repeat(np.arange(len(lengths)) * 2, lengths).astype(np.int32),
         "position": np.concatenate([3 + np.arange(length) for length in lengths]).astype(np.int32),
     }
-    metadata = {
-        "format": "moe-trace-v1",
-        "model": "toy",
-        "num_experts": str(EXPERTS),
-        "top_k": str(K),
-        "score": "softmax, not renormalised",
-        "phase": "prefill",
-        "domain": "tests",
-        "source": "nowhere",
-        "licence": "none",
-    }
-    return tensors, metadata
+    return tensors, {**METADATA, "top_k": str(K)}
 
 
 def save(path, tensors, metadata):
@@ -214,8 +202,8 @@ WRONG = {
         "domain: expected words on one line in the metadata, got 'law\\nerror: all is well'",
     ),
     "other format": (set_("metadata", "format", "v9"), "format: expected moe-trace-v1, got v9"),
-    **{f"no tensor {name}": (drop(name), f"missing tensors: {name}") for name in trace_module.TENSORS},
-    **{f"no metadata {name}": (drop(name), f"missing metadata: {name}") for name in trace_module.METADATA},
+    "no tensor": (drop("position"), "missing tensors: position"),
+    "no metadata": (drop("licence"), "missing metadata: licence"),
 }
 
 
@@ -228,7 +216,7 @@ def test_a_wrong_recording_is_refused_in_one_line(tmp_path, name):
     assert refusal(path).startswith(message)
 
 
-@pytest.mark.parametrize("length", [2**60, 2**64 - 1, 2**20 + 1, 2**32, 2**16])
+@pytest.mark.parametrize("length", [2**64 - 1, 2**20 + 1, 2**16])
 def test_a_header_longer_than_its_file_is_refused_before_it_is_read(path, length):
     whole = path.read_bytes()
     path.write_bytes(struct.pack("<Q", length) + whole[8:])
@@ -244,7 +232,7 @@ def test_a_header_longer_than_its_file_is_refused_before_it_is_read(path, length
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("left", [0, 3, 8, 100, -1, -1000])
+@pytest.mark.parametrize("left", [0, 8, 100, -1])
 def test_a_truncated_file_is_refused(path, left):
     path.write_bytes(path.read_bytes()[:left])
     reason = f"expected at least 8 bytes, got {left})" if 0 <= left < 8 else ""
@@ -269,9 +257,7 @@ def edited(path, change):
     ("name", "shape"),
     [
         ("expert_ids", [LAYERS, TOKENS + 1, K]),  # layers longer than the data
-        ("scores", [LAYERS, TOKENS - 1, K]),
         ("expert_ids", [2**40, 2**40, 2**40]),
-        ("position", [2**62]),
     ],
 )
 def test_shapes_that_the_data_do_not_have_are_refused(path, name, shape):

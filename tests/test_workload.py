@@ -8,14 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ep_bench.workload import (
-    SyntheticWorkload,
-    TokenBatch,
-    deal,
-    peak_load,
-    top_k_load,
-    top_k_share,
-)
+from moe_ep_bench.workload import SyntheticWorkload, TokenBatch
 from moe_ep_bench.workload.tail import fill_tail, fit_top_k
 
 few_examples = settings(max_examples=15)
@@ -26,22 +19,25 @@ def synthetic(**changes):
     return SyntheticWorkload(**{**fields, "peak_load": 3.0, **changes})
 
 
+def top_k_load(scores_TE, top_k):
+    """How many tokens have each expert among their best: int64 [E]."""
+    return scores_TE.topk(top_k, dim=1).indices.flatten().bincount(minlength=scores_TE.shape[1])
+
+
+def peak_load(load_E):
+    return load_E.max().item() * len(load_E) / load_E.sum().item()
+
+
+def top_k_share(scores_TE, top_k):
+    """Share of a token's score mass that its best experts hold, mean over tokens."""
+    return (scores_TE.double().topk(top_k, dim=1).values.sum(1) / scores_TE.double().sum(1)).mean().item()
+
+
 def assert_rows_are_distributions_without_ties(scores_TE):
     assert scores_TE.dtype == torch.float32
     assert (scores_TE > 0).all()
     torch.testing.assert_close(scores_TE.sum(1), torch.ones(len(scores_TE)), rtol=0, atol=1e-6)
     assert (scores_TE.sort(dim=1).values.diff(dim=1) > 0).all()
-
-
-# Skew
-
-
-def test_peak_load_is_the_busiest_experts_load_over_the_mean():
-    scores_TE = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.4, 0.1, 0.3, 0.2]])
-    load_E = top_k_load(scores_TE, 2)
-    assert load_E.tolist() == [2, 1, 1, 0]
-    assert peak_load(load_E) == 2.0
-    assert top_k_share(scores_TE, 2) == pytest.approx(0.75)
 
 
 # Padding
@@ -58,27 +54,9 @@ def test_the_last_tokens_of_a_rank_are_padding_and_keep_their_scores(num_tokens,
     assert valid_T == [True] * (num_tokens - of_tokens) + [False] * of_tokens
 
 
-@pytest.mark.parametrize("num_padding", [5, 6])
-def test_padding_leaves_a_valid_token(num_padding):
-    with pytest.raises(ValueError, match=f"padding_per_rank: expected less than the 5 tokens .*, got {num_padding}"):
-        TokenBatch(torch.rand(5, 4), torch.arange(5)).with_padding(num_padding)
-
-
-# Dealing
-
-
-def test_dealing_refuses_scattered_sequences_and_no_ranks():
-    with pytest.raises(ValueError, match="sequence_id_T: expected the tokens of a sequence side by side"):
-        deal(torch.tensor([0, 1, 0]), 2)
-    with pytest.raises(ValueError, match="num_ranks: expected at least 1, got 0"):
-        deal(torch.tensor([0]), 0)
-
-
-def test_ranks_together_hold_the_same_scores_however_many_they_are():
-    batch = synthetic().batch(0)
-    for num_ranks in (1, 3, 8):
-        together = torch.cat(deal(batch, num_ranks)).sort().values
-        assert torch.equal(batch.scores_TE[together], batch.scores_TE)
+def test_padding_leaves_a_valid_token():
+    with pytest.raises(ValueError, match=r"padding_per_rank: expected less than the 5 tokens .*, got 5"):
+        TokenBatch(torch.rand(5, 4), torch.arange(5)).with_padding(5)
 
 
 # Synthetic
@@ -94,9 +72,9 @@ def test_a_batch_is_the_same_bytes_whenever_it_is_made():
     assert len(again.fingerprint()) == 16
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"sequence_length": 99}, {"peak_load": 3.5}, {"num_batches": 1}])
-def test_the_fingerprint_tells_workloads_apart(change):
-    assert synthetic(**change).fingerprint() != synthetic().fingerprint()
+def test_the_fingerprint_tells_workloads_apart():
+    changes = ({}, {"seed": 1}, {"sequence_length": 99}, {"peak_load": 3.5}, {"num_batches": 1})
+    assert len({synthetic(num_tokens=512, **change).fingerprint() for change in changes}) == 5
 
 
 def test_a_peak_load_below_noise_is_refused_with_the_range_that_can_be_met():
@@ -105,22 +83,6 @@ def test_a_peak_load_below_noise_is_refused_with_the_range_that_can_be_met():
         workload.batch(0)
     least = float(str(error.value).split()[2])
     assert peak_load(top_k_load(synthetic(peak_load=least).batch(0).scores_TE, 6)) == pytest.approx(least, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"peak_load": 11.0}, r"peak_load: expected 1 to 10.6667 \(experts / top_k\), got 11"),
-        ({"peak_load": float("nan")}, "peak_load: expected 1 to 10.6667"),
-        ({"top_k": 65}, r"top_k: expected 1 to 64 \(the experts\), got 65"),
-        ({"num_tokens": 0}, "num_tokens: expected at least 1, got 0"),
-        ({"sequence_length": 0}, "sequence_length: expected at least 1, got 0"),
-        ({"seed": -1}, "seed: expected at least 0, got -1"),
-    ],
-)
-def test_synthetic_fields_out_of_range_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        synthetic(**change)
 
 
 # Ties and tails

@@ -203,7 +203,7 @@ def _overlap_rows(comparison: Comparison, batch: TokenBatch, index: int) -> list
     map_TE = top_k_map(batch.scores_TE, comparison.subject.context(0, batch.sequence_id_T, None))
     domain_T = None
     if isinstance(comparison.workload, RecordedWorkload):
-        token_T, _ = comparison.workload.draw(index)
+        token_T = comparison.workload.draw(index)
         ends = np.cumsum([trace.num_tokens for trace in comparison.workload.traces])
         domain_T = torch.from_numpy(np.searchsorted(ends, token_T, side="right"))
     found = token_overlap(map_TE, batch.sequence_id_T, domain_T)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -115,11 +114,7 @@ class Checkpoint:
             raise UserError(f"{name}: expected at most {most}, the positions that {self.name} knows, got {length}")
 
     def load(self, dtype: Dtype, device: torch.device) -> Any:
-        """The model with its weights, for inference.
-
-        Raises:
-            ValueError: weights that cannot be read, or lack some.
-        """
+        """The model with its weights, for inference. Raises ValueError: weights that cannot be read, or lack some."""
         transformers = import_transformers()
         with _one_line(f"{self.path}: cannot load the model: "):
             model, found = transformers.AutoModelForCausalLM.from_pretrained(
@@ -151,11 +146,7 @@ class Checkpoint:
 
 
 def import_transformers() -> Any:
-    """The package, told to speak of errors only.
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """The package, told to speak of errors only. Raises ValueError: it is not installed."""
     try:
         import transformers
     except ImportError as error:
@@ -205,29 +196,10 @@ def text_sequences(file: Path, tokenizer: Any, num_sequences: int, length: int) 
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def redundant_prefixes(
-    text_BS: torch.Tensor, num_tokens: int, num_patterns: int, pattern_length: int, seed: int
-) -> torch.Tensor:
-    """Synthetic image tokens, int64 [B, ``num_tokens``]: for each sequence a row of patterns, drawn from a few.
-
-    Patterns are tokens of the text, drawn at random: redundant as an image's patches are, without anything to see.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    known_N = text_BS.unique()
-    pattern_PL = known_N[torch.randint(len(known_N), (num_patterns, pattern_length), generator=generator)]
-    per_sequence = -(-num_tokens // pattern_length)
-    drawn_BK = torch.randint(num_patterns, (len(text_BS), per_sequence), generator=generator)
-    return pattern_PL[drawn_BK].flatten(1)[:, :num_tokens]
-
-
 def check_enough(file: Path, got: int, num_sequences: int, length: int) -> None:
     """Raise ValueError where a text has fewer sequences than are needed."""
     if got < num_sequences:
         raise UserError(f"{file}: expected a text of at least {num_sequences} sequences of {length} tokens, got {got}")
-
-
-def text_hash(tokens_BS: torch.Tensor) -> str:
-    return hashlib.sha256(json.dumps(tokens_BS.tolist()).encode()).hexdigest()[:16]
 
 
 def _pieces(file: Path) -> Iterator[str]:

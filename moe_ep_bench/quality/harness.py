@@ -40,11 +40,7 @@ from moe_ep_bench.quality.routed import RouterCall, routed
 
 
 def import_harness() -> ModuleType:
-    """The package, told to speak of errors only.
-
-    Raises:
-        ValueError: it is not installed, or lacks what it needs for transformers' models.
-    """
+    """The package, told to speak of errors only; ValueError where it, or what it needs of others, is not installed."""
     try:
         harness = importlib.import_module("lm_eval")
         for part in ("lm_eval.tasks", "lm_eval.models.huggingface"):
@@ -69,11 +65,7 @@ def harness_version() -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class TaskIndex:
-    """The harness' own tasks and those of a folder.
-
-    Attributes:
-        include: the folder with the user's own tasks.
-    """
+    """The harness' own tasks and those of the user's folder."""
 
     include: Path | None
     _managers: dict[bool, Any] = field(default_factory=dict)
@@ -132,23 +124,10 @@ class TaskRouting:
     seed: int = 0
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
-    def scoring(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """While whole sequences are scored."""
-        return self._routed(model, judged_phase(self.policy, self.arrangement))
-
-    def generating(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """While answers are generated: the policy acts in its own phases."""
-        return self._routed(model, "as_run")
-
-    def _routed(self, model: torch.nn.Module, arrangement: Arrangement) -> contextlib.AbstractContextManager[None]:
-        return routed(
-            model,
-            self.policy,
-            num_ranks=self.num_ranks,
-            arrangement=arrangement,
-            seed=self.seed,
-            observe=self._add,
-        )
+    def routed(self, model: torch.nn.Module, *, generating: bool = False) -> contextlib.AbstractContextManager[None]:
+        """While whole sequences are scored, or answers are generated: there the policy acts in its own phases."""
+        how: Arrangement = "as_run" if generating else judged_phase(self.policy, self.arrangement)
+        return routed(model, self.policy, num_ranks=self.num_ranks, arrangement=how, seed=self.seed, observe=self._add)
 
     def _add(self, call: RouterCall) -> None:
         metrics = pass_metrics(call)
@@ -186,11 +165,11 @@ def routed_lm(model: Any, tokenizer: Any, routing: TaskRouting, batch_size: int)
             self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
         ) -> list[tuple[float, bool]]:
             pairs = [(list(context), list(continuation)) for _, context, continuation in requests]
-            with routing.scoring(self.model), torch.inference_mode():
+            with routing.routed(self.model), torch.inference_mode():
                 return score_continuations(self.model, pairs, self.max_length, override_bs or batch_size)
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            with routing.generating(self.model):
+            with routing.routed(self.model, generating=True):
                 return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
     return RoutedLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)

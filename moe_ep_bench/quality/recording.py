@@ -48,7 +48,6 @@ class RecordOptions:
     """What to record.
 
     Attributes:
-        sequence_length: tokens of a sequence.
         num_sequences: from the beginning of the text; None = all that it has.
         batch: sequences that go through the model together.
         domain: what the text is about; None = its file's name.

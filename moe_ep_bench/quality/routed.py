@@ -76,7 +76,7 @@ def routed(
     Args:
         model: one of transformers' language models, in evaluation mode.
         policy: None only observes.
-        num_ranks: virtual expert-parallel ranks; sequences are dealt to them.
+        num_ranks: virtual expert-parallel ranks, a divisor of the experts; sequences are dealt to them.
         arrangement: see ``passes``.
         acts_in: the phases in which the policy acts, in others the model's own choice stands; None = its own phases
             (``Policy.acts_in``), or whatever the arrangement says.
@@ -86,14 +86,10 @@ def routed(
         observe: gets every call of a router, pass by pass and layer by layer.
 
     Raises:
-        ValueError: no known routers, or experts that cannot be shared among the ranks; from within the model's
-            forward: scores that are no numbers, a mask that does not say what is padding, or a modality of other
-            tokens than these.
+        ValueError: no known routers; from within the model's forward: scores that are no numbers, a mask that does not
+            say what is padding, or a modality of other tokens than these.
     """
     layers = find_moe_layers(model)
-    for layer in layers:
-        if layer.num_experts % num_ranks:
-            raise UserError(f"num_ranks: expected a divisor of the {layer.num_experts} experts, got {num_ranks}")
     if acts_in is None:
         acts_in = policy.acts_in if policy and arrangement == "as_run" else PHASES
     patch = _Patch(layers, policy, num_ranks, arrangement, acts_in, seed, modality_BS, observe)

@@ -43,8 +43,8 @@ class QualityComparison:
 
     Attributes:
         evaluated: what all cases are asked. Both kinds have a ``title``; a ``definition``, all that decides what is
-            asked, and the ``fingerprint`` of what is read; ``describe()``, what analysis needs to know; ``prepare()``,
-            which raises ValueError where it cannot be asked here; and ``judge()``, which yields the rows of every case.
+            asked, and the ``fingerprint`` of what is read; ``describe()``, what analysis needs to know; and
+            ``judge()``, which yields the rows of every case.
     """
 
     experiment: QualityExperiment
@@ -180,7 +180,8 @@ def run_quality(
     device, directory = pick_device(comparisons[0].experiment.model.device), RunDirectory(out)
     try:
         for one in comparisons:
-            one.evaluated.prepare()
+            if isinstance(one.evaluated, Task):
+                one.evaluated.manager()
     except ValueError as problem:
         raise UserError(f"{config}: {problem}") from None
     environment = {**provenance.describe(device), "lm_eval": harness_version()}

@@ -5,7 +5,7 @@ The harness asks and judges, the model answers under each policy, routed as N ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,13 +61,13 @@ class Task:
             "published": self.published,
         }
 
-    def prepare(self) -> None:
-        """Find the task in the harness.
+    def manager(self) -> Any:
+        """The harness' manager that has the task.
 
         Raises:
             ValueError: there is no such task, or the harness is not installed.
         """
-        self.index.find(self.config.name)
+        return self.index.find(self.config.name)
 
     def judge(self, model: Any, cases: Sequence[CaseSpec]) -> Iterator[tuple[CaseSpec, Tables]]:
         """Run the task under one case after the other; ``model`` has its weights and is unpatched."""
@@ -75,8 +75,7 @@ class Task:
         for case in cases:
             routing = TaskRouting(case.policy, self.num_ranks, experiment.arrangement, experiment.layer.seed)
             lm = routed_lm(model, self.tokenizer, routing, experiment.batch_size)
-            shots, manager = self.config.num_fewshot, self.index.find(name)
-            rows = run_task(lm, name, manager, num_fewshot=shots, limit=experiment.limit)
+            rows = run_task(lm, name, self.manager(), num_fewshot=self.config.num_fewshot, limit=experiment.limit)
             rows += [{"task": name, "metric": metric, "value": value} for metric, value in routing.summary().items()]
             yield case, {"quality": rows}
 
@@ -99,7 +98,11 @@ def published_numbers(experiment: QualityExperiment, task: str) -> dict[str, Any
     numbers = [
         {
             "policy": "native" if cell.policy is None else cell.policy.name,
-            "policy_params": _without(chosen.unstated, {} if cell.policy is None else cell.policy.params()),
+            "policy_params": {
+                key: value
+                for key, value in ({} if cell.policy is None else cell.policy.params()).items()
+                if key not in chosen.unstated
+            },
             "num_fewshot": cell.column.num_fewshot,
             "metric": cell.column.metric,
             "percent": cell.percent,
@@ -109,7 +112,3 @@ def published_numbers(experiment: QualityExperiment, task: str) -> dict[str, Any
     ]
     about = {"source": table.source, "note": table.note, "model": chosen.model, "numbers": numbers}
     return about | ({"unstated": list(chosen.unstated)} if chosen.unstated else {})
-
-
-def _without(fields: Iterable[str], params: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in params.items() if key not in fields}

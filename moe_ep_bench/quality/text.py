@@ -17,6 +17,8 @@ Shapes: B = sequences of a batch, S = tokens of each, D = hidden size, V = vocab
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,7 +31,7 @@ from moe_ep_bench.bench.plan import CaseSpec
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.policies.capacity import IMAGE
-from moe_ep_bench.quality.checkpoint import Checkpoint, redundant_prefixes, text_hash, text_sequences
+from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences
 from moe_ep_bench.quality.config import QualityExperiment, TextConfig
 from moe_ep_bench.quality.passes import PHASES, ForwardPass, Row, Tables, judged_phase, pass_metrics
 from moe_ep_bench.quality.routed import RouterCall, routed
@@ -60,11 +62,7 @@ class Text:
 
     @classmethod
     def of(cls, experiment: QualityExperiment, num_ranks: int, checkpoint: Checkpoint, config: TextConfig) -> Text:
-        """Check that the text fits the model.
-
-        Raises:
-            ValueError: naming the key whose value does not fit.
-        """
+        """Check that the text fits the model. Raises ValueError: naming the key whose value does not fit."""
         length, images = config.sequence_length, 0 if config.image_prefix is None else config.image_prefix.tokens
         prefix_key = "text.image_prefix.tokens + " if images else ""
         checkpoint.check_length(images + length, f"{prefix_key}text.sequence_length")
@@ -81,19 +79,26 @@ class Text:
 
     @cached_property
     def sequences(self) -> Tensor:
-        """What the model reads, int64 [sequences, tokens]: the text, after synthetic image tokens if any."""
+        """What the model reads, int64 [sequences, tokens]: the text, after synthetic image tokens if any.
+
+        These are a row of patterns, each drawn from a few; patterns are tokens of the text, drawn at random. So they
+        are redundant as an image's patches are, without anything to see.
+        """
         prefix = self.config.image_prefix
         if prefix is None:
             return self.tokens_BS
-        image_BP = redundant_prefixes(
-            self.tokens_BS, prefix.tokens, prefix.num_patterns, prefix.pattern_length, prefix.seed
-        )
+        random = torch.Generator().manual_seed(prefix.seed)
+        known_N = self.tokens_BS.unique()
+        of_patterns_PL = torch.randint(len(known_N), (prefix.num_patterns, prefix.pattern_length), generator=random)
+        per_sequence = -(-prefix.tokens // prefix.pattern_length)
+        drawn_BK = torch.randint(prefix.num_patterns, (len(self.tokens_BS), per_sequence), generator=random)
+        image_BP = known_N[of_patterns_PL][drawn_BK].flatten(1)[:, : prefix.tokens]
         return torch.cat([image_BP, self.tokens_BS], dim=1)
 
     @cached_property
     def fingerprint(self) -> str:
         """Of all tokens that are read."""
-        return text_hash(self.sequences)
+        return hashlib.sha256(json.dumps(self.sequences.tolist()).encode()).hexdigest()[:16]
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -109,9 +114,6 @@ class Text:
         size = f"{text.num_sequences} sequences of {text.sequence_length} tokens, {text.batch_size} at a time"
         images = f", each after {self.num_image_tokens} synthetic image tokens" if self.num_image_tokens else ""
         return f"{text.file.name}, {size}{images}"
-
-    def prepare(self) -> None:
-        """The text is read already."""
 
     @torch.inference_mode()
     def judge(self, model: Any, cases: Sequence[CaseSpec]) -> Iterator[tuple[CaseSpec, Tables]]:
@@ -170,13 +172,7 @@ def hidden_states(model: Any, tokens_BS: Tensor) -> Tensor:
 
 
 def token_costs(model: Any, hidden_BSD: Tensor, native_BSD: Tensor, tokens_BS: Tensor) -> Costs:
-    """Compare answers with the unpatched model's.
-
-    Args:
-        hidden_BSD: ``hidden_states`` under a policy.
-        native_BSD: of the unpatched model.
-        tokens_BS: int64, the text.
-    """
+    """Compare answers to a text: ``hidden_states`` under a policy with the unpatched model's."""
     head = model.get_output_embeddings()
     num_sequences, length = tokens_BS.shape
     next_T = tokens_BS[:, 1:].reshape(-1)

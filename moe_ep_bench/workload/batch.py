@@ -73,21 +73,17 @@ def deal(batch: TokenBatch | Tensor, num_ranks: int, shares: Sequence[float] | N
     ranks may be uneven, and with fewer sequences than ranks some get nothing.
 
     Args:
-        batch: a batch, or its ``sequence_id_T``.
-        num_ranks: among how many ranks, at least 1.
+        batch: a batch, or its ``sequence_id_T``; the tokens of a sequence are adjacent.
         shares: what ranks get in relation to each other, repeated as often as there are ranks; 0 = nothing.
 
     Returns:
         For every rank the int64 indices of its tokens, ascending; together they are all tokens.
 
     Raises:
-        ValueError: no ranks, no rank with a share, or a sequence whose tokens are not adjacent.
+        ValueError: no rank with a share.
     """
     sequence_id_T = batch.sequence_id_T if isinstance(batch, TokenBatch) else batch
-    id_S, length_S = torch.unique_consecutive(sequence_id_T, return_counts=True)
-    if id_S.unique().numel() != id_S.numel():
-        raise UserError("sequence_id_T: expected the tokens of a sequence side by side, got one in several runs")
-
+    length_S = torch.unique_consecutive(sequence_id_T, return_counts=True)[1]
     rank_S = torch.from_numpy(deal_sequences(length_S.numpy(), num_ranks, shares))
     rank_T = rank_S.repeat_interleave(length_S)
     tokens_per_rank = torch.bincount(rank_T, minlength=num_ranks).tolist()
@@ -97,17 +93,7 @@ def deal(batch: TokenBatch | Tensor, num_ranks: int, shares: Sequence[float] | N
 def deal_sequences(
     length_S: NDArray[np.int64], num_ranks: int, shares: Sequence[float] | None = None
 ) -> NDArray[np.int64]:
-    """Which rank gets each sequence, by the rule of ``deal``: int64 [S].
-
-    Args:
-        length_S: tokens of each sequence.
-        num_ranks, shares: see ``deal``.
-
-    Raises:
-        ValueError: no ranks, or no rank with a share.
-    """
-    if num_ranks < 1:
-        raise UserError(f"num_ranks: expected at least 1, got {num_ranks}")
+    """Which rank gets each sequence, by the tokens of each and the rule of ``deal``: int64 [S]."""
     share_R = [1.0 if shares is None else shares[rank % len(shares)] for rank in range(num_ranks)]
     fill_and_rank = [(0.0, rank) for rank in range(num_ranks) if share_R[rank] > 0]  # already a heap
     if not fill_and_rank:

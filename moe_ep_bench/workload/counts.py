@@ -108,8 +108,6 @@ def write_expert_map(
     """Plan by EPLB for the loads of a recording, layer by layer.
 
     Args:
-        source: a recording, or counts of any form that ``counts`` reads.
-        out: the file to write.
         num_ranks: ranks that share all experts.
         spare_per_rank: slots of each rank beyond its share.
         num_nodes: nodes of neighbouring ranks, which the hierarchical policy reads.

@@ -140,10 +140,8 @@ def derive_factors(path: Path | str, budget: float, setting: Setting) -> Derived
     """Derive capacity factors from every second batch, beginning with the first.
 
     Raises:
-        ValueError: a budget out of range, or a recording that does not fit the setting.
+        ValueError: a recording that does not fit the setting.
     """
-    if not 0 <= budget <= 1:
-        raise UserError(f"budget: expected 0 to 1, got {budget:g}")
     trace = open_trace(path)
     setting.check(trace)
     needed = [

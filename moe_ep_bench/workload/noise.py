@@ -18,7 +18,6 @@ Shapes: T = tokens of a batch, E = experts, S = its sequences, N = pairs of neig
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,30 +45,23 @@ _BISECTIONS = 12
 
 
 @dataclass(frozen=True, eq=False)
-class Noise(ABC):
-    """Gumbel noise of one batch."""
+class Noise:
+    """Gumbel noise of one batch, independent from token to token."""
 
     seed: int
     batch: int
     num_tokens: int
     num_experts: int
 
-    @abstractmethod
+    def _generator(self) -> np.random.Generator:
+        return generator(self.seed, Stream.NOISE, self.batch)
+
     def chunks(self, runs: Iterable[Run]) -> Iterator[NDArray[np.float64]]:
         """Noise of some rows, in chunks: float64 [up to ``rows_at_once``, E].
 
         Args:
             runs: ascending; each starts where a sequence does.
         """
-
-    def _generator(self) -> np.random.Generator:
-        return generator(self.seed, Stream.NOISE, self.batch)
-
-
-class IndependentNoise(Noise):
-    """Noise that is independent from token to token."""
-
-    def chunks(self, runs: Iterable[Run]) -> Iterator[NDArray[np.float64]]:
         random = self._generator()
         for _, noise_TE in draw_rows(random, runs, self.num_experts, random.gumbel):
             yield noise_TE

@@ -26,32 +26,26 @@ Shapes: T = tokens of a batch, E = experts, K = top_k.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.workload.noise import IndependentNoise
+from moe_ep_bench.workload.noise import Noise
 from moe_ep_bench.workload.randomness import Run, Stream, generator
-from moe_ep_bench.workload.workload import Workload
+from moe_ep_bench.workload.synthetic import GeneratedWorkload
 
 # Above what noise differs by.
 _INSIDE = 40.0
 
 
 @dataclass(frozen=True, eq=False)
-class PatternWorkload(Workload):
-    """Batches of one pattern.
-
-    Attributes:
-        pattern: one of ``skews.PATTERNS``. All else is as of a ``SyntheticWorkload``.
-
-    Raises:
-        ValueError: the model's experts are in groups, which none of the patterns knows.
-    """
+class PatternWorkload(GeneratedWorkload):
+    """Batches of one of ``skews.PATTERNS``, for a model without groups of experts; else as ``SyntheticWorkload``."""
 
     pattern: str
     num_experts: int
@@ -65,20 +59,15 @@ class PatternWorkload(Workload):
     top_groups: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_counts("num_experts", "num_tokens", "num_batches", "sequence_length")
         if self.num_groups is not None:
             raise UserError(f"skew: {self.pattern} knows no groups of experts; the model has {self.num_groups}")
         if self.pattern == "megatron_w5" and self.num_experts // 2 < self.top_k:
             raise UserError(f"skew: megatron_w5 leaves {self.num_experts // 2} experts, fewer than top_k={self.top_k}")
 
-    def sequence_lengths(self, index: int) -> NDArray[np.int64]:
-        whole, rest = divmod(self.num_tokens, self.sequence_length)
-        return np.append(np.full(whole, self.sequence_length), [rest] * (rest > 0)).astype(np.int64)
-
     def make_scores(self, index: int, runs: Sequence[Run]) -> Iterator[NDArray[np.float32]]:
         row_T = np.concatenate([np.arange(run.first, run.end) for run in runs]) if runs else np.zeros(0, np.int64)
         first = 0
-        for noise_TE in IndependentNoise(self.seed, index, self.num_tokens, self.num_experts).chunks(runs):
+        for noise_TE in Noise(self.seed, index, self.num_tokens, self.num_experts).chunks(runs):
             rows_T = row_T[first : first + len(noise_TE)]
             first += len(noise_TE)
             logits_TE = noise_TE + _INSIDE * self.inside(index, rows_T)
@@ -116,25 +105,15 @@ class PatternWorkload(Workload):
 
     def quotas(self, index: int) -> NDArray[np.int64]:
         """Tokens of every expert under a power law: int64 [E], T K in all, at most T each."""
-        return _quotas(
-            float(self.pattern.rpartition("_")[2]), self.num_experts, self.top_k, self.num_tokens, self.seed, index
-        )
+        exponent = float(self.pattern.rpartition("_")[2])
+        return _quotas(exponent, self.num_experts, self.top_k, self.num_tokens, self.seed, index)
 
-    def describe(self) -> dict[str, object]:
-        achieved = self.achieved()
+    def targets(self) -> dict[str, object]:
+        return {"pattern": self.pattern}
+
+    def _in_words(self, achieved: Mapping[str, Any]) -> str:
         reached = f", peak load achieved {achieved['peak_load']:.3g}" if achieved else ""
-        return {
-            "kind": "synthetic",
-            "description": (
-                f"synthetic pattern {self.pattern}{reached}, {self.num_experts} experts, top-{self.top_k}, "
-                f"{self.num_batches} x {self.num_tokens} tokens in sequences of {self.sequence_length}, "
-                f"seed {self.seed}"
-            ),
-            "tail_model": None,
-            "targets": {"pattern": self.pattern},
-            "achieved": achieved,
-            "recording": None,
-        }
+        return f"synthetic pattern {self.pattern}{reached}"
 
 
 @lru_cache(maxsize=8)

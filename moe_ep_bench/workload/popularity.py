@@ -27,9 +27,6 @@ from scipy.special import gammaincinv, gammaln, ndtr
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.randomness import Stream, generator
 
-FAMILIES = ("lognormal", "zipf", "dirichlet", "uniform")
-PLACEMENTS = ("scattered", "spread", "adjacent")
-
 # A rank's load is met to within this share of the target.
 RANK_LOAD_TOLERANCE = 0.02
 

@@ -1,17 +1,10 @@
 """Batches that replay what a real model's router chose.
 
-Batches are made of *whole* recorded sequences (prefill), or of requests that decode sequences side by side, so
-that the skew of a text, and the likeness of neighbouring tokens, reach the ranks as they do in service; recordings
-of several domains can be mixed in stated shares. ``draws.py`` has the rules. The recorded choices
-are kept to the letter: the top-k of every row of a batch are the recorded experts, in their
-recorded order. Their scores are kept too, but for what ``tail.fit_top_k`` had to mend and a unit
-in the last place of float32 where recorded scores tie. The scores below the top-k, which few recordings hold,
-come from a tail model; ``describe`` names it. Where a recording has them (``full_scores``), the tail ``recorded``
-replays every row as it was. The popularity of an expert is that in the mixture, each recording
-counted by its share: it stands for what one router sees, not for what one text is about.
-
-Some recordings (GPT-OSS) hold scores that were normalised over the top-k. What share of the score
-mass the top-k had is then not known and the user has to say: ``topk_share``.
+Batches are *whole* recorded sequences (prefill), or requests that decode sequences side by side, so that the skew of a
+text, and the likeness of neighbouring tokens, reach the ranks as they do in service (``draws``). Recorded choices are
+kept to the letter, and their scores but for what ``tail.fit_top_k`` had to mend and a unit in the last place of float32
+where they tie. Scores below the top-k come from a tail model (``tail``), or from the recording where it has them. The
+popularity of an expert is that in the mixture, each recording counted by its share.
 
 Shapes: T = tokens, E = experts, K = top_k, B = requests of a decoding step, N = batches, S = sequences.
 """
@@ -31,20 +24,9 @@ from numpy.typing import NDArray
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.draws import Pool, apportion, draw_sequences, draw_steps
 from moe_ep_bench.workload.randomness import Run, Stream, draw_rows, generator, in_chunks, row_numbers, rows_at_once
-from moe_ep_bench.workload.tail import (
-    RECORDED,
-    TAILS,
-    FittedTopK,
-    FullRows,
-    fill_tail,
-    fit_top_k,
-    keep_top_k_ahead,
-    tail_weights,
-)
+from moe_ep_bench.workload.tail import RECORDED, TAILS, FittedTopK, FullRows, fill_tail, fit_top_k, keep_top_k_ahead
 from moe_ep_bench.workload.trace import Trace, open_trace
 from moe_ep_bench.workload.workload import Workload
-
-ARRANGEMENTS = ("sequences", "decode")
 
 
 class Source(NamedTuple):
@@ -60,23 +42,15 @@ class RecordedWorkload(Workload):
 
     A recording that is shorter than a batch is gone through again, in a fresh order, as often as it takes.
 
-    Attributes:
+    Attributes: those of ``config.RecordedConfig``, and
         path: the recording, or several with their shares. These must be of one model, with the same layers and kind
             of scores.
-        layer: which recorded layer, from 0.
         num_experts, top_k: of the model that is measured; the recordings must agree.
         num_tokens: tokens in a batch, all ranks together.
-        num_batches: how many batches there are; with ``decode``, how many steps.
-        tail: ``popularity`` or ``uniform``, see ``tail.py``; or ``recorded`` where all scores were.
-        seed: at least 0.
-        topk_share: share of a token's score mass that its top-k hold, above K / E and below 1. Needed where
-            the recorded scores are normalised over the top-k, and only there. Every row gets exactly this
-            share unless no tail would fit under its K-th score: such rows get more, and are counted.
-        arrangement: ``sequences``: a batch is whole sequences, the last cut to fit. ``decode``: a batch is one step of
-            ``num_tokens / tokens_per_request`` requests and the next batch the next step; ``sequence_id_T`` is
-            a request's slot, so a slot stays on its rank.
-        tokens_per_request: consecutive tokens of a request in a decoding step; above 1 with speculative decoding. A
-            sequence that has fewer left is over. So it is at a gap, where tokens were left out of a recording.
+        topk_share: needed where the recorded scores are normalised over the top-k (GPT-OSS), and only there. Every row
+            gets exactly this share unless no tail would fit under its K-th score: such rows get more, and are counted.
+        arrangement: with ``decode`` ``sequence_id_T`` is a request's slot, so a slot stays on its rank.
+        tokens_per_request: a sequence that has fewer left is over. So it is at a gap, where tokens were left out.
 
     Raises:
         ValueError: a file that cannot be used or a field that does not suit it; the message names which.
@@ -95,11 +69,6 @@ class RecordedWorkload(Workload):
     tokens_per_request: int = 1
 
     def __post_init__(self) -> None:
-        self._check_counts("num_tokens", "num_batches", "tokens_per_request")
-        for name, allowed in (("tail", (*TAILS, RECORDED)), ("arrangement", ARRANGEMENTS)):
-            if getattr(self, name) not in allowed:
-                words = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-                raise UserError(f"{name}: expected {words}, got {getattr(self, name)!r}")
         if self.arrangement == "sequences" and self.tokens_per_request != 1:
             raise UserError(
                 f"tokens_per_request: expected 1 where arrangement is sequences, got {self.tokens_per_request}"
@@ -155,12 +124,8 @@ class RecordedWorkload(Workload):
         if isinstance(self.path, str | Path):
             return (Source(self.path),)
         sources = [Source(*source) for source in self.path]
-        if not sources:
-            raise UserError("path: expected at least one recording, got none")
         files = set()
-        for path, share in sources:
-            if not (math.isfinite(share) and share > 0):
-                raise UserError(f"{path}: share: expected a number above 0, got {share:g}")
+        for path, _ in sources:
             if Path(path).resolve() in files:
                 raise UserError(f"{path}: expected every recording once, got it twice")
             files.add(Path(path).resolve())
@@ -194,15 +159,10 @@ class RecordedWorkload(Workload):
             token_T = tokens(chunk)
             yield fill_tail(ids_TK[token_T].astype(np.int64), fitted.scores_TK[token_T], weights_E, jitter_TE)
 
-    def draw(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Which recorded tokens make up a batch, and which of its sequences (or slots) each belongs to.
-
-        Returns:
-            Two int64 [T]. Tokens are counted through all recordings, one after the other, in the order of ``sources``.
-        """
+    def draw(self, index: int) -> NDArray[np.int64]:
+        """Which recorded tokens make up a batch: int64 [T], counted through all recordings, one after the other."""
         first_S, length_S = self._spans(index)
-        token_T = np.arange(self.num_tokens) + (first_S + length_S - length_S.cumsum()).repeat(length_S)
-        return token_T, np.arange(len(length_S)).repeat(length_S)
+        return np.arange(self.num_tokens) + (first_S + length_S - length_S.cumsum()).repeat(length_S)
 
     def _spans(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The first recorded token of each sequence (or slot) of a batch, and how many there are: both int64 [S]."""
@@ -266,11 +226,10 @@ class RecordedWorkload(Workload):
         tokens_NM = np.empty((self.num_batches, len(self.traces)), dtype=np.int64)
         requests_NM = np.empty_like(tokens_NM)
         for index in range(self.num_batches):
-            token_T, sequence_id_T = self.draw(index)
-            source_T = np.searchsorted(self._offsets, token_T, side="right") - 1
-            first_T = np.diff(sequence_id_T, prepend=-1) != 0
-            tokens_NM[index] = np.bincount(source_T, minlength=len(self.traces))
-            requests_NM[index] = np.bincount(source_T[first_T], minlength=len(self.traces))
+            first_S, length_S = self._spans(index)
+            source_S = np.searchsorted(self._offsets, first_S, side="right") - 1
+            tokens_NM[index] = np.bincount(source_S, length_S, minlength=len(self.traces))
+            requests_NM[index] = np.bincount(source_S, minlength=len(self.traces))
         return [
             {
                 "file": trace.path.name,
@@ -311,7 +270,8 @@ class RecordedWorkload(Workload):
         for source, (ids_of_one_TK, _) in zip(self.sources, layers, strict=True):
             one_E = np.bincount(ids_of_one_TK.ravel(), minlength=self.num_experts)
             load_E += one_E * (source.share * (len(ids_TK) / len(ids_of_one_TK)))
-        return ids_TK, fit_top_k(scores_TK, self.num_experts), tail_weights(self.tail, load_E)
+        weights_E = np.ones(self.num_experts) if self.tail == "uniform" else load_E + 1
+        return ids_TK, fit_top_k(scores_TK, self.num_experts), weights_E
 
     @cached_property
     def _full(self) -> FullRows:

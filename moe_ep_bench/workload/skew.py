@@ -57,25 +57,11 @@ class TopK:
         return in_best_TG.repeat(size, axis=1)
 
 
-def top_k_load(scores_TE: Tensor, top_k: int) -> Tensor:
-    """How many tokens have each expert among their ``top_k`` best: int64 [E]."""
-    ids_TK = scores_TE.topk(top_k, dim=1, sorted=False).indices
-    return torch.bincount(ids_TK.flatten(), minlength=scores_TE.shape[1])
-
-
-def peak_load(load_E: Tensor) -> float:
-    """Busiest expert's load over the mean; load_E must not be all zero."""
-    return load_E.max().item() * load_E.numel() / load_E.sum().item()
-
-
-def top_k_share(scores_TE: Tensor, top_k: int) -> float:
-    """Share of a token's score mass that its ``top_k`` best experts hold, mean over tokens."""
-    best_TK = scores_TE.topk(top_k, dim=1, sorted=False).values
-    return (best_TK.sum(1, dtype=torch.float64) / scores_TE.sum(1, dtype=torch.float64)).mean().item()
-
-
 def rank_load(load_E: Tensor, num_ranks: int) -> float:
-    """Fullest rank's load over the mean, with experts on ``num_ranks`` ranks in order; E must divide by it."""
+    """Fullest rank's load over the mean, with experts on ``num_ranks`` ranks in order; of E ranks it is the peak load.
+
+    E must divide by the ranks, and some load be above 0.
+    """
     load_R = load_E.view(num_ranks, -1).sum(1)
     return load_R.max().item() * num_ranks / load_R.sum().item()
 

@@ -61,11 +61,7 @@ PATTERNS = (*(f"megatron_w{number}" for number in range(8)), "power_law_1.01", "
 
 
 def load_skew(preset: str, name: str) -> Skew:
-    """Load a skew of a preset's file.
-
-    Raises:
-        ValueError: the model has no file.
-    """
+    """Load a skew of a preset's file. Raises ValueError: the model has no file."""
     if preset not in Skews.names():
         raise UserError(f"there is no data/skews/{preset}.yaml to calibrate to; give peak_load and the like instead")
     return getattr(Skews.named(preset), name)

@@ -24,6 +24,7 @@ Shapes: T = tokens of all ranks, E = experts, K = top_k.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -32,17 +33,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import entr
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.workload.noise import CorrelatedNoise, IndependentNoise, Noise, solve_correlation
-from moe_ep_bench.workload.popularity import (
-    FAMILIES,
-    PLACEMENTS,
-    drawn_popularity,
-    log_odds,
-    placed,
-    placed_for_rank_load,
-)
+from moe_ep_bench.workload.noise import CorrelatedNoise, Noise, solve_correlation
+from moe_ep_bench.workload.popularity import drawn_popularity, log_odds, placed, placed_for_rank_load
 from moe_ep_bench.workload.randomness import Run, Stream, generator, rows_at_once, separate_ties
 from moe_ep_bench.workload.skew import TopK
 from moe_ep_bench.workload.workload import Workload
@@ -84,31 +79,49 @@ class Recipe(NamedTuple):
         return softmax(logits_TE if self.factor == 1 else self.factor * logits_TE)
 
 
+class GeneratedWorkload(Workload):
+    """Batches of sequences that are all as long, but for the last of a batch, and follow no recording."""
+
+    sequence_length: int
+
+    @abstractmethod
+    def targets(self) -> dict[str, object]:
+        """What was asked for, by field; what was left to chance is None or absent."""
+
+    @abstractmethod
+    def _in_words(self, achieved: Mapping[str, Any]) -> str:
+        """The targets, each with what was achieved where that is known."""
+
+    def sequence_lengths(self, index: int) -> NDArray[np.int64]:
+        return np.diff([*range(0, self.num_tokens, self.sequence_length), self.num_tokens])
+
+    def describe(self) -> dict[str, object]:
+        achieved = self.achieved()
+        return {
+            "kind": "synthetic",
+            "description": (
+                f"{self._in_words(achieved)}, {self.num_experts} experts, top-{self.top_k}, {self.num_batches} x "
+                f"{self.num_tokens} tokens in sequences of {self.sequence_length}, seed {self.seed}"
+            ),
+            "tail_model": None,
+            "targets": self.targets(),
+            "achieved": achieved,
+            "recording": None,
+        }
+
+
 @dataclass(frozen=True, eq=False)
-class SyntheticWorkload(Workload):
+class SyntheticWorkload(GeneratedWorkload):
     """Batches solved to targets; a target that is None is left to chance.
 
-    Attributes:
-        num_experts, top_k: of the model (E, K).
+    Attributes: those of ``config.SyntheticConfig``, and
+        num_experts, top_k, num_groups, top_groups: of the model.
         num_tokens: tokens in a batch, all ranks together.
-        num_batches: how many batches there are.
-        sequence_length: tokens per sequence; the last one of a batch may be shorter. 1 is decode, 1 + L a
-            speculative request with L draft tokens.
-        peak_load: target for every batch, up to E / K; None leaves the router unskewed.
-        seed: at least 0.
-        family: how popularity falls, see ``popularity``.
-        placement: where popular experts lie, see ``popularity``.
         rank_load: (number of contiguous ranks, load of the fullest over the mean), in place of a ``placement``.
-        topk_share: share of a token's score mass that its top-k hold, mean over tokens, above K / E and below 1.
-        entropy: of a token's scores, over log E, mean over tokens; above 0 and below 1. Give one of the two.
-        neighbour_overlap: experts that adjacent tokens of a sequence share, mean.
         or_chance: where independent tokens already share more, take these; ``shares_by_chance`` says so.
-        drift: 0 to 1, how much of the popularity is new in each batch.
-        num_groups, top_groups: of the model, where its top-k looks only into the best groups of experts.
-        burst_every: every so-manieth batch is a burst, with ``burst_peak_load`` in place of ``peak_load``.
 
     Raises:
-        ValueError: a field out of range. What a batch's noise does not allow is found when a batch is made,
+        ValueError: fields that do not go together. What a batch's noise does not allow is found when a batch is made,
             and the message gives what can be met.
     """
 
@@ -133,17 +146,12 @@ class SyntheticWorkload(Workload):
     top_groups: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_counts("num_experts", "num_tokens", "num_batches", "sequence_length")
-        if not 1 <= self.top_k <= self.num_experts:
-            raise UserError(f"top_k: expected 1 to {self.num_experts} (the experts), got {self.top_k}")
         self._check_skew()
         self._check_sharpness()
         if self.neighbour_overlap is not None and self.sequence_length == 1:
             raise UserError(
                 "neighbour_overlap: expected a sequence_length of at least 2, got 1: no token has neighbours"
             )
-        if not 0 <= self.drift <= 1:
-            raise UserError(f"drift: expected 0 to 1, got {self.drift:g}")
 
     def _check_skew(self) -> None:
         most = self.num_experts / self.top_k
@@ -151,25 +159,19 @@ class SyntheticWorkload(Workload):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= most:
                 raise UserError(f"{name}: expected 1 to {most:g} (experts / top_k), got {value:g}")
-        if self.family not in FAMILIES:
-            raise UserError(f"family: expected one of {', '.join(FAMILIES)}; got {self.family!r}")
         if self.family == "uniform" and (self.peak_load is not None or self.burst_every is not None):
             raise UserError("family: uniform has no skew to solve for; expected no peak_load and no burst_every")
-        if self.placement not in PLACEMENTS:
-            raise UserError(f"placement: expected one of {', '.join(PLACEMENTS)}; got {self.placement!r}")
         if (self.burst_every is None) != (self.burst_peak_load is None):
             raise UserError("burst_every, burst_peak_load: expected both or none")
-        if self.burst_every is not None and self.burst_every < 2:
-            raise UserError(f"burst_every: expected at least 2 (batches), got {self.burst_every}")
         if self.rank_load is None:
             return
         num_ranks, load = self.rank_load
-        if num_ranks < 2 or self.num_experts % num_ranks:
+        if self.num_experts % num_ranks:
             raise UserError(
                 f"rank_load: expected a number of ranks from 2 on that divides the {self.num_experts} experts, "
                 f"got {num_ranks}"
             )
-        if not 1 <= load <= num_ranks:
+        if load > num_ranks:
             raise UserError(f"rank_load: expected a load of 1 to {num_ranks} (the ranks), got {load:g}")
         if self.placement != "scattered" or self.drift or self.burst_every:
             raise UserError("rank_load: places the experts itself, once; expected no placement, drift or burst_every")
@@ -183,12 +185,6 @@ class SyntheticWorkload(Workload):
         if self.topk_share is not None and self.entropy is not None:
             raise UserError("topk_share, entropy: expected one of the two at most; both say how sharp scores are")
         self._check_topk_share()
-        if self.entropy is not None and not 0 < self.entropy < 1:
-            raise UserError(f"entropy: expected a number between 0 and 1, got {self.entropy:g}")
-
-    def sequence_lengths(self, index: int) -> NDArray[np.int64]:
-        whole, rest = divmod(self.num_tokens, self.sequence_length)
-        return np.append(np.full(whole, self.sequence_length), [rest] * (rest > 0)).astype(np.int64)
 
     def make_scores(self, index: int, runs: Sequence[Run]) -> Iterator[NDArray[np.float32]]:
         chunks = self._noise(index, runs)
@@ -202,32 +198,15 @@ class SyntheticWorkload(Workload):
         for noise_TE in chunks:
             yield recipe.scores(noise_TE)
 
-    def describe(self) -> dict[str, object]:
-        achieved = self.achieved()
-        return {
-            "kind": "synthetic",
-            "description": (
-                f"synthetic softmax scores, {self._in_words(achieved)}, {self.num_experts} experts, "
-                f"top-{self.top_k}, {self.num_batches} x {self.num_tokens} tokens in sequences of "
-                f"{self.sequence_length}, seed {self.seed}"
-            ),
-            "tail_model": None,
-            "targets": self.targets(),
-            "achieved": achieved,
-            "recording": None,
-        }
-
     def _in_words(self, achieved: Mapping[str, Any]) -> str:
-        """The targets, each with what was achieved where that is known."""
-
         def reached(value: float | None, words: str = "") -> str:
             return "" if value is None else f" ({words}{value:.3g})"
 
         peak_load = achieved.get("peak_load")
         if self.peak_load is None:
-            words = [f"no skew asked for{reached(peak_load, 'peak load achieved ')}"]
+            words = [f"synthetic softmax scores, no skew asked for{reached(peak_load, 'peak load achieved ')}"]
         else:
-            words = [f"peak load {self.peak_load:g}{reached(peak_load, 'achieved ')}"]
+            words = [f"synthetic softmax scores, peak load {self.peak_load:g}{reached(peak_load, 'achieved ')}"]
         if self.rank_load is not None:
             num_ranks, load = self.rank_load
             of_ranks = achieved.get("rank_load", {}).get(str(num_ranks))
@@ -242,7 +221,6 @@ class SyntheticWorkload(Workload):
         return ", ".join(words)
 
     def targets(self) -> dict[str, object]:
-        """What was asked for, by field; what was left to chance is None or absent."""
         asked = {
             name: value
             for name in ("topk_share", "entropy", "neighbour_overlap", "burst_every", "burst_peak_load")
@@ -289,7 +267,7 @@ class SyntheticWorkload(Workload):
     def _make_noise(self, index: int) -> Noise:
         fields = self.seed, index, self.num_tokens, self.num_experts
         if self.neighbour_overlap is None:
-            return IndependentNoise(*fields)
+            return Noise(*fields)
         return CorrelatedNoise(*fields, self.sequence_length, self._correlation)
 
     @cached_property
@@ -297,7 +275,7 @@ class SyntheticWorkload(Workload):
         """Solved under the popularity of batch 0; a token's own distribution does not depend on it."""
         assert self.neighbour_overlap is not None
         drawn_E = drawn_popularity(self.seed, self.num_experts, 0, self.drift)
-        noise = self._solved_noise(IndependentNoise(self.seed, 0, max(self.num_tokens, 1024), self.num_experts))
+        noise = self._solved_noise(Noise(self.seed, 0, max(self.num_tokens, 1024), self.num_experts))
         bias_E = log_odds(self.family, drawn_E, self._strength(noise, drawn_E, 0))
         return solve_correlation(self.seed, bias_E, self.selection, self.neighbour_overlap, or_chance=self.or_chance)
 
@@ -482,5 +460,4 @@ def _solve_factor(
 
 
 def _mean_entropy(scores_TE: NDArray[np.float64]) -> float:
-    logarithms_TE = np.log(scores_TE, out=np.zeros_like(scores_TE), where=scores_TE > 0)
-    return float(-(scores_TE * logarithms_TE).sum(axis=1).mean() / math.log(scores_TE.shape[1]))
+    return float(entr(scores_TE).sum(axis=1).mean() / math.log(scores_TE.shape[1]))

@@ -124,15 +124,6 @@ def fit_top_k(scores_TK: NDArray[np.float64], num_experts: int) -> FittedTopK:
     return FittedTopK(fitted_TK, int(scaled_T.sum()), int(raised_T.sum()))
 
 
-def tail_weights(tail: str, load_E: NDArray[np.float64]) -> NDArray[np.float64]:
-    """In what proportions the experts share the tail's mass: float64 [E], positive.
-
-    Args:
-        load_E: how many of the recorded tokens have each expert in their top-k.
-    """
-    return np.ones(load_E.shape) if tail == "uniform" else load_E + 1
-
-
 def fill_tail(
     ids_TK: NDArray[np.int64],
     scores_TK: NDArray[np.float32],
@@ -144,7 +135,7 @@ def fill_tail(
     The top-k of every row are exactly ``ids_TK`` in their order, with exactly ``scores_TK``.
 
     Args:
-        weights_E: see ``tail_weights``; [T, E] where rows have their own.
+        weights_E: in what proportions the experts share the tail's mass, positive; [T, E] where rows have their own.
         jitter_TE: random numbers, uniform from 0 to below 1.
     """
     best_TK = scores_TK.astype(np.float64)

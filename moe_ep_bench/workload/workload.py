@@ -24,14 +24,15 @@ from numpy.typing import NDArray
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.batch import TokenBatch, deal_sequences
 from moe_ep_bench.workload.randomness import Run, runs_of
-from moe_ep_bench.workload.skew import TopK, entropy, mass_share, peak_load, rank_load, shared_by_neighbours
+from moe_ep_bench.workload.skew import TopK, entropy, mass_share, rank_load, shared_by_neighbours
 
 
 class Workload(ABC):
     """A source of ``num_batches`` batches that are the same bytes whenever and wherever they are made.
 
     A subclass makes scores and describes them. What it keeps between batches changes none, and it knows nothing of
-    ranks. Sequences are numbered from 0 in the order of their rows.
+    ranks. Sequences are numbered from 0 in the order of their rows. The config's schema has checked each field by
+    itself; a workload checks what depends on several, or on its files.
     """
 
     num_tokens: int
@@ -139,12 +140,6 @@ class Workload(ABC):
             scores_TE[first : first + len(piece_TE)] = piece_TE
             first += len(piece_TE)
         return TokenBatch(torch.from_numpy(scores_TE), torch.from_numpy(sequence_id_T))
-
-    def _check_counts(self, *names: str) -> None:
-        """Refuse a number of things below 1, and a negative seed."""
-        for name, least in (*((name, 1) for name in names), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name}: expected at least {least}, got {getattr(self, name)}")
 
     def _check_topk_share(self) -> None:
         least = self.top_k / self.num_experts
@@ -289,7 +284,7 @@ class _Tally:
     def result(self) -> dict[str, Any]:
         counts = [2**power for power in range(1, 9) if len(self.load_E) % 2**power == 0]
         return {
-            "peak_load": peak_load(self.load_E),
+            "peak_load": rank_load(self.load_E, len(self.load_E)),
             "rank_load": {str(num_ranks): rank_load(self.load_E, num_ranks) for num_ranks in counts},
             "activated_experts": int((self.load_E > 0).sum()),
             "topk_share": self.topk_share / self.num_tokens,

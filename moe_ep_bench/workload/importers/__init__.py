@@ -118,10 +118,8 @@ def import_trace(
     """Write the recording at ``source`` as the ``moe-trace-v1`` file ``out``.
 
     Args:
-        kind: one of ``IMPORTERS``.
-        source: file or directory, see the importer's module.
+        kind: one of ``IMPORTERS``, whose module describes the source.
         out: must not exist yet; parent directories are made.
-        options: facts that the source does not hold.
         max_bytes: of the source's largest array; None = ``sources.MAX_ARRAY_BYTES``.
 
     Raises:

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import expit, softmax
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import parse_json
@@ -238,7 +239,6 @@ def _read_logits(record: Record, rows: NDArray[np.int64], sidecar: Path, num_exp
 def _scores(logits_TE: NDArray[np.float64], function: str | None) -> NDArray[np.float64]:
     """Shares of a token's whole score mass."""
     if function == "softmax":
-        scores_TE = np.exp(logits_TE - logits_TE.max(axis=1, keepdims=True))
-    else:
-        scores_TE = 0.5 * (1 + np.tanh(0.5 * logits_TE))  # a sigmoid that cannot overflow
+        return softmax(logits_TE, axis=1)
+    scores_TE = expit(logits_TE)
     return scores_TE / scores_TE.sum(axis=1, keepdims=True)

@@ -207,7 +207,7 @@ def read_gpt_oss(source: Path, options: ImportOptions, writer: TraceWriter) -> N
     root = source / "data" if (source / "data").is_dir() else source
     documents = sorted(root.rglob("*_examples.json"))
     if options.domain is not None:
-        chosen = [path for path in documents if _is_in(path.relative_to(root).parent, options.domain)]
+        chosen = [path for path in documents if path.relative_to(root).parent.is_relative_to(options.domain)]
         if documents and not chosen:
             known = sorted({path.relative_to(root).parts[0] for path in documents})
             raise UserError(f"{source}: domain: expected one of {', '.join(known)}; got {options.domain!r}")
@@ -240,10 +240,6 @@ def read_gpt_oss(source: Path, options: ImportOptions, writer: TraceWriter) -> N
             writer.add(number, ids_TK, probs_TK, f"{path}: {layer}", place_T)
     if num_empty:
         writer.notes.append(f"{num_empty} answers without recorded tokens")
-
-
-def _is_in(parent: Path, domain: str) -> bool:
-    return parent.parts[: len(Path(domain).parts)] == Path(domain).parts
 
 
 def _gpt_oss_tokens(document: Any, path: Path) -> list[tuple[int, dict[str, Any]]]:

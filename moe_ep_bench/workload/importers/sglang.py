@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import parse_json
-from moe_ep_bench.workload.importers.sources import ImportOptions, Npz, from_base64, lines, opened_npz
+from moe_ep_bench.workload.importers.sources import ImportOptions, Npz, from_base64, lines, opened_npz, routing_layers
 from moe_ep_bench.workload.importers.writer import TraceWriter
 
 CONVERT = (
@@ -148,9 +148,7 @@ def _add_response(
         )
     ids_TLK = np.frombuffer(content, dtype="<i4").reshape(-1, *shape)
     if routed is None:
-        # One expert K times over is no routing: the buffer of a dense layer, which nothing writes to.
-        idle_L = (ids_TLK <= 0).all(axis=(0, 2)) if shape[1] > 1 else np.zeros(shape[0], bool)
-        routed = np.flatnonzero(~idle_L).tolist()
+        routed = routing_layers(ids_TLK)
     position_T = np.arange(len(ids_TLK))
     writer.add_tokens(sequence, position_T, where)
     for layer in routed:

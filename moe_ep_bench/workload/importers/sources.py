@@ -83,12 +83,14 @@ def reals(value: Any, where: str, shape: tuple[int | None, ...]) -> NDArray[np.f
     return _numbers(value, where, shape, "iuf", "numbers").astype(np.float64)
 
 
-def from_base64(text: str, where: str) -> bytes:
-    """The bytes of base64 text.
+def routing_layers(ids_TLK: NDArray[np.integer]) -> list[int]:
+    """Layers that route. One expert K times over is no routing: the buffer of a layer that never wrote to it."""
+    wrote_L = (ids_TLK > 0).any(axis=(0, 2)) | (ids_TLK.shape[2] == 1)
+    return np.flatnonzero(wrote_L).tolist()
 
-    Raises:
-        ValueError: it is none, or stands for more bytes than one array may have.
-    """
+
+def from_base64(text: str, where: str) -> bytes:
+    """The bytes of base64 text. Raises ValueError: it is none, or stands for more bytes than one array may have."""
     check_size(where, len(text) * 3 // 4)
     try:
         return base64.b64decode(text, validate=True)
@@ -134,11 +136,7 @@ class Npz:
         return f"{self.path}: {name}"
 
     def reals(self, name: str) -> NDArray[Any]:
-        """An array of numbers of any dimensions.
-
-        Raises:
-            ValueError: as ``array``.
-        """
+        """An array of numbers of any dimensions. Raises ValueError: as ``array``."""
         return self._load(name, "iuf", "numbers")
 
     def _load(self, name: str, kinds: str, words: str) -> NDArray[Any]:
@@ -230,20 +228,9 @@ _OF_MODEL = ("model", "num_experts", "score_function")
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Facts about a recording.
+    """Facts about a recording, as options of ``trace import`` say them; ``top_k`` and ``num_layers`` from the preset.
 
-    Attributes:
-        preset: a model of data/models/, which gives ``model``, ``num_experts``, ``top_k`` and ``score_function``.
-        model: name of the model, where there is no preset.
-        num_experts: of one layer, 2 to 1,024.
-        top_k: from the preset; the recording must agree.
-        num_layers: from the preset: all of the model's, dense ones included.
-        domain: part of a published recording; of others, the subject of the texts.
-        phase: prefill, decode, both, or training; see the importer.
-        licence: under which the recording may be used.
-        score_function: softmax or sigmoid: turns recorded logits into scores.
-        micro_batch_size: sequences that one forward pass interleaves.
-        assume_equal_scores: accept a recording that has no scores; every one of the top-k then gets the same.
+    The preset gives all facts of the model, and the recording must agree; its layers include the dense ones.
     """
 
     preset: str | None = None
@@ -302,11 +289,7 @@ class ImportOptions:
         return stated | {name: getattr(self, name) for name in ("model", "phase") if getattr(self, name) is not None}
 
     def need(self, name: str, why: str) -> object:
-        """The option of that name.
-
-        Raises:
-            ValueError: it was not given.
-        """
+        """The option of that name. Raises ValueError: it was not given."""
         value = getattr(self, name)
         if value is None:
             raise UserError(f"{name}: needed, because {why}{' (or preset)' if name in _OF_MODEL else ''}")
@@ -318,11 +301,7 @@ class ImportOptions:
             raise UserError(f"{where}: top_k: the model has {self.top_k}, the recording {top_k}")
 
     def accept_no_scores(self, where: str, remedy: str = "") -> str:
-        """The ``score`` of a trace that is made from ids alone.
-
-        Raises:
-            ValueError: the user has not accepted that.
-        """
+        """The ``score`` of a trace that is made from ids alone. Raises ValueError: the user has not accepted that."""
         if not self.assume_equal_scores:
             raise UserError(
                 f"{where}: no scores, only expert ids: {remedy}set assume_equal_scores to give all of a token's top-k "

@@ -26,7 +26,14 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import parse_json
-from moe_ep_bench.workload.importers.sources import ImportOptions, from_base64, integers, lines, opened_npz
+from moe_ep_bench.workload.importers.sources import (
+    ImportOptions,
+    from_base64,
+    integers,
+    lines,
+    opened_npz,
+    routing_layers,
+)
 from moe_ep_bench.workload.importers.writer import TraceWriter
 
 PROMPT, GENERATED = "prompt_routed_experts", "routed_experts"
@@ -88,9 +95,7 @@ def _add(piece: Piece, layers: list[int] | None, writer: TraceWriter) -> list[in
     if not len(ids_TLK):
         return layers
     if layers is None:
-        # One expert K times over is no routing: the buffer of a layer that never wrote to it.
-        idle_L = (ids_TLK == 0).all(axis=(0, 2)) if ids_TLK.shape[2] > 1 else np.zeros(ids_TLK.shape[1], bool)
-        layers = np.flatnonzero(~idle_L).tolist()
+        layers = routing_layers(ids_TLK)
     position_T = piece.position + np.flatnonzero(known_T)
     writer.add_tokens(piece.sequence, position_T, piece.where)
     for layer in range(ids_TLK.shape[1]):

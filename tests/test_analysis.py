@@ -532,6 +532,7 @@ def foreign_run_id(directory: Path) -> None:
 BREAKAGES = {
     "no run.json": (lambda d: (d / "run.json").unlink(), "run.json: missing"),
     "no JSON": (lambda d: (d / "run.json").write_text('{"schema_version": 1,'), "run.json: damaged, not JSON"),
+    "a list": (lambda d: (d / "run.json").write_text("[]"), "schema_version: expected a whole number, got None"),
     "newer": (lambda d: edit_json(d, lambda c: c.update(schema_version=4)), "expected 3, got 4; it is newer"),
     "no cases": (lambda d: edit_json(d, lambda c: c.pop("cases")), "run.json: cases: missing"),
     "key gone": (
@@ -564,11 +565,13 @@ BREAKAGES = {
     "another mode": (lambda d: edit_json(d, lambda c: c.update(mode="route")), "mode: expected 'route', got 'run'"),
     "another job": (foreign_run_id, "c0-0.parquet: of another job than c0-2.parquet"),
     "no conditions": (lambda d: conditions_of(d).unlink(), "c0-0.json: missing; it says under which conditions"),
+    "damaged conditions": (lambda d: conditions_of(d).write_text("{}"), "c0-0.json: run_id: missing"),
     "another job's conditions": (
         lambda d: conditions_of(d).write_text(conditions_of(d).read_text().replace('"r0"', '"r7"')),
         "c0-0.json: of another job than the cases (r7, r0)",
     ),
     "unknown phase": (lambda d: edit_part(first_part(d), phase=["nap"]), "phase: expected one of shared, gate"),
+    "unknown status": (lambda d: edit_part(first_part(d), status=["meh"]), "status: expected one of ok, failed"),
     "no time": (lambda d: edit_part(first_part(d), time_us=[None]), "lacks its rank, batch, iteration or time_us"),
     "time stands still": (lambda d: edit_part(first_part(d), time_us=[0.0]), "a total is not above 0"),
     "endless host time": (lambda d: edit_part(first_part(d), host_us=[float("inf")]), "a time is not below 1e+15 us"),
@@ -587,7 +590,7 @@ BREAKAGES = {
 }
 
 
-NOTHING_LEFT = ("no run.json", "no JSON", "newer", "no cases", "key gone", "two baselines", "another mode")
+NOTHING_LEFT = ("no run.json", "no JSON", "a list", "newer", "no cases", "key gone", "two baselines", "another mode")
 
 
 @pytest.fixture(scope="module")

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import flex_laws  # noqa: F401, adds its laws to the others
-import graph_laws  # noqa: F401, adds its laws to the others
-import padded_laws  # noqa: F401, adds its laws to the others
+import laws
 import pandas as pd
 import pytest
-import slice_laws  # noqa: F401, adds its laws to the others
 import torch
-from layer_laws import LAWS, NEEDS_RANKS
 from test_run import cases_of, launch, statuses, write_config
 
 from moe_ep_bench.kernels.swiglu import weighted_swiglu, weighted_swiglu_formula
@@ -35,22 +29,9 @@ def device() -> torch.device:
     return torch.device("cuda", 0)
 
 
-@pytest.fixture(scope="session")
-def laws(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    """All laws of the layer that one rank can show, on one NCCL rank."""
-    report = tmp_path_factory.mktemp("laws") / "report.json"
-    script = Path(__file__).with_name("run_laws.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", script, report]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    found = json.loads(report.read_text()) if report.exists() else {}
-    found["output"] = job.stdout[-2000:] + job.stderr[-4000:]
-    return found
-
-
-@pytest.mark.parametrize("name", [name for name in LAWS if 1 in NEEDS_RANKS.get(name, (1,))])
-def test_law(name: str, laws: dict[str, str | None]) -> None:
-    assert name in laws, f"the law did not finish:\n{laws['output']}"
-    assert laws[name] is None, laws[name]
+@pytest.mark.parametrize("name", [name for name, one in laws.laws_of("layer").items() if one.on_one])
+def test_law_on_one_nccl_rank(name: str) -> None:
+    laws.check("layer", 1, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

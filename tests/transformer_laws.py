@@ -144,7 +144,8 @@ def a_decode_step_gives_the_logits_of_the_whole_sequence(lab: Lab) -> None:
         cache = KeyValueCache(max_requests=3, context_length=8)
         cache.fill_(built.gpt, lab.ranks.device, SEED)
         positions_BS = torch.arange(8).expand(3, 8)
-        built.gpt(ids_BS[:, :8], positions_BS, None, inference_context=cache.at_prompts(), runtime_gather_output=True)
+        cache.context.reset()  # It takes in the earlier tokens themselves.
+        built.gpt(ids_BS[:, :8], positions_BS, None, inference_context=cache.context, runtime_gather_output=True)
         step_BV = Decode(ids_BS[:, 8], cache)(built.gpt)
         expected_BV = Prefill(ids_BS.flatten(), (9, 9, 9))(built.gpt)
         torch.testing.assert_close(step_BV, expected_BV, rtol=1e-3, atol=1e-4, msg=f"{name}")

@@ -12,7 +12,8 @@ Shapes: T = tokens of all prompts, Q = queries, S = keys, B = requests, H = head
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ class SdpaAttention(torch.nn.Module):
 
     def _packed(self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, lengths: list[int]) -> Tensor:
         outputs, begin = [], 0
-        for number, length in _runs(lengths):
+        for length, neighbours in itertools.groupby(lengths):  # Prompts of one length are one call.
+            number = len(list(neighbours))
             rows = slice(begin, begin + number * length)
             heads = (
                 tensor[rows].unflatten(0, (number, length)).transpose(1, 2)
@@ -79,17 +81,6 @@ class SdpaAttention(torch.nn.Module):
             scale=self.scale,
             enable_gqa=query_BHQD.shape[1] != key_BGSD.shape[1],
         )
-
-
-def _runs(lengths: Iterable[int]) -> list[tuple[int, int]]:
-    """Neighbouring prompts of one length, as (how many, length): each is one call."""
-    runs: list[tuple[int, int]] = []
-    for length in lengths:
-        if runs and runs[-1][1] == length:
-            runs[-1] = runs[-1][0] + 1, length
-        else:
-            runs.append((1, length))
-    return runs
 
 
 _PREFIX = "aten::_scaled_dot_product_"

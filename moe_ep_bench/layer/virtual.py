@@ -80,7 +80,7 @@ class Exchange:
         self.checks_counts = True
         self._group = group
         self._counts_RP = torch.empty(0)
-        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
         self._kept: dict[tuple[int | None, str], list[tuple[Tensor, ...] | None]] | None = None
         self._layer: int | None = None
         self._step = 0
@@ -92,15 +92,6 @@ class Exchange:
     def keep(self) -> None:
         """From now on keep what ranks send, and hand it on once all have sent."""
         self._kept = {}
-
-    @contextlib.contextmanager
-    def connected(self) -> Iterator[None]:
-        """Answer where ranks would meet, while the block runs."""
-        with (
-            mock.patch.object(token_dispatcher, "all_to_all", self.all_to_all),
-            mock.patch.object(token_dispatcher, "gather_from_sequence_parallel_region", self.gather_counts),
-        ):
-            yield
 
     def gather_counts(self, counts_P: Tensor, *_: Any, **__: Any) -> Tensor:
         """Stand in for the gather of all ranks' counts: int64 [R * P].
@@ -131,13 +122,10 @@ class Exchange:
 
     def _buffer(self, num_rows: int, like: Tensor) -> Tensor:
         """Rows of random values, kept from run to run and grown when there are too few."""
-        width = like.shape[1] if like.ndim == 2 else 0
-        buffer = self._buffers.get((width, like.dtype))
-        if buffer is None or len(buffer) < num_rows:
-            shape = (num_rows, width) if width else (num_rows,)
-            buffer = torch.rand(shape, device=like.device).to(like.dtype)
-            self._buffers[width, like.dtype] = buffer
-        return buffer[:num_rows]
+        kind = like.shape[1:], like.dtype
+        if kind not in self._buffers or len(self._buffers[kind]) < num_rows:
+            self._buffers[kind] = torch.rand((num_rows, *like.shape[1:]), device=like.device).to(like.dtype)
+        return self._buffers[kind][:num_rows]
 
 
 def _whole(splits: Any, sent: Tensor) -> list[int]:
@@ -209,9 +197,10 @@ class VirtualRanks:
             self._weights[layer, expert] = weights
         return self._weights[layer, expert]
 
-    def connected(self) -> contextlib.AbstractContextManager[None]:
+    def connected(self) -> contextlib.AbstractContextManager[Any]:
         """Let the exchange answer where ranks would meet, while the block runs."""
-        return self.exchange.connected()
+        instead = {"gather_from_sequence_parallel_region": self.exchange.gather_counts}
+        return mock.patch.multiple(token_dispatcher, all_to_all=self.exchange.all_to_all, **instead)
 
     @contextlib.contextmanager
     def routed(self, routings: Mapping[int | None, Routing]) -> Iterator[None]:

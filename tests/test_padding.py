@@ -182,12 +182,6 @@ def test_masked_padding_changes_no_valid_tokens_routing(config: Path, outs: dict
             assert [all_pairs - padding for all_pairs, padding in mine[["num_pairs", "padding_pairs"]].values] == pairs
 
 
-def test_a_capacity_counts_the_tokens_that_the_policy_takes_for_valid(rows: pd.DataFrame) -> None:
-    dropping = rows[rows.policy == "token_drop"]
-    most = dropping.groupby("masked").load_E.apply(lambda loads: max(max(load) for load in loads))
-    assert most.to_dict() == {True: 2 * 9 * TOP_K // 64, False: 2 * 12 * TOP_K // 64}
-
-
 def test_padding_that_leaves_no_valid_token_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, padding_per_rank=TOKENS)
     for command in (["run", "--nproc", "1", "--set", "layer.ep_size=1"], ["emulate"], ["route"]):

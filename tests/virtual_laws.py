@@ -183,25 +183,6 @@ def a_rank_without_tokens_takes_part(lab: Lab) -> None:
             layer.check(spec, f"{num_tokens} tokens, {spec}")
 
 
-@law(1)
-def timed_runs_see_the_rows_that_real_ranks_would(lab: Lab) -> None:
-    layer = Layer(lab, LITE, 8, 97)
-    layer.announce({"name": "token_drop", "capacity_factor": 1.5})
-    counts_RE, seen = layer.virtual.announced[None].counts_RP, []
-    hook = layer.subject.pairs[None].policy.experts.register_forward_pre_hook(lambda module, args: seen.append(args))
-    with layer.virtual.connected():
-        for rank, hidden_TD in enumerate(layer.hidden):
-            layer.virtual.become(rank)
-            layer.prepare(rank)
-            output_T1D = layer.subject.run(hidden_TD.unsqueeze(1))
-            assert output_T1D.shape == (len(hidden_TD), 1, LITE.hidden_size)
-    hook.remove()
-    for rank, (hidden_ND, counts_L, weights_N) in enumerate(seen):
-        expected_L = counts_RE[:, rank * 8 : (rank + 1) * 8].sum(0)
-        assert torch.equal(counts_L.cpu(), expected_L.cpu()), rank
-        assert len(hidden_ND) == len(weights_N) == int(expected_L.sum())
-
-
 CONFIG = """
 name: chunks
 model: {preset: deepseek-v2-lite, scale: 0.03125}

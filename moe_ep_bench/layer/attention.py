@@ -1,11 +1,8 @@
 """Core attention by torch's ``scaled_dot_product_attention``, and which of torch's kernels ran it.
 
-Without Transformer Engine, Megatron-Core's own writes the scores of all pairs of tokens to memory, supports neither
-packed prompts nor latent attention's unequal heads, and serves nobody. This one computes the same numbers with torch's
-kernels for the device. Projections, norms, rotary positions and the cache stay Megatron-Core's.
-
-torch selects among several kernels by device, dtype, shape and version, and does not report which. The selected kernel
-shows as the operator that gets the work, so one run is watched for it (``kernels_of_attention``).
+Without Transformer Engine, Megatron-Core's own writes the scores of all pairs of tokens to memory, and supports neither
+packed prompts nor latent attention's unequal heads. Projections, norms, rotary positions and the cache stay its own.
+torch selects a kernel and does not report which: one run is watched for the operator that gets the work.
 
 Shapes: T = tokens of all prompts, Q = queries, S = keys, B = requests, H = heads, G = key-value heads, D = head size.
 """

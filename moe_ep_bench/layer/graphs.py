@@ -1,11 +1,9 @@
 """Keep a run as CUDA graphs and replay it, as servers run decode steps.
 
-At a few tokens a layer takes less time on the device than its dozens of launches take on the host. A graph issues them
-in one call. It holds only what does not wait for the host (``dispatchers.MapDispatcher``). On one rank that is the
-whole run. Under expert parallelism the run is cut at its collectives: what lies between two of them is one graph, and
-the collectives are issued as always. A run is captured for one batch, whose tensors are the graphs' own.
-
-Phases of a captured run are timed by events inside the graphs, which the recorder then takes over as its own.
+At a few tokens a layer's dozens of launches take longer on the host than their work on the device. A graph issues them
+in one call. It holds only what does not wait for the host (``dispatchers.MapDispatcher``): on one rank the whole run,
+under expert parallelism what lies between two collectives, which are issued as always. A run is captured for one batch,
+whose tensors are the graphs' own. Its phases are timed by events inside the graphs, which the recorder takes over.
 
 Shapes: T = this rank's tokens, E = experts.
 """

@@ -62,12 +62,6 @@ class KeyValueCache:
         self.context_length = context_length
         self.context = StaticInferenceContext(max_requests, context_length + 1)
 
-    def at_new_token(self) -> StaticInferenceContext:
-        """The context as Megatron-Core wants it when each request adds its next token."""
-        self.context.sequence_len_offset = self.context_length
-        self.context.enable_decode_mode()
-        return self.context
-
     def fill_(self, gpt: GPTModel, device: torch.device, seed: int) -> None:
         """Have Megatron-Core lay out its buffers, and fill them with random numbers."""
         ids_B = torch.zeros(self.context.max_batch_size, dtype=torch.int64, device=device)
@@ -90,4 +84,7 @@ class Decode:
         }
 
     def __call__(self, gpt: GPTModel) -> Tensor:
-        return gpt(**self._inputs, inference_context=self._cache.at_new_token())[:, -1]
+        context = self._cache.context
+        context.sequence_len_offset = self._cache.context_length
+        context.enable_decode_mode()
+        return gpt(**self._inputs, inference_context=context)[:, -1]

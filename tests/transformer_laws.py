@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -159,39 +158,6 @@ def replayed(lab: Lab, built: Transformer, model: ModelSpec, num_tokens: int) ->
         scores_TE = skewed_scores(model, num_tokens, seed=100 * layer + lab.ranks.rank)
         for router in (pair.native.router, pair.policy_router):
             router.replay_TE = logits_from_scores(scores_TE, model.score_function).to(lab.ranks.device)
-
-
-@law()
-def a_layers_policy_acts_on_that_layer_only(lab: Lab) -> None:
-    model, built = lab.model(LITE), lab.build(LITE, Parts())
-    replayed(lab, built, model, sum(LENGTHS))
-    drop = make_policy({"name": "token_drop", "capacity_factor": 0.5})
-    for pair in built.pairs.values():
-        pair.policy_router.policy = drop
-        pair.policy_router.context = replace(pair.policy_router.context, top_k=model.top_k)
-
-    def selected(policy_layers: tuple[int, ...]) -> dict[int, Tensor]:
-        built.take(policy_layers)
-        maps: dict[int, Tensor] = {}
-        hooks = [
-            moe.router.register_forward_hook(lambda m, i, output, layer=layer: maps.update({layer: output[1].bool()}))
-            for layer, moe in built.moe_layers.items()
-        ]
-        lab.prompts(model)(built.gpt)
-        for hook in hooks:
-            hook.remove()
-        return maps
-
-    native = selected(())
-    assert len(native) == 2
-    first, second = sorted(built.pairs)
-    assert not torch.equal(native[first], native[second]), "layers see the same scores"
-    for chosen in (first, second):
-        found = selected((chosen,))
-        for layer in native:
-            same = torch.equal(found[layer], native[layer])
-            assert same == (layer != chosen), f"policy in layer {chosen}, layer {layer} same: {same}"
-        assert int(found[chosen].sum()) < int(native[chosen].sum())
 
 
 @law()

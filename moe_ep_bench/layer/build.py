@@ -228,18 +228,12 @@ class Transformer(Subject):
         gpt: Megatron-Core's model; every rank has all of it but the experts, which are spread over ranks.
     """
 
-    def __init__(
-        self, *args: Any, num_layers: int, max_length: int, core_attention: Any = SdpaAttention, **kwargs: Any
-    ) -> None:
-        """Take ``Subject``'s arguments and:
-
-        max_length: positions that a sequence may have.
-        core_attention: None = Megatron-Core's own ``DotProductAttention``.
-        """
+    def __init__(self, *args: Any, num_layers: int, max_length: int, **kwargs: Any) -> None:
+        """Take ``Subject``'s arguments; ``max_length``: positions that a sequence may have."""
         super().__init__(*args, **kwargs)
         model, config = self.model, self._config(None, num_layers=num_layers)
         assert model.vocab_size is not None
-        spec, group = decoder_spec(config, core_attention, self._submodules(ReplayRouter)), self._groups.ep
+        spec, group = decoder_spec(config, SdpaAttention, self._submodules(ReplayRouter)), self._groups.ep
         self.gpt = build_gpt(
             config, spec, model.vocab_size, max_length=max_length, tied=model.tied_embeddings, ep_group=group
         )

@@ -34,9 +34,6 @@ from moe_ep_bench.layer.passes import KeyValueCache
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Routing
 
-# What goes through the all-to-alls of one MoE layer, in order.
-_ROWS, _WEIGHTS, _RESULTS = "rows", "weights", "results"
-
 
 class VirtualGroup:
     """As much of a process group as Megatron-Core asks of it while layers are built: its size and this rank."""
@@ -77,7 +74,7 @@ class Exchange:
         self._group = group
         self._counts_RP = torch.empty(0)
         self._buffers: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
-        self._kept: dict[tuple[int | None, str], list[tuple[Tensor, ...] | None]] | None = None
+        self._kept: dict[tuple[int | None, int], list[tuple[Tensor, ...] | None]] | None = None
         self._layer: int | None = None
         self._step = 0
 
@@ -104,12 +101,12 @@ class Exchange:
         self, group: Any, sent: Tensor, output_splits: Any = None, input_splits: Any = None, *_: Any, **__: Any
     ) -> Tensor:
         """Stand in for an all-to-all: return as many rows as the other ranks send here."""
-        what = (_ROWS, _WEIGHTS, _RESULTS)[self._step % 3]
+        what = self._layer, self._step % 3  # rows, weights or results
         self._step += 1
         outgoing, incoming = _whole(input_splits, sent), _whole(output_splits, sent)
         if self._kept is not None:
             here = self._group.current
-            arrived = self._kept.setdefault((self._layer, what), [None] * self._group.size())
+            arrived = self._kept.setdefault(what, [None] * self._group.size())
             received = None if None in arrived else torch.cat([pieces[here] for pieces in arrived if pieces])
             arrived[here] = sent.split(outgoing)
             if received is not None:

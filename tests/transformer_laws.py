@@ -95,7 +95,8 @@ def whole_sequence(gpt: megatron.GPTModel, ids_T: Tensor) -> Tensor:
 
 
 @law()
-def topk_gives_the_logits_of_an_unmodified_model_bit_for_bit_and_packed_prompts_those_of_each_alone(lab: Lab) -> None:
+def topk_gives_the_logits_of_an_unmodified_model_and_packed_prompts_those_of_each_alone(lab: Lab) -> None:
+    """Bit for bit, but where prompts are packed or weights normalised."""
     for name in MODELS:
         model, built = lab.model(name), lab.build(name)
         theirs = unmodified(lab, name, built)

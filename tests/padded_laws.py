@@ -10,95 +10,79 @@ from typing import Any
 from unittest import mock
 
 import torch
-from layer_laws import SEED, Lab, assert_close, law
+from laws import law
+from layer_laws import CLOSE, LITE, Lab, assert_right, run_layer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ep_bench.layer import megatron
-from moe_ep_bench.layer.build import LayerPair, SingleLayer
+from moe_ep_bench.layer.build import LayerPair
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.phases import Rendezvous, instrumented, replaced
-from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
 from moe_ep_bench.layer.scores import logits_from_scores
-from moe_ep_bench.policies import Routing, RoutingContext, make_policy
+from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
 
-MODEL = "deepseek-v2-lite"  # It has shared experts.
 PERMUTATIONS = [Parts("grouped", permute) for permute in ("indexed", "megatron")]
-EACH = 24  # tokens of a rank: splits that are known beforehand need as many on all
 
 
 def layers(lab: Lab, parts: Parts, padded_to: float | None = None) -> LayerPair:
-    known = {"padded_to": padded_to}
-    return SingleLayer(lab.model(MODEL), torch.float32, lab.ranks.device, lab.ep_group, SEED, parts, **known).pair
+    return lab.new_subject(LITE, torch.float32, parts, padded_to=padded_to).pair
 
 
 def tokens(lab: Lab) -> tuple[Tensor, Tensor]:
-    """This rank's hidden states and scores."""
-    model, first = lab.model(MODEL), lab.ranks.rank * EACH
-    whole = EACH * lab.ranks.world_size
-    mine = slice(first, first + EACH)
-    return lab.all_hidden(model, whole)[mine], lab.all_scores(model, whole)[mine]
+    """Hidden states and scores of 24 tokens a rank: splits that are known beforehand need as many on all."""
+    return lab.tokens(num_tokens=24 * lab.ranks.world_size, even=True)
 
 
-def run(moe: megatron.MoELayer, hidden_TD: Tensor, scores_TE: Tensor) -> tuple[Tensor, Routing]:
-    seen: list[tuple[Tensor, Tensor]] = []
-    moe.router.replay_TE = logits_from_scores(scores_TE, moe.router.score_function)
-    hook = moe.router.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    output_T1D, _ = moe(hidden_TD.unsqueeze(1))
-    hook.remove()
-    ((weights_TE, map_TE),) = seen
-    return output_T1D[:, 0], Routing(map_TE=map_TE, weights_TE=weights_TE)
+def context_of(lab: Lab) -> RoutingContext:
+    model = lab.model()
+    return RoutingContext(top_k=model.top_k, normalize=model.normalize, scale=model.routed_scale)
 
 
-@law
+@law(1, 2)
 def drop_and_pad_at_full_capacity_computes_what_native_does(lab: Lab) -> None:
-    model = lab.model(MODEL)
+    model = lab.model()
     for parts in PERMUTATIONS:
         pair = layers(lab, parts, padded_to=model.num_experts / model.top_k)
-        native_TD, native = run(pair.native, *tokens(lab))
-        output_TD, padded = run(pair.padded, *tokens(lab))
+        native_TD, native = run_layer(pair.native, *tokens(lab))
+        output_TD, padded = run_layer(pair.padded, *tokens(lab))
         assert torch.equal(padded.weights_TE, native.weights_TE), parts
         assert bool(padded.map_TE.all())  # Every expert takes all tokens, most at weight 0.
-        torch.testing.assert_close(output_TD, native_TD, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(output_TD, native_TD, **CLOSE)
 
 
-@law
+@law(1, 2)
 def drop_and_pad_drops_by_megatrons_rule_and_exchanges_no_counts(lab: Lab) -> None:
     from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_capacity
 
-    model, (hidden_TD, scores_TE) = lab.model(MODEL), tokens(lab)
-    reference = DenseReference(model, hidden_TD, SEED)
-    for factor in (0.4, 1.5):
-        outputs = []
-        for parts in PERMUTATIONS:
-            pair = layers(lab, parts, padded_to=factor)
-            native_TD, native = run(pair.native, hidden_TD, scores_TE)
-            rows = []
-            hook = pair.native.experts.register_forward_pre_hook(lambda module, inputs, rows=rows: rows.append(inputs))
-            refused = AssertionError("counts are gathered")
-            gather = "gather_from_sequence_parallel_region"
-            with mock.patch.object(megatron.token_dispatcher, gather, side_effect=refused):
-                output_TD, padded = run(pair.padded, hidden_TD, scores_TE)
-            hook.remove()
-            kept = native.weights_TE, native.map_TE, model.top_k, factor, "probs", True
-            expected_TE, _ = apply_router_token_dropping(*kept)
-            assert torch.equal(padded.weights_TE, expected_TE)
-            spec = {"name": "megatron_drop", "capacity_factor": factor, "pad_to_capacity": True}
-            context = RoutingContext(top_k=model.top_k, normalize=model.normalize, scale=model.routed_scale)
-            ours = make_policy(spec).route(scores_TE, context)
-            torch.testing.assert_close(padded.weights_TE, ours.weights_TE, rtol=2e-6, atol=0)
-            capacity = get_capacity(EACH * model.top_k, model.num_experts, factor)
-            assert padded.map_TE.sum(dim=0).tolist() == [capacity] * model.num_experts
-            ((_, counts_L, _),) = rows
-            assert counts_L.tolist() == [capacity * lab.ranks.world_size] * pair.native.num_local_experts
-            assert pair.padded.token_dispatcher.cuda_sync_point == "no_sync"
-            assert_close(reference.worst_error(output_TD, padded.weights_TE), TOLERANCE[torch.float32], str(parts))
-            drops = not torch.equal(padded.weights_TE, native.weights_TE)
-            assert drops == (not torch.equal(output_TD, native_TD))
-            assert drops or factor > 1
-            outputs.append(output_TD)
-        torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-5)
+    model, (hidden_TD, scores_TE) = lab.model(), tokens(lab)
+    reference, refused = lab.reference(LITE, hidden_TD), AssertionError("counts are gathered")
+    for factor, parts in ((factor, parts) for factor in (0.4, 1.5) for parts in PERMUTATIONS):
+        pair = layers(lab, parts, padded_to=factor)
+        native_TD, native = run_layer(pair.native, hidden_TD, scores_TE)
+        rows: list[tuple[Tensor, ...]] = []
+        hook = pair.native.experts.register_forward_pre_hook(lambda module, inputs, rows=rows: rows.append(inputs))
+        gather = "gather_from_sequence_parallel_region"
+        with mock.patch.object(megatron.token_dispatcher, gather, side_effect=refused):
+            output_TD, padded = run_layer(pair.padded, hidden_TD, scores_TE)
+        hook.remove()
+        expected_TE, _ = apply_router_token_dropping(
+            native.weights_TE, native.map_TE, model.top_k, factor, "probs", True
+        )
+        assert torch.equal(padded.weights_TE, expected_TE)
+        ours = make_policy({"name": "megatron_drop", "capacity_factor": factor, "pad_to_capacity": True})
+        expected_TE = ours.route(scores_TE, context_of(lab)).weights_TE
+        torch.testing.assert_close(padded.weights_TE, expected_TE, rtol=2e-6, atol=0)
+        capacity = get_capacity(len(hidden_TD) * model.top_k, model.num_experts, factor)
+        assert padded.map_TE.sum(dim=0).tolist() == [capacity] * model.num_experts
+        ((_, counts_L, _),) = rows
+        assert counts_L.tolist() == [capacity * lab.ranks.world_size] * pair.native.num_local_experts
+        assert pair.padded.token_dispatcher.cuda_sync_point == "no_sync"
+        assert_right(reference, output_TD, padded, parts)
+        drops = not torch.equal(padded.weights_TE, native.weights_TE)
+        assert drops == (not torch.equal(output_TD, native_TD))
+        assert drops or factor > 1
 
 
 def broken_down(lab: Lab, moe: megatron.MoELayer) -> tuple[Tensor, set[str]]:
@@ -106,19 +90,19 @@ def broken_down(lab: Lab, moe: megatron.MoELayer) -> tuple[Tensor, set[str]]:
     recorder = PhaseRecorder(clock_for(lab.ranks.device))
     with instrumented(moe, recorder, Rendezvous(lab.ep_group, lab.ranks.device)):
         recorder.begin()
-        output_TD, _ = run(moe, *tokens(lab))
+        output_TD, _ = run_layer(moe, *tokens(lab))
         recorder.end()
     return output_TD, set(recorder.times_us())
 
 
-@law
+@law(1, 2)
 def drop_and_pad_waits_before_the_transfers_alone(lab: Lab) -> None:
-    pair, alone = layers(lab, PERMUTATIONS[0], padded_to=1.0), lab.ranks.world_size == 1
-    waits = {name for name in broken_down(lab, pair.padded)[1] if name.startswith("wait_")}
-    assert waits == (set() if alone else {"wait_dispatch", "wait_combine"})
+    _, phases = broken_down(lab, layers(lab, PERMUTATIONS[0], padded_to=1.0).padded)
+    waits = {name for name in phases if name.startswith("wait_")}
+    assert waits == (set() if lab.ranks.world_size == 1 else {"wait_dispatch", "wait_combine"})
 
 
-@law
+@law(1, 2)
 def shared_experts_beside_transfers_change_nothing_but_the_order(lab: Lab) -> None:
     steps = ("pre_forward_comm", "linear_fc1_forward_and_act", "linear_fc2_forward", "post_forward_comm", "get_output")
     for parts in PERMUTATIONS:
@@ -128,16 +112,16 @@ def shared_experts_beside_transfers_change_nothing_but_the_order(lab: Lab) -> No
             for name in ("forward", *steps):
                 noted = partial(note, calls, name, getattr(shared, name))
                 spies.enter_context(replaced(shared, name, noted))
-            for form in ("native", "policy", "padded"):
-                expected_TD, _ = run(getattr(before, form), *tokens(lab))
-                output_TD, _ = run(getattr(beside, form), *tokens(lab))
-                assert calls == list(steps), (form, parts, calls)
-                torch.testing.assert_close(output_TD, expected_TD, rtol=1e-4, atol=1e-5)
+            for plain, overlapping in zip(before.forms, beside.forms, strict=True):
+                expected_TD, _ = run_layer(plain, *tokens(lab))
+                output_TD, _ = run_layer(overlapping, *tokens(lab))
+                assert calls == list(steps), (parts, calls)
+                torch.testing.assert_close(output_TD, expected_TD, **CLOSE)
                 calls.clear()
-                output_TD, phases = broken_down(lab, getattr(beside, form))
-                assert calls == ["forward"], (form, parts, calls)
+                output_TD, phases = broken_down(lab, overlapping)
+                assert calls == ["forward"], (parts, calls)
                 assert "shared" in phases
-                torch.testing.assert_close(output_TD, expected_TD, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(output_TD, expected_TD, **CLOSE)
                 calls.clear()
 
 
@@ -155,11 +139,10 @@ class NoWaiting(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-@law
+@law(1)
 def megatron_drop_is_routed_by_megatrons_own_operations_which_wait_for_nothing(lab: Lab) -> None:
-    model, pair, scores_TE = lab.model(MODEL), layers(lab, PERMUTATIONS[0]), tokens(lab)[1]
-    router, logits_TE = pair.policy_router, logits_from_scores(scores_TE, "softmax")
-    router.context = RoutingContext(top_k=model.top_k, normalize=model.normalize, scale=model.routed_scale)
+    router, scores_TE = layers(lab, PERMUTATIONS[0]).policy_router, tokens(lab)[1]
+    router.context, logits_TE = context_of(lab), logits_from_scores(scores_TE, "softmax")
     for factor, order, pad in (
         (0.4, "probs", False),
         (1.5, "position", False),
@@ -175,7 +158,7 @@ def megatron_drop_is_routed_by_megatrons_own_operations_which_wait_for_nothing(l
         if order == "probs":
             torch.testing.assert_close(weights_TE, ours.weights_TE, rtol=2e-6, atol=0)
         assert router.config.moe_expert_capacity_factor is None
-        assert router.routing(logits_TE[:0])[1].shape == (0, model.num_experts)
+        assert router.routing(logits_TE[:0])[1].shape == (0, lab.model().num_experts)
     router.kernel = "torch"  # Asked for by name, ours runs: it waits.
     try:
         with NoWaiting():

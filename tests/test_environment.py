@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,38 +57,24 @@ def test_variables_come_from_a_fixed_list_and_secrets_never() -> None:
 
 
 def test_a_slurm_job_is_named_with_its_array_and_nodes_and_none_outside_of_one() -> None:
-    variables = {
-        "SLURM_JOB_ID": "17",
-        "SLURM_ARRAY_JOB_ID": "15",
-        "SLURM_ARRAY_TASK_ID": "2",
-        "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_CONF": "/etc/slurm.conf",
-    }
-    assert provenance.slurm_job(variables) == {k: v for k, v in variables.items() if k != "SLURM_CONF"}
+    named = {"SLURM_JOB_ID": "17", "SLURM_ARRAY_JOB_ID": "15", "SLURM_ARRAY_TASK_ID": "2"}
+    named["SLURM_JOB_NODELIST"] = "n[1-2]"
+    assert provenance.slurm_job({**named, "SLURM_CONF": "/etc/slurm.conf"}) == named
     assert provenance.slurm_job({"SLURM_CLUSTER_NAME": "c", "PATH": "/bin"}) is None
 
 
-def test_gpus_driver_and_topology_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_driver_and_topology_are_described_or_the_reason_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "query_gpus", lambda: [H100])
     monkeypatch.setattr(provenance, "query_topology", lambda: parse_topology(TWO_H100))
     described = json.loads(json.dumps(provenance.describe_gpus()))
-    assert described["driver"] == "570.86.15"
-    assert described["gpus"] == [H100]
+    assert (described["driver"], described["gpus"], described["gpus_why"]) == ("570.86.15", [H100], None)
     assert described["topology"]["paths"]["GPU0"] == {"GPU1": "NV18", "NIC0": "PIX", "NIC1": "SYS"}
-    assert described["gpus_why"] is None
-
-
-def test_a_driver_that_does_not_answer_leaves_a_reason_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hangs() -> None:
-        raise CommandError("no answer within 20 s")
-
-    monkeypatch.setattr(provenance, "query_gpus", hangs)
+    monkeypatch.setattr(provenance, "query_gpus", Mock(side_effect=CommandError("no answer within 20 s")))
     described = provenance.describe_gpus()
     assert described == {"gpus": None, "driver": None, "topology": None, "gpus_why": "no answer within 20 s"}
 
 
-@pytest.mark.parametrize("local_rank", ["0", "1"])
-@pytest.mark.parametrize("several_nodes", [True, False])
+@pytest.mark.parametrize(("several_nodes", "local_rank"), [(True, "0"), (True, "1"), (False, "0")])
 def test_the_first_rank_of_each_of_several_nodes_tells_of_its_gpus(
     several_nodes: bool, local_rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import flex_laws  # noqa: F401, adds its laws to the others
-import graph_laws  # noqa: F401, adds its laws to the others
-import padded_laws  # noqa: F401, adds its laws to the others
+import laws
 import pandas as pd
 import pytest
-import slice_laws  # noqa: F401, adds its laws to the others
 import torch
-from layer_laws import LAWS, NEEDS_RANKS
 from test_run import cases_of, launch, statuses, write_config
 
 from moe_ep_bench.kernels.swiglu import weighted_swiglu, weighted_swiglu_formula
@@ -35,22 +29,9 @@ def device() -> torch.device:
     return torch.device("cuda", 0)
 
 
-@pytest.fixture(scope="session")
-def laws(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    """All laws of the layer that one rank can show, on one NCCL rank."""
-    report = tmp_path_factory.mktemp("laws") / "report.json"
-    script = Path(__file__).with_name("run_laws.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", script, report]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    found = json.loads(report.read_text()) if report.exists() else {}
-    found["output"] = job.stdout[-2000:] + job.stderr[-4000:]
-    return found
-
-
-@pytest.mark.parametrize("name", [name for name in LAWS if 1 in NEEDS_RANKS.get(name, (1,))])
-def test_law(name: str, laws: dict[str, str | None]) -> None:
-    assert name in laws, f"the law did not finish:\n{laws['output']}"
-    assert laws[name] is None, laws[name]
+@pytest.mark.parametrize("name", [name for name, one in laws.laws_of("layer").items() if one.on_one])
+def test_law_on_one_nccl_rank(name: str) -> None:
+    laws.check("layer", 1, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -161,15 +142,30 @@ def test_a_case_that_runs_out_of_device_memory_is_recorded_and_the_others_are_me
     assert found["topk"][0] == found["native"][0] == "ok"
 
 
-def test_decode_layers_are_replayed_from_cuda_graphs_with_their_phases(tmp_path: Path) -> None:
+MODEL = {"scope": "model", "whole": {"num_layers": 3, "context_length": 64}}
+
+
+@pytest.mark.parametrize(
+    ("held", "changes", "also"),
+    [
+        ("the whole layer", {}, set()),
+        *(
+            ("the whole model", {**MODEL, "model__preset": preset}, {"attention", "output"})
+            for preset in ("olmoe-1b-7b", "deepseek-v2-lite")
+        ),
+    ],
+)
+def test_decode_steps_are_replayed_from_cuda_graphs_with_their_phases(
+    held: str, changes: dict, also: set[str], tmp_path: Path
+) -> None:
     policies = [
         {"name": "topk"}, {"name": "oea", "k0": 3}, {"name": "xshare", "k0": 1, "budget": 8},
         {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 2}, {"name": "lynx", "num_dropped": 4},
         {"name": "laser", "eps_high": 0.5, "t_fix": 0.3, "c": 16}, {"name": "token_drop", "capacity_factor": 1.0},
         {"name": "token_drop", "capacity_factor": 1.0, "metric": "random"},
-    ]  # fmt: skip
+    ][: 3 if changes else None]  # fmt: skip
     config = write_config(
-        tmp_path,
+        tmp_path, **changes,
         workload__num_tokens=16, workload__sequence_length=1, workload__peak_load=None, workload__num_batches=2,
         layer__dtype="bfloat16", layer__dispatcher="allgather", layer__experts="decode", policies=policies,
         sweep={"layer.cuda_graph": [False, True]},
@@ -178,41 +174,16 @@ def test_decode_layers_are_replayed_from_cuda_graphs_with_their_phases(tmp_path:
     assert done.returncode == OK, done.stderr
     described = json.loads((tmp_path / "out" / "run.json").read_text())
     rows = cases_of(tmp_path / "out")
-    held = {case_id: described["comparisons"][case["comparison_id"]]["cuda_graph"] for case_id, case in
-            described["cases"].items()}  # fmt: skip
-    replayed = rows[rows.case_id.map(held) == "the whole layer"]
+    comparison = rows.case_id.map({case_id: case["comparison_id"] for case_id, case in described["cases"].items()})
+    replayed = rows[comparison.map({key: one["cuda_graph"] for key, one in described["comparisons"].items()}) == held]
     assert replayed.case_id.nunique() == len(policies) + 3
     assert (replayed.status == "ok").all(), replayed.reason.unique()
     phases = replayed[replayed.kind == "breakdown"]
-    assert {"gate", "policy", "experts", TOTAL, UNACCOUNTED} <= set(phases.phase)
+    assert {"gate", "policy", "experts", TOTAL, UNACCOUNTED} | also <= set(phases.phase)
     totals = phases[phases.phase == TOTAL].time_us
     assert (phases.time_us >= 0).all()
     # Events inside a graph are set by each replay: experts take a part of the total, in every one.
     assert (phases[phases.phase == "experts"].time_us.to_numpy() < totals.max()).all()
-
-
-@pytest.mark.parametrize("preset", ["olmoe-1b-7b", "deepseek-v2-lite"])
-def test_decode_steps_of_whole_models_are_replayed_from_cuda_graphs(preset: str, tmp_path: Path) -> None:
-    policies = [{"name": "topk"}, {"name": "oea", "k0": 3}, {"name": "xshare", "k0": 1, "budget": 8}]
-    config = write_config(
-        tmp_path,
-        scope="model", model__preset=preset, whole={"num_layers": 3, "context_length": 64},
-        workload__num_tokens=16, workload__sequence_length=1, workload__peak_load=None, workload__num_batches=2,
-        layer__dtype="bfloat16", layer__dispatcher="allgather", layer__experts="decode", policies=policies,
-        sweep={"layer.cuda_graph": [False, True]},
-    )  # fmt: skip
-    done = launch(config, "--out", tmp_path / "out", nproc=1)
-    assert done.returncode == OK, done.stderr
-    described = json.loads((tmp_path / "out" / "run.json").read_text())
-    rows = cases_of(tmp_path / "out")
-    held = {case_id: described["comparisons"][case["comparison_id"]]["cuda_graph"] for case_id, case in
-            described["cases"].items()}  # fmt: skip
-    replayed = rows[rows.case_id.map(held) == "the whole model"]
-    assert replayed.case_id.nunique() == len(policies) + 3
-    assert (replayed.status == "ok").all(), replayed.reason.unique()
-    phases = replayed[replayed.kind == "breakdown"]
-    assert {"attention", "gate", "policy", "experts", "output", TOTAL, UNACCOUNTED} <= set(phases.phase)
-    assert (phases.time_us >= 0).all()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL between them")

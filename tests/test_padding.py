@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from results_builder import FakeCase, FakeComparison
 from test_emulate import emulate
 from test_route import write_recordings
 from test_run import launch
@@ -36,17 +35,9 @@ POLICIES = [
 # Those that are routed only, and not run.
 OTHERS = [
     {"name": "expanded_drop", "capacity_factor": 2.0},
-    {"name": "expert_drop", "fraction": 0.5},
     {"name": "megatron_drop", "capacity_factor": 1.0},
-    {"name": "pruned", "k0": 3, "p": 0.5},
-    {"name": "oea", "k0": 1, "rank_fill": True},
     {"name": "laser", "eps_high": 0.9, "t_fix": 0.05, "c": 20},
-    {"name": "load_only"},
-    {"name": "xshare", "k0": 1, "budget": 4},
     {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1, "budget": 2},
-    {"name": "xshare", "k0": 0, "scope": "rank", "rank_budget": 6},
-    {"name": "lynx", "num_dropped": 4},
-    {"name": "dynamic_skip", "beta": 0.5},
 ]
 CONFIG = {
     "name": "padding",
@@ -66,10 +57,9 @@ CONFIG = {
 }
 
 
-def write_config(folder: Path, *, sweep: dict | None = None, **workload: object) -> Path:
-    config = {**CONFIG, "workload": {**CONFIG["workload"], **workload}}
+def write_config(folder: Path, **workload: object) -> Path:
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(config if sweep is None else {**config, "sweep": sweep}))
+    path.write_text(yaml.safe_dump({**CONFIG, "workload": {**CONFIG["workload"], **workload}}))
     return path
 
 
@@ -91,7 +81,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outs(config: Path) -> dict[str, Path]:
     """The same comparisons on two real ranks, two emulated and two virtual ones."""
-    outs = {name: config.parent / name for name in SCOPES}
+    outs = {name: config.parent / name for name in ("run", "emulate", "route")}
     for done in (
         launch(config, "--out", outs["run"], timeout=600),
         emulate(config, "--out", outs["emulate"]),
@@ -101,16 +91,30 @@ def outs(config: Path) -> dict[str, Path]:
     return outs
 
 
-SCOPES = ("run", "emulate", "route")
-
-
-@pytest.fixture(scope="module", params=SCOPES)
-def rows(request: pytest.FixtureRequest, outs: dict[str, Path]) -> pd.DataFrame:
-    return rows_of(outs[request.param])
+@pytest.fixture(scope="module")
+def rows(outs: dict[str, Path]) -> pd.DataFrame:
+    """Those of the real ranks; ``test_every_scope_routes_padded_batches_alike`` holds the others to them."""
+    return rows_of(outs["run"])
 
 
 def column(rows: pd.DataFrame, name: str) -> list:
     return [list(value) if isinstance(value, np.ndarray) else value for value in rows[name]]
+
+
+SAME = ["load_E", "load_R", "num_pairs", "padding_pairs", "num_dropped_pairs", "num_tokens", "crossing_copies"]
+SAME += ["num_topk_pairs", "tokens_without_expert"]
+ALIKE = ["retained_mass_topk", "experts_per_token", "topk_share", "entropy"]
+
+
+@pytest.mark.parametrize("other", ["emulate", "route"])
+def test_every_scope_routes_padded_batches_alike(other: str, outs: dict[str, Path]) -> None:
+    real, others = (rows_of(outs[name]).set_index(["masked", "label", "rank", "batch"]) for name in ("run", other))
+    shared = real.index.intersection(others.index)
+    # Routed alone, the ceiling, the noise case and topk that equals native are not there.
+    assert len(real) - len(shared) == (2 * 2 * (2 + 2 + 1) if other == "route" else 0)
+    for name in SAME:
+        assert column(real.loc[shared], name) == column(others.loc[shared], name), name
+    pd.testing.assert_frame_equal(real.loc[shared, ALIKE], others.loc[shared, ALIKE], rtol=1e-6)
 
 
 def test_masked_padding_selects_nothing_and_native_computes_it_always(rows: pd.DataFrame) -> None:
@@ -123,16 +127,11 @@ def test_masked_padding_selects_nothing_and_native_computes_it_always(rows: pd.D
     assert column(native[native.masked], "load_E") == column(native[~native.masked], "load_E")
 
 
-def test_topk_that_is_not_told_of_padding_loads_experts_as_native_does(outs: dict[str, Path]) -> None:
-    for name in ("run", "emulate"):
-        rows = rows_of(outs[name])
-        native, topk = (rows[(rows.label == label) & ~rows.masked] for label in ("native", "topk"))
-        assert len(topk) > 0
-        for metric in ("load_E", "load_R", "activated_experts", "crossing_pairs", "crossing_copies", "padding_pairs"):
-            assert column(topk, metric) == column(native, metric), (name, metric)
-    # Routed alone, it is native.
-    assert "topk" not in set(rows_of(outs["route"]).query("~masked").label)
-    assert "topk" in set(rows_of(outs["route"]).query("masked").label)
+def test_topk_that_is_not_told_of_padding_loads_experts_as_native_does(rows: pd.DataFrame) -> None:
+    native, topk = (rows[(rows.label == label) & ~rows.masked] for label in ("native", "topk"))
+    assert len(topk) > 0
+    for metric in ("load_E", "load_R", "activated_experts", "crossing_pairs", "crossing_copies", "padding_pairs"):
+        assert column(topk, metric) == column(native, metric), metric
 
 
 def test_fidelity_speaks_of_valid_tokens_whatever_padding_computes(rows: pd.DataFrame) -> None:
@@ -157,72 +156,39 @@ def test_the_layer_equals_the_dense_reference_and_native_on_valid_tokens(outs: d
     assert rows_of(outs["emulate"]).query("batch == 0").reference_error.max() < 1e-4
 
 
-COUNTS = ["load_E", "load_R", "num_pairs", "padding_pairs", "num_dropped_pairs", "num_tokens", "crossing_copies"]
-
-
-@pytest.mark.parametrize("other", ["emulate", "route"])
-def test_every_scope_routes_padded_batches_alike(other: str, outs: dict[str, Path]) -> None:
-    real, others = (rows_of(outs[name]).set_index(["masked", "label", "rank", "batch"]) for name in ("run", other))
-    shared = real.index.intersection(others.index)
-    # Routed alone, the ceiling, the noise case and topk that equals native are not there.
-    assert len(real) - len(shared) == (2 * 2 * (2 + 2 + 1) if other == "route" else 0)
-    for name in COUNTS:
-        assert column(real.loc[shared], name) == column(others.loc[shared], name), name
-
-
-def routings(planned: Comparison, spec: dict, index: int, kept: int) -> Iterator[Routing]:
+def routings(planned: Comparison, spec: dict, index: int, kept: int) -> list[Routing]:
     """All ranks' routing of the first ``kept`` tokens of each, as if there were no others."""
-    policy, model = make_policy(spec), planned.model
+    policy, size = make_policy(spec), {"top_k": TOP_K, "num_ranks": planned.ep_size}
     ranks = list(planned.workload.rank_batches(index, planned.subject.world_size))
-    scores = [tokens.scores_TE[:kept] for tokens in ranks]
-    contexts = [
-        RoutingContext(
-            top_k=model.top_k, num_ranks=planned.ep_size, rank=rank, request_id_T=tokens.sequence_id_T[:kept]
-        )
+    given = [
+        (tokens.scores_TE[:kept], RoutingContext(**size, rank=rank, request_id_T=tokens.sequence_id_T[:kept]))
         for rank, tokens in enumerate(ranks)
     ]
-    stats = [policy.batch_stats(*pair) for pair in zip(scores, contexts, strict=True)]
+    stats = [policy.batch_stats(*pair) for pair in given]
     total_SE = None if stats[0] is None else torch.stack(stats).sum(dim=0)
-    return (policy.route(*pair, total_SE) for pair in zip(scores, contexts, strict=True))
+    return [policy.route(*pair, total_SE) for pair in given]
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-def test_masked_padding_changes_no_valid_tokens_routing(scope: str, config: Path, outs: dict[str, Path]) -> None:
+def test_masked_padding_changes_no_valid_tokens_routing(config: Path, outs: dict[str, Path]) -> None:
     """It is as if padding were not there; and padding that is not told of is a token like any other."""
-    rows = rows_of(outs[scope])
+    rows, valid = rows_of(outs["route"]), TOKENS - PADDING
     for planned in plan(config, [], RANKS, 2, on_cpu=True):
         masked = planned.experiment.workload.mask_padding
-        for spec in POLICIES + (OTHERS if scope == "route" else []):
-            if scope == "route" and not masked and spec["name"] == "topk":
-                continue  # It is native.
-            mine = rows[(rows.label == make_policy(spec).label) & (rows.masked == masked)]
-            for index in range(2):
-                expected = list(routings(planned, spec, index, TOKENS - PADDING if masked else TOKENS))
-                found = mine[mine.batch == index]
-                assert column(found, "load_E") == [one.map_TE.sum(dim=0).tolist() for one in expected], (spec, masked)
-                valid = [int(one.map_TE[: TOKENS - PADDING].sum()) for one in expected]
-                assert column(found, "num_pairs") == [
-                    pairs + padding for pairs, padding in zip(valid, column(found, "padding_pairs"), strict=True)
-                ]
+        for spec, index in itertools.product(POLICIES[not masked :] + OTHERS, range(2)):  # topk is native then
+            mine = rows[(rows.label == make_policy(spec).label) & (rows.masked == masked) & (rows.batch == index)]
+            expected = routings(planned, spec, index, valid if masked else TOKENS)
+            assert column(mine, "load_E") == [one.map_TE.sum(dim=0).tolist() for one in expected], (spec, masked)
+            pairs = [int(one.map_TE[:valid].sum()) for one in expected]
+            assert [all_pairs - padding for all_pairs, padding in mine[["num_pairs", "padding_pairs"]].values] == pairs
 
 
-def test_a_capacity_counts_the_tokens_that_the_policy_takes_for_valid(rows: pd.DataFrame) -> None:
-    dropping = rows[rows.policy == "token_drop"]
-    most = dropping.groupby("masked").load_E.apply(lambda loads: max(max(load) for load in loads))
-    assert most.to_dict() == {True: 2 * 9 * TOP_K // 64, False: 2 * 12 * TOP_K // 64}
-
-
-@pytest.mark.parametrize("scope", ["run", "emulate", "route"])
-def test_padding_that_leaves_no_valid_token_is_one_line(
-    scope: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_padding_that_leaves_no_valid_token_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, padding_per_rank=TOKENS)
-    options = ["--nproc", "1", "--set", "layer.ep_size=1"] if scope == "run" else []
-    assert main([scope, str(config), "--out", str(tmp_path / "out"), *options]) == USER_ERROR
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1, printed
-    assert "workload.padding_per_rank: expected less than the 12 tokens that rank 0 has in batch 0, got 12" in printed
-    assert not (tmp_path / "out").exists()
+    for command in (["run", "--nproc", "1", "--set", "layer.ep_size=1"], ["emulate"], ["route"]):
+        assert main([command[0], str(config), "--out", str(tmp_path / "out"), *command[1:]]) == USER_ERROR
+        (printed,) = capsys.readouterr().err.splitlines()
+        assert "workload.padding_per_rank: expected less than the 12 tokens that rank 0 has in batch 0" in printed
+        assert not (tmp_path / "out").exists()
 
 
 def test_ranks_without_tokens_have_no_padding_either(tmp_path: Path) -> None:
@@ -267,12 +233,3 @@ def test_the_table_says_what_padding_costs_from_the_rows(outs: dict[str, Path]) 
         assert shown["activated_fullest_rank"].tolist() in ([], [counts["native"]])
         assert (counts["topk"] < counts["native"]) == masked
     assert text.count("padding: native spends 25.0 % of its pairs on padding") == text.count(READING) == 2
-
-
-def described(padding: dict | None) -> dict:
-    return {"workload": {"kind": "synthetic", "description": "Zipf 0.8", "tail_model": None, "padding": padding}}
-
-
-def fake(padding: dict | None, *policies: FakeCase, **changes: object) -> FakeComparison:
-    native = [FakeCase("native", role=role, padding_pairs=1024) for role in ("baseline", "noise")]
-    return FakeComparison(facts={**described(padding), **changes}, cases=[*native, *policies])

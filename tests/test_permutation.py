@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -61,51 +59,60 @@ def test_rows_by_expert_and_rank_are_found_among_rows_by_rank_and_expert(
     assert [rows[i] for i in index_N.tolist()] == sorted(rows, key=lambda row: (row[1], row[0], row[2]))
 
 
-def test_every_request_and_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_te(version: str | None, problem: str = "", *, routes: bool = False) -> None:
-        monkeypatch.setattr(parts, "package_versions", lambda: {"transformer_engine": version})
-        monkeypatch.setattr(parts, "transformer_engine", lambda: TransformerEngine(problem, routes))
+# What is asked for, on a CPU or not, beside which Transformer Engine (and its problem): what runs, or the error.
+REQUESTS = [
+    (("auto", "auto"), "GPU", None, Parts("grouped", "indexed")),
+    (("decode", "auto"), "GPU", None, Parts("decode", "indexed")),
+    (("te", "auto"), "GPU", None, "layer.experts: te needs Transformer Engine, which is not installed; exp"),
+    (("auto", "fused"), "GPU", None, "layer.permute: fused needs Transformer Engine, which is not installed; exp"),
+    (("auto", "auto"), "CPU", "2.4.0+abc", Parts("grouped", "indexed")),
+    (("sequential", "megatron"), "CPU", None, Parts("sequential", "megatron")),
+    (("auto", "auto", "auto", "allgather"), "CPU", None, Parts("grouped", "megatron", "auto", "allgather")),
+    (("decode", "auto", "auto", "allgather"), "CPU", None, Parts("decode", "none", "auto", "allgather")),
+    (("te", "auto"), "CPU", "2.4.0+abc", "layer.experts: te needs a GPU; expected auto, grouped or sequential"),
+    (("auto", "auto"), "GPU", "2.4.0+abc", Parts("te", "fused")),
+    (("auto", "auto"), "GPU", "1.13.0", Parts("te", "indexed")),
+    (("auto", "fused"), "GPU", "1.13.0", "fused needs Transformer Engine >= 2.1, found 1.13.0; expected auto"),
+    (("te", "auto"), "GPU", "2.9.0 broken", r"a Transformer Engine that works; 2.9.0 does not \(ImportError"),
+    (("auto", "fused"), "GPU", "2.9.0 broken", r"a Transformer Engine that works; 2.9.0 does not \(ImportError"),
+]
 
-    with_te(None)
-    assert Parts.choose("auto", "auto", on_cpu=False) == Parts("grouped", "indexed")
-    assert Parts.choose("sequential", "megatron", on_cpu=True) == Parts("sequential", "megatron")
-    assert Parts.choose("decode", "auto", on_cpu=False) == Parts("decode", "indexed")
-    assert Parts.choose("decode", "auto", on_cpu=True) == Parts("decode", "indexed")
-    assert Parts.choose("auto", "auto", "auto", "allgather", on_cpu=True) == Parts(
-        "grouped", "megatron", "auto", "allgather"
-    )
-    assert Parts.choose("decode", "auto", "auto", "allgather", on_cpu=True) == Parts(
-        "decode", "none", "auto", "allgather"
-    )
-    with pytest.raises(ValueError, match=r"layer.experts: te needs Transformer Engine, which is not installed; exp"):
-        Parts.choose("te", "auto", on_cpu=False)
-    with pytest.raises(ValueError, match=r"layer.permute: fused needs Transformer Engine, which is not installed; exp"):
-        Parts.choose("auto", "fused", on_cpu=False)
-    with_te("2.4.0+abc")
-    assert Parts.choose("auto", "auto", on_cpu=False) == Parts("te", "fused")
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Parts]:
+    def chosen(asked: tuple[str, ...], where: str, te: str | None, **options: object) -> Parts:
+        version, _, problem = (te or "").partition(" ")
+        found = TransformerEngine("ImportError: undefined symbol" if problem else "", routes=te == "2.9.0")
+        monkeypatch.setattr(parts, "package_versions", lambda: {"transformer_engine": version or None})
+        monkeypatch.setattr(parts, "transformer_engine", lambda: found)
+        return Parts.choose(*asked, on_cpu=where == "CPU", **options)
+
+    return chosen
+
+
+@pytest.mark.parametrize(("asked", "where", "te", "expected"), REQUESTS)
+def test_every_request_and_what_runs(
+    asked: tuple[str, ...], where: str, te: str | None, expected: Parts | str, choose: Callable[..., Parts]
+) -> None:
+    if isinstance(expected, Parts):
+        assert choose(asked, where, te) == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            choose(asked, where, te)
+
+
+def test_auto_takes_decode_experts_where_they_are_faster_and_fuses_what_the_version_can(choose) -> None:
     for takes, ran in ((True, "decode"), (False, "te")):
-        chosen = Parts.choose("auto", "auto", on_cpu=False, decode=(takes, "so it is"))
+        chosen = choose(("auto", "auto"), "GPU", "2.4.0", decode=(takes, "so it is"))
         assert (chosen.experts, chosen.experts_why) == (ran, "so it is")
     # A crossover is a GPU's, and decides nothing for who asks by name.
-    assert Parts.choose("auto", "auto", on_cpu=True, decode=(True, "so it is")) == Parts("grouped", "indexed")
-    assert Parts.choose("grouped", "auto", on_cpu=False, decode=(True, "so it is")) == Parts("grouped", "fused")
-    assert Parts.choose("auto", "auto", on_cpu=True) == Parts("grouped", "indexed")
-    with pytest.raises(ValueError, match=r"layer.experts: te needs a GPU; expected auto, grouped or sequential"):
-        Parts.choose("te", "auto", on_cpu=True)
-    with_te("2.9.0", routes=True)
-    assert Parts.choose("auto", "auto", on_cpu=False).fusions == ["activation", "top-k"]
-    assert Parts.choose("grouped", "indexed", on_cpu=False).fusions == []
-    with_te("2.9.0", "ImportError: undefined symbol")
-    chosen = Parts.choose("auto", "auto", on_cpu=False)
+    assert choose(("auto", "auto"), "CPU", "2.4.0", decode=(True, "")) == Parts("grouped", "indexed")
+    assert choose(("grouped", "auto"), "GPU", "2.4.0", decode=(True, "")) == Parts("grouped", "fused")
+    assert choose(("auto", "auto"), "GPU", "2.9.0").fusions == ["activation", "top-k"]
+    assert choose(("grouped", "indexed"), "GPU", "2.9.0").fusions == []
+    chosen = choose(("auto", "auto"), "GPU", "2.9.0 broken")
     why = "Transformer Engine 2.9.0 does not work here (ImportError: undefined symbol)"
     assert (chosen.experts, chosen.permute, chosen.experts_why, chosen.fusions) == ("grouped", "indexed", why, [])
-    for asked in (("te", "auto"), ("auto", "fused")):
-        with pytest.raises(ValueError, match=r"needs a Transformer Engine that works; 2.9.0 does not \(ImportError"):
-            Parts.choose(*asked, on_cpu=False)
-    with_te("1.13.0")
-    assert Parts.choose("auto", "auto", on_cpu=False) == Parts("te", "indexed")
-    with pytest.raises(ValueError, match=r"fused needs Transformer Engine >= 2.1, found 1.13.0; expected auto"):
-        Parts.choose("auto", "fused", on_cpu=False)
 
 
 TRANSFORMER_ENGINE = """
@@ -160,25 +167,17 @@ def test_a_transformer_engine_is_tried_on_a_batch_in_a_process_of_its_own(
 
 
 def test_the_triton_activation_equals_its_formula() -> None:
-    """Run by Triton's interpreter, in a process of its own: it has to be chosen before Triton is imported."""
+    """Run by Triton's interpreter."""
     pytest.importorskip("triton", reason="Triton is made for Linux")
-    code = (
-        "import torch\n"
-        "from moe_ep_bench.kernels.swiglu import weighted_swiglu_formula as formula\n"
-        "from moe_ep_bench.kernels.swiglu_triton import weighted_swiglu as compiled\n"
-        "generator = torch.Generator().manual_seed(1)\n"
-        "for rows, ffn in ((0, 16), (1, 1), (5, 48), (3, 1408)):\n"
-        "    for dtype in (torch.float32, torch.bfloat16):\n"
-        "        gate_up = (3 * torch.randn(rows, 2 * ffn, generator=generator)).to(dtype)\n"
-        "        weights = torch.rand(rows, generator=generator)\n"
-        "        ours, expected = compiled(gate_up, weights), formula(gate_up, weights)\n"
-        "        assert ours.dtype == dtype and ours.shape == (rows, ffn)\n"
-        "        rtol = 1e-2 if dtype == torch.bfloat16 else 1e-6\n"
-        "        torch.testing.assert_close(ours, expected, rtol=rtol, atol=1e-6)\n"
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    from moe_ep_bench.kernels.swiglu_triton import weighted_swiglu
+
+    generator = torch.Generator().manual_seed(1)
+    for rows, ffn_size in ((0, 16), (1, 1), (5, 48), (3, 1408)):
+        for dtype, rtol in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+            gate_up_N2F = (3 * torch.randn(rows, 2 * ffn_size, generator=generator)).to(dtype)
+            weights_N = torch.rand(rows, generator=generator)
+            ours_NF = weighted_swiglu(gate_up_N2F, weights_N)
+            torch.testing.assert_close(ours_NF, weighted_swiglu_formula(gate_up_N2F, weights_N), rtol=rtol, atol=1e-6)
 
 
 def test_the_activation_is_silu_of_the_gate_times_up_times_weight() -> None:

@@ -15,9 +15,6 @@ from moe_ep_bench.policies.steps import TORCH
 
 BATCH_WIDE = (
     {"name": "oea", "k0": 1},
-    {"name": "xshare", "k0": 1, "budget": 4},
-    {"name": "lynx", "num_dropped": 4},
-    {"name": "expert_drop", "count": 4},
     {"name": "expanded_drop", "capacity_factor": 1.0},
 )
 

@@ -20,7 +20,6 @@ from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.timing import rates
 from moe_ep_bench.bench.plan import RANKS, Comparison, plan
 from moe_ep_bench.cli import main
-from moe_ep_bench.layer.experts import ExpertWeights, apply_expert
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
@@ -115,43 +114,42 @@ def test_slices_cost_the_weights_of_as_many_experts_and_buffers_for_the_rows_of_
     assert cut.subject.flops_per_rank() == whole.subject.flops_per_rank()
 
 
-BAD = {
-    "ranks": ({"expert_tensor_parallel": 3}, {}, "expected a divisor of the 4 ranks, got 3"),
-    "experts": ({"experts": "te"}, {}, "expected auto, grouped or sequential, got te"),
-    "graph": ({"cuda_graph": True, "dispatcher": "allgather"}, {}, "layer.cuda_graph"),
-    "size": (
+BAD = (
+    ("run", {"expert_tensor_parallel": 3}, {}, "expected a divisor of the 4 ranks, got 3"),
+    ("run", {"experts": "te"}, {}, "expected auto, grouped or sequential, got te"),
+    ("run", {"dispatcher": "flex"}, {}, "needs layer.dispatcher alltoall or allgather, got flex"),
+    ("run", {"cuda_graph": True, "dispatcher": "allgather"}, {}, "layer.cuda_graph"),
+    (
+        "run",
         {"expert_tensor_parallel": 4, "dtype": "bfloat16"},
         {},
         "slices of a multiple of 16 bytes (or layer.experts: sequential), got 4, which are 44 values of bfloat16",
     ),
-    "shard": (
+    (
+        "run",
         {},
         {"model": {"preset": "deepseek-v2-lite", "tensor_parallel": 2}},
         "expected 1 with model.tensor_parallel: 2, got 2",
     ),
-    "gathering": ({"dispatcher": "allgather"}, {}, "got allgather, where batch 0 deals"),
-}
+    ("run", {"dispatcher": "allgather"}, {}, "got allgather, where batch 0 deals"),
+    *(
+        (command, {}, {"emulate": {"links": "h100-nvlink4"}}, "whole experts, got 2")
+        for command in ("emulate", "advise", "route")
+    ),
+)
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_cut_is_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    layer, changes, expected = BAD[name]
-    config = write(tmp_path, layer, **changes)
-    assert main(["run", str(config), "--out", str(tmp_path / "out"), "--nproc", "4"]) == USER_ERROR
-    (said,) = capsys.readouterr().err.strip().splitlines()
-    assert expected in said
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("command", ["emulate", "advise", "route"])
-def test_commands_of_virtual_ranks_want_whole_experts(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("command", "layer", "changes", "expected"), BAD)
+def test_what_cannot_be_cut_is_one_line(
+    command: str, layer: dict, changes: dict, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = write(tmp_path, emulate={"links": "h100-nvlink4"})
-    assert main([command, str(config), "--out", str(tmp_path / "out")]) == USER_ERROR
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "layer.expert_tensor_parallel: expected 1, for " in said
-    assert said.endswith("whole experts, got 2")
+    config = write(tmp_path, layer, **changes)
+    ranks = ["--nproc", "4"] if command == "run" else []
+    assert main([command, str(config), "--out", str(tmp_path / "out"), *ranks]) == USER_ERROR
+    *notes, said = capsys.readouterr().err.strip().splitlines()
+    assert expected in said
+    assert command != "run" or not notes
+    assert not (tmp_path / "out").exists()
 
 
 # --- Counted -------------------------------------------------------------------------------------
@@ -170,15 +168,6 @@ def test_what_crosses_goes_to_every_rank_that_holds_a_slice_but_its_own(num_slic
                 copies.add((token, expert // 3, column))
     found = routing_metrics(routing, scores_TE, context, num_slices=num_slices)
     assert (found["crossing_pairs"], found["crossing_copies"]) == (pairs, len(copies))
-
-
-def test_slices_of_an_expert_add_up_to_it() -> None:
-    draws = torch.Generator().manual_seed(0)
-    whole = ExpertWeights(torch.randn(24, 8, generator=draws), torch.randn(8, 12, generator=draws))
-    x_TD = torch.randn(5, 8, generator=draws)
-    for num_slices in (2, 3, 4):
-        summed = sum(apply_expert(x_TD, whole.sliced(rank, num_slices)) for rank in range(num_slices))
-        torch.testing.assert_close(summed, apply_expert(x_TD, whole), rtol=1e-5, atol=1e-5)
 
 
 def test_pairs_of_ranks_are_those_of_their_column_in_their_replica() -> None:

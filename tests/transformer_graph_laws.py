@@ -5,21 +5,21 @@ from __future__ import annotations
 from unittest import mock
 
 import torch
-from graph_laws import TopKOnDevice, capturable
+from graph_laws import BY_MAP, TopKOnDevice, capturable
+from laws import law
+from layer_laws import LITE
 from tape_graphs import TapeClock, TapeGraph
 from torch import Tensor
-from transformer_laws import SEED, Lab, law, replayed
+from transformer_laws import SEED, Lab, replayed
 
 from moe_ep_bench.layer.build import Transformer
 from moe_ep_bench.layer.graphs import CapturedRun
-from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.passes import Decode, KeyValueCache
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED, layer_and_phase, phases_in_depth
 from moe_ep_bench.timing.timer import PhaseRecorder
 
-BY_MAP = Parts("decode", "none", "torch", "allgather")
 REQUESTS = 6
 
 
@@ -42,10 +42,10 @@ def captured(lab: Lab, built: Transformer, step: Decode, *, by_phase: bool) -> C
     return CapturedRun(built, step, TapeGraph, TapeClock(), meet, by_phase=by_phase)
 
 
-@law
+@law()
 def a_captured_pass_computes_again_what_lies_in_its_tensors(lab: Lab) -> None:
-    for name in ("deepseek-v2-lite", "olmoe-1b-7b"):
-        for policy in (None, TopKOnDevice()):
+    for name, policies in ((LITE, (None, TopKOnDevice())), ("olmoe-1b-7b", (None,))):
+        for policy in policies:
             built, step, ids_B = decoding(lab, name, policy)
             with capturable():
                 eager_BV = step(built.gpt)
@@ -66,9 +66,9 @@ def a_captured_pass_computes_again_what_lies_in_its_tensors(lab: Lab) -> None:
             assert all(int(map_TE.sum()) == REQUESTS * lab.model(name).top_k for map_TE in maps.values())
 
 
-@law
+@law()
 def a_pass_is_one_graph_on_one_rank_and_else_one_between_any_two_collectives(lab: Lab) -> None:
-    built, step, _ = decoding(lab, "deepseek-v2-lite", TopKOnDevice())
+    built, step, _ = decoding(lab, LITE, TopKOnDevice())
     with capturable(), mock.patch.object(TapeGraph, "begin", autospec=True, side_effect=TapeGraph.begin) as begin:
         step(built.gpt)
         assert begin.call_count == 0
@@ -79,9 +79,9 @@ def a_pass_is_one_graph_on_one_rank_and_else_one_between_any_two_collectives(lab
     assert len(run._steps) == (1 if lab.ranks.world_size == 1 else 1 + 4 * len(built.pairs))
 
 
-@law
+@law()
 def phases_of_a_captured_pass_are_those_of_its_replay(lab: Lab) -> None:
-    built, step, _ = decoding(lab, "deepseek-v2-lite", TopKOnDevice())
+    built, step, _ = decoding(lab, LITE, TopKOnDevice())
     before = [set(vars(module)) for module in built.gpt.modules()]
     with capturable():
         step(built.gpt)

@@ -1,17 +1,12 @@
-"""What must hold of a whole model, as functions that every rank runs together; see ``layer_laws``.
-
-Run under torchrun by ``test_transformer.py`` on two ranks.
-"""
+"""What must hold of a whole model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import torch
-from layer_laws import run_laws
+from laws import law
+from layer_laws import LITE, skewed_scores
 from torch import Tensor
 from virtual_time import VirtualTime, all_in, passing_where_late
 
@@ -21,24 +16,18 @@ from moe_ep_bench.layer.configs import megatron_config
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Prefill
 from moe_ep_bench.layer.phases import Rendezvous, instrumented_model
-from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
+from moe_ep_bench.layer.scores import logits_from_scores
 from moe_ep_bench.models import LatentAttention, ModelSpec, load_model
 from moe_ep_bench.policies import make_policy
-from moe_ep_bench.runtime.ranks import Ranks, join
+from moe_ep_bench.runtime.ranks import Ranks
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED, layer_and_phase, phases_in_depth
 from moe_ep_bench.timing.timer import Clock, PhaseRecorder
 
-LAWS: dict[str, Callable[[Lab], None]] = {}
 SEED = 3
 MEGATRON = Parts("sequential", "megatron")
 LENGTHS = (7, 7, 12, 3)
 # Latent attention, a dense layer and shared experts; norms of queries and keys; grouped queries; biases.
 MODELS = ("deepseek-v2-lite", "olmoe-1b-7b", "mixtral-8x7b", "qwen1.5-moe-a2.7b")
-
-
-def law(function: Callable[[Lab], None]) -> Callable[[Lab], None]:
-    LAWS[function.__name__] = function
-    return function
 
 
 class Lab:
@@ -66,6 +55,9 @@ class Lab:
             pair.policy_router.policy = make_policy({"name": "topk"})
         built.take(())
         return built
+
+    def prompts(self, model: ModelSpec) -> Prefill:
+        return Prefill(self.ids(model, sum(LENGTHS)), LENGTHS)
 
     def ids(self, model: ModelSpec, num_tokens: int, seed: int = 5) -> Tensor:
         generator = torch.Generator().manual_seed(seed + self.ranks.rank)
@@ -102,16 +94,20 @@ def whole_sequence(gpt: megatron.GPTModel, ids_T: Tensor) -> Tensor:
     return gpt(ids_T.unsqueeze(0), positions_T, causal_mask(len(ids_T)))[0]
 
 
-@law
-def topk_gives_the_logits_of_an_unmodified_model_bit_for_bit(lab: Lab) -> None:
+@law()
+def topk_gives_the_logits_of_an_unmodified_model_and_packed_prompts_those_of_each_alone(lab: Lab) -> None:
+    """Bit for bit, but where prompts are packed or weights normalised."""
     for name in MODELS:
         model, built = lab.model(name), lab.build(name)
-        ids_T = lab.ids(model, 23)
         theirs = unmodified(lab, name, built)
+        packed_SV = lab.prompts(model)(lab.build(name, Parts()).gpt)
+        alone = [whole_sequence(theirs, ids_T)[-1] for ids_T in lab.ids(model, sum(LENGTHS)).split(LENGTHS)]
+        torch.testing.assert_close(packed_SV, torch.stack(alone), rtol=1e-3, atol=1e-4, msg=f"{name}")
         if not isinstance(model.attention, LatentAttention):
             for layer, block in enumerate(built.layers):
                 # Attention's kernel is ours; everything else is compared to the last bit.
                 block.self_attention.core_attention = theirs.decoder.layers[layer].self_attention.core_attention
+        ids_T = lab.ids(model, 23)
         expected_TV = whole_sequence(theirs, ids_T)
         assert expected_TV.std() > 0.1
         assert torch.equal(whole_sequence(built.gpt, ids_T), expected_TV), f"{name}: native differs"
@@ -120,21 +116,9 @@ def topk_gives_the_logits_of_an_unmodified_model_bit_for_bit(lab: Lab) -> None:
             torch.testing.assert_close(whole_sequence(built.gpt, ids_T), expected_TV, rtol=1e-4, atol=1e-5)
         else:
             assert torch.equal(whole_sequence(built.gpt, ids_T), expected_TV), f"{name}: topk differs"
-    lab._built.clear()
 
 
-@law
-def packed_prompts_get_the_logits_that_an_unmodified_model_gives_each_alone(lab: Lab) -> None:
-    for name in MODELS:
-        model, built = lab.model(name), lab.build(name, Parts())
-        ids_T = lab.ids(model, sum(LENGTHS))
-        packed_SV = Prefill(ids_T, LENGTHS)(built.gpt)
-        theirs = unmodified(lab, name, lab.build(name))
-        alone = [whole_sequence(theirs, ids)[-1] for ids in ids_T.split(LENGTHS)]
-        torch.testing.assert_close(packed_SV, torch.stack(alone), rtol=1e-3, atol=1e-4, msg=f"{name}")
-
-
-@law
+@law()
 def positions_of_many_prompts_are_set_at_once_and_as_megatron_sets_them_one_by_one(lab: Lab) -> None:
     rope_utils = megatron.rope_utils
     heads_THD = torch.randn(sum(LENGTHS), 2, 8, generator=torch.Generator().manual_seed(1)).to(lab.ranks.device)
@@ -147,12 +131,12 @@ def positions_of_many_prompts_are_set_at_once_and_as_megatron_sets_them_one_by_o
         assert torch.equal(packed_THD, torch.cat(alone))
         assert calls.call_count == 1
         calls.reset_mock()
-        model, built = lab.model("deepseek-v2-lite"), lab.build("deepseek-v2-lite", Parts())
-        Prefill(lab.ids(model, sum(LENGTHS)), LENGTHS)(built.gpt)
+        model, built = lab.model(LITE), lab.build(LITE, Parts())
+        lab.prompts(model)(built.gpt)
         assert calls.call_count == 2 * len(built.gpt.decoder.layers), "queries and keys of each layer"
 
 
-@law
+@law()
 def a_decode_step_gives_the_logits_of_the_whole_sequence(lab: Lab) -> None:
     for name in MODELS:
         model, built = lab.model(name), lab.build(name, Parts())
@@ -160,7 +144,8 @@ def a_decode_step_gives_the_logits_of_the_whole_sequence(lab: Lab) -> None:
         cache = KeyValueCache(max_requests=3, context_length=8)
         cache.fill_(built.gpt, lab.ranks.device, SEED)
         positions_BS = torch.arange(8).expand(3, 8)
-        built.gpt(ids_BS[:, :8], positions_BS, None, inference_context=cache.at_prompts(), runtime_gather_output=True)
+        cache.context.reset()  # It takes in the earlier tokens themselves.
+        built.gpt(ids_BS[:, :8], positions_BS, None, inference_context=cache.context, runtime_gather_output=True)
         step_BV = Decode(ids_BS[:, 8], cache)(built.gpt)
         expected_BV = Prefill(ids_BS.flatten(), (9, 9, 9))(built.gpt)
         torch.testing.assert_close(step_BV, expected_BV, rtol=1e-3, atol=1e-4, msg=f"{name}")
@@ -171,54 +156,15 @@ def a_decode_step_gives_the_logits_of_the_whole_sequence(lab: Lab) -> None:
 def replayed(lab: Lab, built: Transformer, model: ModelSpec, num_tokens: int) -> None:
     """Give every MoE layer skewed scores of its own."""
     for layer, pair in built.pairs.items():
-        generator = torch.Generator().manual_seed(100 * layer + lab.ranks.rank)
-        logits_TE = torch.randn(num_tokens, model.num_experts, generator=generator)
-        logits_TE += 2 * torch.randn(model.num_experts, generator=torch.Generator().manual_seed(layer))
-        scores_TE = scores_from_logits(logits_TE, model.score_function)
+        scores_TE = skewed_scores(model, num_tokens, seed=100 * layer + lab.ranks.rank)
         for router in (pair.native.router, pair.policy_router):
-            router.replay_TE = logits_from_scores(scores_TE, model.score_function)
+            router.replay_TE = logits_from_scores(scores_TE, model.score_function).to(lab.ranks.device)
 
 
-@law
-def a_layers_policy_acts_on_that_layer_only(lab: Lab) -> None:
-    name = "deepseek-v2-lite"
-    model, built = lab.model(name), lab.build(name, Parts())
-    ids_T = lab.ids(model, sum(LENGTHS))
-    replayed(lab, built, model, sum(LENGTHS))
-    drop = make_policy({"name": "token_drop", "capacity_factor": 0.5})
-    for pair in built.pairs.values():
-        pair.policy_router.policy = drop
-        pair.policy_router.context = replace(pair.policy_router.context, top_k=model.top_k)
-
-    def selected(policy_layers: tuple[int, ...]) -> dict[int, Tensor]:
-        built.take(policy_layers)
-        maps: dict[int, Tensor] = {}
-        hooks = [
-            moe.router.register_forward_hook(lambda m, i, output, layer=layer: maps.update({layer: output[1].bool()}))
-            for layer, moe in built.moe_layers.items()
-        ]
-        Prefill(ids_T, LENGTHS)(built.gpt)
-        for hook in hooks:
-            hook.remove()
-        return maps
-
-    native = selected(())
-    assert len(native) == 2
-    first, second = sorted(built.pairs)
-    assert not torch.equal(native[first], native[second]), "layers see the same scores"
-    for chosen in (first, second):
-        found = selected((chosen,))
-        for layer in native:
-            same = torch.equal(found[layer], native[layer])
-            assert same == (layer != chosen), f"policy in layer {chosen}, layer {layer} same: {same}"
-        assert int(found[chosen].sum()) < int(native[chosen].sum())
-
-
-@law
+@law()
 def phases_of_all_layers_and_the_rest_close_against_the_total(lab: Lab) -> None:
-    name = "deepseek-v2-lite"
-    model, built = lab.model(name), lab.build(name, Parts())
-    prompts = Prefill(lab.ids(model, sum(LENGTHS)), LENGTHS)
+    model, built = lab.model(LITE), lab.build(LITE, Parts())
+    prompts = lab.prompts(model)
     clock = VirtualTime(lab.ranks.device, op_us=1.0)
     recorder, meet = PhaseRecorder(clock), Rendezvous(lab.ep_group, lab.ranks.device)
     prompts(built.gpt)
@@ -241,11 +187,10 @@ def phases_of_all_layers_and_the_rest_close_against_the_total(lab: Lab) -> None:
     assert min(times[layer, "attention"] for layer in range(3)) > 0
 
 
-@law
+@law()
 def a_slow_attention_shows_as_waiting_on_the_others_in_that_layer(lab: Lab) -> None:
-    name = "deepseek-v2-lite"
-    model, built = lab.model(name), lab.build(name, Parts())
-    prompts = Prefill(lab.ids(model, sum(LENGTHS)), LENGTHS)
+    model, built = lab.model(LITE), lab.build(LITE, Parts())
+    prompts = lab.prompts(model)
     meet, is_slow = Rendezvous(lab.ep_group, lab.ranks.device), lab.ranks.rank == 1
 
     def run(clock: Clock) -> dict[str, float]:
@@ -262,7 +207,7 @@ def a_slow_attention_shows_as_waiting_on_the_others_in_that_layer(lab: Lab) -> N
     assert passed == all_in((2, "attention" if is_slow else "wait_metadata")), passed
 
 
-@law
+@law()
 def weights_do_not_depend_on_the_number_of_ranks_and_differ_between_layers(lab: Lab) -> None:
     built = lab.build("olmoe-1b-7b", Parts())
     first, second = (built.pairs[layer].native.router.weight for layer in sorted(built.pairs))
@@ -271,11 +216,3 @@ def weights_do_not_depend_on_the_number_of_ranks_and_differ_between_layers(lab: 
     found = torch.stack([first.sum(), second.sum(), built.gpt.embedding.word_embeddings.weight.sum()])
     for other in lab.ranks.gather(found, everywhere=True):
         assert torch.equal(other, found)
-
-
-def main(report: Path) -> None:
-    ranks = join(60)
-    # How a BLAS shares a product among threads may change from call to call, and with it the last bit.
-    torch.set_num_threads(1)
-    run_laws(LAWS, Lab(ranks), report)
-    ranks.close()

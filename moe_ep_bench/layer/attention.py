@@ -1,18 +1,16 @@
 """Core attention by torch's ``scaled_dot_product_attention``, and which of torch's kernels ran it.
 
-Without Transformer Engine, Megatron-Core's own writes the scores of all pairs of tokens to memory, supports neither
-packed prompts nor latent attention's unequal heads, and serves nobody. This one computes the same numbers with torch's
-kernels for the device. Projections, norms, rotary positions and the cache stay Megatron-Core's.
-
-torch selects among several kernels by device, dtype, shape and version, and does not report which. The selected kernel
-shows as the operator that gets the work, so one run is watched for it (``kernels_of_attention``).
+Without Transformer Engine, Megatron-Core's own writes the scores of all pairs of tokens to memory, and supports neither
+packed prompts nor latent attention's unequal heads. Projections, norms, rotary positions and the cache stay its own.
+torch selects a kernel and does not report which: one run is watched for the operator that gets the work.
 
 Shapes: T = tokens of all prompts, Q = queries, S = keys, B = requests, H = heads, G = key-value heads, D = head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,7 +58,8 @@ class SdpaAttention(torch.nn.Module):
 
     def _packed(self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, lengths: list[int]) -> Tensor:
         outputs, begin = [], 0
-        for number, length in _runs(lengths):
+        for length, neighbours in itertools.groupby(lengths):  # Prompts of one length are one call.
+            number = len(list(neighbours))
             rows = slice(begin, begin + number * length)
             heads = (
                 tensor[rows].unflatten(0, (number, length)).transpose(1, 2)
@@ -79,17 +78,6 @@ class SdpaAttention(torch.nn.Module):
             scale=self.scale,
             enable_gqa=query_BHQD.shape[1] != key_BGSD.shape[1],
         )
-
-
-def _runs(lengths: Iterable[int]) -> list[tuple[int, int]]:
-    """Neighbouring prompts of one length, as (how many, length): each is one call."""
-    runs: list[tuple[int, int]] = []
-    for length in lengths:
-        if runs and runs[-1][1] == length:
-            runs[-1] = runs[-1][0] + 1, length
-        else:
-            runs.append((1, length))
-    return runs
 
 
 _PREFIX = "aten::_scaled_dot_product_"

@@ -1,13 +1,10 @@
 """Build what is compared: an MoE layer alone or a whole model, with Megatron-Core's router and with a policy.
 
-Every MoE layer is built in two forms or three. ``native`` is the baseline of every speedup: Megatron-Core's router on
-its dropless path, which knows its buffer sizes beforehand. ``policy`` takes any number of experts per token. With
-``indexed`` permutation it waits for the host where native does; with Megatron-Core's own it takes the dynamic path,
-whose host sync stands before the first permutation. ``padded``, where it is asked for, is Megatron-Core's own
-drop-and-pad, which waits nowhere. All share one set of weights. Everything else of a whole model is built once, and
-``take`` selects which of them runs in each layer.
-
-Weights are random. They follow from the seed, the layer and the expert's global id, not from the number of ranks.
+Every MoE layer is built in forms that share one set of weights; ``take`` selects which of them runs. ``native`` is the
+baseline of every speedup: Megatron-Core's router on its dropless path, which knows its buffer sizes beforehand.
+``policy`` takes any number of experts per token: with ``indexed`` permutation it waits for the host where native does,
+with Megatron-Core's own before the first permutation. ``padded`` is Megatron-Core's own drop-and-pad, which waits
+nowhere. Random weights follow from the seed, the layer and the expert's global id, not from the number of ranks.
 """
 
 from __future__ import annotations
@@ -231,18 +228,12 @@ class Transformer(Subject):
         gpt: Megatron-Core's model; every rank has all of it but the experts, which are spread over ranks.
     """
 
-    def __init__(
-        self, *args: Any, num_layers: int, max_length: int, core_attention: Any = SdpaAttention, **kwargs: Any
-    ) -> None:
-        """Take ``Subject``'s arguments and:
-
-        max_length: positions that a sequence may have.
-        core_attention: None = Megatron-Core's own ``DotProductAttention``.
-        """
+    def __init__(self, *args: Any, num_layers: int, max_length: int, **kwargs: Any) -> None:
+        """Take ``Subject``'s arguments; ``max_length``: positions that a sequence may have."""
         super().__init__(*args, **kwargs)
         model, config = self.model, self._config(None, num_layers=num_layers)
         assert model.vocab_size is not None
-        spec, group = decoder_spec(config, core_attention, self._submodules(ReplayRouter)), self._groups.ep
+        spec, group = decoder_spec(config, SdpaAttention, self._submodules(ReplayRouter)), self._groups.ep
         self.gpt = build_gpt(
             config, spec, model.vocab_size, max_length=max_length, tied=model.tied_embeddings, ep_group=group
         )
@@ -289,8 +280,7 @@ def run_in_pieces(layer: MoELayer, num_pieces: int) -> None:
     """Let the layer route all of its input [T, 1, D] and then run on so many pieces of it, from now on.
 
     What is permuted for all of a long prefill at once may not fit. The router sees all tokens first, so that a policy
-    decides as it would without; there are as many pieces on every rank, which meet in each. Pieces differ by one token
-    at most; some are empty where there are few tokens.
+    decides as it would without. Every rank has as many pieces, and they meet in each; some may be empty.
     """
     forward, router = layer.forward, layer.router
 

@@ -30,8 +30,44 @@ def megatron_config(
         num_layers: layers of the model from the first; None = an MoE layer alone.
         padded: Megatron-Core's router drops what is above this capacity, and fills every expert up to it.
     """
-    fields = _moe_fields(model, dtype, ep_size, capacity_factor, parts, on_cpu=on_cpu)
-    fields["moe_pad_expert_input_to_capacity"] = padded
+    softmax = model.score_function == "softmax"
+    fields: dict[str, Any] = {
+        "hidden_size": model.hidden_size,
+        "moe_ffn_hidden_size": model.ffn_hidden_size,
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.top_k,
+        "moe_router_score_function": model.score_function,
+        # Softmax before the selection leaves weights as they are; after it, they sum to 1.
+        "moe_router_pre_softmax": softmax and not model.normalize,
+        "moe_router_topk_scaling_factor": model.routed_scale if model.routed_scale != 1.0 else None,
+        "moe_router_num_groups": model.num_groups,
+        "moe_router_group_topk": model.top_groups,
+        # The bias is zero: replayed scores are already what the biased selection sees.
+        "moe_router_enable_expert_bias": model.selection_bias,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_expert_capacity_factor": capacity_factor,
+        "moe_token_dispatcher_type": parts.dispatcher,
+        "moe_permute_fusion": parts.permute == "fused",
+        "moe_router_fusion": parts.router_fusion,
+        # One kernel for SwiGLU and routing weights; without it Transformer Engine's experts take several.
+        "bias_activation_fusion": parts.experts == "te",
+        "moe_grouped_gemm": parts.experts == "te",
+        "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size or None,
+        # Overlap moves the shared experts' GEMMs onto a side stream inside other phases: ``phases`` ends it.
+        "moe_shared_expert_overlap": parts.shared_expert_overlap,
+        "expert_model_parallel_size": ep_size,
+        "expert_tensor_parallel_size": parts.expert_tensor_parallel,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "use_cpu_initialization": on_cpu,
+        "perform_initialization": False,
+        "moe_pad_expert_input_to_capacity": padded,
+    }
     if num_layers is None:
         return TransformerConfig(num_layers=1, num_attention_heads=1, **fields)
     attention, num_dense = model.attention, model.first_dense_layers
@@ -68,45 +104,3 @@ def megatron_config(
         add_qkv_bias=attention.bias != "none",
         qk_layernorm=attention.qk_norm != "none",
     )
-
-
-def _moe_fields(
-    model: ModelSpec, dtype: torch.dtype, ep_size: int, capacity_factor: float | None, parts: Parts, *, on_cpu: bool
-) -> dict[str, Any]:
-    softmax = model.score_function == "softmax"
-    return {
-        "hidden_size": model.hidden_size,
-        "moe_ffn_hidden_size": model.ffn_hidden_size,
-        "num_moe_experts": model.num_experts,
-        "moe_router_topk": model.top_k,
-        "moe_router_score_function": model.score_function,
-        # Softmax before the selection leaves weights as they are; after it, they sum to 1.
-        "moe_router_pre_softmax": softmax and not model.normalize,
-        "moe_router_topk_scaling_factor": model.routed_scale if model.routed_scale != 1.0 else None,
-        "moe_router_num_groups": model.num_groups,
-        "moe_router_group_topk": model.top_groups,
-        # The bias is zero: replayed scores are already what the biased selection sees.
-        "moe_router_enable_expert_bias": model.selection_bias,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_expert_capacity_factor": capacity_factor,
-        "moe_token_dispatcher_type": parts.dispatcher,
-        "moe_permute_fusion": parts.permute == "fused",
-        "moe_router_fusion": parts.router_fusion,
-        # One kernel for SwiGLU and routing weights; without it Transformer Engine's experts take several.
-        "bias_activation_fusion": parts.experts == "te",
-        "moe_grouped_gemm": parts.experts == "te",
-        "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size or None,
-        # Overlap moves the shared experts' GEMMs onto a side stream inside other phases: ``phases`` ends it.
-        "moe_shared_expert_overlap": parts.shared_expert_overlap,
-        "expert_model_parallel_size": ep_size,
-        "expert_tensor_parallel_size": parts.expert_tensor_parallel,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
-        "bf16": dtype == torch.bfloat16,
-        "params_dtype": dtype,
-        "use_cpu_initialization": on_cpu,
-        "perform_initialization": False,
-    }

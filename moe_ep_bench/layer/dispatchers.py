@@ -48,10 +48,10 @@ def own_dispatcher(parts: Parts, *, padded: bool = False) -> Any:
 class TensorGroupDispatcher(MoEAlltoAllTokenDispatcher):
     """All-to-all for cut experts, with the transfers inside a tensor group in methods of their own.
 
-    The ranks of a *tensor group* hold slices of the same experts and, attention being data-parallel, tokens of their
-    own. The all-to-all brings a rank the rows that its column of ranks sent. An all-gather in the tensor group then
-    gives every slice the rows of all columns, and a reduce-scatter sums the slices' outputs and returns each column's.
-    Megatron-Core does both inside its permutations; here they can be timed as transfers, and their waiting probed.
+    The ranks of a *tensor group* hold slices of the same experts, and tokens of their own. The all-to-all brings a rank
+    the rows of its column of ranks; an all-gather in the tensor group gives every slice the rows of all columns, and a
+    reduce-scatter sums the slices' outputs. Megatron-Core does both inside its permutations, where neither transfer nor
+    waiting could be timed.
     """
 
     @property
@@ -107,11 +107,10 @@ class IndexedAlltoAllDispatcher(TensorGroupDispatcher):
     Tokens are permuted twice: on their own rank into one run of rows per expert (*expert-major* order, which the
     all-to-all sends), and on the experts' rank from one run per (source rank, local expert) into one per local expert.
     Without Transformer Engine, Megatron-Core 0.19 sorts all T x E entries of the map for the first, cuts the rows into
-    R x L pieces and joins them for the second, and adds them up with atomics at the end. Here each step is one gather
-    by an index, and the end one sum per token, so that users without Transformer Engine do not measure an artefact.
+    R x L pieces for the second, and adds them up with atomics: an artefact. Here each step is one gather by an index.
 
-    How many pairs a policy chose, the host learns with the splits, as on the dropless path. Until then there
-    are as many rows as the policy may choose at most; what is over goes before anything is sent.
+    The host learns with the splits how many pairs a policy chose, as on the dropless path. Until then there are as many
+    rows as it may choose at most; what is over goes before anything is sent.
 
     Attributes:
         router: whose policy bounds the pairs; None = Megatron-Core's own, K pairs of each token.
@@ -249,9 +248,8 @@ class MapDispatcher(MoEAllGatherTokenDispatcher):
     """All-gather and reduce-scatter with nothing sorted between them.
 
     Megatron-Core sorts the gathered tokens by expert and waits for the host to learn how many rows there are. Experts
-    that take a map need no sorted rows. What is left is an all-gather of tokens, weights and map, and a reduce-scatter
-    of the ranks' partial sums; on one rank nothing at all. No shape follows from the routing, so that a CUDA graph can
-    hold it. It suits the few tokens of a decode step, because every token travels to every rank.
+    that take a map need neither: no shape follows from the routing, and a CUDA graph can hold it. Every token travels
+    to every rank, which suits the few tokens of a decode step.
     """
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:

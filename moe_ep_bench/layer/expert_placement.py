@@ -4,8 +4,8 @@ The dispatcher knows experts by index, an equal number on every rank. Experts th
 are given to it as *slots*: a pair (token, expert) becomes a pair (token, slot), and the dispatcher permutes, counts and
 splits slots as it would experts. A slot holds one expert; an expert has one slot or several.
 
-Shapes: T = tokens of a rank, E = experts, R = ranks, P = slots of all ranks; slots r * P / R and on are rank r's. N =
-all pairs of a batch.
+Shapes: T = tokens of a rank, E = experts, R = ranks, P = slots of all ranks; slots r * P / R and on are rank r's. C =
+some of them, N = all pairs of a batch.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from moe_ep_bench.placement import Placement, Replication
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Which slot each pair of one batch goes to, so that every slot gets a given number.
+    """Which slot each pair of one batch goes to.
 
-    The batch's pairs of an expert are numbered over ranks, then tokens. Slots are interleaved, so that every rank sends
-    each of them about the same share.
+    The batch's pairs of an expert are numbered over ranks, then tokens.
 
     Attributes:
         slot_N: int64, the slots of all pairs, expert by expert; at least one entry for each expert.
         first_E, pairs_E: where an expert's entries begin in it, and how many there are.
-        before_RE: pairs of the ranks ahead of each.
+        before_RE: pairs of the ranks ahead of each: the number of a rank's first pair.
     """
 
     slot_N: Tensor
@@ -42,7 +41,10 @@ class Split:
 
     @staticmethod
     def of(expert_P: Tensor, pairs_P: NDArray[np.int64], counts_RE: NDArray[np.int64]) -> Split:
-        """Give slots ``pairs_P`` pairs, where ranks have ``counts_RE`` for each expert."""
+        """Give slots ``pairs_P`` pairs, where ranks have ``counts_RE`` for each expert.
+
+        Slots are interleaved, so that every rank sends each of them about the same share.
+        """
         parts = []
         for expert in range(counts_RE.shape[1]):
             slots = np.flatnonzero(expert_P.numpy() == expert)
@@ -55,12 +57,19 @@ class Split:
         arrays = np.concatenate(parts), pairs_E.cumsum() - pairs_E, pairs_E, before_RE
         return Split(*map(torch.from_numpy, arrays))
 
-    def slot_of(self, number_TP: Tensor, expert_P: Tensor, rank: int) -> Tensor:
-        """The slots of a rank's pairs, by their number among its pairs of an expert: int64 [T, P]."""
-        pairs_P, first_P, before_P = (
-            of_E.to(expert_P.device)[expert_P] for of_E in (self.pairs_E, self.first_E, self.before_RE[rank])
+    @staticmethod
+    def in_turn(expert_P: Tensor, num_experts: int, num_ranks: int) -> Split:
+        """Give an expert's slots its pairs in turn; rank r begins with the r-th, so that few pairs do not all meet."""
+        pairs_E = torch.bincount(expert_P, minlength=num_experts)
+        before_RE = torch.arange(num_ranks)[:, None].expand(-1, num_experts)
+        return Split(expert_P.argsort(stable=True), pairs_E.cumsum(0) - pairs_E, pairs_E, before_RE)
+
+    def slot_of(self, number_TC: Tensor, expert_C: Tensor, rank: int) -> Tensor:
+        """The slots of a rank's pairs, by their number among its pairs of an expert: int64 [T, C]."""
+        pairs_C, first_C, before_C = (
+            of_E.to(expert_C.device)[expert_C] for of_E in (self.pairs_E, self.first_E, self.before_RE[rank])
         )
-        return self.slot_N.to(expert_P.device)[first_P + (number_TP + before_P) % pairs_P]
+        return self.slot_N.to(expert_C.device)[first_C + (number_TC + before_C) % pairs_C]
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,38 +133,17 @@ class ExpertPlacement:
         rank_P = torch.arange(self.num_slots) // (self.num_slots // self.num_ranks)
         return torch.empty_like(rank_P).scatter(0, self.expert_P, rank_P)
 
-    @cached_property
-    def replicas(self) -> Tensor:
-        """Slots of every expert: int64 [E]."""
-        return torch.bincount(self.expert_P, minlength=self.num_experts)
-
-    @cached_property
-    def _replica_number(self) -> Tensor:
-        """Which of its expert's replicas a slot is, in the order of slots: int64 [P]."""
-        same_PP = self.expert_P[:, None] == self.expert_P
-        earlier_PP = same_PP.tril(-1)
-        return earlier_PP.sum(1)
-
     def spread(self, map_TE: Tensor, rank: int) -> Tensor:
-        """Send every pair to one slot of its expert: bool [T, P].
-
-        The pairs of a replicated expert go to its slots in turn, in the order of the tokens. ``rank``, the source,
-        decides which slot is first, so that the few pairs of many ranks do not all meet in the same one. Where there is
-        a ``split``, it decides.
-        """
+        """Send every pair of source ``rank`` to one slot of its expert, as ``split`` says: bool [T, P]."""
         if self.is_contiguous:
             return map_TE
-        map_TP = map_TE[:, self.expert_P.to(map_TE.device)]
-        shared_P = (self.replicas > 1)[self.expert_P].to(map_TE.device)
-        if not bool(shared_P.any()):
-            return map_TP
-        replicas_P = self.replicas[self.expert_P].to(map_TE.device)[shared_P]
-        number_TP = map_TP[:, shared_P].cumsum(0) - 1
-        if self.split is not None:
-            slot_TP = self.split.slot_of(number_TP, self.expert_P.to(map_TE.device)[shared_P], rank)
-            map_TP[:, shared_P] &= slot_TP == shared_P.nonzero()[:, 0]
-            return map_TP
-        map_TP[:, shared_P] &= (number_TP + rank) % replicas_P == self._replica_number.to(map_TE.device)[shared_P]
+        expert_P = self.expert_P.to(map_TE.device)
+        map_TP = map_TE[:, expert_P]
+        slot_C = (expert_P.bincount() > 1)[expert_P].nonzero()[:, 0]  # those that share their expert
+        if len(slot_C):
+            split = self.split or Split.in_turn(self.expert_P, self.num_experts, self.num_ranks)
+            number_TC = map_TP[:, slot_C].cumsum(0) - 1
+            map_TP[:, slot_C] &= split.slot_of(number_TC, expert_P[slot_C], rank) == slot_C
         return map_TP
 
     def spread_weights(self, weights_TE: Tensor, map_TP: Tensor) -> Tensor:

@@ -1,9 +1,7 @@
 """Expert weights, seeded by global expert id.
 
-With one seed for all ranks every rank would hold the same experts, and a token that reached the
-wrong rank would still come back right. Here an expert's weights follow from the seed and its
-global id alone, so that a wrong dispatch shows, and so that any rank can make any expert again
-for the dense reference.
+With one seed for all ranks every rank would hold the same experts, and a token that reached the wrong rank would still
+come back right. So a wrong dispatch shows, and any rank can make any expert again for the dense reference.
 
 Shapes: D = hidden size, F = expert FFN size; a gated expert is
 ``(silu(x @ gate_FD.T) * (x @ up_FD.T)) @ down_DF.T``.

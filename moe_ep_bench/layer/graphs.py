@@ -1,11 +1,9 @@
 """Keep a run as CUDA graphs and replay it, as servers run decode steps.
 
-At a few tokens a layer takes less time on the device than its dozens of launches take on the host. A graph issues them
-in one call. It holds only what does not wait for the host (``dispatchers.MapDispatcher``). On one rank that is the
-whole run. Under expert parallelism the run is cut at its collectives: what lies between two of them is one graph, and
-the collectives are issued as always. A run is captured for one batch, whose tensors are the graphs' own.
-
-Phases of a captured run are timed by events inside the graphs, which the recorder then takes over as its own.
+At a few tokens a layer's dozens of launches take longer on the host than their work on the device. A graph issues them
+in one call. It holds only what does not wait for the host (``dispatchers.MapDispatcher``): on one rank the whole run,
+under expert parallelism what lies between two collectives, which are issued as always. A run is captured for one batch,
+whose tensors are the graphs' own. Its phases are timed by events inside the graphs, which the recorder takes over.
 
 Shapes: T = this rank's tokens, E = experts.
 """
@@ -15,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,28 +24,18 @@ from moe_ep_bench.layer.phases import Rendezvous, replaced
 from moe_ep_bench.timing.timer import Clock, Mark, PhaseRecorder
 
 
-class Graph(Protocol):
-    """Work that was issued once and can be issued again, as a whole."""
-
-    def begin(self) -> None:
-        """Capture what is launched from now on, without running it; every ``replay`` fills its outputs."""
-        ...
-
-    def end(self) -> None: ...
-
-    def replay(self) -> None: ...
-
-
 def make_graphs(device: torch.device) -> Callable[[], Graph]:
     """Return a maker of graphs on ``device``, a GPU.
 
     The graphs share their memory: run one at a time, and read its outputs before the next.
     """
     assert device.type == "cuda", "Parts.choose refuses graphs elsewhere"
-    return partial(_CudaGraph, torch.cuda.graph_pool_handle())
+    return partial(Graph, torch.cuda.graph_pool_handle())
 
 
-class _CudaGraph:
+class Graph:
+    """Work that was issued once and can be issued again, as a whole."""
+
     def __init__(self, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         # Other threads, such as NCCL's watchdog, may call CUDA meanwhile.
@@ -55,6 +43,7 @@ class _CudaGraph:
         self._outside: Any = None
 
     def begin(self) -> None:
+        """Capture what is launched from now on, without running it; every ``replay`` fills its outputs."""
         self._outside = torch.cuda.current_stream()
         self._capture.__enter__()
 

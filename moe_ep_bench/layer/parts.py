@@ -9,11 +9,10 @@ Experts (``backends``), whole or in slices (``expert_tensor_parallel``)
 
 Dispatcher (``dispatchers``)
 
-``alltoall``    Megatron-Core's: each pair travels to its expert's rank; waits for the host
-``allgather``   Megatron-Core's: every rank gets all tokens, and the sums are scattered back. With ``decode`` experts no
-                token is permuted and nothing waits for the host, which a CUDA graph needs
-``flex``        Megatron-Core's with DeepEP's kernels: a token travels to a rank once; needs DeepEP, a GPU and several
-                ranks
+``alltoall``    each pair travels to its expert's rank; waits for the host
+``allgather``   every rank gets all tokens, and the sums are scattered back. With ``decode`` experts no token is
+                permuted and nothing waits for the host, which a CUDA graph needs
+``flex``        DeepEP's kernels: a token travels to a rank once; needs DeepEP, a GPU and several ranks
 
 Permutation
 
@@ -22,16 +21,14 @@ Permutation
 ``fused``       Transformer Engine's kernels through Megatron-Core; needs Transformer Engine and a GPU
 ``none``        nothing is permuted; cannot be asked for by name
 
-Which form of a policy can run depends on the policy: see ``kernels.dispatch``.
-
 ``auto`` takes Transformer Engine where it is installed and passes a check on this GPU (``te_check``), else ours; with
 it the activation and native's top-k are fused too, where the version can. It takes ``decode`` where a CUDA graph needs
 it, and where the device's file says that it was measured faster at so few rows an expert (``devices.takes_decode``).
-The record says what was asked for, what ran and why.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -100,13 +97,10 @@ class Parts:
         Raises:
             ValueError: something was asked for by name that cannot run here.
         """
+        for error in _errors(experts, dispatcher, expert_tensor_parallel, cuda_graph=cuda_graph, on_cpu=on_cpu):
+            raise UserError(error)
         if expert_tensor_parallel > 1:
-            _check_slices(experts, dispatcher, expert_tensor_parallel, cuda_graph=cuda_graph)
             decode = False, ""
-        if cuda_graph:
-            _check_graph(experts, dispatcher, on_cpu)
-        if dispatcher == "flex":
-            _check_flex(on_cpu)
         version = package_versions()["transformer_engine"]
         lacking = "a GPU" if on_cpu else "" if version else "Transformer Engine, which is not installed"
         there, refused = TransformerEngine(), ""
@@ -144,36 +138,28 @@ class Parts:
 DEFAULT_PARTS = Parts()
 
 
-def _check_slices(experts: str, dispatcher: str, num_slices: int, *, cuda_graph: bool) -> None:
-    key = f"layer.expert_tensor_parallel: {num_slices}"
-    if experts in ("decode", "te"):
-        raise UserError(f"{key} needs experts that can be cut: expected auto, grouped or sequential, got {experts}")
-    if dispatcher == "flex":
-        raise UserError(f"{key} needs layer.dispatcher alltoall or allgather, got flex")
+def _errors(experts: str, dispatcher: str, num_slices: int, *, cuda_graph: bool, on_cpu: bool) -> Iterator[str]:
+    """What of a request cannot run, whatever Transformer Engine there is."""
+    if num_slices > 1:
+        key = f"layer.expert_tensor_parallel: {num_slices}"
+        if experts in ("decode", "te"):
+            yield f"{key} needs experts that can be cut: expected auto, grouped or sequential, got {experts}"
+        if dispatcher == "flex":
+            yield f"{key} needs layer.dispatcher alltoall or allgather, got flex"
+        if cuda_graph:
+            yield f"{key} waits for the host, as layer.cuda_graph: true must not; expected one of the two"
     if cuda_graph:
-        raise UserError(f"{key} waits for the host, as layer.cuda_graph: true must not; expected one of the two")
-
-
-def _check_flex(on_cpu: bool) -> None:
-    without = "DeepEP (the package deep_ep), which is not installed"
-    lacking = "a GPU" if on_cpu else "" if find_spec("deep_ep") else without
-    if lacking:
-        raise UserError(f"layer.dispatcher: flex needs {lacking}; expected alltoall or allgather")
-
-
-def _check_graph(experts: str, dispatcher: str, on_cpu: bool) -> None:
-    if on_cpu:
-        raise UserError("layer.cuda_graph: true needs a GPU; expected false on CPU ranks")
-    if dispatcher != "allgather":
-        raise UserError(
-            "layer.cuda_graph: true needs layer.dispatcher allgather, for the others wait for the host;"
-            f" got {dispatcher}"
-        )
-    if experts not in ("auto", "decode"):
-        raise UserError(
-            "layer.cuda_graph: true needs layer.experts decode (or auto), for with others the dispatcher waits for the"
-            f" host; got {experts}"
-        )
+        if on_cpu:
+            yield "layer.cuda_graph: true needs a GPU; expected false on CPU ranks"
+        needs = "layer.cuda_graph: true needs layer."
+        if dispatcher != "allgather":
+            yield f"{needs}dispatcher allgather, for the others wait for the host; got {dispatcher}"
+        if experts not in ("auto", "decode"):
+            with_others = "for with others the dispatcher waits for the host"
+            yield f"{needs}experts decode (or auto), {with_others}; got {experts}"
+    if dispatcher == "flex" and (on_cpu or not find_spec("deep_ep")):
+        lacking = "a GPU" if on_cpu else "DeepEP (the package deep_ep), which is not installed"
+        yield f"layer.dispatcher: flex needs {lacking}; expected alltoall or allgather"
 
 
 def _permute(asked: str, parts: Parts, version: str | None, lacking: str) -> str:
@@ -183,7 +169,8 @@ def _permute(asked: str, parts: Parts, version: str | None, lacking: str) -> str
                 f"layer.permute: expected auto, for decode experts behind allgather permute nothing; got {asked}"
             )
         return "none"
-    fuses = not lacking and _fuses(version)
+    fuses = not lacking and version is not None
+    fuses = fuses and tuple(int(part) for part in version.split(".")[:2]) >= _FUSED_PERMUTE_SINCE
     if asked == "fused" and not fuses:
         needs = lacking or f"Transformer Engine >= 2.1, found {version}"
         raise UserError(f"layer.permute: fused needs {needs}; expected auto, indexed or megatron")
@@ -191,7 +178,3 @@ def _permute(asked: str, parts: Parts, version: str | None, lacking: str) -> str
     if asked == "indexed" and own != "indexed":
         raise UserError(f"layer.permute: indexed serves layer.dispatcher alltoall only, got {parts.dispatcher}")
     return ("fused" if fuses else own) if asked == "auto" else asked
-
-
-def _fuses(version: str | None) -> bool:
-    return version is not None and tuple(int(part) for part in version.split(".")[:2]) >= _FUSED_PERMUTE_SINCE

@@ -11,8 +11,8 @@ Shapes: T = tokens of this rank, S = prompts, B = requests, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,8 @@ from torch import Tensor
 from moe_ep_bench.layer.experts import CACHE, seeded_generator
 from moe_ep_bench.layer.megatron import GPTModel, PackedSeqParams, StaticInferenceContext
 
-
-class Pass(Protocol):
-    """One batch of this rank, ready to go through a model."""
-
-    def __call__(self, gpt: GPTModel) -> Tensor:
-        """Run the model; logits [S, V] of each prompt's last token, or [B, V] of each request's new one."""
-        ...
+# A batch of this rank goes through a model: logits [S, V] of each prompt's last token, or [B, V] of requests' new ones.
+Pass = Callable[[GPTModel], Tensor]
 
 
 class Prefill:
@@ -67,17 +62,6 @@ class KeyValueCache:
         self.context_length = context_length
         self.context = StaticInferenceContext(max_requests, context_length + 1)
 
-    def at_new_token(self) -> StaticInferenceContext:
-        """The context as Megatron-Core wants it when each request adds its next token."""
-        self.context.sequence_len_offset = self.context_length
-        self.context.enable_decode_mode()
-        return self.context
-
-    def at_prompts(self) -> StaticInferenceContext:
-        """The context as Megatron-Core wants it when it takes in the earlier tokens themselves."""
-        self.context.reset()
-        return self.context
-
     def fill_(self, gpt: GPTModel, device: torch.device, seed: int) -> None:
         """Have Megatron-Core lay out its buffers, and fill them with random numbers."""
         ids_B = torch.zeros(self.context.max_batch_size, dtype=torch.int64, device=device)
@@ -100,4 +84,7 @@ class Decode:
         }
 
     def __call__(self, gpt: GPTModel) -> Tensor:
-        return gpt(**self._inputs, inference_context=self._cache.at_new_token())[:, -1]
+        context = self._cache.context
+        context.sequence_len_offset = self._cache.context_length
+        context.enable_decode_mode()
+        return gpt(**self._inputs, inference_context=context)[:, -1]

@@ -75,9 +75,8 @@ class ReplayRouter(TopKRouter):
 class PolicyRouter(ReplayRouter):
     """A router whose choice is a policy's.
 
-    Overriding ``routing`` also puts Megatron-Core's own token dropping out of play, which lives
-    there (but for the policy that stands for it); the capacity factor in the layer's config then
-    only makes the dispatcher count its buffers instead of assuming K pairs per token.
+    Megatron-Core's own token dropping lives in ``routing`` too, and is out of play but for the policy that stands for
+    it. The capacity factor in the layer's config only makes the dispatcher count its buffers.
 
     Attributes:
         policy: what routes.

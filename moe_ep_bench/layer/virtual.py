@@ -1,16 +1,12 @@
 """Run many expert-parallel ranks on one device, one after another, through the same layer or model.
 
-A *virtual rank* is a point of view. Each MoE layer's dispatcher is told how many ranks there are and which of them it
-is, so that it permutes, counts and splits as it would there. Where ranks would meet, an ``Exchange`` answers in their
-place: with the counts of all ranks' routing, with the statistics of all ranks' tokens, and with rows of the right
-number. Between these points Megatron-Core's code and ours run as on real ranks; nothing is sent. The rest of a model
-(attention, dense layers, embedding) needs no other rank.
+A *virtual rank* is a point of view: each MoE layer's dispatcher is told how many ranks there are and which of them it
+is. Where ranks would meet, an ``Exchange`` answers: with the counts of all ranks' routing, the statistics of all ranks'
+tokens, and rows of the right number. Between these points Megatron-Core's code and ours run as on real ranks.
 
 Rows of a buffer are enough for timing, because times do not depend on values. For checks, ``side_by_side`` hands out
-the very rows that the other ranks would send.
-
-Experts that are placed otherwise than Megatron-Core does, or replicated, stand in *slots* (``expert_placement``). Such
-a layer has slots for experts, and takes a routing that is worked out outside of it.
+the very rows that the other ranks would send. Experts that are placed otherwise than Megatron-Core does, or replicated,
+stand in *slots* (``expert_placement``): such a layer takes a routing that is worked out outside of it.
 
 Shapes: R = virtual ranks, T = tokens of one rank, E = experts, P = slots of all ranks (P = E where every expert has
 its own), S = rows of a batch-wide policy's statistics.
@@ -22,7 +18,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -37,9 +33,6 @@ from moe_ep_bench.layer.megatron import default_groups, token_dispatcher
 from moe_ep_bench.layer.passes import KeyValueCache
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Routing
-
-# What goes through the all-to-alls of one MoE layer, in order.
-_ROWS, _WEIGHTS, _RESULTS = "rows", "weights", "results"
 
 
 class VirtualGroup:
@@ -80,8 +73,8 @@ class Exchange:
         self.checks_counts = True
         self._group = group
         self._counts_RP = torch.empty(0)
-        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._kept: dict[tuple[int | None, str], list[tuple[Tensor, ...] | None]] | None = None
+        self._buffers: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+        self._kept: dict[tuple[int | None, int], list[tuple[Tensor, ...] | None]] | None = None
         self._layer: int | None = None
         self._step = 0
 
@@ -92,15 +85,6 @@ class Exchange:
     def keep(self) -> None:
         """From now on keep what ranks send, and hand it on once all have sent."""
         self._kept = {}
-
-    @contextlib.contextmanager
-    def connected(self) -> Iterator[None]:
-        """Answer where ranks would meet, while the block runs."""
-        with (
-            mock.patch.object(token_dispatcher, "all_to_all", self.all_to_all),
-            mock.patch.object(token_dispatcher, "gather_from_sequence_parallel_region", self.gather_counts),
-        ):
-            yield
 
     def gather_counts(self, counts_P: Tensor, *_: Any, **__: Any) -> Tensor:
         """Stand in for the gather of all ranks' counts: int64 [R * P].
@@ -117,12 +101,12 @@ class Exchange:
         self, group: Any, sent: Tensor, output_splits: Any = None, input_splits: Any = None, *_: Any, **__: Any
     ) -> Tensor:
         """Stand in for an all-to-all: return as many rows as the other ranks send here."""
-        what = (_ROWS, _WEIGHTS, _RESULTS)[self._step % 3]
+        what = self._layer, self._step % 3  # rows, weights or results
         self._step += 1
         outgoing, incoming = _whole(input_splits, sent), _whole(output_splits, sent)
         if self._kept is not None:
             here = self._group.current
-            arrived = self._kept.setdefault((self._layer, what), [None] * self._group.size())
+            arrived = self._kept.setdefault(what, [None] * self._group.size())
             received = None if None in arrived else torch.cat([pieces[here] for pieces in arrived if pieces])
             arrived[here] = sent.split(outgoing)
             if received is not None:
@@ -131,13 +115,10 @@ class Exchange:
 
     def _buffer(self, num_rows: int, like: Tensor) -> Tensor:
         """Rows of random values, kept from run to run and grown when there are too few."""
-        width = like.shape[1] if like.ndim == 2 else 0
-        buffer = self._buffers.get((width, like.dtype))
-        if buffer is None or len(buffer) < num_rows:
-            shape = (num_rows, width) if width else (num_rows,)
-            buffer = torch.rand(shape, device=like.device).to(like.dtype)
-            self._buffers[width, like.dtype] = buffer
-        return buffer[:num_rows]
+        kind = like.shape[1:], like.dtype
+        if kind not in self._buffers or len(self._buffers[kind]) < num_rows:
+            self._buffers[kind] = torch.rand((num_rows, *like.shape[1:]), device=like.device).to(like.dtype)
+        return self._buffers[kind][:num_rows]
 
 
 def _whole(splits: Any, sent: Tensor) -> list[int]:
@@ -166,7 +147,7 @@ class VirtualRanks:
         self.subject = build(ep_group=self.group, groups=groups)
         self.announced: Mapping[int | None, Announced] = {}
         self.placement = ExpertPlacement.contiguous(self.subject.model.num_experts, num_ranks)
-        self._weights: dict[tuple[int | None, int], ExpertWeights] = {}
+        self._weights_of = cache(self._make_weights)
         for layer, pair in self.subject.pairs.items():
             pair.policy_router.sum_over_ranks = partial(self._sum_over_ranks, layer)
             for moe in pair.forms:
@@ -199,19 +180,16 @@ class VirtualRanks:
                 with torch.no_grad():
                     fill_experts_(pair.native.experts, [self._weights_of(layer, expert) for expert in held])
 
-    def _weights_of(self, layer: int | None, expert: int) -> ExpertWeights:
-        """Make an expert's weights once, and keep them: for checks at small sizes."""
-        if (layer, expert) not in self._weights:
-            subject = self.subject
-            sizes = subject.model.hidden_size, subject.model.ffn_hidden_size
-            seed = layer_seed(subject.seed, layer)
-            weights = expert_weights(seed, ROUTED, expert, *sizes, subject.device, subject.dtype)
-            self._weights[layer, expert] = weights
-        return self._weights[layer, expert]
+    def _make_weights(self, layer: int | None, expert: int) -> ExpertWeights:
+        """An expert's weights, which are kept: for checks at small sizes."""
+        subject = self.subject
+        sizes = subject.model.hidden_size, subject.model.ffn_hidden_size
+        return expert_weights(layer_seed(subject.seed, layer), ROUTED, expert, *sizes, subject.device, subject.dtype)
 
-    def connected(self) -> contextlib.AbstractContextManager[None]:
+    def connected(self) -> contextlib.AbstractContextManager[Any]:
         """Let the exchange answer where ranks would meet, while the block runs."""
-        return self.exchange.connected()
+        instead = {"gather_from_sequence_parallel_region": self.exchange.gather_counts}
+        return mock.patch.multiple(token_dispatcher, all_to_all=self.exchange.all_to_all, **instead)
 
     @contextlib.contextmanager
     def routed(self, routings: Mapping[int | None, Routing]) -> Iterator[None]:
@@ -232,9 +210,8 @@ class VirtualRanks:
     ) -> list[Tensor]:
         """Return all ranks' outputs, with the values that real ranks would compute.
 
-        All ranks run in turn, and again. A row needs one round on its way to the experts and one on its way back: two
-        rounds for each MoE layer, after a first in which all ranks send. Holds all ranks' rows of all layers at once:
-        for checks at small sizes.
+        All ranks run in turn, and again: two rounds for each MoE layer, there and back, after a first in which all
+        send. Holds all ranks' rows of all layers at once: for checks at small sizes.
 
         Args:
             batches: what each rank runs on.
@@ -253,16 +230,16 @@ class VirtualRanks:
 
     def new_cache(self, max_requests: int, context_length: int) -> KeyValueCache:
         """Return a filled cache of a model, which each rank uses for as many requests as it has."""
-        cache, subject = KeyValueCache(max_requests, context_length), self.subject
+        filled, subject = KeyValueCache(max_requests, context_length), self.subject
         assert isinstance(subject, Transformer)
         nothing_RE = torch.zeros(self.num_ranks, subject.model.num_experts, dtype=torch.int64, device=subject.device)
         self.announced = dict.fromkeys(subject.pairs, Announced(nothing_RE))
         self.exchange.checks_counts = False  # The gate routes; what it selects does not matter.
         subject.take(())
         with self.connected():
-            cache.fill_(subject.gpt, subject.device, subject.seed)
+            filled.fill_(subject.gpt, subject.device, subject.seed)
         self.exchange.checks_counts = True
-        return cache
+        return filled
 
 
 def with_slots(model: ModelSpec, num_slots: int) -> ModelSpec:

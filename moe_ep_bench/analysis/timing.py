@@ -136,7 +136,7 @@ def break_down(case: Case, floor_us: float = 0.0) -> Breakdown | None:
     shares = dict(zip(PHASE_AXIS, shares_P, strict=True))
     slowest = max(LAYER_PHASES, key=median_us.__getitem__)
     return Breakdown(
-        group_ms={name: float(np.median(times.of(*phases).mean(axis=1))) / 1e3 for name, phases in GROUPS.items()},
+        group_ms=times.mean_ms(GROUPS),
         # Waiting is not the phase that it stands before.
         slowest_phase=f"waiting ({PHASES[slowest].meets})" if PHASES[slowest].is_waiting else slowest,
         unaccounted_share=float(shares[UNACCOUNTED]),

@@ -16,15 +16,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from moe_ep_bench.bench.plan import VIRTUAL, Comparison
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import load_experiments
+from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.metrics import uniform_activated_experts
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.papers.accuracies import load_table
 from moe_ep_bench.papers.claims import Claim, most_gain
 from moe_ep_bench.papers.published import FOLDER, Item, Number, load, names, numbers
-from moe_ep_bench.papers.run import _value
+from moe_ep_bench.papers.run import _is_at, _value
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
@@ -201,10 +203,19 @@ CONFIGS_WITH_CLAIMS = [file for file in sorted(CONFIGS.rglob("*.yaml")) if file.
 
 
 @pytest.mark.parametrize("file", CONFIGS_WITH_CLAIMS, ids=lambda file: file.stem)
-def test_claims_refer_to_published_numbers_and_a_primary_traffic(file: Path) -> None:
+def test_configs_of_papers_are_sound_and_refer_to_published_numbers_and_a_primary_traffic(file: Path) -> None:
     """Each number is found, none is typed again, and one point of the sweep has the traffic that was chosen."""
     experiments = load_experiments(file, (), on_cpu=False)
+    assert experiments[0].name == file.stem
+    assert experiments[0].claims
+    device = "h20" if "capacity" in file.stem else "h100-sxm"
+    for one in experiments:
+        assert (one.emulate.device, one.claims_device or device) == (device, device)
+        Links.load(one.emulate.links)
+        if one.scope == "layer":
+            Comparison.of(one, VIRTUAL, on_cpu=True)
     for number, claim in enumerate(experiments[0].claims):
+        assert any(_is_at(one, claim, number) for one in experiments), claim.source
         assert claim.paper in (None, (1.0, None))
         if claim.published is not None:
             for policy, _ in experiments[0].claimed_policies(number):

@@ -306,3 +306,16 @@ def test_planted_outliers_are_counted_and_the_worst_is_named():
     found = outliers(from_array(values_LBI))
     assert found.share == 1 / 50
     assert found.worst == pytest.approx(4, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("draw", "share"),
+    [
+        # Quartiles ln(4/3) and ln 4 put the fence at ln 108; 4/3 and 4 put it at 12.
+        pytest.param(lambda generator, size: generator.exponential(size=size), 1 / 108, id="exponential"),
+        pytest.param(lambda generator, size: 1 + generator.pareto(1, size=size), 1 / 12, id="Pareto"),
+    ],
+)
+def test_a_heavy_tail_lies_out_as_much_as_theory_says(draw, share):
+    values_BI = np.array([[1.0], [20.0]]) * draw(np.random.default_rng(31), (2, 50_000))
+    assert outliers(from_array(values_BI[None])).share == pytest.approx(share, rel=0.1)

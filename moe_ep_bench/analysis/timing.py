@@ -39,8 +39,6 @@ from moe_ep_bench.schema import LAYER_PHASES, PHASES, TOTAL, UNACCOUNTED, WAITIN
 MODEL_GROUPS = phase_groups("model")
 GROUPS = {**phase_groups("layer"), UNACCOUNTED: (UNACCOUNTED,)}
 
-ITERATION = ["launch", "batch", "iteration"]
-
 # A host that is still issuing work when this much of the time is over has kept the device waiting.
 _HOST_BOUND = 0.95
 # Beside each pair's hidden state its routing weight travels, in float32.

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from moe_ep_bench.analysis.choice import ITERATION
 from moe_ep_bench.analysis.load import Case, Run
 from moe_ep_bench.analysis.parts import PHASE_AXIS
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
@@ -39,7 +40,6 @@ PASS_PARTS = {
 }
 # So many policies' layers are shown one by one; all are in ``show --format csv --samples``.
 _MOST_POLICIES = 4
-_ITERATION = ["launch", "batch", "iteration"]
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ def _by_layer_ms(rows: pd.DataFrame) -> pd.DataFrame:
     """
     rows = rows[rows["layer"].notna()]
     kinds = rows["phase"].where(~rows["phase"].isin(MOE_PHASES), "moe")
-    sums = rows.groupby([rows["layer"].astype(int), kinds, *_ITERATION, rows["rank"]])["time_us"].sum()
-    means = sums.groupby(level=["layer", "phase", *_ITERATION]).mean()
+    sums = rows.groupby([rows["layer"].astype(int), kinds, *ITERATION, rows["rank"]])["time_us"].sum()
+    means = sums.groupby(level=["layer", "phase", *ITERATION]).mean()
     return means.groupby(level=["layer", "phase"]).median().unstack("phase") / 1e3
 
 

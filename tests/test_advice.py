@@ -179,17 +179,36 @@ def test_where_traffic_decides_the_table_shows_it_and_the_pick_names_each(tmp_pa
     assert "; at peak load 4 and peak load 5 use token_drop gamma 1.5: 1.500 to 1.600 x native" in pick
 
 
+ASSUMED, DRAWN = ", assumed, not Tiny-MoE's own.", "one draw: native's fullest rank has"
+USED = "a batch uses the recording {} times, seed 1"
+
+
 @pytest.mark.parametrize(
-    ("workload", "words"),
+    ("workload", "skew", "note"),
     [
-        ({"targets": {"peak_load": 4.0}}, "; peak load 4, assumed, not Tiny-MoE's own."),
-        ({"targets": {"peak_load": None}}, "; unskewed traffic, assumed, not Tiny-MoE's own."),
-        ({"recording": {"model": "allenai/OLMoE"}}, "; skew of allenai/OLMoE's recording, not Tiny-MoE's."),
-        ({"recording": {"model": "who/Tiny-MoE"}}, "; skew of who/Tiny-MoE's recording."),
-        ({"skew": {"name": "mixed", "basis": "assumed", "source": "as X"}}, "(assumed: as X), not Tiny-MoE's own."),
+        ({"targets": {"peak_load": 4.0}}, f"; peak load 4{ASSUMED}", DRAWN),
+        ({"targets": {"peak_load": None}}, f"; unskewed traffic{ASSUMED}", DRAWN),
+        ({"targets": {"peak_load": 4.0, "rank_load": {"ep_size": 2, "load": 1.2}}}, f"; peak load 4{ASSUMED}", None),
+        (
+            {"kind": "recorded", "recording": {"model": "allenai/OLMoE"}, "description": USED.format(8.19)},
+            "; skew of allenai/OLMoE's recording, not Tiny-MoE's.",
+            "recording 8.19 times, so",
+        ),
+        (
+            {"kind": "recorded", "recording": {"model": "who/Tiny-MoE"}, "description": USED.format(0.83)},
+            "; skew of who/Tiny-MoE's recording.",
+            None,
+        ),
+        (
+            {"skew": {"name": "mixed", "basis": "assumed", "source": "as X"}},
+            "(assumed: as X), not Tiny-MoE's own.",
+            DRAWN,
+        ),
     ],
 )
-def test_the_first_line_says_whose_skew_and_that_nothing_ran(tmp_path: Path, workload: dict, words: str) -> None:
+def test_whose_skew_it_is_what_of_it_is_chance_and_that_nothing_ran_are_said(
+    tmp_path: Path, workload: dict, skew: str, note: str | None
+) -> None:
     workload = {"kind": "synthetic", "description": "", "tail_model": None, **workload}
     modelled = {"links": "modelled by links/a: 10.6 us", "device": "modelled by devices/b: a roofline"}
     text = advised(tmp_path, USUAL[0], mode="emulated", num_batches=1, facts={**modelled, "workload": workload})
@@ -197,32 +216,10 @@ def test_the_first_line_says_whose_skew_and_that_nothing_ran(tmp_path: Path, wor
     assert first.startswith(
         "Modelled (nothing was run), Tiny-MoE, 2 ranks modelled by devices/b, modelled by links/a; "
     )
-    assert first.endswith(words)
+    assert first.endswith(skew)
     assert "Pick (modelled): " in text
-
-
-@pytest.mark.parametrize(
-    ("workload", "words"),
-    [
-        ({"targets": {"peak_load": 4.0}}, "one draw: native's fullest rank has"),
-        ({"targets": {"peak_load": 4.0, "rank_load": {"ep_size": 2, "load": 1.2}}}, None),
-        (
-            {"kind": "recorded", "description": "a batch uses the recording 8.19 times, seed 1"},
-            "recording 8.19 times, so",
-        ),
-        ({"kind": "recorded", "description": "a batch uses the recording 0.83 times, seed 1"}, None),
-    ],
-)
-def test_traffic_by_chance_and_batches_that_are_alike_are_said(
-    tmp_path: Path, workload: dict, words: str | None
-) -> None:
-    workload = {"kind": "synthetic", "description": "", "tail_model": None, **workload}
-    text = advised(tmp_path, USUAL[0], facts={"workload": workload})
-    assert ("one draw: " in text, " times, so " in text) == (
-        words is not None and "draw" in words,
-        "8.19" in str(words),
-    )
-    assert words is None or words in text
+    assert (DRAWN in text, " times, so " in text) == (note == DRAWN, note not in (DRAWN, None))
+    assert note is None or note in text
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,7 @@ def test_claims_stand_beside_real_ranks_where_these_are_asked_for(tmp_path: Path
         measure={"iterations": 1, "breakdown_iterations": 0, "max_warmup": 1},
         sweep={},
     )
-    assert main(["papers", str(config), "--out", str(tmp_path / "out"), "--nproc", "1"]) == OK
+    assert run_claims(config, tmp_path / "out", [], nproc=1) == OK
     found = load_claims(tmp_path / "out")
     assert found.run.mode == "run"
     assert found.solved_on is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import test_statistics as statistics
 import yaml
 from results_builder import QUIET_MACHINE, FakeComparison, standard_cases, write_run
 from whole_builder import ELSEWHERE_TOTAL_US, write_whole
@@ -69,15 +71,8 @@ def verdicts(cases) -> dict[str, str]:
 # ---- the statistic --------------------------------------------------------------------------------------------------
 
 
-def times(generator, *, launches=1, batches=10, iterations=3, sigma=0.05, launch_effect=0.0, disturbed=0.02):
-    """Times of one case in one job, on batches of very unequal length; some iterations are disturbed."""
-    length_B1 = np.geomspace(1, 3, batches)[:, None]
-    job_L11 = generator.normal(0, launch_effect, (launches, 1, 1))
-    noise_LBI = generator.normal(0, sigma, (launches, batches, iterations))
-    longer_LBI = np.where(generator.random(noise_LBI.shape) < disturbed, generator.uniform(1.5, 4, noise_LBI.shape), 1)
-    values_LBI = length_B1 * np.exp(job_L11 + noise_LBI) * longer_LBI
-    index = pd.MultiIndex.from_product(map(range, values_LBI.shape), names=["launch", "batch", "iteration"])
-    return pd.Series(values_LBI.ravel(), index)
+# Of one case in one job; some iterations are disturbed.
+times = functools.partial(statistics.times, sigma=0.05, disturbed=0.02)
 
 
 def test_of_equal_jobs_about_one_in_forty_is_called_longer_and_one_in_forty_shorter():

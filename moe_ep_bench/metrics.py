@@ -228,14 +228,11 @@ def imbalance(load_NE: ArrayLike) -> NDArray[np.float64]:
 
 
 def imbalance_factor(load_LBE: ArrayLike, weight_L: Sequence[float] | None = None) -> NDArray[np.float64]:
-    """Imbalance of every batch over all layers: the weighted mean of the layers' own (arXiv 2510.03293).
+    """Imbalance of every batch over all layers: the weighted mean of the layers' own (arXiv 2510.03293), [batches].
 
     Args:
         load_LBE: pairs, [layers, batches, experts or ranks].
         weight_L: what each layer counts, non-negative; None = alike.
-
-    Returns:
-        float64 [batches]; its median and 95th percentile are what figures show.
 
     Raises:
         ValueError: weights that are not one per layer, or all zero.

@@ -84,35 +84,29 @@ def routing_metrics(
 
     Load (of all that is computed, padding included; expert e lives on rank e // L)
 
-    - ``num_tokens``: valid tokens.
-    - ``load_E``, ``load_R``: pairs per expert and per expert rank. ``num_pairs``: their sum.
-      ``padding_pairs``: those of padding tokens, whose results nobody reads.
+    - ``load_E``, ``load_R``: pairs per expert and per expert rank; ``num_pairs``: their sum; ``padding_pairs``: those
+      of padding tokens, whose results nobody reads.
     - ``peak_load``: the fullest expert over the mean load num_pairs / E; 1 is balance, E is collapse.
-    - ``max_violation``: peak_load - 1 (MaxVio of arXiv 2408.15664); 0 where nothing is computed.
-    - ``load_cv``: population standard deviation of load_E over its mean.
-    - ``excess_load``: share of the pairs above capacity, sum_E relu(load - gamma * N) / sum_E load with
-      N = T * K / E (arXiv 2503.05066, Eq. 11). N is the model's mean load of its valid tokens even where a policy
-      computes fewer or more pairs.
-    - ``activated_experts``: experts with at least one pair. Each costs a read of its weights, which sets the time of
-      a memory-bound decode step (arXiv 2511.02237).
-      ``activated_experts_fullest_rank``: on the rank with the most of them, which ends last.
+      ``max_violation``: peak_load - 1 (MaxVio of arXiv 2408.15664); 0 where nothing is computed.
+      ``load_cv``: population standard deviation of load_E over its mean.
+    - ``excess_load``: share of the pairs above capacity, sum_E relu(load - gamma * N) / sum_E load (arXiv 2503.05066,
+      Eq. 11), with N = T * K / E of the valid tokens even where a policy computes fewer or more pairs.
+    - ``activated_experts``: experts with at least one pair, each of which costs a read of its weights (arXiv
+      2511.02237); ``activated_experts_fullest_rank``: on the rank with the most of them.
 
     Traffic (of all that is computed)
 
     - ``crossing_pairs``: pairs whose expert is not on the source rank, as Megatron-Core's all-to-all sends them.
-    - ``crossing_copies``: distinct (token, other rank), as DeepEP sends a token once per rank.
-
-    Where each expert is cut among ``num_slices`` ranks, one of which is the source rank's own column, a pair goes to
-    all of them: both counts are of (pair or token, other rank that holds a slice).
+      ``crossing_copies``: distinct (token, other rank), as DeepEP sends a token once per rank. Where each expert is cut
+      among ``num_slices`` ranks, one of which is the source rank's own column, both go to all of these.
 
     Fidelity (of valid tokens)
 
-    - ``num_topk_pairs``: T * K, what the model would compute. ``num_dropped_pairs``: those that are not computed.
+    - ``num_topk_pairs``: T * K, what the model would compute. ``num_dropped_pairs``: those that are not computed;
       ``dropped_fraction``: their ratio.
-    - ``retained_mass_topk``: selected mass over top-k mass; more than 1 when a policy adds experts.
-      ``retained_mass_all``: selected mass over all mass.
-    - ``tokens_without_expert``: valid tokens that compute nothing.
-    - ``experts_per_token``: mean over valid tokens.
+    - ``retained_mass_topk``, ``retained_mass_all``: selected mass over top-k mass (more than 1 when a policy adds
+      experts) and over all mass.
+    - ``tokens_without_expert``: tokens that compute nothing. ``experts_per_token``: mean.
 
     Scores (means over valid tokens)
 
@@ -120,10 +114,8 @@ def routing_metrics(
     - ``entropy``: of the row as a distribution, over log E: 0 is certainty, 1 indifference. 0 for a row of zeros and
       where E = 1.
     - ``regime_single_head``, ``regime_smooth``, ``regime_plateau``: shares of tokens. *Single-head*: the best of the
-      top-k holds at least half of the top-k mass, so losing the others costs little. Else *plateau*: the
-      least of the top-k reaches 0.8 times the best, so the choice among them is nearly free. Else *smooth*.
-      With K = 1 each token has a single head; with K = 2 the better score always holds at least half.
-      A top-k without mass has no head: plateau.
+      top-k holds at least half of the top-k mass. Else *plateau*: the least of the top-k reaches 0.8 times the best,
+      or there is no mass. Else *smooth*. With K up to 2 the best always holds at least half.
 
     Args:
         routing: what a policy returned; only its map is read.
@@ -146,6 +138,7 @@ def routing_metrics(
     # Per token and rank; experts of a rank are neighbours.
     pairs_TR = map_TE.unflatten(1, (num_ranks, -1)).sum(dim=2)
 
+    reached_TR = pairs_TR > 0
     load_E = map_TE.sum(dim=0)
     activated_R = (load_E > 0).view(num_ranks, -1).sum(dim=1)
     num_pairs = int(load_E.sum())
@@ -158,11 +151,7 @@ def routing_metrics(
 
     num_topk_pairs = int(top_k_TE.sum())
     num_dropped_pairs = int((top_k_TE & ~map_TE).sum())
-
-    reached_TR = pairs_TR > 0
-
     selected_mass = float(_mass(scores_TE, valid_map_TE).sum())
-
     values = {
         "num_tokens": num_tokens,
         "load_E": load_E.tolist(),
@@ -239,14 +228,11 @@ def imbalance(load_NE: ArrayLike) -> NDArray[np.float64]:
 
 
 def imbalance_factor(load_LBE: ArrayLike, weight_L: Sequence[float] | None = None) -> NDArray[np.float64]:
-    """Imbalance of every batch over all layers: the weighted mean of the layers' own (arXiv 2510.03293).
+    """Imbalance of every batch over all layers: the weighted mean of the layers' own (arXiv 2510.03293), [batches].
 
     Args:
         load_LBE: pairs, [layers, batches, experts or ranks].
         weight_L: what each layer counts, non-negative; None = alike.
-
-    Returns:
-        float64 [batches]; its median and 95th percentile are what figures show.
 
     Raises:
         ValueError: weights that are not one per layer, or all zero.

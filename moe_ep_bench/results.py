@@ -9,10 +9,9 @@
 Several jobs may fill one directory, each with comparisons of its own (the points of a sweep). Parts are theirs alone;
 ``run.json`` is merged under a lock, and what was running is kept apart per job.
 
-A *case* is one policy on one workload; its id is a hash of everything that defines it. Cases
-with one ``comparison_id`` ran interleaved on the same batches and may be paired within a *launch*,
-one repetition of the whole process. A launch whose rows are in the part is finished and is not
-run again. Samples are never thinned or averaged here.
+A *case* is one policy on one workload; its id is a hash of everything that defines it. Cases with one
+``comparison_id`` ran interleaved on the same batches and may be paired within a *launch*, one repetition of the whole
+process; a launch whose rows are in the part is not run again. Samples are never thinned or averaged here.
 """
 
 from __future__ import annotations
@@ -273,10 +272,7 @@ class _Pairs(BaseModel):
 
 
 class ValidationDirectory:
-    """The files of one ``validate``: two results directories, and what sets them against each other.
-
-    ``pairs`` says which comparison of ``real`` is which of ``emulated``, whose ids differ.
-    """
+    """The files of one ``validate``: two results directories, and which comparison of one is which of the other."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -276,17 +276,13 @@ QUALITY_ROUTING_SCHEMA = pa.schema(
         ("phase", pa.string()),
         ("layer", pa.int32()),  # of the decoder
         ("num_steps", pa.int64()),
-        ("num_tokens", pa.int64()),
-        ("load_E", pa.list_(pa.int64())),
-        ("num_pairs", pa.int64()),
-        ("num_topk_pairs", pa.int64()),
-        ("num_dropped_pairs", pa.int64()),
-        ("dropped_fraction", pa.float64()),
-        ("retained_mass_topk", pa.float64()),
-        ("retained_mass_all", pa.float64()),
-        ("tokens_without_expert", pa.int64()),
-        ("experts_per_token", pa.float64()),
-        ("peak_load", pa.float64()),  # fullest expert over mean, mean
+        *(
+            (name, METRICS[name].dtype)
+            for name in (
+                *("num_tokens", "load_E", "num_pairs", "num_topk_pairs", "num_dropped_pairs", "dropped_fraction"),
+                *("retained_mass_topk", "retained_mass_all", "tokens_without_expert", "experts_per_token", "peak_load"),
+            )
+        ),
         ("rank_peak_load", pa.float64()),  # fullest rank over mean, mean
         ("activated_experts", pa.float64()),  # mean
         ("activated_experts_fullest_rank", pa.float64()),  # mean

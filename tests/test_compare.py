@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import test_statistics as statistics
 import yaml
 from results_builder import QUIET_MACHINE, FakeComparison, standard_cases, write_run
 from whole_builder import ELSEWHERE_TOTAL_US, write_whole
@@ -69,20 +71,12 @@ def verdicts(cases) -> dict[str, str]:
 # ---- the statistic --------------------------------------------------------------------------------------------------
 
 
-def times(generator, *, launches=1, batches=10, iterations=3, sigma=0.05, launch_effect=0.0, disturbed=0.02):
-    """Times of one case in one job, on batches of very unequal length; some iterations are disturbed."""
-    length_B1 = np.geomspace(1, 3, batches)[:, None]
-    job_L11 = generator.normal(0, launch_effect, (launches, 1, 1))
-    noise_LBI = generator.normal(0, sigma, (launches, batches, iterations))
-    longer_LBI = np.where(generator.random(noise_LBI.shape) < disturbed, generator.uniform(1.5, 4, noise_LBI.shape), 1)
-    values_LBI = length_B1 * np.exp(job_L11 + noise_LBI) * longer_LBI
-    index = pd.MultiIndex.from_product(map(range, values_LBI.shape), names=["launch", "batch", "iteration"])
-    return pd.Series(values_LBI.ravel(), index)
+# Of one case in one job; some iterations are disturbed.
+times = functools.partial(statistics.times, sigma=0.05, disturbed=0.02)
 
 
-@pytest.mark.parametrize("design", [{"iterations": 1}, {"launches": 3, "launch_effect": 0.03}])
-def test_of_equal_jobs_about_one_in_forty_is_called_longer_and_one_in_forty_shorter(design):
-    generator = np.random.default_rng(41)
+def test_of_equal_jobs_about_one_in_forty_is_called_longer_and_one_in_forty_shorter():
+    generator, design = np.random.default_rng(41), {"launches": 3, "launch_effect": 0.03}
     estimates = [estimate_change(times(generator, **design), times(generator, **design)) for _ in range(100)]
     longer, shorter = (np.mean([estimate.low > 1 for estimate in estimates]), np.mean([e.high < 1 for e in estimates]))
     # 2.5 % expected; binomial scatter of 100 is 1.6 %.
@@ -135,11 +129,6 @@ def test_a_run_against_itself_shows_no_difference_anywhere(with_phases):
     assert set(change.changes["verdict"]) == {"no difference"}
     assert (change.changes["case_id"] == cases[DROP]["case_id"]).sum() == 2 * (1 + 8)  # time, speedup; phases
     assert exit_status(change, 0.01, strict=True) == 0
-
-
-def test_one_directory_in_both_places_is_said(base, capsys):
-    assert main(["compare", str(base), str(base.parent / "." / base.name), "--fail-over", "3%"]) == 0
-    assert capsys.readouterr().err == "moe-ep-bench: BASE and NEW are one directory, so that nothing can differ\n"
 
 
 @pytest.mark.parametrize("factor", [1.05, 1 / 1.05])
@@ -210,9 +199,9 @@ def test_a_change_counts_beyond_both_floors_together(tmp_path, factor, verdict, 
     """Native differs from itself by 4 % in both runs, which together make 5.7 %; nothing else is noise."""
     runs = []
     for name, speedup in (("base", 1.5), ("new", 1.5 / factor)):
-        cases = four_cases({"speedup": speedup})
-        cases[2] = dataclasses.replace(cases[2], speedup=1 / 1.04)
-        runs.append(run_of(tmp_path / name, cases=cases, noise=0.0))
+        drop, topk, again, native = four_cases({"speedup": speedup})
+        cases = [drop, topk, dataclasses.replace(again, speedup=1 / 1.04), native]
+        runs.append(run_of(tmp_path / name, cases=cases, noise=0.0, num_iterations=1))
     _, cases = compared(*runs)
     assert cases[DROP]["time_floor_high"] == pytest.approx(1.0570, abs=1e-3)
     assert (cases[DROP]["time_verdict"], outcome(cases[DROP], 0.03)) == (verdict, gate)
@@ -356,4 +345,5 @@ def test_the_workflow_of_the_docs_is_a_gate_on_a_command_that_there_is(base, cap
     steps = [step.get("run", "") for step in workflow["jobs"]["compare"]["steps"]]
     (gate,) = (line.split() for step in steps for line in step.splitlines() if "moe-ep-bench compare" in line)
     options = gate[gate.index("compare") + 3 :]
-    assert main(["compare", str(base), str(base), *options]) == 0
+    assert main(["compare", str(base), str(base.parent / "." / base.name), *options]) == 0
+    assert capsys.readouterr().err == "moe-ep-bench: BASE and NEW are one directory, so that nothing can differ\n"

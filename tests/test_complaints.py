@@ -28,8 +28,10 @@ def raising(error: BaseException):
     return command
 
 
-@pytest.mark.parametrize("command", MEASURE)
-@pytest.mark.parametrize("error", [ImportError("x"), BrokenPipeError(errno.EPIPE, "x")], ids=repr)
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [*((name, ImportError("x")) for name in MEASURE), ("run", BrokenPipeError(errno.EPIPE, "x"))],
+)
 def test_what_nobody_foresaw_is_a_lost_job_and_shown_whole(
     command: str, error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -42,20 +44,13 @@ def test_an_error_of_results_holds_nothing_that_a_terminal_obeys() -> None:
     assert str(ResultsError("of another job (\x1b[31mred,\nr0)")) == "of another job (\\x1b[31mred, r0)"
 
 
-DEFECTS = {
-    "a library's": lambda: np.zeros(2) + np.zeros(3),
-    "the interpreter's": lambda: list(zip([1], [], strict=True)),
-    "a value's": lambda: int("x"),
-}
-
-
-@pytest.mark.parametrize("name", DEFECTS)
 def test_a_value_error_that_we_did_not_raise_is_no_mistake_of_the_users(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "show", lambda options: DEFECTS[name]())
-    assert cli.main(["show", "results"]) == LOST
-    assert "Traceback" in capsys.readouterr().err
+    for defect in (lambda options: np.zeros(2) + np.zeros(3), lambda options: int("x")):
+        monkeypatch.setitem(cli.COMMANDS, "show", defect)
+        assert cli.main(["show", "results"]) == LOST
+        assert "Traceback" in capsys.readouterr().err
 
 
 def test_what_a_user_can_correct_is_a_line(
@@ -128,8 +123,9 @@ def test_a_terminal_gets_a_bar_and_a_file_one_line_per_comparison(
     assert "two: 100%" in count()
 
 
-@pytest.mark.parametrize("counts", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
-@pytest.mark.parametrize("command", ["run", "emulate"])
+@pytest.mark.parametrize(
+    ("command", "counts"), [("run", "SLURM_RESTART_COUNT"), ("emulate", "TORCHELASTIC_RESTART_COUNT")]
+)
 def test_force_is_for_the_first_start_of_a_job_alone(
     command: str, counts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ import yaml
 from results_builder import FakeCase, FakeComparison, standard_cases, write_run
 
 from moe_ep_bench.analysis.figures import FIGURES
-from moe_ep_bench.files import MOST_DEPTH, parse_yaml, read_json
+from moe_ep_bench.files import MOST_DEPTH, parse_yaml
 from moe_ep_bench.results import RunDirectory
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -31,7 +31,7 @@ import fuzz
 SMALL = {"num_batches": 2, "num_iterations": 1, "tokens": 64}
 
 
-@pytest.mark.parametrize(("kind", "inputs"), [("configs", 100), ("recordings", 100), ("results", 30), ("commands", 20)])
+@pytest.mark.parametrize(("kind", "inputs"), [("configs", 50), ("recordings", 50), ("results", 16), ("commands", 12)])
 def test_mutated_inputs_end_in_a_result_or_one_line(kind: str, inputs: int) -> None:
     done = fuzz.fuzz(kind, inputs, seed=1_000_000)
     assert not done.findings, "\n".join(map(str, done.findings))
@@ -74,8 +74,6 @@ ALIASES = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] 
 MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 12))
 CONFIGS = {
     "a tag that calls": ("name: !!python/object/apply:pathlib.Path.touch [canary]", "tags are not read"),
-    "a tag of a number": ('seed: !!int ""', "tags are not read"),
-    "a tag of a flag": ("seed: !!bool x", "tags are not read"),
     "an unhashable key": ("? [a]\n: b", "expected a word as a key"),
     "half a character": ('name: "\\ud800"', "not valid YAML"),
     "a terminal's command": ('name: "\\e[31m"', "expected text, got the character U+001B"),
@@ -83,9 +81,7 @@ CONFIGS = {
     "a bomb of merged keys": (MERGES, "aliases counted"),
     "an alias of itself": ("a: &a [*a]", f"at most {MOST_DEPTH} deep"),
     "nesting": (f"a: {NESTED}", f"at most {MOST_DEPTH} deep"),
-    "much nesting": ("[" * 100_000, f"at most {MOST_DEPTH} deep"),
     "an integer of 5,000 digits": (f"a: {'9' * 5000}", "at most 100 digits, got 5,000"),
-    "a hexadecimal of 5,000 digits": (f"a: 0x{'f' * 5000}", "at most 100 digits, got 5,002"),
     "2 MB": ("a: 1\n" * 2**19, "expected at most 1,048,576 bytes"),
     "an impossible date": ("a: 2001-99-99", "not valid YAML"),
 }
@@ -119,8 +115,10 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.parametrize("change", IMPOSSIBLE)
-@pytest.mark.parametrize("command", ["emulate", "route", "run"])
+@pytest.mark.parametrize(
+    ("command", "change"),
+    [*(("emulate", change) for change in IMPOSSIBLE), *((one, next(iter(IMPOSSIBLE))) for one in ("route", "run"))],
+)
 def test_sizes_that_cannot_be_are_refused_in_planning(command: str, change: str, box: Path) -> None:
     (box / "config.yaml").write_text(yaml.safe_dump(fuzz.SMALL))
     begun = time.process_time()
@@ -258,13 +256,11 @@ def test_links_lead_to_no_other_file(what: str, box: Path) -> None:
     (root / what).rename(box / "outside")
     (root / what).symlink_to(box / "outside")
     assert "leads out of run" in refused(box, "show", "run")
-
-
-def test_links_within_a_directory_are_followed(box: Path) -> None:
-    root = directory(box / "run")
-    (root / "cases").rename(root / "moved")
-    (root / "cases").symlink_to("moved")
-    assert RunDirectory(root).is_finished("c0-0", 0)
+    if what == "cases":  # within the directory a link is followed
+        (root / what).unlink()
+        (box / "outside").rename(root / "moved")
+        (root / what).symlink_to("moved")
+        assert RunDirectory(root).is_finished("c0-0", 0)
 
 
 def test_claims_name_no_file_that_is_run(box: Path) -> None:
@@ -295,8 +291,10 @@ class Elements(html.parser.HTMLParser):
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>-->]]>'\"&$x^$"
 
 
-@pytest.mark.parametrize("link", ["figures", "figures/speedup.csv", "report.html", "claims.json"])
-@pytest.mark.parametrize("target", ["own", "itself"])
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [("figures", "own"), ("figures/speedup.csv", "own"), ("report.html", "own"), ("claims.json", "itself")],
+)
 def test_nothing_is_written_through_links_of_a_results_directory(link: str, target: str, box: Path) -> None:
     """Neither through one that leads out of it, nor through one that leads to itself."""
     root, outside = directory(box / "run", "native"), box / "own"
@@ -333,8 +331,3 @@ def test_names_are_text_in_pages_and_pictures(box: Path, monkeypatch: pytest.Mon
     for picture in (box / "out").glob("*.svg"):
         tags = {element.tag.rpartition("}")[2] for element in ElementTree.parse(picture).iter()}
         assert not tags & {"script", "image", "img", "a"}
-
-
-def test_json_of_ours_reads_as_it_was_written(box: Path) -> None:
-    root = directory(box / "run")
-    assert read_json(root / "run.json") == json.loads((root / "run.json").read_text())

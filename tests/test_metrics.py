@@ -87,23 +87,6 @@ def test_every_metric_of_a_small_case_worked_out_by_hand() -> None:
     assert_metrics(metrics, by_hand)
 
 
-# Loads 7, 3, 0, 0 of ten tokens with K = 1: N = 10 * 1 / 4 = 2.5.
-@pytest.mark.parametrize(
-    ("gamma", "excess"),
-    [
-        (0, 1.0),
-        (0.5, (5.75 + 1.75) / 10),
-        (1, (4.5 + 0.5) / 10),
-        (1.5, 3.25 / 10),
-        (3, 0.0),
-    ],
-)
-def test_excess_load_is_eq_11_of_the_capacity_aware_paper(gamma: float, excess: float) -> None:
-    metrics = measure([[0]] * 7 + [[1]] * 3, [[0.25] * 4] * 10, top_k=1, capacity_factor=gamma)
-    assert metrics["load_E"] == [7, 3, 0, 0]
-    assert metrics["excess_load"] == pytest.approx(excess, abs=1e-15)
-
-
 def test_a_load_that_fills_its_capacity_has_no_excess() -> None:
     # 0.7 * 360 * 2 / 8 is 63 and in doubles a little less; Token Drop leaves 63.
     scores_TE = torch.full([360, 8], 0.125)
@@ -114,43 +97,16 @@ def test_a_load_that_fills_its_capacity_has_no_excess() -> None:
     assert metrics["excess_load"] == 0.0
 
 
-# --- Nothing there ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("num_tokens", "is_padding"), [(0, False), (0, True), (5, True)])
-@pytest.mark.parametrize(("num_experts", "num_ranks"), [(1, 1), (8, 4)])
-def test_no_tokens_give_zeros_never_nan(num_tokens: int, is_padding: bool, num_experts: int, num_ranks: int) -> None:
-    scores_TE = torch.full([num_tokens, num_experts], 0.125)
+@pytest.mark.parametrize("is_padding", [False, True])
+def test_no_tokens_give_zeros_never_nan(is_padding: bool) -> None:
+    scores_TE = torch.full([5 * is_padding, 8], 0.125)
     context = RoutingContext(
-        top_k=1,
-        num_ranks=num_ranks,
-        token_mask_T=torch.zeros(num_tokens, dtype=torch.bool) if is_padding else None,
+        top_k=1, num_ranks=4, token_mask_T=torch.zeros(5, dtype=torch.bool) if is_padding else None
     )
     routing = make_policy({"name": "topk"}).route(scores_TE, context)
     metrics = routing_metrics(routing, scores_TE, context)
-    assert metrics.pop("load_E") == [0] * num_experts
-    assert metrics.pop("load_R") == [0] * num_ranks
+    assert (metrics.pop("load_E"), metrics.pop("load_R")) == ([0] * 8, [0] * 4)
     assert set(metrics.values()) == {0}
-
-
-WORK = [
-    "load_E", "load_R", "num_pairs", "padding_pairs", "peak_load", "max_violation", "load_cv", "excess_load",
-    "activated_experts", "activated_experts_fullest_rank", "crossing_pairs", "crossing_copies",
-]  # fmt: skip
-
-
-def test_padding_that_is_computed_is_work_and_no_fidelity() -> None:
-    rows = [[0.5, 0.25, 0.125, 0.125], [0.0, 0.0, 0.0, 1.0]]
-    options = {"top_k": 2, "num_ranks": 2}
-    valid_T = torch.tensor([True, False])
-    padded = measure([[0, 1], [2, 3]], rows, token_mask_T=valid_T, **options)
-    valid, both = measure([[0, 1]], rows[:1], **options), measure([[0, 1], [2, 3]], rows, **options)
-    assert padded["padding_pairs"] == 2
-    assert {**valid, **{name: None for name in WORK}} == {**padded, **{name: None for name in WORK}}
-    of_all = [name for name in WORK if name not in ("padding_pairs", "excess_load")]
-    assert [padded[name] for name in of_all] == [both[name] for name in of_all]
-    # Twice the pairs that the valid token's mean load allows.
-    assert (padded["excess_load"], both["excess_load"]) == (0.5, 0.0)
 
 
 # --- Shape of the answer ---------------------------------------------------------------------------
@@ -214,17 +170,3 @@ def test_metrics_equal_the_oracle(case: tuple[Tensor, Tensor, RoutingContext], c
     options = {"capacity_factor": capacity_factor}
     metrics = routing_metrics(Routing(map_TE=map_TE, weights_TE=scores_TE * map_TE), scores_TE, context, **options)
     assert_metrics(metrics, expected_metrics(map_TE, scores_TE, context, **options))
-
-
-@settings(max_examples=20)
-@given(case=routings())
-def test_what_is_lost_and_what_is_kept_add_up(case: tuple[Tensor, Tensor, RoutingContext]) -> None:
-    _, scores_TE, context = case
-    for gamma in (0.0, 0.5, 1.0, 1e6):
-        routing = make_policy({"name": "token_drop", "capacity_factor": gamma}).route(scores_TE, context)
-        metrics = routing_metrics(routing, scores_TE, context, capacity_factor=gamma)
-        assert metrics["num_pairs"] + metrics["num_dropped_pairs"] == metrics["num_topk_pairs"]
-        assert sum(metrics["load_E"]) == sum(metrics["load_R"]) == metrics["num_pairs"]
-        assert metrics["excess_load"] == 0.0
-        assert 0 <= metrics["retained_mass_topk"] <= 1
-        assert metrics["crossing_copies"] <= metrics["crossing_pairs"] <= metrics["num_pairs"]

@@ -105,11 +105,6 @@ def test_samples_without_a_partner_are_left_out():
     [
         pytest.param({"batches": 10, "iterations": 4, "batch_sigma": 0.1, "sigma": 0.05}, 0.995, id="10 batches"),
         pytest.param(
-            {"launches": 3, "batches": 10, "iterations": 3, "batch_sigma": 0.1, "sigma": 0.02},
-            0.995,
-            id="3 launches, batches dominate",
-        ),
-        pytest.param(
             {"launches": 3, "batches": 10, "iterations": 3, "launch_sigma": 0.05, "batch_sigma": 0.01, "sigma": 0.02},
             0.995,
             id="3 launches, launches dominate",
@@ -263,8 +258,6 @@ def test_a_case_twice_as_fast_has_twice_the_interval():
     "design",
     [
         pytest.param({"sigma": 0.05, "batch_effect": 0.02}, id="quickstart"),
-        pytest.param({"sigma": 0.02, "batch_effect": 0.05, "batches": 20}, id="20 batches"),
-        pytest.param({"sigma": 0.02, "batch_effect": 0.1, "launches": 3}, id="3 launches, batches dominate"),
         pytest.param({"sigma": 0.02, "launch_effect": 0.05, "launches": 3}, id="3 launches, launches dominate"),
     ],
 )
@@ -297,11 +290,7 @@ def test_drift_is_the_last_third_over_the_first():
     assert drift(samples(trend(1, 1, 1, 0.9, 0.9, 0.9))) == pytest.approx(-0.1)
     assert drift(samples(trend(1.0, 1.0, 9.0, 9.0, 9.0, 1.2, 1.2))) == pytest.approx(0.2)  # the middle does not count
     assert drift(samples(trend(1.0, 1.0, 1.0, 5.0, 1.0, 1.2, 1.2, 1.2))) == pytest.approx(0.2)  # nor does one outlier
-
-
-def test_batches_of_unequal_length_are_no_drift():
-    uneven = samples([[1.0] * 4, [10.0] * 12])  # late iterations are of long batches only
-    assert drift(uneven) == 0.0
+    assert drift(samples([[1.0] * 4, [10.0] * 12])) == 0.0  # late iterations are of long batches only
 
 
 def test_launch_that_drifted_furthest_counts_and_launches_that_differ_do_not():

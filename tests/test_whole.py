@@ -75,10 +75,6 @@ def test_the_pass_its_layers_and_the_law_stand_side_by_side(run: Run) -> None:
     assert any("no pass gains more than" in text for text in texts)
     assert num_hatched == 0
     assert not any("extrapolated" in text for text in texts)
-
-
-def test_the_parts_of_a_pass_come_to_the_mean_ranks_pass(run: Run) -> None:
-    rows, *_ = drawn(run)
     parts = shown(rows, "part", "native").set_index("part").time_ms
     assert list(parts.index) == list(PASS_PARTS)
     assert parts["attention"] == pytest.approx(ELSEWHERE_US["attention"] / 1e3)
@@ -154,11 +150,6 @@ def test_plot_chooses_by_what_a_directory_holds(
     assert main(["plot", str(directory), "--figures", "speedup"]) == 2
     assert "expected some of whole, graphs; got 'speedup'" in capsys.readouterr().err
     assert main(["plot", str(layers), "--figures", "whole"]) == 2
-
-
-def test_what_reads_layers_alone_refuses_whole_models(
-    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     assert main(["calibrate", "--from", str(directory)]) == 2
     assert "which this does not read" in capsys.readouterr().err
 

@@ -24,13 +24,11 @@ CHANGES = {
     "workload.peak_load=true": "workload.peak_load: expected a number, got true",
     "workload.num_tokens=true": "workload.num_tokens: expected a whole number, got true",
     "workload.num_tokens=1.5": "workload.num_tokens: expected a whole number, got 1.5",
-    "workload.num_tokens=many": "workload.num_tokens: expected a whole number, got 'many'",
     "workload.num_tokens=0": "workload.num_tokens: expected at least 1, got 0",
     "workload.peak_load=.inf": "workload.peak_load: expected a finite number, got inf",
     "workload.topk_share=1": "workload.topk_share: expected a number below 1, got 1",
     "workload.rank_shares=[]": "workload.rank_shares: expected at least 1 of them, got []",
     "workload.rank_shares=[true]": "workload.rank_shares.0: expected a number, got true",
-    "workload.rank_shares=3": "workload.rank_shares: expected a list, got 3",
     "workload.family=pareto": "workload.family: expected lognormal, zipf, dirichlet or uniform, got 'pareto'",
     "workload.kind=random": "workload: expected kind as one of synthetic, recorded, got 'random'",
     "workload=3": "workload: expected keys with values, got 3",
@@ -38,9 +36,7 @@ CHANGES = {
     "workload.peek_load=3": "workload.peek_load: no such key; ",
     "workload.skew=true": "workload.skew: expected mixed, single_domain, worst_layer, megatron_w0",
     "model.preset=olmoe": "got 'olmoe' (did you mean olmoe-1b-7b?)",
-    "model.preset=true": "model.preset: expected text, got true",
     "model.scale=2": "model.scale: expected at most 1, got 2",
-    "model=[]": "model: expected keys with values, got []",
     "name=a/b": "name: expected text of the pattern ^[A-Za-z0-9][A-Za-z0-9._-]*$, got 'a/b'",
     "measure.timeout_s=0": "measure.timeout_s: expected a number above 0, got 0",
     "policies=[]": "policies: expected at least 1 of them, got []",
@@ -48,12 +44,9 @@ CHANGES = {
     "policies=topk": "policies: expected a list, got 'topk'",
     "policies.0.x=1": "policies.0: x: topk has no such field; expected no fields",
     "policies.1.k0=99": "policies.1.k0: expected at most the model's 64 experts, got 99",
-    "policies.1.k_max=65": "policies.1.k_max: expected at most the model's 64 experts, got 65",
     "policies.2.k0=1": "--set policies.2.k0=1: policies.2.k0: expected 0 to 1 for an entry of the list, got 2",
-    "policies.first.k0=1": "policies.first.k0: expected 0 to 1 for an entry of the list, got first",
     "policies.0.name=oa": "policies.0: name: expected one of ",
     "policies.0.name.x=1": "--set policies.0.name.x=1: policies.0.name.x: name has no keys of its own",
-    "route.placement=[[true]]": "route.placement",
     "no-equals-sign": "--set no-equals-sign: expected key=value",
     "sweep=3": "sweep=3: expected sweep.KEY=[values]",
 }
@@ -83,7 +76,7 @@ CONTENTS = {
     "a list": (b"- a\n", "expected keys with values, got list"),
     "a misspelt section": (
         yaml.safe_dump({("workloads" if key == "workload" else key): value for key, value in CONFIG.items()}).encode(),
-        "workloads: no such key; expected one of",
+        "did you mean workload?",
     ),
     "a section twice": (b"model: 1\nmodel: 2\n", "model stands here twice"),
 }
@@ -101,13 +94,6 @@ def test_a_file_that_is_no_config_is_one_line(name: str, tmp_path: Path, capsys:
     assert said.count("\n") == 1
 
 
-def test_a_misspelt_section_is_suggested(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_bytes(CONTENTS["a misspelt section"][0])
-    with pytest.raises(ConfigError, match=r"did you mean workload\?"):
-        load_experiments(path, on_cpu=False)
-
-
 OPTIONS = {
     "--nnodes 2 --master nohost:99999": "--master: expected host:port of node 0, with a port of 1 to 65535",
     "--nnodes 2 --master nohost:0": "--master: expected host:port of node 0, with a port of 1 to 65535",
@@ -123,13 +109,6 @@ def test_a_wrong_option_is_one_line(options: str, tmp_path: Path, capsys: pytest
     said = capsys.readouterr().err
     assert OPTIONS[options] in said
     assert said.count("\n") == 1
-
-
-def test_shares_are_written_alike_in_every_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["advise", "--model", "olmoe-1b-7b", "--ep", "8", "--tokens", "64", "--dry-run", "--peak-load", "2"]
-    assert cli.main([*command, "--max-dropped", "30%", "--max-lost-mass", "0.1"]) == 0
-    assert cli.main([*command, "--max-dropped", "130%"]) == USER_ERROR
-    assert "--max-dropped: expected a share such as 5% or 0.05, 0 to 1; got 130%" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ shows beside the bound: an expert's weights over the bandwidth at which this dev
 OEA's cost model (section 2) has a term for the tokens too: time = c + b x activated + a x pairs.
 
 In YAML for a file of data/devices/ (``fit_text``) the term for pairs is kept where its interval lies above 0; else it
-is none, and c and b are those of the straight line over activated experts: steps of one number of tokens, under
-policies that drop nothing, have as many pairs whatever they activate, and cannot tell a from c. Intervals take the
-points as independent; those of one batch under several policies are not, so that they are narrower than the truth.
-What was scaled down is no device's figure, and is printed as a comment.
+is none, and c and b are the straight line's: steps of one number of tokens, under policies that drop nothing, have as
+many pairs whatever they activate, and cannot tell a from c. Intervals take the points as independent; those of one
+batch under several policies are not, so that they are narrower than the truth.
 """
 
 from __future__ import annotations

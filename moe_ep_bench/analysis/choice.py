@@ -50,10 +50,9 @@ class IterationChoice:
 
         Args:
             layer_us: of the breakdown iterations of a case, indexed by (launch, batch, iteration), in order.
-            label: the case's.
 
         Raises:
-            ValueError: there is no such iteration.
+            ValueError: there is no such iteration; ``label`` names the case.
         """
         if self.text == "all":
             return list(layer_us.index)

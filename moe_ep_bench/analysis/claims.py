@@ -28,7 +28,6 @@ from moe_ep_bench.analysis.sweep import key_words
 from moe_ep_bench.analysis.timing import layer_time_us
 from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, moe_time_us, slowest_us
 from moe_ep_bench.analysis.words import mode_words
-from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import inside
 from moe_ep_bench.papers.claims import (
     NATIVE_METRICS,
@@ -258,7 +257,7 @@ def _rows(
             "links": facts.links,
             "note": claim.note.strip(),
             "unmeasured": None if value else case.case.reason or "it or what it is set against was not measured",
-            "moe_speedup_needed": _needed(claim, whole) if value and whole else None,
+            "moe_speedup_needed": needed_moe_speedup(claim, native_share(whole)) if value and whole else None,
             **_bounds(claim, written, facts),
         }
 
@@ -319,24 +318,17 @@ def native_share(whole: WholeComparison) -> float | None:
     return next((one.moe_share for one in whole.results if one.result.case.role == "baseline"), None)
 
 
-def _needed(claim: Claim, whole: WholeComparison) -> float | None:
-    share = native_share(whole)
-    if claim.metric not in PASS_METRICS or claim.number is None or claim.versus is not None or share is None:
-        return None
-    return needed_moe_speedup(claim, share)
-
-
-def needed_moe_speedup(claim: Claim, share: float) -> float:
+def needed_moe_speedup(claim: Claim, share: float | None) -> float | None:
     """How much faster MoE layers must be for a paper's number; infinity where no speed of theirs gives it.
 
     Args:
-        share: of native's pass, f.
+        share: of native's pass, f; None where it was not measured.
 
-    Raises:
-        ValueError: the claim is not about a whole pass, or has no number.
+    Returns:
+        None without ``share``, and where the claim is not about a whole pass over native's, or has no number.
     """
-    if claim.metric not in PASS_METRICS or claim.number is None:
-        raise UserError(f"claims: expected a number of a whole pass, got {claim.metric} {claim.paper}")
+    if claim.metric not in PASS_METRICS or claim.number is None or claim.versus is not None or share is None:
+        return None
     pass_share = claim.number if claim.metric == "step_time" else 1 / claim.number
     left = pass_share - (1 - share)
     return share / left if left > 0 else math.inf

@@ -116,8 +116,7 @@ def compare_directories(
         same_machine: the machine is known to be unchanged, so that native is no control but a case like others.
 
     Raises:
-        ResultsError: one holds no times, no case was measured in both, or they are of two modes or scopes.
-        ValueError: ``intended`` names no condition.
+        ValueError: no case was measured in both, they are of two modes or scopes, or ``intended`` names no condition.
     """
     for key in intended:
         if key not in CHANGEABLE:

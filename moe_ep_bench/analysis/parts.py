@@ -342,6 +342,11 @@ class Iterations:
     def slowest_rank(self) -> np.ndarray:
         return self.of(TOTAL).argmax(axis=1)
 
+    def mean_ms(self, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
+        """Milliseconds of groups of phases: mean over ranks, then median over iterations; empty without iterations."""
+        sums = {name: self.of(*phases).mean(axis=1) for name, phases in groups.items()} if len(self.index) else {}
+        return {name: float(np.median(sum_us_I)) / 1e3 for name, sum_us_I in sums.items()}
+
     def series(self, values_I: np.ndarray) -> pd.Series:
         return pd.Series(values_I, self.index)
 

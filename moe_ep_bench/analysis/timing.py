@@ -3,23 +3,20 @@
 *Layer time.* Ranks meet in every layer, so the slowest one's time is the layer's: the maximum over
 ranks of ``total``, per iteration, from plain iterations (nothing is read inside them).
 
-*Phases.* They come from breakdown iterations, which hold extra clock readings and barriers. The
-slowest rank waits for nobody; the others wait for it. So a mean over ranks shows what the ranks
-lose to waiting, and the slowest rank shows what they wait *for*. What the probes cost and what no
-phase covers are reported beside, for a breakdown is worth no more than these two allow. On GPUs each wait
-is less what its probe costs when nobody waits (``probe_floor_us``).
+*Phases* come from breakdown iterations, which hold extra clock readings and barriers; what these cost and what no
+phase covers are reported beside. A mean over ranks shows what ranks lose to waiting, the slowest rank shows what they
+wait *for*. On GPUs each wait is less what its probe costs when nobody waits (``probe_floor_us``).
 
-*Bytes* are counted twice: as (token, expert) pairs, which Megatron-Core's all-to-all sends, and as
-copies deduplicated per rank, which a dispatcher such as DeepEP would send. *Bandwidth* follows
-nccl-tests (doc/PERFORMANCE.md): algorithm bandwidth is a rank's buffer over the time, bus bandwidth
-takes out the 1/n of it that stays, for n ranks. With uneven splits the fullest rank's buffer counts, the larger of
-what it sends and what it receives, its own share included, and the slowest rank's time, waiting excluded.
+*Bytes* are counted as (token, expert) pairs, which Megatron-Core's all-to-all sends, and as copies deduplicated per
+rank, which DeepEP would send. *Bandwidth* follows nccl-tests (doc/PERFORMANCE.md): algorithm bandwidth is a rank's
+buffer over the time, bus bandwidth takes out the 1/n of it that stays, for n ranks. With uneven splits the fullest
+rank's buffer counts, the larger of what it sends and receives, its own share included, and the slowest rank's time,
+waiting excluded.
 
-*Experts* are judged on the rank with the most pairs: operations against this device's own square
-matmul, bytes against its own copy. The bytes are those of two GEMMs with an activation between
-them, each operand once: activated weights, inputs, both intermediates written and read, outputs. Where
-experts are cut, a rank computes its slice of every pair of its tensor group, and reads its slice of the
-weights; a dispatch is then an all-to-all and an all-gather, for which there is no one bandwidth.
+*Experts* are judged on the rank with the most pairs: operations against this device's own square matmul, bytes against
+its own copy. The bytes are each operand once: activated weights, inputs, both intermediates written and read, outputs.
+Where experts are cut, a rank computes its slice of every pair of its tensor group, and reads its slice of the weights;
+a dispatch is then an all-to-all and an all-gather, for which there is no one bandwidth.
 
 Shapes: B = batches, R = EP ranks, L = experts of a rank, N = rows.
 """
@@ -41,8 +38,6 @@ from moe_ep_bench.schema import LAYER_PHASES, PHASES, TOTAL, UNACCOUNTED, WAITIN
 # Groups of a layer's phases, and what no phase covers.
 MODEL_GROUPS = phase_groups("model")
 GROUPS = {**phase_groups("layer"), UNACCOUNTED: (UNACCOUNTED,)}
-
-ITERATION = ["launch", "batch", "iteration"]
 
 # A host that is still issuing work when this much of the time is over has kept the device waiting.
 _HOST_BOUND = 0.95
@@ -136,7 +131,7 @@ def break_down(case: Case, floor_us: float = 0.0) -> Breakdown | None:
     shares = dict(zip(PHASE_AXIS, shares_P, strict=True))
     slowest = max(LAYER_PHASES, key=median_us.__getitem__)
     return Breakdown(
-        group_ms={name: float(np.median(times.of(*phases).mean(axis=1))) / 1e3 for name, phases in GROUPS.items()},
+        group_ms=times.mean_ms(GROUPS),
         # Waiting is not the phase that it stands before.
         slowest_phase=f"waiting ({PHASES[slowest].meets})" if PHASES[slowest].is_waiting else slowest,
         unaccounted_share=float(shares[UNACCOUNTED]),

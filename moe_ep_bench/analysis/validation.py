@@ -13,7 +13,7 @@ Where ranks wait and where they transfer is decided by moments, so the sum of bo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ def load_validation(directory: Path) -> Validation:
             continue
         about = measured[["comparison_id", "comparison", "label", "role"]].to_dict("records")
         for row, pair in zip(about, both, strict=True):
-            real_ms, emulated_ms = (phase_times_ms(case, times) for case in pair)
+            real_ms, emulated_ms = (case.breakdown.mean_ms(times) for case in pair)
             phases += [
                 row | {"time": one, "real_ms": ms, "emulated_ms": emulated_ms[one]} for one, ms in real_ms.items()
             ]
@@ -253,28 +253,6 @@ QUIET = 0.2
 
 def _breakdown(case: Case) -> pd.DataFrame:
     return case.timings[case.timings["kind"] == "breakdown"]
-
-
-def phase_times_ms(case: Case, times: Mapping[str, Sequence[str]] = TIMES) -> dict[str, float]:
-    """Sums of phases of a case's breakdown iterations: mean over ranks, then median over iterations.
-
-    Args:
-        times: ``TIMES``, or ``PASS_TIMES`` of a whole model.
-
-    Returns:
-        By name; empty without breakdown iterations.
-    """
-    rows = _breakdown(case)
-    if rows.empty:
-        return {}
-    # A phase that did not occur on a rank took no time there.
-    iteration = ["launch", "batch", "iteration"]
-    summed_us = rows.pivot_table(index=iteration, columns="phase", values="time_us", aggfunc="sum", fill_value=0.0)
-    mean_us = summed_us / rows["rank"].nunique()
-    return {
-        name: float(mean_us.reindex(columns=list(phases), fill_value=0.0).sum(axis=1).median()) / 1e3
-        for name, phases in times.items()
-    }
 
 
 def phase_errors(pairs: Sequence[tuple[Case, Case]]) -> pd.DataFrame:

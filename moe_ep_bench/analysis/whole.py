@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 
+from moe_ep_bench.analysis.choice import ITERATION
 from moe_ep_bench.analysis.load import Case, Run
 from moe_ep_bench.analysis.parts import PHASE_AXIS
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
@@ -40,7 +40,6 @@ PASS_PARTS = {
 }
 # So many policies' layers are shown one by one; all are in ``show --format csv --samples``.
 _MOST_POLICIES = 4
-_ITERATION = ["launch", "batch", "iteration"]
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def _whole_result(comparison: ComparisonResult, result: CaseResult, native: Whol
         policy_ms=float(times_us["policy"].median()) / 1e3,
         all_layers_ms=all_ms,
         all_layers_speedup=None if all_ms is None or native_ms is None else native_ms / all_ms,
-        parts_ms=_parts_ms(result.case),
+        parts_ms=result.case.breakdown.mean_ms(PASS_PARTS),
     )
 
 
@@ -145,12 +144,6 @@ def slowest_us(case: Case) -> pd.DataFrame | None:
     """Phases of the slowest rank, summed over layers, by launch, batch and breakdown iteration; None without these."""
     times = case.breakdown
     return None if times.index.empty else pd.DataFrame(times.on_slowest(), times.index, PHASE_AXIS)
-
-
-def _parts_ms(case: Case) -> dict[str, float]:
-    return {
-        name: float(np.median(case.breakdown.of(*phases).mean(axis=1))) / 1e3 for name, phases in PASS_PARTS.items()
-    }
 
 
 def moe_time_us(case: Case) -> pd.Series:
@@ -202,8 +195,8 @@ def _by_layer_ms(rows: pd.DataFrame) -> pd.DataFrame:
     """
     rows = rows[rows["layer"].notna()]
     kinds = rows["phase"].where(~rows["phase"].isin(MOE_PHASES), "moe")
-    sums = rows.groupby([rows["layer"].astype(int), kinds, *_ITERATION, rows["rank"]])["time_us"].sum()
-    means = sums.groupby(level=["layer", "phase", *_ITERATION]).mean()
+    sums = rows.groupby([rows["layer"].astype(int), kinds, *ITERATION, rows["rank"]])["time_us"].sum()
+    means = sums.groupby(level=["layer", "phase", *ITERATION]).mean()
     return means.groupby(level=["layer", "phase"]).median().unstack("phase") / 1e3
 
 

@@ -106,24 +106,20 @@ class Item(Strict):
 
     def numbers(self, paper: Paper) -> Iterator[Number]:
         """Every number, in the order of the file."""
+        own = {name: getattr(self, name) for name in ("item", "kind", "metric", "unit", "read_off", "note")}
         for where, cell in self._settings():
             found = _CELL.fullmatch(cell)
             assert found is not None
             yield Number(
+                **own,
                 paper=paper.paper,
-                item=self.item,
-                kind=self.kind,
-                metric=self.metric,
                 value=float(found["value"]),
-                unit=self.unit,
                 model=where.pop("model", self.model),
                 where={name: _setting(value) for name, value in where.items()},
                 printed=found["value"],
                 stderr=None if found["stderr"] is None else float(found["stderr"]),
                 bound=BOUNDS.get(found["bound"]),
                 hardware=self.hardware or paper.hardware,
-                read_off=self.read_off,
-                note=self.note,
             )
 
     def _settings(self) -> Iterator[tuple[dict[str, str], str]]:
@@ -171,7 +167,6 @@ class Paper(Strict):
     """A paper's numbers.
 
     Attributes:
-        paper: arXiv id.
         version: which text they were read in.
         hardware: of items that name none.
         note: what the items do not hold, and why.
@@ -192,11 +187,6 @@ class Paper(Strict):
         """What says why an item's numbers of a kind are not compared; None where nothing does."""
         fitting = (one for one in self.uncompared if item in one.items and kind in (one.kinds or (kind,)))
         return next(fitting, None)
-
-    def numbers(self) -> Iterator[Number]:
-        """Every number, in the order of the file."""
-        for item in self.items:
-            yield from item.numbers(self)
 
 
 def names() -> list[str]:
@@ -228,7 +218,12 @@ def numbers(name: str | None = None, **wanted: Any) -> list[Number]:
     Args:
         wanted: only those with these values: attributes of ``Number``, or settings by name.
     """
-    found = [number for one in ([name] if name else names()) for number in load(one).numbers()]
+    found = [
+        number
+        for paper in map(load, [name] if name else names())
+        for item in paper.items
+        for number in item.numbers(paper)
+    ]
     return [number for number in found if all(_value(number, key) == value for key, value in wanted.items())]
 
 

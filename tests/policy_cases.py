@@ -136,10 +136,24 @@ TORCH_SPECS: list[Spec] = [
     {"name": "xshare", "scores": "topk", "k0": 1, "scope": "rank", "rank_budget": 2},
 ]
 
+ONE_OF_EACH: list[Spec] = [
+    {"name": "topk"},
+    {"name": "token_drop", "capacity_factor": 1.0},
+    {"name": "expanded_drop", "capacity_factor": 1.0},
+    {"name": "megatron_drop", "capacity_factor": 1.0},
+    {"name": "budget_drop", "max_dropped": 0.1},
+    {"name": "expert_drop"},
+    {"name": "pruned", "k0": 2},
+    {"name": "oea", "k0": 2},
+    {"name": "laser", "eps_high": 0.8, "t_fix": 0.1, "c": 8},
+    {"name": "load_only"},
+    {"name": "xshare", "k0": 1, "budget": 4},
+    {"name": "lynx", "num_dropped": 2},
+    {"name": "dynamic_skip", "beta": 0.5},
+]
 every_spec = pytest.mark.parametrize(
     "spec", SPECS + TORCH_SPECS, ids=lambda spec: make_policy(spec).label.replace(" ", ",")
 )
-every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
 few_examples = settings(max_examples=8)
 
 
@@ -166,11 +180,6 @@ def fitted(spec: Spec, scores_TE: Tensor, arguments: Arguments) -> Spec:
 
     bands = {"bands": {band: fit(values) for band, values in spec["bands"].items()}} if "bands" in spec else {}
     return {**fit(spec), **bands}
-
-
-def experts_of(spec: Spec, row: list[float], **arguments: Any) -> list[int]:
-    """The experts that a lone token selects."""
-    return route(spec, torch.tensor([row]), arguments).map_TE[0].nonzero().flatten().tolist()
 
 
 def selected(routing: Routing) -> list[list[int]]:

@@ -139,7 +139,7 @@ assert not {"numba", "triton"} & sys.modules.keys()
 @pytest.fixture
 def _forgets() -> None:
     """The table is looked up anew, before and after."""
-    tables = (toolchain.triton_lacks, dispatch._steps)
+    tables = (toolchain.triton_lacks, dispatch._numba_steps)
     for table in tables:
         table.cache_clear()
     yield

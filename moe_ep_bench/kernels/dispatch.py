@@ -108,13 +108,12 @@ class Compiled:
         if self.kernel not in (AUTO, *KERNELS):
             raise UserError(f"kernel: expected one of {AUTO}, {', '.join(KERNELS)}; got {self.kernel!r}")
 
-        def objection(one: str) -> str:
-            return _objection(self.policy, one, self.device_type, num_tokens, num_experts)
-
+        shape = self.device_type, num_tokens, num_experts
+        able = (one for one in KERNELS if not _objection(self.policy, one, *shape))
         if self.kernel == AUTO:
-            return next(one for one in KERNELS if not objection(one))
-        if reason := objection(self.kernel):
-            possible = ", ".join([AUTO, *(one for one in KERNELS if not objection(one))])
+            return next(able)
+        if reason := _objection(self.policy, self.kernel, *shape):
+            possible = ", ".join([AUTO, *able])
             raise UserError(f"{self.kernel} cannot run {self.policy.name}: {reason}; expected {possible}")
         return self.kernel
 
@@ -136,14 +135,16 @@ def _form(compiled: Compiled, num_tokens: int, num_experts: int) -> Form:
         return functools.partial(twin.select, policy), functools.partial(stats, policy)
     if not _is_stepped(policy):
         return policy.route, policy.batch_stats
-    stepped = policy.by(_steps(kernel, compiled.device_type) or TORCH)
+    steps = _numba_steps(compiled.device_type) if kernel == "numba" else TORCH
+    assert steps is not None
+    stepped = policy.by(steps)
     return stepped.select, stepped.stats
 
 
 def oracle_for(policy: Policy, device: torch.device | str) -> Compiled:
     """The form to hold others against: torch, but where torch would go token by token, numba's loop."""
     device_type = torch.device(device).type
-    by_numba = isinstance(policy, LoadAwarePolicy) and _steps("numba", device_type)
+    by_numba = isinstance(policy, LoadAwarePolicy) and _numba_steps(device_type)
     return compiled(policy, device_type, "numba" if by_numba else "torch")
 
 
@@ -168,7 +169,7 @@ def _objection(policy: Policy, kernel: str, device_type: str, num_tokens: int, n
     elif kernel == "numba":
         if not _is_stepped(policy):
             return "there is no numba form of it"
-        if _steps(kernel, device_type) is None:
+        if _numba_steps(device_type) is None:
             return "numba is not installed"
         if device_type != "cpu" and not isinstance(policy, LoadAwarePolicy):
             return "numba runs on the host, and the scores lie on a GPU"
@@ -181,10 +182,8 @@ def _is_stepped(policy: Policy) -> TypeGuard[SteppedPolicy]:
 
 
 @functools.cache
-def _steps(kernel: str, device_type: str) -> Steps | None:
-    """The steps of torch or numba; None where numba is missing."""
-    if kernel == "torch":
-        return TORCH
+def _numba_steps(device_type: str) -> Steps | None:
+    """The steps by numba's loops; None where numba is missing."""
     try:
         import numba  # noqa: F401 - is it there?
     except ImportError as error:

@@ -66,9 +66,6 @@ class LoadAwarePolicy(SteppedPolicy):
         if self.load_scope == "all" and not self.carry_loads:
             raise UserError("load_scope: all is of carried loads; expected carry_loads true, got false")
 
-    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
-        return context.top_k
-
     def route_by_load(
         self, scores_TE: Tensor, context: RoutingContext, rule: LeastLoaded, random_TE: Tensor | None
     ) -> Routing:

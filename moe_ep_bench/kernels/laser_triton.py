@@ -257,7 +257,7 @@ def select(policy: Laser | LoadOnly, scores_TE: Tensor, context: RoutingContext,
     if num_tokens == 0:
         return routing
     is_everyone = isinstance(policy, LoadOnly)  # every expert is in every pool: no threshold need be tried
-    rule, random_TE = (policy.rule(scores_TE, context), None) if is_everyone else policy.rule(scores_TE, context)
+    rule, random_TE = policy.rule(scores_TE, context)
     scores_TE, bias_E, valid_T = tiles.inputs(scores_TE, context)
     map_TE, weights_TE = tiles.outputs(routing)
     chunk_size = min(rule.chunk_size, num_tokens)

@@ -84,7 +84,7 @@ EQUAL = torch.full([10, 8], 0.125)  # all tokens want experts 0 and 1
         ({"capacity_factor": 0, "min_capacity": 2, "granularity": "device"}, 10, [4, 4]),  # 4 experts share 4 * 2
         ({"capacity_factor": 0.7}, 360, [63, 63]),  # 0.7 * 360 * 2 / 8, in doubles 62.99999999999999
         ({"capacity_factor": 0.7, "granularity": "device"}, 360, [126, 126]),  # 4 * 63, shared by the first 126 tokens
-        ({"capacity_factor": 0.125, "granularity": "device"}, 24, [2, 1]),  # 3 places split a token's pairs
+        ({"capacity_factor": 0.15, "granularity": "device"}, 24, [2, 1]),  # 3.6 places: a token's pairs are split
     ],
 )
 def test_capacity_is_the_floor_of_the_exact_decimal_product(fields: Spec, num_tokens: int, load_E: list[int]) -> None:

@@ -4,7 +4,7 @@ Launch code runs on CPU tensors, as in ``compile_kernels``, but here a launch co
 (``ptx_emulator``). What ``torch.empty`` gives is full of garbage, so that a kernel that reads what nobody wrote is
 found by what it routes.
 
-    python tests/run_ptx.py REPORT.json [CASES.py]
+    python tests/run_ptx.py REPORT.json CASES.py
 
 CASES.py has a function ``cases`` like the one below, whose cases it adds. Needs Triton with its ptxas, and
 TRITON_INTERPRET unset.
@@ -12,23 +12,20 @@ TRITON_INTERPRET unset.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
-import runpy
 import struct
-import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 import triton
-from compile_kernels import StandInDriver
+from compile_kernels import StandInDriver, chosen_cases
 from policy_cases import Arguments, Spec, context_of, random_scores
 from ptx_emulator import Code, Memory, address_of, run_programs
 from torch import Tensor
@@ -36,7 +33,7 @@ from twin_laws import assert_same_choice
 
 from moe_ep_bench.kernels import requests_triton
 from moe_ep_bench.kernels.dispatch import triton_twins
-from moe_ep_bench.policies import Routing, make_policy
+from moe_ep_bench.policies import make_policy
 
 Case = Callable[[], str]
 """What differs from what is expected; nothing where nothing does."""
@@ -47,47 +44,44 @@ _MIXED: Arguments = {"top_k": 4, "num_ranks": 4, "rank": 1, "normalize": True, "
 _TOKEN_DROP: Spec = {"name": "token_drop", "capacity_factor": 0.7}
 _EXPANDED_DROP: Spec = {"name": "expanded_drop", "capacity_factor": 1.0}
 _LASER: Spec = {"name": "laser", "eps_high": 0.6, "t_fix": 0.1, "c": 8}
+_BY_REQUEST: Spec = {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 2}
+
+
+# Every kernel of a policy, with one program and with more; sizes that are no powers of two, padding, ties.
+CASES: dict[str, tuple[Spec, tuple[int, int], dict[str, Any]]] = {
+    "topk in groups": ({"name": "topk"}, (18, 64), {"num_groups": 8, "top_groups": 2}),
+    "pruned": ({"name": "pruned", "k0": 3, "p": 0.5}, (9, 60), {}),
+    "dynamic_skip": ({"name": "dynamic_skip", "beta": 0.3}, (9, 32), {}),
+    "oea with rank_fill": ({"name": "oea", "k0": 2, "p": 0.5, "k_max": 4, "rank_fill": True}, (40, 128), {}),
+    "expert_drop": ({"name": "expert_drop", "fraction": 0.3}, (9, 32), {}),
+    "xshare by mass": ({"name": "xshare", "k0": 1, "mass_threshold": 0.9}, (9, 60), {}),
+    "xshare by rank": ({"name": "xshare", "k0": 0, "scope": "rank", "rank_budget": 3}, (9, 32), {}),
+    "xshare by request": (_BY_REQUEST, (9, 32), {}),
+    "xshare by sorted request": (_BY_REQUEST, (18, 60), {"is_sorted": True}),
+    "token_drop": ({**_TOKEN_DROP, "metric": "order", "modality": "image_first"}, (33, 64), {"kind": "levels"}),
+    "token_drop by device": ({**_TOKEN_DROP, "granularity": "device"}, (40, 128), {}),
+    "expanded_drop": ({**_EXPANDED_DROP, "num_candidates": 2, "max_experts_per_token": 3}, (9, 32), {}),
+    "expanded_drop in passes": (
+        {**_EXPANDED_DROP, "num_candidates": 3, "scope": "global", "metric": "random"}, (40, 128), {"biased": True},
+    ),
+    "laser in order": ({**_LASER, "chunk_size": 2}, (9, 32), {}),
+    "laser by chunk, random trim": ({**_LASER, "trim": "random", "chunk_size": 9}, (9, 60), {}),
+    "load_only": ({"name": "load_only"}, (9, 32), {"loaded": True}),
+}  # fmt: skip
 
 
 def cases() -> dict[str, Case]:
-    """Every kernel of a policy, with one program and with more; sizes that are no powers of two, padding, ties."""
-    by_modality = {**_TOKEN_DROP, "metric": "order", "modality": "image_first"}
-    random_trim = {**_LASER, "trim": "random", "chunk_size": 9}
-    by_request = {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 2}
-    return {
-        "topk in groups": partial(like_torch, {"name": "topk"}, (18, 64), num_groups=8, top_groups=2, **_MIXED),
-        "pruned": partial(like_torch, {"name": "pruned", "k0": 3, "p": 0.5}, (9, 60), **_MIXED),
-        "dynamic_skip": partial(like_torch, {"name": "dynamic_skip", "beta": 0.3}, (9, 32), **_MIXED),
-        "oea with rank_fill": partial(
-            like_torch, {"name": "oea", "k0": 2, "p": 0.5, "k_max": 4, "rank_fill": True}, (40, 128), **_MIXED
-        ),
-        "expert_drop": partial(like_torch, {"name": "expert_drop", "fraction": 0.3}, (9, 32), **_MIXED),
-        "xshare by mass": partial(like_torch, {"name": "xshare", "k0": 1, "mass_threshold": 0.9}, (9, 60), **_MIXED),
-        "xshare by rank": partial(
-            like_torch, {"name": "xshare", "k0": 0, "scope": "rank", "rank_budget": 3}, (9, 32), **_MIXED
-        ),
-        "xshare by request": partial(like_torch, by_request, (9, 32), **_MIXED),
-        "xshare by sorted request": partial(sorted_by_request, by_request, (18, 60), **_MIXED),
-        "token_drop": partial(like_torch, by_modality, (33, 64), kind="levels", **_MIXED),
-        "token_drop by device": partial(like_torch, {**_TOKEN_DROP, "granularity": "device"}, (40, 128), **_MIXED),
-        "expanded_drop": partial(
-            like_torch, {**_EXPANDED_DROP, "num_candidates": 2, "max_experts_per_token": 3}, (9, 32), **_MIXED
-        ),
-        "expanded_drop in passes": partial(
-            like_torch, {**_EXPANDED_DROP, "num_candidates": 3, "scope": "global", "metric": "random"}, (40, 128),
-            biased=True, **_MIXED,
-        ),
-        "laser in order": partial(like_torch, {**_LASER, "chunk_size": 2}, (9, 32), **_MIXED),
-        "laser by chunk, random trim": partial(like_torch, random_trim, (9, 60), **_MIXED),
-        "load_only": partial(like_torch, {"name": "load_only"}, (9, 32), loaded=True, **_MIXED),
-    }  # fmt: skip
+    return {name: partial(like_torch, spec, shape, **_MIXED, **more) for name, (spec, shape, more) in CASES.items()}
 
 
 def like_torch(
     spec: Spec, shape: tuple[int, int], kind: str = "sigmoid", biased: bool = False, loaded: bool = False,
-    **arguments: Any,
+    is_sorted: bool = False, **arguments: Any,
 ) -> str:  # fmt: skip
-    """Route random scores [T, E] of requests of three tokens, with padding, by Triton's twin and by torch."""
+    """Route random scores [T, E] of requests of three tokens, with padding, by Triton's twin and by torch.
+
+    ``is_sorted``: as a batch of many tokens, whose requests are sorted and added up in chunks.
+    """
     num_tokens, num_experts = shape
     # Of few bits, so that sums are exact in any order.
     scores_TE = (random_scores(kind, num_tokens, num_experts, 1) * 4096).ceil() / 4096
@@ -102,17 +96,9 @@ def like_torch(
     }
     policy = make_policy(spec)
     expected = policy.route(scores_TE, context_of(given))
-    ours = triton_twins()[type(policy)].select(policy, scores_TE, context_of(given), None)
-    return difference(ours, expected)
-
-
-def sorted_by_request(*case: Any, **arguments: Any) -> str:
-    """As a batch of many tokens, whose requests are sorted and added up in chunks."""
-    with mock.patch.multiple(requests_triton, _MOST_UNSORTED=10, _CHUNK=2):
-        return like_torch(*case, **arguments)
-
-
-def difference(ours: Routing, expected: Routing) -> str:
+    sizes = {"_MOST_UNSORTED": 10, "_CHUNK": 2} if is_sorted else {}
+    with mock.patch.multiple(requests_triton, **sizes) if sizes else nullcontext():
+        ours = triton_twins()[type(policy)].select(policy, scores_TE, context_of(given), None)
     try:
         assert_same_choice(ours, expected)
     except AssertionError as error:
@@ -150,7 +136,6 @@ class Emulator:
     def call(self, case: Case) -> dict[str, Any]:
         """Run one case; what was seen."""
         self._start()
-        began_s = time.perf_counter()
         differs = error = ""
         try:
             differs = case()
@@ -162,7 +147,6 @@ class Emulator:
             "found": dict(self.found),
             "kernels": self.kernels,
             "instructions": self.num_instructions,
-            "took_s": round(time.perf_counter() - began_s, 2),
         }
 
     def launch(self, function: triton.JITFunction, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any]) -> None:
@@ -238,27 +222,15 @@ def full_of_garbage(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="emulate the compiled code of Triton kernels")
-    parser.add_argument("report", type=Path)
-    parser.add_argument("cases", type=Path, nargs="?")
-    arguments = parser.parse_args()
-    if triton.knobs.runtime.interpret:
-        parser.error("TRITON_INTERPRET is set, and the interpreter compiles nothing; expected it unset")
-
     emulator = Emulator()
     emulator.install()
-    chosen = cases()
-    if arguments.cases:
-        chosen |= runpy.run_path(str(arguments.cases), run_name=arguments.cases.stem)["cases"]()
+    report, chosen = chosen_cases("emulate the compiled code of Triton kernels", cases)
     seen = {}
     for name, case in chosen.items():
         seen[name] = emulator.call(case)
-        kernels = Counter(seen[name]["kernels"])
-        print(
-            f"{seen[name]['took_s']:6.1f} s  {seen[name]['instructions']:9,} instructions  {name}: {dict(kernels)}",
-            flush=True,
-        )
-    arguments.report.write_text(json.dumps({"triton": triton.__version__, "cases": seen}, indent=1) + "\n")
+        kernels = dict(Counter(seen[name]["kernels"]))
+        print(f"{seen[name]['instructions']:9,} instructions  {name}: {kernels}", flush=True)
+    report.write_text(json.dumps(seen, indent=1) + "\n")
 
 
 if __name__ == "__main__":

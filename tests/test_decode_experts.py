@@ -108,7 +108,7 @@ def assert_like_the_loop(*case: Tensor, device: str = "cpu") -> None:
 @settings(few_examples, max_examples=3)
 @given(
     num_tokens=st.integers(1, 40),
-    num_experts=st.integers(1, 12),
+    num_experts=st.integers(1, 6),
     hidden_size=st.integers(1, 90),
     ffn_size=st.integers(1, 50),
     share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
@@ -125,14 +125,7 @@ def test_any_shape_equals_a_loop_over_experts(
         assert_like_the_loop(*case, *weights(num_experts, hidden_size, ffn_size, dtype))
 
 
-def test_no_pair_at_all_gives_zeros_and_reads_no_weights(num_products):
-    hidden_TD, map_TL, weights_TL = routed(5, 4, 40, torch.float32, share=0.0)
-    broken = [torch.full_like(one, torch.nan) for one in weights(4, 40, 24, torch.float32)]
-    assert not decode_experts(hidden_TD, map_TL, weights_TL, *broken).any()
-    assert num_products == [0]
-
-
-def test_an_expert_without_tokens_is_not_read():
+def test_an_expert_without_tokens_is_not_read(num_products):
     hidden_TD, map_TL, weights_TL = routed(6, 5, 40, torch.float32, share=1.0)
     map_TL[:, [0, 2, 4]] = False
     experts = weights(5, 40, 24, torch.float32)
@@ -140,6 +133,9 @@ def test_an_expert_without_tokens_is_not_read():
     for one in experts:
         one[[0, 2, 4]] = torch.nan
     assert_close(decode_experts(hidden_TD, map_TL, weights_TL, *experts), expected)
+    num_products[0] = 0
+    assert not decode_experts(hidden_TD, torch.zeros_like(map_TL), weights_TL, *experts).any()
+    assert num_products == [0]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 33])
@@ -157,8 +153,10 @@ def test_the_weights_of_an_activated_expert_are_read_once(num_products, num_toke
     assert num_products == [2 * blocks]
 
 
-def test_an_expert_of_more_rows_than_a_tile_takes_them_all():
-    hidden_TD, map_TL, weights_TL = routed(150, 3, 40, torch.float32, share=0.1)
+def test_an_expert_of_more_rows_than_a_tile_takes_them_all_from_a_long_map(monkeypatch):
+    monkeypatch.setattr(decode_experts_triton, "_MOST_TOKENS", 16)
+    monkeypatch.setattr(decode_experts_triton, "_MOST_ROWS", 16)
+    hidden_TD, map_TL, weights_TL = routed(40, 3, 40, torch.float32, share=0.1)
     map_TL[:, 1] = True
     assert_like_the_loop(hidden_TD, map_TL, weights_TL.nan_to_num(0.5), *weights(3, 40, 24, torch.float32))
 
@@ -166,13 +164,8 @@ def test_an_expert_of_more_rows_than_a_tile_takes_them_all():
 # --- Parts -------------------------------------------------------------------------------------------------
 
 
-def test_a_map_of_more_tokens_than_a_program_looks_at_is_read_to_its_end(monkeypatch):
-    monkeypatch.setattr(decode_experts_triton, "_MOST_TOKENS", 16)
-    assert_like_the_loop(*routed(40, 3, 40, torch.float32, share=0.4), *weights(3, 40, 24, torch.float32))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_that_a_dispatcher_sorted_equal_a_loop_over_experts(launches, dtype):
+def test_rows_that_a_dispatcher_sorted_equal_a_loop_over_experts(launches):
+    dtype = torch.float16
     hidden_TD, map_TL, weights_TL = routed(40, 6, 50, dtype, share=0.1)
     map_TL[:, 2] = True  # of more rows than twice the mean
     expert_N, token_N = map_TL.T.nonzero(as_tuple=True)
@@ -184,9 +177,8 @@ def test_rows_that_a_dispatcher_sorted_equal_a_loop_over_experts(launches, dtype
     assert_close(ours_ND, loop(hidden_TD[token_N], one_each, weights_N[:, None].expand(-1, 6), *experts))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_experts", "hidden_size"), [(5, 40), (37, 300)])
-def test_combining_adds_in_the_order_of_experts(launches, dtype, num_experts, hidden_size):
+@pytest.mark.parametrize(("num_experts", "hidden_size", "dtype"), [(5, 40, torch.float32), (37, 300, torch.float16)])
+def test_combining_adds_in_the_order_of_experts(launches, num_experts, hidden_size, dtype):
     _, map_TL, _ = routed(6, num_experts, 1, torch.float32, share=0.5)
     map_TL[4] = False
     # Of such different sizes that another order gives another sum.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ep_bench.bench.traffic import chunks_of, placed_metrics
@@ -30,6 +30,7 @@ def cases(draw: st.DrawFn) -> tuple[ExpertPlacement, torch.Tensor, int]:
     return slots, map_TE, draw(st.integers(0, num_ranks - 1))
 
 
+@settings(max_examples=20)
 @given(cases())
 def test_every_pair_goes_to_one_slot_of_its_expert_and_replicas_share_evenly(case) -> None:
     slots, map_TE, rank = case
@@ -45,6 +46,7 @@ def test_every_pair_goes_to_one_slot_of_its_expert_and_replicas_share_evenly(cas
     torch.testing.assert_close(weights_TP.sum(1), weights_TE.sum(1))
 
 
+@settings(max_examples=20)
 @given(cases(), st.integers(0, 10**6))
 def test_a_split_gives_every_slot_its_pairs_and_every_rank_sends_each_its_share(case, seed: int) -> None:
     slots, map_TE, _ = case
@@ -66,6 +68,7 @@ def test_a_split_gives_every_slot_its_pairs_and_every_rank_sends_each_its_share(
     assert torch.equal(slots.spread(map_TE, 0).sum(1), map_TE.sum(1))
 
 
+@settings(max_examples=15)
 @given(cases())
 def test_metrics_of_placed_experts_are_those_of_a_slow_count(case) -> None:
     slots, map_TE, rank = case

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, seed, settings
 from oracles import capacity, capacity_groups, expanded_candidates, expected_routing
 from policy_cases import (
+    ONE_OF_EACH,
     SPECS,
     TORCH_SPECS,
     Arguments,
@@ -136,6 +138,16 @@ def law_weights(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Argu
         torch.testing.assert_close(total_T, arguments["scale"] * has_mass_T.float())
 
 
+def law_draws(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
+    """Numbers that are drawn beforehand decide as those drawn meanwhile do; only what is random draws."""
+    policy, context = make_policy(spec), context_of(arguments)
+    here = policy.at(context.layer_fraction) if spec["name"] == "laser" else policy
+    random_TE = policy.draws(scores_TE, context)
+    assert (random_TE is not None) == ("random" in (getattr(here, "metric", None), getattr(here, "trim", None)))
+    if random_TE is not None:
+        assert_same(policy.route(scores_TE, dataclasses.replace(context, generator=None, random_TE=random_TE)), routing)
+
+
 LAWS: list[Callable[[Routing, Spec, Tensor, Arguments], None]] = [
     law_of_all_policies,
     law_capacity,
@@ -143,6 +155,7 @@ LAWS: list[Callable[[Routing, Spec, Tensor, Arguments], None]] = [
     law_candidates,
     law_weights,
     law_twins,
+    law_draws,
 ]
 
 
@@ -159,7 +172,7 @@ def test_every_policy_keeps_its_rule_and_all_laws(spec: Spec) -> None:
     # A seed of its own, or every spec would meet the same few cases.
     @seed(zlib.crc32(repr(spec).encode()))
     @settings(few_examples, max_examples=3)
-    @given(case=cases())
+    @given(case=cases(most_experts=64))
     def holds(case: tuple[Tensor, Arguments]) -> None:
         assert_keeps_the_rule_and_the_laws(spec, *case)
 
@@ -174,33 +187,26 @@ def test_the_specs_cover_every_policy_and_every_field() -> None:
             assert len({repr(spec.get(field.name, field.default)) for spec in specs}) > 1, (name, field.name)
 
 
-CORNERS = [
-    (num_tokens, num_experts, num_ranks, top_k)
-    for num_experts, num_ranks, top_k, num_tokens in [(8, 1, 1, 0), (8, 8, 8, 1), (256, 8, 8, 1)]
-]
-
-
 @every_spec
 def test_corners_of_the_shapes(spec: Spec) -> None:
-    for num_tokens, num_experts, num_ranks, top_k in CORNERS:
-        scores_TE = random_scores("softmax", num_tokens, num_experts, seed=num_tokens)
+    for num_experts, top_k in [(8, 8), (256, 8)]:  # the simplest of ``cases`` is no token at all
         arguments = {
             "top_k": top_k,
-            "num_ranks": num_ranks,
-            "rank": num_ranks - 1,
-            "modality_T": torch.arange(num_tokens) % 2,
-            "request_id_T": torch.arange(num_tokens) % 2,
+            "num_ranks": 8,
+            "rank": 7,
+            "modality_T": torch.tensor([0]),
+            "request_id_T": torch.tensor([0]),
             "token_mask_T": None,
             "normalize": True,
             "scale": 1.0,
         }
-        assert_keeps_the_rule_and_the_laws(spec, scores_TE, arguments)
+        assert_keeps_the_rule_and_the_laws(spec, random_scores("softmax", 1, num_experts, seed=1), arguments)
 
 
 @every_spec
 def test_hundreds_of_tokens(spec: Spec) -> None:
     # A selection of many winners takes another path than one of few.
-    num_tokens = 600
+    num_tokens = 400
     scores_TE = random_scores("levels", num_tokens, 8, seed=3)
     arguments = {
         "top_k": 2,
@@ -214,15 +220,14 @@ def test_hundreds_of_tokens(spec: Spec) -> None:
 
 
 @pytest.fixture
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+def _four_threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    torch.set_num_threads(4)
+    yield
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("num_threads", [1, 4], indirect=True)
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.usefixtures("_four_threads")
 @pytest.mark.parametrize(
     "spec",
     [
@@ -233,18 +238,16 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     ],
     ids=lambda spec: spec["name"],
 )
-def test_the_number_of_threads_does_not_matter(spec: Spec, normalize: bool, num_threads: int) -> None:
+def test_the_number_of_threads_does_not_matter(spec: Spec) -> None:
     scores_TE = random_scores("levels", 4501, 16, seed=4)
-    arguments = {"top_k": 3, "normalize": normalize, "request_id_T": torch.arange(4501) // 450}
-    policy, context = make_policy(spec), context_of(arguments)
-    in_torch = policy.route(scores_TE, context)
-    assert_same(route(spec, scores_TE, arguments), in_torch)
+    for normalize in (False, True):
+        arguments = {"top_k": 3, "normalize": normalize, "request_id_T": torch.arange(4501) // 450}
+        assert_same(route(spec, scores_TE, arguments), make_policy(spec).route(scores_TE, context_of(arguments)))
 
 
-@pytest.mark.parametrize("num_threads", [1, 4], indirect=True)
-@pytest.mark.parametrize("num_requests", [1, 3, 40])
-@pytest.mark.parametrize("together", [False, True])
-def test_requests_are_joined_to_the_last_bit(num_threads: int, num_requests: int, together: bool) -> None:
+@pytest.mark.usefixtures("_four_threads")
+@pytest.mark.parametrize(("num_requests", "together"), [(1, True), (3, False), (40, True), (40, False)])
+def test_requests_are_joined_to_the_last_bit(num_requests: int, together: bool) -> None:
     """Float64 sums depend on the order of their terms: it is that of the tokens, whichever thread adds them."""
     scores_TE = random_scores("softmax", 9001, 8, seed=5)
     wanted_TE = scores_TE > 0.5
@@ -257,8 +260,7 @@ def test_requests_are_joined_to_the_last_bit(num_threads: int, num_requests: int
     for request in range(num_requests):
         rows_T = request_T == request
         assert wanted_QE[request].tolist() == wanted_TE[rows_T].any(dim=0).tolist()
-        slow_E = [sum(column) for column in scores_TE[rows_T].T.tolist()]
-        assert sums_QE[request].tolist() == slow_E
+        assert sums_QE[request].tolist() == [sum(column) for column in scores_TE[rows_T].T.tolist()]
     assert torch.equal(HostSteps().load_of(wanted_TE), TORCH.load_of(wanted_TE))
 
 
@@ -283,21 +285,6 @@ DROP: Spec = {"name": "token_drop", "capacity_factor": 1.0}
 EXPANDED: Spec = {"name": "expanded_drop", "capacity_factor": 1.0}
 MEGATRON: Spec = {"name": "megatron_drop", "capacity_factor": 1.0}
 LASER: Spec = {"name": "laser", "eps_high": 0.5, "t_fix": 0.5, "c": 4}
-ONE_OF_EACH: list[Spec] = [
-    {"name": "topk"},
-    DROP,
-    EXPANDED,
-    MEGATRON,
-    LASER,
-    {"name": "budget_drop", "max_dropped": 0.1},
-    {"name": "expert_drop"},
-    {"name": "pruned", "k0": 1},
-    {"name": "oea", "k0": 1},
-    {"name": "load_only"},
-    {"name": "xshare", "k0": 1, "budget": 1},
-    {"name": "lynx", "num_dropped": 1},
-    {"name": "dynamic_skip", "beta": 0.5},
-]
 DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity, renormalize, rounding"
 
 
@@ -364,112 +351,84 @@ def test_a_wrong_spec_is_refused_with_a_message_that_names_the_field(spec: Spec,
     assert message in str(error.value)
 
 
-def with_value(value: float) -> Tensor:
-    """Six tokens, eight experts, one bad score in the last corner."""
-    scores_TE = torch.full([6, 8], 0.125)
-    scores_TE[-1, -1] = value
-    return scores_TE
-
-
 BAD_SCORES = "scores_TE: expected finite, non-negative values; got NaN, Inf or a negative score"
-
-
-def refuses(spec: Spec, scores_TE: Tensor, arguments: Arguments, message: str) -> None:
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared below
-        route(spec, scores_TE, {"top_k": 2, **arguments})
-    assert str(error.value) == message
+UNIFORM = torch.full([6, 8], 0.125)
+NEGATIVE, NAN = UNIFORM.clone(), UNIFORM.clone()
+NEGATIVE[-1, -1], NAN[-1, -1] = -1e-30, torch.nan
+TOPK: Spec = {"name": "topk"}
+NO_DRAWS = "needs a torch.Generator in the context, got None"
 
 
 @pytest.mark.parametrize("spec", ONE_OF_EACH, ids=lambda spec: spec["name"])
-def test_every_policy_checks_scores_and_context(spec: Spec) -> None:
-    refuses(spec, with_value(float("nan")), {}, BAD_SCORES)
-    refuses(spec, torch.full([6, 8], 0.125), {"rank": 4, "num_ranks": 4}, "rank: expected 0 to 3, got 4")
+def test_every_form_of_every_policy_checks_scores_and_context(spec: Spec) -> None:
+    policy = make_policy(spec)
+    for form in (policy, compiled(policy, "cpu")):
+        for call in (form.route, form.batch_stats):
+            for scores_TE, context, message in (
+                (NAN, {}, BAD_SCORES),
+                (UNIFORM, {"rank": 4, "num_ranks": 4}, "rank: expected 0 to 3, got 4"),
+                (UNIFORM.double(), {}, "scores_TE: expected float32, got torch.float64"),
+            ):
+                with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+                    call(scores_TE, RoutingContext(top_k=2, **context))
 
 
 @pytest.mark.parametrize(
-    ("scores_TE", "message"),
+    ("spec", "scores_TE", "arguments", "message"),
     [
-        (with_value(-1e-30), BAD_SCORES),
-        (torch.full([6, 8], 0.125, dtype=torch.float64), "scores_TE: expected float32, got torch.float64"),
-        (torch.full([8], 0.125), "scores_TE: expected 2 dimensions [T, E], got 1"),
-    ],
-    ids=["negative", "float64", "1-d"],
-)
-def test_wrong_scores_are_refused(scores_TE: Tensor, message: str) -> None:
-    refuses({"name": "topk"}, scores_TE, {}, message)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"top_k": 9}, "top_k: expected 1 to 8 (the experts), got 9"),
-        ({"num_ranks": 3}, "num_ranks: expected a divisor of the 8 experts, got 3"),
-        ({"bias_E": torch.zeros(7)}, "bias_E: expected shape (8,), got (7,)"),
-        ({"bias_E": torch.full([8], float("nan"))}, "bias_E: expected finite values, got NaN or Inf"),
-        ({"bias_E": torch.zeros(8, dtype=torch.float64)}, "bias_E: expected float32, got torch.float64"),
-        ({"load_E": torch.zeros(9)}, "load_E: expected shape (8,), got (9,)"),
-        (
-            {"load_E": torch.full([8], float("nan"))},
-            "load_E: expected finite, non-negative values, got NaN, Inf or a negative load",
+        (TOPK, NEGATIVE, {}, BAD_SCORES),
+        (TOPK, UNIFORM[0], {}, "scores_TE: expected 2 dimensions [T, E], got 1"),
+        *(
+            (TOPK, UNIFORM, arguments, message)
+            for arguments, message in [
+                ({"top_k": 9}, "top_k: expected 1 to 8 (the experts), got 9"),
+                ({"num_ranks": 3}, "num_ranks: expected a divisor of the 8 experts, got 3"),
+                ({"bias_E": torch.zeros(7)}, "bias_E: expected shape (8,), got (7,)"),
+                ({"bias_E": torch.full([8], torch.nan)}, "bias_E: expected finite values, got NaN or Inf"),
+                ({"bias_E": torch.zeros(8, dtype=torch.float64)}, "bias_E: expected float32, got torch.float64"),
+                ({"load_E": torch.zeros(9)}, "load_E: expected shape (8,), got (9,)"),
+                (
+                    {"load_E": torch.full([8], torch.nan)},
+                    "load_E: expected finite, non-negative values, got NaN, Inf or a negative load",
+                ),
+                ({"layer_fraction": 1.1}, "layer_fraction: expected 0 to 1, got 1.1"),
+                ({"token_mask_T": torch.ones(5, dtype=torch.bool)}, "token_mask_T: expected shape (6,), got (5,)"),
+                ({"token_mask_T": torch.ones(6)}, "token_mask_T: expected bool, got torch.float32"),
+                ({"modality_T": torch.zeros(5)}, "modality_T: expected shape (6,), got (5,)"),
+                ({"request_id_T": torch.zeros(7)}, "request_id_T: expected shape (6,), got (7,)"),
+                ({"num_groups": 2}, "num_groups and top_groups: expected both or neither"),
+                ({"num_groups": 4, "top_groups": 5}, "top_groups: expected 1 to 4, got 5"),
+                (
+                    {"top_k": 3, "num_groups": 4, "top_groups": 1},
+                    "top_groups: expected groups of 2 experts that can hold top_k=3, got 1",
+                ),
+            ]
         ),
-        ({"layer_fraction": 1.1}, "layer_fraction: expected 0 to 1, got 1.1"),
-        ({"token_mask_T": torch.ones(5, dtype=torch.bool)}, "token_mask_T: expected shape (6,), got (5,)"),
-        ({"token_mask_T": torch.ones(6)}, "token_mask_T: expected bool, got torch.float32"),
-        ({"modality_T": torch.zeros(5)}, "modality_T: expected shape (6,), got (5,)"),
-        ({"request_id_T": torch.zeros(7)}, "request_id_T: expected shape (6,), got (7,)"),
-        ({"num_groups": 2}, "num_groups and top_groups: expected both or neither"),
-        ({"num_groups": 4, "top_groups": 5}, "top_groups: expected 1 to 4, got 5"),
-        (
-            {"top_k": 3, "num_groups": 4, "top_groups": 1},
-            "top_groups: expected groups of 2 experts that can hold top_k=3, got 1",
-        ),
-    ],
-    ids=str,
-)
-def test_a_wrong_context_is_refused(arguments: Arguments, message: str) -> None:
-    refuses({"name": "topk"}, torch.full([6, 8], 0.125), arguments, message)
-
-
-@pytest.mark.parametrize("spec", [DROP, EXPANDED], ids=lambda spec: spec["name"])
-@pytest.mark.parametrize("num_tokens", [0, 6])
-def test_what_a_policy_needs_from_the_context_is_asked_for(spec: Spec, num_tokens: int) -> None:
-    scores_TE, context = torch.full([num_tokens, 8], 0.125), RoutingContext(top_k=2)
-    needs_generator = make_policy({**spec, "metric": "random"})
-    with pytest.raises(
-        ValueError, match=r"^generator: metric=random needs a torch\.Generator in the context, got None$"
-    ):
-        needs_generator.route(scores_TE, context)
-    for modality in ("image_first", "text_first"):
-        needs_modality = make_policy({**spec, "modality": modality})
-        with pytest.raises(
-            ValueError, match=rf"^modality_T: modality={modality} needs the tokens' modality, got None$"
-        ):
-            needs_modality.route(scores_TE, context)
-
-
-@pytest.mark.parametrize("num_tokens", [0, 6])
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ({**LASER, "trim": "random"}, "generator: trim=random needs a torch.Generator in the context, got None"),
-        (
-            {**LASER, "bands": {"early": {"trim": "random"}}},
-            "generator: trim=random needs a torch.Generator in the context, got None",
-        ),
-        ({**LASER, "c": 1}, "c: expected 2 (top_k) to 8 (the experts), got 1"),
-        ({**LASER, "c": 9}, "c: expected 2 (top_k) to 8 (the experts), got 9"),
-        ({**LASER, "bands": {"early": {"c": 9}}}, "c: expected 2 (top_k) to 8 (the experts), got 9"),
-        (
-            {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1},
-            "request_id_T: scope=request needs the tokens' requests, got None",
+        # What a policy needs is asked for, where there are no tokens too.
+        *(
+            (spec, UNIFORM[:num_tokens], {}, message)
+            for num_tokens in (0, 6)
+            for spec, message in [
+                ({**DROP, "metric": "random"}, f"generator: metric=random {NO_DRAWS}"),
+                (
+                    {**EXPANDED, "modality": "image_first"},
+                    "modality_T: modality=image_first needs the tokens' modality, got None",
+                ),
+                ({**LASER, "trim": "random"}, f"generator: trim=random {NO_DRAWS}"),
+                ({**LASER, "bands": {"early": {"trim": "random"}}}, f"generator: trim=random {NO_DRAWS}"),
+                ({**LASER, "c": 1}, "c: expected 2 (top_k) to 8 (the experts), got 1"),
+                ({**LASER, "bands": {"early": {"c": 9}}}, "c: expected 2 (top_k) to 8 (the experts), got 9"),
+                (
+                    {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1},
+                    "request_id_T: scope=request needs the tokens' requests, got None",
+                ),
+            ]
         ),
     ],
-    ids=str,
 )
-def test_what_load_aware_and_shared_routing_need_is_asked_for(spec: Spec, message: str, num_tokens: int) -> None:
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared below
-        make_policy(spec).route(torch.full([num_tokens, 8], 0.125), RoutingContext(top_k=2))
-    assert str(error.value) == message
+def test_a_wrong_input_is_refused(spec: Spec, scores_TE: Tensor, arguments: Arguments, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make_policy(spec).route(scores_TE, RoutingContext(**{"top_k": 2, **arguments}))
 
 
 def test_who_looks_past_the_top_k_says_so() -> None:
@@ -487,16 +446,3 @@ def test_who_does_not_look_past_the_top_k_routes_alike_whatever_lies_there(spec:
     top_k_TE = route({"name": "topk"}, scores_TE, arguments).map_TE
     other_TE = torch.where(top_k_TE, scores_TE, scores_TE.flip(1).minimum(scores_TE) / 2)
     assert_same(route(spec, other_TE, arguments), route(spec, scores_TE, arguments))
-
-
-@every_spec
-def test_numbers_drawn_beforehand_decide_as_those_drawn_meanwhile_do(spec: Spec) -> None:
-    token_T = torch.arange(50)
-    arguments = {"top_k": 4, "num_ranks": 4, "modality_T": token_T % 2, "request_id_T": token_T // 5}
-    scores_TE, context = random_scores("softmax", 50, 16, seed=9), context_of(arguments)
-    spec = fitted(spec, scores_TE, arguments)
-    policy = make_policy(spec)
-    random_TE = policy.draws(scores_TE, context)
-    assert (random_TE is not None) == ("random" in repr(spec))
-    drawn = dataclasses.replace(context, generator=None, random_TE=random_TE)
-    assert_same(policy.route(scores_TE, drawn), route(spec, scores_TE, arguments))

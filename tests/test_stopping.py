@@ -62,7 +62,6 @@ def test_a_signal_after_the_end_is_not_for_the_run_any_more() -> None:
 @pytest.mark.parametrize(
     ("where", "status", "number"),
     [
-        ("sleeps", 100, signal.SIGTERM),
         ("sleeps", 100, signal.SIGINT),
         ("stuck", 128, signal.SIGTERM),
         ("leaves", 128, signal.SIGINT),

@@ -22,7 +22,7 @@ from moe_ep_bench.workload import randomness as randomness_module
 from moe_ep_bench.workload import synthetic as synthetic_module
 from moe_ep_bench.workload.skew import entropy, rank_load
 
-few_examples = settings(max_examples=8)
+few_examples = settings(max_examples=4)
 
 
 @contextmanager
@@ -82,7 +82,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(few_examples, max_examples=4)
+@settings(few_examples, max_examples=3)
 @given(
     st.integers(150, 350),
     st.one_of(st.integers(1, 20), st.sampled_from([128, 1000])),
@@ -104,10 +104,12 @@ def test_a_ranks_synthetic_tokens_are_those_it_is_dealt(
         assert_blocks_are_the_batch(streamed, whole, index)
 
 
-@pytest.mark.parametrize("kind", ["plain", "alike neighbours, placed and sharp", "rank load", "groups"])
-@pytest.mark.parametrize("sequence_length", [3, 2000])
+@pytest.mark.parametrize(
+    ("kind", "sequence_length"),
+    [("plain", 3), ("alike neighbours, placed and sharp", 2000), ("rank load", 3), ("groups", 2000)],
+)
 def test_a_batch_that_is_solved_in_part_is_the_same_for_all_ranks(kind, sequence_length):
-    fields = {"num_tokens": 1500, "sequence_length": sequence_length, **KINDS[kind]}
+    fields = {"num_tokens": 1200, "sequence_length": sequence_length, **KINDS[kind]}
     with sizes(chunk_scores=160, solved_scores=16 * 400):
         whole = synthetic(**fields)
         for num_ranks in (1, 5, 64):
@@ -184,35 +186,33 @@ def test_wrong_batches_ranks_and_shares_are_refused_as_ever(recordings):
             list(workload.rank_batches(0, 2, [0, 0, 1]))
 
 
-def test_the_fingerprint_hashes_the_hashes_of_whole_batches(recordings):
+def test_the_fingerprint_and_what_is_achieved_are_those_of_whole_batches(recordings):
     for workload in workloads(recordings):
+        batches = [workload.batch(index) for index in range(3)]
+        with sizes(chunk_scores=160):
+            fingerprint, achieved = workload.fingerprint(), workload.achieved()
         digests = ""
-        for index in range(3):
-            batch, digest = workload.batch(index), hashlib.sha256()
-            digest.update(repr(tuple(batch.scores_TE.shape)).encode())
+        for batch in batches:
+            digest = hashlib.sha256(repr(tuple(batch.scores_TE.shape)).encode())
             digest.update(batch.scores_TE.numpy().tobytes())
             digest.update(batch.sequence_id_T.numpy().tobytes())
             digests += digest.hexdigest()
-        with sizes(chunk_scores=160):
-            assert workload.fingerprint() == hashlib.sha256(digests.encode()).hexdigest()[:16]
-
-
-def test_what_is_achieved_is_that_of_whole_batches(recordings):
-    for workload in workloads(recordings):
-        with sizes(chunk_scores=160):
-            achieved = workload.achieved()
-        batches = [workload.batch(index) for index in range(3)]
+        assert fingerprint == hashlib.sha256(digests.encode()).hexdigest()[:16]
         loads = [top_k_load(batch.scores_TE, K) for batch in batches]
-        assert achieved["peak_load"] == pytest.approx(fmean(map(peak_load, loads)), rel=1e-12)
+        means = {
+            "peak_load": map(peak_load, loads),
+            "activated_experts": (int((load_E > 0).sum()) for load_E in loads),
+            "topk_share": (top_k_share(batch.scores_TE, K) for batch in batches),
+            "entropy": (entropy(batch.scores_TE) for batch in batches),
+        }
+        assert {name: achieved[name] for name in means} == pytest.approx(
+            {name: fmean(values) for name, values in means.items()}, rel=1e-12
+        )
         assert achieved["peak_load_range"] == [min(map(peak_load, loads)), max(map(peak_load, loads))]
         assert achieved["rank_load"] == {
             str(num_ranks): pytest.approx(fmean(rank_load(load_E, num_ranks) for load_E in loads), rel=1e-12)
             for num_ranks in (2, 4, 8, 16)
         }
-        assert achieved["activated_experts"] == fmean(int((load_E > 0).sum()) for load_E in loads)
-        shares = [top_k_share(batch.scores_TE, K) for batch in batches]
-        assert achieved["topk_share"] == pytest.approx(fmean(shares), rel=1e-12)
-        assert achieved["entropy"] == pytest.approx(fmean(entropy(batch.scores_TE) for batch in batches), rel=1e-12)
         assert achieved["neighbour_overlap"] == slow_overlap(batches)
 
 
@@ -248,7 +248,7 @@ def go_through(batches):
 
 @pytest.mark.parametrize("kind", ["synthetic", "alike neighbours", "recorded", "decode"])
 def test_memory_is_bounded_by_a_ranks_tokens(recordings, kind):
-    num_tokens, num_ranks = 2**15, 64
+    num_tokens, num_ranks = 2**14, 64
     make = {
         "synthetic": lambda: synthetic(num_tokens=num_tokens, sequence_length=64),
         "alike neighbours": lambda: synthetic(num_tokens=num_tokens, sequence_length=64, neighbour_overlap=1.6),
@@ -257,7 +257,7 @@ def test_memory_is_bounded_by_a_ranks_tokens(recordings, kind):
             recordings, num_tokens=num_tokens, num_batches=1, arrangement="decode", tokens_per_request=8
         ),
     }[kind]
-    with sizes(chunk_scores=2**12, solved_scores=2**14):
+    with sizes(chunk_scores=2**11, solved_scores=2**13):
         whole = make()
         of_batch = peak_bytes(lambda: whole.batch(0))
         assert of_batch > num_tokens * EXPERTS * 4

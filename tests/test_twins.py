@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from policy_cases import assert_same, random_scores
+from policy_cases import ONE_OF_EACH, assert_same, random_scores
 from test_route import write_config
 from torch import Tensor
 
@@ -25,22 +25,10 @@ from moe_ep_bench.kernels.swiglu import weighted_swiglu, weighted_swiglu_formula
 from moe_ep_bench.layer import parts
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.te_check import TransformerEngine
-from moe_ep_bench.policies import POLICIES, Policy, Routing, RoutingContext, make_policy
+from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.topk import TopK
 
-FIELDS = {
-    "token_drop": {"capacity_factor": 1.0},
-    "expanded_drop": {"capacity_factor": 1.0},
-    "megatron_drop": {"capacity_factor": 1.0},
-    "budget_drop": {"max_dropped": 0.1},
-    "pruned": {"k0": 2},
-    "oea": {"k0": 2},
-    "laser": {"eps_high": 0.8, "t_fix": 0.1, "c": 8},
-    "xshare": {"k0": 1, "budget": 4},
-    "lynx": {"num_dropped": 2},
-    "dynamic_skip": {"beta": 0.5},
-}
-EVERYONE = [make_policy({"name": name, **FIELDS.get(name, {})}) for name in POLICIES]
+EVERYONE = [make_policy(spec) for spec in ONE_OF_EACH]
 WITHOUT_TRITON = {"megatron_drop"}
 ON_HOST_FROM_GPU = {"laser", "load_only"}
 
@@ -62,26 +50,6 @@ def test_what_can_run_is_what_the_table_says(policy: Policy) -> None:
     assert {kernel for kernel in KERNELS if runs(policy, kernel, "cuda")} == on_gpu
 
 
-@every_policy
-def test_all_kernels_that_can_run_route_alike(policy: Policy) -> None:
-    scores_TE = random_scores("softmax", 40, 16, seed=3)
-    context = RoutingContext(top_k=4, num_ranks=4, request_id_T=torch.arange(40) // 10)
-    expected = policy.route(scores_TE, context)
-    for kernel in ("torch", "numba", "auto"):
-        one = compiled(policy, "cpu", kernel)
-        assert_same(one.route(scores_TE, context), expected)
-        assert_same(one.route(scores_TE, context, one.batch_stats(scores_TE, context)), expected)
-        assert_same(one.select(scores_TE, context, one.stats(scores_TE, context)), expected)
-
-
-@every_policy
-def test_inputs_that_break_the_contract_are_refused_by_every_form(policy: Policy) -> None:
-    for form in (policy, compiled(policy, "cpu")):
-        for call in (form.route, form.batch_stats):
-            with pytest.raises(ValueError, match="scores_TE: expected float32"):
-                call(torch.rand(3, 16).double(), RoutingContext(top_k=2))
-
-
 @pytest.mark.parametrize(
     ("kernel", "device_type", "name", "shape", "message"),
     [
@@ -94,7 +62,7 @@ def test_inputs_that_break_the_contract_are_refused_by_every_form(policy: Policy
 def test_a_kernel_that_cannot_run_is_refused_with_the_reason(
     kernel: str, device_type: str, name: str, shape: tuple[int, int], message: str
 ) -> None:
-    policy = make_policy({"name": name, **FIELDS.get(name, {})})
+    [policy] = [policy for policy in EVERYONE if policy.name == name]
     with pytest.raises(ValueError, match=message):
         compiled(policy, device_type, kernel).runs(*shape)
 
@@ -171,7 +139,7 @@ assert not {"numba", "triton"} & sys.modules.keys()
 @pytest.fixture
 def _forgets() -> None:
     """The table is looked up anew, before and after."""
-    tables = (toolchain.triton_lacks, dispatch._steps)
+    tables = (toolchain.triton_lacks, dispatch._numba_steps)
     for table in tables:
         table.cache_clear()
     yield

@@ -1,4 +1,4 @@
-"""What holds for a compiled twin of a policy: it routes like the formulation in torch, on the CPU and on a GPU."""
+"""What holds for a form of a policy in Triton: it routes like the formulation in torch, on the CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +13,30 @@ import torch
 from policy_cases import Arguments, Spec, context_of, fitted
 from torch import Tensor
 
-from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
-
-Select = Callable[[Policy, Tensor, RoutingContext, Tensor | None], Routing]
-Stats = Callable[[Policy, Tensor, RoutingContext], Tensor]
+from moe_ep_bench.kernels.dispatch import triton_twins
+from moe_ep_bench.policies import Routing, make_policy
 
 
-def assert_routes_like_torch(
-    select: Select, stats: Stats | None, spec: Spec, scores_TE: Tensor, case: Arguments
-) -> None:
+def assert_routes_like_torch(spec: Spec, scores_TE: Tensor, case: Arguments) -> Routing:
     """Equal maps; weights within rounding; statistics, where there are any, equal where their sums are exact.
 
-    The twin is called with statistics of its own making, and with none.
+    The twin is called with statistics of its own making, and with none. It draws what the torch form draws.
     """
     policy = make_policy(fitted(spec, scores_TE, case))
-    stats_SE = policy.batch_stats(scores_TE, context_of(case))
-    expected = policy.route(scores_TE, context_of(case), stats_SE)
+    twin, context = triton_twins()[type(policy)], context_of(case)
+    stats_SE = policy.batch_stats(scores_TE, context)
+    expected = policy.route(scores_TE, context, stats_SE)
     given = [None]
-    if stats is not None:
-        ours_SE = stats(policy, scores_TE, context_of(case))
+    if stats_SE is not None:
+        ours_SE = twin.stats(policy, scores_TE, context_of(case))
         assert ours_SE.dtype == torch.float64
         torch.testing.assert_close(ours_SE, stats_SE, rtol=1e-12, atol=1e-12)
         given.append(ours_SE)
     for one_SE in given:
-        assert_same_choice(select(policy, scores_TE, context_of(case), one_SE), expected)
+        ours = context_of(case)
+        assert_same_choice(twin.select(policy, scores_TE, ours, one_SE), expected)
+        assert torch.equal(ours.generator.get_state(), context.generator.get_state())
+    return expected
 
 
 def assert_same_choice(ours: Routing, expected: Routing) -> None:

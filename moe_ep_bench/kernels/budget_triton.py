@@ -8,24 +8,14 @@ Shapes: T = tokens, E = experts, S = 2 x bins.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ep_bench.kernels.rows_triton import first_of_list, order_rows, write_routing
-from moe_ep_bench.kernels.tiles_triton import (
-    NUM_WARPS,
-    as_bytes,
-    empty_routing,
-    experts_of_columns,
-    inputs,
-    layout,
-    load_rows,
-    outputs,
-    rows_of_tile,
-    tokens_of_block,
-)
+from moe_ep_bench.kernels import tiles_triton as tiles
 from moe_ep_bench.policies.budget_drop import BudgetDrop
 from moe_ep_bench.policies.contract import Routing, RoutingContext
 from moe_ep_bench.policies.steps import bin_shift
@@ -45,84 +35,58 @@ def _cells(scores, expert, NUM_BINS: tl.constexpr, SHIFT: tl.constexpr, NUM_EXPE
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _count(scores_ptr, bias_ptr, valid_ptr, stats_ptr, num_tokens, NUM_BINS: tl.constexpr, SHIFT: tl.constexpr,
-           BLOCK: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr,
-           TOP_GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr):  # fmt: skip
-    expert, is_expert = experts_of_columns(NUM_EXPERTS, GROUPS, GROUPS_P, SIZE_P)
-    token, is_there = tokens_of_block(tl.program_id(0) * BLOCK, num_tokens, valid_ptr, BLOCK)
-    scores = load_rows(scores_ptr, token, is_there, expert, is_expert, NUM_EXPERTS)
-    order = order_rows(
-        scores, is_there, bias_ptr, expert, is_expert, TOP_K, TOP_K, GROUPS, TOP_GROUPS, GROUPS_P, SIZE_P
+           BLOCK: tl.constexpr, LAYOUT: tl.constexpr):  # fmt: skip
+    _, expert, _, scores, order = tiles.ordered_block(
+        scores_ptr, bias_ptr, valid_ptr, num_tokens, LAYOUT.top_k, BLOCK, LAYOUT
     )
-    chosen = first_of_list(order, TOP_K, NUM_EXPERTS)
-    cell = _cells(scores, expert, NUM_BINS, SHIFT, NUM_EXPERTS)
+    chosen = tiles.first_of_list(order, LAYOUT.top_k, LAYOUT.num_experts)
+    cell = _cells(scores, expert, NUM_BINS, SHIFT, LAYOUT.num_experts)
     units = scores.to(tl.float64) * tl.full([], _UNITS, tl.float64)
     whole = tl.full([], _WHOLE, tl.float64)
     units = tl.where(units < whole, (units + whole) - whole, units)  # rounds to even, as torch does
     tl.atomic_add(stats_ptr + cell, tl.full(cell.shape, 1.0, tl.float64), mask=chosen, sem="relaxed")
-    mass_ptr = stats_ptr + NUM_BINS * NUM_EXPERTS
+    mass_ptr = stats_ptr + NUM_BINS * LAYOUT.num_experts
     tl.atomic_add(mass_ptr + cell, units / tl.full([], _UNITS, tl.float64), mask=chosen, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _keep(scores_ptr, bias_ptr, valid_ptr, dropped_ptr, map_ptr, weights_ptr, num_tokens, scale,
           NUM_BINS: tl.constexpr, SHIFT: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK: tl.constexpr,
-          NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-          GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr):  # fmt: skip
-    expert, is_expert = experts_of_columns(NUM_EXPERTS, GROUPS, GROUPS_P, SIZE_P)
-    token, is_there = tokens_of_block(tl.program_id(0) * BLOCK, num_tokens, valid_ptr, BLOCK)
-    scores = load_rows(scores_ptr, token, is_there, expert, is_expert, NUM_EXPERTS)
-    order = order_rows(
-        scores, is_there, bias_ptr, expert, is_expert, TOP_K, TOP_K, GROUPS, TOP_GROUPS, GROUPS_P, SIZE_P
+          LAYOUT: tl.constexpr):  # fmt: skip
+    token, expert, is_expert, scores, order = tiles.ordered_block(
+        scores_ptr, bias_ptr, valid_ptr, num_tokens, LAYOUT.top_k, BLOCK, LAYOUT
     )
-    chosen = first_of_list(order, TOP_K, NUM_EXPERTS)
-    cell = _cells(scores, expert, NUM_BINS, SHIFT, NUM_EXPERTS)
+    chosen = tiles.first_of_list(order, LAYOUT.top_k, LAYOUT.num_experts)
+    cell = _cells(scores, expert, NUM_BINS, SHIFT, LAYOUT.num_experts)
     kept = chosen & (tl.load(dropped_ptr + cell, mask=chosen, other=0) == 0)
-    write_routing(map_ptr, weights_ptr, scores, kept, chosen, scale, token, token < num_tokens, expert, is_expert,
-                  NORMALIZE, NUM_EXPERTS)  # fmt: skip
+    tiles.write_routing(map_ptr, weights_ptr, scores, kept, chosen, scale, token, token < num_tokens, expert, is_expert,
+                        NORMALIZE, LAYOUT.num_experts)  # fmt: skip
 
 
-def budget_drop(
-    policy: BudgetDrop, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None
-) -> Routing:
-    """``BudgetDrop.select``, as ``budget_drop_stats`` for inputs that were checked before."""
-    num_tokens, num_experts = scores_TE.shape
-    routing = empty_routing(scores_TE)
-    if num_tokens:
-        stats_SE = budget_drop_stats(policy, scores_TE, context) if stats_SE is None else stats_SE
-        dropped_SE = as_bytes(policy.dropped_cells(stats_SE, context.num_ranks))
-        shape = layout(num_experts, context)
-        block = rows_of_tile(num_tokens, shape)
-        _keep[(triton.cdiv(num_tokens, block),)](
-            *inputs(scores_TE, context),
-            dropped_SE,
-            *outputs(routing),
-            num_tokens,
-            context.scale,
-            NUM_BINS=policy.num_bins,
-            SHIFT=bin_shift(policy.bins_per_octave),
-            NORMALIZE=context.normalize,
-            BLOCK=block,
-            num_warps=NUM_WARPS,
-            **shape,
-        )
+def select(policy: BudgetDrop, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+    """``BudgetDrop.select``."""
+    routing = tiles.empty_routing(scores_TE)
+    if len(scores_TE):
+        stats_SE = stats(policy, scores_TE, context) if stats_SE is None else stats_SE
+        dropped_SE = tiles.as_bytes(policy.dropped_cells(stats_SE, context.num_ranks))
+        grid, block = tiles.blocks_of(scores_TE, context)
+        _keep[grid](
+            *tiles.inputs(scores_TE, context), dropped_SE, *tiles.outputs(routing), len(scores_TE), context.scale,
+            NORMALIZE=context.normalize, **_bins(policy), **block,
+        )  # fmt: skip
     return routing
 
 
-def budget_drop_stats(policy: BudgetDrop, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+def stats(policy: BudgetDrop, scores_TE: Tensor, context: RoutingContext) -> Tensor:
     """``BudgetDrop.stats``."""
     num_tokens, num_experts = scores_TE.shape
     stats_SE = torch.zeros(2 * policy.num_bins, num_experts, dtype=torch.float64, device=scores_TE.device)
     if num_tokens:
-        shape = layout(num_experts, context)
-        block = rows_of_tile(num_tokens, shape)
-        _count[(triton.cdiv(num_tokens, block),)](
-            *inputs(scores_TE, context),
-            stats_SE,
-            num_tokens,
-            NUM_BINS=policy.num_bins,
-            SHIFT=bin_shift(policy.bins_per_octave),
-            BLOCK=block,
-            num_warps=NUM_WARPS,
-            **shape,
-        )
+        grid, block = tiles.blocks_of(scores_TE, context)
+        _count[grid](*tiles.inputs(scores_TE, context), stats_SE, num_tokens, **_bins(policy), **block)
     return stats_SE
+
+
+def _bins(policy: BudgetDrop) -> dict[str, Any]:
+    shift = bin_shift(policy.bins_per_octave)
+    return {"NUM_BINS": policy.num_bins, "SHIFT": shift, "num_warps": tiles.NUM_WARPS}

@@ -19,27 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ep_bench.kernels.standings_triton import NO_PAIR, Job, capacity_of, expert_at, favour, metric_of, place
-from moe_ep_bench.kernels.tiles_triton import (
-    EXPERT_BITS,
-    LAST_EXPERT,
-    NO_KEY,
-    NOTHING,
-    NUM_WARPS,
-    as_bytes,
-    best_key,
-    best_per_row,
-    experts_of_columns,
-    inside_top_groups,
-    lanes_of_row,
-    load_rows,
-    load_whole_rows,
-    order_key,
-    preference,
-    preference_order,
-    share,
-    tokens_of_block,
-)
+from moe_ep_bench.kernels import standings_triton as standings
+from moe_ep_bench.kernels import tiles_triton as tiles
+from moe_ep_bench.kernels.standings_triton import NO_PAIR, Job
+from moe_ep_bench.kernels.tiles_triton import EXPERT_BITS, LAST_EXPERT, NO_KEY, NOTHING, NUM_WARPS
 from moe_ep_bench.policies.contract import Routing
 
 _ABOVE_ALL = tl.constexpr(2**63 - 1)
@@ -57,38 +40,35 @@ _MOST_ROWS = 128
 _FILLED = 2048
 
 
-def drop_in_passes(job: Job, routing: Routing, block: int) -> None:
+def drop_in_passes(job: Job, routing: Routing, block: int, scale: float) -> None:
     """Fill ``routing``, ``block`` tokens of scores a program."""
-    num_tokens, num_experts = job.scores_TE.shape
-    device, ranking, room = job.scores_TE.device, job.ranking, job.room
-    top_k, constants = job.constants["TOP_K"], job.constants
+    scores_TE, bias_E, layout = *job.read[:2], job.layout
+    num_tokens, num_experts = routing.map_TE.shape
     num_groups = num_experts // job.num_shared
-    num_slots = top_k + (job.expansion["NUM_LOCAL"] or job.expansion["NUM_MORE"])
-    bin_bits = min(_MOST_BIN_BITS, ranking.bits, max(_LEAST_BIN_BITS, num_tokens.bit_length() - 4))
-    bin_shift, num_bins = ranking.bits - bin_bits, 2**bin_bits
+    num_more, num_local = job.offers["NUM_MORE"], job.offers["NUM_LOCAL"]
+    num_slots = layout.top_k + (num_local or num_more)
+    bin_bits = min(_MOST_BIN_BITS, job.bits, max(_LEAST_BIN_BITS, num_tokens.bit_length() - 4))
+    bin_shift, num_bins = job.bits - bin_bits, 2**bin_bits
 
     # All that must be zero is one tensor, so that one fill does.
+    device = routing.map_TE.device
     zeroed = torch.zeros(num_groups * num_bins + num_groups + 2, dtype=torch.int32, device=device)
     histogram, next_G, num_valid, num_listed = zeroed.split([num_groups * num_bins, num_groups, 1, 1])
     standing_NT = torch.empty([num_slots, num_tokens], dtype=torch.int64, device=device)
     listed = torch.empty(num_slots * num_tokens, dtype=torch.int64, device=device)
     bin_G, room_G, start_G, count_G, threshold_G = torch.empty([5, num_groups], dtype=torch.int64, device=device)
 
-    blocks = (triton.cdiv(num_tokens, block),)
-    shape = {name: constants[name] for name in ("NUM_EXPERTS", "TOP_K", "GROUPS", "TOP_GROUPS", "GROUPS_P", "SIZE_P")}
-    common = {**shape, "BLOCK": block, "num_warps": NUM_WARPS}
-    _offer[blocks](
-        job.scores_TE, job.bias_E, job.valid_T, ranking.modality_T, ranking.random_TE, standing_NT, histogram,
-        num_valid, num_tokens, job.first_local, ranking.index_bits, ranking.range_bits, bin_shift,
-        METRIC=constants["METRIC"], FAVOURED=ranking.favoured, NUM_SHARED=job.num_shared, NUM_BINS=num_bins,
-        LANES=lanes_of_row(block), **job.expansion, **common,
+    _offer[(triton.cdiv(num_tokens, block),)](
+        *job.read, standing_NT, histogram, num_valid, num_tokens, job.first_local, job.index_bits, job.range_bits,
+        bin_shift, **job.offers, LOCAL_P=triton.next_power_of_2(max(1, num_local)), NUM_SHARED=job.num_shared,
+        NUM_BINS=num_bins, BLOCK=block, LANES=tiles.lanes_of_row(block), LAYOUT=layout, num_warps=NUM_WARPS,
     )  # fmt: skip
     _cut[(num_groups,)](
-        histogram, num_valid if room.of_valid else None, num_listed, bin_G, room_G, start_G, count_G, threshold_G,
-        room.least, room.whole, room.part, room.per, bin_shift, NUM_BINS=num_bins, num_warps=NUM_WARPS,
+        histogram, num_valid if job.room_of_valid else None, num_listed, bin_G, room_G, start_G, count_G, threshold_G,
+        *job.room, bin_shift, NUM_BINS=num_bins, num_warps=NUM_WARPS,
     )  # fmt: skip
     _gather[(triton.cdiv(num_slots * num_tokens, _LISTED),)](
-        standing_NT, bin_G, start_G, next_G, listed, num_slots * num_tokens, ranking.index_bits, bin_shift,
+        standing_NT, bin_G, start_G, next_G, listed, num_slots * num_tokens, job.index_bits, bin_shift,
         NUM_EXPERTS=num_experts, NUM_SHARED=job.num_shared, BLOCK=_LISTED, num_warps=NUM_WARPS,
     )  # fmt: skip
     _settle[(num_groups,)](
@@ -97,11 +77,9 @@ def drop_in_passes(job: Job, routing: Routing, block: int) -> None:
     slots = triton.next_power_of_2(num_slots)
     block = min(_MOST_ROWS, triton.cdiv(_WRITTEN, slots))
     _write[(triton.cdiv(num_tokens, block),)](
-        standing_NT, job.scores_TE, job.bias_E, threshold_G, as_bytes(routing.map_TE), routing.weights_TE, num_tokens,
-        ranking.index_bits, job.scale,
-        TELLS_SCORE=ranking.tells_score, NUM_SLOTS=num_slots, SLOTS_P=slots, NUM_SHARED=job.num_shared,
-        NORMALIZE=constants["NORMALIZE"], MOST=constants["MOST"],
-        NUM_EXPERTS=num_experts, TOP_K=top_k, BLOCK=block, FILLED=_FILLED, num_warps=NUM_WARPS,
+        standing_NT, scores_TE, bias_E, threshold_G, *tiles.outputs(routing), num_tokens, job.index_bits, scale,
+        TELLS_SCORE=job.tells_score, NUM_SLOTS=num_slots, SLOTS_P=slots, NUM_SHARED=job.num_shared, **job.writes,
+        NUM_EXPERTS=num_experts, TOP_K=layout.top_k, BLOCK=block, FILLED=_FILLED, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
@@ -116,31 +94,27 @@ def _offer(
     scores_ptr, bias_ptr, valid_ptr, modality_ptr, random_ptr, standing_ptr, histogram_ptr, num_valid_ptr,
     num_tokens, first_local, index_bits, range_bits, bin_shift,
     METRIC: tl.constexpr, FAVOURED: tl.constexpr, NUM_MORE: tl.constexpr, NUM_LOCAL: tl.constexpr,
-    LOCAL_P: tl.constexpr, NUM_SHARED: tl.constexpr, NUM_BINS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    LOCAL_P: tl.constexpr, NUM_SHARED: tl.constexpr, NUM_BINS: tl.constexpr, BLOCK: tl.constexpr,
+    LANES: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    token, is_valid = tokens_of_block(tl.program_id(0) * BLOCK, num_tokens, valid_ptr, BLOCK)
+    NUM_EXPERTS: tl.constexpr = LAYOUT.num_experts
+    TOP_K: tl.constexpr = LAYOUT.top_k
+    token, is_valid = tiles.tokens_of_block(tl.program_id(0) * BLOCK, num_tokens, valid_ptr, BLOCK)
     is_token = token < num_tokens
-    expert_W, is_expert_W = experts_of_columns(NUM_EXPERTS, GROUPS, GROUPS_P, SIZE_P)
+    expert_W, is_expert_W = tiles.experts_of_columns(LAYOUT)
     SIGNED: tl.constexpr = bias_ptr is not None
     if valid_ptr is not None:
         tl.atomic_add(num_valid_ptr, tl.sum(is_valid.to(tl.int32), 0), sem="relaxed")
-    above = favour(modality_ptr, token, is_token, range_bits, FAVOURED)
+    above = standings.favour(modality_ptr, token, is_token, range_bits, FAVOURED)
 
-    scores = load_whole_rows(scores_ptr, token, is_token, NUM_EXPERTS, GROUPS, GROUPS_P, SIZE_P, LANES)
-    values = preference(scores, bias_ptr, expert_W, is_expert_W)
-    keys = tl.where(is_expert_W[None, :], order_key(values), NO_KEY)
-    left = keys
-    if GROUPS > 1:
-        order = preference_order(values, expert_W, is_expert_W)
-        inside = inside_top_groups(order, values, TOP_K, GROUPS, TOP_GROUPS, GROUPS_P, SIZE_P)
-        left = tl.where(inside != NOTHING, keys, NO_KEY)
+    scores = tiles.load_whole_rows(scores_ptr, token, is_token, LANES, LAYOUT)
+    values = tiles.preference(scores, bias_ptr, expert_W, is_expert_W)
+    keys, left = tiles.keys_and_those_in_top_groups(values, expert_W, is_expert_W, LAYOUT)
     local_L = tl.arange(0, LOCAL_P)
     is_local_L = local_L < NUM_LOCAL
     was_offered = tl.zeros([BLOCK, LOCAL_P], tl.int1)  # of the local experts: they are in the top-k
     for slot in range(TOP_K):
-        key, expert = best_key(left, expert_W)
+        key, expert = tiles.best_key(left, expert_W)
         _offer_one(
             slot, key, expert, token, is_token, is_valid, above, random_ptr, standing_ptr, histogram_ptr, num_tokens,
             index_bits, bin_shift, METRIC, SIGNED, NUM_SHARED, NUM_BINS, NUM_EXPERTS,
@@ -155,14 +129,15 @@ def _offer(
     if NUM_LOCAL > 0:
         # Every local expert has a slot, empty where the token does not offer it a pair, or did so before: in the top-k.
         local = first_local + local_L
-        values = preference(load_rows(scores_ptr, token, is_token, local, is_local_L, NUM_EXPERTS), bias_ptr,
-                            local, is_local_L)  # fmt: skip
+        values = tiles.load_rows(scores_ptr, token, is_token, local, is_local_L, NUM_EXPERTS)
+        values = tiles.preference(values, bias_ptr, local, is_local_L)
         is_pair = is_local_L[None, :] & is_valid[:, None] & (was_offered == 0)
         if NUM_MORE < NUM_LOCAL:
-            is_pair = is_pair & best_per_row(preference_order(values, local, is_local_L), NUM_MORE)
+            is_pair = is_pair & tiles.best_per_row(tiles.preference_order(values, local, is_local_L), NUM_MORE)
         at = token[:, None] * NUM_EXPERTS + local[None, :]
-        metric = metric_of(order_key(values), at, token[:, None], num_tokens, random_ptr, is_pair, METRIC, SIGNED)
-        standing = place(above[:, None] + metric, token[:, None], local[None, :], index_bits, NUM_EXPERTS)
+        local_keys = tiles.order_key(values)
+        metric = standings.metric_of(local_keys, at, token[:, None], num_tokens, random_ptr, is_pair, METRIC, SIGNED)
+        standing = standings.place(above[:, None] + metric, token[:, None], local[None, :], index_bits, NUM_EXPERTS)
         to = _slot_at((TOP_K + local_L)[None, :], token[:, None], num_tokens)
         is_slot = is_local_L[None, :] & is_token[:, None]
         tl.store(standing_ptr + to, tl.where(is_pair, standing, NO_PAIR), mask=is_slot)
@@ -170,7 +145,7 @@ def _offer(
         tl.atomic_add(histogram_ptr + bucket, 1, mask=is_pair, sem="relaxed")
     elif NUM_MORE > 0:
         for slot in range(TOP_K, TOP_K + NUM_MORE):
-            key, expert = best_key(keys, expert_W)
+            key, expert = tiles.best_key(keys, expert_W)
             _offer_one(
                 slot, key, expert, token, is_token, is_valid, above, random_ptr, standing_ptr, histogram_ptr,
                 num_tokens, index_bits, bin_shift, METRIC, SIGNED, NUM_SHARED, NUM_BINS, NUM_EXPERTS,
@@ -186,8 +161,8 @@ def _offer_one(
 ):  # fmt: skip
     """Put one candidate of every token into its slot, and count its standing."""
     at = token * NUM_EXPERTS + expert
-    metric = metric_of(key, at, token, num_tokens, random_ptr, is_valid, METRIC, SIGNED)
-    standing = place(above + metric, token, expert, index_bits, NUM_EXPERTS)
+    metric = standings.metric_of(key, at, token, num_tokens, random_ptr, is_valid, METRIC, SIGNED)
+    standing = standings.place(above + metric, token, expert, index_bits, NUM_EXPERTS)
     to = _slot_at(slot, token, num_tokens)
     tl.store(standing_ptr + to, tl.where(is_valid, standing, NO_PAIR), mask=is_token)
     bucket = expert // NUM_SHARED * NUM_BINS + (standing >> bin_shift).to(tl.int32)
@@ -204,7 +179,7 @@ def _cut(
     count = tl.load(histogram_ptr + group * NUM_BINS + bins)
     capacity = least.to(tl.int64)
     if num_valid_ptr is not None:
-        capacity = capacity_of(tl.load(num_valid_ptr), least, whole, part, per)
+        capacity = standings.capacity_of(tl.load(num_valid_ptr), least, whole, part, per)
     reaching = tl.cumsum(count, 0, reverse=True)  # pairs in a bin and in those above it
     is_cut = (reaching >= capacity) & (reaching - count < capacity)
     above = tl.sum(tl.where(is_cut, reaching - count, 0), 0)
@@ -230,7 +205,7 @@ def _gather(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     standing = tl.load(standing_ptr + at, mask=at < num_standing, other=NO_PAIR)
     is_pair = standing != NO_PAIR
-    group = expert_at(standing, index_bits, NUM_EXPERTS) // NUM_SHARED
+    group = standings.expert_at(standing, index_bits, NUM_EXPERTS) // NUM_SHARED
     is_listed = is_pair & ((standing >> bin_shift) == tl.load(bin_ptr + group, mask=is_pair, other=-1))
     start = tl.load(start_ptr + group, mask=is_listed, other=0)
     num_listed = tl.sum(is_listed.to(tl.int32), 0)
@@ -315,7 +290,7 @@ def _write(
         tl.store(map_ptr + at, tl.zeros([FILLED], tl.uint8), mask=at < num_scores)
 
     is_pair = standing != NO_PAIR
-    expert = expert_at(standing, index_bits, NUM_EXPERTS)
+    expert = standings.expert_at(standing, index_bits, NUM_EXPERTS)
     at = row * NUM_EXPERTS + expert
     kept = standing >= tl.load(threshold_ptr + expert // NUM_SHARED, mask=is_pair, other=_ABOVE_ALL)
     if TELLS_SCORE:
@@ -327,11 +302,11 @@ def _write(
         values = score
         if bias_ptr is not None:
             values += tl.load(bias_ptr + expert, mask=is_pair, other=0.0)
-        order = (order_key(values).to(tl.int64) << EXPERT_BITS) + (expert ^ LAST_EXPERT)
-        kept = tl.trans(best_per_row(tl.trans(tl.where(kept, order, NOTHING)), MOST))
+        order = (tiles.order_key(values).to(tl.int64) << EXPERT_BITS) + (expert ^ LAST_EXPERT)
+        kept = tl.trans(tiles.best_per_row(tl.trans(tl.where(kept, order, NOTHING)), MOST))
     weight = score
     if NORMALIZE:
-        weight = share(score, tl.sum(tl.where(is_pair & (slot < TOP_K), score, 0.0), 0)[None, :])
+        weight = tiles.share(score, tl.sum(tl.where(is_pair & (slot < TOP_K), score, 0.0), 0)[None, :])
     tl.debug_barrier()  # other threads filled what this one writes to
     tl.store(weights_ptr + at, weight * scale, mask=kept)
     tl.store(map_ptr + at, tl.full(at.shape, 1, tl.uint8), mask=kept)

@@ -18,7 +18,7 @@ def expert_rows(hidden_ND: Tensor, weights_N: Tensor, ends_L: Tensor, gate_up_L2
     """Return each row's expert output times its routing weight: [N, D] in the inputs' dtype.
 
     Args:
-        hidden_ND: inputs, sorted by expert.
+        hidden_ND: inputs, sorted by expert, in the weights' dtype (bfloat16, float16 or float32).
         weights_N: float32 routing weight of each row.
         ends_L: int32, where each expert's rows end.
         gate_up_L2FD: rows of weights, gate and then up.

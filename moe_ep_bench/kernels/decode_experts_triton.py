@@ -251,18 +251,12 @@ def _products(
 
 
 def expert_rows(hidden_ND: Tensor, weights_N: Tensor, ends_L: Tensor, gate_up_L2FD: Tensor, down_LDF: Tensor) -> Tensor:
-    """Return each row's expert output times its routing weight: [N, D] in the inputs' dtype, in two launches.
+    """``decode_experts.expert_rows`` in two launches.
 
     Gate, up, activation and routing weight are float32 until the activation is rounded, once. Rows beyond the last
     expert's end are left as they are found. Reads 6 x D x F bytes of bfloat16 weights per activated expert, once for
     every 16, 32 or 64 of its rows (for twice the mean over all experts; one with more is computed as exactly, reading
     more often); inputs and activations are read again by every program, but from the cache.
-
-    Args:
-        hidden_ND: inputs, sorted by expert, in the weights' dtype (bfloat16, float16 or float32).
-        weights_N: float32 routing weight of each row.
-        ends_L: int32, where each expert's rows end, as a cumulative sum of counts has it.
-        gate_up_L2FD: rows of weights, gate and then up.
     """
     most_rows = triton.cdiv(2 * len(weights_N), len(down_LDF))
     return _products(hidden_ND, None, weights_N, ends_L, gate_up_L2FD, down_LDF, most_rows=most_rows)
@@ -320,16 +314,10 @@ def combine(rows_ND: Tensor, map_TL: Tensor) -> Tensor:
 def decode_experts(
     hidden_TD: Tensor, map_TL: Tensor, weights_TL: Tensor, gate_up_L2FD: Tensor, down_LDF: Tensor
 ) -> Tensor:
-    """Return the experts' weighted sum per token, [T, D] in the inputs' dtype, in three launches and with no sync.
+    """``decode_experts.decode_experts`` in three launches and with no sync.
 
     Any map will do: a token may take none of these experts or all of them. Device memory for T x L pairs is set
     aside (T x L x (D + F) values), but only rows of pairs are touched.
-
-    Args:
-        hidden_TD: inputs, in the weights' dtype (bfloat16, float16 or float32).
-        map_TL: bool, which experts each token takes.
-        weights_TL: float32 routing weights; those of other pairs are ignored.
-        gate_up_L2FD: rows of weights, gate and then up.
     """
     num_tokens = len(hidden_TD)
     rows_ND = _products(hidden_TD, map_TL, weights_TL, None, gate_up_L2FD, down_LDF, most_rows=num_tokens)

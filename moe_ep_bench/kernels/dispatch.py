@@ -23,7 +23,8 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeGuard
+from types import ModuleType
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -44,10 +45,6 @@ from moe_ep_bench.policies.xshare import XShare
 AUTO = "auto"
 KERNELS = ("triton", "numba", "torch")
 """The fastest first."""
-
-Select = Callable[[Policy, Tensor, RoutingContext, Tensor | None], Routing]
-Stats = Callable[[Policy, Tensor, RoutingContext], Tensor | None]
-
 
 Form = tuple[Callable[..., Routing], Callable[..., Tensor | None]]
 """What ``Compiled.select`` and ``Compiled.stats`` call."""
@@ -111,13 +108,12 @@ class Compiled:
         if self.kernel not in (AUTO, *KERNELS):
             raise UserError(f"kernel: expected one of {AUTO}, {', '.join(KERNELS)}; got {self.kernel!r}")
 
-        def objection(one: str) -> str:
-            return _objection(self.policy, one, self.device_type, num_tokens, num_experts)
-
+        shape = self.device_type, num_tokens, num_experts
+        able = (one for one in KERNELS if not _objection(self.policy, one, *shape))
         if self.kernel == AUTO:
-            return next(one for one in KERNELS if not objection(one))
-        if reason := objection(self.kernel):
-            possible = ", ".join([AUTO, *(one for one in KERNELS if not objection(one))])
+            return next(able)
+        if reason := _objection(self.policy, self.kernel, *shape):
+            possible = ", ".join([AUTO, *able])
             raise UserError(f"{self.kernel} cannot run {self.policy.name}: {reason}; expected {possible}")
         return self.kernel
 
@@ -135,17 +131,20 @@ def _form(compiled: Compiled, num_tokens: int, num_experts: int) -> Form:
     kernel, policy = compiled.runs(num_tokens, num_experts), compiled.policy
     if kernel == "triton":
         twin = triton_twins()[type(policy)]
-        return functools.partial(twin.select, policy), functools.partial(twin.stats, policy)
+        stats = getattr(twin, "stats", lambda policy, scores_TE, context: None)
+        return functools.partial(twin.select, policy), functools.partial(stats, policy)
     if not _is_stepped(policy):
         return policy.route, policy.batch_stats
-    stepped = policy.by(_steps(kernel, compiled.device_type) or TORCH)
+    steps = _numba_steps(compiled.device_type) if kernel == "numba" else TORCH
+    assert steps is not None
+    stepped = policy.by(steps)
     return stepped.select, stepped.stats
 
 
 def oracle_for(policy: Policy, device: torch.device | str) -> Compiled:
     """The form to hold others against: torch, but where torch would go token by token, numba's loop."""
     device_type = torch.device(device).type
-    by_numba = isinstance(policy, LoadAwarePolicy) and _steps("numba", device_type)
+    by_numba = isinstance(policy, LoadAwarePolicy) and _numba_steps(device_type)
     return compiled(policy, device_type, "numba" if by_numba else "torch")
 
 
@@ -170,7 +169,7 @@ def _objection(policy: Policy, kernel: str, device_type: str, num_tokens: int, n
     elif kernel == "numba":
         if not _is_stepped(policy):
             return "there is no numba form of it"
-        if _steps(kernel, device_type) is None:
+        if _numba_steps(device_type) is None:
             return "numba is not installed"
         if device_type != "cpu" and not isinstance(policy, LoadAwarePolicy):
             return "numba runs on the host, and the scores lie on a GPU"
@@ -183,10 +182,8 @@ def _is_stepped(policy: Policy) -> TypeGuard[SteppedPolicy]:
 
 
 @functools.cache
-def _steps(kernel: str, device_type: str) -> Steps | None:
-    """The steps of torch or numba; None where numba is missing."""
-    if kernel == "torch":
-        return TORCH
+def _numba_steps(device_type: str) -> Steps | None:
+    """The steps by numba's loops; None where numba is missing."""
     try:
         import numba  # noqa: F401 - is it there?
     except ImportError as error:
@@ -202,33 +199,18 @@ def _steps(kernel: str, device_type: str) -> Steps | None:
     return HostSteps() if device_type == "cpu" else DeviceSteps()
 
 
-def _no_stats(policy: Policy, scores_TE: Tensor, context: RoutingContext) -> None:
-    return None
-
-
-class Twin(NamedTuple):
-    """A compiled ``select`` and ``stats``; without statistics the first takes those of its own scores."""
-
-    select: Select
-    stats: Stats = _no_stats
-
-
 @functools.cache
-def triton_twins() -> Mapping[type[Policy], Twin]:
-    """The policies that have a Triton form; Triton must be there."""
+def triton_twins() -> Mapping[type[Policy], ModuleType]:
+    """The policies that have a Triton form, and the module whose ``select`` and, where it has one, ``stats`` that is.
+
+    Triton must be there.
+    """
     from moe_ep_bench.kernels import budget_triton, capacity_triton, laser_triton, rows_triton, sets_triton
 
     return {
-        TopK: Twin(rows_triton.topk),
-        TokenDrop: Twin(capacity_triton.capacity),
-        ExpandedDrop: Twin(capacity_triton.capacity),
-        BudgetDrop: Twin(budget_triton.budget_drop, budget_triton.budget_drop_stats),
-        ExpertDrop: Twin(sets_triton.expert_drop, sets_triton.expert_drop_stats),
-        Pruned: Twin(rows_triton.pruned),
-        OEA: Twin(sets_triton.oea, sets_triton.oea_stats),
-        Laser: Twin(laser_triton.laser),
-        LoadOnly: Twin(laser_triton.load_only),
-        XShare: Twin(sets_triton.xshare, sets_triton.xshare_stats),
-        Lynx: Twin(sets_triton.lynx, sets_triton.lynx_stats),
-        DynamicSkip: Twin(rows_triton.dynamic_skip),
+        **dict.fromkeys([TopK, Pruned, DynamicSkip], rows_triton),
+        **dict.fromkeys([TokenDrop, ExpandedDrop], capacity_triton),
+        BudgetDrop: budget_triton,
+        **dict.fromkeys([ExpertDrop, Lynx, OEA, XShare], sets_triton),
+        **dict.fromkeys([Laser, LoadOnly], laser_triton),
     }

@@ -23,29 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ep_bench.kernels.tiles_triton import (
-    NOTHING,
-    NUM_WARPS,
-    best_per_row,
-    empty_routing,
-    expert_in,
-    experts_of_columns,
-    inputs,
-    layout,
-    list_order,
-    load_rows,
-    on_device,
-    outputs,
-    preference,
-    preference_order,
-    rows_of_tile,
-    share,
-    store_rows,
-    tokens_of_block,
-)
+from moe_ep_bench.kernels import tiles_triton as tiles
+from moe_ep_bench.kernels.tiles_triton import NOTHING
 from moe_ep_bench.policies.contract import Routing, RoutingContext
 from moe_ep_bench.policies.laser import Laser, LoadOnly
-from moe_ep_bench.policies.steps import LeastLoaded
 
 # From this many tokens on, a launch for each chunk costs less than going through its tokens in one program.
 _PARALLEL_CHUNK = 1024
@@ -93,21 +74,19 @@ def _float64(bits):
 @triton.jit(do_not_specialize=["eps_high_bits", "t_fix_bits", "pool_size"])
 def _places(
     scores_ptr, bias_ptr, random_ptr, valid_ptr, place_ptr, num_tokens, eps_high_bits, t_fix_bits, pool_size,
-    EVERYONE: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr, LOG_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    EVERYONE: tl.constexpr, LOG_WIDTH: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Where in its token's preference list every expert of the pool stands, 0 first: int16 [T, E]; -1 outside."""
-    token, is_valid = tokens_of_block(tl.program_id(0) * BLOCK, num_tokens, valid_ptr, BLOCK)
-    expert, is_expert = experts_of_columns(NUM_EXPERTS, GROUPS, GROUPS_P, SIZE_P)
-    scores = load_rows(scores_ptr, token, is_valid, expert, is_expert, NUM_EXPERTS)
-    preferred = preference(scores, bias_ptr, expert, is_expert)
-    order = preference_order(preferred, expert, is_expert)
-    order = list_order(order, preferred, TOP_K, GROUPS, TOP_GROUPS, GROUPS_P, SIZE_P)
+    token, is_valid = tiles.tokens_of_block(tl.program_id(0) * BLOCK, num_tokens, valid_ptr, BLOCK)
+    expert, is_expert = tiles.experts_of_columns(LAYOUT)
+    scores = tiles.load_rows(scores_ptr, token, is_valid, expert, is_expert, LAYOUT.num_experts)
+    preferred = tiles.preference(scores, bias_ptr, expert, is_expert)
+    order = tiles.preference_order(preferred, expert, is_expert)
+    order = tiles.list_order(order, preferred, LAYOUT)
 
     in_pool = order != NOTHING
     if not EVERYONE:
-        in_top = best_per_row(order, TOP_K)
+        in_top = tiles.best_per_row(order, LAYOUT.top_k)
         # These sums are exact, and hence those of any order, as long as the scores above 0 of a row lie within a
         # factor of 2**29 / E of each other; beyond it a share can differ from another order's by a unit in 2**53.
         scores64 = scores.to(tl.float64)
@@ -119,8 +98,8 @@ def _places(
 
         trim_by = order
         if random_ptr is not None:
-            random = load_rows(random_ptr, token, is_valid, expert, is_expert, NUM_EXPERTS)
-            trim_by = preference_order(random, expert, is_expert)
+            random = tiles.load_rows(random_ptr, token, is_valid, expert, is_expert, LAYOUT.num_experts)
+            trim_by = tiles.preference_order(random, expert, is_expert)
         excess = tl.sum(in_pool.to(tl.int32), 1) - pool_size
         for turn in range(tl.max(excess, 0)):
             worst = tl.min(tl.where(in_pool, trim_by, -(NOTHING + 1)), 1)
@@ -128,9 +107,9 @@ def _places(
 
     # Sorted together with its order, each expert's mark tells its place.
     marked = _sorted(tl.where(order == NOTHING, NOTHING, order * 2 + in_pool.to(tl.int64)), LOG_WIDTH)
-    place = tl.broadcast_to(tl.arange(0, GROUPS_P * SIZE_P)[None, :], marked.shape)
+    place = tl.broadcast_to(tl.arange(0, LAYOUT.width)[None, :], marked.shape)
     place = tl.where(((marked & 1) != 0) & is_valid[:, None], place, -1)
-    at = token[:, None] * NUM_EXPERTS + expert_in(marked >> 1)
+    at = token[:, None] * LAYOUT.num_experts + tiles.expert_in(marked >> 1)
     tl.store(place_ptr + at, place.to(tl.int16), mask=(token < num_tokens)[:, None] & (marked != NOTHING))
 
 
@@ -223,7 +202,7 @@ def _in_order(
         else:
             load += tl.where(is_last, counts, 0).to(tl.float64)
         counts = tl.where(is_last, 0, counts)
-        store_rows(map_ptr, chosen.to(tl.uint8), row, is_there, expert, is_expert, NUM_EXPERTS)
+        tiles.store_rows(map_ptr, chosen.to(tl.uint8), row, is_there, expert, is_expert, NUM_EXPERTS)
 
 
 @triton.jit(do_not_specialize=["first", "end"])
@@ -246,7 +225,7 @@ def _one_chunk(
     chosen = _least_loaded(place, load, TOP_K)
     count = tl.sum(chosen.to(tl.int32), 0)
     tl.atomic_add(next_count_ptr + expert, count, mask=is_expert & (count > 0))
-    store_rows(map_ptr, chosen.to(tl.uint8), row, is_there, expert, is_expert, NUM_EXPERTS)
+    tiles.store_rows(map_ptr, chosen.to(tl.uint8), row, is_there, expert, is_expert, NUM_EXPERTS)
 
 
 @triton.jit
@@ -255,90 +234,58 @@ def _weights(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The weights of the chosen pairs, 0 for all others."""
-    token, is_token = tokens_of_block(tl.program_id(0) * BLOCK, num_tokens, None, BLOCK)
+    token, is_token = tiles.tokens_of_block(tl.program_id(0) * BLOCK, num_tokens, None, BLOCK)
     expert = tl.arange(0, WIDTH)
     is_expert = expert < NUM_EXPERTS
-    scores = load_rows(scores_ptr, token, is_token, expert, is_expert, NUM_EXPERTS)
+    scores = tiles.load_rows(scores_ptr, token, is_token, expert, is_expert, NUM_EXPERTS)
     at = token[:, None] * NUM_EXPERTS + expert[None, :]
     chosen = tl.load(map_ptr + at, mask=is_token[:, None] & is_expert[None, :], other=0) != 0
     weights = tl.where(chosen, scores, 0.0)
     if NORMALIZE:
-        weights = share(weights, tl.sum(weights, 1)[:, None])
-    store_rows(weights_ptr, weights * scale, token, is_token, expert, is_expert, NUM_EXPERTS)
+        weights = tiles.share(weights, tl.sum(weights, 1)[:, None])
+    tiles.store_rows(weights_ptr, weights * scale, token, is_token, expert, is_expert, NUM_EXPERTS)
 
 
-def laser(policy: Laser, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-    """``Laser.select``; the inputs have been checked, ``stats_SE`` is None."""
-    return _route(scores_TE, context, *policy.rule(scores_TE, context), is_everyone=False)
+def select(policy: Laser | LoadOnly, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+    """The policy's ``select``: find the places of all tokens, go through the chunks, weigh what they chose.
 
-
-def load_only(policy: LoadOnly, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-    """``LoadOnly.select``; the inputs have been checked, ``stats_SE`` is None."""
-    return _route(scores_TE, context, policy.rule(scores_TE, context), None, is_everyone=True)
-
-
-def _route(
-    scores_TE: Tensor, context: RoutingContext, rule: LeastLoaded, random_TE: Tensor | None, *, is_everyone: bool
-) -> Routing:
-    """Find the places of all tokens, go through the chunks, weigh what they chose.
-
-    Args:
-        is_everyone: every expert is in every pool: the rule's thresholds need not be tried.
+    ``stats_SE`` is None.
     """
     num_tokens, num_experts = scores_TE.shape
     device = scores_TE.device
-    routing = empty_routing(scores_TE)
+    routing = tiles.empty_routing(scores_TE)
     if num_tokens == 0:
         return routing
-    scores_TE, bias_E, valid_T = inputs(scores_TE, context)
-    map_TE, weights_TE = outputs(routing)
+    is_everyone = isinstance(policy, LoadOnly)  # every expert is in every pool: no threshold need be tried
+    rule, random_TE = policy.rule(scores_TE, context)
+    scores_TE, bias_E, valid_T = tiles.inputs(scores_TE, context)
+    map_TE, weights_TE = tiles.outputs(routing)
     chunk_size = min(rule.chunk_size, num_tokens)
 
     place_TE = torch.empty(scores_TE.shape, dtype=torch.int16, device=device)
-    shape = layout(num_experts, context)
-    log_width = (shape["GROUPS_P"] * shape["SIZE_P"]).bit_length() - 1
+    layout = tiles.Layout.of(num_experts, context)
     # A sort holds many values at once.
-    block = max(1, rows_of_tile(num_tokens, shape) // 4)
+    block = max(1, layout.rows(num_tokens) // 4)
     grid = (triton.cdiv(num_tokens, block),)
     _places[grid](
-        scores_TE,
-        bias_E,
-        random_TE,
-        valid_T,
-        place_TE,
-        num_tokens,
-        _bits(rule.eps_high),
-        _bits(rule.t_fix),
-        rule.pool_size,
-        EVERYONE=is_everyone,
-        **shape,
-        LOG_WIDTH=log_width,
-        BLOCK=block,
-        num_warps=NUM_WARPS,
-    )
+        scores_TE, bias_E, random_TE, valid_T, place_TE, num_tokens, _bits(rule.eps_high), _bits(rule.t_fix),
+        rule.pool_size, EVERYONE=is_everyone, LOG_WIDTH=layout.width.bit_length() - 1, BLOCK=block, LAYOUT=layout,
+        num_warps=tiles.NUM_WARPS,
+    )  # fmt: skip
 
     # Padding has no place in a chunk: it comes after the last valid token. A lone token and the whole batch need no
     # order, since padding chooses nothing.
     order_T = None
     if valid_T is not None and 1 < chunk_size < num_tokens:
         order_T = valid_T.sort(descending=True, stable=True).indices
-    load_E = on_device(context.load_E, device, torch.float64)
+    load_E = tiles.on_device(context.load_E, device, torch.float64)
     is_parallel = chunk_size == num_tokens or chunk_size >= _PARALLEL_CHUNK
     choose = _choose_by_chunk if is_parallel else _choose_in_one_program
     choose(place_TE, order_T, load_E, map_TE, chunk_size, rule.top_k)
-
     _weights[grid](
-        scores_TE,
-        map_TE,
-        weights_TE,
-        num_tokens,
-        context.scale,
-        NORMALIZE=context.normalize,
-        NUM_EXPERTS=num_experts,
-        WIDTH=triton.next_power_of_2(num_experts),
-        BLOCK=block,
-        num_warps=NUM_WARPS,
-    )
+        scores_TE, map_TE, weights_TE, num_tokens, context.scale, NORMALIZE=context.normalize, NUM_EXPERTS=num_experts,
+        WIDTH=triton.next_power_of_2(num_experts), BLOCK=block, num_warps=tiles.NUM_WARPS,
+    )  # fmt: skip
     return routing
 
 
@@ -358,18 +305,9 @@ def _choose_in_one_program(
         load_E = torch.zeros(num_experts, dtype=torch.float64, device=place_TE.device)
     block = min(max(1, _STEP_TILE // width), triton.next_power_of_2(chunk_size))
     _in_order[(1,)](
-        place_TE,
-        order_T,
-        load_E,
-        map_TE,
-        num_tokens,
-        CHUNK=chunk_size,
-        NUM_EXPERTS=num_experts,
-        TOP_K=top_k,
-        WIDTH=width,
-        BLOCK=block,
-        num_warps=max(1, block * width // _WARP_TILE),
-    )
+        place_TE, order_T, load_E, map_TE, num_tokens, CHUNK=chunk_size, NUM_EXPERTS=num_experts, TOP_K=top_k,
+        WIDTH=width, BLOCK=block, num_warps=max(1, block * width // _WARP_TILE),
+    )  # fmt: skip
 
 
 def _choose_by_chunk(
@@ -387,18 +325,6 @@ def _choose_by_chunk(
     for chunk, first in enumerate(firsts):
         end = min(first + chunk_size, num_tokens)
         _one_chunk[(triton.cdiv(end - first, block),)](
-            place_TE,
-            order_T,
-            seen_CE[chunk],
-            count_CE[chunk],
-            seen_CE[chunk + 1],
-            count_CE[chunk + 1],
-            map_TE,
-            first,
-            end,
-            NUM_EXPERTS=num_experts,
-            TOP_K=top_k,
-            WIDTH=width,
-            BLOCK=block,
-            num_warps=1,
-        )
+            place_TE, order_T, seen_CE[chunk], count_CE[chunk], seen_CE[chunk + 1], count_CE[chunk + 1], map_TE,
+            first, end, NUM_EXPERTS=num_experts, TOP_K=top_k, WIDTH=width, BLOCK=block, num_warps=1,
+        )  # fmt: skip

@@ -37,18 +37,11 @@ class DeviceSteps(Steps):
     """torch on the device; the sequential rule on the host, with a copy there and back."""
 
     def least_loaded(
-        self,
-        scores_TE: Tensor,
-        keys_TE: Tensor,
-        load_E: Tensor,
-        rule: LeastLoaded,
-        *,
-        valid_T: Tensor | None = None,
-        random_TE: Tensor | None = None,
+        self, scores_TE: Tensor, keys_TE: Tensor, load_E: Tensor, rule: LeastLoaded, **rows: Tensor | None
     ) -> Tensor:
         if rule.chunk_size >= _PARALLEL_CHUNK:
-            return super().least_loaded(scores_TE, keys_TE, load_E, rule, valid_T=valid_T, random_TE=random_TE)
-        return _least_loaded_on_host(scores_TE, keys_TE, load_E, rule, valid_T, random_TE).to(scores_TE.device)
+            return super().least_loaded(scores_TE, keys_TE, load_E, rule, **rows)
+        return HostSteps().least_loaded(scores_TE, keys_TE, load_E, rule, **rows).to(scores_TE.device)
 
 
 class HostSteps(Steps):
@@ -121,10 +114,10 @@ class HostSteps(Steps):
             return candidates_TE
         map_TE = torch.zeros(candidates_TE.shape, dtype=torch.bool)
         if capacity > 0:
-            keys = _array(keys_TE)
+            keys, load = _array(keys_TE), _array(load_G)
             least = keys.dtype.type(lowest(keys_TE))
             row_selection.within_capacity(
-                _array(candidates_TE), keys, _array(load_G), capacity, num_shared, least, _array(map_TE)
+                _array(candidates_TE), keys, load, capacity, num_shared, least, _array(map_TE)
             )
         return map_TE
 
@@ -138,32 +131,13 @@ class HostSteps(Steps):
         valid_T: Tensor | None = None,
         random_TE: Tensor | None = None,
     ) -> Tensor:
-        return _least_loaded_on_host(scores_TE, keys_TE, load_E, rule, valid_T, random_TE)
-
-
-def _least_loaded_on_host(
-    scores_TE: Tensor,
-    keys_TE: Tensor,
-    load_E: Tensor,
-    rule: LeastLoaded,
-    valid_T: Tensor | None,
-    random_TE: Tensor | None,
-) -> Tensor:
-    map_TE = torch.zeros(scores_TE.shape, dtype=torch.bool)
-    greedy_load.least_loaded(
-        _array(scores_TE),
-        _array(keys_TE),
-        np.empty(0, np.bool_) if valid_T is None else _array(valid_T),
-        np.empty((0, 0), np.float32) if random_TE is None else _array(random_TE),
-        _array(load_E).copy(),
-        _array(map_TE),
-        rule.top_k,
-        float(rule.eps_high),
-        float(rule.t_fix),
-        rule.pool_size,
-        rule.chunk_size,
-    )
-    return map_TE
+        map_TE = torch.zeros(scores_TE.shape, dtype=torch.bool)
+        valid = np.empty(0, np.bool_) if valid_T is None else _array(valid_T)
+        random = np.empty((0, 0), np.float32) if random_TE is None else _array(random_TE)
+        arrays = _array(scores_TE), _array(keys_TE), valid, random, _array(load_E).copy(), _array(map_TE)
+        shares = float(rule.eps_high), float(rule.t_fix)
+        greedy_load.least_loaded(*arrays, rule.top_k, *shares, rule.pool_size, rule.chunk_size)
+        return map_TE
 
 
 def _in_slices(num_rows: int, kernel: Callable[..., Result], *arguments: object) -> list[Result]:

@@ -24,32 +24,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ep_bench.kernels import tiles_triton as tiles
 from moe_ep_bench.kernels.requests_triton import request_sets
-from moe_ep_bench.kernels.rows_triton import (
-    first_of_list,
-    first_reaching,
-    order_rows,
-    write_routing,
-)
-from moe_ep_bench.kernels.tiles_triton import (
-    NOTHING,
-    NUM_WARPS,
-    empty_routing,
-    experts_of_columns,
-    inputs,
-    layout,
-    load_rows,
-    on_device,
-    outputs,
-    rows_of_tile,
-    tokens_of_block,
-)
+from moe_ep_bench.kernels.rows_triton import first_reaching
+from moe_ep_bench.kernels.tiles_triton import NOTHING
 from moe_ep_bench.policies.contract import Routing, RoutingContext
 from moe_ep_bench.policies.oea import OEA
-from moe_ep_bench.policies.skipping import ExpertDrop, Lynx
+from moe_ep_bench.policies.skipping import ClosingPolicy, ExpertDrop, Lynx
 from moe_ep_bench.policies.xshare import XShare
 
 Rule = dict[str, Any]
+BatchWide = ClosingPolicy | OEA | XShare
 
 # How the open experts follow from the statistics.
 ALL_BUT_LEAST = tl.constexpr(0)  # all but the AMOUNT least wanted
@@ -61,7 +46,7 @@ WITH_ROUNDS = tl.constexpr(5)  # one per rank and round, until AMOUNT experts ar
 WITH_RANKS_FILLED = tl.constexpr(6)  # on each rank, until it has as many as the fullest
 
 # For a tile: statistics are float64 and take twice the registers.
-_WARPS = 2 * NUM_WARPS
+_WARPS = 2 * tiles.NUM_WARPS
 # Of a tile that compares experts with experts: float64, 16 a thread.
 _COMPARED = 4096
 
@@ -82,27 +67,23 @@ def _wanted(order, scores, sets_ptr, token, num_tokens, expert, is_expert, COUNT
             NUM_EXPERTS: tl.constexpr):  # fmt: skip
     """What each token wants, or where there are requests, what each request does: bool [BLOCK, WIDTH]."""
     if sets_ptr is not None:
-        wanted = load_rows(sets_ptr, token, token < num_tokens, expert, is_expert, NUM_EXPERTS) != 0
+        wanted = tiles.load_rows(sets_ptr, token, token < num_tokens, expert, is_expert, NUM_EXPERTS) != 0
     else:
         wanted = first_reaching(order, scores, COUNT, SHARE, NUM_EXPERTS)
     return wanted
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _take_statistics(scores_ptr, bias_ptr, valid_ptr, sets_ptr, parts_ptr, num_tokens,
-                     COUNT: tl.constexpr, SHARE: tl.constexpr, WITH_SUMS: tl.constexpr, BLOCK: tl.constexpr,
-                     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-                     GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr):  # fmt: skip
+def _take_statistics(scores_ptr, bias_ptr, valid_ptr, sets_ptr, parts_ptr, num_tokens, COUNT: tl.constexpr,
+                     SHARE: tl.constexpr, WITH_SUMS: tl.constexpr, BLOCK: tl.constexpr,
+                     LAYOUT: tl.constexpr):  # fmt: skip
     """The statistics of each block of tokens: float64 [blocks, S, E]."""
-    expert, is_expert = experts_of_columns(NUM_EXPERTS, GROUPS, GROUPS_P, SIZE_P)
-    token, is_there = tokens_of_block(tl.program_id(0) * BLOCK, num_tokens, valid_ptr, BLOCK)
-    scores = load_rows(scores_ptr, token, is_there, expert, is_expert, NUM_EXPERTS)
-    order = order_rows(
-        scores, is_there, bias_ptr, expert, is_expert, COUNT, TOP_K, GROUPS, TOP_GROUPS, GROUPS_P, SIZE_P
+    token, expert, is_expert, scores, order = tiles.ordered_block(
+        scores_ptr, bias_ptr, valid_ptr, num_tokens, COUNT, BLOCK, LAYOUT
     )
-    wanted = _wanted(order, scores, sets_ptr, token, num_tokens, expert, is_expert, COUNT, SHARE, NUM_EXPERTS)
-    part_ptr = parts_ptr + tl.program_id(0).to(tl.int64) * NUM_EXPERTS * (2 if WITH_SUMS else 1)
-    _store_statistics(part_ptr, scores, wanted, expert, is_expert, WITH_SUMS, NUM_EXPERTS)
+    wanted = _wanted(order, scores, sets_ptr, token, num_tokens, expert, is_expert, COUNT, SHARE, LAYOUT.num_experts)
+    part_ptr = parts_ptr + tl.program_id(0).to(tl.int64) * LAYOUT.num_experts * (2 if WITH_SUMS else 1)
+    _store_statistics(part_ptr, scores, wanted, expert, is_expert, WITH_SUMS, LAYOUT.num_experts)
 
 
 @triton.jit(do_not_specialize=["num_parts"])
@@ -200,18 +181,16 @@ def _choose_open(scores_ptr, bias_ptr, valid_ptr, sets_ptr, stats_ptr, map_ptr, 
                  RULE: tl.constexpr, AMOUNT: tl.constexpr, MASS: tl.constexpr, PER_RANK: tl.constexpr,
                  DEPTH: tl.constexpr, MOST: tl.constexpr, KEEPS_WANTED: tl.constexpr, DIVIDES_BY_NEAR: tl.constexpr,
                  TAKES_STATISTICS: tl.constexpr, NORMALIZE: tl.constexpr, COMPARED: tl.constexpr,
-                 BLOCK: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr,
-                 TOP_GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr):  # fmt: skip
+                 BLOCK: tl.constexpr, LAYOUT: tl.constexpr):  # fmt: skip
     """Each token's ``MOST`` best open experts within the first ``DEPTH`` of its list.
 
     ``TAKES_STATISTICS``: this is the only program; it writes the statistics before it reads them.
     """
+    NUM_EXPERTS: tl.constexpr = LAYOUT.num_experts
     deepest: tl.constexpr = DEPTH if DEPTH > COUNT else COUNT
-    expert, is_expert = experts_of_columns(NUM_EXPERTS, GROUPS, GROUPS_P, SIZE_P)
-    token, is_there = tokens_of_block(tl.program_id(0) * BLOCK, num_tokens, valid_ptr, BLOCK)
-    scores = load_rows(scores_ptr, token, is_there, expert, is_expert, NUM_EXPERTS)
-    order = order_rows(scores, is_there, bias_ptr, expert, is_expert, deepest, TOP_K, GROUPS, TOP_GROUPS, GROUPS_P,
-                       SIZE_P)  # fmt: skip
+    token, expert, is_expert, scores, order = tiles.ordered_block(
+        scores_ptr, bias_ptr, valid_ptr, num_tokens, deepest, BLOCK, LAYOUT
+    )
     if TAKES_STATISTICS | KEEPS_WANTED:
         wanted = _wanted(order, scores, sets_ptr, token, num_tokens, expert, is_expert, COUNT, SHARE, NUM_EXPERTS)
     if TAKES_STATISTICS:
@@ -221,197 +200,107 @@ def _choose_open(scores_ptr, bias_ptr, valid_ptr, sets_ptr, stats_ptr, map_ptr, 
         is_open = tl.load(stats_ptr + expert, mask=is_expert, other=0.0) > 0
     else:
         is_open = _open_experts(stats_ptr, expert, is_expert, RULE, AMOUNT, MASS, PER_RANK, COMPARED, NUM_EXPERTS,
-                                GROUPS_P * SIZE_P)  # fmt: skip
+                                LAYOUT.width)  # fmt: skip
 
-    near = first_of_list(order, DEPTH, NUM_EXPERTS)
+    near = tiles.first_of_list(order, DEPTH, NUM_EXPERTS)
     chosen = near & is_open[None, :]
     if MOST < DEPTH:
-        chosen = first_of_list(tl.where(chosen, order, NOTHING), MOST, NUM_EXPERTS)
+        chosen = tiles.first_of_list(tl.where(chosen, order, NOTHING), MOST, NUM_EXPERTS)
     if KEEPS_WANTED:
         chosen = chosen | wanted
     divided_by = near if DIVIDES_BY_NEAR else chosen
-    write_routing(map_ptr, weights_ptr, scores, chosen, divided_by, scale, token, token < num_tokens, expert, is_expert,
-                  NORMALIZE, NUM_EXPERTS)  # fmt: skip
+    tiles.write_routing(map_ptr, weights_ptr, scores, chosen, divided_by, scale, token, token < num_tokens, expert,
+                        is_expert, NORMALIZE, NUM_EXPERTS)  # fmt: skip
 
 
 # --- The policies' numbers ---------------------------------------------------------------------------------
 
 
-def _rule(wants: int, num_experts: int, **given: Any) -> Rule:
+def _rule(policy: BatchWide, num_experts: int, context: RoutingContext) -> Rule:
     """A policy's compile-time arguments: what it names, and otherwise what changes nothing."""
+    top_k, local = context.top_k, num_experts // context.num_ranks
     rule: Rule = {
-        "COUNT": wants,
-        "SHARE": 1.0,
-        "WITH_SUMS": False,
-        "RULE": WANTED.value,
-        "AMOUNT": 0,
-        "MASS": 0.0,
-        "PER_RANK": num_experts,
-        "DEPTH": num_experts,
-        "MOST": num_experts,
-        "KEEPS_WANTED": False,
-        "DIVIDES_BY_NEAR": False,
-        **given,
-    }
-    for name in ("COUNT", "AMOUNT", "DEPTH", "MOST"):
-        rule[name] = min(rule[name], num_experts)
-    return rule
-
-
-def _closing_rule(num_experts: int, context: RoutingContext, which: Any, amount: int) -> Rule:
-    return _rule(
-        context.top_k,
-        num_experts,
-        RULE=which.value,
-        AMOUNT=amount,
-        DEPTH=context.top_k,
-        MOST=context.top_k,
-        DIVIDES_BY_NEAR=True,
-    )
-
-
-def _expert_drop_rule(policy: ExpertDrop, num_experts: int, context: RoutingContext) -> Rule:
-    return _closing_rule(num_experts, context, ALL_BUT_LEAST, policy.num_closed(num_experts))
-
-
-def _lynx_rule(policy: Lynx, num_experts: int, context: RoutingContext) -> Rule:
-    return _closing_rule(num_experts, context, ALL_BUT_LEAST_WANTED, policy.num_dropped)
-
-
-def _oea_rule(policy: OEA, num_experts: int, context: RoutingContext) -> Rule:
-    k_max = context.top_k if policy.k_max is None else policy.k_max
-    depth = num_experts if policy.max_rank is None else policy.max_rank
-    filled = {"RULE": WITH_RANKS_FILLED.value, "WITH_SUMS": True, "PER_RANK": num_experts // context.num_ranks}
-    return _rule(
-        policy.k0,
-        num_experts,
-        SHARE=policy.p,
-        DEPTH=depth,
-        MOST=k_max,
+        "COUNT": top_k, "SHARE": 1.0, "WITH_SUMS": False, "RULE": WANTED.value, "AMOUNT": 0, "MASS": 0.0,
+        "PER_RANK": num_experts, "DEPTH": num_experts, "MOST": top_k, "KEEPS_WANTED": False, "DIVIDES_BY_NEAR": False,
+    }  # fmt: skip
+    if isinstance(policy, ClosingPolicy):
+        rule |= {"DEPTH": top_k, "DIVIDES_BY_NEAR": True}
+        if isinstance(policy, ExpertDrop):
+            rule |= {"RULE": ALL_BUT_LEAST.value, "AMOUNT": policy.num_closed(num_experts)}
+        else:
+            assert isinstance(policy, Lynx)
+            rule |= {"RULE": ALL_BUT_LEAST_WANTED.value, "AMOUNT": policy.num_dropped}
+    elif isinstance(policy, OEA):
+        k_max = top_k if policy.k_max is None else policy.k_max
+        rule |= {"COUNT": policy.k0, "SHARE": policy.p, "MOST": k_max}
+        if policy.max_rank is not None:
+            rule["DEPTH"] = policy.max_rank
         # Otherwise the base, which opens the list and is open, is among the first k_max.
-        KEEPS_WANTED=policy.k0 > k_max or policy.max_rank is not None,
-        **(filled if policy.rank_fill else {}),
-    )
-
-
-def _xshare_rule(policy: XShare, num_experts: int, context: RoutingContext) -> Rule:
-    if policy.mass_threshold is not None:
-        grows: Rule = {"RULE": WITH_MASS.value, "MASS": policy.mass_threshold}
-    elif policy.rank_budget is not None:
-        amount = policy.rank_budget * context.num_ranks
-        grows = {"RULE": WITH_ROUNDS.value, "AMOUNT": amount, "PER_RANK": num_experts // context.num_ranks}
-    elif policy.budget:
-        grows = {"RULE": WITH_BUDGET.value, "AMOUNT": policy.budget}
+        rule["KEEPS_WANTED"] = policy.k0 > k_max or policy.max_rank is not None
+        if policy.rank_fill:
+            rule |= {"RULE": WITH_RANKS_FILLED.value, "WITH_SUMS": True, "PER_RANK": local}
     else:
-        grows = {}
-    return _rule(policy.k0, num_experts, WITH_SUMS=True, MOST=context.top_k, **grows)
+        rule |= {"COUNT": policy.k0, "WITH_SUMS": True}
+        if policy.mass_threshold is not None:
+            rule |= {"RULE": WITH_MASS.value, "MASS": policy.mass_threshold}
+        elif policy.rank_budget is not None:
+            amount = policy.rank_budget * context.num_ranks
+            rule |= {"RULE": WITH_ROUNDS.value, "AMOUNT": amount, "PER_RANK": local}
+        elif policy.budget:
+            rule |= {"RULE": WITH_BUDGET.value, "AMOUNT": policy.budget}
+    return rule | {name: min(rule[name], num_experts) for name in ("COUNT", "AMOUNT", "DEPTH", "MOST")}
 
 
 # --- Launches ----------------------------------------------------------------------------------------------
 
 
-def _statistics(rule: Rule, scores_TE: Tensor, context: RoutingContext, sets_TE: Tensor | None) -> Tensor:
-    """float64 [S, E]: by one launch where one program holds all tokens, else by two."""
-    num_tokens, num_experts = scores_TE.shape
-    shape = layout(num_experts, context)
-    block = rows_of_tile(num_tokens, shape)
-    num_parts = max(1, triton.cdiv(num_tokens, block))
-    stats_shape = _statistics_shape(rule, num_experts)
-    parts = torch.empty((num_parts, *stats_shape), dtype=torch.float64, device=scores_TE.device)
+def stats(policy: BatchWide, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+    """The policy's ``stats``, float64 [S, E]: by one launch where one program holds all tokens, else by two."""
+    rule = _rule(policy, scores_TE.shape[1], context)
+    (num_parts,), block = tiles.blocks_of(scores_TE, context)
+    num_parts = max(1, num_parts)
+    parts = _empty_stats(rule, scores_TE, num_parts)
+    sets_TE = request_sets(policy, scores_TE, context) if isinstance(policy, XShare) else None
     _take_statistics[(num_parts,)](
-        *inputs(scores_TE, context),
-        sets_TE,
-        parts,
-        num_tokens,
-        **{name: rule[name] for name in ("COUNT", "SHARE", "WITH_SUMS")},
-        BLOCK=block,
-        num_warps=_WARPS,
-        **shape,
-    )
+        *tiles.inputs(scores_TE, context), sets_TE, parts, len(scores_TE),
+        **{name: rule[name] for name in ("COUNT", "SHARE", "WITH_SUMS")}, num_warps=_WARPS, **block,
+    )  # fmt: skip
     if num_parts == 1:
         return parts[0]
-    stats_SE = torch.empty(stats_shape, dtype=torch.float64, device=scores_TE.device)
+    stats_SE = _empty_stats(rule, scores_TE, 1)[0]
     size, columns = stats_SE.numel(), 16
     _add_parts[(triton.cdiv(size, columns),)](parts, stats_SE, num_parts, size, ROWS=64, COLUMNS=columns)
     return stats_SE
 
 
-def _statistics_shape(rule: Rule, num_experts: int) -> tuple[int, int]:
-    return 2 if rule["WITH_SUMS"] else 1, num_experts
+def _empty_stats(rule: Rule, scores_TE: Tensor, num_parts: int) -> Tensor:
+    shape = num_parts, 2 if rule["WITH_SUMS"] else 1, scores_TE.shape[1]
+    return torch.empty(shape, dtype=torch.float64, device=scores_TE.device)
 
 
-def _routing(
-    rule: Rule, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None, sets_TE: Tensor | None
-) -> Routing:
-    """By one launch where there are statistics or one program holds all tokens."""
+def select(policy: BatchWide, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
+    """The policy's ``select``: by one launch where there are statistics or one program holds all tokens.
+
+    In request scope the requests' sets are one launch more.
+    """
     num_tokens, num_experts = scores_TE.shape
-    routing = empty_routing(scores_TE)
+    routing = tiles.empty_routing(scores_TE)
     if num_tokens == 0:
         return routing
-    shape = layout(num_experts, context)
-    block = rows_of_tile(num_tokens, shape)
-    takes_statistics = stats_SE is None and num_tokens <= block
+    rule = _rule(policy, num_experts, context)
+    grid, block = tiles.blocks_of(scores_TE, context)
+    takes_statistics = stats_SE is None and grid == (1,)
+    sets_TE = None
     if takes_statistics:
-        stats_SE = torch.empty(_statistics_shape(rule, num_experts), dtype=torch.float64, device=scores_TE.device)
+        sets_TE = request_sets(policy, scores_TE, context) if isinstance(policy, XShare) else None
+        stats_SE = _empty_stats(rule, scores_TE, 1)[0]
     elif stats_SE is None:
-        stats_SE = _statistics(rule, scores_TE, context, sets_TE)
-    _choose_open[(triton.cdiv(num_tokens, block),)](
-        *inputs(scores_TE, context),
-        sets_TE,
-        on_device(stats_SE, scores_TE.device, torch.float64),
-        *outputs(routing),
-        num_tokens,
-        context.scale,
-        **rule,
-        TAKES_STATISTICS=takes_statistics,
-        NORMALIZE=context.normalize,
-        COMPARED=max(1, min(_COMPARED // (shape["GROUPS_P"] * shape["SIZE_P"]), triton.next_power_of_2(num_experts))),
-        BLOCK=block,
-        num_warps=_WARPS,
-        **shape,
-    )
+        stats_SE = stats(policy, scores_TE, context)
+    _choose_open[grid](
+        *tiles.inputs(scores_TE, context), sets_TE, tiles.on_device(stats_SE, scores_TE.device, torch.float64),
+        *tiles.outputs(routing), num_tokens, context.scale, **rule,
+        TAKES_STATISTICS=takes_statistics, NORMALIZE=context.normalize,
+        COMPARED=max(1, min(_COMPARED // block["LAYOUT"].width, triton.next_power_of_2(num_experts))),
+        num_warps=_WARPS, **block,
+    )  # fmt: skip
     return routing
-
-
-def expert_drop(
-    policy: ExpertDrop, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None
-) -> Routing:
-    """``ExpertDrop.select``. As in all functions here, inputs were checked, and without statistics its own serve."""
-    return _routing(_expert_drop_rule(policy, scores_TE.shape[1], context), scores_TE, context, stats_SE, None)
-
-
-def expert_drop_stats(policy: ExpertDrop, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-    """``ExpertDrop.stats``: float64 [1, E]."""
-    return _statistics(_expert_drop_rule(policy, scores_TE.shape[1], context), scores_TE, context, None)
-
-
-def lynx(policy: Lynx, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-    """``Lynx.select``."""
-    return _routing(_lynx_rule(policy, scores_TE.shape[1], context), scores_TE, context, stats_SE, None)
-
-
-def lynx_stats(policy: Lynx, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-    """``Lynx.stats``: float64 [1, E]."""
-    return _statistics(_lynx_rule(policy, scores_TE.shape[1], context), scores_TE, context, None)
-
-
-def oea(policy: OEA, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-    """``OEA.select``."""
-    return _routing(_oea_rule(policy, scores_TE.shape[1], context), scores_TE, context, stats_SE, None)
-
-
-def oea_stats(policy: OEA, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-    """``OEA.stats``: float64 [1, E], with ``rank_fill`` [2, E]."""
-    return _statistics(_oea_rule(policy, scores_TE.shape[1], context), scores_TE, context, None)
-
-
-def xshare(policy: XShare, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-    """``XShare.select``; in request scope the requests' sets are one launch more."""
-    sets_TE = request_sets(policy, scores_TE, context) if stats_SE is None else None
-    return _routing(_xshare_rule(policy, scores_TE.shape[1], context), scores_TE, context, stats_SE, sets_TE)
-
-
-def xshare_stats(policy: XShare, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-    """``XShare.stats``: float64 [2, E]."""
-    sets_TE = request_sets(policy, scores_TE, context)
-    return _statistics(_xshare_rule(policy, scores_TE.shape[1], context), scores_TE, context, sets_TE)

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ep_bench.kernels.tiles_triton import on_device
-from moe_ep_bench.policies.capacity import IMAGE, CapacityPolicy, expert_capacity
+from moe_ep_bench.kernels.tiles_triton import Layout, inputs, on_device
+from moe_ep_bench.policies.capacity import IMAGE, CapacityPolicy, ExpandedDrop, expert_capacity
 from moe_ep_bench.policies.contract import RoutingContext
 from moe_ep_bench.policies.field_checks import decimal
 
@@ -32,102 +32,101 @@ NO_PAIR = tl.constexpr(-1)
 
 _FLOAT_BITS = 31  # of a float that is not negative
 
+Room = tuple[int, int, int, int]
+"""A capacity that a kernel can compute, (least, whole, part, per): max(least, whole * T + part * T // per)."""
+
 
 @dataclass(frozen=True, eq=False)
-class Ranking:
-    """By what pairs are ordered, as kernels read it.
+class Job:
+    """What a capacity policy's launches are given, as kernels read it.
 
     Attributes:
-        range_bits, index_bits: widths of the metric and of the pair's number.
-        bits: width of a standing.
-        modality_T: int64, or None where none is favoured.
-        favoured: the modality whose pairs outrank the other's.
-        random_TE: float32, the metric ``random``; None for others.
+        read: scores, bias, padding mask, modality (None where none is favoured) and the metric ``random`` (or None).
+        index_bits, range_bits, bits: widths of a pair's number, of the metric, and of a standing.
         tells_score: the metric is the score, and nothing else.
+        room: T in it counts valid tokens if ``room_of_valid``; else the host knew T, and ``least`` is all of it.
+        first_local: the first expert of the tokens' own rank.
+        num_shared: neighbouring experts that share a capacity.
+        offers: compile-time arguments of what finds pairs: METRIC; FAVOURED, the modality whose pairs outrank the
+            other's; NUM_MORE further experts that a token considers, of NUM_LOCAL on its own rank (0 = anywhere).
+        writes: of what writes: NORMALIZE, and MOST, the experts that a token keeps (None = no limit).
     """
 
-    range_bits: int
+    read: tuple[Tensor | None, ...]
     index_bits: int
+    range_bits: int
     bits: int
-    modality_T: Tensor | None
-    favoured: int
-    random_TE: Tensor | None
     tells_score: bool
+    room: Room
+    room_of_valid: bool
+    first_local: int
+    num_shared: int
+    layout: Layout
+    offers: dict[str, Any]
+    writes: dict[str, Any]
+
+    @classmethod
+    def of(cls, policy: CapacityPolicy, scores_TE: Tensor, context: RoutingContext) -> Job:
+        """The order of ``CapacityPolicy._keys``, drawn from the context's generator where it is random."""
+        (num_tokens, num_experts), device = scores_TE.shape, scores_TE.device
+        num_local = num_experts // context.num_ranks
+        num_shared = num_local if policy.granularity == "device" else 1
+        is_signed = policy.metric == "score" and context.bias_E is not None
+        is_float = policy.metric in ("score", "random")
+        range_bits = _FLOAT_BITS + is_signed if is_float else (num_tokens + 1).bit_length()
+        index_bits = max(1, (scores_TE.numel() - 1).bit_length())
+        favours = policy.modality != "uniform" and context.modality_T is not None
+        num_more, of_local, most = _expansion(policy, context.top_k, num_experts, num_local)
+        room, of_valid = _room(policy, scores_TE.shape, context, num_shared)
+        return cls(
+            read=(
+                *inputs(scores_TE, context),
+                on_device(context.modality_T, device, torch.int64) if favours else None,
+                on_device(policy.draws(scores_TE, context), device, torch.float32),
+            ),
+            index_bits=index_bits,
+            range_bits=range_bits,
+            bits=range_bits + favours + index_bits,
+            tells_score=policy.metric == "score" and not is_signed,
+            room=room,
+            room_of_valid=of_valid,
+            first_local=context.rank * num_local,
+            num_shared=num_shared,
+            layout=Layout.of(num_experts, context),
+            offers={
+                "METRIC": policy.metric,
+                "FAVOURED": IMAGE if policy.modality == "text_first" else 1 - IMAGE,
+                "NUM_MORE": num_more,
+                "NUM_LOCAL": of_local,
+            },
+            writes={"NORMALIZE": context.normalize, "MOST": most},
+        )
 
 
-def ranking(policy: CapacityPolicy, scores_TE: Tensor, context: RoutingContext) -> Ranking:
-    """The order of ``CapacityPolicy._keys``, drawn from the context's generator where it is random."""
-    num_tokens, _ = scores_TE.shape
-    is_signed = policy.metric == "score" and context.bias_E is not None
-    is_float = policy.metric in ("score", "random")
-    range_bits = _FLOAT_BITS + is_signed if is_float else (num_tokens + 1).bit_length()
-    index_bits = max(1, (scores_TE.numel() - 1).bit_length())
-    favours = policy.modality != "uniform" and context.modality_T is not None
-    return Ranking(
-        range_bits=range_bits,
-        index_bits=index_bits,
-        bits=range_bits + favours + index_bits,
-        modality_T=on_device(context.modality_T, scores_TE.device, torch.int64) if favours else None,
-        favoured=IMAGE if policy.modality == "text_first" else 1 - IMAGE,
-        random_TE=on_device(policy.draws(scores_TE, context), scores_TE.device, torch.float32),
-        tells_score=policy.metric == "score" and not is_signed,
-    )
+def _expansion(policy: CapacityPolicy, top_k: int, num_experts: int, num_local: int) -> tuple[int, int, int | None]:
+    """How many further experts a token considers, of how many on its own rank, and how many it keeps at most."""
+    if not isinstance(policy, ExpandedDrop):
+        return 0, 0, None
+    if policy.scope == "global":
+        num_more, num_local = min(policy.num_candidates or 0, num_experts - top_k), 0
+    else:
+        num_more = num_local if policy.num_candidates is None else min(policy.num_candidates, num_local)
+        num_local = num_local if num_more else 0
+    most = policy.max_experts_per_token
+    return num_more, num_local, most if most is not None and most < top_k + num_more else None
 
 
-@dataclass(frozen=True)
-class Room:
-    """A capacity that a kernel can compute: max(least, whole * T + part * T // per).
-
-    T counts valid tokens where ``of_valid``; without it the host knew T, and ``least`` is the whole capacity.
-    """
-
-    least: int
-    whole: int = 0
-    part: int = 0
-    per: int = 1
-    of_valid: bool = False
-
-
-def room_of(policy: CapacityPolicy, shape: torch.Size, context: RoutingContext, num_shared: int) -> Room:
+def _room(policy: CapacityPolicy, shape: torch.Size, context: RoutingContext, num_shared: int) -> tuple[Room, bool]:
     """The capacity of groups of ``num_shared`` experts (``policies.capacity.expert_capacity``), no tokens counted."""
     num_tokens, num_experts = shape
     least = min(num_shared * policy.min_capacity, 2**31 - 1)
     if context.token_mask_T is None or num_tokens == 0:
         of_all = expert_capacity(policy.capacity_factor, num_tokens, context.top_k, num_experts, num_shared)
-        return Room(min(max(least, of_all), 2**31 - 1))
+        return (min(max(least, of_all), 2**31 - 1), 0, 0, 1), False
     of_token = decimal(policy.capacity_factor) * num_shared * context.top_k / num_experts
     # More room than there are pairs is room for all.
     of_token = largest_below(min(of_token, Fraction(num_experts)), num_tokens)
-    whole, part = divmod(of_token.numerator, of_token.denominator)
-    return Room(least, whole, part, of_token.denominator, of_valid=True)
-
-
-@dataclass(frozen=True, eq=False)
-class Job:
-    """What a capacity policy's launches are given.
-
-    Attributes:
-        scores_TE: float32, contiguous.
-        bias_E: float32, or None.
-        valid_T: bytes, 0 = padding; or None.
-        first_local: the first expert of the tokens' own rank.
-        num_shared: neighbouring experts that share a capacity.
-        constants: compile-time arguments: METRIC, NORMALIZE, MOST (experts that a token keeps at most, or None), and
-            those of ``tiles_triton.layout``.
-        expansion: NUM_MORE further experts that a token considers, of NUM_LOCAL on its own rank (0 = anywhere), and
-            LOCAL_P, the power of two that holds these.
-    """
-
-    scores_TE: Tensor
-    bias_E: Tensor | None
-    valid_T: Tensor | None
-    ranking: Ranking
-    room: Room
-    first_local: int
-    scale: float
-    num_shared: int
-    constants: dict[str, Any]
-    expansion: dict[str, int]
+    return (least, *divmod(of_token.numerator, of_token.denominator), of_token.denominator), True
 
 
 def largest_below(number: Fraction, most: int) -> Fraction:
@@ -158,7 +157,7 @@ def favour(modality_ptr, token, is_token, range_bits, FAVOURED: tl.constexpr):
 
 @triton.jit
 def capacity_of(num_valid, least, whole, part, per):
-    """A Room's capacity for so many valid tokens: int64."""
+    """A ``Room``'s capacity for so many valid tokens: int64."""
     count = num_valid.to(tl.int64)
     return tl.maximum(least.to(tl.int64), whole * count + part * count // per)
 

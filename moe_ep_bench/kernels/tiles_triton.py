@@ -7,11 +7,14 @@ Experts are ordered by integers, not by floats: ``preference_order`` packs the b
 number into one int64, so that no two experts of a token are equal, the lower one comes first where preferences
 are, and the best of a row is one maximum.
 
+Kernels elsewhere import constants by name: Triton compiles anew where a name changes, but not where an attribute does.
+
 Shapes: T = tokens, E = experts, K = top_k.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,23 +41,43 @@ LAST_EXPERT = tl.constexpr(MOST_EXPERTS - 1)
 _FIRST_CLASS = tl.constexpr(2**44)  # above any preference
 
 
-def layout(num_experts: int, context: RoutingContext) -> dict[str, int]:
-    """The compile-time arguments by which a kernel lays experts into columns and finds the model's top-k."""
-    num_groups = context.num_groups or 1
-    return {
-        "NUM_EXPERTS": num_experts,
-        "TOP_K": context.top_k,
-        "GROUPS": num_groups,
-        "TOP_GROUPS": context.top_groups or 1,
-        "GROUPS_P": triton.next_power_of_2(num_groups),
-        "SIZE_P": triton.next_power_of_2(num_experts // num_groups),
-    }
+@dataclass(frozen=True)
+class Layout:
+    """How a kernel lays experts into columns and finds the model's top-k: a compile-time argument.
+
+    Attributes:
+        groups: of experts; a model without groups has one.
+        groups_p, size_p: powers of two that hold the groups, and a group's experts.
+    """
+
+    num_experts: int
+    top_k: int
+    groups: int
+    top_groups: int
+    groups_p: int
+    size_p: int
+
+    @classmethod
+    def of(cls, num_experts: int, context: RoutingContext) -> Layout:
+        groups = context.num_groups or 1
+        padded = triton.next_power_of_2(groups), triton.next_power_of_2(num_experts // groups)
+        return cls(num_experts, context.top_k, groups, context.top_groups or 1, *padded)
+
+    @property
+    def width(self) -> int:
+        return self.groups_p * self.size_p
+
+    def rows(self, num_tokens: int) -> int:
+        """Tokens that a program takes: as many as a tile holds, and no more than there are."""
+        return max(1, min(_MOST_ROWS, _TILE // self.width, triton.next_power_of_2(num_tokens)))
 
 
-def rows_of_tile(num_tokens: int, shape: dict[str, int]) -> int:
-    """Tokens that a program takes: as many as a tile holds, and no more than there are."""
-    most = min(_MOST_ROWS, _TILE // (shape["GROUPS_P"] * shape["SIZE_P"]))
-    return max(1, min(most, triton.next_power_of_2(num_tokens)))
+def blocks_of(scores_TE: Tensor, context: RoutingContext) -> tuple[tuple[int], dict[str, Any]]:
+    """The grid of a launch with a program for each block of tokens, and its BLOCK and LAYOUT."""
+    num_tokens, num_experts = scores_TE.shape
+    layout = Layout.of(num_experts, context)
+    block = layout.rows(num_tokens)
+    return (triton.cdiv(num_tokens, block),), {"BLOCK": block, "LAYOUT": layout}
 
 
 def lanes_of_row(num_rows: int, num_warps: int = NUM_WARPS) -> int:
@@ -107,18 +130,18 @@ def tokens_of_block(first, num_tokens, valid_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def expert_of_column(column, NUM_EXPERTS: tl.constexpr, GROUPS: tl.constexpr, SIZE_P: tl.constexpr):
+def expert_of_column(column, LAYOUT: tl.constexpr):
     """The expert of each of these columns, and which of them have one."""
-    inner = column % SIZE_P
-    group = column // SIZE_P
-    size = NUM_EXPERTS // GROUPS
-    return group * size + inner, (inner < size) & (group < GROUPS)
+    inner = column % LAYOUT.size_p
+    group = column // LAYOUT.size_p
+    size = LAYOUT.num_experts // LAYOUT.groups
+    return group * size + inner, (inner < size) & (group < LAYOUT.groups)
 
 
 @triton.jit
-def experts_of_columns(NUM_EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr):
+def experts_of_columns(LAYOUT: tl.constexpr):
     """The expert of every column, int32 [WIDTH], and which columns have one."""
-    return expert_of_column(tl.arange(0, GROUPS_P * SIZE_P), NUM_EXPERTS, GROUPS, SIZE_P)
+    return expert_of_column(tl.arange(0, LAYOUT.width), LAYOUT)
 
 
 @triton.jit
@@ -129,25 +152,24 @@ def load_rows(values_ptr, token, is_there, expert, is_expert, NUM_EXPERTS: tl.co
 
 
 @triton.jit
-def load_whole_rows(values_ptr, token, is_there, NUM_EXPERTS: tl.constexpr, GROUPS: tl.constexpr,
-                    GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+def load_whole_rows(values_ptr, token, is_there, LANES: tl.constexpr, LAYOUT: tl.constexpr):
     """``load_rows`` of all experts, each row on ``LANES`` threads of a warp, so that rounds over rows hardly shuffle.
 
     Triton spreads a tile over threads by how its addresses lie: four neighbouring columns to a thread, then threads
     along the dimensions from the last to the first. What comes first here, runs of columns, stays within a thread.
     """
     block: tl.constexpr = token.shape[0]
-    width: tl.constexpr = GROUPS_P * SIZE_P
+    width: tl.constexpr = LAYOUT.width
     near: tl.constexpr = min(4, width)
     lanes: tl.constexpr = min(LANES, width // near)
     runs: tl.constexpr = width // (near * lanes)
     run = tl.arange(0, runs)[:, None, None, None]
     lane = tl.arange(0, lanes)[None, None, :, None]
     column = (run * lanes + lane) * near + tl.arange(0, near)[None, None, None, :]
-    expert, is_expert = expert_of_column(column, NUM_EXPERTS, GROUPS, SIZE_P)
+    expert, is_expert = expert_of_column(column, LAYOUT)
     row = token[None, :, None, None]
     is_there = is_there[None, :, None, None]
-    values = tl.load(values_ptr + row * NUM_EXPERTS + expert, mask=is_there & is_expert, other=0.0)
+    values = tl.load(values_ptr + row * LAYOUT.num_experts + expert, mask=is_there & is_expert, other=0.0)
     return tl.reshape(tl.permute(values, (1, 0, 2, 3)), [block, width])
 
 
@@ -222,41 +244,91 @@ def best_per_row(order, count):
 
 
 @triton.jit
-def inside_top_groups(
-    order, values, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS_P: tl.constexpr,
-    SIZE_P: tl.constexpr,
-):  # fmt: skip
+def inside_top_groups(order, values, LAYOUT: tl.constexpr):
     """The order of the experts in a token's best groups, NOTHING for others (``selection.top_k_map``).
 
-    A group is worth the sum of its best ``TOP_K // TOP_GROUPS`` preferences, the largest added first.
+    A group is worth the sum of its best ``top_k // top_groups`` preferences, the largest added first.
     """
-    if GROUPS == 1:
+    if LAYOUT.groups == 1:
         return order
     block: tl.constexpr = order.shape[0]
-    left = tl.reshape(order, [block, GROUPS_P, SIZE_P])
-    grouped = tl.reshape(values, [block, GROUPS_P, SIZE_P])
-    worth = tl.zeros([block, GROUPS_P], tl.float32)
-    for _ in range(TOP_K // TOP_GROUPS):
+    groups_p: tl.constexpr = LAYOUT.groups_p
+    left = tl.reshape(order, [block, groups_p, LAYOUT.size_p])
+    grouped = tl.reshape(values, [block, groups_p, LAYOUT.size_p])
+    worth = tl.zeros([block, groups_p], tl.float32)
+    for _ in range(LAYOUT.top_k // LAYOUT.top_groups):
         is_best = (left == tl.max(left, 2)[:, :, None]) & (left != NOTHING)
         worth += tl.sum(tl.where(is_best, grouped, 0.0), 2)
         left = tl.where(is_best, NOTHING, left)
-    group = tl.arange(0, GROUPS_P)
-    top = best_per_row(preference_order(worth, group, group < GROUPS), TOP_GROUPS)
-    inside = tl.broadcast_to(top[:, :, None], [block, GROUPS_P, SIZE_P])
-    return tl.where(tl.reshape(inside, [block, GROUPS_P * SIZE_P]), order, NOTHING)
+    group = tl.arange(0, groups_p)
+    top = best_per_row(preference_order(worth, group, group < LAYOUT.groups), LAYOUT.top_groups)
+    inside = tl.broadcast_to(top[:, :, None], [block, groups_p, LAYOUT.size_p])
+    return tl.where(tl.reshape(inside, [block, LAYOUT.width]), order, NOTHING)
 
 
 @triton.jit
-def list_order(order, values, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-               GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr):  # fmt: skip
+def keys_and_those_in_top_groups(values, expert, is_expert, LAYOUT: tl.constexpr):
+    """Each expert's ``order_key``, and the same of the experts in a token's best groups alone; NO_KEY for others."""
+    keys = tl.where(is_expert[None, :], order_key(values), NO_KEY)
+    inside = keys
+    if LAYOUT.groups > 1:
+        order = inside_top_groups(preference_order(values, expert, is_expert), values, LAYOUT)
+        inside = tl.where(order != NOTHING, keys, NO_KEY)
+    return keys, inside
+
+
+@triton.jit
+def list_order(order, values, LAYOUT: tl.constexpr):
     """The order of a token's preference list (``selection.list_keys``): where there are groups, top-k first."""
-    if GROUPS == 1:
+    if LAYOUT.groups == 1:
         return order
-    inside = inside_top_groups(order, values, TOP_K, GROUPS, TOP_GROUPS, GROUPS_P, SIZE_P)
-    return tl.where(best_per_row(inside, TOP_K), order + _FIRST_CLASS, order)
+    inside = inside_top_groups(order, values, LAYOUT)
+    return tl.where(best_per_row(inside, LAYOUT.top_k), order + _FIRST_CLASS, order)
+
+
+@triton.jit
+def ordered_block(scores_ptr, bias_ptr, valid_ptr, num_tokens, DEEPEST: tl.constexpr, BLOCK: tl.constexpr,
+                  LAYOUT: tl.constexpr):  # fmt: skip
+    """A program's tokens, the experts of its columns, which columns have one, scores, and order.
+
+    The order is that of every token's preference list, read no deeper than ``DEEPEST``; NOTHING in rows of padding.
+    """
+    expert, is_expert = experts_of_columns(LAYOUT)
+    token, is_there = tokens_of_block(tl.program_id(0) * BLOCK, num_tokens, valid_ptr, BLOCK)
+    scores = load_rows(scores_ptr, token, is_there, expert, is_expert, LAYOUT.num_experts)
+    order = order_rows(scores, is_there, bias_ptr, expert, is_expert, DEEPEST, LAYOUT)
+    return token, expert, is_expert, scores, order
+
+
+@triton.jit
+def order_rows(scores, is_there, bias_ptr, expert, is_expert, DEEPEST: tl.constexpr, LAYOUT: tl.constexpr):
+    """The order of ``ordered_block``."""
+    values = preference(scores, bias_ptr, expert, is_expert)
+    order = preference_order(values, expert, is_expert)
+    # The list opens with the top-k: what stands behind them may not be asked for.
+    only_top_k: tl.constexpr = LAYOUT.top_k >= DEEPEST
+    order = inside_top_groups(order, values, LAYOUT) if only_top_k else list_order(order, values, LAYOUT)
+    return tl.where(is_there[:, None], order, NOTHING)
+
+
+@triton.jit
+def first_of_list(order, COUNT: tl.constexpr, NUM_EXPERTS: tl.constexpr):
+    """Mark each row's ``COUNT`` first: bool [BLOCK, WIDTH]."""
+    return order != NOTHING if COUNT >= NUM_EXPERTS else best_per_row(order, COUNT)
 
 
 @triton.jit
 def share(score, total):
     """score / total in float32, rounded as torch rounds it; of nothing it is 0."""
     return tl.where(total > 0, tl.div_rn(score, tl.where(total > 0, total, 1.0)), 0.0)
+
+
+@triton.jit
+def write_routing(map_ptr, weights_ptr, scores, chosen, divided_by, scale, token, is_token, expert, is_expert,
+                  NORMALIZE: tl.constexpr, NUM_EXPERTS: tl.constexpr):  # fmt: skip
+    """Write a tile's map and weights; ``divided_by`` marks the pairs whose scores sum to 1 (``selection.weighted``)."""
+    weights = tl.where(chosen, scores, 0.0)
+    if NORMALIZE:
+        weights = share(weights, tl.sum(tl.where(divided_by, scores, 0.0), 1)[:, None])
+    store_rows(map_ptr, chosen.to(tl.uint8), token, is_token, expert, is_expert, NUM_EXPERTS)
+    store_rows(weights_ptr, weights * scale, token, is_token, expert, is_expert, NUM_EXPERTS)

@@ -79,9 +79,6 @@ class BudgetDrop(SteppedPolicy):
     def num_bins(self) -> int:
         return NUM_OCTAVES * self.bins_per_octave
 
-    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
-        return context.top_k
-
     def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         top_k_TE = top_k_map(scores_TE, context, self.steps)
         return self.steps.histogram(scores_TE, top_k_TE, self.num_bins, self.bins_per_octave, _SCORE_UNIT)

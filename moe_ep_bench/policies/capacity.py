@@ -158,9 +158,6 @@ class TokenDrop(CapacityPolicy):
     look: ClassVar[tuple[str, str]] = ("#D55E00", "s")
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
 
-    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
-        return context.top_k
-
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         top_k_TE = top_k_map(scores_TE, context, self.steps)
         map_TE = self.within_capacity(top_k_TE, scores_TE, context)

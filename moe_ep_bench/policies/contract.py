@@ -209,6 +209,10 @@ class SteppedPolicy(Policy):
 
     steps: ClassVar[Steps] = TORCH
 
+    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
+        """As many as the model's own routing, unless a policy says otherwise."""
+        return context.top_k
+
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         raise NotImplementedError
 

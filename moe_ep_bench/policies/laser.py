@@ -66,25 +66,20 @@ class LoadAwarePolicy(SteppedPolicy):
         if self.load_scope == "all" and not self.carry_loads:
             raise UserError("load_scope: all is of carried loads; expected carry_loads true, got false")
 
-    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
-        return context.top_k
+    def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, Tensor | None]:
+        """What decides in this layer, and what a pool too large is trimmed by: float32 [T, E] drawn anew, or None."""
+        raise NotImplementedError
 
-    def route_by_load(
-        self, scores_TE: Tensor, context: RoutingContext, rule: LeastLoaded, random_TE: Tensor | None
-    ) -> Routing:
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         """Start from the loads of earlier batches and go through this rank's valid tokens."""
+        rule, random_TE = self.rule(scores_TE, context)
         if context.load_E is None:
             load_E = scores_TE.new_zeros(scores_TE.shape[1], dtype=torch.float64)
         else:
             load_E = context.load_E.to(scores_TE.device, torch.float64)
-        map_TE = self.steps.least_loaded(
-            scores_TE,
-            list_keys(scores_TE, context, self.steps),
-            load_E,
-            rule,
-            valid_T=context.token_mask_T,
-            random_TE=random_TE,
-        )
+        keys_TE = list_keys(scores_TE, context, self.steps)
+        rows = {"valid_T": context.token_mask_T, "random_TE": random_TE}
+        map_TE = self.steps.least_loaded(scores_TE, keys_TE, load_E, rule, **rows)
         return weighted(scores_TE, map_TE, map_TE, context, self.steps)
 
 
@@ -167,16 +162,11 @@ class Laser(LoadAwarePolicy):
         return context.drawn(like_TE) if self.at(context.layer_fraction).trim == "random" else None
 
     def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, Tensor | None]:
-        """What decides in this layer, and what a pool too large is trimmed by: float32 [T, E] drawn anew, or None."""
         here, random_TE = self.at(context.layer_fraction), self.draws(scores_TE, context)
         rule = LeastLoaded(
             top_k=context.top_k, eps_high=here.eps_high, t_fix=here.t_fix, pool_size=here.c, chunk_size=here.chunk_size
         )
         return rule, random_TE
-
-    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-        rule, random_TE = self.rule(scores_TE, context)
-        return self.route_by_load(scores_TE, context, rule, random_TE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,15 +186,10 @@ class LoadOnly(LoadAwarePolicy):
         super().__post_init__()
         require_count("chunk_size", self.chunk_size, minimum=1)
 
-    def rule(self, scores_TE: Tensor, context: RoutingContext) -> LeastLoaded:
+    def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, None]:
         """Everyone's pool is all experts."""
-        return LeastLoaded(
-            top_k=context.top_k,
-            eps_high=math.inf,
-            t_fix=0.0,
-            pool_size=scores_TE.shape[1],
-            chunk_size=self.chunk_size,
+        num_experts = scores_TE.shape[1]
+        rule = LeastLoaded(
+            top_k=context.top_k, eps_high=math.inf, t_fix=0.0, pool_size=num_experts, chunk_size=self.chunk_size
         )
-
-    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-        return self.route_by_load(scores_TE, context, self.rule(scores_TE, context), None)
+        return rule, None

@@ -9,10 +9,9 @@ Shapes: T = tokens, E = experts, K = top_k, R = ranks, S = rows of batch statist
 from __future__ import annotations
 
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext, check_routing
@@ -23,27 +22,20 @@ class LawBroken(Exception):  # noqa: N818 - a finding, no error of ours
     """What was expected of a routing, in one line."""
 
 
-class Router(Protocol):
-    """What routes by a policy: the policy itself, or a compiled form of it."""
-
-    def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing: ...
-
-    def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None: ...
-
-
 @dataclass(frozen=True, eq=False)
 class Trial:
     """Scores to route, and what the policy may know besides.
 
     Attributes:
         scores_TE: float32 [T, E].
+        router: what routes: the policy itself, or a compiled form of it.
         arguments: of ``RoutingContext``, but ``seed`` in place of its generator: every routing draws the same numbers.
     """
 
     policy: Policy
     scores_TE: Tensor
     arguments: Mapping[str, Any]
-    router: Router
+    router: Any
 
     def context(self, rows_T: Tensor | None = None, **changes: Any) -> RoutingContext:
         """The context of all tokens, or of those in ``rows_T``."""
@@ -207,27 +199,14 @@ def trials(policy: Policy, count: int = 56) -> Iterator[Trial]:
         yield Trial(policy, scores_TE, arguments, policy)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """How often a law was tried, and the first trial that broke it."""
+def check_text(policy: Policy) -> tuple[str, bool]:
+    """Hold a policy to all laws: what ``check-policy`` prints, and whether all were kept.
 
-    law: str
-    tried: int
-    broken: str | None
-
-    @property
-    def word(self) -> str:
-        return "BROKEN" if self.broken else "kept" if self.tried else "not tried"
-
-
-def check_policy(policy: Policy) -> tuple[list[Verdict], int, list[str]]:
-    """Hold a policy to all laws.
-
-    Returns:
-        The verdicts, the number of trials, and why trials were refused by the policy's own checks.
+    Raises:
+        ValueError: the policy's own checks refuse every trial.
     """
-    broken: dict[Law, str] = {}
-    tries: Counter[Law] = Counter()
+    broken: dict[Law, str] = {}  # by the first trial
+    held: set[Law] = set()
     tried, refused = 0, []
     for trial in trials(policy):
         try:
@@ -238,7 +217,7 @@ def check_policy(policy: Policy) -> tuple[list[Verdict], int, list[str]]:
         tried += 1
         routing = None
         for law in LAWS:
-            tries[law] += 1
+            held.add(law)
             try:
                 routing = trial.route() if routing is None else routing
                 law(trial, routing)
@@ -250,16 +229,10 @@ def check_policy(policy: Policy) -> tuple[list[Verdict], int, list[str]]:
                 broken.setdefault(law, f"{trial.title}: {told} ({at.filename.rpartition('/')[2]}, line {at.lineno})")
             if law is law_types and law in broken:
                 break  # The others compare what has no such shape.
-    return [Verdict(law.__doc__ or "", tries[law], broken.get(law)) for law in LAWS], tried, refused
-
-
-def check_text(policy: Policy) -> tuple[str, bool]:
-    """What ``check-policy`` prints, and whether all laws were kept."""
-    verdicts, tried, refused = check_policy(policy)
     if not tried:
         raise UserError(f"{policy.label}: refuses all trials: {refused[0]}")
-    kept = all(one.word == "kept" for one in verdicts)
     lines = [f"{policy.label}: {tried} trials" + (f", {len(refused)} refused ({refused[0]})" if refused else "")]
-    for one in verdicts:
-        lines += [f"  {one.word}: {one.law}", *([f"    {one.broken}"] if one.broken else [])]
-    return "\n".join(lines), kept
+    for law in LAWS:
+        lines.append(f"  {'BROKEN' if law in broken else 'kept' if law in held else 'not tried'}: {law.__doc__}")
+        lines += [f"    {broken[law]}"] if law in broken else []
+    return "\n".join(lines), not broken and held == set(LAWS)

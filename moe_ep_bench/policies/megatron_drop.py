@@ -44,6 +44,9 @@ class MegatronDrop(SteppedPolicy):
         require_choice("drop_policy", self.drop_policy, DropPolicy)
         require_flag("pad_to_capacity", self.pad_to_capacity)
 
+    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
+        return num_experts  # with padding
+
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         top_k_TE = top_k_map(scores_TE, context, self.steps)
         num_tokens, num_experts = num_valid_tokens(scores_TE, context), scores_TE.shape[1]

@@ -29,9 +29,6 @@ from moe_ep_bench.policies.steps import Steps
 class ClosingPolicy(SteppedPolicy):
     """What ``expert_drop`` and ``lynx`` share: experts are closed by their load in the batch."""
 
-    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
-        return context.top_k
-
     def closed(self, load_E: Tensor) -> Tensor:
         """Which experts nobody may use: bool [E], from the batch's top-k pairs per expert (float64)."""
         raise NotImplementedError
@@ -116,9 +113,6 @@ class DynamicSkip(SteppedPolicy):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "beta", real("beta", self.beta, maximum=1))
-
-    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
-        return context.top_k
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         top_k_TE = top_k_map(scores_TE, context, self.steps)

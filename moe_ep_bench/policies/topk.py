@@ -17,9 +17,6 @@ class TopK(SteppedPolicy):
     name: ClassVar[str] = "topk"
     look: ClassVar[tuple[str, str]] = ("#0072B2", "o")
 
-    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
-        return context.top_k
-
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         map_TE = top_k_map(scores_TE, context, self.steps)
         return weighted(scores_TE, map_TE, map_TE, context, self.steps)

@@ -102,9 +102,6 @@ class XShare(SteppedPolicy):
         if self.scope == "request" and context.request_id_T is None:
             raise UserError("request_id_T: scope=request needs the tokens' requests, got None")
 
-    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
-        return context.top_k
-
     def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         wanted_TE = self.steps.best_per_row(list_keys(scores_TE, context, self.steps), self.k0)
         wanted_TE = without_padding(wanted_TE, context)

@@ -1,0 +1,473 @@
+"""Policies on hand-made cases, and laws of some of them; ``test_policies`` holds all to their oracles."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import capacity_groups
+from policy_cases import (
+    GRANULARITIES,
+    METRICS,
+    MODALITIES,
+    Arguments,
+    Spec,
+    assert_same,
+    cases,
+    distinct_scores,
+    few_examples,
+    random_scores,
+    route,
+    selected,
+)
+from torch import Tensor
+
+from moe_ep_bench.policies import Routing
+
+TOKEN_DROP: Spec = {"name": "token_drop", "capacity_factor": 1}
+LASER: Spec = {"name": "laser", "eps_high": 1, "t_fix": 0.5, "c": 4}
+
+
+def chosen(spec: Spec, rows: Any, top_k: int, arguments: Arguments | None = None) -> list[list[int]]:
+    """Every token's experts."""
+    scores_TE = rows if isinstance(rows, Tensor) else torch.tensor(rows)
+    return selected(route(spec, scores_TE, {"top_k": top_k, **(arguments or {})}))
+
+
+# --- topk ------------------------------------------------------------------------------------------
+
+
+def test_topk_ties_go_to_the_lower_expert_and_the_bias_selects_but_does_not_weigh() -> None:
+    assert chosen({"name": "topk"}, [[0.5, 0.25, 0.5, 0.5]], 2) == [[0, 2]]
+    assert chosen({"name": "topk"}, [[0.0, 0.0, 0.0, 0.0]], 3) == [[0, 1, 2]]
+    biased = {"top_k": 2, "bias_E": torch.tensor([-1.0, 0.0, 0.0, 0.0])}
+    routing = route({"name": "topk"}, torch.tensor([[0.5, 0.3, 0.2, 0.0]]), biased)
+    assert routing.map_TE.tolist() == [[False, True, True, False]]
+    torch.testing.assert_close(routing.weights_TE, torch.tensor([[0.0, 0.3, 0.2, 0.0]]))
+
+
+@few_examples
+@given(case=cases(most_experts=64))
+def test_what_cuts_nothing_is_top_k(case: tuple[Tensor, Arguments]) -> None:
+    scores_TE, arguments = case
+    top_k = route({"name": "topk"}, scores_TE, arguments)
+    for spec in (
+        *({**TOKEN_DROP, "capacity_factor": 1e6, "metric": metric} for metric in METRICS),
+        {**TOKEN_DROP, "capacity_factor": 1e6, "granularity": "device"},
+        {"name": "pruned", "k0": arguments["top_k"]},
+        {"name": "oea", "k0": arguments["top_k"]},
+        {"name": "dynamic_skip", "beta": 0},
+        {"name": "lynx", "num_dropped": 0},
+        {"name": "expert_drop", "count": 0},
+        {"name": "megatron_drop", "capacity_factor": 1e6},
+        {"name": "laser", "eps_high": 0, "t_fix": 0, "c": scores_TE.shape[1]},
+        {"name": "xshare", "k0": arguments["top_k"], "budget": 0},
+        {"name": "xshare", "k0": 0, "budget": scores_TE.shape[1]},
+    ):
+        assert_same(route(spec, scores_TE, arguments), top_k)
+
+
+# --- token_drop ------------------------------------------------------------------------------------
+
+EQUAL = torch.full([10, 8], 0.125)  # all tokens want experts 0 and 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_tokens", "load_E"),
+    [
+        ({"capacity_factor": 0, "min_capacity": 2}, 10, [2, 2]),
+        ({"capacity_factor": 0, "min_capacity": 2, "granularity": "device"}, 10, [4, 4]),  # 4 experts share 4 * 2
+        ({"capacity_factor": 0.7}, 360, [63, 63]),  # 0.7 * 360 * 2 / 8, in doubles 62.99999999999999
+        ({"capacity_factor": 0.7, "granularity": "device"}, 360, [126, 126]),  # 4 * 63, shared by the first 126 tokens
+        ({"capacity_factor": 0.15, "granularity": "device"}, 24, [2, 1]),  # 3.6 places: a token's pairs are split
+    ],
+)
+def test_capacity_is_the_floor_of_the_exact_decimal_product(fields: Spec, num_tokens: int, load_E: list[int]) -> None:
+    routing = route({**TOKEN_DROP, **fields}, EQUAL[:1].expand(num_tokens, 8), {"top_k": 2, "num_ranks": 2})
+    assert routing.map_TE.sum(dim=0).tolist() == [*load_E, 0, 0, 0, 0, 0, 0]
+    # Ties go to the lower token, then to the lower expert.
+    assert all(routing.map_TE[:load, expert].all() for expert, load in enumerate(load_E))
+
+
+def test_random_keeps_different_tokens_for_different_seeds_and_the_same_for_the_same() -> None:
+    spec = {**TOKEN_DROP, "metric": "random"}
+    kept = [chosen(spec, torch.full([64, 4], 0.25), 1, {"seed": seed}) for seed in (1, 1, 2)]
+    assert kept[0] == kept[1] != kept[2]
+    assert kept[0].count([0]) == 16
+
+
+@few_examples
+@given(
+    case=cases(most_experts=64),
+    metric=st.sampled_from(METRICS),
+    granularity=st.sampled_from(GRANULARITIES),
+    modality=st.sampled_from(["image_first", "text_first"]),
+)
+def test_capacity_is_monotonous_and_a_modality_is_dropped_to_its_last_pair_first(
+    case: tuple[Tensor, Arguments], metric: str, granularity: str, modality: str
+) -> None:
+    scores_TE, arguments = case
+    rule = {**TOKEN_DROP, "metric": metric, "granularity": granularity}
+    kept = [route({**rule, "capacity_factor": gamma}, scores_TE, arguments).map_TE for gamma in (0.2, 0.5, 1, 2)]
+    assert not any((less & ~more).any() for less, more in itertools.pairwise(kept))
+
+    kept_TE = route({**rule, "capacity_factor": 0.5, "modality": modality}, scores_TE, arguments).map_TE
+    dropped_TE = route({"name": "topk"}, scores_TE, arguments).map_TE & ~kept_TE
+    is_first_T = arguments["modality_T"] == (modality == "image_first")
+    for group in capacity_groups(granularity, scores_TE.shape[1], arguments["num_ranks"]):
+        assert not (kept_TE[is_first_T][:, group].any() and dropped_TE[~is_first_T][:, group].any())
+
+    for scope in ("local", "global"):
+        expanded = {**rule, "name": "expanded_drop", "num_candidates": 0, "scope": scope}
+        assert_same(route(expanded, scores_TE, arguments), route(rule, scores_TE, arguments))
+
+
+@pytest.mark.parametrize("name", ["token_drop", "expanded_drop"])
+@few_examples
+@given(
+    num_tokens=st.integers(0, 50),
+    seed=st.integers(0, 2**16),
+    granularity=st.sampled_from(GRANULARITIES),
+    modality=st.sampled_from(MODALITIES),
+)
+def test_score_is_invariant_to_token_order(
+    name: str, num_tokens: int, seed: int, granularity: str, modality: str
+) -> None:
+    scores_TE = distinct_scores(num_tokens, 16, seed)
+    generator = torch.Generator().manual_seed(seed)
+    arguments = {
+        "top_k": 4,
+        "num_ranks": 4,
+        "rank": 1,
+        "normalize": True,
+        "modality_T": torch.randint(0, 2, [num_tokens], generator=generator),
+        "token_mask_T": torch.rand([num_tokens], generator=generator) < 0.8,
+    }
+    spec = {"name": name, "capacity_factor": 0.7, "granularity": granularity, "modality": modality}
+    routing = route(spec, scores_TE, arguments)
+    order = torch.randperm(num_tokens, generator=generator)
+    permuted = {**arguments, **{key: arguments[key][order] for key in ("modality_T", "token_mask_T")}}
+    shuffled = route(spec, scores_TE[order], permuted)
+    assert_same(shuffled, Routing(map_TE=routing.map_TE[order], weights_TE=routing.weights_TE[order]))
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("name", ["token_drop", "expanded_drop"])
+def test_capacities_of_all_source_ranks_bound_the_global_load(name: str, granularity: str) -> None:
+    """arXiv 2503.05066, Eq. 5: max load <= gamma * mean load, with no word between the ranks."""
+    num_experts, num_ranks, top_k = 16, 4, 3
+    tokens_R = [37, 0, 101, 5]  # ranks may hold uneven numbers of tokens
+    mean_load = Fraction(sum(tokens_R) * top_k, num_experts)
+    size = num_experts // num_ranks if granularity == "device" else 1
+    for gamma in (0.3, 0.7, 1, 1.1, 2.5):
+        spec = {"name": name, "capacity_factor": gamma, "granularity": granularity}
+        load_E = torch.zeros(num_experts, dtype=torch.int64)
+        for rank, num_tokens in enumerate(tokens_R):
+            scores_TE = random_scores("softmax", num_tokens, num_experts, seed=11)  # all ranks want the same experts
+            load_E += route(spec, scores_TE, {"top_k": top_k, "num_ranks": num_ranks, "rank": rank}).map_TE.sum(dim=0)
+        assert int(load_E.view(-1, size).sum(dim=1).max()) <= Fraction(str(gamma)) * mean_load * size
+
+
+# --- expanded_drop ---------------------------------------------------------------------------------
+
+
+# Rank 1 of two hosts experts 2 and 3 of four; K = 1; gamma is large, so candidates are what is kept.
+@pytest.mark.parametrize(
+    ("expansion", "kept"),
+    [
+        ({}, [0, 2, 3]),  # all local experts
+        ({"num_candidates": 1}, [0, 3]),  # the best local one
+        ({"num_candidates": 99}, [0, 2, 3]),  # clamped to L
+        ({"num_candidates": 0}, [0]),
+        ({"num_candidates": 1, "scope": "global"}, [0, 1]),  # the next best anywhere
+        ({"num_candidates": 2, "scope": "global"}, [0, 1, 3]),
+        ({"max_experts_per_token": 2}, [0, 3]),
+        ({"max_experts_per_token": 1}, [0]),
+    ],
+)
+def test_what_a_token_considers(expansion: Spec, kept: list[int]) -> None:
+    spec = {"name": "expanded_drop", "capacity_factor": 99, **expansion}
+    assert chosen(spec, [[0.4, 0.3, 0.1, 0.2]], 1, {"num_ranks": 2, "rank": 1}) == [kept]
+
+
+def test_top_k_experts_on_the_own_rank_count_and_freed_places_are_not_refilled() -> None:
+    # Expert 3 is the top-1 and the best on rank 1, so m = 1 adds nothing.
+    spec = {"name": "expanded_drop", "capacity_factor": 99, "num_candidates": 1}
+    assert chosen(spec, [[0.1, 0.2, 0.3, 0.4]], 1, {"num_ranks": 2, "rank": 1}) == [[3]]
+    # Token 0 keeps only its best expert. Expert 1 stays empty: token 1 lost it before.
+    spec = {"name": "expanded_drop", "capacity_factor": 1, "max_experts_per_token": 1}
+    assert chosen(spec, [[0.55, 0.45], [0.3, 0.4]], 1) == [[0], []]
+
+
+# --- expert_drop, lynx, dynamic_skip ---------------------------------------------------------------
+
+# Three tokens with K = 2: experts 0 (3 pairs), 1 (2), 2 (1), 3 and 4 (none).
+USED = torch.tensor([[0.5, 0.3, 0.1, 0.1, 0.0], [0.5, 0.3, 0.1, 0.1, 0.0], [0.5, 0.1, 0.3, 0.1, 0.0]])
+ALL, NONE = [[0, 1], [0, 1], [0, 2]], [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("spec", "experts"),
+    [
+        ({"name": "expert_drop"}, ALL),  # floor(0.1 * 5) = 0, but at least one: expert 3, which nobody uses
+        ({"name": "expert_drop", "fraction": 0.4}, ALL),  # 3 and 4
+        ({"name": "expert_drop", "fraction": 0.6}, [[0, 1], [0, 1], [0]]),  # and 2
+        ({"name": "expert_drop", "fraction": 0.1, "count": 4}, [[0], [0], [0]]),  # count wins
+        ({"name": "expert_drop", "count": 0}, ALL),
+        ({"name": "expert_drop", "count": 5}, NONE),
+        ({"name": "lynx", "num_dropped": 0}, ALL),
+        ({"name": "lynx", "num_dropped": 1}, [[0, 1], [0, 1], [0]]),  # expert 2, used once; unused ones do not count
+        ({"name": "lynx", "num_dropped": 2}, [[0], [0], [0]]),
+        ({"name": "lynx", "num_dropped": 3}, NONE),
+        ({"name": "lynx", "num_dropped": 9}, NONE),
+    ],
+    ids=str,
+)
+def test_the_least_used_are_closed(spec: Spec, experts: list[list[int]]) -> None:
+    assert chosen(spec, USED, 2) == experts
+
+
+def test_fractions_are_exact_decimals_and_the_lower_expert_of_equals_is_closed() -> None:
+    # 0.29 * 100 is 29; in doubles it is 28.999999999999996.
+    assert chosen({"name": "expert_drop", "fraction": 0.29}, torch.eye(100), 1).count([]) == 29
+    scores_TE = torch.eye(4)[[3, 1, 2]]  # experts 1, 2 and 3 once each, 0 never
+    assert chosen({"name": "expert_drop", "count": 2}, scores_TE, 1) == [[3], [], [2]]
+    assert chosen({"name": "lynx", "num_dropped": 2}, scores_TE, 1) == [[3], [], []]
+
+
+@pytest.mark.parametrize(
+    ("beta", "experts"), [(0, [0, 1, 2]), (0.25, [0, 1, 2]), (0.26, [0, 1]), (0.5, [0, 1]), (0.51, [0]), (1, [0])]
+)
+def test_dynamic_skip_skips_what_is_below_a_share_of_the_best(beta: float, experts: list[int]) -> None:
+    assert chosen({"name": "dynamic_skip", "beta": beta}, [[0.5, 0.25, 0.125, 0.0625]], 3) == [experts]
+
+
+def test_dynamic_skip_compares_scores_without_bias_and_normalises_what_stays() -> None:
+    arguments = {"top_k": 2, "normalize": True, "bias_E": torch.tensor([0.0, 0.0, 1.0])}
+    routing = route({"name": "dynamic_skip", "beta": 0.9}, torch.tensor([[0.6, 0.3, 0.1]]), arguments)
+    assert selected(routing) == [[0]]  # the top-k is {2, 0}; its best score is expert 0's
+    assert routing.weights_TE.tolist() == [[1.0, 0.0, 0.0]]
+
+
+# --- pruned and oea --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "experts"),
+    [
+        ({"k0": 1}, [2]),
+        ({"k0": 3}, [0, 2, 3]),
+        ({"k0": 3, "p": 0.4}, [2]),  # 0.4 of the row's mass reaches 0.4
+        ({"k0": 3, "p": 0.41}, [2, 3]),
+        ({"k0": 3, "p": 0.7}, [2, 3]),
+        ({"k0": 2, "p": 0.99}, [2, 3]),  # never more than k0
+        ({"k0": 99}, [0, 1, 2, 3]),
+    ],
+)
+def test_pruned_takes_as_few_as_reach_the_share(fields: Spec, experts: list[int]) -> None:
+    # Rows need not sum to 1: shares of 1.25 are 0.2, 0.1, 0.4, 0.3.
+    assert chosen({"name": "pruned", **fields}, [[0.25, 0.125, 0.5, 0.375]], 2) == [experts]
+
+
+# Preference lists: 0 1 2 3, and 3 2 1 0.
+OPPOSITE = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]])
+
+
+@pytest.mark.parametrize(
+    ("fields", "experts"),
+    [
+        ({"k0": 1}, [[0, 3], [0, 3]]),  # S = {0, 3}: each adds what the other insists on
+        ({"k0": 1, "k_max": 1}, [[0], [3]]),
+        ({"k0": 1, "max_rank": 3}, [[0], [3]]),  # the other's expert stands at position 4
+        ({"k0": 2, "k_max": 3}, [[0, 1, 2], [1, 2, 3]]),
+        ({"k0": 2, "k_max": 1}, [[0, 1], [2, 3]]),  # the base always stays
+        ({"k0": 3, "max_rank": 1}, [[0, 1, 2], [1, 2, 3]]),
+        ({"k0": 2, "p": 0.35, "k_max": 4}, [[0, 3], [0, 3]]),
+    ],
+)
+def test_oea_adds_what_others_activate_in_order_of_preference(fields: Spec, experts: list[list[int]]) -> None:
+    assert chosen({"name": "oea", **fields}, OPPOSITE, 2) == experts
+
+
+def test_rank_fill_activates_as_many_on_every_rank_by_summed_score() -> None:
+    # Both tokens insist on rank 0 (experts 0 to 2). Rank 1 adds two: 4 (0.3 in all), then 3 before 5 (0.1 each).
+    rows = [[0.5, 0.1, 0.1, 0.05, 0.2, 0.05], [0.1, 0.5, 0.1, 0.05, 0.1, 0.05]]
+    assert chosen({"name": "oea", "k0": 1}, rows, 4, {"num_ranks": 2}) == [[0, 1], [0, 1]]
+    assert chosen({"name": "oea", "k0": 1, "rank_fill": True}, rows, 4, {"num_ranks": 2}) == [[0, 1, 3, 4]] * 2
+
+
+# --- laser and load_only ---------------------------------------------------------------------------
+
+NEARLY_EVEN = [0.375, 0.25, 0.25, 0.125]
+CONFIDENT = [0.125, 0.75, 0.125, 0.0]
+SIGMOID_LIKE = [4 * score for score in NEARLY_EVEN]
+LOADS = {"load_E": torch.tensor([3, 2, 2, 1])}
+FALLING = {"load_E": torch.tensor([4, 3, 2, 1])}
+BANDS = {"t_fix": 1, "bands": {"early": {"t_fix": 0}, "final": {"c": 2, "t_fix": 0}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows", "arguments", "experts"),
+    [
+        # The pool is {0, 1, 2}; loads decide, ties go to the higher score and then to the lower index.
+        ({}, [NEARLY_EVEN] * 4, {}, [[0], [1], [2], [0]]),
+        # A confident token takes its top-k, and its load counts.
+        ({"eps_high": 0.75}, [CONFIDENT] * 2 + [NEARLY_EVEN] * 2, {}, [[1], [1], [0], [2]]),
+        # Confidence is the share of the row sum.
+        ({"eps_high": 0.375}, [SIGMOID_LIKE] * 2, {}, [[0], [0]]),
+        ({"eps_high": 0.376}, [SIGMOID_LIKE] * 2, {}, [[0], [1]]),
+        # The pool is what scores near the best.
+        *(
+            ({"t_fix": t_fix}, [NEARLY_EVEN], LOADS, [[expert]])
+            for t_fix, expert in [(1, 0), (0.67, 0), (0.66, 1), (0.5, 1), (0.3, 3)]
+        ),
+        # A chunk sees the loads that the chunks before it left; padding has no place in a chunk.
+        ({"chunk_size": 2}, [NEARLY_EVEN] * 5, {}, [[0], [0], [1], [1], [2]]),
+        (
+            {"chunk_size": 2},
+            [NEARLY_EVEN] * 5,
+            {"token_mask_T": torch.tensor([True, False, True, True, True])},
+            [[0], [], [0], [1], [1]],
+        ),
+        # Bands replace values by thirds of the depth.
+        *(
+            (BANDS, [NEARLY_EVEN], {"layer_fraction": depth, **FALLING}, [[expert]])
+            for depth, expert in [(0.0, 3), (0.33, 3), (1 / 3, 0), (0.6, 0), (2 / 3, 1), (1.0, 1)]
+        ),
+    ],
+)
+def test_laser_spreads_a_plateau_over_the_least_loaded(
+    fields: Spec, rows: list[list[float]], arguments: Arguments, experts: list[list[int]]
+) -> None:
+    assert chosen({**LASER, **fields}, rows, 1, arguments) == experts
+
+
+def test_random_trimming_may_lose_the_top_k_and_draws_from_the_generator() -> None:
+    spec = {**LASER, "t_fix": 0, "c": 1, "trim": "random"}
+    drawn = [[chosen(spec, [[0.4, 0.3, 0.2, 0.1]], 1, {"seed": seed})[0][0] for seed in range(60)] for _ in range(2)]
+    assert set(drawn[0]) == {0, 1, 2, 3}
+    assert drawn[0] == drawn[1]
+
+
+@few_examples
+@given(case=cases(most_experts=64))
+def test_laser_without_confidence_or_threshold_is_load_only(case: tuple[Tensor, Arguments]) -> None:
+    scores_TE, arguments = case
+    if arguments["top_k"] == scores_TE.shape[1]:
+        return
+    positive_TE = scores_TE + 2**-10  # no top-k holds a whole row
+    spec = {"name": "laser", "eps_high": 1, "t_fix": 0, "c": scores_TE.shape[1]}
+    assert_same(route(spec, positive_TE, arguments), route({"name": "load_only"}, positive_TE, arguments))
+
+
+# --- xshare ----------------------------------------------------------------------------------------
+
+# Sums: 0.9, 0.8, 0.7, 0.6 for experts 0 to 3; the top-1s are 0, 1 and 0.
+SUMS = torch.tensor([[0.4, 0.1, 0.3, 0.2], [0.1, 0.4, 0.3, 0.2], [0.4, 0.3, 0.1, 0.2]])
+
+
+@pytest.mark.parametrize(
+    ("fields", "experts"),
+    [
+        ({"k0": 1, "budget": 0}, [[0, 1], [0, 1], [0, 1]]),
+        ({"k0": 1, "budget": 1}, [[0, 2], [1, 2], [0, 1]]),  # in addition to S0 = {0, 1}
+        ({"k0": 0, "budget": 1}, [[0], [0], [0]]),  # fewer than K in S
+        ({"k0": 0, "budget": 3}, [[0, 2], [1, 2], [0, 1]]),
+        ({"k0": 0, "budget": 0}, [[], [], []]),
+        ({"k0": 0, "mass_threshold": 0.25}, [[0], [0], [0]]),
+        ({"k0": 0, "mass_threshold": 0.5}, [[0, 1], [0, 1], [0, 1]]),
+        ({"k0": 1, "mass_threshold": 0.5}, [[0, 1], [0, 1], [0, 1]]),  # S0 holds 0.57
+        ({"k0": 1, "mass_threshold": 0.6}, [[0, 2], [1, 2], [0, 1]]),
+    ],
+)
+def test_xshare_chooses_inside_what_the_batch_shares(fields: Spec, experts: list[list[int]]) -> None:
+    assert chosen({"name": "xshare", **fields}, SUMS, 2) == experts
+
+
+def test_a_mass_threshold_that_is_just_met_is_reached() -> None:
+    for threshold, experts in [(0, []), (0.5, [0]), (0.75, [0, 1]), (0.76, [0, 1, 2]), (1, [0, 1, 2])]:
+        assert chosen({"name": "xshare", "k0": 0, "mass_threshold": threshold}, [[0.5, 0.25, 0.25]], 3) == [experts]
+
+
+def test_every_request_adds_its_own_best() -> None:
+    # Two requests of one token each, and one that is padding. Their second choices are 1 and 2.
+    rows = [[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.9, 0.9, 0.9, 0.9]]
+    mask = {"token_mask_T": torch.tensor([True, True, False])}
+    for ids, fields, shared in (
+        ([7, 3, 5], {"request_budget": 0}, [0, 3]),
+        ([7, 3, 5], {"request_budget": 1}, [0, 1, 2, 3]),
+        ([3, 3, 5], {"request_budget": 1}, [0, 1, 3]),  # one request: the sums of the rest are 0.5 each
+        ([7, 3, 5], {"request_budget": 0, "budget": 1}, [0, 1, 3]),  # on top, by the batch's sums
+    ):
+        spec = {"name": "xshare", "k0": 1, "scope": "request", **fields}
+        assert chosen(spec, rows, 4, {"request_id_T": torch.tensor(ids), **mask}) == [shared, shared, []]
+
+
+@pytest.mark.parametrize(
+    ("k0", "rank_budget", "shared"),
+    [
+        (0, 0, []),
+        (0, 1, [0, 3]),  # one round: the best of each rank
+        (0, 2, [0, 1, 3, 4]),
+        (1, 1, [0, 1]),  # S0 = {0, 1} fills the budget of both ranks
+        (1, 2, [0, 1, 2, 3]),  # then each rank its best remaining one: 4 = 2 * 2
+        (0, 9, [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_ranks_add_one_each_and_round(k0: int, rank_budget: int, shared: list[int]) -> None:
+    rows = [[0.5, 0.2, 0.1, 0.3, 0.2, 0.1], [0.2, 0.5, 0.1, 0.3, 0.2, 0.1]]
+    spec = {"name": "xshare", "k0": k0, "scope": "rank", "rank_budget": rank_budget}
+    assert chosen(spec, rows, 6, {"num_ranks": 2}) == [shared] * 2
+
+
+# --- Megatron-Core's rules -------------------------------------------------------------------------
+
+
+def test_megatron_drop_orders_by_the_normalised_weight_where_token_drop_orders_by_the_score() -> None:
+    # Expert 0 has one place. Token 0 scores it higher, but token 1 weighs it higher.
+    rows, normalize = [[0.4, 0.4, 0.0, 0.0], [0.3, 0.0, 0.1, 0.0]], {"normalize": True}
+    megatron = {"name": "megatron_drop", "capacity_factor": 1.0}
+    assert chosen(megatron, rows, 2, normalize) == [[1], [0, 2]]
+    assert chosen(TOKEN_DROP, rows, 2, normalize) == [[0, 1], [2]]
+    assert chosen({**megatron, "drop_policy": "position"}, rows, 2, normalize) == [[0, 1], [2]]
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("drop_policy", ["probs", "position"])
+@pytest.mark.parametrize("gamma", [0.3, 1.3, 100])
+@pytest.mark.parametrize("pad", [False, True])
+def test_megatron_drop_is_megatron_cores_rule(gamma: float, drop_policy: str, pad: bool) -> None:
+    from moe_ep_bench.layer import megatron  # noqa: F401 - silences the notices of the next import
+    from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping  # isort: skip
+
+    for normalize in (False, True):
+        scores_TE, arguments = distinct_scores(53, 8, seed=1), {"top_k": 3, "normalize": normalize, "scale": 2.5}
+        top_k = route({"name": "topk"}, scores_TE, arguments)
+        weights_TE, map_TE = apply_router_token_dropping(top_k.weights_TE, top_k.map_TE, 3, gamma, drop_policy, pad)
+        spec = {"name": "megatron_drop", "capacity_factor": gamma, "drop_policy": drop_policy, "pad_to_capacity": pad}
+        routing = route(spec, scores_TE, arguments)
+        # Which of equals it takes is open there: of all top-k pairs by position, of the fillers by weight.
+        assert torch.equal(routing.map_TE.sum(dim=0), map_TE.sum(dim=0))
+        if drop_policy == "probs":
+            assert torch.equal(routing.weights_TE, weights_TE)
+            assert pad or torch.equal(routing.map_TE, map_TE)
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize(("top_k", "num_groups", "top_groups"), [(8, 8, 4), (6, 4, 2), (4, 4, 4), (2, 8, 1), (5, 4, 2)])
+def test_groups_restrict_as_megatron_core_does(top_k: int, num_groups: int, top_groups: int) -> None:
+    from moe_ep_bench.layer import megatron  # noqa: F401 - silences the notices of the next import
+    from megatron.core.transformer.moe.moe_utils import group_limited_topk  # isort: skip
+
+    scores_TE, bias_E = distinct_scores(200, 64, seed=2), distinct_scores(1, 64, seed=3)[0]
+    arguments = {"top_k": top_k, "num_groups": num_groups, "top_groups": top_groups, "bias_E": bias_E}
+    _, experts_TK = group_limited_topk(scores_TE + bias_E, top_k, 200, 64, num_groups, top_groups)
+    expected_TE = torch.zeros(200, 64, dtype=torch.bool).scatter(1, experts_TK, True)
+    assert torch.equal(route({"name": "topk"}, scores_TE, arguments).map_TE, expected_TE)
+    # Policies that reduce a list of K start from the same K.
+    assert torch.equal(route({"name": "pruned", "k0": top_k}, scores_TE, arguments).map_TE, expected_TE)

@@ -1,0 +1,299 @@
+"""Policies in Triton route like their formulation in torch: claims that Triton's interpreter can try."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from policy_cases import SPECS, Spec, context_of, distinct_scores, random_scores
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from twin_laws import assert_routes_like_torch, assert_same_choice
+
+from moe_ep_bench.kernels import capacity_passes_triton, laser_triton, requests_triton, sets_triton
+from moe_ep_bench.kernels.dispatch import triton_twins
+from moe_ep_bench.policies import RoutingContext, make_policy
+from moe_ep_bench.policies.capacity import expert_capacity
+
+pytestmark = pytest.mark.usefixtures("patched_once")
+
+OURS = [spec for spec in SPECS if spec["name"] != "megatron_drop"]
+TOKEN_DROP: Spec = {"name": "token_drop", "capacity_factor": 1.0}
+EXPANDED_DROP: Spec = {"name": "expanded_drop", "capacity_factor": 1.0}
+LASER: Spec = {"name": "laser", "eps_high": 0.9, "t_fix": 0.05, "c": 6}
+LOAD_ONLY: Spec = {"name": "load_only"}
+BY_REQUEST: Spec = {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 2}
+# What each kernel does with one policy or another, the fields such that they bind with some tens of tokens.
+EVERY_RULE: list[Spec] = [
+    {"name": "topk"},
+    {"name": "pruned", "k0": 5, "p": 0.3},
+    {"name": "dynamic_skip", "beta": 0.3},
+    {"name": "budget_drop", "max_lost_mass": 0.2},
+    {"name": "expert_drop", "fraction": 0.3},
+    {"name": "lynx", "num_dropped": 5},
+    {"name": "oea", "k0": 2, "p": 0.6, "k_max": 3},
+    {"name": "oea", "k0": 1, "rank_fill": True, "max_rank": 20},
+    {"name": "xshare", "k0": 0, "budget": 11},
+    {"name": "xshare", "k0": 1, "mass_threshold": 0.7},
+    {"name": "xshare", "k0": 0, "scope": "rank", "rank_budget": 4},
+    {**BY_REQUEST, "budget": 3},
+]
+
+each_load_aware = pytest.mark.parametrize("spec", [LASER, LOAD_ONLY], ids=["laser", "load_only"])
+
+
+def assert_like_torch(spec: Spec, scores_TE: Tensor, **case: Any) -> Tensor:
+    """The map."""
+    return assert_routes_like_torch(spec, scores_TE, {"top_k": 2, **case}).map_TE
+
+
+# --- Any case ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(len(OURS)), ids=lambda number: make_policy(OURS[number]).label)
+def test_every_policy_routes_like_torch(number: int) -> None:
+    """Each spec once, with whatever model, padding and scores its number draws."""
+    draw = random.Random(number)
+    num_tokens, num_experts = draw.choice([1, 5, 37]), draw.choice([8, 12, 64])
+    generator = torch.Generator().manual_seed(number)
+    model: dict[str, Any] = draw.choice(
+        [
+            {},
+            {"normalize": True, "scale": 2.5, "bias_E": torch.randint(-4, 5, [num_experts], generator=generator) / 4},
+            {"num_groups": 4, "top_groups": 2},
+            {"token_mask_T": torch.rand(num_tokens, generator=generator) < 0.7},
+        ]
+    )
+    kind = draw.choice(["softmax", "levels", "signed zeros", "equal", "zero rows"])
+    token_T = torch.arange(num_tokens)
+    case = {"top_k": 4, "num_ranks": 4, "rank": draw.randrange(4), "seed": number, "layer_fraction": number % 3 / 3}
+    case |= {"modality_T": token_T % 3 % 2, "request_id_T": token_T % 4 * 1000 - 7, **model}
+    scores_TE = random_scores(kind, num_tokens, num_experts, number)
+    if "num_groups" in model:  # a group's value is a sum: keep it exact
+        scores_TE = (scores_TE * 2**20).round() / 2**20
+    assert_routes_like_torch(OURS[number], scores_TE, case)
+
+
+@pytest.mark.parametrize("spec", EVERY_RULE, ids=str)
+def test_many_blocks_no_tokens_and_degenerate_scores_route_like_torch(spec: Spec) -> None:
+    token_T = torch.arange(20)
+    model = {"top_k": 8, "num_ranks": 4, "normalize": True}
+    by_token = {"token_mask_T": token_T % 7 != 0, "request_id_T": token_T // 11}
+    assert_like_torch(spec, random_scores("softmax", 20, 256, 3), **model, **by_token)
+    one_takes_all = torch.zeros(5, 16)
+    one_takes_all[:, 9] = 1.0
+    denormal_TE = torch.randint(0, 5, [5, 16], generator=torch.Generator().manual_seed(4)) * 2.0**-149
+    for scores_TE in (one_takes_all, denormal_TE, torch.zeros(0, 16)):
+        request_id_T = torch.tensor([3, -1, 3, 0, -(2**63)])[: len(scores_TE)]
+        assert_like_torch(spec, scores_TE, top_k=4, num_ranks=4, request_id_T=request_id_T)
+
+
+def test_statistics_of_other_ranks_decide_as_in_torch() -> None:
+    """They open experts that nobody here wants."""
+    scores_TE = random_scores("softmax", 12, 32, 8)
+    others_SE = torch.stack([torch.arange(32).double() % 3, torch.arange(32).double().flip(0) % 11])
+    context = context_of({"top_k": 4, "num_ranks": 4, "normalize": True, "request_id_T": torch.arange(12)})
+    for policy in map(make_policy, EVERY_RULE):
+        twin = triton_twins()[type(policy)]
+        if not hasattr(twin, "stats"):
+            continue
+        own_SE = twin.stats(policy, scores_TE, context)
+        stats_SE = own_SE + others_SE.repeat(-(-len(own_SE) // 2), 1)[: len(own_SE)]
+        expected = policy.route(scores_TE, context, stats_SE)
+        assert_same_choice(twin.select(policy, scores_TE, context, stats_SE), expected)
+
+
+# --- Thresholds are float64 --------------------------------------------------------------------------------
+
+
+def test_pruned_compares_shares_with_p_in_float64() -> None:
+    """7/10 reaches 0.7, as doubles do; it reaches float32(0.7), which lies below, and not the next double above."""
+    scores_TE = torch.tensor([[7.0, 2.0, 1.0], [4.0, 3.0, 3.0]])
+    for p, marks in ((0.7, [1, 2]), (0.7000000000000001, [2, 3]), (float(torch.tensor(0.7)), [1, 2])):
+        map_TE = assert_like_torch({"name": "pruned", "k0": 3, "p": p}, scores_TE, top_k=3)
+        assert map_TE.sum(dim=1).tolist() == marks
+
+
+def test_dynamic_skip_compares_with_beta_in_float64() -> None:
+    """float32(0.1) lies above 0.1: by it, 1 would be less than a tenth of 10."""
+    below_one = torch.nextafter(torch.tensor(1.0), torch.tensor(0.0))
+    scores_TE = torch.tensor([[10.0, 1.0, below_one, 0.0]])
+    for beta, marks in ((0.1, 2), (torch.tensor(0.1).item(), 1), (0.09999999, 3), (0.0, 4)):
+        assert assert_like_torch({"name": "dynamic_skip", "beta": beta}, scores_TE, top_k=4).sum() == marks
+
+
+def test_xshare_compares_the_share_of_mass_in_float64() -> None:
+    scores_TE = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
+    for threshold, num_open in ((0.7, 2), (0.7000000000000001, 3), (0.4, 1), (1.0, 4), (0.0, 0)):
+        spec = {"name": "xshare", "k0": 0, "mass_threshold": threshold}
+        assert assert_like_torch(spec, scores_TE, top_k=4).sum() == num_open
+
+
+@pytest.mark.parametrize("share", [0.1, 0.7])
+def test_laser_compares_scores_and_shares_in_float64(share: float) -> None:
+    """Scores lie on either side of a threshold that in float32 would be one of them."""
+    near = torch.tensor(share, dtype=torch.float32)
+    around = torch.stack([torch.nextafter(near, torch.tensor(0.0)), near, torch.nextafter(near, torch.tensor(1.0))])
+    # Of expert 0 and others: above t_fix of the best, or not.
+    scores_TE = torch.tensor([[1.0, value, 0.01, 0.02] for value in around for _ in range(3)])
+    assert_like_torch({"name": "laser", "eps_high": 1, "t_fix": share, "c": 4}, scores_TE, top_k=1)
+    # A top-k that holds just about eps_high of a row sum of 1: half a row's last bit decides.
+    rest = (1.0 - around.double()).float()
+    lefts = rest, torch.nextafter(rest, torch.ones(3)), torch.nextafter(rest, -torch.ones(3))
+    rows_TE = torch.cat([torch.stack([around, left, torch.zeros(3), torch.zeros(3)], dim=1) for left in lefts])
+    rule = {"name": "laser", "eps_high": share, "t_fix": 0, "c": 4}
+    assert_like_torch(rule, rows_TE.repeat_interleave(3, dim=0), top_k=1)
+
+
+# --- Capacities --------------------------------------------------------------------------------------------
+
+SCORES = {
+    "several blocks": random_scores("softmax", 140, 64, 1),
+    "no tokens": torch.empty(0, 64),
+    "one expert takes all": distinct_scores(200, 16, 4) * 0.001 + torch.eye(16)[3],
+    "neighbouring floats": (torch.ones(120, 16).view(torch.int32) + torch.arange(16) % 3).view(torch.float32),
+    # Far more pairs at the threshold than a program looks at in one go.
+    "equal": torch.full([200, 8], 0.125),
+}
+
+
+@pytest.mark.parametrize("spec", [TOKEN_DROP, EXPANDED_DROP, {**TOKEN_DROP, "granularity": "device"}], ids=str)
+@pytest.mark.parametrize("name", SCORES)
+def test_capacities_of_scores_of_every_kind(name: str, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity_passes_triton, "_LISTED", 128)
+    monkeypatch.setattr(capacity_passes_triton, "_SETTLED", 64)
+    assert_like_torch(spec, SCORES[name], num_ranks=4, rank=1, normalize=True)
+
+
+@pytest.mark.parametrize("gamma", [0.7, 123456.7])
+def test_a_capacity_of_valid_tokens_is_the_exact_decimal_one(gamma: float) -> None:
+    """0.7 * 360 * 2 / 8 is 63, where doubles give 62; no host counts the tokens, but for absurdly many decimals."""
+    valid_T = torch.arange(400) < 360
+    scores_TE = distinct_scores(400, 8, 6) * 0.001 + torch.eye(8)[0] + torch.eye(8)[5]
+    map_TE = assert_like_torch({**TOKEN_DROP, "capacity_factor": gamma}, scores_TE, token_mask_T=valid_T)
+    room = min(360, expert_capacity(gamma, 360, 2, 8))
+    assert map_TE.sum(dim=0).tolist() == [room, 0, 0, 0, 0, room, 0, 0]
+
+
+# --- Requests ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [BY_REQUEST, {**BY_REQUEST, "k0": 0, "request_budget": 10_000}], ids=str)
+def test_tokens_of_a_request_may_stand_anywhere(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(2)
+    id_T = torch.randint(-2, 3, [26], generator=generator) * 2**61
+    mask_T = (torch.rand([26], generator=generator) < 0.7) & (id_T != 0)  # one request is padding alone
+    scores_TE = random_scores("sigmoid", 26, 16, 3)
+    assert_like_torch(spec, scores_TE, top_k=3, request_id_T=id_T, token_mask_T=mask_T)
+    # As a batch of many tokens, which are sorted: some chunks a request, of some tiles each.
+    monkeypatch.setattr(requests_triton, "_MOST_UNSORTED", 10)
+    monkeypatch.setattr(requests_triton, "_CHUNK", 4)
+    scores_TE = random_scores("sigmoid", 26, 512, 4)
+    for token_mask_T in (None, mask_T):
+        assert_like_torch(spec, scores_TE, top_k=3, request_id_T=id_T.sign(), token_mask_T=token_mask_T)
+
+
+# --- LASER -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("chunk_size", "most_in_one_program"), [(3, 1), (3, 10_000), (10, 1)])
+@each_load_aware
+def test_any_chunk_size_routes_like_torch_on_either_path(
+    spec: Spec, chunk_size: int, most_in_one_program: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of 16 experts, one program decides on 2 tokens at once, many programs on one token each.
+    for name, size in (("_STEP_TILE", 32), ("_WARP_TILE", 16), ("_PARALLEL_CHUNK", most_in_one_program)):
+        monkeypatch.setattr(laser_triton, name, size)
+    scores_TE = random_scores("softmax", 9, 16, seed=chunk_size)
+    chunked = {**spec, "chunk_size": chunk_size}
+    assert_like_torch(chunked, scores_TE, token_mask_T=torch.arange(9) % 4 != 1)
+    assert_like_torch(chunked, scores_TE, load_E=torch.arange(16) % 5 / 8, normalize=True)
+
+
+@each_load_aware
+def test_few_tokens_and_equal_scores_of_any_size(spec: Spec) -> None:
+    for mask_T in (torch.zeros(0, dtype=torch.bool), torch.tensor([True]), torch.tensor([False])):
+        scores_TE = random_scores("softmax", len(mask_T), 12, seed=0)
+        assert_like_torch({**spec, "chunk_size": 5}, scores_TE, token_mask_T=mask_T, top_k=3)
+    levels_TE = random_scores("levels", 10, 8, seed=3)
+    levels_TE[::2] = 0.25
+    for scale in (0.0, 2.0**-140):
+        assert_like_torch(spec, levels_TE * scale)
+
+
+@pytest.mark.parametrize(("kind", "chunk_size"), [("any fraction", 3), ("huge", 100), ("tiny", 3), ("-0.0", 100)])
+@each_load_aware
+def test_carried_loads_of_any_size_count_as_in_torch(spec: Spec, kind: str, chunk_size: int) -> None:
+    """Also where adding to them rounds: a chunk's pairs are added to them at once."""
+    generator = torch.Generator().manual_seed(2)
+    load_E = {
+        "any fraction": torch.rand([8], generator=generator, dtype=torch.float64) * 3,
+        "huge": 2.0**53 + 2 * torch.randint(0, 2, [8], generator=generator).double(),
+        "tiny": torch.randint(0, 3, [8], generator=generator).double() * 5e-324,
+        "-0.0": torch.tensor([0.0, -0.0], dtype=torch.float64).repeat(4),
+    }[kind]
+    scores_TE = random_scores("softmax", 9, 8, seed=8)
+    assert_like_torch({**spec, "chunk_size": chunk_size}, scores_TE, load_E=load_E, top_k=3)
+
+
+def test_counts_too_large_to_pack_with_a_place_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens than a packed integer can count: the limit is lowered here, so that it is passed."""
+    monkeypatch.setattr(laser_triton, "_OUTSIDE", tl.constexpr(64))
+    scores_TE = torch.zeros([20, 8])
+    scores_TE[:, 5] = 1.0  # its load alone, above the bits of a place, is far beyond the limit
+    assert_like_torch(LASER, scores_TE, top_k=1)
+
+
+# --- Launches ----------------------------------------------------------------------------------------------
+
+PASSES = ["_offer", "_cut", "_gather", "_settle", "_write"]
+
+
+class Operators(TorchDispatchMode):
+    """The names of torch's operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "expected"),
+    [
+        (TOKEN_DROP, (32, 128), ["_drop"]),
+        ({**EXPANDED_DROP, "num_candidates": 4}, (32, 128), ["_drop"]),
+        ({**EXPANDED_DROP, "num_candidates": 4}, (33, 128), PASSES),
+        *((rule, (16, 256), ["_choose"]) for rule in EVERY_RULE[:3]),
+        (EVERY_RULE[3], (16, 256), ["_count", "_keep"]),
+        *((rule, (16, 256), ["_choose_open"]) for rule in EVERY_RULE[4:-1]),
+        (BY_REQUEST, (16, 256), ["_find_sets", "_choose_open"]),
+        *(({**LASER, "chunk_size": size}, (16, 16), ["_places", "_in_order", "_weights"]) for size in (1, 4)),
+        ({**LOAD_ONLY, "chunk_size": 100}, (16, 16), ["_places", "_one_chunk", "_weights"]),
+    ],
+    ids=str,
+)
+def test_a_decode_step_is_few_launches(
+    spec: Spec, shape: tuple[int, int], expected: list[str], launches: list[str]
+) -> None:
+    policy, scores_TE = make_policy(spec), random_scores("softmax", *shape, 1)
+    context = RoutingContext(top_k=4, num_ranks=4, request_id_T=torch.arange(shape[0]))
+    with Operators() as torch_s:
+        triton_twins()[type(policy)].select(policy, scores_TE, context, None)
+    assert launches == expected
+    # A fill is a launch too: passes need one.
+    fills = {name for name in torch_s.seen if "zero" in name or "fill" in name}
+    assert bool(fills) == (expected == PASSES) or spec["name"] not in ("token_drop", "expanded_drop")
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(16, 1), (40, 2)])
+def test_statistics_are_one_launch_where_one_program_holds_the_batch(num_tokens: int, expected: int, launches) -> None:
+    scores_TE = random_scores("softmax", num_tokens, 256, 1)
+    sets_triton.stats(make_policy({"name": "oea", "k0": 2}), scores_TE, context_of({"top_k": 4}))
+    assert len(launches) == expected

@@ -15,31 +15,6 @@ from moe_ep_bench.placement import make_placement
 few_examples = settings(max_examples=15)
 
 
-def test_contiguous_experts_share_a_rank_with_their_neighbours() -> None:
-    placement = make_placement("contiguous", 6, 2)
-    assert placement.rank_load([5, 1, 0, 2, 2, 2]).tolist() == [6, 6]
-    assert placement.activated_experts([5, 1, 0, 2, 2, 2]).tolist() == [2, 3]
-
-
-def test_strided_experts_are_dealt_like_cards() -> None:
-    placement = make_placement("strided", 6, 2)
-    assert placement.rank_load([5, 1, 0, 2, 2, 2]).tolist() == [7, 5]
-    assert placement.activated_experts([5, 1, 0, 2, 2, 2]).tolist() == [2, 3]
-
-
-def test_a_replicated_expert_divides_its_load_and_is_read_by_every_rank_that_holds_it() -> None:
-    # Expert 0 on both ranks, three parts to one; experts 1 and 2 have one home each.
-    placement = make_placement([[3, 1, 0], [1, 0, 5]], 3, 2)
-    assert placement.rank_load([8, 2, 1]).tolist() == [8, 3]
-    assert placement.activated_experts([8, 0, 1]).tolist() == [1, 2]
-
-
-def test_a_matrix_is_read_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "experts.json"
-    path.write_text(json.dumps([[1, 0], [1, 1]]))
-    assert make_placement(path, 2, 2).rank_load([4, 1]).tolist() == [2, 3]
-
-
 @few_examples
 @given(data=st.data())
 def test_ranks_bear_what_their_experts_bear(data: st.DataObject) -> None:
@@ -99,7 +74,12 @@ def test_what_is_no_placement_is_refused(spec, num_experts: int, num_ranks: int,
     assert expected in str(error.value)
 
 
-def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
-    (tmp_path / "experts.json").write_text("[[1,")
+def test_a_matrix_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "experts.json"
+    path.write_text(json.dumps([[1, 0], [1, 1]]))
+    placement = make_placement(path, 2, 2)
+    assert placement.rank_load([4, 1]).tolist() == [2, 3]
+    assert placement.activated_experts([4, 0]).tolist() == [1, 1]
+    path.write_text("[[1,")
     with pytest.raises(ValueError, match=r"experts\.json: expected JSON, got"):
-        make_placement(tmp_path / "experts.json", 2, 2)
+        make_placement(path, 2, 2)

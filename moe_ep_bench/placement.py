@@ -28,11 +28,8 @@ no other choice of counts makes the greatest share smaller. *Pack*: the heaviest
 room, all packs holding the same number. Ties go to the lower index (the published code leaves ties between equal loads
 to torch's sort, which promises no order), and sums are float64, not float32.
 
-Packing is a heuristic, so a plan may be worse than contiguous placement. On the load that it was made for it never is
-(1) with one expert per rank, E = R, whatever the slots: S replicas of every expert would be one choice of counts, so
-none of a rank's S replicas bears more than the S-th part of the busiest expert; (2) with two experts per rank and no
-spare slot, P = E = 2 R, under the global policy or with one group per node: the rule pairs the heaviest with the
-lightest, which is optimal. Neither rule keeps two replicas of an expert apart; on one rank the second relieves nobody.
+Packing is a heuristic, so a plan may be worse than contiguous placement. Neither rule keeps two replicas of an expert
+apart; on one rank the second relieves nobody.
 
 **Balancing.** Replicas that share evenly bear what the plan foresaw. ``balance`` splits each expert's pairs anew for
 the batch at hand, so that the fullest rank is as empty as these replicas allow: the linear program of DeepSeek's LPLB

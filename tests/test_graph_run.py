@@ -35,7 +35,6 @@ LAYER = {
         {"name": "topk"},
         {"name": "token_drop", "capacity_factor": 1.0},
         {"name": "pruned", "k0": 3},
-        {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1},
     ],
     "measure": {"warmup": 1, "max_warmup": 1, "iterations": 1, "breakdown_iterations": 1, "timeout_s": 60},
     "sweep": {"layer.cuda_graph": [False, True]},
@@ -45,10 +44,9 @@ MODEL = {
     "scope": "model",
     "whole": {"num_layers": 2, "context_length": 16},
     "workload": {**LAYER["workload"], "num_tokens": 8, "num_batches": 1},
-    "policies": LAYER["policies"][:3],
 }
 CAPTURE, REPLAY = "cannot be captured as a CUDA graph: ", "replayed from a CUDA graph, it routes batch 0 otherwise"
-FAILING = {"token_drop": CAPTURE, "xshare": CAPTURE, "pruned": REPLAY}
+FAILING = {"token_drop": CAPTURE, "pruned": REPLAY}
 
 
 class Taped(NamedTuple):
@@ -91,7 +89,7 @@ def test_replayed_cases_have_the_rows_of_eager_ones_or_the_reason_why_they_canno
     assert [one["cuda_graph"] for one in run.comparisons] == [None, held]
     assert [one["title"].endswith(", CUDA graph") for one in run.comparisons] == [False, True]
     assert {(one["dispatcher"], one["permute"]["ran"]) for one in run.comparisons} == {("allgather", "none")}
-    for policy in FAILING if scope == "layer" else ("token_drop", "pruned"):
+    for policy in FAILING:
         eager, replayed = (rows[rows.policy == policy].drop_duplicates("case_id") for rows in run.rows.values())
         assert (list(eager.status), list(replayed.status)) == (["ok"], ["failed"])
         assert f"rank 0: {FAILING[policy]}" in replayed.reason.iloc[0]

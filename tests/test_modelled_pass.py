@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ep_bench.cost_model.devices import Device
-from moe_ep_bench.cost_model.layer import RankWork, modelled_legs
-from moe_ep_bench.cost_model.whole_model import PassWork, modelled_pass, outside_moe_us
+from moe_ep_bench.cost_model.layer import RankWork, layer_segments
+from moe_ep_bench.cost_model.timeline import PHASE_OF_MEETING, legs_of
+from moe_ep_bench.cost_model.whole_model import PassWork, outside_moe_us, pass_segments
 from moe_ep_bench.models import Attention, LatentAttention, ModelSpec
 from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, layer_and_phase, phases_in_depth
 
@@ -59,9 +61,12 @@ def decode(requests: int, context: int, model: ModelSpec = MODEL, num_layers: in
 
 def phases(work: PassWork, model: ModelSpec = MODEL, device: Device = DEVICE, **options: Any) -> dict[str, float]:
     """Microseconds by phase of the whole pass."""
-    layers = max(work.layers) + 1
-    legs, _ = modelled_pass(device, model, layers, work, **{"by_policy": False, "batch_wide": False, **options})
-    return {phase: sum(leg.get(phase, 0.0) for leg in legs) for phase in set().union(*legs)}
+    times: dict[str, float] = defaultdict(float)
+    how = {"by_policy": False, "batch_wide": False, **options}
+    for phase, time_us in pass_segments(device, model, max(work.layers) + 1, work, **how):
+        if layer_and_phase(phase)[1] not in PHASE_OF_MEETING:
+            times[phase] += time_us
+    return dict(times)
 
 
 def total_us(*arguments: Any, **options: Any) -> float:
@@ -146,7 +151,7 @@ def test_moe_layers_are_those_of_a_layer_alone() -> None:
     work = prefill(1000)
     times = phases(work, by_policy=True, batch_wide=True)
     assert set(times) <= {*phases_in_depth(3, [1, 2]), UNACCOUNTED}, "a phase without a timer"
-    legs, _ = modelled_legs(DEVICE, MODEL, work.layers[1], by_policy=True, batch_wide=True)
+    legs, _ = legs_of(layer_segments(DEVICE, MODEL, work.layers[1], by_policy=True, batch_wide=True))
     alone = {phase: sum(leg.get(phase, 0.0) for leg in legs) for phase in set().union(*legs)}
     alone[MOE_REST] = alone.pop(UNACCOUNTED)
     for layer in (1, 2):
@@ -158,7 +163,7 @@ def test_moe_layers_are_those_of_a_layer_alone() -> None:
 @pytest.mark.parametrize(("batch_wide", "names"), [(False, 3), (True, 4)])
 def test_meetings_come_layer_after_layer(batch_wide: bool, names: int) -> None:
     work = prefill(100)
-    legs, meetings = modelled_pass(DEVICE, MODEL, 3, work, by_policy=True, batch_wide=batch_wide)
+    legs, meetings = legs_of(pass_segments(DEVICE, MODEL, 3, work, by_policy=True, batch_wide=batch_wide))
     moe = ["wait_policy", "wait_metadata", "wait_dispatch", "wait_combine"][-names:]
     assert meetings == [(layer, meeting) for layer in (1, 2) for meeting in moe]
     assert len(legs) == len(meetings) + 1
@@ -203,7 +208,7 @@ def test_more_requests_or_context_take_longer(model: str, device: str, requests:
 def test_a_lone_rank_meets_nobody_and_nothing_to_do_takes_no_time() -> None:
     local = RankWork(100, 200, np.full(8, 25))
     work = PassWork((100,), 0, 0, {1: local, 2: local})
-    legs, meetings = modelled_pass(DEVICE, MODEL, 3, work, by_policy=False, batch_wide=False, alone=True)
+    legs, meetings = legs_of(pass_segments(DEVICE, MODEL, 3, work, by_policy=False, batch_wide=False, alone=True))
     assert (len(legs), meetings) == (1, [])
     nothing = RankWork(0, 0, np.zeros(4, dtype=np.int64))
     assert total_us(PassWork((), 0, 0, {1: nothing, 2: nothing})) == 0
@@ -220,7 +225,6 @@ def test_a_device_that_does_not_state_its_attention_is_named() -> None:
 def test_what_no_moe_layer_takes_is_the_pass_without_them(model: ModelSpec, is_decode: bool) -> None:
     layers = model.num_layers
     work = decode(6, 50, model, layers) if is_decode else prefill(30, 20, model=model, num_layers=layers)
-    legs, _ = modelled_pass(DEVICE, model, layers, work, by_policy=False, batch_wide=False)
     elsewhere = ("embedding", "attention", "dense", "rest", "output")
-    expected = sum(us for leg in legs for key, us in leg.items() if layer_and_phase(key)[1] in elsewhere)
+    expected = sum(us for key, us in phases(work, model).items() if layer_and_phase(key)[1] in elsewhere)
     assert outside_moe_us(DEVICE, model, work) == pytest.approx(expected)

@@ -234,23 +234,21 @@ def test_a_profile_is_one_trace_per_rank_with_the_phases_and_no_timing(tmp_path:
 
 
 def test_lost_cases_become_rows_with_their_reason_and_the_others_are_measured(tmp_path: Path) -> None:
-    """Cases that are wrong before or after timing, killed, out of memory, and one that hangs for an hour."""
+    """In the check before timing or after it: wrong, killed, or hanging for an hour."""
     policies = [
         {"name": "topk"},
         {"name": "token_drop", "capacity_factor": 1.0},
-        {"name": "expanded_drop", "capacity_factor": 1.0},
         {"name": "pruned", "k0": 4},
         {"name": "load_only"},
     ]
     config = write_config(tmp_path, policies=policies, measure__timeout_s=10, workload__num_batches=1)
-    faults = "topk=wrong,token_drop=kill,expanded_drop=oom,pruned=hang,load_only=late"
+    faults = "topk=wrong,token_drop=kill,pruned=hang,load_only=late"
     done = launch(config, "--out", tmp_path / "out", faults=faults, timeout=900)
     assert done.returncode == CASES_FAILED, done.stderr
     found = statuses(tmp_path / "out")
     expected = {
         "topk": ("failed", "dense reference"),
         "token_drop capacity_factor=1.0": ("failed", r"rank 1 ended without a word.*2 attempts"),
-        "expanded_drop capacity_factor=1.0": ("oom", "20.00 GiB"),
         "pruned k0=4": ("timeout", "no progress for 10 s in _strike"),
         "load_only": ("failed", "^after timing"),  # It takes its times with it, and nobody else's.
     }
@@ -322,12 +320,8 @@ BAD = {
         {"policies": [{"name": "laser", "eps_high": 0.9, "t_fix": 0.1, "c": 4}]}, [],
         "policies: laser: c: expected 6 (top_k) to 64", "got 4",
     ),
-    "negative gamma": (
-        {"policies": [{"name": "token_drop", "capacity_factor": -1}]}, [], "capacity_factor", "got -1",
-    ),
     "experts over ranks": ({"model__preset": "mixtral-8x7b"}, ["--nproc", "3"], "8 experts of Mixtral-8x7B", "got 3"),
     "ranks over groups": ({"layer__ep_size": 4}, [], "layer.ep_size: expected a divisor of the 2 ranks", "got 4"),
-    "skew out of reach": ({"workload__peak_load": 60.0}, [], "workload: peak_load", "got 60"),
     "missing trace": (
         {"workload": {"kind": "recorded", "trace": "no.safetensors", "layer": 0, "tail": "uniform", "num_tokens": 8}},
         [], "no.safetensors", "config.yaml",

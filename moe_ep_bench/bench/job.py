@@ -47,8 +47,7 @@ def new_run_id() -> str:
 def identity(mode: str, run_id: str, comparison: Any, case: CaseSpec) -> dict[str, Any]:
     """The columns that say which case rows belong to.
 
-    Args:
-        comparison: a ``Comparison``, or one of ``quality``, whose checkpoint answers as a whole.
+    ``quality`` has comparisons of its own, whose checkpoint answers as a whole.
     """
     planned = comparison if isinstance(comparison, Comparison) else None
     return {

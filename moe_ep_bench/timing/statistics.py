@@ -118,9 +118,13 @@ def estimate_median(samples: pd.Series) -> Estimate | None:
     if num_batches < MIN_BATCHES:
         return Estimate(median, float(samples.min()), float(samples.max()), False, num_batches, num_launches)
     low, high = bootstrap_median_interval(samples)
-    launch_half = _launch_half_width(samples)
-    down, up = (math.hypot(math.log(end / median), launch_half) for end in (low, high))
-    return Estimate(median, median * math.exp(-down), median * math.exp(up), True, num_batches, num_launches)
+    return Estimate(median, *_widened(median, low, high, _launch_half_width(samples)), True, num_batches, num_launches)
+
+
+def _widened(median: float, low: float, high: float, half: float) -> tuple[float, float]:
+    """The ends of an interval with ``half`` a width more, in logs and in quadrature."""
+    down, up = (math.hypot(math.log(end / median), half) for end in (low, high))
+    return median * math.exp(-down), median * math.exp(up)
 
 
 def bootstrap_median_interval(
@@ -313,9 +317,8 @@ def estimate_change(old: pd.Series, new: pd.Series) -> Estimate | None:
     counts = [values.index.get_level_values("launch").nunique() for values in (old, new)]
     if not estimate.is_interval or max(counts) == 1:
         return replace(estimate, num_launches=min(counts))
-    launch_half = _jobs_half_width(_launch_deviations(old), _launch_deviations(new))
-    down, up = (math.hypot(math.log(end / estimate.median), launch_half) for end in (estimate.low, estimate.high))
-    low, high = estimate.median * math.exp(-down), estimate.median * math.exp(up)
+    half = _jobs_half_width(_launch_deviations(old), _launch_deviations(new))
+    low, high = _widened(estimate.median, estimate.low, estimate.high, half)
     return replace(estimate, low=low, high=high, num_launches=min(counts))
 
 

@@ -172,12 +172,8 @@ class Replication:
     def extra_bytes_per_rank(self, model: ModelSpec, bytes_per_weight: float) -> float:
         """Memory of a rank's spare slots: (P - E) / R experts in each of the model's MoE layers.
 
-        Slots count whatever they hold; the plan's own number of layers does not matter. Where R does not divide E, the
-        result is the mean over ranks of what exceeds one home for every expert.
-
-        Args:
-            model: at its actual size; a scaled model has smaller experts.
-            bytes_per_weight: 2 for bfloat16, 1 for fp8, 0.5 for four bits; scales of quantised blocks are not counted.
+        Slots count whatever they hold. Where R does not divide E, the result is the mean over ranks of what exceeds
+        one home for every expert. Scales of quantised blocks are not counted.
         """
         spare_slots = self.num_slots - self.num_experts
         expert_bytes = model.expert_parameters * bytes_per_weight
@@ -198,11 +194,9 @@ def replicate(
     Args:
         load_LE: pairs, or anything proportional to them: [L, E], or [E] for one layer; finite, non-negative.
         num_slots: P, of all ranks: a multiple of R, at least E. P - E of them are spare.
-        num_ranks: R.
-        num_nodes: nodes of R / num_nodes ranks each, neighbours by index.
-        num_groups: groups of E / num_groups experts each, neighbours by index.
-        policy: ``hierarchical``, ``global``, or ``auto``, as published: hierarchical where num_nodes divides
-            num_groups. The global policy reads neither nodes nor groups.
+        num_nodes, num_groups: nodes of ranks and groups of experts, of equal size, neighbours by index.
+        policy: ``hierarchical``, ``global`` (reads neither nodes nor groups), or ``auto``, as published: hierarchical
+            where num_nodes divides num_groups.
 
     Raises:
         ValueError: one line that names the field, its value and what is allowed.

@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -172,100 +172,58 @@ def test_experts_on_an_h100_run_as_fast_as_measured() -> None:
     assert 6 * pairs * model.hidden_size * model.ffn_hidden_size / time_us / 1e6 == pytest.approx(495, rel=0.01)
 
 
-FORMS = [
-    (model, num_ranks, policy)
-    for model, num_ranks in (("deepseek-v2-lite", 8), ("deepseek-v2-lite", 1), ("mixtral-8x7b", 8))
-    for policy in ("native", "token_drop", "lynx")
-]
-POLICIES = {
-    "native": None,
-    "token_drop": {"name": "token_drop", "capacity_factor": 1.0},
-    "lynx": {"name": "lynx", "num_dropped": 2},
-}
-
-
-@pytest.fixture(scope="module")
-def measured() -> dict[str, Any]:
-    """Phases of each leg, meetings and work of real runs, by model, ranks and policy."""
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+CONFIG = """
+model: {scale: 0.015625}
+workload: {kind: synthetic, num_tokens: 96, num_batches: 1, sequence_length: 12}
+layer: {dtype: float32}
+policies: [{name: token_drop, capacity_factor: 1.0}, {name: lynx, num_dropped: 2}]
+emulate: {links: h100-nvlink4}
+measure: {warmup: 0, max_warmup: 0, iterations: 1, breakdown_iterations: 0}
+sweep: {model.preset: [deepseek-v2-lite, mixtral-8x7b], layer.ep_size: [8, 1]}
+"""
 
 
 @pytest.mark.seam
-@pytest.mark.parametrize(("model", "num_ranks", "policy"), FORMS)
-def test_legs_are_cut_as_those_of_a_real_run(model: str, num_ranks: int, policy: str, measured: dict[str, Any]) -> None:
-    real = measured[f"{model} {num_ranks} {policy}"]
-    work = RankWork(real["num_tokens"], real["num_sent"], np.array(real["received_L"]))
-    options = {"by_policy": policy != "native", "batch_wide": policy == "lynx", "alone": num_ranks == 1}
-    legs, meetings = legs_of_work(work, PRESETS[model], DEVICES["h20"], **options)
-    assert meetings == real["meetings"]
-    assert [list(leg) for leg in legs] == real["legs"]
+def test_legs_are_cut_as_those_of_a_real_run(tmp_path: Path) -> None:
+    (tmp_path / "forms.yaml").write_text(CONFIG)
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path / "forms.yaml")], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    forms = json.loads(done.stdout.splitlines()[-1])
+    assert len(forms) == 4 * 5
+    for case, measured, modelled in forms:
+        assert measured == modelled, case
 
 
-def _print_forms() -> None:
-    """Run small layers on virtual ranks, and print what their legs look like."""
+def _print_forms(config: Path) -> None:
+    """Time the last of all ranks by each case, and print what its legs look like beside modelled ones."""
     import torch
 
+    from moe_ep_bench.bench.plan import VIRTUAL, plan
+    from moe_ep_bench.bench.rank_timers import MeasuredRanks, ModelledRanks
+    from moe_ep_bench.bench.virtual import Emulation
     from moe_ep_bench.layer.host import device_scope
     from moe_ep_bench.layer.megatron import initialize_expert_parallel
     from moe_ep_bench.runtime.ranks import join
 
-    ranks = join(60)
+    ranks, forms = join(60), []
     with device_scope(), torch.inference_mode():
         initialize_expert_parallel(1, 60)
-        forms = {
-            f"{model} {size} {policy}": _form(ranks, model, size, POLICIES[policy]) for model, size, policy in FORMS
-        }
+        for comparison in plan(config, [], VIRTUAL, on_cpu=True):
+            timers = MeasuredRanks(comparison, ranks.device), ModelledRanks(comparison, DEVICES["h20"])
+            emulation = Emulation(comparison, comparison.cases, ranks.device, lambda case_id: None)
+            routers = emulation._routers(0)
+            batches, traffic = emulation._routed(0, routers, keep=True)
+            *_, shares = emulation._shares(batches)
+            for router, of_case in zip(routers, traffic, strict=True):
+                own = {layer: one.of(router.case) for layer, one in shares.items()}
+                times = [timer.time(router, of_case, comparison.ep_size - 1, own, first=True) for timer in timers]
+                looks = [([list(leg) for leg in time.legs], time.meetings) for time in times]
+                forms.append((f"{comparison.title}: {router.case.label}", *looks))
     ranks.close()
     print(json.dumps(forms))
 
 
-def _form(ranks: Any, preset: str, num_ranks: int, fields: dict[str, Any] | None) -> dict[str, Any]:
-    import torch
-
-    from moe_ep_bench.layer.build import SingleLayer
-    from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
-    from moe_ep_bench.layer.virtual import Announced, VirtualRanks
-    from moe_ep_bench.policies import make_policy
-    from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
-
-    model = PRESETS[preset].scaled(1 / 64)
-    virtual = VirtualRanks(partial(SingleLayer, model, torch.float32, ranks.device, seed=3), num_ranks)
-    subject, rank, num_tokens = virtual.subject, num_ranks - 1, 12
-    generator = torch.Generator().manual_seed(7)
-    logits = torch.randn(num_ranks, num_tokens, model.num_experts, generator=generator)
-    scores = [scores_from_logits(one.to(ranks.device), model.score_function) for one in logits]
-    logits = [logits_from_scores(one, model.score_function) for one in scores]
-    scores = [scores_from_logits(one, model.score_function) for one in logits]
-    policy = make_policy(fields or {"name": "topk"})
-    contexts = [replace(subject.pairs[None].policy_router.context, rank=one) for one in range(num_ranks)]
-    summed = [policy.batch_stats(*one) for one in zip(scores, contexts, strict=True)]
-    stats_SE = None if summed[0] is None else torch.stack(summed).sum(0)
-    routed = [policy.route(*one, stats_SE) for one in zip(scores, contexts, strict=True)]
-    counts_RE = torch.stack([routing.map_TE.sum(0) for routing in routed])
-    virtual.announced = {None: Announced(counts_RE, stats_SE)}
-    subject.take(() if fields is None else subject.pairs)
-    router = subject.moe_layers[None].router
-    router.replay_TE = logits[rank]
-    if fields is not None:
-        router.policy, router.context = policy, contexts[rank]
-    recorder = PhaseRecorder(clock_for(ranks.device))
-    virtual.become(rank)
-    with virtual.connected(), subject.instrumented(recorder, lambda: None):
-        recorder.begin()
-        subject.run(torch.zeros(num_tokens, 1, model.hidden_size, device=ranks.device))
-        recorder.end()
-    legs, meetings = legs_of(recorder.segments_us())
-    per_rank = model.num_experts // num_ranks
-    return {
-        "legs": [list(leg) for leg in legs],
-        "meetings": meetings,
-        "num_tokens": num_tokens,
-        "num_sent": int(counts_RE[rank].sum()),
-        "received_L": counts_RE[:, rank * per_rank :].sum(0).tolist(),
-    }
-
-
 if __name__ == "__main__":
-    _print_forms()
+    _print_forms(Path(sys.argv[1]))

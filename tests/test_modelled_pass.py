@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_modelled import DEVICE as LAYER_DEVICE
 
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
@@ -17,14 +18,8 @@ from moe_ep_bench.cost_model.whole_model import PassWork, outside_moe_us, pass_s
 from moe_ep_bench.models import Attention, LatentAttention, ModelSpec
 from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, layer_and_phase, phases_in_depth
 
-# Arithmetic 5e7 operations per us, of attention 2e7; memory 1e6 bytes per us, permutation 5e5.
-DEVICE = Device(
-    name="test", source="test", bf16_tflops=100, memory_tbps=2, memory_gb=80,
-    arithmetic_efficiency=((1, 0.5),), arithmetic_basis="assumed", memory_efficiency=0.5, memory_basis="assumed",
-    overhead_us=3, overhead_basis="assumed", routing_native_ps=100, routing_native_basis="assumed",
-    routing_policy_ps=300, routing_policy_basis="assumed", permute_efficiency=0.25, permute_basis="assumed",
-    attention_efficiency=0.2, attention_basis="assumed",
-)  # fmt: skip
+# Of attention 2e7 operations per us.
+DEVICE = LAYER_DEVICE.model_copy(update={"attention_efficiency": 0.2, "attention_basis": "assumed"})
 MODEL = ModelSpec(
     name="test", source="test", num_layers=4, first_dense_layers=1, dense_ffn_hidden_size=800, hidden_size=1000,
     vocab_size=5000, attention=Attention(num_heads=8, num_kv_heads=2, head_dim=100), num_experts=8, top_k=2,

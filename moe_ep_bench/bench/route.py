@@ -21,13 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
 from moe_ep_bench.bench.description import describe_run
 from moe_ep_bench.bench.job import fill, identity
-from moe_ep_bench.bench.plan import BASELINE, REPLICATION, ROUTING, CaseSpec, Comparison, plan
+from moe_ep_bench.bench.plan import REPLICATION, ROUTING, CaseSpec, Comparison, plan
 from moe_ep_bench.bench.replicas import Replicas
 from moe_ep_bench.bench.rows import write_frontier
 from moe_ep_bench.bench.run import print_cases
@@ -104,18 +103,11 @@ def _route_comparison(
     frontiers: dict[str, list[dict[str, Any]]] = defaultdict(list)
     home_E = comparison.placement.rank_E
     rank_E = None if home_E is None else torch.from_numpy(home_E)
-    carried = CarriedLoads(
-        lambda case, _, index: _shares(comparison, comparison.workload.batch(index)), comparison.slots, layer.seed
-    )
 
-    def native_counts() -> NDArray[np.int64]:
-        router, counts = CaseRouter(CaseSpec("", BASELINE, "native", None), comparison.slots, layer.seed), []
-        for index in range(comparison.workload.num_batches):
-            shares = _shares(comparison, comparison.workload.batch(index))
-            counts.append([row["load_E"] for row in _route_batch(router, shares, index, layer.kernel)])
-        return np.array(counts)
+    def shares_of(case: CaseSpec, _: int | None, index: int) -> list[Share]:
+        return _shares(comparison, comparison.workload.batch(index))
 
-    replicas = Replicas(comparison, native_counts)
+    carried, replicas = CarriedLoads(shares_of, comparison.slots, layer.seed), Replicas(comparison, shares_of)
     for index in range(comparison.workload.num_batches):
         batch = comparison.workload.batch(index)
         shares = _shares(comparison, batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_run import free_port
 
 from moe_ep_bench.cost_model.calibrate import (
     SAMPLES_SCHEMA,
@@ -150,10 +150,7 @@ def test_a_report_tells_errors_of_what_was_not_fitted() -> None:
 
 def start(out: Path, options_R: list[dict], *, per_node: int = 2) -> list[subprocess.CompletedProcess]:
     """``calibrate`` on a gloo rank for each of ``options_R``, ``per_node`` of them said to share a node."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    jobs = []
+    jobs, port = [], free_port()
     for rank, options in enumerate(options_R):
         arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
         program = (

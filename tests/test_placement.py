@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -19,40 +20,30 @@ few_examples = settings(max_examples=15)
 @given(data=st.data())
 def test_ranks_bear_what_their_experts_bear(data: st.DataObject) -> None:
     """Against a loop over experts, for batches of loads at once; no pair is lost or counted twice."""
-    num_ranks, num_experts = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
-    num_experts *= num_ranks
-    matrix = data.draw(
-        st.lists(
-            st.lists(st.integers(0, 3), min_size=num_experts, max_size=num_experts),
-            min_size=num_ranks,
-            max_size=num_ranks,
+    num_ranks, per_rank = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    experts, ranks = range(num_ranks * per_rank), range(num_ranks)
+
+    def rows(of: st.SearchStrategy[int], fewest: int, most: int) -> list[list[int]]:
+        return data.draw(
+            st.lists(st.lists(of, min_size=len(experts), max_size=len(experts)), min_size=fewest, max_size=most)
         )
-    )
-    for expert in range(num_experts):
+
+    load_BE, matrix = np.array(rows(st.integers(0, 9), 1, 3)), rows(st.integers(0, 3), num_ranks, num_ranks)
+    for expert in experts:
         matrix[expert % num_ranks][expert] += 1  # Everyone has a home.
-    load_BE = np.array(
-        data.draw(
-            st.lists(st.lists(st.integers(0, 9), min_size=num_experts, max_size=num_experts), min_size=1, max_size=3)
-        )
-    )
-    kinds = {"contiguous": None, "strided": None, "matrix": matrix}
-    for kind, given_matrix in kinds.items():
-        placement = make_placement(given_matrix or kind, num_experts, num_ranks)
+    shares_RE = {
+        "contiguous": [[float(rank == expert // per_rank) for expert in experts] for rank in ranks],
+        "strided": [[float(rank == expert % num_ranks) for expert in experts] for rank in ranks],
+        "matrix": matrix,
+    }
+    for kind, share_RE in shares_RE.items():
+        placement = make_placement(matrix if kind == "matrix" else kind, len(experts), num_ranks)
         load_BR, read_BR = placement.rank_load(load_BE), placement.activated_experts(load_BE)
         assert load_BR.sum(axis=1) == pytest.approx(load_BE.sum(axis=1))
-        for batch, load_E in enumerate(load_BE):
-            for rank in range(num_ranks):
-                load, read = 0.0, 0
-                for expert, pairs in enumerate(load_E):
-                    homes = {
-                        "contiguous": lambda e: [float(r == e * num_ranks // num_experts) for r in range(num_ranks)],
-                        "strided": lambda e: [float(r == e % num_ranks) for r in range(num_ranks)],
-                        "matrix": lambda e: [matrix[r][e] for r in range(num_ranks)],
-                    }[kind](expert)
-                    load += pairs * homes[rank] / sum(homes)
-                    read += bool(homes[rank]) and bool(pairs)
-                assert load_BR[batch, rank] == pytest.approx(load)
-                assert read_BR[batch, rank] == read
+        for batch, rank in itertools.product(range(len(load_BE)), ranks):
+            held = [(load_BE[batch, e] * share_RE[rank][e] / sum(row[e] for row in share_RE)) for e in experts]
+            assert load_BR[batch, rank] == pytest.approx(sum(held))
+            assert read_BR[batch, rank] == sum(load > 0 for load in held)
 
 
 @pytest.mark.parametrize(

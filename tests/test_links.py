@@ -49,7 +49,7 @@ def oracle_us(bytes_RR: np.ndarray, ranks_per_node: int, intra: dict, inter: dic
     return times
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     num_ranks=st.integers(1, 9),
     ranks_per_node=st.integers(1, 5),

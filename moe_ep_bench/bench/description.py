@@ -117,11 +117,10 @@ def survey_together(
 ) -> None:
     """Go through all batches of all workloads, so that each knows its ``findings`` on every rank; all call this alike.
 
-    Ranks share the batches and tell the others what they found and solved for. All meet every few seconds: batches may
-    take many minutes, in which those that are done wait and are alive.
+    Ranks share the batches and tell the others what they found and solved for. All meet every few seconds, where
+    ``before`` is called: batches may take many minutes, in which those that are done wait and are alive.
 
     Args:
-        before: called at each meeting, on all ranks.
         keep: keep what a rank alone makes, where it fits into memory.
 
     Raises:

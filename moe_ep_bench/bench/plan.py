@@ -530,9 +530,8 @@ def plan(
 
     Args:
         backend, world_size: see ``Comparison.of``.
-        on_cpu: the config's ``on_cpu`` section is applied, which makes layers small enough for a CPU; not where no
-            layer runs.
-        point: only this point of the sweep, from 0 in the order of ``load_experiments``.
+        on_cpu: apply the config's ``on_cpu`` section, wherever a layer runs.
+        point: only this point of the sweep, from 0.
         before: called ahead of each comparison, which may take long to make: batches are solved for, recordings read.
         try_out: make a batch of each (``Comparison.try_out``).
 

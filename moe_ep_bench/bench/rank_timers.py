@@ -1,8 +1,8 @@
 """How long each virtual rank's run of a layer or a whole model takes: measured here, or modelled for another device.
 
-``MeasuredRanks`` runs the very layer or model that real ranks run, as one rank after another. In most cases that is one
-run from beginning to end. Where a layer's rows are too many to be held at once, or experts stand in slots, it is two:
-the router on all of the rank's tokens, and then the rest of the layer with that routing, chunk by chunk.
+``MeasuredRanks`` runs the very layer or model that real ranks run, as one rank after another. Where a layer's rows are
+too many to be held at once, or experts stand in slots, a run is two: the router on all of the rank's tokens, and then
+the rest of the layer with that routing, chunk by chunk.
 
 Shapes: T = tokens of a rank, E = experts, P = slots, L = slots of a rank, C = chunks, D = hidden size.
 """

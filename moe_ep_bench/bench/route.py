@@ -2,11 +2,8 @@
 
 A routing decision needs scores and nothing else, so that a laptop can answer how many experts a batch activates
 or how full the fullest of 256 ranks would be. Batches are made and dealt to virtual ranks exactly as ``run`` deals
-them to real ones, and a policy sees what it would see there: one rank's tokens, and statistics summed over all
-ranks where it decides for the whole batch. One config serves both commands; ``on_cpu`` is not applied, for a
-size that is too much work for a CPU's experts is none for routing.
-
-Without ``layer.ep_size`` there are 8 ranks, one node's worth, or as many as divide the model's experts.
+them to real ones, and a policy sees what it would see there. ``on_cpu`` is not applied: a size that is too much work
+for a CPU's experts is none for routing.
 
 Shapes: T = tokens of a rank, E = experts, K = top_k, R = EP ranks.
 """

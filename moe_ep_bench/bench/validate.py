@@ -64,15 +64,10 @@ class _FailedStepError(Exception):
 
 
 def validate(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, *, force: bool = False) -> int:
-    """Measure and emulate; return the exit status.
+    """Measure on ``num_ranks`` real ranks and emulate as many; return the exit status.
 
-    Args:
-        out: see ``ValidationDirectory``.
-        num_ranks: real ranks on this machine, and virtual ones.
-
-    Returns:
-        ``OK`` where both runs measured all cases, whatever the verdict; ``CASES_FAILED`` where some could not be;
-        else the status of the step that failed.
+    That is ``OK`` where both runs measured all cases, whatever the verdict; ``CASES_FAILED`` where some could not be;
+    else the status of the step that failed.
 
     Raises:
         ValueError: the config or the directory cannot be used; one line, before anything is run.

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, Field, PlainSerializer, PrivateAttr, field_validator, model_validator
 
-from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.papers.claims import Claim
@@ -132,10 +132,8 @@ class ModelConfig(Shape):
             whole = load_hf_model(self.hf_config)
         else:
             assert self.preset is not None
-            try:
+            with naming("preset"):
                 whole = ModelSpec.named(self.preset)
-            except ValueError as problem:
-                raise UserError(f"preset: {problem}") from None
         return whole.sharded(self.tensor_parallel).scaled(self.scale)
 
 
@@ -224,10 +222,8 @@ class SyntheticConfig(_Workload):
             raise UserError(
                 f"skew: expected none for a model that is no preset; give peak_load and the like, got {self.skew}"
             )
-        try:
+        with naming("skew"):
             calibrated = load_skew(preset, self.skew).targets()
-        except ValueError as error:
-            raise UserError(f"skew: {error}") from None
         # A rank's load cannot be met together with another placement or a skew that moves.
         if self.placement != "scattered" or self.drift or self.burst_every or self.family == "uniform":
             calibrated.pop("rank_load", None)
@@ -370,10 +366,8 @@ class RouteConfig(Strict):
 
     def make_placement(self, num_experts: int, num_ranks: int) -> Placement:
         """Place the experts; ValueError where the placement does not fit."""
-        try:
+        with naming("route.placement"):
             return make_placement(self.placement, num_experts, num_ranks)
-        except ValueError as error:
-            raise UserError(f"route.placement: {error}") from None
 
 
 class ReplicationConfig(Strict):

@@ -1,7 +1,8 @@
 """Tell a user's mistake from a defect of ours."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class UserError(ValueError):
@@ -10,6 +11,15 @@ class UserError(ValueError):
     Commands print it and exit with 2; any other exception is a defect and shown with its traceback. It is a ValueError,
     so that pydantic's validators may raise it.
     """
+
+
+@contextlib.contextmanager
+def naming(where: str, hint: str = "") -> Iterator[None]:
+    """Name the file, key or option that a ValueError in the block is about."""
+    try:
+        yield
+    except ValueError as problem:
+        raise UserError(f"{where}: {problem}{hint}") from None
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

@@ -28,11 +28,8 @@ no other choice of counts makes the greatest share smaller. *Pack*: the heaviest
 room, all packs holding the same number. Ties go to the lower index (the published code leaves ties between equal loads
 to torch's sort, which promises no order), and sums are float64, not float32.
 
-Packing is a heuristic, so a plan may be worse than contiguous placement. On the load that it was made for it never is
-(1) with one expert per rank, E = R, whatever the slots: S replicas of every expert would be one choice of counts, so
-none of a rank's S replicas bears more than the S-th part of the busiest expert; (2) with two experts per rank and no
-spare slot, P = E = 2 R, under the global policy or with one group per node: the rule pairs the heaviest with the
-lightest, which is optimal. Neither rule keeps two replicas of an expert apart; on one rank the second relieves nobody.
+Packing is a heuristic, so a plan may be worse than contiguous placement. Neither rule keeps two replicas of an expert
+apart; on one rank the second relieves nobody.
 
 **Balancing.** Replicas that share evenly bear what the plan foresaw. ``balance`` splits each expert's pairs anew for
 the batch at hand, so that the fullest rank is as empty as these replicas allow: the linear program of DeepSeek's LPLB
@@ -175,12 +172,8 @@ class Replication:
     def extra_bytes_per_rank(self, model: ModelSpec, bytes_per_weight: float) -> float:
         """Memory of a rank's spare slots: (P - E) / R experts in each of the model's MoE layers.
 
-        Slots count whatever they hold; the plan's own number of layers does not matter. Where R does not divide E, the
-        result is the mean over ranks of what exceeds one home for every expert.
-
-        Args:
-            model: at its actual size; a scaled model has smaller experts.
-            bytes_per_weight: 2 for bfloat16, 1 for fp8, 0.5 for four bits; scales of quantised blocks are not counted.
+        Slots count whatever they hold. Where R does not divide E, the result is the mean over ranks of what exceeds
+        one home for every expert. Scales of quantised blocks are not counted.
         """
         spare_slots = self.num_slots - self.num_experts
         expert_bytes = model.expert_parameters * bytes_per_weight
@@ -201,11 +194,9 @@ def replicate(
     Args:
         load_LE: pairs, or anything proportional to them: [L, E], or [E] for one layer; finite, non-negative.
         num_slots: P, of all ranks: a multiple of R, at least E. P - E of them are spare.
-        num_ranks: R.
-        num_nodes: nodes of R / num_nodes ranks each, neighbours by index.
-        num_groups: groups of E / num_groups experts each, neighbours by index.
-        policy: ``hierarchical``, ``global``, or ``auto``, as published: hierarchical where num_nodes divides
-            num_groups. The global policy reads neither nodes nor groups.
+        num_nodes, num_groups: nodes of ranks and groups of experts, of equal size, neighbours by index.
+        policy: ``hierarchical``, ``global`` (reads neither nodes nor groups), or ``auto``, as published: hierarchical
+            where num_nodes divides num_groups.
 
     Raises:
         ValueError: one line that names the field, its value and what is allowed.

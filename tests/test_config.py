@@ -55,12 +55,6 @@ def test_every_model_has_every_skew_and_it_can_be_met(preset: str, skew: str, tm
         assert "recorded from" not in described["description"]
 
 
-def test_skews_grow_from_mixed_to_the_worst_layer() -> None:
-    for preset in ModelSpec.names():
-        peaks = [load_skew(preset, skew).peak_load for skew in SKEWS]
-        assert peaks == sorted(peaks), preset
-
-
 def test_what_is_given_beside_a_skew_wins(tmp_path: Path) -> None:
     def targets(**workload: object) -> dict:
         config = experiment(tmp_path, workload={"skew": "single_domain", **workload}).workload
@@ -77,13 +71,10 @@ def test_what_is_given_beside_a_skew_wins(tmp_path: Path) -> None:
     assert targets(sequence_length=1)["neighbour_overlap"] is None
     assert targets(entropy=0.5)["topk_share"] is None
     assert targets()["topk_share"] == 0.37
-
-
-def test_a_skews_numbers_are_part_of_what_is_measured(tmp_path: Path) -> None:
+    # A skew's numbers are part of what is measured.
     named = comparison(tmp_path, workload={"skew": "mixed"})
-    other = comparison(tmp_path, workload={"skew": "mixed", "peak_load": 4.0})
     assert named.definition["workload"]["peak_load"] == 3.3
-    assert named.comparison_id != other.comparison_id
+    assert named.comparison_id != comparison(tmp_path, workload={"skew": "mixed", "peak_load": 4.0}).comparison_id
 
 
 HF = {
@@ -132,41 +123,6 @@ def test_a_mistake_is_one_line_that_names_the_key(
         experiment(tmp_path, model=model, workload=workload)
 
 
-@pytest.mark.parametrize(
-    ("model", "workload", "message"),
-    [
-        ({"hf_config": "config.json"}, {"skew": "mixed"}, "workload: skew: expected none for a model that is"),
-        (None, {"rank_shares": [0, 0]}, "workload.rank_shares: expected one above 0 among the 1 ranks"),
-        (None, {"peak_load": 2.0, "burst_every": 3}, "workload: burst_every, burst_peak_load: expected both or none"),
-    ],
-)
-def test_what_does_not_fit_together_is_said(model: dict | None, workload: dict, message: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(HF))
-    with pytest.raises(ValueError, match=message):
-        comparison(tmp_path, model=model, workload=workload)
-
-
-def test_a_model_that_megatron_core_would_route_otherwise_is_refused(tmp_path: Path) -> None:
-    grouped = {
-        **HF, "model_type": "deepseek_v3", "n_routed_experts": 64, "n_group": 8, "topk_group": 4, "n_shared_experts": 1,
-        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": False, "routed_scaling_factor": 2.5,
-        "moe_intermediate_size": 128, "first_k_dense_replace": 3, "moe_layer_freq": 1, "kv_lora_rank": 32,
-        "q_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(grouped))
-    with pytest.raises(ValueError, match=r"sigmoid weights to be normalised, .* got normalize false"):
-        comparison(tmp_path, model={"hf_config": "config.json"})
-
-
-def test_a_shard_is_another_comparison_and_its_title_says_so(tmp_path: Path) -> None:
-    whole, shard = (
-        comparison(tmp_path, model={"preset": "qwen3-30b-a3b", "tensor_parallel": ranks}) for ranks in (1, 8)
-    )
-    assert shard.title.startswith("Qwen3-30B-A3B, 1 of 8 TP ranks, EP 1, ")
-    assert (shard.model.ffn_hidden_size, whole.model.ffn_hidden_size) == (96, 768)
-    assert shard.comparison_id != whole.comparison_id
-
-
 def test_auto_takes_decode_where_the_gpu_s_file_says_that_a_step_has_few_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,16 +146,34 @@ def test_auto_takes_decode_where_the_gpu_s_file_says_that_a_step_has_few_rows(
     assert ran(8, 1, experts="grouped") == ("grouped", "")
 
 
-def test_a_rank_without_a_share_gets_no_tokens_and_memory_is_counted_for_the_fullest(tmp_path: Path) -> None:
-    even = comparison(tmp_path, 4)
-    uneven = comparison(tmp_path, 4, workload={"rank_shares": [3, 1, 0, 0]})
+GROUPED = {
+    **HF, "model_type": "deepseek_v3", "n_routed_experts": 64, "n_group": 8, "topk_group": 4, "n_shared_experts": 1,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": False, "routed_scaling_factor": 2.5,
+    "moe_intermediate_size": 128, "first_k_dense_replace": 3, "moe_layer_freq": 1, "kv_lora_rank": 32,
+    "q_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "workload", "message"),
+    [
+        (HF, {"skew": "mixed"}, "workload: skew: expected none for a model that is"),
+        (HF, {"rank_shares": [0, 0]}, "workload.rank_shares: expected one above 0 among the 1 ranks"),
+        (HF, {"peak_load": 2.0, "burst_every": 3}, "workload: burst_every, burst_peak_load: expected both or none"),
+        # Megatron-Core would route it otherwise.
+        (GROUPED, {}, "sigmoid weights to be normalised, .* got normalize false"),
+    ],
+)
+def test_what_does_not_fit_together_is_said(model: dict, workload: dict, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    with pytest.raises(ValueError, match=message):
+        comparison(tmp_path, model={"hf_config": "config.json"}, workload=workload)
+
+
+def test_memory_is_counted_for_the_fullest_rank_and_the_libraries_of_a_gpu(tmp_path: Path) -> None:
+    one, uneven = experiment(tmp_path), comparison(tmp_path, 4, workload={"rank_shares": [3, 1, 0, 0]})
     assert uneven.subject.fullest_share == 3.0
-    assert uneven.memory_bytes_per_rank() > even.memory_bytes_per_rank()
-    assert uneven.workload.fingerprint() == even.workload.fingerprint()
-
-
-def test_memory_on_a_gpu_includes_what_its_libraries_take(tmp_path: Path) -> None:
-    one = experiment(tmp_path)
+    assert uneven.memory_bytes_per_rank() > comparison(tmp_path, 4).memory_bytes_per_rank()
 
     def extra(num_ranks: int, **measure: object) -> int:
         changed = one.model_copy(update={"measure": one.measure.model_copy(update=measure)})
@@ -266,7 +240,7 @@ def test_a_files_paths_are_read_from_its_folder_and_an_overrides_from_the_workin
     assert devices("", "emulate.device=a.yaml") == ["a.yaml"]
 
 
-def test_padding_makes_another_case_and_its_absence_keeps_the_old_ones(tmp_path: Path) -> None:
+def test_padding_makes_another_case_and_is_named(tmp_path: Path) -> None:
     def planned(**workload: object) -> Comparison:
         return comparison(tmp_path, 2, workload={"num_tokens": 64, "sequence_length": 1, **workload})
 
@@ -275,25 +249,13 @@ def test_padding_makes_another_case_and_its_absence_keeps_the_old_ones(tmp_path:
     masked, computed = planned(padding_per_rank=3), planned(padding_per_rank=3, mask_padding=False)
     assert len({one.cases[2].case_id for one in (plain, masked, computed)}) == 3
     assert masked.workload.fingerprint() == plain.workload.fingerprint()
-
-
-def test_titles_and_descriptions_name_padding_and_who_knows_of_it(tmp_path: Path) -> None:
-    def planned(**workload: object) -> Comparison:
-        return comparison(tmp_path, 2, workload={"num_tokens": 64, "sequence_length": 1, **workload})
-
-    masked, computed = planned(padding_per_rank=3), planned(padding_per_rank=3, mask_padding=False)
     assert masked.title.endswith(", unskewed, 3 padding a rank (masked)")
-    assert computed.title.endswith(", unskewed, 3 padding a rank (not masked)")
-    assert masked.describe_workload()["description"].endswith(
-        "; 3 of 32 tokens a rank are padding, masked from policies"
-    )
     assert computed.describe_workload()["description"].endswith(
         "; 3 of 32 tokens a rank are padding, of which policies are not told"
     )
     uneven = planned(padding_per_rank=3, rank_shares=[3, 1]).describe_workload()
     assert uneven["padding"] == {"per_rank": 3, "of": [16, 48], "masked": True}
-    assert "; 3 of 16 to 48 tokens a rank" in uneven["description"]
-    assert planned().describe_workload()["padding"] is None
+    assert "; 3 of 16 to 48 tokens a rank are padding, masked from policies" in uneven["description"]
 
 
 def test_a_rank_keeps_a_valid_token_or_has_none_at_all(tmp_path: Path) -> None:

@@ -9,15 +9,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from test_run import cases_of, environment, routing_of, statuses, write_config
 
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.bench.plan import VIRTUAL, plan
+from moe_ep_bench.bench.rank_timers import RankTime
+from moe_ep_bench.bench.rows import PackedMetrics
+from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.cli import main
 from moe_ep_bench.files import write_json
 from moe_ep_bench.models import ModelSpec
@@ -26,7 +31,6 @@ from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
 
 LINKS = {"emulate": {"links": "h100-nvlink4"}}
-NODES = {"num_nodes": 3}
 
 
 def emulate(*arguments: object) -> subprocess.CompletedProcess:
@@ -35,19 +39,23 @@ def emulate(*arguments: object) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A layer as a whole, and in chunks of its tokens."""
     folder = tmp_path_factory.mktemp("emulate")
-    done = emulate(write_config(folder, layer__ep_size=4, workload__num_batches=2, **LINKS), "--out", folder / "out")
+    config = write_config(
+        folder, layer__ep_size=4, workload__num_batches=2, sweep={"emulate.chunk_tokens": [None, 40]}, **LINKS
+    )
+    done = emulate(config, "--out", folder / "out")
     assert done.returncode == OK, done.stderr
     return folder / "out"
 
 
-def test_every_rank_and_batch_has_all_phases_that_add_up(finished: Path) -> None:
-    rows = cases_of(finished)
+def test_every_rank_and_batch_has_all_phases_that_add_up(emulated: Path) -> None:
+    rows = cases_of(emulated)
     assert set(rows["mode"]) == {"emulated"}
-    assert rows.case_id.nunique() == 7
+    assert rows.case_id.nunique() == 2 * 7
     plain, breakdown = rows[rows.kind == "plain"], rows[rows.kind == "breakdown"]
-    assert len(plain) == 7 * 4 * 2  # cases, ranks, batches; iterations were put together
+    assert len(plain) == 2 * 7 * 4 * 2  # points, cases, ranks, batches; iterations were put together
     assert set(breakdown.phase) == {*LAYER_PHASES, TOTAL, UNACCOUNTED} - {"wait_policy"}
     keys = ["case_id", "rank", "batch", "iteration"]
     parts = breakdown[breakdown.phase != TOTAL].groupby(keys).time_us.sum()
@@ -57,10 +65,34 @@ def test_every_rank_and_batch_has_all_phases_that_add_up(finished: Path) -> None
     waits = breakdown[breakdown.phase == "wait_dispatch"].groupby(["case_id", "batch", "iteration"]).time_us
     assert (waits.min() == 0).all(), "the last rank waits for nobody"
     assert (waits.max() > 0).all()
+    text = run_text(load_run(emulated))
+    for said in ("emulated (one device for all ranks, the all-to-all is modelled)", "4 ranks", "links/h100-nvlink4"):
+        assert said in text
 
 
-# The first layers of a model, on what else the config says.
-WHOLE = {"scope": "model", "model": {"preset": "olmoe-1b-7b", "scale": 0.03125}, "whole": {"num_layers": 2}}
+def test_chunks_change_no_routing_and_are_told(emulated: Path) -> None:
+    pd.testing.assert_frame_equal(routing_of(emulated, point=0), routing_of(emulated, point=1))
+    conditions = [json.loads(path.read_text()) for path in (emulated / "conditions").glob("*.json")]
+    whole, chunked = sorted(one["emulated_runs"]["num_chunks"] for one in conditions)
+    assert whole == 1 < chunked
+    rows = cases_of(emulated)
+    assert rows.groupby("comparison_id").phase.agg(set).map(sorted).map(tuple).nunique() == 1
+
+
+def test_ranks_with_the_same_to_do_are_timed_once(tmp_path: Path) -> None:
+    # Balanced scores give every rank the same number of rows.
+    size = {"layer__ep_size": 8, "workload__num_tokens": 256, "workload__sequence_length": 32}
+    model = {"preset": "mixtral-8x7b", "scale": 0.0078125}
+    asked = {"model": model, "policies": [{"name": "topk"}], "workload__peak_load": None, "workload__num_batches": 1}
+    (comparison,) = plan(write_config(tmp_path, **asked, **size, **LINKS), [], VIRTUAL, on_cpu=True)
+    emulation = Emulation(comparison, comparison.cases, torch.device("cpu"), lambda case_id: None)
+    emulation.samples = np.full((4, 8, 1, len(emulation.columns)), np.nan)
+    emulation.metrics = [PackedMetrics(8, 1) for _ in range(4)]
+    timer = SimpleNamespace(needs_tokens=True, time=lambda *_, **__: RankTime([{"experts": 2.0}], []))
+    emulation._time_batch(0, timer, rounds=4, kept=2)
+    assert emulation.timed_runs + emulation.shared_runs == 4 * 4 * 8
+    assert emulation.shared_runs >= 4 * 7
+    assert (emulation.samples[..., emulation.columns.index(TOTAL)] == 2).all()
 
 
 def test_sigterm_ends_it_in_order_and_blames_no_case(tmp_path: Path) -> None:
@@ -85,7 +117,7 @@ def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     emulated = {"links": "h100-nvlink4", "device": "h100-sxm"}
-    config, out = write_config(tmp_path, **WHOLE, layer__ep_size=4, emulate=emulated), tmp_path / "out"
+    config, out = write_config(tmp_path, layer__ep_size=4, emulate=emulated), tmp_path / "out"
     (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
     lost = comparison.cases[3]
     write_json(out / "attempts" / f"{lost.case_id}.json", ["oom: out of memory (rank 0)"])
@@ -95,7 +127,6 @@ def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(
     found = statuses(out)
     reason = "all ranks ended without a word (killed, or out of memory) (2 attempts)"
     assert found.pop(lost.label) == ("failed", reason)
-    assert len(found) == 6
     assert {status for status, _ in found.values()} == {"ok"}
     assert [path.name for path in (out / "attempts").iterdir()] == [f"{lost.case_id}.json"]
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
@@ -106,67 +137,44 @@ def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(
     assert {status for status, _ in statuses(out).values()} == {"ok"}
 
 
-def test_the_table_says_that_it_is_emulated_and_by_which_links(finished: Path) -> None:
-    text = run_text(load_run(finished))
-    assert "emulated (one device for all ranks, the all-to-all is modelled)" in text
-    assert "in place of 4 ranks" in text
-    assert "links/h100-nvlink4" in text
-    assert "probe overhead" not in text
-    (comparison,) = json.loads((finished / "run.json").read_text())["comparisons"].values()
-    assert comparison["world_size"] == comparison["num_ranks"] == 4
+REFUSED = {
+    "emulate.links=null": "emulate.links: expected one of a100-nvlink3",
+    "emulate.links=h100-nvlnk4": "h100-nvlnk4",
+    "measure.launches=3": "measure.launches: expected 1, for emulate makes one launch, got 3",
+    "layer.ep_size=7": "layer.ep_size: expected a divisor of the 64 experts",
+    "layer.ep_size=16": "emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks",
+    "emulate.replication=[{spare_per_rank: 57}]": "at most 56, with which every rank holds all 64 experts, got 57",
+    f"route.placement={[[1] * 64, *[[1] * 63 + [0]] * 7]}": "route.placement: expected as many experts on every rank",
+    "emulate.replication=[{spare_per_rank: 1, policy: hierarchical, num_nodes: 3}]": (
+        "emulate.replication: num_groups: expected a multiple of num_nodes=3"
+    ),
+    "emulate.replication=[{spare_per_rank: 1, solve_us: 5}]": (
+        "emulate.replication.0: solve_us: expected none with balancer static, got 5"
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, "emulate.links: expected one of a100-nvlink3"),
-        ({"emulate": {"links": "h100-nvlnk4"}}, "h100-nvlnk4"),
-        ({**LINKS, "measure__launches": 3}, "measure.launches: expected 1, for emulate makes one launch, got 3"),
-        ({**LINKS, "layer__ep_size": 7}, "layer.ep_size: expected a divisor of the 64 experts"),
-        ({**LINKS, "layer__ep_size": 16}, "emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks"),
-        (
-            {"emulate": {**LINKS["emulate"], "replication": [{"spare_per_rank": 57}]}},
-            "spare_per_rank: expected at most 56, with which every rank holds all 64 experts, got 57",
-        ),
-        (
-            {**LINKS, "layer__ep_size": 2, "route": {"placement": [[1] * 64, [1] * 63 + [0]]}},
-            "route.placement: expected as many experts on every rank",
-        ),
-        (
-            {
-                "emulate": {
-                    **LINKS["emulate"],
-                    "replication": [{"spare_per_rank": 1, "policy": "hierarchical", **NODES}],
-                }
-            },
-            "emulate.replication: num_groups: expected a multiple of num_nodes=3",
-        ),
-        (
-            {"emulate": {**LINKS["emulate"], "replication": [{"spare_per_rank": 1, "solve_us": 5}]}},
-            "emulate.replication.0: solve_us: expected none with balancer static, got 5",
-        ),
-    ],
-)
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change[:40])
 def test_bad_input_is_one_line_and_leaves_nothing(
-    changes: dict, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["emulate", str(write_config(tmp_path, **changes)), "--out", str(tmp_path / "out")]) == USER_ERROR
+    config, out = write_config(tmp_path, **LINKS), tmp_path / "out"
+    assert main(["emulate", str(config), "--out", str(out), "--set", change]) == USER_ERROR
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1, printed.err
-    assert message in printed.err
-    assert not (tmp_path / "out").exists()
+    assert REFUSED[change] in printed.err
+    assert not out.exists()
 
 
-def test_chunks_change_no_routing_and_are_told(finished: Path, tmp_path: Path) -> None:
-    config = write_config(
-        tmp_path, layer__ep_size=4, workload__num_batches=2, emulate={**LINKS["emulate"], "chunk_tokens": 40}
-    )
-    done = emulate(config, "--out", tmp_path / "out")
-    assert done.returncode == OK, done.stderr
-    pd.testing.assert_frame_equal(routing_of(tmp_path / "out"), routing_of(finished))
-    (conditions,) = (tmp_path / "out" / "conditions").glob("*.json")
-    assert json.loads(conditions.read_text())["emulated_runs"]["num_chunks"] > 1
-    assert set(cases_of(tmp_path / "out").phase) == set(cases_of(finished).phase)
+def test_a_skew_that_a_later_batch_cannot_have_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the first batch is made while a run is planned."""
+    small = {"layer__ep_size": 2, "workload__num_tokens": 24, "workload__peak_load": 2.4}
+    config = write_config(tmp_path, **small, emulate={"links": "h100-nvlink4", "device": "h100-sxm"})
+    assert main(["emulate", str(config), "--out", str(tmp_path / "out")]) == USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "24 tokens" in line
+    assert "peak_load: expected 3.112 to 10.6667" in line
+    assert not list((tmp_path / "out").glob("cases/*"))
 
 
 LP = {"spare_per_rank": 1, "balancer": "lp"}
@@ -182,12 +190,12 @@ def modelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def test_a_modelled_device_runs_nothing_and_says_so(modelled: Path, finished: Path) -> None:
+def test_a_modelled_device_runs_nothing_and_says_so(modelled: Path, emulated: Path) -> None:
     text = run_text(load_run(modelled))
     assert "modelled (nothing was run)" in text
     assert "devices/h20" in text
     assert not (modelled / "conditions").exists()
-    ours, measured = routing_of(modelled), routing_of(finished)
+    ours, measured = routing_of(modelled), routing_of(emulated, point=0)
     pd.testing.assert_frame_equal(ours[ours.label.isin(measured.label)].reset_index(drop=True), measured)
     assert ours.reference_error.isna().all() if "reference_error" in ours else True
 
@@ -223,19 +231,3 @@ def test_a_linear_program_empties_the_fullest_rank_and_its_solving_counts(modell
     assert policy_us[here] > policy_us["native"] + 100, "SciPy alone takes a millisecond"
     text = run_text(load_run(modelled))
     assert re.search(r"here it took [\d,]+ us of CPU time, measured\), as 100 us, assumed", text)
-
-
-def test_ranks_with_the_same_to_do_are_timed_once(tmp_path: Path) -> None:
-    # Balanced scores give every rank the same number of rows.
-    changes = {"model": {"preset": "mixtral-8x7b", "scale": 0.0078125}, "policies": [{"name": "topk"}]}
-    size = {"layer__ep_size": 8, "workload__num_tokens": 256, "workload__sequence_length": 32}
-    config = write_config(tmp_path, **changes, **size, workload__peak_load=None, workload__num_batches=1, **LINKS)
-    done = emulate(config, "--out", tmp_path / "out")
-    assert done.returncode == OK, done.stderr
-    (conditions,) = (tmp_path / "out" / "conditions").glob("*.json")
-    runs = json.loads(conditions.read_text())["emulated_runs"]
-    rounds = 1 + 1 + 2
-    assert runs["timed"] + runs["shared"] == rounds * 4 * 8
-    assert runs["shared"] >= rounds * 7
-    rows = cases_of(tmp_path / "out")
-    assert len(rows[rows.kind == "plain"]) == 4 * 8

@@ -28,14 +28,6 @@ def test_every_permutation_gives_each_token_back_as_often_as_it_has_experts() ->
     assert experts.refused(CPU, permute="fused").startswith("layer.permute: fused needs a GPU")
 
 
-def test_a_permutation_s_time_is_printed_as_a_multiple_of_the_copy_s() -> None:
-    names = ["square matmul", experts.COPY, "permute and unpermute, indexed"]
-    contenders = [experts.Contender(name, lambda: None, flops=name == "square matmul", bytes=6e3) for name in names]
-    table = experts._table(contenders, dict(zip(names, ([1.0], [2.0, 2.0, 9.0], [5.0]), strict=True)))
-    assert table["times the copy"].fillna(0).tolist() == [0, 0, 2.5]
-    assert table["GB/s"].tolist() == [6.0, 3.0, 1.2]
-
-
 def test_flushes_differ_in_the_sweep_and_stay_outside_of_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 

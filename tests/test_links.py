@@ -49,7 +49,7 @@ def oracle_us(bytes_RR: np.ndarray, ranks_per_node: int, intra: dict, inter: dic
     return times
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     num_ranks=st.integers(1, 9),
     ranks_per_node=st.integers(1, 5),
@@ -66,32 +66,6 @@ def test_all_to_all_equals_one_message_after_another(
     times_us = model.all_to_all_us(bytes_RR)
     assert times_us.dtype == np.float64
     np.testing.assert_allclose(times_us, oracle_us(bytes_RR, ranks_per_node, INTRA, INTER, duplex), rtol=1e-12)
-
-
-def test_all_to_all_by_hand() -> None:
-    # 50 GB/s reached inside a node, 10 GB/s between: 50,000 and 10,000 bytes per microsecond.
-    bytes_RR = np.array([[7e9, 5e5, 0], [1e5, 0, 2e5], [0, 0, 0]])
-    # Ranks 0 and 1 share a node: the larger of 500,000 and 100,000 bytes. Ranks 1 and 2 do not: 200,000 bytes.
-    np.testing.assert_allclose(links(2).all_to_all_us(bytes_RR), [10 + 10, max(10 + 10, 25 + 20), 25 + 20])
-
-
-def test_what_a_rank_keeps_does_not_cross() -> None:
-    np.testing.assert_array_equal(links().all_to_all_us(np.diag([10**9] * 6)), np.zeros(6))
-
-
-@given(seed=st.integers(0, 2**16), more=st.integers(1, 10**7))
-def test_more_bytes_never_take_less_time(seed: int, more: int) -> None:
-    random = np.random.default_rng(seed)
-    bytes_RR = random.integers(0, 10**6, (6, 6))
-    larger_RR = bytes_RR.copy()
-    larger_RR[random.integers(6), random.integers(6)] += more
-    assert (links().all_to_all_us(larger_RR) >= links().all_to_all_us(bytes_RR)).all()
-
-
-def test_half_the_bandwidth_is_reached_where_latency_equals_transfer() -> None:
-    link = Link.model_validate(INTRA)
-    num_bytes = link.latency_us * link.reached_gbps * 1e3
-    assert num_bytes / float(link.time_us(num_bytes)) / 1e3 == pytest.approx(link.reached_gbps / 2)
 
 
 def gather_oracle(partners: int, num_bytes: float, link: Link) -> float:
@@ -148,17 +122,21 @@ def test_a_fit_without_noise_gives_back_its_parameters(latency_us: float, gbps: 
     assert fit.r2 == pytest.approx(1)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_fit_to_noisy_times_comes_close(seed: int) -> None:
-    noise = np.random.default_rng(seed).lognormal(0, 0.05, len(SIZES))
+def test_a_fit_to_noisy_times_comes_close() -> None:
+    noise = np.random.default_rng(0).lognormal(0, 0.05, len(SIZES))
     fit = fit_link(SIZES, (10.6 + SIZES / 370e3) * noise)
-    assert fit.latency_us == pytest.approx(10.6, rel=0.06)
-    assert fit.bandwidth_gbps == pytest.approx(370, rel=0.06)
+    assert (fit.latency_us, fit.bandwidth_gbps) == pytest.approx((10.6, 370), rel=0.06)
     # Medians of a normal distribution's absolute value lie at 0.67 of its width.
     assert 0.01 < fit.median_error < 0.07
-    assert 0.025 < fit.rms_error < 0.1
-    assert fit.median_error < fit.worst_error < 0.2
+    assert fit.median_error < fit.rms_error < fit.worst_error < 0.2
     assert 0.97 < fit.r2 < 1
+    with pytest.raises(ValueError, match="times that grow with the bytes"):
+        fit_link([1024, 2048, 4096], [30.0, 20.0, 10.0])
+
+
+def test_errors_are_relative_and_r2_is_of_the_times() -> None:
+    assert fit_errors([12.0, 19.0, 30.0], [10.0, 20.0, 30.0]) == pytest.approx((0.05, 0.2, 1 - 5 / 200))
+    assert math.isnan(fit_errors([1.0, 2.0], [3.0, 3.0])[2])
 
 
 def test_a_fit_minds_small_messages_as_much_as_large_ones() -> None:
@@ -166,32 +144,6 @@ def test_a_fit_minds_small_messages_as_much_as_large_ones() -> None:
     times_us = 10.6 + SIZES / 370e3
     times_us[-1] *= 1.02
     assert fit_link(SIZES, times_us).latency_us == pytest.approx(10.6, rel=0.02)
-
-
-def test_errors_are_relative_and_r2_is_of_the_times() -> None:
-    median, worst, r2 = fit_errors([12.0, 19.0, 30.0], [10.0, 20.0, 30.0])
-    assert (median, worst) == pytest.approx((0.05, 0.2))
-    assert r2 == pytest.approx(1 - 5 / 200)
-    assert math.isnan(fit_errors([1.0, 2.0], [3.0, 3.0])[2])
-
-
-def test_times_that_do_not_grow_cannot_be_fitted() -> None:
-    with pytest.raises(ValueError, match="times that grow with the bytes"):
-        fit_link([1024, 2048, 4096], [30.0, 20.0, 10.0])
-
-
-def test_the_links_that_are_promised_are_there_with_their_nominal_figures() -> None:
-    nominal = {
-        "h100-nvlink4": 450, "h20-nvlink4": 450, "a100-nvlink3": 300,
-        "pcie4": 16 * 16 * 128 / 130 / 8, "pcie5": 16 * 32 * 128 / 130 / 8,
-    }  # fmt: skip
-    for name, gbps in nominal.items():
-        assert Links.load(name).intra.bandwidth_gbps == pytest.approx(gbps, rel=2e-3)
-        assert Links.load(name).inter is None
-    for name in ("h100-nvlink4-ndr", "h20-nvlink4-ndr", "pcie5-ndr"):
-        assert Links.load(name).inter.bandwidth_gbps == 400 / 8
-    for name in ("a100-nvlink3-hdr", "pcie4-hdr"):
-        assert Links.load(name).inter.bandwidth_gbps == 200 / 8
 
 
 def test_links_that_others_wrote_load_by_path(tmp_path: Path) -> None:
@@ -236,18 +188,11 @@ def test_a_wrong_file_is_told_in_one_line(text: object, words: str, tmp_path: Pa
 
 
 def test_scaled_links_carry_more_in_the_same_time_and_keep_their_latency() -> None:
-    plain = Links.load("h100-nvlink4-ndr")
+    plain = links(intra=CURVE)
     faster = plain.scaled(4)
     assert plain.scaled(1) is plain
     for before, after in ((plain.intra, faster.intra), (plain.inter, faster.inter)):
-        np.testing.assert_allclose(after.time_us([4e3, 4e8]), before.time_us([1e3, 1e8]))
+        sizes = np.array([1e2, 5e3, 7e5, 3e9])
+        np.testing.assert_allclose(after.time_us(4 * sizes), before.time_us(sizes))
         assert after.latency_us == before.latency_us
     assert "bandwidth x 4" in faster.describe()
-
-
-def test_a_scaled_curve_is_the_same_curve_over_more_bytes() -> None:
-    curve = ((1e3, 10.0), (1e6, 50.0), (1e8, 4000.0))
-    basis = {"latency_basis": "measured", "efficiency_basis": "measured"}
-    link = Link(latency_us=10, bandwidth_gbps=25, efficiency=1, curve=curve, **basis)
-    sizes = np.array([1e2, 5e3, 7e5, 3e9])
-    np.testing.assert_allclose(link.scaled(0.5).time_us(sizes / 2), link.time_us(sizes))

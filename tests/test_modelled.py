@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ep_bench.cost_model.devices import DecodeFit, Device
-from moe_ep_bench.cost_model.layer import RankWork, modelled_legs
-from moe_ep_bench.cost_model.timeline import Leg, compose
+from moe_ep_bench.cost_model.layer import RankWork, layer_segments
+from moe_ep_bench.cost_model.timeline import Leg, legs_of
 from moe_ep_bench.models import ModelSpec
 
 # Arithmetic 5e7 operations per us, memory 1e6 bytes per us, permutation 5e5 bytes per us.
@@ -42,7 +42,7 @@ WORK = RankWork(num_tokens=1000, num_sent=2000, received_L=np.array([1000, 3000]
 def legs_of_work(
     work: RankWork = WORK, model: ModelSpec = MODEL, device: Device = DEVICE, **options: Any
 ) -> tuple[list[Leg], list[str]]:
-    return modelled_legs(device, model, work, **{"by_policy": False, "batch_wide": False, **options})
+    return legs_of(layer_segments(device, model, work, **{"by_policy": False, "batch_wide": False, **options}))
 
 
 def phases(work: RankWork = WORK, model: ModelSpec = MODEL, device: Device = DEVICE, **options: Any) -> Leg:
@@ -51,16 +51,15 @@ def phases(work: RankWork = WORK, model: ModelSpec = MODEL, device: Device = DEV
     return {phase: sum(leg.get(phase, 0.0) for leg in legs) for phase in sorted(set().union(*legs))}
 
 
-def test_the_gate_by_hand() -> None:
+def test_the_gate_and_routing_by_hand() -> None:
+    assert (phases()["policy"], phases(by_policy=True)["policy"]) == pytest.approx((0.8, 2.4))
+    # However many slots there are, the model's experts alone are scored.
+    more_slots = phases(RankWork(1000, 2000, np.full(16, 250)))
+    assert (more_slots["policy"], more_slots["gate"]) == (phases()["policy"], phases()["gate"])
     # 1.6e7 operations are 0.32 us; 2 (1e6 + 8e3) + 4 x 8e3 bytes are 2.048 us.
     assert phases()["gate"] == pytest.approx(2.048)
     # 512 experts: 1.024e9 operations, 5.072e6 bytes.
     assert phases(model=MODEL.model_copy(update={"num_experts": 512}))["gate"] == pytest.approx(20.48)
-
-
-def test_routing_by_hand() -> None:
-    assert phases()["policy"] == pytest.approx(0.8)
-    assert phases(by_policy=True)["policy"] == pytest.approx(2.4)
 
 
 def test_a_batch_wide_policy_meets_after_the_models_own_top_k() -> None:
@@ -77,9 +76,7 @@ def test_the_four_permutations_by_hand() -> None:
     # Rows of 2000 bytes. Gathered: 2 x 2000 rows. Sorted and put back: 2 x 4000 rows each. Summed: 2000 + 1000 rows.
     legs, _ = legs_of_work()
     assert [leg["permute"] for leg in legs] == pytest.approx([0, 16, 64, 12])
-
-
-def test_one_local_expert_needs_no_sorting() -> None:
+    # One local expert needs no sorting.
     legs, _ = legs_of_work(RankWork(1000, 2000, np.array([4000])))
     assert [leg["permute"] for leg in legs] == pytest.approx([0, 16, 0, 12])
 
@@ -124,12 +121,6 @@ def test_a_lone_rank_meets_nobody_and_sorts_nothing() -> None:
     assert (leg["shared"], leg["policy"], leg["experts"]) == pytest.approx((30, 2.4, 3 + 30 + 90))
 
 
-def test_slots_beyond_the_models_experts_are_not_scored() -> None:
-    more_slots = RankWork(1000, 2000, np.full(16, 250))
-    assert phases(more_slots)["policy"] == phases()["policy"]
-    assert phases(more_slots)["gate"] == phases()["gate"]
-
-
 @pytest.mark.parametrize("batch_wide", [False, True])
 def test_nothing_to_do_takes_no_time(batch_wide: bool) -> None:
     nothing = RankWork(0, 0, np.zeros(4, dtype=np.int64))
@@ -140,17 +131,6 @@ def test_a_rank_without_tokens_serves_the_others() -> None:
     times = phases(RankWork(0, 0, np.array([1000, 3000])), WITH_SHARED)
     busy = {phase: time_us for phase, time_us in times.items() if time_us > 0}
     assert busy == pytest.approx({"permute": 64, "experts": 243})
-
-
-def test_the_fullest_rank_is_waited_for() -> None:
-    works = [RankWork(1000, 2000, np.array([rows, rows])) for rows in (500, 1500, 1000)]
-    runs = [legs_of_work(work) for work in works]
-    meetings = runs[0][1]
-    times = compose([legs for legs, _ in runs], meetings, dict.fromkeys(meetings, np.zeros(3)))
-    waits = [time["wait_combine"] for time in times]
-    busy = [phases(work)["experts"] + runs[rank][0][2]["permute"] for rank, work in enumerate(works)]
-    assert waits == pytest.approx([busy[1] - one for one in busy])
-    assert len({round(time["total"], 6) for time in times}) == 1
 
 
 @given(
@@ -183,11 +163,6 @@ def test_more_work_never_takes_less_time(
         assert all(longer[phase] > times[phase] for phase in grows), field
 
 
-def test_a_policy_costs_routing_and_nothing_else() -> None:
-    own, policy = phases(model=WITH_SHARED), phases(model=WITH_SHARED, by_policy=True)
-    assert {phase for phase in own if own[phase] != policy[phase]} == {"policy"}
-
-
 def test_experts_on_an_h100_run_as_fast_as_measured() -> None:
     """OLMoE, 65,536 tokens x top 8 on one H100: about 495 TFLOP/s (502 were measured)."""
     model, num_tokens = PRESETS["olmoe-1b-7b"], 65_536
@@ -197,107 +172,58 @@ def test_experts_on_an_h100_run_as_fast_as_measured() -> None:
     assert 6 * pairs * model.hidden_size * model.ffn_hidden_size / time_us / 1e6 == pytest.approx(495, rel=0.01)
 
 
-FORMS = [
-    (model, num_ranks, policy)
-    for model, num_ranks in (("deepseek-v2-lite", 8), ("deepseek-v2-lite", 1), ("mixtral-8x7b", 2), ("mixtral-8x7b", 8))
-    for policy in ("native", "token_drop", "lynx")
-]
-POLICIES = {
-    "native": None,
-    "token_drop": {"name": "token_drop", "capacity_factor": 1.0},
-    "lynx": {"name": "lynx", "num_dropped": 2},
-}
-
-
-@pytest.fixture(scope="module")
-def measured() -> dict[str, Any]:
-    """Phases of each leg, meetings and work of real runs, by model, ranks and policy."""
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+CONFIG = """
+model: {scale: 0.015625}
+workload: {kind: synthetic, num_tokens: 96, num_batches: 1, sequence_length: 12}
+layer: {dtype: float32}
+policies: [{name: token_drop, capacity_factor: 1.0}, {name: lynx, num_dropped: 2}]
+emulate: {links: h100-nvlink4}
+measure: {warmup: 0, max_warmup: 0, iterations: 1, breakdown_iterations: 0}
+sweep: {model.preset: [deepseek-v2-lite, mixtral-8x7b], layer.ep_size: [8, 1]}
+"""
 
 
 @pytest.mark.seam
-@pytest.mark.parametrize(("model", "num_ranks", "policy"), FORMS)
-def test_legs_are_cut_as_those_of_a_real_run(model: str, num_ranks: int, policy: str, measured: dict[str, Any]) -> None:
-    real = measured[f"{model} {num_ranks} {policy}"]
-    work = RankWork(real["num_tokens"], real["num_sent"], np.array(real["received_L"]))
-    legs, meetings = modelled_legs(
-        DEVICES["h20"],
-        PRESETS[model],
-        work,
-        by_policy=policy != "native",
-        batch_wide=policy == "lynx",
-        alone=num_ranks == 1,
+def test_legs_are_cut_as_those_of_a_real_run(tmp_path: Path) -> None:
+    (tmp_path / "forms.yaml").write_text(CONFIG)
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path / "forms.yaml")], capture_output=True, text=True, timeout=600
     )
-    assert meetings == real["meetings"]
-    assert [list(leg) for leg in legs] == real["legs"]
+    assert done.returncode == 0, done.stderr[-4000:]
+    forms = json.loads(done.stdout.splitlines()[-1])
+    assert len(forms) == 4 * 5
+    for case, measured, modelled in forms:
+        assert measured == modelled, case
 
 
-def _print_forms() -> None:
-    """Run small layers on virtual ranks, and print what their legs look like."""
+def _print_forms(config: Path) -> None:
+    """Time the last of all ranks by each case, and print what its legs look like beside modelled ones."""
     import torch
 
+    from moe_ep_bench.bench.plan import VIRTUAL, plan
+    from moe_ep_bench.bench.rank_timers import MeasuredRanks, ModelledRanks
+    from moe_ep_bench.bench.virtual import Emulation
     from moe_ep_bench.layer.host import device_scope
     from moe_ep_bench.layer.megatron import initialize_expert_parallel
     from moe_ep_bench.runtime.ranks import join
 
-    ranks = join(60)
+    ranks, forms = join(60), []
     with device_scope(), torch.inference_mode():
         initialize_expert_parallel(1, 60)
-        forms = {
-            f"{model} {size} {policy}": _form(ranks, model, size, POLICIES[policy]) for model, size, policy in FORMS
-        }
+        for comparison in plan(config, [], VIRTUAL, on_cpu=True):
+            timers = MeasuredRanks(comparison, ranks.device), ModelledRanks(comparison, DEVICES["h20"])
+            emulation = Emulation(comparison, comparison.cases, ranks.device, lambda case_id: None)
+            routers = emulation._routers(0)
+            batches, traffic = emulation._routed(0, routers, keep=True)
+            *_, shares = emulation._shares(batches)
+            for router, of_case in zip(routers, traffic, strict=True):
+                own = {layer: one.of(router.case) for layer, one in shares.items()}
+                times = [timer.time(router, of_case, comparison.ep_size - 1, own, first=True) for timer in timers]
+                looks = [([list(leg) for leg in time.legs], time.meetings) for time in times]
+                forms.append((f"{comparison.title}: {router.case.label}", *looks))
     ranks.close()
     print(json.dumps(forms))
 
 
-def _form(ranks: Any, preset: str, num_ranks: int, fields: dict[str, Any] | None) -> dict[str, Any]:
-    import torch
-
-    from moe_ep_bench.cost_model.timeline import legs_of
-    from moe_ep_bench.layer.build import SingleLayer
-    from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
-    from moe_ep_bench.layer.virtual import Announced, VirtualRanks
-    from moe_ep_bench.policies import make_policy
-    from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
-
-    model = PRESETS[preset].scaled(1 / 64)
-    virtual = VirtualRanks(partial(SingleLayer, model, torch.float32, ranks.device, seed=3), num_ranks)
-    subject, rank, num_tokens = virtual.subject, num_ranks - 1, 12
-    generator = torch.Generator().manual_seed(7)
-    logits = torch.randn(num_ranks, num_tokens, model.num_experts, generator=generator)
-    scores = [scores_from_logits(one.to(ranks.device), model.score_function) for one in logits]
-    logits = [logits_from_scores(one, model.score_function) for one in scores]
-    scores = [scores_from_logits(one, model.score_function) for one in logits]
-    policy = make_policy(fields or {"name": "topk"})
-    contexts = [replace(subject.pairs[None].policy_router.context, rank=one) for one in range(num_ranks)]
-    summed = [policy.batch_stats(*one) for one in zip(scores, contexts, strict=True)]
-    stats_SE = None if summed[0] is None else torch.stack(summed).sum(0)
-    routed = [policy.route(*one, stats_SE) for one in zip(scores, contexts, strict=True)]
-    counts_RE = torch.stack([routing.map_TE.sum(0) for routing in routed])
-    virtual.announced = {None: Announced(counts_RE, stats_SE)}
-    subject.take(() if fields is None else subject.pairs)
-    router = subject.moe_layers[None].router
-    router.replay_TE = logits[rank]
-    if fields is not None:
-        router.policy, router.context = policy, contexts[rank]
-    recorder = PhaseRecorder(clock_for(ranks.device))
-    virtual.become(rank)
-    with virtual.connected(), subject.instrumented(recorder, lambda: None):
-        recorder.begin()
-        subject.run(torch.zeros(num_tokens, 1, model.hidden_size, device=ranks.device))
-        recorder.end()
-    legs, meetings = legs_of(recorder.segments_us())
-    per_rank = model.num_experts // num_ranks
-    return {
-        "legs": [list(leg) for leg in legs],
-        "meetings": meetings,
-        "num_tokens": num_tokens,
-        "num_sent": int(counts_RE[rank].sum()),
-        "received_L": counts_RE[:, rank * per_rank :].sum(0).tolist(),
-    }
-
-
 if __name__ == "__main__":
-    _print_forms()
+    _print_forms(Path(sys.argv[1]))

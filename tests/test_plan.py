@@ -62,13 +62,6 @@ def test_ids_tell_points_backends_and_cases_apart(config: Path) -> None:
     assert [one.comparison_id for one in again] == [one.comparison_id for one in comparisons]
 
 
-def test_rows_say_subject_and_backend(config: Path) -> None:
-    for backend in (RANKS, VIRTUAL):
-        (one, _) = on(backend, config)
-        described = one.describe_case(one.cases[0])
-        assert (described["subject"], described["backend"]) == (one.subject.name, backend)
-
-
 def test_a_model_is_planned_layer_by_layer(config: Path) -> None:
     (one, _) = on(VIRTUAL, config)
     layers = one.subject.layers()
@@ -98,6 +91,8 @@ def test_only_virtual_ranks_replicate_experts(config: Path) -> None:
     if on(RANKS, config)[0].subject.name == "model":
         with pytest.raises(ValueError, match=r"emulate.replication: expected none with scope model"):
             on(VIRTUAL, config, wanted)
+        with pytest.raises(ValueError, match=r"route.placement: expected contiguous with scope model"):
+            on(VIRTUAL, config, "route.placement=strided")
         return
     (one, _) = on(VIRTUAL, config, wanted)
     (case,) = (case for case in one.cases if case.role == REPLICATION)

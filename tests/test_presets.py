@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.presets import Preset
-from moe_ep_bench.workload.skews import Skews
 
 KINDS = (ModelSpec, Device, Links)
 # One link alone is no figure.
@@ -33,10 +31,6 @@ def test_every_preset_loads_and_its_figures_have_sources(kind: type[Preset], nam
         assert found.describe().startswith(f"modelled by {kind.FOLDER}/{name}: ")
 
 
-def test_every_model_has_its_skews() -> None:
-    assert [Skews.named(name) for name in ModelSpec.names()]
-
-
 @pytest.mark.parametrize(
     ("kind", "unknown", "close"),
     [(ModelSpec, "deepseek-v4", "deepseek-v3"), (Device, "h1000", "h100-sxm"), (Links, "h100-nvlink", "h100-nvlink4")],
@@ -46,8 +40,3 @@ def test_an_unknown_name_lists_what_there_is(kind: type[Preset], unknown: str, c
         kind.named(unknown)
     assert close in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_file_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^[^\n]*absent.yaml: cannot be read: No such file[^\n]*$"):
-        Links.load(str(tmp_path / "absent.yaml"))

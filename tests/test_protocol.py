@@ -60,30 +60,13 @@ def test_nested_phases_are_taken_out_of_what_surrounds_them() -> None:
     spend(4)
     recorder.end()
     assert recorder.times_us() == {"permute": 10, "metadata": 10, UNACCOUNTED: 5, TOTAL: 25}
-
-
-def test_a_phase_that_raises_is_left() -> None:
-    recorder = PhaseRecorder(HandClock())
-
-    def fail() -> None:
-        raise ZeroDivisionError
-
+    # A phase that raises is left.
     recorder.begin()
     with pytest.raises(ZeroDivisionError):
-        recorder.wrap("experts", fail)()
-    recorder.clock.now += 3
+        recorder.wrap("experts", lambda: 1 / 0)()
+    spend(3)
     recorder.end()
     assert recorder.times_us()[UNACCOUNTED] == 3
-
-
-@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 5))
-def test_every_batch_is_timed_equally_often(num_batches: int, iterations: int, breakdowns: int) -> None:
-    steps = plan(num_batches, iterations, min(breakdowns, iterations))
-    assert len(set(steps)) == len(steps)
-    for batch in range(num_batches):
-        kinds = [step.kind for step in steps if step.batch == batch]
-        assert kinds.count(PLAIN) == iterations
-        assert kinds.count(BREAKDOWN) == min(breakdowns, iterations)
 
 
 @pytest.mark.parametrize("num_cases", range(1, 13))
@@ -96,6 +79,15 @@ def test_every_case_takes_every_place_and_follows_every_other_equally_often(num_
         assert Counter(row[place] for row in orders) == dict.fromkeys(range(num_cases), rounds)
     follows = Counter(pair for row in orders for pair in itertools.pairwise(row))
     assert follows == dict.fromkeys(itertools.permutations(range(num_cases), 2), rounds)
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 5))
+def test_every_batch_is_timed_equally_often(num_batches: int, iterations: int, breakdowns: int) -> None:
+    steps = plan(num_batches, iterations, min(breakdowns, iterations))
+    kinds = Counter((step.batch, step.kind) for step in set(steps))
+    counts = {PLAIN: iterations, BREAKDOWN: min(breakdowns, iterations)}
+    assert kinds == Counter({(batch, kind): n for batch in range(num_batches) for kind, n in counts.items() if n})
+    assert len(steps) == kinds.total()
 
 
 @given(st.integers(1, 25), st.integers(1, 12))
@@ -145,14 +137,12 @@ def test_warm_up_ends_when_a_round_takes_as_long_as_the_one_before(
     result = warm_up([FakeCase(spend)], 3, (fewest, most), HandClock(), lambda times_B: times_B, seen.append)
     assert result == expected
     assert len(seen) == 3 * result.rounds
-
-
-def test_ranks_end_their_warm_up_together_by_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ranks end together, by the slowest.
     monkeypatch.setattr("moe_ep_bench.timing.protocol.time.perf_counter", itertools.count().__next__)
     others = iter([np.array([50.0]), np.array([10.0]), np.array([10.0])])
-    case = FakeCase(lambda batch: None)
-    result = warm_up([case], 1, (1, 9), HandClock(), lambda times_B: np.maximum(times_B, next(others)), lambda _: None)
-    assert result == WarmUp(3, 0.0, True)
+    still = FakeCase(lambda batch: None)
+    together = warm_up([still], 1, (1, 9), HandClock(), lambda times_B: np.maximum(times_B, next(others)), seen.append)
+    assert together == WarmUp(3, 0.0, True)
 
 
 def test_small_inputs_are_handed_out_in_turn_and_large_ones_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,18 +221,6 @@ def test_iterations_that_ask_the_driver_for_memory_are_counted_by_case(monkeypat
         assert allocations.iterations == counted
 
 
-def test_the_probe_floor_is_the_second_of_two_collectives() -> None:
-    """The first waits for whoever comes late."""
-    clock, calls = HandClock(), []
-
-    def meet() -> None:
-        calls.append(len(calls))
-        clock.now += 3 if calls[-1] % 2 else 900
-
-    assert probe_floor_us(meet, clock, count=9) == 3
-    assert len(calls) == 18
-
-
 def test_a_preroll_is_in_no_time_and_gives_the_host_a_head_start() -> None:
     """The clock is held between the alignment and the first stamp; what the host does meanwhile is not its debt."""
     clock, events = HandClock(), []
@@ -259,10 +237,16 @@ def test_a_preroll_is_in_no_time_and_gives_the_host_a_head_start() -> None:
     assert (samples[:, :, COLUMNS.index(HOST)] == 0).all()
 
 
-def test_a_gpu_is_held_by_two_thousand_cycles_a_microsecond_and_by_no_launch_where_none_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    slept: list[int] = []
+def test_a_gpu_is_held_and_the_probe_floor_is_the_second_of_two_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two waits for whoever comes late. No launch holds a GPU where no pre-roll is asked for."""
+    clock, calls, slept = HandClock(), [], []
+
+    def meet() -> None:
+        calls.append(len(calls))
+        clock.now += 3 if calls[-1] % 2 else 900
+
+    assert probe_floor_us(meet, clock, count=9) == 3
+    assert len(calls) == 18
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
     assert [CudaClock().hold(time_us) for time_us in (300.0, 0.0, 0.5)] == [300.0, 0.0, 0.5]
     assert slept == [600_000, 1000]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,14 +36,6 @@ def test_where_no_case_is_left_nothing_is_timed(monkeypatch: pytest.MonkeyPatch)
     assert entered == [comparison]
 
 
-class Uncapturable:
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def capture(self, *_: Any, **__: Any) -> None:
-        raise self._error
-
-
 def session_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> tuple[Session, list[str]]:
     """One of a batch, and the reasons that it leaves in its mark."""
     found, reasons = Session.__new__(Session), []
@@ -54,17 +47,17 @@ def session_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> tuple[Session, list[s
     return found, reasons
 
 
-def test_what_cannot_be_captured_is_said_and_kept_for_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_captured_is_said_for_whoever_waits_and_no_memory_is_called_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found, reasons = session_of_a_batch(monkeypatch)
-    said = found._capture(Uncapturable(RuntimeError("it waits for the host\nand more")))
+    case = mock.Mock(**{"capture.side_effect": [RuntimeError("it waits for the host\nand more")]})
+    said = found._capture(case)
     assert said == "cannot be captured as a CUDA graph: it waits for the host"
     assert reasons == [f"failed: {said}"]
-
-
-def test_memory_that_runs_out_while_capturing_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     found, reasons = session_of_a_batch(monkeypatch)
     with pytest.raises(torch.OutOfMemoryError):
-        found._capture(Uncapturable(torch.OutOfMemoryError("20 GiB")))
+        found._capture(mock.Mock(**{"capture.side_effect": torch.OutOfMemoryError("20 GiB")}))
     assert reasons == []
 
 

@@ -13,7 +13,7 @@ from moe_ep_bench.bench import description
 from moe_ep_bench.bench.description import survey_together
 from moe_ep_bench.workload import SyntheticWorkload, Workload
 
-SIZES = {"num_experts": 16, "top_k": 2, "num_tokens": 600, "num_batches": 2, "sequence_length": 20, "peak_load": 3.0}
+SIZES = {"num_experts": 16, "top_k": 2, "num_tokens": 400, "num_batches": 2, "sequence_length": 20, "peak_load": 3.0}
 TARGETS = {
     "peak load": {},
     "rank load": {"num_experts": 64, "rank_load": (4, 1.5)},
@@ -62,10 +62,10 @@ def surveyed(num_ranks: int, of_rank: list[list[SyntheticWorkload]]) -> list[int
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_others_found_and_solved_for_is_what_a_rank_would_have_found(name: str) -> None:
-    of_rank = [[make(name, seed) for seed in range(3)] for _ in range(2)]
+    of_rank = [[make(name, seed) for seed in range(2)] for _ in range(2)]
     surveyed(2, of_rank)
     refused = mock.Mock(side_effect=AssertionError("gone through or solved for once more"))
-    for seed in range(3):
+    for seed in range(2):
         alone = make(name, seed)
         for own in of_rank:
             with (
@@ -98,15 +98,6 @@ def test_ranks_share_the_batches_of_one_workload_and_all_are_fed() -> None:
         [index for one, index in (call.args for call in gone_through.call_args_list) if one is own] for [own] in of_rank
     ]
     assert passes == [[0, 3], [1, 4], [2]]
-
-
-def test_a_rank_makes_its_own_tokens_and_no_others() -> None:
-    workload = make("peak load", 0)
-    whole = list(workload.rank_batches(1, 4))
-    with mock.patch.object(SyntheticWorkload, "make_scores", side_effect=workload.make_scores) as made:
-        mine = workload.rank_batch(1, 3, 4)
-    assert torch.equal(mine.scores_TE, whole[3].scores_TE)
-    assert sum(run.num_rows for call in made.call_args_list for run in call.args[1]) == mine.num_tokens
 
 
 def test_a_target_that_cannot_be_met_is_told_by_every_rank() -> None:

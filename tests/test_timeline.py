@@ -27,25 +27,6 @@ def test_a_run_is_cut_where_ranks_meet_and_what_was_not_sent_is_left_out() -> No
     ]
 
 
-def test_the_slowest_rank_is_waited_for_at_each_meeting() -> None:
-    legs_R = [
-        [{"gate": 10.0}, {"metadata": 1.0}, {"experts": 100.0}, {"permute": 5.0}],
-        [{"gate": 14.0}, {"metadata": 1.0}, {"experts": 60.0}, {"permute": 5.0}],
-    ]
-    link_us = {
-        "wait_metadata": np.array([2.0, 2.0]),
-        "wait_dispatch": np.array([20.0, 30.0]),
-        "wait_combine": np.array([8.0, 8.0]),
-    }
-    first, second = compose(legs_R, ["wait_metadata", "wait_dispatch", "wait_combine"], link_us)
-    # Met at 14, gathered until 16, ready to send at 17, received at 37 and 47.
-    assert (first["wait_metadata"], second["wait_metadata"]) == (4.0, 0.0)
-    assert (first["metadata"], first["dispatch"], second["dispatch"]) == (3.0, 20.0, 30.0)
-    # Experts done at 137 and 107: the first rank is the straggler.
-    assert (first["wait_combine"], second["wait_combine"]) == (0.0, 30.0)
-    assert first[TOTAL] == second[TOTAL] == 137.0 + 8.0 + 5.0
-
-
 legs = st.fixed_dictionaries({"gate": st.floats(0, 100), "experts": st.floats(0, 100)})
 
 

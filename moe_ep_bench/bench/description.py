@@ -14,7 +14,7 @@ from moe_ep_bench.bench import words
 from moe_ep_bench.bench.plan import MODELLED, ROUTING, Comparison
 from moe_ep_bench.config import Experiment
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime.ranks import Ranks
@@ -93,13 +93,11 @@ def describe_timed_run(
         # Of several comparisons the last would wait long for what is kept of it; a layer has one workload.
         is_model = comparison.subject.name == "model"
         keep = is_model and len(comparisons) == comparison.subject.world_size == 1
-        try:
+        with naming(comparison.title):
             if survey or is_model:
                 survey_together(tuple(comparison.subject.workloads.values()), ranks, before, keep=keep)
             else:
                 comparison.workload.skip_survey()
-        except ValueError as problem:
-            raise UserError(f"{comparison.title}: {problem}") from None
     mine = provenance.describe_rank(ranks.device, several_nodes=ranks.local_world_size < ranks.world_size)
     of_ranks = [json.loads(text) for text in ranks.texts(json.dumps(mine))]
     # Of one rank: it asks the driver, which answers all ranks of a node alike and slowly.
@@ -119,11 +117,10 @@ def survey_together(
 ) -> None:
     """Go through all batches of all workloads, so that each knows its ``findings`` on every rank; all call this alike.
 
-    Ranks share the batches and tell the others what they found and solved for. All meet every few seconds: batches may
-    take many minutes, in which those that are done wait and are alive.
+    Ranks share the batches and tell the others what they found and solved for. All meet every few seconds, where
+    ``before`` is called: batches may take many minutes, in which those that are done wait and are alive.
 
     Args:
-        before: called at each meeting, on all ranks.
         keep: keep what a rank alone makes, where it fits into memory.
 
     Raises:
@@ -164,12 +161,7 @@ def _fingerprint(comparison: Comparison) -> str | None:
 
 
 def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
-    model, subject, experiment, placement = (
-        comparison.model,
-        comparison.subject,
-        comparison.experiment,
-        comparison.placement if comparison.backend != "ranks" else None,
-    )
+    model, subject, experiment = comparison.model, comparison.subject, comparison.experiment
     described: dict[str, Any] = {
         "title": comparison.title,
         "model": model.name,
@@ -182,7 +174,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         "kernel": comparison.describe_kernels(ranks.device.type if ranks else "cpu"),
     }
     if comparison.backend == ROUTING:
-        assert placement is not None
+        placement = comparison.placement
         shares = placement.share_RE.tolist() if placement.name == "matrix" else None
         return {
             **described,
@@ -221,10 +213,10 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         "point": describe_point(experiment),
         **subject.describe(modelled=comparison.backend == MODELLED),
     }
-    if comparison.links is not None and placement is not None:
+    if comparison.links is not None:
         described["links"] = comparison.links.describe()
         described["device"] = comparison.device and comparison.describe_device()
-        described["placement"] = placement.name
+        described["placement"] = comparison.placement.name
     return described
 
 

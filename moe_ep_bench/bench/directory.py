@@ -30,10 +30,9 @@ def check_agreement(
     """Raise unless results can be written here and earlier ones are of the same mode, scope, conditions and code.
 
     Args:
-        mode: what the rows to come will have as theirs: one of ``schema.MODES``.
+        mode, scope: of the rows to come: one of ``schema.MODES``, one of ``schema.SCOPES``.
         conditions: the keys of the environment that must be as they were, and what they are now.
         force: all is done anew, so that the code may be another than it was.
-        scope: what was timed: one of ``schema.SCOPES``.
 
     Raises:
         ValueError: one line naming the directory, what differs and what helps.

@@ -47,8 +47,7 @@ def new_run_id() -> str:
 def identity(mode: str, run_id: str, comparison: Any, case: CaseSpec) -> dict[str, Any]:
     """The columns that say which case rows belong to.
 
-    Args:
-        comparison: a ``Comparison``, or one of ``quality``, whose checkpoint answers as a whole.
+    ``quality`` has comparisons of its own, whose checkpoint answers as a whole.
     """
     planned = comparison if isinstance(comparison, Comparison) else None
     return {
@@ -250,11 +249,10 @@ def fill(
     Args:
         comparisons: of ``plan``, or of ``quality``.
         table: whose part makes a case done.
-        conditions: see ``check_agreement``.
         describe: returns ``run.json`` for a run's id.
-        measure: does cases of a comparison and writes their parts, given the run's id and a progress bar.
+        measure: writes the parts of a comparison's cases, given the run's id and a progress bar.
         unit: of progress, and how many of it the cases of a comparison are.
-        is_left: whether a comparison leaves something beside its cases that is not there yet.
+        is_left: whether a comparison lacks something beside its cases.
 
     Raises:
         ValueError: the directory cannot be used; one line.

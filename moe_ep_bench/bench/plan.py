@@ -15,9 +15,8 @@ Shapes: T = tokens, E = experts.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +31,7 @@ from moe_ep_bench.bench.subjects import SUBJECTS, LayerSubject, ep_size_on
 from moe_ep_bench.config import MEASURED, ConfigError, Experiment, ReplicationConfig, SyntheticConfig, load_experiments
 from moe_ep_bench.cost_model.devices import VALUE_BYTES, Device, device_of_gpu, modelled_experts, takes_decode
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import compiled
 from moe_ep_bench.kernels.dispatch import AUTO, KERNELS
@@ -198,15 +197,15 @@ class Comparison:
             return one
         placement = one.placement
         if links is not None:  # Else a placement is applied to what routing counted.
-            with _named("route.placement"):
+            with naming("route.placement"):
                 one = replace(one, slots=ExpertPlacement.of_placement(placement))
         checks.check_placed(experiment, one.slots)
-        with _named("emulate.replication"):
+        with naming("emulate.replication"):
             for wanted in experiment.emulate.replication:
                 one.replicate(wanted, np.ones(num_experts))
         if links is None:
             return one
-        with _named("emulate.links, layer.ep_size"):
+        with naming("emulate.links, layer.ep_size"):
             links.all_gather_us(0, ep_size)
         return one
 
@@ -356,7 +355,7 @@ class Comparison:
         """
         if case.policy is None or case.is_padded or self._drops_itself(case):
             return None
-        with _named("layer.kernel"):
+        with naming("layer.kernel"):
             twin = compiled(case.policy, device_type, self.experiment.layer.kernel)
             return twin.runs(self.subject.fullest_tokens, self.model.num_experts)
 
@@ -531,9 +530,8 @@ def plan(
 
     Args:
         backend, world_size: see ``Comparison.of``.
-        on_cpu: the config's ``on_cpu`` section is applied, which makes layers small enough for a CPU; not where no
-            layer runs.
-        point: only this point of the sweep, from 0 in the order of ``load_experiments``.
+        on_cpu: apply the config's ``on_cpu`` section, wherever a layer runs.
+        point: only this point of the sweep, from 0.
         before: called ahead of each comparison, which may take long to make: batches are solved for, recordings read.
         try_out: make a batch of each (``Comparison.try_out``).
 
@@ -550,7 +548,7 @@ def plan(
             raise UserError(f"--point: expected 0 to {last} (the points of {config}'s sweep), got {point}")
         experiments = [experiments[point]]
     comparisons = []
-    with _named(str(config)):
+    with naming(str(config)):
         for experiment in experiments:
             checks.check_size(experiment, world_size or 1)
             before(experiment)
@@ -599,19 +597,10 @@ def _load_models(experiment: Experiment) -> tuple[Links, Device | None]:
     """What stands between virtual ranks, and for each of them; ValueError naming the key of a file that is bad."""
     config = experiment.emulate
     assert config.links is not None
-    with _named("emulate.links"):
+    with naming("emulate.links"):
         links = Links.load(config.links).scaled(config.bandwidth_scale)
-    with _named("emulate.device", f"; {MEASURED} is the device that is here"):
+    with naming("emulate.device", f"; {MEASURED} is the device that is here"):
         return links, None if config.device == MEASURED else Device.load(config.device)
-
-
-@contextlib.contextmanager
-def _named(where: str, hint: str = "") -> Iterator[None]:
-    """Name the file or key that a ValueError in the block is about."""
-    try:
-        yield
-    except ValueError as problem:
-        raise UserError(f"{where}: {problem}{hint}") from None
 
 
 def _parts(experiment: Experiment, backend: str, world_size: int, on_cpu: bool, modelled: Device | None) -> Parts:

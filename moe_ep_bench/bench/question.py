@@ -6,10 +6,9 @@ Needs no torch: mistakes are found, and the plan is printed, before it is import
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import yaml
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig, experiments_of, read_config
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.policies import policy_class
@@ -221,7 +220,7 @@ def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any]
         raise UserError("advise: expected a config, a results directory or --model; got none")
     if options.overrides:
         raise UserError(f"--set {options.overrides[0]}: goes with a config; expected the options of --model")
-    with _named("--model"):
+    with naming("--model"):
         model = load_model(options.model)
     ep, tokens, peak_load = options.ep, options.decode_tokens if decode else options.tokens, options.peak_load
     counted, context = "decode-tokens" if decode else "tokens", options.context
@@ -270,7 +269,7 @@ def peak_loads(model: ModelSpec, num_tokens: int) -> list[float | None]:
 
 def _recorded(path: Path, model: ModelSpec, decode: bool) -> tuple[dict[str, Any], list[str]]:
     """The workload of a recording, in its middle layer."""
-    with _named("--trace"):
+    with naming("--trace"):
         trace = open_trace(path)
     if (trace.num_experts, trace.top_k) != (model.num_experts, model.top_k):
         raise UserError(
@@ -315,7 +314,7 @@ def _with_links(
     found = dict(raw.get("emulate") or {})
     for key, given, kind in (("device", options.device, Device), ("links", options.links, Links)):
         if given is not None:
-            with _named(f"--{key}"):
+            with naming(f"--{key}"):
                 kind.load(given)
             found[key] = str(Path(given).absolute()) if given.endswith(".yaml") else given
             sweep.pop(f"emulate.{key}", None)
@@ -376,12 +375,3 @@ def _request_tokens(workload: SyntheticConfig | RecordedConfig) -> int | None:
     if isinstance(workload, SyntheticConfig):
         return workload.sequence_length
     return workload.tokens_per_request if workload.arrangement == "decode" else None
-
-
-@contextlib.contextmanager
-def _named(option: str) -> Iterator[None]:
-    """Name the option that a ValueError in the block is about."""
-    try:
-        yield
-    except ValueError as problem:
-        raise UserError(f"{option}: {problem}") from None

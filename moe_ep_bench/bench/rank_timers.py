@@ -1,8 +1,8 @@
 """How long each virtual rank's run of a layer or a whole model takes: measured here, or modelled for another device.
 
-``MeasuredRanks`` runs the very layer or model that real ranks run, as one rank after another. In most cases that is one
-run from beginning to end. Where a layer's rows are too many to be held at once, or experts stand in slots, it is two:
-the router on all of the rank's tokens, and then the rest of the layer with that routing, chunk by chunk.
+``MeasuredRanks`` runs the very layer or model that real ranks run, as one rank after another. Where a layer's rows are
+too many to be held at once, or experts stand in slots, a run is two: the router on all of the rank's tokens, and then
+the rest of the layer with that routing, chunk by chunk.
 
 Shapes: T = tokens of a rank, E = experts, P = slots, L = slots of a rank, C = chunks, D = hidden size.
 """
@@ -21,9 +21,9 @@ from torch import Tensor
 from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.bench.traffic import CaseRouter, Share, Traffic, chunks_of
 from moe_ep_bench.cost_model.devices import Device
-from moe_ep_bench.cost_model.layer import RankWork, modelled_legs
+from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.cost_model.timeline import Leg, legs_of
-from moe_ep_bench.cost_model.whole_model import PassWork, modelled_pass
+from moe_ep_bench.cost_model.whole_model import PassWork, pass_segments
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.schema import PhaseKey
@@ -82,10 +82,10 @@ class ModelledRanks:
             "experts": comparison.parts.experts,
         }
         if traffic.lengths_R is None:
-            return RankTime(*modelled_legs(self.device, comparison.model, layers[None], **how))
+            return RankTime(*legs_of(layer_segments(self.device, comparison.model, layers[None], **how)))
         lengths, context_length = traffic.lengths_R[rank], subject.context_length
         work = PassWork((), len(lengths), context_length, layers) if context_length else PassWork(lengths, 0, 0, layers)
-        return RankTime(*modelled_pass(self.device, comparison.model, subject.num_layers, work, **how))
+        return RankTime(*legs_of(pass_segments(self.device, comparison.model, subject.num_layers, work, **how)))
 
 
 class MeasuredRanks:

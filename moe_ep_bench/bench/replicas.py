@@ -13,14 +13,15 @@ Shapes: B = batches, R = ranks, E = experts, P = slots.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.bench.plan import CaseSpec, Comparison
+from moe_ep_bench.bench.plan import BASELINE, CaseSpec, Comparison
+from moe_ep_bench.bench.traffic import CaseRouter, Share, one_thread
 from moe_ep_bench.config import ReplicationConfig
 from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
 from moe_ep_bench.placement import Replication, balance
@@ -43,14 +44,24 @@ class Replicas:
     """The placements of a comparison's replicated cases.
 
     Args:
-        counts: pairs that each rank's tokens have for each expert under the model's own top-k, int64 [B, R, E]; called
-            when first a case asks.
+        shares: every rank's tokens of a batch as a case sees them, rank by rank (``CarriedLoads``).
     """
 
-    def __init__(self, comparison: Comparison, counts: Callable[[], NDArray[np.int64]]) -> None:
-        self._comparison = comparison
-        self._counts = lru_cache(1)(counts)
+    def __init__(self, comparison: Comparison, shares: Callable[[CaseSpec, None, int], Iterable[Share]]) -> None:
+        self._comparison, self._shares = comparison, shares
         self._planned = lru_cache(None)(self._plan)
+
+    @cached_property
+    def _counts(self) -> NDArray[np.int64]:
+        """Pairs of each rank's tokens and each expert under the model's own top-k, [B, R, E]."""
+        native = CaseSpec("", BASELINE, "native", None)
+        router = CaseRouter(native, self._comparison.slots, self._comparison.experiment.layer.seed)
+        with one_thread():
+            counts = [
+                [router.route(share, index, None).map_TE.sum(0).tolist() for share in self._shares(native, None, index)]
+                for index in range(self._comparison.workload.num_batches)
+            ]
+        return np.array(counts)
 
     def slots(self, case: CaseSpec, index: int) -> ExpertPlacement:
         """Where a case's experts stand for batch ``index``: with one batch alone, planned for itself."""
@@ -61,7 +72,7 @@ class Replicas:
         return None if case.replication is None else self._planned(case.replication, index)[1]
 
     def _plan(self, wanted: ReplicationConfig, index: int) -> tuple[ExpertPlacement, Solving | None]:
-        counts_BRE = self._counts()
+        counts_BRE = self._counts
         loads_BE = counts_BRE.sum(axis=1).astype(np.float64)
         others_BE = np.delete(loads_BE, index, axis=0) if len(loads_BE) > 1 else loads_BE
         plan = self._comparison.replicate(wanted, others_BE.mean(axis=0))

@@ -2,11 +2,8 @@
 
 A routing decision needs scores and nothing else, so that a laptop can answer how many experts a batch activates
 or how full the fullest of 256 ranks would be. Batches are made and dealt to virtual ranks exactly as ``run`` deals
-them to real ones, and a policy sees what it would see there: one rank's tokens, and statistics summed over all
-ranks where it decides for the whole batch. One config serves both commands; ``on_cpu`` is not applied, for a
-size that is too much work for a CPU's experts is none for routing.
-
-Without ``layer.ep_size`` there are 8 ranks, one node's worth, or as many as divide the model's experts.
+them to real ones, and a policy sees what it would see there. ``on_cpu`` is not applied: a size that is too much work
+for a CPU's experts is none for routing.
 
 Shapes: T = tokens of a rank, E = experts, K = top_k, R = EP ranks.
 """
@@ -21,13 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
 from moe_ep_bench.bench.description import describe_run
 from moe_ep_bench.bench.job import fill, identity
-from moe_ep_bench.bench.plan import BASELINE, REPLICATION, ROUTING, CaseSpec, Comparison, plan
+from moe_ep_bench.bench.plan import REPLICATION, ROUTING, CaseSpec, Comparison, plan
 from moe_ep_bench.bench.replicas import Replicas
 from moe_ep_bench.bench.rows import write_frontier
 from moe_ep_bench.bench.run import print_cases
@@ -104,18 +100,11 @@ def _route_comparison(
     frontiers: dict[str, list[dict[str, Any]]] = defaultdict(list)
     home_E = comparison.placement.rank_E
     rank_E = None if home_E is None else torch.from_numpy(home_E)
-    carried = CarriedLoads(
-        lambda case, _, index: _shares(comparison, comparison.workload.batch(index)), comparison.slots, layer.seed
-    )
 
-    def native_counts() -> NDArray[np.int64]:
-        router, counts = CaseRouter(CaseSpec("", BASELINE, "native", None), comparison.slots, layer.seed), []
-        for index in range(comparison.workload.num_batches):
-            shares = _shares(comparison, comparison.workload.batch(index))
-            counts.append([row["load_E"] for row in _route_batch(router, shares, index, layer.kernel)])
-        return np.array(counts)
+    def shares_of(case: CaseSpec, _: int | None, index: int) -> list[Share]:
+        return _shares(comparison, comparison.workload.batch(index))
 
-    replicas = Replicas(comparison, native_counts)
+    carried, replicas = CarriedLoads(shares_of, comparison.slots, layer.seed), Replicas(comparison, shares_of)
     for index in range(comparison.workload.num_batches):
         batch = comparison.workload.batch(index)
         shares = _shares(comparison, batch)

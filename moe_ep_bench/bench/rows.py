@@ -42,9 +42,6 @@ class PackedMetrics(dict[str, np.ndarray]):
                 self[key] = np.full((*self.shape, *np.shape(value)[num_slices:]), np.nan)
             self[key][index] = np.nan if value is None else value
 
-    def column(self, key: str) -> np.ndarray:
-        return self[key]
-
 
 def write_case(
     job: Job,

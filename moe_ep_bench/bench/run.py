@@ -1,14 +1,7 @@
 """``run`` and ``emulate``: time real expert-parallel ranks, or one device that stands in for all of them.
 
-Before anything runs, ranks agree that they are doing the same thing. Then each comparison is measured (``session``):
-every case runs once on every batch, which checks it against the dense reference, takes its routing metrics and lets
-every shape be seen; then come warm-up, timing, another check, and all ranks' samples are written.
-
-``emulate``: for each batch every virtual rank runs the same layer on its own tokens, with as many rows arriving at its
-experts as all ranks' routing would send it (``layer.virtual``). What it takes is measured with the same phases and
-clock. The runs are then set side by side (``cost_model.timeline``), where waiting appears, and what moves between ranks
-is modelled from the bytes (``links``). With ``emulate.device`` nothing is run, and the phases are modelled too
-(``cost_model.layer``).
+Before anything runs, ranks agree that they are doing the same thing. Then each comparison is measured, by ``session``
+or by ``virtual``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Measure one comparison on this rank: what is run, checks, timing, samples.
 
+Every case runs once on every batch, which checks it against the dense reference, takes its routing metrics and lets
+every shape be seen; then come warm-up, timing, another check, and all ranks' samples are written.
+
 Native and policy share all weights, and a case puts one of the two into the place of every MoE layer (``layer.build``).
 Each layer's routing is replayed from its own scores, and each layer's output is held against the dense reference for
 the input that it got. A layer that stands alone has the key None.

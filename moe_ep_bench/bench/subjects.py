@@ -22,7 +22,7 @@ from torch import Tensor
 from moe_ep_bench.bench import checks, words
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import naming
 from moe_ep_bench.models import LatentAttention, ModelSpec
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
@@ -349,7 +349,7 @@ def make_workload(experiment: Experiment, world_size: int, *, or_chance: bool = 
     config, model = experiment.workload, experiment.model.spec()
     shape: dict[str, Any] = {"num_experts": model.num_experts, "top_k": model.top_k}
     shape |= {"num_tokens": config.total_tokens(world_size), "num_batches": config.num_batches, "seed": config.seed}
-    try:
+    with naming("workload"):
         if isinstance(config, SyntheticConfig):
             if config.skew in PATTERNS:
                 groups = {"num_groups": model.num_groups, "top_groups": model.top_groups}
@@ -368,8 +368,6 @@ def make_workload(experiment: Experiment, world_size: int, *, or_chance: bool = 
         keys = ("layer", "tail", "topk_share", "arrangement", "tokens_per_request")
         recordings = [(recording.trace, recording.share) for recording in config.trace]
         return RecordedWorkload(recordings, **shape, **{key: getattr(config, key) for key in keys})
-    except ValueError as error:
-        raise UserError(f"workload: {error}") from None
 
 
 def layer_workloads(experiment: Experiment, world_size: int) -> dict[int | None, Workload]:

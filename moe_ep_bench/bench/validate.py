@@ -35,7 +35,7 @@ from moe_ep_bench.bench.run import emulate
 from moe_ep_bench.config import EmulateConfig, RouteConfig
 from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, ENOUGH_BYTES
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import atomic_path, refuse_links_out
 from moe_ep_bench.layer.experts import DTYPES, seeded_generator
 from moe_ep_bench.layer.host import device_scope
@@ -64,15 +64,10 @@ class _FailedStepError(Exception):
 
 
 def validate(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, *, force: bool = False) -> int:
-    """Measure and emulate; return the exit status.
+    """Measure on ``num_ranks`` real ranks and emulate as many; return the exit status.
 
-    Args:
-        out: see ``ValidationDirectory``.
-        num_ranks: real ranks on this machine, and virtual ones.
-
-    Returns:
-        ``OK`` where both runs measured all cases, whatever the verdict; ``CASES_FAILED`` where some could not be;
-        else the status of the step that failed.
+    That is ``OK`` where both runs measured all cases, whatever the verdict; ``CASES_FAILED`` where some could not be;
+    else the status of the step that failed.
 
     Raises:
         ValueError: the config or the directory cannot be used; one line, before anything is run.
@@ -129,10 +124,8 @@ def _plan(config: Path, overrides: Sequence[str], num_ranks: int) -> Plan:
         raise UserError(f"--nproc: expected at least 2 ranks to hold emulated ones against, got {num_ranks}")
     real = plan(config, overrides, RANKS, num_ranks, on_cpu=device_type() == "cpu")
     for comparison in real:
-        try:
+        with naming(str(config)):
             _check_comparable(comparison, num_ranks)
-        except ValueError as problem:
-            raise UserError(f"{config}: {problem}") from None
     # Links that are still to be measured cannot be wrong: any will do to find what else is.
     _emulated(real, num_ranks, _given_links(real) or Links.names()[0])
     return real

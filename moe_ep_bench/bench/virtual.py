@@ -1,13 +1,12 @@
 """The measurement behind ``emulate``: every case on every virtual rank, one after another, set side by side.
 
-What is measured is a layer that stands alone, whose key is None, or a whole model with its MoE layers by number.
+What is measured is a layer that stands alone, whose key is None, or a whole model with its MoE layers by number. First
+few tokens are held against the dense reference (``small_layers``).
 
 For each batch all ranks' routing is worked out first, outside of any layer (``traffic``). Then every rank's run is
-timed (``rank_timers``), all cases moments apart and in an order that changes as in ``run``; ranks with the same to do
-are timed once. Each rank's times are put together over iterations, and ranks are then set side by side with their
-meetings (``cost_model.timeline``), where what moves between ranks is modelled (``links``) from each layer's own bytes.
-
-Before that few tokens are held against the dense reference (``small_layers``).
+timed, or modelled (``rank_timers``), all cases moments apart and in an order that changes as in ``run``; ranks with the
+same to do are timed once. Each rank's times are put together over iterations, and ranks are then set side by side with
+their meetings (``cost_model.timeline``), where what moves is modelled (``links``) from each layer's own bytes.
 
 Shapes: R = virtual ranks, V = cases, B = batches, C = columns of a sample, E = experts, P = slots.
 """
@@ -40,7 +39,6 @@ from moe_ep_bench.bench.traffic import (
     traffic_of,
 )
 from moe_ep_bench.cost_model.timeline import compose, median_legs
-from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.reference import TOLERANCE
@@ -107,7 +105,7 @@ class Emulation:
         self.num_ranks, self.num_batches = comparison.ep_size, comparison.workload.num_batches
         self.layers, self.columns = subject.layers(), columns_of(subject)
         self.carried = CarriedLoads(self._all_shares, comparison.slots, self.seed)
-        self.replicas = Replicas(comparison, self._native_counts)
+        self.replicas = Replicas(comparison, self._all_shares)
         self.num_chunks = 1
         self.samples = np.empty(0)
         self.metrics: list[PackedMetrics] = []
@@ -258,14 +256,6 @@ class Emulation:
         of = self.layers[layer]
         for rank, tokens in enumerate(RankBatches(of, index, len(self.layers))):
             yield Shares(of, tokens, rank, self.device).of(case)
-
-    def _native_counts(self) -> NDArray[np.int64]:
-        """Pairs of each rank's tokens and each expert under the model's own top-k, [B, R, E]; of a layer alone."""
-        slots, layer = ExpertPlacement.contiguous(self.comparison.model.num_experts, self.num_ranks), self.layers[None]
-        router = CaseRouter(CaseSpec("", BASELINE, "native", None), slots, self.seed)
-        batches = [RankBatches(layer, batch) for batch in range(self.num_batches)]
-        traffic = [traffic_of(layer, [router], ranks, ranks.index, self.device)[0] for ranks in batches]
-        return np.stack([one.counts_CRP.sum(0).numpy() for one in traffic])
 
     def _traffic(
         self, layer: LayerSubject, routers: Sequence[CaseRouter], ranks: RankBatches, num_chunks: int

@@ -1,9 +1,5 @@
 """Describe a comparison and its workload in a few words: for titles, ``run.json`` and its figures.
 
-A decode step that runs as a CUDA graph has the graph's number of tokens; slots that no request fills are padding.
-Megatron-Core's router routes padding like any token. A policy that is told of it lets it select nothing (OEA, arXiv
-2511.02237, names the need). So the baseline beside a masked ``topk`` shows what padding costs.
-
 Shapes: B = batches, R = ranks.
 """
 

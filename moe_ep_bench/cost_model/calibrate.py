@@ -287,8 +287,9 @@ def report(links: Links, fits: Mapping[str, Fit], medians_us: Mapping[Exchange, 
             if (name, keys[2], keys[1] in fits) != ("curve", EVEN, True):
                 median, worst, _ = fit_errors(rows[name], rows["us"])
                 errors.append({"predicted by": name, "on": " ".join(keys), "median error": median, "worst": worst})
+    sides = {INSIDE: links.intra, BETWEEN: links.inter}
     found = pd.DataFrame(
-        [{"scope": scope, "duplex": _duplex(links, scope), **asdict(fit)} for scope, fit in fits.items()]
+        [{"scope": scope, "duplex": sides[scope].duplex, **asdict(fit)} for scope, fit in fits.items()]
     )
     texts = [one.to_string(index=False, float_format="{:,.4g}".format) for one in (table, found, pd.DataFrame(errors))]
     poor = [scope for scope, fit in fits.items() if fit.r2 < _POOR_R2]
@@ -296,11 +297,6 @@ def report(links: Links, fits: Mapping[str, Fit], medians_us: Mapping[Exchange, 
         f"{scope}: a poor fit; measure again while the machine is idle, or with more --repetitions" for scope in poor
     ]
     return "\n\n".join(texts)
-
-
-def _duplex(links: Links, scope: str) -> Duplex | None:
-    link = links.intra if scope == INSIDE else links.inter
-    return link and link.duplex
 
 
 def _write(ranks: Ranks, out: Path, samples: Mapping[Exchange, np.ndarray]) -> None:

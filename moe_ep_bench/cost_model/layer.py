@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.cost_model.devices import Device, gated_ffn
-from moe_ep_bench.cost_model.timeline import PHASE_OF_MEETING, Leg, legs_of
+from moe_ep_bench.cost_model.timeline import PHASE_OF_MEETING
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.schema import UNACCOUNTED
 
@@ -67,7 +67,7 @@ class RankWork:
         return int(np.sum(self.received_L))
 
 
-def modelled_legs(
+def layer_segments(
     device: Device,
     model: ModelSpec,
     work: RankWork,
@@ -77,8 +77,8 @@ def modelled_legs(
     alone: bool = False,
     bytes_per_value: int = 2,
     experts: str = "grouped",
-) -> tuple[list[Leg], list[str]]:
-    """Microseconds by phase between the meetings of one run, and the meetings, as ``legs_of`` gives them.
+) -> list[tuple[str, float]]:
+    """Phases and microseconds of one run in the order in which a measured one has them, for ``timeline.legs_of``.
 
     A stage without work takes no time; a rank without tokens still runs the experts on the rows that it is sent.
 
@@ -97,8 +97,7 @@ def modelled_legs(
     sort_us = 0.0 if alone or len(work.received_L) == 1 else device.permute_us(2 * M * D * b)
     shared_us = device.work_us(*gated_ffn(D, S, T, b))
     add_us = device.work_us(0, 3 * T * D * b, T)
-    # In the order in which a measured run records them; stages that take no time stand where it has them.
-    segments = [
+    segments = [  # Stages that take no time stand where a measured run has them.
         (UNACCOUNTED, 0.0),
         *([("shared", shared_us)] if S else []),
         ("gate", gate_us),
@@ -121,4 +120,4 @@ def modelled_legs(
         *([("shared", add_us)] if S else []),
         ("permute", device.permute_us((N + T) * D * b)),
     ]
-    return legs_of([one for one in segments if not (alone and one[0] in PHASE_OF_MEETING)])
+    return [one for one in segments if not (alone and one[0] in PHASE_OF_MEETING)]

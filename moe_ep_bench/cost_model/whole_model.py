@@ -29,15 +29,14 @@ size of a head's keys and values, b = bytes per value.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from moe_ep_bench.cost_model.devices import Device, gated_ffn
-from moe_ep_bench.cost_model.layer import RankWork, modelled_legs
-from moe_ep_bench.cost_model.timeline import Leg
+from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.models import LatentAttention, ModelSpec
-from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, PhaseKey, layer_and_phase
+from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, PhaseKey
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,63 +66,36 @@ class PassWork:
         return len(self.prompt_lengths) + self.num_requests
 
 
-def modelled_pass(
-    device: Device,
-    model: ModelSpec,
-    num_layers: int,
-    work: PassWork,
-    *,
-    by_policy: bool,
-    batch_wide: bool,
-    alone: bool = False,
-    bytes_per_value: int = 2,
-    experts: str = "grouped",
-) -> tuple[list[Leg], list[PhaseKey]]:
-    """Microseconds by phase between the meetings of one pass, and the meetings, in order.
+def pass_segments(
+    device: Device, model: ModelSpec, num_layers: int, work: PassWork, *, bytes_per_value: int = 2, **of_layers: Any
+) -> list[tuple[PhaseKey, float]]:
+    """Phases and microseconds of one pass in the order in which a measured one has them, for ``timeline.legs_of``.
 
-    Those of a layer are (layer, name), as (3, "experts"). Stages without work take no
-    time, and stand where a measured pass has them.
+    Those of a layer are (layer, name), as (3, "experts"). Stages without work take no time.
 
     Args:
         num_layers: that are built, the first ones of the model.
-        by_policy, batch_wide, alone, bytes_per_value, experts: of every MoE layer, as ``modelled_legs``.
+        of_layers: see ``layer_segments``; of every MoE layer.
 
     Raises:
         ValueError: the device's share for attention is not stated.
     """
     timed = _Formulas(device, model, work, bytes_per_value)
-    legs: list[Leg] = [defaultdict(float)]
-    meetings: list[PhaseKey] = []
-
-    def spend(phase: PhaseKey, time_us: float) -> None:
-        legs[-1][phase] += time_us
-
-    spend(UNACCOUNTED, 0.0)
-    spend("embedding", timed.embedding_us)
+    found: list[tuple[PhaseKey, float]] = [(UNACCOUNTED, 0.0), ("embedding", timed.embedding_us)]
     for layer in range(num_layers):
-        spend("rest", 0.0)
-        spend((layer, "rest"), timed.layer_rest_us / 2)
-        spend((layer, "attention"), timed.attention_us)
-        spend((layer, "rest"), timed.norm_us)
+        found += [
+            ("rest", 0.0),
+            ((layer, "rest"), timed.layer_rest_us / 2),
+            ((layer, "attention"), timed.attention_us),
+            ((layer, "rest"), timed.norm_us),
+        ]
         if layer in work.layers:
-            moe_legs, moe_meetings = modelled_legs(
-                device, model, work.layers[layer], by_policy=by_policy, batch_wide=batch_wide, alone=alone,
-                bytes_per_value=bytes_per_value, experts=experts,
-            )  # fmt: skip
-            for number, leg in enumerate(moe_legs):
-                if number:
-                    meetings.append((layer, layer_and_phase(moe_meetings[number - 1])[1]))
-                    legs.append(defaultdict(float))
-                for key, time_us in leg.items():
-                    _, phase = layer_and_phase(key)
-                    spend((layer, MOE_REST if phase == UNACCOUNTED else phase), time_us)
+            inner = layer_segments(device, model, work.layers[layer], bytes_per_value=bytes_per_value, **of_layers)
+            found += [((layer, MOE_REST if phase == UNACCOUNTED else phase), time_us) for phase, time_us in inner]
         else:
-            spend((layer, "dense"), timed.dense_us)
-        spend((layer, "rest"), timed.layer_rest_us / 2 - timed.norm_us)
-    spend("rest", timed.norm_us)
-    spend("output", timed.output_us)
-    spend(UNACCOUNTED, 0.0)
-    return legs, meetings
+            found.append(((layer, "dense"), timed.dense_us))
+        found.append(((layer, "rest"), timed.layer_rest_us / 2 - timed.norm_us))
+    return [*found, ("rest", timed.norm_us), ("output", timed.output_us), (UNACCOUNTED, 0.0)]
 
 
 def outside_moe_us(device: Device, model: ModelSpec, work: PassWork, *, bytes_per_value: int = 2) -> float:

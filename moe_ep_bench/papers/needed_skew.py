@@ -181,10 +181,10 @@ def modelled_once(comparison: Comparison, peak_load: float | None, policies: Col
         emulation.measure()
     values = {}
     for number, case in enumerate(cases):
-        column = emulation.metrics[number].column
-        dropped, of = (column(key)[:, 0].sum() for key in ("num_dropped_pairs", "num_topk_pairs"))
+        metrics = emulation.metrics[number]
+        dropped, of = (metrics[key][:, 0].sum() for key in ("num_dropped_pairs", "num_topk_pairs"))
         speedup = emulation.layer_us[0, 0] / emulation.layer_us[number, 0]
         if case.policy is not None:
             values[case.label] = {"speedup": float(speedup), "dropped_fraction": float(dropped / of)}
-    load_E, load_R = (emulation.metrics[0].column(key)[:, 0].sum(axis=0) for key in ("load_E", "load_R"))
+    load_E, load_R = (emulation.metrics[0][key][:, 0].sum(axis=0) for key in ("load_E", "load_R"))
     return Reached(peak_load, float(load_E.max() / load_E.mean()), float(load_R.max() / load_R.mean()), values)

@@ -87,11 +87,7 @@ class Outliers:
 def paired_ratios(baseline: pd.Series, case: pd.Series) -> pd.Series:
     """Return baseline / case for every (launch, batch, iteration) that both have.
 
-    Args:
-        baseline, case: times, indexed by (launch, batch, iteration).
-
-    Returns:
-        Ratios above 1 where the case was faster, indexed likewise; empty when nothing pairs.
+    Times are indexed by (launch, batch, iteration), and ratios likewise; above 1 the case was faster.
     """
     first, second = baseline.align(case, join="inner")
     return (first / second).sort_index()
@@ -101,15 +97,10 @@ def estimate_median(samples: pd.Series) -> Estimate | None:
     """Return the median of positive samples indexed by (launch, batch, iteration), with its interval.
 
     In logs, each side of the interval is the quadrature sum of the bootstrap over batches
-    (``bootstrap_median_interval``) and of Student's t on the launches' own medians. Each part covers
-    alone where its level dominates, and widths add in quadrature as standard errors do (Howe, "Approximate
-    confidence limits on the mean of X + Y", JASA 69, 1974). Where iterations or several levels
-    matter, noise is counted in both parts and the interval is wider than need be, never narrower.
-    Launches that lack some batches differ by these too, which widens as well. A single launch has no
-    second part: its interval says nothing of what another launch would show.
-
-    Returns:
-        None when there are no samples.
+    (``bootstrap_median_interval``) and of Student's t on the launches' own medians: widths add as standard errors do
+    (Howe, "Approximate confidence limits on the mean of X + Y", JASA 69, 1974). Where several levels matter, noise is
+    counted in both parts and the interval is wider than need be, never narrower. A single launch has no second part.
+    None without samples.
     """
     if samples.empty:
         return None
@@ -118,9 +109,13 @@ def estimate_median(samples: pd.Series) -> Estimate | None:
     if num_batches < MIN_BATCHES:
         return Estimate(median, float(samples.min()), float(samples.max()), False, num_batches, num_launches)
     low, high = bootstrap_median_interval(samples)
-    launch_half = _launch_half_width(samples)
-    down, up = (math.hypot(math.log(end / median), launch_half) for end in (low, high))
-    return Estimate(median, median * math.exp(-down), median * math.exp(up), True, num_batches, num_launches)
+    return Estimate(median, *_widened(median, low, high, _launch_half_width(samples)), True, num_batches, num_launches)
+
+
+def _widened(median: float, low: float, high: float, half: float) -> tuple[float, float]:
+    """The ends of an interval with ``half`` a width more, in logs and in quadrature."""
+    down, up = (math.hypot(math.log(end / median), half) for end in (low, high))
+    return median * math.exp(-down), median * math.exp(up)
 
 
 def bootstrap_median_interval(
@@ -229,18 +224,10 @@ def judge(speedup: Estimate | None, floor: NoiseFloor | None) -> Verdict:
 def minimum_detectable_effect(speedup: Estimate, floor: NoiseFloor, power: float = 0.8) -> float | None:
     """Return the smallest true speedup that ``judge`` would call ``faster`` with that power.
 
-    With the estimate normal in logs, the low end of its interval passes the floor with probability
-    ``power`` when the truth lies half a width plus z_power standard errors beyond it. The standard
-    error is the half width over Student's quantile for B - 1 degrees of freedom, which the expanded
-    bootstrap amounts to. The launch part has a greater quantile, so with several launches the standard
-    error is an upper bound; that it makes up for how little so few launches say of their own scatter
-    is held against simulation in the tests.
-
-    Args:
-        speedup: any estimate of the design in question; only the width of its interval counts.
-
-    Returns:
-        A ratio above 1; None without an interval.
+    With the estimate normal in logs, the low end of its interval passes the floor with probability ``power`` when the
+    truth lies half a width plus z_power standard errors beyond it. The standard error is the half width over Student's
+    quantile for B - 1 degrees of freedom, which the expanded bootstrap amounts to; with several launches it is an upper
+    bound. Of ``speedup`` only the width of its interval counts; None without one.
     """
     if not speedup.is_interval:
         return None
@@ -250,16 +237,11 @@ def minimum_detectable_effect(speedup: Estimate, floor: NoiseFloor, power: float
 
 
 def drift(times: pd.Series) -> float:
-    """Return how much slower (+) or faster (-) a launch ended than it began, as a ratio minus 1.
+    """Return how much slower (+) or faster (-) a launch of one case ended than it began, as a ratio minus 1.
 
-    The last third of its iterations is held against the first third, by medians of times relative to
-    their cell, so that batches do not count. Of several launches, the one that drifted furthest counts.
-
-    Args:
-        times: of one case, indexed by (launch, batch, iteration), iterations numbered in order of time.
-
-    Returns:
-        0 with fewer than three iterations.
+    The last third of its iterations, in order of time, is held against the first third, by medians of times relative to
+    their cell, so that batches do not count. Of several launches, the one that drifted furthest counts. 0 with fewer
+    than three iterations.
     """
     changes = []
     for _, relative in _relative_to_cell(times).groupby(level="launch"):
@@ -273,13 +255,10 @@ def drift(times: pd.Series) -> float:
 
 
 def outliers(times: pd.Series) -> Outliers:
-    """Count times that lie far out, relative to their cell.
+    """Count times of one case that lie far out, relative to their cell.
 
     The fence is Tukey's outer one, Q3 + 3 IQR of all relative times (Exploratory Data Analysis, 1977);
     about one normal sample in a million lies beyond.
-
-    Args:
-        times: of one case, indexed by (launch, batch, iteration); at least one.
     """
     relative = _relative_to_cell(times)
     first_quartile, third_quartile = relative.quantile([0.25, 0.75])
@@ -313,9 +292,8 @@ def estimate_change(old: pd.Series, new: pd.Series) -> Estimate | None:
     counts = [values.index.get_level_values("launch").nunique() for values in (old, new)]
     if not estimate.is_interval or max(counts) == 1:
         return replace(estimate, num_launches=min(counts))
-    launch_half = _jobs_half_width(_launch_deviations(old), _launch_deviations(new))
-    down, up = (math.hypot(math.log(end / estimate.median), launch_half) for end in (estimate.low, estimate.high))
-    low, high = estimate.median * math.exp(-down), estimate.median * math.exp(up)
+    half = _jobs_half_width(_launch_deviations(old), _launch_deviations(new))
+    low, high = _widened(estimate.median, estimate.low, estimate.high, half)
     return replace(estimate, low=low, high=high, num_launches=min(counts))
 
 

@@ -16,7 +16,7 @@ from virtual_laws import SEED, Lab, OnVirtualRanks
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.layer import RankWork
 from moe_ep_bench.cost_model.timeline import Leg, compose, legs_of, phase_of_meeting
-from moe_ep_bench.cost_model.whole_model import PassWork, modelled_pass
+from moe_ep_bench.cost_model.whole_model import PassWork, pass_segments
 from moe_ep_bench.layer.build import Transformer
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Pass, Prefill
 from moe_ep_bench.models import load_model
@@ -127,10 +127,11 @@ def a_pass_is_cut_at_the_meetings_of_all_layers_in_order(lab: Lab) -> None:
         assert len(first) == len(second) == len(meetings) + 1
         assert "embedding" in first[0]
         assert "output" in first[-1]
-        modelled, modelled_meetings = modelled_pass(
+        segments = pass_segments(
             Device.load("h100-sxm"), model.model, model.num_layers, model.work(0), by_policy=spec is not None,
             batch_wide=spec is not None, bytes_per_value=4,
         )  # fmt: skip
+        modelled, modelled_meetings = legs_of(segments)
         assert modelled_meetings == meetings
         assert [leg.keys() | {UNACCOUNTED} for leg in modelled] == [leg.keys() | {UNACCOUNTED} for leg in first]
         link_us = {meeting: np.full(2, 50.0) for meeting in meetings}

@@ -7,6 +7,18 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
+# What took the place of commands that there were.
+SUCCESSORS = {
+    "launch": "run CONFIG",
+    "points": "run CONFIG --list-points",
+    "reproduce": "papers CONFIG",
+    "accuracy": "quality CONFIG",
+    "fit": "calibrate --from DIR",
+    "summary": "show DIR",
+    "export": "show DIR --format md|latex|csv|json|perfetto",
+    "report": "show DIR --format html",
+}
+
 # ``papers`` takes a config; with this action in its place it is a command of its own.
 PAPERS_LIST = "papers list"
 

@@ -85,7 +85,7 @@ def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
     path, temporary = folder / "soak.yaml", folder / "tmp"
     path.write_text(yaml.safe_dump(config(num_cases)))
     temporary.mkdir()
-    shared_before = set(os.listdir("/dev/shm"))
+    shared_before = unmapped_segments()
     command = [sys.executable, "-m", "moe_ep_bench", "run", "--nproc", "2", str(path), "--out", str(out)]
     with open(folder / "errors", "w") as errors:
         job = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(temporary)}, stderr=errors)
@@ -113,7 +113,7 @@ def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
     # torch's cache of compiled code is one folder per user, which it means to keep.
     left += [str(file) for file in temporary.iterdir() if not file.name.startswith("torchinductor_")]
     left += [str(file) for file in out.rglob("*") if file.name.startswith((".", "now-"))]
-    left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - shared_before)]
+    left += sorted(unmapped_segments() - shared_before)
     print(f"soak: left behind: {', '.join(left) or 'no process, temporary file or shared-memory segment'}")
     return problems + [f"left behind: {one}" for one in left]
 
@@ -179,6 +179,17 @@ def _descendants(root: int, running: list[Process]) -> list[Process]:
     """The processes that ``root`` has started, and theirs."""
     children = [one for one in running if one.parent == root]
     return children + [found for child in children for found in _descendants(child.pid, running)]
+
+
+def unmapped_segments() -> set[str]:
+    """The shared memory that no process maps any more: what other programs work with meanwhile is not ours."""
+    found = {str(file) for file in Path("/dev/shm").iterdir()}
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            found -= {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+        except OSError:
+            continue  # It has just ended.
+    return {file for file in found if os.path.exists(file)}
 
 
 def _sample(name: str, pid: int, num_finished: int, samples: dict[str, list[Sample]]) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import mmap
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -380,6 +383,16 @@ def test_a_full_disk_is_one_line_of_every_command(
     assert error.startswith("moe-ep-bench: cannot write ")
     assert os.strerror(errno.ENOSPC) in error
     assert hidden_files(small_disk) == []
+
+
+def test_a_soak_finds_shared_memory_that_nobody_maps() -> None:
+    unmapped_segments = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "soak.py"))["unmapped_segments"]
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as segment:
+        segment.write(b"x")
+        segment.flush()
+        with mmap.mmap(segment.fileno(), 1):
+            assert segment.name not in unmapped_segments()
+        assert segment.name in unmapped_segments()
 
 
 def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:

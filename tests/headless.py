@@ -6,6 +6,7 @@ answers and events come out on descriptor 4.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import select
@@ -25,6 +26,7 @@ class Browser:
 
     def __init__(self, profile: Path) -> None:
         assert CHROMIUM is not None
+        ours, its_input = None, None
         its_input, ours = os.pipe()
         self._output, its_output = os.pipe()
         arguments = [
@@ -104,6 +106,18 @@ class Browser:
         answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
+
+    def screenshot(self, path: Path) -> None:
+        """The whole page, not only what a window shows."""
+        size = self.ask("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        answer = self.ask("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+        path.write_bytes(base64.b64decode(answer["data"]))
+
+    def part(self, x: float, y: float, width: float, height: float) -> bytes:
+        """A PNG of a part of the window, in CSS pixels from its upper left corner, as it is shown now."""
+        clip = {"x": x, "y": y, "width": width, "height": height, "scale": 1}
+        return base64.b64decode(self.ask("Page.captureScreenshot", clip=clip)["data"])
 
     def of_kind(self, *methods: str) -> list[dict[str, Any]]:
         return [event["params"] for event in self.events if event.get("method") in methods]

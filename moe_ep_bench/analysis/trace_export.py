@@ -4,9 +4,9 @@ Records hold how long each phase took on each rank, not when it began. The start
 iteration together (an all-reduce aligns them before the start is stamped), and a rank's phases follow one another in
 the layer's order, ``PHASES``, without gaps. So every bar is as long as measured, but phases that the layer enters
 several times (permutation, shared experts, metadata) stand once, and the ends of a wait, one moment on all ranks, come
-to lie apart by what of these really ran later. Time that no phase covers stands last. Of a whole model the bar of a
-pass holds one for every layer, and that its phases: norms and residual additions first, which stand once, then
-attention, then the MoE layer's own or the dense layer.
+to lie apart by what of these really ran later: ``meeting_spread_us`` beside each iteration. Time that no phase covers
+stands last. Of a whole model the bar of a pass holds one for every layer, and that its phases: norms and residual
+additions first, which stand once, then attention, then the MoE layer's own or the dense layer.
 
 The format is Chrome's trace event format: complete events (``ph`` X) with ``ts`` and ``dur`` in microseconds. Phases
 have the names that ``--profile`` gives them, where what is real is the order too.
@@ -33,7 +33,7 @@ _COLOURS = {"waiting": "grey", "unaccounted": "white"}
 _HOW = (
     "Durations are measured; starts are reconstructed: ranks begin each iteration together, and phases follow one "
     "another in the layer's order without gaps. Phases that the layer enters several times (permute, metadata, shared) "
-    "stand once, and the ends of a wait, one moment in truth, come to lie apart."
+    "stand once. meeting_spread_us: how far apart the ends of one wait, one moment in truth, come to lie that way."
 )
 _HOW_WHOLE = (
     "Whole models: a pass holds its layers one after the other, a layer its phases; norms and residual additions "
@@ -111,6 +111,7 @@ def _iteration(
         **{name: int(number) for name, number in zip(ITERATION, key, strict=True)},
         "layer_us" if facts.whole is None else "pass_us": _rounded(total_us.max()),
         "slowest_rank": int(total_us.idxmax()),
+        "meeting_spread_us": _rounded(_meeting_spread_us(bars_us)),
     }
     events = []
     for rank, row in bars_us.iterrows():
@@ -127,6 +128,13 @@ def _iteration(
                 events.append(_bar(phase, category, int(rank), now_us, time_us))
                 now_us += time_us
     return events
+
+
+def _meeting_spread_us(bars_us: pd.DataFrame) -> float:
+    """Of the waits that occurred, the widest spread of their reconstructed ends over ranks."""
+    ends_us = bars_us.cumsum(axis=1)
+    waits = ends_us.loc[:, [bar[1] in WAITING_PHASES and (bars_us[bar] > 0).any() for bar in bars_us.columns]]
+    return float((waits.max() - waits.min()).max()) if waits.shape[1] else 0.0
 
 
 def _bar(name: str, category: str, rank: int, start_us: float, duration_us: float) -> dict[str, Any]:

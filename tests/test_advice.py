@@ -180,7 +180,12 @@ def test_where_traffic_decides_the_table_shows_it_and_the_pick_names_each(tmp_pa
 
 
 ASSUMED, DRAWN = ", assumed, not Tiny-MoE's own.", "one draw: native's fullest rank has"
-USED = "a batch uses the recording {} times, seed 1"
+
+
+def recorded(model: str, passes: float) -> dict:
+    """A workload of a recording that a batch uses so often."""
+    sources = [{"passes_per_batch": passes}]
+    return {"kind": "recorded", "recording": {"model": model, "arrangement": "sequences", "sources": sources}}
 
 
 @pytest.mark.parametrize(
@@ -190,12 +195,12 @@ USED = "a batch uses the recording {} times, seed 1"
         ({"targets": {"peak_load": None}}, f"; unskewed traffic{ASSUMED}", DRAWN),
         ({"targets": {"peak_load": 4.0, "rank_load": {"ep_size": 2, "load": 1.2}}}, f"; peak load 4{ASSUMED}", None),
         (
-            {"kind": "recorded", "recording": {"model": "allenai/OLMoE"}, "description": USED.format(8.19)},
+            recorded("allenai/OLMoE", 8.19),
             "; skew of allenai/OLMoE's recording, not Tiny-MoE's.",
             "recording 8.19 times, so",
         ),
         (
-            {"kind": "recorded", "recording": {"model": "who/Tiny-MoE"}, "description": USED.format(0.83)},
+            recorded("who/Tiny-MoE", 0.83),
             "; skew of who/Tiny-MoE's recording.",
             None,
         ),

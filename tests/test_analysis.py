@@ -281,6 +281,7 @@ def test_pieces_are_named_and_the_host_is_no_limit_on_the_cpu_where_it_is_the_de
     assert "launch-bound" not in text
 
 
+SAME = {"model": "a/Model", "arrangement": "sequences", "sources": []}
 TAIL = {"kind": "recorded", "description": "ShareGPT", "tail_model": "geometric"}
 
 
@@ -323,7 +324,7 @@ def test_what_looks_past_a_recorded_top_k_is_said_to_rest_on_the_tail_model(tmp_
                 comparison_id=f"c{number}",
                 cases=cases,
                 **FEW,
-                facts={"workload": {**TAIL, "tail_model": tail, "recording": {"sha256": recording}}},
+                facts={"workload": {**TAIL, "tail_model": tail, "recording": {**SAME, "sha256": recording}}},
             )
             for number, (tail, recording) in enumerate(zip(tails, recordings, strict=False))
         ]

@@ -6,7 +6,6 @@ beyond the noise floor, and by 2 % at least where times are modelled. Where ther
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
@@ -24,8 +23,6 @@ from moe_ep_bench.bench.question import Bounds
 _LEAST_MODELLED_GAIN = 0.02
 # Shares are sums of float32.
 _ROUNDING = 1e-6
-# What a recorded workload's description says of a recording that is too short.
-_PASSES = re.compile(r"uses the recordings? (\d{1,9}\.\d\d)")
 # So many points of a sweep are named one by one.
 _MOST_NAMED = 4
 
@@ -210,12 +207,13 @@ def _draw_notes(run: Run) -> Iterator[str]:
             "workload.seed gives another, and speedups that differ by more than the intervals; workload.rank_load "
             "sets it"
         )
-    passes = {one.title: _PASSES.search(one.workload.description) for one in facts if one.workload.kind == "recorded"}
-    alike = [f"{found[1]} times" for found in passes.values() if found and float(found[1]) > 1]
-    if alike:
+    recordings = [one.workload.recording for one in facts if one.workload.recording is not None]
+    passes = [one.sources[0].passes_per_batch for one in recordings if one.sources and one.arrangement == "sequences"]
+    if passes and max(passes) > 1:
         yield (
-            f"a batch uses the recording {alike[0]}, so that all batches are alike: intervals say nothing of other "
-            "traffic, and replicas are planned on the traffic that they meet; record more, or ask for fewer tokens"
+            f"a batch uses the recording {max(passes):.2f} times, so that all batches are alike: intervals "
+            "say nothing of other traffic, and replicas are planned on the traffic that they meet; record more, or ask "
+            "for fewer tokens"
         )
 
 
@@ -243,10 +241,10 @@ def _skew(facts: Comparison) -> str:
     if workload.recording is not None:
         recorded, model = (
             "".join(filter(str.isalnum, name.rpartition("/")[2].lower()))
-            for name in (workload.recording["model"], facts.model)
+            for name in (workload.recording.model, facts.model)
         )
         same = recorded in model or model in recorded
-        return f"skew of {workload.recording['model']}'s recording" + ("" if same else f", not {facts.model}'s")
+        return f"skew of {workload.recording.model}'s recording" + ("" if same else f", not {facts.model}'s")
     if workload.skew is not None:
         named = workload.skew
         not_its = f", not {facts.model}'s own" if named["basis"] == "assumed" else ""

@@ -17,7 +17,15 @@ from typing import Annotated, Any, Literal, Self
 
 import pandas as pd
 import pyarrow as pa
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    field_validator,
+    model_validator,
+)
 
 from moe_ep_bench.analysis.parts import (
     SAMPLE,
@@ -61,11 +69,21 @@ _OF_MODELS = "holds times of whole models, which this does not read (docs/model.
 Count = Annotated[int, Field(ge=1, le=2**40)]
 
 
+class Source(Described):
+    passes_per_batch: NonNegativeFloat  # how often a batch uses the recording
+
+
+class Recording(Described, extra="allow"):  # the rest is compared as it stands
+    model: str
+    arrangement: Literal["sequences", "decode"]
+    sources: list[Source]
+
+
 class Workload(Described):
     kind: Literal["synthetic", "recorded"]
     description: str
     tail_model: str | None
-    recording: dict[str, Any] | None = None
+    recording: Recording | None = None
     skew: dict[str, Any] | None = None  # that was named: ``workload.skews.Skew``
     targets: dict[str, Any] = Field({})  # of a synthetic workload
     padding: dict[str, Any] | None = None  # see ``bench.words.describe_padding``

@@ -17,12 +17,15 @@ from safetensors.numpy import save_file
 from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 
 from moe_ep_bench.analysis.advice import advice_of, candidates, picks
+from moe_ep_bench.analysis.draws import over_draws
 from moe_ep_bench.analysis.load import load_run, load_times
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.tables import run_text
+from moe_ep_bench.analysis.timing import layer_time_us
 from moe_ep_bench.bench.question import Bounds, Question, ask, ask_both
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+from moe_ep_bench.timing.statistics import estimate_median
 
 ROOT = Path(__file__).parents[1]
 BOUNDS = Bounds(max_dropped=0.10, min_retained=0.95)
@@ -179,6 +182,74 @@ def test_where_traffic_decides_the_table_shows_it_and_the_pick_names_each(tmp_pa
     assert "; at peak load 4 and peak load 5 use token_drop gamma 1.5: 1.500 to 1.600 x native" in pick
 
 
+def of_draws(peak_load: float = 4.0, **draws: FakeCase) -> list[FakeComparison]:
+    """A comparison for each draw, by name."""
+    workload = {"kind": "synthetic", "description": "", "tail_model": None, "targets": {"peak_load": peak_load}}
+    return [
+        comparison_of(
+            *cases,
+            comparison_id=name,
+            noise=0.02,
+            num_batches=4,
+            num_iterations=6,
+            facts={"point": {"workload.seed": number}, "workload": {**workload, "description": f"seed {number}"}},
+        )
+        for number, (name, cases) in enumerate(draws.items())
+    ]
+
+
+def test_draws_of_one_traffic_are_launches_of_one_comparison(tmp_path: Path) -> None:
+    """The interval covers draws, and a bound holds for their mean."""
+    speedups_D, drops_D = (1.1, 1.5, 1.3), (0.05, 0.11, 0.08)
+    draws = {
+        f"draw{number}": [drop(1.5, speedup, dropped, 0.97)]
+        for number, (speedup, dropped) in enumerate(zip(speedups_D, drops_D, strict=True))
+    }
+    run = load_run(write_run(tmp_path / "draws", of_draws(**draws)))
+    ratios = []
+    for number, name in enumerate(draws):
+        native, policy = (
+            next(case for case in run.cases if (case.comparison_id, case.policy) == (name, policy))
+            for policy in ("native", "token_drop")
+        )
+        ratio = layer_time_us(native) / layer_time_us(policy)
+        index = ratio.index.to_frame()
+        index["launch"] = number
+        index["batch"] += 4 * number
+        ratios.append(ratio.set_axis(pd.MultiIndex.from_frame(index)))
+    expected = estimate_median(pd.concat(ratios))
+    joined, part_of = over_draws(run)
+    assert part_of == dict.fromkeys(draws, "draw0")
+    assert joined.conditions["draw0"].keys() == set(range(3))
+    (row,) = candidates(joined, BOUNDS).to_dict("records")
+    assert row["speedup_median"] == pytest.approx(expected.median)
+    assert (row["speedup_low"], row["speedup_high"]) == pytest.approx((expected.low, expected.high))
+    assert row["speedup_low"] < 1.15 < 1.45 < row["speedup_high"]
+    assert row["dropped_share"] == pytest.approx(0.08, abs=1e-3)
+    assert row["within"], "one draw alone drops more than the bound"
+    text = advice_of(run, BOUNDS)
+    least, most = re.search(r"gamma 1.5 .*?\]  (1\.\d\d) to (1\.\d\d)", text).groups()
+    assert (float(least), float(most)) == pytest.approx((1.1, 1.5), abs=0.02)
+    assert "the traffic is drawn 3 times" in text
+    assert "one draw:" not in text
+    assert picks(run, BOUNDS, {"draw0": 1000.0})["layer_speedup"].tolist() == [1.0], "the low end is below native"
+
+
+def test_what_differs_in_more_than_the_draw_stays_apart(tmp_path: Path) -> None:
+    seeds = of_draws(one=[USUAL[1]], two=[dataclasses.replace(USUAL[1], status="oom", reason="too big")])
+    others = of_draws(2.0, three=[USUAL[1]])
+    unswept = dataclasses.replace(others[0], comparison_id="four", facts={**others[0].facts, "point": {}})
+    run = load_run(write_run(tmp_path, [*seeds, *others, unswept]))
+    joined, part_of = over_draws(run)
+    assert part_of == {"one": "one", "two": "one", "three": "three", "four": "four"}
+    states = {case.comparison_id: case.status for case in joined.cases if case.policy == "token_drop"}
+    assert states == {"one": "oom", "three": "ok", "four": "ok"}, "what failed in a draw failed"
+    assert over_draws(joined)[0] is joined
+    twice = [dataclasses.replace(one, num_launches=2) for one in of_draws(one=[USUAL[1]], two=[USUAL[1]])]
+    run = load_run(write_run(tmp_path / "twice", twice))
+    assert over_draws(run)[0] is run, "launches of one draw are not independent of each other"
+
+
 ASSUMED, DRAWN = ", assumed, not Tiny-MoE's own.", "one draw: native's fullest rank has"
 
 
@@ -269,7 +340,7 @@ def test_options_become_a_config_of_modelled_emulation() -> None:
     assert config["model"] == {"preset": "qwen3-30b-a3b"}
     assert config["layer"] == {"dtype": "bfloat16", "ep_size": 8}
     assert config["workload"]["num_tokens"] == 16384
-    assert config["sweep"] == {"workload.peak_load": [1.2, 2.0, 4.0]}
+    assert config["sweep"] == {"workload.peak_load": [1.2, 2.0, 4.0], "workload.seed": [1, 2, 3, 4, 5]}
     assert (config["emulate"]["device"], config["emulate"]["links"]) == ("h100-sxm", "h100-nvlink4")
     lp = {"balancer": "lp", "solve_us": 100.0}
     assert config["emulate"]["replication"] == [{"spare_per_rank": 1}, {"spare_per_rank": 1, **lp}]
@@ -278,13 +349,36 @@ def test_options_become_a_config_of_modelled_emulation() -> None:
         assert all(f"{name} capacity_factor={factor}" in labels for factor in (1.0, 1.5, 2.0))
     assert {label.split()[0] for label in labels} == {"token_drop", "expanded_drop", "oea", "laser", "xshare"}
     assert question.left_out == ()
-    assert "sweep" not in yaml.safe_load(asked(*QWEN, "--peak-load", "3").text)
     path = ROOT / "tests/data/small-moe/config.json"
     experts = json.loads(path.read_text())["num_experts"]
     config = yaml.safe_load(asked("--model", path, "--ep", experts, "--tokens", 64 * experts).text)
     assert config["model"] == {"hf_config": str(path)}
     beyond = yaml.safe_load(asked("--model", "qwen3-30b-a3b", "--ep", 16, "--tokens", 64, "--device", "h20").text)
     assert beyond["emulate"]["links"] == "h20-nvlink4-ndr"
+
+
+def test_traffic_that_chance_decides_is_drawn_several_times(tmp_path: Path) -> None:
+    def drawn(*arguments: object) -> tuple[list[int] | None, int]:
+        config = yaml.safe_load(asked(*arguments).text)
+        return config.get("sweep", {}).get("workload.seed"), config["workload"]["num_batches"]
+
+    one_load = [*QWEN, "--peak-load", "3"]
+    assert drawn(*one_load) == ([1, 2, 3, 4, 5], 4)
+    assert drawn(*one_load, "--draws", "2") == ([1, 2], 5), "ten batches in all, or there is no interval"
+    assert drawn(*one_load, "--draws", "1") == (None, 10)
+    assert drawn("--model", "olmoe-1b-7b", "--ep", 1, "--tokens", 64) == (None, 10), "one rank holds all experts"
+    full = recording(tmp_path / "full.safetensors", full=True)
+    assert drawn("--model", "olmoe-1b-7b", "--ep", 8, "--tokens", 64, "--trace", full) == (None, 10)
+    config = ROOT / "configs/quickstart.yaml"
+    assert drawn(config) == (None, 10), "its skew says how full a rank is"
+    assert drawn(config, "--set", "workload.seed=7", "--set", "workload.rank_load=null") == ([7, 8, 9, 10, 11], 10)
+    pattern = tmp_path / "pattern.yaml"
+    pattern.write_text(
+        "name: pattern\nmodel: {preset: olmoe-1b-7b}\nlayer: {ep_size: 8}\npolicies: [{name: topk}]\n"
+        "workload: {kind: synthetic, num_tokens: 64, skew: power_law_1.2}\n"
+    )
+    assert drawn(pattern) == (None, 10), "it prescribes all loads"
+    assert drawn(ROOT / "configs/model-prefill.yaml")[0] is None, "layers of a whole model are several draws"
 
 
 def test_decode_is_asked_beside_prefill_with_one_token_of_each_request() -> None:
@@ -394,7 +488,13 @@ def test_a_directory_is_only_read(tmp_path: Path, capsys: pytest.CaptureFixture[
     before = sorted(directory.rglob("*"))
     assert main(["advise", str(directory), "--max-dropped", "30%"]) == OK
     assert "use token_drop gamma 1: " in capsys.readouterr().out
-    for option in (["--force"], ["--set", "layer.ep_size=2"], ["--out", "elsewhere"], ["--tokens", "64"]):
+    for option in (
+        ["--force"],
+        ["--draws", "2"],
+        ["--set", "layer.ep_size=2"],
+        ["--out", "elsewhere"],
+        ["--tokens", "64"],
+    ):
         assert main(["advise", str(directory), *option]) == USER_ERROR
         assert f"{option[0]}: expected none with {directory}" in capsys.readouterr().err
     assert main(["advise", *QWEN, "--out", str(directory)]) == USER_ERROR
@@ -408,16 +508,16 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys: pytest
     assert main([*command, "--dry-run"]) == OK
     plan = capsys.readouterr().out
     assert "by default: prompts of 16 tokens" in plan
-    assert yaml.safe_load(plan.partition("\n\n")[2])["sweep"] == {"workload.peak_load": [None, 4.0]}
+    assert yaml.safe_load(plan.partition("\n\n")[2])["sweep"]["workload.peak_load"] == [None, 4.0]
     assert "about 1" in plan
     assert not out.exists()
-    command += ["--peak-load", "4"]
+    command += ["--peak-load", "4", "--draws", "2"]
     assert main(command) == OK
     first = capsys.readouterr()
     assert first.out.startswith("Modelled (nothing was run), OLMoE-1B-7B, 4 ranks modelled by devices/h100-sxm, ")
     assert "peak load 4, assumed, not OLMoE-1B-7B's own" in first.out.splitlines()[0]
     assert first.out.splitlines()[-1] == f"config: {out}/advise.yaml"
-    assert first.err.startswith("moe-ep-bench: OLMoE-1B-7B, 16 candidates x 10 batches, modelled on h100-sxm")
+    assert first.err.startswith("moe-ep-bench: OLMoE-1B-7B, 16 candidates x 5 batches x 2 points, modelled on h100-sxm")
     described = json.loads((out / "run.json").read_text())
     assert set(described["hashes"]["workload"].values()) == {None}, "nobody asked for a survey"
     written = {part: part.stat().st_mtime_ns for part in (out / "cases").iterdir()}

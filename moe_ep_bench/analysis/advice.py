@@ -12,6 +12,7 @@ from itertools import groupby
 import numpy as np
 import pandas as pd
 
+from moe_ep_bench.analysis.draws import over_draws
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import Comparison, Run
 from moe_ep_bench.analysis.render import Table, interval, number, percentage, render, terminal_width, text
@@ -23,6 +24,7 @@ from moe_ep_bench.bench.question import Bounds
 _LEAST_MODELLED_GAIN = 0.02
 # Shares are sums of float32.
 _ROUNDING = 1e-6
+_CANDIDATE = ["comparison_id", "policy", "role", "policy_params"]
 # So many points of a sweep are named one by one.
 _MOST_NAMED = 4
 
@@ -79,7 +81,11 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
         by_default: what the user left open, each in a few words.
         left_out: candidates that were not tried, each with the reason.
     """
+    each_draw = run
+    run, part_of = over_draws(run)
     rows = candidates(run, bounds)
+    if len(run.comparisons) < len(part_of):
+        rows = rows.join(_by_draw(each_draw, part_of), on=_CANDIDATE)
     facts = list(run.comparisons.values())
     rows = rows.assign(shown=rows["verdict"].where(rows["within"], "out of bounds"))
     columns = [
@@ -90,6 +96,7 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
             else []
         ),
         interval("speedup", "end to end" if run.scope == "model" else "speedup"),
+        *([text("by_draw", "by draw")] if "by_draw" in rows else []),
         *([interval("moe_speedup", "MoE layers")] if run.scope == "model" else []),
         text("shown", "verdict"),
         percentage("dropped_share", "drop %"),
@@ -100,6 +107,15 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
     notes = [*(f"left out: {words}" for words in left_out), *_notes(run, rows, bounds)]
     table = render([Table(rows, columns if len(rows) else (), notes=notes)], "text", width=terminal_width())
     return "\n\n".join([_assumed(run, facts, by_default), table, _pick(run, rows)])
+
+
+def _by_draw(run: Run, part_of: Mapping[str, str]) -> pd.DataFrame:
+    """Of each candidate the least and the greatest speedup over draws, and in words; indexed by ``_CANDIDATE``."""
+    rows = speedups(run).dropna(subset="speedup_median")
+    found = rows.assign(comparison_id=rows["comparison_id"].map(part_of)).groupby(_CANDIDATE)["speedup_median"]
+    found = found.agg(least_draw="min", most_draw="max", num_draws="size")
+    ends = zip(found["least_draw"], found["most_draw"], strict=True)
+    return found.assign(by_draw=[f"{least:.2f} to {most:.2f}" for least, most in ends])
 
 
 def picks(run: Run, bounds: Bounds, outside_us: Mapping[str, float]) -> pd.DataFrame:
@@ -114,6 +130,7 @@ def picks(run: Run, bounds: Bounds, outside_us: Mapping[str, float]) -> pd.DataF
         ``moe_share`` of a native pass, where every MoE layer takes what this one does, ``end_to_end``,
         ``dropped_share``, ``retained_mass``, ``more_gib``.
     """
+    run = over_draws(run)[0]
     chosen = candidates(run, bounds)
     chosen = chosen[chosen["is_pick"]].set_index("comparison_id")
     native_ms = speedups(run).query("role == 'baseline'").set_index("comparison_id")["median_ms"]
@@ -165,7 +182,7 @@ def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds) -> Iterator[str]:
         f"{100 * bounds.min_retained:g} % of the top-k's score mass kept (more: experts were added), which is no "
         "accuracy; GiB: more memory of a rank, for replicas in all layers; limit: what takes longest"
     )
-    yield from _draw_notes(run)
+    yield from _draw_notes(run, rows)
     if any(case.policy_params.get("balancer") == "lp" for case in run.cases):
         yield (
             "LP: every batch's pairs split over replicas by a linear program; the time to solve it, assumed, is in the "
@@ -191,12 +208,19 @@ def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds) -> Iterator[str]:
         yield "speedups are of one MoE layer: a whole model gains less (scope: model)"
 
 
-def _draw_notes(run: Run) -> Iterator[str]:
+def _draw_notes(run: Run, rows: pd.DataFrame) -> Iterator[str]:
     """What of the traffic is chance, and where batches are alike."""
     facts = run.comparisons.values()
     # A peak load says nothing of which experts share a rank.
     by_chance = [one.workload.kind == "synthetic" and "rank_load" not in one.workload.targets for one in facts]
     names = [name for name, is_so in zip(run.comparisons, by_chance, strict=True) if is_so]
+    if "by_draw" in rows:
+        yield (
+            f"the traffic is drawn {rows['num_draws'].max()} times: by chance other experts are busy and share a rank; "
+            "intervals are over draws, by draw: the least and the greatest speedup, between which yours may lie; "
+            "workload.rank_load sets how full a rank is"
+        )
+        names = []
     frame = speedups(run)
     frame = frame[(frame["role"] == "baseline") & (frame["num_ranks"] > 1) & frame["comparison_id"].isin(names)]
     loads = frame["fullest_rank"].dropna().astype(float)
@@ -288,6 +312,9 @@ def _pick(run: Run, rows: pd.DataFrame) -> str:
             own = picks.loc[names]
             speedup, dropped, kept = own["speedup_median"], own["dropped_share"].max(), own["retained_mass"].min()
             words += f": {speedup.min():.3f}" + (f" to {speedup.max():.3f}" if len(own) > 1 else "") + " x native"
+            if "by_draw" in own:
+                least, most, number_of = own["least_draw"].min(), own["most_draw"].max(), own["num_draws"].max()
+                words += f" ({least:.2f} to {most:.2f} over {number_of} draws of the traffic)"
             cost = f"at most {100 * dropped:.1f} % dropped, at least {100 * kept:.1f} % of the score mass kept"
             words += ", nothing dropped" if dropped == 0 and kept > 1 - _ROUNDING else f", {cost}"
             memory = own["more_gib"].max()

@@ -28,7 +28,7 @@ MODE_WORDS = {
     "route": "routing only (nothing was timed)",
 }
 MODELLED = "modelled (nothing was run)"
-MODEL_CAVEAT = "Intervals are over batches only: what the model leaves out, or has wrong, is in none of them."
+MODEL_CAVEAT = "Intervals are of traffic only: what the model leaves out, or has wrong, is in none of them."
 OVERSUBSCRIBED = "more ranks than cores: they share time slices, and no straggler speedup is claimed"
 OVERLAP = (
     "shared experts run beside the transfers in plain iterations, and before them in breakdowns, which may last longer"

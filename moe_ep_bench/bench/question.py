@@ -23,6 +23,7 @@ from moe_ep_bench.files import check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.policies import policy_class
 from moe_ep_bench.workload import open_trace
+from moe_ep_bench.workload.skews import PATTERNS
 
 # Those of a question that names none.
 MAX_DROPPED, MAX_LOST_MASS = 0.10, 0.05
@@ -34,6 +35,9 @@ _H100_LINKS = ("h100-nvlink4", "h100-nvlink4-ndr")
 _NODE = 8
 # With fewer batches there are no intervals (``timing.statistics.MIN_BATCHES``).
 _BATCHES = 10
+# Chance decides which experts of a synthetic workload are busy and share a rank; one draw of it says little. Batches of
+# a draw are alike: of --model's, so many are enough, EPLB plans for the others.
+DRAWS, _BATCHES_OF_A_DRAW = 5, 4
 _SEQUENCE_LENGTH = 128
 # Score mass of the top-k, where a recording has scores that are normalised over it.
 _TOPK_SHARE = 0.7
@@ -156,7 +160,7 @@ def check_reading(options: argparse.Namespace) -> None:
     Raises:
         ValueError: one line that names the option.
     """
-    refused = (*_OF_MODEL, "device", "links", "out", "overrides", "force", "dry_run")
+    refused = (*_OF_MODEL, "draws", "device", "links", "out", "overrides", "force", "dry_run")
     _refuse(options, refused, f"with {options.config}: a results directory is only read")
 
 
@@ -193,6 +197,8 @@ def ask_both(options: argparse.Namespace) -> dict[str, Question]:
 
 
 def _asked(options: argparse.Namespace, *, decode: bool) -> Question:
+    if options.draws is not None and options.draws < 1:
+        raise UserError(f"--draws: expected at least 1; got {options.draws}")
     context_length = (CONTEXT_LENGTH if options.context is None else options.context) if decode else 0
     if options.config is None:
         where = Path(CONFIG_NAME)
@@ -205,6 +211,12 @@ def _asked(options: argparse.Namespace, *, decode: bool) -> Question:
     experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
     raw["policies"], spare, left_out = candidates(experiments)
     raw["emulate"]["replication"] = spare
+    draws = DRAWS if options.draws is None else options.draws
+    if draws > 1 and "workload.seed" not in sweep and any(map(_is_drawn, experiments)):
+        seed = experiments[0].workload.seed
+        sweep["workload.seed"] = [seed + number for number in range(draws)]
+        if options.config is None:
+            raw["workload"]["num_batches"] = max(_BATCHES_OF_A_DRAW, math.ceil(_BATCHES / draws))
     text = yaml.safe_dump({**raw, **({"sweep": sweep} if sweep else {})}, sort_keys=False)
     experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
     name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
@@ -368,6 +380,14 @@ def candidates(experiments: Sequence[Experiment]) -> tuple[list[dict[str, Any]],
     left_out += [f"EPLB: {why}"] if why else []
     spare = {"spare_per_rank": 1}
     return kept, [] if why else [spare, {**spare, "balancer": "lp", "solve_us": _SOLVE_US}], left_out
+
+
+def _is_drawn(experiment: Experiment) -> bool:
+    """Whether chance decides how busy ranks are. A whole model's layers are several draws as they are."""
+    workload = experiment.workload
+    if not isinstance(workload, SyntheticConfig) or workload.skew in PATTERNS or experiment.scope == "model":
+        return False
+    return experiment.layer.ep_size != 1 and workload.targets(experiment.model.preset).get("rank_load") is None
 
 
 def _request_tokens(workload: SyntheticConfig | RecordedConfig) -> int | None:

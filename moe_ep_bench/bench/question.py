@@ -197,8 +197,6 @@ def ask_both(options: argparse.Namespace) -> dict[str, Question]:
 
 
 def _asked(options: argparse.Namespace, *, decode: bool) -> Question:
-    if options.draws is not None and options.draws < 1:
-        raise UserError(f"--draws: expected at least 1; got {options.draws}")
     context_length = (CONTEXT_LENGTH if options.context is None else options.context) if decode else 0
     if options.config is None:
         where = Path(CONFIG_NAME)
@@ -212,7 +210,12 @@ def _asked(options: argparse.Namespace, *, decode: bool) -> Question:
     raw["policies"], spare, left_out = candidates(experiments)
     raw["emulate"]["replication"] = spare
     draws = DRAWS if options.draws is None else options.draws
-    if draws > 1 and "workload.seed" not in sweep and any(map(_is_drawn, experiments)):
+    is_drawn = "workload.seed" not in sweep and any(map(_is_drawn, experiments))
+    if draws < 1:
+        raise UserError(f"--draws: expected at least 1; got {draws}")
+    if options.draws is not None and not is_drawn:
+        raise UserError(f"--draws: expected none where chance does not decide how busy ranks are; got {draws}")
+    if draws > 1 and is_drawn:
         seed = experiments[0].workload.seed
         sweep["workload.seed"] = [seed + number for number in range(draws)]
         if options.config is None:

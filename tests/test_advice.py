@@ -453,7 +453,7 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
         ([*QWEN, "--device", "h1000"], "--device: expected a path of a .yaml or one of a100-sxm-80gb"),
         ([*QWEN, "--links", "none"], "--links: expected a path of a .yaml or one of"),
         ([*QWEN, "--peak-load", "17"], "--peak-load: expected 1 to 16 (experts / top-k); got 17"),
-        ([*QWEN, "--draws", "0"], "--draws: expected at least 1; got 0"),
+        ([*QWEN, "--draws", "0"], "--draws: expected 1 to 100; got 0"),
         (["--model", "qwen3-30b-a3b", "--ep", "1", "--tokens", "64", "--draws", "3"], "--draws: expected none where"),
         ([*QWEN, "--peak-load", "1.001"], "peak_load: expected 1."),
         ([*QWEN, "--decode-tokens", "4"], "--decode-tokens: expected at least one for each of the 8 ranks; got 4"),

@@ -37,7 +37,7 @@ _NODE = 8
 _BATCHES = 10
 # Chance decides which experts of a synthetic workload are busy and share a rank; one draw of it says little. Batches of
 # a draw are alike: of --model's, so many are enough, EPLB plans for the others.
-DRAWS, _BATCHES_OF_A_DRAW = 5, 4
+DRAWS, _MOST_DRAWS, _BATCHES_OF_A_DRAW = 5, 100, 4
 _SEQUENCE_LENGTH = 128
 # Score mass of the top-k, where a recording has scores that are normalised over it.
 _TOPK_SHARE = 0.7
@@ -211,8 +211,8 @@ def _asked(options: argparse.Namespace, *, decode: bool) -> Question:
     raw["emulate"]["replication"] = spare
     draws = DRAWS if options.draws is None else options.draws
     is_drawn = "workload.seed" not in sweep and any(map(_is_drawn, experiments))
-    if draws < 1:
-        raise UserError(f"--draws: expected at least 1; got {draws}")
+    if not 1 <= draws <= _MOST_DRAWS:
+        raise UserError(f"--draws: expected 1 to {_MOST_DRAWS}; got {draws}")
     if options.draws is not None and not is_drawn:
         raise UserError(f"--draws: expected none where chance does not decide how busy ranks are; got {draws}")
     if draws > 1 and is_drawn:

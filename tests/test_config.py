@@ -249,7 +249,9 @@ def test_padding_makes_another_case_and_is_named(tmp_path: Path) -> None:
     masked, computed = planned(padding_per_rank=3), planned(padding_per_rank=3, mask_padding=False)
     assert len({one.cases[2].case_id for one in (plain, masked, computed)}) == 3
     assert masked.workload.fingerprint() == plain.workload.fingerprint()
+    assert plain.describe_workload()["padding"] is None
     assert masked.title.endswith(", unskewed, 3 padding a rank (masked)")
+    assert computed.title.endswith(", unskewed, 3 padding a rank (not masked)")
     assert computed.describe_workload()["description"].endswith(
         "; 3 of 32 tokens a rank are padding, of which policies are not told"
     )

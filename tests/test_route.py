@@ -124,7 +124,7 @@ def test_layers_count_by_weights_of_which_there_is_one_for_each() -> None:
     load_LBE = np.array([[[6, 0, 0], [2, 2, 2]], [[3, 3, 0], [4, 1, 1]]])  # factors 3 and 1; 1.5 and 2
     assert imbalance_factor(load_LBE) == pytest.approx([2.25, 1.5])
     assert imbalance_factor(load_LBE, [3, 1]) == pytest.approx([2.625, 1.25])
-    for weights in ([1], [0, 0]):
+    for weights in ([1], [0, 0], [1, 2, 3]):
         with pytest.raises(ValueError, match="layer_weights: expected 2 numbers"):
             imbalance_factor(load_LBE, weights)
 

@@ -55,6 +55,12 @@ def test_every_model_has_every_skew_and_it_can_be_met(preset: str, skew: str, tm
         assert "recorded from" not in described["description"]
 
 
+def test_skews_grow_from_mixed_to_the_worst_layer() -> None:
+    for preset in ModelSpec.names():
+        peaks = [load_skew(preset, skew).peak_load for skew in SKEWS]
+        assert peaks == sorted(peaks), preset
+
+
 def test_what_is_given_beside_a_skew_wins(tmp_path: Path) -> None:
     def targets(**workload: object) -> dict:
         config = experiment(tmp_path, workload={"skew": "single_domain", **workload}).workload

@@ -86,6 +86,7 @@ def test_cells_are_read_as_they_are_printed() -> None:
 # Of what no sum or average below is made: item, number of numbers, and some of them.
 HELD = [
     ("capacity", "Figure 4", {"metric": "speedup"}, 24, [1.21, 1.30, 2.51]),
+    ("capacity", "Figure 4", {"model": "Qwen1.5-MoE-Chat", "what": "GPUs"}, 1, [6]),
     ("capacity", "Figure 5", {}, 12, [1.14, 1.12, 1.24, 1.18, 1.11, 1.08, 1.10, 1.07, 1.54, 1.51, 1.87, 1.85]),
     ("capacity", "Figure 10", {}, 20, [6.1, 5.3]),
     ("capacity", "Figure 11", {}, 18, [78.7, 36.4, 57.4]),
@@ -96,6 +97,7 @@ HELD = [
     ("capacity", "Table 10", {}, 9, [1.09, 1.27, 1.23]),
     ("capacity", "Section 5.2", {"metric": "dropped share"}, 2, [2, 12]),
     ("oea", "Table 1", {}, 44, [51.2, 92.8]),
+    ("oea", "Table 4", {}, 36, [25.1, 48.8]),
     ("oea", "Section 4.2", {"metric": "sampling"}, 7, [0.6, 0.95, 32768]),
     ("laser", "Figure 5", {"task": "GSM8K"}, 1, [1.63]),
     ("laser", "Figure 10", {}, 3, [6, 8, 10]),

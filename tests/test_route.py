@@ -347,6 +347,9 @@ def test_the_table_shows_the_means_of_every_case(loaded: RouteRun) -> None:
         peaks = [load_E.max() * 64 / load_E.sum() for load_BE in loads_LBE for load_E in load_BE]
         assert row["expert_imbalance"] == pytest.approx(np.mean(peaks))
         assert table.columns[0].cell(row) == case.label
+        cells = {column.header: column.cell(row) for column in table.columns}
+        assert cells["dropped %"] == f"{100 * case.dropped_share:.1f}"
+        assert cells["on one rank"] == f"{case.fullest_activated:.1f}"
     said = render(tables, "text")
     for words in ("routing only (nothing was timed)", "popularity tail model", "first 50% of every sequence's tokens"):
         assert said.count(words) >= len(tables)

@@ -51,6 +51,9 @@ def test_the_fullest_rank_s_experts_give_back_what_each_costs(tmp_path: Path) ->
     assert (steps.line.intercept_us, steps.line.slope_us, steps.line.r2) == pytest.approx((FIXED_US, EXPERT_US, 1))
     # 10**9 bytes are a gigabyte, an expert has three matrices, a value two bytes.
     assert steps.bound_us == pytest.approx(3 * HIDDEN_SIZE * FFN_SIZE * 2 / (READ_GBPS * 1e9) * 1e6)
+    text = run_text(load_run(tmp_path))
+    assert f"experts' time = {FIXED_US:.1f} us + {EXPERT_US:.2f} us x activated experts of the fullest rank" in text
+    assert f"bound: {steps.bound_us:.2f} us an expert" in text
 
 
 def test_comparisons_that_differ_in_their_tokens_alone_are_pooled(tmp_path: Path) -> None:

@@ -55,6 +55,12 @@ def test_every_model_has_every_skew_and_it_can_be_met(preset: str, skew: str, tm
         assert "recorded from" not in described["description"]
 
 
+def test_skews_grow_from_mixed_to_the_worst_layer() -> None:
+    for preset in ModelSpec.names():
+        peaks = [load_skew(preset, skew).peak_load for skew in SKEWS]
+        assert peaks == sorted(peaks), preset
+
+
 def test_what_is_given_beside_a_skew_wins(tmp_path: Path) -> None:
     def targets(**workload: object) -> dict:
         config = experiment(tmp_path, workload={"skew": "single_domain", **workload}).workload
@@ -249,7 +255,9 @@ def test_padding_makes_another_case_and_is_named(tmp_path: Path) -> None:
     masked, computed = planned(padding_per_rank=3), planned(padding_per_rank=3, mask_padding=False)
     assert len({one.cases[2].case_id for one in (plain, masked, computed)}) == 3
     assert masked.workload.fingerprint() == plain.workload.fingerprint()
+    assert plain.describe_workload()["padding"] is None
     assert masked.title.endswith(", unskewed, 3 padding a rank (masked)")
+    assert computed.title.endswith(", unskewed, 3 padding a rank (not masked)")
     assert computed.describe_workload()["description"].endswith(
         "; 3 of 32 tokens a rank are padding, of which policies are not told"
     )

@@ -92,6 +92,12 @@ def test_what_was_not_measured_or_is_no_decode_run_is_refused_in_one_line(
     assert main(["calibrate", "--from", str(tmp_path / "nothing")]) == USER_ERROR
 
 
+def test_times_of_more_ranks_than_cores_are_no_devices_figure(tmp_path: Path) -> None:
+    text = text_of(tmp_path, decode(facts={"oversubscribed": True}))
+    assert "not a device's figure: more ranks than cores" in text
+    assert yaml.safe_load(text) is None
+
+
 def test_the_reference_run_on_two_cores_is_fitted_and_is_no_devices_figure(capsys: pytest.CaptureFixture) -> None:
     assert main(["calibrate", "--from", str(REFERENCE / "decode-2cpu"), "--preset", "qwen3-30b-a3b"]) == OK
     text = capsys.readouterr().out

@@ -16,6 +16,7 @@ from moe_ep_bench.analysis.figures.ranks import (
     critical_rank,
     layer_by_rank_us,
     timeline_figure,
+    typical_iteration,
     work_by_rank_us,
 )
 from moe_ep_bench.analysis.figures.scaling import scaling_figure, scalings
@@ -79,6 +80,16 @@ def edited(run: Run, label: str, change) -> Run:
 
 def case_of(run: Run, label: str):
     return next(case for case in run.cases if case.label == label)
+
+
+def test_the_iteration_closest_to_the_median_is_shown(run):
+    case = case_of(run, "native")
+    rows = case.timings[(case.timings["kind"] == "breakdown") & (case.timings["phase"] == TOTAL)]
+    slowest_us = rows.groupby(["launch", "batch", "iteration"])["time_us"].max()
+    shown = typical_iteration(case, run.comparisons["c0"])
+    assert shown.median_us == pytest.approx(slowest_us.median())
+    assert shown.key == (slowest_us - slowest_us.median()).abs().idxmin()
+    assert shown.layer_us == slowest_us[shown.key]
 
 
 def test_the_planted_critical_rank_is_the_one_that_is_marked(run):

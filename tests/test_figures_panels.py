@@ -13,8 +13,10 @@ from moe_ep_bench.analysis.figures.costs import pareto_figure
 from moe_ep_bench.analysis.figures.panels import MOST, case_rows, drawn_part
 from moe_ep_bench.analysis.figures.policies import dropped_figure, load_figure, phases_figure, speedup_figure
 from moe_ep_bench.analysis.figures.ranks import latency_figure
+from moe_ep_bench.analysis.figures.scaling import scalings
 from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.style import Drawing, house_style
+from moe_ep_bench.workload.formatting import tokens_words
 
 GAMMA = "\N{GREEK SMALL LETTER GAMMA}"
 PEAK = "workload.peak_load"
@@ -101,6 +103,12 @@ def test_policies_without_a_capacity_factor_stand_in_rows_by_their_names(decode,
     assert places == pytest.approx({0: 0, 1: 100, 2: 50, 3: 20}, abs=0.5)
 
 
+def test_beside_capacity_factors_a_policy_without_one_stands_at_its_name(drops):
+    drawing = drawn(dropped_figure, drops)
+    assert ticks(drawing.figure.axes[-1].xaxis) == ["topk", "1", "2"]
+    assert legend(drawing) == ["topk", "token_drop", f"token_drop granularity=device, {GAMMA} 1"]
+
+
 def test_a_case_has_one_name_in_all_figures(drops):
     """Families by the parameters that their labels name; a case by its capacity factor too."""
     device = f"token_drop granularity=device, {GAMMA} 1"
@@ -185,3 +193,15 @@ def test_what_drops_everything_stands_at_the_edge_with_its_numbers_and_sets_no_s
 
 
 # ---- scaling and titles --------------------------------------------------------------------------------------------
+
+
+def test_steps_of_one_token_and_of_several_are_on_one_line(tmp_path):
+    titles = {
+        n: f"Tiny-MoE, EP 1, {words}, unskewed" for n, words in ((1, "1 token"), (4, "4 tokens"), (16, "1 tokens"))
+    }
+    comparisons = [
+        one(decode_cases()[:1], n, num_ranks=1, tokens=n, facts={"title": title}) for n, title in titles.items()
+    ]
+    assert [tokens_words(n) for n in (1, 4)] == ["1 token", "4 tokens"]
+    (found,) = scalings(run_of(tmp_path, *comparisons))
+    assert (found.held, [value for value, _ in found.points]) == ("Tiny-MoE, unskewed, EP 1", [1, 4, 16])

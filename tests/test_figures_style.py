@@ -184,3 +184,12 @@ def test_origins_are_told_apart_by_words_and_frames(tmp_path, mode, facts, how, 
     assert spines["top"].get_visible() == (how != "MEASURED")
     is_dashed = spines["left"].get_linestyle() not in ("-", "solid")
     assert is_dashed == (how == "MODELLED")
+
+
+def test_phases_that_were_modelled_are_called_so_and_dashed(tmp_path):
+    with house_style():
+        figure = sheet_of("phases", run_of(tmp_path, "emulated", facts={"links": "modelled by links/x"}))
+    named = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert [name for name in named if name.endswith("(modelled)")] == ["comm (modelled)"]
+    dashed = [bars[0].get_linestyle() not in ("-", "solid") for bars in figure.axes[0].containers]
+    assert dashed == [name == "comm (modelled)" for name in named]

@@ -14,7 +14,7 @@ import torch
 from hf_models import FAMILIES, IMPLEMENTATIONS, tiny, tokens
 from torch import Tensor
 
-from moe_ep_bench.policies import make_policy
+from moe_ep_bench.policies import POLICIES, make_policy
 from moe_ep_bench.quality.families import find_moe_layers
 from moe_ep_bench.quality.passes import ForwardPass
 from moe_ep_bench.quality.routed import RouterCall, routed
@@ -231,6 +231,15 @@ def test_capacities_act_on_prefill_and_batch_wide_policies_on_decode(spec: dict[
             steps(model, ids_BS, 6)
         assert [one.forward_pass.phase for one in seen] == ["prefill"] * 2 + ["decode"] * 2 * 4
         assert all((one.routing is not None) == (one.forward_pass.phase in expected) for one in seen)
+
+
+def test_a_policy_acts_in_both_phases_but_for_capacities_and_batch_wide_ones() -> None:
+    acts_in = {name: policy.acts_in for name, policy in POLICIES.items()}
+    decoding = {"pruned", "oea", "xshare", "lynx"}
+    assert {name for name, phases in acts_in.items() if phases == ("decode",)} == decoding
+    capacities = {name for name, phases in acts_in.items() if phases == ("prefill",)}
+    assert capacities == {name for name in POLICIES if name.endswith("_drop")}
+    assert all(acts_in.values())
 
 
 def test_one_pass_by_position_answers_what_steps_of_decoding_would() -> None:

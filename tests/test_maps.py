@@ -18,7 +18,7 @@ from moe_ep_bench.analysis.load import Comparison as Facts
 from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
 from moe_ep_bench.analysis.style import house_style
-from moe_ep_bench.analysis.sweep import key_words, sweeps_along, swept_keys
+from moe_ep_bench.analysis.sweep import in_order, key_words, sweeps_along, swept_keys, value_of, value_words
 from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.bench.description import describe_experiment, describe_point
 from moe_ep_bench.bench.plan import RANKS, Comparison
@@ -152,6 +152,8 @@ def test_comparisons_stand_in_the_order_of_the_sweep(peaks: Run, peaks_text: str
     assert [facts.point[PEAK] for facts in peaks.comparisons.values()] == [1, 2, 2.5, 4]
     places = [peaks_text.index(f"Tiny {number}:") for number in (1, 3, 2, 0)]
     assert places == sorted(places)
+    unswept = [result_at({}, title=name) for name in "bac"]
+    assert in_order(unswept) == unswept
 
 
 # ---- keys and values -----------------------------------------------------------------------------------------------
@@ -170,6 +172,13 @@ def test_ep_size_is_shown_as_experts_per_rank_and_numbers_beside_words_as_words(
     assert (mixed.values, mixed.is_numeric) == (("2", "unskewed"), False)
     assert (key_words(sweep.key), sweep.labels) == ("experts per rank", ["1", "2", "4"])
     assert [result.comparison.num_ranks for result in sweep.comparisons] == [8, 4, 2]
+
+
+def test_words_are_for_people() -> None:
+    point = {"emulate.replication": [{"spare_per_rank": 1, "policy": None}], LINKS: "pcie5", PEAK: None}
+    facts = result_at(point).comparison
+    assert [value_words(value_of(key, facts)) for key in point] == ["spare_per_rank=1", "pcie5", "unskewed"]
+    assert [key_words(key) for key in (LINKS, "layer.cuda_graph")] == ["links", "cuda graph"]
 
 
 def test_the_key_with_most_numbers_is_the_axis_and_the_others_have_maps_of_their_own() -> None:
@@ -305,6 +314,16 @@ def test_without_several_factors_nothing_is_drawn(tmp_path: Path) -> None:
     one_factor = [comparison_at(number, {PEAK: 1.0 + number}, cases_of({1.0: 1.2})) for number in range(2)]
     run = load_run(write_run(tmp_path, one_factor))
     assert figure_of(run) is figure_of(run, sweep_figure) is None
+
+
+def test_lines_run_along_the_key_with_the_ceiling_dashed(peaks: Run) -> None:
+    above, below = figure_of(peaks, sweep_figure).axes
+    found = [line for line in above.lines if list(line.get_xdata()) == [1, 2, 2.5, 4]]
+    lines = {tuple(np.round(line.get_ydata(), 6)): line for line in found}
+    speedups = {tuple(np.round([1 + 0.2 * (peak - factor) for peak in (1, 2, 2.5, 4)], 6)) for factor in (1, 2, 3)}
+    assert lines.keys() >= {*speedups, (1.25,) * 4}
+    assert lines[1.1, 1.2, 1.25, 1.4].get_linestyle() == "--"
+    assert [line.get_ydata()[0] for line in below.lines] == pytest.approx([30, 15, 10], rel=1e-3)
 
 
 # ---- clipping ------------------------------------------------------------------------------------------------------

@@ -332,7 +332,10 @@ def test_what_holds_no_times_is_one_line_and_nothing_is_written(
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--format", "gif"), ("--figures", "speedup,nonsense"), ("--case", "nobody"), ("--iteration", "99/0")],
+    [
+        *[("--format", "gif"), ("--figures", "speedup,nonsense"), ("--case", "nobody")],
+        *[("--iteration", "99/0"), ("--iteration", "all")],
+    ],
 )
 def test_what_there_is_not_is_said_before_anything_is_drawn(
     option: str, value: str, full: Path, capsys: pytest.CaptureFixture[str]
@@ -343,9 +346,6 @@ def test_what_there_is_not_is_said_before_anything_is_drawn(
     assert value.rpartition(",")[2] in said
     assert said.count("\n") == 1
     assert not (full / "figures").exists()
-
-
-# ---- numbers beside the pictures ---------------------------------------------------------------------------------
 
 
 # ---- fast paths beside slow ones ---------------------------------------------------------------------------------

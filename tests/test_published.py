@@ -86,16 +86,28 @@ def test_cells_are_read_as_they_are_printed() -> None:
 # Of what no sum or average below is made: item, number of numbers, and some of them.
 HELD = [
     ("capacity", "Figure 4", {"metric": "speedup"}, 24, [1.21, 1.30, 2.51]),
+    ("capacity", "Figure 4", {"model": "Qwen1.5-MoE-Chat", "what": "GPUs"}, 1, [6]),
     ("capacity", "Figure 5", {}, 12, [1.14, 1.12, 1.24, 1.18, 1.11, 1.08, 1.10, 1.07, 1.54, 1.51, 1.87, 1.85]),
+    ("capacity", "Figure 10", {}, 20, [6.1, 5.3]),
     ("capacity", "Figure 11", {}, 18, [78.7, 36.4, 57.4]),
     ("capacity", "Table 4", {}, 14, [1358.1, 297.1]),
+    ("capacity", "Table 6", {}, 18, [0.28, 0.54]),
     ("capacity", "Table 7", {}, 27, [0.311, 0.831]),
     ("capacity", "Table 9", {}, 70, [64.9, 68.7]),
     ("capacity", "Table 10", {}, 9, [1.09, 1.27, 1.23]),
+    ("capacity", "Section 5.2", {"metric": "dropped share"}, 2, [2, 12]),
     ("oea", "Table 1", {}, 44, [51.2, 92.8]),
+    ("oea", "Table 4", {}, 36, [25.1, 48.8]),
+    ("oea", "Section 4.2", {"metric": "sampling"}, 7, [0.6, 0.95, 32768]),
     ("laser", "Figure 5", {"task": "GSM8K"}, 1, [1.63]),
+    ("laser", "Figure 10", {}, 3, [6, 8, 10]),
     ("laser", "Table 1", {}, 8, [0.6285]),
+    ("xshare", "Figure 3", {}, 2, [2, 3]),
+    ("xshare", "Table 1", {}, 68, [186.50, 90.00]),
     ("xshare", "Table 2", {}, 12, [160.4, 43.4, 8.64, 50.7, 11.3, 5.94]),
+    ("xshare", "Table 3", {}, 96, [85.83, 128.72, 80.80]),
+    ("xshare", "Table 4", {}, 136, [197.78, 44.75]),
+    ("xshare", "Section 6.2", {"k0": 1, "m": 0, "m_r": 4}, 2, [13, 14]),
 ]
 
 

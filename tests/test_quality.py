@@ -249,8 +249,9 @@ def test_a_sweep_is_a_comparison_for_each_of_its_points_and_a_dry_run_reads_no_w
     assert [f"{size} at a time" in said for size in (1, 2, 3, 6)] == [True, True, False, True]
     planned = plan_quality(folder / "config.yaml", ["sweep.text.batch_size=[1, 2, 6]"])
     assert len({case.case_id for one in planned for case in one.cases}) == 3 * 6
-    (one,) = plan_quality(folder / "config.yaml", ["arrangement=decode"])
-    assert {one.phase(case) for case in one.cases} == {"decode"}, "where it is named it holds for all policies"
+    for named in ("prefill", "decode"):  # it holds for all policies
+        (one,) = plan_quality(folder / "config.yaml", [f"arrangement={named}"])
+        assert {one.phase(case) for case in one.cases} == {named}
 
 
 # --- What is shown -------------------------------------------------------------------------------

@@ -379,6 +379,10 @@ def test_a_task_with_several_numbers_for_the_papers_one_is_left_out_of_the_means
     assert task_means(task_scores(answered(*single)))[1] == []
     unstated = task_scores(answered(single[0], shots=None))
     assert unstated["paper"].isna().all(), "no number stands where the paper states no shots"
+    of_part = answered(single[0])
+    assert task_scores(of_part)["paper"].tolist() == [0.3]
+    of_part.scores["task"] = "a part of it"
+    assert task_scores(of_part)["paper"].isna().all()
 
 
 def test_what_python_compiles_beside_tasks_makes_no_other_tasks_of_them(tmp_path: Path) -> None:

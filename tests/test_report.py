@@ -198,12 +198,14 @@ def test_a_validation_is_a_page_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_labels_and_host_names_are_text_and_nothing_is_fetched(page: str, content: Content) -> None:
     parsed = Parsed(page)
     assert content.drawings.keys() == {"speedup", "load"}  # a single comparison has no sweep
-    assert page.count("<figure id=") == page.count('src="data:image/') == len(content.drawings)
+    assert [tag["id"] for name, tag in parsed.tags if name == "figure"] == [f"figure-{one}" for one in content.drawings]
+    assert page.count('src="data:image/') == len(content.drawings)
     assert "default-src 'none'" in page
     for tag, attributes in parsed.tags:
         named = (attributes.get(name) or "#" for name in ("src", "href", "srcset", "action", "data", "poster"))
         assert all(address.startswith(("#", "data:")) for address in named), (tag, attributes)
     values = {float(tag["data-value"] or "nan") for _, tag in parsed.tags if "data-value" in tag}  # by which it sorts
+    assert all(value == value for value in values)
     assert set(content.tables[0].frame["speedup_median"].dropna().astype(float)) <= values
     assert [attributes for tag, attributes in parsed.tags if tag == "script"] == [{}]  # ours
     assert all("onerror" not in attributes for _, attributes in parsed.tags)

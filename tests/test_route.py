@@ -124,7 +124,7 @@ def test_layers_count_by_weights_of_which_there_is_one_for_each() -> None:
     load_LBE = np.array([[[6, 0, 0], [2, 2, 2]], [[3, 3, 0], [4, 1, 1]]])  # factors 3 and 1; 1.5 and 2
     assert imbalance_factor(load_LBE) == pytest.approx([2.25, 1.5])
     assert imbalance_factor(load_LBE, [3, 1]) == pytest.approx([2.625, 1.25])
-    for weights in ([1], [0, 0]):
+    for weights in ([1], [0, 0], [1, 2, 3]):
         with pytest.raises(ValueError, match="layer_weights: expected 2 numbers"):
             imbalance_factor(load_LBE, weights)
 
@@ -347,6 +347,9 @@ def test_the_table_shows_the_means_of_every_case(loaded: RouteRun) -> None:
         peaks = [load_E.max() * 64 / load_E.sum() for load_BE in loads_LBE for load_E in load_BE]
         assert row["expert_imbalance"] == pytest.approx(np.mean(peaks))
         assert table.columns[0].cell(row) == case.label
+        cells = {column.header: column.cell(row) for column in table.columns}
+        assert cells["dropped %"] == f"{100 * case.dropped_share:.1f}"
+        assert cells["on one rank"] == f"{case.fullest_activated:.1f}"
     said = render(tables, "text")
     for words in ("routing only (nothing was timed)", "popularity tail model", "first 50% of every sequence's tokens"):
         assert said.count(words) >= len(tables)

@@ -208,6 +208,7 @@ def test_ranks_get_their_shares_as_nearly_as_whole_sequences_allow(length_S, num
     ("changes", "message"),
     [
         ({"peak_load": 11.0}, r"peak_load: expected 1 to 10.6667 \(experts / top_k\), got 11"),
+        ({"peak_load": float("nan")}, "peak_load: expected 1 to 10.6667"),
         ({"family": "uniform"}, "family: uniform has no skew to solve for; expected no peak_load"),
         ({"topk_share": 0.09}, r"topk_share: expected a number between 0.09375 .* and 1, got 0.09"),
         ({"topk_share": 0.5, "entropy": 0.5}, "topk_share, entropy: expected one of the two at most"),

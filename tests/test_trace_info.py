@@ -280,6 +280,12 @@ def test_a_file_of_loads_that_cannot_be_used_is_one_clear_line(tmp_path, name):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["no.json", "no.safetensors"])
+def test_a_missing_file_is_named(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name}: no such file"):
+        trace_info(tmp_path / name)
+
+
 # ---- table -------------------------------------------------------------------------------------------------------
 
 
@@ -299,8 +305,24 @@ def test_the_table_has_a_row_per_layer_and_closes_with_mean_worst_and_uniform(tm
     least, most = numbers.min(axis=0), numbers.max(axis=0)
     worst = [*most[:5], least[5], math.nan, math.nan, least[8], *most[9:]]
     assert rows.loc["worst"].tolist() == pytest.approx(worst, nan_ok=True)
+    assert [recording.uniform_activated(size) for size in (1, 2)] == [4, 7]  # 16 (1 - (12 / 16) ** 2)
     uniform = [1.0] * 4 + [0.0, 1.0, math.nan, math.nan, 1.0, *map(recording.uniform_activated, (4, 16, 64))]
     assert rows.loc["uniform"].tolist() == pytest.approx(uniform, nan_ok=True)
+
+
+def test_the_heading_says_what_was_recorded(tmp_path):
+    path = write_trace(tmp_path / "tiny.safetensors", phase="decode", normalised=True)
+    text = trace_info(path)
+    for part in (
+        "tiny: 2 layers x 8 experts, top-3, 13 tokens in 3 sequences",
+        "domain: words; phase: decode; scores: softmax over the top-k (normalised over the top-k)",
+        f"file: tiny.safetensors; sha256: {open_trace(path).sha256()[:12]}",
+        "a batch of B: one step of B sequences that decode side by side",
+    ):
+        assert part in text
+    raw = trace_info(write_trace(tmp_path / "raw.safetensors"))
+    assert "scores: softmax, not renormalised (raw: shares of all experts' mass)" in raw
+    assert "a batch of B: B consecutive tokens" in raw
 
 
 def test_scores_that_nobody_recorded_are_not_shown_and_no_directory_is_written_over(tmp_path):

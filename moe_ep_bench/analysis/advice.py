@@ -1,7 +1,8 @@
 """``advise``: a table of candidates, best first, and one sentence with the pick.
 
 The pick is the fastest candidate within the bounds whose verdict is ``faster``: the whole interval of its speedup lies
-beyond the noise floor, and by 2 % at least where times are modelled. Where there is none, native stays.
+beyond the noise floor, and by 2 % at least where times are modelled. Of those within 2 % of the fastest it is the one
+that keeps most score mass. Where there is none, native stays.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from moe_ep_bench.bench.question import Bounds
 
 # A model has no noise, but errors larger than this: a modelled pick gains it at least.
 _LEAST_MODELLED_GAIN = 0.02
+# What is no slower than the fastest by more than this is as fast; what it loses decides.
+_AS_FAST = 0.02
 # Shares are sums of float32.
-_ROUNDING = 1e-6
+_DIGITS = 6
+_ROUNDING = 10**-_DIGITS
 _CANDIDATE = ["comparison_id", "policy", "role", "policy_params"]
 # So many points of a sweep are named one by one.
 _MOST_NAMED = 4
@@ -60,11 +64,14 @@ def candidates(run: Run, bounds: Bounds) -> pd.DataFrame:
     modelled = [name for name, facts in run.comparisons.items() if facts.device is not None]
     pays = rows["within"] & (rows["verdict"] == "faster") & ~rows["comparison_id"].isin(oversubscribed)
     pays &= ~rows["comparison_id"].isin(modelled) | (rows["speedup_median"].astype(float) >= 1 + _LEAST_MODELLED_GAIN)
-    fastest = rows[pays].groupby("comparison_id")["log_speed"].idxmax()
+    paying = rows[pays].assign(kept=rows["retained_mass"].clip(upper=1).round(_DIGITS))
+    fastest = paying.groupby("comparison_id")["log_speed"].transform("max")
+    as_fast = paying[paying["log_speed"] >= fastest - np.log1p(_AS_FAST)].sort_values(["kept", "log_speed"])
+    picked = as_fast.reset_index(names="row").groupby("comparison_id")["row"].last()
     # Labels may be shared, parameters are not.
     by_candidate = rows.assign(pays=pays).groupby(["policy", "role", "policy_params"], sort=False)
     rows = rows.assign(
-        is_pick=rows.index.isin(fastest),
+        is_pick=rows.index.isin(picked),
         num_pays=by_candidate["pays"].transform("sum"),
         log_speed=by_candidate["log_speed"].transform("sum"),
         candidate=by_candidate.ngroup(),

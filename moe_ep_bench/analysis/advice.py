@@ -224,7 +224,7 @@ def _draw_notes(run: Run, rows: pd.DataFrame) -> Iterator[str]:
     if "by_draw" in rows:
         yield (
             f"the traffic is drawn {rows['num_draws'].max()} times: by chance other experts are busy and share a rank; "
-            "intervals are over draws, by draw: the least and the greatest speedup, between which yours may lie; "
+            "intervals are over draws, by draw: the least and the greatest speedup; yours is one more draw; "
             "workload.rank_load sets how full a rank is"
         )
         names = []

@@ -221,17 +221,16 @@ def _draw_notes(run: Run, rows: pd.DataFrame) -> Iterator[str]:
     # A peak load says nothing of which experts share a rank.
     by_chance = [one.workload.kind == "synthetic" and "rank_load" not in one.workload.targets for one in facts]
     names = [name for name, is_so in zip(run.comparisons, by_chance, strict=True) if is_so]
+    frame = speedups(run)
+    frame = frame[(frame["role"] == "baseline") & (frame["num_ranks"] > 1) & frame["comparison_id"].isin(names)]
+    loads = frame["fullest_rank"].dropna().astype(float)
     if "by_draw" in rows:
         yield (
             f"the traffic is drawn {rows['num_draws'].max()} times: by chance other experts are busy and share a rank; "
             "intervals are over draws, by draw: the least and the greatest speedup; yours is one more draw; "
             "workload.rank_load sets how full a rank is"
         )
-        names = []
-    frame = speedups(run)
-    frame = frame[(frame["role"] == "baseline") & (frame["num_ranks"] > 1) & frame["comparison_id"].isin(names)]
-    loads = frame["fullest_rank"].dropna().astype(float)
-    if len(loads):
+    elif len(loads):
         found = f"{loads.min():.2f}" + (f" to {loads.max():.2f}" if len(loads) > 1 else "")
         yield (
             f"the traffic is one draw: native's fullest rank has {found} x the mean load by chance; another "

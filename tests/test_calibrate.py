@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from test_run import free_port
@@ -18,6 +19,8 @@ from test_run import free_port
 from moe_ep_bench.cost_model.calibrate import (
     SAMPLES_SCHEMA,
     Exchange,
+    _exchanges,
+    _runnable,
     fullest_bytes,
     links_from,
     predicted_us,
@@ -96,6 +99,9 @@ def test_links_that_were_measured_without_noise_are_found_again() -> None:
     # Links inside and between work at once: what crosses both takes the longer of the two.
     both = Exchange("all_to_all", "both", "even", 7_000_000)
     assert predicted_us(plain, both, 8) == pytest.approx(max(12 + 3e6 / 3e5, 30 + 4e6 / 4e4), rel=1e-3)
+    gathered, summed = (Exchange(kind, "both", "even", 1024) for kind in ("all_gather", "all_reduce"))
+    assert predicted_us(plain, gathered, 8) == plain.all_gather_us(1024, 8)
+    assert predicted_us(plain, summed, 8) == plain.all_reduce_us(1024, 8) != plain.all_gather_us(1024, 8)
     # One rank on each node has no link inside.
     links, fits = links_from("mine", "a test", 1, 2, made_up(1, 2, (0, 1), (30.0, 4e4)))
     assert (links.intra, set(fits)) == (None, {"between"})
@@ -111,6 +117,26 @@ def test_skewed_splits_tell_full_from_half_duplex(duplex: str, num_ranks: int) -
     for exchange, us in times.items():
         assert predicted_us(links, exchange, num_ranks) == pytest.approx(us, rel=0.25)
     assert duplex in report(links, fits, times, num_ranks).split()
+
+
+SMALL = [("all_gather", 1024), ("all_reduce", 1024)]
+
+
+def test_two_nodes_are_measured_inside_between_and_across_both() -> None:
+    sizes = [1024, 2048, 4096]
+    for local, scopes in ((2, ["inside", "between", "both"]), (4, ["inside"]), (1, ["between"])):
+        exchanges = _exchanges(Ranks(0, 4, local, torch.device("cpu"), None), 5000)
+        layout = [(size, scope, split) for size in sizes for scope in scopes for split in ("even", "hot")]
+        assert [(one.num_bytes, one.scope, one.split) for one in exchanges[:-2]] == layout
+        assert [(one.collective, one.num_bytes) for one in exchanges[-2:]] == SMALL
+
+
+def test_a_small_collective_is_the_one_that_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[str, int]] = []
+    for kind, num_bytes in SMALL:
+        monkeypatch.setattr(dist, kind, lambda *tensors, kind=kind: called.append((kind, tensors[-1].nbytes)))
+        _runnable(Ranks(0, 4, 2, torch.device("cpu"), None), Exchange(kind, "both", "even", num_bytes))()
+    assert called == SMALL
 
 
 def test_noise_never_makes_larger_messages_faster() -> None:
@@ -138,6 +164,7 @@ def test_a_report_tells_errors_of_what_was_not_fitted() -> None:
     text = report(links, fits, times, 8)
     errors = [" ".join(line.split()) for line in text.splitlines()]
     assert any(line.startswith("curve all_to_all inside hot 0.5") for line in errors)
+    assert any(line.startswith("all_to_all both even 1048576 60 17.48") for line in errors), "bytes, us and GB/s"
     for told in ("curve all_to_all both even", "fit all_to_all inside even"):
         assert any(line.startswith(told) for line in errors)
     assert not any(line.startswith("curve all_to_all inside even") for line in errors)
@@ -220,7 +247,7 @@ def refused(
 
 def test_wrong_options_are_told_in_one_line(tmp_path: Path) -> None:
     out = tmp_path / "mine.yaml"
-    assert refused(out) == ""
+    assert refused(out) == refused(out, 2048) == refused(out, repetitions=1) == ""
     (tmp_path / "file").touch()
     (tmp_path / "folder.yaml").mkdir()
     for words, told in {

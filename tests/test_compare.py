@@ -101,17 +101,27 @@ def test_change_is_the_median_over_batches_of_ratios_of_medians_spelled_out():
 
 
 def test_launch_part_is_students_interval_of_two_samples():
-    """Without other noise nothing is left but the launches: 0 and 2 % against 0, 1 and 2 %, by hand."""
+    """Without other noise nothing is left but the launches: 0 and 2 % against 0, 0 and 3 %, by hand."""
 
-    def of_launches(*logs):
-        index = pd.MultiIndex.from_product([range(len(logs)), range(10), [0]], names=["launch", "batch", "iteration"])
-        return pd.Series(np.repeat(np.exp(logs), 10), index)
+    def of_launches(*logs, batches=10):
+        names = ["launch", "batch", "iteration"]
+        index = pd.MultiIndex.from_product([range(len(logs)), range(batches), range(3)], names=names)
+        launch, batch, iteration = (index.get_level_values(name) for name in names)
+        disturbed = np.where((launch == 0) & (iteration == 2), 5.0, 1.0)
+        return pd.Series(np.exp(np.take(logs, launch)) * (1 + batch) * disturbed, index)
 
-    estimate = estimate_change(of_launches(0.0, 0.02), of_launches(0.0, 0.01, 0.02))
-    pooled = np.sqrt((2 * 0.01**2 + 2 * 0.01**2) / 3)
+    new = of_launches(0.0, 0.0, 0.03)
+    estimate = estimate_change(of_launches(0.0, 0.02), new)
+    pooled = np.sqrt((2 * 0.01**2 + 2 * 0.01**2 + 0.02**2) / 3)
     half = 3.1824 * pooled * np.sqrt(1 / 2 + 1 / 3)  # t of 3 degrees of freedom, from a table
     assert np.log(estimate.high / estimate.median) == pytest.approx(half, rel=0.01)
     assert estimate.num_launches == 2
+    # A launch that lacks the long batches is no faster for that.
+    short = new[(new.index.get_level_values("launch") < 2) | (new.index.get_level_values("batch") < 5)]
+    again = estimate_change(of_launches(0.0, 0.02), short)
+    assert np.log(again.high / again.median) == pytest.approx(half, rel=0.01)
+    few = estimate_change(of_launches(0.0, 0.02, batches=9), of_launches(0.0, 0.0, 0.03, batches=9))
+    assert (few.is_interval, few.num_launches) == (False, 2)
 
 
 def test_joint_floor_is_wider_than_either_and_symmetric():

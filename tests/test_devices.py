@@ -7,11 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ep_bench.cost_model.devices import Device, device_of_gpu, gated_ffn, modelled_experts, takes_decode
+from moe_ep_bench.cost_model.devices import (
+    VALUE_BYTES,
+    Device,
+    device_of_gpu,
+    gated_ffn,
+    modelled_experts,
+    takes_decode,
+)
 
 FIGURES = {
     "name": "test",
@@ -163,6 +171,10 @@ def test_few_rows_reach_less_arithmetic() -> None:
 
 
 @pytest.mark.parametrize("known", [device(), fitted(), fitted(per_pair_us=0.1)])
+def test_a_value_has_as_many_bytes_as_in_torch() -> None:
+    assert {name: getattr(torch, name).itemsize for name in VALUE_BYTES} == VALUE_BYTES
+
+
 def test_no_work_takes_no_time(known: Device) -> None:
     assert known.work_us(0, 0, 0) == known.work_us([], [], []) == 0
     assert known.experts_us(1000, 500, [], 2) == known.experts_us(1000, 500, [0, 0], 2) == 0

@@ -92,6 +92,7 @@ def test_all_reduce_takes_the_faster_way() -> None:
     # Small: three steps of all bytes. Large: twice three steps, but 7/8 of the bytes in each direction.
     assert model.all_reduce_us(80, 8) == pytest.approx(3 * (10 + 80 / bytes_per_us))
     assert model.all_reduce_us(8e9, 8) == pytest.approx(2 * (3 * 10 + 7e9 / bytes_per_us))
+    assert model.all_reduce_us(80, 5) == pytest.approx(3 * (10 + 80 / bytes_per_us)), "three steps reach eight"
     assert model.all_reduce_us(80, 1) == 0
     # Half duplex: a step carries what is sent and what is received.
     half = links(8, intra={**INTRA, "duplex": "half"}, inter=None)
@@ -148,8 +149,9 @@ def test_a_fit_minds_small_messages_as_much_as_large_ones() -> None:
 
 def test_links_that_others_wrote_load_by_path(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(links(name="mine", intra=CURVE).model_dump(mode="json")))
-    assert Links.load(str(path)) == links(name="mine", intra=CURVE)
+    for curve in (CURVE, {**INTRA, "curve": [[1, 5.0], [2, 5.0], [3, 6.0]]}):
+        path.write_text(yaml.safe_dump(links(name="mine", intra=curve).model_dump(mode="json")))
+        assert Links.load(str(path)) == links(name="mine", intra=curve)
 
 
 def test_more_ranks_than_one_node_has_are_refused() -> None:

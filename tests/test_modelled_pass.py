@@ -118,6 +118,10 @@ def test_grouped_attention_of_a_decode_step_by_hand() -> None:
     # Core: keys and values of 10,000 tokens, and a query's row in and out. Its 3.2e7 operations take 1.6 us.
     core = 2 * (2 * 2_000_000 + 1600) / 1e6
     assert phases(decode(1, 9999))[2, "attention"] == pytest.approx(projections + rotary + core)
+    # A device of 1e4 operations per us: 800 queries with 10,000 keys, and as much with values.
+    slow = DEVICE.model_copy(update={"attention_efficiency": 1e-4})
+    core = 2 * (800 + 800) * 10_000 / 1e4
+    assert phases(decode(1, 9999), device=slow)[2, "attention"] == pytest.approx(projections + rotary + core)
 
 
 def test_latent_attention_by_hand() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +27,7 @@ from moe_ep_bench.timing.protocol import (
     COLUMNS,
     HOST,
     PLAIN,
+    THREAD_CPU,
     Step,
     WarmUp,
     measure,
@@ -34,7 +37,7 @@ from moe_ep_bench.timing.protocol import (
     turn_of,
     warm_up,
 )
-from moe_ep_bench.timing.timer import CudaClock, PhaseRecorder
+from moe_ep_bench.timing.timer import CudaClock, PhaseRecorder, clock_for
 from moe_ep_bench.workload.skew import balanced_scores
 
 
@@ -199,8 +202,22 @@ def test_the_cache_is_flushed_before_every_timed_iteration_and_outside_of_it() -
 
     case = FakeCase(run)
     samples = measure([case, case], plan(2, 3, 0), clock, lambda: None, lambda case_id: None, flush)
+    assert gc.isenabled()
     assert events == ["flush", "layer"] * 12
     assert (samples[:, :, COLUMNS.index(TOTAL)] == 5).all()
+
+
+def test_cases_are_timed_in_the_planned_order_and_the_hosts_time_is_in_microseconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, ran, steps = HandClock(), [], plan(4, 3, 0)
+    monkeypatch.setattr(time, "thread_time_ns", itertools.count(0, 7000).__next__)
+    monkeypatch.setattr(time, "perf_counter_ns", itertools.count(0, 9000).__next__)
+    cases = [FakeCase(lambda batch, name=name: ran.append((name, batch))) for name in range(3)]
+    samples = measure(cases, steps, clock, lambda: None, lambda case_id: None)
+    assert ran == [(case, step.batch) for step in steps for case in order(3, turn_of(step, 4, 3))]
+    assert (samples[:, :, COLUMNS.index(THREAD_CPU)] == 7).all()
+    assert (samples[:, :, COLUMNS.index(HOST)] == 9).all()
 
 
 def test_iterations_that_ask_the_driver_for_memory_are_counted_by_case(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +252,36 @@ def test_a_preroll_is_in_no_time_and_gives_the_host_a_head_start() -> None:
     assert events == ["met", 1e9, "met", 2e9 + 5]
     assert (samples[:, :, COLUMNS.index(TOTAL)] == 5).all()
     assert (samples[:, :, COLUMNS.index(HOST)] == 0).all()
+
+
+def test_clocks_give_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = clock_for(torch.device("cpu"))
+    monkeypatch.setattr(time, "perf_counter_ns", iter([1_000_000, 4_500_000]).__next__)
+    assert host.between_us(host.stamp(), host.stamp()) == 3500
+    device = clock_for(torch.device("cuda"))
+    names: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(enable_timing))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", names.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
+    assert device.between_us(device.stamp(), device.stamp()) == 2500, "CUDA's are milliseconds"
+    recorder = PhaseRecorder(device)
+    recorder.begin()
+    for phase in ("gate", (3, "experts")):
+        recorder.enter(phase)
+        recorder.leave()
+    assert names == ["gate", "experts of layer 3"], "as a profiler shows them"
+
+
+class FakeEvent:
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 2.5
 
 
 def test_a_gpu_is_held_and_the_probe_floor_is_the_second_of_two_collectives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from moe_ep_bench.timing.statistics import (
     MIN_BATCHES,
     Estimate,
     NoiseFloor,
+    Outliers,
     bootstrap_median_interval,
     drift,
     estimate_median,
@@ -127,7 +128,9 @@ def test_several_launches_widen_the_interval_by_as_much_as_they_differ():
     alike = [[[1.0, 1.1, 1.2]] * MIN_BATCHES] * 3
     together = estimate_median(samples(*alike))
     assert (together.low, together.high) == pytest.approx(bootstrap_median_interval(samples(*alike)))
-    apart = estimate_median(samples(*([[math.exp(shift)]] * MIN_BATCHES for shift in (-0.1, 0.0, 0.1))))
+    launches = [[[math.exp(shift)]] * MIN_BATCHES for shift in (-0.1, 0.0, 0.1)]
+    launches[0] = [[5.0], *launches[0][1:]]  # One disturbed batch moves no median.
+    apart = estimate_median(samples(*launches))
     # All batches are equal, and the bootstrap keeps every launch: only t = 4.303 for 2 degrees of freedom is left.
     half = 4.3027 * 0.1 / math.sqrt(3)
     assert (math.log(apart.low), math.log(apart.high)) == pytest.approx((-half, half), rel=1e-4)
@@ -160,9 +163,23 @@ def test_vectorised_bootstrap_equals_the_slow_one_where_cells_are_uneven_or_miss
     first, second = (
         [generator.lognormal(batch / 20, 0.1, 1 + (batch + launch) % 4) for batch in range(11)] for launch in range(2)
     )
-    uneven = samples(first, [[], *second[1:]])
+    uneven = samples(first, [[], *second[1:]]).drop((0, 3, 0))
     vectorised = bootstrap_median_interval(uneven, num_resamples=20000)
     assert vectorised == pytest.approx(slow_interval(uneven, 4000), abs=0.015)
+
+
+def test_quantiles_are_expanded_and_memory_is_bounded(monkeypatch):
+    drawn, asked = np.linspace(0, 1, 250), []
+
+    def medians(values_BLI, counts_BL, num_resamples, generator):
+        asked.append(num_resamples)
+        return drawn[sum(asked) - num_resamples : sum(asked)]
+
+    monkeypatch.setattr(statistics, "_resampled_medians", medians)
+    monkeypatch.setattr(statistics, "_DRAWS_AT_ONCE", 100 * 11)
+    tails = bootstrap_median_interval(samples([[1.0]] * 11), num_resamples=250)
+    assert tails == pytest.approx((0.00972, 1 - 0.00972), abs=1e-4)  # as in the slow one
+    assert asked == [100, 100, 50]
 
 
 def test_order_of_samples_and_names_of_launches_do_not_count():
@@ -289,7 +306,9 @@ def test_drift_is_the_last_third_over_the_first():
     assert drift(samples(trend(1, 1, 1, 1.1, 1.1, 1.1))) == pytest.approx(0.1)
     assert drift(samples(trend(1, 1, 1, 0.9, 0.9, 0.9))) == pytest.approx(-0.1)
     assert drift(samples(trend(1.0, 1.0, 9.0, 9.0, 9.0, 1.2, 1.2))) == pytest.approx(0.2)  # the middle does not count
-    assert drift(samples(trend(1.0, 1.0, 1.0, 5.0, 1.0, 1.2, 1.2, 1.2))) == pytest.approx(0.2)  # nor does one outlier
+    assert drift(samples(trend(1.0, 1.0, 5.0, 1.0, 1.0, 1.0, 1.2, 1.2, 1.2))) == pytest.approx(
+        0.2
+    )  # nor does one outlier
     assert drift(samples([[1.0] * 4, [10.0] * 12])) == 0.0  # late iterations are of long batches only
 
 
@@ -306,6 +325,7 @@ def test_planted_outliers_are_counted_and_the_worst_is_named():
     found = outliers(from_array(values_LBI))
     assert found.share == 1 / 50
     assert found.worst == pytest.approx(4, rel=0.1)
+    assert outliers(samples([[1.0] * 4])) == Outliers(0.0, 1.0)
 
 
 @pytest.mark.parametrize(

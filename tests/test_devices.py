@@ -170,11 +170,11 @@ def test_few_rows_reach_less_arithmetic() -> None:
     assert device().work_us(1e9, 0, 1) == pytest.approx(1000)
 
 
-@pytest.mark.parametrize("known", [device(), fitted(), fitted(per_pair_us=0.1)])
 def test_a_value_has_as_many_bytes_as_in_torch() -> None:
     assert {name: getattr(torch, name).itemsize for name in VALUE_BYTES} == VALUE_BYTES
 
 
+@pytest.mark.parametrize("known", [device(), fitted(), fitted(per_pair_us=0.1)])
 def test_no_work_takes_no_time(known: Device) -> None:
     assert known.work_us(0, 0, 0) == known.work_us([], [], []) == 0
     assert known.experts_us(1000, 500, [], 2) == known.experts_us(1000, 500, [0, 0], 2) == 0

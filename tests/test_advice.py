@@ -22,6 +22,7 @@ from moe_ep_bench.analysis.load import load_run, load_times
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.analysis.timing import layer_time_us
+from moe_ep_bench.analysis.whole import PASS_PARTS
 from moe_ep_bench.bench.question import Bounds, Question, ask, ask_both
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
@@ -151,10 +152,18 @@ def test_the_table_is_best_first_and_one_sentence_follows(tmp_path: Path) -> Non
     ]
     assert re.search(r"token_drop gamma 1 +1\.500 \[1\.\d+, 1\.\d+\]  out of bounds +25\.0 +80\.0", text)
     assert text.startswith("Measured, Tiny-MoE, NVIDIA Fake 80GB x 2 ranks, nccl; Zipf 0.8")
+    assert "perfect balance: 2.000 at Tiny-MoE" in text
     assert text.splitlines()[-1] == (
         "Pick: at Tiny-MoE, EP 2, 4,096 tokens use token_drop gamma 1.5: 1.300 x native, at most 8.0 % dropped, at "
         "least 96.0 % of the score mass kept."
     )
+
+
+def test_replicas_are_counted_in_gib_of_a_rank(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path, [comparison_of(eplb(1.1))]))
+    run = dataclasses.replace(run, cases=[dataclasses.replace(case, extra_bytes_per_rank=3e9) for case in run.cases])
+    assert candidates(run, BOUNDS)["more_gib"].tolist() == [pytest.approx(3e9 / 1024**3)]
+    assert advice_of(run, BOUNDS).endswith("nothing dropped, 2.79 GiB more on each rank.")
 
 
 @pytest.mark.parametrize(
@@ -245,6 +254,16 @@ def test_draws_of_one_traffic_are_launches_of_one_comparison(tmp_path: Path) -> 
     assert picks(run, BOUNDS, {"draw0": 1000.0})["layer_speedup"].tolist() == [1.0], "the low end is below native"
 
 
+def test_a_pick_over_draws_names_the_least_and_the_greatest(tmp_path: Path) -> None:
+    comparisons = []
+    for peak_load, least in ((4.0, 1.3), (5.0, 1.5)):
+        draws = {f"{peak_load}, {more}": [drop(1.5, least + more, 0.05, 0.97)] for more in (0.0, 0.01, 0.02)}
+        comparisons += of_draws(peak_load, **draws)
+    pick = advice_of(load_run(write_run(tmp_path, comparisons)), BOUNDS).splitlines()[-1]
+    least, most = re.search(r"x native \((.*) to (.*) over 3 draws of the traffic\)", pick).groups()
+    assert (float(least), float(most)) == pytest.approx((1.3, 1.52), abs=0.015)
+
+
 def test_what_differs_in_more_than_the_draw_stays_apart(tmp_path: Path) -> None:
     seeds = of_draws(one=[USUAL[1]], two=[dataclasses.replace(USUAL[1], status="oom", reason="too big")])
     others = of_draws(2.0, three=[USUAL[1]])
@@ -326,6 +345,11 @@ def test_whole_models_are_ranked_by_the_pass_with_their_layers_beside(tmp_path: 
     directory = write_whole(tmp_path, [*references(), *USUAL], native_us=2 * ELSEWHERE_TOTAL_US)
     text = advice_of(load_times(directory), NO_BOUNDS)
     assert rows_of(text)[0] == "token_drop gamma 1"
+    limits = candidates(load_run(directory, whole=True), NO_BOUNDS).set_index("label")
+    parts = limits[[f"mean_rank_{part}_ms" for part in PASS_PARTS]]
+    longest = parts.astype(float).idxmax(axis=1)
+    assert ("mean_rank_" + limits["limit"] + "_ms").tolist() == longest.tolist()
+    assert longest.nunique() > 1
     row = next(line for line in text.splitlines() if line.startswith("token_drop gamma 1 "))
     end_to_end, layers = (float(found) for found in re.findall(r"(\d\.\d+) \[", row))
     assert layers == pytest.approx(1.5, rel=0.02)

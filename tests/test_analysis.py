@@ -212,6 +212,18 @@ def test_layers_of_a_whole_model_have_busy_experts_of_their_own():
     assert found.retained_mass == 1
 
 
+def test_each_layer_is_held_against_its_own_frontier():
+    columns = {"num_tokens": [4, 2], "retained_mass_topk": 1.0, "num_topk_pairs": 8, "num_dropped_pairs": 0}
+    shares = {"retained_mass_all": [0.6, 0.2], "topk_share": [0.8, 0.4], "output_error": np.nan}
+    rows = pd.DataFrame({"batch": 0, "rank": 0, "layer": [1, 2], **columns, **shares})
+    rows = rows.assign(load_E=[[4, 4]] * 2, load_R=[[4, 4]] * 2)
+    # The rows of the frontier need not be in order. Kept are 3/4 and 1/2 of the layers' mass.
+    frontier = pd.DataFrame({"batch": 0, "layer": [2, 1], "kept_by_load": [0.6, 0.95], "kept_by_experts": [0.5, 0.75]})
+    found = fidelity(SimpleNamespace(routing=rows, frontier=frontier))
+    assert found.below_frontier == pytest.approx((0.2 + 0.1) / 2)
+    assert found.below_frontier_experts == pytest.approx(0)
+
+
 def test_table_shows_speedups_on_the_slowest_rank_beside_their_fidelity(tmp_path):
     """Without noise every ratio is exact, so a mean over ranks or an inverted ratio would show."""
     text, rows = table_of(run_of(tmp_path, noise=0.0))

@@ -65,6 +65,11 @@ def test_what_is_no_placement_is_refused(spec, num_experts: int, num_ranks: int,
     assert expected in str(error.value)
 
 
+def test_one_replica_takes_the_single_homes_away() -> None:
+    assert make_placement([[1, 0, 1], [0, 1, 0]], 3, 2).rank_E.tolist() == [0, 1, 0]
+    assert make_placement([[1, 0, 0.5], [0, 1, 0.5]], 3, 2).rank_E is None
+
+
 def test_a_matrix_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "experts.json"
     path.write_text(json.dumps([[1, 0], [1, 1]]))

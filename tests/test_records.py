@@ -10,12 +10,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.distributed import DistBackendError
 
+from moe_ep_bench import results
 from moe_ep_bench.bench.job import reason_of
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, stable_hash, write_json
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime import locks
@@ -210,6 +213,28 @@ def test_a_second_run_keeps_what_run_json_knew_of_other_cases(tmp_path: Path) ->
     assert {run_id: provenance["hashes"] for run_id, provenance in run["runs"].items()} == {
         number: {"code": number} for number in "123"
     }
+
+
+def test_a_comparison_that_goes_on_keeps_its_finished_cases(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    cases = {case: {"comparison_id": "x"} for case in ("done", "open")}
+    for _ in range(2):
+        directory.write_run({**A_JOB, "run_id": "1", "comparisons": {"x": {}}, "cases": cases})
+        if not directory.is_finished("done", 0):
+            directory.write("samples", "done", {"case_id": ["done"], "status": ["ok"]}, 0)
+    assert directory.is_finished("done", 0)
+
+
+def test_a_part_that_announces_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "part.parquet"
+    pq.write_table(pa.table({"a": [1, 2, 3, 4], "b": [1, 2, 3, 4]}), path, row_group_size=2)
+    monkeypatch.setattr(results, "_MOST_VALUES", 8)
+    size = sum(results.check_part(path).row_group(group).total_byte_size for group in range(2))
+    for bound, most in (("_MOST_VALUES", 7), ("_MOST_BYTES", size - 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(results, bound, most)
+            with pytest.raises(UserError, match="expected at most"):
+                results.check_part(path)
 
 
 def test_a_case_that_was_skipped_is_not_finished(tmp_path: Path) -> None:

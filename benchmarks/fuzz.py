@@ -202,7 +202,8 @@ def call(arguments: Sequence[str], out: Path, scratch: Path) -> Outcome:
             resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
             # Caches of matplotlib, numba and torch.
             own = (str(Path.home() / ".cache"), str(Path.home() / ".config"), "/tmp/torchinductor_")
-            _watch.allowed = (f"{out}", f"{scratch}", "/dev/null", "/dev/shm/", *own)
+            # Below /proc, where an --out of ODD may lie, nothing can be made.
+            _watch.allowed = (f"{out}", f"{scratch}", "/dev/null", "/dev/shm/", "/proc/", *own)
             status = main(list(arguments))
         except SystemExit as ended:
             status = ended.code if isinstance(ended.code, int) else None

@@ -54,16 +54,19 @@ def atomic_path(path: Path) -> Iterator[Path]:
     A link stays: the file that it leads to is replaced, or made. A device or a pipe stays too: all bytes go through it.
 
     Raises:
-        ValueError: one line: links lead in a ring, or a device or pipe does not take the bytes.
+        ValueError: one line: links lead in a ring, a device or pipe does not take the bytes, or no file can be made.
     """
     through = _is_stream(path)
     if path.is_symlink() and not through:
         link, path = path, Path(os.path.realpath(path))
         if path.is_symlink():
             raise UserError(f"{link}: leads to no file, as links lead in a ring")
-    if not through:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=None if through else path.parent, prefix=f".{path.name}.")
+    try:
+        if not through:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=None if through else path.parent, prefix=f".{path.name}.")
+    except FileNotFoundError:  # Below /proc nothing can be made, and the error says that nothing is there.
+        raise UserError(f"cannot write {path}: no file can be made there") from None
     os.close(handle)
     temporary = Path(name)
     try:

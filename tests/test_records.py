@@ -124,6 +124,11 @@ def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path: Path, t
     assert sorted(tmp_path.rglob(".*")) == []
 
 
+def test_a_place_where_no_file_can_be_made_is_a_mistake_of_the_users() -> None:
+    with pytest.raises(UserError, match=r"^cannot write /proc/no/file: no file can be made there"):
+        write_json(Path("/proc/no/file"), {})
+
+
 def test_links_in_a_ring_are_refused_and_stay(tmp_path: Path) -> None:
     (tmp_path / "one").symlink_to("other")
     (tmp_path / "other").symlink_to("one")

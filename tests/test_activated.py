@@ -100,3 +100,6 @@ def test_the_table_counts_the_fullest_rank_s_experts_over_all_source_ranks(tmp_p
         "eplb": "-",
     }
     assert "activated: experts with a token on the rank that has most of them, of 4; mean over batches" in text
+    for name, changes in {"idle": {"cases": STEPS[:1]}, "strided": {"facts": {"placement": "strided"}}}.items():
+        untold = run_text(load_run(write_run(tmp_path / name, [decode(**changes)])))
+        assert "activated" not in untold, f"{name}: all are activated, or whose experts they are does not follow"

@@ -15,7 +15,7 @@ from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.parts import ResultsError, check_routing
 from moe_ep_bench.analysis.style import EXTRAPOLATED_LOOK, house_style
 from moe_ep_bench.analysis.tables import more_tables, run_tables
-from moe_ep_bench.analysis.whole import PASS_PARTS
+from moe_ep_bench.analysis.whole import PASS_PARTS, analyse_whole
 from moe_ep_bench.cli import main
 
 # Native's MoE layers are two thirds of a pass; a policy that runs them so many times as fast gains what the law says.
@@ -92,6 +92,14 @@ def test_what_was_extrapolated_is_hatched_and_said_and_nothing_else_is(cut: Run)
     assert shown(rows, "all layers").speedup.item() > shown(rows, "end to end").speedup.item()
     assert "all 9 layers, extrapolated (ms)" in texts
     assert any("3 of 9 layers were built and timed" in " ".join(text.split()) for text in texts)
+
+
+def test_six_more_layers_take_six_times_the_mean_moe_layer(cut: Run) -> None:
+    native = next(one for one in analyse_whole(cut)[0].results if one.result.case.role == "baseline")
+    moe_ms = 2 * ELSEWHERE_TOTAL_US / 1e3  # two layers
+    own_ms = moe_ms / 2 + (ELSEWHERE_US["attention"] + ELSEWHERE_US["rest"]) / 3 / 1e3
+    assert native.moe_ms == pytest.approx(moe_ms, rel=0.01)
+    assert native.all_layers_ms == pytest.approx(3 * ELSEWHERE_TOTAL_US / 1e3 + 6 * own_ms, rel=0.01)
 
 
 def test_the_tables_hold_the_pass_its_layers_and_what_bounds_both(run: Run, cut: Run) -> None:

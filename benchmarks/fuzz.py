@@ -202,8 +202,9 @@ def call(arguments: Sequence[str], out: Path, scratch: Path) -> Outcome:
             resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
             # Caches of matplotlib, numba and torch.
             own = (str(Path.home() / ".cache"), str(Path.home() / ".config"), "/tmp/torchinductor_")
-            # Below /proc, where an --out of ODD may lie, nothing can be made.
-            _watch.allowed = (f"{out}", f"{scratch}", "/dev/null", "/dev/shm/", "/proc/", *own)
+            # An --out of ODD lies in this process's folder of /proc, where nothing can be made.
+            own += ("/proc/self", f"/proc/{os.getpid()}/")
+            _watch.allowed = (f"{out}", f"{scratch}", "/dev/null", "/dev/shm/", *own)
             status = main(list(arguments))
         except SystemExit as ended:
             status = ended.code if isinstance(ended.code, int) else None

@@ -65,8 +65,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
         if not through:
             path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=None if through else path.parent, prefix=f".{path.name}.")
-    except FileNotFoundError:  # Below /proc nothing can be made, and the error says that nothing is there.
-        raise UserError(f"cannot write {path}: no file can be made there") from None
+    except FileNotFoundError as error:  # Below /proc, and without a temporary directory, no file can be made.
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
     os.close(handle)
     temporary = Path(name)
     try:

@@ -125,7 +125,7 @@ def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path: Path, t
 
 
 def test_a_place_where_no_file_can_be_made_is_a_mistake_of_the_users() -> None:
-    with pytest.raises(UserError, match=r"^cannot write /proc/no/file: no file can be made there"):
+    with pytest.raises(UserError, match=r"^cannot write /proc/no/file: No such file or directory"):
         write_json(Path("/proc/no/file"), {})
 
 

@@ -306,9 +306,7 @@ def test_drift_is_the_last_third_over_the_first():
     assert drift(samples(trend(1, 1, 1, 1.1, 1.1, 1.1))) == pytest.approx(0.1)
     assert drift(samples(trend(1, 1, 1, 0.9, 0.9, 0.9))) == pytest.approx(-0.1)
     assert drift(samples(trend(1.0, 1.0, 9.0, 9.0, 9.0, 1.2, 1.2))) == pytest.approx(0.2)  # the middle does not count
-    assert drift(samples(trend(1.0, 1.0, 5.0, 1.0, 1.0, 1.0, 1.2, 1.2, 1.2))) == pytest.approx(
-        0.2
-    )  # nor does one outlier
+    assert drift(samples(trend(1, 1, 5, 1, 1, 1, 1.2, 1.2, 1.2))) == pytest.approx(0.2)  # nor does one outlier
     assert drift(samples([[1.0] * 4, [10.0] * 12])) == 0.0  # late iterations are of long batches only
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
-from test_gpus import H100, TWO_H100
+from test_gpus import H100
 
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.machine.gpus import parse_topology
 from moe_ep_bench.machine.subprocesses import CommandError
 
 CPU = torch.device("cpu")
@@ -65,10 +63,10 @@ def test_a_slurm_job_is_named_with_its_array_and_nodes_and_none_outside_of_one()
 
 def test_gpus_driver_and_topology_are_described_or_the_reason_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "query_gpus", lambda: [H100])
-    monkeypatch.setattr(provenance, "query_topology", lambda: parse_topology(TWO_H100))
+    monkeypatch.setattr(provenance, "output_of", lambda command, timeout_s: "GPU0 GPU1\n X NV18\n")
     described = json.loads(json.dumps(provenance.describe_gpus()))
     assert (described["driver"], described["gpus"], described["gpus_why"]) == ("570.86.15", [H100], None)
-    assert described["topology"]["paths"]["GPU0"] == {"GPU1": "NV18", "NIC0": "PIX", "NIC1": "SYS"}
+    assert described["topology"] == ["GPU0 GPU1", " X NV18"]
     monkeypatch.setattr(provenance, "query_gpus", Mock(side_effect=CommandError("no answer within 20 s")))
     described = provenance.describe_gpus()
     assert described == {"gpus": None, "driver": None, "topology": None, "gpus_why": "no answer within 20 s"}
@@ -86,28 +84,3 @@ def test_the_first_rank_of_each_of_several_nodes_tells_of_its_gpus(
     assert (rank["gpu_name"], rank["gpu_uuid"]) == ("H100", "GPU-1")
     expected = {"topology": "of this node"} if several_nodes and local_rank == "0" else None
     assert rank.get("node") == expected
-
-
-def leave_group(folder: Path, limit: str, used: int, caches: int, version: int = 2) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    names, prefix = ("max", "current"), ""
-    if version == 1:
-        names, prefix = ("limit_in_bytes", "usage_in_bytes"), "total_"
-    stat = f"anon 1\n{prefix}inactive_file {caches - 7}\n{prefix}active_file 7"
-    for name, value in ((names[0], limit), (names[1], used), ("stat", stat)):
-        (folder / f"memory.{name}").write_text(f"{value}\n")
-
-
-def test_limits_of_control_groups_count_at_every_level_and_caches_are_free(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.write_text("0::/slurm/job_1/step_0\n")
-    root = tmp_path / "groups"
-    leave_group(root / "slurm" / "job_1", "1000", 700, 100)
-    leave_group(root / "slurm" / "job_1" / "step_0", "max", 600, 10)
-    leave_group(root / "slurm", "5000", 900, 7)
-    leave_group(root.parent, "1", 1, 7)  # outside
-    assert provenance.cgroup_free_bytes(root, own) == [400, 4107]
-    leave_group(root / "memory" / "old", "2000", 500, 50, version=1)
-    own.write_text("9:cpu:/slurm\n4:memory:/old\n1:name=systemd:/\n")
-    assert provenance.cgroup_free_bytes(root, own) == [1550]
-    assert provenance.cgroup_free_bytes(root, tmp_path / "none") == []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pynvml
 import pytest
@@ -18,9 +20,8 @@ from moe_ep_bench.machine.monitor import (
     Counters,
     MachineSampler,
     MachineState,
-    NvmlGpu,
     disturbances,
-    parse_proc_stat,
+    nvml_reader,
     read_counters,
     remarks,
     state_between,
@@ -30,25 +31,25 @@ CUDA = torch.device("cuda", 0)
 IDLE = pynvml.nvmlClocksEventReasonGpuIdle
 READINGS = {
     "sm_clock_mhz": 1980,
-    "memory_clock_mhz": 2619,
     "power_w": 650.0,
     "temperature_c": 61,
     "throttle_reasons": 0,
-    "power_violation_s": 7.0,
-    "thermal_violation_s": 0.0,
-    "sm_clock_limit_mhz": 1980,
-    "power_limit_w": 700.0,
 }
 
 
 class FakeGpu:
-    """Stands for ``NvmlGpu``: a reading is a value, an error to raise, or a function."""
+    """Stands for ``nvml_reader``: a reading is a value, an error to raise, or a function."""
 
     def __init__(self, **readings):
         self.closed = False
         self.sampled_again = threading.Event()
         self.calls = 0
         self.readings = {**READINGS, **readings}
+
+    @contextlib.contextmanager
+    def opened(self, device):
+        yield self.read
+        self.closed = True
 
     def read(self, name):
         self.calls += 1
@@ -59,20 +60,17 @@ class FakeGpu:
             raise reading
         return reading() if callable(reading) else reading
 
-    def close(self):
-        self.closed = True
-
 
 def watched(gpu: FakeGpu) -> MachineState:
     """The state after the fake was sampled several times."""
-    with MachineSampler(CUDA, period_s=0.001, open_gpu=lambda device: gpu) as sampler:
+    with MachineSampler(CUDA, period_s=0.001, reader=gpu.opened) as sampler:
         assert gpu.sampled_again.wait(20)
     return sampler.state
 
 
 def of_samples(*samples) -> MachineState:
     """The state of a GPU with these samples, and of a machine that did nothing."""
-    moment = Counters(time_s=0.0, own_cpu_s=0.0, machine={}, load_average=None)
+    moment = Counters(time_s=0.0, own_cpu_s=0.0, machine_cpu_s=None, stolen_s=None)
     return state_between(moment, moment, samples, {})
 
 
@@ -90,35 +88,21 @@ def gpu_state(**shares) -> MachineState:
 # ---- the CPU's counters
 
 
-def test_proc_stat_is_read_in_seconds_without_idle_time():
-    text = "cpu  100 20 300 4000 500 6 70 80 90 0\ncpu0 1 2 3 4 5 6 7 8 9 0\n"
-    expected = {"machine_cpu_s": 4.2, "interrupt_s": 0.76, "stolen_s": 0.8}  # guest time (90) is part of user time
-    assert parse_proc_stat(text, 100) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("text", ["", "intr 1 2 3", "cpu 1 2 3", "cpu a b c d e f g h", "cpu  0 0 0 0 0 0 0 0 0 0"])
-def test_a_proc_stat_that_says_nothing_is_an_error(text):
-    with pytest.raises(ValueError, match=r".+"):
-        parse_proc_stat(text, 100)
-
-
-def test_without_proc_the_counters_say_so_and_go_on(tmp_path):
+@pytest.mark.parametrize("times", [FileNotFoundError("/proc/stat"), SimpleNamespace(user=0.0, system=0.0)])
+def test_a_host_that_hides_its_counters_is_a_note_and_the_watch_goes_on(times, monkeypatch):
+    monkeypatch.setattr(monitor.psutil, "cpu_times", Mock(side_effect=[times] * 2))
     problems = {}
-    begin, end = (read_counters(problems, proc_stat=tmp_path / "stat") for _ in range(2))
+    begin, end = (read_counters(problems) for _ in range(2))
     result = state_between(begin, end, [], problems)
-    assert result.machine_cpu_s is None
-    assert result.stolen_s is None
+    assert (result.machine_cpu_s, result.stolen_s) == (None, None)
     assert "the CPU time of other processes could not be read: " in result.notes[0]
     assert disturbances([("a", result)]) == []
 
 
 def test_a_state_is_the_difference_of_two_readings():
-    begin = Counters(100.0, 5.0, {"machine_cpu_s": 50.0, "interrupt_s": 3.0, "stolen_s": 1.0}, 0.5)
-    end = Counters(110.0, 12.0, {"machine_cpu_s": 65.0, "interrupt_s": 3.5, "stolen_s": 0.0}, 1.5)
-    result = state_between(begin, end, [], {})
-    assert (result.wall_s, result.own_cpu_s, result.machine_cpu_s, result.interrupt_s) == (10.0, 7.0, 15.0, 0.5)
+    result = state_between(Counters(100.0, 5.0, 50.0, 1.0), Counters(110.0, 12.0, 65.0, 0.0), [], {})
+    assert (result.wall_s, result.own_cpu_s, result.machine_cpu_s, result.notes) == (10.0, 7.0, 15.0, ())
     assert result.stolen_s == 0  # a counter that went back
-    assert (result.load_average_begin, result.load_average_end, result.notes) == (0.5, 1.5, ())
 
 
 def test_this_very_machine_is_read_plausibly():
@@ -135,7 +119,6 @@ def test_this_very_machine_is_read_plausibly():
     if not result.notes:  # a container may hide its machine
         assert result.machine_cpu_s > 0
         assert result.stolen_s >= 0
-        assert result.load_average_end >= 0
 
 
 # ---- the GPU's samples
@@ -145,11 +128,8 @@ def test_a_steady_gpu_is_summarised_and_released():
     gpu = FakeGpu()
     result = watched(gpu)
     assert result.sm_clock_mhz == (1980, 1980, 1980)
-    assert (result.sm_clock_limit_mhz, result.memory_clock_median_mhz) == (1980, 2619)
-    assert (result.sm_clock_begin_mhz, result.sm_clock_end_mhz, result.power_limit_w) == (1980, 1980, 700)
-    assert (result.power_median_w, result.power_max_w, result.temperature_max_c) == (650, 650, 61)
+    assert (result.power_median_w, result.temperature_max_c) == (650, 61)
     assert result.throttle_shares == dict.fromkeys(THROTTLE_REASONS, 0)
-    assert (result.power_violation_s, result.thermal_violation_s) == (0, 0)
     assert result.num_samples >= 3
     assert result.notes == ()
     assert gpu.closed
@@ -162,31 +142,18 @@ SLOWDOWN, SET_CLOCKS = pynvml.nvmlClocksEventReasonHwSlowdown, pynvml.nvmlClocks
 SUMMARISED = {
     "quantiles of all samples": (
         [{"sm_clock_mhz": 1000 + i, "power_w": i, "temperature_c": i} for i in range(101)],
-        {"sm_clock_mhz": (1005, 1050, 1095), "power_median_w": 50, "power_max_w": 100, "temperature_max_c": 100,
+        {"sm_clock_mhz": (1005, 1050, 1095), "power_median_w": 50, "temperature_max_c": 100,
          "throttle_shares": None},
     ),
     "the clock of an idle GPU is not that of the work": (
         [WORKING, IDLING, IDLING, WORKING], {"sm_clock_mhz": (1980, 1980, 1980)},
     ),
     "never busy": ([IDLING], {"sm_clock_mhz": None}),
-    "clocks before and after are the first and the last sample's": (
-        [{"sm_clock_mhz": clock} for clock in (345, 1980, 1755)],
-        {"sm_clock_begin_mhz": 345, "sm_clock_end_mhz": 1755},
-    ),
-    "not read before and after": (
-        [{}, {"sm_clock_mhz": 1980}, {}], {"sm_clock_begin_mhz": None, "sm_clock_end_mhz": None},
-    ),
     "reasons in the bitmask; idling and set clocks are none": (
         [{"throttle_reasons": mask} for mask in (IDLE | SET_CLOCKS, POWER, POWER | HEAT | SLOWDOWN, POWER)],
         {"throttle_shares": {**dict.fromkeys(THROTTLE_REASONS, 0.0), "power_cap": 0.75, "hw_thermal": 0.25,
                              "hw_slowdown": 0.25}},
     ),
-    "violations from the first sample to the last": (
-        [{"power_violation_s": 5.0, "thermal_violation_s": 1.0}, {},
-         {"power_violation_s": 7.5, "thermal_violation_s": 1.0}],
-        {"power_violation_s": 2.5, "thermal_violation_s": 0},
-    ),
-    "one sample of a violation": ([{"power_violation_s": 5.0}], {"power_violation_s": None}),
 }  # fmt: skip
 
 
@@ -204,7 +171,7 @@ def test_a_missing_nvml_is_said_in_words():
     def missing(device):
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
-    with MachineSampler(CUDA, open_gpu=missing) as sampler:
+    with MachineSampler(CUDA, reader=missing) as sampler:
         pass
     assert sampler.state.notes == ("the GPU could not be read: NVML Shared Library Not Found",)
     assert sampler.state.num_samples == 0
@@ -213,13 +180,9 @@ def test_a_missing_nvml_is_said_in_words():
 
 def test_a_field_that_a_gpu_does_not_have_costs_only_itself():
     unsupported = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-    result = watched(FakeGpu(power_w=unsupported, thermal_violation_s=unsupported))
-    assert (result.power_median_w, result.power_max_w, result.thermal_violation_s) == (None, None, None)
-    assert (result.temperature_max_c, result.power_violation_s) == (61, 0)
-    assert result.notes == (
-        "power_w could not be read: Not Supported",
-        "thermal_violation_s could not be read: Not Supported",
-    )
+    result = watched(FakeGpu(power_w=unsupported))
+    assert (result.power_median_w, result.temperature_max_c) == (None, 61)
+    assert result.notes == ("power_w could not be read: Not Supported",)
 
 
 def test_a_gpu_that_is_lost_midway_keeps_what_was_read():
@@ -244,7 +207,7 @@ def test_a_driver_that_never_answers_does_not_hold_up_the_run(monkeypatch):
         answered.wait(60)
         return 1980
 
-    with MachineSampler(CUDA, open_gpu=lambda device: FakeGpu(sm_clock_mhz=hang)) as sampler:
+    with MachineSampler(CUDA, reader=FakeGpu(sm_clock_mhz=hang).opened) as sampler:
         assert asked.wait(20)
         (thread,) = [thread for thread in threading.enumerate() if thread.name == "machine"]
     assert sampler.state.notes == ("the GPU to its end could not be read: NVML did not answer within 0.01 s",)
@@ -254,7 +217,7 @@ def test_a_driver_that_never_answers_does_not_hold_up_the_run(monkeypatch):
 
 def test_an_error_of_the_run_passes_through_and_ends_the_thread():
     gpu = FakeGpu()
-    sampler = MachineSampler(CUDA, open_gpu=lambda device: gpu)
+    sampler = MachineSampler(CUDA, reader=gpu.opened)
     with pytest.raises(RuntimeError, match="out of memory"), sampler:
         raise RuntimeError("out of memory")
     assert gpu.closed
@@ -262,7 +225,7 @@ def test_an_error_of_the_run_passes_through_and_ends_the_thread():
 
 
 def test_stop_ends_the_thread_without_waiting_for_the_period_and_may_come_twice():
-    with MachineSampler(CUDA, period_s=3600, open_gpu=lambda device: FakeGpu()) as sampler:
+    with MachineSampler(CUDA, period_s=3600, reader=FakeGpu().opened) as sampler:
         (thread,) = [thread for thread in threading.enumerate() if thread.name == "machine"]
         assert thread.daemon
         first = sampler.stop()
@@ -270,7 +233,7 @@ def test_stop_ends_the_thread_without_waiting_for_the_period_and_may_come_twice(
     assert sampler.stop() is first
 
 
-# ---- NvmlGpu, on a made-up library
+# ---- nvml_reader, on a made-up library
 
 
 @pytest.fixture
@@ -291,8 +254,10 @@ def library(monkeypatch):
     return calls
 
 
-def test_the_gpu_is_found_by_the_uuid_that_torch_knows(library):
-    NvmlGpu(torch.device("cuda", 3)).close()
+def test_the_gpu_is_found_by_the_uuid_that_torch_knows_and_released(library, monkeypatch):
+    monkeypatch.setitem(monitor.FIELDS, "power_w", lambda gpu: f"of {gpu}")
+    with nvml_reader(torch.device("cuda", 3)) as read:
+        assert read("power_w") == "of handle"
     assert library == ["init", "GPU-uuid-3", "shutdown"]
 
 
@@ -301,23 +266,9 @@ def test_nvml_is_released_where_the_gpu_is_not_found(library, monkeypatch):
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", unknown)
-    with pytest.raises(pynvml.NVMLError):
-        NvmlGpu(CUDA)
+    with pytest.raises(pynvml.NVMLError), nvml_reader(CUDA):
+        pass
     assert library == ["init", "shutdown"]
-
-
-def test_violations_are_read_in_seconds(library, monkeypatch):
-    violation = {pynvml.NVML_PERF_POLICY_POWER: 2_500_000_000, pynvml.NVML_PERF_POLICY_THERMAL: 0}
-    monkeypatch.setattr(
-        pynvml, "nvmlDeviceGetViolationStatus", lambda handle, policy: SimpleNamespace(violationTime=violation[policy])
-    )
-    gpu = NvmlGpu(torch.device("cuda", 0))
-    assert (gpu.read("power_violation_s"), gpu.read("thermal_violation_s")) == (2.5, 0)
-
-
-def test_a_fake_gpu_has_what_the_real_one_has():
-    assert set(READINGS) == set(monitor._READ_BY)
-    assert {"read", "close"} == {name for name in vars(NvmlGpu) if not name.startswith("_")}
 
 
 # ---- judging

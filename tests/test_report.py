@@ -47,8 +47,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         FakeCase("oea", params={"k0": 2}, label=f"oea {HOSTILE}", speedup=0.8),
         FakeCase("laser", status="oom", reason=FAILED),
     ]
-    throttled = {**QUIET_MACHINE, "throttle_shares": {"hw_thermal": 0.2}, "sm_clock_begin_mhz": 1980.0}
-    rank = {"hostname": HOSTILE, "machine": {**throttled, "sm_clock_end_mhz": 1530.0}}
+    throttled = {**QUIET_MACHINE, "throttle_shares": {"hw_thermal": 0.2}}
+    rank = {"hostname": HOSTILE, "machine": throttled}
     comparison = FakeComparison(cases=cases, num_batches=10, num_iterations=1, conditions={"rank": rank})
     return write_run(tmp_path_factory.mktemp("one"), [comparison])
 
@@ -112,7 +112,7 @@ def test_the_page_says_what_was_measured_and_what_was_not(content: Content, page
         table for table in provenance_tables(content.source, content.run) if table.title == "Machines while timed"
     )
     cells = {column.header: column.cell(watched.rows[0]) for column in watched.columns}
-    assert (cells["sm clock begin mhz"], cells["sm clock end mhz"]) == ("1980", "1530")
+    assert cells["power median w"] == "500"
     assert cells["throttle shares.hw thermal"] == "0.2"
     assert cells["host"] == HOSTILE
 

@@ -410,12 +410,12 @@ def _schema(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from moe_ep_bench.machine.doctor.examine import doctor
-
     if options.config is not None:
         _check_config(options)
+    from moe_ep_bench.machine.doctor import doctor
+
     out = _out(options) if options.config else options.out or Path("results")
-    return doctor(out, options.config, options.overrides, options.nproc, options.nnodes, as_json=options.json)
+    return doctor(out, options.config, options.overrides, options.nproc)
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -113,8 +113,6 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--out", type=Path, metavar="DIR", help="results directory (default: results/<config's name>)")
     _add_overrides(doctor)
     _add_nproc(doctor)
-    doctor.add_argument("--nnodes", type=int, default=1, help="number of nodes, each like this one")
-    doctor.add_argument("--json", action="store_true", help="print findings and facts as JSON")
 
     show = add("show", "print the table of a results directory, or write it in another format")
     show.add_argument("directory", type=Path, metavar="DIR")

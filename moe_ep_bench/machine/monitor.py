@@ -2,9 +2,8 @@
 
 A comparison takes its cases in turns, so a slow drift hits all alike. It cannot divide out a machine that changes from
 one moment to the next: another process on the cores, a hypervisor that lends them elsewhere, a GPU that lowers its
-clock because it is hot. The kernel counts CPU time anyway: read at begin and end, that of all processes less that of
-our ranks is what others used. A thread samples a GPU's clock, power and reasons of throttling by a few calls into NVML
-per period. What cannot be read becomes a note.
+clock because it is hot. CPU time of all processes less that of our ranks is what others used. A thread samples a GPU's
+clock, power and reasons of throttling. What cannot be read becomes a note.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import pynvml
 
 from moe_ep_bench.errors import UserError
@@ -47,24 +46,12 @@ _SLOWDOWNS = {
     "hw_power_brake": "the brake of its power supply",
     "hw_slowdown": "its hardware (heat or power)",
 }
-
-
-def _violation_s(policy: int, gpu: Any) -> float:
-    status: Any = pynvml.nvmlDeviceGetViolationStatus(gpu, policy)
-    return status.violationTime / 1e9
-
-
-# What every sample reads, and what only the first and the last one do.
-_SAMPLED = ("sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c", "throttle_reasons")
-_READ_BY = {name: FIELDS[name] for name in (*_SAMPLED, "sm_clock_limit_mhz", "power_limit_w")} | {
-    "power_violation_s": partial(_violation_s, pynvml.NVML_PERF_POLICY_POWER),
-    "thermal_violation_s": partial(_violation_s, pynvml.NVML_PERF_POLICY_THERMAL),
-}
+_SAMPLED = ("sm_clock_mhz", "power_w", "temperature_c", "throttle_reasons")
 
 # A call into the driver of a lost GPU may never come back; the run does not wait for it.
 _PATIENCE_S = 5.0
 
-GpuSample = Mapping[str, float]  # by name in _READ_BY; without what could not be read
+GpuSample = Mapping[str, float]  # by name in _SAMPLED; without what could not be read
 
 
 @dataclass(frozen=True)
@@ -74,24 +61,13 @@ class MachineState:
     wall_s: float
     num_cores: int  # that this rank may use
     own_cpu_s: float  # of this process and of children that it waited for
-    machine_cpu_s: float | None = None  # of all processes of the machine
-    interrupt_s: float | None = None  # apart: nobody can be charged with it, and our own traffic causes some
+    machine_cpu_s: float | None = None  # of all processes of the machine, without interrupts
     stolen_s: float | None = None  # by the hypervisor
-    load_average_begin: float | None = None  # over one minute
-    load_average_end: float | None = None
     num_samples: int = 0
     sm_clock_mhz: tuple[float, float, float] | None = None  # quantiles 5, 50 and 95 % where the GPU was not idle
-    sm_clock_limit_mhz: float | None = None
-    sm_clock_begin_mhz: float | None = None  # idle or not
-    sm_clock_end_mhz: float | None = None
-    memory_clock_median_mhz: float | None = None
     power_median_w: float | None = None
-    power_max_w: float | None = None
-    power_limit_w: float | None = None  # at the end
     temperature_max_c: float | None = None
     throttle_shares: Mapping[str, float] | None = None  # of samples, by name in THROTTLE_REASONS
-    power_violation_s: float | None = None
-    thermal_violation_s: float | None = None
     notes: tuple[str, ...] = ()  # what could not be read
 
     def as_dict(self) -> dict[str, Any]:
@@ -100,59 +76,40 @@ class MachineState:
 
 @dataclass(frozen=True)
 class Counters:
-    """What the kernel has counted up to a moment."""
+    """What the kernel has counted up to a moment; None = it does not say."""
 
     time_s: float
     own_cpu_s: float
-    machine: Mapping[str, float]  # of parse_proc_stat; empty where it could not be read
-    load_average: float | None
+    machine_cpu_s: float | None
+    stolen_s: float | None
 
 
-def parse_proc_stat(text: str, ticks_per_s: int) -> dict[str, float]:
-    """CPU seconds of all cores since boot, by field of ``MachineState``, from /proc/stat (proc_stat(5)).
-
-    Raises:
-        ValueError: not such a text, or one of zeros, as sandboxes show that hide the machine.
-    """
-    label, *fields = text.split()[:9] or [""]
-    if label != "cpu" or len(fields) < 8:
-        raise UserError(f"expected 'cpu' and 8 counters, got {text[:40]!r}")
-    user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) / ticks_per_s for field in fields)
-    if user + system == 0:
-        raise UserError("all counters are zero")
-    return {"machine_cpu_s": user + nice + system, "interrupt_s": irq + softirq, "stolen_s": steal}
-
-
-def read_counters(problems: dict[str, str], proc_stat: Path = Path("/proc/stat")) -> Counters:
+def read_counters(problems: dict[str, str]) -> Counters:
     """The counters of now; ``problems`` is told what could not be read, and why."""
-    ticks_per_s = os.sysconf("SC_CLK_TCK")
-    machine = _attempt(
-        "the CPU time of other processes", lambda: parse_proc_stat(proc_stat.read_text(), ticks_per_s), problems
-    )
-    load_average = _attempt("the load average", lambda: os.getloadavg()[0], problems)
-    return Counters(time.perf_counter(), sum(os.times()[:4]), machine or {}, load_average)
+    times = _attempt("the CPU time of other processes", _cpu_times, problems)
+    machine = (times.user + times.nice + times.system, times.steal) if times else (None, None)
+    return Counters(time.perf_counter(), sum(os.times()[:4]), *machine)
 
 
-class NvmlGpu:
-    """One GPU as NVML sees it. Every call may raise ``pynvml.NVMLError``."""
+def _cpu_times() -> Any:
+    times = psutil.cpu_times()
+    if times.user + times.system == 0:  # As sandboxes show that hide the machine.
+        raise UserError("all counters are zero")
+    return times
 
-    def __init__(self, device: torch.device) -> None:
-        import torch  # Analysis judges states without it.
 
-        # NVML knows nothing of CUDA_VISIBLE_DEVICES: its numbers are not torch's.
-        uuid = torch.cuda.get_device_properties(device).uuid
-        pynvml.nvmlInit()
-        try:
-            self._gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        except pynvml.NVMLError:
-            self.close()
-            raise
+@contextlib.contextmanager
+def nvml_reader(device: torch.device) -> Any:
+    """Read a field of ``_SAMPLED`` of the device. Every call may raise ``pynvml.NVMLError``."""
+    import torch  # Analysis judges states without it.
 
-    def read(self, name: str) -> float:
-        """One of ``_READ_BY``; its name has the unit."""
-        return _READ_BY[name](self._gpu)
-
-    def close(self) -> None:
+    # NVML knows nothing of CUDA_VISIBLE_DEVICES: its numbers are not torch's.
+    uuid = torch.cuda.get_device_properties(device).uuid
+    pynvml.nvmlInit()
+    try:
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        yield lambda name: FIELDS[name](gpu)
+    finally:
         pynvml.nvmlShutdown()
 
 
@@ -160,15 +117,13 @@ class MachineSampler:
     """Watches the machine from ``__enter__`` to ``stop`` or ``__exit__``; then ``state`` says how it was.
 
     Args:
-        open_gpu: what is sampled on a CUDA device. On the CPU the counters say all, and there is no thread.
+        reader: opens what is sampled on a CUDA device. On the CPU the counters say all, and there is no thread.
     """
 
     state: MachineState
 
-    def __init__(
-        self, device: torch.device, period_s: float = 0.5, *, open_gpu: Callable[[torch.device], Any] = NvmlGpu
-    ) -> None:
-        self._device, self._period_s, self._open_gpu = device, period_s, open_gpu
+    def __init__(self, device: torch.device, period_s: float = 0.5, *, reader: Callable[..., Any] = nvml_reader):
+        self._device, self._period_s, self._reader = device, period_s, reader
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._samples: list[GpuSample] = []
@@ -176,10 +131,8 @@ class MachineSampler:
 
     def __enter__(self) -> MachineSampler:
         if self._device.type == "cuda":
-            gpu = _attempt("the GPU", lambda: self._open_gpu(self._device), self._problems)
-            if gpu is not None:
-                self._thread = threading.Thread(target=self._watch, args=(gpu,), name="machine", daemon=True)
-                self._thread.start()
+            self._thread = threading.Thread(target=self._watch, name="machine", daemon=True)
+            self._thread.start()
         self._begin = read_counters(self._problems)
         return self
 
@@ -198,17 +151,19 @@ class MachineSampler:
             self.state = state_between(self._begin, end, list(self._samples), dict(self._problems))
         return self.state
 
-    def _watch(self, gpu: Any) -> None:
-        self._sample(gpu, _READ_BY)
-        while not self._stopped.wait(self._period_s):
-            self._sample(gpu, _SAMPLED)
-        self._sample(gpu, _READ_BY)
-        with contextlib.suppress(Exception):
-            gpu.close()
+    def _watch(self) -> None:
+        def sample(read: Callable[[str], float]) -> None:
+            values = {name: _attempt(name, partial(read, name), self._problems) for name in _SAMPLED}
+            self._samples.append({name: value for name, value in values.items() if value is not None})
 
-    def _sample(self, gpu: Any, names: Iterable[str]) -> None:
-        values = {name: _attempt(name, partial(gpu.read, name), self._problems) for name in names}
-        self._samples.append({name: value for name, value in values.items() if value is not None})
+        def until_stopped() -> None:
+            with self._reader(self._device) as read:
+                sample(read)
+                while not self._stopped.wait(self._period_s):
+                    sample(read)
+                sample(read)
+
+        _attempt("the GPU", until_stopped, self._problems)
 
 
 def _attempt(what: str, read: Callable[[], Any], problems: dict[str, str]) -> Any:
@@ -228,16 +183,14 @@ def state_between(
     def values(name: str, among: Sequence[GpuSample] = samples) -> list[float]:
         return [sample[name] for sample in among if name in sample]
 
-    def quantile(of: list[float], q: float) -> float | None:
-        return float(np.quantile(of, q)) if of else None
-
     def increase(name: str) -> float | None:
-        counts = values(name)
-        return counts[-1] - counts[0] if len(counts) > 1 else None
+        first, last = getattr(begin, name), getattr(end, name)
+        # A core that is taken offline sets a counter back.
+        return None if first is None or last is None else max(0.0, last - first)
 
     idle = pynvml.nvmlClocksEventReasonGpuIdle
     busy = [sample for sample in samples if not int(sample.get("throttle_reasons", 0)) & idle]
-    sm_clocks = values("sm_clock_mhz", busy)
+    sm_clocks, power, temperatures = values("sm_clock_mhz", busy), values("power_w"), values("temperature_c")
     masks = [int(mask) for mask in values("throttle_reasons")]
     bits = THROTTLE_REASONS if masks else {}
     shares = {name: sum(mask & bit > 0 for mask in masks) / len(masks) for name, bit in bits.items()}
@@ -246,23 +199,13 @@ def state_between(
         wall_s=end.time_s - begin.time_s,
         num_cores=len(os.sched_getaffinity(0)),
         own_cpu_s=end.own_cpu_s - begin.own_cpu_s,
-        # A core that is taken offline sets a counter back.
-        **{name: max(0.0, end.machine[name] - begin.machine[name]) for name in begin.machine if name in end.machine},
-        load_average_begin=begin.load_average,
-        load_average_end=end.load_average,
+        machine_cpu_s=increase("machine_cpu_s"),
+        stolen_s=increase("stolen_s"),
         num_samples=len(samples),
         sm_clock_mhz=tuple(np.quantile(sm_clocks, (0.05, 0.5, 0.95)).tolist()) if sm_clocks else None,
-        sm_clock_limit_mhz=quantile(values("sm_clock_limit_mhz"), 1),
-        sm_clock_begin_mhz=next(iter(values("sm_clock_mhz", samples[:1])), None),
-        sm_clock_end_mhz=next(iter(values("sm_clock_mhz", samples[-1:])), None),
-        memory_clock_median_mhz=quantile(values("memory_clock_mhz", busy), 0.5),
-        power_median_w=quantile(values("power_w"), 0.5),
-        power_max_w=quantile(values("power_w"), 1),
-        power_limit_w=next(reversed(values("power_limit_w")), None),
-        temperature_max_c=quantile(values("temperature_c"), 1),
+        power_median_w=float(np.median(power)) if power else None,
+        temperature_max_c=max(temperatures, default=None),
         throttle_shares=shares or None,
-        power_violation_s=increase("power_violation_s"),
-        thermal_violation_s=increase("thermal_violation_s"),
         notes=tuple(f"{what} could not {always[what]}be read: {why}" for what, why in problems.items()),
     )
 

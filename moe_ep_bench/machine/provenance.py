@@ -12,14 +12,16 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import resource
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-from moe_ep_bench.machine.gpus import query_gpus, query_topology, rdma_ports
+from moe_ep_bench.machine.gpus import TIMEOUT_S, query_gpus
 from moe_ep_bench.machine.subprocesses import CommandError, output_of
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -36,12 +38,6 @@ _SLURM = (
     "SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_JOB_PARTITION", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES",
     "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT",
 )  # fmt: skip
-
-# By controller: version 2 has none, version 1 one for memory. Files of a limit and of use; how its statistics begin.
-_CGROUPS = {
-    "": ("memory.max", "memory.current", ""),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-}
 
 # What must be equal for results to lie in one directory, and what besides where ranks ran on GPUs.
 _COMPARED = ("device_name", "python", "torch", "megatron_core", "transformer_engine", "apex", "cuda")
@@ -109,46 +105,17 @@ def cpu_name() -> str:
 
 
 def available_memory_bytes(device: torch.device, ranks_per_node: int) -> int:
-    """Memory that one rank may still take on its device."""
+    """Memory that one rank may still take on its device. A batch system's own limit is not known here."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(meminfo["MemAvailable"].split()[0]) * 1024
-    return min([free, *cgroup_free_bytes()]) // ranks_per_node
+    return psutil.virtual_memory().available // ranks_per_node
 
 
-def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup"), own_groups: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """What this process's control groups still let it take, as a batch system or a container limits it.
-
-    One number for each group with a limit, from the own one up. Cached files count as free, as in MemAvailable.
-    """
-    found = []
-    with contextlib.suppress(OSError):
-        for line in own_groups.read_text().splitlines():
-            _, controllers, own = line.split(":", 2)
-            layout = _CGROUPS.get(controllers)
-            if layout is None:
-                continue
-            top, (limit, used, prefix) = root / controllers, layout
-            folder = top / own.lstrip("/")
-            for group in [group for group in (folder, *folder.parents) if group.is_relative_to(top)]:
-                with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or no limit ("max")
-                    free = int((group / limit).read_text()) - int((group / used).read_text())
-                    cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                    free += sum(int(cached[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
-                    found.append(max(0, free))
-    return found
-
-
-def peak_memory_bytes(device: torch.device) -> int | None:
+def peak_memory_bytes(device: torch.device) -> int:
     """The most memory that this process held: on the device since ``forget_peak_memory``, on a CPU ever."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        return int(status["VmHWM"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def forget_peak_memory(device: torch.device) -> None:
@@ -173,7 +140,6 @@ def describe(device: torch.device) -> dict[str, Any]:
         **hardware(device),
         **package_versions(),
         **(describe_gpus() if device.type == "cuda" else {}),
-        "rdma_ports": rdma_ports(),
         "variables": relevant_variables(),
         "slurm": slurm_job(),
         "hostname": socket.gethostname(),
@@ -187,12 +153,15 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def describe_gpus() -> dict[str, Any]:
-    """The node's GPUs, driver and topology; what cannot be had is None, and ``gpus_why`` says why."""
+    """The node's GPUs, driver and topology (as ``nvidia-smi topo -m`` prints it); None where it cannot be had.
+
+    ``gpus_why`` says why.
+    """
     described: dict[str, Any] = {"gpus": None, "driver": None, "topology": None, "gpus_why": None}
     try:
         gpus = query_gpus()
         described |= {"gpus": gpus, "driver": gpus[0]["driver"] if gpus else None}
-        described["topology"] = query_topology()
+        described["topology"] = output_of(["nvidia-smi", "topo", "-m"], TIMEOUT_S).splitlines()
     except CommandError as error:
         described["gpus_why"] = str(error)
     return described

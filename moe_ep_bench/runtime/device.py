@@ -45,7 +45,7 @@ def device_type() -> str:
     in_slurm, hidden = "SLURM_JOB_ID" in os.environ, os.environ.get("CUDA_VISIBLE_DEVICES")
     if os.environ.get(_CPU) or (not in_slurm and hidden is not None and hidden.strip() in _NONE):
         return "cpu"
-    if seen := _gpus_in_sight():
+    if seen := gpus_in_sight():
         raise UserError(
             f"GPUs: {seen}, but torch {torch.__version__} cannot use them ({why_torch_has_none()}); expected a torch "
             "for this driver (launch/setup.sh --cuda12 for CUDA 12), or --cpu to measure on the CPU"
@@ -58,7 +58,7 @@ def device_type() -> str:
     return "cpu"
 
 
-def _gpus_in_sight() -> str:
+def gpus_in_sight() -> str:
     """What says that this process has GPUs, in words; empty where nothing does."""
     for name in _GPU_VARIABLES:
         if (value := os.environ.get(name, "").strip()) not in _NONE:

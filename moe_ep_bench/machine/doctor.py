@@ -1,0 +1,290 @@
+"""``doctor``: look at this machine before a long run: what is there, what a missing part costs, what to do.
+
+Every line is *ok*, a *note* (a run goes, with less) or a *problem* (it would fail, or not be what it seems). Ranks
+exchange a checked all-to-all: as many as ``run`` would start here, or all that torchrun started. Whatever hangs ends
+within a time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import importlib.metadata
+import itertools
+import os
+import re
+import shutil
+import sys
+import tempfile
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+import torch.distributed as dist
+from packaging.requirements import Requirement
+
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.files import atomic_path
+from moe_ep_bench.kernels import toolchain
+from moe_ep_bench.layer.te_check import transformer_engine
+from moe_ep_bench.machine import provenance
+from moe_ep_bench.machine.gpus import THROTTLE_REASONS, query_gpus
+from moe_ep_bench.machine.subprocesses import CommandError, ask
+from moe_ep_bench.runtime import exit_codes
+from moe_ep_bench.runtime.device import check_num_ranks, device_type, gpus_in_sight, why_torch_has_none
+from moe_ep_bench.runtime.launcher import default_nproc
+
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+
+# The look at a machine, and one all-to-all.
+_LIMIT_S, _EXCHANGE_S = 900.0, 180.0
+_VALUES = 1 << 18  # int64 that a rank sends to another at least; some get up to four times as many
+_MIN_FREE_GIB = 1.0
+_MAX_USED_PERCENT = 5.0  # of a GPU's memory or time; a driver alone takes less
+_MAX_LOAD = 0.5  # processes per core over the last minute
+
+# What a run on GPUs does without.
+_WITHOUT = {
+    "transformer_engine": "our grouped GEMMs compute experts, unfused: hold no phase shares against a paper's",
+    "apex": "Megatron-Core takes torch's own kernels; none of Apex's lie in the timed layer",
+    "deep_ep": "Megatron-Core's flex dispatcher cannot run; alltoall and allgather can",
+    "triton": "policies are routed by torch, several times slower; decode experts cannot run",
+}
+# Settings that somebody may have left: a value (None = any but "0"), and what it costs.
+_COSTLY = {
+    ("NCCL_P2P_DISABLE", None): "all-to-alls between GPUs go through the host",
+    ("NCCL_IB_DISABLE", None): "nodes talk over TCP instead of RDMA",
+    ("NCCL_DEBUG", "INFO"): "NCCL writes a log while a run is timed",
+    ("CUDA_LAUNCH_BLOCKING", None): "every kernel waits for the one before it: no time means anything",
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"): "every timed collective is checked by another one",
+    ("TRITON_INTERPRET", None): "Triton's kernels run in its interpreter, thousands of times slower",
+}
+
+
+class Finding(NamedTuple):
+    """One line of the report: ``status`` is ``ok``, ``note`` or ``problem``."""
+
+    status: str
+    check: str
+    words: str
+
+
+def doctor(out: Path, config: Path | None, overrides: Sequence[str], nproc: int | None) -> int:
+    """Print what this machine has for a run of ``config`` by ``nproc`` ranks; 0 = runs can start, 1 = a problem.
+
+    Under torchrun the first rank prints all, others their notes and problems.
+
+    Raises:
+        UserError: one line on what is wrong with the command or the config; before any finding.
+    """
+    if overrides and config is None:
+        raise UserError(f"--set {overrides[0]}: expected a CONFIG whose value it replaces, got none")
+    if nproc is not None and nproc < 1:
+        raise UserError(f"--nproc: expected at least 1, got {nproc}")
+    faulthandler.dump_traceback_later(_LIMIT_S, exit=True, file=sys.__stderr__)
+    try:
+        problems = _report(out, config, overrides, nproc)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return exit_codes.CASES_FAILED if problems else exit_codes.OK
+
+
+def _report(out: Path, config: Path | None, overrides: Sequence[str], nproc: int | None) -> int:
+    """Print all findings, and return how many are problems."""
+    rank, local_ranks = (
+        int(os.environ.get("RANK", 0)),
+        int(os.environ.get("LOCAL_WORLD_SIZE", nproc or default_nproc())),
+    )
+    num_ranks = int(os.environ.get("WORLD_SIZE", local_ranks))
+    memory = _memory(config, overrides, num_ranks, local_ranks) if config else []
+    problems = 0
+    for finding in itertools.chain(machine(out), memory, ranks_and_exchange(local_ranks)):
+        problems += finding.status == PROBLEM
+        if rank == 0 or finding.status != OK:
+            words = textwrap.wrap(finding.words, 100, break_long_words=False, break_on_hyphens=False)
+            print(f"{finding.status:8}{finding.check:12}" + f"\n{'':20}".join(words), flush=True)
+    if rank == 0:
+        print(f"\n{problems or 'no'} problem{'s' * (problems != 1)}: runs {'would fail' if problems else 'can start'}")
+    return problems
+
+
+def machine(out: Path) -> Iterator[Finding]:
+    """What is here: host, GPUs, packages, settings, disk."""
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    free = psutil.virtual_memory().available / 2**30
+    yield Finding(OK, "CPU", f"{provenance.cpu_name()}, {cores} cores for us, {free:.1f} GiB of memory free")
+    if load > _MAX_LOAD * cores:
+        yield Finding(NOTE, "load", f"{load:.1f} processes ran on average over the last minute and disturb times")
+    yield from gpus()
+    yield from packages()
+    for (name, value), cost in _COSTLY.items():
+        setting = os.environ.get(name, "0")
+        if setting.upper() == value or (value is None and setting not in ("", "0")):
+            yield Finding(NOTE, "settings", f"{name}={setting}: {cost}")
+    yield disk(out)
+
+
+def gpus() -> Iterator[Finding]:
+    """GPUs that torch can use, beside what the driver says of them."""
+    names = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    if not names:
+        if seen := gpus_in_sight():
+            yield Finding(PROBLEM, "GPUs", f"{seen}, and torch can use none: {why_torch_has_none()}")
+        else:
+            words = "none: ranks run on the CPU over gloo, which shows the machinery and no GPU's times"
+            yield Finding(NOTE, "GPUs", words)
+        return
+    yield Finding(OK, "GPUs", ", ".join(f"{count} x {name}" for name, count in names.items()))
+    if len(names) > 1:
+        yield Finding(NOTE, "GPUs", "of several kinds: the slowest one sets every layer's time")
+    try:
+        driver = query_gpus()
+    except CommandError as error:
+        yield Finding(NOTE, "GPUs", f"clocks and power caps cannot be looked at (NVML: {error})")
+        return
+    for gpu in driver:
+        for words in gpu_notes(gpu):
+            yield Finding(NOTE, f"GPU {gpu['index']}", words)
+
+
+def gpu_notes(gpu: dict[str, Any]) -> Iterator[str]:
+    """What makes one GPU (a row of ``query_gpus``) slower than its like, or unfit."""
+    known = {name: value or 0 for name, value in gpu.items()}
+    if known["mig"] == "Enabled":
+        yield "MIG is enabled: a rank gets a slice, and NCCL joins no slices of one GPU"
+    if known["ecc_errors"]:
+        yield f"{known['ecc_errors']} uncorrected memory errors since the driver was loaded: have it reset or replaced"
+    if 0 < known["power_limit_w"] < known["power_default_w"]:
+        yield f"capped at {known['power_limit_w']:.0f} W of {known['power_default_w']:.0f} W: times hold for this cap"
+    # A power cap is reached under any load; the other reasons a healthy GPU does not show.
+    slowed = [name for name, bit in THROTTLE_REASONS.items() if known["throttle_reasons"] & bit and name != "power_cap"]
+    if slowed:
+        yield f"slowed down now ({', '.join(slowed)}; {known['temperature_c']:.0f} C): its rank will be the straggler"
+    used = 100 * (1 - known["memory_free_mib"] / known["memory_mib"]) if known["memory_mib"] else 0
+    if max(used, known["utilization_percent"]) > _MAX_USED_PERCENT:
+        yield f"another process takes {used:.0f} % of its memory and {known['utilization_percent']:.0f} % of its time"
+
+
+def packages() -> Iterator[Finding]:
+    """Versions beside those that this program asks for; Transformer Engine is tried where there is a GPU."""
+    versions = provenance.package_versions()
+    yield Finding(OK, "packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))
+    for requirement in map(Requirement, importlib.metadata.requires("moe-ep-bench") or []):
+        version = versions.get(re.sub("-", "_", requirement.name))
+        if not requirement.marker and version and not requirement.specifier.contains(version, prereleases=True):
+            yield Finding(PROBLEM, "packages", f"{requirement.name} {version}: expected {requirement.specifier}")
+    if not torch.cuda.is_available():
+        return
+    for name, cost in _WITHOUT.items():
+        if not versions[name]:
+            yield Finding(NOTE, "packages", f"no {name}: {cost}")
+    if versions["transformer_engine"] and (problem := transformer_engine().problem):
+        yield Finding(PROBLEM, "packages", f"transformer_engine {versions['transformer_engine']}: {problem}")
+    if versions["triton"] and (lacking := toolchain.lacking()):
+        yield Finding(PROBLEM, "packages", f"Triton compiles nothing here: {lacking}")
+
+
+def disk(out: Path) -> Finding:
+    """Whether results can be written, and how much room there is."""
+    folder = next(parent for parent in (out.absolute(), *out.absolute().parents) if parent.exists())
+    try:
+        with atomic_path(folder / f".doctor-{os.getpid()}") as path:
+            path.touch()
+        (folder / f".doctor-{os.getpid()}").unlink()
+    except OSError as error:
+        return Finding(PROBLEM, "disk", f"--out {out}: cannot be written ({error.strerror})")
+    free = shutil.disk_usage(folder).free / 2**30
+    return Finding(OK if free >= _MIN_FREE_GIB else PROBLEM, "disk", f"--out {out}: {free:,.1f} GiB free")
+
+
+def _memory(config: Path, overrides: Sequence[str], num_ranks: int, local_ranks: int) -> list[Finding]:
+    """The memory that every comparison of a config takes on a rank."""
+    from moe_ep_bench.bench.plan import RANKS, plan
+
+    device = torch.device(device_type())
+    available = provenance.available_memory_bytes(device, local_ranks)
+    findings = []
+    for comparison in plan(config, overrides, RANKS, num_ranks, on_cpu=device.type == "cpu"):
+        shortage = comparison.shortage(available)
+        need = f"about {comparison.memory_bytes_per_rank() / 2**30:.1f} of {available / 2**30:.1f} GiB per rank"
+        words = f"{comparison.title}: {shortage or need}"
+        findings.append(Finding(PROBLEM if shortage else OK, "memory", words))
+    return findings
+
+
+# ---- the all-to-all
+
+
+def ranks_and_exchange(local_ranks: int) -> Iterator[Finding]:
+    """Whether this node carries its ranks, and whether they exchange what they should."""
+    try:
+        check_num_ranks(local_ranks)
+    except UserError as error:
+        yield Finding(PROBLEM, "ranks", str(error))
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if "RANK" in os.environ:
+        here = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+        try:
+            wrong = [exchange(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), backend, "", _EXCHANGE_S)]
+        except (dist.DistError, RuntimeError) as error:
+            wrong = [" ".join(str(error).split())[:300]]
+    else:
+        here = f"{local_ranks} rank{'s' * (local_ranks > 1)}"
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(local_ranks) as pool:
+            ranks = [(rank, local_ranks, backend, f"{folder}/store", _EXCHANGE_S) for rank in range(local_ranks)]
+            wrong = list(pool.map(_asked, ranks))
+    wrong = [words for words in wrong if words]
+    if wrong:
+        hint = "; NCCL_DEBUG=INFO says more" if backend == "nccl" else "; GLOO_SOCKET_IFNAME names the network"
+        yield Finding(PROBLEM, "all-to-all", f"{here} over {backend}: {'; '.join(wrong)}{hint}")
+    else:
+        yield Finding(OK, "all-to-all", f"{here} over {backend}: every value was right")
+
+
+def _asked(rank: tuple[Any, ...]) -> str:
+    try:
+        return ask(f"{__name__}:exchange", *rank, timeout_s=2 * _EXCHANGE_S)
+    except CommandError as error:
+        return f"rank {rank[0]}: {error}"
+
+
+def exchange(rank: int, num_ranks: int, backend: str, store: str, timeout_s: float) -> str:
+    """Take part in an all-to-all of uneven parts; what came wrong, in words, empty where nothing did.
+
+    Args:
+        store: the file at which ranks meet; empty = as torchrun says.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    meet: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout_s)}
+    if store:
+        meet |= {"store": dist.FileStore(store, num_ranks), "rank": rank, "world_size": num_ranks}
+    dist.init_process_group(backend, **meet)
+    try:
+        sent = [message(num_ranks, rank, target) for target in range(num_ranks)]
+        expected = [message(num_ranks, source, rank) for source in range(num_ranks)]
+        received = torch.empty(sum(map(len, expected)), dtype=torch.int64, device=device)
+        splits = [len(part) for part in expected], [len(part) for part in sent]
+        dist.all_to_all_single(received, torch.cat(sent).to(device), *splits)
+        for source, (part, right) in enumerate(zip(received.cpu().split(splits[0]), expected, strict=True)):
+            if num_wrong := int((part != right).sum()):
+                return f"rank {rank} got {num_wrong:,} of {len(right):,} values from rank {source} wrong"
+        return ""
+    finally:
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            dist.destroy_process_group()
+
+
+def message(num_ranks: int, source: int, target: int) -> torch.Tensor:
+    """What one rank sends to another, int64; lengths differ by pair."""
+    length = _VALUES // num_ranks * (1 + (source + 2 * target) % 4)
+    return torch.arange(length) + ((source * num_ranks + target + 1) << 32)

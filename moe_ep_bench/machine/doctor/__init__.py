@@ -1,1 +1,0 @@
-"""``doctor``: what this machine can do, and what each part that it lacks costs."""

@@ -64,7 +64,6 @@ def cases() -> dict[str, Callable[[], object]]:
 
 # Policies at shapes that differ in what is compiled: OLMoE's prefill, Qwen3's decode, DeepSeek-V3 with all that a model
 # and a batch may have, and what compiles sooner: the same of few experts, and twelve, which is no power of two.
-# What is not here is compiled where it is run (``run_ptx``).
 _TOKEN_DROP = {"name": "token_drop", "capacity_factor": 1.0}
 _EXPANDED_DROP = {"name": "expanded_drop", "capacity_factor": 1.0}
 _LASER = {"name": "laser", "eps_high": 0.9, "t_fix": 0.01, "c": 16}
@@ -84,6 +83,12 @@ ROUTED: list[tuple[str, str, dict[str, Any]]] = [
     ("laser", "decode", _LASER),
     ("laser, random trim", "grouped", {**_LASER, "trim": "random", "chunk_size": 16}),
     ("laser, large chunks", "odd", {**_LASER, "c": 8, "chunk_size": 4096}),
+    ("load_only", "decode", {"name": "load_only"}),
+    ("xshare", "decode", {"name": "xshare", "k0": 1, "budget": 16}),
+    ("xshare by rank", "grouped", {"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": 4}),
+    ("lynx", "decode", {"name": "lynx", "num_dropped": 4}),
+    ("pruned", "odd", {"name": "pruned", "k0": 2, "p": 0.8}),
+    ("dynamic_skip", "odd", {"name": "dynamic_skip", "beta": 0.4}),
 ]  # fmt: skip
 
 

@@ -39,7 +39,6 @@ LONGEST = (
     "reproduce",
     "transformer",
     "launcher",
-    "ptx",
 )
 
 # Files whose processes are forked from one that has torch and Megatron-Core imported (tests/warm.py).

@@ -12,6 +12,7 @@ import torch
 from moe_ep_bench.bench import session
 from moe_ep_bench.bench.job import ToldError
 from moe_ep_bench.bench.session import Session, measure_comparison
+from moe_ep_bench.layer.graphs import Graphs
 
 
 class Lost:
@@ -131,3 +132,19 @@ def test_collectives_in_graphs_are_refused_where_their_replay_would_hang(
     said = made._capture(mock.MagicMock(), mock.Mock())
     assert ("NCCL_GRAPH_REGISTER=0" in said) == (not fits)
     assert replayed == ([0] if fits else [])
+
+
+def test_graphs_take_the_bytes_of_their_pools_and_what_the_driver_took_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handles, taken = iter([(0, 1), (0, 2)]), {"used": 1000, "reserved": 600}
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9000 - taken["used"], 9000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: taken["reserved"])
+    sizes = {(0, 0): 500, (0, 1): 70, (0, 2): 30, (0, 3): 200}  # the allocator's own, two of graphs, somebody else's
+    segments = [{"segment_pool_id": pool, "total_size": size} for pool, size in sizes.items()]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    graphs = Graphs(torch.device("cuda"))
+    graphs.abandon_pool()
+    taken.update(used=1150, reserved=700)  # 100 for tensors, 50 for graphs as such
+    assert graphs.num_bytes() == {"pool_bytes": 100, "driver_bytes": 50}

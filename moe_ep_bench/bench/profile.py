@@ -21,7 +21,7 @@ from moe_ep_bench.files import atomic_path
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.timing.protocol import Runnable
-from moe_ep_bench.timing.timer import Clock, PhaseRecorder, clock_for
+from moe_ep_bench.timing.timer import Clock, PhaseRecorder, clock_for, timed
 
 # Which nsys sets for the processes that it watches.
 _NSYS = "NSYS_PROFILING_SESSION_ID"
@@ -88,9 +88,4 @@ def _traced(job: Job, comparison: Comparison, session: Session, recorder: PhaseR
 
 def _iterate(session: Session, case: Runnable, recorder: PhaseRecorder) -> None:
     with case.ready(0, recorder) as run:
-        recorder.clock.wait()
-        session.meet()
-        recorder.begin()
-        run()
-        recorder.end()
-    recorder.clock.wait()
+        timed(run, recorder, session.meet, session.settings.preroll_us)

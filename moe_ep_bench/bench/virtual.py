@@ -44,7 +44,8 @@ from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.reference import TOLERANCE
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
-from moe_ep_bench.timing.protocol import BREAKDOWN, HOST, PLAIN, THREAD_CPU, Step, collections_between, order, turn_of
+from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step, collections_between, order, turn_of
+from moe_ep_bench.timing.timer import HOST, THREAD_CPU
 
 # Share of the free memory that a chunk's rows may take; the rest is for what allocators keep and routing needs.
 _MEMORY_SHARE = 0.5

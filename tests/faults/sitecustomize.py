@@ -53,7 +53,7 @@ HANGS = {"hang": lambda: True, "hang_later": lambda: _left("cases"), "hang_once"
 def _is_timed() -> bool:
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "timed" and frame.f_code.co_filename.endswith("protocol.py"):
+        if frame.f_code.co_name == "timed" and frame.f_code.co_filename.endswith("timer.py"):
             return True
         frame = frame.f_back
     return False

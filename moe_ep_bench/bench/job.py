@@ -29,6 +29,7 @@ from moe_ep_bench.machine.monitor import MachineSampler
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.crash_journal import PEER_LOST, Mark, stopped_reason
 from moe_ep_bench.runtime.exit_codes import LOST
+from moe_ep_bench.runtime.device import is_busy
 from moe_ep_bench.runtime.progress import progress_bar
 from moe_ep_bench.runtime.ranks import Ranks
 from moe_ep_bench.runtime.signals import Stopped, asked_to_close, explaining
@@ -160,7 +161,8 @@ def open_job(
         if mark is not None:
             mark.clear()
         raise ToldError
-    watchdog = Watchdog(max(one.experiment.measure.timeout_s for one in comparisons), mark.explain)
+    timeout_s = max(one.experiment.measure.timeout_s for one in comparisons)
+    watchdog = Watchdog(timeout_s, mark.explain, partial(is_busy, ranks.device))
     progress = progress_bar(num_iterations, "iteration", shown=ranks.is_first)
     job = Job(ranks, directory, run_id, launch, mark, watchdog, progress)
     try:

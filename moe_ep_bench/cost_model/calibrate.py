@@ -36,6 +36,7 @@ import yaml
 from moe_ep_bench.cost_model.links import Duplex, Fit, Link, Links, busy_bytes, fit_errors, fit_link
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.machine import provenance
+from moe_ep_bench.runtime.device import is_busy
 from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.ranks import NotMetError, Ranks, join
 from moe_ep_bench.runtime.watchdog import Watchdog
@@ -121,7 +122,7 @@ def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20,
         alike = not ranks.differing(json.dumps([str(out), most_bytes, repetitions, ranks.local_world_size]))
         if ranks.complain(what_to_change(ranks, out, most_bytes, repetitions, alike=alike)):
             return USER_ERROR
-        watchdog = Watchdog(timeout_s, lambda reason: None)
+        watchdog = Watchdog(timeout_s, lambda reason: None, partial(is_busy, ranks.device))
         samples = _measure(ranks, _exchanges(ranks, most_bytes), repetitions, watchdog.feed)
         watchdog.stop()
         error = ""

@@ -35,6 +35,7 @@ from moe_ep_bench.timing.protocol import (
     plan,
     probe_floor_us,
     turn_of,
+    warm_breakdowns,
     warm_up,
 )
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU, CudaClock, HostClock, PhaseRecorder, clock_for, timed
@@ -146,6 +147,22 @@ def test_warm_up_ends_when_a_round_takes_as_long_as_the_one_before(
     still = FakeCase(lambda batch: None)
     together = warm_up([still], 1, (1, 9), HandClock(), lambda times_B: np.maximum(times_B, next(others)), seen.append)
     assert together == WarmUp(3, 0.0, True)
+
+
+def test_breakdowns_are_warmed_up_as_they_are_measured_every_case_on_every_batch() -> None:
+    """With all that a phase's first probe sets up, as a communicator."""
+    clock, ran = RecordingClock(), []
+
+    class Watched(FakeCase):
+        @contextlib.contextmanager
+        def ready(self, batch: int, recorder: PhaseRecorder | None = None) -> Iterator[Callable[[], None]]:
+            assert recorder is not None
+            yield lambda: ran.append((self.case_id, batch))
+
+    cases = [Watched(print, name) for name in "ab"]
+    warm_breakdowns(cases, 2, clock, clock.does("meet"), clock.note)
+    assert ran == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    assert clock.queued == [step for case in "abab" for step in (case, "hold", "meet", "stamp", "stamp")]
 
 
 def test_small_inputs_are_handed_out_in_turn_and_large_ones_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,19 @@ def warm_up(
     return WarmUp(most, change, settled=False)
 
 
+@torch.inference_mode()
+def warm_breakdowns(
+    cases: Sequence[Runnable], num_batches: int, clock: Clock, meet: Rendezvous, before: Callable[[str], None]
+) -> None:
+    """Break every case down once on every batch: a phase's first probe sets up what its ranks meet in."""
+    recorder = PhaseRecorder(clock)
+    for batch in range(num_batches):
+        for case in cases:
+            before(case.case_id)
+            with case.ready(batch, recorder) as run:
+                timed(run, recorder, meet)
+
+
 @contextlib.contextmanager
 def collections_between() -> Iterator[None]:
     """Keep the garbage collector from running by itself: in the middle of an iteration a phase would be charged."""

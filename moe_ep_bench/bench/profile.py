@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from moe_ep_bench.bench.job import Job
 from moe_ep_bench.bench.plan import CaseSpec, Comparison
-from moe_ep_bench.bench.session import Session
+from moe_ep_bench.bench.session import Session, form_groups
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.machine import provenance
@@ -54,8 +54,10 @@ def profile_case(job: Job, comparison: Comparison, case: CaseSpec) -> None:
     """
     job.enter(comparison)
     with device_scope(), torch.inference_mode():
-        session = Session(job, comparison, [case])
+        session = Session(job, comparison, [case], form_groups(comparison))
+        session.fill_cache()
         session.observe_all()
+        _iterate(session, session.cases[0], PhaseRecorder(clock_for(job.ranks.device)))  # warms it
         recorder = PhaseRecorder(RangesInTrace(clock_for(job.ranks.device)))
         if _NSYS in os.environ:
             torch.cuda.profiler.start()

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -115,7 +116,7 @@ def test_sigterm_ends_it_in_order_and_blames_no_case(tmp_path: Path) -> None:
 
 
 def test_a_case_that_raises_in_its_check_is_left_out_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    raises, wrong, right = (SimpleNamespace(case_id=name) for name in ("raises", "wrong", "right"))
+    raises, wrong, right = (Mock(case_id=name) for name in ("raises", "wrong", "right"))
     results = [(raises, lambda: [][0]), (wrong, lambda: 1.0), (right, lambda: 0.0)]
     checked = [(case, layer, error) for layer in (0, 1) for case, error in results]
     monkeypatch.setattr(small_layers, "checks_of", lambda *_: checked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -28,6 +28,7 @@ from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.selection import top_k_map, weighted
+from moe_ep_bench.policies.topk import TopK
 from moe_ep_bench.runtime.ranks import Ranks
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing.timer import Clock, PhaseRecorder, clock_for
@@ -48,6 +49,7 @@ POLICIES = [
     {"name": "laser", "eps_high": 0.9, "t_fix": 0.2, "c": 8},
     {"name": "load_only"},
     {"name": "dynamic_skip", "beta": 0.5},
+    {"name": "token_drop", "capacity_factor": 1.0, "rounding": "ceil"},
 ]
 # They decide by statistics that are summed over all ranks.
 BATCH_WIDE = [
@@ -230,6 +232,24 @@ def every_policy_equals_the_dense_reference(lab: Lab) -> None:
         reference = lab.reference(name, hidden_TD)
         for spec in POLICIES + BATCH_WIDE if name != "mixtral-8x7b" else SOME:
             assert_right(reference, *lab.route(lab.layers(name), spec, hidden_TD, scores_TE), f"{name} {spec}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromisesOnePair(TopK):
+    def most_pairs(self, num_tokens: int, num_experts: int, context: RoutingContext) -> int:
+        return 1
+
+
+@law(1, 2)
+def a_policy_that_chooses_more_pairs_than_it_states_is_refused(lab: Lab) -> None:
+    """And loses none silently: the rows that are set aside are as many on every device."""
+    hidden_TD, scores_TE = lab.tokens("sigmoid")
+    told = ""
+    try:
+        lab.route(lab.layers("sigmoid"), PromisesOnePair(), hidden_TD, scores_TE)
+    except RuntimeError as error:
+        told = str(error)
+    assert told == f"the policy chose {4 * len(hidden_TD)} pairs, more than its bound of 1", told
 
 
 @law()

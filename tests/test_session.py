@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,6 +13,7 @@ import torch
 
 from moe_ep_bench.bench import session
 from moe_ep_bench.bench.session import Session, measure_comparison
+from moe_ep_bench.policies.waits import beyond
 
 
 class Lost:
@@ -71,3 +74,18 @@ def test_a_rank_that_found_a_difference_replays_the_later_batches_too(monkeypatc
     case = SimpleNamespace(capture=lambda *_, **__: None, captured=runs)
     assert found._capture(case) == "unlike in batch 0"
     assert replayed == [0, 1, 2]  # Others wait in their collectives.
+
+
+def test_of_what_a_case_waits_for_only_what_native_does_not_is_kept() -> None:
+    waits = {case_id: Counter({"token_dispatcher.py:9": 1}) for case_id in ("native", "own", "topk")}
+    waits["own"]["own.py:7"] += 2
+    assert beyond(waits, "native") == {"own": {"own.py:7": 2}}
+    assert set(beyond(waits, None)) == set(waits)
+
+
+def test_on_a_gpu_a_look_counts_where_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "watched_waits", lambda device: nullcontext({"own.py:7": 2}))
+    for device, expected in (("cuda", {"own.py:7": 2}), ("cpu", {})):
+        subject = SimpleNamespace(moe_layers={}, run=lambda inputs: inputs)
+        held = SimpleNamespace(rows_to_check=lambda batch: None, subject=subject, device=torch.device(device))
+        assert session.look(SimpleNamespace(prepare=lambda batch: batch, session=held), 0).waits == expected

@@ -66,8 +66,9 @@ def without_padding(map_TE: Tensor, context: RoutingContext) -> Tensor:
 
 def summed_scores(scores_TE: Tensor, context: RoutingContext) -> Tensor:
     """Every expert's score mass over the valid tokens: float64 [E]."""
-    valid_TE = scores_TE if context.token_mask_T is None else scores_TE[context.token_mask_T]
-    return valid_TE.sum(dim=0, dtype=torch.float64)
+    if context.token_mask_T is not None:
+        scores_TE = scores_TE.masked_fill(~context.token_mask_T.unsqueeze(1), 0.0)
+    return scores_TE.sum(dim=0, dtype=torch.float64)
 
 
 def weighted(

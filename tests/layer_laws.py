@@ -16,7 +16,7 @@ from laws import law
 from torch import Tensor
 from virtual_time import all_in, passing_where_late
 
-from moe_ep_bench.layer import dispatchers, megatron
+from moe_ep_bench.layer import megatron
 from moe_ep_bench.layer.build import LayerPair, SingleLayer
 from moe_ep_bench.layer.configs import megatron_config
 from moe_ep_bench.layer.experts import seeded_generator
@@ -279,25 +279,66 @@ def every_backend_and_permutation_gives_the_same_output(lab: Lab) -> None:
                     assert torch.equal(output_TD, same_experts_TD), f"{name} {parts} {spec}"
 
 
+def permuted(tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, num_out_tokens: int) -> tuple[Tensor, ...]:
+    """As Transformer Engine's kernel: as many rows as are asked for; those beyond the pairs are not written."""
+    expert_N, token_N = map_TE.T.nonzero(as_tuple=True)
+    rows_ND = tokens_TD.new_full((num_out_tokens, tokens_TD.shape[1]), torch.nan)
+    probs_N = probs_TE.new_full((num_out_tokens,), torch.nan)
+    rows_ND[: len(token_N)], probs_N[: len(token_N)] = tokens_TD[token_N], probs_TE[token_N, expert_N]
+    row_TE = torch.full(map_TE.shape, -1).index_put((token_N, expert_N), torch.arange(len(token_N)))
+    return rows_ND, probs_N, row_TE
+
+
+def unpermuted(rows_ND: Tensor, row_TE: Tensor, restore_shape: torch.Size, **_: Any) -> Tensor:
+    token_N, expert_N = (row_TE >= 0).nonzero(as_tuple=True)
+    return rows_ND.new_zeros(restore_shape).index_add(0, token_N, rows_ND[row_TE[token_N, expert_N]])
+
+
+def sorted_chunks(rows_ND: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
+    chunks = rows_ND.split(sizes.tolist())  # which refuses spare rows
+    return torch.cat([chunks[place] for place in order.tolist()])
+
+
+FUSED = {
+    "HAVE_TE": True,
+    "fused_permute": permuted,
+    "fused_permute_with_probs": permuted,
+    "fused_unpermute": unpermuted,
+    "fused_sort_chunks_by_index": sorted_chunks,
+    "fused_sort_chunks_by_index_with_probs": lambda rows_ND, probs_N, *how: (
+        sorted_chunks(rows_ND, *how), sorted_chunks(probs_N, *how)
+    ),
+}  # fmt: skip
+
+
 @law(1, 2)
 def policies_wait_for_the_host_where_native_does(lab: Lab) -> None:
-    """Rows are bounded until then: on CUDA there are spare ones, which are never sent."""
-    layers, (hidden_TD, scores_TE) = lab.layers(parts=Parts("grouped", "indexed")), lab.tokens()
-    lab.route(layers, None, hidden_TD, scores_TE)
-    as_on_cuda, spare = partial(torch.nonzero_static, fill_value=0), []
+    """Rows are bounded until then: there are spare ones, which are never sent."""
+    hidden_TD, scores_TE = lab.tokens()
+    reference, alone = lab.reference(LITE, hidden_TD), lab.ranks.world_size == 1
+    for permute in ("indexed", "megatron", "fused")[: 3 if lab.ranks.device.type == "cpu" else 2]:
+        with mock.patch.multiple(megatron.moe_utils, create=True, **FUSED):
+            # Built unfused: Megatron-Core would put the fused kernels' tensors onto a GPU.
+            built = permute.replace("fused", "megatron")
+            layers, spare = lab.new_subject(LITE, torch.float32, Parts("grouped", built)).pair, []
+            for form in layers.forms:
+                form.token_dispatcher.config.moe_permute_fusion = permute == "fused"
+            dispatcher = layers.policy.token_dispatcher
+            chosen = dispatcher._only_chosen
 
-    def marked(mask: Tensor, num_marked: int) -> Tensor:
-        spare.append(num_marked - int(mask.sum()))
-        return as_on_cuda(mask, size=num_marked)
+            def noted(num_pairs: int, hidden_ND: Tensor, *others: Any, chosen: Any = chosen, spare: Any = spare) -> Any:
+                spare.append(len(hidden_ND) - num_pairs)
+                return chosen(num_pairs, hidden_ND, *others)
 
-    for spec in POLICIES + BATCH_WIDE:
-        expected_TD, _ = lab.route(layers, spec, hidden_TD, scores_TE)
-        with mock.patch.object(dispatchers, "_marked", marked):
-            output_TD, _ = lab.route(layers, spec, hidden_TD, scores_TE)
-        assert torch.equal(output_TD, expected_TD), str(spec)
-    assert min(spare) == 0 < max(spare)
-    policy, native = (one.token_dispatcher.cuda_sync_point for one in (layers.policy, layers.native))
-    assert policy == native != "before_permutation_1"
+            with mock.patch.object(dispatcher, "_only_chosen", noted):
+                for spec in (None, *POLICIES, *BATCH_WIDE):
+                    assert_right(reference, *lab.route(layers, spec, hidden_TD, scores_TE), f"{permute} {spec}")
+        assert min(spare) == 0
+        assert max(spare) > 0 or (permute == "megatron" and megatron.MEGATRON_VERSION.startswith("0.16"))
+        policy, native = (one.token_dispatcher.cuda_sync_point for one in (layers.policy, layers.native))
+        # On one rank rows are cut before they are sorted, where fused sorting lets native wait until behind it.
+        assert policy == ("before_permutation_2" if alone else native) != "before_permutation_1"
+        assert native == ({"fused": "before_finish"}.get(permute, policy) if alone else "before_ep_alltoall")
 
 
 @law()

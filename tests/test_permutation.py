@@ -123,7 +123,8 @@ if WRONG == "import":
     raise ImportError("undefined symbol: cublasLt")
 def moe_permute(hidden, routing_map, num_out_tokens, map_type):
     token = routing_map.T.nonzero()[:, 1]
-    return hidden[token.flip(0) if WRONG == "permutation" else token], None
+    rows = hidden[token.flip(0) if WRONG == "permutation" else token]
+    return torch.cat([rows, rows[: num_out_tokens - len(rows) if WRONG != "spare rows" else 0]]), None
 class GroupedLinear(torch.nn.Module):
     def __init__(self, number, inputs, outputs, bias, params_dtype, device):
         super().__init__()
@@ -145,6 +146,7 @@ def fused_topk_with_score_function(logits, topk, **options):
         ("", ""),
         ("import", "ImportError: undefined symbol: cublasLt"),
         ("permutation", "its permutation gives other rows than torch"),
+        ("spare rows", "its permutation gives other rows than torch"),
         ("experts", "its grouped GEMM is off by"),
     ],
 )

@@ -214,7 +214,9 @@ def megatron_core() -> str:
     Raises:
         RuntimeError: it is not the one that ``MOE_EP_BENCH_MEGATRON`` asks for.
     """
-    found = importlib.util.find_spec("megatron.core")
+    found = None
+    with contextlib.suppress(ModuleNotFoundError):
+        found = importlib.util.find_spec("megatron.core")
     folder = os.path.dirname(os.path.realpath(found.origin)) if found and found.origin else None
     if ASKED and folder != os.path.join(ASKED, "megatron", "core"):
         raise RuntimeError(f"MOE_EP_BENCH_MEGATRON: expected a folder with megatron/core, got {ASKED}; found {folder}")

@@ -33,7 +33,7 @@ LAYER = {
     "layer": {"dtype": "float32", "kernel": "torch", "dispatcher": "allgather", "experts": "decode"},
     "policies": [
         {"name": "topk"},
-        {"name": "token_drop", "capacity_factor": 1.0},
+        {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1},  # counts requests on the host
         {"name": "pruned", "k0": 3},
     ],
     "measure": {"warmup": 1, "max_warmup": 1, "iterations": 1, "breakdown_iterations": 1, "timeout_s": 60},
@@ -46,7 +46,7 @@ MODEL = {
     "workload": {**LAYER["workload"], "num_tokens": 8, "num_batches": 1},
 }
 CAPTURE, REPLAY = "cannot be captured as a CUDA graph: ", "replayed from a CUDA graph, it routes batch 0 otherwise"
-FAILING = {"token_drop": CAPTURE, "pruned": REPLAY}
+FAILING = {"xshare": CAPTURE, "pruned": REPLAY}
 
 
 class Taped(NamedTuple):

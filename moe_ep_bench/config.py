@@ -303,7 +303,7 @@ class LayerConfig(Strict):
 
 
 class WholeConfig(Strict):
-    """Size and context of a whole model; only ``scope: model`` reads it."""
+    """Size and context of a whole model, for ``scope: model``. Of a layer ``emulate`` reads the context, for memory."""
 
     num_layers: int | None = Field(None, ge=1)
     """Layers that are built, from the first on, dense ones included; null = all. Else times of all are extrapolated,
@@ -443,9 +443,8 @@ class Experiment(SweepPoint):
 
     @model_validator(mode="after")
     def _check(self) -> Experiment:
-        unused = self.whole.model_dump(exclude_defaults=True)
-        if self.scope == "layer" and unused:
-            raise UserError(f"whole.{next(iter(unused))}: expected with scope: model alone; one layer is timed")
+        if self.scope == "layer" and self.whole.num_layers is not None:
+            raise UserError("whole.num_layers: expected with scope: model alone; one layer is timed")
         counted = self.workload.skew_from if isinstance(self.workload, SyntheticConfig) else None
         num_experts = self.model.spec().num_experts
         if counted is not None and (found := read_counts(counted).shape[1]) != num_experts:

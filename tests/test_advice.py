@@ -418,7 +418,7 @@ def test_decode_is_asked_beside_prefill_with_one_token_of_each_request() -> None
     sizes = {phase: (one["num_tokens"], one["sequence_length"]) for phase, one in both.items()}
     assert sizes == {"prefill": (16384, 128), "decode": (256, 1)}
     prefill, decode = ask_both(options).values()
-    assert (prefill.context_length, decode.context_length) == (0, 2048)
+    assert [one.experiments[0].whole.context_length for one in (prefill, decode)] == [0, 2048]
     assert [str(one.out) for one in (prefill, decode)] == ["both/prefill", "both/decode"]
     assert "2,048 tokens in each request's cache" in decode.assumed
     alone = ask_both(make_parser().parse_args(["advise", *QWEN]))
@@ -511,6 +511,47 @@ def test_shares_are_read_and_one_bound_alone_binds_alone() -> None:
     assert Bounds.of(None, None) == Bounds(0.10, 0.95)
     assert Bounds.of("5%", None) == Bounds(0.05, 0.0)
     assert Bounds.of(None, "0.01") == Bounds(1.0, 0.99)
+
+
+# ---- what does not fit ---------------------------------------------------------------------------------------------
+
+FIT = {"device": "h100-sxm", "device_bytes": 80e9, "dtype": "bfloat16", "ep_size": 2, "is_whole": True}
+
+
+def fitting(expert_bytes: int, smallest: int | None) -> dict:
+    others = dict.fromkeys(("other_weight_bytes", "cache_bytes", "row_bytes"), 0)
+    return {"fit": {**FIT, **others, "expert_bytes": expert_bytes, "fitting_ep_size": smallest}}
+
+
+def test_what_does_not_fit_is_no_pick(tmp_path: Path) -> None:
+    text = advised(tmp_path / "none", *USUAL, facts=fitting(163_000_000_000, 32))
+    words = "does not fit: 163 GB on each of 2 ranks in bfloat16 (experts 163), h100-sxm has 80 GB; the smallest EP"
+    assert f"The model {words} size on which it does is 32." in text
+    assert f"warning: {words}" in " ".join(run_text(load_times(tmp_path / "none")).split())
+    assert "none: the model does not fit on EP 2" in text.splitlines()[-1]
+    assert "use token_drop" not in text
+    assert "use token_drop" in advised(tmp_path / "fits", *USUAL, facts=fitting(79_000_000_000, 2))
+
+
+def test_replicas_that_do_not_fit_are_no_pick_and_are_named(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, [comparison_of(*USUAL, eplb(1.6), facts=fitting(78_000_000_000, 2))])
+    document = json.loads((directory / "run.json").read_text())
+    for case in document["cases"].values():
+        case["extra_bytes_per_rank"] = 3e9 if case["role"] == "replication" else None
+    (directory / "run.json").write_text(json.dumps(document))
+    text = advice_of(load_times(directory), BOUNDS)
+    assert "use token_drop gamma 1.5" in text.splitlines()[-1]
+    left = "does not fit beside the model, which leaves 1.86 GiB of h100-sxm: EPLB, 1 spare per rank (2.79 GiB)"
+    assert left in " ".join(text.split())
+
+
+def test_that_it_does_not_fit_is_said_before_anything_is_modelled(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--ep", "16", "--tokens", "32768", "--decode-tokens", "256", "--context", "4096"]
+    assert main(["advise", "--model", "deepseek-v3", *sizes, "--dry-run"]) == OK
+    prefill, decode = (part for part in capsys.readouterr().out.split("\n\n") if "does not fit: " in part)
+    assert "GB on each of 16 ranks in bfloat16 (experts 81.7, other weights 34" in prefill
+    assert "the smallest EP size on which it does is 32" in prefill
+    assert "cache 4.61" in decode
 
 
 # ---- command -------------------------------------------------------------------------------------------------------

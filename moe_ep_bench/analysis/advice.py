@@ -40,7 +40,8 @@ def candidates(run: Run, bounds: Bounds) -> pd.DataFrame:
 
     Returns:
         Columns of ``frames.speedups``, and: ``at`` (the traffic, or what else is swept), ``within`` the bounds,
-        ``is_pick``, ``more_gib`` of a rank's memory, and ``limit``, the longest phase or part of a pass.
+        ``fits`` the device's memory, ``is_pick``, ``more_gib`` of a rank's memory, and ``limit``, the longest phase or
+        part of a pass.
     """
     rows = speedups(run)
     rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
@@ -51,18 +52,23 @@ def candidates(run: Run, bounds: Bounds) -> pd.DataFrame:
         limit = parts.fillna(0.0).idxmax(axis=1).where(parts.notna().any(axis=1))
     else:
         limit = rows["breakdown_slowest_phase"]
+    fits = {
+        case.case_id: (fit := run.comparisons[case.comparison_id].fit) is None or fit.holds(extra[case.case_id] or 0)
+        for case in run.cases
+    }
     within = rows["dropped_share"] <= bounds.max_dropped + _ROUNDING
     within &= rows["retained_mass"] >= bounds.min_retained - _ROUNDING
     rows = rows.assign(
         at=[_where(run.comparisons[name]) for name in rows["comparison_id"]],
         within=within,
+        fits=rows["case_id"].map(fits).astype(bool),
         more_gib=rows["case_id"].map(extra).astype(float) / 2**30,
         limit=limit,
         log_speed=np.log(rows["speedup_median"].astype(float)),
     )
     oversubscribed = [name for name, facts in run.comparisons.items() if facts.oversubscribed]
     modelled = [name for name, facts in run.comparisons.items() if facts.device is not None]
-    pays = rows["within"] & (rows["verdict"] == "faster") & ~rows["comparison_id"].isin(oversubscribed)
+    pays = rows["within"] & rows["fits"] & (rows["verdict"] == "faster") & ~rows["comparison_id"].isin(oversubscribed)
     pays &= ~rows["comparison_id"].isin(modelled) | (rows["speedup_median"].astype(float) >= 1 + _LEAST_MODELLED_GAIN)
     paying = rows[pays].assign(kept=rows["retained_mass"].clip(upper=1).round(_DIGITS))
     fastest = paying.groupby("comparison_id")["log_speed"].transform("max")
@@ -94,7 +100,8 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
     if len(run.comparisons) < len(part_of):
         rows = rows.join(_by_draw(each_draw, part_of), on=_CANDIDATE)
     facts = list(run.comparisons.values())
-    rows = rows.assign(shown=rows["verdict"].where(rows["within"], "out of bounds"))
+    shown = rows["verdict"].where(rows["within"], "out of bounds").where(rows["fits"], "does not fit")
+    rows = rows.assign(shown=shown)
     columns = [
         text("label", "policy"),
         *(
@@ -113,7 +120,10 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
     ]
     notes = [*(f"left out: {words}" for words in left_out), *_notes(run, rows, bounds)]
     table = render([Table(rows, columns if len(rows) else (), notes=notes)], "text", width=terminal_width())
-    return "\n\n".join([_assumed(run, facts, by_default), table, _pick(run, rows)])
+    unfit = dict.fromkeys(one.fit.words for one in facts if one.fit is not None and one.fit.words)
+    return "\n\n".join(
+        [_assumed(run, facts, by_default), *(f"The model {words}." for words in unfit), table, _pick(run, rows)]
+    )
 
 
 def _by_draw(run: Run, part_of: Mapping[str, str]) -> pd.DataFrame:
@@ -190,6 +200,13 @@ def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds) -> Iterator[str]:
         "accuracy; GiB: more memory of a rank, for replicas in all layers; limit: what takes longest"
     )
     yield from _draw_notes(run, rows)
+    too_large = rows[~rows["fits"] & (rows["more_gib"] > 0)]
+    for name, group in too_large.groupby("comparison_id", sort=False):
+        fit = run.comparisons[name].fit
+        if fit.holds():
+            left_gib = (fit.device_bytes - fit.num_bytes) / 2**30
+            labels = ", ".join(f"{one.label} ({one.more_gib:.3g} GiB)" for one in group.itertuples())
+            yield f"does not fit beside the model, which leaves {left_gib:.3g} GiB of {fit.device}: {labels}"
     if any(case.policy_params.get("balancer") == "lp" for case in run.cases):
         yield (
             "LP: every batch's pairs split over replicas by a linear program; the time to solve it, assumed, is in the "
@@ -303,6 +320,9 @@ def _pick(run: Run, rows: pd.DataFrame) -> str:
     def choice(comparison_id: str) -> str:
         if comparison_id not in measured:
             return "inconclusive: the baseline was not measured, so there are no speedups"
+        fit = run.comparisons[comparison_id].fit
+        if fit is not None and fit.words:
+            return f"none: the model does not fit on EP {fit.ep_size}"
         if run.comparisons[comparison_id].oversubscribed:
             return f"inconclusive: {OVERSUBSCRIBED}"
         if comparison_id not in picks.index:

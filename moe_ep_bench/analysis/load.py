@@ -46,6 +46,7 @@ from moe_ep_bench.analysis.parts import (
 )
 from moe_ep_bench.errors import UserError, brief, printable
 from moe_ep_bench.machine.monitor import MachineState
+from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
 from moe_ep_bench.schema import LAYER_PHASES, METRICS, PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA
 
@@ -146,6 +147,7 @@ class Comparison(Described):
     links: str | None = None  # the model of what moved between ranks, where nothing did
     device: str | None = None  # the model of the device, where nothing was run
     placement: str = "contiguous"  # of experts on ranks, where they are emulated
+    fit: Fit | None = None  # what a rank of a deployment holds; None where it was not estimated
     point: dict[str, Any] = Field({})  # of the config's sweep: dotted keys with their values
     workload: Workload
     whole: Whole | None = None  # None = one layer was timed

@@ -223,6 +223,7 @@ _NOTES = {
     "of_process": "peak memory: {:.2f} GiB on the fullest rank (of the process, imports and all)",
 }
 _WARNINGS = {
+    "unfit": "{}",
     "no_baseline": "the baseline was not measured, so there are no speedups",
     "no_floor": "native was not measured a second time, so there is no noise floor and no verdict",
     "differs": "native differs from itself: something drifts with the order of cases; the floor covers it",
@@ -341,6 +342,7 @@ def warnings_of(comparison: ComparisonResult, run: Run) -> list[str]:
     probes = any((result.probe_overhead or 0) > MAX_PROBE_OVERHEAD for result in results)
     bound = {r: r.host_bound_share for r in results if is_gpu and (r.host_bound_share or 0) > MAX_HOST_BOUND}
     known = {
+        "unfit": facts.fit and facts.fit.words,
         "no_baseline": comparison.of_role("baseline") is None,
         "no_floor": comparison.of_role("baseline") and comparison.floor is None,
         "differs": native and native.is_interval and (native.low > 1 or native.high < 1),

@@ -38,17 +38,17 @@ def outside_of(question: Question) -> dict[str, float]:
     Raises:
         ValueError: the model or the device does not state what a whole model needs; one line.
     """
-    return {one.comparison_id: _outside_us(one, question.context_length) for one in _planned(question)}
+    return {one.comparison_id: _outside_us(one) for one in _planned(question)}
 
 
-def _outside_us(comparison: Comparison, context_length: int) -> float:
-    """Of the slowest rank: its prompts, or one step of its requests with ``context_length`` tokens each."""
+def _outside_us(comparison: Comparison) -> float:
+    """Of the slowest rank: its prompts, or one step of its requests with ``whole.context_length`` tokens each."""
     experiment, model, device = comparison.experiment, comparison.model, comparison.device
     assert device is not None
     check_model(model, experiment)
     length_S = comparison.workload.sequence_lengths(0)
     rank_S = deal_sequences(length_S, comparison.ep_size, experiment.workload.rank_shares)
-    found = []
+    found, context_length = [], experiment.whole.context_length
     for rank in range(comparison.ep_size):
         lengths = tuple(length_S[rank_S == rank].tolist())
         work = PassWork((), sum(lengths), context_length, {}) if context_length else PassWork(lengths, 0, 0, {})

@@ -67,6 +67,12 @@ def check_ranks(experiment: Experiment, world_size: int, ep_size: int) -> None:
     _refuse(empty, "workload.rank_shares", f"one above 0 among the {world_size} ranks", shares)
 
 
+def check_context(experiment: Experiment) -> None:
+    """Refuse a context where one layer is measured or routed, which has no cache."""
+    context = 0 if experiment.scope == "model" else experiment.whole.context_length
+    _refuse(context, "whole.context_length", "0 with scope layer, but for emulate", context)
+
+
 def check_whole_experts(experiment: Experiment, command: str) -> None:
     """Refuse slices of experts for a command that lays out whole experts."""
     num_slices = experiment.layer.expert_tensor_parallel

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from moe_ep_bench.bench.fit import default_ep_size, fit_on
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig, experiments_of, read_config
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
@@ -96,18 +97,13 @@ def parse_share(option: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class Question:
-    """A config file's text and its points; what was given by default, and which candidates were left out and why.
-
-    Attributes:
-        context_length: tokens of each request in the cache; 0 where no decode step was asked for.
-    """
+    """A config file's text and its points; what was given by default, and which candidates were left out and why."""
 
     text: str
     experiments: tuple[Experiment, ...]
     assumed: tuple[str, ...]
     left_out: tuple[str, ...]
     out: Path
-    context_length: int = 0
 
     @property
     def config(self) -> Path:
@@ -138,9 +134,20 @@ class Question:
         )
 
     @property
+    def unfit(self) -> tuple[str, ...]:
+        """Why the model does not fit the device on so many ranks, a line each; nothing where it does."""
+        found = []
+        for one in self.experiments:
+            device = Device.load(one.emulate.device)
+            ep_size = one.layer.ep_size or default_ep_size(one.model.spec().num_experts)
+            found.append(fit_on(one, ep_size, device.name, device.memory_gb * 1e9).words)
+        return tuple(dict.fromkeys(filter(None, found)))
+
+    @property
     def plan(self) -> str:
         """The summary, what is assumed and left out, and the config with candidates and traffic."""
         notes = [f"by default: {words}" for words in self.assumed] + [f"left out: {words}" for words in self.left_out]
+        notes += self.unfit
         return "\n".join([self.summary, *notes, f"config: {self.config} (not written)", "", self.text.rstrip()])
 
     def check_out(self) -> None:
@@ -197,13 +204,14 @@ def ask_both(options: argparse.Namespace) -> dict[str, Question]:
 
 
 def _asked(options: argparse.Namespace, *, decode: bool) -> Question:
-    context_length = (CONTEXT_LENGTH if options.context is None else options.context) if decode else 0
     if options.config is None:
         where = Path(CONFIG_NAME)
         raw, sweep, assumed = _of_flags(options, decode)
     else:
         where, assumed = options.config, []
         raw, sweep = _of_config(options)
+    if decode:
+        raw["whole"] = {"context_length": CONTEXT_LENGTH if options.context is None else options.context}
     raw["emulate"] = _with_links(raw, sweep, options, assumed)
     raw["policies"] = [{"name": "topk"}]  # Any will do to find what the workloads are.
     experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
@@ -226,7 +234,7 @@ def _asked(options: argparse.Namespace, *, decode: bool) -> Question:
     out = options.out or Path("results", name)
     if decode and options.context is None:
         assumed.append(f"{CONTEXT_LENGTH:,} tokens in each request's cache")
-    return Question(text, tuple(experiments), tuple(assumed), tuple(left_out), out, context_length)
+    return Question(text, tuple(experiments), tuple(assumed), tuple(left_out), out)
 
 
 def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any], dict[str, Any], list[str]]:

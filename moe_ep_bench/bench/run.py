@@ -299,6 +299,8 @@ def dry_run_virtual(config: Path, overrides: Sequence[str]) -> int:
         assert comparison.links is not None
         print(f"{comparison.title}, {comparison.describe_workload()['description']}\n  {comparison.links.describe()}")
         print_cases(comparison)
+        if comparison.fit is not None and comparison.fit.words:
+            print(f"  {comparison.fit.words}")
         subject = comparison.subject.name
         if comparison.device is not None:
             print(f"  {comparison.describe_device()}; no {subject} is run")

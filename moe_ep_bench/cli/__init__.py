@@ -228,7 +228,8 @@ def _advise(options: argparse.Namespace) -> int:
     # Found to be known before anything is modelled.
     outside = {phase: outside_of(one) for phase, one in questions.items()} if len(questions) > 1 else {}
     for phase, question in questions.items():
-        print(f"moe-ep-bench: {phase and f'{phase}: '}{question.summary}", file=sys.stderr, flush=True)
+        for line in (question.summary, *question.unfit):
+            print(f"moe-ep-bench: {phase and f'{phase}: '}{line}", file=sys.stderr, flush=True)
         status = model_question(question, force=options.force)
         if status not in (OK, CASES_FAILED):
             return status

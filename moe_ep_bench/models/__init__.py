@@ -48,6 +48,11 @@ class Attention(Strict):
     """Each head has a learned logit that takes weight from the tokens'."""
 
     @property
+    def cached_values(self) -> int:
+        """Numbers that an engine caches of a token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
     def widths(self) -> Widths:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return Widths(queries, keys, keys, queries, normed=0 if self.qk_norm == "none" else queries + keys)
@@ -76,6 +81,11 @@ class LatentAttention(Strict):
     qk_nope_head_dim: PositiveInt
     qk_rope_head_dim: PositiveInt
     v_head_dim: PositiveInt
+
+    @property
+    def cached_values(self) -> int:
+        """Numbers that an engine caches of a token in one layer: the latent, and the key's rotary part."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def widths(self) -> Widths:
@@ -211,21 +221,28 @@ class ModelSpec(Preset):
         biases = 2 * self.ffn_hidden_size + self.hidden_size
         return 3 * self.hidden_size * self.ffn_hidden_size + biases * self.expert_bias
 
-    @property
-    def num_parameters(self) -> int | None:
-        """Weights of the whole language model; None for a shard, or where attention, vocabulary or dense FFN is not
-        stated."""
+    def other_parameters(self, num_layers: int | None = None) -> int | None:
+        """Weights of all but routed experts: of the first ``num_layers`` (None = all), embeddings and output.
+
+        None for a shard, or where attention, vocabulary or dense FFN is not stated.
+        """
         dense_known = self.dense_ffn_hidden_size > 0 or self.first_dense_layers == 0
         if self.attention is None or self.vocab_size is None or not dense_known or self.tensor_parallel > 1:
             return None
-        hidden = self.hidden_size
+        hidden, num_layers = self.hidden_size, num_layers or self.num_layers
         router = self.num_experts * (hidden + self.router_bias + self.selection_bias)
         shared = 3 * hidden * self.shared_ffn_hidden_size + hidden * self.shared_expert_gate
-        moe = self.num_experts * self.expert_parameters + router + shared
         block = self.attention.num_parameters(hidden) + 2 * hidden  # two norms
-        ffn = self.num_moe_layers * moe + self.first_dense_layers * 3 * hidden * self.dense_ffn_hidden_size
+        ffn = (num_layers - self.first_dense_layers) * (router + shared)
+        ffn += self.first_dense_layers * 3 * hidden * self.dense_ffn_hidden_size
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * hidden
-        return embeddings + self.num_layers * block + ffn + hidden
+        return embeddings + num_layers * block + ffn + hidden
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Weights of the whole language model; None where ``other_parameters`` is."""
+        others = self.other_parameters()
+        return others and others + self.num_moe_layers * self.num_experts * self.expert_parameters
 
     def sharded(self, tensor_parallel: int) -> ModelSpec:
         """Return one rank's shard of so many: the FFN of routed and shared experts is cut.

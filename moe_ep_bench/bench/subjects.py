@@ -265,11 +265,14 @@ class ModelSubject(LayerSubject):
             "moe_layers": list(self.moe_layers),
             "of_moe_layers": self.model.num_moe_layers,
             "context_length": self.context_length,
-            "attention": "modelled" if modelled else "torch scaled_dot_product_attention",
+            "attention": words.modelled_attention(self.model, self.context_length)
+            if modelled
+            else "torch scaled_dot_product_attention",
             "peak_loads": [one["peak_load"] for one in achieved.values()],
             "shared_by_chance": [float(overlap) for overlap in by_chance if overlap is not None],
         }
-        return {"departures": [*self.model.departures, *_departures(self.model, self.context_length)], "whole": whole}
+        departures = _departures(self.model, self.context_length, modelled=modelled)
+        return {"departures": [*self.model.departures, *departures], "whole": whole}
 
     def memory_bytes_per_rank(
         self, num_cases: int, *, held_batches: int, cuda_graph: bool, num_layers: int | None = None
@@ -387,7 +390,7 @@ def layer_workloads(experiment: Experiment, world_size: int) -> dict[int | None,
     return made
 
 
-def _departures(model: ModelSpec, context_length: int) -> list[str]:
+def _departures(model: ModelSpec, context_length: int, *, modelled: bool) -> list[str]:
     """Where attention as it is built is simpler than the model's, or than an engine's."""
     attention, is_latent = model.attention, isinstance(model.attention, LatentAttention)
     cached = (
@@ -402,6 +405,6 @@ def _departures(model: ModelSpec, context_length: int) -> list[str]:
         "Queries and keys are normalised head by head, the model's over all heads together.": (
             getattr(attention, "qk_norm", "none") == "all_heads"
         ),
-        f"The cache is Megatron-Core's static one: {cached}": context_length > 0,
+        f"The cache is Megatron-Core's static one: {cached}": context_length > 0 and not (modelled and is_latent),
     }
     return [sentence for sentence, holds in sentences.items() if holds]

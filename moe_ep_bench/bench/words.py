@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
+from moe_ep_bench.models import LatentAttention, ModelSpec
 from moe_ep_bench.workload import RecordedWorkload, Workload
 from moe_ep_bench.workload.formatting import tokens_words
 from moe_ep_bench.workload.skews import PATTERNS, load_skew
@@ -88,6 +89,12 @@ def traffic(experiment: Experiment, workload: Workload) -> str:
         is_uniform = config.family == "uniform" and config.skew is None and config.peak_load is None
         source = f"synthetic, {'uniform' if is_uniform else workload_in_short(experiment)}"
     return source + padding_in_title(experiment)
+
+
+def modelled_attention(model: ModelSpec, context_length: int) -> str:
+    """What is modelled of attention, in a few words."""
+    is_absorbed = context_length and isinstance(model.attention, LatentAttention)
+    return "modelled as absorbed MLA, which engines serve" if is_absorbed else "modelled"
 
 
 def phase(experiment: Experiment, workload: Workload) -> str:

@@ -106,6 +106,23 @@ class LatentAttention(Strict):
             (output, hidden_size),
         ]
 
+    @property
+    def absorbed(self) -> Widths:
+        """Widths where a step's queries and outputs stay in the latent, which stands for keys and values alike.
+
+        What makes keys and values of the latent is multiplied into queries and outputs instead (the same, section
+        2.1.2), so that no cached token is expanded.
+        """
+        cached = self.cached_values
+        of_queries, of_output = self.num_heads * cached, self.num_heads * self.kv_lora_rank
+        return Widths(of_queries, cached, 0, of_output, normed=self.widths.normed)
+
+    def absorbed_projections(self, hidden_size: int) -> list[tuple[int, int, int]]:
+        """What each projection of such a step takes and gives, and how many there are of it: one, or one a head."""
+        *before, (latent, _), last = self.projections(hidden_size)
+        heads = [(self.qk_nope_head_dim, latent, self.num_heads), (latent, self.v_head_dim, self.num_heads)]
+        return [*((*sizes, 1) for sizes in before), *heads, (*last, 1)]
+
     def num_parameters(self, hidden_size: int) -> int:
         return _weights(self.projections(hidden_size)) + self.widths.normed
 

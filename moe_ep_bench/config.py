@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, Field, PlainSerializer, PrivateAttr, field_validator, model_validator
 
+from moe_ep_bench.cost_model.transport import DispatchType, Transport
 from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import ModelSpec, load_hf_model
@@ -410,10 +411,21 @@ class EmulateConfig(Strict):
     device: Annotated[str, PRESET_OR_FILE] = MEASURED
     """``measured``: this device runs every virtual rank's layer. Else nothing is run: phases are modelled for a device,
     a file of data/devices/ without its ending, or the path of such a file."""
+    transport: Transport = "pairs"
+    """Rows on the links: ``pairs``, one for each (token, expert), as NCCL's all-to-all sends; ``copies``, one for each
+    (token, rank) and between nodes for each (token, node), as DeepEP sends."""
+    dispatch_dtype: DispatchType | None = None
+    """Type of dispatched rows: ``bf16``, or ``fp8`` with a scale for each 128 values; null = ``layer.dtype``, in which
+    combined rows are always."""
     replication: tuple[ReplicationConfig, ...] = ()
     """Expert replication beside the policies: an alternative that needs spare memory and drops nothing."""
     chunk_tokens: int | None = Field(None, ge=1)
     """Maximum of a rank's tokens that are permuted and computed at once; null = as many as memory holds."""
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """What is sent between ranks, for ids: left out at its defaults, which came later."""
+        return self.model_dump(mode="json", include={"transport", "dispatch_dtype"}, exclude_defaults=True)
 
 
 class Experiment(SweepPoint):

@@ -316,7 +316,7 @@ def test_whose_skew_it_is_what_of_it_is_chance_and_that_nothing_ran_are_said(
     workload = {"kind": "synthetic", "description": "", "tail_model": None, **workload}
     modelled = {"links": "modelled by links/a: 10.6 us", "device": "modelled by devices/b: a roofline"}
     text = advised(tmp_path, USUAL[0], mode="emulated", num_batches=1, facts={**modelled, "workload": workload})
-    first = text.splitlines()[0]
+    _, first, *_ = text.splitlines()
     assert first.startswith(
         "Modelled (nothing was run), Tiny-MoE, 2 ranks modelled by devices/b, modelled by links/a; "
     )
@@ -330,14 +330,14 @@ def test_whose_skew_it_is_what_of_it_is_chance_and_that_nothing_ran_are_said(
     ("links", "backend", "is_mixed"),
     [("h100-nvlink4, bandwidth x 2", "gloo", True), ("here", "gloo", False), ("h100-nvlink4", "nccl", False)],
 )
-def test_experts_of_a_cpu_behind_links_of_gpus_are_warned_of_in_the_first_line(
+def test_experts_of_a_cpu_behind_links_of_gpus_are_warned_of_below_the_first_line(
     tmp_path: Path, links: str, backend: str, is_mixed: bool
 ) -> None:
     facts = {"links": f"modelled by links/{links}: inside a node of 8 10.6 us", "backend": backend, "scale": 0.125}
     directory = write_run(tmp_path, [comparison_of(USUAL[0], facts=facts, num_batches=1)], "emulated")
     warning = "MIXED MACHINES: experts of this CPU (sizes x 0.125 of the true ones) behind links of GPUs"
     for text in (advice_of(load_times(directory), BOUNDS), run_text(load_run(directory))):
-        assert (warning in text.splitlines()[0]) == is_mixed
+        assert (warning in text.splitlines()[1]) == is_mixed
 
 
 def test_whole_models_are_ranked_by_the_pass_with_their_layers_beside(tmp_path: Path) -> None:
@@ -588,8 +588,10 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys: pytest
     command += ["--peak-load", "4", "--draws", "2"]
     assert main(command) == OK
     first = capsys.readouterr()
-    assert first.out.startswith("Modelled (nothing was run), OLMoE-1B-7B, 4 ranks modelled by devices/h100-sxm, ")
-    assert "peak load 4, assumed, not OLMoE-1B-7B's own" in first.out.splitlines()[0]
+    sent, assumed, *_ = first.out.splitlines()
+    assert sent == "Modelled: bf16, NCCL all-to-all, one copy per (token, expert) pair, no overlap."
+    assert assumed.startswith("Modelled (nothing was run), OLMoE-1B-7B, 4 ranks modelled by devices/h100-sxm, ")
+    assert "peak load 4, assumed, not OLMoE-1B-7B's own" in assumed
     assert first.out.splitlines()[-1] == f"config: {out}/advise.yaml"
     assert first.err.startswith("moe-ep-bench: OLMoE-1B-7B, 16 candidates x 5 batches x 2 points, modelled on h100-sxm")
     described = json.loads((out / "run.json").read_text())

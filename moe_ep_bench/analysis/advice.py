@@ -18,7 +18,14 @@ from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import Comparison, Run
 from moe_ep_bench.analysis.render import Table, interval, number, percentage, render, terminal_width, text
 from moe_ep_bench.analysis.whole import PASS_PARTS
-from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERSUBSCRIBED, device_words, mode_words, scale_words
+from moe_ep_bench.analysis.words import (
+    MODEL_CAVEAT,
+    OVERSUBSCRIBED,
+    device_words,
+    mode_words,
+    modelled_line,
+    scale_words,
+)
 from moe_ep_bench.bench.question import Bounds
 
 # A model has no noise, but errors larger than this: a modelled pick gains it at least.
@@ -121,9 +128,8 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
     notes = [*(f"left out: {words}" for words in left_out), *_notes(run, rows, bounds)]
     table = render([Table(rows, columns if len(rows) else (), notes=notes)], "text", width=terminal_width())
     unfit = dict.fromkeys(one.fit.words for one in facts if one.fit is not None and one.fit.words)
-    return "\n\n".join(
-        [_assumed(run, facts, by_default), *(f"The model {words}." for words in unfit), table, _pick(run, rows)]
-    )
+    first = "\n".join([*filter(None, [modelled_line(run)]), _assumed(run, facts, by_default)])
+    return "\n\n".join([first, *(f"The model {words}." for words in unfit), table, _pick(run, rows)])
 
 
 def _by_draw(run: Run, part_of: Mapping[str, str]) -> pd.DataFrame:

@@ -44,6 +44,7 @@ from moe_ep_bench.analysis.parts import (
     read_run_json,
     timings_of,
 )
+from moe_ep_bench.cost_model.transport import DispatchType, Transport
 from moe_ep_bench.errors import UserError, brief, printable
 from moe_ep_bench.machine.monitor import MachineState
 from moe_ep_bench.models.memory import Fit
@@ -147,6 +148,8 @@ class Comparison(Described):
     links: str | None = None  # the model of what moved between ranks, where nothing did
     device: str | None = None  # the model of the device, where nothing was run
     placement: str = "contiguous"  # of experts on ranks, where they are emulated
+    transport: Transport = "pairs"  # what crossed these links
+    dispatch_dtype: DispatchType | None = None  # of dispatched rows; None = ``dtype``
     fit: Fit | None = None  # what a rank of a deployment holds; None where it was not estimated
     point: dict[str, Any] = Field({})  # of the config's sweep: dotted keys with their values
     workload: Workload

@@ -27,7 +27,15 @@ from moe_ep_bench.analysis.render import (
 )
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
 from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, layers_ms, whole_notes
-from moe_ep_bench.analysis.words import count_words, hardware_words, mode_words, notes_of, scale_words, warnings_of
+from moe_ep_bench.analysis.words import (
+    count_words,
+    hardware_words,
+    mode_words,
+    modelled_line,
+    notes_of,
+    scale_words,
+    warnings_of,
+)
 
 _REASON_WIDTH = 90
 _ROUNDING = 1e-6  # shares are sums of float32
@@ -143,7 +151,8 @@ def run_tables(run: Run, cases: Sequence[Case] | None = None) -> list[Table]:
 
 def run_text(run: Run, width: int | None = None) -> str:
     """All of a run for a terminal: its tables, and how many cases were measured."""
-    return "\n\n".join([render([*run_tables(run), *more_tables(run)], "text", width=width), count_words(run)])
+    line, tables = modelled_line(run), render([*run_tables(run), *more_tables(run)], "text", width=width)
+    return "\n\n".join(["\n".join(filter(None, [line, tables])), count_words(run)])
 
 
 def more_tables(run: Run) -> list[Table]:

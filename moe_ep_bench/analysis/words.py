@@ -19,6 +19,7 @@ from moe_ep_bench.analysis.render import milliseconds as milliseconds
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.timing import probe_floor_us
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.cost_model.transport import exchange_words
 from moe_ep_bench.machine.monitor import disturbances, remarks
 from moe_ep_bench.timing.statistics import MIN_BATCHES
 
@@ -104,6 +105,14 @@ def mode_words(run: Run, comparison: Comparison) -> str:
     if comparison.device is None and comparison.backend == "gloo" and _links_name(comparison) in Links.names():
         words += f", MIXED MACHINES: experts of this CPU ({scale_words(comparison.scale)}) behind links of GPUs"
     return f"whole models, {words}" if run.scope == "model" else words
+
+
+def modelled_line(run: Run) -> str:
+    """The first line of an answer whose links are modelled: what is sent and how; empty where nothing is modelled."""
+    facts = [one for one in run.comparisons.values() if one.links is not None]
+    sent = dict.fromkeys(exchange_words(one.dtype, one.transport, one.dispatch_dtype) for one in facts)
+    what = "Modelled" if any(one.device is not None for one in facts) else "Modelled links"
+    return f"{what}: {' / '.join(sent)}." if sent else ""
 
 
 def hardware_words(run: Run, comparison: Comparison) -> str:

@@ -217,6 +217,8 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         described["links"] = comparison.links.describe()
         described["device"] = comparison.device and comparison.describe_device()
         described["placement"] = comparison.placement.name
+        described["transport"] = experiment.emulate.transport
+        described["dispatch_dtype"] = experiment.emulate.dispatch_dtype
         described["fit"] = comparison.fit and comparison.fit.model_dump()
     return described
 

@@ -32,6 +32,7 @@ from moe_ep_bench.bench.subjects import SUBJECTS, LayerSubject, ep_size_on
 from moe_ep_bench.config import MEASURED, ConfigError, Experiment, ReplicationConfig, SyntheticConfig, load_experiments
 from moe_ep_bench.cost_model.devices import VALUE_BYTES, Device, device_of_gpu, modelled_experts, takes_decode
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.cost_model.transport import Exchange
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import compiled
@@ -246,6 +247,13 @@ class Comparison:
         """Shares of every expert's load by rank, as the config has them."""
         return self.experiment.route.make_placement(self.model.num_experts, self.ep_size)
 
+    @property
+    def exchange(self) -> Exchange:
+        """How rows travel between virtual ranks."""
+        experiment, model = self.experiment, self.model
+        sizes = model.hidden_size, model.top_k, VALUE_BYTES[experiment.layer.dtype]
+        return Exchange(*sizes, experiment.emulate.transport, experiment.emulate.dispatch_dtype)
+
     # ---- cases and ids -----------------------------------------------------------------------------------------------
 
     @cached_property
@@ -296,6 +304,7 @@ class Comparison:
             "device": self.device and self.device.model_dump(mode="json"),
             "slots": self.slots.expert_P.tolist(),
             "chunk_tokens": experiment.emulate.chunk_tokens,
+            **experiment.emulate.sent,
         }
 
     def _workload_definition(self) -> dict[str, Any]:

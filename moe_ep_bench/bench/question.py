@@ -57,6 +57,8 @@ _UNREAD = (
 )
 # Options that stand in place of a config.
 _OF_MODEL = ("model", "ep", "tokens", "trace", "peak_load", "decode_tokens", "context")
+# Options that are keys of ``emulate``.
+_SENT = ("transport", "dispatch_dtype")
 CONFIG_NAME = "advise.yaml"
 
 
@@ -167,7 +169,7 @@ def check_reading(options: argparse.Namespace) -> None:
     Raises:
         ValueError: one line that names the option.
     """
-    refused = (*_OF_MODEL, "draws", "device", "links", "out", "overrides", "force", "dry_run")
+    refused = (*_OF_MODEL, *_SENT, "draws", "device", "links", "out", "overrides", "force", "dry_run")
     _refuse(options, refused, f"with {options.config}: a results directory is only read")
 
 
@@ -340,6 +342,10 @@ def _with_links(
             with naming(f"--{key}"):
                 kind.load(given)
             found[key] = str(Path(given).absolute()) if given.endswith(".yaml") else given
+            sweep.pop(f"emulate.{key}", None)
+    for key in _SENT:
+        if getattr(options, key) is not None:
+            found[key] = getattr(options, key)
             sweep.pop(f"emulate.{key}", None)
     devices = [device for device in sweep.pop("emulate.device", []) if device != MEASURED]
     if devices:

@@ -22,6 +22,7 @@ from moe_ep_bench.bench.description import describe_timed_run
 from moe_ep_bench.bench.directory import cannot_write, check_timing, hold_comparisons, left_of, status_of
 from moe_ep_bench.bench.job import ToldError, is_of_peers, measure_each, new_run_id, open_job
 from moe_ep_bench.bench.plan import RANKS, VIRTUAL, CaseSpec, Comparison, Plan, plan
+from moe_ep_bench.cost_model.transport import exchange_words
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
@@ -297,7 +298,10 @@ def dry_run_virtual(config: Path, overrides: Sequence[str]) -> int:
     available = provenance.available_memory_bytes(device, 1)
     for comparison in plan_virtual(config, overrides):
         assert comparison.links is not None
-        print(f"{comparison.title}, {comparison.describe_workload()['description']}\n  {comparison.links.describe()}")
+        emulate, dtype = comparison.experiment.emulate, comparison.experiment.layer.dtype
+        sent = exchange_words(dtype, emulate.transport, emulate.dispatch_dtype)
+        print(f"{comparison.title}, {comparison.describe_workload()['description']}")
+        print(f"  {comparison.links.describe()}; {sent}")
         print_cases(comparison)
         if comparison.fit is not None and comparison.fit.words:
             print(f"  {comparison.fit.words}")

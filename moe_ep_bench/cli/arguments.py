@@ -173,6 +173,10 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, metavar="N", help="of decode: tokens in each request's cache (2048)")
     parser.add_argument("--device", metavar="NAME", help="of data/devices/ (h100-sxm)")
     parser.add_argument("--links", metavar="NAME", help="of data/links/ (those of the device)")
+    parser.add_argument(
+        "--transport", choices=("pairs", "copies"), help="what is sent: NCCL's pairs or DeepEP's copies"
+    )
+    parser.add_argument("--dispatch-dtype", choices=("bf16", "fp8"), help="of dispatched rows (the layer's)")
     traffic = parser.add_argument_group("traffic (default: several peak loads)")
     traffic.add_argument("--trace", type=Path, metavar="FILE", help="a moe-trace-v1 recording")
     traffic.add_argument("--peak-load", type=float, metavar="X", help="load of the busiest expert over the mean")

@@ -11,7 +11,7 @@ import copy
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -20,10 +20,10 @@ from pydantic import BaseModel, Field, PlainSerializer, PrivateAttr, field_valid
 from moe_ep_bench.cost_model.transport import DispatchType, Transport
 from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import parse_yaml
-from moe_ep_bench.models import ModelSpec, load_hf_model
+from moe_ep_bench.models import ModelSpec, load_hf_model, naming_hub
 from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import PLACEMENTS, Placement, make_placement
-from moe_ep_bench.policies import Policy
+from moe_ep_bench.policies import POLICIES, Policy
 from moe_ep_bench.policies.own import is_file
 from moe_ep_bench.presets import (
     ConfigError,
@@ -133,7 +133,7 @@ class ModelConfig(Shape):
             whole = load_hf_model(self.hf_config)
         else:
             assert self.preset is not None
-            with naming("preset"):
+            with naming("preset"), naming_hub(self.preset):
                 whole = ModelSpec.named(self.preset)
         return whole.sharded(self.tensor_parallel).scaled(self.scale)
 
@@ -557,7 +557,14 @@ def _read(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The file's values and its sweep, both with the overrides applied and relative paths resolved."""
     files = _file_keys(schema) | _POLICY_FILES
+    if not path.exists() and path.name in ModelSpec.names():
+        raise ConfigError(f"{path}: is a model's name; expected a config's path (advise takes --model {path.name})")
     raw = read_yaml(path, "cannot read the config")
+    is_of_quality = isinstance(raw.get("model"), dict) and "checkpoint" in raw["model"]
+    if is_of_quality and schema is Experiment:
+        raise ConfigError(f"{path}: model.checkpoint: is for moe-ep-bench quality alone")
+    if not is_of_quality and schema is not Experiment and "workload" in raw:
+        raise ConfigError(f"{path}: workload: is for run, emulate, route and advise; quality needs model.checkpoint")
     raw.setdefault("name", re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+", "-", path.stem).strip("-") or "config")
     sections = {name: raw.pop(name, None) or {} for name in schema.BESIDE}
     for name, section in sections.items():
@@ -584,9 +591,22 @@ def _read(
         if key != swept:
             sweep[swept] = value
         else:
+            _check_policys_field(raw, key, where)
             _put(raw, key, value, where)
             sweep.pop(key, None)
     return raw, sweep
+
+
+def _check_policys_field(raw: dict[str, Any], key: str, where: str) -> None:
+    """Refuse a field that the policy of this place lacks and others of the list have: the place may be the mistake."""
+    place, entries = re.fullmatch(r"policies\.(\d+)\.(\w+)", key), raw.get("policies")
+    if place is None or not isinstance(entries, list) or int(place[1]) >= len(entries):
+        return
+    field, names = place[2], [entry.get("name") if isinstance(entry, dict) else None for entry in entries]
+    name = names[int(place[1])]
+    having = [f"policies.{n} ({names[n]})" for n, entry in enumerate(entries) if names[n] and field in entry]
+    if name in POLICIES and having and field not in {"name", *(one.name for one in fields(POLICIES[name]))}:
+        raise ConfigError(f"{where}: policies.{place[1]} is {name}, which has no {field}; have it: {', '.join(having)}")
 
 
 def _file_keys(kind: type[BaseModel], above: str = "") -> dict[str, FileKey]:

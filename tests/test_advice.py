@@ -477,7 +477,7 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
     ("options", "message"),
     [
         ([], "expected a config, a results directory or --model; got none"),
-        (["--model", "qwen"], "--model: expected one of deepseek-moe-16b"),
+        (["--model", "qwen"], "--model: expected a path of a config.json or one of deepseek-moe-16b"),
         (["--model", "olmoe-1b-7b", "--tokens", "64"], "--ep: expected a number beside --model; got none"),
         ([*QWEN, "--ep", "7"], "--ep: expected a divisor of the 128 experts of Qwen3-30B-A3B; got 7"),
         ([*QWEN, "--tokens", "4"], "--tokens: expected at least one for each of the 8 ranks; got 4"),

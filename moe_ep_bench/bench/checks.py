@@ -58,7 +58,8 @@ def check_ranks(experiment: Experiment, world_size: int, ep_size: int) -> None:
         _refuse(misaligned, key, multiple, f"{num_slices}, which are {values} values of {dtype}")
     groups = "" if num_slices == 1 else f" over layer.expert_tensor_parallel: {num_slices}"
     divisor = f"a divisor of the {world_size} ranks{groups}"
-    _refuse(world_size % (ep_size * num_slices), "layer.ep_size", divisor, ep_size)
+    hint = "--nproc starts more; the command emulate lays out any number on one device"
+    _refuse(world_size % (ep_size * num_slices), "layer.ep_size", divisor, f"{ep_size}; {hint}")
     got = f"{ep_size}{'' if experiment.layer.ep_size else ' (all ranks)'}"
     divisor = f"a divisor of the {model.num_experts} experts of {model.name}"
     _refuse(model.num_experts % ep_size, "layer.ep_size", divisor, got)

@@ -232,6 +232,10 @@ def _asked(options: argparse.Namespace, *, decode: bool) -> Question:
             raw["workload"]["num_batches"] = max(_BATCHES_OF_A_DRAW, math.ceil(_BATCHES / draws))
     text = yaml.safe_dump({**raw, **({"sweep": sweep} if sweep else {})}, sort_keys=False)
     experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
+    with naming("--links, --ep" if options.config is None else f"{where}: emulate.links, layer.ep_size"):
+        for one in experiments:
+            ep_size = one.layer.ep_size or default_ep_size(one.model.spec().num_experts)
+            Links.load(one.emulate.links or "").all_gather_us(0, ep_size)
     name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
     out = options.out or Path("results", name)
     if decode and options.context is None:

@@ -200,9 +200,10 @@ class Links(Preset):
 
     def _check_ranks(self, num_ranks: int) -> None:
         if self.inter is None and num_ranks > self.ranks_per_node:
+            wider = [name for name in self.names() if name.startswith(f"{self.name}-")]
             raise UserError(
                 f"links/{self.name}: expected at most {self.ranks_per_node} ranks (inter is null: one node),"
-                f" got {num_ranks}"
+                f" got {num_ranks}{(wider and f'; {wider[0]} crosses nodes') or ''}"
             )
 
 

@@ -10,12 +10,14 @@ A spec states the model as it is. Where the benchmark's layer is simpler, its ``
 
 from __future__ import annotations
 
+import contextlib
+import re
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, saying
 from moe_ep_bench.models.hf_config import read_hf_config
 from moe_ep_bench.presets import Preset, Strict, validated
 
@@ -301,7 +303,15 @@ def load_model(name_or_path: str) -> ModelSpec:
     path = Path(name_or_path)
     if name_or_path not in ModelSpec.names() and (path.suffix == ".json" or path.exists()):
         return load_hf_model(path)
-    return ModelSpec.named(name_or_path)
+    with naming_hub(name_or_path):
+        return ModelSpec.named(name_or_path, "a path of a config.json or ")
+
+
+def naming_hub(name: str) -> contextlib.AbstractContextManager[None]:
+    """Say in a ValueError about ``name`` what to do, where it is an id of a model on a hub."""
+    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    hint = f"; nothing is fetched from a hub: hf download {name} config.json gets the file, whose path serves as model"
+    return saying(hint) if is_id else contextlib.nullcontext()
 
 
 def load_hf_model(path: Path) -> ModelSpec:

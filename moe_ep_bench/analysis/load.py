@@ -88,6 +88,7 @@ class Workload(Described):
     recording: Recording | None = None
     skew: dict[str, Any] | None = None  # that was named: ``workload.skews.Skew``
     targets: dict[str, Any] = Field({})  # of a synthetic workload
+    seed: int | None = None  # of the batches
     padding: dict[str, Any] | None = None  # see ``bench.words.describe_padding``
 
 

@@ -133,9 +133,14 @@ def device_words(run: Run, comparison: Comparison) -> str:
     return words + (f" {run.nccl}" if run.nccl else "") + (f", driver {run.driver}" if run.driver else "")
 
 
+def model_name(described: str | None) -> str | None:
+    """The file of a modelled device, or of links with a factor on their bandwidth; None where there is none."""
+    return None if described is None else re.sub("^modelled by (devices|links)/", "", described.partition(": ")[0])
+
+
 def _links_name(comparison: Comparison) -> str:
     """The file of modelled links, without a factor on their bandwidth; empty where there are none."""
-    return re.split("[:,]", (comparison.links or "").removeprefix("modelled by links/"))[0]
+    return (model_name(comparison.links) or "").partition(",")[0]
 
 
 def scale_words(scale: float) -> str:

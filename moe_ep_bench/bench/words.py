@@ -32,7 +32,7 @@ def title(comparison: Any) -> str:
 
 def describe_workload(experiment: Experiment, workload: Workload, tokens_BR: NDArray[np.int64]) -> dict[str, Any]:
     """The workload's own words and numbers, its padding, and what a named skew was calibrated to."""
-    config, described = experiment.workload, {**workload.describe(), "padding": None}
+    config, described = experiment.workload, {**workload.describe(), "padding": None, "seed": experiment.workload.seed}
     if config.padding_per_rank:
         some = tokens_BR[tokens_BR > 0]
         of = [int(some.min()), int(some.max())]

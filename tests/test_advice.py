@@ -30,6 +30,7 @@ from moe_ep_bench.timing.statistics import estimate_median
 ROOT = Path(__file__).parents[1]
 BOUNDS = Bounds(max_dropped=0.10, min_retained=0.95)
 NO_BOUNDS = Bounds(max_dropped=1.0, min_retained=0.0)
+REST = {"us_per_moe_layer": 6000.0, "num_moe_layers": 3, "context_length": 128, "attention": "modelled as absorbed MLA"}
 QWEN = ["--model", "qwen3-30b-a3b", "--ep", "8", "--tokens", "16384"]
 
 
@@ -149,12 +150,12 @@ def test_the_table_is_best_first_and_one_sentence_follows(tmp_path: Path) -> Non
         "EPLB, 1 spare per rank",
         "token_drop gamma 1",
     ]
-    assert re.search(r"token_drop gamma 1 +1\.500 \[1\.\d+, 1\.\d+\]  out of bounds +25\.0 +80\.0", text)
+    assert re.search(r"token_drop gamma 1 +1\.500 \[1\.\d+, 1\.\d+\] +1\.333  out of bounds +25\.0 +80\.0", text)
     assert text.startswith("Measured, Tiny-MoE, NVIDIA Fake 80GB x 2 ranks, nccl; Zipf 0.8")
     assert "perfect balance: 2.000 at Tiny-MoE" in text
     assert text.splitlines()[-1] == (
         "Pick: at Tiny-MoE, EP 2, 4,096 tokens use token_drop gamma 1.5: 1.300 x native, at most 8.0 % dropped, at "
-        "least 96.0 % of the score mass kept."
+        "least 96.0 % of the score mass kept; 1.538 in place of 2.000 ms a layer."
     )
 
 
@@ -162,7 +163,7 @@ def test_replicas_are_counted_in_gib_of_a_rank(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path, [comparison_of(eplb(1.1))]))
     run = dataclasses.replace(run, cases=[dataclasses.replace(case, extra_bytes_per_rank=3e9) for case in run.cases])
     assert candidates(run, BOUNDS)["more_gib"].tolist() == [pytest.approx(3e9 / 1024**3)]
-    assert advice_of(run, BOUNDS).endswith("nothing dropped, 2.79 GiB more on each rank.")
+    assert "nothing dropped, 2.79 GiB more on each rank; 1.8" in advice_of(run, BOUNDS).splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_where_traffic_decides_the_table_shows_it_and_the_pick_names_each(tmp_pa
         *(("4", "1.500"), ("5", "1.600")),
     ], "between 2 and 4 it begins to pay"
     assert max(map(len, text.partition("\n\n")[2].partition("\n\n")[0].splitlines())) <= 120
-    pick = text.splitlines()[-1]
+    pick = next(line for line in text.splitlines() if line.startswith("Pick"))
     assert pick.startswith("Pick: at peak load 1 and peak load 2 keep native: ")
     assert "; at peak load 4 and peak load 5 use token_drop gamma 1.5: 1.500 to 1.600 x native" in pick
 
@@ -210,7 +211,11 @@ def of_draws(peak_load: float = 4.0, **draws: FakeCase) -> list[FakeComparison]:
             noise=0.02,
             num_batches=4,
             num_iterations=6,
-            facts={"point": {"workload.seed": number}, "workload": {**workload, "description": f"seed {number}"}},
+            facts={
+                "point": {"workload.seed": number},
+                "workload": {**workload, "description": f"seed {number}"},
+                "rest": REST,
+            },
         )
         for number, (name, cases) in enumerate(draws.items())
     ]
@@ -250,7 +255,7 @@ def test_draws_of_one_traffic_are_launches_of_one_comparison(tmp_path: Path) -> 
     assert (float(least), float(most)) == pytest.approx((1.1, 1.5), abs=0.02)
     assert "the traffic is drawn 3 times" in text
     assert "one draw:" not in text
-    assert picks(run, BOUNDS, {"draw0": 1000.0})["layer_speedup"].tolist() == [1.0], "the low end is below native"
+    assert picks(run, BOUNDS)["layer_speedup"].tolist() == [1.0], "the low end is below native"
 
 
 def test_a_pick_over_draws_names_the_least_and_the_greatest(tmp_path: Path) -> None:
@@ -605,14 +610,52 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys: pytest
 def test_a_pick_comes_to_what_amdahl_s_law_says(tmp_path: Path) -> None:
     """A pass of which MoE layers take 2 ms of 8; where native stays there is nothing to gain."""
     comparisons = [
-        comparison_of(drop(1.5, speedup, 0.05, 0.97), eplb(0.9), comparison_id=name, facts={"title": name})
+        comparison_of(
+            drop(1.5, speedup, 0.05, 0.97), eplb(0.9), comparison_id=name, facts={"title": name, "rest": REST}
+        )
         for name, speedup in (("faster", 2.0), ("slower", 0.8))
     ]
-    rows = picks(load_times(write_run(tmp_path, comparisons)), BOUNDS, {"faster": 6000.0, "slower": 6000.0})
+    rows = picks(load_times(write_run(tmp_path, comparisons)), BOUNDS)
     assert rows["label"].tolist() == ["token_drop gamma 1.5", "native"]
     assert rows["moe_share"].tolist() == pytest.approx([0.25] * 2, rel=1e-6)
     assert rows["layer_speedup"].tolist() == pytest.approx([2.0, 1.0], rel=1e-6)
     assert rows["end_to_end"].tolist() == pytest.approx([8 / 7, 1.0], rel=1e-6)
+    # 3 MoE layers of 2 and 1 ms, each beside 6 ms; 4,096 tokens on 2 ranks.
+    assert rows["native_ms"].tolist() == pytest.approx([24.0, 24.0], rel=1e-6)
+    assert rows["pass_ms"].tolist() == pytest.approx([21.0, 24.0], rel=1e-6)
+    assert rows["tokens_per_s"].tolist() == pytest.approx([2048 / 0.021, 2048 / 0.024], rel=1e-6)
+
+
+def test_milliseconds_and_tokens_per_second_stand_beside_every_ratio(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, [comparison_of(*USUAL, facts={"rest": REST})])
+    text = advice_of(load_times(directory), BOUNDS)
+    header = next(line for line in text.splitlines() if line.startswith("policy"))
+    row = next(line for line in text.splitlines() if line.startswith("token_drop gamma 1.5"))
+    assert re.split(r"  +", header)[:5] == ["policy", "speedup", "layer ms", "step ms", "tokens/s/GPU"]
+    # 2 ms / 1.3, three of them beside 6 ms each.
+    assert re.split(r"  +", row)[2:5] == ["1.538", "22.62", "90,558"]
+    said = " ".join(text.split())
+    assert "native: 2.000 ms a layer, 85,333 tokens/s per GPU at " in said
+    assert "beside 6,000 us for the rest of the model (modelled: attention after 128 tokens as absorbed MLA" in said
+    assert "; 1.538 in place of 2.000 ms a layer, 90,558 of 85,333 tokens/s per GPU." in said
+    assert "step ms  tokens/s/GPU" in run_text(load_run(directory))
+
+
+def test_where_the_peak_load_decides_the_answer_ends_with_how_to_get_it(tmp_path: Path) -> None:
+    def asked_at(*speedups: float, key: str = "workload.peak_load") -> str:
+        comparisons = [
+            comparison_of(drop(1.5, speed, 0.05, 0.97), comparison_id=f"c{place}", facts={"point": {key: 1.0 + place}})
+            for place, speed in enumerate(speedups)
+        ]
+        return advice_of(load_times(write_run(tmp_path / f"{key}-{speedups}", comparisons, "emulated")), BOUNDS)
+
+    told = asked_at(1.0, 1.3)
+    assert "The peak load decides" in told
+    assert told.endswith("--trace mine.safetensors.")
+    commands = [line.strip().partition(":")[0] for line in told.splitlines() if "curl" in line]
+    assert commands == ["vLLM", "SGLang"]
+    assert "curl" not in asked_at(1.3, 1.3), "at any peak load the pick is the same"
+    assert "curl" not in asked_at(1.0, 1.3, key="layer.ep_size")
 
 
 def test_prefill_and_decode_are_answered_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

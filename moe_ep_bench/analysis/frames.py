@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from moe_ep_bench.analysis.activated import activated_by_case
-from moe_ep_bench.analysis.load import Case, Run
+from moe_ep_bench.analysis.load import Case, Comparison, Run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.timing import Rates, layer_time_us
 from moe_ep_bench.analysis.whole import PASS_PARTS, WholeComparison, WholeResult, analyse_whole
@@ -52,7 +52,7 @@ def speedups(run: Run) -> pd.DataFrame:
         ]
     else:
         rows = [
-            common | _of_layer(result) | _steadiness(result)
+            common | _of_layer(one.comparison, result) | _steadiness(result)
             for one in analyse(run)
             for common, result in zip(_common(run, one), one.results, strict=True)
         ]
@@ -106,9 +106,13 @@ def _of_case(
     }
 
 
-def _of_layer(result: CaseResult) -> dict[str, Any]:
+def _of_layer(facts: Comparison, result: CaseResult) -> dict[str, Any]:
     groups_ms = {} if result.breakdown is None else result.breakdown.group_ms
+    known = facts.rest is not None and result.layer is not None
+    pass_ms = facts.rest.pass_ms(result.layer.median_ms) if known else None
     return {
+        "pass_ms": pass_ms,
+        "tokens_per_s_per_rank": pass_ms and facts.num_tokens / facts.world_size / pass_ms * 1e3,
         **_values("breakdown_", result.breakdown, _BREAKDOWN),
         **{f"{name}_ms": time_ms for name, time_ms in groups_ms.items()},
         **_values("", result.rates, (field.name for field in fields(Rates))),

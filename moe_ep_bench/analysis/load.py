@@ -117,6 +117,19 @@ class Whole(Described):  # ``bench.subjects``
     shared_by_chance: list[float] = Field([])
 
 
+class Rest(Described):
+    """What a modelled layer comes to in a pass of its whole model (``bench.rest``)."""
+
+    us_per_moe_layer: NonNegativeFloat  # of all that no MoE layer takes
+    num_moe_layers: Count
+    context_length: NonNegativeInt  # 0 = prefill
+    attention: str
+
+    def pass_ms(self, layer_ms: float) -> float:
+        """As if every MoE layer took what this one does."""
+        return self.num_moe_layers * (layer_ms + self.us_per_moe_layer / 1e3)
+
+
 class Comparison(Described):
     """Conditions that all its cases share; cases of one comparison may be paired."""
 
@@ -151,6 +164,7 @@ class Comparison(Described):
     placement: str = "contiguous"  # of experts on ranks, where they are emulated
     transport: Transport = "pairs"  # what crossed these links
     dispatch_dtype: DispatchType | None = None  # of dispatched rows; None = ``dtype``
+    rest: Rest | None = None  # of a pass, where a layer alone was modelled; None = not stated
     fit: Fit | None = None  # what a rank of a deployment holds; None where it was not estimated
     point: dict[str, Any] = Field({})  # of the config's sweep: dotted keys with their values
     workload: Workload

@@ -133,6 +133,19 @@ def device_words(run: Run, comparison: Comparison) -> str:
     return words + (f" {run.nccl}" if run.nccl else "") + (f", driver {run.driver}" if run.driver else "")
 
 
+def rest_words(facts: Comparison) -> str:
+    """What passes, steps and tokens per second of a modelled layer are made of."""
+    rest = facts.rest
+    assert rest is not None
+    what, cached = ("step", f" after {rest.context_length:,} tokens") if rest.context_length else ("pass", "")
+    attention = rest.attention.removeprefix("modelled").strip() or "as a roofline"
+    return (
+        f"{what} ms, tokens/s/GPU: as if each of {rest.num_moe_layers} MoE layers took what this one does, beside "
+        f"{rest.us_per_moe_layer:,.0f} us for the rest of the model (modelled: attention{cached} {attention}, dense "
+        "layers, norms, output)"
+    )
+
+
 def model_name(described: str | None) -> str | None:
     """The file of a modelled device, or of links with a factor on their bandwidth; None where there is none."""
     return None if described is None else re.sub("^modelled by (devices|links)/", "", described.partition(": ")[0])
@@ -209,6 +222,7 @@ FRONTIER = (
 )
 
 _NOTES = {
+    "rest": "{}",
     "workload": "{}",
     "parts": "{}",
     "is_modelled": MODEL_CAVEAT,
@@ -277,6 +291,7 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
     )
     parts = f"experts: {part_words(facts.experts)}; permutation: {part_words(facts.permute)}"
     known: dict[str, Any] = {
+        "rest": facts.rest and rest_words(facts),
         "workload": workload_words(facts),
         "parts": parts,
         "is_modelled": facts.device is not None,

@@ -93,8 +93,11 @@ def traffic(experiment: Experiment, workload: Workload) -> str:
 
 def modelled_attention(model: ModelSpec, context_length: int) -> str:
     """What is modelled of attention, in a few words."""
-    is_absorbed = context_length and isinstance(model.attention, LatentAttention)
-    return "modelled as absorbed MLA, which engines serve" if is_absorbed else "modelled"
+    if not context_length:
+        return "modelled"
+    if isinstance(model.attention, LatentAttention):
+        return "modelled as absorbed MLA, which engines serve"
+    return "modelled on Megatron-Core's static cache, whose keys get their positions anew in every step"
 
 
 def phase(experiment: Experiment, workload: Workload) -> str:

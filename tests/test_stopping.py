@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import subprocess
 import sys
@@ -49,6 +50,34 @@ except signals.Stopped as stopped:
     time.sleep(3.0)  # Whoever has left in time is not ended any more.
     sys.exit(100)
 """
+
+
+TWICE = """
+import hashlib, os, signal, sys, threading, time
+from moe_ep_bench.runtime import signals
+
+def send():
+    for _ in range(2):
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+try:
+    with signals.stoppable():
+        threading.Thread(target=send, daemon=True).start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", int(sys.argv[1]))  # native code: handlers run after it
+except signals.Stopped as stopped:
+    sys.exit(100)
+"""
+
+
+def test_a_second_signal_leaves_no_traceback() -> None:
+    """As ``timeout`` ends a job: once by its process id, once with its group."""
+    began = time.monotonic()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000)
+    rounds = round(1.5 * 200_000 / (time.monotonic() - began))
+    asked = [sys.executable, "-c", TWICE, str(rounds)]
+    ended = subprocess.run(asked, capture_output=True, text=True, env=environment(), timeout=600, check=False)
+    assert (ended.returncode, ended.stderr) == (100, "")
 
 
 def test_a_signal_after_the_end_is_not_for_the_run_any_more() -> None:

@@ -91,10 +91,11 @@ def stoppable() -> Iterator[None]:
         return Stopped(number)
 
     def watch() -> None:
+        # Open to the end: a second signal (`timeout` sends one to the process, one to its group) finds no broken pipe.
         with open(reads, "rb", buffering=0) as came:
             number = next((data[0] for data in iter(lambda: came.read(1), b"") if data[0] in earlier), None)
-        if number is None or (raised.wait(_STUCK_S) and left.wait(_LEAVE_S)):
-            return
+            if number is None or (raised.wait(_STUCK_S) and left.wait(_LEAVE_S)):
+                return
         try:
             for explain in _explain:
                 explain(stopped_reason(number))
@@ -111,8 +112,8 @@ def stoppable() -> Iterator[None]:
     finally:
         if not raised.is_set():
             set_handlers(earlier)
-        left.set()
         signal.set_wakeup_fd(earlier_fd)
+        left.set()
         os.close(writes)
 
 

@@ -29,8 +29,16 @@ from numpy.typing import NDArray
 from moe_ep_bench.bench import checks, words
 from moe_ep_bench.bench.subjects import SUBJECTS, LayerSubject, ep_size_on
 from moe_ep_bench.config import MEASURED, ConfigError, Experiment, ReplicationConfig, SyntheticConfig, load_experiments
-from moe_ep_bench.cost_model.devices import VALUE_BYTES, Device, device_of_gpu, modelled_experts, takes_decode
+from moe_ep_bench.cost_model.devices import (
+    PRECISIONS,
+    VALUE_BYTES,
+    Device,
+    device_of_gpu,
+    modelled_experts,
+    takes_decode,
+)
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.cost_model.table_devices import load_device, load_links
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import compiled
@@ -184,6 +192,14 @@ class Comparison:
         assert world_size is not None
         ep_size = ep_size_on(experiment, world_size)
         checks.check_ranks(experiment, world_size, ep_size)
+        if device is None:
+            checks.check_dtype(experiment)
+        if links is not None:
+            with naming("emulate.links"):
+                links = links.for_layer(experiment.model.spec(), ep_size, experiment.layer.dtype)
+        if device is not None:
+            with naming("emulate.device"):
+                device = device.for_layer(experiment.model.spec(), ep_size, experiment.layer.dtype)
         if backend != ROUTING:
             checks.check_baseline(experiment, ep_size)
             checks.check_pieces(experiment)
@@ -477,7 +493,7 @@ class Comparison:
         if case.replication is None:
             return None
         replicas = self.replicate(case.replication, np.ones(self.model.num_experts))
-        return replicas.extra_bytes_per_rank(self.model, VALUE_BYTES[self.experiment.layer.dtype])
+        return replicas.extra_bytes_per_rank(self.model, PRECISIONS[self.experiment.layer.dtype].weight_bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -598,9 +614,9 @@ def _load_models(experiment: Experiment) -> tuple[Links, Device | None]:
     config = experiment.emulate
     assert config.links is not None
     with naming("emulate.links"):
-        links = Links.load(config.links).scaled(config.bandwidth_scale)
+        links = load_links(config.links).scaled(config.bandwidth_scale)
     with naming("emulate.device", f"; {MEASURED} is the device that is here"):
-        return links, None if config.device == MEASURED else Device.load(config.device)
+        return links, None if config.device == MEASURED else load_device(config.device)
 
 
 def _parts(experiment: Experiment, backend: str, world_size: int, on_cpu: bool, modelled: Device | None) -> Parts:

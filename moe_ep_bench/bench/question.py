@@ -16,8 +16,7 @@ from typing import Any
 import yaml
 
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig, experiments_of, read_config
-from moe_ep_bench.cost_model.devices import Device
-from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.cost_model.table_devices import default_links, dtype_of, load_device, load_links
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
@@ -29,9 +28,6 @@ from moe_ep_bench.workload.skews import PATTERNS
 MAX_DROPPED, MAX_LOST_MASS = 0.10, 0.05
 PEAK_LOADS = (1.2, 2.0, 4.0)
 DEVICE = "h100-sxm"
-# Inside a node of 8 ranks, and beyond it.
-_LINKS = {"a100-sxm-80gb": ("a100-nvlink3", "a100-nvlink3-hdr"), "h20": ("h20-nvlink4", "h20-nvlink4-ndr")}
-_H100_LINKS = ("h100-nvlink4", "h100-nvlink4-ndr")
 _NODE = 8
 # With fewer batches there are no intervals (``timing.statistics.MIN_BATCHES``).
 _BATCHES = 10
@@ -267,7 +263,7 @@ def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any]
         else:
             sweep["workload.peak_load"] = peak_loads(model, tokens)
     raw = {"name": "advise", "model": model_keys, "workload": workload}
-    return {**raw, "layer": {"dtype": "bfloat16", "ep_size": ep}}, sweep, assumed
+    return {**raw, "layer": {"dtype": dtype_of(options.device), "ep_size": ep}}, sweep, assumed
 
 
 def peak_loads(model: ModelSpec, num_tokens: int) -> list[float | None]:
@@ -327,10 +323,10 @@ def _with_links(
 ) -> dict[str, Any]:
     """The config's section ``emulate`` with a device and links, those of an H100 by default."""
     found = dict(raw.get("emulate") or {})
-    for key, given, kind in (("device", options.device, Device), ("links", options.links, Links)):
+    for key, given, load in (("device", options.device, load_device), ("links", options.links, load_links)):
         if given is not None:
             with naming(f"--{key}"):
-                kind.load(given)
+                load(given)
             found[key] = str(Path(given).absolute()) if given.endswith(".yaml") else given
             sweep.pop(f"emulate.{key}", None)
     devices = [device for device in sweep.pop("emulate.device", []) if device != MEASURED]
@@ -342,7 +338,7 @@ def _with_links(
     if found.get("links") is None and "emulate.links" not in sweep:
         sizes = [*sweep.get("layer.ep_size", []), (raw.get("layer") or {}).get("ep_size")]
         beyond_node = max(size or _NODE for size in sizes) > _NODE
-        found["links"] = _LINKS.get(found.get("device", DEVICE), _H100_LINKS)[beyond_node]
+        found["links"] = default_links(found.get("device", DEVICE), beyond_node=beyond_node)
         assumed.append(f"links {found['links']}")
     return found
 

@@ -38,6 +38,7 @@ from moe_ep_bench.bench.traffic import (
     Traffic,
     traffic_of,
 )
+from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.cost_model.timeline import compose, median_legs
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.layer.host import device_scope, free_memory
@@ -150,7 +151,10 @@ class Emulation:
         rounds = 1 + settings.warmup + settings.iterations
         self.num_chunks = self._chunks()
         timer = MeasuredRanks(comparison, self.device, self.num_chunks)
-        with watched_machine(self.device, DTYPES[comparison.experiment.layer.dtype]) as here, collections_between():
+        with (
+            watched_machine(self.device, DTYPES.get(comparison.experiment.layer.dtype, torch.bfloat16)) as here,
+            collections_between(),
+        ):
             for batch in range(self.num_batches):
                 self._time_batch(batch, timer, rounds, settings.iterations)
         here["allocating_iterations"] = dict(timer.allocations.iterations)
@@ -283,7 +287,7 @@ class Emulation:
         """What each meeting takes on the modelled links, [R] microseconds."""
         links, num_ranks, found = self.comparison.links, self.num_ranks, {}
         assert links is not None
-        row_bytes = self.comparison.model.hidden_size * DTYPES[self.comparison.experiment.layer.dtype].itemsize
+        hidden, precision = self.comparison.model.hidden_size, PRECISIONS[self.comparison.experiment.layer.dtype]
         for layer, one in traffic.layers.items():
             # Chunks are this device's need; ranks of their own send all at once.
             pairs_RR = one.rank_pairs.astype(np.float64)
@@ -293,8 +297,9 @@ class Emulation:
                 phase_key(layer, "wait_policy"): np.full(num_ranks, links.all_reduce_us(stats_bytes, num_ranks)),
                 phase_key(layer, "wait_metadata"): np.full(num_ranks, gathered_us),
                 # Rows and their weights travel one after the other.
-                phase_key(layer, "wait_dispatch"): links.all_to_all_us(pairs_RR * row_bytes)
-                + links.all_to_all_us(pairs_RR * _WEIGHT_BYTES),
-                phase_key(layer, "wait_combine"): links.all_to_all_us(pairs_RR.T * row_bytes),
+                phase_key(layer, "wait_dispatch"): links.dispatch_us(
+                    pairs_RR, hidden * precision.sent_bytes, _WEIGHT_BYTES
+                ),
+                phase_key(layer, "wait_combine"): links.combine_us(pairs_RR, hidden * precision.hidden_bytes),
             }
         return found

@@ -48,14 +48,14 @@ def presets_of(hidden_size: int, ffn_hidden_size: int, num_experts: int, top_k: 
 def _overview() -> str:
     rows = []
     for one in systems():
-        tables = [tables for kind in ("moe", "comm") for tables in all_tables(kind, one)]
+        tables = [*all_tables("moe", one), *all_tables("comm", one)]
         devices = [tables for tables in tables if tables.path("moe", MOE).is_file()]
         links = [tables for tables in tables if _names_of_links(tables)]
         rows.append(
             {
                 "system": one,
-                "devices": ", ".join(dict.fromkeys(f"{tables.framework}/{tables.version}" for tables in devices)),
-                "links": ", ".join(dict.fromkeys(f"{tables.framework}/{tables.version}" for tables in links)),
+                "devices": ", ".join(sorted({f"{tables.framework}/{tables.version}" for tables in devices})),
+                "links": ", ".join(sorted({f"{tables.framework}/{tables.version}" for tables in links})),
             }
         )
     title = (

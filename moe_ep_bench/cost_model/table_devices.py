@@ -47,6 +47,7 @@ from moe_ep_bench.cost_model.tables import (
     balanced_loads,
     choose,
     is_table,
+    of_shape,
     read_moe,
     system_words,
 )
@@ -222,8 +223,10 @@ def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int, roofline_us: 
     Raises:
         UserError: nothing near enough was measured; the line lists shapes.
     """
+    if not len(rows):
+        raise UserError("expected rows of balanced loads, got none; take another framework or version (tables SYSTEM)")
     wanted = (model.hidden_size, model.ffn_hidden_size, model.num_experts, model.top_k)
-    own = rows[(rows[SHAPE] == wanted).all(axis=1)]
+    own = of_shape(rows, wanted)
     if len(own):
         tables = tables_of_shape(own)
         if ep_size in tables:
@@ -247,7 +250,7 @@ def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int, roofline_us: 
             f" of {_MOST_SCALED:g}; measured: {'; '.join(shape_words(rows))}"
         )
     source = points.loc[nearest]
-    same = rows[(rows[SHAPE] == [source[name] for name in SHAPE]).all(axis=1)]
+    same = of_shape(rows, [source[name] for name in SHAPE])
     table = tables_of_shape(same)[int(source["ep_size"])]
     return _scaled(table, wanted, ep_size, roofline_us)
 

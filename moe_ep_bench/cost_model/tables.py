@@ -211,6 +211,11 @@ def read_moe(tables: Tables, *, dtype: str | None = None, distribution: str | No
     return rows.drop(columns="latency").groupby(keys, as_index=False)["us"].min()
 
 
+def of_shape(rows: pd.DataFrame, shape: Sequence[int]) -> pd.DataFrame:
+    """Rows whose ``SHAPE`` is this."""
+    return rows[(rows[SHAPE] == np.asarray(shape)).all(axis=1)]
+
+
 # ---- how their loads were made ---------------------------------------------------------------------------------------
 
 
@@ -234,7 +239,7 @@ def balanced_loads(num_tokens: int, num_experts: int, top_k: int, num_local: int
 def power_law_loads(
     num_tokens: int, num_experts: int, top_k: int, ep_size: int, exponent: float, generator: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Pairs of each expert on the fullest rank, for one draw of ``power_law_<exponent>`` scores, int64 [E / ep_size].
+    """Pairs of each expert, by rank, for one draw of ``power_law_<exponent>`` scores: int64 [R, L], the fullest first.
 
     Weights are drawn between 1 and 0.8 of the tokens (0.01 and 2 where there are no more pairs than experts), loads are
     rounded shares of all pairs, no expert has more than all tokens, and what rounding leaves goes in turn to the least
@@ -251,7 +256,9 @@ def power_law_loads(
     quota_R = np.full(ep_size, abs(missing) // ep_size) + (np.arange(ep_size) < abs(missing) % ep_size)
     for row, quota in zip(loads_RL, quota_R, strict=True):
         _level(row, int(quota), num_tokens, up=missing > 0)
-    return loads_RL[loads_RL.sum(axis=1).argmax()]
+    fullest = int(loads_RL.sum(axis=1).argmax())
+    loads_RL[[0, fullest]] = loads_RL[[fullest, 0]]
+    return loads_RL
 
 
 def _level(loads_L: NDArray[np.int64], quota: int, most: int, *, up: bool) -> None:

@@ -18,7 +18,7 @@ from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import Comparison, Run
 from moe_ep_bench.analysis.render import Table, interval, number, percentage, render, terminal_width, text
 from moe_ep_bench.analysis.whole import PASS_PARTS
-from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERSUBSCRIBED, device_words, mode_words, scale_words
+from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERSUBSCRIBED, device_words, mode_words, origin, scale_words
 from moe_ep_bench.bench.question import Bounds
 
 # A model has no noise, but errors larger than this: a modelled pick gains it at least.
@@ -326,6 +326,6 @@ def _pick(run: Run, rows: pd.DataFrame) -> str:
             memory = own["more_gib"].max()
             words += f", {memory:.3g} GiB more on each rank" if memory > 0 else ""
         parts.append(f"at {where} {words}")
-    is_modelled = any(facts.device is not None for facts in run.comparisons.values())
-    how = " (modelled)" if is_modelled else " (emulated)" if run.mode == "emulated" else ""
+    origins = {origin(run, facts) for facts in run.comparisons.values()} - {"measured"}
+    how = f" ({', '.join(sorted(origins))})" if origins else ""
     return f"Pick{how}: {'; '.join(parts)}."

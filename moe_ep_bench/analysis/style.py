@@ -54,7 +54,7 @@ NATIVE_LINE = {"color": INK, "linewidth": 1.2, "zorder": 1}
 GAMMA = "\N{GREEK SMALL LETTER GAMMA}"
 _DASHES, _DOTS = (0, (3, 2)), (0, (1, 1))
 # Lines, frames and tags of what was not run here.
-_LINES = {"modelled": _DASHES, PARTLY_ELSEWHERE: _DOTS}
+_LINE_OF = {"modelled": _DASHES, PARTLY_ELSEWHERE: _DOTS}
 
 FONT = "DejaVu Sans"  # comes with matplotlib: the same on every machine
 FONT_SIZES = {
@@ -138,15 +138,15 @@ def mark_look(how: str, colour: str) -> dict[str, Any]:
     """How marks and the line through them are drawn where a panel holds several origins."""
     if how == "measured":
         return {"markerfacecolor": colour, "markeredgecolor": "white", "markeredgewidth": 0.6, "linestyle": "-"}
-    line = _LINES.get(how, "-")
+    line = _LINE_OF.get(how, "-")
     return {"markerfacecolor": "white", "markeredgecolor": colour, "markeredgewidth": 1.3, "linestyle": line}
 
 
 def frame(axes: Axes, how: str | None) -> None:
     """Frame a panel as its origin asks for: open if measured, closed if emulated, dashed or dotted if not run here."""
-    if how in ("emulated", *_LINES):
+    if how in ("emulated", *_LINE_OF):
         for spine in axes.spines.values():
-            spine.set(visible=True, linestyle=_LINES.get(how, "-"), edgecolor=MUTED)
+            spine.set(visible=True, linestyle=_LINE_OF.get(how, "-"), edgecolor=MUTED)
 
 
 def _tag_look(word: str) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _tag_look(word: str) -> dict[str, Any]:
         "boxstyle": f"{'round' if is_how else 'square'},pad=0.28",
         "facecolor": face,
         "edgecolor": INK if is_how else MUTED,
-        "linestyle": {**_LINES, "routed": (0, (1, 1.5))}.get(word, "-"),
+        "linestyle": {**_LINE_OF, "routed": (0, (1, 1.5))}.get(word, "-"),
     }
     return {"color": ink, "bbox": box}
 

@@ -321,7 +321,7 @@ class TableDevice(Device):
         def roofline_us(hidden: int, ffn: int, rows_L: ArrayLike) -> float:
             return Device.experts_us(self, hidden, ffn, rows_L, precision.hidden_bytes, dtype=dtype)
 
-        rows = read_moe(Tables.named(self.table_name, "moe"), dtype=dtype)
+        rows = read_moe(Tables.named(self.table_name, "moe"), dtype=dtype, tp_size=model.tensor_parallel)
         with naming(f"{self.table_name}, {dtype}"):
             table = find_table(rows, model, ep_size, roofline_us)
         weights = 3 * model.hidden_size * model.ffn_hidden_size * precision.weight_bytes

@@ -197,16 +197,20 @@ SHAPE = ["hidden_size", "inter_size", "num_experts", "topk"]
 _MOE_COLUMNS = [*SHAPE, "moe_dtype", "num_tokens", "moe_ep_size", "distribution", "latency"]
 
 
-def read_moe(tables: Tables, *, dtype: str | None = None, distribution: str | None = BALANCED) -> pd.DataFrame:
-    """Rows of MoE layers whose experts are whole (TP 1): ``SHAPE``, dtype, num_tokens, ep_size, distribution, us.
+def read_moe(
+    tables: Tables, *, dtype: str | None = None, distribution: str | None = BALANCED, tp_size: int = 1
+) -> pd.DataFrame:
+    """Rows of MoE layers: ``SHAPE``, dtype, num_tokens, ep_size, distribution, us.
 
+    Experts are whole, or cut among ``tp_size`` ranks; then the FFN size is a slice's, and no all-reduce is in it.
     Where several kernels were timed on the same point, the fastest stands for it.
     """
-    filters = [("moe_tp_size", "=", 1)]
+    filters = [("moe_tp_size", "=", tp_size)]
     filters += [("moe_dtype", "=", dtype)] if dtype else []
     filters += [("distribution", "=", distribution)] if distribution else []
     rows = tables.read("moe", MOE, _MOE_COLUMNS, filters)
     rows = rows.rename(columns={"moe_dtype": "dtype", "moe_ep_size": "ep_size"}).assign(us=rows["latency"] * 1e3)
+    rows["inter_size"] //= tp_size
     keys = [*SHAPE, "dtype", "ep_size", "distribution", "num_tokens"]
     return rows.drop(columns="latency").groupby(keys, as_index=False)["us"].min()
 

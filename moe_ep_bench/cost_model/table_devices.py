@@ -25,7 +25,7 @@ Shapes: N = measured points, L = experts (or slots) of a rank, R = ranks, E = ex
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -136,8 +136,17 @@ class ExpertTable(Strict):
         grown_us = (_between(local * rows_L, *curve) - _between(local, *curve)) / local
         return max(one_each_us + float(grown_us.sum()), _LEAST_REST * one_each_us)
 
+    @cached_property
+    def _balanced(self) -> dict[int, float]:
+        return {}
+
     def _balanced_us(self, num_tokens: int) -> float:
-        return _balanced_work_us(self, num_tokens)
+        """S of balanced loads, kept by tokens."""
+        if num_tokens not in self._balanced:
+            rows_L = self.loads(num_tokens).astype(np.float64)
+            rows_L = rows_L[rows_L > 0]
+            self._balanced[num_tokens] = self._work_us(rows_L if len(rows_L) else np.ones(1))
+        return self._balanced[num_tokens]
 
     def describe(self) -> str:
         scaled = f", scaled from {self.scaled_from}" if self.scaled_from else ""
@@ -149,13 +158,6 @@ class ExpertTable(Strict):
     def covers(self, num_tokens: int) -> bool:
         """Whether so many tokens lie between rows; beyond them time is extrapolated."""
         return self.tokens[0] <= num_tokens <= self.tokens[-1]
-
-
-@lru_cache(maxsize=4096)
-def _balanced_work_us(table: ExpertTable, num_tokens: int) -> float:
-    rows_L = table.loads(num_tokens).astype(np.float64)
-    rows_L = rows_L[rows_L > 0]
-    return table._work_us(rows_L if len(rows_L) else np.ones(1))
 
 
 def _between(sizes: ArrayLike, sizes_N: NDArray[np.float64], times_N: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -401,9 +401,9 @@ By tokens:
 
 **Where the law fails.**
 
-1. *EP 128 and 256, and 64 in vLLM's bfloat16.* A rank has one to four experts, and a balanced row is mostly launches and
-   work for tokens of all ranks, which imbalance does not change. The straggler nearly vanishes in vLLM's bfloat16 and in
-   SGLang's fp8_block: 4 to 8 times the mean load costs 1 to 9 %, and the law says more.
+1. *EP 128 and 256, and 64 in vLLM's bfloat16.* A rank has one to four experts. A balanced row is mostly launches and
+   work for tokens of all ranks, which imbalance does not change. The straggler nearly vanishes in vLLM's bfloat16 and
+   in SGLang's fp8_block: 4 to 8 times the mean load costs 1 to 9 %, and the law says more.
 2. *TensorRT-LLM's bfloat16 from 1,024 tokens.* Imbalanced rows take longer than any sum over experts says, at EP 64 by
    a third. Probably because the tables' collector tunes its kernels on balanced scores. A server that tunes on its own
    traffic may have a smaller straggler.

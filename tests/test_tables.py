@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import yaml
 
+from moe_ep_bench.analysis.style import phase_look
+from moe_ep_bench.analysis.words import origin, phase_origin
 from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model import tables as reading
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.table_devices import TableDevice, load_device, load_links
 from moe_ep_bench.cost_model.tables import SHAPE, Tables, balanced_loads, power_law_loads, read_moe
-from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.models import ModelSpec, load_model
 
 HAS_PACKAGE = find_spec("aiconfigurator_core") is not None
 needs_package = pytest.mark.skipif(not HAS_PACKAGE, reason="aiconfigurator-core is not installed: the extra `tables`")
@@ -223,6 +226,30 @@ def test_advise_takes_a_table_in_low_precision(tmp_path: Path, capsys: pytest.Ca
     assert "layer.dtype fp8_block" in capsys.readouterr().err
     assert main(["emulate", str(config), "--out", str(out), "--set", "emulate.device=measured"]) == 2
     assert "layer.dtype: expected float32 or bfloat16" in capsys.readouterr().err
+    # Routing is the same whatever the dtype, and nothing is timed.
+    assert main(["route", str(config), "--out", str(tmp_path / "routed")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "links", "expected"),
+    [
+        ("experts measured elsewhere (x): rows", "modelled by links/y", ["measured elsewhere", "modelled", "modelled"]),
+        ("modelled by devices/x", "measured elsewhere (x): y", ["modelled", "measured elsewhere", "modelled"]),
+        # Figures of a roofline may be fitted to tables; what they give is modelled all the same.
+        ("modelled by devices/x: up to 74% (measured elsewhere)", "modelled by links/y", ["modelled"] * 3),
+        (None, "measured elsewhere (x): y", ["measured", "measured elsewhere", "measured"]),
+    ],
+)
+def test_parts_that_were_measured_elsewhere_are_told_from_those_that_are_modelled(
+    device: str | None, links: str, expected: list[str]
+) -> None:
+    facts, run = SimpleNamespace(device=device, links=links), SimpleNamespace(mode="emulated")
+    found = [phase_origin(run, facts, group) for group in ("experts", "comm", "gate")]
+    assert found == expected
+    words = "partly measured elsewhere" if "measured elsewhere" in expected else "modelled"
+    assert origin(run, facts) == (words if device else "emulated")
+    looks = [str(phase_look("experts", how)) for how in ("measured", "measured elsewhere", "modelled")]
+    assert len(set(looks)) == 3
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
@@ -319,6 +346,7 @@ def test_built_in_links_are_the_tables(name: str, table: str) -> None:
 def test_models_as_they_are_served_are_held_exactly() -> None:
     rows = read_moe(Tables.named("table:h100_sxm/sglang/0.5.14", "moe"))
     shapes = set(rows[SHAPE].itertuples(index=False, name=None))
-    for name in ("deepseek-v3", "qwen3-235b-a22b", "gpt-oss-120b", "mixtral-8x7b"):
-        spec = ModelSpec.named(name)
+    kimi = reading.root().parent / "model_configs/moonshotai--Kimi-K2-Instruct_config.json"
+    for name in ("deepseek-v3", "qwen3-235b-a22b", "gpt-oss-120b", "mixtral-8x7b", str(kimi)):
+        spec = load_model(name)
         assert (spec.hidden_size, spec.ffn_hidden_size, spec.num_experts, spec.top_k) in shapes

@@ -192,7 +192,7 @@ class Comparison:
         assert world_size is not None
         ep_size = ep_size_on(experiment, world_size)
         checks.check_ranks(experiment, world_size, ep_size)
-        if device is None:
+        if backend in (RANKS, VIRTUAL):
             checks.check_dtype(experiment)
         if links is not None:
             with naming("emulate.links"):

@@ -26,10 +26,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
@@ -54,6 +53,9 @@ from moe_ep_bench.cost_model.tables import (
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.presets import Strict
+
+if TYPE_CHECKING:  # It imports slowly.
+    import pandas as pd
 
 DTYPE = "bfloat16"
 # Further apart an expert's weights, or a rank's experts, are not scaled.
@@ -125,9 +127,9 @@ class ExpertTable(Strict):
         tokens_N, times_us_N = self._by_tokens
         rest_us_N = np.maximum(times_us_N - self.token_us * tokens_N, _LEAST_REST * times_us_N)
         pairs_N = np.array([self.loads(number).sum() for number in self.tokens])
-        means = pd.Series(rest_us_N).groupby(pairs_N).mean()
-        means = means[means.index > 0]
-        return means.index.to_numpy(dtype=np.float64), means.to_numpy()
+        pairs, of_N = np.unique(pairs_N, return_inverse=True)
+        means = np.bincount(of_N, rest_us_N) / np.bincount(of_N)
+        return pairs[pairs > 0].astype(np.float64), means[pairs > 0]
 
     def _work_us(self, rows_L: NDArray[np.float64]) -> float:
         """S: rows of activated experts."""
@@ -266,9 +268,9 @@ def _scaled(
     """A table for another shape or EP size: the same rows an expert, times the ratio of the roofline's times."""
     hidden, ffn, experts, top_k = wanted
     share = table.top_k / table.num_experts * experts / top_k
-    sizes = pd.Series(table.times_us, index=[max(1, round(number * share)) for number in table.tokens], dtype=float)
     times = {}
-    for number, measured, time_us in zip(sizes.index, table.tokens, sizes, strict=True):
+    for measured, time_us in zip(table.tokens, table.times_us, strict=True):
+        number = max(1, round(measured * share))
         theirs = roofline_us(table.hidden_size, table.ffn_hidden_size, table.loads(measured))
         ours = roofline_us(hidden, ffn, balanced_loads(number, experts, top_k, experts // ep_size))
         if theirs > 0 and ours > 0:
@@ -626,6 +628,8 @@ def _deepep_rows(tables: Tables, backend: str, dtype: str) -> pd.DataFrame:
         return rows[rows["comm_dtype"] == wanted].rename(columns={"latency": "us"})
     shape = ["node_num", "hidden_size", "num_topk", "num_experts", "num_token"]
     names = {"num_topk": "topk", "num_token": "num_tokens"}
+    import pandas as pd
+
     parts = []
     for phase in ("dispatch", "combine"):
         times = [f"{phase}_avg_t_us"] if backend == "deepep_ll" else [f"{phase}_transmit_us", f"{phase}_notify_us"]

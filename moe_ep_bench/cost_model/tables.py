@@ -30,14 +30,16 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 import yaml
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError, brief, did_you_mean
+
+if TYPE_CHECKING:  # It imports slowly, and names of tables are checked ahead of all that does.
+    import pandas as pd
 
 PACKAGE, EXTRA, PREFIX = "aiconfigurator-core", "moe-ep-bench[tables]", "table:"
 MEASURED_ELSEWHERE = "measured elsewhere"

@@ -153,7 +153,8 @@ def test_a_shape_that_was_not_measured_is_scaled_and_says_so_or_refused() -> Non
 
 @pytest.mark.usefixtures("made_up")
 def test_a_table_says_that_it_was_measured_elsewhere_and_the_rest_is_modelled() -> None:
-    words = bound().describe()
+    words = bound().describe(num_tokens=16_384)
+    assert "16,384 tokens, extrapolated to 50,000; the rest" in bound().describe(num_tokens=50_000)
     assert words.startswith(
         "experts measured elsewhere (aiconfigurator-core 0.0, vLLM 1.0 on H100 SXM, bfloat16): 1024 x 512, 16 experts,"
         " top-2, EP 8: 10 rows of 1 to 16,384 tokens; the rest modelled by devices/h100-sxm: roofline"

@@ -405,7 +405,8 @@ class Comparison:
     def describe_device(self) -> str:
         """What stands for each rank, where that is modelled."""
         assert self.device is not None
-        return self.device.describe(self.parts.experts, whole=self.subject.name == "model")
+        whole, num_tokens = self.subject.name == "model", self.subject.num_tokens
+        return self.device.describe(self.parts.experts, whole=whole, num_tokens=num_tokens)
 
     # ---- how much ----------------------------------------------------------------------------------------------------
 

@@ -305,8 +305,11 @@ class Device(Preset):
             )
         return max(flops / (self.bf16_tflops * self.attention_efficiency * 1e6), num_bytes / (self.reached_tbps * 1e6))
 
-    def describe(self, experts: str = "grouped", *, whole: bool = False) -> str:
-        """Which model made a number, with these experts, of a layer or of a ``whole`` model: to stand beside it."""
+    def describe(self, experts: str = "grouped", *, whole: bool = False, num_tokens: int | None = None) -> str:
+        """Which model made a number, with these experts, of a layer or of a ``whole`` model: to stand beside it.
+
+        ``num_tokens`` of all ranks tell of a table whether it holds so many.
+        """
         most = max(share for _, share in self.arithmetic_efficiency)
         fit = self.fit_of(experts)
         passes = f"{self.overhead_us:g} us a pass ({self.overhead_basis})" if fit is None else fit.describe()

@@ -157,10 +157,6 @@ class ExpertTable(Strict):
             f" EP {self.ep_size}: {len(self.tokens)} rows of {self.tokens[0]:,} to {self.tokens[-1]:,} tokens{scaled}"
         )
 
-    def covers(self, num_tokens: int) -> bool:
-        """Whether so many tokens lie between rows; beyond them time is extrapolated."""
-        return self.tokens[0] <= num_tokens <= self.tokens[-1]
-
 
 def _between(sizes: ArrayLike, sizes_N: NDArray[np.float64], times_N: NDArray[np.float64]) -> NDArray[np.float64]:
     """Times between measured points, linear over the logarithms of both; beyond the last as between the last two."""
@@ -350,8 +346,11 @@ class TableDevice(Device):
     def measured_experts(self) -> str:
         return self.table_name
 
-    def describe(self, experts: str = "grouped", *, whole: bool = False) -> str:
-        rows = "" if self.table is None else f" {self.table.describe()};"
+    def describe(self, experts: str = "grouped", *, whole: bool = False, num_tokens: int | None = None) -> str:
+        rows = ""
+        if self.table is not None:
+            beyond = num_tokens is not None and num_tokens > self.table.tokens[-1]
+            rows = f" {self.table.describe()}{f', extrapolated to {num_tokens:,}' if beyond else ''};"
         dtype = f", {self.dtype}" if self.dtype else ""
         rest = super().describe("none", whole=whole).removeprefix("modelled by ")
         return f"experts {MEASURED_ELSEWHERE} ({self.words}{dtype}):{rows} the rest modelled by {rest}"

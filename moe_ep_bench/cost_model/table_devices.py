@@ -67,7 +67,11 @@ _DEVICES = {"a100_sxm": "a100-sxm-80gb"}
 _LINKS = {
     "a100_sxm": ("a100-nvlink3", "a100-nvlink3-hdr"),
     "b200_sxm": ("b200-nvlink5", "b200-nvlink5"),
+    "b300_sxm": ("b200-nvlink5", "b200-nvlink5"),
     "gb200": ("gb200-nvl72", "gb200-nvl72"),
+    "gb300": ("gb200-nvl72", "gb200-nvl72"),
+    "l40s": ("pcie4", "pcie4-hdr"),
+    "rtx_pro_6000_server": ("pcie5", "pcie5-ndr"),
     "h20": ("h20-nvlink4", "h20-nvlink4-ndr"),
 }
 _OTHER_LINKS = ("h100-nvlink4", "h100-nvlink4-ndr")

@@ -34,6 +34,7 @@ from moe_ep_bench.analysis.words import (
     device_words,
     mode_words,
     modelled_line,
+    origin,
     rest_words,
     scale_words,
 )
@@ -412,6 +413,6 @@ def _pick(run: Run, rows: pd.DataFrame) -> str:
             words += f", {memory:.3g} GiB more on each rank" if memory > 0 else ""
             words += units
         parts.append(f"at {where} {words}")
-    is_modelled = any(facts.device is not None for facts in run.comparisons.values())
-    how = " (modelled)" if is_modelled else " (emulated)" if run.mode == "emulated" else ""
+    origins = {origin(run, facts) for facts in run.comparisons.values()} - {"measured"}
+    how = f" ({', '.join(sorted(origins))})" if origins else ""
     return f"Pick{how}: {'; '.join(parts)}."

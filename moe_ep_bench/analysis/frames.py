@@ -19,7 +19,7 @@ from moe_ep_bench.analysis.load import Case, Comparison, Run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.timing import Rates, layer_time_us
 from moe_ep_bench.analysis.whole import PASS_PARTS, WholeComparison, WholeResult, analyse_whole
-from moe_ep_bench.analysis.words import model_name
+from moe_ep_bench.analysis.words import model_name, origin
 from moe_ep_bench.timing.statistics import estimate_median, paired_ratios
 
 # Roles that have no verdict of their own.
@@ -163,7 +163,8 @@ def samples(run: Run, cases: Sequence[Case]) -> pd.DataFrame:
 
 
 def _mode(run: Run, case: Case) -> str:
-    return "modelled" if run.comparisons[case.comparison_id].device is not None else run.mode
+    facts = run.comparisons[case.comparison_id]
+    return run.mode if facts.device is None else origin(run, facts)
 
 
 def _json(value: Any) -> str:

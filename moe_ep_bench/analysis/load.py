@@ -146,7 +146,7 @@ class Comparison(Described):
     world_size: Count
     num_tokens: Count  # of all ranks
     num_batches: Count
-    dtype: Literal["float32", "bfloat16"]
+    dtype: str
     backend: Literal["nccl", "gloo"]
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     num_pieces: Count = 1  # in which a rank's tokens go through the layer (measure.microbatch_tokens)

@@ -23,6 +23,7 @@ from moe_ep_bench.analysis.render import milliseconds as milliseconds
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.timing import probe_floor_us
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.cost_model.tables import DEEPEP_WORDS, MEASURED_ELSEWHERE
 from moe_ep_bench.cost_model.transport import exchange_words
 from moe_ep_bench.machine.monitor import disturbances, remarks
 from moe_ep_bench.models import ModelSpec
@@ -36,6 +37,7 @@ MODE_WORDS = {
     "route": "routing only (nothing was timed)",
 }
 MODELLED = "modelled (nothing was run)"
+ELSEWHERE = "partly measured elsewhere, the rest modelled (nothing was run)"
 MODEL_CAVEAT = "Intervals are of traffic only: what the model leaves out, or has wrong, is in none of them."
 OVERSUBSCRIBED = "more ranks than cores: they share time slices, and no straggler speedup is claimed"
 OVERLAP = (
@@ -44,7 +46,8 @@ OVERLAP = (
 NOT_FUSED = "permutation is not fused: phase shares are not to be set beside a paper's"
 
 # How times came about, and where router scores were taken from: the tags of a figure, in the words of ``marks``.
-HOW = ("measured", "emulated", "modelled", "routed")
+PARTLY_ELSEWHERE = "partly measured elsewhere"
+HOW = ("measured", "emulated", PARTLY_ELSEWHERE, "modelled", "routed")
 WORKLOADS = ("recorded", "synthetic")
 
 
@@ -71,10 +74,17 @@ def tags_of(origins: Iterable[Origin]) -> list[str]:
 
 
 def origin(run: Run, facts: Comparison) -> str:
-    """How a comparison's times came about: measured, emulated or modelled; routed where there are none."""
+    """How a comparison's times came about: one of ``HOW``; routed where there are none."""
     if facts.device is not None:
-        return "modelled"
+        return PARTLY_ELSEWHERE if is_elsewhere(facts) else "modelled"
     return {"run": "measured", "emulated": "emulated", "route": "routed"}[run.mode]
+
+
+def is_elsewhere(facts: Comparison) -> bool:
+    """Whether others measured the experts or the links of a device that is not here."""
+    return facts.device is not None and any(
+        f"{MEASURED_ELSEWHERE} (" in (one or "") for one in (facts.device, facts.links)
+    )
 
 
 def origins_of(run: Run, comparisons: Sequence[Comparison]) -> list[Origin]:
@@ -108,7 +118,9 @@ def _said_once(values: Sequence[str]) -> str:
 
 def mode_words(run: Run, comparison: Comparison) -> str:
     """How the numbers came about."""
-    words = MODELLED if comparison.device is not None else MODE_WORDS[run.mode]
+    words = MODE_WORDS[run.mode]
+    if comparison.device is not None:
+        words = ELSEWHERE if is_elsewhere(comparison) else MODELLED
     if comparison.device is None and comparison.backend == "gloo" and _links_name(comparison) in Links.names():
         words += f", MIXED MACHINES: experts of this CPU ({scale_words(comparison.scale)}) behind links of GPUs"
     return f"whole models, {words}" if run.scope == "model" else words
@@ -117,8 +129,13 @@ def mode_words(run: Run, comparison: Comparison) -> str:
 def modelled_line(run: Run) -> str:
     """The first line of an answer whose links are modelled: what is sent and how; empty where nothing is modelled."""
     facts = [one for one in run.comparisons.values() if one.links is not None]
-    sent = dict.fromkeys(exchange_words(one.dtype, one.transport, one.dispatch_dtype) for one in facts)
+    sent = dict.fromkeys(
+        exchange_words(one.dtype, one.transport, one.dispatch_dtype, by_deepep=DEEPEP_WORDS in (one.links or ""))
+        for one in facts
+    )
     what = "Modelled" if any(one.device is not None for one in facts) else "Modelled links"
+    if any(map(is_elsewhere, facts)):
+        what = f"{what}, {PARTLY_ELSEWHERE}"
     return f"{what}: {' / '.join(sent)}." if sent else ""
 
 
@@ -189,9 +206,16 @@ def count_words(run: Run) -> str:
     return f"{len(run.cases)} cases: {counts['ok']} measured, {num_lost} not" + (f" ({lost})" if lost else "")
 
 
-def is_modelled_phase(run: Run, comparison: Comparison, group: str) -> bool:
-    """Whether a group of phases was computed: of a modelled device all, of emulated ranks what moves between them."""
-    return comparison.device is not None or (run.mode == "emulated" and group == "comm")
+def phase_origin(run: Run, comparison: Comparison, group: str) -> str:
+    """How a group of phases came about: measured, measured elsewhere or modelled.
+
+    Of a device that is not here all is modelled but what a table holds; of emulated ranks what moves between them.
+    """
+    words = comparison.links if group == "comm" else comparison.device if group == "experts" else None
+    if words is not None and f"{MEASURED_ELSEWHERE} (" in words:
+        return MEASURED_ELSEWHERE
+    modelled = comparison.device is not None or (run.mode == "emulated" and group == "comm")
+    return "modelled" if modelled else "measured"
 
 
 def interval_words(is_interval: Sequence[bool], mark: str = "Whiskers") -> str:

@@ -401,6 +401,13 @@ def _check_policy(options: argparse.Namespace) -> int:
     return OK if kept else CASES_FAILED
 
 
+def _tables(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.tables_list import list_tables
+
+    print(list_tables(options.system))
+    return OK
+
+
 def _schema(options: argparse.Namespace) -> int:
     import json
 
@@ -464,6 +471,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     PAPERS_LIST: _papers_list,
     "quality": _quality,
     "calibrate": _calibrate,
+    "tables": _tables,
     "trace info": _trace_info,
     "trace thresholds": _trace_thresholds,
     "trace eplb": _trace_eplb,

@@ -49,7 +49,7 @@ from moe_ep_bench.analysis.style import (
     phase_look,
 )
 from moe_ep_bench.analysis.timing import GROUPS
-from moe_ep_bench.analysis.words import interval_words, is_modelled_phase, milliseconds
+from moe_ep_bench.analysis.words import interval_words, milliseconds, phase_origin
 
 # ---- speedup, dropped -----------------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ def stacked_bars(axes: Axes, run: Run, marks: pd.DataFrame, cases: pd.DataFrame,
     places, ends = np.arange(len(cases)), np.zeros(len(cases))
     for part, own in marks.groupby(name, sort=False):
         times = own.set_index("case_id")["time_ms"].loc[cases["case_id"]].to_numpy(dtype=float)
-        look = phase_look(str(part), modelled=is_modelled_phase(run, facts, str(part)))
+        look = phase_look(str(part), phase_origin(run, facts, str(part)))
         axes.barh(places, times, left=ends, height=0.66, linewidth=0.6, **look)
         ends += times
     write_ends(axes, ends, [milliseconds(end, 3) for end in ends])
@@ -222,12 +222,12 @@ def stacked_bars(axes: Axes, run: Run, marks: pd.DataFrame, cases: pd.DataFrame,
 
 
 def phase_legend(run: Run, comparison_ids: list[str], groups: list[str]) -> Legend:
-    """Groups of phases; those that were timed in some comparisons and modelled in others stand twice."""
+    """Groups of phases; those that came about differently in some comparisons stand more than once."""
     facts = [run.comparisons[one] for one in comparison_ids]
     return [
-        (f"{group} (modelled)" if modelled else group, Patch(**phase_look(group, modelled=modelled)))
+        (group if how == "measured" else f"{group} ({how})", Patch(**phase_look(group, how)))
         for group in groups
-        for modelled in sorted({is_modelled_phase(run, fact, group) for fact in facts})
+        for how in sorted({phase_origin(run, fact, group) for fact in facts})
     ]
 
 

@@ -15,7 +15,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.draws import over_draws
 from moe_ep_bench.analysis.frames import speedups
-from moe_ep_bench.analysis.load import Comparison, Run
+from moe_ep_bench.analysis.load import CASE, Comparison, Run
 from moe_ep_bench.analysis.render import Table, interval, number, percentage, render, terminal_width, text
 from moe_ep_bench.analysis.whole import PASS_PARTS
 from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERSUBSCRIBED, device_words, mode_words, scale_words
@@ -45,7 +45,7 @@ def candidates(run: Run, bounds: Bounds) -> pd.DataFrame:
     rows = speedups(run)
     rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
     rows = rows[rows["speedup_median"].notna() & rows["dropped_share"].notna()]
-    extra = {case.case_id: case.extra_bytes_per_rank for case in run.cases}
+    extra = {key: case.extra_bytes_per_rank for key, case in run.by_key.items()}
     if run.scope == "model":
         parts = rows[[f"mean_rank_{part}_ms" for part in PASS_PARTS]].set_axis(list(PASS_PARTS), axis=1).astype(float)
         limit = parts.fillna(0.0).idxmax(axis=1).where(parts.notna().any(axis=1))
@@ -56,7 +56,7 @@ def candidates(run: Run, bounds: Bounds) -> pd.DataFrame:
     rows = rows.assign(
         at=[_where(run.comparisons[name]) for name in rows["comparison_id"]],
         within=within,
-        more_gib=rows["case_id"].map(extra).astype(float) / 2**30,
+        more_gib=rows[CASE].apply(tuple, axis=1).map(extra).astype(float) / 2**30,
         limit=limit,
         log_speed=np.log(rows["speedup_median"].astype(float)),
     )

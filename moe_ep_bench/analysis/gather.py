@@ -160,8 +160,10 @@ def pool(runs: dict[str, Run]) -> tuple[Run, list[str]]:
             for case in own:
                 parts.setdefault(case.case_id, []).append(case)
         said[_DIFFERING] += [facts.title] if recorded[original] > 1 else []
-        told_apart = f"{facts.title}, from {', '.join(names)}" if titles[facts.title] > 1 else facts.title
-        comparisons[key] = facts.model_copy(update={"title": told_apart})
+        if titles[facts.title] > 1:
+            apart = ", ".join(names)
+            facts = facts.model_copy(update={"title": f"{facts.title}, from {apart}", "directory": apart})
+        comparisons[key] = facts
         found = [one for name in names for one in runs[name].conditions.get(original, {}).values()]
         conditions[key] = {jobs[one.run_id]: one for one in reversed(found) if one.run_id in jobs}
         cases += [replace(_joined(of_case, jobs), comparison_id=key) for of_case in parts.values()]

@@ -308,7 +308,8 @@ def law_rows(cases: Sequence[Case], facts: Comparison) -> Iterator[dict[str, Any
     for law, loads, values in laws:
         x, y = loads.align(values, join="inner")
         if x.nunique() > 2:
-            line = asdict(linear_fit(x.to_numpy(), y.to_numpy()))
+            batch_N = x.index.get_level_values("batch")  # under every case the same
+            line = asdict(linear_fit(x.to_numpy(), y.to_numpy(), cluster_N=batch_N))
             yield {"law": law, **(line if values is not laws[2][2] else {"r2": line["r2"]})}
 
 

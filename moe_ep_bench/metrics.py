@@ -89,7 +89,7 @@ def routing_metrics(
 
     - ``load_E``, ``load_R``: pairs per expert and per expert rank; ``num_pairs``: their sum; ``padding_pairs``: those
       of padding tokens, whose results nobody reads.
-    - ``peak_load``: the fullest expert over the mean load num_pairs / E; 1 is balance, E is collapse.
+    - ``peak_load``: imbalance, the fullest expert over the mean load num_pairs / E; 1 is balance, E is collapse.
       ``max_violation``: peak_load - 1 (MaxVio of arXiv 2408.15664); 0 where nothing is computed.
       ``load_cv``: population standard deviation of load_E over its mean.
     - ``excess_load``: share of the pairs above capacity, sum_E relu(load - gamma * N) / sum_E load (arXiv 2503.05066,

@@ -82,9 +82,9 @@ def fronts_figure(quality: Quality) -> Drawing | None:
         quantity=np.where(
             in_decode,
             "activated experts of a step, mean over layers",
-            "pairs of the fullest rank over a rank's mean without a policy",
+            "pairs of the fullest rank over native's mean",
         ),
-        value=rows["activated_experts"].where(in_decode, rows["fullest_rank_pairs"]),
+        value=rows["activated_experts"].where(in_decode, rows["fullest_rank"]),
     )
     for _, points in rows.groupby(["group", "phase", "policy"]):
         rows.loc[points.index, "on_line"] = is_on_front(points)
@@ -103,7 +103,7 @@ def _over_checkpoints(quality: Quality) -> pd.DataFrame:
     costs = costs.rename(columns={"cross_entropy_added": "cross_entropy_added_nats"})
     by_case = costs[costs["role"] != "baseline"].groupby(["group", "case", "phase"], sort=False)
     found = by_case[["comparison", "checkpoints", "policy", "policy_params", "half_width_nats"]].first()
-    found = found.join(by_case[["activated_experts", "fullest_rank_pairs", "cross_entropy_added_nats"]].mean())
+    found = found.join(by_case[["activated_experts", "fullest_rank", "cross_entropy_added_nats"]].mean())
     over_them = by_case["cross_entropy_added_nats"].agg(half_interval)
     found["half_width_nats"] = found["half_width_nats"].where(found["checkpoints"] == 1, over_them)
     return found[by_case.size() == found["checkpoints"]].reset_index()

@@ -29,8 +29,8 @@ from moe_ep_bench.schema import TABLES
 LEAST_SEQUENCES = 10
 _OF_A_CHECKPOINT = {"name", "model", "title", "order"}
 _CASE = ["comparison_id", "label", "role", "policy", "policy_params", "phase"]
-_ROUTED = ["dropped_fraction", "retained_mass_topk", "experts_per_token", "activated_experts", "peak_load"]
-_ROUTED += ["rank_peak_load", "num_pairs"]
+_IMBALANCES = {"peak_load": "expert_imbalance", "rank_peak_load": "rank_imbalance"}
+_ROUTED = ["dropped_fraction", "retained_mass_topk", "experts_per_token", "activated_experts", *_IMBALANCES.values()]
 _ROUTING_NEEDS = ("layer", "num_tokens", "load_E", "num_topk_pairs", "num_dropped_pairs")
 _SCORE = ["task", "metric", "filter", "num_fewshot", "num_samples", "value", "stderr"]
 
@@ -202,7 +202,8 @@ def text_costs(quality: Quality) -> pd.DataFrame:
     checkpoint alone, and ``group``, which tells them apart; ``cross_entropy``, ``kl`` (nats per token), ``perplexity``,
     ``agreement``; ``cross_entropy_added`` to the unpatched model's, and ``_half`` its interval (missing below ten
     sequences); means of the routing; ``text_dropped_fraction`` of the text tokens' own pairs, where tokens have a
-    modality; ``fullest_rank_pairs`` over a rank's mean without a policy.
+    modality; ``fullest_rank``, its pairs over native's mean, and ``expert_imbalance`` and ``rank_imbalance``, over the
+    mean of the pairs that are computed.
     """
     frames = [
         _costs_of(quality, comparison_id).assign(
@@ -234,18 +235,19 @@ def _costs_of(quality: Quality, comparison_id: str) -> pd.DataFrame:
     answers.loc[native, ["cross_entropy_added", "cross_entropy_added_half"]] = math.nan
     phases = dict.fromkeys(cases["phase"].iloc[1:]) or [cases["phase"].iloc[0]]
     keys = [*((native, phase) for phase in phases), *zip(others, cases["phase"].iloc[1:], strict=True)]
-    routing = _routing_means(quality.routing[quality.routing["comparison_id"] == comparison_id], native)
+    routing = _routing_means(quality.routing[quality.routing["comparison_id"] == comparison_id])
     routing = routing.reindex(pd.MultiIndex.from_tuples(keys, names=["case_id", "phase"])).reset_index()
     of_cases = cases.drop(columns="phase").assign(policy_params=cases["policy_params"].map(json.dumps))
     return routing[["case_id"]].join(of_cases, on="case_id").join(answers, on="case_id").join(routing.iloc[:, 1:])
 
 
-def _routing_means(routing: pd.DataFrame, native: str) -> pd.DataFrame:
+def _routing_means(routing: pd.DataFrame) -> pd.DataFrame:
     """Means over batches, then over layers, by case and phase."""
     case = ["case_id", "phase"]
-    by_layer = routing.groupby([*case, "layer"])[_ROUTED].mean()
-    pairs, peaks = (by_layer[name].unstack("case_id") for name in ("num_pairs", "rank_peak_load"))
-    fullest = (peaks * pairs.div(pairs[native], axis=0)).groupby("phase").mean().unstack().rename("fullest_rank_pairs")
+    routing = routing.rename(columns=_IMBALANCES)
+    computed = routing["num_pairs"] / routing["num_topk_pairs"]
+    by_layer = routing.assign(fullest_rank=routing["rank_imbalance"] * computed).groupby([*case, "layer"])
+    by_layer = by_layer[[*_ROUTED, "fullest_rank"]].mean()
     of_text = pd.DataFrame(
         {
             "pairs": routing["num_topk_pairs"] * (1 - routing["num_image_tokens"] / routing["num_tokens"]),
@@ -253,7 +255,7 @@ def _routing_means(routing: pd.DataFrame, native: str) -> pd.DataFrame:
         }
     )
     of_text = of_text.groupby([routing[name] for name in case]).sum(min_count=1)
-    means = by_layer.groupby(case).mean().join(fullest)
+    means = by_layer.groupby(case).mean()
     return means.assign(text_dropped_fraction=of_text["dropped"] / of_text["pairs"])
 
 

@@ -35,7 +35,7 @@ from moe_ep_bench.analysis.quality_frames import (
 from moe_ep_bench.analysis.render import Row
 from moe_ep_bench.policies import POLICIES
 
-PEAK_LOAD, PER_SHARE = "fullest expert over the mean", "nats per token and share of pairs dropped"
+PEAK_LOAD, PER_SHARE = "fullest expert over native's mean", "nats per token and share of pairs dropped"
 
 
 class Ordering(NamedTuple):
@@ -232,7 +232,8 @@ def _pairs(quality: Quality, comparison_id: str, cases: Sequence[Row]) -> Iterat
     """
     added = costs_by_sequence(quality, comparison_id)["added"]
     routing = quality.routing[quality.routing["comparison_id"] == comparison_id]
-    peaks = routing.pivot_table(index="batch", columns=["case_id", "phase"], values="peak_load")
+    routing = routing.assign(load=routing["peak_load"] * routing["num_pairs"] / routing["num_topk_pairs"])
+    peaks = routing.pivot_table(index="batch", columns=["case_id", "phase"], values="load")
 
     def values(case: Row, ordering: Ordering) -> pd.Series:
         """Costs by sequence, or loads by batch."""

@@ -39,7 +39,7 @@ _TEXT = (
     percentage("retained_mass_topk", "mass kept %"),
     number("experts_per_token", "experts/token", "{:.2f}"),
     number("activated_experts", "activated", "{:.1f}"),
-    number("rank_peak_load", "fullest rank", "{:.2f}"),
+    number("fullest_rank", "fullest rank", "{:.2f}"),
 )
 _ORDERING = (
     text("checkpoint"),
@@ -88,7 +88,8 @@ def _text_tables(quality: Quality) -> Iterator[Table]:
             "ppl: perplexity of the text; KL and top-1: of the answers from the unpatched model's",
             "prefill: all tokens of a batch are routed together; decode: those of each position, as in a step of "
             f"{facts['batch_size']} requests",
-            f"activated experts (of {facts['num_experts']}) and the fullest rank: means over these, batches and layers",
+            f"activated experts (of {facts['num_experts']}) and the fullest rank, its pairs over native's mean: means "
+            "over these, batches and layers",
         ]
         if images := facts.get("image_prefix"):
             notes.append(

@@ -202,8 +202,8 @@ _NOTES = {
     "pieces": "a rank's tokens are routed at once and go through the rest of the layer in {} pieces",
     "graph": "replayed from CUDA graphs, which hold {}",
     "overlap": OVERLAP,
-    "load": "imbalance under native: fullest expert {0.fullest_expert:.2f} x mean, fullest rank {0.fullest_rank:.2f} x "
-    "mean of what valid tokens select",
+    "load": "load under native: fullest expert {0.fullest_expert:.2f} x mean, fullest rank {0.fullest_rank:.2f} x mean "
+    "of what valid tokens select",
     "padding": "padding: native spends {:.1f} % of its pairs on padding",
     "has_padding": READING,
     "spread": "speedup: slowest rank's layer time, native over case, median of pairs {}",

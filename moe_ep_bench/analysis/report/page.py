@@ -82,7 +82,7 @@ _PHASES = (
     percentage("probe_overhead", "probes %"),
 )
 _PHASE_NOTES = (
-    "fullest expert, fullest rank: pairs over the mean of the model's own routing",
+    "fullest expert, fullest rank: pairs over native's mean",
     "times: mean over ranks, so that waiting shows; median over iterations with probes; phases exclude each other",
     "unaccounted, choosing: shares of the slowest rank's time; probes: what they add to the median",
 )

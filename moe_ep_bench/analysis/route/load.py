@@ -47,7 +47,9 @@ _SHARES = [name for name, metric in METRICS.items() if metric.of == "scores"]
 _READ = ["case_id", "rank", "batch", *_COUNTS, *_SHARES, "retained_mass_topk", "load_E", "load_R", "image_load_E"]
 # Of all ranks together.
 ROUTED = [
-    "expert_imbalance",  # pairs of the fullest expert over the mean one's
+    "fullest_expert",  # its pairs over native's mean, T K / E: with it goes the time
+    "fullest_rank",  # likewise, over T K / R
+    "expert_imbalance",  # pairs of the fullest expert over the mean of the pairs that are computed
     "rank_imbalance",
     "dropped_share",  # of the model's own pairs
     "retained_mass",  # selected score mass over the top-k's
@@ -301,6 +303,8 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
             "policy": case["policy"],
             "params": [case["policy_params"]] * len(batches),
             "looks_past_top_k": case["looks_past_top_k"],
+            "fullest_expert": load_BE.max(axis=1) * num_experts / counts["num_topk_pairs"],
+            "fullest_rank": load_BR.max(axis=1) * facts["num_ranks"] / counts["num_topk_pairs"],
             "expert_imbalance": imbalance(load_BE),
             "rank_imbalance": imbalance(load_BR),
             "dropped_share": counts["num_dropped_pairs"] / counts["num_topk_pairs"],

@@ -17,15 +17,19 @@ from safetensors.numpy import save_file
 from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 
 from moe_ep_bench.analysis.advice import advice_of, candidates, picks
+from moe_ep_bench.analysis.compare import compare_directories
 from moe_ep_bench.analysis.draws import over_draws
+from moe_ep_bench.analysis.figures.panels import case_rows
+from moe_ep_bench.analysis.gather import gather
 from moe_ep_bench.analysis.load import load_run, load_times
+from moe_ep_bench.analysis.report.page import content_of
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.analysis.timing import layer_time_us
 from moe_ep_bench.bench.question import Bounds, Question, ask, ask_both
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
-from moe_ep_bench.timing.statistics import estimate_median
+from moe_ep_bench.timing.statistics import BELOW_MODEL, estimate_median
 
 ROOT = Path(__file__).parents[1]
 BOUNDS = Bounds(max_dropped=0.10, min_retained=0.95)
@@ -251,6 +255,32 @@ def test_draws_of_one_traffic_are_launches_of_one_comparison(tmp_path: Path) -> 
     assert "the traffic is drawn 3 times" in text
     assert "one draw:" not in text
     assert picks(run, BOUNDS, {"draw0": 1000.0})["layer_speedup"].tolist() == [1.0], "the low end is below native"
+
+
+def test_every_command_gives_a_case_the_same_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Draws of four batches are too few each and enough together, and a model cannot tell 1.1 %."""
+    cases = [drop(1.5, 1.3, 0.05, 0.97), drop(2.0, 1.011, 0.04, 0.98)]
+    draws = of_draws(**{f"draw{number}": cases for number in range(3)})
+    for one in draws:
+        one.facts |= {"links": "modelled by links/a", "device": "modelled by devices/b"}
+        one.noise = 0.001
+    faster = [dataclasses.replace(one, native_us=1000.0) for one in draws]
+    directories = [write_run(tmp_path / name, runs, "emulated") for name, runs in (("a", draws), ("b", faster))]
+    expected = {"token_drop gamma 1.5": "faster", "token_drop gamma 2": BELOW_MODEL}
+    assert main(["show", str(directories[0]), "--format", "json"]) == OK
+    frames = {
+        "advise": candidates(load_times(directories[0]), BOUNDS),
+        "show": pd.DataFrame(json.loads(capsys.readouterr().out)["rows"]),
+        "html": content_of(directories[0], []).tables[0].frame,
+        "plot": case_rows(gather(directories[:1]).found["layers"][""]).rename(columns={"policy": "label"}),
+    }
+    for name, rows in frames.items():
+        rows = rows[rows["label"].isin(list(expected))]
+        assert dict(zip(rows["label"], rows["verdict"], strict=True)) == expected, name
+    assert [line for line in advice_of(load_times(directories[0]), BOUNDS).splitlines() if BELOW_MODEL in line]
+    compared = compare_directories(*directories, same_machine=True).cases
+    assert set(compared["time_verdict"]) == {"faster"}
+    assert set(compared.loc[compared["role"] != "baseline", "speedup_verdict"]) == {BELOW_MODEL}
 
 
 def test_a_pick_over_draws_names_the_least_and_the_greatest(tmp_path: Path) -> None:

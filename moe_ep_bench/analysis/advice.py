@@ -1,8 +1,7 @@
 """``advise``: a table of candidates, best first, and one sentence with the pick.
 
-The pick is the fastest candidate within the bounds whose verdict is ``faster``: the whole interval of its speedup lies
-beyond the noise floor, and by 2 % at least where times are modelled. Of those within 2 % of the fastest it is the one
-that keeps most score mass. Where there is none, native stays.
+The pick is the fastest candidate within the bounds whose verdict is ``faster`` (``statistics.judge``). Of those within
+2 % of the fastest it is the one that keeps most score mass. Where there is none, native stays.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from moe_ep_bench.analysis.whole import PASS_PARTS
 from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERSUBSCRIBED, device_words, mode_words, scale_words
 from moe_ep_bench.bench.question import Bounds
 
-# A model has no noise, but errors larger than this: a modelled pick gains it at least.
-_LEAST_MODELLED_GAIN = 0.02
 # What is no slower than the fastest by more than this is as fast; what it loses decides.
 _AS_FAST = 0.02
 # Shares are sums of float32.
@@ -42,6 +39,7 @@ def candidates(run: Run, bounds: Bounds) -> pd.DataFrame:
         Columns of ``frames.speedups``, and: ``at`` (the traffic, or what else is swept), ``within`` the bounds,
         ``is_pick``, ``more_gib`` of a rank's memory, and ``limit``, the longest phase or part of a pass.
     """
+    run = over_draws(run)[0]
     rows = speedups(run)
     rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
     rows = rows[rows["speedup_median"].notna() & rows["dropped_share"].notna()]
@@ -60,10 +58,7 @@ def candidates(run: Run, bounds: Bounds) -> pd.DataFrame:
         limit=limit,
         log_speed=np.log(rows["speedup_median"].astype(float)),
     )
-    oversubscribed = [name for name, facts in run.comparisons.items() if facts.oversubscribed]
-    modelled = [name for name, facts in run.comparisons.items() if facts.device is not None]
-    pays = rows["within"] & (rows["verdict"] == "faster") & ~rows["comparison_id"].isin(oversubscribed)
-    pays &= ~rows["comparison_id"].isin(modelled) | (rows["speedup_median"].astype(float) >= 1 + _LEAST_MODELLED_GAIN)
+    pays = rows["within"] & (rows["verdict"] == "faster")
     paying = rows[pays].assign(kept=rows["retained_mass"].clip(upper=1).round(_DIGITS))
     fastest = paying.groupby("comparison_id")["log_speed"].transform("max")
     as_fast = paying[paying["log_speed"] >= fastest - np.log1p(_AS_FAST)].sort_values(["kept", "log_speed"])

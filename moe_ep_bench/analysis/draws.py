@@ -46,7 +46,9 @@ def over_draws(run: Run) -> tuple[Run, dict[str, str]]:
             num_batches += comparisons.pop(name).num_batches
         first = run.comparisons[names[0]]
         point = {key: value for key, value in first.point.items() if key != SEED}
-        comparisons[names[0]] = first.model_copy(update={"point": point, "num_batches": num_batches})
+        comparisons[names[0]] = first.model_copy(
+            update={"point": point, "num_batches": num_batches, "draws": len(names)}
+        )
         if names[0] in run.conditions:
             conditions[names[0]] = said
         cases += [_joined(of_case) for of_case in parts.values()]

@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 
+from moe_ep_bench.analysis.draws import over_draws
 from moe_ep_bench.analysis.load import Case, Run, is_quality, is_route, is_whole, load_run
 from moe_ep_bench.analysis.parts import ResultsError
 
@@ -79,7 +80,7 @@ def gather(directories: Sequence[Path]) -> Gathered:
         name = next(iter(members))
         run, words = pool(members)
         notes += words
-        found["layers"][f"{name}-and-{len(members) - 1}-more" if len(members) > 1 else name] = run
+        found["layers"][f"{name}-and-{len(members) - 1}-more" if len(members) > 1 else name] = over_draws(run)[0]
     if sum(map(len, found.values())) == 1:
         (kind,) = (kind for kind, of in found.items() if of)
         found[kind] = {"": found[kind].popitem()[1]}
@@ -111,7 +112,8 @@ def _read(kind: str, directory: Path, passed_over: list[str]) -> Any:
         from moe_ep_bench.analysis.route.load import load_route  # it imports torch
 
         return load_route(directory, passed_over)
-    return load_run(directory, passed_over, whole=kind == "models")
+    run = load_run(directory, passed_over, whole=kind == "models")
+    return over_draws(run)[0] if kind == "models" else run
 
 
 def _named(directories: Iterable[Path]) -> dict[str, Path]:

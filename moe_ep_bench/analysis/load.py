@@ -149,6 +149,7 @@ class Comparison(Described):
     device: str | None = None  # the model of the device, where nothing was run
     placement: str = "contiguous"  # of experts on ranks, where they are emulated
     point: dict[str, Any] = Field({})  # of the config's sweep: dotted keys with their values
+    draws: Count = 1  # of its traffic, where several were joined (``draws``)
     directory: str | None = None  # by which it is told apart from its like of other directories (``gather.pool``)
     workload: Workload
     whole: Whole | None = None  # None = one layer was timed

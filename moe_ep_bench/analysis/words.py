@@ -308,8 +308,10 @@ def spread_words(comparison: ComparisonResult) -> str:
     """What stands beside a speedup: its interval, or the ends of its samples."""
     if comparison.comparison.num_batches < MIN_BATCHES:
         return f"(min..max: fewer than {MIN_BATCHES} batches give no interval, and so no verdict)"
-    num_launches = len(comparison.conditions)
+    num_launches, draws = len(comparison.conditions), comparison.comparison.draws
     launches = f", and Student's t over {num_launches} launches" if num_launches > 1 else ", of this launch only"
+    if draws > 1:
+        launches = f", and Student's t over {draws} draws of the traffic"
     return f"[95 % interval, bootstrapped over batches, then iterations{launches}]"
 
 

@@ -22,6 +22,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from moe_ep_bench.analysis.draws import over_draws
 from moe_ep_bench.analysis.figures import FIGURES, WHOLE_FIGURES
 from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_quality, is_route, is_whole, load_run
 from moe_ep_bench.analysis.render import Table, interval, milliseconds, number, percentage, render, text
@@ -222,7 +223,7 @@ def content_of(directory: Path, passed_over: list[str]) -> Content:
         return _of_validation(load_validation(directory))
     if is_route(directory):
         return _of_route(load_route(directory, passed_over))
-    return _of_run(load_run(directory, passed_over, whole=is_whole(directory)))
+    return _of_run(over_draws(load_run(directory, passed_over, whole=is_whole(directory)))[0])
 
 
 def _of_run(run: Run) -> Content:

@@ -257,6 +257,37 @@ def test_draws_of_one_traffic_are_launches_of_one_comparison(tmp_path: Path) -> 
     assert picks(run, BOUNDS, {"draw0": 1000.0})["layer_speedup"].tolist() == [1.0], "the low end is below native"
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "answer"),
+    [
+        (1.5, 1.9, "use token_drop gamma 1.5: "),
+        (1.1, 1.5, "keep native: none is significantly faster on draws that did not choose it"),
+    ],
+)
+def test_a_pick_is_judged_on_draws_that_did_not_choose_it(tmp_path: Path, low: float, high: float, answer: str) -> None:
+    """Two candidates are lucky on three draws of five each: either's median is lucky, and no other draw's choice is."""
+    one, two = (high, high, high, low, low), (low, low, high, high, high)
+    draws = {
+        f"draw{number}": [drop(1.5, first, 0.05, 0.98), drop(2.0, second, 0.05, 0.97)]
+        for number, (first, second) in enumerate(zip(one, two, strict=True))
+    }
+    run = load_run(write_run(tmp_path, of_draws(**draws)))
+    rows = candidates(run, BOUNDS)
+    assert rows["speedup_median"].tolist() == pytest.approx([high, high], rel=0.06)
+    assert set(rows["verdict"]) == {"faster"}
+    text = advice_of(run, BOUNDS)
+    assert f" {answer}" in text.splitlines()[-1]
+    assert "of 2 verdicts up to 0.1 would be called by chance alone" in text
+    layer_speedup = picks(run, BOUNDS, {"draw0": 1000.0})["layer_speedup"].tolist()
+    assert layer_speedup == pytest.approx([low if "use" in answer else 1.0], rel=0.06)
+
+
+def test_a_pick_of_one_draw_says_that_its_batches_chose_it(tmp_path: Path) -> None:
+    text = advised(tmp_path, *USUAL)
+    assert "the pick is judged by the traffic that chose it, so that its speedup is a little too high" in text
+    assert "did not choose it" not in text
+
+
 def test_every_command_gives_a_case_the_same_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Draws of four batches are too few each and enough together, and a model cannot tell 1.1 %."""
     cases = [drop(1.5, 1.3, 0.05, 0.97), drop(2.0, 1.011, 0.04, 0.98)]
@@ -289,7 +320,9 @@ def test_a_pick_over_draws_names_the_least_and_the_greatest(tmp_path: Path) -> N
         draws = {f"{peak_load}, {more}": [drop(1.5, least + more, 0.05, 0.97)] for more in (0.0, 0.01, 0.02)}
         comparisons += of_draws(peak_load, **draws)
     pick = advice_of(load_run(write_run(tmp_path, comparisons)), BOUNDS).splitlines()[-1]
-    least, most = re.search(r"x native \((.*) to (.*) over 3 draws of the traffic\)", pick).groups()
+    least, most = re.search(
+        r"x native on draws that did not choose it \((.*) to (.*) over 3 draws of the traffic\)", pick
+    ).groups()
     assert (float(least), float(most)) == pytest.approx((1.3, 1.52), abs=0.015)
 
 

@@ -2,6 +2,11 @@
 
 The pick is the fastest candidate within the bounds whose verdict is ``faster`` (``statistics.judge``). Of those within
 2 % of the fastest it is the one that keeps most score mass. Where there is none, native stays.
+
+The fastest of many is in part the luckiest: what it gained where it was chosen is too much. So where traffic was drawn
+several times the pick is judged on draws that did not choose it. Each draw is given the candidate that the others would
+choose of those that pay, and what these gain together is what the answer promises; if that is not ``faster``, native
+stays. Of one draw the answer says that its speedup is not so judged.
 """
 
 from __future__ import annotations
@@ -16,9 +21,18 @@ from moe_ep_bench.analysis.draws import over_draws
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import CASE, Comparison, Run
 from moe_ep_bench.analysis.render import Table, interval, number, percentage, render, terminal_width, text
+from moe_ep_bench.analysis.timing import layer_time_us
 from moe_ep_bench.analysis.whole import PASS_PARTS
-from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERSUBSCRIBED, device_words, mode_words, scale_words
+from moe_ep_bench.analysis.words import (
+    MODEL_CAVEAT,
+    OVERSUBSCRIBED,
+    chance_words,
+    device_words,
+    mode_words,
+    scale_words,
+)
 from moe_ep_bench.bench.question import Bounds
+from moe_ep_bench.timing.statistics import Estimate, NoiseFloor, Verdict, estimate_median, judge, paired_ratios
 
 # What is no slower than the fastest by more than this is as fast; what it loses decides.
 _AS_FAST = 0.02
@@ -37,7 +51,9 @@ def candidates(run: Run, bounds: Bounds) -> pd.DataFrame:
 
     Returns:
         Columns of ``frames.speedups``, and: ``at`` (the traffic, or what else is swept), ``within`` the bounds,
-        ``is_pick``, ``more_gib`` of a rank's memory, and ``limit``, the longest phase or part of a pass.
+        ``pays`` (within them, and faster), ``is_pick``, ``more_gib`` of a rank's memory, and ``limit``, the longest
+        phase or part of a pass. Of a pick ``judged``, its speedup on draws that did not choose it, and ``chosen_by``,
+        how many draws' others choose it; missing where traffic was drawn once.
     """
     run = over_draws(run)[0]
     rows = speedups(run)
@@ -59,12 +75,20 @@ def candidates(run: Run, bounds: Bounds) -> pd.DataFrame:
         log_speed=np.log(rows["speedup_median"].astype(float)),
     )
     pays = rows["within"] & (rows["verdict"] == "faster")
-    paying = rows[pays].assign(kept=rows["retained_mass"].clip(upper=1).round(_DIGITS))
-    fastest = paying.groupby("comparison_id")["log_speed"].transform("max")
-    as_fast = paying[paying["log_speed"] >= fastest - np.log1p(_AS_FAST)].sort_values(["kept", "log_speed"])
-    picked = as_fast.reset_index(names="row").groupby("comparison_id")["row"].last()
+    rows = rows.assign(
+        pays=pays, kept=rows["retained_mass"].clip(upper=1).round(_DIGITS), judged=np.nan, chosen_by=np.nan
+    )
+    picked = []
+    for name, paying in rows[pays].groupby("comparison_id"):
+        pick = _choice(paying["log_speed"], paying["kept"])
+        if run.comparisons[name].draws > 1:
+            judged, chosen = _judged_elsewhere(run, paying)
+            if _verdict(judged, run.comparisons[name], paying.loc[pick]) != "faster":
+                continue
+            rows.loc[pick, ["judged", "chosen_by"]] = judged.median, chosen.count(pick)
+        picked.append(pick)
     # Labels may be shared, parameters are not.
-    by_candidate = rows.assign(pays=pays).groupby(["policy", "role", "policy_params"], sort=False)
+    by_candidate = rows.groupby(["policy", "role", "policy_params"], sort=False)
     rows = rows.assign(
         is_pick=rows.index.isin(picked),
         num_pays=by_candidate["pays"].transform("sum"),
@@ -73,6 +97,36 @@ def candidates(run: Run, bounds: Bounds) -> pd.DataFrame:
     )
     order = ["num_pays", "log_speed", "candidate"]
     return rows.sort_values(order, ascending=[False, False, True], kind="stable")
+
+
+def _choice(log_speed: pd.Series, kept: pd.Series) -> int:
+    """Of those as fast as the fastest the one that keeps most score mass, of equals the faster: its index."""
+    as_fast = pd.DataFrame({"kept": kept, "log_speed": log_speed})[log_speed >= log_speed.max() - np.log1p(_AS_FAST)]
+    return as_fast.sort_values(["kept", "log_speed"], kind="stable").index[-1]
+
+
+def _judged_elsewhere(run: Run, paying: pd.DataFrame) -> tuple[Estimate, list[int]]:
+    """The speedup, over all draws, of what a draw's others choose of the candidates that pay; and what each chose."""
+    (name,) = paying["comparison_id"].unique()
+    native_us = next(layer_time_us(c) for c in run.cases if (c.comparison_id, c.role) == (name, "baseline"))
+    ratios = {
+        row: paired_ratios(native_us, layer_time_us(run.by_key[name, case_id]))
+        for row, case_id in paying["case_id"].items()
+    }
+    found, chosen = [], []
+    for draw in range(run.comparisons[name].draws):
+        others = {row: one[one.index.get_level_values("launch") != draw].median() for row, one in ratios.items()}
+        chosen.append(_choice(np.log(pd.Series(others)), paying["kept"]))
+        own = ratios[chosen[-1]]
+        found.append(own[own.index.get_level_values("launch") == draw])
+    judged = estimate_median(pd.concat(found))
+    assert judged is not None
+    return judged, chosen
+
+
+def _verdict(speedup: Estimate, facts: Comparison, row: pd.Series) -> Verdict:
+    floor = NoiseFloor(row["floor_low"], row["floor_high"])
+    return judge(speedup, floor, is_modelled=facts.device is not None, is_oversubscribed=facts.oversubscribed)
 
 
 def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out: Sequence[str] = ()) -> str:
@@ -136,13 +190,20 @@ def picks(run: Run, bounds: Bounds, outside_us: Mapping[str, float]) -> pd.DataF
     chosen = candidates(run, bounds)
     chosen = chosen[chosen["is_pick"]].set_index("comparison_id")
     native_ms = speedups(run).query("role == 'baseline'").set_index("comparison_id")["median_ms"]
-    kept = {"label": "native", "speedup_median": 1.0, "dropped_share": 0.0, "retained_mass": 1.0, "more_gib": np.nan}
+    kept = {
+        "label": "native",
+        "speedup_median": 1.0,
+        "judged": np.nan,
+        "dropped_share": 0.0,
+        "retained_mass": 1.0,
+        "more_gib": np.nan,
+    }
     rows = []
     for name, facts in run.comparisons.items():
         pick = chosen.loc[name] if name in chosen.index else kept
         layer_us = 1e3 * native_ms[name]
         share = layer_us / (layer_us + outside_us[name])
-        speedup = float(pick["speedup_median"])
+        speedup = float(pick["speedup_median"] if np.isnan(pick["judged"]) else pick["judged"])
         rows.append(
             {"at": _where(facts), "layer_speedup": speedup, "moe_share": share}
             | {"end_to_end": 1 / (1 - share + share / speedup)}
@@ -184,6 +245,7 @@ def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds) -> Iterator[str]:
         f"{100 * bounds.min_retained:g} % of the top-k's score mass kept (more: experts were added), which is no "
         "accuracy; GiB: more memory of a rank, for replicas in all layers; limit: what takes longest"
     )
+    yield from _choice_notes(run, rows)
     yield from _draw_notes(run, rows)
     if any(case.policy_params.get("balancer") == "lp" for case in run.cases):
         yield (
@@ -208,6 +270,22 @@ def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds) -> Iterator[str]:
         yield from (f"no policy exceeds {one:.3f} end to end (Amdahl)" for one in most)
     else:
         yield "speedups are of one MoE layer: a whole model gains less (scope: model)"
+
+
+def _choice_notes(run: Run, rows: pd.DataFrame) -> Iterator[str]:
+    """What choosing the best of many does to what is said of it."""
+    yield from chance_words(int(rows["speedup_is_interval"].eq(True).sum()))
+    picks = rows[rows["is_pick"]]
+    judged = picks[picks["judged"].notna()]
+    if len(judged):
+        draws = run.comparisons[judged["comparison_id"].iloc[0]].draws
+        counts = " / ".join(dict.fromkeys(f"{count:.0f} of {draws}" for count in judged["chosen_by"]))
+        yield f"the pick is judged on each draw by what the other draws would choose; {counts} would choose it"
+    elif len(picks) and rows.groupby("comparison_id").size().max() > 1:
+        yield (
+            "the pick is judged by the traffic that chose it, so that its speedup is a little too high: the fastest of "
+            f"{rows.groupby('comparison_id').size().max()} is in part the luckiest"
+        )
 
 
 def _draw_notes(run: Run, rows: pd.DataFrame) -> Iterator[str]:
@@ -301,6 +379,8 @@ def _pick(run: Run, rows: pd.DataFrame) -> str:
         if run.comparisons[comparison_id].oversubscribed:
             return f"inconclusive: {OVERSUBSCRIBED}"
         if comparison_id not in picks.index:
+            if rows["pays"][rows["comparison_id"] == comparison_id].any():
+                return "keep native: none is significantly faster on draws that did not choose it"
             return "keep native: no policy within the bounds is significantly faster"
         return f"use {picks.at[comparison_id, 'label']}"
 
@@ -312,7 +392,10 @@ def _pick(run: Run, rows: pd.DataFrame) -> str:
         if words.startswith("use "):
             own = picks.loc[names]
             speedup, dropped, kept = own["speedup_median"], own["dropped_share"].max(), own["retained_mass"].min()
+            is_judged = own["judged"].notna().all()
+            speedup = own["judged"] if is_judged else speedup
             words += f": {speedup.min():.3f}" + (f" to {speedup.max():.3f}" if len(own) > 1 else "") + " x native"
+            words += " on draws that did not choose it" if is_judged else ""
             if "by_draw" in own:
                 least, most, number_of = own["least_draw"].min(), own["most_draw"].max(), own["num_draws"].max()
                 words += f" ({least:.2f} to {most:.2f} over {number_of} draws of the traffic)"

@@ -27,7 +27,7 @@ from moe_ep_bench.analysis.render import (
     render,
     text,
 )
-from moe_ep_bench.analysis.words import hardware_words, mode_words
+from moe_ep_bench.analysis.words import chance_words, hardware_words, mode_words
 from moe_ep_bench.timing.statistics import BELOW_MODEL
 
 # What is measured of a policy, beside controls: these decide ``--fail-over``.
@@ -180,6 +180,8 @@ def _takes(row: Row) -> str:
 def _notes(change: RunChange, comparison_id: str, cases: pd.DataFrame) -> Iterator[str]:
     facts = change.new.comparisons[comparison_id]
     yield from _NOTES
+    judged = cases[cases["role"].isin(_JUDGED_ROLES)]
+    yield from chance_words(int(judged["time_is_interval"].eq(True).sum()))
     if facts.whole is not None:
         yield _MODEL_NOTE
     if facts.device is None and cases["time_num_launches"].max() == 1:

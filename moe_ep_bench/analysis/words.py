@@ -20,7 +20,7 @@ from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.timing import probe_floor_us
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.machine.monitor import disturbances, remarks
-from moe_ep_bench.timing.statistics import MIN_BATCHES
+from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 
 MODE_WORDS = {
     "run": "measured",
@@ -209,6 +209,7 @@ _NOTES = {
     "spread": "speedup: slowest rank's layer time, native over case, median of pairs {}",
     "floor": "noise floor: {0.low:.3f} to {0.high:.3f}, by which native run twice differs from itself",
     "detectable": "smallest speedup that would be called (power 80 %): {}",
+    "chance": "{}",
     "ceiling": "ceiling: native on perfectly balanced scores; what balance alone could buy, no policy",
     "warm_up": "warm-up: {} rounds over all batches and cases, by launch",
     "drift": "native over the run: drift {:+.1f} % (pairs cancel it), {:.1f} % of its iterations far out, the worst "
@@ -270,6 +271,7 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
         "has_padding": facts.workload.padding,
         "spread": spread_words(comparison),
         "detectable": " to ".join(f"{effects[label]:.3f} ({label})" for label in ends),
+        "chance": "; ".join(chance_words(num_verdicts(comparison))),
         "ceiling": comparison.of_role("ceiling"),
         "probes": _worst({r: r.probe_overhead for r in results}),
         "frontier": any(r.case.frontier is not None for r in comparison.policies),
@@ -313,6 +315,23 @@ def spread_words(comparison: ComparisonResult) -> str:
     if draws > 1:
         launches = f", and Student's t over {draws} draws of the traffic"
     return f"[95 % interval, bootstrapped over batches, then iterations{launches}]"
+
+
+def num_verdicts(comparison: ComparisonResult) -> int:
+    """How many cases of a comparison are held against its noise floor."""
+    judged = [r for r in comparison.results if r.case.role not in ("baseline", "noise")]
+    return sum(r.speedup is not None and r.speedup.is_interval for r in judged) if comparison.floor else 0
+
+
+def chance_words(number: int) -> list[str]:
+    """How many of many verdicts chance alone would give; nothing of a single one."""
+    alpha = 1 - LEVEL
+    if number < 2:
+        return []
+    return [
+        f"of {number} verdicts up to {number * alpha:.1f} would be called by chance alone, if nothing differed: "
+        f"{number} x {100 * alpha:.0f} %"
+    ]
 
 
 def extra_memory_words(result: CaseResult) -> str:

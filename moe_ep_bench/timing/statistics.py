@@ -233,6 +233,20 @@ def judge(
     return "inconclusive"
 
 
+def equivalence(ratio: Estimate | None, margin: float) -> Literal["equivalent", "different", "inconclusive"]:
+    """Say whether a ratio is 1 but for a margin: two one-sided tests (Schuirmann, J. Pharmacokin. Biopharm. 15, 1987).
+
+    ``equivalent`` when the whole 95 % interval lies within [1 / (1 + margin), 1 + margin], which is both tests at
+    2.5 %; ``different`` when all of it lies outside; else, and without an interval, ``inconclusive``. So data that say
+    little are never taken for agreement.
+    """
+    if ratio is None or not ratio.is_interval:
+        return "inconclusive"
+    if 1 / (1 + margin) <= ratio.low and ratio.high <= 1 + margin:
+        return "equivalent"
+    return "different" if ratio.low > 1 + margin or ratio.high < 1 / (1 + margin) else "inconclusive"
+
+
 def minimum_detectable_effect(
     speedup: Estimate, floor: NoiseFloor, power: float = 0.8, *, is_modelled: bool = False
 ) -> float | None:

@@ -71,6 +71,7 @@ _OVERVIEW = (
     number("most_by_amdahl", "at most, by Amdahl"),
     number("unmeasured", "not measured", "{:.0f}"),
 )
+_OVERVIEW_TITLE = "All comparisons; the fastest of many policies is in part the luckiest"
 _PHASES = (
     text("label", "policy"),
     number("fullest_expert", "fullest expert", "{:.2f}"),
@@ -328,7 +329,7 @@ def _overview(frame: pd.DataFrame) -> Table:
         balanced=by_id["ceiling"]["speedup_median"],
         unmeasured=unmeasured[unmeasured > 0],
     ).dropna(axis=1, how="all")
-    return Table(rows, [column for column in _OVERVIEW if column.source in rows], "All comparisons")
+    return Table(rows, [column for column in _OVERVIEW if column.source in rows], _OVERVIEW_TITLE)
 
 
 def _phases(frame: pd.DataFrame) -> Table:

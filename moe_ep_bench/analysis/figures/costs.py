@@ -243,7 +243,7 @@ def _legend(rows: pd.DataFrame, looks: Looks) -> list:
     legend += [(look.label, Line2D([], [], **_mark(look, "faster"))) for key, look in looks.items() if key in families]
     if not shown["verdict"].isin(["faster", "slower"]).all():
         unsure = Line2D([], [], **_mark(Look("", MUTED, "o", "-", ""), "no difference"))
-        legend.append(("no difference, or inconclusive", unsure))
+        legend.append(("neither faster nor slower for sure", unsure))
     return [*legend, ("front", Line2D([], [], **_FRONT)), *reference_legend(rows, native=False)]
 
 

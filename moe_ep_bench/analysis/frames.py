@@ -41,8 +41,8 @@ def speedups(run: Run) -> pd.DataFrame:
     fits the device's memory); ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank; ``speedup_*`` over native
     and ``over_topk_*`` over the policy topk, which runs the same code as the other policies (median, low, high,
     is_interval); ``floor_low``, ``floor_high``, the noise floor; ``verdict``; ``detectable``, the smallest speedup
-    that would be called; the routing's cost (``dropped_share``, ``retained_mass``, ``output_error``) and loads;
-    times by phase group; rates; how steady the times were.
+    that would be called; the routing's cost (``dropped_share``, ``retained_mass``, ``output_error``) and loads, over
+    native's mean (``fullest_expert``, ``fullest_rank``); times by phase group; rates; how steady the times were.
     """
     if run.scope == "model":
         rows = [

@@ -29,7 +29,7 @@ from moe_ep_bench.machine.monitor import disturbances, remarks
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import load_of_others, replicate, stacking_words
 from moe_ep_bench.policies.waits import waits_words
-from moe_ep_bench.timing.statistics import MIN_BATCHES
+from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 
 MODE_WORDS = {
     "run": "measured",
@@ -261,13 +261,14 @@ _NOTES = {
     "pieces": "a rank's tokens are routed at once and go through the rest of the layer in {} pieces",
     "graph": "replayed from CUDA graphs, which hold {}",
     "overlap": OVERLAP,
-    "load": "imbalance under native: fullest expert {0.fullest_expert:.2f} x mean, fullest rank {0.fullest_rank:.2f} x "
-    "mean of what valid tokens select",
+    "load": "load under native: fullest expert {0.fullest_expert:.2f} x mean, fullest rank {0.fullest_rank:.2f} x mean "
+    "of what valid tokens select",
     "padding": "padding: native spends {:.1f} % of its pairs on padding",
     "has_padding": READING,
     "spread": "speedup: slowest rank's layer time, native over case, median of pairs {}",
     "floor": "noise floor: {0.low:.3f} to {0.high:.3f}, by which native run twice differs from itself",
     "detectable": "smallest speedup that would be called (power 80 %): {}",
+    "chance": "{}",
     "ceiling": "ceiling: native on perfectly balanced scores; what balance alone could buy, no policy",
     "warm_up": "warm-up: {} rounds over all batches and cases, by launch",
     "drift": "native over the run: drift {:+.1f} % (pairs cancel it), {:.1f} % of its iterations far out, the worst "
@@ -334,6 +335,7 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
         "has_padding": facts.workload.padding,
         "spread": spread_words(comparison),
         "detectable": " to ".join(f"{effects[label]:.3f} ({label})" for label in ends),
+        "chance": "; ".join(chance_words(num_verdicts(comparison))),
         "ceiling": comparison.of_role("ceiling"),
         "probes": _worst({r: r.probe_overhead for r in results}),
         "frontier": any(r.case.frontier is not None for r in comparison.policies),
@@ -384,9 +386,28 @@ def spread_words(comparison: ComparisonResult) -> str:
     """What stands beside a speedup: its interval, or the ends of its samples."""
     if comparison.comparison.num_batches < MIN_BATCHES:
         return f"(min..max: fewer than {MIN_BATCHES} batches give no interval, and so no verdict)"
-    num_launches = len(comparison.conditions)
+    num_launches, draws = len(comparison.conditions), comparison.comparison.draws
     launches = f", and Student's t over {num_launches} launches" if num_launches > 1 else ", of this launch only"
+    if draws > 1:
+        launches = f", and Student's t over {draws} draws of the traffic"
     return f"[95 % interval, bootstrapped over batches, then iterations{launches}]"
+
+
+def num_verdicts(comparison: ComparisonResult) -> int:
+    """How many cases of a comparison are held against its noise floor."""
+    judged = [r for r in comparison.results if r.case.role not in ("baseline", "noise")]
+    return sum(r.speedup is not None and r.speedup.is_interval for r in judged) if comparison.floor else 0
+
+
+def chance_words(number: int) -> list[str]:
+    """How many of many verdicts chance alone would give; nothing of a single one."""
+    alpha = 1 - LEVEL
+    if number < 2:
+        return []
+    return [
+        f"of {number} verdicts up to {number * alpha:.1f} would be called by chance alone, if nothing differed: "
+        f"{number} x {100 * alpha:.0f} %"
+    ]
 
 
 def extra_memory_words(result: CaseResult) -> str:

@@ -252,12 +252,14 @@ def _validate(options: argparse.Namespace) -> int:
     _check_config(options)
     from moe_ep_bench.analysis.validation import load_validation
     from moe_ep_bench.analysis.validation_report import validation_text, write_report
+    from moe_ep_bench.bench.question import parse_share
     from moe_ep_bench.bench.validate import validate
     from moe_ep_bench.runtime import launcher
 
     out = _out(options, "-validated")
     nproc = options.nproc if options.nproc is not None else launcher.default_nproc()
-    status = validate(options.config, out, options.overrides, nproc, force=options.force)
+    margin = parse_share("--margin", options.margin)
+    status = validate(options.config, out, options.overrides, nproc, force=options.force, margin=margin)
 
     def report() -> str:
         validation = load_validation(out)

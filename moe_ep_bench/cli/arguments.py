@@ -109,6 +109,12 @@ def make_parser() -> argparse.ArgumentParser:
 
     validate = add("validate", "compare emulated ranks with real ones on this machine")
     _add_config(validate, suffix="-validated")
+    validate.add_argument(
+        "--margin",
+        metavar="SHARE",
+        default="3%",
+        help="difference of equivalent speedups at most (default: %(default)s)",
+    )
     _add_nproc(validate)
     _add_cpu(validate)
 

@@ -33,7 +33,7 @@ from moe_ep_bench.analysis.figures.panels import (
     speedup_limits,
     write_ends,
 )
-from moe_ep_bench.analysis.load import Run
+from moe_ep_bench.analysis.load import CASE, Run
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.style import (
     GAMMA,
@@ -242,13 +242,13 @@ def load_figure(run: Run) -> Drawing | None:
     rows = rows[rows["comparison_id"].isin(both)]
     if rows.empty:
         return None
-    loads = {result.case.case_id: result.fidelity for one in analyse(run) for result in one.results}
-    quantities = ("expert", "rank")
+    loads = {(r.case.comparison_id, r.case.case_id): r.fidelity for one in analyse(run) for r in one.results}
+    quantities, keys = ("expert", "rank"), list(rows[CASE].itertuples(index=False, name=None))
     marks = pd.concat(
-        rows.assign(of=what, load_over_mean=[getattr(loads[one], f"{what}_load") for one in rows["case_id"]])
+        rows.assign(of=what, load_over_mean=[getattr(loads[key], f"{what}_load") for key in keys])
         for what in quantities
     ).explode("load_over_mean")
-    marks = marks.assign(number=marks.groupby(["of", "case_id"]).cumcount())
+    marks = marks.assign(number=marks.groupby(["of", *CASE]).cumcount())
     drawn, notes = drawn_part(run, rows)
     families = list(drawn.loc[drawn["role"] == "policy", "family"].unique())
     if len(families) > _MAX_POLICIES:
@@ -275,9 +275,10 @@ def load_figure(run: Run) -> Drawing | None:
         beside=is_alone,
         most=4 if len(quantities) > 1 else 2,
     )
-    for group, (_, own) in zip(axes, groups, strict=True):
+    for group, (comparison_id, own) in zip(axes, groups, strict=True):
+        here = marks[(marks["comparison_id"] == comparison_id) & marks["case_id"].isin(own["case_id"])]
         for one, what in zip(group, quantities, strict=True):
-            _draw_loads(one, what, marks[marks["case_id"].isin(own["case_id"]) & (marks["of"] == what)], looks)
+            _draw_loads(one, what, here[here["of"] == what], looks)
     return Drawing(figure, csv(marks, "of", "number", "load_over_mean"))
 
 

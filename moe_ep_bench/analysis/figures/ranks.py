@@ -90,9 +90,11 @@ def timeline_figure(run: Run, choice: Choice | None = None) -> Drawing | None:
     sides = {chosen.native.case.case_id: before, chosen.policy.case.case_id: after}
     ranks = _lanes(before, after)
     marks = pd.concat(_marks(shown, ranks).assign(case_id=case_id) for case_id, shown in sides.items())
-    rows = marks.merge(case_rows(run), on="case_id", sort=False)
-    cases = case_rows(run).set_index("case_id")
     comparison_id = chosen.native.case.comparison_id
+    cases = case_rows(run)
+    cases = cases[cases["comparison_id"] == comparison_id]
+    rows = marks.merge(cases, on="case_id", sort=False)
+    cases = cases.set_index("case_id")
     groups = [group for group in GROUPS if group in set(rows["phase"].map(_GROUP_OF))]
     fewer = f" {len(ranks)} of {len(before.times_us)} ranks." if len(ranks) < len(before.times_us) else ""
     if facts.num_replicas > 1:
@@ -236,7 +238,9 @@ def latency_figure(run: Run, choice: Choice | None = None) -> Drawing | None:
         if all(len(times_us) for times_us in both)
         for case, times_us in zip(cases, both, strict=True)
     ]
-    rows = pd.concat(percentiles, ignore_index=True).merge(case_rows(run), on="case_id")
+    here = case_rows(run)
+    here = here[here["comparison_id"] == cases[0].comparison_id]
+    rows = pd.concat(percentiles, ignore_index=True).merge(here, on="case_id")
     policy = rows[rows["case_id"] == cases[1].case_id].iloc[0]
     quantities = list(rows["quantity"].unique())
     work = rows[(rows["quantity"] == quantities[-1]) & (rows["case_id"] == cases[0].case_id)]

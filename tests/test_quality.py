@@ -26,6 +26,7 @@ from moe_ep_bench.analysis.parts import ResultsError
 from moe_ep_bench.analysis.quality_figures import capacity_figure
 from moe_ep_bench.analysis.quality_frames import Quality, half_over_batches, read_quality, text_costs
 from moe_ep_bench.analysis.quality_orderings import orderings, short_label
+from moe_ep_bench.analysis.quality_tables import quality_tables
 from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
@@ -449,6 +450,10 @@ def test_verdicts_over_checkpoints_are_students_t_over_their_means() -> None:
     # Every checkpoint is sure of itself, and they do not agree: over checkpoints nothing can be said.
     found = orderings(quality_of(*seeds(0.10, 0.12, -0.14)))
     assert found["verdict"].tolist() == ["inconclusive", "holds", "holds", "does not hold"]
+    sizes = {"num_experts": 8, "num_ranks": 2, "batch_size": 4}
+    *_, table = quality_tables(quality_of(*seeds(0.1, 0.2, **sizes)))
+    assert table.title == "dropping by score costs less than by order (arXiv 2503.05066), nats per token"
+    assert set(table.frame["table"]) == {"orderings"}
     (alone,) = orderings(quality_of(*seeds(0.1))).itertuples()
     assert (alone.checkpoint, alone.verdict, alone.is_overall) == ("small-0", "holds", True)
 
@@ -480,12 +485,12 @@ def test_formats_hold_every_row_and_say_of_which_kind(
 ) -> None:
     text = quality_text(done)
     assert "not timed" in text
-    assert "dropping by score costs less than by random (arXiv 2503.05066), nats per token" in text
+    assert "no interval, and no verdict on orderings, below 10 batches; got 3" in text
     assert main(["show", str(done), "--format", "csv", "--out", str(tmp_path / "rows.csv")]) == OK
     rows = pd.read_csv(tmp_path / "rows.csv")
-    assert rows["table"].value_counts().to_dict() == {"texts": 7, "orderings": 1}
+    assert rows["table"].value_counts().to_dict() == {"texts": 7}
     assert main(["show", str(done), "--format", "json"]) == OK
-    assert len(json.loads(capsys.readouterr().out)["rows"]) == 8
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 7
     assert main(["show", str(done), "--format", "csv", "--case", "native"]) == USER_ERROR
     assert "without times" in capsys.readouterr().err
 
@@ -514,7 +519,9 @@ def test_the_command_and_summary_print_the_table_and_figures_are_drawn(
     assert first.out.startswith(table)
     assert "figures in" in first.out
     assert "quality_fronts" in first.out
-    assert "for them: quality_capacity\n" in first.out, "there is one capacity factor only"
+    assert "for them: quality_orderings, quality_capacity\n" in first.out, (
+        "there are three batches, and one capacity factor"
+    )
 
 
 def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_path: Path) -> None:
@@ -530,7 +537,7 @@ def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_pa
     assert set(lines) >= {(0.0, 1.0, 3.0), (1.0, 3.0)}
     rows = drawing.rows[drawing.rows["policy"] == "token_drop"].sort_values("value")
     assert rows["half_width_nats"].isna().all()
-    assert "no interval below 10 sequences" in quality_text(tmp_path)
+    assert "below 10 batches; got 1" in quality_text(tmp_path)
     native = costs(tmp_path)["native"]["cross_entropy"]
     answers = [costs(tmp_path)[make_policy({**DROP, "capacity_factor": gamma}).label] for gamma in (0, 1.0, 3.0)]
     expected = [(one["cross_entropy"] - native).mean() for one in answers]

@@ -82,9 +82,10 @@ def _text_tables(quality: Quality) -> Iterator[Table]:
     for comparison_id, rows in costs.groupby("comparison_id", sort=False) if len(costs) else ():
         facts = quality.facts[str(comparison_id)]
         has_modality = rows["text_dropped_fraction"].notna().any()
-        few = f"{rows['num_batches'].min():.0f} batches: below {MIN_BATCHES} no interval, and no verdict on orderings"
+        least = rows["num_batches"].min()
         interval = "with its 95 % interval, Student's t over batches, whose sequences were routed together"
-        interval = few if rows["num_batches"].min() < MIN_BATCHES else interval
+        if least < MIN_BATCHES:
+            interval = f"no interval, and no verdict on orderings, below {MIN_BATCHES} batches; got {least:.0f}"
         notes = [
             f"cross-entropy: added to the unpatched model's on the same sequences ({interval})",
             "ppl: perplexity of the text; KL and top-1: of the answers from the unpatched model's",

@@ -34,7 +34,7 @@ from moe_ep_bench.presets import (
     validated,
 )
 from moe_ep_bench.workload.counts import mean_peak_load, read_counts
-from moe_ep_bench.workload.skews import PATTERNS, SKEWS, RankLoad, load_skew
+from moe_ep_bench.workload.skews import PATTERNS, SKEWS, RankLoad, Skew, load_skew
 from moe_ep_bench.workload.tail import TAILS
 from moe_ep_bench.workload.trace import open_trace
 
@@ -181,7 +181,7 @@ class SyntheticConfig(_Workload):
     placement: Literal["scattered", "spread", "adjacent"] = "scattered"
     """Positions of popular experts: as drawn, spread over the ranks, or side by side."""
     rank_load: RankLoad | None = None
-    """Load of the fullest rank over the mean, for one number of ranks."""
+    """Load of the fullest rank over the mean, for one number of ranks. On another number experts stand at random."""
     topk_share: float | None = Field(None, gt=0, lt=1)
     """Share of the score mass in the top-k."""
     entropy: float | None = Field(None, gt=0, lt=1)
@@ -207,8 +207,11 @@ class SyntheticConfig(_Workload):
                 raise UserError("rank_shares: needed by skew megatron_w4, whose sources are ragged, e.g. [2, 1, 1, 0]")
         return self
 
-    def targets(self, preset: str | None) -> dict[str, Any]:
+    def targets(self, preset: str | None, ep_size: int | None = None) -> dict[str, Any]:
         """All targets of a ``SyntheticWorkload``, those of ``skew`` included.
+
+        Args:
+            ep_size: EP ranks. A ``rank_load`` is of one number of them; on others experts stand at random. None = any.
 
         Raises:
             ValueError: there is no such skew of the model.
@@ -216,22 +219,29 @@ class SyntheticConfig(_Workload):
         own = self.model_dump(exclude={*_Workload.model_fields, "kind", "skew", "skew_from", "sequence_length"})
         if self.skew_from is not None and "peak_load" not in self.model_fields_set:
             own["peak_load"] = mean_peak_load(self.skew_from)
-        if self.skew is None or self.skew in PATTERNS:
-            return own
+        if self.skew is not None and self.skew not in PATTERNS:
+            calibrated = self.calibration(preset).targets()
+            # A rank's load cannot be met together with another placement or a skew that moves.
+            if self.placement != "scattered" or self.drift or self.burst_every or self.family == "uniform":
+                calibrated.pop("rank_load", None)
+            if self.sequence_length == 1:
+                calibrated.pop("neighbour_overlap", None)
+            if self.entropy is not None:
+                calibrated.pop("topk_share", None)
+            own |= {key: value for key, value in calibrated.items() if key not in self.model_fields_set}
+        if ep_size is not None and own["rank_load"] is not None and own["rank_load"]["ep_size"] != ep_size:
+            own["rank_load"] = None
+        return own
+
+    def calibration(self, preset: str | None) -> Skew:
+        """What ``skew``, which is no pattern, was calibrated to; ValueError where the model has no such skew."""
+        assert self.skew is not None
         if preset is None:
             raise UserError(
                 f"skew: expected none for a model that is no preset; give peak_load and the like, got {self.skew}"
             )
         with naming("skew"):
-            calibrated = load_skew(preset, self.skew).targets()
-        # A rank's load cannot be met together with another placement or a skew that moves.
-        if self.placement != "scattered" or self.drift or self.burst_every or self.family == "uniform":
-            calibrated.pop("rank_load", None)
-        if self.sequence_length == 1:
-            calibrated.pop("neighbour_overlap", None)
-        if self.entropy is not None:
-            calibrated.pop("topk_share", None)
-        return {**own, **{key: value for key, value in calibrated.items() if key not in self.model_fields_set}}
+            return load_skew(preset, self.skew)
 
 
 class RecordingConfig(Strict):

@@ -253,6 +253,7 @@ def _assumed(run: Run, facts: Sequence[Comparison], by_default: Sequence[str]) -
     parts = [
         f"{how[0].upper()}{how[1:]}",
         " / ".join(dict.fromkeys(one.model for one in facts)),
+        *dict.fromkeys(one.sizes for one in facts if one.sizes is not None),
         *dict.fromkeys(scale_words(one.scale) for one in facts if one.scale != 1),
         *dict.fromkeys(device_words(run, one).partition(": ")[0] for one in facts),
         *dict.fromkeys(one.links.partition(": ")[0] for one in facts if one.links is not None),

@@ -61,7 +61,7 @@ def _but_for_the_draw(facts: Comparison) -> str:
     if len(point) == len(facts.point):
         point[SEED] = "not swept"
     targets = {key: getattr(facts.workload, key) for key in ("kind", "targets", "skew")}
-    apart = {"point": True, "workload": True, "whole": {"peak_loads", "shared_by_chance"}}
+    apart = {"point": True, "workload": True, "title": True, "sizes": True, "whole": {"peak_loads", "shared_by_chance"}}
     return json.dumps([facts.model_dump(mode="json", exclude=apart), point, targets], sort_keys=True)
 
 

@@ -118,6 +118,7 @@ class Comparison(Described):
     """Conditions that all its cases share; cases of one comparison may be paired."""
 
     title: str
+    sizes: str | None = None  # EP ranks, tokens of all of them and of each, in words
     model: str
     scale: PositiveFloat  # 1.0 = the model's true sizes
     num_experts: Count

@@ -17,7 +17,6 @@ from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.cost_model.whole_model import PassWork, outside_moe_us
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
-from moe_ep_bench.workload.batch import deal_sequences
 
 
 def model_question(question: Question, *, force: bool = False) -> int:
@@ -46,11 +45,8 @@ def _outside_us(comparison: Comparison, context_length: int) -> float:
     experiment, model, device = comparison.experiment, comparison.model, comparison.device
     assert device is not None
     check_model(model, experiment)
-    length_S = comparison.workload.sequence_lengths(0)
-    rank_S = deal_sequences(length_S, comparison.ep_size, experiment.workload.rank_shares)
     found = []
-    for rank in range(comparison.ep_size):
-        lengths = tuple(length_S[rank_S == rank].tolist())
+    for lengths in comparison.subject.lengths_of_ranks(0):
         work = PassWork((), sum(lengths), context_length, {}) if context_length else PassWork(lengths, 0, 0, {})
         values = VALUE_BYTES[experiment.layer.dtype]
         found.append(outside_moe_us(device, model, work, bytes_per_value=values))

@@ -164,6 +164,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
     model, subject, experiment = comparison.model, comparison.subject, comparison.experiment
     described: dict[str, Any] = {
         "title": comparison.title,
+        "sizes": words.sizes_of(comparison),
         "model": model.name,
         "num_experts": model.num_experts,
         "top_k": model.top_k,

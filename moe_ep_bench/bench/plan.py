@@ -39,7 +39,7 @@ from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.placement import Placement, Replication, replicate
+from moe_ep_bench.placement import Placement, Replication, default_ep_size, replicate
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.contract import check_routing
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
@@ -301,7 +301,7 @@ class Comparison:
         if isinstance(config, SyntheticConfig):
             # What a skew's name or a file of counts stands for may change; what is measured then does too.
             del workload["skew_from"]
-            workload |= config.targets(self.experiment.model.preset)
+            workload |= config.targets(self.experiment.model.preset, self.ep_size)
         if isinstance(self.workload, RecordedWorkload):
             traces = zip(self.workload.sources, self.workload.traces, strict=True)
             workload["trace"] = [{"trace": trace.sha256(), "share": source.share} for source, trace in traces]
@@ -384,7 +384,7 @@ class Comparison:
 
     def describe_workload(self) -> dict[str, Any]:
         """See ``words.describe_workload``."""
-        return words.describe_workload(self.experiment, self.workload, self.subject.rank_tokens)
+        return words.describe_workload(self.experiment, self.workload, self.subject.rank_tokens, self.ep_size)
 
     def describe_device(self) -> str:
         """What stands for each rank, where that is modelled."""
@@ -561,11 +561,6 @@ def plan(
                 checks.check_layer_weights(one.experiment, num_layers[one.alike_but_for("layer")])
     _check_distinct(config, comparisons)
     return Plan(config, overrides, tuple(comparisons))
-
-
-def default_ep_size(num_experts: int) -> int:
-    """Virtual ranks where a config leaves them open: the largest number up to 8, a node's, that divides the experts."""
-    return max(size for size in range(1, 9) if num_experts % size == 0)
 
 
 def _check_distinct(config: Path, comparisons: Sequence[Comparison]) -> None:

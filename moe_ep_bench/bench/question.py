@@ -21,6 +21,7 @@ from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
+from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies import policy_class
 from moe_ep_bench.workload import open_trace
 from moe_ep_bench.workload.skews import PATTERNS
@@ -390,7 +391,8 @@ def _is_drawn(experiment: Experiment) -> bool:
     workload = experiment.workload
     if not isinstance(workload, SyntheticConfig) or workload.skew in PATTERNS or experiment.scope == "model":
         return False
-    return experiment.layer.ep_size != 1 and workload.targets(experiment.model.preset).get("rank_load") is None
+    ep_size = experiment.layer.ep_size or default_ep_size(experiment.model.spec().num_experts)
+    return ep_size != 1 and workload.targets(experiment.model.preset, ep_size)["rank_load"] is None
 
 
 def _request_tokens(workload: SyntheticConfig | RecordedConfig) -> int | None:

@@ -60,7 +60,7 @@ class Noise:
         """Noise of some rows, in chunks: float64 [up to ``rows_at_once``, E].
 
         Args:
-            runs: ascending; each starts where a sequence does.
+            runs: ascending.
         """
         random = self._generator()
         for _, noise_TE in draw_rows(random, runs, self.num_experts, random.gumbel):
@@ -81,7 +81,12 @@ class CorrelatedNoise(Noise):
             parts = []
             for first, end in chunk:
                 if first != row:
-                    seek(random, int(self._words[first // self.sequence_length]))
+                    start = first - first % self.sequence_length
+                    seek(random, int(self._words[start // self.sequence_length]))
+                    # Of a sequence that is cut, the tokens ahead of this part.
+                    for ahead in in_chunks([Run(start, first)], rows_at_once(self.num_experts)):
+                        normal_TE = random.standard_normal((ahead[0].num_rows, self.num_experts))
+                        carried_1E = self._correlate(normal_TE, ahead[0].first, carried_1E)
                 normal_TE = random.standard_normal((end - first, self.num_experts))
                 carried_1E = self._correlate(normal_TE, first, carried_1E)
                 parts.append(_gumbel(normal_TE))

@@ -12,9 +12,9 @@ from test_workload import assert_rows_are_distributions_without_ties
 
 from moe_ep_bench.workload import SyntheticWorkload, deal
 from moe_ep_bench.workload.batch import deal_sequences
-from moe_ep_bench.workload.noise import CorrelatedNoise
+from moe_ep_bench.workload.noise import CorrelatedNoise, HeldNoise, Noise
 from moe_ep_bench.workload.randomness import Run
-from moe_ep_bench.workload.skew import TopK
+from moe_ep_bench.workload.skew import TopK, balanced_scores
 
 few_examples = settings(max_examples=15)
 
@@ -171,6 +171,34 @@ def test_every_so_many_batches_one_is_a_burst():
     workload = synthetic(num_batches=6, burst_every=3, burst_peak_load=8.0, num_tokens=512)
     peaks = [load.max() / load.mean() for load in (loads(workload.batch(index), 6) for index in range(6))]
     assert [round(peak) for peak in peaks] == [3, 3, 8, 3, 3, 8]
+
+
+# Counting and balancing on the host
+
+
+@few_examples
+@given(st.integers(1, 60), st.sampled_from([8, 12, 64]), st.integers(1, 8), st.integers(0, 9))
+def test_counting_the_top_k_in_one_pass_is_marking_and_summing(num_tokens, num_experts, top_k, seed):
+    random = np.random.default_rng(seed)
+    noise_TE, bias_E = random.gumbel(size=(num_tokens, num_experts)), random.normal(size=num_experts)
+    chosen_TE = TopK(top_k).chosen(noise_TE + bias_E)
+    np.testing.assert_array_equal(TopK(top_k).loads(noise_TE, bias_E), chosen_TE.sum(axis=0))
+
+
+@few_examples
+@given(st.integers(0, 50), st.sampled_from([6, 8, 64]), st.integers(1, 6), st.integers(0, 9))
+def test_balanced_scores_are_each_tokens_own_with_its_best_dealt_in_turn(num_tokens, num_experts, top_k, seed):
+    scores_TE = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed))
+    balanced_TE = balanced_scores(scores_TE, top_k)
+    for token, (own_E, found_E) in enumerate(zip(scores_TE, balanced_TE, strict=True)):
+        place_E = (token * top_k + torch.arange(num_experts)) % num_experts
+        assert torch.equal(found_E[place_E], own_E.sort(descending=True).values)
+
+
+def test_noise_that_is_kept_is_the_noise():
+    fields, runs = (3, 1, 700, 16), [Run(0, 40), Run(90, 91), Run(300, 700)]
+    kept, made = (np.concatenate(list(noise.chunks(runs))) for noise in (HeldNoise(*fields), Noise(*fields)))
+    np.testing.assert_array_equal(kept, made)
 
 
 # Dealing in shares

@@ -90,6 +90,9 @@ def describe_timed_run(
         ValueError: a batch cannot meet its targets; one line, on every rank.
     """
     for comparison in comparisons:
+        if comparison.links is not None:  # One process makes all ranks' tokens.
+            for workload in comparison.subject.workloads.values():
+                workload.keep_noise()
         # Of several comparisons the last would wait long for what is kept of it; a layer has one workload.
         is_model = comparison.subject.name == "model"
         keep = is_model and len(comparisons) == comparison.subject.world_size == 1

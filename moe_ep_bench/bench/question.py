@@ -218,7 +218,8 @@ def _asked(options: argparse.Namespace, *, decode: bool) -> Question:
         raise UserError(f"--draws: expected none where chance does not decide how busy ranks are; got {draws}")
     if draws > 1 and is_drawn:
         seed = experiments[0].workload.seed
-        sweep["workload.seed"] = [seed + number for number in range(draws)]
+        # First, so that points of one draw, which share its random numbers, follow each other.
+        sweep = {"workload.seed": [seed + number for number in range(draws)], **sweep}
         if options.config is None:
             raw["workload"]["num_batches"] = max(_BATCHES_OF_A_DRAW, math.ceil(_BATCHES / draws))
     text = yaml.safe_dump({**raw, **({"sweep": sweep} if sweep else {})}, sort_keys=False)

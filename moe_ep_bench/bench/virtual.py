@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from moe_ep_bench.bench.traffic import (
     Share,
     Shares,
     Traffic,
+    bytes_of_batch,
     traffic_of,
 )
 from moe_ep_bench.cost_model.timeline import compose, median_legs
@@ -48,6 +50,9 @@ from moe_ep_bench.timing.protocol import BREAKDOWN, HOST, PLAIN, THREAD_CPU, Ste
 
 # Share of the free memory that a chunk's rows may take; the rest is for what allocators keep and routing needs.
 _MEMORY_SHARE = 0.5
+# Scores of a comparison's batches that are kept, so that replicas are planned and statistics taken without making any
+# batch again; what cases see of them takes several times as much.
+_KEPT_BYTES = 2**28
 # Bytes of what travels beside rows: a pair's weight, a count, a number of a policy's statistics.
 _WEIGHT_BYTES, _COUNT_BYTES, _STATISTIC_BYTES = 4, 8, 8
 
@@ -104,6 +109,9 @@ class Emulation:
         self.seed, subject = comparison.experiment.layer.seed, comparison.subject
         self.num_ranks, self.num_batches = comparison.ep_size, comparison.workload.num_batches
         self.layers, self.columns = subject.layers(), columns_of(subject)
+        # Batches whose scores and what cases see of them are kept until the comparison ends.
+        kept = _KEPT_BYTES // (len(self.layers) * max(map(bytes_of_batch, self.layers.values())))
+        self._ranks = lru_cache(max(1, kept) * len(self.layers))(self._make_ranks)
         self.carried = CarriedLoads(self._all_shares, comparison.slots, self.seed)
         self.replicas = Replicas(comparison, self._all_shares)
         self.num_chunks = 1
@@ -211,7 +219,7 @@ class Emulation:
         for layer, subject in self.layers.items():
             if layer is not None:
                 self.begin(self.comparison.comparison_id)
-            ranks = RankBatches(subject, index, len(self.layers))
+            ranks = self._ranks(layer, index)
             for of_case, one in zip(layers, self._traffic(subject, routers, ranks, self.num_chunks), strict=True):
                 of_case[layer] = one
             if keep:
@@ -253,9 +261,10 @@ class Emulation:
 
     def _all_shares(self, case: CaseSpec, layer: int | None, index: int) -> Iterator[Share]:
         """Every rank's tokens of a batch in a layer."""
-        of = self.layers[layer]
-        for rank, tokens in enumerate(RankBatches(of, index, len(self.layers))):
-            yield Shares(of, tokens, rank, self.device).of(case)
+        return (one.of(case) for one in self._ranks(layer, index).shares(self.device))
+
+    def _make_ranks(self, layer: int | None, index: int) -> RankBatches:
+        return RankBatches(self.layers[layer], index, len(self.layers))
 
     def _traffic(
         self, layer: LayerSubject, routers: Sequence[CaseRouter], ranks: RankBatches, num_chunks: int
@@ -274,7 +283,7 @@ class Emulation:
             return 1
         if wanted is not None:
             return -(-subject.most_tokens // wanted)
-        traffic = self._traffic(subject, self._routers(0), RankBatches(subject, 0), 1)
+        traffic = self._traffic(subject, self._routers(0), self._ranks(None, 0), 1)
         most_rows = max(int(max(pairs.sum(1).max(), pairs.sum(0).max())) for pairs in (t.rank_pairs for t in traffic))
         available = provenance.available_memory_bytes(self.device, 1) * _MEMORY_SHARE
         return max(1, -(-int(most_rows * self.comparison.bytes_per_row) // int(available)))

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from scipy.special import entr
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.workload.noise import CorrelatedNoise, Noise, solve_correlation
+from moe_ep_bench.workload.noise import CorrelatedNoise, HeldNoise, Noise, solve_correlation
 from moe_ep_bench.workload.popularity import drawn_popularity, log_odds, placed, placed_for_rank_load
 from moe_ep_bench.workload.randomness import Run, Stream, generator, rows_at_once, separate_ties
 from moe_ep_bench.workload.skew import TopK
@@ -266,9 +266,12 @@ class SyntheticWorkload(GeneratedWorkload):
 
     def _make_noise(self, index: int) -> Noise:
         fields = self.seed, index, self.num_tokens, self.num_experts
-        if self.neighbour_overlap is None:
-            return Noise(*fields)
-        return CorrelatedNoise(*fields, self.sequence_length, self._correlation)
+        if self.neighbour_overlap is not None:
+            return CorrelatedNoise(*fields, self.sequence_length, self._correlation)
+        return HeldNoise(*fields) if "_keeps_noise" in self.__dict__ else Noise(*fields)
+
+    def keep_noise(self) -> None:
+        self.__dict__["_keeps_noise"] = True
 
     @cached_property
     def _correlation(self) -> float:
@@ -421,10 +424,7 @@ def softmax(logits_TE: NDArray[np.float64]) -> NDArray[np.float32]:
 
 def _loads(noise: Chunks, bias_E: NDArray[np.float64], selection: TopK, factor: float = 1.0) -> NDArray[np.int64]:
     """Experts' loads, int64 [E], under the model's top-k of noise + bias."""
-    load_E = np.zeros(len(bias_E), dtype=np.int64)
-    for noise_TE in noise:
-        load_E += np.count_nonzero(selection.chosen(noise_TE + bias_E, factor), axis=0)
-    return load_E
+    return np.sum([selection.loads(noise_TE, bias_E, factor) for noise_TE in noise], axis=0)
 
 
 def _sampled(noise: Chunks, most: int) -> NDArray[np.float64]:

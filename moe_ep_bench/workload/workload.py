@@ -206,6 +206,9 @@ class Workload(ABC):
             ValueError: a batch cannot meet them.
         """
 
+    def keep_noise(self) -> None:  # noqa: B027
+        """Keep random numbers of the last few batches, where workloads that differ in little follow each other."""
+
     def keep_batches(self) -> None:
         """Keep every batch that is gone through until one rank, which has all of it, asks for it once."""
         self.__dict__["_keeps"] = True

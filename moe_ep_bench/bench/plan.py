@@ -44,6 +44,7 @@ from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.contract import check_routing
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
 from moe_ep_bench.policies.own import source_hash
+from moe_ep_bench.runtime.progress import SILENT_S, progress_bar
 from moe_ep_bench.workload import RecordedWorkload, Workload
 
 RANKS, VIRTUAL, MODELLED, ROUTING = "ranks", "virtual", "modelled", "routing"
@@ -533,7 +534,7 @@ def plan(
         on_cpu: apply the config's ``on_cpu`` section, wherever a layer runs.
         point: only this point of the sweep, from 0.
         before: called ahead of each comparison, which may take long to make: batches are solved for, recordings read.
-        try_out: make a batch of each (``Comparison.try_out``).
+        try_out: make a batch of each (``Comparison.try_out``). Else nothing is drawn or solved for.
 
     Raises:
         ValueError: one line naming the file, the key and what is allowed.
@@ -548,13 +549,16 @@ def plan(
             raise UserError(f"--point: expected 0 to {last} (the points of {config}'s sweep), got {point}")
         experiments = [experiments[point]]
     comparisons = []
-    with naming(str(config)):
+    shown = progress_bar(len(experiments), "point", shown=backend != RANKS, delay=SILENT_S)
+    with naming(str(config)), shown as bar:
         for experiment in experiments:
+            bar.set_description(f"planning {config}")
             checks.check_size(experiment, world_size or 1)
             before(experiment)
             comparisons.append(Comparison.of(experiment, backend, world_size, on_cpu=on_cpu))
             if try_out:
                 comparisons[-1].try_out()
+            bar.update()
         if backend == ROUTING:
             num_layers = Counter(one.alike_but_for("layer") for one in comparisons)
             for one in comparisons:

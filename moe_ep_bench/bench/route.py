@@ -84,7 +84,7 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
 
 def dry_run(config: Path, overrides: Sequence[str]) -> int:
     """Print the cases; route nothing."""
-    for comparison in plan(config, overrides, ROUTING):
+    for comparison in plan(config, overrides, ROUTING, try_out=False):
         print(f"{comparison.title}: {comparison.workload.num_batches} batches, {comparison.placement.name} placement")
         print_cases(comparison)
     return OK

@@ -11,10 +11,10 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +31,9 @@ from moe_ep_bench.runtime.exit_codes import CLOSED, LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.ranks import NotMetError, Ranks, join
 from moe_ep_bench.runtime.signals import Stopped, stoppable
 from moe_ep_bench.runtime.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from moe_ep_bench.timing.ceilings import Ceilings
 
 # How long ranks may take to meet before a config has said otherwise.
 _JOIN_TIMEOUT_S = 120.0
@@ -57,6 +60,7 @@ def run(
         profile: a case (its id, label or policy name); one iteration of it is profiled and nothing timed.
         point: only this point of the config's sweep, from 0; other jobs may measure others into ``out`` meanwhile.
     """
+    here: _Launch | None = None
     try:
         with stoppable(), contextlib.ExitStack() as held:
             try:
@@ -75,6 +79,8 @@ def run(
                 return here.profile(comparisons, profile)
             return here.measure(comparisons, is_point=point is not None)
     except Stopped as stopped:
+        if here is not None and here.ranks.is_first:
+            here.say_kept()
         return 128 + stopped.args[0]
     except ToldError:
         return USER_ERROR
@@ -96,9 +102,9 @@ def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = 
     return emulate_plan(plan_virtual(config, overrides), out, force=force)
 
 
-def plan_virtual(config: Path, overrides: Sequence[str]) -> Plan:
-    """Plan a config for virtual ranks on this device; ValueError where it does not fit."""
-    return plan(config, overrides, VIRTUAL, on_cpu=not torch.cuda.is_available())
+def plan_virtual(config: Path, overrides: Sequence[str], *, try_out: bool = True) -> Plan:
+    """Plan a config for virtual ranks on this device; ValueError where it does not fit. ``try_out``: see ``plan``."""
+    return plan(config, overrides, VIRTUAL, on_cpu=not torch.cuda.is_available(), try_out=try_out)
 
 
 def emulate_plan(comparisons: Plan, out: Path, *, force: bool = False, survey: bool = True) -> int:
@@ -107,12 +113,16 @@ def emulate_plan(comparisons: Plan, out: Path, *, force: bool = False, survey: b
     Args:
         survey: see ``describe_timed_run``.
     """
+    here: _Launch | None = None
     try:
         with stoppable(), contextlib.ExitStack() as held:
             ranks = join(_JOIN_TIMEOUT_S, measures=any(one.device is None for one in comparisons))
             held.callback(ranks.close)
-            return _Launch(ranks, None, held, RunDirectory(out), 0, force).measure(comparisons, survey=survey)
+            here = _Launch(ranks, None, held, RunDirectory(out), 0, force)
+            return here.measure(comparisons, survey=survey)
     except Stopped as stopped:
+        if here is not None:
+            here.say_kept()
         return 128 + stopped.args[0]
     except ToldError:
         return USER_ERROR
@@ -134,6 +144,15 @@ class _Launch:
     directory: RunDirectory
     number: int
     force: bool
+    planned: list[Comparison] = field(default_factory=list)
+    """What is measured, once that is known."""
+
+    def say_kept(self) -> None:
+        """Say on standard error what an ended job leaves."""
+        cases = [case for one in self.planned for case in one.cases]
+        finished = sum(self.directory.is_finished(case.case_id, self.number) for case in cases)
+        kept = f"{finished} of {len(cases)} cases are kept in {self.directory.root}" if finished else "no case is kept"
+        print(f"moe-ep-bench: stopped: {kept}; the same command does what is left", file=sys.stderr, flush=True)
 
     def plan(self, config: Path, overrides: Sequence[str], point: int | None) -> Plan:
         """Every rank reads the config and opens the workloads.
@@ -178,6 +197,7 @@ class _Launch:
         """Measure what is left of this launch; return the exit status."""
         # Megatron-Core takes seconds to import: not before it is clear that there is something to run.
         ranks, directory, setup = self.ranks, self.directory, self.setup
+        self.planned.extend(comparisons)
         if comparisons[0].backend == RANKS:
             from moe_ep_bench.bench.session import measure_comparison as measure
         else:
@@ -282,10 +302,10 @@ def _other_versions(ranks: Ranks) -> str:
 def dry_run(config: Path, overrides: Sequence[str], world_size: int, point: int | None = None) -> int:
     """Print the cases, the memory that each rank needs and the time to expect; run nothing."""
     device = torch.device(device_type())
-    comparisons = plan(config, overrides, RANKS, world_size, on_cpu=device.type == "cpu", point=point)
+    comparisons = plan(config, overrides, RANKS, world_size, on_cpu=device.type == "cpu", point=point, try_out=False)
     available = provenance.available_memory_bytes(device, world_size)
     for comparison in comparisons:
-        print(f"{comparison.title} on {world_size} rank(s), {comparison.describe_workload()['description']}")
+        print(f"{comparison.title} on {world_size} rank(s), {_asked_for(comparison)}")
         print_cases(comparison, device)
         print(f"  {_memory_words(comparison, available)}; at least {_seconds(comparison, device)}")
     return OK
@@ -295,9 +315,9 @@ def dry_run_virtual(config: Path, overrides: Sequence[str]) -> int:
     """Print the cases and how often a layer would be run, or nothing where it is modelled; run nothing."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     available = provenance.available_memory_bytes(device, 1)
-    for comparison in plan_virtual(config, overrides):
+    for comparison in plan_virtual(config, overrides, try_out=False):
         assert comparison.links is not None
-        print(f"{comparison.title}, {comparison.describe_workload()['description']}\n  {comparison.links.describe()}")
+        print(f"{comparison.title}, {_asked_for(comparison)}\n  {comparison.links.describe()}")
         print_cases(comparison)
         subject = comparison.subject.name
         if comparison.device is not None:
@@ -308,6 +328,13 @@ def dry_run_virtual(config: Path, overrides: Sequence[str]) -> int:
         )
         print(f"  {runs}; {_memory_words(comparison, available)}")
     return OK
+
+
+def _asked_for(comparison: Comparison) -> str:
+    """The workload in words, without what its batches would turn out to be: none is made."""
+    for workload in comparison.subject.workloads.values():
+        workload.forgo_survey()
+    return comparison.describe_workload()["description"]
 
 
 def print_cases(comparison: Comparison, device: torch.device | None = None) -> None:
@@ -326,12 +353,18 @@ def _memory_words(comparison: Comparison, available: int) -> str:
     return f"memory per rank about {need:.1f} GiB of {available / gib:.1f} GiB"
 
 
+@lru_cache
+def _ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    from moe_ep_bench.timing.ceilings import measure_ceilings
+
+    return measure_ceilings(device, dtype)
+
+
 def _seconds(comparison: Comparison, device: torch.device) -> str:
     """The least time that a config takes, of arithmetic alone."""
     from moe_ep_bench.layer.experts import DTYPES
-    from moe_ep_bench.timing.ceilings import measure_ceilings
 
-    ceilings = measure_ceilings(device, DTYPES[comparison.experiment.layer.dtype])
+    ceilings = _ceilings(device, DTYPES[comparison.experiment.layer.dtype])
     iterations = comparison.num_iterations() * comparison.experiment.measure.launches
     seconds = comparison.subject.flops_per_rank() * iterations / (ceilings.matmul_tflops * 1e12)
     said = "iterations (arithmetic at this device's matmul speed, no transfers)"

@@ -14,6 +14,9 @@ Shapes: R = virtual ranks, V = cases, B = batches, C = columns of a sample, E = 
 from __future__ import annotations
 
 import gc
+import itertools
+import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -53,6 +56,8 @@ _MEMORY_SHARE = 0.5
 # Scores of a comparison's batches that are kept, so that replicas are planned and statistics taken without making any
 # batch again; what cases see of them takes several times as much.
 _KEPT_BYTES = 2**28
+# Modelled cases are written after so many seconds.
+_KEPT_AFTER_S = 30.0
 # Bytes of what travels beside rows: a pair's weight, a count, a number of a policy's statistics.
 _WEIGHT_BYTES, _COUNT_BYTES, _STATISTIC_BYTES = 4, 8, 8
 
@@ -72,18 +77,32 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
             from moe_ep_bench.layer.megatron import initialize_expert_parallel
 
             initialize_expert_parallel(1, comparison.experiment.measure.timeout_s + 60)
-        emulation = Emulation(comparison, cases, device, job.begin)
-        for case, reason in emulation.check().items():
-            job.write_unmeasured(comparison, case, "failed", reason)
-        conditions = emulation.measure()
-        if conditions is not None:
-            job.write_conditions(comparison, conditions)
-        with job.writing():
-            emulation.write(job)
-        job.check_written()
-    del emulation
+        _measure(job, Emulation(comparison, cases, device, job.begin))
     if comparison.device is None:
         free_memory(device)
+
+
+def _measure(job: Job, emulation: Emulation) -> None:
+    for case, reason in emulation.check().items():
+        job.write_unmeasured(emulation.comparison, case, "failed", reason)
+
+    def keep(numbers: Sequence[int]) -> None:
+        with job.writing():
+            emulation.write(job, numbers)
+        job.check_written()
+
+    is_modelled = emulation.comparison.device is not None
+    conditions = emulation.measure(keep if is_modelled else lambda numbers: None)
+    if conditions is not None:
+        job.write_conditions(emulation.comparison, conditions)
+        keep(range(len(emulation.cases)))
+
+
+def _groups(num_cases: int, num_groups: int) -> list[range]:
+    """Cut cases into groups that follow each other, as even as can be; none is empty."""
+    num_groups = max(1, min(num_groups, num_cases))
+    bounds = [num_cases * group // num_groups for group in range(num_groups + 1)]
+    return [range(first, end) for first, end in itertools.pairwise(bounds)]
 
 
 class Emulation:
@@ -146,42 +165,57 @@ class Emulation:
         """The slowest rank's time of every case and batch, microseconds [V, B], once they are measured."""
         return self.samples[..., self.columns.index(TOTAL)].max(axis=1)
 
-    def measure(self) -> dict[str, Any] | None:
-        """Time all batches; return the conditions under which that was done, None where nothing ran."""
+    def measure(self, keep: Callable[[Sequence[int]], object] = lambda numbers: None) -> dict[str, Any] | None:
+        """Time all batches; return the conditions under which that was done, None where nothing ran.
+
+        Args:
+            keep: where nothing runs, called with the numbers of cases that are finished. They are no more at once than
+                take ``_KEPT_AFTER_S`` or so, for what is not kept is lost where the job ends.
+        """
         comparison, settings = self.comparison, self.comparison.experiment.measure
         self.samples = np.full((len(self.cases), self.num_ranks, self.num_batches, len(self.columns)), np.nan)
         self.metrics = [PackedMetrics(self.num_ranks, self.num_batches * len(self.layers)) for _ in self.cases]
+        everyone = range(len(self.cases))
         if comparison.device is not None:
-            for batch in range(self.num_batches):
-                self._time_batch(batch, ModelledRanks(comparison, comparison.device), rounds=1, kept=1)
+            begin, modelled = time.monotonic(), ModelledRanks(comparison, comparison.device)
+            self._time_batch(0, modelled, rounds=1, kept=1, numbers=everyone)
+            to_come_s = (time.monotonic() - begin) * (self.num_batches - 1)
+            for numbers in _groups(len(self.cases), math.ceil(to_come_s / _KEPT_AFTER_S)):
+                for batch in range(1, self.num_batches):
+                    self._time_batch(batch, modelled, rounds=1, kept=1, numbers=numbers)
+                keep(numbers)
             return None
         rounds = 1 + settings.warmup + settings.iterations
         self.num_chunks = self._chunks()
         timer = MeasuredRanks(comparison, self.device, self.num_chunks)
         with watched_machine(self.device, DTYPES[comparison.experiment.layer.dtype]) as here, collections_between():
             for batch in range(self.num_batches):
-                self._time_batch(batch, timer, rounds, settings.iterations)
+                self._time_batch(batch, timer, rounds, settings.iterations, everyone)
         here["allocating_iterations"] = dict(timer.allocations.iterations)
         warm_up = {"rounds": 1 + settings.warmup, "change": None, "settled": False}
         emulated = {"timed": self.timed_runs, "shared": self.shared_runs, "num_chunks": self.num_chunks}
         return {"warm_up": warm_up, "ranks": [here], "emulated_runs": emulated}
 
-    def write(self, job: Job) -> None:
-        """Write every case's routing and its samples, which make it finished."""
+    def write(self, job: Job, numbers: Sequence[int]) -> None:
+        """Write the routing of the cases of these numbers, and their samples, which make them finished."""
         steps = [Step(batch, 0, kind) for kind in (PLAIN, BREAKDOWN) for batch in range(self.num_batches)]
         whole = [self.columns.index(name) for name in (TOTAL, HOST, THREAD_CPU)]
-        for case, metrics, samples_RBC in zip(self.cases, self.metrics, self.samples, strict=True):
+        for number in numbers:
+            case, metrics, samples_RBC = self.cases[number], self.metrics[number], self.samples[number]
             plain_RBC = np.full_like(samples_RBC, np.nan)
             plain_RBC[..., whole] = samples_RBC[..., whole]
             times_RSC = np.concatenate([plain_RBC, samples_RBC], axis=1)
             write_frontier(job.directory, self.comparison, case, self.frontiers[case.case_id])
             write_case(job, self.comparison, case, steps, times_RSC, self.columns, metrics)
 
-    def _time_batch(self, index: int, timer: MeasuredRanks | ModelledRanks, rounds: int, kept: int) -> None:
-        """Time one batch; of ``rounds`` the last ``kept`` count."""
-        routers = self._routers(index)
+    def _time_batch(
+        self, index: int, timer: MeasuredRanks | ModelledRanks, rounds: int, kept: int, numbers: Sequence[int]
+    ) -> None:
+        """Time the cases of these numbers on one batch; of ``rounds`` the last ``kept`` count."""
+        routers = [self._router(self.cases[number], index) for number in numbers]
         batches, traffic = self._routed(index, routers, keep=timer.needs_tokens)
-        for case, metrics, of_case in zip(self.cases, self.metrics, traffic, strict=True):
+        for number, of_case in zip(numbers, traffic, strict=True):
+            case, metrics = self.cases[number], self.metrics[number]
             for row, (layer, one) in enumerate(of_case.layers.items(), index * len(self.layers)):
                 metrics.put((slice(None), row), one.metrics)
                 if one.frontier is not None:
@@ -206,9 +240,9 @@ class Emulation:
                         self.timed_runs += 1
                     if round_number >= rounds - kept:
                         times[number][rank].append(done[work])
-        for number, one in enumerate(traffic):
-            solving = self.replicas.solving(routers[number].case, index)
-            self._store(number, index, times[number], self._link_us(one), solving)
+        for number, router, one, of_ranks in zip(numbers, routers, traffic, times, strict=True):
+            solving = self.replicas.solving(router.case, index)
+            self._store(number, index, of_ranks, self._link_us(one), solving)
 
     def _routed(
         self, index: int, routers: Sequence[CaseRouter], *, keep: bool
@@ -256,8 +290,11 @@ class Emulation:
             for name, value in phases.items():
                 self.samples[number, rank, index, self.columns.index(name)] = value
 
+    def _router(self, case: CaseSpec, index: int) -> CaseRouter:
+        return CaseRouter(case, self.replicas.slots(case, index), self.seed, self.carried)
+
     def _routers(self, index: int) -> list[CaseRouter]:
-        return [CaseRouter(case, self.replicas.slots(case, index), self.seed, self.carried) for case in self.cases]
+        return [self._router(case, index) for case in self.cases]
 
     def _all_shares(self, case: CaseSpec, layer: int | None, index: int) -> Iterator[Share]:
         """Every rank's tokens of a batch in a layer."""

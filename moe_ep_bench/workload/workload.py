@@ -196,8 +196,12 @@ class Workload(ABC):
         Raises:
             ValueError: a batch cannot meet its targets.
         """
-        self.__dict__["_skips_survey"] = True
+        self.forgo_survey()
         self.solve()
+
+    def forgo_survey(self) -> None:
+        """As ``skip_survey``, and solve for no targets: no batch is made."""
+        self.__dict__["_skips_survey"] = True
 
     def solve(self) -> None:  # noqa: B027
         """Solve for the targets of all batches ahead of making them; a subclass that has targets does so.

@@ -33,7 +33,7 @@ from moe_ep_bench.presets import (
     read_yaml,
     validated,
 )
-from moe_ep_bench.workload.counts import mean_peak_load, read_counts
+from moe_ep_bench.workload.counts import layer_loads, mean_peak_load, read_counts
 from moe_ep_bench.workload.skews import PATTERNS, SKEWS, RankLoad, Skew, load_skew
 from moe_ep_bench.workload.tail import TAILS
 from moe_ep_bench.workload.trace import open_trace
@@ -172,6 +172,9 @@ class SyntheticConfig(_Workload):
     skew_from: Annotated[Path | None, FILE, NAME] = None
     """Counts of chosen experts, for ``peak_load`` as their mean over layers: a recording, SGLang's ``logical_count``
     (JSON or npz), or [layers][experts] in JSON; in place of ``skew``."""
+    skew_layer: int | None = Field(None, ge=0)
+    """Counted layer of ``skew_from`` whose loads every expert gets, in its place; or ``all``: one comparison for each.
+    null = the peak load alone, mean over layers."""
     peak_load: float | None = Field(None, ge=1)
     """Load of the fullest expert over the mean; null = unskewed."""
     sequence_length: int = Field(128, ge=1)
@@ -199,6 +202,8 @@ class SyntheticConfig(_Workload):
     def _check_pattern(self) -> SyntheticConfig:
         if self.skew is not None and self.skew_from is not None:
             raise UserError("skew, skew_from: expected one of the two, got both")
+        if self.skew_layer is not None and self.skew_from is None:
+            raise UserError(f"skew_layer: expected skew_from beside it, whose layer it is; got {self.skew_layer}")
         if self.skew in PATTERNS:
             beside = self.model_fields_set - {*_Workload.model_fields, "kind", "skew", "sequence_length"}
             if beside:
@@ -216,8 +221,11 @@ class SyntheticConfig(_Workload):
         Raises:
             ValueError: there is no such skew of the model.
         """
-        own = self.model_dump(exclude={*_Workload.model_fields, "kind", "skew", "skew_from", "sequence_length"})
-        if self.skew_from is not None and "peak_load" not in self.model_fields_set:
+        named = {"kind", "skew", "skew_from", "skew_layer", "sequence_length"}
+        own = self.model_dump(exclude={*_Workload.model_fields, *named})
+        if self.skew_from is not None and self.skew_layer is not None:
+            own["expert_loads"] = tuple(layer_loads(self.skew_from, self.skew_layer))
+        elif self.skew_from is not None and "peak_load" not in self.model_fields_set:
             own["peak_load"] = mean_peak_load(self.skew_from)
         if self.skew is not None and self.skew not in PATTERNS:
             calibrated = self.calibration(preset).targets()
@@ -460,6 +468,9 @@ class Experiment(SweepPoint):
         num_experts = self.model.spec().num_experts
         if counted is not None and (found := read_counts(counted).shape[1]) != num_experts:
             raise UserError(f"workload.skew_from: {counted}: expected counts of {num_experts} experts, got {found}")
+        if counted is not None and isinstance(self.workload, SyntheticConfig) and self.workload.skew_layer is not None:
+            with naming("workload"):
+                layer_loads(counted, self.workload.skew_layer)
         classes: dict[str, type[Policy]] = {}
         for number, entry in enumerate(self.policies):
             for policy in expand_policies([entry]):
@@ -676,6 +687,13 @@ def _sweep_recording(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> 
     """Sweep a recording's layers and tails where the workload asks for several."""
     workload = raw["workload"]
     layer = workload.get("layer")
+    if workload.get("skew_layer") == "all":
+        if not isinstance(workload.get("skew_from"), str):
+            raise ConfigError(f"{path}: workload.skew_layer: all needs counts in workload.skew_from")
+        try:
+            sweep["workload.skew_layer"] = list(range(len(read_counts(Path(workload["skew_from"])))))
+        except ValueError as error:
+            raise ConfigError(f"{path}: workload.skew_from: {error}") from None
     if workload.get("tail") == "both":
         sweep["workload.tail"] = list(TAILS)
     if raw.get("scope") == "model" and workload.get("kind") == "recorded":

@@ -13,7 +13,7 @@ from itertools import groupby
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.draws import over_draws
+from moe_ep_bench.analysis.draws import LAYERS, over_draws
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import Comparison, Run
 from moe_ep_bench.analysis.render import Table, interval, number, percentage, render, terminal_width, text
@@ -89,6 +89,7 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
         left_out: candidates that were not tried, each with the reason.
     """
     each_draw = run
+    joined_by = _joined_by(run)
     run, part_of = over_draws(run)
     rows = candidates(run, bounds)
     if len(run.comparisons) < len(part_of):
@@ -103,7 +104,7 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
             else []
         ),
         interval("speedup", "end to end" if run.scope == "model" else "speedup"),
-        *([text("by_draw", "by draw")] if "by_draw" in rows else []),
+        *([text("by_draw", f"by {joined_by}")] if "by_draw" in rows else []),
         *([interval("moe_speedup", "MoE layers")] if run.scope == "model" else []),
         text("shown", "verdict"),
         percentage("dropped_share", "drop %"),
@@ -111,9 +112,14 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
         number("more_gib", "GiB", "{:.2g}"),
         text("limit"),
     ]
-    notes = [*(f"left out: {words}" for words in left_out), *_notes(run, rows, bounds)]
+    notes = [*(f"left out: {words}" for words in left_out), *_notes(run, rows, bounds, joined_by)]
     table = render([Table(rows, columns if len(rows) else (), notes=notes)], "text", width=terminal_width())
-    return "\n\n".join([_assumed(run, facts, by_default), table, _pick(run, rows)])
+    return "\n\n".join([_assumed(run, facts, by_default), table, _pick(run, rows, joined_by)])
+
+
+def _joined_by(run: Run) -> str:
+    """What comparisons are joined over: draws of the traffic, or layers."""
+    return "layer" if any(key in facts.point for facts in run.comparisons.values() for key in LAYERS) else "draw"
 
 
 def _by_draw(run: Run, part_of: Mapping[str, str]) -> pd.DataFrame:
@@ -182,14 +188,14 @@ def picks_text(phases: Mapping[str, tuple[Run, Mapping[str, float]]], bounds: Bo
     return render([Table(rows.reset_index(drop=True), columns, title, notes)], "text")
 
 
-def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds) -> Iterator[str]:
+def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds, joined_by: str) -> Iterator[str]:
     """What has to be known to read the table."""
     yield (
         f"bounds: at most {100 * bounds.max_dropped:g} % of top-k pairs dropped, at least "
         f"{100 * bounds.min_retained:g} % of the top-k's score mass kept (more: experts were added), which is no "
         "accuracy; GiB: more memory of a rank, for replicas in all layers; limit: what takes longest"
     )
-    yield from _draw_notes(run, rows)
+    yield from _draw_notes(run, rows, joined_by)
     if any(case.policy_params.get("balancer") == "lp" for case in run.cases):
         yield (
             "LP: every batch's pairs split over replicas by a linear program; the time to solve it, assumed, is in the "
@@ -215,16 +221,22 @@ def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds) -> Iterator[str]:
         yield "speedups are of one MoE layer: a whole model gains less (scope: model)"
 
 
-def _draw_notes(run: Run, rows: pd.DataFrame) -> Iterator[str]:
+def _draw_notes(run: Run, rows: pd.DataFrame, joined_by: str) -> Iterator[str]:
     """What of the traffic is chance, and where batches are alike."""
     facts = run.comparisons.values()
     # A peak load says nothing of which experts share a rank.
-    by_chance = [one.workload.kind == "synthetic" and "rank_load" not in one.workload.targets for one in facts]
+    set_loads = {"rank_load", "expert_loads"}
+    by_chance = [one.workload.kind == "synthetic" and not set_loads & one.workload.targets.keys() for one in facts]
     names = [name for name, is_so in zip(run.comparisons, by_chance, strict=True) if is_so]
     frame = speedups(run)
     frame = frame[(frame["role"] == "baseline") & (frame["num_ranks"] > 1) & frame["comparison_id"].isin(names)]
     loads = frame["fullest_rank"].dropna().astype(float)
-    if "by_draw" in rows:
+    if "by_draw" in rows and joined_by == "layer":
+        yield (
+            f"the traffic is that of {rows['num_draws'].max()} layers: speedups and intervals are over all of them, by "
+            "layer: the least and the greatest speedup"
+        )
+    elif "by_draw" in rows:
         yield (
             f"the traffic is drawn {rows['num_draws'].max()} times: by chance other experts are busy and share a rank; "
             "intervals are over draws, by draw: the least and the greatest speedup; yours is one more draw; "
@@ -261,7 +273,9 @@ def _assumed(run: Run, facts: Sequence[Comparison], by_default: Sequence[str]) -
     skews = list(dict.fromkeys(map(_skew, facts)))
     if len(skews) > _MOST_NAMED:
         skews = [skews[0], f"{len(skews) - 2} more", skews[-1]]
-    assumed = "" if facts[0].workload.recording or facts[0].workload.skew else f", assumed, not {facts[0].model}'s own"
+    counted = "expert_loads" in facts[0].workload.targets
+    is_known = facts[0].workload.recording or facts[0].workload.skew or counted
+    assumed = "" if is_known else f", assumed, not {facts[0].model}'s own"
     default = f"; by default {', '.join(by_default)}" if by_default else ""
     return f"{', '.join(parts)}; {', '.join(skews)}{assumed}{default}."
 
@@ -280,6 +294,8 @@ def _skew(facts: Comparison) -> str:
         named = workload.skew
         not_its = f", not {facts.model}'s own" if named["basis"] == "assumed" else ""
         return f"{named['name']} skew ({named['basis']}: {named['source']}){not_its}"
+    if "expert_loads" in workload.targets:
+        return "experts' loads as counted"
     return _peak(workload.targets["peak_load"]) if "peak_load" in workload.targets else workload.description
 
 
@@ -296,7 +312,7 @@ def _where(facts: Comparison) -> str:
     return ", ".join(f"{key.rpartition('.')[2].replace('_', ' ')} {value}" for key, value in facts.point.items())
 
 
-def _pick(run: Run, rows: pd.DataFrame) -> str:
+def _pick(run: Run, rows: pd.DataFrame, joined_by: str) -> str:
     """One sentence: what to use, and at which traffic."""
     picks = rows[rows["is_pick"]].set_index("comparison_id")
     measured = {case.comparison_id for case in run.cases if case.role == "baseline" and case.is_ok}
@@ -321,7 +337,8 @@ def _pick(run: Run, rows: pd.DataFrame) -> str:
             words += f": {speedup.min():.3f}" + (f" to {speedup.max():.3f}" if len(own) > 1 else "") + " x native"
             if "by_draw" in own:
                 least, most, number_of = own["least_draw"].min(), own["most_draw"].max(), own["num_draws"].max()
-                words += f" ({least:.2f} to {most:.2f} over {number_of} draws of the traffic)"
+                over = "layers" if joined_by == "layer" else "draws of the traffic"
+                words += f" ({least:.2f} to {most:.2f} over {number_of} {over})"
             cost = f"at most {100 * dropped:.1f} % dropped, at least {100 * kept:.1f} % of the score mass kept"
             words += ", nothing dropped" if dropped == 0 and kept > 1 - _ROUNDING else f", {cost}"
             memory = own["more_gib"].max()

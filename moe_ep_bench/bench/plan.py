@@ -301,7 +301,7 @@ class Comparison:
         workload = config.model_dump(mode="json")
         if isinstance(config, SyntheticConfig):
             # What a skew's name or a file of counts stands for may change; what is measured then does too.
-            del workload["skew_from"]
+            del workload["skew_from"], workload["skew_layer"]
             workload |= config.targets(self.experiment.model.preset, self.ep_size)
         if isinstance(self.workload, RecordedWorkload):
             traces = zip(self.workload.sources, self.workload.traces, strict=True)

@@ -24,6 +24,7 @@ from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies import policy_class
 from moe_ep_bench.workload import open_trace
+from moe_ep_bench.workload.counts import read_counts
 from moe_ep_bench.workload.skews import PATTERNS
 
 # Those of a question that names none.
@@ -56,7 +57,7 @@ _UNREAD = (
     *("emulate.replication", "emulate.chunk_tokens"),
 )
 # Options that stand in place of a config.
-_OF_MODEL = ("model", "ep", "tokens", "trace", "peak_load", "decode_tokens", "context")
+_OF_MODEL = ("model", "ep", "tokens", "trace", "counts", "peak_load", "decode_tokens", "context")
 CONFIG_NAME = "advise.yaml"
 
 
@@ -241,6 +242,9 @@ def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any]
         model = load_model(options.model)
     ep, tokens, peak_load = options.ep, options.decode_tokens if decode else options.tokens, options.peak_load
     counted, context = "decode-tokens" if decode else "tokens", options.context
+    own_skew = options.trace or options.counts
+    if options.trace and options.counts:
+        raise UserError(f"--counts: expected none beside --trace, which has loads of its own; got {options.counts}")
     most = model.num_experts / model.top_k
     for option, value, expected, is_right in (
         ("ep", ep, "a number beside --model", ep is not None),
@@ -248,7 +252,7 @@ def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any]
         ("ep", ep, f"a divisor of the {model.num_experts} experts of {model.name}", ep and model.num_experts % ep == 0),
         (counted, tokens, f"at least one for each of the {ep} ranks", tokens and ep and tokens >= ep > 0),
         ("context", context, "at least one token in each request's cache", context is None or context > 0),
-        ("peak-load", peak_load, "none beside --trace, which has its own skew", not (options.trace and peak_load)),
+        ("peak-load", peak_load, "none beside --trace or --counts, whose skew it is", not (own_skew and peak_load)),
         ("peak-load", peak_load, f"1 to {most:g} (experts / top-k)", peak_load is None or 1 <= peak_load <= most),
     ):
         if not is_right:
@@ -260,6 +264,11 @@ def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any]
     if options.trace is not None:
         recorded, assumed = _recorded(options.trace, model, decode)
         workload |= recorded
+    elif options.counts is not None:
+        of_experts, assumed = _counted(options.counts, model)
+        length = 1 if decode else min(_SEQUENCE_LENGTH, tokens // ep)
+        workload |= {"kind": "synthetic", "sequence_length": length, **of_experts}
+        assumed += [] if decode else [f"prompts of {length} tokens"]
     else:
         length = 1 if decode else min(_SEQUENCE_LENGTH, tokens // ep)
         workload |= {"kind": "synthetic", "sequence_length": length}
@@ -284,8 +293,41 @@ def peak_loads(model: ModelSpec, num_tokens: int) -> list[float | None]:
     return [*([None] if len(found) < len(PEAK_LOADS) else []), *found]
 
 
+def _batches_of_a_layer(num_layers: int) -> int:
+    """Two at least, so that EPLB plans for another batch than it meets."""
+    return max(2, math.ceil(_BATCHES / num_layers))
+
+
+def _counted(path: Path, model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
+    """The workload of counted experts, in all counted layers."""
+    with naming("--counts"):
+        num_layers, num_experts = read_counts(path).shape
+    if num_experts != model.num_experts:
+        raise UserError(
+            f"--counts {path}: expected counts of {model.num_experts} experts, as {model.name} has; got {num_experts}"
+        )
+    found = {"skew_from": str(Path(path).absolute()), "skew_layer": "all"}
+    assumed = [f"loads of all {num_layers} counted layers, experts in order on ranks, tokens that choose independently"]
+    return {**found, "num_batches": _batches_of_a_layer(num_layers)}, assumed
+
+
+def _refuse_counts(path: Path) -> None:
+    """Say of a file that is given as a recording that it holds counts, if it does."""
+    try:
+        with path.open("rb") as file:
+            is_text = file.read(64).lstrip()[:1] in (b"{", b"[")
+        num_layers = len(read_counts(path)) if is_text or path.suffix == ".npz" else 0
+    except (OSError, ValueError):
+        return
+    if num_layers:
+        raise UserError(
+            f"--trace {path}: expected a recording, got counts of {num_layers} layers' experts; give them as --counts"
+        )
+
+
 def _recorded(path: Path, model: ModelSpec, decode: bool) -> tuple[dict[str, Any], list[str]]:
-    """The workload of a recording, in its middle layer."""
+    """The workload of a recording, in all its layers."""
+    _refuse_counts(path)
     with naming("--trace"):
         trace = open_trace(path)
     if (trace.num_experts, trace.top_k) != (model.num_experts, model.top_k):
@@ -293,15 +335,15 @@ def _recorded(path: Path, model: ModelSpec, decode: bool) -> tuple[dict[str, Any
             f"--trace {path}: expected a recording of {model.num_experts} experts, top-{model.top_k}, as {model.name} "
             f"has them; got {trace.num_experts}, top-{trace.top_k} ({trace.metadata['model']})"
         )
-    layer = trace.num_layers // 2
     found = {
         "kind": "recorded",
         "trace": str(Path(path).absolute()),
-        "layer": layer,
+        "layer": "all",
+        "num_batches": _batches_of_a_layer(trace.num_layers),
         "arrangement": "decode" if decode or trace.metadata["phase"] == "decode" else "sequences",
         "tail": "recorded" if trace.has_full_scores else "popularity",
     }
-    assumed = [f"recorded layer {layer} of {trace.num_layers}"]
+    assumed = [f"all {trace.num_layers} recorded layers"]
     if trace.scores_are_normalised:
         found["topk_share"] = _TOPK_SHARE
         assumed.append(f"top-k score mass {_TOPK_SHARE:g}")
@@ -391,6 +433,8 @@ def _is_drawn(experiment: Experiment) -> bool:
     """Whether chance decides how busy ranks are. A whole model's layers are several draws as they are."""
     workload = experiment.workload
     if not isinstance(workload, SyntheticConfig) or workload.skew in PATTERNS or experiment.scope == "model":
+        return False
+    if workload.skew_layer is not None:  # Every expert has its load, in its place.
         return False
     ep_size = experiment.layer.ep_size or default_ep_size(experiment.model.spec().num_experts)
     return ep_size != 1 and workload.targets(experiment.model.preset, ep_size)["rank_load"] is None

@@ -67,8 +67,9 @@ def describe_workload(
         known = "masked from policies" if config.mask_padding else "of which policies are not told"
         described["description"] += f"; {config.padding_per_rank:,} of {tokens} tokens a rank are padding, {known}"
     if isinstance(config, SyntheticConfig) and config.skew_from is not None:
+        counted = "peak load" if config.skew_layer is None else f"loads of layer {config.skew_layer}"
         described["description"] = (
-            f"synthetic, peak load counted in {config.skew_from.name}; {described['description']}"
+            f"synthetic, {counted} counted in {config.skew_from.name}; {described['description']}"
         )
         return described
     if isinstance(config, SyntheticConfig) and config.skew in PATTERNS:
@@ -103,7 +104,8 @@ def workload_in_short(experiment: Experiment) -> str:
         of = None if config.skew in PATTERNS else config.calibration(experiment.model.preset).of
         return config.skew.replace("_", " ") + (f" skew of {of}" if of else "")
     if config.skew_from is not None:
-        return f"peak load of {config.skew_from.name}"
+        counted = "peak load" if config.skew_layer is None else f"loads of layer {config.skew_layer}"
+        return f"{counted} of {config.skew_from.name}"
     return "unskewed" if config.peak_load is None else f"peak load {config.peak_load:g}"
 
 

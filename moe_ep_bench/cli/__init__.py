@@ -25,6 +25,7 @@ from moe_ep_bench.runtime.progress import announce, settle
 from moe_ep_bench.runtime.signals import LAUNCHER, end_with_parent
 
 if TYPE_CHECKING:
+    from moe_ep_bench.bench.question import Question
     from moe_ep_bench.runtime.rendezvous import Nodes
 
 # Above 0 where a job begins again: Slurm's count of requeues, torchrun's of its own restarts.
@@ -233,18 +234,20 @@ def _advise(options: argparse.Namespace) -> int:
     if options.config is not None:
         _check_config(options)
     questions = ask_both(options)
+    settle()
     if options.dry_run:
         print("\n\n".join(one.plan for one in questions.values()))
         return OK
     for question in questions.values():
         question.check_out()
-    announce(f"advise: planning {questions[next(iter(questions))].summary}")
+    _tell(*next(iter(questions.items())))
     from moe_ep_bench.bench.advise import model_question, outside_of
 
     # Found to be known before anything is modelled.
     outside = {phase: outside_of(one) for phase, one in questions.items()} if len(questions) > 1 else {}
-    for phase, question in questions.items():
-        print(f"moe-ep-bench: {phase and f'{phase}: '}{question.summary}", file=sys.stderr, flush=True)
+    for number, (phase, question) in enumerate(questions.items()):
+        if number:
+            _tell(phase, question)
         status = model_question(question, force=options.force)
         if status not in (OK, CASES_FAILED):
             return status
@@ -261,6 +264,11 @@ def _advise(options: argparse.Namespace) -> int:
         return "\n\n".join([*told, *([picks_text(phases, bounds)] if phases else [])])
 
     return _shown(status, report)
+
+
+def _tell(phase: str, question: Question) -> None:
+    """Say what is modelled next, and about how long that takes."""
+    print(f"moe-ep-bench: {phase and f'{phase}: '}{question.summary}", file=sys.stderr, flush=True)
 
 
 def _validate(options: argparse.Namespace) -> int:

@@ -37,7 +37,8 @@ def outside_of(question: Question) -> dict[str, float]:
     Raises:
         ValueError: the model or the device does not state what a whole model needs; one line.
     """
-    return {one.comparison_id: _outside_us(one, question.context_length) for one in _planned(question)}
+    comparisons = _planned(question, try_out=False)
+    return {one.comparison_id: _outside_us(one, question.context_length) for one in comparisons}
 
 
 def _outside_us(comparison: Comparison, context_length: int) -> float:
@@ -53,11 +54,11 @@ def _outside_us(comparison: Comparison, context_length: int) -> float:
     return max(found) / model.num_moe_layers
 
 
-def _planned(question: Question) -> Plan:
+def _planned(question: Question, *, try_out: bool = True) -> Plan:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, question.config.name)
         path.write_text(question.text)
         try:
-            return plan_virtual(path, ())
+            return plan_virtual(path, (), try_out=try_out)
         except ValueError as problem:
             raise UserError(str(problem).replace(f"{folder}/", "")) from None

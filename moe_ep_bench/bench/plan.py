@@ -552,7 +552,7 @@ def plan(
     shown = progress_bar(len(experiments), "point", shown=backend != RANKS, delay=SILENT_S)
     with naming(str(config)), shown as bar:
         for experiment in experiments:
-            bar.set_description(f"planning {config}")
+            bar.set_description(f"planning {config.name}")
             checks.check_size(experiment, world_size or 1)
             before(experiment)
             comparisons.append(Comparison.of(experiment, backend, world_size, on_cpu=on_cpu))

@@ -292,7 +292,8 @@ def traffic_of(
         # One array each for all ranks: many small ones between the large ones that come and go would scatter memory.
         counts = [torch.zeros(num_chunks, layer.ep_size, one.slots.num_slots, dtype=torch.int64) for one in routers]
         metrics = [PackedMetrics(layer.ep_size) for _ in routers]
-        pairs: list[tuple[Tensor, Tensor]] | None = []
+        known = ranks.frontier if isinstance(ranks, RankBatches) else None  # of cases that were routed before
+        pairs: list[tuple[Tensor, Tensor]] | None = [] if known is None else None
         route = partial(_route_rank, routers, index=index, stats=stats, num_chunks=num_chunks)
         for rank, (found, of_rank) in enumerate(_in_order(pool, route, _shares_of(layer, ranks, device), num_threads)):
             num_tokens.append(of_rank.num_tokens)
@@ -301,7 +302,9 @@ def traffic_of(
             for number, (row, counts_CP) in enumerate(found):
                 counts[number][:, rank] = counts_CP
                 metrics[number].put((rank,), {**row, "reference_error": None, "output_error": None})
-        rows = _frontier_rows(pairs, routers, metrics)
+        rows, known = _frontier_rows(known, pairs, routers, metrics)
+        if isinstance(ranks, RankBatches):
+            ranks.frontier = known
     return [LayerTraffic(num_tokens, *parts) for parts in zip(counts, stats, metrics, rows, strict=True)]
 
 
@@ -361,6 +364,9 @@ def _shares_of(layer: LayerSubject, ranks: Iterable[TokenBatch], device: torch.d
 
 def _in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable[Any], ahead: int) -> Iterator[Any]:
     """``map`` over threads that holds no more than ``ahead`` items that are begun."""
+    if ahead == 1:
+        yield from map(function, items)
+        return
     begun: deque[Future] = deque()
     for item in items:
         begun.append(pool.submit(function, item))
@@ -396,18 +402,25 @@ def frontier_row(case: CaseSpec, frontier: Frontier, load_E: Tensor, rank_E: Ten
 
 
 def _frontier_rows(
-    pairs: list[tuple[Tensor, Tensor]] | None, routers: Sequence[CaseRouter], metrics: Sequence[PackedMetrics]
-) -> list[dict[str, Any] | None]:
-    """``frontier_row`` of every case whose experts have one home each and which sees the model's scores."""
+    known: Frontier | None,
+    pairs: list[tuple[Tensor, Tensor]] | None,
+    routers: Sequence[CaseRouter],
+    metrics: Sequence[PackedMetrics],
+) -> tuple[list[dict[str, Any] | None], Frontier | None]:
+    """``frontier_row`` of every case whose experts have one home each and which sees the model's scores; and of what.
+
+    Args:
+        known: the batch's frontier; None = it follows from ``pairs``.
+    """
     homes = [None if one.case.role == CEILING else one.slots.rank_E for one in routers]
     rank_E = next((one for one in homes if one is not None), None)
-    if pairs is None or rank_E is None:
-        return [None for _ in routers]
-    frontier, rows = Frontier.of(pairs, rank_E), []
+    if (known is None and pairs is None) or rank_E is None:
+        return [None for _ in routers], known
+    frontier, rows = known or Frontier.of(pairs or [], rank_E), []
     for router, home_E, of_case in zip(routers, homes, metrics, strict=True):
         load_E = torch.from_numpy(of_case["load_E"].sum(axis=0)).long()
         rows.append(None if home_E is None else frontier_row(router.case, frontier, load_E, home_E))
-    return rows
+    return rows, frontier
 
 
 def _statistics(
@@ -481,6 +494,8 @@ class RankBatches:
         self._held = list(self._made()) if num_bytes <= min(_HELD_BYTES, _HELD_BYTES_OF_ALL // num_layers) else None
         self._holds_shares = num_bytes * num_layers <= _HELD_SHARES_BYTES
         self._shares: dict[torch.device, list[Shares]] = {}
+        self.frontier: Frontier | None = None
+        """Of this batch, once it is known."""
 
     def __iter__(self) -> Iterator[TokenBatch]:
         return self._made() if self._held is None else iter(self._held)

@@ -177,6 +177,7 @@ class Emulation:
         self.metrics = [PackedMetrics(self.num_ranks, self.num_batches * len(self.layers)) for _ in self.cases]
         everyone = range(len(self.cases))
         if comparison.device is not None:
+            self._routers(0)  # Replicas are planned, once for all batches.
             begin, modelled = time.monotonic(), ModelledRanks(comparison, comparison.device)
             self._time_batch(0, modelled, rounds=1, kept=1, numbers=everyone)
             to_come_s = (time.monotonic() - begin) * (self.num_batches - 1)

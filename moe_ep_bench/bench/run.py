@@ -11,10 +11,10 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,6 +36,9 @@ from moe_ep_bench.runtime.exit_codes import CLOSED, LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.ranks import NotMetError, Ranks, join
 from moe_ep_bench.runtime.signals import Stopped, stoppable
 from moe_ep_bench.runtime.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    pass
 
 # How long ranks may take to meet before a config has said otherwise.
 _JOIN_TIMEOUT_S = 120.0
@@ -62,6 +65,7 @@ def run(
         profile: a case (its id, label or policy name); one iteration of it is profiled and nothing timed.
         point: only this point of the config's sweep, from 0; other jobs may measure others into ``out`` meanwhile.
     """
+    here: _Launch | None = None
     try:
         with stoppable(), contextlib.ExitStack() as held:
             try:
@@ -80,6 +84,8 @@ def run(
                 return here.profile(comparisons, profile)
             return here.measure(comparisons, is_point=point is not None)
     except Stopped as stopped:
+        if here is not None and here.ranks.is_first:
+            here.say_kept()
         return 128 + stopped.args[0]
     except ToldError:
         return USER_ERROR
@@ -101,9 +107,9 @@ def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = 
     return emulate_plan(plan_virtual(config, overrides), out, force=force)
 
 
-def plan_virtual(config: Path, overrides: Sequence[str]) -> Plan:
-    """Plan a config for virtual ranks on this device; ValueError where it does not fit."""
-    return plan(config, overrides, VIRTUAL, on_cpu=not torch.cuda.is_available())
+def plan_virtual(config: Path, overrides: Sequence[str], *, try_out: bool = True) -> Plan:
+    """Plan a config for virtual ranks on this device; ValueError where it does not fit. ``try_out``: see ``plan``."""
+    return plan(config, overrides, VIRTUAL, on_cpu=not torch.cuda.is_available(), try_out=try_out)
 
 
 def emulate_plan(comparisons: Plan, out: Path, *, force: bool = False, survey: bool = True) -> int:
@@ -112,12 +118,16 @@ def emulate_plan(comparisons: Plan, out: Path, *, force: bool = False, survey: b
     Args:
         survey: see ``describe_timed_run``.
     """
+    here: _Launch | None = None
     try:
         with stoppable(), contextlib.ExitStack() as held:
             ranks = join(_JOIN_TIMEOUT_S, measures=any(one.device is None for one in comparisons))
             held.callback(ranks.close)
-            return _Launch(ranks, None, held, RunDirectory(out), 0, force).measure(comparisons, survey=survey)
+            here = _Launch(ranks, None, held, RunDirectory(out), 0, force)
+            return here.measure(comparisons, survey=survey)
     except Stopped as stopped:
+        if here is not None:
+            here.say_kept()
         return 128 + stopped.args[0]
     except ToldError:
         return USER_ERROR
@@ -139,6 +149,15 @@ class _Launch:
     directory: RunDirectory
     number: int
     force: bool
+    planned: list[Comparison] = field(default_factory=list)
+    """What is measured, once that is known."""
+
+    def say_kept(self) -> None:
+        """Say on standard error what an ended job leaves."""
+        cases = [case for one in self.planned for case in one.cases]
+        finished = sum(self.directory.is_finished(case.case_id, self.number) for case in cases)
+        kept = f"{finished} of {len(cases)} cases are kept in {self.directory.root}" if finished else "no case is kept"
+        print(f"moe-ep-bench: stopped: {kept}; the same command does what is left", file=sys.stderr, flush=True)
 
     def plan(self, config: Path, overrides: Sequence[str], point: int | None) -> Plan:
         """Every rank reads the config and opens the workloads.
@@ -183,6 +202,7 @@ class _Launch:
         """Measure what is left of this launch; return the exit status."""
         # Megatron-Core takes seconds to import: not before it is clear that there is something to run.
         ranks, directory, setup = self.ranks, self.directory, self.setup
+        self.planned.extend(comparisons)
         if comparisons[0].backend == RANKS:
             from moe_ep_bench.bench.session import measure_comparison as measure
         else:
@@ -288,10 +308,12 @@ def dry_run(config: Path, overrides: Sequence[str], world_size: int, point: int 
     """Print the cases, the memory that each rank needs and the arithmetic to expect; run nothing, touch no device."""
     device = torch.device(device_type())
     with untried():
-        comparisons = plan(config, overrides, RANKS, world_size, on_cpu=device.type == "cpu", point=point)
+        comparisons = plan(
+            config, overrides, RANKS, world_size, on_cpu=device.type == "cpu", point=point, try_out=False
+        )
     gpu = _gpu_by_driver() if device.type == "cuda" else {}
     for comparison in comparisons:
-        print(f"{comparison.title} on {world_size} rank(s), {comparison.describe_workload()['description']}")
+        print(f"{comparison.title} on {world_size} rank(s), {_asked_for(comparison)}")
         print_cases(comparison, device)
         print(f"  {_memory_words(comparison, _free_bytes(device, gpu, world_size))}; {_work_words(comparison, gpu)}")
     return OK
@@ -301,13 +323,13 @@ def dry_run_virtual(config: Path, overrides: Sequence[str]) -> int:
     """Print the cases and how often a layer would be run, or nothing where it is modelled; run nothing."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with untried():
-        comparisons = plan_virtual(config, overrides)
+        comparisons = plan_virtual(config, overrides, try_out=False)
     gpu = _gpu_by_driver() if device.type == "cuda" else {}
     for comparison in comparisons:
         assert comparison.links is not None
         emulate, dtype = comparison.experiment.emulate, comparison.experiment.layer.dtype
         sent = exchange_words(dtype, emulate.transport, emulate.dispatch_dtype)
-        print(f"{comparison.title}, {comparison.describe_workload()['description']}")
+        print(f"{comparison.title}, {_asked_for(comparison)}")
         print(f"  {comparison.links.describe()}; {sent}")
         print_cases(comparison)
         if comparison.fit is not None and comparison.fit.words:
@@ -321,6 +343,13 @@ def dry_run_virtual(config: Path, overrides: Sequence[str]) -> int:
         )
         print(f"  {runs}; {_memory_words(comparison, _free_bytes(device, gpu, 1))}")
     return OK
+
+
+def _asked_for(comparison: Comparison) -> str:
+    """The workload in words, without what its batches would turn out to be: none is made."""
+    for workload in comparison.subject.workloads.values():
+        workload.forgo_survey()
+    return comparison.describe_workload()["description"]
 
 
 def print_cases(comparison: Comparison, device: torch.device | None = None) -> None:

@@ -63,7 +63,7 @@ def _but_for_the_draw(facts: Comparison) -> str:
     """What comparisons that are joined have alike; what a draw achieved may differ, what was asked for may not."""
     point = {key: value for key, value in facts.point.items() if key not in (SEED, *LAYERS)}
     if len(point) == len(facts.point):
-        point[SEED] = "not swept"
+        point[SEED] = f"not swept: {facts.title}"
     targets = {key: getattr(facts.workload, key) for key in ("kind", "targets", "skew")}
     targets["targets"] = {key: value for key, value in targets["targets"].items() if key != "expert_loads"}
     apart = {"point": True, "workload": True, "title": True, "sizes": True, "whole": {"peak_loads", "shared_by_chance"}}

@@ -30,7 +30,7 @@ def over_draws(run: Run) -> tuple[Run, dict[str, str]]:
     members: dict[str, list[str]] = {}
     repeated = {case.comparison_id for case in run.cases if len(case.run_ids) > 1}
     for name, facts in run.comparisons.items():
-        is_draw = SEED in facts.point and name not in repeated
+        is_draw = not {SEED, *LAYERS}.isdisjoint(facts.point) and name not in repeated
         members.setdefault(_but_for_the_draw(facts) if is_draw else name, []).append(name)
     if len(members) == len(run.comparisons):
         return run, {name: name for name in run.comparisons}
@@ -62,8 +62,6 @@ def over_draws(run: Run) -> tuple[Run, dict[str, str]]:
 def _but_for_the_draw(facts: Comparison) -> str:
     """What comparisons that are joined have alike; what a draw achieved may differ, what was asked for may not."""
     point = {key: value for key, value in facts.point.items() if key not in (SEED, *LAYERS)}
-    if len(point) == len(facts.point):
-        point[SEED] = f"not swept: {facts.title}"
     targets = {key: getattr(facts.workload, key) for key in ("kind", "targets", "skew")}
     targets["targets"] = {key: value for key, value in targets["targets"].items() if key != "expert_loads"}
     apart = {"point": True, "workload": True, "title": True, "sizes": True, "whole": {"peak_loads", "shared_by_chance"}}

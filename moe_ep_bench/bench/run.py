@@ -332,7 +332,8 @@ def dry_run_virtual(config: Path, overrides: Sequence[str]) -> int:
         print(f"{comparison.title}, {_asked_for(comparison)}")
         print(f"  {comparison.links.describe()}; {sent}")
         print_cases(comparison)
-        if comparison.fit is not None and comparison.fit.words:
+        # What a GPU that is here has is not asked: a dry run touches no device.
+        if comparison.device is not None and comparison.fit is not None and comparison.fit.words:
             print(f"  {comparison.fit.words}")
         subject = comparison.subject.name
         if comparison.device is not None:

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -155,7 +154,20 @@ def _run(options: argparse.Namespace) -> int:
         status, reports = launch(*what, nodes, **how), nodes.rank == 0
     if not reports or options.profile is not None:
         return status
-    return _shown(status, partial(_results_text, _out(options)))
+    return _shown_of_directory(status, _out(options))
+
+
+def _shown_of_directory(status: int, out: Path) -> int:
+    """Print the table of a results directory; where other jobs still write into it, where it is. The job's status."""
+    from moe_ep_bench.analysis.load import ResultsError
+
+    def report() -> str:
+        try:
+            return _results_text(out)
+        except ResultsError as error:
+            return f"in {out}; no table yet: {error}"
+
+    return _shown(status, report)
 
 
 def _results_text(out: Path) -> str:
@@ -182,7 +194,7 @@ def _emulate(options: argparse.Namespace) -> int:
     if options.dry_run:
         return dry_run_virtual(options.config, options.overrides)
     out = _out(options)
-    return _shown(emulate(options.config, out, options.overrides, force=options.force), partial(_results_text, out))
+    return _shown_of_directory(emulate(options.config, out, options.overrides, force=options.force), out)
 
 
 def _shown(status: int, report: Callable[[], str]) -> int:

@@ -19,7 +19,6 @@ from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.models import ModelSpec
 
 MOST_EXPERTS, MOST_BATCHES = 2**16, 2**20
-_RANKS_IN_TURN = 64
 # Of a row, in bytes: what grouped_mm wants.
 _GEMM_ALIGNMENT = 16
 

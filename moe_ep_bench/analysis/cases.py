@@ -223,7 +223,7 @@ def _differs(key: str, points: list[dict[str, Any]]) -> bool:
 
 
 def samples(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
-    """A row per case, launch, rank, batch, iteration, kind, phase and layer (of a whole model): ``time_us``, ``host_us``.
+    """A row per case, launch, rank, batch, iteration, kind, phase and layer: ``time_us`` and ``host_us``.
 
     Args:
         of: rows of ``cases``; None = all.

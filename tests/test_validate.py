@@ -369,7 +369,7 @@ def test_real_and_emulated_ranks_route_alike_and_are_measured_and_compared(tmp_p
     # Two batches make no interval, whatever they were.
     last = done.stdout.splitlines()[-1]
     assert last.startswith("0 of 3 speedups are equivalent within 3 % (3 inconclusive), largest difference")
-    assert files.text.read_text() == done.stdout
+    assert done.stdout.endswith(files.text.read_text())
     assert "not comparable" not in done.stdout, "the same routing and as many threads, whatever the machine"
     assert "calibrated on these ranks" in done.stdout
     assert files.links.is_file()

@@ -20,7 +20,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.claims import number_words
 from moe_ep_bench.analysis.claims_report import METRIC_WORDS
-from moe_ep_bench.analysis.render import missing
+from moe_ep_bench.analysis.columns import missing
 from moe_ep_bench.config import Experiment, load_experiments
 from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS
 

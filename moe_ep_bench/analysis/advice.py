@@ -17,19 +17,11 @@ from itertools import groupby
 import numpy as np
 import pandas as pd
 
+from moe_ep_bench.analysis.columns import interval, milliseconds, number, percentage, text
 from moe_ep_bench.analysis.draws import LAYERS, over_draws
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import CASE, Comparison, Run
-from moe_ep_bench.analysis.render import (
-    Table,
-    interval,
-    milliseconds,
-    number,
-    percentage,
-    render,
-    terminal_width,
-    text,
-)
+from moe_ep_bench.analysis.render import Table, render, terminal_width
 from moe_ep_bench.analysis.tables import PASS, STEP
 from moe_ep_bench.analysis.timing import layer_time_us
 from moe_ep_bench.analysis.whole import PASS_PARTS
@@ -191,8 +183,8 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
         *((STEP if is_step else PASS)[run.scope == "model" :] if rows["tokens_per_s_per_rank"].notna().any() else []),
         *([interval("moe_speedup", "MoE layers")] if run.scope == "model" else []),
         text("shown", "verdict"),
-        percentage("dropped_share", "drop %"),
-        percentage("retained_mass", "kept %"),
+        percentage("dropped_share", "drop"),
+        percentage("retained_mass", "kept"),
         number("more_gib", "GiB", "{:.2g}"),
         text("limit"),
     ]
@@ -277,8 +269,8 @@ def picks_text(phases: Mapping[str, Run], bounds: Bounds) -> str:
         number("native_ms", "native ms", milliseconds),
         number("pass_ms", "pick ms", milliseconds),
         number("tokens_per_s", "tokens/s/GPU", "{:,.0f}"),
-        percentage("dropped_share", "drop %"),
-        percentage("retained_mass", "kept %"),
+        percentage("dropped_share", "drop"),
+        percentage("retained_mass", "kept"),
         number("more_gib", "GiB", "{:.2g}"),
     ]
     notes = [

@@ -14,7 +14,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from moe_ep_bench.analysis.claims import NOT_IN_CSV, Claims, native_share, number_words
-from moe_ep_bench.analysis.render import NONE, Row, Table, milliseconds, missing, number, percentage, render, text
+from moe_ep_bench.analysis.columns import NONE, Row, milliseconds, missing, number, percentage, text
+from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.speedups import ComparisonResult
 from moe_ep_bench.analysis.style import (
     DEFAULT_FORMATS,
@@ -257,7 +258,7 @@ def _traffic_table(claims: Claims) -> Table:
         number("fullest_expert", "fullest expert", "{:.2f}"),
         number("fullest_rank", "fullest rank", "{:.2f}"),
         number("gain", "balance alone gains", "{:.2f}"),
-        *([percentage("share", "MoE share %"), number("most", "at most", "{:.2f}")] if claims.is_whole else []),
+        *([percentage("share", "MoE share"), number("most", "at most", "{:.2f}")] if claims.is_whole else []),
         text("basis", "what the traffic is"),
     ]
     return Table(pd.DataFrame(rows), columns if rows else (), notes=chances)

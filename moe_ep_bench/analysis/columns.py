@@ -97,7 +97,7 @@ def times(name: str, header: str) -> Column:
     return Column(name, header, "ms", milliseconds, better="lower")
 
 
-def interval(name: str, header: str, *, of_baseline: str | None = None) -> Column:
+def interval(name: str, header: str, *, of_baseline: str | None = None, digits: int = 3) -> Column:
     """``1.23 [1.20, 1.26]`` of ``NAME_median``, ``_low`` and ``_high``; ``(1.10..1.31)`` where it is no interval.
 
     Args:
@@ -109,7 +109,7 @@ def interval(name: str, header: str, *, of_baseline: str | None = None) -> Colum
             return of_baseline
         if missing(row.get(f"{name}_median")):
             return NONE
-        median, low, high = (f"{row[f'{name}_{end}']:.3f}" for end in ("median", "low", "high"))
+        median, low, high = (f"{row[f'{name}_{end}']:.{digits}f}" for end in ("median", "low", "high"))
         return f"{median} [{low}, {high}]" if row[f"{name}_is_interval"] else f"{median} ({low}..{high})"
 
     return Column(f"{name}_median", header, better="higher", cell=cell)

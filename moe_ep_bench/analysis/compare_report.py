@@ -14,19 +14,9 @@ from typing import Literal
 
 import pandas as pd
 
+from moe_ep_bench.analysis.columns import NONE, Column, Row, milliseconds, missing, number, percentage, text
 from moe_ep_bench.analysis.compare import ALL, MOE, PARTS, RunChange, percent_change
-from moe_ep_bench.analysis.render import (
-    NONE,
-    Column,
-    Row,
-    Table,
-    milliseconds,
-    missing,
-    number,
-    percentage,
-    render,
-    text,
-)
+from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.words import chance_words, hardware_words, mode_words
 from moe_ep_bench.timing.statistics import BELOW_MODEL
 
@@ -56,14 +46,14 @@ _COLUMNS = (
     number("time_base", "base ms", lambda time_us: milliseconds(time_us / 1e3)),
     number("time_new", "new ms", lambda time_us: milliseconds(time_us / 1e3)),
     Column("change %", lambda row: _percent(row, "time_"), is_words=True),
-    percentage("floor", "floor %"),
+    percentage("floor", "floor"),
     text("time_verdict", "verdict"),
     number("speedup_base", "speedup base"),
     number("speedup_new", "new"),
     Column("change %", lambda row: _percent(row, "speedup_"), is_words=True),
     text("speedup_verdict", "verdict"),
-    percentage("dropped_share_new", "dropped %"),
-    percentage("retained_mass_new", "mass kept %"),
+    percentage("dropped_share_new", "dropped"),
+    percentage("retained_mass_new", "mass kept"),
 )
 _DIFFERENCES = (text("key", "condition"), text("base", "BASE"), text("new", "NEW"), text("takes", "verdicts"))
 

@@ -21,7 +21,8 @@ def list_text(name: str | None) -> str:
     """A table for each item of a paper, or of all."""
     import pandas as pd
 
-    from moe_ep_bench.analysis.render import Column, Table, render, text
+    from moe_ep_bench.analysis.columns import Column, text
+    from moe_ep_bench.analysis.render import Table, render
 
     columns = (text("model"), text("where"), Column("number", _shown), text("unit"))
     tables = []

@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
+from moe_ep_bench.analysis.columns import Row
 from moe_ep_bench.analysis.quality_frames import (
     Quality,
     costs_by_sequence,
@@ -33,7 +34,6 @@ from moe_ep_bench.analysis.quality_frames import (
     half_over_batches,
     text_costs,
 )
-from moe_ep_bench.analysis.render import Row
 from moe_ep_bench.policies import POLICIES
 
 PEAK_LOAD, PER_SHARE = "fullest expert over native's mean", "nats per token and share of pairs dropped"

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
+from moe_ep_bench.analysis.columns import NONE, Column, missing, number, percentage, text
 from moe_ep_bench.analysis.quality_frames import Quality, task_scores, text_costs
 from moe_ep_bench.analysis.quality_orderings import orderings, short_label
-from moe_ep_bench.analysis.render import NONE, Column, Table, missing, number, percentage, text
+from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.words import chance_words
 from moe_ep_bench.timing.statistics import MIN_BATCHES
 
-_POLICY = Column("policy", lambda row: short_label(row["label"]), is_words=True)
+_POLICY = Column("label", "policy", cell=lambda row: short_label(row["label"]))
 
 
 def _with_error(name: str, error: str, header: str, form: str, scale: float = 1.0) -> Column:
@@ -35,10 +36,10 @@ _TEXT = (
     number("perplexity", "ppl", "{:.2f}"),
     _with_error("cross_entropy_added", "cross_entropy_added_half", "cross-entropy + nats", "{:+.4f}"),
     number("kl", "KL nats", "{:.4f}"),
-    percentage("agreement", "top-1 agree %"),
-    percentage("dropped_fraction", "dropped %"),
-    percentage("text_dropped_fraction", "of text %"),
-    percentage("retained_mass_topk", "mass kept %"),
+    percentage("agreement", "top-1 agree"),
+    percentage("dropped_fraction", "dropped"),
+    percentage("text_dropped_fraction", "of text"),
+    percentage("retained_mass_topk", "mass kept"),
     number("experts_per_token", "experts/token", "{:.2f}"),
     number("activated_experts", "activated", "{:.1f}"),
     number("fullest_rank", "fullest rank", "{:.2f}"),
@@ -58,16 +59,16 @@ _TASK = (
     number("num_samples", "questions", "{:,}"),
     _with_error("value", "stderr", "ours %", "{:.1f}", 100),
     _with_error("added", "added_stderr", "over unpatched", "{:+.1f}", 100),
-    percentage("paper", "paper %"),
+    percentage("paper", "paper"),
     Column("ours - paper (std. errors)", lambda row: _against_paper(row)),
-    percentage("dropped_fraction", "dropped %"),
-    percentage("retained_mass_topk", "mass kept %"),
+    percentage("dropped_fraction", "dropped"),
+    percentage("retained_mass_topk", "mass kept"),
 )
 _MEAN = (
     Column("mean over tasks", _POLICY.cell, is_words=True),
     number("tasks", form="{}"),
     _with_error("value", "stderr", "ours %", "{:.1f}", 100),
-    percentage("paper", "paper %"),
+    percentage("paper", "paper"),
     Column("ours - paper (std. errors)", lambda row: _against_paper(row)),
 )
 

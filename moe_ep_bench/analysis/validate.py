@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from moe_ep_bench.analysis.columns import interval, milliseconds, number, percentage, text
 from moe_ep_bench.analysis.compare import ALL, MOE, times_of
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_whole, load_run
 from moe_ep_bench.analysis.parts import read_jobs
-from moe_ep_bench.analysis.render import Table, interval, milliseconds, number, percentage, render, text
+from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED, hardware_words, scale_words
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.results import ValidationDirectory
@@ -152,8 +153,8 @@ _COLUMNS = (
     number("speedup_median_emulated", "emulated"),
     interval("ratio", "emulated / measured"),
     text("verdict"),
-    percentage("dropped_share", "dropped %"),
-    percentage("retained_mass", "mass kept %"),
+    percentage("dropped_share", "dropped"),
+    percentage("retained_mass", "mass kept"),
 )
 
 

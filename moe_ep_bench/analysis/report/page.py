@@ -22,10 +22,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from moe_ep_bench.analysis.columns import interval, milliseconds, number, percentage, text
 from moe_ep_bench.analysis.draws import over_draws
 from moe_ep_bench.analysis.figures import FIGURES, WHOLE_FIGURES
 from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_quality, is_route, is_whole, load_run
-from moe_ep_bench.analysis.render import Table, interval, milliseconds, number, percentage, render, text
+from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.report.provenance import (
     Provenance,
     commands,
@@ -65,8 +66,8 @@ _OVERVIEW = (
     text("label", "fastest policy"),
     interval("speedup", "speedup"),
     text("verdict"),
-    percentage("dropped_share", "dropped %"),
-    percentage("retained_mass", "mass kept %"),
+    percentage("dropped_share", "dropped"),
+    percentage("retained_mass", "mass kept"),
     number("balanced", "native, if balanced"),
     number("most_by_amdahl", "at most, by Amdahl"),
     number("unmeasured", "not measured", "{:.0f}"),
@@ -79,9 +80,9 @@ _PHASES = (
     number("breakdown_layer_ms", "layer ms", milliseconds),
     *(number(f"{group}_ms", f"{group} ms", milliseconds) for group in GROUPS),
     *(number(f"mean_rank_{part}_ms", f"{part} ms", milliseconds) for part in PASS_PARTS),
-    percentage("breakdown_unaccounted_share", "unaccounted %"),
-    percentage("breakdown_policy_share", "choosing %"),
-    percentage("probe_overhead", "probes %"),
+    percentage("breakdown_unaccounted_share", "unaccounted"),
+    percentage("breakdown_policy_share", "choosing"),
+    percentage("probe_overhead", "probes"),
 )
 _PHASE_NOTES = (
     "fullest expert, fullest rank: pairs over native's mean",

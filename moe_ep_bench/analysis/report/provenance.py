@@ -19,9 +19,10 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from moe_ep_bench.analysis.columns import NONE, Column, missing
 from moe_ep_bench.analysis.load import Run
 from moe_ep_bench.analysis.parts import read_jobs
-from moe_ep_bench.analysis.render import NONE, Column, Table, missing
+from moe_ep_bench.analysis.render import Table
 
 _COMMANDS = {"emulated": "emulate", "route": "route", "validate": "validate"}
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from moe_ep_bench.analysis.render import Column, Table, number, percentage
+from moe_ep_bench.analysis.columns import Column, number, percentage
+from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.route.load import FRONTIER as BELOW
 from moe_ep_bench.analysis.route.load import ROUTED, RouteRun, short
 from moe_ep_bench.analysis.tables import BELOW_FRONTIER
@@ -22,13 +23,13 @@ from moe_ep_bench.metrics import uniform_activated_experts
 
 _WIDTH = 120
 _COLUMNS = (
-    Column("policy", lambda row: short(row["label"]), is_words=True),
+    Column("label", "policy", cell=lambda row: short(row["label"])),
     number("fullest_expert", "fullest expert", "{:.2f}"),
     number("fullest_rank", "fullest rank", "{:.2f}"),
     number("expert_imbalance", "expert imbalance", "{:.2f}"),
     number("rank_imbalance", "rank imbalance", "{:.2f}"),
-    percentage("dropped_share", "dropped %"),
-    percentage("retained_mass", "mass kept %"),
+    percentage("dropped_share", "dropped"),
+    percentage("retained_mass", "mass kept"),
     *BELOW_FRONTIER,
     number("experts_per_token", "experts/token", "{:.2f}"),
     number("activated", "activated", "{:.1f}"),

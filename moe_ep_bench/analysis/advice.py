@@ -12,17 +12,17 @@ stays. Of one draw the answer says that its speedup is not so judged.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.columns import interval, milliseconds, number, percentage, text
+from moe_ep_bench.analysis.columns import COLUMNS, interval, milliseconds, number, percentage, text
 from moe_ep_bench.analysis.draws import LAYERS, over_draws
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import CASE, Comparison, Run
 from moe_ep_bench.analysis.render import Table, render, terminal_width
-from moe_ep_bench.analysis.tables import PASS, STEP
 from moe_ep_bench.analysis.timing import layer_time_us
 from moe_ep_bench.analysis.whole import PASS_PARTS
 from moe_ep_bench.analysis.words import (
@@ -180,7 +180,16 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
         interval("speedup", "end to end" if run.scope == "model" else "speedup"),
         *([text("by_draw", f"by {joined_by}")] if "by_draw" in rows else []),
         number("median_ms", "pass ms" if run.scope == "model" else "layer ms", milliseconds),
-        *((STEP if is_step else PASS)[run.scope == "model" :] if rows["tokens_per_s_per_rank"].notna().any() else []),
+        *(
+            (
+                [
+                    replace(COLUMNS["pass_ms"], header="step") if is_step else COLUMNS["pass_ms"],
+                    COLUMNS["tokens_per_s_per_rank"],
+                ]
+            )[run.scope == "model" :]
+            if rows["tokens_per_s_per_rank"].notna().any()
+            else []
+        ),
         *([interval("moe_speedup", "MoE layers")] if run.scope == "model" else []),
         text("shown", "verdict"),
         percentage("dropped_share", "drop"),

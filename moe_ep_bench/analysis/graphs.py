@@ -17,9 +17,10 @@ from typing import Any
 
 import pandas as pd
 
-from moe_ep_bench.analysis import render
 from moe_ep_bench.analysis.activated import layer_words
+from moe_ep_bench.analysis.columns import interval, number, percentage, text
 from moe_ep_bench.analysis.load import Comparison
+from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.timing import host_time_us, layer_time_us
 from moe_ep_bench.timing.statistics import Estimate, estimate_median, paired_ratios
@@ -95,7 +96,7 @@ def _pair(eager: ComparisonResult, replayed: ComparisonResult) -> Pair:
     return Pair(eager, replayed, cases, left_out)
 
 
-def graph_table(pair: Pair) -> render.Table:
+def graph_table(pair: Pair) -> Table:
     """A pair as a table with a row per case, and what has to be known to read it."""
     facts = pair.eager.comparison
     identities = [comparison.results[0].case.comparison_id for comparison in (pair.eager, pair.replayed)]
@@ -106,16 +107,16 @@ def graph_table(pair: Pair) -> render.Table:
         "their end",
         *([f"left out: {', '.join(pair.left_out)}"] if pair.left_out else []),
     ]
-    columns = [render.text("policy")]
+    columns = [text("policy")]
     for way in ("eager", "replayed"):
-        columns += [render.number(f"{way}_us", f"{way} us", "{:.1f}")]
-        columns += [render.number(f"{way}_host_us", "its host us", "{:.1f}")]
-        columns += [render.percentage(f"{way}_bound", "launch-bound %")]
-    columns += [render.interval("ratio", "eager / replayed")]
-    columns += [render.interval(f"{way}_speedup", f"speedup {way}", one="baseline") for way in ("eager", "replayed")]
-    columns += [render.percentage("dropped_share", "dropped %"), render.percentage("retained_mass", "mass kept %")]
+        columns += [number(f"{way}_us", f"{way} us", "{:.1f}")]
+        columns += [number(f"{way}_host_us", "its host us", "{:.1f}")]
+        columns += [percentage(f"{way}_bound", "launch-bound")]
+    columns += [interval("ratio", "eager / replayed")]
+    columns += [interval(f"{way}_speedup", f"speedup {way}", of_baseline="1") for way in ("eager", "replayed")]
+    columns += [percentage("dropped_share", "dropped"), percentage("retained_mass", "mass kept")]
     title = f"{facts.title}, {layer_words(facts)}: {EAGER}, and {REPLAYED}"
-    return render.Table(pd.DataFrame([_table_row(case, facts) for case in pair.cases]), columns, title, notes)
+    return Table(pd.DataFrame([_table_row(case, facts) for case in pair.cases]), columns, title, notes)
 
 
 def _table_row(pair: CasePair, facts: Comparison) -> dict[str, Any]:

@@ -174,11 +174,21 @@ def _html(listed: Iterable[Table]) -> list[tuple[str, Markup]]:
 
 def _drawn(store: Store) -> Iterator[tuple[str, Figure]]:
     """The figures for which the store has rows."""
-    from moe_ep_bench.analysis.plot import drawings, figures_of
+    from moe_ep_bench.analysis.draws import over_draws
+    from moe_ep_bench.analysis.figures import FIGURES, WHOLE_FIGURES
+    from moe_ep_bench.analysis.load import is_route, is_whole, load_run
+    from moe_ep_bench.analysis.route.figures import ROUTE_FIGURES
+    from moe_ep_bench.analysis.route.load import load_route
 
-    for name, drawing in drawings(store, figures_of(store)).items():
-        if drawing is not None:
-            yield name, drawing.figure
+    for folder in store.folders.values():
+        if is_route(folder):
+            table, run = ROUTE_FIGURES, load_route(folder, [])
+        else:
+            run = over_draws(load_run(folder, [], whole=is_whole(folder)))[0]
+            table = WHOLE_FIGURES if run.scope == "model" else FIGURES
+        for name, draw in table.items():
+            if (drawing := draw(run)) is not None:
+                yield name, drawing.figure
 
 
 def _image(name: str, figure: Figure) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from moe_ep_bench.analysis.cases import comparisons
-from moe_ep_bench.analysis.papers import METRICS, Claims, basis_words, how_words
 from moe_ep_bench.analysis.columns import missing
+from moe_ep_bench.analysis.origins import scale_words
+from moe_ep_bench.analysis.papers import METRICS, Claims, basis_words, how_words
 from moe_ep_bench.analysis.style import (
     DEFAULT_FORMATS,
     INK,
@@ -27,7 +28,7 @@ from moe_ep_bench.analysis.style import (
     sheet,
     wrap,
 )
-from moe_ep_bench.analysis.words import Footer, Origin, scale_words
+from moe_ep_bench.analysis.words import Footer, Origin
 from moe_ep_bench.files import refuse_links_out
 from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS
 

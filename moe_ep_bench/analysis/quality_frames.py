@@ -21,9 +21,9 @@ import pyarrow as pa
 from pydantic import ConfigDict, Field, model_validator
 from scipy.special import stdtrit  # Student's quantile; scipy.stats imports slowly
 
-from moe_ep_bench.analysis.load import CaseFacts, Count
-from moe_ep_bench.analysis.parts import Described, ResultsError, check_counts, described, read_part, read_run_json
+from moe_ep_bench.analysis.reading import ResultsError, check_counts, read_part, read_run_json, typed
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.facts import CaseFacts, Count, JsonRecord
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import TABLES
 from moe_ep_bench.timing.statistics import MIN_BATCHES
@@ -36,7 +36,7 @@ _ROUTING_NEEDS = ("layer", "num_tokens", "load_E", "num_topk_pairs", "num_droppe
 _SCORE = ["task", "metric", "filter", "num_fewshot", "num_samples", "value", "stderr"]
 
 
-class _Number(Described):  # ``quality.tasks.published_numbers``
+class _Number(JsonRecord):  # ``quality.tasks.published_numbers``
     policy: str
     policy_params: dict[str, Any]
     metric: str
@@ -44,14 +44,14 @@ class _Number(Described):  # ``quality.tasks.published_numbers``
     percent: float
 
 
-class _Published(Described):
+class _Published(JsonRecord):
     model_config = ConfigDict(extra="allow")
 
     numbers: list[_Number] = Field([])
     unstated: list[str] = Field([])
 
 
-class _Facts(Described):  # ``quality.session``; a text's comparison has ``text``, a task's has ``task``
+class _Facts(JsonRecord):  # ``quality.session``; a text's comparison has ``text``, a task's has ``task``
     model_config = ConfigDict(extra="allow")
 
     title: str
@@ -82,7 +82,7 @@ class _Case(CaseFacts):
     phase: str | None
 
 
-class _RunFacts(Described):
+class _RunFacts(JsonRecord):
     mode: Literal["quality"]
     comparisons: dict[str, _Facts]
     cases: dict[str, _Case]
@@ -128,7 +128,7 @@ def read_quality(directory: Path) -> Quality:
     """
     files = RunDirectory(directory)
     path = files.run_json
-    written = described(_RunFacts, path, "", read_run_json(path))
+    written = typed(_RunFacts, path, "", read_run_json(path))
     by_order = sorted(written.comparisons.items(), key=lambda item: item[1].order)
     facts = {comparison_id: one.model_dump(exclude_unset=True) for comparison_id, one in by_order}
     order = list(facts)

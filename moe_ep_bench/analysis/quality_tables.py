@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.columns import NONE, Column, missing, number, percentage, text
+from moe_ep_bench.analysis.notes import chance_words
 from moe_ep_bench.analysis.quality_frames import Quality, task_scores, text_costs
 from moe_ep_bench.analysis.quality_orderings import orderings, short_label
 from moe_ep_bench.analysis.render import Table
-from moe_ep_bench.analysis.words import chance_words
 from moe_ep_bench.timing.statistics import MIN_BATCHES
 
 _POLICY = Column("label", "policy", cell=lambda row: short_label(row["label"]))
@@ -27,7 +27,7 @@ def _with_error(name: str, error: str, header: str, form: str, scale: float = 1.
         shown = form.format(scale * row[name])
         return shown if missing(row[error]) else f"{shown} +-{form.replace('+', '').format(scale * row[error])}"
 
-    return Column(header, cell)
+    return Column(name, header, cell=cell)
 
 
 _TEXT = (
@@ -46,7 +46,7 @@ _TEXT = (
 )
 _ORDERING = (
     text("checkpoint"),
-    Column("verdict", lambda row: row["verdict"], is_words=True),
+    text("verdict"),
     _with_error("worse_costs_more", "half_width", "second costs more", "{:+.4f}"),
     text("better", "first"),
     text("worse", "second"),
@@ -54,22 +54,24 @@ _ORDERING = (
 _TASK = (
     _POLICY,
     text("task"),
-    Column("metric", lambda row: row["metric"] + ("" if row["filter"] == "none" else f" ({row['filter']})"), True),
+    Column(
+        "metric", "metric", cell=lambda row: row["metric"] + ("" if row["filter"] == "none" else f" ({row['filter']})")
+    ),
     number("num_fewshot", "shots", "{}"),
     number("num_samples", "questions", "{:,}"),
     _with_error("value", "stderr", "ours %", "{:.1f}", 100),
     _with_error("added", "added_stderr", "over unpatched", "{:+.1f}", 100),
     percentage("paper", "paper"),
-    Column("ours - paper (std. errors)", lambda row: _against_paper(row)),
+    Column("paper", "ours - paper (std. errors)", cell=lambda row: _against_paper(row)),
     percentage("dropped_fraction", "dropped"),
     percentage("retained_mass_topk", "mass kept"),
 )
 _MEAN = (
-    Column("mean over tasks", _POLICY.cell, is_words=True),
+    Column("label", "mean over tasks", cell=_POLICY.cell),
     number("tasks", form="{}"),
     _with_error("value", "stderr", "ours %", "{:.1f}", 100),
     percentage("paper", "paper"),
-    Column("ours - paper (std. errors)", lambda row: _against_paper(row)),
+    Column("paper", "ours - paper (std. errors)", cell=lambda row: _against_paper(row)),
 )
 
 
@@ -103,7 +105,7 @@ def _text_tables(quality: Quality) -> Iterator[Table]:
             )
         yield Table(
             _named("texts", rows),
-            [column for column in _TEXT if has_modality or column.header != "of text %"],
+            [column for column in _TEXT if has_modality or column.header != "of text"],
             f"{facts['title']}: answers of the whole model, routing of {facts['num_ranks']} virtual ranks; not timed",
             notes,
             caption=notes[:1],

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, conditions, layers, routing, samples
@@ -90,10 +91,11 @@ def _by_rank(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     found = totals.groupby(["label", "rank"])["time_us"].median().div(1e3).rename("median_ms").to_frame()
     shares = slowest / slowest.groupby("label").transform("sum")
     found = found.assign(slowest_share=shares, waiting_ms=waits_us / 1e3).fillna({"slowest_share": 0.0}).reset_index()
-    loads = routing(store).merge(shown[CASE], on=CASE)
+    loads = routing(store).merge(shown[[*CASE, "num_ranks"]], on=CASE)
+    over_mean = [np.multiply(one.load_R, one.num_ranks / one.num_topk_pairs) for one in loads.itertuples()]
     of_rank = {
-        label: (pd.DataFrame(unit["load_R"].to_list()).mul(unit["num_ranks"] / unit["num_topk_pairs"], axis=0)).mean()
-        for label, unit in loads.merge(shown[[*CASE, "num_ranks"]], on=CASE).groupby("label")
+        label: np.mean([over_mean[at] for at in places], axis=0)
+        for label, places in loads.groupby("label").indices.items()
     }
     number = int(rows["num_ranks"].iloc[0])
     found["load_over_mean"] = [

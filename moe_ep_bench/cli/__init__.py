@@ -88,7 +88,7 @@ def _drop_force_after_restart(options: argparse.Namespace) -> None:
 def _only_prints(options: argparse.Namespace) -> bool:
     """Whether the command's result is what it prints, and not what it measures."""
     measures = options.command in ("run", "emulate", "validate", "papers", "calibrate")
-    return not measures or any(getattr(options, name, None) for name in ("dry_run", "list_points", "run_directory"))
+    return not measures or any(getattr(options, name, None) for name in ("dry_run", "list_points"))
 
 
 def _end_output() -> None:
@@ -159,7 +159,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _shown_of_directory(status: int, out: Path) -> int:
     """Print the table of a results directory; where other jobs still write into it, where it is. The job's status."""
-    from moe_ep_bench.analysis.load import ResultsError
+    from moe_ep_bench.analysis.reading import ResultsError
 
     def report() -> str:
         try:
@@ -172,9 +172,9 @@ def _shown_of_directory(status: int, out: Path) -> int:
 
 def _results_text(out: Path) -> str:
     """The table of a results directory, where it is, and what to do with it next."""
-    from moe_ep_bench.analysis.show import text_of
+    from moe_ep_bench.analysis.show import end_of_run
 
-    return f"{text_of(out)}\n\nin {out}; moe-ep-bench plot {out} draws it"
+    return end_of_run(out)
 
 
 def _list_points(options: argparse.Namespace) -> int:
@@ -199,7 +199,7 @@ def _emulate(options: argparse.Namespace) -> int:
 
 def _shown(status: int, report: Callable[[], str]) -> int:
     """Print what a command that ended with ``status`` found, where there is anything; the status to end with."""
-    from moe_ep_bench.analysis.load import ResultsError
+    from moe_ep_bench.analysis.reading import ResultsError
 
     if status not in (OK, CASES_FAILED):
         return status
@@ -215,10 +215,9 @@ def _shown(status: int, report: Callable[[], str]) -> int:
 
 def _route(options: argparse.Namespace) -> int:
     _check_config(options)
-    from moe_ep_bench.analysis.render import render, terminal_width
     from moe_ep_bench.analysis.route.figures import ROUTE_FIGURES, draw_route_figures
     from moe_ep_bench.analysis.route.load import load_route
-    from moe_ep_bench.analysis.route.tables import drawn_words, route_tables
+    from moe_ep_bench.analysis.route.tables import drawn_words
     from moe_ep_bench.analysis.style import DEFAULT_FORMATS
     from moe_ep_bench.bench import route
 
@@ -226,7 +225,7 @@ def _route(options: argparse.Namespace) -> int:
         return route.dry_run(options.config, options.overrides)
     directory = route.route(options.config, _out(options), options.overrides, force=options.force)
     loaded = load_route(directory.root)
-    print(render(route_tables(loaded), "text", width=terminal_width()))
+    print(_results_text(directory.root))
     figures = directory.root / "figures"
     print(drawn_words(*draw_route_figures(loaded, figures, DEFAULT_FORMATS, ROUTE_FIGURES, "page")))
     return OK
@@ -344,15 +343,6 @@ def _quality(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    if options.run_directory is not None:
-        from moe_ep_bench.analysis.activated import fit_text
-        from moe_ep_bench.analysis.load import check_timed, load_run
-
-        check_timed(options.run_directory)
-        print(fit_text(load_run(options.run_directory), options.preset))
-        return OK
-    if options.preset is not None:
-        raise UserError("--preset: goes with --from DIR")
     end_with_parent()
     out = options.out or Path("results", "calibration", "links.yaml")
     if "RANK" in os.environ:  # torchrun's, or our own launcher's below
@@ -463,12 +453,13 @@ def _show(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.show import show
 
     return show(
-        options.directory,
+        options.directories,
         options.format,
         options.out,
-        cases=options.case,
-        iterations=options.iteration,
-        samples=options.samples,
+        names=options.case,
+        views=[name for name in options.view.split(",") if name],
+        columns=[name for name in options.columns.split(",") if name],
+        all_samples=options.samples,
     )
 
 

@@ -18,9 +18,8 @@ SUCCESSORS = {
     "points": "run CONFIG --list-points",
     "reproduce": "papers CONFIG",
     "accuracy": "quality CONFIG",
-    "fit": "calibrate --from DIR",
     "summary": "show DIR",
-    "export": "show DIR --format md|latex|csv|json|perfetto",
+    "export": "show DIR --format md|latex|csv|json",
     "report": "show DIR --format html",
 }
 
@@ -28,7 +27,7 @@ SUCCESSORS = {
 PAPERS_LIST = "papers list"
 
 _ITERATION = "median (default), slowest, fastest or [LAUNCH/]BATCH/ITERATION"
-_FORMATS = "text, md, latex, csv, json, html or perfetto"
+_FORMATS = "text, md, latex, csv, json or html"
 
 
 def with_list_joined(arguments: Sequence[str]) -> list[str]:
@@ -133,16 +132,12 @@ def make_parser() -> argparse.ArgumentParser:
     _add_config(quality, dry_run="print cases; load no weights and no data")
     _add_cpu(quality)
 
-    calibrate = add("calibrate", "measure this machine's all-to-all, or fit a device to a decode run")
+    calibrate = add("calibrate", "measure this machine's all-to-all")
     calibrate.add_argument("--out", type=Path, metavar="FILE", help="default: results/calibration/links.yaml")
     calibrate.add_argument("--max-bytes", type=int, metavar="N", help="largest message (default: 2^30; CPU: 2^26)")
     _add_value(calibrate, "--repetitions", 20, "N", "of each message")
     _add_nodes(calibrate)
     _add_cpu(calibrate)
-    calibrate.add_argument(
-        "--from", type=Path, metavar="DIR", dest="run_directory", help="print figures for data/devices/ of this run"
-    )
-    calibrate.add_argument("--preset", metavar="NAME", help="with --from: only this model of data/models/")
 
     tables = add("tables", "list what others measured on real GPUs: devices, shapes and links to name")
     tables.add_argument("system", metavar="DEVICE", nargs="?", help="tell its shapes and links, e.g. h100_sxm")
@@ -162,14 +157,15 @@ def make_parser() -> argparse.ArgumentParser:
     _add_overrides(doctor)
     _add_nproc(doctor)
 
-    show = add("show", "print the table of a results directory, or write it in another format")
-    show.add_argument("directory", type=Path, metavar="DIR")
+    show = add("show", "print the tables of results directories, or write them in another format")
+    show.add_argument("directories", type=Path, metavar="DIR", nargs="+")
     _add_value(show, "--format", "text", "FORMAT", _FORMATS)
     show.add_argument(
         "--out", type=Path, metavar="FILE", help="file to write (default: standard output; html: DIR/report.html)"
     )
     _add_repeated(show, "--case", "CASE", "only this id, label or policy; may be repeated")
-    _add_repeated(show, "--iteration", "WHICH", f"perfetto: {_ITERATION}, or all; repeatable")
+    _add_value(show, "--view", "", "VIEWS", "other tables, comma-separated: rates, phases, ranks, layers")
+    _add_value(show, "--columns", "", "COLUMNS", "of the frame, comma-separated, in place of a table's own")
     show.add_argument("--samples", action="store_true", help="csv, json: every sample instead of the results")
 
     plot = add("plot", "draw the figures of one or several results directories")

@@ -204,7 +204,6 @@ table oea-table3 70 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.
 show policies-quick 100 "$python" benchmarks/policies_gpu.py --quick --out "$out/policies-quick" $rehearse ${rehearse:+--rounds 1}
 show decode-experts 80 "$python" benchmarks/decode_experts.py --out "$out" $rehearse ${rehearse:+--rounds 1}
 decode decode-graph 110 ${rehearse:+--set sweep.workload.num_tokens=[1,4]}
-show decode-fit 20 "${module[@]}" calibrate --from "$out/decode-graph"
 # What time is left for, here or when the command is given again.
 [ -n "$rehearse" ] || step decode-tests 80 "${tests[@]}" tests/test_decode_experts.py
 emulate papers mixtral 150 "${measured[@]}" --set model.preset=mixtral-8x7b

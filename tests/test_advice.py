@@ -23,8 +23,8 @@ from moe_ep_bench.analysis.figures.panels import case_rows
 from moe_ep_bench.analysis.gather import gather
 from moe_ep_bench.analysis.load import load_run, load_times
 from moe_ep_bench.analysis.report.page import content_of
+from moe_ep_bench.analysis.show import text_of
 from moe_ep_bench.analysis.speedups import analyse
-from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.analysis.timing import layer_time_us
 from moe_ep_bench.bench.question import Bounds, Question, ask, ask_both
 from moe_ep_bench.cli import main, make_parser
@@ -404,7 +404,7 @@ def test_experts_of_a_cpu_behind_links_of_gpus_are_warned_of_below_the_first_lin
     facts = {"links": f"modelled by links/{links}: inside a node of 8 10.6 us", "backend": backend, "scale": 0.125}
     directory = write_run(tmp_path, [comparison_of(USUAL[0], facts=facts, num_batches=1)], "emulated")
     warning = "MIXED MACHINES: experts of this CPU (sizes x 0.125 of the true ones) behind links of GPUs"
-    for text in (advice_of(load_times(directory), BOUNDS), run_text(load_run(directory))):
+    for text in (advice_of(load_times(directory), BOUNDS), text_of(directory)):
         assert (warning in text.splitlines()[1]) == is_mixed
 
 
@@ -627,7 +627,7 @@ def test_what_does_not_fit_is_no_pick(tmp_path: Path) -> None:
     text = advised(tmp_path / "none", *USUAL, facts=fitting(163_000_000_000, 32))
     words = "does not fit: 163 GB on each of 2 ranks in bfloat16 (experts 163), h100-sxm has 80 GB; the smallest EP"
     assert f"The model {words} size on which it does is 32." in text
-    assert f"warning: {words}" in " ".join(run_text(load_times(tmp_path / "none")).split())
+    assert f"warning: {words}" in " ".join(text_of(tmp_path / "none").split())
     assert "none: the model does not fit on EP 2" in text.splitlines()[-1]
     assert "use token_drop" not in text
     assert "use token_drop" in advised(tmp_path / "fits", *USUAL, facts=fitting(79_000_000_000, 2))
@@ -735,7 +735,7 @@ def test_milliseconds_and_tokens_per_second_stand_beside_every_ratio(tmp_path: P
     assert "native: 2.000 ms a layer, 85,333 tokens/s per GPU at " in said
     assert "beside 6,000 us for the rest of the model (modelled: attention after 128 tokens as absorbed MLA" in said
     assert "; 1.538 in place of 2.000 ms a layer, 90,558 of 85,333 tokens/s per GPU." in said
-    assert "step ms  tokens/s/GPU" in run_text(load_run(directory))
+    assert "step ms  tokens/s/GPU" in text_of(directory)
 
 
 def test_where_the_peak_load_decides_the_answer_ends_with_how_to_get_it(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from moe_ep_bench.analysis.figures.decode import graphs_figure
 from moe_ep_bench.analysis.graphs import GRAPH_KEY, Pair, graph_pairs, graph_table
 from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.render import render
+from moe_ep_bench.analysis.show import text_of
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.style import house_style
-from moe_ep_bench.analysis.tables import run_text
 
 EAGER_US, REPLAYED_US = 300.0, 120.0
 TOKENS = "workload.num_tokens"
@@ -118,7 +118,7 @@ def test_the_summary_has_a_row_per_case_and_says_what_was_compared(tmp_path: Pat
     run = load_run(write_run(tmp_path, [eager(num_batches=10), replayed(num_batches=10)]))
     (pair,) = graph_pairs(analyse(run))
     text = render([graph_table(pair)], "text")
-    assert text in run_text(run)
+    assert text in text_of(run.directory)
     cells = [cell.strip() for cell in row_of(text, "oea k0=3") if cell.strip()]
     replay_us = REPLAYED_US / 1.5
     assert cells == [
@@ -128,7 +128,7 @@ def test_the_summary_has_a_row_per_case_and_says_what_was_compared(tmp_path: Pat
     ]
     assert "the graphs hold the whole layer; comparisons eager (eager) and replayed (replayed)" in text
     assert "timed one after the other, not interleaved" in text
-    assert "replayed from CUDA graphs, which hold the whole layer" in run_text(run)
+    assert "replayed from CUDA graphs, which hold the whole layer" in text_of(run.directory)
 
 
 def test_an_all_gather_has_no_bandwidth_of_an_all_to_all(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_an_all_gather_has_no_bandwidth_of_an_all_to_all(tmp_path: Path) -> None
     assert found["alltoall"].dispatch_gbps > 0
     assert found["allgather"].dispatch_gbps is found["allgather"].combine_bus_gbps is None
     assert found["allgather"].experts_tflops == pytest.approx(found["alltoall"].experts_tflops)
-    assert "dispatcher: allgather" in run_text(runs["allgather"])
-    assert "dispatcher: allgather" not in run_text(runs["alltoall"])
+    assert "dispatcher: allgather" in text_of(runs["allgather"].directory)
+    assert "dispatcher: allgather" not in text_of(runs["alltoall"].directory)
 
 
 # ---- figure ------------------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ import plot_results
 from moe_ep_bench.analysis.figures.maps import map_figure, sweep_figure
 from moe_ep_bench.analysis.load import Comparison as Facts
 from moe_ep_bench.analysis.load import Run, load_run
+from moe_ep_bench.analysis.show import text_of
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.sweep import in_order, key_words, sweeps_along, swept_keys, value_of, value_words
-from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.bench.description import describe_experiment, describe_point
 from moe_ep_bench.bench.plan import RANKS, Comparison
 from moe_ep_bench.config import load_experiments
@@ -125,7 +125,7 @@ def peaks_axes(peaks: Run) -> Axes:
 
 @pytest.fixture(scope="module")
 def peaks_text(peaks: Run) -> str:
-    return run_text(peaks)
+    return text_of(peaks.directory)
 
 
 def figure_of(run: Run, draw=map_figure) -> Figure | None:
@@ -307,7 +307,7 @@ def test_replication_is_in_the_table_with_its_memory(peaks_text: str, tmp_path: 
     (result,) = analyse(run)
     assert [one.case.extra_bytes_per_rank for one in result.replications] == [3e9, 3e9]
     assert [one.case.label for one in result.results[-3:]] == [*(c.label for c in spare), "native, balanced scores"]
-    text = run_text(run)
+    text = text_of(run.directory)
     assert "EPLB, 2 spare per rank: 2.79 GiB more memory per rank" in text
     assert "two replicas of one expert stand together" in text
 

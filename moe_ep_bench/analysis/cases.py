@@ -309,7 +309,8 @@ def comparisons(store: Store) -> pd.DataFrame:
     Columns: ``COMPARISON``; ``title``, ``sizes``, ``model``, ``scale``, ``num_experts``, ``top_k``, ``num_ranks`` (and
     ``ep_size``), ``world_size``, ``num_replicas``, ``num_tokens``, ``num_batches``, ``num_draws`` (seeds of
     its traffic, where they were joined), ``num_launches``, ``dtype``, ``backend``, ``traffic`` (in
-    words, of ``route``); ``mode``, ``scope``, ``origin`` (``origins.ORIGINS``); ``workload`` (its kind), ``tail_model``, ``seed``, ``peak_load``;
+    words, of ``route``); ``mode``, ``scope``, ``origin`` (``origins.ORIGINS``); ``workload`` (its kind),
+    ``tail_model``, ``seed``, ``peak_load``;
     ``device``, ``links``, ``transport``, ``dispatch_dtype``, ``oversubscribed``; ``point`` (JSON: swept keys with
     values), ``swept`` and ``swept_value``, the first key whose values differ in the store; ``how``, ``ran_on``,
     ``links_words``, ``workload_words``, for footers; ``facts``, the comparison's object in run.json.

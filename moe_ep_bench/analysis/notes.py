@@ -513,8 +513,8 @@ NOTES = (
     ),
     Note(
         "route",
-        "fullest: pairs over native's mean expert's or rank's; imbalance: over the mean of the pairs that are computed; "
-        "of each batch, then means over batches and layers",
+        "fullest: pairs over native's mean expert's or rank's; imbalance: over the mean of the pairs that are "
+        "computed; of each batch, then means over batches and layers",
         lambda of: True,
     ),
     Note(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import COMPARISON, cases, load, samples
+from moe_ep_bench.analysis.columns import columns as columns_named
 from moe_ep_bench.analysis.notes import most_important
 from moe_ep_bench.analysis.origins import modelled_line
 from moe_ep_bench.analysis.reading import ResultsError
@@ -120,7 +121,8 @@ def _of_store(
     frame = chosen_cases(store, names)
     if to in PROGRAMS:
         rows = samples(store, frame) if all_samples else frame
-        return render([Table(rows[list(columns)] if columns else rows, ())], to)
+        wanted = [column.name for column in columns_named(columns, rows)]
+        return render([Table(rows[wanted] if wanted else rows, ())], to)
     listed = tables(store, views or MAIN, frame, columns)
     if to != "text":
         return render(listed, to)

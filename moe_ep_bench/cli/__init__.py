@@ -238,14 +238,13 @@ def _advise(options: argparse.Namespace) -> int:
     bounds = Bounds.of(options.max_dropped, options.max_lost_mass)
     if options.config is not None and options.config.is_dir():
         check_reading(options)
-        from moe_ep_bench.analysis.advice import advice_of
-        from moe_ep_bench.analysis.load import load_times
+        from moe_ep_bench.analysis.advise import advice_text, load_timed
 
-        print(advice_of(load_times(options.config), bounds))
+        print(advice_text(load_timed(options.config), bounds, show_all=options.all))
         return OK
     if options.config is not None:
         _check_config(options)
-    questions = ask_both(options)
+    questions = ask_both(options, bounds)
     settle()
     if options.dry_run:
         print("\n\n".join(one.plan for one in questions.values()))
@@ -267,14 +266,9 @@ def _advise(options: argparse.Namespace) -> int:
             return status
 
     def report() -> str:
-        from moe_ep_bench.analysis.advice import advice_of, picks_text
-        from moe_ep_bench.analysis.load import load_times
+        from moe_ep_bench.analysis.advise import answer_text
 
-        told, runs = [], {phase: load_times(one.out) for phase, one in questions.items()}
-        for phase, one in questions.items():
-            advice = advice_of(runs[phase], bounds, one.assumed, one.left_out)
-            told.append(f"{phase and f'{phase.upper()}  '}{advice}\n\nconfig: {one.config}")
-        return "\n\n".join([*told, *([picks_text(runs, bounds)] if len(runs) > 1 else [])])
+        return answer_text(questions, bounds, show_all=options.all)
 
     return _shown(status, report)
 

@@ -38,7 +38,6 @@ LONGEST = (
     "adding",
     "reproduce",
     "transformer",
-    "launcher",
 )
 
 # Files whose processes are forked from one that has torch and Megatron-Core imported (tests/warm.py).
@@ -54,7 +53,6 @@ WARM = (
     "export",
     "faults",
     "graph_run",
-    "launcher",
     "layer",
     "locks",
     "model_run",

@@ -282,11 +282,11 @@ def test_half_written_parts_are_measured_again(finished: Path, tmp_path: Path) -
     assert hidden_files(out) == []
 
 
-def test_a_rank_that_is_asked_to_end_ends_the_whole_job_and_no_case_is_blamed(tmp_path: Path) -> None:
+def test_a_job_that_is_asked_to_end_ends_with_all_ranks_and_no_case_is_blamed(tmp_path: Path) -> None:
     config, out = write_config(tmp_path, **ENDLESS), tmp_path / "out"
     with started(config, out) as job:
         ranks = ranks_of(job)
-        os.kill(ranks[1], signal.SIGTERM)
+        os.kill(job.pid, signal.SIGTERM)
         check_stopped(job, signal.SIGTERM)
         assert not any(map(is_running, ranks))
     assert list((out / "attempts").iterdir()) == []

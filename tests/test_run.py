@@ -306,10 +306,11 @@ def test_ranks_started_with_different_configs_refuse_together(tmp_path: Path) ->
 def test_two_nodes_give_the_routing_of_one(finished: Path, tmp_path: Path) -> None:
     config, port = write_config(tmp_path), free_port()
     jobs = []
-    for node in range(2):
+    for _ in range(2):
         command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(tmp_path / "out")]
-        command += ["--nproc", "1", "--nnodes", "2", "--node-rank", str(node), "--master", f"127.0.0.1:{port}"]
-        jobs.append(subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True))
+        meet = {"PET_NNODES": "2", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}"}
+        env = {**environment(), **meet, "PET_RDZV_ID": "test"}
+        jobs.append(subprocess.Popen([*command, "--nproc", "1"], env=env, stderr=subprocess.PIPE, text=True))
     errors = [job.communicate(timeout=600)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [OK, OK], errors
     for path in (finished / "routing").iterdir():

@@ -43,7 +43,7 @@ from moe_ep_bench.bench.plan import RANKS, plan
 from moe_ep_bench.bench.validate import ALONE_SCHEMA, REPETITIONS, chosen_cases, counts_of
 from moe_ep_bench.cli import main
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
-from moe_ep_bench.runtime import launcher
+from moe_ep_bench.runtime.device import local_ranks
 from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
 from moe_ep_bench.schema import LAYER_PHASES, MODEL_PHASES, ROUTING_SCHEMA, TOTAL, UNACCOUNTED
 
@@ -508,8 +508,8 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path, capsys: pytest
 def test_a_step_that_fails_is_named_and_nothing_is_compared(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launcher, "launch_calibrate", lambda *_: LOST if failing.startswith("cal") else OK)
-    monkeypatch.setattr(launcher, "launch", lambda *_, **__: LOST)
+    monkeypatch.setattr(validate_module, "launch_calibrate", lambda *_, **__: LOST if failing.startswith("cal") else OK)
+    monkeypatch.setattr(validate_module, "launch", lambda *_, **__: LOST)
     monkeypatch.setattr(validate_module, "_in_place_of_a_rank", lambda *_, **__: pytest.fail("went on"))
     out = tmp_path / "out"
     assert main(["validate", str(write_config(tmp_path)), "--nproc", "2", "--out", str(out)]) == LOST
@@ -520,7 +520,7 @@ def test_a_step_that_fails_is_named_and_nothing_is_compared(
 
 @pytest.mark.parametrize(
     ("step", "status", "said"),
-    [(lambda: {}["unforeseen"], LOST, "Traceback"), (lambda: launcher.Nodes(0), USER_ERROR, "expected")],
+    [(lambda: {}["unforeseen"], LOST, "Traceback"), (lambda: local_ranks(0), USER_ERROR, "expected")],
 )
 def test_a_step_that_crashes_is_not_taken_for_one_that_went_through(
     step: Callable[[], object],
@@ -587,8 +587,8 @@ def test_a_second_call_calibrates_and_times_the_experts_anew_only_if_forced(
         called.append((name, options.get("force", False)))
         return OK
 
-    monkeypatch.setattr(launcher, "launch_calibrate", lambda *_: note("calibrate"))
-    monkeypatch.setattr(launcher, "launch", lambda *_, **options: note("launch", **options))
+    monkeypatch.setattr(validate_module, "launch_calibrate", lambda *_, **__: note("calibrate"))
+    monkeypatch.setattr(validate_module, "launch", lambda *_, **options: note("launch", **options))
     monkeypatch.setattr(
         validate_module,
         "_in_place_of_a_rank",

@@ -25,15 +25,18 @@ from moe_ep_bench.bench.plan import RANKS, VIRTUAL, CaseSpec, Comparison, Plan, 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime.crash_journal import PEER_LOST
-from moe_ep_bench.runtime.device import device_type
-from moe_ep_bench.runtime.exit_codes import CLOSED, LOST, OK, USER_ERROR
+from moe_ep_bench.runtime.crash_journal import PEER_LOST, collect_lost
+from moe_ep_bench.runtime.device import check_num_ranks, device_type
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.ranks import NotMetError, Ranks, join
-from moe_ep_bench.runtime.signals import Stopped, stoppable
+from moe_ep_bench.runtime.signals import ends_on_signals
+from moe_ep_bench.runtime.torchrun import leave_status, num_nodes, torchrun
 from moe_ep_bench.runtime.watchdog import Watchdog
 
 # How long ranks may take to meet before a config has said otherwise.
 _JOIN_TIMEOUT_S = 120.0
+# Starts beyond the first of a job that keeps losing ranks; the same command goes on after them.
+_MAX_RESTARTS = 20
 # How long nothing may move outside of comparisons: while ranks read the config, make a workload, look into the results
 # directory. ``measure.timeout_s`` counts where it is longer.
 _SETUP_TIMEOUT_S = 600.0
@@ -58,33 +61,77 @@ def run(
         point: only this point of the config's sweep, from 0; other jobs may measure others into ``out`` meanwhile.
     """
     try:
-        with stoppable(), contextlib.ExitStack() as held:
+        with ends_on_signals(), contextlib.ExitStack() as held:
             try:
                 ranks = join(_JOIN_TIMEOUT_S)
             except (ValueError, NotMetError) as error:
                 print(f"moe-ep-bench: {error}", file=sys.stderr)
-                return USER_ERROR if isinstance(error, ValueError) else LOST
+                return leave_status(USER_ERROR if isinstance(error, ValueError) else LOST)
             # Nothing of a case is lost where a rank hangs out here: the watchdog's own line says all.
             setup = Watchdog(_SETUP_TIMEOUT_S, lambda reason: None)
             held.callback(setup.stop)
             held.callback(ranks.close)
             here = _Launch(ranks, setup, held, RunDirectory(out), launch, force)
-            comparisons = here.plan(config, overrides, point)
-            setup.feed()
-            if profile is not None:
-                return here.profile(comparisons, profile)
-            return here.measure(comparisons, is_point=point is not None)
-    except Stopped as stopped:
-        return 128 + stopped.args[0]
-    except ToldError:
-        return USER_ERROR
+            try:
+                comparisons = here.plan(config, overrides, point)
+                setup.feed()
+                if profile is not None:
+                    status = here.profile(comparisons, profile)
+                else:
+                    status = here.measure(comparisons, is_point=point is not None)
+            except ToldError:
+                status = USER_ERROR
+            return leave_status(status)
     except Exception as error:
         if is_of_peers(error):
             print(f"moe-ep-bench: {PEER_LOST}: {' '.join(str(error).split())[:200]}", file=sys.stderr, flush=True)
         else:
             # Not a user's mistake and not a case's failure: show all of it.
             traceback.print_exc()
-        return LOST
+        return leave_status(LOST)  # Before or after all cases: another start would end alike.
+
+
+def launch(
+    config: Path,
+    out: Path,
+    overrides: Sequence[str],
+    nproc: int,
+    *,
+    force: bool = False,
+    profile: str | None = None,
+    point: int | None = None,
+) -> int:
+    """Have torchrun measure every launch of ``config`` on this node's ranks; return the exit status.
+
+    With ``profile`` one job profiles that case; nothing is timed and nothing tried again.
+
+    Raises:
+        UserError: the config cannot be run on these ranks; found before any is started.
+    """
+    check_num_ranks(nproc)
+    num_ranks = nproc * num_nodes()
+    comparisons = plan(config, overrides, RANKS, num_ranks, on_cpu=device_type() == "cpu", point=point)
+    arguments = ["run", str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
+    arguments += ["--point", str(point)] if point is not None else []
+    if profile is not None:
+        comparisons.find_case(profile)  # Raises, and lists what there is.
+        return torchrun([*arguments, "--profile", profile], nproc)
+    arguments += ["--force"] if force else []
+    worst = OK
+    for number in range(max(one.experiment.measure.launches for one in comparisons)):
+        status = torchrun([*arguments, "--launch", str(number)], nproc, max_restarts=_MAX_RESTARTS)
+        if status not in (OK, CASES_FAILED):
+            if status > 128:
+                _forgive(RunDirectory(out), comparisons)
+            return status
+        worst = max(worst, status)
+    return worst
+
+
+def _forgive(directory: RunDirectory, comparisons: Sequence[Comparison]) -> None:
+    """Take away what ranks left that were asked to end, unless another job has already begun."""
+    with contextlib.suppress(ValueError, OSError), hold_comparisons(directory, comparisons):
+        collect_lost(directory.attempts, [comparisons[0].comparison_id], stopped=True)
 
 
 def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False) -> int:
@@ -108,12 +155,10 @@ def emulate_plan(comparisons: Plan, out: Path, *, force: bool = False, survey: b
         survey: see ``describe_timed_run``.
     """
     try:
-        with stoppable(), contextlib.ExitStack() as held:
+        with ends_on_signals(), contextlib.ExitStack() as held:
             ranks = join(_JOIN_TIMEOUT_S, measures=any(one.device is None for one in comparisons))
             held.callback(ranks.close)
             return _Launch(ranks, None, held, RunDirectory(out), 0, force).measure(comparisons, survey=survey)
-    except Stopped as stopped:
-        return 128 + stopped.args[0]
     except ToldError:
         return USER_ERROR
 

@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moe_ep_bench.cli.arguments import PAPERS_LIST, SUCCESSORS, make_parser, with_list_joined
 from moe_ep_bench.errors import UserError
@@ -21,9 +20,6 @@ from moe_ep_bench.runtime.device import take_cpu
 from moe_ep_bench.runtime.errors import complain, tolerant_stderr
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.runtime.signals import end_with_parent
-
-if TYPE_CHECKING:
-    from moe_ep_bench.runtime.rendezvous import Nodes
 
 # Above 0 where a job begins again: Slurm's count of requeues, torchrun's of its own restarts.
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
@@ -72,7 +68,7 @@ def _drop_force_after_restart(options: argparse.Namespace) -> None:
     restarts = [f"{name}={os.environ[name]}" for name in _RESTARTS if os.environ.get(name, "0") not in ("", "0")]
     if restarts and getattr(options, "force", False):
         options.force = False
-        if os.environ.get("RANK", "0") == "0" and getattr(options, "node_rank", 0) == 0:
+        if os.environ.get("RANK", "0") == "0":
             why = f"{restarts[0]}: the job was restarted and goes on with what is left"
             print(f"moe-ep-bench: --force is passed over, {why}", file=sys.stderr)
 
@@ -105,22 +101,17 @@ def _check_config(options: argparse.Namespace) -> None:
         load_experiments(options.config, options.overrides, on_cpu=True)
 
 
-def _nodes(options: argparse.Namespace) -> Nodes:
-    """Where ranks are to be started.
+def _nproc(options: argparse.Namespace) -> int:
+    """Ranks on this node."""
+    from moe_ep_bench.runtime.device import local_ranks
 
-    Raises:
-        ValueError: there would be none.
-    """
-    from moe_ep_bench.runtime.launcher import Nodes, default_nproc
-
-    nproc = options.nproc if options.nproc is not None else default_nproc()
-    return Nodes(nproc, options.nnodes, options.node_rank, options.master)
+    return local_ranks(options.nproc)
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.list_points:
         return _list_points(options)
-    is_rank = "RANK" in os.environ  # torchrun's, or our own launcher's
+    is_rank = "RANK" in os.environ  # torchrun's
     if is_rank:
         end_with_parent()
     elif options.launch is not None:
@@ -128,18 +119,16 @@ def _run(options: argparse.Namespace) -> int:
     else:
         _check_config(options)
     from moe_ep_bench.bench import run
+    from moe_ep_bench.runtime.torchrun import num_nodes
 
-    nodes = None if is_rank else _nodes(options)
     if options.dry_run:
-        num_ranks = int(os.environ.get("WORLD_SIZE", "1")) if nodes is None else nodes.nproc * nodes.count
+        num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else _nproc(options) * num_nodes()
         return run.dry_run(options.config, options.overrides, num_ranks, options.point)
     what = (options.config, _out(options), options.overrides)
     how = {"force": options.force, "profile": options.profile, "point": options.point}
-    if nodes is None:
+    if is_rank:
         return run.run(*what, launch=options.launch or 0, **how)
-    from moe_ep_bench.runtime.launcher import launch
-
-    return launch(*what, nodes, **how)
+    return run.launch(*what, _nproc(options), **how)
 
 
 def _list_points(options: argparse.Namespace) -> int:
@@ -252,11 +241,9 @@ def _validate(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.validation import load_validation
     from moe_ep_bench.analysis.validation_report import validation_text, write_report
     from moe_ep_bench.bench.validate import validate
-    from moe_ep_bench.runtime import launcher
 
     out = _out(options, "-validated")
-    nproc = options.nproc if options.nproc is not None else launcher.default_nproc()
-    status = validate(options.config, out, options.overrides, nproc, force=options.force)
+    status = validate(options.config, out, options.overrides, _nproc(options), force=options.force)
 
     def report() -> str:
         validation = load_validation(out)
@@ -272,8 +259,8 @@ def _papers(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.claims_report import claims_text, write_claims
     from moe_ep_bench.papers.run import run_claims
 
-    out = _out(options)
-    status = run_claims(options.config, out, options.overrides, force=options.force, nproc=options.nproc)
+    out, nproc = _out(options), None if options.nproc is None else _nproc(options)
+    status = run_claims(options.config, out, options.overrides, force=options.force, nproc=nproc)
 
     def report() -> str:
         claims = load_claims(out)
@@ -321,15 +308,13 @@ def _calibrate(options: argparse.Namespace) -> int:
         raise UserError("--preset: goes with --from DIR")
     end_with_parent()
     out = options.out or Path("results", "calibration", "links.yaml")
-    if "RANK" in os.environ:  # torchrun's, or our own launcher's below
-        from moe_ep_bench.cost_model.calibrate import calibrate
+    from moe_ep_bench.cost_model.calibrate import calibrate, launch_calibrate
+    from moe_ep_bench.runtime.torchrun import leave_status
 
-        return calibrate(out, max_bytes=options.max_bytes, repetitions=options.repetitions)
-    from moe_ep_bench.runtime import launcher
-
-    arguments = ["--out", str(out.absolute()), "--repetitions", str(options.repetitions)]
-    arguments += ["--max-bytes", str(options.max_bytes)] if options.max_bytes is not None else []
-    return launcher.launch_calibrate(arguments, _nodes(options))
+    how = {"max_bytes": options.max_bytes, "repetitions": options.repetitions}
+    if "RANK" in os.environ:  # torchrun's
+        return leave_status(calibrate(out, **how))
+    return launch_calibrate(out, _nproc(options), **how)
 
 
 def _trace_info(options: argparse.Namespace) -> int:

@@ -177,10 +177,10 @@ def within_capacity(
     return kept
 
 
-def token_drop(scores_TE: Tensor, context: RoutingContext, *, renormalize: str = "original", **rule: Any) -> Routing:
+def token_drop(scores_TE: Tensor, context: RoutingContext, **rule: Any) -> Routing:
     top_k = model_top_k(scores_TE, context)
     kept = within_capacity(top_k, scores_TE, context, **rule)
-    return weigh(kept, {"original": top_k, "kept": kept}[renormalize], scores_TE, context)
+    return weigh(kept, top_k, scores_TE, context)
 
 
 def expanded_candidates(
@@ -214,7 +214,6 @@ def expanded_drop(
     num_candidates: int | None = None,
     scope: str = "local",
     max_experts_per_token: int | None = None,
-    renormalize: str = "original",
     **rule: Any,
 ) -> Routing:
     preference_TE = preferences(scores_TE, context)
@@ -223,7 +222,7 @@ def expanded_drop(
     if max_experts_per_token is not None:
         kept = [set(best(experts, preference_TE[token], max_experts_per_token)) for token, experts in enumerate(kept)]
     top_k = model_top_k(scores_TE, context)
-    return weigh(kept, {"original": top_k, "kept": kept}[renormalize], scores_TE, context)
+    return weigh(kept, top_k, scores_TE, context)
 
 
 # --- expert_drop, lynx, dynamic_skip ---------------------------------------------------------------

@@ -113,12 +113,8 @@ SPECS: list[Spec] = [
 TORCH_SPECS: list[Spec] = [
     {"name": "laser", "eps_high": 1, "t_fix": 0, "c": 12, "carry_loads": True, "load_scope": "all"},
     {"name": "load_only", "carry_loads": True, "load_scope": "all"},
-    {"name": "token_drop", "capacity_factor": 0.7, "renormalize": "kept"},
     {"name": "token_drop", "capacity_factor": 0.7, "rounding": "ceil"},
-    {"name": "expanded_drop", "capacity_factor": 0.7, "renormalize": "kept", "granularity": "device"},
     {"name": "expanded_drop", "capacity_factor": 0.3, "rounding": "ceil", "granularity": "device", "min_capacity": 1},
-    {"name": "expanded_drop", "capacity_factor": 1.3, "renormalize": "kept", "scope": "global", "num_candidates": 5},
-    {"name": "expanded_drop", "capacity_factor": 1.3, "renormalize": "kept", "max_experts_per_token": 3},
     {"name": "xshare", "scores": "topk", "k0": 1, "budget": 3},
     {"name": "xshare", "scores": "topk", "k0": 10_000, "budget": 1},
     {"name": "xshare", "scores": "topk", "k0": 0, "mass_threshold": 0.5},

@@ -125,7 +125,10 @@ def test_a_file_says_of_every_slot_which_expert_it_holds(
         assert replicas_E[np.argmax(load_E)] == 3  # both spare slots go to the busiest
         rank_load = [sum(load_E[expert] / replicas_E[expert] for expert in rank) for rank in slot_P.reshape(2, 3)]
         assert max(rank_load) < max(sum(load_E[:2]), sum(load_E[2:]))
-    assert "fullest rank over the mean" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "fullest rank over the mean" in said
+    # Three replicas of the busiest on two ranks.
+    assert "two replicas of one expert stand together, where the second relieves nobody, on 2 of 4 ranks" in said
 
 
 def test_dense_layers_of_a_model_have_rows_too(tmp_path: Path) -> None:

@@ -307,7 +307,9 @@ def test_replication_is_in_the_table_with_its_memory(peaks_text: str, tmp_path: 
     (result,) = analyse(run)
     assert [one.case.extra_bytes_per_rank for one in result.replications] == [3e9, 3e9]
     assert [one.case.label for one in result.results[-3:]] == [*(c.label for c in spare), "native, balanced scores"]
-    assert "EPLB, 2 spare per rank: 2.79 GiB more memory per rank" in run_text(run)
+    text = run_text(run)
+    assert "EPLB, 2 spare per rank: 2.79 GiB more memory per rank" in text
+    assert "two replicas of one expert stand together" in text
 
 
 def test_without_several_factors_nothing_is_drawn(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
 PAGE = Path(__file__).parents[1] / "docs" / "policies.md"
 EXAMPLE = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+WEIGHTED = "weighted(scores_TE, map_TE, top_k_TE, context)"
 NAME = "./my_policy.py:LeaveBusiest"
 CONFIG = {
     "model": {"preset": "olmoe-1b-7b", "scale": 0.03125},
@@ -105,14 +106,33 @@ def test_a_policy_is_found_by_module_by_entry_point_and_by_an_override(
 def test_the_laws_can_be_run_on_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = f"{folder}/my_policy.py:LeaveBusiest"
     assert cli.main(["check-policy", name, "--set", "num_left=2"]) == OK
-    assert capsys.readouterr().out.count("  kept: ") == 6
+    assert capsys.readouterr().out.count("  kept: ") == 7
 
 
 BREAKS = {
-    "a token's experts in float": ("map_TE=map_TE", "map_TE=map_TE.float()", "map_TE: expected torch.bool"),
-    "negative weights": ("context.scale *", "-context.scale *", "negative weight"),
-    "weights off the map": ("scores_TE * map_TE)", "scores_TE)", "where map_TE is False"),
-    "a draw of its own": ("& (best_TE", "& (torch.rand(scores_TE.shape) < 0.5) & (best_TE", "generator moved"),
+    "a token's experts in float": (
+        WEIGHTED,
+        "Routing(map_TE.float(), scores_TE * map_TE)",
+        "map_TE: expected torch.bool",
+    ),
+    "negative weights": (WEIGHTED, "Routing(map_TE, -scores_TE * map_TE)", "negative weight"),
+    "weights off the map": (WEIGHTED, "Routing(map_TE, scores_TE)", "where map_TE is False"),
+    "weights are not normalised": (
+        WEIGHTED,
+        "Routing(map_TE, context.scale * scores_TE * map_TE)",
+        "times the model's; context.normalize is True: the model divides them by their sum",
+    ),
+    "weights are not scaled": (
+        WEIGHTED,
+        "weighted(scores_TE, map_TE, top_k_TE, dataclasses.replace(context, scale=1.0))",
+        "weigh 0.4 times the model's; context.scale is 2.5",
+    ),
+    "weights are biased": (
+        WEIGHTED,
+        "weighted((scores_TE + (0 if context.bias_E is None else context.bias_E)).relu(), map_TE, top_k_TE, context)",
+        "times the model's; context.bias_E is for the selection alone",
+    ),
+    "a draw of its own": ("top_k_TE & (", "top_k_TE & (torch.rand(scores_TE.shape) < 0.5) & (", "generator moved"),
     "padding counts": ("top_k_map(scores_TE, context).double()", "scores_TE.double()", "the routing has another map"),
     "statistics are left out": ("if stats is None else stats", "", "of a part of the batch"),
     "statistics in float32": (".double()", ".float()", "batch_stats: expected float64"),

@@ -127,7 +127,7 @@ NORMALISED_BY_TOP_K = (
 
 def law_weights(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
     """What is dropped from the top-k is lost, not shared out; who chooses anew normalises what is chosen."""
-    of_top_k = spec["name"] in NORMALISED_BY_TOP_K and spec.get("renormalize") != "kept"
+    of_top_k = spec["name"] in NORMALISED_BY_TOP_K
     if of_top_k or not arguments["normalize"]:
         top_k = route({"name": "topk"}, scores_TE, arguments)
         both_TE = routing.map_TE & top_k.map_TE
@@ -285,7 +285,7 @@ DROP: Spec = {"name": "token_drop", "capacity_factor": 1.0}
 EXPANDED: Spec = {"name": "expanded_drop", "capacity_factor": 1.0}
 MEGATRON: Spec = {"name": "megatron_drop", "capacity_factor": 1.0}
 LASER: Spec = {"name": "laser", "eps_high": 0.5, "t_fix": 0.5, "c": 4}
-DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity, renormalize, rounding"
+DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity, rounding"
 
 
 @pytest.mark.parametrize(

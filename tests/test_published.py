@@ -108,6 +108,7 @@ HELD = [
     ("xshare", "Table 3", {}, 96, [85.83, 128.72, 80.80]),
     ("xshare", "Table 4", {}, 136, [197.78, 44.75]),
     ("xshare", "Section 6.2", {"k0": 1, "m": 0, "m_r": 4}, 2, [13, 14]),
+    ("xshare", "vLLM pull request 35551", {"m": 24}, 8, [-26.9, 36.8]),
 ]
 
 
@@ -117,7 +118,7 @@ def test_what_was_printed_is_there() -> None:
         assert len(found) == count, (paper, item)
         assert set(some) <= set(found), (paper, item)
     said = re.search(r"four papers' ([\d,]+) numbers", DOCS)
-    assert len(numbers()) == int(said[1].replace(",", ""))
+    assert sum("pull request" not in one.item for one in numbers()) == int(said[1].replace(",", ""))
 
 
 @pytest.mark.parametrize("item", [f"Table {n}" for n in range(6, 10)])
@@ -305,8 +306,18 @@ def test_a_number_that_is_not_published_is_named() -> None:
 # --- What the numbers imply -------------------------------------------------------------------------
 
 
-def moe_shares() -> dict[tuple[str, str], float]:
-    """What part of a pass MoE layers take by Amdahl's law, 1 - 1 / pass = share * (1 - 1 / layer).
+def share_of(whole: float, layer: float) -> float:
+    """What part of a pass MoE layers take by Amdahl's law: 1 - 1 / whole = share * (1 - 1 / layer)."""
+    return (1 - 1 / whole) / (1 - 1 / layer)
+
+
+def pass_of(layer: float, share: float) -> float:
+    """The same law, for the pass."""
+    return 1 / (1 - share * (1 - 1 / layer))
+
+
+def moe_shares() -> dict[tuple[str, str], tuple[float, float]]:
+    """From and to: the share grows with the pass's speedup and falls with the layer's, and both were rounded.
 
     Figures 4 and 5, and section 5.2 for Qwen3-MoE, at one setting of both; Mixtral with one expert a GPU, as Figure 4.
     """
@@ -317,46 +328,61 @@ def moe_shares() -> dict[tuple[str, str], float]:
         for layer in layers if (one.model, one.where.get("experts_per_gpu")) != ("Mixtral", "multiple") else []:
             same = all(layer.where.get(key) == one.where.get(key) for key in ("method", "gamma", "granularity"))
             if same and layer.model.startswith(one.model):
-                shares[one.model, how] = (1 - 1 / one.value) / (1 - 1 / layer.value)
+                ends = [(one.value + sign * one.rounding, layer.value - sign * layer.rounding) for sign in (-1, 1)]
+                shares[one.model, how] = tuple(share_of(*end) for end in ends)
     return shares
 
 
 def test_layers_and_models_together_give_the_share_of_the_layers() -> None:
-    assert {key: round(share, 2) for key, share in moe_shares().items()} == {
-        ("OLMoE", "Token Drop"): 0.71,
-        ("OLMoE", "Expanded Drop"): 0.78,
-        ("DeepSeek", "Token Drop"): 0.92,
-        ("DeepSeek", "Expanded Drop"): 0.90,
-        ("Qwen", "Token Drop"): 0.79,
-        ("Qwen", "Expanded Drop"): 0.88,
-        ("Mixtral", "Token Drop"): 0.99,
-        ("Mixtral", "Expanded Drop"): 0.99,
-        ("Qwen3-MoE", "device"): 0.70,
-        ("Qwen3-MoE", "expert"): 0.65,
-    }
+    words = {key: f"{low:.2f} to {high:.2f}" for key, (low, high) in moe_shares().items()}
+    assert words["DeepSeek", "Token Drop"] == "0.86 to 1.00"
+    names = {"OLMoE": "OLMoE", "DeepSeek": "DeepSeek", "Qwen": "Qwen1.5", "Mixtral": "Mixtral", "Qwen3-MoE": "Qwen3"}
+    for (model, how), interval in words.items():
+        if how in ("Token Drop", "device"):
+            assert f"{names[model]} {interval}" in DOCS
+    assert len(words) == 10
 
 
 def test_figure_5s_factor_of_0_5_is_another() -> None:
-    """At the share of its bars at 2.0, OLMoE's 1.24 asks less of the layer than 1.0 already gives."""
+    """It asks less of OLMoE's layer than 1.0 gives; at 1.5 Expanded Drop's is within rounding, Token Drop's is not."""
     figure_4 = by(numbers("capacity", item="Figure 4", metric="speedup", model="OLMoE-Instruct"), "method", "gamma")
-    for method in ("Token Drop", "Expanded Drop"):
-        (bar,) = values("capacity", "Figure 5", model="OLMoE", gamma=0.5, method=method)
-        layer = 1 / (1 - (1 - 1 / bar) / moe_shares()["OLMoE", method])
-        assert layer < figure_4[method, 1.0].value
-        assert layer == pytest.approx(figure_4[method, 1.5].value, rel=0.06)
+    for method, fits_1_5 in {"Token Drop": False, "Expanded Drop": True}.items():
+        (bar,) = numbers("capacity", item="Figure 5", model="OLMoE", gamma=0.5, method=method)
+        shares = moe_shares()["OLMoE", method]
+
+        def whole(gamma: float, of: str = method, shares: tuple[float, float] = shares) -> list[float]:
+            layer = figure_4[of, gamma]
+            return [pass_of(layer.value + sign * layer.rounding, shares[sign > 0]) for sign in (-1, 1)]
+
+        assert bar.value + bar.rounding < whole(1.0)[0]
+        low, high = whole(1.5)
+        assert (low <= bar.value + bar.rounding and bar.value - bar.rounding <= high) is fits_1_5
+        if not fits_1_5:
+            assert f"Token Drop has {high:.2f} at most, not {bar.printed}" in DOCS
 
 
-def test_mixtrals_speedups_imply_its_peak_load_and_not_its_dropped_share() -> None:
-    """With one expert a GPU, a capacity cuts the fullest rank from the peak to the factor: peak = factor * speedup."""
-    bars = by(numbers("capacity", item="Figure 4", metric="speedup", model="Mixtral-8x7B-Instruct"), "method", "gamma")
-    peaks = {(method, gamma): gamma * bar.value for (method, gamma), bar in bars.items()}
-    assert mean(peaks["Token Drop", gamma] for gamma in (2.0, 1.5)) == pytest.approx(2.85, abs=0.01)
-    assert all(2.78 < peak < 2.9 for (_, gamma), peak in peaks.items() if gamma > 1)
-    (below,) = numbers("capacity", item="Appendix D", model="Mixtral")
-    assert below.bound == "below"
-    assert max(peaks.values()) < below.value
+@pytest.mark.parametrize("method", ["Token Drop", "Expanded Drop"])
+def test_mixtrals_three_bars_fit_one_peak_load_and_a_part_that_no_drop_shortens(method: str) -> None:
+    """With one expert a GPU a capacity g cuts the fullest rank's load from the peak: 1 / bar = f + (1 - f) g / peak.
+
+    A peak alone, without f, would be 2.9, 2.8 and 2.6 by the three bars.
+    """
+    bars = numbers("capacity", item="Figure 4", metric="speedup", model="Mixtral-8x7B-Instruct", method=method)
+    factors = np.array([one.where["gamma"] for one in bars])
+    inverse = np.array([1 / one.value for one in bars])
+    slope, fixed = np.polyfit(factors, inverse, deg=1)
+    assert len(bars) == 3
+    assert ((1 - fixed) / slope, fixed) == (pytest.approx(3.0, abs=0.05), pytest.approx(0.09, abs=0.005))
+    assert round(np.abs((0.09 + 0.91 * factors / 3.0) / inverse - 1).max(), 2) <= 0.03
+    assert "a peak load of 3.0, and 9 % that no drop shortens, give all bars to 3 %" in DOCS
+
+
+def test_mixtrals_dropped_share_bounds_its_gain_below_its_bar() -> None:
     (dropped,) = numbers("capacity", metric="dropped share", model="Mixtral-8x7B-Instruct")
-    assert round(most_gain(dropped.value / 100, 1.5, 8), 2) == 1.64 < bars["Token Drop", 1.5].value == 1.89
+    (bar,) = values(
+        "capacity", "Figure 4", metric="speedup", model="Mixtral-8x7B-Instruct", method="Token Drop", gamma=1.5
+    )
+    assert round(most_gain(dropped.value / 100, 1.5, 8), 2) == 1.64 < bar == 1.89
 
 
 def test_the_text_gives_qwens_gain_the_number_of_olmoe() -> None:
@@ -393,17 +419,43 @@ def test_an_expert_of_oea_is_read_faster_than_the_memory_can() -> None:
     assert tbps[1] > h100_tbps > tbps[0] > 0.95 * h100_tbps
 
 
-def significantly_worse(item: str) -> list[Number]:
-    """Accuracies with accuracy + standard error below vanilla's less its own (OEA, section 4.2, footnote 3)."""
+def excess_over_criterion(item: str) -> dict[tuple[int, str], float]:
+    """How far accuracies lie below what OEA's section 4.2, footnote 3, calls not worse; rounding is taken off.
+
+    Worse is accuracy + standard error below vanilla's less its own. Accuracies are printed to 0.1, errors to 0.01.
+    """
     cells = numbers("oea", item=item)
     vanilla = {n.where["task"]: n for n in cells if n.where["routing"] == "vanilla"}
-    return [n for n in cells if n.value + n.stderr < (v := vanilla[n.where["task"]]).value - v.stderr]
+    excess = {}
+    for one in (n for n in cells if n.where["routing"] != "vanilla"):
+        than = vanilla[one.where["task"]]
+        gap = than.value - than.stderr - (one.value + one.stderr)
+        excess[int(one.where["k0"]), one.where["task"]] = round(gap - than.rounding - one.rounding - 2 * 0.005, 6)
+    return excess
 
 
-def test_oeas_best_setting_is_significantly_worse_by_its_own_criterion() -> None:
-    worse = {(n.where["k0"], n.where["task"]) for n in significantly_worse("Table 8") if n.where["k0"] >= 5}
-    assert worse == {(5, "livecodebench"), (6, "livecodebench"), (6, "gpqa"), (6, "math_500")}
-    assert significantly_worse("Table 6") == []  # Qwen3-30B: what the abstract says.
+def test_oeas_best_setting_is_worse_on_livecodebench_alone_which_its_text_concedes() -> None:
+    excess = excess_over_criterion("Table 8")
+    assert {key for key, value in excess.items() if key[0] >= 5 and value > 0} == {
+        (5, "livecodebench"),
+        (6, "livecodebench"),
+    }
+    within_rounding = {(6, "gpqa"), (6, "math_500")}
+    assert {key for key, value in excess.items() if key[0] >= 5 and -0.11 < value <= 0} == within_rounding
+    (conceded,) = values("oea", "Section 4.2", metric="loss", routing="OEA")
+    assert conceded == 2
+    assert max(excess_over_criterion("Table 6").values()) <= 0  # Qwen3-30B: what the abstract says.
+
+
+def test_another_implementation_of_xshare_saves_more_than_the_paper_and_less_than_ours() -> None:
+    """A step's time at m = 24, k0 = 0, 16 requests; vLLM's pull request ran it on an H200."""
+    (measured,) = values("xshare", "vLLM pull request 35551", metric="TPOT change", batch=16)
+    (otps,) = values("xshare", "Table 3", metric="OTPS change", task="AIME2025", m=24, k0=0)
+    rows = pd.read_csv(MODELLED.with_suffix(".csv"))
+    ours = rows.loc[(rows["metric"] == "step_time") & rows["policy"].str.startswith("xshare k0=0 budget=24"), "ours"]
+    paper, vllm = 1 / (1 + otps / 100), 1 + measured / 100
+    assert ours.max() < vllm < paper
+    assert f"| {paper:.2f}; {vllm:.2f} | {ours.min():.2f} to {ours.max():.2f} |" in DOCS
 
 
 def test_limits_that_numbers_break() -> None:

@@ -348,8 +348,8 @@ def test_the_papers_number_stands_beside_the_same_task_shots_metric_and_policy_o
 
 
 def test_a_number_stands_beside_whatever_its_paper_leaves_open(folder: Path, stand_in: StandIn, tmp_path: Path) -> None:
-    policies = f"policies=[{json.dumps({**DROP, 'renormalize': ['kept', 'original'], 'rounding': 'ceil'})}]"
-    for unstated, expected in (("renormalize", [True, False, False]), ("renormalize, rounding", [True] * 3)):
+    policies = f"policies=[{json.dumps({**DROP, 'min_capacity': [1, 2], 'rounding': 'ceil'})}]"
+    for unstated, expected in (("min_capacity", [True, False, False]), ("min_capacity, rounding", [True] * 3)):
         overrides = [policies, "limit=4", f"published.unstated=[{unstated}]"]
         run_quality(folder / "config.yaml", tmp_path, overrides, force=True)
         assert task_scores(read_quality(tmp_path))["paper"].notna().tolist() == expected

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.placement import Replication, balance, least_fullest, replicate
+from moe_ep_bench.placement import Replication, balance, least_fullest, load_of_others, replicate
 
 some_examples = settings(max_examples=50)
 
@@ -114,6 +114,29 @@ def test_hierarchical_plan_is_the_one_that_the_eplb_readme_prints() -> None:
     # What follows from it, worked out by hand for the first layer: 1, 4, 5 and 10 have two replicas.
     assert plan.replicas[0].tolist() == [1, 2, 1, 1, 2, 2, 1, 1, 1, 1, 2, 1]
     assert plan.rank_load(PUBLISHED_LOAD)[0].tolist() == [121.5, 86.5, 125, 113, 147.5, 131.5, 156, 152]
+
+
+@some_examples
+@given(case=cases())
+def test_ranks_that_hold_an_expert_twice_are_told(case: Case) -> None:
+    plan = case.plan()
+    for slots_P, stacked_R in zip(plan.slot_expert_LP.tolist(), plan.stacked.tolist(), strict=True):
+        size = len(slots_P) // case.num_ranks
+        ranks = [slots_P[first : first + size] for first in range(0, len(slots_P), size)]
+        assert stacked_R == [len(set(held)) < len(held) for held in ranks]
+
+
+def test_the_published_rules_stack_replicas_of_an_expert_that_outweighs_a_rank() -> None:
+    """deepseek-ai/EPLB, issue 22: more replicas than ranks."""
+    plan = replicate([100, 10, 10, 10], num_slots=8, num_ranks=2)
+    assert plan.replicas[0].max() > plan.num_ranks
+    assert plan.stacked.tolist() == [[True, True]]
+    assert not replicate([4, 3, 2, 1], num_slots=4, num_ranks=2).stacked.any()
+
+
+def test_each_batch_is_planned_for_the_others() -> None:
+    assert load_of_others([[1, 2], [3, 4], [5, 0]]).tolist() == [[4, 2], [3, 1], [2, 3]]
+    assert load_of_others([[1, 2]]).tolist() == [[1, 2]]
 
 
 @pytest.mark.parametrize(("num_nodes", "num_groups", "policy"), [(2, 1, "auto"), (2, 4, "global"), (5, 7, "auto")])

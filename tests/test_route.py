@@ -224,9 +224,10 @@ def test_the_load_of_ranks_goes_through_the_placement(loaded: RouteRun) -> None:
 
 def test_replicas_have_the_ranks_of_emulated_ones_and_keep_every_pair(tmp_path: Path) -> None:
     """Two batches, each planned for the other; EPLB's even shares, and those of the linear program."""
-    replication = [{"spare_per_rank": 1}, {"spare_per_rank": 1, "balancer": "lp"}]
+    replication = [{"spare_per_rank": 1}, {"spare_per_rank": 1, "balancer": "lp"}, {"spare_per_rank": 16}]
     config = write_config(tmp_path, emulate={"replication": replication})
-    routed = load_route(route(config, tmp_path / "out", []).root).batches
+    loaded = load_route(route(config, tmp_path / "out", []).root)
+    routed = loaded.batches
     static, lp = (routed[routed["label"] == f"EPLB{how}, 1 spare per rank"] for how in ("", " + LP"))
     native = routed[routed["label"] == "native"]
     counts = [row["pairs_RR"].reshape(4, 4) for _, row in native.iterrows()]
@@ -237,6 +238,11 @@ def test_replicas_have_the_ranks_of_emulated_ones_and_keep_every_pair(tmp_path: 
         assert np.abs(even_R - plan.rank_load(load_BE[index])[0]).max() <= 17 * 4
         assert split_R.max() == balance(plan.slot_expert_LP[0], load_BE[index], 4).reshape(4, -1).sum(axis=1).max()
         assert split_R.max() <= even_R.max() < counts[index].sum(axis=0).max()
+    one, many = (sum(replicate(of, num_slots=n, num_ranks=4).stacked.sum() for of in load_BE) for n in (68, 128))
+    (note,) = (note for note in route_tables(loaded)[0].notes if "two replicas of one expert stand together" in note)
+    assert note.startswith("EPLB, 16 spare per rank: ")
+    assert note.endswith(f", on {many} of 8 ranks of batches")
+    assert many > one == 0
     for rows in (static, lp):
         assert (rows["dropped_share"] == 0).all()
         assert rows["num_pairs"].tolist() == native["num_pairs"].tolist()

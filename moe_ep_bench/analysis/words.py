@@ -13,6 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_ep_bench.analysis.fidelity import source_loads
 from moe_ep_bench.analysis.load import Comparison, Part, Run
 from moe_ep_bench.analysis.render import NONE
 from moe_ep_bench.analysis.render import milliseconds as milliseconds
@@ -20,6 +24,8 @@ from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.timing import probe_floor_us
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.machine.monitor import disturbances, remarks
+from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.placement import load_of_others, replicate, stacking_words
 from moe_ep_bench.timing.statistics import MIN_BATCHES
 
 MODE_WORDS = {
@@ -291,9 +297,12 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
             "unaccounted": _worst({r: r.breakdown and r.breakdown.unaccounted_share for r in results}),
             "probe_floor": facts.whole is None and probe_floor_us(facts, comparison.conditions),
         }
-    memory = [
-        f"{one.case.label}: {extra_memory_words(one)}{solving_words(one, facts)}" for one in comparison.replications
-    ]
+    load_BE = None if routing is None else source_loads(routing, "load_E")[1].sum(axis=1)
+    memory = []
+    for one in comparison.replications:
+        note = "" if load_BE is None else stacked_note(load_BE, one.case.policy_params, facts)
+        words = f"{extra_memory_words(one)}{solving_words(one, facts)}"
+        memory.append(f"{one.case.label}: {'; '.join(filter(None, (words, note)))}")
     machines = dict.fromkeys(line for launch in comparison.conditions for line in remarks(launch.machines))
     return [*_said(_NOTES, known), *memory, *machines]
 
@@ -318,6 +327,31 @@ def extra_memory_words(result: CaseResult) -> str:
     if result.case.extra_bytes_per_rank is None:
         return "more memory per rank, by how much was not recorded"
     return f"{result.case.extra_bytes_per_rank / 2**30:.3g} GiB more memory per rank, in all layers together"
+
+
+def stacked_note(load_BE: NDArray[Any], policy_params: Mapping[str, Any], facts: Any) -> str:
+    """On how many ranks of batches EPLB put two replicas of one expert; empty where on none.
+
+    It is planned again from native's loads. Groups of experts are those of the model's preset; of other models nothing
+    is known of groups, which plans over several nodes read, and nothing is said.
+
+    Args:
+        load_BE: native's, or of several layers [L, B, E].
+        facts: with ``model``, ``num_experts`` and ``num_ranks``.
+    """
+    num_nodes, preset = policy_params.get("num_nodes", 1), facts.model in ModelSpec.names()
+    if (num_nodes > 1 and not preset) or "spare_per_rank" not in policy_params:
+        return ""
+    planned = {
+        "num_slots": facts.num_experts + policy_params["spare_per_rank"] * facts.num_ranks,
+        "num_ranks": facts.num_ranks,
+        "num_nodes": num_nodes,
+        "num_groups": (ModelSpec.named(facts.model).num_groups or 1) if preset else 1,
+        "policy": policy_params.get("policy", "auto"),
+    }
+    layers = load_BE.reshape(-1, *load_BE.shape[-2:])
+    stacked = np.concatenate([replicate(load_of_others(of_one), **planned).stacked for of_one in layers])
+    return stacking_words(stacked, "ranks of batches") if stacked.any() else ""
 
 
 def solving_words(result: CaseResult, facts: Comparison) -> str:

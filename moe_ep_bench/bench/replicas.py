@@ -24,7 +24,7 @@ from moe_ep_bench.bench.plan import BASELINE, CaseSpec, Comparison
 from moe_ep_bench.bench.traffic import CaseRouter, Share, one_thread
 from moe_ep_bench.config import ReplicationConfig
 from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
-from moe_ep_bench.placement import Replication, balance
+from moe_ep_bench.placement import Replication, balance, load_of_others
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,7 @@ class Replicas:
 
     def _plan(self, wanted: ReplicationConfig, index: int) -> tuple[ExpertPlacement, Solving | None]:
         counts_BRE = self._counts
-        loads_BE = counts_BRE.sum(axis=1).astype(np.float64)
-        others_BE = np.delete(loads_BE, index, axis=0) if len(loads_BE) > 1 else loads_BE
-        plan = self._comparison.replicate(wanted, others_BE.mean(axis=0))
+        plan = self._comparison.replicate(wanted, load_of_others(counts_BRE.sum(axis=1))[index])
         slots = ExpertPlacement.of_replication(plan)
         if wanted.balancer == "static":
             return slots, None

@@ -9,6 +9,9 @@ communication; summed over ranks no expert exceeds gamma times the mean load.
 - ``expanded_drop`` (Algorithm 2) first offers each token more experts, by default those on its own
   rank, so that experts with room take what costs no transfer, and then applies the same bound.
 
+Where the model divides weights by their sum, that is the sum of its top-k: what is dropped is lost, as in Megatron-Core
+and the paper's first release (papers/published/capacity.yaml).
+
 Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R experts per rank.
 """
 
@@ -37,7 +40,6 @@ Metric = Literal["score", "order", "reverse_order", "random"]
 Granularity = Literal["expert", "device"]
 Modality = Literal["uniform", "image_first", "text_first"]
 Scope = Literal["local", "global"]
-Renormalize = Literal["original", "kept"]
 Rounding = Literal["floor", "ceil"]
 
 IMAGE = 1  # in RoutingContext.modality_T
@@ -74,9 +76,6 @@ class CapacityPolicy(SteppedPolicy):
         granularity: ``expert``, or ``device``: the L experts of a rank share L capacities.
         modality: ``image_first`` drops image pairs before any text pair, ``text_first`` the reverse.
         min_capacity: pairs per expert that are always accepted.
-        renormalize: where the model divides weights by their sum: of the ``original`` top-k, so that what is dropped
-            is lost (as in Megatron-Core), or of the pairs that are ``kept`` (as in the paper's released code, commit
-            f45e222).
         rounding: of a capacity: ``floor`` (the paper's algorithms), or ``ceil`` (its released code).
     """
 
@@ -85,11 +84,10 @@ class CapacityPolicy(SteppedPolicy):
     granularity: Granularity = "expert"
     modality: Modality = "uniform"
     min_capacity: int = 0
-    renormalize: Renormalize = "original"
     rounding: Rounding = "floor"
 
-    torch_only: ClassVar[Mapping[str, object]] = {"renormalize": "kept", "rounding": "ceil"}
-    optional: ClassVar[tuple[str, ...]] = ("renormalize", "rounding")
+    torch_only: ClassVar[Mapping[str, object]] = {"rounding": "ceil"}
+    optional: ClassVar[tuple[str, ...]] = ("rounding",)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "capacity_factor", real("capacity_factor", self.capacity_factor))
@@ -97,7 +95,6 @@ class CapacityPolicy(SteppedPolicy):
         require_choice("granularity", self.granularity, Granularity)
         require_choice("modality", self.modality, Modality)
         require_count("min_capacity", self.min_capacity, minimum=0)
-        require_choice("renormalize", self.renormalize, Renormalize)
         require_choice("rounding", self.rounding, Rounding)
 
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
@@ -123,13 +120,6 @@ class CapacityPolicy(SteppedPolicy):
         # Keys come first and always: what a random metric draws must not depend on the data.
         keys_TE = self._keys(scores_TE, context)
         return self.steps.within_capacity(candidates_TE, keys_TE, capacity, num_shared)
-
-    def kept(self, scores_TE: Tensor, map_TE: Tensor, top_k_TE: Tensor, context: RoutingContext) -> Routing:
-        """Give the pairs that are kept their weights."""
-        if self.renormalize == "original":
-            return weighted(scores_TE, map_TE, top_k_TE, context, self.steps)
-        most = self.most_experts(scores_TE.shape[1], context)
-        return weighted(scores_TE, map_TE, map_TE, context, self.steps, width=most)
 
     def _keys(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         """What an expert orders its pairs by, the largest first: [T, E], float32 or int64."""
@@ -161,7 +151,7 @@ class TokenDrop(CapacityPolicy):
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         top_k_TE = top_k_map(scores_TE, context, self.steps)
         map_TE = self.within_capacity(top_k_TE, scores_TE, context)
-        return self.kept(scores_TE, map_TE, top_k_TE, context)
+        return weighted(scores_TE, map_TE, top_k_TE, context, self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +204,7 @@ class ExpandedDrop(CapacityPolicy):
         if self.max_experts_per_token is not None:
             keys_TE = preference_TE.masked_fill(~map_TE, lowest(preference_TE))
             map_TE = map_TE & self.steps.best_per_row(keys_TE, self.max_experts_per_token)
-        return self.kept(scores_TE, map_TE, top_k_TE, context)
+        return weighted(scores_TE, map_TE, top_k_TE, context, self.steps)
 
     def _expand(self, top_k_TE: Tensor, preference_TE: Tensor, context: RoutingContext) -> Tensor:
         """Add the further experts that each token considers: bool [T, E]."""

@@ -16,6 +16,7 @@ from typing import Any
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext, check_routing
 from moe_ep_bench.policies.lazy import Tensor, torch
+from moe_ep_bench.policies.selection import top_k_map, weighted
 
 
 class LawBroken(Exception):  # noqa: N818 - a finding, no error of ours
@@ -136,8 +137,29 @@ def law_layout(trial: Trial, routing: Routing) -> None:
     _require(torch.equal(trial.route(negative_TE).map_TE, routing.map_TE), "with -0 for 0, the routing differs")
 
 
+def law_weights(trial: Trial, routing: Routing) -> None:
+    """a token that keeps exactly the model's top-k has the model's weights: normalised, scaled, without the bias"""
+    context = trial.context()
+    top_k_TE = top_k_map(trial.scores_TE, context)
+    model_TE = weighted(trial.scores_TE, top_k_TE, top_k_TE, context).weights_TE
+    kept_T = (routing.map_TE == top_k_TE).all(dim=1) & top_k_TE.any(dim=1)
+    wrong_TE = kept_T.unsqueeze(1) & ~torch.isclose(routing.weights_TE, model_TE, rtol=1e-4, atol=1e-6)
+    if not wrong_TE.any():
+        return
+    token, expert = wrong_TE.nonzero()[0].tolist()
+    found, expected = float(routing.weights_TE[token, expert]), float(model_TE[token, expert])
+    times = f"{found / expected:.4g} times the model's" if expected else f"{found:.4g}, the model's 0"
+    reasons = [
+        f"context.scale is {context.scale:g}" if context.scale != 1 else "",
+        "context.bias_E is for the selection alone" if context.bias_E is not None else "",
+        f"context.normalize is {context.normalize}"
+        + (": the model divides them by their sum" if context.normalize else ": the model's are the scores"),
+    ]
+    raise LawBroken(f"pairs of a token that keeps its top-k weigh {times}; {'; '.join(filter(None, reasons))}")
+
+
 Law = Callable[[Trial, Routing], None]
-LAWS: tuple[Law, ...] = (law_types, law_most_experts, law_pure, law_padding, law_split, law_layout)
+LAWS: tuple[Law, ...] = (law_types, law_most_experts, law_pure, law_padding, law_split, law_layout, law_weights)
 
 
 def _require(condition: bool, broken: str) -> None:

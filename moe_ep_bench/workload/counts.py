@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, check_folder
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.placement import replicate
+from moe_ep_bench.placement import replicate, stacking_words
 
 COUNT = "logical_count"
 MAP = "physical_to_logical_map"
@@ -156,4 +156,5 @@ def write_expert_map(
         f"{out}: {len(rows)} layers ({dense} of them dense), {num_slots} slots on {num_ranks} ranks, "
         f"{plan.policy} policy\nfullest rank over the mean, mean over recorded layers: {peaks[0]:.2f} in order, "
         f"{peaks[1]:.2f} as planned for the same loads"
+        f"\n{stacking_words(plan.stacked, 'ranks of layers')}"
     )

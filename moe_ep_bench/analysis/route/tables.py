@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -17,7 +17,7 @@ from moe_ep_bench.analysis.render import Column, Table, number, percentage
 from moe_ep_bench.analysis.route.load import FRONTIER as BELOW
 from moe_ep_bench.analysis.route.load import ROUTED, RouteRun, short
 from moe_ep_bench.analysis.tables import BELOW_FRONTIER
-from moe_ep_bench.analysis.words import FRONTIER, MODE_WORDS, READING
+from moe_ep_bench.analysis.words import FRONTIER, MODE_WORDS, READING, stacked_note
 from moe_ep_bench.metrics import uniform_activated_experts
 
 _WIDTH = 120
@@ -60,7 +60,8 @@ def route_tables(run: RouteRun) -> list[Table]:
         if facts["phase"] != "decode":  # Of many tokens all experts are activated.
             left_out.add(BELOW_FRONTIER[1].header)
         columns = [column for column in _COLUMNS if column.header not in left_out]
-        tables.append(Table(rows[[*_ABOUT, *ROUTED, *BELOW]].reset_index(drop=True), columns, title, _notes(rows)))
+        notes = [*_notes(rows), *_stacked_notes(run, rows)]
+        tables.append(Table(rows[[*_ABOUT, *ROUTED, *BELOW]].reset_index(drop=True), columns, title, notes))
     return tables
 
 
@@ -90,6 +91,14 @@ def _notes(rows: pd.DataFrame) -> list[str]:
     if pd.notna(facts["image_share"]):
         found[f"assumed: the first {facts['image_share']:.0%} of every sequence's tokens are an image's"] = True
     return [note for note, is_so in found.items() if is_so]
+
+
+def _stacked_notes(run: RouteRun, rows: pd.DataFrame) -> Iterator[str]:
+    """Of every plan of replicas that puts two of one expert on one rank."""
+    for _, case in rows[rows["policy"].eq("eplb")].iterrows():
+        load_LBE = run.loads(case["group"], "native", "load_E")
+        if note := stacked_note(load_LBE, case["params"], case):
+            yield f"{case['label']}: {note}"
 
 
 def _listed(layers: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
@@ -114,7 +116,7 @@ def captured(
         context = replace(context, random_TE=policy.draws(scores_TE, context))
         layer.router.policy, layer.router.context = policy, context
     meet = Rendezvous(lab.ep_group, lab.ranks.device)
-    return CapturedRun(subject, hidden_TD.unsqueeze(1), TapeGraph, TapeClock(), meet, by_phase=by_phase)
+    return CapturedRun(subject, hidden_TD.unsqueeze(1), TapeGraph(), TapeClock(), meet, by_phase=by_phase)
 
 
 @law()
@@ -126,6 +128,7 @@ def a_captured_run_computes_again_what_lies_in_its_tensors(lab: Lab) -> None:
             for policy in (None, TopKOnDevice()):
                 eager_TD, routing = lab.route(subject.pair, policy, hidden_TD, scores_TE)
                 run = captured(lab, subject, policy, hidden_TD, scores_TE, by_phase=False)
+                run.replay()
                 assert torch.equal(run.output[:, 0], eager_TD), f"{name} {policy}: captured"
                 # Other inputs in the same place, and nothing of what the capture has computed.
                 other = hidden_TD.flip(0).contiguous()
@@ -167,6 +170,34 @@ def phases_of_a_captured_run_are_those_of_its_replay(lab: Lab) -> None:
             assert_phases(lab, recorder.times_us(), "wait_dispatch", "wait_combine", but="metadata")
     assert "forward" not in vars(subject.pair.policy), "something is left on the layer"
     assert "forward" not in vars(subject.pair.policy.experts)
+
+
+@law()
+def a_capture_meets_no_other_rank_and_a_failed_one_keeps_nobody_waiting(lab: Lab) -> None:
+    subject, (hidden_TD, scores_TE) = lab.subject(parts=BY_MAP), lab.tokens(num_tokens=60, even=True)
+    with capturable():
+        lab.route(subject.pair, TopKOnDevice(), hidden_TD, scores_TE)
+        for by_phase in (False, True):
+            if lab.ranks.is_first:  # The others do nothing meanwhile.
+                captured(lab, subject, TopKOnDevice(), hidden_TD, scores_TE, by_phase=by_phase)
+        assert lab.ranks.texts("captured") == ["captured"] * lab.ranks.world_size
+
+
+@law(1)
+def what_a_graph_reads_lives_as_long_as_the_graph(lab: Lab) -> None:
+    # The next case gets a context of its own; the random numbers of this one would be given back.
+    subject, (hidden_TD, scores_TE) = lab.subject(parts=BY_MAP), lab.tokens(num_tokens=60, even=True)
+    with capturable():
+        lab.route(subject.pair, TopKOnDevice(), hidden_TD, scores_TE)
+        run = captured(lab, subject, RandomOnDevice(), hidden_TD, scores_TE, by_phase=False)
+        router = subject.moe_layers[None].router
+        read = [weakref.ref(one) for one in (router.context, router.replay_TE)]
+        router.context, router.replay_TE = lab.context(subject.pair), None
+        gc.collect()
+        assert all(one() is not None for one in read)
+        del run
+        gc.collect()
+        assert read[0]() is None
 
 
 @law(1)

@@ -2,8 +2,9 @@
 
 Like a CUDA graph a tape knows no Python: only operations on tensors are on it, with their inputs and outputs where they
 lay while it was made; what waits for the device (a number read, a shape that follows from values) cannot be captured.
-And like one it leaves outputs unset until it is played. Stamps of ``TapeClock`` are on the tape too, as events are in a
-graph.
+And like one it leaves outputs unset until it is played. Collectives are noted and not run, as NCCL's are: a rank that
+captures waits for nobody, and one that plays meets the others. Stamps of ``TapeClock`` are on the tape too, as events
+are in a graph.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork, Work
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,12 +32,41 @@ _WAITS = (
 )
 
 
+class TapeGraphs:
+    """See ``layer.graphs.Graphs``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.made: list[TapeGraph] = []
+
+    def new(self) -> TapeGraph:
+        self.made.append(TapeGraph())
+        return self.made[-1]
+
+    def abandon_pool(self) -> None:
+        pass
+
+    def num_bytes(self) -> dict[str, int]:
+        return {"pool_bytes": sum(graph.num_bytes for graph in self.made), "driver_bytes": 0}
+
+
 class TapeGraph:
-    """See ``layer.graphs.Graph``."""
+    """See ``layer.graphs.Graph``.
+
+    Attributes:
+        operations: names of what is on the tape, in order.
+    """
 
     def __init__(self) -> None:
         self._tape: list[Callable[[], None]] = []
         self._recording = _Recording(self._tape)
+
+    @property
+    def operations(self) -> list[str]:
+        return self._recording.operations
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._recording.made)
 
     def begin(self) -> None:
         TapeClock.tape = self._tape
@@ -54,10 +85,23 @@ class TapeGraph:
             play()
 
 
+class Operations(TorchDispatchMode):
+    """Notes the names of the operations that are issued while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
 class _Recording(TorchDispatchMode):
     def __init__(self, tape: list[Callable[[], None]]) -> None:
         super().__init__()
         self._tape = tape
+        self.operations: list[str] = []
         self.made: list[Tensor] = []
         self.written: list[tuple[Tensor, Tensor]] = []
 
@@ -65,6 +109,14 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if func._schema.name.split("::")[1] in _WAITS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        self.operations.append(func._schema.name)
+        if func.namespace == "c10d":
+            self._tape.append(lambda: Work.unbox(func(*args, **kwargs)[1]).wait())
+            # Every collective that a layer runs writes into its first argument.
+            for tensor in _tensors(args[0]):
+                if any(tensor is one for one in self.made):
+                    tensor.zero_()  # What lay there by chance may be no number.
+            return args[0], FakeWork().boxed()
         if func._schema.is_mutable:
             self._keep_written(func, args, kwargs)
         result = func(*args, **kwargs)

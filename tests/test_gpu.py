@@ -21,6 +21,7 @@ from moe_ep_bench.timing.ceilings import measure_ceilings
 from moe_ep_bench.timing.timer import CudaClock, PhaseRecorder
 
 pytestmark = pytest.mark.gpu
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL between them")
 
 
 @pytest.fixture
@@ -149,6 +150,7 @@ MODEL = {"scope": "model", "whole": {"num_layers": 3, "context_length": 64}}
     ("held", "changes", "also"),
     [
         ("the whole layer", {}, set()),
+        pytest.param("the whole layer with its collectives", {"layer__ep_size": 2}, {"wait_dispatch"}, marks=TWO_GPUS),
         *(
             ("the whole model", {**MODEL, "model__preset": preset}, {"attention", "output"})
             for preset in ("olmoe-1b-7b", "deepseek-v2-lite")
@@ -170,7 +172,7 @@ def test_decode_steps_are_replayed_from_cuda_graphs_with_their_phases(
         layer__dtype="bfloat16", layer__dispatcher="allgather", layer__experts="decode", policies=policies,
         sweep={"layer.cuda_graph": [False, True]},
     )  # fmt: skip
-    done = launch(config, "--out", tmp_path / "out", nproc=1)
+    done = launch(config, "--out", tmp_path / "out", nproc=changes.get("layer__ep_size", 1))
     assert done.returncode == OK, done.stderr
     described = json.loads((tmp_path / "out" / "run.json").read_text())
     rows = cases_of(tmp_path / "out")
@@ -182,11 +184,15 @@ def test_decode_steps_are_replayed_from_cuda_graphs_with_their_phases(
     assert {"gate", "policy", "experts", TOTAL, UNACCOUNTED} | also <= set(phases.phase)
     totals = phases[phases.phase == TOTAL].time_us
     assert (phases.time_us >= 0).all()
+    conditions = [json.loads(path.read_text()) for path in (tmp_path / "out" / "conditions").iterdir()]
+    graphs = [rank["cuda_graphs"] for one in conditions for rank in one["ranks"] if "cuda_graphs" in rank]
+    assert graphs
+    assert all(one["count"] == (len(policies) + 3) * 2 * 2 and one["pool_bytes"] > 0 for one in graphs)
     # Events inside a graph are set by each replay: experts take a part of the total, in every one.
     assert (phases[phases.phase == "experts"].time_us.to_numpy() < totals.max()).all()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL between them")
+@TWO_GPUS
 def test_a_killed_nccl_rank_is_recorded_and_the_others_are_measured(tmp_path: Path) -> None:
     policies = [{"name": "topk"}, {"name": "token_drop", "capacity_factor": 1.0}]
     config = write_config(tmp_path, policies=policies, workload__num_batches=1, measure__timeout_s=20)

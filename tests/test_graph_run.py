@@ -1,7 +1,7 @@
 """A run whose layers, or decode passes, are replayed from graphs, from the config to the rows.
 
-Tapes stand in for CUDA graphs (``run_taped.py``). A layer runs on one rank, whose graph holds all of it; a model on
-two, whose graphs hold what lies between collectives.
+Tapes stand in for CUDA graphs (``run_taped.py``). A layer runs on one rank, a model on two, whose graphs hold their
+collectives too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from moe_ep_bench.analysis.graphs import graph_pairs
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.whole import analyse_whole
 from moe_ep_bench.bench.plan import RANKS, plan
+from moe_ep_bench.bench.subjects import LayerSubject
 from moe_ep_bench.cli import main
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
@@ -34,7 +35,7 @@ LAYER = {
     "policies": [
         {"name": "topk"},
         {"name": "token_drop", "capacity_factor": 1.0},
-        {"name": "pruned", "k0": 3},
+        {"name": "pruned", "k0": [3, 2]},
     ],
     "measure": {"warmup": 1, "max_warmup": 1, "iterations": 1, "breakdown_iterations": 1, "timeout_s": 60},
     "sweep": {"layer.cuda_graph": [False, True]},
@@ -46,7 +47,11 @@ MODEL = {
     "workload": {**LAYER["workload"], "num_tokens": 8, "num_batches": 1},
 }
 CAPTURE, REPLAY = "cannot be captured as a CUDA graph: ", "replayed from a CUDA graph, it routes batch 0 otherwise"
-FAILING = {"token_drop": CAPTURE, "pruned": REPLAY}
+FAILING = {
+    "token_drop capacity_factor=1.0": f"rank 0: {CAPTURE}",
+    "pruned k0=3": f"rank 0: {REPLAY}",
+    "pruned k0=2": f"rank {{last}}: {CAPTURE}this rank alone waits",  # The others do not wait for it.
+}
 
 
 class Taped(NamedTuple):
@@ -85,21 +90,27 @@ def taped(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize("scope", ["layer", "model"])
 def test_replayed_cases_have_the_rows_of_eager_ones_or_the_reason_why_they_cannot_be(scope: str, taped) -> None:
     run, found = taped(scope), {}
-    held = "the whole layer" if scope == "layer" else "all between the collectives"
+    held = "the whole layer" if scope == "layer" else "the whole model with its collectives"
     assert [one["cuda_graph"] for one in run.comparisons] == [None, held]
     assert [one["title"].endswith(", CUDA graph") for one in run.comparisons] == [False, True]
     assert {(one["dispatcher"], one["permute"]["ran"]) for one in run.comparisons} == {("allgather", "none")}
-    for policy in FAILING:
-        eager, replayed = (rows[rows.policy == policy].drop_duplicates("case_id") for rows in run.rows.values())
-        assert (list(eager.status), list(replayed.status)) == (["ok"], ["failed"])
-        assert f"rank 0: {FAILING[policy]}" in replayed.reason.iloc[0]
+
+    def ids(label: str) -> list[str]:
+        return [next(key for key, one in cases.items() if one["label"] == label) for cases in run.cases.values()]
+
+    for label, reason in FAILING.items():
+        eager, replayed = (
+            rows[rows.case_id == case_id] for rows, case_id in zip(run.rows.values(), ids(label), strict=True)
+        )
+        assert (eager.status == "ok").all()
+        assert list(replayed.status) == ["failed"]
+        assert reason.format(last=run.num_ranks - 1) in replayed.reason.iloc[0]
     for label in ("native", "topk"):
-        ids = (next(key for key, one in cases.items() if one["label"] == label) for cases in run.cases.values())
-        eager, replayed = (pd.read_parquet(run.out / "routing" / f"{case_id}.parquet") for case_id in ids)
+        eager, replayed = (pd.read_parquet(run.out / "routing" / f"{case_id}.parquet") for case_id in ids(label))
         assert eager.load_E.map(list).equals(replayed.load_E.map(list))
         assert replayed.reference_error.max() < 1e-4
     for side, rows in run.rows.items():
-        ok = rows[(rows.status == "ok") & ~rows.policy.isin(FAILING)]
+        ok = rows[(rows.status == "ok") & ~rows.policy.isin(["token_drop", "pruned"])]
         assert ok.case_id.nunique() == 4  # native, native again, topk, native with balanced scores
         assert len(ok[(ok.kind == "plain") & (ok.phase == TOTAL)]) == 4 * run.num_ranks * (2 if scope == "layer" else 1)
         assert (ok.time_us >= 0).all()
@@ -115,6 +126,35 @@ def test_replayed_cases_have_the_rows_of_eager_ones_or_the_reason_why_they_canno
         assert {phase for layer, phase in found[True] if layer >= 0} <= set(PHASES)
 
 
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_each_case_and_batch_is_one_graph_and_one_with_phases_and_conditions_count_them(scope: str, taped) -> None:
+    run, found = taped(scope), {}
+    for path in (run.out / "conditions").iterdir():
+        for rank in json.loads(path.read_text())["ranks"]:
+            found.setdefault("cuda_graphs" in rank, []).append(rank.get("cuda_graphs"))
+    num_cases, num_batches = 4, 2 if scope == "layer" else 1
+    assert len(found[False]) == len(found[True]) == run.num_ranks
+    for graphs in found[True]:
+        assert graphs["count"] == num_cases * num_batches * 2
+        assert graphs["pool_bytes"] > 0
+
+
+def test_graphs_share_one_pool_in_the_estimate_whatever_their_number(tmp_path: Path) -> None:
+    for config in (LAYER, MODEL):
+        (one,) = plan(write_config(tmp_path, config, sweep={}), [], RANKS, 2, on_cpu=True)
+
+        def extra(num_cases: int, num_batches: int, subject: LayerSubject = one.subject) -> int:
+            both = (
+                subject.memory_bytes_per_rank(num_cases, held_batches=num_batches, cuda_graph=graph)
+                for graph in (True, False)
+            )
+            return next(both) - next(both)
+
+        assert extra(8, 1) == extra(8, 100) > 0
+        logits = one.subject.most_prompts * one.model.vocab_size * 2 * 4 if config is MODEL else 0
+        assert extra(9, 1) - extra(8, 1) == logits
+
+
 def test_eager_and_replayed_passes_stand_side_by_side(
     taped, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,8 +162,8 @@ def test_eager_and_replayed_passes_stand_side_by_side(
     assert main(["show", str(out)]) == OK
     printed = capsys.readouterr().out
     assert "run eagerly, and replayed from CUDA graphs" in printed
-    assert "the graphs hold all between the collectives; comparisons" in printed
-    assert "replayed from CUDA graphs, which hold all between the collectives" in printed
+    assert "the graphs hold the whole model with its collectives; comparisons" in printed
+    assert "replayed from CUDA graphs, which hold the whole model with its collectives" in printed
     lines = printed[printed.index("run eagerly, and") :].splitlines()
     header, native = (next(line for line in lines if line.startswith(name)) for name in ("policy", "native "))
     assert "eager / replayed" in header

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.bench.building import builder, random_pass
-from moe_ep_bench.bench.job import Job, watched_machine
+from moe_ep_bench.bench.job import Job, is_of_peers, reason_of, watched_machine
 from moe_ep_bench.bench.plan import BASELINE, CEILING, CaseSpec, Comparison
 from moe_ep_bench.bench.rows import PackedMetrics, columns_of, write_case
 from moe_ep_bench.bench.traffic import CarriedLoads, CaseRouter, Share, Shares, case_metrics
@@ -34,7 +34,7 @@ from moe_ep_bench.kernels.dispatch import oracle_for
 from moe_ep_bench.layer.attention import kernels_of_attention
 from moe_ep_bench.layer.build import Transformer, layer_seed
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
-from moe_ep_bench.layer.graphs import CapturedRun, Graph, make_graphs
+from moe_ep_bench.layer.graphs import CapturedRun, Graphs, unfit_environment
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.megatron import initialize_expert_parallel, meeting_group
 from moe_ep_bench.layer.passes import KeyValueCache
@@ -73,8 +73,7 @@ class Case:
     """A case that can run any batch; see ``timing.protocol.Runnable``.
 
     Attributes:
-        captured: runs as CUDA graphs by batch and whether their phases are timed; where there are any, they are what
-            is run.
+        captured: one CUDA graph by batch and whether its phases are timed; where there are any, they are what is run.
     """
 
     router: CaseRouter
@@ -112,15 +111,15 @@ class Case:
         with subject.instrumented(recorder, self.session.meet) if by_phase else contextlib.nullcontext():
             yield partial(subject.run, inputs)
 
-    def capture(self, batch: int, new_graph: Callable[[], Graph], *, by_phase: bool) -> None:
-        """Keep the run of a batch as graphs; ``by_phase``: a second time, with its phases timed.
+    def capture(self, batch: int, graphs: Graphs, *, by_phase: bool) -> None:
+        """Keep the run of a batch as a graph; ``by_phase``: a second time, with its phases timed.
 
         Raises:
             RuntimeError: as ``CapturedRun``.
         """
         session = self.session
         for timed in (False, True)[: 1 + by_phase]:
-            what = session.subject, self.prepare(batch), new_graph, clock_for(session.device), session.meet
+            what = session.subject, self.prepare(batch), graphs.new(), clock_for(session.device), session.meet
             run = self.captured[batch, timed] = CapturedRun(*what, by_phase=timed)
             if timed:
                 run.forget()
@@ -179,7 +178,7 @@ def look(case: Case, batch: int) -> Observation:
 
 
 def replay(case: Case, batch: int) -> tuple[Tensor, dict[int | None, Routing]]:
-    """Run a case once from its graphs: its output, and what its layers chose."""
+    """Run a case once from its graph: its output, and what its layers chose."""
     captured = case.captured[batch, False]
     captured.replay()
     assert captured.output is not None
@@ -201,8 +200,7 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
             job.write_unmeasured(comparison, case, "skipped", shortage)
         job.check_written()
         return
-    with device_scope(), torch.inference_mode():
-        session = Session(job, comparison, cases)
+    with device_scope(), torch.inference_mode(), contextlib.closing(Session(job, comparison, cases)) as session:
         session.observe_all()
         session.drop_failing("before timing")
         if session.cases and comparison.parts.cuda_graph:
@@ -233,6 +231,7 @@ class Session:
         subject: the layer or model that runs.
         columns: of a sample.
         meet: where the ranks that talk to each other are waited for.
+        graphs: of all cases; None where they run eagerly.
     """
 
     def __init__(self, job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
@@ -262,8 +261,13 @@ class Session:
         self.routing_rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.errors: dict[str, float] = {}
         self.problems: dict[str, str] = {}
-        self._new_graph: Callable[[], Graph] | None = None
+        self.graphs: Graphs | None = None
         self._alone: DenseReference | None = None
+
+    def close(self) -> None:
+        """Drop the graphs: no NCCL communicator can end while one holds its collectives (pytorch/pytorch#115388)."""
+        for case in self.cases:
+            case.captured.clear()
 
     def _batch(self, number: int) -> RankBatch:
         model, config, ranks = self.comparison.model, self.comparison.experiment.workload, self.job.ranks
@@ -401,46 +405,60 @@ class Session:
                 self._fail(case, f"{when}: {found[0] if found else what}")
         self.job.check_written()
 
-    def _fail(self, case: Case, reason: str) -> None:
+    def _fail(self, case: Case, reason: str, status: str = "failed") -> None:
+        case.captured.clear()
         self.cases.remove(case)
-        self.job.write_unmeasured(self.comparison, case.spec, "failed", reason)
+        self.job.write_unmeasured(self.comparison, case.spec, status, reason)
 
     # ---- CUDA graphs -------------------------------------------------------------------------------------------------
 
     def capture_all(self) -> None:
-        """Keep every case's runs as CUDA graphs; those that cannot be kept are recorded as failed."""
+        """Keep every case's runs as CUDA graphs; those that cannot be kept are recorded as failed, on all ranks."""
+        self.meet()  # Its communicator is set up at its first use, which no capture allows.
+        self.graphs = Graphs(self.device)
         for case in list(self.cases):
             self.job.begin(case.case_id)
-            reason = _first_word(self.job.ranks, self._capture(case))
+            said = self._capture(case, self.graphs)
             self.job.mark.withdraw()
-            if reason:
-                case.captured.clear()
-                self._fail(case, reason)
+            if said:
+                rank, status, reason = said.split(": ", 2)
+                self._fail(case, f"{rank}: {reason}", status)
 
-    def _capture(self, case: Case) -> str:
-        """Keep a case's runs of all batches, and say why they cannot be kept; empty where they are."""
-        if self._new_graph is None:
-            self._new_graph = make_graphs(self.device)
-        problem = ""
+    def _capture(self, case: Case, graphs: Graphs) -> str:
+        """Keep a case's runs of all batches. Every rank learns alike why they cannot be kept: rank, status and reason.
+
+        Empty where they are kept. A replay meets the other ranks, so they agree first that all have captured.
+        """
+        unlike = ""
         for batch in range(self.num_batches):
             self.job.watchdog.feed()
             eager = look(case, batch)
-            try:
-                case.capture(batch, self._new_graph, by_phase=self.settings.breakdown_iterations > 0)
-            except (torch.OutOfMemoryError, torch.distributed.DistBackendError):
-                raise
-            except RuntimeError as error:
-                self._new_graph = None  # A capture that failed may leave its memory in use.
-                problem = f"cannot be captured as a CUDA graph: {str(error).splitlines()[0]}"
-                # Where others wait in a collective that this rank has left, the job is lost, and this is why.
-                self.job.mark.explain(f"failed: {problem}")
-                return problem
-            # Ranks go on together, whichever of them finds a difference.
+            said = _first_word(self.job.ranks, self._keep(case, batch, graphs))
+            if said:
+                return said
             output, routed = replay(case, batch)
-            problem = problem or self._unlike(eager, output, routed, batch)
+            unlike = unlike or self._unlike(eager, output, routed, batch)
             if batch:  # The first is looked at again after timing.
                 case.captured[batch, False].forget()
-        return problem
+        return _first_word(self.job.ranks, unlike and f"failed: {unlike}")
+
+    def _keep(self, case: Case, batch: int, graphs: Graphs) -> str:
+        """Capture a batch; status and reason where this rank cannot. Nothing is exchanged with other ranks."""
+        try:
+            if self.meet.size > 1 and (unfit := unfit_environment()):
+                raise RuntimeError(unfit)
+            case.capture(batch, graphs, by_phase=self.settings.breakdown_iterations > 0)
+        except Exception as error:
+            if is_of_peers(error):
+                raise
+            graphs.abandon_pool()
+            status = reason_of(error).partition(": ")[0]
+            what = (str(error).splitlines() or [type(error).__name__])[0]
+            said = f"{status}: cannot be captured as a CUDA graph: {what}"
+            # NCCL may set something up between ranks while it captures. Should others wait there, this is why.
+            self.job.mark.explain(said)
+            return said
+        return ""
 
     def _replayed(self, case: Case, eager: Observation) -> Observation:
         """Hold a replay of batch 0 against an eager run, and take from it what can be seen."""
@@ -481,6 +499,8 @@ class Session:
             preroll_us = self.comparison.experiment.measure.preroll_us
             samples_VSC = measure(*order, self.job.begin, self.flush, self.columns, preroll_us, allocations)
         mine["allocating_iterations"] = dict(allocations.iterations)
+        if self.graphs is not None:
+            mine["cuda_graphs"] = {"count": sum(len(case.captured) for case in self.timed), **self.graphs.num_bytes()}
         if self.meet.size > 1:
             mine["probe_floor_us"] = probe_floor_us(self.meet, clock_for(self.device), preroll_us)
         self.conditions["ranks"] = [json.loads(text) for text in self.job.ranks.texts(json.dumps(mine))]

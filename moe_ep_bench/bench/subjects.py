@@ -165,7 +165,9 @@ class LayerSubject:
     ) -> int:
         """What a rank needs at the fullest, roughly: weights, inputs of the held batches, one layer's buffers.
 
-        The load assumed is the workload's peak on one rank, as if its hot experts lay together.
+        The load assumed is the workload's peak on one rank, as if its hot experts lay together. CUDA graphs need the
+        buffers once more: all share one pool, which is not the allocator's own. What the driver keeps of each graph is
+        left out (a run's conditions say it).
 
         Args:
             num_layers: layers that are built of a whole model; None = as the config has it.
@@ -177,7 +179,7 @@ class LayerSubject:
         hidden += min((num_cases - 1) * hidden, _COPIES_BYTES)
         inputs = held_batches * (hidden + 2 * tokens * model.num_experts * 4)
         values, summed = self._buffers
-        return 2 * weights * size + inputs + values * size + summed + self._routing_bytes
+        return 2 * weights * size + inputs + values * size * (1 + cuda_graph) + summed + self._routing_bytes
 
     @property
     def _expert_weights(self) -> int:
@@ -277,7 +279,7 @@ class ModelSubject(LayerSubject):
     ) -> int:
         """Weights, one layer's experts twice (while it is built), scores, cache, a pass's buffers.
 
-        With CUDA graphs the buffers once more: all graphs share one pool, which is not the allocator's own.
+        With CUDA graphs the buffers once more, and every case's logits of its first batch.
         """
         num_layers = num_layers or self.num_layers
         model, size, tokens, context = self.model, self._value_bytes, self.fullest_tokens, self.context_length
@@ -297,20 +299,12 @@ class ModelSubject(LayerSubject):
         buffers += tokens * (6 * queries + 4 * model.hidden_size)
         buffers += 3 * tokens * context * (keys + values)  # the cache of one layer, rotated and for all heads
         last = self.most_prompts * model.vocab_size * 2
-        graphs = buffers + num_cases * last + self._kept_by_graphs(num_moe, num_cases) if cuda_graph else 0
+        graphs = buffers + num_cases * last if cuda_graph else 0
         return (weights + cache + buffers + last + graphs) * size + summed + scores + self._routing_bytes
 
     @property
     def _value_bytes(self) -> int:
         return VALUE_BYTES[self.experiment.layer.dtype]
-
-    def _kept_by_graphs(self, num_moe: int, num_cases: int) -> int:
-        """Values that graphs keep for the collectives between them, of all cases and batches, timed by phase or not."""
-        if self.ep_size == 1:
-            return 0
-        runs = num_cases * self.workload.num_batches * (1 + (self.experiment.measure.breakdown_iterations > 0))
-        # A gather and a reduce-scatter, each of which takes in the ones and brings the others.
-        return runs * num_moe * 2 * self.fullest_tokens * (1 + self.ep_size) * self.model.hidden_size
 
     def lengths_of_ranks(self, index: int) -> list[tuple[int, ...]]:
         """Tokens of each sequence that each rank has of batch ``index``, in order."""

@@ -1,9 +1,12 @@
-"""Keep a run as CUDA graphs and replay it, as servers run decode steps.
+"""Keep a run as one CUDA graph and replay it, as servers run decode steps.
 
 At a few tokens a layer's dozens of launches take longer on the host than their work on the device. A graph issues them
-in one call. It holds only what does not wait for the host (``dispatchers.MapDispatcher``): on one rank the whole run,
-under expert parallelism what lies between two collectives, which are issued as always. A run is captured for one batch,
-whose tensors are the graphs' own. Its phases are timed by events inside the graphs, which the recorder takes over.
+in one call, collectives included. It holds only what does not wait for the host (``dispatchers.MapDispatcher``). A run
+is captured for one batch, whose tensors the graph reads where they lie: nothing is copied when it is replayed. Its
+phases are timed by events inside the graph, which the recorder takes over.
+
+A capture records collectives and runs none, so a rank that cannot capture keeps nobody waiting. A replay runs them: all
+ranks must have captured the same, and replay in the same order (NCCL's guide, "Using NCCL with CUDA Graphs").
 
 Shapes: T = this rank's tokens, E = experts.
 """
@@ -11,7 +14,7 @@ Shapes: T = this rank's tokens, E = experts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import os
 from functools import partial
 from typing import Any
 
@@ -19,18 +22,50 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.layer.build import Subject
-from moe_ep_bench.layer.megatron import MoELayer
-from moe_ep_bench.layer.phases import Rendezvous, replaced
+from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.timing.timer import Clock, Mark, PhaseRecorder
 
 
-def make_graphs(device: torch.device) -> Callable[[], Graph]:
-    """Return a maker of graphs on ``device``, a GPU.
+def unfit_environment() -> str:
+    """Why this environment cannot replay NCCL's collectives; empty where it can.
 
-    The graphs share their memory: run one at a time, and read its outputs before the next.
+    NCCL registers the buffers of captured collectives as one allocation each. Those of expandable segments are several,
+    and a replay hangs or reads other memory (pytorch/pytorch#158029; Megatron-Core 0.20 asks for the same setting).
     """
-    assert device.type == "cuda", "Parts.choose refuses graphs elsewhere"
-    return partial(Graph, torch.cuda.graph_pool_handle())
+    settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
+    if "expandable_segments:True" in ",".join(settings) and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+        return "with expandable_segments:True its collectives need NCCL_GRAPH_REGISTER=0 in the environment"
+    return ""
+
+
+class Graphs:
+    """Makes a comparison's graphs on a GPU and counts the memory that they take.
+
+    They share their memory: replay one at a time, and read its outputs before the next.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cuda", "Parts.choose refuses graphs elsewhere"
+        self._device = device
+        self._pools = [torch.cuda.graph_pool_handle()]
+        self._others_bytes = self._outside_bytes()
+
+    def new(self) -> Graph:
+        return Graph(self._pools[-1])
+
+    def abandon_pool(self) -> None:
+        """Give later graphs another pool: a capture that failed may leave its memory in use."""
+        self._pools.append(torch.cuda.graph_pool_handle())
+
+    def num_bytes(self) -> dict[str, int]:
+        """Bytes of the pools, and those that CUDA and NCCL took beside torch's allocator since the first capture."""
+        pools, segments = set(map(tuple, self._pools)), torch.cuda.memory_snapshot()
+        of_pools = sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) in pools)
+        return {"pool_bytes": of_pools, "driver_bytes": max(self._outside_bytes() - self._others_bytes, 0)}
+
+    def _outside_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free - torch.cuda.memory_reserved(self._device)
 
 
 class Graph:
@@ -59,119 +94,62 @@ class Graph:
 
 
 class CapturedRun:
-    """One run of a layer or model on one batch, as graphs and the calls between them.
+    """One run of a layer or model on one batch, as a graph.
 
     Attributes:
         output: what the last replay computed; None after ``forget``.
-        routing: weights and map [T, E] that each layer's router chose.
+        routing: weights and map [T, E] that each layer's router chose in it.
     """
 
     def __init__(
-        self,
-        subject: Subject,
-        batch: Any,
-        new_graph: Callable[[], Graph],
-        clock: Clock,
-        meet: Rendezvous,
-        *,
-        by_phase: bool,
+        self, subject: Subject, batch: Any, graph: Graph, clock: Clock, meet: Rendezvous, *, by_phase: bool
     ) -> None:
         """Capture ``subject.run(batch)`` with the MoE layers that were taken and the routing that was put into them.
 
-        The same must have run before, so that nothing is compiled or set up during the capture.
+        The same must have run before, and ``meet`` too, so that nothing is compiled or set up during the capture.
+        Nothing has been computed until the first replay.
 
         Args:
-            by_phase: keep events at the changes of phase too.
+            by_phase: keep events at the changes of phase, and the waiting probes.
 
         Raises:
             RuntimeError: the run does something that cannot be captured, such as waiting for the device.
         """
         self.routing: dict[int | None, tuple[Tensor, Tensor]] = {}
-        self._new_graph, self._recorder = new_graph, PhaseRecorder(clock) if by_phase else None
-        self._steps: list[Callable[[], object]] = []
-        self._open: Graph | None = None
-        self._marks: list[Mark] = []
+        self._graph, self._marks = graph, list[Mark]()
+        recorder = PhaseRecorder(clock) if by_phase else None
+        routers = {layer: moe.router for layer, moe in subject.moe_layers.items()}
+        # A graph knows addresses alone: what it reads must live as long as it does.
+        self._read = batch, meet, [(one.replay_TE, getattr(one, "context", None)) for one in routers.values()]
 
         def note(layer: int | None, module: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
             self.routing[layer] = output
 
         with contextlib.ExitStack() as stack:
-            for layer, moe in subject.moe_layers.items():
-                stack.callback(moe.router.register_forward_hook(partial(note, layer)).remove)
-                for owner, name in _collectives_of(moe):
-                    stack.enter_context(replaced(owner, name, self._apart(getattr(owner, name))))
-            if self._recorder is not None:
-                stack.enter_context(subject.instrumented(self._recorder, self._apart(meet)))
-            self.output: Tensor | None = self._record(partial(subject.run, batch))
+            for layer, router in routers.items():
+                stack.callback(router.register_forward_hook(partial(note, layer)).remove)
+            if recorder is not None:
+                stack.enter_context(subject.instrumented(recorder, meet))
+                recorder.begin()
+            graph.begin()
+            try:
+                self.output: Tensor | None = subject.run(batch)
+            except BaseException:
+                # The capture is invalid: its cause says more than the error at its end.
+                with contextlib.suppress(RuntimeError):
+                    graph.end()
+                raise
+            graph.end()
+        if recorder is not None:
+            self._marks = recorder.marks[1:]
 
     def replay(self, recorder: PhaseRecorder | None = None) -> None:
         """Run again; ``recorder`` gets the phases, where they were captured."""
-        assert (recorder is None) == (self._recorder is None)
-        for step in self._steps:
-            step()
+        assert (recorder is None) == (not self._marks)
+        self._graph.replay()
         if recorder is not None:
             recorder.splice(self._marks)
 
     def forget(self) -> None:
         """Drop the results: later captures may then use their place in the memory that all graphs share."""
         self.output, self.routing = None, {}
-
-    def _apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``function`` so that it ends one graph, runs, and begins the next."""
-
-        def call(*inputs: Any) -> Any:
-            self._close()
-            outputs = function(*inputs)
-            self._steps.append(partial(_again, function, inputs, outputs))
-            self._begin()
-            return outputs
-
-        return call
-
-    def _record(self, work: Callable[[], Tensor]) -> Tensor:
-        if self._recorder is not None:
-            self._recorder.begin()
-        self._begin()
-        try:
-            returned = work()
-        except BaseException:
-            if self._open is not None:
-                # The capture is invalid: its cause says more than the error at its end.
-                with contextlib.suppress(RuntimeError):
-                    self._open.end()
-            raise
-        self._close()
-        if self._recorder is not None:
-            self._marks = self._recorder.marks[1:]
-        return returned
-
-    def _begin(self) -> None:
-        self._open = self._new_graph()
-        self._open.begin()
-
-    def _close(self) -> None:
-        """End the open graph, and run it: the next call reads what it computes."""
-        assert self._open is not None
-        graph, self._open = self._open, None
-        graph.end()
-        graph.replay()
-        self._steps.append(graph.replay)
-
-
-def _collectives_of(layer: MoELayer) -> list[tuple[Any, str]]:
-    """Methods in which several ranks meet; what they return follows from their arguments alone."""
-    if layer.ep_group.size() == 1:
-        return []
-    found = [(layer.token_dispatcher, "gathered"), (layer.token_dispatcher, "token_combine")]
-    return [*found, (layer.router, "sum_over_ranks")] if hasattr(layer.router, "sum_over_ranks") else found
-
-
-def _again(function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) -> None:
-    """Call ``function`` anew, and copy what it returns to where the next graph expects it."""
-    for kept, new in zip(_tensors(outputs), _tensors(function(*inputs)), strict=True):
-        if kept.data_ptr() != new.data_ptr():
-            kept.copy_(new)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [one for one in (values if isinstance(values, tuple) else (values,)) if isinstance(one, Tensor)]

@@ -75,7 +75,7 @@ class Parts:
         """Describe what of a layer or model (``scope``) is replayed; None where it runs eagerly."""
         if not self.cuda_graph:
             return None
-        return f"the whole {scope}" if ep_size == 1 else "all between the collectives"
+        return f"the whole {scope}{' with its collectives' * (ep_size > 1)}"
 
     @staticmethod
     def choose(

@@ -42,7 +42,7 @@ from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.timing.ceilings import measure_ceilings
 from moe_ep_bench.timing.linear import linear_fit
 from moe_ep_bench.timing.memory import CacheFlush
-from moe_ep_bench.timing.timer import Clock, clock_for
+from moe_ep_bench.timing.timer import Clock, clock_for, time_us
 
 # Preset and the ranks among which an expert's FFN is split: the layers of the papers' tables.
 LAYERS = (("qwen3-30b-a3b", 1), ("qwen3-235b-a22b", 8), ("gpt-oss-120b", 1))
@@ -319,13 +319,10 @@ def _interleaved(
     times: dict[str, list[float]] = defaultdict(list)
     for number in range(rounds + 2):
         for name, run in runs.items():
-            flush()  # Still runs while the rest is issued, so that the host's time is not in it.
-            start = clock.stamp()
-            run()
-            end = clock.stamp()
-            clock.wait()
+            flush()
+            taken_us = time_us(run, clock)
             if number > 1:
-                times[name].append(clock.between_us(start, end))
+                times[name].append(taken_us)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

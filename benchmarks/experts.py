@@ -36,7 +36,7 @@ from moe_ep_bench.machine import provenance
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.runtime.ranks import join
 from moe_ep_bench.timing.memory import CacheFlush
-from moe_ep_bench.timing.timer import clock_for
+from moe_ep_bench.timing.timer import clock_for, time_us
 
 
 @dataclass(frozen=True)
@@ -212,12 +212,9 @@ def _interleaved(contenders: Sequence[Contender], device: torch.device, rounds: 
         for contender in contenders:
             if contender.before is not None:
                 contender.before()
-            start = clock.stamp()
-            contender.run()
-            end = clock.stamp()
-            clock.wait()
+            taken_us = time_us(contender.run, clock)
             if number >= 3:
-                times[contender.name].append(clock.between_us(start, end))
+                times[contender.name].append(taken_us)
     return times
 
 

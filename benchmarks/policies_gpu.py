@@ -6,10 +6,11 @@
 First every Triton form must choose the same pairs as the formulation in torch (or numba, where torch would go token by
 token), on the very scores that are timed; one that does not is not timed. Then all forms of all policies run
 interleaved with two yardsticks, ``torch.topk`` alone and the published Algorithms 1 and 2 (arXiv 2503.05066). A Triton
-form is timed as Python launches it and as a CUDA graph replays it: the first holds the host's time, the second is what
-the kernels take. Ratios are of the second, medians over rounds of one run. Rates count the least that must move: scores
-read, map and weights written, once. Last, the kernels of the capacity policies one by one, beside what their traffic
-would take at the speed of a copy.
+form is timed as Python launches it on an idle device and as a CUDA graph replays it: the first contains the host's
+time, the second is what the kernels take. All else is queued behind a hold of the device, too. Ratios are of the
+second, medians over rounds of one run. Rates count the least that must move: scores read, map and weights written,
+once. Last, the kernels of the capacity policies one by one, beside what their traffic would take at the speed of a
+copy.
 
 --rehearse runs Triton's interpreter on the CPU at toy sizes: it tries this script, and measures nothing.
 Exit status: 0 all forms agree, 1 one does not.
@@ -39,7 +40,7 @@ from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.laser import LoadAwarePolicy
 from moe_ep_bench.timing.ceilings import measure_ceilings
-from moe_ep_bench.timing.timer import Clock, clock_for
+from moe_ep_bench.timing.timer import HOLD_US, Clock, clock_for, time_us
 
 PREFILL = [(65_536, 64), (524_288, 64), (524_288, 128)]
 DECODE = [(1, 128), (16, 128), (64, 128), (512, 128)]
@@ -233,13 +234,9 @@ def _interleaved(
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for number in range(rounds + 1):
         for name, run in contenders.items():
-            clock.wait()
-            start = clock.stamp()
-            run()
-            end = clock.stamp()
-            clock.wait()
+            taken_us = time_us(run, clock, hold_us=0.0 if name[1] == "launched" else HOLD_US)
             if number:
-                times[name].append(clock.between_us(start, end) / (repeated if name[1] == "graph" else 1))
+                times[name].append(taken_us / (repeated if name[1] == "graph" else 1))
     return times
 
 

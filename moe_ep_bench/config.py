@@ -326,7 +326,8 @@ class MeasureConfig(Strict):
     flush_l2: bool = False
     """Overwrite the last-level cache before every timed iteration."""
     preroll_us: float = Field(300, ge=0)
-    """Hold a GPU for so long before every timed iteration, so that its first launches are issued ahead."""
+    """Hold a GPU for so long before every timed iteration, so that the alignment of ranks and its first launches are
+    issued ahead."""
     microbatch_tokens: int | None = Field(None, ge=1)
     """Run a layer on at most so many tokens of a rank at a time, all routed before; null = on all at once. `run` only:
     `emulate` has emulate.chunk_tokens."""

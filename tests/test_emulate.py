@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -19,6 +20,7 @@ from test_run import cases_of, environment, routing_of, statuses, write_config
 
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.tables import run_text
+from moe_ep_bench.bench import small_layers
 from moe_ep_bench.bench.plan import VIRTUAL, plan
 from moe_ep_bench.bench.rank_timers import RankTime
 from moe_ep_bench.bench.rows import PackedMetrics
@@ -112,6 +114,22 @@ def test_sigterm_ends_it_in_order_and_blames_no_case(tmp_path: Path) -> None:
     assert "Traceback" not in errors
     mark = out / "attempts" / f"now-{comparison.comparison_id}-0"
     assert f"stopped by signal {signal.SIGTERM:d}".encode() in mark.read_bytes()
+
+
+def test_a_case_that_raises_in_its_check_is_left_out_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    raises, wrong, right = (Mock(case_id=name) for name in ("raises", "wrong", "right"))
+    results = [(raises, lambda: [][0]), (wrong, lambda: 1.0), (right, lambda: 0.0)]
+    checked = [(case, layer, error) for layer in (0, 1) for case, error in results]
+    monkeypatch.setattr(small_layers, "checks_of", lambda *_: checked)
+    monkeypatch.setattr(Emulation, "_routers", lambda self, batch: [])
+    emulation, survived = Emulation.__new__(Emulation), []
+    emulation.comparison, emulation.cases = SimpleNamespace(device=None), [raises, wrong, right]
+    emulation.layers, emulation.device, emulation.begin, emulation.errors = {}, None, None, {}
+    reasons = {raises: "failed: IndexError", wrong: "output differs from the dense reference by 1 in layer 0"}
+    failed = emulation.check(lambda error: (survived.append(error), "failed: IndexError")[1])
+    assert {case: reason.partition(", allowed")[0] for case, reason in failed.items()} == reasons
+    assert [type(error) for error in survived] == [IndexError]
+    assert emulation.cases == [right]
 
 
 def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -200,6 +201,32 @@ def test_cases_whose_ranks_are_lost_while_timed_and_numbers_that_are_none_become
     # The log shows where every thread of that rank stood.
     assert re.search(r'File ".*sitecustomize.py", line \d+ in _strike\n', done.stderr)
     assert hidden_files(out) == []
+
+
+def test_what_a_rank_raises_outside_of_collectives_costs_its_cases_alone_and_no_restart(tmp_path: Path) -> None:
+    policies = [
+        {"name": "topk"},
+        {"name": "token_drop", "capacity_factor": 1.0},
+        {"name": "oea", "k0": 4},
+        {"name": "pruned", "k0": 4},
+    ]
+    out_of_memory = "out of memory: tried to allocate 20.00 GiB (a fault for tests)"
+    faults = "build=oom,check=oom,token_drop=raise,oea=oom"
+    settings = {"sweep": {"workload.seed": [1, 2]}, "measure__timeout_s": 30, "policies": policies}
+    done = launch(write_config(tmp_path, **SMALL, **settings), "--out", tmp_path / "out", faults=faults)
+    assert done.returncode == CASES_FAILED, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "moe-ep-bench: rank 1: failed: ValueError: no kernel compiles here (a fault for tests)\n" in done.stderr
+    assert list((tmp_path / "out" / "attempts").iterdir()) == []
+    rows = cases_of(tmp_path / "out").drop_duplicates("case_id")
+    assert rows.run_id.nunique() == 1, "one job measured it all"
+    found = Counter(zip(rows.status, rows.reason.fillna(""), strict=True))
+    assert found == {
+        ("oom", f"while building: rank 1: {out_of_memory}"): 7,  # all cases of the first comparison
+        ("failed", "before timing: rank 1: ValueError: no kernel compiles here (a fault for tests)"): 1,
+        ("oom", f"before timing: rank 1: {out_of_memory}"): 2,  # by routing, and when it was checked
+        ("ok", ""): 4,
+    }
 
 
 def test_a_full_disk_ends_the_run_in_one_line_and_leaves_what_was_written(small_disk: Path, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,9 +27,7 @@ from moe_ep_bench.timing.memory import Allocations
 from moe_ep_bench.timing.protocol import (
     BREAKDOWN,
     COLUMNS,
-    HOST,
     PLAIN,
-    THREAD_CPU,
     Step,
     WarmUp,
     measure,
@@ -35,9 +35,10 @@ from moe_ep_bench.timing.protocol import (
     plan,
     probe_floor_us,
     turn_of,
+    warm_breakdowns,
     warm_up,
 )
-from moe_ep_bench.timing.timer import CudaClock, PhaseRecorder, clock_for
+from moe_ep_bench.timing.timer import HOST, THREAD_CPU, CudaClock, HostClock, PhaseRecorder, clock_for, timed
 from moe_ep_bench.workload.skew import balanced_scores
 
 
@@ -148,6 +149,22 @@ def test_warm_up_ends_when_a_round_takes_as_long_as_the_one_before(
     assert together == WarmUp(3, 0.0, True)
 
 
+def test_breakdowns_are_warmed_up_as_they_are_measured_every_case_on_every_batch() -> None:
+    """With all that a phase's first probe sets up, as a communicator."""
+    clock, ran = RecordingClock(), []
+
+    class Watched(FakeCase):
+        @contextlib.contextmanager
+        def ready(self, batch: int, recorder: PhaseRecorder | None = None) -> Iterator[Callable[[], None]]:
+            assert recorder is not None
+            yield lambda: ran.append((self.case_id, batch))
+
+    cases = [Watched(print, name) for name in "ab"]
+    warm_breakdowns(cases, 2, clock, clock.does("meet"), clock.note)
+    assert ran == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    assert clock.queued == [step for case in "abab" for step in (case, "hold", "meet", "stamp", "stamp")]
+
+
 def test_small_inputs_are_handed_out_in_turn_and_large_ones_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "cache_bytes", lambda device: 1000)
     small = memory.RotatingInput(torch.arange(100, dtype=torch.float32), most=9)
@@ -238,8 +255,157 @@ def test_iterations_that_ask_the_driver_for_memory_are_counted_by_case(monkeypat
         assert allocations.iterations == counted
 
 
-def test_a_preroll_is_in_no_time_and_gives_the_host_a_head_start() -> None:
-    """The clock is held between the alignment and the first stamp; what the host does meanwhile is not its debt."""
+class RecordingClock(HandClock):
+    """A clock that notes in which order its stream is given a hold and stamps; callers add the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queued: list[str] = []
+
+    def hold(self, time_us: float) -> float:
+        self.note("hold" if time_us else "no hold")
+        return super().hold(time_us)
+
+    def stamp(self) -> float:
+        self.note("stamp")
+        return super().stamp()
+
+    def note(self, what: str) -> None:
+        self.queued.append(what)
+
+    def of(self, device: Any) -> RecordingClock:
+        """In place of ``clock_for``."""
+        return self
+
+    def does(self, what: str) -> Callable[..., None]:
+        return lambda *_, **__: self.note(what)
+
+
+def measures(clock: RecordingClock, _: pytest.MonkeyPatch) -> None:
+    cases, steps = [FakeCase(clock.does("work"))], plan(1, 1, 0)
+    measure(cases, steps, clock, clock.does("meet"), lambda case_id: None, clock.does("flush"), preroll_us=300)
+
+
+def probes(clock: RecordingClock, _: pytest.MonkeyPatch) -> None:
+    turns = itertools.cycle(["meet", "work"])
+    probe_floor_us(lambda: clock.note(next(turns)), clock, 300, count=2)
+
+
+def finds_ceilings(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "clock_for", clock.of)
+    monkeypatch.setitem(ceilings._WARMUPS, "cpu", 0)
+    ceilings._median_us(clock.does("work"), torch.device("cpu"))
+
+
+def calibrates(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_ep_bench.cost_model import calibrate
+
+    monkeypatch.setattr(calibrate, "clock_for", clock.of)
+    monkeypatch.setattr(calibrate, "_WARM_UP", 0)
+    monkeypatch.setattr(calibrate, "_runnable", lambda ranks, exchange: clock.does("work"))
+    monkeypatch.setattr(torch.distributed, "all_reduce", clock.does("meet"))
+    ranks = SimpleNamespace(device=torch.device("cpu"), gather=lambda times, everywhere: [times])
+    calibrate._measure(ranks, [calibrate.Exchange("all_reduce", "both", "even", 8)], 6, lambda: None)
+
+
+def times_experts_alone(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_ep_bench.bench import validate
+
+    experts = SimpleNamespace(native=SimpleNamespace(experts=clock.does("work")))
+    built = SimpleNamespace(subject=SimpleNamespace(pairs={None: experts}))
+    monkeypatch.setattr(validate, "clock_for", clock.of)
+    monkeypatch.setattr(validate, "builder", lambda *_: None)
+    monkeypatch.setattr(validate, "VirtualRanks", lambda *_: built)
+    monkeypatch.setattr(validate, "counts_of", lambda *_: np.array([[1, 2]]))
+    monkeypatch.setattr(validate, "chosen_cases", lambda comparison: [SimpleNamespace(case_id="case")])
+    layer, timing = SimpleNamespace(seed=0, dtype="float32"), SimpleNamespace(flush_l2=False, preroll_us=300)
+    comparison = SimpleNamespace(
+        model=SimpleNamespace(hidden_size=4),
+        ep_size=2,
+        comparison_id="comparison",
+        experiment=SimpleNamespace(layer=layer, measure=timing),
+    )
+    assert len(list(validate._time_alone(comparison, None, torch.device("cpu")))) == 2 * validate.REPETITIONS
+
+
+def profiles(clock: RecordingClock, _: pytest.MonkeyPatch) -> None:
+    from moe_ep_bench.bench.profile import _iterate
+
+    session = SimpleNamespace(meet=clock.does("meet"), settings=SimpleNamespace(preroll_us=300))
+    _iterate(session, FakeCase(clock.does("work")), PhaseRecorder(clock))
+
+
+def benchmarks_experts(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import experts
+
+    monkeypatch.setattr(experts, "clock_for", clock.of)
+    experts._interleaved([experts.Contender("one", clock.does("work"), 1.0)], torch.device("cpu"), 1)
+
+
+def benchmarks_decode(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import decode_experts
+
+    decode_experts._interleaved({"one": clock.does("work")}, 1, clock, clock.does("flush"))
+
+
+def benchmarks_policies(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import policies_gpu
+
+    policies_gpu._interleaved({("one", "graph"): clock.does("work")}, 1, clock, 1)
+
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+ALIGNED, ALONE = ["hold", "meet", "stamp", "work", "stamp"], ["hold", "stamp", "work", "stamp"]
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        *((times, ALIGNED) for times in (probes, calibrates, profiles)),
+        *((times, ALONE) for times in (finds_ceilings, times_experts_alone, benchmarks_experts, benchmarks_policies)),
+        (measures, ["flush", *ALIGNED]),
+        (benchmarks_decode, ["flush", *ALONE]),
+    ],
+)
+def test_what_is_timed_is_queued_behind_a_hold_and_ranks_meet_last(
+    times: Callable[[RecordingClock, pytest.MonkeyPatch], None],
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the start stamp falls on an idle GPU, or ranks whose clocks differ are held apart again."""
+    clock = RecordingClock()
+    times(clock, monkeypatch)
+    rounds, rest = divmod(len(clock.queued), len(expected))
+    assert rounds >= 1
+    assert rest == 0
+    assert clock.queued == expected * rounds
+
+
+@pytest.mark.parametrize(("meeting_us", "host_us"), [(0, 0), (200, 100), (400, 200)])
+def test_the_launch_of_the_meeting_uses_up_the_hosts_head_start(
+    meeting_us: int, host_us: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 us to issue the run, behind a hold of 300 us that a meeting was queued on; never more than it took."""
+    host = HandClock()
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: int(host.now * 1000))
+
+    def passes(time_us: float) -> Callable[[], None]:
+        return lambda: setattr(host, "now", host.now + time_us)
+
+    times = timed(passes(200), PhaseRecorder(HandClock()), passes(meeting_us), 300)
+    assert times[HOST] == host_us
+
+
+def test_where_nothing_is_held_the_host_does_not_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU the meeting waits until all have come: that is not the host's time."""
+    monkeypatch.setattr(time, "perf_counter_ns", iter([0, 900_000, 900_000, 950_000, 950_000]).__next__)
+    assert timed(lambda: None, PhaseRecorder(HostClock()), hold_us=300)[HOST] == 50
+
+
+def test_a_hold_is_in_no_time_and_gives_the_host_a_head_start() -> None:
     clock, events = HandClock(), []
 
     def run(batch: int) -> None:

@@ -12,15 +12,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pandas as pd
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 
 from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.bench import run
 from moe_ep_bench.cli import main
+from moe_ep_bench.layer import parts, te_check
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.schema import LAYER_PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA, TOTAL, UNACCOUNTED
 
@@ -354,7 +358,7 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dry_run_tells_cases_memory_and_time_of_a_sweeps_points_and_runs_nothing(
+def test_a_dry_run_tells_cases_memory_and_arithmetic_of_a_sweeps_points_and_runs_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path, sweep={"workload.peak_load": [3.0, 5.0], "workload.seed": [1, 2]})
@@ -365,9 +369,35 @@ def test_a_dry_run_tells_cases_memory_and_time_of_a_sweeps_points_and_runs_nothi
     assert main([*dry_run, "--point", "2"]) == OK
     printed = capsys.readouterr().out
     assert printed.count("memory per rank about") == 1
+    assert re.search(r"; [\d,]+ iterations with [\d.]+ TFLOP a rank$", printed, re.MULTILINE)
     assert "peak load 5" in printed
     assert "token_drop capacity_factor=2.0, routed by numba" in printed
     for wrong in ("4", "-1"):
         assert main([*dry_run, f"--point={wrong}"]) == USER_ERROR
         assert f"--point: expected 0 to 3 (the points of {config}'s sweep), got {wrong}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "emulate"])
+def test_a_dry_run_makes_no_cuda_context_and_runs_no_kernel(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only a context could tell the driver tells."""
+    config = write_config(tmp_path, layer__dtype="bfloat16", layer__ep_size=2, emulate={"links": "h100-nvlink4"})
+    gpu = {"name": "NVIDIA H100 80GB HBM3", "memory_free_mib": 70 * 1024}
+    refused = Mock(side_effect=AssertionError("touches the device"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu["name"])
+    monkeypatch.setattr(run, "query_gpus", lambda: [gpu | {"memory_free_mib": 75 * 1024}, gpu])
+    versions = parts.package_versions() | {"transformer_engine": "2.7"}
+    monkeypatch.setattr(parts, "package_versions", lambda: versions)
+    monkeypatch.setattr(te_check, "ask", refused)
+    for name in ("_lazy_init", "mem_get_info", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, refused)
+    monkeypatch.setattr(torch, "mm", refused)
+    assert main([command, str(config), *(["--nproc", "2"] if command == "run" else []), "--dry-run"]) == OK
+    printed = capsys.readouterr().out
+    if command == "run":
+        assert " of 70.0 GiB" in printed
+        assert re.search(r"TFLOP a rank, at least \d+ s \(modelled: .* devices/h100-sxm; no transfers\)", printed)

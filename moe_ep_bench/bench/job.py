@@ -24,17 +24,19 @@ from tqdm import tqdm
 from moe_ep_bench.bench.directory import cannot_write, check_agreement, given_up, hold_comparisons, keep_other_policies
 from moe_ep_bench.bench.plan import CaseSpec, Comparison
 from moe_ep_bench.files import stable_hash, write_json
+from moe_ep_bench.layer.host import free_memory
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.monitor import MachineSampler
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.crash_journal import PEER_LOST, Mark
+from moe_ep_bench.runtime.device import is_busy
 from moe_ep_bench.runtime.exit_codes import LOST
 from moe_ep_bench.runtime.progress import progress_bar
 from moe_ep_bench.runtime.ranks import Ranks
 from moe_ep_bench.runtime.signals import explaining
 from moe_ep_bench.runtime.torchrun import asked_to_close
 from moe_ep_bench.runtime.watchdog import Watchdog
-from moe_ep_bench.timing.ceilings import measure_ceilings
+from moe_ep_bench.timing.ceilings import Ceilings, measure_ceilings
 
 
 class ToldError(Exception):
@@ -96,6 +98,25 @@ class Job:
 
     def identity(self, comparison: Comparison, case: CaseSpec) -> dict[str, Any]:
         return identity(comparison.mode, self.run_id, comparison, case)
+
+    def survive(self, error: Exception) -> str:
+        """Say why this rank loses a case to an exception outside of collectives, and return the reason.
+
+        All ranks then agree on it and go on, as none waits for this one.
+
+        Raises:
+            Exception: the same, where this rank cannot go on: a collective did fail, or its device answers no more.
+        """
+        if isinstance(error, torch.distributed.DistError) or is_of_peers(error):
+            raise error
+        if self.ranks.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.ranks.device)
+            except RuntimeError:
+                raise error from None
+        reason = in_a_line(reason_of(error))
+        print(f"moe-ep-bench: rank {self.ranks.rank}: {reason}", file=sys.stderr, flush=True)
+        return reason
 
     def write_unmeasured(self, comparison: Comparison, case: CaseSpec, status: str, reason: str) -> None:
         """Write the one row of a case that has no measurements, on rank 0."""
@@ -161,7 +182,8 @@ def open_job(
         if mark is not None:
             mark.clear()
         raise ToldError
-    watchdog = Watchdog(max(one.experiment.measure.timeout_s for one in comparisons), mark.explain)
+    timeout_s = max(one.experiment.measure.timeout_s for one in comparisons)
+    watchdog = Watchdog(timeout_s, mark.explain, partial(is_busy, ranks.device))
     progress = progress_bar(num_iterations, "iteration", shown=ranks.is_first)
     job = Job(ranks, directory, run_id, launch, mark, watchdog, progress)
     try:
@@ -221,9 +243,8 @@ def _record_lost(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) ->
     for case in comparison.cases if job.ranks.is_first else ():
         reasons = given_up(job.directory, comparison, case)
         if case not in cases and reasons and not job.directory.is_finished(case.case_id, job.launch):
-            status, _, reason = reasons[-1].partition(": ")
-            status = status if status in ("oom", "timeout") else "failed"
-            job.write_unmeasured(comparison, case, status, f"{reason or reasons[-1]} ({len(reasons)} attempts)")
+            status, words = split_reason(reasons[-1])
+            job.write_unmeasured(comparison, case, status, f"{words} ({len(reasons)} attempts)")
 
 
 def fill(
@@ -270,10 +291,24 @@ def fill(
                 measure(run_id, one, cases, progress)
 
 
+def ceilings_of(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Measure what the device reaches, and give the memory back (over 2 GiB on a GPU).
+
+    Before layers are built: behind the warm-up, the allocator could have to give back what the warm-up made it hold.
+    """
+    ceilings = measure_ceilings(device, dtype)
+    free_memory(device)
+    return ceilings
+
+
 @contextlib.contextmanager
-def watched_machine(device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """Yield a dict that says, once the block has run, what this rank's machine can do and did meanwhile."""
-    ceilings, found = measure_ceilings(device, dtype), {}
+def watched_machine(device: torch.device, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    """Yield a dict that says, once the block has run, what this rank's machine can do and did meanwhile.
+
+    Args:
+        ceilings: measured before anything was warmed up (``ceilings_of``).
+    """
+    found: dict[str, Any] = {}
     with MachineSampler(device) as sampler:
         yield found
     found |= {
@@ -310,10 +345,23 @@ def reason_of(error: Exception) -> str:
     return f"{PEER_LOST if is_of_peers(error) else 'failed'}: {type(error).__name__}: {error}"
 
 
+def split_reason(reason: str) -> tuple[str, str]:
+    """Status of a lost case, and the words of its reason (``reason_of``)."""
+    kind, _, words = reason.partition(": ")
+    if kind not in ("oom", "timeout", "failed", PEER_LOST):
+        return "failed", reason
+    return (kind if kind in ("oom", "timeout") else "failed"), words or reason
+
+
+def in_a_line(reason: str) -> str:
+    """The reason without line breaks, cut where it is very long."""
+    return " ".join(reason.split())[:300]
+
+
 def _lose(job: Job, reason: str) -> NoReturn:
     try:
         job.mark.explain(reason)
         job.progress.close()
-        print(f"moe-ep-bench: rank {job.ranks.rank}: {' '.join(reason.split())[:300]}", file=sys.stderr, flush=True)
+        print(f"moe-ep-bench: rank {job.ranks.rank}: {in_a_line(reason)}", file=sys.stderr, flush=True)
     finally:  # Though nobody may hear it.
         os._exit(LOST)

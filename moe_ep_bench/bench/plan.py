@@ -397,7 +397,8 @@ class Comparison:
         """Runs of ``cases`` (None = all) in one launch, checks included: of one real rank, or of all virtual ones.
 
         A real rank's case is run once to be looked at and once more to be checked after it was timed; where it is kept
-        as CUDA graphs it is checked twice, replayed. Of a model on virtual ranks routing the layers ahead counts too.
+        as CUDA graphs it is checked twice, replayed. Breakdowns are warmed up once. Of a model on virtual ranks routing
+        the layers ahead counts too.
         """
         num_cases, measure = len(self.cases if cases is None else cases), self.experiment.measure
         num_batches, num_layers = self.workload.num_batches, len(self.subject.workloads)
@@ -406,7 +407,8 @@ class Comparison:
         rounds = 1 + measure.warmup + measure.iterations
         if self.links is None:
             checked = 3 if self.parts.cuda_graph else 1
-            return ((rounds + measure.breakdown_iterations) * num_batches + checked) * num_cases
+            breakdowns = measure.breakdown_iterations + bool(measure.breakdown_iterations)
+            return ((rounds + breakdowns) * num_batches + checked) * num_cases
         routed = num_layers * num_batches if self.subject.name == "model" else 0
         if self.device is not None:
             return num_batches * self.ep_size * num_cases + routed

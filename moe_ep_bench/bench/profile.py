@@ -16,12 +16,12 @@ from torch.profiler import ProfilerActivity, record_function
 
 from moe_ep_bench.bench.job import Job
 from moe_ep_bench.bench.plan import CaseSpec, Comparison
-from moe_ep_bench.bench.session import Session
+from moe_ep_bench.bench.session import Session, form_groups
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.timing.protocol import Runnable
-from moe_ep_bench.timing.timer import Clock, PhaseRecorder, clock_for
+from moe_ep_bench.timing.timer import Clock, PhaseRecorder, clock_for, timed
 
 # Which nsys sets for the processes that it watches.
 _NSYS = "NSYS_PROFILING_SESSION_ID"
@@ -54,8 +54,10 @@ def profile_case(job: Job, comparison: Comparison, case: CaseSpec) -> None:
     """
     job.enter(comparison)
     with device_scope(), torch.inference_mode():
-        session = Session(job, comparison, [case])
+        session = Session(job, comparison, [case], form_groups(comparison))
+        session.fill_cache()
         session.observe_all()
+        _iterate(session, session.cases[0], PhaseRecorder(clock_for(job.ranks.device)))  # warms it
         recorder = PhaseRecorder(RangesInTrace(clock_for(job.ranks.device)))
         if _NSYS in os.environ:
             torch.cuda.profiler.start()
@@ -88,9 +90,4 @@ def _traced(job: Job, comparison: Comparison, session: Session, recorder: PhaseR
 
 def _iterate(session: Session, case: Runnable, recorder: PhaseRecorder) -> None:
     with case.ready(0, recorder) as run:
-        recorder.clock.wait()
-        session.meet()
-        recorder.begin()
-        run()
-        recorder.end()
-    recorder.clock.wait()
+        timed(run, recorder, session.meet, session.settings.preroll_us)

@@ -28,8 +28,7 @@ from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.schema import PhaseKey
 from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
-from moe_ep_bench.timing.protocol import HOST, THREAD_CPU, timed
-from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
+from moe_ep_bench.timing.timer import HOST, THREAD_CPU, PhaseRecorder, clock_for, no_meeting, timed
 
 if TYPE_CHECKING:  # They need Megatron-Core, which modelled ranks do not.
     from moe_ep_bench.layer.passes import Pass
@@ -184,11 +183,11 @@ class MeasuredRanks:
     def _timed(self, virtual: VirtualRanks, watched: str | None, run: Callable[[], object]) -> RankTime:
         """One run, cut at its meetings; waits for the device. ``watched``: the case whose allocations are counted."""
         recorder = self._recorder
-        with virtual.subject.instrumented(recorder, lambda: None):
+        with virtual.subject.instrumented(recorder, no_meeting):
             if self._flush is not None:
                 self._flush()
             with self.allocations.during(watched) if watched else contextlib.nullcontext():
-                times = timed(run, recorder, lambda: None, self._comparison.experiment.measure.preroll_us)
+                times = timed(run, recorder, no_meeting, self._comparison.experiment.measure.preroll_us)
         return RankTime(*legs_of(recorder.segments_us()), times[HOST], times[THREAD_CPU])
 
     def _batch(self, traffic: Traffic, rank: int, shares: RankShares) -> Tensor | Pass:

@@ -15,7 +15,8 @@ from moe_ep_bench.bench.plan import CaseSpec, Comparison
 from moe_ep_bench.bench.subjects import LayerSubject
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import METRICS, TOTAL, PhaseKey, layer_and_phase, phases_in_depth
-from moe_ep_bench.timing.protocol import COLUMNS, HOST, THREAD_CPU, Step, sample_keys
+from moe_ep_bench.timing.protocol import COLUMNS, Step, sample_keys
+from moe_ep_bench.timing.timer import HOST, THREAD_CPU
 
 
 def columns_of(subject: LayerSubject) -> tuple[PhaseKey, ...]:

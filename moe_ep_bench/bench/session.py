@@ -1,7 +1,9 @@
 """Measure one comparison on this rank: what is run, checks, timing, samples.
 
-Every case runs once on every batch, which checks it against the dense reference, takes its routing metrics and lets
-every shape be seen; then come warm-up, timing, another check, and all ranks' samples are written.
+First comes what needs no other rank: ceilings, building, and each case's routing of this rank's tokens. What is raised
+there ranks agree on: it becomes a row, and no rank is left waiting in a collective. Then every case runs once on every
+batch, which checks it against the dense reference, takes its routing metrics and lets every shape be seen; then come
+warm-up, timing, another check, and all ranks' samples are written.
 
 Native and policy share all weights, and a case puts one of the two into the place of every MoE layer (``layer.build``).
 Each layer's routing is replayed from its own scores, and each layer's output is held against the dense reference for
@@ -23,22 +25,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep_bench.bench.building import builder, random_pass
-from moe_ep_bench.bench.job import Job, is_of_peers, reason_of, watched_machine
+from moe_ep_bench.bench.job import Job, ceilings_of, is_of_peers, reason_of, split_reason, watched_machine
 from moe_ep_bench.bench.plan import BASELINE, CEILING, CaseSpec, Comparison
 from moe_ep_bench.bench.rows import PackedMetrics, columns_of, write_case
 from moe_ep_bench.bench.traffic import CarriedLoads, CaseRouter, Share, Shares, case_metrics
 from moe_ep_bench.kernels.dispatch import oracle_for
 from moe_ep_bench.layer.attention import kernels_of_attention
+from moe_ep_bench.layer.backends import MappedExperts
 from moe_ep_bench.layer.build import Transformer, layer_seed
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
 from moe_ep_bench.layer.graphs import CapturedRun, Graphs, unfit_environment
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.megatron import initialize_expert_parallel, meeting_group
 from moe_ep_bench.layer.passes import KeyValueCache
-from moe_ep_bench.layer.phases import Rendezvous
+from moe_ep_bench.layer.phases import Rendezvous, replaced
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
 from moe_ep_bench.layer.scores import logits_from_scores
 from moe_ep_bench.machine import provenance
@@ -46,7 +50,7 @@ from moe_ep_bench.policies import Routing, RoutingContext
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
 from moe_ep_bench.runtime.ranks import Ranks
 from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
-from moe_ep_bench.timing.protocol import measure, plan, probe_floor_us, warm_up
+from moe_ep_bench.timing.protocol import measure, plan, probe_floor_us, warm_breakdowns, warm_up
 from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
 from moe_ep_bench.workload import TokenBatch
 from moe_ep_bench.workload.skew import balanced_scores
@@ -95,11 +99,26 @@ class Case:
         function = session.comparison.model.score_function
         return Share.of_logits(layer, session.job.ranks.rank, held.contexts[layer], logits_TE, function)
 
+    def enter(self, batch: int) -> None:
+        """Put this case's MoE layers and the batch's routing in place."""
+        shares = {layer: self.share(batch, layer) for layer in self.session.layers}
+        self.router.enter(self.session.subject, shares, batch)
+
     def prepare(self, batch: int) -> Any:
-        """Put this case's MoE layers and the batch's routing in place, and return the batch's input."""
+        """``enter``, and return the batch's input."""
+        self.enter(batch)
+        return self.session.batches[batch].next_input()
+
+    def route_alone(self, batch: int) -> None:
+        """Route this rank's tokens of a batch in every layer, as a run would, without the other ranks."""
         session = self.session
-        self.router.enter(session.subject, {layer: self.share(batch, layer) for layer in session.layers}, batch)
-        return session.batches[batch].next_input()
+        self.enter(batch)
+        for layer, moe in session.subject.moe_layers.items():
+            logits_TE = session.batches[batch].logits[layer][self.spec.role == CEILING]
+            with contextlib.ExitStack() as stack:
+                if hasattr(moe.router, "sum_over_ranks"):
+                    stack.enter_context(replaced(moe.router, "sum_over_ranks", lambda stats_SE: stats_SE))
+                moe.router.routing(logits_TE.unsqueeze(1))
 
     @contextlib.contextmanager
     def ready(self, batch: int, recorder: PhaseRecorder | None = None) -> Iterator[Callable[[], object]]:
@@ -200,9 +219,16 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
             job.write_unmeasured(comparison, case, "skipped", shortage)
         job.check_written()
         return
-    with device_scope(), torch.inference_mode(), contextlib.closing(Session(job, comparison, cases)) as session:
-        session.observe_all()
+    with device_scope(), torch.inference_mode(), contextlib.ExitStack() as held:
+        session = _built(job, comparison, cases)
+        if session is None:
+            return
+        held.callback(session.close)
+        session.try_all()
         session.drop_failing("before timing")
+        if session.cases:
+            session.observe_all()
+            session.drop_failing("before timing")
         if session.cases and comparison.parts.cuda_graph:
             session.capture_all()
             session.check_again()
@@ -218,13 +244,44 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
     free_memory(job.ranks.device)
 
 
+def _built(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Session | None:
+    """Build what runs; None where a rank cannot, which is then the reason of every case's row."""
+    session, reason = None, ""
+    ep_group = form_groups(comparison)
+    try:
+        session = Session(job, comparison, cases, ep_group)
+    except Exception as error:
+        reason = job.survive(error)
+        # Should others wait in a collective of Megatron-Core's after all, the job is lost, and this is why.
+        job.mark.explain(reason)
+    if first := _first_word(job.ranks, reason):
+        rank, _, said = first.partition(": ")
+        status, words = split_reason(said)
+        for case in cases:
+            job.write_unmeasured(comparison, case, status, f"while building: {rank}: {words}")
+        session = None
+        free_memory(job.ranks.device)
+    job.mark.withdraw()
+    job.check_written()
+    if session is not None:
+        session.fill_cache()
+    return session
+
+
+def form_groups(comparison: Comparison) -> dist.ProcessGroup:
+    """This rank's expert-parallel group; every rank calls this alike."""
+    measure = comparison.experiment.measure
+    # The watchdog is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.
+    return initialize_expert_parallel(comparison.ep_size, measure.timeout_s + 60, comparison.subject.num_slices)
+
+
 def _first_word(ranks: Ranks, text: str) -> str:
     """What the first rank that has something to say says; empty where none has. Every rank calls this."""
     return next((f"rank {rank}: {said}" for rank, said in enumerate(ranks.texts(text)) if said), "")
 
 
 class Session:
-    """The state of one comparison's measurement on this rank.
+    """The state of one comparison's measurement on this rank. Building it needs no other rank.
 
     Attributes:
         layers: each MoE layer as a subject of its own.
@@ -234,12 +291,13 @@ class Session:
         graphs: of all cases; None where they run eagerly.
     """
 
-    def __init__(self, job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
+    def __init__(
+        self, job: Job, comparison: Comparison, cases: Sequence[CaseSpec], ep_group: dist.ProcessGroup
+    ) -> None:
         self.job, self.comparison, self.device = job, comparison, job.ranks.device
         planned, settings = comparison.subject, comparison.experiment.layer
         measure = self.settings = comparison.experiment.measure
-        # The watchdog is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.
-        ep_group = initialize_expert_parallel(comparison.ep_size, measure.timeout_s + 60, planned.num_slices)
+        self.ceilings = ceilings_of(self.device, DTYPES[settings.dtype])
         provenance.forget_peak_memory(self.device)
         self.seed, self.dtype = settings.seed, DTYPES[settings.dtype]
         self.meet = Rendezvous(meeting_group(), self.device)
@@ -250,7 +308,6 @@ class Session:
         if isinstance(self.subject, Transformer) and planned.context_length:
             most_requests = int(planned.rank_tokens[:, job.ranks.rank].max())
             self._cache = KeyValueCache(most_requests, planned.context_length)
-            self._cache.fill_(self.subject.gpt, self.device, self.seed)
         self.batches = [self._batch(number) for number in range(self.num_batches)]
         carried = CarriedLoads(self._shares, comparison.slots, self.seed)
         self.cases = [Case(CaseRouter(case, comparison.slots, self.seed, carried), self) for case in cases]
@@ -263,6 +320,13 @@ class Session:
         self.problems: dict[str, str] = {}
         self.graphs: Graphs | None = None
         self._alone: DenseReference | None = None
+        self._compute_alone()
+
+    def fill_cache(self) -> None:
+        """Fill the KV cache of a model that decodes, for which its ranks meet."""
+        if self._cache is not None:
+            assert isinstance(self.subject, Transformer)
+            self._cache.fill_(self.subject.gpt, self.device, self.seed)
 
     def close(self) -> None:
         """Drop the graphs: no NCCL communicator can end while one holds its collectives (pytorch/pytorch#115388)."""
@@ -319,6 +383,39 @@ class Session:
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _without_others(self, case: Case) -> Iterator[None]:
+        """Let what is raised in the block, in which ranks do not meet, be the case's problem: ranks stay together."""
+        try:
+            yield
+        except Exception as error:
+            self.problems.setdefault(case.case_id, self.job.survive(error))
+
+    def try_all(self) -> None:
+        """Route every batch by every case: kernels compile, and what raises does so while no rank waits for another.
+
+        The statistics of a policy that looks at the whole batch are this rank's own.
+        """
+        for case in self.cases:
+            self.job.mark.set(case.case_id)
+            with self._without_others(case):
+                for batch in range(self.num_batches):
+                    self.job.watchdog.feed()
+                    case.route_alone(batch)
+
+    def _compute_alone(self) -> None:
+        """Compute a token by each local expert of the first MoE layer: experts' kernels compile."""
+        experts = next(iter(self.subject.moe_layers.values())).experts
+        num_local = self.comparison.model.num_experts // self.subject.ep_group.size()
+        counts_L = torch.ones(num_local, dtype=torch.int64)
+        hidden_ND = torch.zeros(num_local, self.comparison.model.hidden_size, dtype=self.dtype, device=self.device)
+        weights_N = torch.ones(num_local, device=self.device)
+        if isinstance(experts, MappedExperts):
+            map_NL = torch.eye(num_local, dtype=torch.bool, device=self.device)
+            experts(hidden_ND, map_NL, map_NL.float())
+        else:
+            experts(hidden_ND, counts_L, weights_N)
+
     def observe_all(self) -> None:
         """Run every case on every batch once: shapes are seen, routing metrics taken, every layer's output checked."""
         last = self.comparison.subject.moe_layers[-1]
@@ -326,30 +423,30 @@ class Session:
             native: Tensor | None = None
             for case in self.cases:
                 self.job.begin(case.case_id)
-                seen = self._look(case, batch)
+                seen = look(case, batch)
                 if case.spec.role == BASELINE:
                     native = seen.output
-                for layer, of_layer in seen.layers.items():
-                    self.job.watchdog.feed()
-                    share = case.share(batch, layer)
-                    row = case_metrics(case.spec, of_layer.routing, share, self.comparison.subject.num_slices)
-                    row["reference_error"] = self._reference_error(case, layer, of_layer) if batch == 0 else None
-                    compared = layer == last and case.spec.role != CEILING and native is not None
-                    valid_T = share.context.token_mask_T
-                    row["output_error"] = relative_error(seen.output, native, valid_T) if compared else None
-                    self.routing_rows[case.case_id].append(row)
+                with self._without_others(case):
+                    self._note_problem(case, seen, batch)
+                    for layer, of_layer in seen.layers.items():
+                        self.job.watchdog.feed()
+                        share = case.share(batch, layer)
+                        row = case_metrics(case.spec, of_layer.routing, share, self.comparison.subject.num_slices)
+                        row["reference_error"] = self._reference_error(case, layer, of_layer) if batch == 0 else None
+                        compared = layer == last and case.spec.role != CEILING and native is not None
+                        valid_T = share.context.token_mask_T
+                        row["output_error"] = relative_error(seen.output, native, valid_T) if compared else None
+                        self.routing_rows[case.case_id].append(row)
         if self.comparison.subject.name == "model":  # One pass more shows which kernels torch takes for attention.
             self.job.watchdog.feed()
             kernels = kernels_of_attention(partial(self.subject.run, self.cases[0].prepare(0)))
             of_ranks = [json.loads(text) for text in self.job.ranks.texts(json.dumps(kernels))]
             self.conditions["attention"] = sorted({name for names in of_ranks for name in names})
 
-    def _look(self, case: Case, batch: int) -> Observation:
-        """Look at one run. The reference is held against few tokens of one batch; what is no number is found in all."""
-        seen = look(case, batch)
+    def _note_problem(self, case: Case, seen: Observation, batch: int) -> None:
+        """Note what is no number. The reference is held against few tokens of one batch; this is found in all."""
         if seen.problem:
             self.problems.setdefault(case.case_id, f"{seen.problem}, batch {batch}")
-        return seen
 
     def _reference_error(self, case: Case, layer: int | None, seen: LayerLook) -> float:
         """Compare a layer's run on batch 0 with the dense reference; a policy's map also with the policy itself.
@@ -385,24 +482,32 @@ class Session:
         """Hold every layer of every case against the reference once more, after it was timed."""
         for case in self.cases:
             self.job.begin(case.case_id)
-            seen = self._look(case, 0)
+            seen = look(case, 0)
+            with self._without_others(case):
+                self._note_problem(case, seen, 0)
             if case.captured:
                 seen = self._replayed(case, seen)
-            for row, (layer, of_layer) in zip(self.routing_rows[case.case_id], seen.layers.items(), strict=False):
-                self.job.watchdog.feed()
-                row["reference_error"] = max(self._reference_error(case, layer, of_layer), row["reference_error"])
+            rows = self.routing_rows[case.case_id]
+            with self._without_others(case):
+                for row, (layer, of_layer) in zip(rows, seen.layers.items(), strict=False):
+                    self.job.watchdog.feed()
+                    row["reference_error"] = max(self._reference_error(case, layer, of_layer), row["reference_error"])
 
     def drop_failing(self, when: str) -> None:
         """Record cases whose output is wrong on any rank as failed, and go on without them."""
         tolerance, ranks = TOLERANCE[self.dtype], self.job.ranks
-        mine = torch.tensor([self.errors[case.case_id] for case in self.cases], dtype=torch.float64)
+        mine = torch.tensor([self.errors.get(case.case_id, 0.0) for case in self.cases], dtype=torch.float64)
         worst_V = torch.stack(ranks.gather(mine, everywhere=True)).amax(dim=0)
         problems = [json.loads(text) for text in ranks.texts(json.dumps(self.problems))]
         for case, worst in zip(list(self.cases), worst_V.tolist(), strict=True):
-            found = [f"rank {rank}: {of[case.case_id]}" for rank, of in enumerate(problems) if case.case_id in of]
-            if found or not worst <= tolerance:
+            of_ranks = [(rank, of[case.case_id]) for rank, of in enumerate(problems) if case.case_id in of]
+            if of_ranks:
+                rank, reason = of_ranks[0]
+                status, words = split_reason(reason)
+                self._fail(case, f"{when}: rank {rank}: {words}", status)
+            elif not worst <= tolerance:
                 what = f"output differs from the dense reference by {worst:.2g}, allowed is {tolerance:g}"
-                self._fail(case, f"{when}: {found[0] if found else what}")
+                self._fail(case, f"{when}: {what}")
         self.job.check_written()
 
     def _fail(self, case: Case, reason: str, status: str = "failed") -> None:
@@ -483,8 +588,10 @@ class Session:
     # ---- timing ------------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        rounds = self.settings.warmup, self.settings.max_warmup
-        result = warm_up(self.cases, self.num_batches, rounds, clock_for(self.device), self._slowest, self.job.begin)
+        rounds, clock = (self.settings.warmup, self.settings.max_warmup), clock_for(self.device)
+        if self.settings.breakdown_iterations:
+            warm_breakdowns(self.cases, self.num_batches, clock, self.meet, self.job.begin)
+        result = warm_up(self.cases, self.num_batches, rounds, clock, self._slowest, self.job.begin)
         self.job.progress.total += (result.rounds - rounds[0]) * self.num_batches * len(self.cases)
         self.conditions["warm_up"] = asdict(result)
 
@@ -494,7 +601,7 @@ class Session:
     def time(self) -> np.ndarray:
         self.timed = list(self.cases)  # Later checks may take cases away; samples stay in this order.
         allocations = Allocations(self.device)
-        with watched_machine(self.device, self.dtype) as mine:
+        with watched_machine(self.device, self.ceilings) as mine:
             order = self.timed, self.steps, clock_for(self.device), self.meet
             preroll_us = self.comparison.experiment.measure.preroll_us
             samples_VSC = measure(*order, self.job.begin, self.flush, self.columns, preroll_us, allocations)

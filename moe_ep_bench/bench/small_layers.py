@@ -22,14 +22,14 @@ from moe_ep_bench.workload import TokenBatch
 _CHECKED_TOKENS, _CHECKED_WIDTH = 6, 64
 
 
-def errors_of(
+def checks_of(
     comparison: Comparison,
     routers: Sequence[CaseRouter],
     layers: Mapping[int | None, LayerSubject],
     device: torch.device,
     begin: Callable[[str], object],
-) -> Iterator[tuple[CaseSpec, int | None, float]]:
-    """Each case's worst error in each MoE layer, on few tokens of batch 0.
+) -> Iterator[tuple[CaseSpec, int | None, Callable[[], float]]]:
+    """Each case in each MoE layer, and what runs it on few tokens of batch 0 and returns its worst error.
 
     Args:
         begin: called with a case's id ahead of each of its runs.
@@ -39,7 +39,7 @@ def errors_of(
         few = [_few_of(tokens) for tokens in RankBatches(subject, 0)]
         for router in routers:
             begin(router.case.case_id)
-            yield router.case, layer, small.error(router, subject, few)
+            yield router.case, layer, partial(small.error, router, subject, few)
 
 
 class _SmallLayers:

@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,7 +49,7 @@ from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 from moe_ep_bench.runtime.ranks import join
 from moe_ep_bench.timing.memory import CacheFlush
 from moe_ep_bench.timing.protocol import collections_between
-from moe_ep_bench.timing.timer import clock_for
+from moe_ep_bench.timing.timer import clock_for, time_us
 
 # Keys of ``emulate`` that do not make it another layer than the real ranks'.
 _FREE = {"links", "chunk_tokens"}
@@ -281,18 +282,14 @@ def _time_alone(comparison: Comparison, directory: RunDirectory, device: torch.d
     source_ND = torch.randn(most, model.hidden_size, generator=generator, device=device).to(DTYPES[settings.dtype])
     source_N = torch.rand(most, generator=generator, device=device)
     clock = clock_for(device)
-    flush = CacheFlush(device) if comparison.experiment.measure.flush_l2 else lambda: None
+    measure = comparison.experiment.measure
+    flush = CacheFlush(device) if measure.flush_l2 else lambda: None
     for repetition in range(-1, REPETITIONS):
         for about, counts_L in works:
             num_rows = int(counts_L.sum())
             # Written anew, as the permutation before the experts leaves them.
             hidden_ND, weights_N = source_ND[:num_rows].clone(), source_N[:num_rows].clone()
             flush()
-            clock.wait()
-            start = clock.stamp()
-            experts(hidden_ND, counts_L, weights_N)
-            end = clock.stamp()
-            clock.wait()
+            taken_us = time_us(partial(experts, hidden_ND, counts_L, weights_N), clock, hold_us=measure.preroll_us)
             if repetition >= 0:
-                time_us = clock.between_us(start, end)
-                yield {**about, "repetition": repetition, "num_rows": num_rows, "time_us": time_us}
+                yield {**about, "repetition": repetition, "num_rows": num_rows, "time_us": taken_us}

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_ep_bench.bench.job import Job, watched_machine
+from moe_ep_bench.bench.job import Job, ceilings_of, split_reason, watched_machine
 from moe_ep_bench.bench.plan import BASELINE, NOISE, CaseSpec, Comparison
 from moe_ep_bench.bench.rank_timers import MeasuredRanks, ModelledRanks, RankTime
 from moe_ep_bench.bench.replicas import Replicas, Solving
@@ -44,7 +44,8 @@ from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.reference import TOLERANCE
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
-from moe_ep_bench.timing.protocol import BREAKDOWN, HOST, PLAIN, THREAD_CPU, Step, collections_between, order, turn_of
+from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step, collections_between, order, turn_of
+from moe_ep_bench.timing.timer import HOST, THREAD_CPU
 
 # Share of the free memory that a chunk's rows may take; the rest is for what allocators keep and routing needs.
 _MEMORY_SHARE = 0.5
@@ -68,8 +69,8 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
 
             initialize_expert_parallel(1, comparison.experiment.measure.timeout_s + 60)
         emulation = Emulation(comparison, cases, device, job.begin)
-        for case, reason in emulation.check().items():
-            job.write_unmeasured(comparison, case, "failed", reason)
+        for case, reason in emulation.check(job.survive).items():
+            job.write_unmeasured(comparison, case, *split_reason(reason))
         conditions = emulation.measure()
         if conditions is not None:
             job.write_conditions(comparison, conditions)
@@ -113,24 +114,33 @@ class Emulation:
         self.frontiers: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.timed_runs = self.shared_runs = 0
 
-    def check(self) -> dict[CaseSpec, str]:
+    def check(self, survive: Callable[[Exception], str]) -> dict[CaseSpec, str]:
         """Hold every case against the dense reference, at a small hidden size and with rows that are truly exchanged.
 
         Cases that fail are left out, and returned with the reason. On a device that is not here no layer runs, and
         nothing is checked.
+
+        Args:
+            survive: returns the reason where a case raises (``Job.survive``).
         """
         failed: dict[CaseSpec, str] = {}
         if self.comparison.device is not None:
             return failed
-        from moe_ep_bench.bench.small_layers import errors_of
+        from moe_ep_bench.bench.small_layers import checks_of
 
         allowed, routers = TOLERANCE[torch.float32], self._routers(0)
-        for case, layer, error in errors_of(self.comparison, routers, self.layers, self.device, self.begin):
-            self.errors[case.case_id, layer] = error
-            if error > allowed and case not in failed:
-                self.cases.remove(case)
+        for case, layer, error_of in checks_of(self.comparison, routers, self.layers, self.device, self.begin):
+            if case in failed:
+                continue
+            try:
+                error = self.errors[case.case_id, layer] = error_of()
+            except Exception as problem:
+                failed[case] = survive(problem)
+                continue
+            if error > allowed:
                 where = "" if layer is None else f" in layer {layer}"
                 failed[case] = f"output differs from the dense reference by {error:.2g}{where}, allowed is {allowed:g}"
+        self.cases = [case for case in self.cases if case not in failed]
         return failed
 
     @property
@@ -148,9 +158,10 @@ class Emulation:
                 self._time_batch(batch, ModelledRanks(comparison, comparison.device), rounds=1, kept=1)
             return None
         rounds = 1 + settings.warmup + settings.iterations
+        ceilings = ceilings_of(self.device, DTYPES[comparison.experiment.layer.dtype])
         self.num_chunks = self._chunks()
         timer = MeasuredRanks(comparison, self.device, self.num_chunks)
-        with watched_machine(self.device, DTYPES[comparison.experiment.layer.dtype]) as here, collections_between():
+        with watched_machine(self.device, ceilings) as here, collections_between():
             for batch in range(self.num_batches):
                 self._time_batch(batch, timer, rounds, settings.iterations)
         here["allocating_iterations"] = dict(timer.allocations.iterations)

@@ -22,6 +22,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,12 +36,12 @@ import yaml
 from moe_ep_bench.cost_model.links import Duplex, Fit, Link, Links, busy_bytes, fit_errors, fit_link
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.runtime.device import check_num_ranks
+from moe_ep_bench.runtime.device import check_num_ranks, is_busy
 from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.ranks import NotMetError, Ranks, join
 from moe_ep_bench.runtime.torchrun import torchrun
 from moe_ep_bench.runtime.watchdog import Watchdog
-from moe_ep_bench.timing.timer import clock_for
+from moe_ep_bench.timing.timer import clock_for, time_us
 
 MIN_BYTES = 2**10
 ENOUGH_BYTES = 2**20  # to tell a bandwidth beside the latency
@@ -133,7 +134,7 @@ def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20,
         alike = not ranks.differing(json.dumps([str(out), most_bytes, repetitions, ranks.local_world_size]))
         if ranks.complain(what_to_change(ranks, out, most_bytes, repetitions, alike=alike)):
             return USER_ERROR
-        watchdog = Watchdog(timeout_s, lambda reason: None)
+        watchdog = Watchdog(timeout_s, lambda reason: None, partial(is_busy, ranks.device))
         samples = _measure(ranks, _exchanges(ranks, most_bytes), repetitions, watchdog.feed)
         watchdog.stop()
         error = ""
@@ -195,7 +196,7 @@ def _measure(
 ) -> dict[Exchange, np.ndarray]:
     """Microseconds of every exchange, [repetitions, R]; the same on all ranks."""
     clock = clock_for(ranks.device)
-    token = torch.zeros(1, device=ranks.device)
+    meet = partial(dist.all_reduce, torch.zeros(1, device=ranks.device))
     samples = defaultdict(list)
     for number in range(min(_PASSES, repetitions)):
         count = len(range(number, repetitions, _PASSES))
@@ -204,14 +205,7 @@ def _measure(
             run = _runnable(ranks, exchange)
             for _ in range(_WARM_UP):
                 run()
-            stamps = []
-            for _ in range(count):
-                dist.all_reduce(token)  # All ranks have come when it ends; on CUDA it is the stream that waits.
-                start = clock.stamp()
-                run()
-                stamps.append((start, clock.stamp()))
-            clock.wait()
-            times_us = torch.tensor([clock.between_us(start, end) for start, end in stamps], dtype=torch.float64)
+            times_us = torch.tensor([time_us(run, clock, meet) for _ in range(count)], dtype=torch.float64)
             samples[exchange].append(torch.stack(ranks.gather(times_us, everywhere=True), dim=1).numpy())
             del run  # and with it its buffers, before others are made
     return {exchange: np.concatenate(passes) for exchange, passes in samples.items()}

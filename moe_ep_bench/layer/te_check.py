@@ -6,9 +6,11 @@ that they do not know. So a child process tries it (``transformer_engine``), onc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from moe_ep_bench.machine.subprocesses import CommandError, ask
@@ -38,6 +40,18 @@ def transformer_engine() -> TransformerEngine:
             found = [str(error), False]
         os.environ[_FOUND] = json.dumps(found)
     return TransformerEngine(*json.loads(os.environ[_FOUND]))
+
+
+@contextlib.contextmanager
+def untried() -> Iterator[None]:
+    """Take it to work while the block lasts, but for its fused top-k, where nothing may touch a GPU."""
+    known = _FOUND in os.environ
+    os.environ.setdefault(_FOUND, json.dumps(["", False]))
+    try:
+        yield
+    finally:
+        if not known:
+            del os.environ[_FOUND]
 
 
 def tried(device: str = "cuda") -> tuple[str, bool]:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.machine.subprocesses import CommandError, output_of
 from moe_ep_bench.runtime.errors import in_short
+
+if TYPE_CHECKING:
+    import torch
 
 # Of a command and of the ranks that it starts: --cpu was given.
 _CPU = "MOE_EP_BENCH_CPU"
@@ -118,3 +122,12 @@ def check_num_ranks(nproc: int) -> None:
 def most_cpu_ranks(cores: int) -> int:
     """CPU ranks that a node carries; with more than cores they share time slices, and rows are flagged."""
     return max(_RANKS_PER_CORE * cores, _LEAST_RANKS)
+
+
+def is_busy(device: torch.device) -> bool:
+    """Whether a GPU still has work in its default stream, on which all is timed; never the CPU. Any thread may ask."""
+    if device.type != "cuda":
+        return False
+    import torch
+
+    return not torch.cuda.default_stream(device).query()

@@ -15,21 +15,36 @@ from typing import NoReturn
 from moe_ep_bench.runtime.crash_journal import PEER_LOST, WAITED
 from moe_ep_bench.runtime.exit_codes import LOST
 
+# A driver that waits for its device answers nobody meanwhile.
+_ANSWER_S = 1.0
+
 # A rank that waits for others ends later than the one that keeps it waiting: once a rank has ended, the agent stops
 # the others, and the culprit could no longer say what it was doing.
 _GRACE_S = 3.0
 
 
 class Watchdog:
-    """Ends the process with ``LOST`` when ``feed`` was not called for ``timeout_s`` seconds.
+    """Ends the process when ``feed`` was not called for ``timeout_s`` seconds.
+
+    This rank was waiting for others where it stood in a collective, or where its device had work left: all of that was
+    launched, and on a device only a collective lasts until others come. So it does not matter in which line the host
+    waits for the device (``bool(tensor)``, ``.tolist()``: no frame of torch's shows it).
 
     Args:
         on_timeout: told the reason first. It begins with "peer lost" where this rank was waiting for others, with
             "timeout" where it was itself what took so long.
+        is_busy: whether the rank's device has work left; asked in a thread of its own.
+        status: gives the exit status.
     """
 
-    def __init__(self, timeout_s: float, on_timeout: Callable[[str], None]) -> None:
-        self._timeout_s, self._on_timeout = timeout_s, on_timeout
+    def __init__(
+        self,
+        timeout_s: float,
+        on_timeout: Callable[[str], None],
+        is_busy: Callable[[], bool] = lambda: False,
+        status: Callable[[], int] = lambda: LOST,
+    ) -> None:
+        self._timeout_s, self._on_timeout, self._is_busy, self._status = timeout_s, on_timeout, is_busy, status
         self._fed, self._paused = time.monotonic(), False
         self._stopped, self._watched = threading.Event(), threading.get_ident()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -72,13 +87,26 @@ class Watchdog:
             print(f"moe-ep-bench: {reason}", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(sys.stderr)
         finally:
-            os._exit(LOST)
+            os._exit(self._status())
 
     def _reason(self) -> str:
         frame = sys._current_frames().get(self._watched)
         stack = traceback.extract_stack(frame) if frame else []
-        # On CUDA a rank that waits for others waits for its device.
-        if any("distributed_c10d" in entry.filename or "/torch/cuda/" in entry.filename for entry in stack):
+        if any("distributed_c10d" in entry.filename for entry in stack) or self._is_device_busy():
             return f"{WAITED} {self._timeout_s:g} s"
         where = f" in {stack[-1].name}" if stack else ""
         return f"timeout: no progress for {self._timeout_s:g} s{where}"
+
+    def _is_device_busy(self) -> bool:
+        answers = []
+
+        def ask() -> None:
+            try:
+                answers.append(self._is_busy())
+            except Exception:  # A broken device is not waiting.
+                answers.append(False)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(_ANSWER_S)
+        return answers != [False]

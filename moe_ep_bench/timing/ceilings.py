@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_ep_bench.timing.timer import clock_for
+from moe_ep_bench.timing.timer import clock_for, time_us
 
 _MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
 _COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
@@ -54,11 +54,4 @@ def _median_us(function: Callable[[], object], device: torch.device) -> float:
     clock = clock_for(device)
     for _ in range(_WARMUPS[device.type]):
         function()
-    times = []
-    for _ in range(_REPETITIONS[device.type]):
-        start = clock.stamp()
-        function()
-        end = clock.stamp()
-        clock.wait()
-        times.append(clock.between_us(start, end))
-    return statistics.median(times)
+    return statistics.median(time_us(function, clock) for _ in range(_REPETITIONS[device.type]))

@@ -1,9 +1,9 @@
 """The order in which things are timed, so that differences between cases are the cases' own.
 
 All cases of a comparison run interleaved on the same batches, in an order that changes from step
-to step so that each takes every place and follows every other equally often. Before each timed
-iteration ranks are aligned by a collective on the stream, and a GPU is held for a moment, so that the
-first launches are issued before the clock starts. Before anything is timed, rounds over
+to step so that each takes every place and follows every other equally often. Ahead of each timed
+iteration a GPU is held for a moment, so that the first launches are issued before the clock starts,
+and then ranks are aligned by a collective on the stream (``timer.timed``). Before anything is timed, rounds over
 all cases go on until one takes as long as the one before it. Plain iterations (two clock readings)
 give speedups; breakdown iterations (every phase, waiting probed) explain them; the two alternate.
 """
@@ -24,19 +24,16 @@ import torch
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED, PhaseKey
 from moe_ep_bench.timing.memory import Allocations
-from moe_ep_bench.timing.timer import Clock, PhaseRecorder
+from moe_ep_bench.timing.timer import HOST, THREAD_CPU, Clock, PhaseRecorder, time_us, timed
 
 PLAIN, BREAKDOWN = "plain", "breakdown"
 
 # Two rounds that differ by less are the same.
 SETTLED_CHANGE = 0.02
 
-# Columns of a sample: every phase (NaN where it did not occur), then what concerns the whole iteration.
-HOST, THREAD_CPU = "host", "thread_cpu"
-
 
 def sample_keys(phases: Sequence[PhaseKey]) -> tuple[PhaseKey, ...]:
-    """Columns of a sample: phases, then what concerns the whole iteration."""
+    """Columns of a sample: phases (NaN where one did not occur), then what concerns the whole iteration."""
     return (*phases, UNACCOUNTED, TOTAL, HOST, THREAD_CPU)
 
 
@@ -151,6 +148,19 @@ def warm_up(
     return WarmUp(most, change, settled=False)
 
 
+@torch.inference_mode()
+def warm_breakdowns(
+    cases: Sequence[Runnable], num_batches: int, clock: Clock, meet: Rendezvous, before: Callable[[str], None]
+) -> None:
+    """Break every case down once on every batch: a phase's first probe sets up what its ranks meet in."""
+    recorder = PhaseRecorder(clock)
+    for batch in range(num_batches):
+        for case in cases:
+            before(case.case_id)
+            with case.ready(batch, recorder) as run:
+                timed(run, recorder, meet)
+
+
 @contextlib.contextmanager
 def collections_between() -> Iterator[None]:
     """Keep the garbage collector from running by itself: in the middle of an iteration a phase would be charged."""
@@ -214,32 +224,4 @@ def measure(
 
 def probe_floor_us(meet: Callable[[], object], clock: Clock, preroll_us: float = 0.0, count: int = 50) -> float:
     """What a waiting probe costs when nobody waits: the second of two collectives that follow each other, median."""
-    found = []
-    for _ in range(count):
-        clock.wait()
-        clock.hold(preroll_us)
-        meet()
-        begin = clock.stamp()
-        meet()
-        end = clock.stamp()
-        clock.wait()
-        found.append(clock.between_us(begin, end))
-    return float(np.median(found))
-
-
-def timed(
-    run: Callable[[], object], recorder: PhaseRecorder, meet: Callable[[], object], preroll_us: float = 0.0
-) -> dict[PhaseKey, float]:
-    """Phases of one run, with ``HOST`` (time to issue it beyond the head start of the pre-roll) and ``THREAD_CPU``."""
-    recorder.clock.wait()
-    meet()
-    head_start_us = recorder.clock.hold(preroll_us)
-    cpu_start, host_start = time.thread_time_ns(), time.perf_counter_ns()
-    recorder.begin()
-    run()
-    recorder.end()
-    host_end, cpu_end = time.perf_counter_ns(), time.thread_time_ns()
-    times = recorder.times_us()
-    times[HOST] = max((host_end - host_start) / 1e3 - head_start_us, 0.0)
-    times[THREAD_CPU] = (cpu_end - cpu_start) / 1e3
-    return times
+    return float(np.median([time_us(meet, clock, meet, preroll_us) for _ in range(count)]))

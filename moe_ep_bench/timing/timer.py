@@ -1,4 +1,8 @@
-"""Clocks, and a recorder that splits an iteration into exclusive phases.
+"""Clocks, a recorder that splits an iteration into exclusive phases, and the order in which a run is timed.
+
+Whatever is timed is timed by ``timed`` (phases) or ``time_us`` (one number): the device is held, ranks meet, and the
+start stamp and the run are queued behind that. A start stamp on an idle GPU would count the host's time to launch the
+first kernel; ranks that met before the hold would part again, because GPUs at other clocks are held for longer.
 
 A recorder keeps one mark per change of phase: a clock reading and the phase that begins there.
 The time between two marks belongs to exactly one phase, so nested stages are exclusive by
@@ -19,6 +23,13 @@ from moe_ep_bench.schema import TOTAL, UNACCOUNTED, PhaseKey
 
 # Of a GPU at 2 GHz. At a lower clock it is held for longer.
 _CYCLES_PER_US = 2000
+
+# Columns that concern a whole run: microseconds of the host and of its thread's CPU.
+HOST, THREAD_CPU = "host", "thread_cpu"
+
+HOLD_US = 300.0
+"""Hold of a GPU ahead of a run where no config says otherwise (``measure.preroll_us``): a collective and the first
+kernels are launched meanwhile."""
 
 
 class Clock(Protocol):
@@ -167,3 +178,45 @@ class PhaseRecorder:
         times[UNACCOUNTED] += 0.0
         times[TOTAL] = self.clock.between_us(self.marks[0][0], self.marks[-1][0])
         return dict(times)
+
+
+def no_meeting() -> None:
+    """Stand in for a rendezvous where ranks need not be aligned."""
+
+
+def timed(
+    run: Callable[[], object],
+    recorder: PhaseRecorder,
+    meet: Callable[[], object] = no_meeting,
+    hold_us: float = HOLD_US,
+) -> dict[PhaseKey, float]:
+    """Return the phases of one run in microseconds, with ``HOST`` and ``THREAD_CPU``.
+
+    Args:
+        meet: aligns the ranks that talk to each other; on CUDA it only queues a collective on the stream.
+        hold_us: hold of the device, a GPU.
+
+    ``HOST`` is the time that the host takes to issue the run beyond its head start. That is what the launch of the
+    meeting leaves of the hold, and on the CPU, which is not held and where the meeting waits for the others, nothing.
+    """
+    recorder.clock.wait()
+    held_ns = time.perf_counter_ns()
+    head_start_us = recorder.clock.hold(hold_us)
+    meet()
+    cpu_start, host_start = time.thread_time_ns(), time.perf_counter_ns()
+    recorder.begin()
+    run()
+    recorder.end()
+    host_end, cpu_end = time.perf_counter_ns(), time.thread_time_ns()
+    head_start_us = max(head_start_us - (host_start - held_ns) / 1e3, 0.0)
+    times = recorder.times_us()
+    times[HOST] = max((host_end - host_start) / 1e3 - head_start_us, 0.0)
+    times[THREAD_CPU] = (cpu_end - cpu_start) / 1e3
+    return times
+
+
+def time_us(
+    run: Callable[[], object], clock: Clock, meet: Callable[[], object] = no_meeting, hold_us: float = HOLD_US
+) -> float:
+    """Return the microseconds of one run; arguments as of ``timed``."""
+    return timed(run, PhaseRecorder(clock), meet, hold_us)[TOTAL]

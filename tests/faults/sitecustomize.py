@@ -5,9 +5,11 @@ whenever that policy routes inside a layer, with ``@timed`` behind it only while
 until it is requeued, or with ``until=2`` until it is requeued the second time.
 Some keys are no policies: ``join=5`` lets ranks wait for each other for 5 seconds only; ``setup=5`` gives
 them so long to read the config, and the last one hangs there; ``torch=1.0`` and ``nccl=1.0`` give the last rank another
-version of that. Python imports this module at start-up.
+version of that. ``build=oom`` lets the last rank run out of memory when it builds its first layer, ``check=oom`` when
+it holds outputs against the reference for the fourth time. Python imports this module at start-up.
 """
 
+import itertools
 import os
 import signal
 import sys
@@ -36,6 +38,8 @@ def _strike(fault: str) -> None:
         import torch
 
         raise torch.OutOfMemoryError("out of memory: tried to allocate 20.00 GiB (a fault for tests)")
+    elif fault == "raise":
+        raise ValueError("no kernel compiles here\n(a fault for tests)")
     elif fault == "hoard":
         import torch
 
@@ -53,7 +57,7 @@ HANGS = {"hang": lambda: True, "hang_later": lambda: _left("cases"), "hang_once"
 def _is_timed() -> bool:
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "timed" and frame.f_code.co_filename.endswith("protocol.py"):
+        if frame.f_code.co_name == "timed" and frame.f_code.co_filename.endswith("timer.py"):
             return True
         frame = frame.f_back
     return False
@@ -69,8 +73,8 @@ def _inject() -> None:
     def faulty(self, logits, padding_mask=None):
         fault, _, when = FAULTS.get(self.policy.name, "").partition("@")
         calls[self.policy.name] += 1
-        # "late": right in the check, the warm-up and while timed, wrong in the check that follows.
-        if fault == "wrong" or (fault == "late" and calls[self.policy.name] > 5):
+        # "late": right in the trial, the check, the warm-up and while timed, wrong in the check that follows.
+        if fault == "wrong" or (fault == "late" and calls[self.policy.name] > 7):
             weights_TE, map_TE = routing(self, logits, padding_mask)
             return weights_TE.roll(1, dims=1), map_TE.roll(1, dims=1)
         if fault and _is_last_rank() and (not when or _is_timed()):
@@ -89,6 +93,29 @@ def _inject() -> None:
 
     PolicyRouter.routing = faulty
     TopKRouter.gating = faulty_gate
+
+
+def _strike_at_call(owner, method, number, fault):
+    """Let a method fail on the last rank when it is called for the ``number``-th time."""
+    calls, inner = itertools.count(1), getattr(owner, method)
+
+    def faulty(*args, **kwargs):
+        if next(calls) == number and _is_last_rank():
+            _strike(fault)
+        return inner(*args, **kwargs)
+
+    setattr(owner, method, faulty)
+
+
+def _inject_beside_policies() -> None:
+    if "build" in FAULTS:
+        from moe_ep_bench.layer.build import Subject
+
+        _strike_at_call(Subject, "_add", 1, FAULTS["build"])
+    if "check" in FAULTS:
+        from moe_ep_bench.layer.reference import DenseReference
+
+        _strike_at_call(DenseReference, "worst_error", 4, FAULTS["check"])
 
 
 def _shorten_joining() -> None:
@@ -128,3 +155,4 @@ if int(os.environ.get("SLURM_RESTART_COUNT", "0")) < int(FAULTS.pop("until", "1"
             _hang_in_setup()
         if set(FAULTS) - {"join", "setup", *VERSIONS}:
             _inject()
+            _inject_beside_policies()
